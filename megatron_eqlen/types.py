@@ -1,0 +1,229 @@
+"""Every record that crosses a stage.
+
+    Prompt ──harvest──► Stream | Group ──score──► (grades filled in) ──objective──► TokenTree ──pack──► Row
+
+A worked example, used throughout the tests. The prompt is ``q = [1, 2]`` and 9 ends a response::
+
+    track 1:  5 9                    track 2:  6 7 8 9
+    A_1 = [5, 9]  B_1 = [6, 7]       the shorter track ended at 2, so both sides are 2 long
+    a third track forks off after q + B_1 and gives  4 4 9;  track 2 has [8, 9] there
+    A_2 = [8, 9]  B_2 = [4, 4]       B_2 is the trunk now; the stream goes on after q + B_1 + B_2
+
+The trunk is ``q B_1 B_2 ...``; every ``A_i`` is a leaf that forks off where ``B_i`` starts. As a
+token tree: the root holds ``q``; ``A_1`` and ``B_1`` are its children; ``A_2`` and ``B_2`` are
+children of ``B_1``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+FinishReason = Literal["stop", "length"]
+"""``stop``: the last token is in the end-of-sequence set. ``length``: the path reached its limit."""
+
+Outcome = Literal["both_ended", "truncated", "max_pairs", "budget"]
+"""Why a stream is complete: both tracks ended at one position; no track can end any more;
+``max_pairs`` were harvested (the survivor was finished alone); the step's token budget ran out."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question, ready for the engine."""
+
+    prompt_id: str
+    """Unique in a run; names the source row, for example ``deepmath/train-00000.parquet#17``."""
+    token_ids: list[int]
+    """The chat-formatted prompt."""
+    question: str
+    grader: str
+    """Which grader scores an answer to it: ``math``, ``code`` or a registered callable."""
+    gold: str
+    """What the grader compares with: LaTeX or text for ``math``, a JSON of tests for ``code``."""
+    source: str = ""
+    """The data source's name in the recipe (metrics are reported per source)."""
+
+
+@dataclass
+class Grade:
+    """A verifier's word on one ended response."""
+
+    reward: float
+    """In [0, 1]."""
+    verdict: str
+    """``correct``, ``wrong``, ``no_answer``, ``unparseable``, ``timeout``, or a code verdict."""
+    answer: str | None = None
+    """The answer that was extracted, shortened to a line."""
+    grader: str = ""
+    """The grader's name and version, for example ``math_verify-0.9.0``."""
+    seconds: float = 0.0
+
+
+@dataclass
+class Segment:
+    """New tokens of one track: a side of a pair, a whole completion, or a trunk's tail."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    """The engine's log-probs of ``token_ids`` (rollout_logprobs), natural log, same length."""
+    finish_reason: FinishReason | None = None
+    """None where the track went on beyond this segment."""
+    grade: Grade | None = None
+    """Filled by scoring where ``finish_reason == "stop"``: the grade of the whole response that
+    this segment ends (everything after the prompt on its path)."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass
+class Pair:
+    """An equal-length pair: ``len(a) == len(b)``, both continuing the same prefix."""
+
+    a: Segment
+    """The side that ended (``finish_reason == "stop"``)."""
+    b: Segment
+    """The side that joined the trunk; ``stop`` too if both ended at this position."""
+
+
+@dataclass
+class Stream:
+    """What one dual-track subgroup (2 of the G tracks) harvested."""
+
+    prompt_id: str
+    index: int
+    """Which of the prompt's G/2 subgroups this is."""
+    policy_version: int
+    """The weights that generated it: the number of optimizer steps taken before."""
+    pairs: list[Pair]
+    outcome: Outcome
+    tail: Segment | None = None
+    """What the trunk track generated after the last pair (the invalid suffix, never trained).
+    If it ended (``stop``) its grade still counts as an extension of every B."""
+
+    def trunk_token_ids(self, pairs: int) -> list[int]:
+        """Token ids of ``B_1 .. B_pairs``: the inherited prefix after the prompt."""
+        return [token for pair in self.pairs[:pairs] for token in pair.b.token_ids]
+
+    def ended(self) -> Iterator[tuple[Segment, list[int]]]:
+        """Every segment that ends a response, with the whole response's token ids."""
+        prefix: list[int] = []
+        for pair in self.pairs:
+            yield pair.a, prefix + pair.a.token_ids
+            prefix = prefix + pair.b.token_ids
+            if pair.b.finish_reason == "stop":
+                yield pair.b, prefix
+        if self.tail is not None and self.tail.finish_reason == "stop":
+            yield self.tail, prefix + self.tail.token_ids
+
+    def segments(self) -> Iterator[Segment]:
+        for pair in self.pairs:
+            yield pair.a
+            yield pair.b
+        if self.tail is not None:
+            yield self.tail
+
+
+@dataclass
+class Group:
+    """G independent completions of one prompt (``sampling: independent``)."""
+
+    prompt_id: str
+    policy_version: int
+    completions: list[Segment]
+
+    def ended(self) -> Iterator[tuple[Segment, list[int]]]:
+        """Every completion that ended by itself, with its token ids."""
+        for completion in self.completions:
+            if completion.finish_reason == "stop":
+                yield completion, completion.token_ids
+
+    def segments(self) -> Iterator[Segment]:
+        yield from self.completions
+
+
+Rollout = Stream | Group
+
+
+@dataclass
+class Node:
+    """One node of a token tree: ``token_ids`` continue the parent's path."""
+
+    parent: int
+    """Index of the parent in ``TokenTree.nodes``, -1 for the root; always before this node."""
+    token_ids: list[int]
+    """The root's are the whole prompt (at least one token)."""
+    advantage: float = 0.0
+    weight: float = 0.0
+    """Weight of every token of this node in the loss: already holds every 1/L, 1/N_k, 2/G and 1/P,
+    so that the loss is a plain sum. 0: not supervised (context only)."""
+    rollout_logprobs: list[float] | None = None
+    """The engine's, same length as ``token_ids``, where ``weight > 0``."""
+
+
+@dataclass
+class TokenTree:
+    """A prompt and everything that is trained after it; each generated token appears once."""
+
+    name: str
+    """For messages: the prompt's id and the stream's number."""
+    nodes: list[Node]
+    """``nodes[0]`` is the root."""
+
+
+@dataclass
+class RowNode:
+    """Where a node lies in a row."""
+
+    start: int
+    length: int
+    parent: int
+    """Index in ``Row.nodes`` or -1."""
+    depth: int
+    """Nodes above it."""
+    position: int
+    """``position_ids`` of its first input: how many tokens of its path come before."""
+
+
+@dataclass
+class Row:
+    """One micro-batch: several trees (or parts of trees) in a fixed token budget of S positions.
+
+    Nodes lie in depth-first order, longest child first. A node with labels ``y_1 .. y_L`` takes L
+    positions whose inputs are (the token before the node, ``y_1 .. y_{L-1}``), so each child starts
+    by reading its parent's last token and a fork needs no special case. The root of a prompt ``q``
+    takes ``len(q) - 1`` positions, unsupervised.
+
+    Position k is visible to position q iff ``k <= q < visible_until[k]``.
+    """
+
+    input_ids: np.ndarray
+    """[S] int64; padding at the end is its own one-token trees."""
+    position_ids: np.ndarray
+    """[S] int64, depth on the path."""
+    labels: np.ndarray
+    """[S] int64, the token each position predicts."""
+    visible_until: np.ndarray
+    """[S] int64, end of the subtree of the position's node, exclusive."""
+    segment_ids: np.ndarray
+    """[S] int64, unique per supervised node of the whole batch, -1 where not supervised."""
+    advantages: np.ndarray
+    """[S] float64"""
+    weights: np.ndarray
+    """[S] float64, 0 where not supervised."""
+    rollout_logprobs: np.ndarray
+    """[S] float64, the engine's; 0 where not supervised."""
+    nodes: list[RowNode]
+    num_tokens: int
+    """Positions in use; the rest up to S is padding."""
+    old_logprobs: np.ndarray | None = None
+    """[S] float64, the trainer's before the first update of this batch."""
+    ref_logprobs: np.ndarray | None = None
+    """[S] float64, the reference model's."""
+
+
+Metrics = dict[str, float]
+"""Flat names with a stage prefix: ``harvest/pairs_per_stream``, ``reward/mean``, ``loss/kl``."""
