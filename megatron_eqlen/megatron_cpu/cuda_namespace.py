@@ -1,0 +1,147 @@
+"""What ``torch.cuda`` means inside ``megatron.core`` on a machine without CUDA: one device, the CPU,
+that does everything in order.
+
+Only what Megatron-Core calls on the paths we use is here. Any other name is looked up in the real
+``torch.cuda``: its classes serve annotations and ``isinstance``, its functions raise there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import (  # noqa: F401  the tensor types, for their names in Megatron-Core
+    BFloat16Tensor,
+    DoubleTensor,
+    FloatTensor,
+    HalfTensor,
+    IntTensor,
+    LongTensor,
+)
+
+
+class Event:
+    """An event on a device that works in order: it has always happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def record(self, stream: Stream | None = None) -> None: ...
+    def wait(self, stream: Stream | None = None) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: Event) -> float:
+        return 0.0
+
+
+class Stream:
+    """The one stream. All are equal, because Megatron-Core skips work when streams differ."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def wait_stream(self, stream: Stream) -> None: ...
+    def wait_event(self, event: Event) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return event or Event()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def current_stream(device: Any = None) -> Stream:
+    return Stream()
+
+
+default_stream = current_stream
+
+
+def stream(stream: Stream | None) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+def device(device: Any) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+def current_device() -> torch.device:
+    return torch.device("cpu")
+
+
+def device_count() -> int:
+    return 1
+
+
+def set_device(device: Any) -> None: ...
+def synchronize(device: Any = None) -> None: ...
+def empty_cache() -> None: ...
+
+
+def is_available() -> bool:
+    return False
+
+
+def is_initialized() -> bool:
+    return True
+
+
+def is_current_stream_capturing() -> bool:
+    return False
+
+
+def get_rng_state(device: Any = None) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
+    torch.set_rng_state(state)
+
+
+def manual_seed(seed: int) -> None:
+    torch.manual_seed(seed)
+
+
+def memory_allocated(device: Any = None) -> int:
+    return 0
+
+
+max_memory_allocated = memory_reserved = max_memory_reserved = memory_allocated
+
+
+def _lazy_call(call: Callable[[], None], **kwargs: Any) -> None:
+    call()
+
+
+class _Generators:
+    def __getitem__(self, device: int) -> torch.Generator:
+        return torch.default_generator
+
+
+default_generators = _Generators()
+
+
+class nvtx:
+    @staticmethod
+    def range_push(name: str) -> None: ...
+    @staticmethod
+    def range_pop() -> None: ...
+
+    @staticmethod
+    @contextlib.contextmanager
+    def range(name: str) -> Iterator[None]:
+        yield
+
+
+class random:
+    get_rng_state = staticmethod(get_rng_state)
+    set_rng_state = staticmethod(set_rng_state)
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(torch.cuda, name)

@@ -1,0 +1,94 @@
+"""The known gaps of Megatron-Core 0.16.1, closed module by module right after each is imported.
+
+Look here first when Megatron-Core's version changes: every entry names what is missing and why.
+"""
+
+import logging
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+VERSION = "0.16.1"
+
+
+def close(module: types.ModuleType, on_cpu: bool) -> None:
+    """Close the gaps of one freshly imported ``megatron.core`` module."""
+    if fix := EVERYWHERE.get(module.__name__):
+        fix(module)
+    if on_cpu and (fix := ON_CPU.get(module.__name__)):
+        fix(module)
+
+
+def _check_version(core: types.ModuleType) -> None:
+    if core.__version__ != VERSION:
+        warnings.warn(
+            f"Megatron-Core {core.__version__} found; its gaps are known for {VERSION} only", stacklevel=2
+        )
+
+
+def _name_missing_gemm(moe_utils: types.ModuleType) -> None:
+    """The router reads ``te_general_gemm``, which is unbound without Transformer Engine."""
+    vars(moe_utils).setdefault("te_general_gemm", None)
+
+
+def _allow_gated_delta_net(gated_delta_net: types.ModuleType) -> None:
+    """The constructor demands fla's kernels; our forward (models/gated_delta_net.py) chooses its own."""
+    gated_delta_net.HAVE_FLA = True
+
+
+def _load_torch_adam(distrib_optimizer: types.ModuleType) -> None:
+    """Two faults in loading the states of torch's Adam from a distributed checkpoint.
+
+    Every state is copied from the loaded tensors, but ``step`` is not one of them (it is kept per
+    parameter group): KeyError. Then the one loaded ``step`` tensor is shared by all parameters, so
+    each of the N parameters advances it and Adam's bias correction is silently N steps ahead.
+    """
+    optimizer = distrib_optimizer.DistributedOptimizer
+    set_states, load_state_dict = optimizer._set_main_param_and_optimizer_states, optimizer.load_state_dict
+
+    def set_loaded_states(
+        self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]
+    ) -> None:
+        if self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+            return set_states(self, model_param, tensors)
+        group, order = self.model_param_group_index_map[model_param]
+        main_param = self.optimizer.param_groups[group]["params"][order]
+        states = {"param": main_param, **self.optimizer.state[main_param]}
+        for key, tensor in tensors.items():
+            states[key].copy_(tensor)
+
+    def load_with_own_steps(self: Any, state_dict: dict[str, Any]) -> None:
+        load_state_dict(self, state_dict)
+        for state in self.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()
+
+    optimizer._set_main_param_and_optimizer_states = set_loaded_states
+    optimizer.load_state_dict = load_with_own_steps
+
+
+def _no_jit(jit: types.ModuleType) -> None:
+    """torch.compile of the small fused functions needs a C++ compiler at run time and gains nothing."""
+    jit.disable_jit_fuser()
+
+
+def quiet() -> None:
+    """Silence what is meant on a CPU: no Apex, no Transformer Engine, seeds that set the CPU's generator.
+    Call before ``megatron.core`` is imported."""
+    warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed", category=UserWarning)
+    seeds = logging.getLogger("megatron.core.tensor_parallel.random")
+    seeds.addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+
+
+EVERYWHERE: dict[str, Callable[[types.ModuleType], None]] = {
+    "megatron.core": _check_version,
+    "megatron.core.transformer.moe.moe_utils": _name_missing_gemm,
+    "megatron.core.ssm.gated_delta_net": _allow_gated_delta_net,
+    "megatron.core.optimizer.distrib_optimizer": _load_torch_adam,
+}
+ON_CPU: dict[str, Callable[[types.ModuleType], None]] = {
+    "megatron.core.jit": _no_jit,
+}
