@@ -53,7 +53,8 @@ def _load_torch_adam(distrib_optimizer: types.ModuleType) -> None:
         self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]
     ) -> None:
         if self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
-            return set_states(self, model_param, tensors)
+            set_states(self, model_param, tensors)
+            return
         group, order = self.model_param_group_index_map[model_param]
         main_param = self.optimizer.param_groups[group]["params"][order]
         states = {"param": main_param, **self.optimizer.state[main_param]}

@@ -1,0 +1,82 @@
+"""Starts and stops torch.distributed and Megatron's parallel groups: NCCL with CUDA, gloo without.
+
+Under torchrun or srun the ranks come from the environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT,
+LOCAL_RANK). Without RANK the process is a world of its own. A default group that exists already is used.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from megatron_eqlen.recipe import ParallelRecipe
+
+
+def start(parallel: ParallelRecipe, seed: int, timeout: timedelta = timedelta(minutes=30)) -> None:
+    """Join the world, split it by ``parallel`` and seed the generators (tensor-parallel ranks differ
+    where their parameters do).
+
+    ``timeout``: how long a collective may wait for a lost rank. Raises ValueError where the layout does
+    not divide the world.
+    """
+    if not dist.is_initialized():
+        _join_world(timeout)
+    _check_layout(parallel, dist.get_world_size())
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
+        distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def stop() -> None:
+    """Leave the groups that ``start`` made, and the world."""
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def is_rank0() -> bool:
+    """Whether this process speaks for the run (writes files, prints)."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def device() -> torch.device:
+    """Where this process keeps its model."""
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
+
+
+def _join_world(timeout: timedelta) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _check_layout(parallel: ParallelRecipe, world_size: int) -> None:
+    dense = parallel.tensor * parallel.pipeline
+    if world_size % dense:
+        raise ValueError(
+            f"parallel: tensor {parallel.tensor} x pipeline {parallel.pipeline} = {dense} "
+            f"does not divide the {world_size} processes"
+        )
+    expert = parallel.expert_tensor * parallel.expert * parallel.pipeline
+    if world_size % expert:
+        raise ValueError(
+            f"parallel: expert_tensor {parallel.expert_tensor} x expert {parallel.expert} x "
+            f"pipeline {parallel.pipeline} = {expert} does not divide the {world_size} processes"
+        )
