@@ -8,6 +8,7 @@ Relative paths in a recipe are relative to the working directory, as on the comm
 from __future__ import annotations
 
 import difflib
+import re
 import types
 import typing
 from pathlib import Path
@@ -21,8 +22,6 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-
-EOS_NOTE = "The end-of-sequence set is read from the model's generation_config.json."
 
 
 class RecipeError(ValueError):
@@ -231,9 +230,9 @@ class ClusterRecipe(Section):
 
 class Recipe(Section):
     name: str
-    """Names the run folder ``runs/NAME``."""
+    """Names the experiment; its runs are under ``runs/NAME``."""
     run_dir: str | None = None
-    """Default ``runs/NAME``."""
+    """Default ``runs/NAME/METHOD-seedN``, METHOD being ``eqlen-grpo`` or ``grpo``, for example."""
     seed: NonNegativeInt = 0
     steps: PositiveInt
     sampling: Literal["equal_length", "independent"] = "equal_length"
@@ -256,7 +255,16 @@ class Recipe(Section):
 
     @property
     def run_folder(self) -> Path:
-        return Path(self.run_dir) if self.run_dir else Path("runs") / self.name
+        return (
+            Path(self.run_dir)
+            if self.run_dir
+            else Path("runs") / self.name / f"{self.method}-seed{self.seed}"
+        )
+
+    @property
+    def method(self) -> str:
+        """``eqlen-grpo``: equal-length sampling; ``grpo``: independent sampling."""
+        return f"eqlen-{self.objective}" if self.sampling == "equal_length" else self.objective
 
     @property
     def world_size(self) -> int:
@@ -268,35 +276,51 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
-        from megatron_eqlen.objectives.registry import check_combination  # objectives know their own limits
+        from megatron_eqlen.objectives.registry import check_combination  # it reads recipes itself
 
-        path = self.data.max_prompt_length + self.rollout.max_response_length
-        if self.packing.max_tokens_per_row < path:
-            raise ValueError(
-                f"packing.max_tokens_per_row: {self.packing.max_tokens_per_row} is less than the longest path: "
-                f"data.max_prompt_length {self.data.max_prompt_length} + rollout.max_response_length "
-                f"{self.rollout.max_response_length} = {path}"
-            )
-        if self.sampling == "equal_length" and self.group_size % 2:
-            raise ValueError(
-                f"group_size: {self.group_size} is odd; equal_length sampling splits it into pairs of tracks"
-            )
-        if self.equal_length.prefix_in_gradient and self.packing.layout != "expanded":
-            raise ValueError(
-                "equal_length.prefix_in_gradient: true needs packing.layout: expanded (each side keeps its own prefix)"
-            )
-        model_parallel = self.parallel.tensor * self.parallel.pipeline
-        if self.world_size % model_parallel:
-            raise ValueError(
-                f"parallel: tensor {self.parallel.tensor} x pipeline {self.parallel.pipeline} = {model_parallel} does not divide "
-                f"cluster.nodes {self.cluster.nodes} x processes_per_node {self.cluster.processes_per_node} = {self.world_size}"
-            )
-        if self.rollout.engine == "server" and not self.rollout.servers:
-            raise ValueError(
-                "rollout.servers: expected at least one URL for rollout.engine: server, found none"
-            )
+        _check_row_budget(self)
+        _check_sampling(self)
+        _check_world(self)
         check_combination(self)
         return self
+
+
+def _check_row_budget(recipe: Recipe) -> None:
+    prompt, response = recipe.data.max_prompt_length, recipe.rollout.max_response_length
+    if recipe.packing.max_tokens_per_row < prompt + response:
+        raise ValueError(
+            f"packing.max_tokens_per_row: {recipe.packing.max_tokens_per_row} is less than the longest path, "
+            f"data.max_prompt_length {prompt} + rollout.max_response_length {response} = {prompt + response}"
+        )
+
+
+def _check_sampling(recipe: Recipe) -> None:
+    if recipe.sampling == "equal_length" and recipe.group_size % 2:
+        raise ValueError(
+            f"group_size: {recipe.group_size} is odd; equal_length sampling splits it into pairs of tracks"
+        )
+    if recipe.equal_length.prefix_in_gradient and recipe.packing.layout != "expanded":
+        raise ValueError(
+            "equal_length.prefix_in_gradient: true needs packing.layout: expanded "
+            "(each side trains its own copy of the prefix)"
+        )
+    if recipe.rollout.engine == "server" and not recipe.rollout.servers:
+        raise ValueError("rollout.servers: expected at least one URL with rollout.engine: server, found none")
+
+
+def _check_world(recipe: Recipe) -> None:
+    tensor, pipeline = recipe.parallel.tensor, recipe.parallel.pipeline
+    if recipe.world_size % (tensor * pipeline):
+        raise ValueError(
+            f"parallel: tensor {tensor} x pipeline {pipeline} = {tensor * pipeline} does not divide "
+            f"cluster: nodes {recipe.cluster.nodes} x processes_per_node "
+            f"{recipe.cluster.processes_per_node} = {recipe.world_size}"
+        )
+    if recipe.world_size % recipe.rollout.tensor_parallel:
+        raise ValueError(
+            f"rollout.tensor_parallel: {recipe.rollout.tensor_parallel} does not divide "
+            f"the {recipe.world_size} processes"
+        )
 
 
 def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
@@ -321,13 +345,27 @@ def dump(recipe: Recipe) -> str:
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
+def plain_differences(
+    before: dict[str, Any], after: dict[str, Any], at: str = ""
+) -> dict[str, tuple[Any, Any]]:
+    """``{"loss.kl_coef": (old, new)}`` for every key whose plain value differs."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for key in [*before, *(key for key in after if key not in before)]:
+        old, new = before.get(key), after.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found |= plain_differences(old, new, f"{at}{key}.")
+        elif old != new:
+            found[f"{at}{key}"] = (old, new)
+    return found
+
+
 class _Loader(yaml.SafeLoader):
     """YAML 1.2 floats: PyYAML alone reads ``1e-6`` as text."""
 
 
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    __import__("re").compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)$"),
+    re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)$"),
     list("-+0123456789."),
 )
 

@@ -1,0 +1,66 @@
+"""What a run leaves on disk, and where.
+
+runs/NAME/METHOD-seedN/
+    recipe.yaml          the resolved recipe
+    metrics.jsonl        one line a step
+    tensorboard/
+    streams/             step-00000012/rank-0.jsonl: every rollout, with grades
+    evaluation/          before.json, after.json, step-00000020.json
+    checkpoints/         step-00000010/, latest
+    export/              the trained model as a Hugging Face folder
+    report.html
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_eqlen.recipe import Recipe, RecipeError, dump, plain_differences
+
+MAY_CHANGE = ("steps", "cluster", "checkpoint", "report", "evaluation", "run_dir", "rollout.servers")
+"""A run may go on with other values of these; any other change would mix two experiments in one folder."""
+
+
+class RunFolder:
+    """Paths of one run."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.path = recipe.run_folder
+        self.recipe = self.path / "recipe.yaml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.tensorboard = self.path / "tensorboard"
+        self.checkpoints = self.path / "checkpoints"
+        self.export = self.path / "export"
+        self.stop = self.path / "STOP"
+
+    def streams(self, step: int) -> Path:
+        return self.path / "streams" / f"step-{step:08d}"
+
+    def evaluation(self, label: str) -> Path:
+        return self.path / "evaluation" / f"{label}.json"
+
+    def open(self, recipe: Recipe) -> None:
+        """Make the folder for ``recipe``, or check that it belongs to it. Raises RecipeError."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        if self.recipe.exists():
+            self._check_same(recipe)
+        partial = self.recipe.with_suffix(".partial")
+        partial.write_text(dump(recipe), encoding="utf-8")
+        partial.replace(self.recipe)
+
+    def _check_same(self, recipe: Recipe) -> None:
+        before: dict[str, Any] = yaml.safe_load(self.recipe.read_text(encoding="utf-8"))
+        changed = {
+            key: values
+            for key, values in plain_differences(before, recipe.model_dump(mode="json")).items()
+            if not key.startswith(MAY_CHANGE)
+        }
+        if changed:
+            listed = "; ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in changed.items())
+            raise RecipeError(
+                f"{self.path} holds a run with another recipe ({listed}); "
+                f"give this one its own folder with name=... or run_dir=..."
+            )
