@@ -1,0 +1,221 @@
+"""From token trees to rows: plan on node lengths, then fill only the rows that a rank trains.
+
+    trees ─Forest.of─► nodes ─prune, cut─► parts ─balance─► ranks ─first-fit─► RowPlans ─fill_row─► Rows
+
+A part is a whole tree, or as many of its leaf chains as fit into a row together with the ancestors they
+need; a repeated ancestor is context only, so every supervised token is in exactly one row. ``expanded``
+makes a part of each supervised node with its whole prefix: the naive layout, kept as the reference.
+
+Ranks are balanced on cost = positions + pair_cost x (query, key) pairs that attention computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from megatron_eqlen.packing.bins import balance, first_fit_decreasing
+from megatron_eqlen.packing.row import fill_row
+from megatron_eqlen.packing.tree import Forest, leaf_chains
+from megatron_eqlen.types import Metrics, Row, TokenTree
+
+Layout = Literal["tree", "expanded"]
+
+PAIR_COST = 3.3e-5
+"""Cost of one visible (query, key) pair in positions, for Qwen3-32B: see ``pair_cost``."""
+
+
+def pair_cost(attention_layers: int, heads: int, head_dim: int, active_parameters: float) -> float:
+    """Floating-point operations of a (query, key) pair over those of a position's linear layers."""
+    return 2 * attention_layers * heads * head_dim / active_parameters
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is placed as one piece: a tree, or leaf chains of it with their ancestors."""
+
+    nodes: np.ndarray
+    """[m] int64, forest indices in row order."""
+    supervised: np.ndarray
+    """[m] bool"""
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """The parts of one row, and its length S in positions."""
+
+    parts: list[Part]
+    length: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where every node goes. ``ranks[r]`` are the rows of data-parallel rank r, equally many for all."""
+
+    forest: Forest
+    ranks: list[list[RowPlan]]
+    max_tokens_per_row: int
+    pair_cost: float
+
+    def rows(self, rank: int) -> list[Row]:
+        """The filled rows of one data-parallel rank."""
+        return [self.fill(row) for row in self.ranks[rank]]
+
+    def fill(self, plan: RowPlan) -> Row:
+        """One row's arrays."""
+        nodes = np.concatenate([np.zeros(0, np.int64), *(part.nodes for part in plan.parts)])
+        supervised = np.concatenate([np.zeros(0, bool), *(part.supervised for part in plan.parts)])
+        return fill_row(self.forest, nodes, supervised, plan.length)
+
+    @cached_property
+    def metrics(self) -> Metrics:
+        """Token counts and how well rows and ranks are used; every position counts alike in ``fill``.
+
+        ``fill``: share of the computed positions that are not padding; ``budget_fill``: share of all
+        rows' full budget; ``expanded_tokens``: what the same supervised nodes would take one by one.
+        """
+        rows = [row for rank in self.ranks for row in rank]
+        used = sum(int(self.forest.length[part.nodes].sum()) for row in rows for part in row.parts)
+        computed = sum(row.length for row in rows)
+        costs = np.array([sum(self._cost(part) for row in rank for part in row.parts) for rank in self.ranks])
+        forest, trained = self.forest, self.forest.weight > 0
+        unique = int(forest.length[forest.live].sum())
+        return {
+            "packing/rows": float(len(rows)),
+            "packing/tokens": float(used),
+            "packing/unique_tokens": float(unique),
+            "packing/repeated_tokens": float(used - unique),
+            "packing/pruned_tokens": float(forest.length[~forest.live].sum()),
+            "packing/supervised_tokens": float(forest.length[trained].sum()),
+            "packing/expanded_tokens": float((forest.position + forest.length)[trained].sum()),
+            "packing/fill": used / computed if computed else 0.0,
+            "packing/budget_fill": used / (len(rows) * self.max_tokens_per_row) if rows else 0.0,
+            "packing/max_over_mean_cost": float(costs.max() / costs.mean()) if costs.sum() else 1.0,
+        }
+
+    def _cost(self, part: Part) -> float:
+        return float(node_costs(self.forest, self.pair_cost)[part.nodes].sum())
+
+
+def pack(
+    trees: Sequence[TokenTree],
+    max_tokens_per_row: int,
+    data_parallel: int = 1,
+    multiple_of: int = 1,
+    layout: Layout = "tree",
+    *,
+    full_rows: bool = False,
+    pair_cost: float = PAIR_COST,
+) -> list[list[Row]]:
+    """All rows of every data-parallel rank; a rank that wants only its own calls ``plan(...).rows(rank)``."""
+    planned = plan(
+        trees,
+        max_tokens_per_row,
+        data_parallel,
+        multiple_of,
+        layout,
+        full_rows=full_rows,
+        pair_cost=pair_cost,
+    )
+    return [planned.rows(rank) for rank in range(data_parallel)]
+
+
+def plan(
+    trees: Sequence[TokenTree],
+    max_tokens_per_row: int,
+    data_parallel: int = 1,
+    multiple_of: int = 1,
+    layout: Layout = "tree",
+    *,
+    full_rows: bool = False,
+    pair_cost: float = PAIR_COST,
+) -> Plan:
+    """Decides which nodes share a row, and which rows a rank trains. Deterministic.
+
+    Every rank gets equally many rows, at least one; rows without a tree are padding alone. A row is as
+    long as its tokens, rounded up to ``multiple_of`` (tensor parallel size with sequence parallel), or
+    ``max_tokens_per_row`` with ``full_rows``. Raises TreeError on a bad tree or a path over the budget.
+    """
+    if max_tokens_per_row % multiple_of:
+        raise ValueError(
+            f"packing.max_tokens_per_row: {max_tokens_per_row} is not a multiple of {multiple_of} "
+            f"(the tensor parallel size splits a row in sequence parallel)"
+        )
+    forest = Forest.of(trees)
+    forest.check_budget(max_tokens_per_row)
+    parts = list(_tree_parts(forest, max_tokens_per_row) if layout == "tree" else _expanded_parts(forest))
+    costs = node_costs(forest, pair_cost)
+    part_costs = np.array([costs[part.nodes].sum() for part in parts])
+    sizes = np.array([forest.length[part.nodes].sum() for part in parts], dtype=np.int64)
+    ranks: list[list[RowPlan]] = []
+    for items in balance(part_costs, data_parallel):
+        bins = [
+            [items[i] for i in chosen] for chosen in first_fit_decreasing(sizes[items], max_tokens_per_row)
+        ]
+        bins.sort(key=lambda chosen: -part_costs[chosen].sum())  # ranks that wait for each other do like work
+        lengths = [
+            _row_length(int(sizes[chosen].sum()), max_tokens_per_row, multiple_of, full_rows)
+            for chosen in bins
+        ]
+        ranks.append(
+            [RowPlan([parts[i] for i in chosen], n) for chosen, n in zip(bins, lengths, strict=True)]
+        )
+    rows = max([1, *map(len, ranks)])
+    empty = RowPlan([], _row_length(0, max_tokens_per_row, multiple_of, full_rows))
+    return Plan(
+        forest, [rank + [empty] * (rows - len(rank)) for rank in ranks], max_tokens_per_row, pair_cost
+    )
+
+
+def node_costs(forest: Forest, pair_cost: float) -> np.ndarray:
+    """[n] float64: each node's positions + ``pair_cost`` x the pairs its queries see."""
+    pairs = forest.length * forest.position + forest.length * (forest.length + 1) / 2
+    return forest.length + pair_cost * pairs
+
+
+def _row_length(used: int, max_tokens_per_row: int, multiple_of: int, full_rows: bool) -> int:
+    return max_tokens_per_row if full_rows else max(1, -(-used // multiple_of)) * multiple_of
+
+
+def _tree_parts(forest: Forest, budget: int) -> Iterator[Part]:
+    """Whole trees where they fit, else the parts they are cut into."""
+    order = forest.row_order()
+    if not order.size:
+        return
+    starts = np.flatnonzero(np.diff(forest.tree[order], prepend=-1))
+    for nodes in np.split(order, starts[1:]):
+        if forest.length[nodes].sum() <= budget:
+            yield Part(nodes, np.ones(len(nodes), bool))
+        else:
+            yield from _cut(forest, nodes, budget)
+
+
+def _cut(forest: Forest, order: np.ndarray, budget: int) -> Iterator[Part]:
+    """Leaf chains in row order, as many to a part as fit with their ancestors (repeated as context)."""
+    nodes: list[int] = []
+    supervised: list[bool] = []
+    size = 0
+    for chain in leaf_chains(forest, order):
+        length = int(forest.length[chain].sum())
+        if nodes and size + length > budget:
+            yield Part(np.array(nodes), np.array(supervised))
+            nodes, supervised = [], []
+        if not nodes:
+            nodes = forest.path(int(chain[0]))[:-1]
+            supervised = [False] * len(nodes)
+            size = int(forest.length[nodes].sum())
+        nodes += chain.tolist()
+        supervised += [True] * len(chain)
+        size += length
+    yield Part(np.array(nodes), np.array(supervised))
+
+
+def _expanded_parts(forest: Forest) -> Iterator[Part]:
+    """Each supervised node with its own copy of everything above it."""
+    for node in np.flatnonzero(forest.weight > 0):
+        path = np.array(forest.path(int(node)))
+        yield Part(path, path == node)

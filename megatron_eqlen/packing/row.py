@@ -1,0 +1,128 @@
+"""A row's arrays from its nodes: the layout that ``types.Row`` documents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+
+from megatron_eqlen.packing.tree import Forest, TreeError, check_logprobs
+from megatron_eqlen.types import Row, RowNode
+
+
+def fill_row(forest: Forest, nodes: np.ndarray, supervised: np.ndarray, length: int) -> Row:
+    """Lays out ``nodes`` one after the other and pads to ``length`` positions.
+
+    ``nodes`` [m] int64 are forest indices of whole or partial trees in depth-first order, ancestors
+    included; ``supervised`` [m] bool says which of them are trained here (the others are context).
+    """
+    lengths = forest.length[nodes]
+    starts = np.cumsum(lengths) - lengths
+    used = int(lengths.sum())
+    assert used <= length, f"{used} positions do not fit into a row of {length}"
+    above, ends = _ancestry(forest, nodes, starts, lengths)
+    labels = _labels(forest, nodes, used)
+    row = Row(
+        input_ids=np.zeros(length, np.int64),
+        position_ids=np.zeros(length, np.int64),
+        labels=np.zeros(length, np.int64),
+        visible_until=np.arange(1, length + 1),
+        segment_ids=np.full(length, -1, np.int64),
+        advantages=np.zeros(length),
+        weights=np.zeros(length),
+        rollout_logprobs=np.zeros(length),
+        nodes=_row_nodes(forest, nodes, above, starts),
+        num_tokens=used,
+    )
+    row.labels[:used] = labels
+    row.input_ids[:used] = _inputs(forest, nodes, labels, starts, lengths)
+    row.position_ids[:used] = np.arange(used) + np.repeat(forest.position[nodes] - starts, lengths)
+    row.visible_until[:used] = np.repeat(ends, lengths)
+    trained = supervised & (forest.weight[nodes] > 0)
+    row.segment_ids[:used] = np.repeat(np.where(trained, forest.segment[nodes], -1), lengths)
+    advantage = np.fromiter((forest.nodes[node].advantage for node in nodes), np.float64, len(nodes))
+    row.advantages[:used] = np.repeat(np.where(trained, advantage, 0.0), lengths)
+    row.weights[:used] = np.repeat(np.where(trained, forest.weight[nodes], 0.0), lengths)
+    row.rollout_logprobs[row.segment_ids >= 0] = _logprobs(forest, nodes[trained])
+    return row
+
+
+def _ancestry(
+    forest: Forest, nodes: np.ndarray, starts: np.ndarray, lengths: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Each node's parent in the row (-1: none) and the end of its subtree."""
+    above = np.full(len(nodes), -1, np.int64)
+    latest: dict[int, int] = {}
+    for i, (node, parent) in enumerate(zip(nodes.tolist(), forest.parent[nodes].tolist(), strict=True)):
+        above[i] = latest.get(
+            parent, -1
+        )  # the latest copy: another part of the same tree may lie in this row
+        latest[node] = i
+    ends = starts + lengths
+    for i in range(len(nodes) - 1, -1, -1):
+        if above[i] >= 0:
+            ends[above[i]] = max(ends[above[i]], ends[i])
+    return above, ends
+
+
+def _row_nodes(forest: Forest, nodes: np.ndarray, above: np.ndarray, starts: np.ndarray) -> list[RowNode]:
+    """The nodes that take positions. A one-token prompt takes none: its children are roots of the row."""
+    number = np.cumsum(forest.length[nodes] > 0) - 1
+    row_nodes: list[RowNode] = []
+    columns = (nodes, forest.length[nodes], above, starts, forest.position[nodes])
+    for _node, length, parent, start, position in zip(*(column.tolist() for column in columns), strict=True):
+        if length == 0:
+            continue
+        empty = parent < 0 or forest.length[nodes[parent]] == 0
+        parent = -1 if empty else int(number[parent])
+        depth = 0 if empty else row_nodes[parent].depth + 1
+        row_nodes.append(RowNode(start=start, length=length, parent=parent, depth=depth, position=position))
+    return row_nodes
+
+
+def _labels(forest: Forest, nodes: np.ndarray, used: int) -> np.ndarray:
+    """[used] int64: the nodes' tokens; a root's without its first."""
+    tokens: Sequence[Sequence[int]] = [forest.nodes[node].token_ids for node in nodes]
+    roots = forest.parent[nodes] < 0
+    labels = np.fromiter(
+        chain.from_iterable(ids[1:] if root else ids for ids, root in zip(tokens, roots, strict=True)),
+        np.int64,
+        used,
+    )
+    if used and labels.min() < 0:
+        node = int(
+            nodes[np.searchsorted(np.cumsum(forest.length[nodes]), int(np.argmin(labels)), side="right")]
+        )
+        raise TreeError(f"{forest.where(node)}: expected token ids >= 0, found {labels.min()}")
+    return labels
+
+
+def _inputs(
+    forest: Forest, nodes: np.ndarray, labels: np.ndarray, starts: np.ndarray, lengths: np.ndarray
+) -> np.ndarray:
+    """[used] int64: what each position reads, the token before its label on the path."""
+    before = np.fromiter(
+        (
+            forest.nodes[node].token_ids[0] if parent < 0 else forest.nodes[parent].token_ids[-1]
+            for node, parent in zip(nodes, forest.parent[nodes], strict=True)
+        ),
+        np.int64,
+        len(nodes),
+    )
+    inputs = np.empty_like(labels)
+    inputs[1:] = labels[:-1]
+    inputs[starts[lengths > 0]] = before[lengths > 0]
+    return inputs
+
+
+def _logprobs(forest: Forest, nodes: np.ndarray) -> np.ndarray:
+    """The rollout log-probs of ``nodes``, one after the other. Raises TreeError where one is not finite."""
+    count = int(forest.length[nodes].sum())
+    values = np.fromiter(
+        chain.from_iterable(forest.nodes[node].rollout_logprobs for node in nodes), np.float64, count
+    )
+    if not np.isfinite(values).all():
+        for node in nodes:
+            check_logprobs(forest, int(node))
+    return values

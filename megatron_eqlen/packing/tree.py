@@ -1,0 +1,232 @@
+"""Token trees as one flat forest: checked, pruned, and put in row order.
+
+``Forest.of(trees)`` reads every node once into arrays (a batch has a few ten thousand nodes and
+millions of tokens; token ids are touched only when rows are filled). Three exact facts are used:
+
+* A node without a supervised node at or below it changes no loss and no gradient: it is pruned.
+* Restricting depth-first order to a set of nodes that holds all its ancestors is depth-first order again.
+* With the longest child first, a trunk is one contiguous piece of its row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from megatron_eqlen.types import Node, TokenTree
+
+
+class TreeError(ValueError):
+    """A token tree that cannot be trained on; the message names the tree and the node."""
+
+
+@dataclass(frozen=True)
+class Forest:
+    """Every node of a batch. Arrays are [n] over nodes, in the order of the trees and their nodes."""
+
+    names: list[str]
+    nodes: list[Node]
+    tree: np.ndarray
+    """int64, index of the node's tree."""
+    parent: np.ndarray
+    """int64, index in this forest, -1 for roots; always before the node."""
+    length: np.ndarray
+    """int64, positions in a row: number of tokens, one less for a root."""
+    weight: np.ndarray
+    """float64"""
+
+    @classmethod
+    def of(cls, trees: Sequence[TokenTree]) -> Forest:
+        """The checked forest of ``trees``. Raises TreeError on the first tree that is not one."""
+        nodes = [node for tree in trees for node in tree.nodes]
+        counts = np.array([len(tree.nodes) for tree in trees], dtype=np.int64)
+        names = [tree.name for tree in trees]
+        _check_roots(trees)
+        index = np.repeat(np.arange(len(trees)), counts)
+        first = np.repeat(np.cumsum(counts) - counts, counts)
+        local = np.arange(len(nodes)) - first
+        parent = np.fromiter((node.parent for node in nodes), np.int64, len(nodes))
+        length = np.fromiter((len(node.token_ids) for node in nodes), np.int64, len(nodes))
+        weight = np.fromiter((node.weight for node in nodes), np.float64, len(nodes))
+        _check_parents(trees, index, local, parent)
+        _check_values(trees, index, local, length, weight)
+        return cls(
+            names, nodes, index, np.where(parent < 0, -1, parent + first), length - (local == 0), weight
+        )
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    @cached_property
+    def depth(self) -> np.ndarray:
+        """[n] int64, nodes above each node."""
+        depth = np.zeros(len(self), dtype=np.int64)
+        below = np.flatnonzero(self.parent >= 0)
+        above = self.parent[below]
+        while below.size:
+            depth[below] += 1
+            above = self.parent[above]
+            below, above = below[above >= 0], above[above >= 0]
+        return depth
+
+    def levels(self) -> list[np.ndarray]:
+        """Node indices of depth 0, 1, 2, ..."""
+        order = np.argsort(self.depth, kind="stable")
+        ends = np.cumsum(np.bincount(self.depth))
+        return np.split(order, ends[:-1])
+
+    @cached_property
+    def position(self) -> np.ndarray:
+        """[n] int64, positions of the path above each node."""
+        position = np.zeros(len(self), dtype=np.int64)
+        for level in self.levels()[1:]:
+            above = self.parent[level]
+            position[level] = position[above] + self.length[above]
+        return position
+
+    @cached_property
+    def live(self) -> np.ndarray:
+        """[n] bool, whether the node or one below it is supervised."""
+        live = self.weight > 0
+        for level in reversed(self.levels()[1:]):
+            live[self.parent[level[live[level]]]] = True
+        return live
+
+    @cached_property
+    def segment(self) -> np.ndarray:
+        """[n] int64, number of the supervised node in the batch, -1 where not supervised."""
+        supervised = self.weight > 0
+        return np.where(supervised, np.cumsum(supervised) - 1, -1)
+
+    def row_order(self) -> np.ndarray:
+        """Live nodes, tree after tree, each in depth-first order with the longest child first.
+
+        Longest by its longest path of live positions; ties keep the order of the tree's nodes.
+        """
+        length = np.where(self.live, self.length, 0)
+        levels = self.levels()
+        height, size = length.copy(), length.copy()
+        for level in reversed(levels[1:]):
+            above = self.parent[level]
+            tallest = np.zeros(len(self), dtype=np.int64)
+            np.maximum.at(tallest, above, height[level])
+            height += tallest
+            np.add.at(size, above, size[level])
+        siblings = np.lexsort((np.arange(len(self)), -height, self.parent))
+        before = np.cumsum(size[siblings]) - size[siblings]
+        family = self.parent[siblings]
+        eldest = np.r_[True, family[1:] != family[:-1]] if len(self) else np.zeros(0, bool)
+        offset = np.empty(len(self), dtype=np.int64)
+        offset[siblings] = before - np.maximum.accumulate(np.where(eldest, before, 0))
+        start = np.zeros(len(self), dtype=np.int64)
+        for level in levels[1:]:
+            above = self.parent[level]
+            start[level] = start[above] + length[above] + offset[level]
+        order = np.lexsort((self.depth, start, self.tree))
+        return order[self.live[order]]
+
+    def path(self, node: int) -> list[int]:
+        """The node and those above it, root first."""
+        path = [node]
+        while self.parent[path[-1]] >= 0:
+            path.append(int(self.parent[path[-1]]))
+        return path[::-1]
+
+    def where(self, node: int) -> str:
+        """The node in words, for messages."""
+        local = node - int(np.searchsorted(self.tree, self.tree[node]))
+        return f"token tree {self.names[self.tree[node]]!r}, node {local}"
+
+    def check_budget(self, max_tokens_per_row: int) -> None:
+        """Raises TreeError where a live path does not fit into a row."""
+        path = self.position + self.length
+        over = np.flatnonzero(self.live & (path > max_tokens_per_row))
+        if over.size:
+            node = int(over[np.argmax(path[over])])
+            raise TreeError(
+                f"{self.where(node)}: the path that ends there takes {path[node]} positions; "
+                f"a row has {max_tokens_per_row} (packing.max_tokens_per_row)"
+            )
+
+
+def leaf_chains(forest: Forest, order: np.ndarray) -> Iterator[np.ndarray]:
+    """Cuts one tree's row order into its contiguous downward runs, each ending at a leaf."""
+    starts = np.flatnonzero(np.r_[True, forest.parent[order[1:]] != order[:-1], True])
+    for start, end in pairwise(starts):
+        yield order[start:end]
+
+
+def _check_roots(trees: Sequence[TokenTree]) -> None:
+    for tree in trees:
+        if not tree.nodes:
+            raise TreeError(f"token tree {tree.name!r}: expected a root, found no nodes")
+        root = tree.nodes[0]
+        if root.parent != -1:
+            raise TreeError(f"token tree {tree.name!r}, node 0: the root's parent is -1, found {root.parent}")
+        if root.weight:
+            raise TreeError(
+                f"token tree {tree.name!r}, node 0: the root is the prompt and is not supervised, "
+                f"found weight {root.weight}"
+            )
+
+
+def _check_parents(
+    trees: Sequence[TokenTree], index: np.ndarray, local: np.ndarray, parent: np.ndarray
+) -> None:
+    for i in np.flatnonzero((local > 0) & ((parent < 0) | (parent >= local))):
+        tree, node = trees[index[i]], int(local[i])
+        where = f"token tree {tree.name!r}, node {node}"
+        if not 0 <= parent[i] < len(tree.nodes):
+            raise TreeError(
+                f"{where}: its parent {parent[i]} is missing (the tree has {len(tree.nodes)} nodes)"
+            )
+        cycle = _cycle(tree, node)
+        if cycle:
+            raise TreeError(f"{where}: a cycle, {' -> '.join(map(str, cycle))}")
+        raise TreeError(f"{where}: its parent {parent[i]} comes after it")
+
+
+def _cycle(tree: TokenTree, node: int) -> list[int]:
+    """The way from ``node`` up to a node already met, or [] where it ends at a root."""
+    seen = [node]
+    while 0 <= tree.nodes[seen[-1]].parent < len(tree.nodes):
+        seen.append(tree.nodes[seen[-1]].parent)
+        if seen[-1] in seen[:-1]:
+            return seen
+    return []
+
+
+def _check_values(
+    trees: Sequence[TokenTree], index: np.ndarray, local: np.ndarray, length: np.ndarray, weight: np.ndarray
+) -> None:
+    nodes = [node for tree in trees for node in tree.nodes]
+    advantage = np.fromiter((node.advantage for node in nodes), np.float64, len(nodes))
+    logprobs = np.fromiter(
+        (-1 if node.rollout_logprobs is None else len(node.rollout_logprobs) for node in nodes),
+        np.int64,
+        len(nodes),
+    )
+    problems = [
+        (length == 0, "expected at least one token, found none", None),
+        (~np.isfinite(advantage), "the advantage is not finite", advantage),
+        (~np.isfinite(weight) | (weight < 0), "expected a finite weight >= 0", weight),
+        ((weight > 0) & (logprobs < 0), "supervised (weight > 0), but without rollout_logprobs", None),
+        ((weight > 0) & (logprobs != length), "expected one rollout_logprob a token", logprobs),
+    ]
+    for wrong, problem, found in problems:
+        if wrong.any():
+            i = int(np.argmax(wrong))
+            detail = "" if found is None else f", found {found[i]}"
+            raise TreeError(f"token tree {trees[index[i]].name!r}, node {local[i]}: {problem}{detail}")
+
+
+def check_logprobs(forest: Forest, node: int) -> None:
+    """Raises TreeError where one of the node's rollout log-probs is not finite."""
+    for i, value in enumerate(forest.nodes[node].rollout_logprobs or ()):
+        if not math.isfinite(value):
+            raise TreeError(f"{forest.where(node)}: the rollout_logprob of token {i} is {value}")

@@ -1,0 +1,63 @@
+"""A tree that cannot be trained on is named, with what is wrong with it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from megatron_eqlen.packing.pack import pack
+from megatron_eqlen.types import Node, TokenTree
+
+
+def side(parent: int, **changes) -> Node:
+    return Node(
+        **{
+            "parent": parent,
+            "token_ids": [3, 4],
+            "advantage": 1.0,
+            "weight": 0.5,
+            "rollout_logprobs": [-1.0, -1.0],
+            **changes,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("nodes", "message"),
+    [
+        ([], "expected a root, found no nodes"),
+        ([side(0)], "node 0: the root's parent is -1, found 0"),
+        ([Node(-1, [1], weight=1.0)], "node 0: the root is the prompt and is not supervised"),
+        ([Node(-1, [1]), side(7)], "node 1: its parent 7 is missing (the tree has 2 nodes)"),
+        ([Node(-1, [1]), side(-1)], "node 1: its parent -1 is missing"),
+        ([Node(-1, [1]), side(0), side(3), side(2)], "node 2: a cycle, 2 -> 3 -> 2"),
+        ([Node(-1, [1]), side(1)], "node 1: a cycle, 1 -> 1"),
+        ([Node(-1, [1]), side(2), side(0)], "node 1: its parent 2 comes after it"),
+        ([Node(-1, [])], "node 0: expected at least one token"),
+        ([Node(-1, [1]), side(0, advantage=math.nan)], "node 1: the advantage is not finite, found nan"),
+        ([Node(-1, [1]), side(0, advantage=-math.inf)], "node 1: the advantage is not finite, found -inf"),
+        ([Node(-1, [1]), side(0, weight=math.nan)], "node 1: expected a finite weight >= 0, found nan"),
+        ([Node(-1, [1]), side(0, weight=-1.0)], "node 1: expected a finite weight >= 0, found -1.0"),
+        ([Node(-1, [1]), side(0, rollout_logprobs=None)], "node 1: supervised (weight > 0), but without"),
+        ([Node(-1, [1]), side(0, rollout_logprobs=[-1.0])], "node 1: expected one rollout_logprob a token"),
+        ([Node(-1, [1]), side(0, rollout_logprobs=[-1.0, math.nan])], "rollout_logprob of token 1 is nan"),
+        ([Node(-1, [1]), side(0, token_ids=[3, -4])], "node 1: expected token ids >= 0, found -4"),
+        ([Node(-1, [1] * 30), side(0)], "node 1: the path that ends there takes 31 positions; a row has 16"),
+    ],
+)
+def test_bad_trees_are_named(nodes, message):
+    good = TokenTree("good#0", [Node(-1, [1, 2]), side(0)])
+    with pytest.raises(ValueError, match="bad#1") as error:
+        pack([good, TokenTree("bad#1", nodes)], 16)
+    assert message in str(error.value)
+
+
+def test_a_path_that_is_pruned_may_be_long():
+    tree = TokenTree("tail", [Node(-1, [1, 2]), side(0), Node(0, [5] * 100)])
+    assert pack([tree], 16)[0][0].num_tokens == 3
+
+
+def test_the_budget_is_a_multiple_of_the_tensor_parallel_size():
+    with pytest.raises(ValueError, match=r"max_tokens_per_row: 15 is not a multiple of 2"):
+        pack([], 15, multiple_of=2)

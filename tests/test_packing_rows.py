@@ -1,0 +1,216 @@
+"""What a packed row must show, stated from the trees' paths alone (never from the packer's own numbers)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_eqlen.packing.pack import node_costs, pack, plan
+from megatron_eqlen.packing.tree import Forest
+from megatron_eqlen.types import Node, Row, TokenTree
+
+
+@st.composite
+def token_trees(draw: st.DrawFn, max_nodes: int = 12) -> TokenTree:
+    """Any shape; about a third of the nodes unsupervised; tokens tell nodes apart."""
+    count = draw(st.integers(1, max_nodes))
+    nodes = [Node(-1, draw(st.lists(st.integers(0, 50), min_size=1, max_size=6)))]
+    for i in range(1, count):
+        tokens = draw(st.lists(st.integers(0, 50), min_size=1, max_size=7))
+        weight = draw(st.sampled_from([0.0, 0.25, 1.5]))
+        advantage = draw(st.sampled_from([-1.0, 0.0, 0.5]))
+        logprobs = [-0.01 * (i + j) for j in range(len(tokens))]
+        nodes.append(Node(draw(st.integers(0, i - 1)), tokens, advantage, weight, logprobs))
+    return TokenTree(f"tree{draw(st.integers(0, 10**6))}", nodes)
+
+
+forests = st.lists(token_trees(), min_size=1, max_size=6)
+
+
+def path_tokens(tree: TokenTree, node: int) -> list[int]:
+    """Every token from the prompt's first to the node's last."""
+    above = tree.nodes[node].parent
+    return (path_tokens(tree, above) if above >= 0 else []) + tree.nodes[node].token_ids
+
+
+def longest_path(trees: list[TokenTree]) -> int:
+    return max(len(path_tokens(tree, i)) - 1 for tree in trees for i in range(len(tree.nodes)))
+
+
+def what_is_trained(trees: list[TokenTree]) -> list[tuple]:
+    """(path before, label, advantage, weight, log-prob) of every supervised token, sorted."""
+    facts = []
+    for tree in trees:
+        for node in tree.nodes:
+            before = path_tokens(tree, node.parent) if node.parent >= 0 else []
+            for j, token in enumerate(node.token_ids if node.weight else []):
+                prefix = tuple(before + node.token_ids[:j])
+                facts.append((prefix, token, node.advantage, node.weight, node.rollout_logprobs[j]))
+    return sorted(facts)
+
+
+def what_rows_train(rows: list[Row]) -> list[tuple]:
+    """The same, read back from rows through the visibility rule."""
+    facts = []
+    for row in rows:
+        for q in np.flatnonzero(row.segment_ids >= 0):
+            k = np.arange(len(row.input_ids))
+            seen = np.flatnonzero((k <= q) & (q < row.visible_until))
+            assert row.position_ids[seen].tolist() == list(range(len(seen)))
+            prefix = tuple(row.input_ids[seen].tolist())
+            facts.append((prefix, row.labels[q], row.advantages[q], row.weights[q], row.rollout_logprobs[q]))
+    return sorted(facts)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    forests,
+    st.integers(0, 40),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.sampled_from(["tree", "expanded"]),
+    st.booleans(),
+)
+def test_every_supervised_token_once_with_its_path(trees, slack, ranks, multiple_of, layout, full_rows):
+    budget = -(-(max(longest_path(trees), 1) + slack) // multiple_of) * multiple_of
+    per_rank = pack(trees, budget, ranks, multiple_of, layout, full_rows=full_rows)
+    rows = [row for rank in per_rank for row in rank]
+    assert what_rows_train(rows) == what_is_trained(trees)
+    assert len(per_rank) == ranks
+    assert len({len(rank) for rank in per_rank}) == 1
+    for row in rows:
+        length = len(row.input_ids)
+        assert length % multiple_of == 0
+        assert length == budget if full_rows else 0 < length <= budget
+        assert (row.visible_until[row.num_tokens :] == np.arange(row.num_tokens, length) + 1).all()
+        assert ((row.weights > 0) == (row.segment_ids >= 0)).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(forests, st.integers(0, 60))
+def test_row_nodes_agree_with_the_arrays(trees, slack):
+    """Back ends that walk nodes and back ends that read ``visible_until`` see the same rule."""
+    for row in pack(trees, max(longest_path(trees), 1) + slack)[0]:
+        covered = []
+        for i, node in enumerate(row.nodes):
+            span = np.arange(node.start, node.start + node.length)
+            covered += span.tolist()
+            assert (row.position_ids[span] == node.position + np.arange(node.length)).all()
+            above, ancestors = node.parent, 0
+            while above >= 0:
+                assert above < i
+                ancestors += row.nodes[above].length
+                above = row.nodes[above].parent
+            assert ancestors == node.position
+        assert covered == list(range(row.num_tokens))
+
+
+@settings(max_examples=50, deadline=None)
+@given(forests, st.integers(1, 3), st.sampled_from(["tree", "expanded"]))
+def test_packing_is_deterministic_and_segments_do_not_depend_on_it(trees, ranks, layout):
+    budget = longest_path(trees) + 10
+    first, second = (
+        [row for rank in pack(trees, budget, ranks, 1, layout) for row in rank] for _ in range(2)
+    )
+    for a, b in zip(first, second, strict=True):
+        assert dataclasses.asdict(a).keys() == dataclasses.asdict(b).keys()
+        for field in ("input_ids", "labels", "visible_until", "segment_ids", "weights"):
+            assert (getattr(a, field) == getattr(b, field)).all()
+    lengths = [len(node.token_ids) for tree in trees for node in tree.nodes if node.weight]
+    ids = np.concatenate([row.segment_ids for row in first])
+    assert np.bincount(ids[ids >= 0], minlength=len(lengths)).tolist() == lengths
+
+
+def test_the_worked_example():
+    """types.py: q = [1 2], A_1 = [5 9], B_1 = [6 7], A_2 = [8 9], B_2 = [4 4]."""
+    logprobs = [-1.0, -2.0]
+    tree = TokenTree(
+        "example",
+        [
+            Node(-1, [1, 2]),
+            Node(0, [5, 9], 1.0, 0.25, logprobs),
+            Node(0, [6, 7], -1.0, 0.25, logprobs),
+            Node(2, [8, 9], 1.0, 0.25, logprobs),
+            Node(2, [4, 4], -1.0, 0.25, logprobs),
+        ],
+    )
+    ((row,),) = pack([tree], 12, multiple_of=4)
+    #                          q  B_1   A_2   B_2   A_1   padding
+    assert row.input_ids.tolist() == [1, 2, 6, 7, 8, 7, 4, 2, 5, 0, 0, 0]
+    assert row.labels.tolist() == [2, 6, 7, 8, 9, 4, 4, 5, 9, 0, 0, 0]
+    assert row.position_ids.tolist() == [0, 1, 2, 3, 4, 3, 4, 1, 2, 0, 0, 0]
+    assert row.visible_until.tolist() == [9, 7, 7, 5, 5, 7, 7, 9, 9, 10, 11, 12]
+    assert row.segment_ids.tolist() == [-1, 1, 1, 2, 2, 3, 3, 0, 0, -1, -1, -1]
+    assert row.num_tokens == 9
+
+
+def caterpillar(lengths: list[int], dead: frozenset[int] = frozenset(), name: str = "stream") -> TokenTree:
+    """A stream with pairs of ``lengths``; pairs in ``dead`` carry no weight."""
+    nodes, trunk = [Node(-1, [1] * 5)], 0
+    for pair, length in enumerate(lengths):
+        weight = 0.0 if pair in dead else 1.0
+        for side in (1.0, -1.0):
+            nodes.append(Node(trunk, [10 + pair] * length, side, weight, [0.0] * length))
+        trunk = len(nodes) - 1
+    return TokenTree(name, nodes)
+
+
+def test_pruning_drops_skipped_leaves_dead_trunk_tails_and_dead_streams():
+    trees = [caterpillar([3, 4, 5], dead=frozenset({0, 2})), caterpillar([6], dead=frozenset({0}))]
+    ((row,),) = pack(trees, 100)
+    assert row.num_tokens == 4 + 3 + 2 * 4  # prompt, B_1 as context, A_2 and B_2
+    assert plan(trees, 100).metrics["packing/pruned_tokens"] == 3 + 2 * 5 + 4 + 2 * 6
+
+
+def test_trunk_is_one_contiguous_causal_piece():
+    ((row,),) = pack([caterpillar([3, 4, 5])], 100)
+    trunk = 4 + 3 + 4 + 5
+    assert row.position_ids[:trunk].tolist() == list(range(trunk))
+    assert [node.length for node in row.nodes] == [4, 3, 4, 5, 5, 4, 3]
+
+
+def test_a_tree_larger_than_a_row_repeats_only_context():
+    tree = caterpillar([10] * 4)
+    planned = plan([tree], 44)
+    rows = planned.rows(0)
+    assert len(rows) > 1
+    assert what_rows_train(rows) == what_is_trained([tree])
+    assert planned.metrics["packing/repeated_tokens"] > 0
+    assert planned.metrics["packing/tokens"] < planned.metrics["packing/expanded_tokens"]
+
+
+def test_cost_counts_the_pairs_that_attention_sees():
+    tree = caterpillar([3, 4])
+    ((row,),) = pack([tree], 100)
+    k = np.arange(len(row.input_ids))
+    pairs = ((k[None] <= k[:, None]) & (k[:, None] < row.visible_until[None])).sum()
+    assert node_costs(Forest.of([tree]), 1.0).sum() == len(k) + pairs
+
+
+def test_ranks_get_equal_cost_and_rows():
+    rng = np.random.default_rng(0)
+    trees = [caterpillar(rng.integers(5, 60, rng.integers(1, 9)).tolist()) for _ in range(200)]
+    metrics = plan(trees, 2000, data_parallel=8, pair_cost=1e-3).metrics
+    assert metrics["packing/max_over_mean_cost"] < 1.005
+    assert metrics["packing/fill"] == 1.0
+
+
+def test_nothing_to_train_gives_padding_rows():
+    ranks = pack([caterpillar([3], dead=frozenset({0}))], 16, data_parallel=2, multiple_of=8)
+    for rank in ranks:
+        (row,) = rank
+        assert row.num_tokens == 0
+        assert len(row.input_ids) == 8
+        assert not row.weights.any()
+
+
+def test_a_budget_of_exactly_the_longest_path_is_enough():
+    tree = caterpillar([7, 9, 2])
+    budget = longest_path([tree])
+    assert what_rows_train(pack([tree], budget)[0]) == what_is_trained([tree])
+    with pytest.raises(ValueError, match=f"takes {budget} positions; a row has {budget - 1}"):
+        pack([tree], budget - 1)
