@@ -1,0 +1,167 @@
+"""The ``eqlen`` command: reads the arguments, starts the ranks where needed, and calls one verb."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from megatron_eqlen.recipe import Recipe, RecipeError, dump, load
+
+OVERRIDES_HELP = "override a recipe key, for example objective=dapo loss.kl_coef=0"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one ``eqlen`` command; returns its exit status. User mistakes end with one line on stderr."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.command(arguments)
+    except (ValueError, FileNotFoundError) as error:
+        if os.environ.get("EQLEN_TRACEBACK"):
+            raise
+        print(f"eqlen {arguments.name}: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="eqlen",
+        description="Reinforcement learning of reasoning models on equal-length pairs.",
+        epilog="EQLEN_TRACEBACK=1 shows the whole traceback of an error.",
+    )
+    commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
+
+    train = _add(commands, "train", _train, "train as a recipe says; the same command resumes a run")
+    _add_recipe(train)
+    train.add_argument(
+        "--dry-run", action="store_true", help="print the resolved recipe and its plan, then stop"
+    )
+    train.add_argument(
+        "--replay",
+        type=Path,
+        metavar="STREAMS",
+        help="train on recorded rollouts (a run's streams/ folder), no engine",
+    )
+
+    plan = _add(commands, "plan", _plan, "print what a recipe needs: layout, memory, tokens, sbatch script")
+    _add_recipe(plan)
+
+    harvest = _add(commands, "harvest", _harvest, "generate and score one step's rollouts, no trainer")
+    _add_recipe(harvest)
+    harvest.add_argument("--out", type=Path, required=True, help="folder for the recorded rollouts")
+
+    evaluate = _add(commands, "evaluate", _evaluate, "evaluate a model on the recipe's benchmarks")
+    _add_recipe(evaluate)
+    evaluate.add_argument("--model", type=Path, help="Hugging Face folder (default: the recipe's model.path)")
+    evaluate.add_argument("--out", type=Path, required=True, help="result file (JSON)")
+
+    report = _add(commands, "report", _report, "write a run folder's report.html again")
+    report.add_argument("run", type=Path, help="run folder")
+
+    inspect = _add(commands, "inspect", _inspect, "print recorded rollouts as text")
+    inspect.add_argument(
+        "streams", type=Path, help="a run's streams/ folder, one of its steps, or a .jsonl file"
+    )
+    inspect.add_argument(
+        "--model", type=Path, required=True, help="Hugging Face folder whose tokenizer decodes"
+    )
+    inspect.add_argument("--limit", type=int, default=5, help="rollouts to print (default 5)")
+    return parser
+
+
+def _add(commands: argparse._SubParsersAction, name: str, verb: object, text: str) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=text, description=text)
+    parser.set_defaults(command=verb)
+    return parser
+
+
+def _add_recipe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", type=Path, help="recipe file (YAML)")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=OVERRIDES_HELP)
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    recipe = load(arguments.recipe, arguments.overrides)
+    if arguments.dry_run:
+        return _print_plan(recipe)
+    if _needs_launch(recipe):
+        return _launch(recipe)
+    from megatron_eqlen.loop import train
+
+    train(recipe, arguments.replay)
+    return 0
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    return _print_plan(load(arguments.recipe, arguments.overrides))
+
+
+def _print_plan(recipe: Recipe) -> int:
+    from megatron_eqlen.plan import describe
+
+    print(dump(recipe))
+    print(describe(recipe))
+    return 0
+
+
+def _harvest(arguments: argparse.Namespace) -> int:
+    recipe = load(arguments.recipe, arguments.overrides)
+    if _needs_launch(recipe):
+        return _launch(recipe)
+    from megatron_eqlen.loop import harvest_only
+
+    harvest_only(recipe, arguments.out)
+    return 0
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    recipe = load(arguments.recipe, arguments.overrides)
+    if _needs_launch(recipe):
+        return _launch(recipe)
+    from megatron_eqlen.loop import evaluate_only
+
+    evaluate_only(recipe, arguments.model or Path(recipe.model.path), arguments.out)
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from megatron_eqlen.report.page import write_page
+
+    print(write_page(arguments.run))
+    return 0
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from megatron_eqlen.report.text import print_rollouts
+
+    print_rollouts(arguments.streams, arguments.model, arguments.limit)
+    return 0
+
+
+def _needs_launch(recipe: Recipe) -> bool:
+    """Whether this process must start the ranks itself: several on this machine and no launcher above."""
+    if "RANK" in os.environ or recipe.world_size == 1:
+        return False
+    if recipe.cluster.nodes > 1:
+        raise RecipeError(
+            f"cluster.nodes: {recipe.cluster.nodes} nodes are started by a launcher: sbatch the script that "
+            f"`eqlen plan` prints, or run torchrun on every node"
+        )
+    return True
+
+
+def _launch(recipe: Recipe) -> int:
+    """This same command under torchrun, one process per rank on this machine."""
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", str(recipe.cluster.processes_per_node)),
+        *("-m", "megatron_eqlen.cli", *sys.argv[1:]),
+    ]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    return subprocess.run(command, env=environment, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
