@@ -149,6 +149,19 @@ class LossRecipe(Section):
     minibatches: PositiveInt = 1
     """Optimizer steps per harvest (our choice: 1, on-policy)."""
     epochs: PositiveInt = 1
+    loss_agg_mode: (
+        Literal[
+            "seq-mean-token-mean",
+            "seq-mean-token-sum",
+            "seq-mean-token-sum-norm",
+            "token-mean",
+            "prompt-mean-token-mean",
+        ]
+        | None
+    ) = None
+    """How tokens are averaged, by verl's names; ``prompt-mean-token-mean`` is DAPO's equation as printed."""
+    gr3_alpha: NonNegativeFloat | None = None
+    """Strength of GR3's length scaling."""
     overlong_buffer: NonNegativeInt | None = None
     overlong_factor: NonNegativeFloat | None = None
     dynamic_sampling: bool | None = None

@@ -1,0 +1,133 @@
+"""Scored rollouts -> token trees with one advantage and one weight a token.
+
+    rollouts ─comparison_units─► units ─estimate─► advantages ─► who is trained ─► weights ─► token trees
+
+A weight holds every factor of the objective's averages. For a sequence of L tokens, one of M members of one
+of the N units of one of the K rollouts of one of the batch's P prompts, ``seq-mean-token-mean`` gives
+
+    weight = 1/P x 1/K x 1/N x 1/M x 1/L
+
+An equal-length stream has K = G/2, N = N_k, M = 2 (Eq. 5 and 6 of the paper); a group K = N = 1, M = G.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megatron_eqlen.objectives.advantages import all_equal, estimate, whiten
+from megatron_eqlen.objectives.metrics import unit_metrics
+from megatron_eqlen.objectives.registry import Objective, resolve
+from megatron_eqlen.objectives.units import Unit, comparison_units
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.types import Metrics, Prompt, Rollout, TokenTree
+
+
+def build_trees(
+    rollouts: Sequence[Rollout], prompts: Mapping[str, Prompt], recipe: Recipe
+) -> tuple[list[TokenTree], Metrics]:
+    """The forest of one optimizer step, and metrics of its comparison units.
+
+    ``rollouts`` are all rollouts of the step (of all ranks), with grades; ``prompts`` maps prompt_id to
+    prompt. Raises ValueError for an ungraded response and KeyError for a prompt that is missing.
+    """
+    batches, metrics = _build([rollouts], prompts, recipe)
+    return batches[0], metrics
+
+
+def build_minibatches(
+    rollouts: Sequence[Rollout], prompts: Mapping[str, Prompt], recipe: Recipe
+) -> tuple[list[list[TokenTree]], Metrics]:
+    """A forest for each of the harvest's ``loss.minibatches`` optimizer steps, in order.
+
+    A minibatch holds whole prompts, and its weights average over its own prompts and tokens only, so that
+    every optimizer step has a gradient of the same scale; advantages are those of the whole batch.
+    Minibatches without a prompt (dynamic sampling may leave few) are left out.
+    """
+    order = list(dict.fromkeys(rollout.prompt_id for rollout in rollouts))
+    count = min(recipe.loss.minibatches, max(len(order), 1))
+    number = {prompt_id: i * count // len(order) for i, prompt_id in enumerate(order)}
+    parts = [[r for r in rollouts if number[r.prompt_id] == part] for part in range(count)]
+    return _build(parts, prompts, recipe)
+
+
+@dataclass
+class _Batch:
+    """What one optimizer step averages over."""
+
+    rollouts: Counter[str]
+    """How many of each prompt."""
+    trees: list[TokenTree] = field(default_factory=list)
+    units: list[Unit] = field(default_factory=list)
+
+
+def _build(
+    parts: Sequence[Sequence[Rollout]], prompts: Mapping[str, Prompt], recipe: Recipe
+) -> tuple[list[list[TokenTree]], Metrics]:
+    objective = resolve(recipe)
+    batches = [_compare(part, prompts, recipe, objective) for part in parts]
+    units = [unit for batch in batches for unit in batch.units]
+    _set_advantages(units, objective)
+    _mark_trained(units, recipe)
+    for batch in batches:
+        _set_weights(batch, recipe, objective)
+    rollouts = [rollout for part in parts for rollout in part]
+    return [batch.trees for batch in batches], unit_metrics(units, rollouts, recipe)
+
+
+def _compare(
+    rollouts: Sequence[Rollout], prompts: Mapping[str, Prompt], recipe: Recipe, objective: Objective
+) -> _Batch:
+    batch = _Batch(Counter(rollout.prompt_id for rollout in rollouts))
+    for number, rollout in enumerate(rollouts):
+        tree, units = comparison_units(rollout, number, prompts[rollout.prompt_id], recipe, objective)
+        batch.trees.append(tree)
+        batch.units += units
+    return batch
+
+
+def _set_advantages(units: list[Unit], objective: Objective) -> None:
+    advantages = [estimate(objective, unit.rewards, unit.lengths) for unit in units]
+    if objective.advantage == "batch_whitened":
+        advantages = whiten(advantages)
+    for unit, values in zip(units, advantages, strict=True):
+        unit.advantages = values
+        for node, value in zip(unit.nodes, values, strict=True):
+            node.advantage = value
+
+
+def _mark_trained(units: list[Unit], recipe: Recipe) -> None:
+    """Without a KL penalty a unit with no advantage has no gradient: weight 0 lets the packer drop it."""
+    for unit in units:
+        skipped = unit.skip_equal and all_equal(unit.rewards)
+        unit.trained = not skipped and (any(unit.advantages) or recipe.loss.kl_coef > 0)
+        unit.counted = unit.trained or not (unit.skip_equal and recipe.equal_length.pair_count == "effective")
+
+
+def _set_weights(batch: _Batch, recipe: Recipe, objective: Objective) -> None:
+    counted = Counter(unit.rollout for unit in batch.units if unit.counted)
+    token_weight = _token_weight(batch, recipe, objective)
+    for unit in batch.units:
+        if not unit.trained:
+            continue
+        members = batch.rollouts[unit.prompt_id] * counted[unit.rollout] * len(unit.nodes)
+        sequence = 1 / (len(batch.rollouts) * members)
+        for node in unit.nodes:
+            if node.token_ids:
+                node.weight = token_weight(sequence, len(node.token_ids), unit.prompt_id)
+
+
+def _token_weight(batch: _Batch, recipe: Recipe, objective: Objective) -> Callable[[float, int, str], float]:
+    """(weight of the whole sequence, its length, its prompt) -> weight of each of its tokens."""
+    tokens: Counter[str] = Counter()
+    for unit in batch.units:
+        tokens[unit.prompt_id] += sum(unit.lengths) if unit.counted else 0
+    longest, total, prompts = recipe.rollout.max_response_length, tokens.total(), len(batch.rollouts)
+    return {
+        "seq-mean-token-mean": lambda sequence, length, prompt: sequence / length,
+        "seq-mean-token-sum": lambda sequence, length, prompt: sequence,
+        "seq-mean-token-sum-norm": lambda sequence, length, prompt: sequence / longest,
+        "token-mean": lambda sequence, length, prompt: 1 / total,
+        "prompt-mean-token-mean": lambda sequence, length, prompt: 1 / (prompts * tokens[prompt]),
+    }[objective.aggregation]

@@ -1,0 +1,34 @@
+"""DAPO's dynamic sampling: which prompts of a harvest have anything to teach.
+
+The loop samples fresh prompts in place of the dropped ones until it has ``data.prompts_per_step`` or has
+harvested ``loss.max_num_gen_batches`` times:
+
+    kept = []
+    for batch in range(recipe.loss.max_num_gen_batches):
+        rollouts = harvest and score (prompts_per_step - kept prompts) new prompts
+        kept += the rollouts of filter_groups(rollouts, recipe)[0]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_eqlen.objectives.advantages import all_equal
+from megatron_eqlen.objectives.units import verifier_rewards
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.types import Rollout
+
+
+def filter_groups(rollouts: Sequence[Rollout], recipe: Recipe) -> tuple[list[str], list[str]]:
+    """(prompt_ids to keep, prompt_ids to drop), each in order of appearance.
+
+    A prompt is kept if the verifier's rewards differ inside at least one of its comparison units (its group,
+    a pair of its streams). Length penalties do not count, as in DAPO: a group that is all correct teaches
+    nothing about the problem.
+    """
+    differs = {rollout.prompt_id: False for rollout in rollouts}
+    for rollout in rollouts:
+        units = verifier_rewards(rollout, recipe)
+        differs[rollout.prompt_id] |= any(not all_equal(rewards) for rewards in units)
+    keep = [prompt_id for prompt_id, found in differs.items() if found]
+    return keep, [prompt_id for prompt_id, found in differs.items() if not found]

@@ -1,0 +1,144 @@
+"""Scored rollouts -> token trees and their comparison units.
+
+A comparison unit is the set of members whose rewards are measured against each other: the two sides of an
+equal-length pair, the G completions of a group, the children of a node of a sampled tree. Each member is
+one node of a token tree, so that an advantage and a weight written on the node reach its tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from megatron_eqlen.objectives.registry import Objective
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.rewards.suffix import pair_rewards
+from megatron_eqlen.types import Grade, Group, Node, Pair, Prompt, Rollout, Segment, Stream, TokenTree
+
+
+@dataclass
+class Unit:
+    """Members that are compared with each other; the lists are aligned."""
+
+    prompt_id: str
+    rollout: int
+    """Number of the rollout in its minibatch: units of one rollout share its weight."""
+    nodes: list[Node]
+    rewards: list[float]
+    skip_equal: bool
+    """The paper's skip rule: with equal rewards nothing of it is trained, not even the KL penalty."""
+    advantages: list[float] = field(default_factory=list)
+    trained: bool = True
+    counted: bool = True
+    """Whether it is one of the N_k (and its tokens are among those that token means divide by)."""
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(node.token_ids) for node in self.nodes]
+
+
+def comparison_units(
+    rollout: Rollout, number: int, prompt: Prompt, recipe: Recipe, objective: Objective
+) -> tuple[TokenTree, list[Unit]]:
+    """The token tree of a rollout and the units over its nodes, not yet weighted."""
+    if isinstance(rollout, Group):
+        return _of_group(rollout, number, prompt, recipe, objective)
+    return _of_stream(rollout, number, prompt, recipe, objective)
+
+
+def overlong_penalty(length: int, objective: Objective, max_response_length: int) -> float:
+    """DAPO's soft length penalty, from 0 where the buffer starts to -factor at the limit."""
+    if not objective.overlong_buffer:
+        return 0.0
+    excess = length - (max_response_length - objective.overlong_buffer)
+    return min(-excess / objective.overlong_buffer * objective.overlong_factor, 0.0)
+
+
+def verifier_rewards(rollout: Rollout, recipe: Recipe) -> list[list[float]]:
+    """The members' rewards of each comparison unit, before any length penalty."""
+    if isinstance(rollout, Group):
+        return [_group_rewards(rollout)]
+    return [list(rewards) for rewards in _pair_rewards(rollout, recipe) if rewards is not None]
+
+
+def _group_rewards(group: Group) -> list[float]:
+    """A truncated completion has no answer and gets 0."""
+    return [_graded(c, group.prompt_id) if c.finish_reason == "stop" else 0.0 for c in group.completions]
+
+
+def _pair_rewards(stream: Stream, recipe: Recipe) -> list[tuple[float, float] | None]:
+    rewards = pair_rewards(stream, recipe.equal_length.suffix_reward, recipe.equal_length.unfinished)
+    return rewards[:1] if recipe.equal_length.single_pair else rewards
+
+
+def _of_group(
+    group: Group, number: int, prompt: Prompt, recipe: Recipe, objective: Objective
+) -> tuple[TokenTree, list[Unit]]:
+    longest = recipe.rollout.max_response_length
+    rewards = [
+        reward + overlong_penalty(len(completion), objective, longest)
+        for reward, completion in zip(_group_rewards(group), group.completions, strict=True)
+    ]
+    leaves = [_node(0, completion) for completion in group.completions]
+    unit = Unit(group.prompt_id, number, leaves, rewards, skip_equal=False)
+    tree = TokenTree(group.prompt_id, [_root(prompt), *(leaf for leaf in leaves if leaf.token_ids)])
+    return tree, [unit]
+
+
+def _of_stream(
+    stream: Stream, number: int, prompt: Prompt, recipe: Recipe, objective: Objective
+) -> tuple[TokenTree, list[Unit]]:
+    if objective.overlong_buffer:
+        stream = _shaped(stream, objective, recipe.rollout.max_response_length)
+    tree = TokenTree(f"{stream.prompt_id}/{stream.index}", [_root(prompt)])
+    units: list[Unit] = []
+    trunk = 0
+    for i, rewards in enumerate(_pair_rewards(stream, recipe)):
+        pair = stream.pairs[i]
+        if recipe.equal_length.prefix_in_gradient:
+            prefix = [earlier.b for earlier in stream.pairs[:i]]
+            sides = [_node(0, *prefix, pair.a), _node(0, *prefix, pair.b)]
+        else:
+            sides = [_node(trunk, pair.a), _node(trunk, pair.b)]
+        tree.nodes += sides
+        trunk = len(tree.nodes) - 1
+        if rewards is not None:
+            units.append(Unit(stream.prompt_id, number, sides, list(rewards), skip_equal=True))
+    return tree, units
+
+
+def _root(prompt: Prompt) -> Node:
+    return Node(-1, prompt.token_ids)
+
+
+def _node(parent: int, *segments: Segment) -> Node:
+    """One node over the tokens of consecutive segments of a path."""
+    return Node(
+        parent,
+        [token for segment in segments for token in segment.token_ids],
+        rollout_logprobs=[value for segment in segments for value in segment.logprobs],
+    )
+
+
+def _graded(segment: Segment, prompt_id: str) -> float:
+    if segment.grade is None:
+        raise ValueError(
+            f"prompt {prompt_id}: an ended response has no grade; score rollouts before training"
+        )
+    return segment.grade.reward
+
+
+def _shaped(stream: Stream, objective: Objective, max_response_length: int) -> Stream:
+    """The stream with the length penalty of each whole response added to its grade."""
+    penalised: dict[int, Segment] = {}
+    for segment, response in stream.ended():
+        reward = _graded(segment, stream.prompt_id)
+        reward += overlong_penalty(len(response), objective, max_response_length)
+        grade = dataclasses.replace(segment.grade or Grade(0.0, ""), reward=reward)
+        penalised[id(segment)] = dataclasses.replace(segment, grade=grade)
+
+    def swap(segment: Segment) -> Segment:
+        return penalised.get(id(segment), segment)
+
+    pairs = [Pair(swap(pair.a), swap(pair.b)) for pair in stream.pairs]
+    return dataclasses.replace(stream, pairs=pairs, tail=stream.tail and swap(stream.tail))

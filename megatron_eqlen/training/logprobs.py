@@ -1,0 +1,93 @@
+"""Log-probs of labels and entropy from logits whose vocabulary is split over tensor-parallel ranks.
+
+Two all-reduces in the forward pass, none in the backward pass. Nothing as large as the logits is kept but
+the logits themselves, which are not overwritten; both passes walk over tokens in chunks, so that only a chunk
+is ever widened. float32 accumulates bfloat16, float16 and float32 logits; float64 logits stay float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+CHUNK_ELEMENTS = 1 << 26
+"""Logits widened at once: 256 MiB of float32."""
+
+
+def token_logprobs(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    temperature: float = 1.0,
+    group: dist.ProcessGroup | None = None,
+    vocab_size: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-softmax of ``logits / temperature`` at ``labels``, and the entropy of that distribution (in nats).
+
+    logits: [n, V / tp], this rank's slice of the vocabulary, in rank order. labels: [n] int64, the same on
+    every rank. group: the tensor-parallel group, None for a whole vocabulary. vocab_size: columns from
+    there on are padding and have no probability. Returns ([n], [n]); the entropy is for reporting and has
+    no gradient.
+    """
+    return _TokenLogprobs.apply(logits, labels, temperature, group, vocab_size)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, labels, temperature, group, vocab_size):
+        real, local, mine = _local_columns(logits, labels, group, vocab_size)
+        kind = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        peak = torch.full((len(logits),), -torch.inf, dtype=kind, device=logits.device)
+        if real:
+            peak = logits[:, :real].amax(-1).to(kind) / temperature
+        _all_reduce(peak, dist.ReduceOp.MAX, group)
+        sums = torch.zeros(3, len(logits), dtype=kind, device=logits.device)
+        for rows in _chunks(logits):
+            shifted = logits[rows, :real].to(kind) / temperature - peak[rows, None]
+            weight = shifted.exp()
+            sums[0, rows] = weight.sum(-1)
+            sums[1, rows] = (weight * shifted).sum(-1)
+            if real:
+                sums[2, rows] = shifted.gather(-1, local[rows, None])[:, 0] * mine[rows]
+        _all_reduce(sums, dist.ReduceOp.SUM, group)
+        total, weighted, label = sums
+        log_total = total.log()
+        entropy = log_total - weighted / total
+        ctx.save_for_backward(logits, local, mine, peak + log_total)
+        ctx.temperature, ctx.real = temperature, real
+        ctx.mark_non_differentiable(entropy)
+        return label - log_total, entropy
+
+    @staticmethod
+    def backward(ctx, grad, _entropy_grad):
+        logits, local, mine, log_total = ctx.saved_tensors
+        grad_logits = torch.zeros_like(logits)
+        scale = (grad / ctx.temperature).to(log_total.dtype)
+        for rows in _chunks(logits) if ctx.real else ():
+            log_p = logits[rows, : ctx.real].to(log_total.dtype) / ctx.temperature - log_total[rows, None]
+            slope = log_p.exp_().mul_(-scale[rows, None])
+            slope.scatter_add_(-1, local[rows, None], (scale[rows] * mine[rows])[:, None])
+            grad_logits[rows, : ctx.real] = slope.to(logits.dtype)
+        return grad_logits, None, None, None, None
+
+
+def _local_columns(
+    logits: torch.Tensor, labels: torch.Tensor, group: dist.ProcessGroup | None, vocab_size: int | None
+) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """How many of this rank's columns are real, the labels' columns here, and whether a label is here."""
+    columns = logits.shape[-1]
+    first = columns * (group.rank() if group is not None else 0)
+    real = columns if vocab_size is None else min(max(vocab_size - first, 0), columns)
+    mine = (labels >= first) & (labels < first + real)
+    return real, (labels - first).clamp(0, max(real - 1, 0)), mine
+
+
+def _chunks(logits: torch.Tensor) -> Iterator[slice]:
+    step = max(1, CHUNK_ELEMENTS // logits.shape[-1])
+    return (slice(start, start + step) for start in range(0, len(logits), step))
+
+
+def _all_reduce(tensor: torch.Tensor, op: dist.ReduceOp, group: dist.ProcessGroup | None) -> None:
+    if group is not None and group.size() > 1:
+        dist.all_reduce(tensor, op, group=group)

@@ -1,0 +1,173 @@
+"""Advantages and weights of token trees, on the worked example of types.py and on groups."""
+
+import pytest
+
+from megatron_eqlen.objectives.build import build_minibatches, build_trees
+from megatron_eqlen.objectives.dynamic_sampling import filter_groups
+from megatron_eqlen.recipe import RecipeError, parse
+from megatron_eqlen.types import Grade, Group, Pair, Prompt, Segment, Stream
+
+QUESTION = Prompt("q", [1, 2], "?", "math", "1")
+
+
+def recipe(**keys):
+    """A small recipe; ``section__key=value`` sets a key of a section."""
+    raw = {
+        "name": "test",
+        "steps": 1,
+        "group_size": 2,
+        "model": {"path": "none"},
+        "data": {"sources": [{"name": "s", "path": "none"}], "max_prompt_length": 8, "prompts_per_step": 4},
+        "rollout": {"max_response_length": 50},
+        "packing": {"max_tokens_per_row": 128},
+        "loss": {"kl_coef": 0.0},
+    }
+    for key, value in keys.items():
+        section, _, name = key.partition("__")
+        if name:
+            raw.setdefault(section, {})[name] = value
+        else:
+            raw[key] = value
+    return parse(raw, "test")
+
+
+def segment(tokens, reward=None):
+    """A segment that ended with this reward, or went on (None)."""
+    ended = reward is not None
+    return Segment(
+        list(tokens),
+        [-0.5] * len(tokens),
+        finish_reason="stop" if ended else None,
+        grade=Grade(reward, "correct" if reward else "wrong") if ended else None,
+    )
+
+
+def worked_example(a1=0.0, a2=1.0, tail=0.0):
+    """A_1 = 5 9, B_1 = 6 7, A_2 = 8 9, B_2 = 4 4, and a tail that ends."""
+    pairs = [
+        Pair(segment([5, 9], a1), segment([6, 7])),
+        Pair(segment([8, 9], a2), segment([4, 4])),
+    ]
+    return Stream("q", 0, 0, pairs, "max_pairs", tail=segment([9], tail))
+
+
+def build(rollouts, **keys):
+    return build_trees(rollouts, {"q": QUESTION}, recipe(**keys))
+
+
+def test_a_stream_becomes_a_caterpillar():
+    (tree,), _ = build([worked_example()])
+    assert [node.token_ids for node in tree.nodes] == [[1, 2], [5, 9], [6, 7], [8, 9], [4, 4]]
+    assert [node.parent for node in tree.nodes] == [-1, 0, 0, 2, 2]
+    assert tree.nodes[3].rollout_logprobs == [-0.5, -0.5]
+
+
+def test_the_worked_example_has_the_weights_of_eq_5_and_6():
+    # one prompt, G/2 = 1 subgroup, N_k = 2 pairs, two sides, two tokens: 1/8 a token
+    (tree,), metrics = build([worked_example(a1=0, a2=1, tail=0)])
+    assert [node.advantage for node in tree.nodes] == [0, -1, 1, 1, -1]
+    assert [node.weight for node in tree.nodes] == [0, 1 / 8, 1 / 8, 1 / 8, 1 / 8]
+    assert metrics["objective/effective_samples"] == 4
+
+
+def test_a_skipped_pair_has_no_weight_but_stays_in_n_k():
+    (tree,), metrics = build([worked_example(a1=1, a2=1, tail=0)], loss__kl_coef=0.1)
+    assert [node.weight for node in tree.nodes] == [0, 0, 0, 1 / 8, 1 / 8]
+    assert metrics["objective/skip_rate"] == 0.5
+    (tree,), _ = build([worked_example(a1=1, a2=1, tail=0)], equal_length__pair_count="effective")
+    assert [node.weight for node in tree.nodes] == [0, 0, 0, 1 / 4, 1 / 4]
+
+
+def test_the_mean_reward_ablation_reports_the_gap_to_max():
+    stream = worked_example(a1=1, a2=1, tail=0)
+    (tree,), metrics = build([stream], equal_length__suffix_reward="mean", objective="rloo")
+    assert [node.advantage for node in tree.nodes] == [0, 0.5, -0.5, 1, -1]
+    assert metrics["objective/reward_gap_max_mean"] == pytest.approx(0.25)
+
+
+def test_single_pair_and_prefix_in_gradient():
+    (tree,), _ = build([worked_example()], equal_length__single_pair=True)
+    assert [node.token_ids for node in tree.nodes] == [[1, 2], [5, 9], [6, 7]]
+    assert tree.nodes[1].weight == 1 / 4
+    (tree,), _ = build([worked_example()], equal_length__prefix_in_gradient=True, packing__layout="expanded")
+    assert [node.token_ids for node in tree.nodes] == [[1, 2], [5, 9], [6, 7], [6, 7, 8, 9], [6, 7, 4, 4]]
+    assert [node.parent for node in tree.nodes] == [-1, 0, 0, 0, 0]
+    assert [node.weight for node in tree.nodes] == [0, 1 / 8, 1 / 8, 1 / 16, 1 / 16]
+
+
+def test_a_group_becomes_a_star_and_a_truncated_completion_gets_zero():
+    truncated = Segment([7] * 4, [-1.0] * 4, finish_reason="length")
+    group = Group("q", 0, [segment([3, 9], 1.0), truncated])
+    (tree,), metrics = build([group], sampling="independent")
+    assert [node.parent for node in tree.nodes] == [-1, 0, 0]
+    assert [node.advantage for node in tree.nodes] == [0, 1, -1]
+    assert [node.weight for node in tree.nodes] == [0, 1 / 4, 1 / 8]
+    assert metrics["reward/mean"] == 0.5
+
+
+def test_equal_rewards_in_a_group_are_trained_for_their_kl_alone():
+    group = Group("q", 0, [segment([3, 9], 1.0), segment([4, 9], 1.0)])
+    for kl_coef, weight in ((0.0, 0.0), (0.1, 0.25)):
+        (tree,), metrics = build([group], sampling="independent", loss__kl_coef=kl_coef)
+        assert [node.advantage for node in tree.nodes] == [0, 0, 0]
+        assert [node.weight for node in tree.nodes] == [0, weight, weight]
+        assert metrics["objective/zero_advantage_fraction"] == 1
+
+
+def test_rewards_equal_up_to_round_off_are_equal():
+    group = Group("q", 0, [segment([3, 9], 0.1 + 0.2), segment([4, 9], 0.3)])
+    (tree,), _ = build([group], sampling="independent")
+    assert [node.advantage for node in tree.nodes] == [0, 0, 0]
+
+
+def test_an_unscored_response_is_refused_by_name():
+    group = Group("q", 0, [segment([3, 9], 1.0), Segment([4, 9], [-1, -1], "stop")])
+    with pytest.raises(ValueError, match=r"prompt q: .*no grade"):
+        build([group], sampling="independent")
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"objective": "grop"}, "nearest: 'grpo'"),
+        ({"objective": "gr3"}, "1 for both sides"),
+        ({"objective": "treerpo"}, "belong together"),
+        ({"sampling": "independent", "equal_length__single_pair": True}, "needs sampling: equal_length"),
+        ({"objective": "rloo", "loss__minibatches": 2}, "no importance ratio"),
+        ({"objective": "rloo", "loss__clip_ratio_low": 0.2}, "set both"),
+        ({"objective": "vespo", "loss__clip_ratio_high": 0.2}, "soft kernel"),
+        ({"objective": "dapo", "loss__overlong_buffer": 50}, "do not lie inside"),
+        ({"loss__minibatches": 5}, "more than data.prompts_per_step"),
+        ({"loss__old_logprobs": "rollout", "rollout__logprobs_mode": "processed"}, "logprobs_mode: raw"),
+        ({"loss__old_logprobs": "rollout", "loss__rollout_is": "token"}, "already starts from"),
+        ({"loss__clip_ratio_low": 1.5}, "below zero"),
+        ({"loss__gr3_alpha": 0.1}, "only objective: gr3"),
+    ],
+)
+def test_combinations_without_sense_are_refused_with_the_reason(keys, reason):
+    with pytest.raises(RecipeError, match=reason):
+        recipe(**keys)
+
+
+def test_minibatches_hold_whole_prompts_and_average_over_their_own():
+    groups = [Group(name, 0, [segment([3, 9], 1.0), segment([4, 9], 0.0)]) for name in "abc"]
+    prompts = {name: Prompt(name, [1], "?", "math", "1") for name in "abc"}
+    keys = {"sampling": "independent", "loss__minibatches": 2}
+    batches, metrics = build_minibatches(groups, prompts, recipe(**keys))
+    assert [[tree.name for tree in batch] for batch in batches] == [["a", "b"], ["c"]]
+    assert [batch[0].nodes[1].weight for batch in batches] == [1 / 8, 1 / 4]
+    assert metrics["objective/units"] == 3
+    assert len(build_minibatches(groups[:1], prompts, recipe(**keys))[0]) == 1
+
+
+def test_dynamic_sampling_drops_prompts_whose_verifier_rewards_are_all_equal():
+    long = segment([7] * 49 + [9], 1.0)  # correct but penalised for its length: still nothing to learn
+    groups = [
+        Group("a", 0, [segment([3, 9], 1.0), segment([4, 9], 0.0)]),
+        Group("b", 0, [segment([3, 9], 1.0), long]),
+        Group("c", 0, [segment([3, 9], 0.5), Segment([7], [-1.0], "length")]),
+    ]
+    assert filter_groups(groups, recipe(sampling="independent", objective="dapo")) == (["a", "c"], ["b"])
+    streams = [worked_example(a1=1, a2=1, tail=1), worked_example(a1=0, a2=0, tail=1)]
+    streams[1].prompt_id = "r"
+    assert filter_groups(streams, recipe(objective="dapo")) == (["r"], ["q"])

@@ -1,0 +1,119 @@
+"""Log-probs, entropy and the loss against independent fp64 arithmetic."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_eqlen.objectives.registry import lookup
+from megatron_eqlen.recipe import LossRecipe
+from megatron_eqlen.training.logprobs import token_logprobs
+from megatron_eqlen.training.policy_loss import policy_loss, reduce_metrics
+
+N = 6
+
+
+@pytest.fixture
+def logits():
+    return torch.randn(N, 11, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 4
+
+
+@pytest.fixture
+def labels():
+    return torch.tensor([0, 10, 3, 3, 7, 1])
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 2e-6)])
+def test_logprobs_and_entropy_are_those_of_log_softmax(logits, labels, dtype, tolerance):
+    ours = logits.to(dtype).requires_grad_()
+    plain = logits.to(dtype).double().requires_grad_()
+    logprobs, entropy = token_logprobs(ours, labels, temperature=0.7)
+    expected = (plain / 0.7).log_softmax(-1)
+    torch.testing.assert_close(
+        logprobs.double(), expected.gather(-1, labels[:, None])[:, 0], atol=tolerance, rtol=0
+    )
+    torch.testing.assert_close(entropy.double(), -(expected.exp() * expected).sum(-1), atol=tolerance, rtol=0)
+    upstream = torch.arange(1.0, N + 1).to(dtype)
+    (logprobs * upstream).sum().backward()
+    (expected.gather(-1, labels[:, None])[:, 0] * upstream).sum().backward()
+    torch.testing.assert_close(ours.grad.double(), plain.grad, atol=10 * tolerance, rtol=0)
+    assert logprobs.dtype == ours.grad.dtype == dtype
+
+
+def test_logits_are_not_overwritten_and_padding_columns_have_no_probability(logits, labels):
+    before = logits.clone()
+    padded = torch.cat((logits, torch.full((N, 5), 50.0)), -1).requires_grad_()
+    whole, entropy = token_logprobs(logits, labels)
+    masked, masked_entropy = token_logprobs(padded, labels, vocab_size=11)
+    assert torch.equal(logits, before)
+    assert torch.equal(whole, masked)
+    assert torch.equal(entropy, masked_entropy)
+    masked.sum().backward()
+    assert not padded.grad[:, 11:].any()
+
+
+def test_huge_logits_and_no_rows():
+    logprobs, entropy = token_logprobs(torch.tensor([[1e4, -1e4]]), torch.tensor([1]))
+    assert logprobs.item() == -2e4
+    assert entropy.item() == 0
+    empty = torch.zeros(0, 5, requires_grad=True)
+    logprobs, _ = token_logprobs(empty, torch.zeros(0, dtype=torch.long))
+    logprobs.sum().backward()
+    assert empty.grad.shape == (0, 5)
+
+
+def row(**changes):
+    values = {
+        "logprobs": [-1.0, -2.0, -0.5, -1.5],
+        "entropy": [0.1, 0.2, 0.3, 0.4],
+        "weights": [0.25, 0.25, 0.0, 0.5],
+        "advantages": [1.0, 1.0, 0.0, -2.0],
+        "segment_ids": [4, 4, -1, 9],
+        "rollout_logprobs": [-1.1, -2.0, -0.5, -1.0],
+        "old_logprobs": [-1.5, -2.1, -0.5, -1.0],
+        "ref_logprobs": [-1.2, -1.9, -0.5, -1.6],
+    } | changes
+    tensors = {name: torch.tensor(value) if value is not None else None for name, value in values.items()}
+    tensors["logprobs"] = tensors["logprobs"].double().requires_grad_()
+    return tensors
+
+
+def test_the_clipped_loss_by_hand():
+    loss, _ = policy_loss(**row(), objective=lookup("grpo"), loss=LossRecipe(kl_coef=0.1, kl_estimator="k3"))
+    kl = [math.exp(d) - d - 1 for d in (-0.2, 0.1, -0.1)]
+    expected = -0.25 * 1.2 - 0.25 * math.exp(0.1) + 0.5 * 2 * 0.8
+    expected += 0.1 * (0.25 * kl[0] + 0.25 * kl[1] + 0.5 * kl[2])
+    assert loss.item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_without_old_logprobs_the_policy_is_the_old_policy():
+    tensors = row(old_logprobs=None, ref_logprobs=None)
+    loss, log = policy_loss(**tensors, objective=lookup("grpo"), loss=LossRecipe(kl_coef=0))
+    loss.backward()
+    assert tensors["logprobs"].grad.tolist() == [-0.25, -0.25, 0, 1]
+    assert reduce_metrics([log])["loss/ratio"] == 1
+
+
+def test_a_row_of_padding_adds_nothing_and_has_a_gradient():
+    tensors = row(weights=[0.0] * 4)
+    settings = {"objective": lookup("gspo"), "loss": LossRecipe(kl_coef=0.1, rollout_is="sequence")}
+    loss, empty = policy_loss(**tensors, **settings)
+    loss.backward()
+    assert loss.item() == 0
+    _, full = policy_loss(**row(), **settings)
+    assert reduce_metrics([full, empty]) == reduce_metrics([full])
+    assert reduce_metrics([empty])["loss/tokens"] == 0
+
+
+def test_supervised_positions_alone_give_the_same_loss():
+    settings = {"objective": lookup("gspo"), "loss": LossRecipe(kl_coef=0.1, rollout_is="sequence")}
+    at = torch.tensor([0, 1, 3])
+    whole, log = policy_loss(**row(), **settings)
+    part, part_log = policy_loss(**{name: values[at] for name, values in row().items()}, **settings)
+    assert whole.item() == part.item()
+    assert reduce_metrics([log]) == reduce_metrics([part_log])
+
+
+def test_a_missing_reference_is_an_error():
+    with pytest.raises(ValueError, match=r"loss\.kl_coef: 0\.1 needs the reference"):
+        policy_loss(**row(ref_logprobs=None), objective=lookup("grpo"), loss=LossRecipe(kl_coef=0.1))
