@@ -192,7 +192,6 @@ class ParallelRecipe(Section):
     """Sequence parallel; default: on with tensor > 1 in MoE models and on GPUs."""
     recompute: Literal["none", "selective", "full"] = "none"
     overlap_grad_reduce: bool = False
-    overlap_param_gather: bool = False
 
 
 class PackingRecipe(Section):

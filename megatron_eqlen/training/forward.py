@@ -1,0 +1,79 @@
+"""Rows through Megatron's own pipeline schedules: a row is a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron_eqlen.models.tree_params import TreeParams
+from megatron_eqlen.training.distributed import device
+from megatron_eqlen.training.logprobs import token_logprobs
+from megatron_eqlen.types import Row
+
+RowResult = Callable[[torch.Tensor, torch.Tensor, Row, np.ndarray], Any]
+"""(logprobs [n], entropy [n], row, the n supervised positions) -> what a pass returns for a row."""
+
+
+def supervised_positions(row: Row) -> np.ndarray:
+    """[n] int64: where the loss looks; the LM head is computed only there."""
+    return np.flatnonzero(row.weights > 0)
+
+
+def run_rows(
+    chunks: list, rows: list[Row], temperature: float, result: RowResult, *, train: bool
+) -> list[Any]:
+    """One pass over this data-parallel rank's rows, through every pipeline stage.
+
+    With ``train``, ``result`` returns (loss, log) and gradients accumulate, undivided: the weights of
+    a row hold every factor. Returns what ``result`` gave per row (its log, with ``train``) on the last
+    pipeline stage and an empty list elsewhere. Every rank of a pipeline passes the same rows.
+    """
+    step = _forward_step(temperature, result, train)
+    iterators = [iter(rows) for _ in chunks]
+    single = len(chunks) == 1
+    with torch.set_grad_enabled(train):
+        results = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iterators[0] if single else iterators,
+            model=chunks,
+            num_microbatches=len(rows),
+            seq_length=len(rows[0].input_ids),
+            micro_batch_size=1,
+            forward_only=not train,
+            collect_non_loss_data=not train,
+        )
+    return list(results)
+
+
+def _forward_step(temperature: float, result: RowResult, train: bool) -> Callable:
+    group = parallel_state.get_tensor_model_parallel_group()
+
+    def step(data: Iterator[Row], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
+        row = next(data)
+        at = supervised_positions(row)
+        index = torch.from_numpy(at).to(device())
+        output = model(
+            torch.from_numpy(row.input_ids)[None].to(device()),
+            torch.from_numpy(row.position_ids)[None].to(device()),
+            None,
+            packed_seq_params=TreeParams.from_row(row),
+            supervised=index,
+        )
+
+        def reduce(logits: torch.Tensor, non_loss_data: bool = False) -> Any:
+            labels = torch.from_numpy(row.labels).to(device())[index]
+            logprobs, entropy = token_logprobs(logits[0], labels, temperature, group)
+            got = result(logprobs, entropy, row, at)
+            if not train:
+                return got
+            loss, log = got
+            return loss, torch.ones((), dtype=torch.int, device=device()), log
+
+        return output, reduce
+
+    return step
