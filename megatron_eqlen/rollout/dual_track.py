@@ -1,0 +1,145 @@
+"""Dual-track generation of equal-length pairs, defined on positions (the paper's section 3.2).
+
+    position     0        L_1              L_1 + L_2
+    track 1      A_1 ■                                      ■ = end of sequence
+    track 2      B_1 │ A_2 ■                                its tokens after L_1 are a head start
+    track 3            B_2 │ ...                            forked at L_1, on prompt + B_1
+
+The paper decodes two tracks in lockstep. All that must hold is about positions: when the shorter ended
+length L is certain, the ended track's L tokens are A_i, the other's first L tokens are B_i, and B_i joins
+the trunk. The other track is never interrupted; one new track is forked on prompt + trunk, because an
+independent continuation of a prefix is what the paper's two fresh tracks are. So no token is generated
+twice, and the harvest depends on token sequences alone.
+"""
+
+from __future__ import annotations
+
+from megatron_eqlen.rollout.track import Track
+from megatron_eqlen.types import Outcome, Pair, Prompt, Segment, Stream
+
+
+class Side:
+    """A track and how many of its tokens the trunk has taken."""
+
+    def __init__(self, track: Track) -> None:
+        self.track = track
+        self.start = 0
+
+    def __len__(self) -> int:
+        return len(self.track) - self.start
+
+    @property
+    def ended(self) -> bool:
+        return self.track.finish_reason == "stop"
+
+    @property
+    def truncated(self) -> bool:
+        return self.track.finish_reason == "length"
+
+    def segment(self, length: int | None = None) -> Segment:
+        """The next ``length`` tokens (default: all that the trunk has not taken)."""
+        return self.track.segment(self.start, None if length is None else self.start + length)
+
+
+class DualTrack:
+    """Harvests one stream: launches its tracks and cuts pairs out of their tokens."""
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        index: int,
+        limit: int,
+        eos_token_ids: frozenset[int],
+        seed: int,
+        max_pairs: int | None = None,
+    ) -> None:
+        self.prompt = prompt
+        self.index = index
+        self.limit = limit
+        self.eos_token_ids = eos_token_ids
+        self.seed = seed
+        self.max_pairs = max_pairs
+        self.trunk: list[int] = []
+        self.pairs: list[Pair] = []
+        self.sides: list[Side] = []
+        """The trunk's track first; alone once ``max_pairs`` are there."""
+        self.outcome: Outcome | None = None
+        self.launched = 0
+
+    @property
+    def complete(self) -> bool:
+        return self.outcome is not None
+
+    def start(self) -> list[Track]:
+        return [self._launch(), self._launch()]
+
+    def may_advance(self) -> bool:
+        """Whether a track has finished, without which nothing can be decided."""
+        return any(side.track.finish_reason is not None for side in self.sides)
+
+    def advance(self) -> list[Track]:
+        """Cut the next pair if its length is certain; returns the fork to launch, if any."""
+        if len(self.sides) == 1:
+            if self.sides[0].track.finish_reason is not None:
+                self.outcome = "max_pairs"
+            return []
+        ended = [side for side in self.sides if side.ended]
+        if not ended:
+            if all(side.truncated for side in self.sides):
+                self.outcome = "truncated"
+            return []
+        short = min(ended, key=len)
+        other = self.sides[1] if short is self.sides[0] else self.sides[0]
+        if len(other) < len(short):
+            assert not other.truncated, "a truncated track is as long as any"
+            return []
+        return self._inherit(short, other)
+
+    def cut(self) -> None:
+        self.outcome = "budget"
+
+    def rollout(self, policy_version: int) -> Stream:
+        assert self.outcome is not None
+        tail = self.sides[0].segment() if self.outcome != "both_ended" else None
+        return Stream(
+            prompt_id=self.prompt.prompt_id,
+            index=self.index,
+            policy_version=policy_version,
+            pairs=self.pairs,
+            outcome=self.outcome,
+            tail=tail if tail is not None and len(tail) else None,
+        )
+
+    def _inherit(self, short: Side, other: Side) -> list[Track]:
+        """``short`` is A_i, as much of ``other`` is B_i; go on after B_i."""
+        length = len(short)
+        pair = Pair(a=short.segment(), b=other.segment(length))
+        assert len(pair.a) == len(pair.b) > 0
+        self.pairs.append(pair)
+        if pair.b.finish_reason == "stop":
+            self.outcome = "both_ended"
+            return []
+        self.trunk += pair.b.token_ids
+        other.start += length
+        self.sides = [other]
+        if len(self.trunk) == self.limit:
+            self.outcome = "truncated"
+        elif len(self.pairs) == self.max_pairs:
+            self.advance()  # the survivor may have finished already
+        else:
+            return [self._launch()]
+        return []
+
+    def _launch(self) -> Track:
+        track = Track(
+            self.prompt,
+            self.index,
+            self.launched,
+            self.trunk,
+            self.limit - len(self.trunk),
+            self.eos_token_ids,
+            self.seed,
+        )
+        self.launched += 1
+        self.sides.append(Side(track))
+        return track

@@ -1,0 +1,90 @@
+"""What a harvester needs of an inference engine, and nothing of any particular one.
+
+    submit ──► (the engine decodes many requests at once) ──► step ──► [Delta, ...]
+
+An engine takes token ids and gives token ids. It may deliver a request's tokens in any chunks and
+any order relative to other requests; the harvester depends on positions only. Weights come in as a
+stream of Hugging Face names; every completion belongs to the ``policy_version`` of its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from megatron_eqlen.types import Metrics
+
+
+class EngineError(RuntimeError):
+    """An engine that died, hangs, or broke the protocol; what was harvested before stays recorded."""
+
+
+class StalePolicyError(EngineError):
+    """Tokens or weights of another policy version than the one asked for."""
+
+
+@dataclass(slots=True)
+class Delta:
+    """New tokens of one request since its last delta."""
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[float]
+    """Natural log, in the recipe's ``rollout.logprobs_mode``, same length as ``token_ids``."""
+    finish_reason: Literal["stop", "length", "lost"] | None = None
+    """None: more will come. ``lost``: the engine gave the request up (a replica died); the tokens
+    delivered so far are valid and the caller submits the rest again."""
+    num_cached_tokens: int | None = None
+    """In a request's first delta: prompt tokens whose KV came from the prefix cache."""
+
+
+class Engine(Protocol):
+    policy_version: int
+    """Optimizer steps behind the weights in use."""
+    max_model_len: int
+    """Longest prompt + completion, in tokens."""
+    max_num_seqs: int
+    """Requests decoded at once; more wait in the engine's queue."""
+
+    def submit(self, request_id: str, token_ids: list[int], max_tokens: int, seed: int) -> None:
+        """Start a completion of ``token_ids``. Token t of the path is drawn from ``(seed, t)``, so the
+        same request cut anywhere and submitted again with what it had gives the same continuation."""
+        ...
+
+    def step(self) -> list[Delta]:
+        """Decode on, and return what is new (possibly nothing). Raises EngineError."""
+        ...
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Forget requests; unknown or finished ones are ignored."""
+        ...
+
+    @property
+    def has_unfinished(self) -> bool: ...
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        """Load every weight of the model, by Hugging Face name, and reset the prefix cache. Requires
+        that no request is unfinished. Raises ValueError for unknown, missing or misshapen weights;
+        the engine then refuses requests until an update succeeds."""
+        ...
+
+    def reset_cache(self) -> None:
+        """Forget cached prefixes."""
+        ...
+
+    def sleep(self) -> None:
+        """Give the accelerator's memory to training; weights are dropped."""
+        ...
+
+    def wake(self) -> None:
+        """Take memory back; ``update_weights`` must follow before the next ``submit``."""
+        ...
+
+    def close(self) -> None: ...
+
+    def metrics(self) -> Metrics:
+        """Counters since the last call, named ``engine/...``."""
+        ...

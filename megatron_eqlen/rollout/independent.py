@@ -1,0 +1,39 @@
+"""Independent sampling, for the baselines: G completions of each prompt."""
+
+from __future__ import annotations
+
+from megatron_eqlen.rollout.track import Track
+from megatron_eqlen.types import Group, Prompt
+
+
+class IndependentGroup:
+    """Collects one prompt's completions."""
+
+    def __init__(
+        self, prompt: Prompt, group_size: int, limit: int, eos_token_ids: frozenset[int], seed: int
+    ) -> None:
+        self.prompt = prompt
+        self.tracks = [
+            Track(prompt, 0, number, [], limit, eos_token_ids, seed) for number in range(group_size)
+        ]
+        self.complete = False
+
+    def start(self) -> list[Track]:
+        return self.tracks
+
+    def may_advance(self) -> bool:
+        return all(track.finish_reason is not None for track in self.tracks)
+
+    def advance(self) -> list[Track]:
+        self.complete = self.may_advance()
+        return []
+
+    def cut(self) -> None:
+        self.complete = True
+
+    def rollout(self, policy_version: int) -> Group:
+        return Group(
+            prompt_id=self.prompt.prompt_id,
+            policy_version=policy_version,
+            completions=[track.segment(0) for track in self.tracks],
+        )

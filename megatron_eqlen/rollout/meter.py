@@ -1,0 +1,126 @@
+"""What one harvest counted: the ``harvest/...`` metrics."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from megatron_eqlen.rollout.engine import Delta, Engine
+from megatron_eqlen.rollout.track import Track
+from megatron_eqlen.types import Metrics, Rollout, Segment, Stream
+
+
+class Meter:
+    """Counts while the driver runs; ``metrics()`` at the end.
+
+    ``generated_tokens`` are all tokens the engine delivered, ``supervised_tokens`` those inside pairs
+    (or completions): what is left is head starts that nothing ended, and tails.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.engine.metrics()  # an earlier harvest's counters end here
+        self.generated_tokens = 0
+        self.requests = self.forks = self.retries = 0
+        self.fork_prefix_tokens = self.fork_cached_tokens = self.forks_prefilled = 0
+        self.steps = self.deltas = 0
+        self.engine_seconds = 0.0
+        self.started = time.perf_counter()
+        self.rollouts: list[Rollout] = []
+
+    def timed(self, step: Callable[[], list[Delta]]) -> list[Delta]:
+        start = time.perf_counter()
+        deltas = step()
+        self.engine_seconds += time.perf_counter() - start
+        return deltas
+
+    def launched(self, track: Track) -> None:
+        self.requests += 1
+        self.forks += track.is_fork and track.attempts == 0
+
+    def stepped(self, deltas: int) -> None:
+        self.steps += 1
+        self.deltas += deltas
+
+    def received(self, track: Track, delta: Delta) -> None:
+        self.generated_tokens += len(delta.token_ids)
+        if delta.num_cached_tokens is not None and track.is_fork and track.attempts == 0:
+            self.forks_prefilled += 1
+            self.fork_prefix_tokens += len(track.context)
+            self.fork_cached_tokens += delta.num_cached_tokens
+
+    def count(self, rollout: Rollout) -> None:
+        self.rollouts.append(rollout)
+
+    def metrics(self) -> Metrics:
+        seconds = time.perf_counter() - self.started
+        steps = max(self.steps, 1)
+        recomputed = self.fork_prefix_tokens - self.fork_cached_tokens
+        metrics: Metrics = {
+            "harvest/seconds": seconds,
+            "harvest/generated_tokens": self.generated_tokens,
+            "harvest/tokens_per_second": self.generated_tokens / seconds,
+            "harvest/requests": self.requests,
+            "harvest/retries": self.retries,
+            "harvest/engine_steps": self.steps,
+            "harvest/slot_occupancy": self.deltas / (steps * self.engine.max_num_seqs),
+            "harvest/overhead_seconds_per_step": (seconds - self.engine_seconds) / steps,
+            "harvest/forks": self.forks,
+            "harvest/fork_prefix_tokens": self.fork_prefix_tokens,
+            "harvest/fork_cached_tokens": self.fork_cached_tokens,
+            "harvest/recomputed_tokens_per_fork": recomputed / max(self.forks_prefilled, 1),
+            "harvest/policy_version": self.engine.policy_version,
+        }
+        return metrics | rollout_metrics(self.rollouts) | self.engine.metrics()
+
+
+def rollout_metrics(rollouts: list[Rollout]) -> Metrics:
+    """The shape of what was harvested: pairs, lengths, outcomes. Empty for no rollouts."""
+    if not rollouts:
+        return {}
+    streams = [rollout for rollout in rollouts if isinstance(rollout, Stream)]
+    ended = [tokens for rollout in rollouts for _, tokens in rollout.ended()]
+    metrics: Metrics = {"harvest/rollouts": len(rollouts), "harvest/ended_responses": len(ended)}
+    if ended:
+        metrics["harvest/ended_response_length"] = _mean([len(tokens) for tokens in ended])
+    if streams:
+        metrics |= _stream_metrics(streams)
+    else:
+        metrics |= _segment_metrics([segment for rollout in rollouts for segment in rollout.segments()])
+    return metrics
+
+
+def _stream_metrics(streams: list[Stream]) -> Metrics:
+    lengths = [len(pair.a) for stream in streams for pair in stream.pairs]
+    outcomes = Counter(stream.outcome for stream in streams)
+    metrics: Metrics = {
+        "harvest/streams": len(streams),
+        "harvest/pairs": len(lengths),
+        "harvest/pairs_per_stream": len(lengths) / len(streams),
+        "harvest/supervised_tokens": 2 * sum(lengths),
+        "harvest/tail_tokens": sum(len(stream.tail) for stream in streams if stream.tail is not None),
+    }
+    for outcome in ("both_ended", "truncated", "max_pairs", "budget"):
+        metrics[f"harvest/{outcome}_fraction"] = outcomes[outcome] / len(streams)
+    if lengths:
+        metrics["harvest/segment_length"] = _mean(lengths)
+        metrics["harvest/segment_length_max"] = max(lengths)
+    return metrics
+
+
+def _segment_metrics(completions: list[Segment]) -> Metrics:
+    lengths = [len(completion) for completion in completions]
+    reasons = Counter(completion.finish_reason for completion in completions)
+    return {
+        "harvest/completions": len(completions),
+        "harvest/supervised_tokens": sum(lengths),
+        "harvest/response_length": _mean(lengths),
+        "harvest/response_length_max": max(lengths),
+        "harvest/truncated_fraction": reasons["length"] / len(completions),
+        "harvest/budget_fraction": reasons[None] / len(completions),
+    }
+
+
+def _mean(values: list[int]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,88 @@
+"""One decoding path: the tokens of one request (or of several, when an engine lost it on the way).
+
+A track's end is decided here, by position, not by what the engine says: ``stop`` at the first token of
+the end-of-sequence set, ``length`` when the path is full. Whatever an engine sends after that is cut.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from megatron_eqlen.rollout.engine import Delta, EngineError
+from megatron_eqlen.types import FinishReason, Prompt, Segment
+
+
+def track_seed(seed: int, prompt_id: str, index: int, number: int) -> int:
+    """A seed in [0, 2^63) for track ``number`` of unit ``index`` of a prompt: the same on every machine."""
+    name = f"{seed}|{prompt_id}|{index}|{number}".encode()
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest()) >> 1
+
+
+class Track:
+    """A track continues ``context`` by at most ``limit`` tokens."""
+
+    __slots__ = (
+        "attempts", "context", "eos_token_ids", "finish_reason", "is_fork", "limit", "logprobs", "name",
+        "seed", "token_ids",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        index: int,
+        number: int,
+        trunk: list[int],
+        limit: int,
+        eos_token_ids: frozenset[int],
+        seed: int,
+    ) -> None:
+        self.name = f"{prompt.prompt_id}/{index}/{number}"
+        self.seed = track_seed(seed, prompt.prompt_id, index, number)
+        self.context = prompt.token_ids + trunk
+        self.limit = limit
+        self.eos_token_ids = eos_token_ids
+        self.is_fork = bool(trunk)
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.finish_reason: FinishReason | None = None
+        self.attempts = 0
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def request_id(self) -> str:
+        """New with every attempt, so that a late delta of a lost request finds nobody."""
+        return self.name if self.attempts == 0 else f"{self.name}~{self.attempts}"
+
+    @property
+    def remaining(self) -> int:
+        return self.limit - len(self.token_ids)
+
+    def extend(self, delta: Delta) -> None:
+        """Take a delta's tokens up to the track's end. Raises EngineError for a broken delta."""
+        token_ids, logprobs = delta.token_ids, delta.logprobs
+        if len(token_ids) != len(logprobs):
+            raise EngineError(
+                f"request {delta.request_id}: expected a log-prob for each of {len(token_ids)} tokens, "
+                f"found {len(logprobs)}"
+            )
+        end = self.remaining
+        if not self.eos_token_ids.isdisjoint(token_ids):
+            first = next(i for i, token in enumerate(token_ids) if token in self.eos_token_ids)
+            if first < end:
+                end = first + 1
+                self.finish_reason = "stop"
+        self.token_ids += token_ids[:end]
+        self.logprobs += logprobs[:end]
+        if self.finish_reason is None and len(self.token_ids) == self.limit:
+            self.finish_reason = "length"
+
+    def segment(self, start: int, stop: int | None = None) -> Segment:
+        """Tokens ``start`` to ``stop`` of this track; the finish reason belongs to its last token."""
+        stop = len(self.token_ids) if stop is None else stop
+        return Segment(
+            self.token_ids[start:stop],
+            self.logprobs[start:stop],
+            self.finish_reason if stop == len(self.token_ids) else None,
+        )

@@ -1,0 +1,153 @@
+"""vLLM in the training process: the same GPUs (or CPU) generate and train in turns.
+
+Under a launcher of several ranks each group of ``rollout.tensor_parallel`` ranks is one replica, and its
+ranks must make the same calls in the same order. While training runs, ``sleep`` has given the GPU memory
+back: weights are dropped, not kept in host memory, since every harvest starts with new ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from torch import Tensor
+
+from megatron_eqlen.recipe import RolloutRecipe
+from megatron_eqlen.rollout import vllm_compat
+from megatron_eqlen.rollout.engine import Delta, EngineError
+from megatron_eqlen.rollout.weights import WeightTable
+from megatron_eqlen.types import Metrics
+
+
+class ColocatedEngine:
+    """An ``Engine`` (see there) around vLLM in this process.
+
+    ``model_path`` is a Hugging Face folder with weights; they are those of ``policy_version``.
+    ``dtype`` is ``float32`` or ``bfloat16``. ``seed`` is for vLLM itself; draws come from ``submit``'s.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        rollout: RolloutRecipe,
+        dtype: str,
+        eos_token_ids: Collection[int],
+        max_model_len: int,
+        seed: int = 0,
+        policy_version: int = 0,
+    ) -> None:
+        if rollout.temperature < vllm_compat.LOWEST_TEMPERATURE:
+            raise ValueError(
+                f"rollout.temperature: expected at least {vllm_compat.LOWEST_TEMPERATURE} "
+                f"(vLLM raises lower ones to it), found {rollout.temperature}"
+            )
+        self.weights = WeightTable.read(model_path)
+        self.llm = vllm_compat.build(str(model_path), rollout, dtype, max_model_len, seed)
+        self.params = vllm_compat.sampling_params(rollout, eos_token_ids)
+        self.vocab_size = vllm_compat.vocab_size(self.llm)
+        self.max_model_len = max_model_len
+        self.max_num_seqs = rollout.max_num_seqs
+        self.policy_version = policy_version
+        self.requests: set[str] = set()
+        self.refusal: str | None = None
+        """Why requests are refused now: the weights are gone or half loaded."""
+        self.asleep = False
+        self.preemptions = 0
+        self.sync: Metrics = {}
+
+    def submit(self, request_id: str, token_ids: list[int], max_tokens: int, seed: int) -> None:
+        if self.refusal is not None:
+            raise EngineError(f"request {request_id}: {self.refusal}")
+        if request_id in self.requests:
+            raise ValueError(f"request {request_id}: expected an unused id, found it in flight")
+        check_request(request_id, token_ids, max_tokens, self.max_model_len, self.vocab_size)
+        self._wake_cache()
+        vllm_compat.submit(self.llm, request_id, token_ids, self.params, max_tokens, seed)
+        self.requests.add(request_id)
+
+    def step(self) -> list[Delta]:
+        deltas = vllm_compat.step(self.llm)
+        self.requests.difference_update(
+            delta.request_id for delta in deltas if delta.finish_reason is not None
+        )
+        return deltas
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        mine = [request_id for request_id in request_ids if request_id in self.requests]
+        vllm_compat.abort(self.llm, mine)
+        self.requests.difference_update(mine)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.requests)
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        if self.requests:
+            raise EngineError(f"update_weights: {len(self.requests)} requests are unfinished")
+        start = time.perf_counter()
+        self.refusal = "the last weight update failed half way; update_weights must succeed first"
+        checked = self.weights.check(named_tensors)
+        vllm_compat.load_weights(self.llm, checked)
+        self.refusal = None
+        self.policy_version = policy_version
+        self.sync = {
+            "engine/sync_seconds": time.perf_counter() - start,
+            "engine/sync_bytes": self.weights.bytes_seen,
+        }
+
+    def reset_cache(self) -> None:
+        vllm_compat.reset_cache(self.llm)
+
+    def sleep(self) -> None:
+        if self.requests:
+            raise EngineError(f"sleep: {len(self.requests)} requests are unfinished")
+        self.refusal = "sleep dropped the weights; wake and update_weights must come first"
+        self.asleep = True
+        vllm_compat.sleep(self.llm)
+
+    def wake(self) -> None:
+        """Memory for the weights only; that of the KV cache is taken with the first request, so that
+        a weight sync has the room."""
+        vllm_compat.wake(self.llm, "weights")
+
+    def close(self) -> None:
+        vllm_compat.close(self.llm)
+
+    def metrics(self) -> Metrics:
+        preemptions = vllm_compat.preemptions(self.llm)
+        removed, sampled = vllm_compat.removed_mass(self.llm)
+        metrics: Metrics = {
+            "engine/preemptions": preemptions - self.preemptions,
+            "engine/removed_probability": removed / max(sampled, 1),
+            **self.sync,
+        }
+        self.preemptions = preemptions
+        self.sync = {}
+        return metrics
+
+    def _wake_cache(self) -> None:
+        if self.asleep:
+            vllm_compat.wake(self.llm, "kv_cache")
+            self.asleep = False
+
+
+def check_request(
+    request_id: str, token_ids: list[int], max_tokens: int, max_model_len: int, vocab_size: int
+) -> None:
+    """Raise ValueError for what would stop the engine: no tokens, too many, or unknown ones."""
+    if not token_ids or max_tokens < 1:
+        raise ValueError(
+            f"request {request_id}: expected tokens to continue and at least 1 to generate, "
+            f"found {len(token_ids)} and {max_tokens}"
+        )
+    if len(token_ids) + max_tokens > max_model_len:
+        raise ValueError(
+            f"request {request_id}: {len(token_ids)} tokens + {max_tokens} to generate = "
+            f"{len(token_ids) + max_tokens} exceed the engine's {max_model_len}"
+        )
+    low, high = min(token_ids), max(token_ids)
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"request {request_id}: expected token ids in 0..{vocab_size - 1}, found {min(low, 0) or high}"
+        )

@@ -1,0 +1,409 @@
+"""The harvester against a scripted engine that delivers tokens in any order and any chunks.
+
+The script fixes, for every context, the whole continuation each seed would give; ``reference_stream``
+below harvests it the paper's way, in lockstep, written independently of the harvester.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_eqlen.recipe import Recipe, parse
+from megatron_eqlen.rollout.engine import Delta, EngineError, StalePolicyError
+from megatron_eqlen.rollout.harvest import harvest
+from megatron_eqlen.rollout.track import track_seed
+from megatron_eqlen.types import Group, Prompt, Rollout, Stream
+
+EOS = {8, 9}
+
+
+def make_recipe(**over) -> Recipe:
+    rollout = {"max_response_length": 12, "max_num_seqs": 6, "top_k": 0, "top_p": 1.0} | over.pop(
+        "rollout", {}
+    )
+    raw = {
+        "name": "t", "steps": 1, "group_size": 4, "rollout": rollout, "model": {"path": "none"},
+        "data": {"sources": [{"name": "s", "path": "none"}], "max_prompt_length": 8},
+    }  # fmt: skip
+    return parse(raw | over, "test")
+
+
+def make_prompts(count: int) -> list[Prompt]:
+    return [Prompt(f"p#{i}", [1, i], "q", "math", "0") for i in range(count)]
+
+
+def continuation(context: list[int], seed: int, end: float) -> list[int]:
+    """Token t of a path depends on (seed, t) and the tokens before it, as a model's does."""
+    tokens: list[int] = []
+    while not tokens or tokens[-1] not in EOS:
+        draw = random.Random(f"{seed}|{len(context) + len(tokens)}|{(context + tokens)[-3:]}")
+        tokens.append(draw.choice(sorted(EOS)) if draw.random() < end else draw.randrange(2, 8))
+        if len(tokens) > 64:
+            break
+    return tokens
+
+
+@dataclass
+class ScriptedEngine:
+    """Delivers ``continuation`` in chunks that ``chaos`` chooses; may lose requests."""
+
+    chaos: random.Random
+    end: float = 0.2
+    loss: float = 0.0
+    max_model_len: int = 64
+    max_num_seqs: int = 6
+    policy_version: int = 3
+    max_chunk: int = 5
+    max_losses: int = 3
+    losses: Counter = field(default_factory=Counter)
+    requests: dict[str, tuple[list[int], int]] = field(default_factory=dict)
+    delivered: dict[str, int] = field(default_factory=dict)
+    aborted: list[str] = field(default_factory=list)
+    submitted: list[tuple[str, list[int], int]] = field(default_factory=list)
+
+    def submit(self, request_id, token_ids, max_tokens, seed):
+        assert request_id not in self.requests
+        assert max_tokens >= 1
+        tokens = continuation(token_ids, seed, self.end)[:max_tokens]
+        self.requests[request_id] = (tokens, len(token_ids))
+        self.delivered[request_id] = 0
+        self.submitted.append((request_id, list(token_ids), seed))
+
+    def step(self):
+        chosen = [name for name in self.requests if self.chaos.random() < 0.6]
+        self.chaos.shuffle(chosen)
+        return [self._delta(name) for name in chosen]
+
+    def _delta(self, name):
+        tokens, start = self.requests[name]
+        first = self.delivered[name]
+        last = min(first + self.chaos.randint(1, self.max_chunk), len(tokens))
+        self.delivered[name] = last
+        chunk = tokens[first:last]
+        reason = None
+        if last == len(tokens):
+            reason = "stop" if tokens[-1] in EOS else "length"
+            del self.requests[name]
+        elif self.chaos.random() < self.loss and self.losses[name.split("~")[0]] < self.max_losses:
+            self.losses[name.split("~")[0]] += 1
+            reason = "lost"
+            del self.requests[name]
+        logprobs = [-(start + first + i) / 7 for i in range(len(chunk))]
+        return Delta(name, chunk, logprobs, reason, start - start % 4 if first == 0 else None)
+
+    def abort(self, request_ids):
+        for name in request_ids:
+            if self.requests.pop(name, None):
+                self.aborted.append(name)
+
+    @property
+    def has_unfinished(self):
+        return bool(self.requests)
+
+    def metrics(self):
+        return {}
+
+
+def reference_stream(prompt: Prompt, index: int, recipe: Recipe, seed: int, end: float) -> dict:
+    """The paper's lockstep: decode two tracks position by position; at an end, pair, inherit, and start
+    a new track beside the survivor."""
+    limit = recipe.rollout.max_response_length
+    max_pairs = 1 if recipe.equal_length.single_pair else recipe.equal_length.max_pairs
+
+    def fresh(number: int, trunk: list[int]) -> list[int]:
+        track = track_seed(seed, prompt.prompt_id, index, number)
+        return trunk + continuation(prompt.token_ids + trunk, track, end)
+
+    base, pairs, launched = 0, [], 2
+    one, two = fresh(0, []), fresh(1, [])
+    for position in range(limit):
+        ends = [path for path in (one, two) if path is not None and path[position] in EOS]
+        if two is None or not ends:
+            continue
+        a, b = (one, two) if one[position] in EOS else (two, one)
+        pairs.append((a[base : position + 1], b[base : position + 1]))
+        base = position + 1
+        if len(ends) == 2:
+            return {"pairs": pairs, "outcome": "both_ended", "tail": []}
+        one, two = b, None
+        if base == limit:
+            break
+        if len(pairs) == max_pairs:
+            stop = next((i + 1 for i, token in enumerate(one) if token in EOS), limit)
+            return {"pairs": pairs, "outcome": "max_pairs", "tail": one[base : min(stop, limit)]}
+        two = fresh(launched, one[:base])
+        launched += 1
+        if one[base - 1] in EOS:
+            raise AssertionError
+    return {"pairs": pairs, "outcome": "truncated", "tail": one[base:limit]}
+
+
+def shape(stream: Stream) -> dict:
+    return {
+        "pairs": [(pair.a.token_ids, pair.b.token_ids) for pair in stream.pairs],
+        "outcome": stream.outcome,
+        "tail": stream.tail.token_ids if stream.tail else [],
+    }
+
+
+def check_logprobs(rollout: Rollout, start: int) -> None:
+    """The script's log-prob of a token tells its position, so tokens and log-probs stay together."""
+    paths = []
+    if isinstance(rollout, Group):
+        paths = list(rollout.completions)
+        offsets = [start] * len(paths)
+    else:
+        offsets = []
+        base = start
+        for pair in rollout.pairs:
+            paths += [pair.a, pair.b]
+            offsets += [base, base]
+            base += len(pair.b)
+        if rollout.tail:
+            paths.append(rollout.tail)
+            offsets.append(base)
+    for segment, offset in zip(paths, offsets, strict=True):
+        assert segment.logprobs == [-(offset + i) / 7 for i in range(len(segment))]
+
+
+cases = st.fixed_dictionaries(
+    {
+        "chaos": st.integers(0, 2**32),
+        "seed": st.integers(0, 2**32),
+        "end": st.sampled_from([0.02, 0.1, 0.3, 0.7]),
+        "limit": st.integers(1, 24),
+        "max_pairs": st.sampled_from([None, None, 1, 2, 3]),
+        "max_num_seqs": st.integers(1, 12),
+        "max_chunk": st.integers(1, 9),
+        "loss": st.sampled_from([0.0, 0.0, 0.1]),
+    }
+)
+
+
+def run_case(case: dict, prompts: int = 3, **over) -> tuple[list[Rollout], dict, ScriptedEngine, Recipe]:
+    recipe = make_recipe(
+        rollout={"max_response_length": case["limit"], "max_num_seqs": case["max_num_seqs"]},
+        equal_length={"max_pairs": case["max_pairs"]},
+        **over,
+    )
+    engine = ScriptedEngine(
+        random.Random(case["chaos"]), case["end"], case["loss"], max_num_seqs=case["max_num_seqs"],
+        max_chunk=case["max_chunk"],
+    )  # fmt: skip
+    rollouts, metrics = harvest(engine, make_prompts(prompts), recipe, EOS, case["seed"])
+    return rollouts, metrics, engine, recipe
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases)
+def test_streams_are_the_lockstep_harvest_whatever_the_delivery(case):
+    rollouts, _, engine, recipe = run_case(case)
+    prompts = {prompt.prompt_id: prompt for prompt in make_prompts(3)}
+    assert [(r.prompt_id, r.index) for r in rollouts] == [(p, k) for p in prompts for k in range(2)]
+    for stream in rollouts:
+        expected = reference_stream(
+            prompts[stream.prompt_id], stream.index, recipe, case["seed"], case["end"]
+        )
+        found = shape(stream)
+        # Which side of a tie is A is a convention; both ended, so both are complete responses.
+        if expected["outcome"] == "both_ended":
+            assert sorted(map(str, found["pairs"].pop())) == sorted(map(str, expected["pairs"].pop()))
+        assert found == expected
+    assert not engine.requests, "a request was left running"
+
+
+@settings(max_examples=200, deadline=None)
+@given(cases)
+def test_pairs_are_equally_long_and_no_token_is_lost_or_used_twice(case):
+    rollouts, metrics, _, _ = run_case(case)
+    kept = 0
+    for stream in rollouts:
+        for pair in stream.pairs:
+            assert len(pair.a) == len(pair.b) > 0
+            assert pair.a.finish_reason == "stop"
+            assert pair.a.token_ids[-1] in EOS
+            assert not EOS & set(pair.a.token_ids[:-1] + pair.b.token_ids[:-1])
+            assert (pair.b.token_ids[-1] in EOS) == (pair.b.finish_reason == "stop")
+        assert sum(len(pair.b) for pair in stream.pairs) <= case["limit"]
+        check_logprobs(stream, start=2)
+        kept += sum(len(segment) for segment in stream.segments())
+    # What is not kept is the second of two truncated tracks: it is nobody's prefix.
+    unkept = metrics["harvest/generated_tokens"] - kept
+    truncated = sum(stream.outcome == "truncated" for stream in rollouts)
+    assert 0 <= unkept <= truncated * case["limit"]
+    if not truncated:
+        assert unkept == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases)
+def test_independent_completions(case):
+    rollouts, metrics, _, _ = run_case(case, sampling="independent")
+    assert [group.prompt_id for group in rollouts] == ["p#0", "p#1", "p#2"]
+    for prompt, group in zip(make_prompts(3), rollouts, strict=True):
+        check_logprobs(group, start=2)
+        for number, completion in enumerate(group.completions):
+            seed = track_seed(case["seed"], prompt.prompt_id, 0, number)
+            full = continuation(prompt.token_ids, seed, case["end"])
+            assert completion.token_ids == full[: case["limit"]]
+            ended = completion.token_ids[-1] in EOS
+            assert completion.finish_reason == ("stop" if ended else "length")
+    assert metrics["harvest/generated_tokens"] == sum(len(s) for g in rollouts for s in g.segments())
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases, st.integers(1, 80))
+def test_a_token_budget_ends_the_step_and_keeps_whole_pairs(case, budget):
+    recipe = make_recipe(rollout={"max_response_length": case["limit"], "tokens_per_step": budget})
+    engine = ScriptedEngine(random.Random(case["chaos"]), case["end"], max_num_seqs=4, max_chunk=3)
+    rollouts, metrics = harvest(engine, make_prompts(3), recipe, EOS, case["seed"])
+    free = {
+        (s.prompt_id, s.index): s
+        for s in harvest(
+            ScriptedEngine(random.Random(0), case["end"]), make_prompts(3),
+            make_recipe(rollout={"max_response_length": case["limit"]}), EOS, case["seed"],
+        )[0]
+    }  # fmt: skip
+    assert not engine.requests
+    # One step may bring a chunk from each of the requests that run (forks may exceed the slots by one).
+    assert metrics["harvest/generated_tokens"] < budget + 3 * (engine.max_num_seqs + 2)
+    for stream in rollouts:
+        whole = free[stream.prompt_id, stream.index]
+        if stream.outcome == "budget":
+            assert stream.pairs == whole.pairs[: len(stream.pairs)]
+        else:
+            assert stream == whole
+
+
+def test_the_worked_example_of_types():
+    """q = [1, 2]; track 1: 5 9; track 2: 6 7 8 9; the fork after q B_1: 4 4 9."""
+    scripts = {(1, 2): [[5, 9], [6, 7, 8, 9]], (1, 2, 6, 7): [[4, 4, 9]], (1, 2, 6, 7, 4, 4): [[9]]}
+
+    class Script(ScriptedEngine):
+        def submit(self, request_id, token_ids, max_tokens, seed):
+            super().submit(request_id, token_ids, max_tokens, seed)
+            self.requests[request_id] = (scripts[tuple(token_ids)].pop(0), len(token_ids))
+
+    recipe = make_recipe(group_size=2)
+    prompt = Prompt("p", [1, 2], "q", "math", "0")
+    (stream,), metrics = harvest(Script(random.Random(0)), [prompt], recipe, {9}, seed=0)
+    assert shape(stream)["pairs"] == [([5, 9], [6, 7]), ([8, 9], [4, 4]), ([9], [9])]
+    assert stream.outcome == "both_ended"
+    assert stream.policy_version == 3
+    assert metrics["harvest/forks"] == 2
+
+
+def test_a_fork_is_submitted_in_the_step_that_made_its_length_certain():
+    """An engine that gives every request one token a step runs both tracks at one position, so a fork
+    at trunk length n must be there after exactly n steps."""
+
+    class Lockstep(ScriptedEngine):
+        steps = 0
+
+        def step(self):
+            self.steps += 1
+            return [self._delta(name) for name in list(self.requests)]
+
+        def submit(self, request_id, token_ids, max_tokens, seed):
+            super().submit(request_id, token_ids, max_tokens, seed)
+            assert len(token_ids) - 2 == self.steps
+
+    engine = Lockstep(random.Random(1), max_num_seqs=64, max_chunk=1)
+    recipe = make_recipe(rollout={"max_response_length": 24, "max_num_seqs": 64})
+    _, metrics = harvest(engine, make_prompts(4), recipe, EOS, seed=5)
+    assert metrics["harvest/forks"] > 0
+    assert metrics["harvest/recomputed_tokens_per_fork"] < 4  # the script caches blocks of 4
+
+
+def test_done_rollouts_are_returned_and_not_generated_again():
+    recipe = make_recipe()
+    first, _ = harvest(ScriptedEngine(random.Random(0)), make_prompts(3), recipe, EOS, seed=1)
+    engine = ScriptedEngine(random.Random(7))
+    completed = []
+    second, _ = harvest(engine, make_prompts(3), recipe, EOS, 1, completed.append, done=first[1:4])
+    assert second == first
+    assert {(r.prompt_id, r.index) for r in completed} == {
+        (r.prompt_id, r.index) for r in [first[0], *first[4:]]
+    }
+    with pytest.raises(StalePolicyError, match="policy_version 3, expected the engine's 4"):
+        harvest(
+            ScriptedEngine(random.Random(0), policy_version=4), make_prompts(3), recipe, EOS, 1, done=first
+        )
+
+
+def test_weights_that_change_under_a_harvest_are_noticed():
+    engine = ScriptedEngine(random.Random(0))
+
+    def sync(_: Rollout) -> None:
+        engine.policy_version += 1
+
+    with pytest.raises(StalePolicyError):
+        harvest(engine, make_prompts(2), make_recipe(), EOS, 0, on_complete=sync)
+    assert not engine.requests
+
+
+def test_a_request_that_is_always_lost_is_an_error_and_nothing_stays_running():
+    engine = ScriptedEngine(random.Random(0), end=0.0, loss=1.0, max_chunk=1, max_losses=99)
+    with pytest.raises(EngineError, match=r"'lost' after 4 of 12 tokens .* 4 times"):
+        harvest(engine, make_prompts(2), make_recipe(), EOS, 0)
+    assert not engine.requests
+
+
+def test_a_server_that_returns_fewer_tokens_is_asked_for_the_rest():
+    class Short(ScriptedEngine):
+        def submit(self, request_id, token_ids, max_tokens, seed):
+            super().submit(request_id, token_ids, max_tokens, seed)
+            tokens, start = self.requests[request_id]
+            if "~" not in request_id and len(tokens) > 2:
+                self.requests[request_id] = (tokens[:2], start)
+
+    want, _ = harvest(ScriptedEngine(random.Random(0)), make_prompts(2), make_recipe(), EOS, 0)
+    found, metrics = harvest(Short(random.Random(0)), make_prompts(2), make_recipe(), EOS, 0)
+    assert found == want
+    assert metrics["harvest/retries"] > 0
+
+
+def test_missing_logprobs_and_hangs_are_errors():
+    class Bare(ScriptedEngine):
+        def step(self):
+            return [Delta(name, [5], []) for name in self.requests]
+
+    with pytest.raises(EngineError, match="a log-prob for each of 1 tokens, found 0"):
+        harvest(Bare(random.Random(0)), make_prompts(1), make_recipe(), EOS, 0)
+
+    class Hung(ScriptedEngine):
+        def step(self):
+            return []
+
+    hung = Hung(random.Random(0))
+    with pytest.raises(EngineError, match=r"no token for .* with 4 requests in flight"):
+        harvest(hung, make_prompts(1), make_recipe(rollout={"request_timeout": 0.05}), EOS, 0)
+    assert not hung.requests
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([Prompt("a", [1] * 60, "", "", "")], r"prompt a: 60 tokens \+ .* 12 = 72 exceed the engine's 64"),
+        ([Prompt("a", [], "", "", "")], "prompt a: expected at least one token"),
+        (make_prompts(1) * 2, "prompt p#0: expected once"),
+    ],
+)
+def test_prompts_that_cannot_run_are_refused_before_anything_is_submitted(prompts, message):
+    engine = ScriptedEngine(random.Random(0))
+    with pytest.raises(ValueError, match=message):
+        harvest(engine, prompts, make_recipe(), EOS, 0)
+    assert not engine.submitted
+
+
+def test_seeds_are_the_same_on_every_machine():
+    assert track_seed(1, "deepmath/x#17", 2, 3) == track_seed(1, "deepmath/x#17", 2, 3)
+    seeds = {track_seed(s, p, i, n) for s in range(3) for p in ("a", "b") for i in range(3) for n in range(9)}
+    assert len(seeds) == 162
+    assert all(0 <= seed < 2**63 for seed in seeds)
