@@ -1,0 +1,214 @@
+"""Gated DeltaNet (Qwen3-Next's linear attention) on token trees.
+
+The layer is a short causal convolution and a recurrence with a matrix state,
+
+    S_t = exp(g_t) S_{t-1} + k_t (beta_t (v_t - exp(g_t) S_{t-1}^T k_t))^T,    o_t = S_t^T q_t / sqrt(d_k)
+
+(Yang et al., Gated Delta Networks, 2024). On a tree both go along the path: a node starts from its parent's
+final state and reads its parent's last inputs in its first convolution windows. All trees of a row move
+down together, level by level, so a shared prefix is computed once and gradients flow through its state.
+
+* CPU: ``chunked_delta_rule``. Runs are cut into chunks; what happens inside a chunk does not depend on
+  the state and is computed for all of them at once, so a level costs two small matrix products.
+* CUDA with fla: ``run_by_run_delta_rule``, one variable-length kernel call for each depth of runs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from torch import Tensor
+
+from megatron_eqlen.models.tree_params import Chunks, TreeParams
+
+CHUNK = 64
+"""Positions of a chunk."""
+
+
+class TreeGatedDeltaNet(GatedDeltaNet):
+    """Megatron's GatedDeltaNet, its parameters, sharding and checkpoints, with a forward for token trees."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        if self.tp_size > 1 and not self.config.sequence_parallel:
+            raise ValueError(
+                f"parallel.sequence: expected true for Gated DeltaNet with parallel.tensor {self.tp_size} "
+                f"(Megatron sums the output norm's gradient over tensor-parallel ranks only then)"
+            )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: TreeParams | None = None,
+        **unused: object,
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden_states [s (/ TP), b, h] -> the same shape, and no bias.
+
+        ``packed_seq_params``: the trees of a row; None: b plain causal sequences.
+        """
+        projected, _ = self.in_proj(hidden_states)
+        mixed, gate, beta, decay = self._split(projected.transpose(0, 1))
+        tree = packed_seq_params or TreeParams.causal(mixed.shape[1], mixed.device)
+        mixed = self.act_fn(tree_convolution(mixed, self.conv1d.weight, tree))
+        query, key, value = self._heads(mixed)
+        out = tree_delta_rule(query, key, value, decay, beta, tree)
+        out = self.out_norm(out) * self.act_fn(_wide(gate)).to(out.dtype)
+        out = out.to(projected.dtype).flatten(2).transpose(0, 1).contiguous()
+        return self.out_proj(out)
+
+    def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """[b, s, sections] -> q|k|v [b, s, *], gate [b, s, H, d_v], beta and log decay [b, s, H]."""
+        sizes = [2 * self.qk_dim + self.v_dim, self.v_dim, self.num_value_heads, self.num_value_heads]
+        mixed, gate, beta, alpha = projected.split([size // self.tp_size for size in sizes], dim=-1)
+        decay = -_wide(self.A_log).exp() * F.softplus(_wide(alpha) + _wide(self.dt_bias))
+        return mixed, gate.unflatten(-1, (-1, self.value_head_dim)), beta.sigmoid(), decay
+
+    def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q|k|v -> normalised q and k [b, s, H, d_k] and v [b, s, H, d_v], H the value heads."""
+        sizes = [self.qk_dim, self.qk_dim, self.v_dim]
+        query, key, value = mixed.split([size // self.tp_size for size in sizes], dim=-1)
+        query, key = (_l2_norm(x.unflatten(-1, (-1, self.key_head_dim))) for x in (query, key))
+        group = self.num_value_heads // self.num_key_heads
+        if group > 1:
+            query, key = (x.repeat_interleave(group, dim=2) for x in (query, key))
+        return query, key, value.unflatten(-1, (-1, self.value_head_dim))
+
+
+def tree_convolution(x: Tensor, weight: Tensor, tree: TreeParams) -> Tensor:
+    """Causal depthwise convolution along paths. x [b, S, D], weight [D, 1, W] -> [b, S, D].
+
+    One convolution over the row as it lies, then the few positions behind a fork or a tree's start again,
+    on their own windows.
+    """
+    width = weight.shape[-1]
+    flat = F.conv1d(F.pad(x.transpose(1, 2), (width - 1, 0)), weight, groups=weight.shape[0]).transpose(1, 2)
+    at, windows = tree.seams(width)
+    if not len(at):
+        return flat
+    padded = F.pad(x, (0, 0, 0, 1))
+    seams = torch.einsum("bmwd,dw->bmd", padded[:, windows], weight.squeeze(1))
+    return flat.index_copy(1, at, seams)
+
+
+def tree_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, tree: TreeParams) -> Tensor:
+    """The recurrence of the module's docstring along every path.
+
+    q, k [b, S, H, d_k] with unit length, v [b, S, H, d_v], log decay g and beta [b, S, H] -> [b, S, H, d_v]
+    in v's dtype.
+    """
+    if q.is_cuda and q.shape[0] == 1 and (kernel := fla_kernel()):
+        return run_by_run_delta_rule(q, k, v, g, beta, tree, kernel)
+    return chunked_delta_rule(q, k, v, g, beta, tree)
+
+
+def chunked_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, tree: TreeParams, size: int = CHUNK
+) -> Tensor:
+    """The recurrence in plain torch, in at least float32."""
+    chunks = tree.chunks(size)
+    q, k, v_, g, beta = (
+        _to_chunks(_wide(x), chunks.positions, size) for x in (q, k, v, g[..., None], beta[..., None])
+    )
+    g = g.squeeze(-1).cumsum(-1)
+    upper = torch.ones(size, size, dtype=torch.bool, device=g.device).triu(1)
+    decay = (g[..., :, None] - g[..., None, :]).masked_fill(upper, float("-inf")).exp()
+    among_keys = (k * beta) @ k.mT * decay
+    new, read = torch.linalg.solve_triangular(
+        among_keys,
+        torch.cat((v_ * beta, k * beta * g[..., None].exp()), dim=-1),
+        upper=False,
+        unitriangular=True,
+    ).split([v.shape[-1], k.shape[-1]], dim=-1)
+    q = q * q.shape[-1] ** -0.5
+    within = q @ k.mT * decay
+    reads = torch.cat((read, q * g[..., None].exp()), dim=-2)
+    writes = (k * (g[..., -1:] - g)[..., None].exp()).mT
+    written, from_state = _scan_levels(new, reads, writes, g[..., -1].exp()[..., None, None], chunks)
+    out = from_state + within @ written
+    return _from_chunks(out, chunks.slots).to(v.dtype)
+
+
+def _scan_levels(
+    new: Tensor, reads: Tensor, writes: Tensor, keep: Tensor, chunks: Chunks
+) -> tuple[Tensor, Tensor]:
+    """Passes the state from each chunk to its children.
+
+    All [n, b, H, *, *], chunks sorted by level. Returns the values written to the state, [.., size, d_v],
+    and the outputs read from the state at the chunk's start, [.., size, d_v].
+    """
+    size = new.shape[-2]
+    state = None
+    written, outputs = [], []
+    per_level = (x.split(chunks.levels) for x in (new, reads, writes, keep))
+    for level, (new_, reads_, writes_, keep_) in enumerate(zip(*per_level, strict=True)):
+        if state is None:
+            written.append(new_)
+            outputs.append(torch.zeros_like(new_))
+        else:
+            state = state.index_select(0, chunks.parents[level])
+            removed, output = (reads_ @ state).split(size, dim=-2)
+            written.append(new_ - removed)
+            outputs.append(output)
+        if level + 1 < len(chunks.levels):
+            heirs = chunks.heirs[level]
+            added = writes_[:heirs] @ written[-1][:heirs]
+            state = added if state is None else added + keep_[:heirs] * state[:heirs]
+    return torch.cat(written), torch.cat(outputs)
+
+
+def _to_chunks(x: Tensor, positions: Tensor, size: int) -> Tensor:
+    """[b, S, H, d] -> [n, b, H, size, d]; filling reads zeros, which neither decay nor write the state."""
+    padded = F.pad(x, (0, 0, 0, 0, 0, 1))
+    return padded.index_select(1, positions).unflatten(1, (-1, size)).permute(1, 0, 3, 2, 4)
+
+
+def _from_chunks(x: Tensor, slots: Tensor) -> Tensor:
+    """[n, b, H, size, d] -> [b, S, H, d]."""
+    flat = x.permute(1, 0, 3, 2, 4).flatten(1, 2)
+    return flat.index_select(1, slots)
+
+
+def run_by_run_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, tree: TreeParams, kernel: Callable
+) -> Tensor:
+    """The recurrence with ``kernel``, fla's or one with its signature: one call for each depth of runs."""
+    outputs, state = [], None
+    for depth, level in enumerate(tree.run_levels):
+        last = depth + 1 == len(tree.run_levels)
+        out, state = kernel(
+            *(x.index_select(1, level.positions) for x in (q, k, v)),
+            g=g.index_select(1, level.positions),
+            beta=beta.index_select(1, level.positions),
+            initial_state=None if state is None else state.index_select(0, level.parents),
+            output_final_state=not last,
+            cu_seqlens=level.cu_seqlens,
+        )
+        outputs.append(out)
+    order = torch.cat([level.positions for level in tree.run_levels])
+    return torch.zeros_like(v).index_copy(1, order, torch.cat(outputs, dim=1).to(v.dtype))
+
+
+@cache
+def fla_kernel() -> Callable | None:
+    """fla's chunked kernel where the package is installed."""
+    if importlib.util.find_spec("fla") is None:
+        return None
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    return chunk_gated_delta_rule
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In float32, or wider where it is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _l2_norm(x: Tensor) -> Tensor:
+    wide = _wide(x)
+    return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)

@@ -1,0 +1,172 @@
+"""Core attention on token trees: position k is visible to position q iff k <= q < visible_until[k].
+
+Two back ends of one rule, chosen by ``tree_attention``:
+
+* CPU: scaled dot-product attention chain by chain, each on its prefix's keys and its own.
+* CUDA: FlexAttention. Which blocks of keys a block of queries sees, in full or in part, follows from the
+  block's smallest and largest ``visible_until``, so the mask costs (S / 128)^2 and one compiled kernel
+  serves every row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from megatron_eqlen.models.tree_params import Chain, TreeParams
+
+BLOCK = 128
+"""FlexAttention's block of queries and keys."""
+QUERIES = 256
+"""Queries of one CPU call: a chain after a prefix is masked in such pieces, so that the masked-out
+upper triangle stays small beside what is computed."""
+
+
+class TreeAttention(MegatronModule):
+    """Megatron's core attention for token trees, or plain causal sequences without ``packed_seq_params``.
+
+    Grouped query attention, any head size; tensor parallelism splits the heads outside. No parameters.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        if config.attention_dropout or attention_dropout:
+            raise ValueError(
+                f"attention_dropout: expected 0, found {attention_dropout or config.attention_dropout}"
+            )
+        if config.context_parallel_size > 1:
+            raise ValueError(f"context_parallel_size: expected 1, found {config.context_parallel_size}")
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: TreeParams | None = None,
+    ) -> Tensor:
+        """query [s, b, heads, d], key and value [s, b, groups, d] -> [s, b, heads * d].
+
+        ``packed_seq_params`` needs b = 1. ``attention_mask`` is not read: the trees are the mask.
+        """
+        assert attention_bias is None, "token trees have no attention bias"
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        if packed_seq_params is None:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+        else:
+            assert query.shape[1] == 1, f"a row of trees is a batch of one, found {query.shape[1]}"
+            out = tree_attention(q, k, v, packed_seq_params, self.scale)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def tree_attention(q: Tensor, k: Tensor, v: Tensor, tree: TreeParams, scale: float) -> Tensor:
+    """q [1, heads, S, d], k and v [1, groups, S, d] -> [1, heads, S, d]."""
+    if q.is_cuda:
+        return flex_tree_attention(q, k, v, tree, scale)
+    return chain_tree_attention(q, k, v, tree, scale)
+
+
+def chain_tree_attention(q: Tensor, k: Tensor, v: Tensor, tree: TreeParams, scale: float) -> Tensor:
+    """Chain by chain with scaled dot-product attention."""
+    return torch.cat([_attend_chain(q, k, v, chain, scale) for chain in tree.chains], dim=2)
+
+
+def _attend_chain(q: Tensor, k: Tensor, v: Tensor, chain: Chain, scale: float) -> Tensor:
+    own = slice(chain.start, chain.end)
+    if not chain.prefix:
+        return F.scaled_dot_product_attention(
+            q[:, :, own], k[:, :, own], v[:, :, own], is_causal=True, scale=scale, enable_gqa=True
+        )
+    spans = [*chain.prefix, (chain.start, chain.end)]
+    keys, values = (torch.cat([x[:, :, start:end] for start, end in spans], dim=2) for x in (k, v))
+    before = sum(end - start for start, end in chain.prefix)
+    outputs = []
+    for start in range(chain.start, chain.end, QUERIES):
+        end = min(start + QUERIES, chain.end)
+        seen = before + end - chain.start
+        visible = torch.ones(end - start, seen, dtype=torch.bool, device=q.device).tril(seen - (end - start))
+        outputs.append(
+            F.scaled_dot_product_attention(
+                q[:, :, start:end],
+                keys[:, :, :seen],
+                values[:, :, :seen],
+                visible,
+                scale=scale,
+                enable_gqa=True,
+            )
+        )
+    return torch.cat(outputs, dim=2)
+
+
+def flex_tree_attention(q: Tensor, k: Tensor, v: Tensor, tree: TreeParams, scale: float) -> Tensor:
+    """One FlexAttention call for the row."""
+    mask = getattr(tree, "_block_mask", None)
+    if mask is None:
+        mask = tree._block_mask = tree_block_mask(tree.visible_until)
+    return _compiled_flex_attention()(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)
+
+
+@cache
+def _compiled_flex_attention() -> Callable[..., Tensor]:
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def tree_block_mask(visible_until: Tensor) -> BlockMask:
+    """FlexAttention's block mask of a row, from ``visible_until`` [S] alone, on its device."""
+
+    def visible(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k <= q) & (q < visible_until[k])
+
+    partial, full = block_visibility(visible_until)
+    length = len(visible_until)
+    return BlockMask.from_kv_blocks(
+        *_listed(partial), *_listed(full), BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(length, length)
+    )
+
+
+def block_visibility(visible_until: Tensor) -> tuple[Tensor, Tensor]:
+    """Which blocks of keys a block of queries sees in part, and which in full: two [n, n] bool.
+
+    A later block of keys is never seen, and the own block always in part, for each position sees itself.
+    An earlier block of keys is seen if its farthest ``visible_until`` reaches past the first query, in
+    full if its nearest reaches past the last one.
+    """
+    length = len(visible_until)
+    blocks = -(-length // BLOCK)
+    reach = F.pad(visible_until, (0, blocks * BLOCK - length)).view(blocks, BLOCK)
+    first_query = torch.arange(blocks, device=visible_until.device)[:, None] * BLOCK
+    earlier = first_query > first_query.T
+    seen = earlier & (reach.amax(1) > first_query)
+    full = earlier & (reach.amin(1) >= first_query + BLOCK)
+    own = torch.eye(blocks, dtype=torch.bool, device=visible_until.device)
+    return own | (seen & ~full), full
+
+
+def _listed(seen: Tensor) -> tuple[Tensor, Tensor]:
+    """[n, n] bool -> how many blocks each row sees [1, 1, n], and their numbers first [1, 1, n, n], int32."""
+    counts = seen.sum(dim=1, dtype=torch.int32)
+    numbers = torch.argsort(~seen, dim=1, stable=True).to(torch.int32)
+    return counts[None, None], numbers[None, None]

@@ -1,0 +1,251 @@
+"""What a model's layers need to know of a row's trees, computed once a row and shared by all layers.
+
+``TreeParams`` is a Megatron ``PackedSeqParams``, so that it travels unchanged through recompute and
+pipeline stages to attention and Gated DeltaNet. Pieces of a row, from small to large:
+
+* node: as packed (``types.RowNode``); it may be continued by several children.
+* run: nodes that nothing forks off between; a recurrent state is needed at its end at most.
+* chain: runs one after the other down to a leaf, contiguous in the row; plain causal attention inside,
+  and a prefix of earlier positions that every query of the chain sees.
+
+A row's padding is one more node. What it computes is read by nobody; that it goes through the same code
+keeps every parameter in the graph of a row that is padding alone.
+
+Everything here is built with numpy from the nodes alone; nothing is of size S x S.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from megatron_eqlen.types import Row, RowNode
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Positions ``start .. end``, causal among themselves, after ``prefix`` (spans of positions)."""
+
+    start: int
+    end: int
+    prefix: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Runs cut into pieces of one size for the chunked delta rule, sorted by how many lie above them."""
+
+    positions: Tensor
+    """[n * size] int64, the row position of each slot; S (one past the row) where it is filling."""
+    slots: Tensor
+    """[S] int64, the slot of each row position."""
+    levels: list[int]
+    """Number of chunks at each level; a chunk's parent lies at the level before."""
+    parents: list[Tensor]
+    """For each level, [chunks] int64: the parent's number within the level before (level 0: empty)."""
+    heirs: list[int]
+    """For each level, how many of its chunks have children; these come first in their level."""
+
+
+@dataclass(frozen=True)
+class RunLevel:
+    """All runs with equally many runs above them, for one variable-length kernel call."""
+
+    positions: Tensor
+    """[t] int64, row positions, run after run."""
+    cu_seqlens: Tensor
+    """[runs + 1] int32, where each run starts in ``positions``."""
+    parents: Tensor
+    """[runs] int64, the parent's number within the level before (level 0: empty)."""
+
+
+@dataclass(eq=False)
+class TreeParams(PackedSeqParams):
+    """A row's trees. Tensors lie on ``device``."""
+
+    position_ids: Tensor | None = None
+    """[S] int64, depth on the path; picks the rotary angles."""
+    visible_until: Tensor | None = None
+    """[S] int64: k is visible to q iff k <= q < visible_until[k]."""
+    nodes: tuple[RowNode, ...] = ()
+
+    @classmethod
+    def from_row(cls, row: Row, device: torch.device | str | None = None) -> TreeParams:
+        """``device``: default the current CUDA device, or the CPU where there is none."""
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        longest = int(row.position_ids.max()) + 1
+        nodes = list(row.nodes)
+        if padding := len(row.input_ids) - row.num_tokens:
+            nodes.append(RowNode(row.num_tokens, padding, parent=-1, depth=0, position=0))
+        return cls(
+            qkv_format="sbhd",
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            position_ids=torch.from_numpy(row.position_ids).to(device),
+            visible_until=torch.from_numpy(row.visible_until).to(device),
+            nodes=tuple(nodes),
+        )
+
+    @classmethod
+    def causal(cls, length: int, device: torch.device | str) -> TreeParams:
+        """One plain causal sequence of ``length`` positions."""
+        return cls(
+            qkv_format="sbhd",
+            max_seqlen_q=length,
+            max_seqlen_kv=length,
+            position_ids=torch.arange(length, device=device),
+            visible_until=torch.full((length,), length, device=device),
+            nodes=(RowNode(start=0, length=length, parent=-1, depth=0, position=0),),
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self.position_ids.device
+
+    def __len__(self) -> int:
+        """S, padding included."""
+        return len(self.position_ids)
+
+    @cached_property
+    def runs(self) -> list[RowNode]:
+        """Nodes, an only child joined to its parent; ``depth`` counts runs."""
+        children = np.bincount(
+            [node.parent for node in self.nodes if node.parent >= 0], minlength=len(self.nodes)
+        )
+        runs: list[RowNode] = []
+        run_of: list[int] = []
+        for node in self.nodes:
+            above = run_of[node.parent] if node.parent >= 0 else -1
+            if above >= 0 and children[node.parent] == 1:
+                runs[above].length += node.length
+                run_of.append(above)
+                continue
+            depth = runs[above].depth + 1 if above >= 0 else 0
+            run_of.append(len(runs))
+            runs.append(RowNode(node.start, node.length, above, depth, node.position))
+        return runs
+
+    @cached_property
+    def chains(self) -> list[Chain]:
+        """Every position is in exactly one chain; chains are in row order."""
+        chains: list[Chain] = []
+        for index, run in enumerate(self.runs):
+            if run.parent == index - 1 and run.parent >= 0:
+                last = chains[-1]
+                chains[-1] = Chain(last.start, run.start + run.length, last.prefix)
+            else:
+                chains.append(Chain(run.start, run.start + run.length, self._prefix(run)))
+        return chains
+
+    def _prefix(self, run: RowNode) -> tuple[tuple[int, int], ...]:
+        """The positions of all runs above, as few ascending spans."""
+        spans: list[tuple[int, int]] = []
+        while run.parent >= 0:
+            run = self.runs[run.parent]
+            end = run.start + run.length
+            if spans and spans[0][0] == end:
+                end = spans.pop(0)[1]
+            spans.insert(0, (run.start, end))
+        return tuple(spans)
+
+    @cached_property
+    def _previous(self) -> np.ndarray:
+        """[S + 1] int64, the position one step up the path; S where there is none."""
+        none = len(self)
+        previous = np.append(np.arange(-1, none - 1), none)
+        for run in self.runs:
+            above = self.runs[run.parent] if run.parent >= 0 else None
+            previous[run.start] = above.start + above.length - 1 if above else none
+        return previous
+
+    def seams(self, width: int) -> tuple[Tensor, Tensor]:
+        """Where a window of ``width`` positions on the path is not the row's last ``width`` positions.
+
+        Returns [m] int64 positions, and [m, width] int64 their windows, the position itself last, S where
+        the path has no such position. The row's start, where both have nothing, is left out.
+        """
+        none = len(self)
+        starts = np.array([run.start for run in self.runs], dtype=np.int64)
+        near = np.unique((starts[:, None] + np.arange(width - 1)).ravel())
+        near = near[near < none]
+        window = np.empty((len(near), width), dtype=np.int64)
+        window[:, -1] = near
+        for step in range(width - 2, -1, -1):
+            window[:, step] = self._previous[window[:, step + 1]]
+        flat = near[:, None] + np.arange(1 - width, 1)
+        apart = (np.where(flat < 0, none, flat) != window).any(axis=1)
+        return torch.from_numpy(near[apart]).to(self.device), torch.from_numpy(window[apart]).to(self.device)
+
+    def chunks(self, size: int) -> Chunks:
+        """Runs cut into chunks of ``size`` positions."""
+        lengths = np.array([run.length for run in self.runs], dtype=np.int64)
+        starts = np.array([run.start for run in self.runs], dtype=np.int64)
+        counts = -(-lengths // size)
+        last = np.cumsum(counts) - 1
+        first = last + 1 - counts
+        level_of_run = np.zeros(len(self.runs), dtype=np.int64)
+        for i, run in enumerate(self.runs):
+            level_of_run[i] = level_of_run[run.parent] + counts[run.parent] if run.parent >= 0 else 0
+        run = np.repeat(np.arange(len(self.runs)), counts)
+        step = np.arange(len(run)) - first[run]
+        level = level_of_run[run] + step
+        above = np.array([last[run.parent] if run.parent >= 0 else -1 for run in self.runs], dtype=np.int64)
+        parent = np.where(step > 0, np.arange(len(run)) - 1, above[run])
+        return self._sorted_chunks(size, level, parent, starts[run] + step * size, (starts + lengths)[run])
+
+    def _sorted_chunks(
+        self, size: int, level: np.ndarray, parent: np.ndarray, start: np.ndarray, end: np.ndarray
+    ) -> Chunks:
+        count, none = len(level), len(self)
+        childless = np.ones(count, dtype=bool)
+        childless[parent[parent >= 0]] = False
+        order = np.lexsort((np.arange(count), childless, level))
+        rank = np.empty(count, dtype=np.int64)
+        rank[order] = np.arange(count)
+        per_level = np.bincount(level).tolist()
+        offset = np.cumsum([0, *per_level])
+        sorted_parent = np.where(parent[order] >= 0, rank[parent[order]], 0)
+        parents = [
+            torch.from_numpy(
+                sorted_parent[offset[i] : offset[i + 1]] - offset[i - 1] if i else sorted_parent[:0]
+            )
+            for i in range(len(per_level))
+        ]
+        positions = start[order][:, None] + np.arange(size)
+        positions = np.where(positions < end[order][:, None], positions, none).ravel()
+        slots = np.empty(none + 1, dtype=np.int64)
+        slots[positions] = np.arange(count * size)
+        return Chunks(
+            positions=torch.from_numpy(positions).to(self.device),
+            slots=torch.from_numpy(slots[:none]).to(self.device),
+            levels=per_level,
+            parents=[numbers.to(self.device) for numbers in parents],
+            heirs=np.bincount(level[~childless], minlength=len(per_level)).tolist(),
+        )
+
+    @cached_property
+    def run_levels(self) -> list[RunLevel]:
+        """Runs grouped by depth."""
+        levels: list[list[int]] = []
+        number: list[int] = []
+        for i, run in enumerate(self.runs):
+            if run.depth == len(levels):
+                levels.append([])
+            number.append(len(levels[run.depth]))
+            levels[run.depth].append(i)
+        return [self._run_level([self.runs[i] for i in level], number) for level in levels]
+
+    def _run_level(self, runs: list[RowNode], number: list[int]) -> RunLevel:
+        spans = [np.arange(run.start, run.start + run.length) for run in runs]
+        lengths = np.cumsum([0, *(run.length for run in runs)])
+        parents = np.array([number[run.parent] for run in runs if run.parent >= 0], dtype=np.int64)
+        return RunLevel(
+            positions=torch.from_numpy(np.concatenate(spans)).to(self.device),
+            cu_seqlens=torch.from_numpy(lengths.astype(np.int32)).to(self.device),
+            parents=torch.from_numpy(parents).to(self.device),
+        )

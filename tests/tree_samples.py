@@ -1,0 +1,73 @@
+"""Token trees and rows for tests: streams, groups, and trees of any shape."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_eqlen.types import Node, Row, TokenTree
+
+VOCABULARY = 96
+
+
+def tokens(rng: np.random.Generator, count: int) -> list[int]:
+    return rng.integers(0, VOCABULARY, count).tolist()
+
+
+def node(rng: np.random.Generator, parent: int, length: int, weight: float | None = None) -> Node:
+    """A node with random tokens, advantage, log-probs, and weight where none is given."""
+    return Node(
+        parent,
+        tokens(rng, length),
+        advantage=float(rng.normal()),
+        weight=float(rng.uniform(0.1, 1.0)) if weight is None else weight,
+        rollout_logprobs=(-rng.exponential(1.0, length)).tolist(),
+    )
+
+
+def stream(rng: np.random.Generator, prompt: int, lengths: list[int]) -> TokenTree:
+    """The caterpillar of an EqLen stream: pair i forks two sides of ``lengths[i]`` off the trunk."""
+    nodes, trunk = [Node(-1, tokens(rng, prompt))], 0
+    for length in lengths:
+        nodes += [node(rng, trunk, length), node(rng, trunk, length)]
+        trunk = len(nodes) - 1
+    return TokenTree(f"stream {prompt} {lengths}", nodes)
+
+
+def group(rng: np.random.Generator, prompt: int, lengths: list[int]) -> TokenTree:
+    """The star of a GRPO group: one completion for each of ``lengths``."""
+    return TokenTree(f"group {prompt}", [Node(-1, tokens(rng, prompt)), *(node(rng, 0, n) for n in lengths)])
+
+
+def any_tree(rng: np.random.Generator, count: int, longest: int) -> TokenTree:
+    """A random shape; some nodes, also at the ends, are not supervised."""
+    nodes = [Node(-1, tokens(rng, int(rng.integers(1, longest))))]
+    for i in range(1, count):
+        weight = None if rng.random() < 0.7 else 0.0
+        nodes.append(node(rng, int(rng.integers(0, i)), int(rng.integers(1, longest)), weight))
+    return TokenTree(f"any {count}", nodes)
+
+
+def forest(seed: int) -> list[TokenTree]:
+    """Streams, a group and general trees, with prompts of one and two tokens among them."""
+    rng = np.random.default_rng(seed)
+    return [
+        stream(rng, 7, [5, 70, 3, 1]),
+        stream(rng, 1, [2, 4, 1]),
+        stream(rng, 2, [9]),
+        group(rng, 5, [8, 66, 2]),
+        group(rng, 1, [3, 4]),
+        any_tree(rng, 9, 12),
+        any_tree(rng, 5, 80),
+    ]
+
+
+def visible(row: Row) -> np.ndarray:
+    """[S, S] bool, [query, key]: the rule as ``types.Row`` states it."""
+    at = np.arange(len(row.input_ids))
+    return (at[None] <= at[:, None]) & (at[:, None] < row.visible_until[None])
+
+
+def paths(row: Row) -> list[np.ndarray]:
+    """For each position in use, the positions of its path, itself last."""
+    seen = visible(row)
+    return [np.flatnonzero(seen[q]) for q in range(row.num_tokens)]
