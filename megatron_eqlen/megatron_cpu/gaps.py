@@ -77,9 +77,10 @@ def _no_jit(jit: types.ModuleType) -> None:
 
 
 def quiet() -> None:
-    """Silence what is meant on a CPU: no Apex, no Transformer Engine, seeds that set the CPU's generator.
-    Call before ``megatron.core`` is imported."""
+    """Silence what is meant on a CPU: no Apex, no Transformer Engine, no CUDA graphs, seeds that set the
+    CPU's generator. Call before ``megatron.core`` is imported."""
     warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed", category=UserWarning)
+    warnings.filterwarnings("ignore", message="full scope is deprecated", category=UserWarning)
     seeds = logging.getLogger("megatron.core.tensor_parallel.random")
     seeds.addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 

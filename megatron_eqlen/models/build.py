@@ -1,0 +1,59 @@
+"""Builds the chunks of a model that this rank holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from megatron_eqlen.models.config import gpt_arguments, transformer_config
+from megatron_eqlen.models.gpt import PolicyModel
+from megatron_eqlen.models.hf_config import ModelConfig, read_config
+from megatron_eqlen.models.layer_specs import block_spec
+from megatron_eqlen.recipe import ParallelRecipe
+
+
+def build_model(
+    model: str | Path | ModelConfig, parallel: ParallelRecipe, dtype: torch.dtype, **overrides: Any
+) -> list[PolicyModel]:
+    """One chunk per virtual pipeline stage of this rank, on its device, weights not yet set.
+
+    ``model``: a Hugging Face folder, a config.json, or a ``ModelConfig``. ``overrides``: TransformerConfig
+    fields. Megatron's groups must have been started with the same ``parallel``. Chunks keep the model's
+    configuration as ``chunk.model_config``; under ``torch.device("meta")`` they take no memory.
+    """
+    if not isinstance(model, ModelConfig):
+        model = read_config(model)
+    config = transformer_config(model, parallel, dtype, **overrides)
+    stages = range(parallel.virtual_pipeline) if parallel.virtual_pipeline else [None]
+    return [_chunk(model, config, stage) for stage in stages]
+
+
+def _chunk(model: ModelConfig, config: Any, vp_stage: int | None) -> PolicyModel:
+    where = {"ignore_virtual": False, "vp_stage": vp_stage}
+    chunk = PolicyModel(
+        config=config,
+        transformer_layer_spec=block_spec(config, vp_stage),
+        pre_process=parallel_state.is_pipeline_first_stage(**where),
+        post_process=parallel_state.is_pipeline_last_stage(**where),
+        vp_stage=vp_stage,
+        **gpt_arguments(model),
+    )
+    chunk.model_config = model
+    _mark_expert_parameters(chunk)
+    if torch.cuda.is_available():
+        chunk.cuda()
+    return chunk
+
+
+def _mark_expert_parameters(chunk: PolicyModel) -> None:
+    """Give the experts' gradients to the expert data-parallel group.
+
+    Megatron-Core does so itself with EP > 1 only; with EP = 1 and TP > 1 it silently leaves expert
+    gradients unsummed over the TP ranks, whose tokens differ.
+    """
+    for name, parameter in chunk.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce = False

@@ -1,0 +1,167 @@
+"""``ModelConfig`` and a parallel layout -> Megatron's ``TransformerConfig`` and GPTModel's arguments."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
+
+from megatron_eqlen.models.hf_config import DeltaNet, Experts, ModelConfig
+from megatron_eqlen.recipe import ParallelRecipe
+
+
+def transformer_config(
+    model: ModelConfig, parallel: ParallelRecipe, dtype: torch.dtype, **overrides: Any
+) -> TransformerConfig:
+    """Megatron's configuration of ``model`` in the layout ``parallel``.
+
+    ``dtype``: of parameters and activations. ``overrides``: TransformerConfig fields that take precedence.
+    Raises ValueError where the model's sizes do not divide by the layout.
+    """
+    _check_layout(model, parallel)
+    fields: dict[str, Any] = {
+        "num_layers": model.num_hidden_layers,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.intermediate_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.num_key_value_heads,
+        "kv_channels": model.head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": model.rms_norm_eps,
+        "layernorm_zero_centered_gamma": model.gated_attention,
+        "qk_layernorm": True,
+        "attention_output_gate": model.gated_attention,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "calculate_per_token_loss": True,  # token weights hold every factor: losses are sums
+    }
+    fields |= _execution_fields(parallel, dtype, sequence=sequence_parallel(model, parallel))
+    if model.experts:
+        fields |= _expert_fields(model.experts, dtype)
+    if model.delta_net:
+        fields |= _delta_net_fields(model.delta_net)
+    return TransformerConfig(**fields | overrides)
+
+
+def gpt_arguments(model: ModelConfig) -> dict[str, Any]:
+    """GPTModel's arguments beside the configuration and the layers."""
+    return {
+        "vocab_size": model.vocab_size,
+        "max_sequence_length": model.max_position_embeddings,
+        "position_embedding_type": "rope",
+        "rotary_base": model.rope_theta,
+        "rotary_percent": model.partial_rotary_factor,
+        "share_embeddings_and_output_weights": model.tie_word_embeddings,
+    }
+
+
+def sequence_parallel(model: ModelConfig, parallel: ParallelRecipe) -> bool:
+    """Whether activations between the tensor-parallel parts are split along the sequence."""
+    if parallel.tensor == 1:
+        return False
+    if model.experts and parallel.sequence is False:
+        raise ValueError(
+            "parallel.sequence: false does not go with experts and tensor parallelism (Megatron-Core)"
+        )
+    if parallel.sequence is None:
+        return model.experts is not None or torch.cuda.is_available()
+    return parallel.sequence
+
+
+def uses_transformer_engine() -> bool:
+    """Transformer Engine's layers run where it is installed and there is a GPU for them."""
+    return torch.cuda.is_available() and find_spec("transformer_engine") is not None
+
+
+def _execution_fields(parallel: ParallelRecipe, dtype: torch.dtype, sequence: bool) -> dict[str, Any]:
+    """How it runs: layout, precision, kernels."""
+    fields: dict[str, Any] = {
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.expert_tensor,
+        "sequence_parallel": sequence,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "transformer_impl": "transformer_engine" if uses_transformer_engine() else "local",
+        "use_cpu_initialization": not torch.cuda.is_available(),
+        "perform_initialization": False,  # the weights are always loaded
+        "gradient_accumulation_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+    }
+    if parallel.pipeline > 1:  # rows differ in length; the experts' dispatcher is what handles that
+        fields |= {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
+    if parallel.virtual_pipeline:  # any other combination hangs or silently mixes up activations
+        fields |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+    if parallel.recompute == "full":
+        fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    elif parallel.recompute == "selective":
+        fields |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return fields
+
+
+def _expert_fields(experts: Experts, dtype: torch.dtype) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "num_moe_experts": experts.num_experts,
+        "moe_layer_freq": [int(sparse) for sparse in experts.layers],
+        "moe_ffn_hidden_size": experts.moe_intermediate_size,
+        "moe_router_topk": experts.num_experts_per_tok,
+        "moe_router_pre_softmax": not experts.norm_topk_prob,
+        "moe_router_dtype": "fp64" if dtype == torch.float64 else "fp32",
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": experts.router_aux_loss_coef,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": uses_transformer_engine(),
+    }
+    if experts.shared_expert_intermediate_size:
+        fields["moe_shared_expert_intermediate_size"] = experts.shared_expert_intermediate_size
+        fields["moe_shared_expert_gate"] = True
+    if not all(experts.layers):
+        fields["hetereogenous_dist_checkpoint"] = True
+    return fields
+
+
+def _delta_net_fields(delta_net: DeltaNet) -> dict[str, Any]:
+    return {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": [int(linear) for linear in delta_net.layers],
+        "linear_num_key_heads": delta_net.num_key_heads,
+        "linear_num_value_heads": delta_net.num_value_heads,
+        "linear_key_head_dim": delta_net.key_head_dim,
+        "linear_value_head_dim": delta_net.value_head_dim,
+        "linear_conv_kernel_dim": delta_net.conv_kernel_dim,
+        "hetereogenous_dist_checkpoint": True,  # layers of two kinds cannot share one sharded tensor
+    }
+
+
+def _check_layout(model: ModelConfig, parallel: ParallelRecipe) -> None:
+    divided = [
+        ("num_key_value_heads", model.num_key_value_heads, "tensor", parallel.tensor),
+        ("vocab_size", model.vocab_size, "tensor", parallel.tensor),
+        ("intermediate_size", model.intermediate_size, "tensor", parallel.tensor),
+    ]
+    if model.delta_net:
+        divided.append(("linear_num_key_heads", model.delta_net.num_key_heads, "tensor", parallel.tensor))
+    if model.experts:
+        experts, width = model.experts, model.experts.moe_intermediate_size
+        divided.append(("num_experts", experts.num_experts, "expert", parallel.expert))
+        divided.append(("moe_intermediate_size", width, "expert_tensor", parallel.expert_tensor))
+        if shared := experts.shared_expert_intermediate_size:
+            divided.append(("shared_expert_intermediate_size", shared, "tensor", parallel.tensor))
+    elif parallel.expert > 1 or parallel.expert_tensor > 1:
+        raise ValueError(f"parallel.expert: {parallel.expert}, but a {model.model_type} model has no experts")
+    stages = parallel.pipeline * (parallel.virtual_pipeline or 1)
+    divided.append(("num_hidden_layers", model.num_hidden_layers, "pipeline x virtual_pipeline", stages))
+    for field, size, key, parts in divided:
+        if size % parts:
+            raise ValueError(f"parallel.{key}: {parts} does not divide the model's {field} {size}")

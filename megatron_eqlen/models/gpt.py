@@ -1,0 +1,89 @@
+"""``PolicyModel``: Megatron's GPTModel for token trees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from torch import Tensor
+
+
+class PolicyModel(GPTModel):
+    """GPTModel with rotary angles at explicit positions and a language-model head where it is needed.
+
+    Parameters, sharding and checkpoints are GPTModel's.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.post_process:  # its input is gathered before, so that positions can be chosen from it
+            self.output_layer.sequence_parallel = False
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        supervised: Tensor | None = None,
+    ) -> Tensor:
+        """Logits on the last pipeline stage, hidden states on the others.
+
+        Args:
+            input_ids: [b, s] int64. On each stage, since every stage needs the sizes.
+            position_ids: [b, s] int64, a token's depth on its path. Equal for all sequences of a batch.
+            packed_seq_params: a row's token trees (``TreeParams``, b = 1); None: plain causal sequences.
+            supervised: [n] int64, the positions of the loss (b = 1); None: all. The head is computed, and
+                the router's auxiliary loss counts, only there.
+
+        Returns:
+            [b, n or s, vocab / TP] in the model's dtype, or [s (/ TP with sequence parallel), b, hidden].
+        """
+        assert supervised is None or input_ids.shape[0] == 1, "supervised positions need a batch of one row"
+        embedded = (
+            self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
+        )
+        hidden = self.decoder(
+            hidden_states=embedded,
+            attention_mask=attention_mask,
+            rotary_pos_emb=self._rotary_angles(position_ids[0]),
+            packed_seq_params=packed_seq_params,
+            padding_mask=self._left_out(supervised, input_ids),
+        )
+        return self._logits(hidden, supervised) if self.post_process else hidden
+
+    def _rotary_angles(self, positions: Tensor) -> Tensor:
+        """[s] -> [s, 1, 1, rotary dim] float32."""
+        frequencies = self.rotary_pos_emb.inv_freq.to(positions.device)
+        angles = torch.outer(positions.to(frequencies.dtype), frequencies)
+        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+
+    def _left_out(self, supervised: Tensor | None, input_ids: Tensor) -> Tensor | None:
+        """[1, s (/ TP)] bool: the tokens that the router's auxiliary loss does not count."""
+        if supervised is None or self.config.num_moe_experts is None:
+            return None
+        left_out = torch.ones(input_ids.shape[1], dtype=torch.bool, device=input_ids.device)
+        left_out[supervised] = False
+        if self.config.sequence_parallel:
+            left_out = scatter_to_sequence_parallel_region(left_out, group=self.pg_collection.tp)
+        return left_out[None]
+
+    def _logits(self, hidden: Tensor, supervised: Tensor | None) -> Tensor:
+        """[s (/ TP), b, hidden] -> [b, n or s, vocab / TP]."""
+        if self.config.sequence_parallel:  # the head's own backward sums over TP: here only split
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+            )
+        if supervised is not None:
+            hidden = hidden.index_select(0, supervised)
+        tied = self.share_embeddings_and_output_weights
+        logits, _ = self.output_layer(
+            hidden, weight=self.shared_embedding_or_output_weight() if tied else None
+        )
+        return logits.transpose(0, 1).contiguous()

@@ -1,0 +1,109 @@
+"""Which modules a model is made of: plain torch (any machine), or Transformer Engine's (GPU).
+
+    TransformerLayer
+      input_layernorm
+      self_attention   attention (q/k norms, optional output gate) around TreeAttention,
+                       or TreeGatedDeltaNet
+      pre_mlp_layernorm
+      mlp              dense, or a router with experts and an optional gated shared expert
+
+Transformer Engine fuses a norm into the linear layer after it; the norm's parameter is then that layer's
+``layer_norm_weight`` and the norm of its own is an ``IdentityOp``.
+"""
+
+from __future__ import annotations
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+
+from megatron_eqlen.models.gated_delta_net import TreeGatedDeltaNet
+from megatron_eqlen.models.norms import RMSNorm
+from megatron_eqlen.models.tree_attention import TreeAttention
+
+
+class TorchModules(LocalSpecProvider):
+    """Plain torch modules that work on every device, with sequence-parallel and zero-centred norms."""
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        return RMSNorm
+
+
+def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage (and its virtual stage ``vp_stage``), and the final norm."""
+    modules = _modules(config)
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    layers = [_layer(config, modules, number) for number in range(first, first + count)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=modules.layer_norm(rms_norm=True))
+
+
+def _modules(config: TransformerConfig) -> BackendSpecProvider:
+    if config.transformer_impl == "local":
+        return TorchModules()
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+    return TESpecProvider()
+
+
+def _layer(config: TransformerConfig, modules: BackendSpecProvider, number: int) -> ModuleSpec:
+    linear = config.linear_attention_freq is not None and config.linear_attention_freq[number]
+    sparse = config.num_moe_experts is not None and config.moe_layer_freq[number]
+    norm = modules.layer_norm(rms_norm=True)
+    fused = modules.fuse_layernorm_and_linear()
+    submodules = TransformerLayerSubmodules(
+        input_layernorm=IdentityOp if fused else norm,
+        self_attention=_delta_net(modules) if linear else _attention(modules),
+        self_attn_bda=get_bias_dropout_add,
+        pre_mlp_layernorm=IdentityOp if fused and not sparse else norm,
+        mlp=_experts(config, modules) if sparse else get_mlp_module_spec_for_backend(backend=modules),
+        mlp_bda=get_bias_dropout_add,
+    )
+    return ModuleSpec(module=TransformerLayer, submodules=submodules)
+
+
+def _after_norm(modules: BackendSpecProvider) -> type:
+    """The linear layer that follows the input norm, with the norm inside where the backend fuses them."""
+    fused = modules.fuse_layernorm_and_linear()
+    return modules.column_parallel_layer_norm_linear() if fused else modules.column_parallel_linear()
+
+
+def _attention(modules: BackendSpecProvider) -> ModuleSpec:
+    submodules = SelfAttentionSubmodules(
+        linear_qkv=_after_norm(modules),
+        core_attention=TreeAttention,
+        linear_proj=modules.row_parallel_linear(),
+        q_layernorm=modules.layer_norm(rms_norm=True, for_qk=True),
+        k_layernorm=modules.layer_norm(rms_norm=True, for_qk=True),
+    )
+    causal = {"attn_mask_type": AttnMaskType.causal}
+    return ModuleSpec(module=SelfAttention, params=causal, submodules=submodules)
+
+
+def _delta_net(modules: BackendSpecProvider) -> ModuleSpec:
+    submodules = GatedDeltaNetSubmodules(
+        in_proj=_after_norm(modules),
+        # Alone among Qwen3-Next's norms this one is centred on one. Saying so here, instead of shifting the
+        # weight in conversion, keeps conversion exact to the bit.
+        out_norm=ModuleSpec(module=RMSNorm, params={"zero_centered": False}),
+        out_proj=modules.row_parallel_linear(),
+    )
+    return ModuleSpec(module=TreeGatedDeltaNet, submodules=submodules)
+
+
+def _experts(config: TransformerConfig, modules: BackendSpecProvider) -> ModuleSpec:
+    return get_moe_module_spec_for_backend(
+        backend=modules, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
+    )

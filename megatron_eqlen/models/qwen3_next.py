@@ -1,0 +1,61 @@
+"""Weight map of the Qwen3-Next models: Gated DeltaNet, gated attention, experts and a shared expert.
+
+The checkpoint's multi-token prediction layer (``mtp.*``) is not trained; conversion carries it through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_eqlen.models.hf_config import ModelConfig
+from megatron_eqlen.models.qwen3 import attention, dense_mlp, embedding, gated_mlp, head, norms
+from megatron_eqlen.models.qwen3_moe import experts
+from megatron_eqlen.models.weight_map import DeltaNetInput, Weight
+
+
+def weights(model: ModelConfig) -> Iterator[Weight]:
+    yield embedding(model)
+    for layer in range(model.num_hidden_layers):
+        yield from norms(model, layer)
+        yield from delta_net(model, layer) if model.delta_net.layers[layer] else attention(model, layer)
+        if model.experts.layers[layer]:
+            yield from experts(model, layer)
+            yield from shared_expert(model, layer)
+        else:
+            yield from dense_mlp(model, layer)
+    yield from head(model)
+
+
+def delta_net(model: ModelConfig, layer: int) -> Iterator[Weight]:
+    here, there = f"decoder.layers.{layer}.self_attention.", f"model.layers.{layer}.linear_attn."
+    net, hidden = model.delta_net, model.hidden_size
+    keys, values = net.num_key_heads * net.key_head_dim, net.num_value_heads * net.value_head_dim
+    per_value_head = ((net.num_value_heads,),)
+    yield Weight(
+        here + "in_proj.weight",
+        (there + "in_proj_qkvz.weight", there + "in_proj_ba.weight"),
+        ((2 * keys + 2 * values, hidden), (2 * net.num_value_heads, hidden)),
+        dim=0,
+        arrangement=DeltaNetInput(
+            net.key_head_dim, net.value_head_dim, net.num_value_heads // net.num_key_heads
+        ),
+    )
+    yield Weight(
+        here + "conv1d.weight",
+        (there + "conv1d.weight",),
+        ((2 * keys + values, 1, net.conv_kernel_dim),),
+        dim=0,
+        sections=(keys, keys, values),
+    )
+    yield Weight(here + "dt_bias", (there + "dt_bias",), per_value_head, dim=0)
+    yield Weight(here + "A_log", (there + "A_log",), per_value_head, dim=0)
+    yield Weight(here + "out_norm.weight", (there + "norm.weight",), ((net.value_head_dim,),))
+    yield Weight(here + "out_proj.weight", (there + "out_proj.weight",), ((hidden, values),), dim=1)
+
+
+def shared_expert(model: ModelConfig, layer: int) -> Iterator[Weight]:
+    here, there = f"decoder.layers.{layer}.mlp.", f"model.layers.{layer}.mlp."
+    hidden, width = model.hidden_size, model.experts.shared_expert_intermediate_size
+    yield from gated_mlp(here + "shared_experts.", there + "shared_expert.", hidden, width)
+    gate = there + "shared_expert_gate.weight"
+    yield Weight(here + "shared_experts.gate_weight", (gate,), ((1, hidden),))

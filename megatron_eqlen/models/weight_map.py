@@ -1,0 +1,160 @@
+"""The words that a family's weight map is written in: which Megatron tensor holds which Hugging Face tensors.
+
+A map is a list of ``Weight`` in the order of the model. Two properties make one list enough for loading
+into any parallel layout, for export and for weight sync:
+
+- Tensor parallelism gives each rank the r-th n-th of every *Hugging Face* tensor along one dimension
+  (heads lie group by group there), so a rank reads its own part of the file and nothing else.
+- A rank's Megatron tensor is then a rearrangement of its own parts (``arrangement``), bit for bit,
+  and export runs the same rearrangement backwards before it gathers the parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Arrangement(Protocol):
+    """How one Megatron tensor is made of Hugging Face tensors; both on one tensor-parallel rank."""
+
+    def merge(self, parts: list[Tensor]) -> Tensor:
+        """Hugging Face's tensors -> Megatron's."""
+
+    def split(self, tensor: Tensor) -> list[Tensor]:
+        """Megatron's tensor -> Hugging Face's."""
+
+
+@dataclass(frozen=True)
+class Same:
+    """One tensor, as it is."""
+
+    def merge(self, parts: list[Tensor]) -> Tensor:
+        return parts[0]
+
+    def split(self, tensor: Tensor) -> list[Tensor]:
+        return [tensor]
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Equal tensors one below the other: ``[gate; up]``."""
+
+    def merge(self, parts: list[Tensor]) -> Tensor:
+        return torch.cat(parts)
+
+    def split(self, tensor: Tensor) -> list[Tensor]:
+        return list(tensor.chunk(2))
+
+
+@dataclass(frozen=True)
+class GroupedHeads:
+    """q, k, v rows -> for each key-value group its query heads, (its gate heads,) its key, its value.
+
+    A gated q_proj holds for every head its query rows, then its gate rows.
+    """
+
+    head_dim: int
+    heads_per_group: int
+    gated: bool
+
+    def merge(self, parts: list[Tensor]) -> Tensor:
+        query, key, value = parts
+        hidden = query.shape[-1]
+        groups = key.shape[0] // self.head_dim
+        query = query.view(groups, self.heads_per_group, self._kinds, self.head_dim, hidden)
+        query = query.transpose(1, 2).reshape(groups, -1, hidden)
+        key, value = (part.view(groups, self.head_dim, hidden) for part in (key, value))
+        return torch.cat((query, key, value), dim=1).view(-1, hidden)
+
+    def split(self, tensor: Tensor) -> list[Tensor]:
+        hidden = tensor.shape[-1]
+        query_rows = self._kinds * self.heads_per_group * self.head_dim
+        groups = tensor.view(-1, query_rows + 2 * self.head_dim, hidden)
+        query, key, value = groups.split([query_rows, self.head_dim, self.head_dim], dim=1)
+        query = query.reshape(-1, self._kinds, self.heads_per_group, self.head_dim, hidden).transpose(1, 2)
+        return [part.reshape(-1, hidden) for part in (query, key, value)]
+
+    @property
+    def _kinds(self) -> int:
+        return 2 if self.gated else 1
+
+
+@dataclass(frozen=True)
+class DeltaNetInput:
+    """in_proj_qkvz and in_proj_ba, key head by key head -> sections q, k, v, z, beta, alpha of all heads."""
+
+    key_dim: int
+    value_dim: int
+    values_per_key: int
+    """Value heads that share a key head."""
+
+    def merge(self, parts: list[Tensor]) -> Tensor:
+        qkvz, ba = parts
+        hidden = qkvz.shape[-1]
+        sections = [
+            *qkvz.view(-1, sum(self._qkvz), hidden).split(self._qkvz, dim=1),
+            *ba.view(-1, sum(self._ba), hidden).split(self._ba, dim=1),
+        ]
+        return torch.cat([section.reshape(-1, hidden) for section in sections])
+
+    def split(self, tensor: Tensor) -> list[Tensor]:
+        hidden = tensor.shape[-1]
+        sizes = self._qkvz + self._ba
+        heads = tensor.shape[0] // sum(sizes)
+        sections = tensor.split([heads * size for size in sizes])
+        by_head = [section.view(heads, -1, hidden) for section in sections]
+        return [
+            torch.cat(by_head[:4], dim=1).view(-1, hidden),
+            torch.cat(by_head[4:], dim=1).view(-1, hidden),
+        ]
+
+    @property
+    def _qkvz(self) -> list[int]:
+        values = self.values_per_key * self.value_dim
+        return [self.key_dim, self.key_dim, values, values]
+
+    @property
+    def _ba(self) -> list[int]:
+        return [self.values_per_key, self.values_per_key]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One Megatron tensor and its Hugging Face tensors, all shapes without parallelism."""
+
+    megatron: str
+    """Its name in the plain-torch layer spec, with layer and expert numbers of the whole model."""
+    hf: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    """Of the Hugging Face tensors."""
+    dim: int | None = None
+    """The dimension of the Hugging Face tensors that tensor parallelism divides; None: each rank has all."""
+    sections: tuple[int, ...] = ()
+    """Sizes along ``dim`` that are divided one by one; none: the whole dimension."""
+    arrangement: Arrangement = Same()
+    expert: int | None = None
+    """The expert it belongs to: divided by expert-tensor and placed by expert parallelism."""
+
+    def local_ranges(self, shape: tuple[int, ...], rank: int, size: int) -> list[tuple[int, int]]:
+        """[start, stop) along ``dim`` of what tensor-parallel rank ``rank`` of ``size`` holds of a tensor."""
+        assert self.dim is not None
+        ranges, start = [], 0
+        for section in self.sections or (shape[self.dim],):
+            part = section // size
+            ranges.append((start + rank * part, start + (rank + 1) * part))
+            start += section
+        return ranges
+
+    def gather(self, parts: list[Tensor]) -> Tensor:
+        """The whole Hugging Face tensor from all tensor-parallel ranks' parts, in rank order."""
+        if self.dim is None or len(parts) == 1:
+            return parts[0]
+        if not self.sections:
+            return torch.cat(parts, dim=self.dim)
+        local = [section // len(parts) for section in self.sections]
+        by_rank = [part.split(local, dim=self.dim) for part in parts]
+        return torch.cat([piece for pieces in zip(*by_rank, strict=True) for piece in pieces], dim=self.dim)

@@ -1,0 +1,228 @@
+"""Weights between Hugging Face folders and Megatron models in any parallel layout.
+
+    load_hf(chunks, folder)           every rank reads its own part of the files
+    export_hf(chunks)                 (name, whole tensor) one by one, on every rank
+    save_hf(chunks, source, out)      a folder that Transformers and vLLM load
+
+All three follow the family's weight map (qwen3.py, qwen3_moe.py, qwen3_next.py). They move bits, they never
+compute: a round trip through any layout is exact. Peak extra memory: the two largest tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
+
+from megatron_eqlen.models import qwen3, qwen3_moe, qwen3_next
+from megatron_eqlen.models.gpt import PolicyModel
+from megatron_eqlen.models.hf_config import ModelConfig, read_config
+from megatron_eqlen.models.hf_folder import CheckpointError, FolderWriter, HFFolder, refuse_existing
+from megatron_eqlen.models.weight_map import Weight
+
+WEIGHT_MAPS: dict[str, Callable[[ModelConfig], Iterator[Weight]]] = {
+    "qwen3": qwen3.weights,
+    "qwen3_moe": qwen3_moe.weights,
+    "qwen3_next": qwen3_next.weights,
+}
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.in_proj.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+"""Transformer Engine's names of norms inside a layer -> the names in the weight maps."""
+
+
+def weight_map(model: ModelConfig) -> list[Weight]:
+    """Every trained tensor of ``model``, in the model's order."""
+    return list(WEIGHT_MAPS[model.model_type](model))
+
+
+@torch.no_grad()
+def load_hf(chunks: Sequence[torch.nn.Module], path: str | Path) -> None:
+    """Fill this rank's chunks from a Hugging Face folder, cast to the chunks' dtype.
+
+    Raises CheckpointError where the folder is broken or holds another model's tensors.
+    """
+    model = _config(chunks)
+    folder = HFFolder(path)
+    by_name = check_folder(folder, model)
+    for name, parameter in local_parameters(chunks).items():
+        weight = by_name[name]
+        parts = [_own_part(folder.tensor(hf), weight) for hf in weight.hf]
+        parameter.copy_(weight.arrangement.merge(parts))
+
+
+@torch.no_grad()
+def export_hf(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, whole tensor) of every trained tensor, in the model's order and dtype.
+
+    Collective over TP, PP and EP: every rank must run the iterator to its end, and gets every tensor. A
+    tensor may share memory with the model: copy what is to be kept.
+    """
+    model, local = _config(chunks), local_parameters(chunks)
+    stages = _stages(local)
+    for weight in weight_map(model):
+        yield from zip(weight.hf, _whole(model, weight, local, stages), strict=True)
+
+
+def save_hf(chunks: Sequence[torch.nn.Module], source: str | Path, out: str | Path) -> None:
+    """Write the chunks' weights as a copy of the Hugging Face folder ``source``.
+
+    Configuration, tokenizer, dtypes, division into files and tensors that are not trained (``mtp.*``) are
+    the source's. Collective; rank 0 writes. ``out`` appears when it is complete.
+    """
+    refuse_existing(Path(out))
+    model, folder = _config(chunks), HFFolder(source)
+    check_folder(folder, model)
+    dist.barrier()  # nobody looks for ``out`` once it may be there
+    writer = FolderWriter(out, folder) if dist.get_rank() == 0 else None
+    for name, tensor in export_hf(chunks):
+        if writer:
+            writer.write(name, tensor)
+            if model.tie_word_embeddings and name == EMBEDDING and HEAD in folder.entries:
+                writer.write(HEAD, tensor)  # some files hold the tied tensor twice
+    if writer:
+        writer.finish()
+    dist.barrier()
+
+
+def check_folder(folder: HFFolder, model: ModelConfig) -> dict[str, Weight]:
+    """The weight map by Megatron name, if ``folder`` holds all its tensors in their shapes."""
+    family = read_config(folder.path).model_type
+    if family != model.model_type:
+        raise CheckpointError(f"{folder.path}: expected a {model.model_type} model, found {family}")
+    weights = weight_map(model)
+    for weight in weights:
+        for name, shape in zip(weight.hf, weight.shapes, strict=True):
+            if name not in folder.entries:
+                raise CheckpointError(f"{folder.path}: {name} is missing")
+            if (found := folder.entries[name].shape) != shape:
+                raise CheckpointError(f"{folder.path}: {name}: expected shape {shape}, found {found}")
+    by_name = {weight.megatron: weight for weight in weights}
+    if model.tie_word_embeddings:  # the last pipeline stage keeps a copy
+        by_name["output_layer.weight"] = qwen3.embedding(model)
+    return by_name
+
+
+def local_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
+    """This rank's parameters under their names in the weight maps."""
+    return {
+        _global_name(chunk, name): parameter
+        for chunk in map(_unwrapped, chunks)
+        for name, parameter in chunk.named_parameters()
+    }
+
+
+def _config(chunks: Sequence[torch.nn.Module]) -> ModelConfig:
+    return _unwrapped(chunks[0]).model_config
+
+
+def _unwrapped(chunk: torch.nn.Module) -> PolicyModel:
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def _global_name(chunk: PolicyModel, name: str) -> str:
+    """A parameter's name with the layer and expert numbers of the whole model, as without TE."""
+    in_layer = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name)
+    if in_layer is None:
+        return name
+    layer = int(in_layer[1]) + get_transformer_layer_offset(chunk.config, vp_stage=chunk.vp_stage)
+    rest = FUSED_NORMS.get(in_layer[2], in_layer[2])
+    rest = re.sub(r"experts\.(linear_fc[12])\.weight(\d+)", r"experts.local_experts.\2.\1.weight", rest)
+    expert = re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(.*)", rest)
+    if expert:
+        number = int(expert[1]) + _experts_per_rank(chunk.model_config) * _expert_group().rank()
+        rest = f"mlp.experts.local_experts.{number}.{expert[2]}"
+    return f"decoder.layers.{layer}.{rest}"
+
+
+def _experts_per_rank(model: ModelConfig) -> int:
+    return model.experts.num_experts // _expert_group().size()
+
+
+def _expert_group() -> dist.ProcessGroup:
+    return parallel_state.get_expert_model_parallel_group()
+
+
+def _tensor_group(weight: Weight) -> dist.ProcessGroup:
+    if weight.expert is None:
+        return parallel_state.get_tensor_model_parallel_group()
+    return parallel_state.get_expert_tensor_parallel_group()
+
+
+def _own_part(tensor: Tensor, weight: Weight) -> Tensor:
+    """This rank's part of a whole Hugging Face tensor."""
+    group = _tensor_group(weight)
+    if weight.dim is None or group.size() == 1:
+        return tensor
+    ranges = weight.local_ranges(tuple(tensor.shape), group.rank(), group.size())
+    pieces = [tensor.narrow(weight.dim, start, stop - start) for start, stop in ranges]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=weight.dim)
+
+
+def _stages(local: dict[str, torch.nn.Parameter]) -> dict[str, int]:
+    """Which rank of the pipeline group holds a layer, or a tensor outside the layers."""
+    group = parallel_state.get_pipeline_model_parallel_group()
+    homes: list[set[str]] = [set()] * group.size()
+    dist.all_gather_object(homes, {_home(name) for name in local}, group=group)
+    return {home: rank for rank, names in enumerate(homes) for home in names}
+
+
+def _home(name: str) -> str:
+    return ".".join(name.split(".")[:3]) if name.startswith("decoder.layers.") else name
+
+
+def _whole(
+    model: ModelConfig, weight: Weight, local: dict[str, torch.nn.Parameter], stages: dict[str, int]
+) -> list[Tensor]:
+    """The Hugging Face tensors of ``weight`` on every rank: gathered over TP, sent around EP, then PP."""
+    like = next(iter(local.values()))
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    stage = stages[_home(weight.megatron)]
+    tensors = None
+    if pipeline.rank() == stage:
+        if weight.megatron in local:
+            tensors = _gathered(weight, local[weight.megatron])
+        if weight.expert is not None:
+            owner = weight.expert // _experts_per_rank(model)
+            tensors = _sent(tensors, weight, like, owner, _expert_group())
+    return _sent(tensors, weight, like, stage, pipeline)
+
+
+def _gathered(weight: Weight, parameter: Tensor) -> list[Tensor]:
+    group = _tensor_group(weight)
+    parts = [part.contiguous() for part in weight.arrangement.split(parameter.detach())]
+    if weight.dim is None or group.size() == 1:
+        return parts
+    wholes = []
+    for part in parts:
+        by_rank = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(by_rank, part, group=group)
+        wholes.append(weight.gather(by_rank))
+    return wholes
+
+
+def _sent(
+    tensors: list[Tensor] | None, weight: Weight, like: Tensor, owner: int, group: dist.ProcessGroup
+) -> list[Tensor]:
+    """``tensors`` of the group's rank ``owner``, on every rank of the group."""
+    if group.size() == 1:
+        assert tensors is not None
+        return tensors
+    if tensors is None:
+        tensors = [torch.empty(shape, dtype=like.dtype, device=like.device) for shape in weight.shapes]
+    for tensor in tensors:
+        dist.broadcast(tensor, group_src=owner, group=group)
+    return tensors

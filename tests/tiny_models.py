@@ -1,0 +1,69 @@
+"""Tiny random models of the three families, made by Transformers itself: the reference of the model tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.qwen3 import Qwen3Config
+from transformers.models.qwen3_moe import Qwen3MoeConfig
+from transformers.models.qwen3_next import Qwen3NextConfig
+
+FAMILIES = ("qwen3", "qwen3_moe", "qwen3_next")
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+    "pad_token_id": None,  # a pad token would silence one embedding row's gradient
+}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
+NEXT: dict[str, Any] = {
+    "shared_expert_intermediate_size": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+}
+
+
+def tiny_config(family: str, **changes: Any) -> Qwen3Config | Qwen3MoeConfig | Qwen3NextConfig:
+    if family == "qwen3":
+        return Qwen3Config(**COMMON | changes)
+    if family == "qwen3_moe":
+        return Qwen3MoeConfig(**COMMON | EXPERTS | changes)
+    return Qwen3NextConfig(**COMMON | EXPERTS | NEXT | changes)
+
+
+def tiny_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A float32 model in which every weight, norms too, changes the result."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(tiny_config(family, **changes), attn_implementation="sdpa")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+            elif parameter.dim() > 1:
+                parameter.normal_(0, 0.1)
+    return model.eval()
+
+
+def save_tiny(folder: Path, family: str, **changes: Any) -> PreTrainedModel:
+    """Write a tiny model to ``folder`` as Transformers does, and return it."""
+    model = tiny_model(family, **changes)
+    model.save_pretrained(folder)
+    return model
