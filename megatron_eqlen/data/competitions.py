@@ -1,0 +1,52 @@
+"""AIME 2025 and HMMT February 2025, in the files that are in circulation.
+
+``problem, answer, id`` (math-ai) · ``question, answer`` in two files (opencompass) · ``problem_idx,
+problem, answer`` (MathArena; AIME answers may be integers, HMMT answers are LaTeX). AIME answers are
+integers from 0 to 999 and are kept without leading zeros, so that 070 and 70 are one answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_eqlen.data.rows import (
+    BadRow,
+    Row,
+    Tally,
+    answer_field,
+    find_files,
+    numbered,
+    read_records,
+    text_field,
+)
+
+
+def read_aime25(path: Path, tally: Tally) -> Iterator[Row]:
+    """AIME 2025's problems; the gold is an integer."""
+    for row_id, question, answer in _read(path, tally):
+        if answer.isascii() and answer.isdigit() and int(answer) <= 999:
+            yield Row(row_id, question, str(int(answer)))
+        else:
+            tally.drop(f"{path}: {row_id}", "not_an_aime_answer", f"expected 0..999, found {answer!r}")
+
+
+def read_hmmt25(path: Path, tally: Tally) -> Iterator[Row]:
+    """HMMT February 2025's problems; the gold is LaTeX."""
+    for row_id, question, answer in _read(path, tally):
+        yield Row(row_id, question, answer)
+
+
+def _read(path: Path, tally: Tally) -> Iterator[tuple[str, str, str]]:
+    for file in find_files(path, "*.parquet", "*.jsonl", "*.json"):
+        records = read_records(file, ("answer",), optional=("problem", "question"))
+        for row_id, record in numbered(path, file, records):
+            try:
+                yield row_id, _question(record), answer_field(record, "answer").strip()
+            except BadRow as bad:
+                tally.drop(f"{path}: {row_id}", bad.reason, bad.detail)
+
+
+def _question(record: Any) -> str:
+    return text_field(record, "question" if isinstance(record, dict) and "question" in record else "problem")

@@ -1,0 +1,37 @@
+"""DeepMath-103K: parquet files ``data/train-*`` with question, bare LaTeX final_answer, topic, difficulty.
+
+The three R1 solutions are never read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_eqlen.data.rows import (
+    BadRow,
+    Row,
+    Tally,
+    find_files,
+    number_field,
+    numbered,
+    read_records,
+    text_field,
+)
+
+COLUMNS = ("question", "final_answer", "difficulty")
+
+
+def read(path: Path, tally: Tally) -> Iterator[Row]:
+    """The rows of a DeepMath-103K file, or of a folder of them."""
+    for file in find_files(path, "train-*.parquet", "*.parquet"):
+        for row_id, record in numbered(path, file, read_records(file, COLUMNS)):
+            try:
+                yield Row(
+                    row_id,
+                    text_field(record, "question"),
+                    text_field(record, "final_answer"),
+                    difficulty=number_field(record, "difficulty"),
+                )
+            except BadRow as bad:
+                tally.drop(f"{path}: {row_id}", bad.reason, bad.detail)

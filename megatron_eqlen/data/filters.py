@@ -1,0 +1,92 @@
+"""Which rows of a source are kept: difficulty, decontamination, duplicates."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from hashlib import blake2b
+from pathlib import Path
+
+from megatron_eqlen.data.rows import Row, Tally
+
+OVERLAP_WORDS = 13
+"""A question that shares this many words in a row with an excluded one is left out (GPT-3's
+decontamination).
+"""
+
+_WORD = re.compile(r"\w+")
+
+
+class Exclusion:
+    """A decontamination list: questions that must not be trained on."""
+
+    def __init__(self, questions: Iterable[str]) -> None:
+        self._whole: set[str] = set()
+        self._runs: set[str] = set()
+        for question in questions:
+            words = _words(question)
+            self._whole.add(" ".join(words))
+            self._runs.update(_runs(words))
+
+    def __contains__(self, question: str) -> bool:
+        words = _words(question)
+        return " ".join(words) in self._whole or any(run in self._runs for run in _runs(words))
+
+
+def read_exclusion(path: Path) -> Exclusion:
+    """The list in ``path``: one question a line, as plain text or as a JSON string."""
+    if not path.is_file():
+        raise ValueError(f"exclude: {path}: no such file")
+    return Exclusion(_read_lines(path))
+
+
+def filter_rows(
+    rows: Iterable[Row],
+    tally: Tally,
+    min_difficulty: float | None = None,
+    max_difficulty: float | None = None,
+    exclusion: Exclusion | None = None,
+) -> Iterator[Row]:
+    """The rows that pass; each other one is counted in ``tally``. Of equal questions the first is kept."""
+    bounded = min_difficulty is not None or max_difficulty is not None
+    lowest = float("-inf") if min_difficulty is None else min_difficulty
+    highest = float("inf") if max_difficulty is None else max_difficulty
+    seen: set[bytes] = set()
+    for row in rows:
+        if bounded and row.difficulty is None:
+            tally.drop(row.row_id, "no_difficulty")
+        elif row.difficulty is not None and not lowest <= row.difficulty <= highest:
+            tally.drop(row.row_id, "difficulty", f"{row.difficulty:g} is not in {lowest:g}..{highest:g}")
+        elif exclusion is not None and row.question in exclusion:
+            tally.drop(row.row_id, "excluded")
+        elif (key := _digest(row.question)) in seen:
+            tally.drop(row.row_id, "duplicate")
+        else:
+            seen.add(key)
+            yield row
+
+
+def _read_lines(path: Path) -> Iterator[str]:
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
+        text = line.strip()
+        if text.startswith('"'):
+            try:
+                text = json.loads(text)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}: line {number + 1}: not a JSON string: {error}") from None
+        if text:
+            yield text
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text.lower())
+
+
+def _runs(words: list[str]) -> Iterator[str]:
+    for start in range(len(words) - OVERLAP_WORDS + 1):
+        yield " ".join(words[start : start + OVERLAP_WORDS])
+
+
+def _digest(question: str) -> bytes:
+    return blake2b(question.strip().encode(), digest_size=16).digest()

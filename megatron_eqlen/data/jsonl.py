@@ -1,0 +1,48 @@
+r"""Plain JSON Lines: one question a line.
+
+``{"question": text, "answer": text or integer}`` is graded by ``math``. Optional: ``grader`` (``math``,
+``code``, ``rubric``), ``difficulty`` (number), ``instruction`` (replaces the recipe's), and for ``code``
+instead of ``answer`` the ``tests`` object of ``rewards/code_tests.py``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_eqlen.data.rows import (
+    BadRow,
+    Row,
+    Tally,
+    answer_field,
+    field_of,
+    find_files,
+    number_field,
+    numbered,
+    read_records,
+    text_field,
+)
+
+GRADERS = ("math", "code", "rubric")
+
+
+def read(path: Path, tally: Tally) -> Iterator[Row]:
+    """The rows of a ``.jsonl`` file, or of a folder of them."""
+    for file in find_files(path, "*.jsonl"):
+        for row_id, record in numbered(path, file, read_records(file, ())):
+            try:
+                yield _row(row_id, record)
+            except BadRow as bad:
+                tally.drop(f"{path}: {row_id}", bad.reason, bad.detail)
+
+
+def _row(row_id: str, record: Any) -> Row:
+    question = text_field(record, "question")
+    grader = record.get("grader", "math")
+    if grader not in GRADERS:
+        raise BadRow("unknown_grader", f"expected one of {GRADERS}, found {grader!r}")
+    gold = json.dumps(field_of(record, "tests")) if grader == "code" else answer_field(record, "answer")
+    instruction = text_field(record, "instruction") if "instruction" in record else None
+    return Row(row_id, question, gold, grader, number_field(record, "difficulty"), instruction)

@@ -1,0 +1,231 @@
+"""Prompts for training: a weighted mixture of sources, shuffled, checked, resumable to the row.
+
+    reader ──► rows ──filter──► shuffled epoch ──► chat format ──► length and gold checked ──► Prompt
+
+Which prompt comes next is a function of the recipe, the seed and two counters a source, so the saved
+state is small and a resumed run goes on exactly. A row that cannot be used is left out, counted by
+reason, and replaced by the next one of the same source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_eqlen.data import competitions, deepmath, jsonl
+from megatron_eqlen.data.chat import format_prompt
+from megatron_eqlen.data.filters import filter_rows, read_exclusion
+from megatron_eqlen.data.rows import BadRow, Row, Tally
+from megatron_eqlen.data.tokenizers import Tokenizer
+from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, SourceRecipe
+from megatron_eqlen.rewards.math import MathGrader
+from megatron_eqlen.types import Prompt
+
+READERS = {
+    "deepmath": deepmath.read,
+    "jsonl": jsonl.read,
+    "aime25": competitions.read_aime25,
+    "hmmt25": competitions.read_hmmt25,
+}
+
+
+class PromptMaker:
+    """Rows to prompts. Holds the grader that checks gold answers; it starts with the first that needs it."""
+
+    def __init__(self, data: DataRecipe, tokenizer: Tokenizer) -> None:
+        self._data = data
+        self._tokenizer = tokenizer
+        self._grader = MathGrader("either", workers=1, timeout=30.0)
+
+    def make(self, row: Row, source: str, prompt_id: str) -> Prompt:
+        """The prompt of ``row``. Raises BadRow if it is too long or its gold cannot be graded against."""
+        token_ids = format_prompt(
+            self._tokenizer,
+            row.question,
+            self._data.instruction if row.instruction is None else row.instruction,
+            self._data.instruction_role,
+            self._data.enable_thinking,
+        )
+        if len(token_ids) > self._data.max_prompt_length:
+            raise BadRow("too_long", f"{len(token_ids)} tokens, limit {self._data.max_prompt_length}")
+        if row.grader == "math" and (reason := self._grader.check_golds([row.gold])[0]):
+            raise BadRow(reason, repr(row.gold[:200]))
+        return Prompt(prompt_id, token_ids, row.question, row.grader, row.gold, source)
+
+    def close(self) -> None:
+        self._grader.close()
+
+
+class _Source:
+    """One source's rows, where it stands in them, and what it left out."""
+
+    def __init__(self, recipe: SourceRecipe, number: int, seed: int, shuffle: bool) -> None:
+        self.name = recipe.name
+        self.tally = Tally()
+        self.rows = load_rows(recipe, self.tally)
+        self.epoch = 0
+        self.position = 0
+        """Rows of this epoch that were taken."""
+        self.refused: set[int] = set()
+        """Numbers of the rows that made no prompt."""
+        self._key = (seed, number)
+        self._shuffle = shuffle
+        self._order = self._shuffled()
+
+    def take(self, maker: PromptMaker) -> Prompt:
+        """The next row that makes a prompt. Raises ValueError if none of the source's rows does."""
+        while True:
+            if self.position == len(self.rows):
+                self.epoch, self.position = self.epoch + 1, 0
+                self._order = self._shuffled()
+            number = int(self._order[self.position])
+            self.position += 1
+            if number in self.refused:
+                continue
+            row = self.rows[number]
+            prompt_id = f"{self.name}/{row.row_id}" + (f"@{self.epoch}" if self.epoch else "")
+            try:
+                prompt = maker.make(row, self.name, prompt_id)
+            except BadRow as bad:
+                self._refuse(number, row, bad)
+                continue
+            self.tally.kept += self.epoch == 0
+            return prompt
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "rows": len(self.rows),
+            "epoch": self.epoch,
+            "position": self.position,
+            "refused": sorted(self.refused),
+            "kept": self.tally.kept,
+            "dropped": dict(self.tally.dropped),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["rows"] != len(self.rows):
+            raise ValueError(
+                f"data source {self.name}: the checkpoint was made with {state['rows']} rows, "
+                f"found {len(self.rows)}"
+            )
+        self.epoch, self.position = state["epoch"], state["position"]
+        self.refused = set(state["refused"])
+        self.tally.kept = state["kept"]
+        self.tally.dropped.clear()
+        self.tally.dropped.update(state["dropped"])
+        self._order = self._shuffled()
+
+    def _refuse(self, number: int, row: Row, bad: BadRow) -> None:
+        self.tally.drop(f"{self.name}/{row.row_id}", bad.reason, bad.detail)
+        self.refused.add(number)
+        if len(self.refused) == len(self.rows):
+            raise ValueError(f"data source {self.name}: no usable row: {self.tally.report()}")
+
+    def _shuffled(self) -> np.ndarray:
+        if not self._shuffle:
+            return np.arange(len(self.rows))
+        return np.random.default_rng([*self._key, self.epoch]).permutation(len(self.rows))
+
+
+class PromptSource:
+    """An endless, deterministic stream of training prompts.
+
+    A source's share of the prompts is its weight; each of its epochs is shuffled anew, and a prompt's id
+    carries the epoch from the second one on (``deepmath/train-00000.parquet#17@1``), so that ids stay
+    unique in a run.
+    """
+
+    def __init__(self, data: DataRecipe, tokenizer: Tokenizer, seed: int) -> None:
+        names = [source.name for source in data.sources]
+        if len(set(names)) < len(names):
+            raise ValueError(f"data.sources: expected distinct names, found {names}")
+        self._maker = PromptMaker(data, tokenizer)
+        self._seed = seed
+        self._sources = [
+            _Source(recipe, number, seed, data.shuffle) for number, recipe in enumerate(data.sources)
+        ]
+        weights = np.array([recipe.weight for recipe in data.sources])
+        self._cumulative = np.cumsum(weights / weights.sum())
+        self._drawn = 0
+
+    def next(self, n: int) -> list[Prompt]:
+        """The next ``n`` prompts."""
+        return [self._draw() for _ in range(n)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data; ``load_state_dict`` of a source with the same recipe and seed goes on from here."""
+        sources = {source.name: source.state_dict() for source in self._sources}
+        return {"seed": self._seed, "drawn": self._drawn, "sources": sources}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ValueError if the sources, their rows or the seed are not those of the checkpoint."""
+        names = [source.name for source in self._sources]
+        if state["seed"] != self._seed or list(state["sources"]) != names:
+            raise ValueError(
+                f"data: the checkpoint was made with seed {state['seed']} and sources "
+                f"{list(state['sources'])}, found seed {self._seed} and {names}"
+            )
+        self._drawn = state["drawn"]
+        for source in self._sources:
+            source.load_state_dict(state["sources"][source.name])
+
+    def report(self) -> dict[str, dict[str, int]]:
+        """Per source: rows that became prompts so far, and rows left out by reason."""
+        return {source.name: source.tally.report() for source in self._sources}
+
+    def close(self) -> None:
+        self._maker.close()
+
+    def _draw(self) -> Prompt:
+        point = np.random.default_rng([self._seed, self._drawn]).random()
+        chosen = min(int(np.searchsorted(self._cumulative, point, side="right")), len(self._sources) - 1)
+        prompt = self._sources[chosen].take(self._maker)
+        self._drawn += 1
+        return prompt
+
+
+def read_benchmark(benchmark: BenchmarkRecipe, data: DataRecipe, tokenizer: Tokenizer) -> list[Prompt]:
+    """All problems of a benchmark in file order (the first ``limit``), formatted as the recipe formats
+    questions.
+
+    Raises ValueError if a row cannot be used: a benchmark with a problem missing is another benchmark.
+    """
+    tally = Tally()
+    maker = PromptMaker(data, tokenizer)
+    prompts = []
+    try:
+        for row in _limited(READERS[benchmark.reader](Path(benchmark.path), tally), benchmark.limit):
+            prompts.append(maker.make(row, benchmark.name, f"{benchmark.name}/{row.row_id}"))
+    except BadRow as bad:
+        raise ValueError(f"benchmark {benchmark.name}: {benchmark.path}: {row.row_id}: {bad}") from None
+    finally:
+        maker.close()
+    if tally.dropped or not prompts:
+        raise ValueError(
+            f"benchmark {benchmark.name}: {benchmark.path}: unusable rows {dict(tally.dropped)}, "
+            f"usable {len(prompts)}"
+        )
+    return prompts
+
+
+def load_rows(source: SourceRecipe, tally: Tally) -> Sequence[Row]:
+    """The rows of ``source`` that pass its filters. Raises ValueError if none does."""
+    rows = list(_filtered(source, READERS[source.reader](Path(source.path), tally), tally))
+    if not rows:
+        raise ValueError(f"data source {source.name}: {source.path}: no usable row: {tally.report()}")
+    return rows
+
+
+def _filtered(source: SourceRecipe, rows: Iterable[Row], tally: Tally) -> Iterator[Row]:
+    exclusion = read_exclusion(Path(source.exclude)) if source.exclude else None
+    return filter_rows(rows, tally, source.min_difficulty, source.max_difficulty, exclusion)
+
+
+def _limited(rows: Iterable[Row], limit: int | None) -> Iterator[Row]:
+    for number, row in enumerate(rows):
+        if number == limit:
+            return
+        yield row

@@ -1,0 +1,131 @@
+"""Scoring: every response that ended gets its verifier's grade, once.
+
+rollouts ──► ended responses ──decode──► grader of the prompt ──► Segment.grade
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from megatron_eqlen.data.tokenizers import Tokenizer
+from megatron_eqlen.recipe import RewardRecipe
+from megatron_eqlen.rewards.math import MathGrader
+from megatron_eqlen.types import Grade, Metrics, Prompt, Rollout, Segment
+
+Rubric = Callable[[str, str, str], float]
+"""``rubric(question, response, gold)`` gives a reward in [0, 1]."""
+
+
+class Grader(Protocol):
+    def grade(self, texts: Sequence[str], golds: Sequence[str]) -> list[Grade]: ...
+
+    def close(self) -> None: ...
+
+
+class Scorer:
+    """Sends each response to its prompt's grader: ``math``, ``code`` or ``rubric``."""
+
+    def __init__(self, reward: RewardRecipe, tokenizer: Tokenizer) -> None:
+        self._reward = reward
+        self._tokenizer = tokenizer
+        self._graders: dict[str, Grader] = {}
+        self._rubric = load_rubric(reward.rubric) if reward.rubric else None
+
+    def score(self, rollouts: Iterable[Rollout], prompts: Mapping[str, Prompt]) -> Metrics:
+        """Fill ``grade`` of every segment that ends a response; grades that are there already stay."""
+        started = time.monotonic()
+        ended: dict[tuple[str, tuple[int, ...]], list[Segment]] = defaultdict(list)
+        for rollout in rollouts:
+            for segment, response in rollout.ended():
+                ended[rollout.prompt_id, tuple(response)].append(segment)
+        open_keys = [key for key, segments in ended.items() if any(one.grade is None for one in segments)]
+        texts = [self._tokenizer.decode(list(response)) for _, response in open_keys]
+        grades = self.grade_texts(texts, [prompts[prompt_id] for prompt_id, _ in open_keys])
+        for key, grade in zip(open_keys, grades, strict=True):
+            for segment in ended[key]:
+                segment.grade = segment.grade or grade
+        graded = [(prompts[key[0]], segment.grade) for key, segments in ended.items() for segment in segments]
+        metrics = reward_metrics(graded)
+        return metrics | {"reward/calls": len(open_keys), "reward/seconds": time.monotonic() - started}
+
+    def grade_texts(self, texts: Sequence[str], prompts: Sequence[Prompt]) -> list[Grade]:
+        """A grade for each response text to its prompt."""
+        grades: list[Grade | None] = [None] * len(texts)
+        by_grader: dict[str, list[int]] = defaultdict(list)
+        for number, prompt in enumerate(prompts):
+            by_grader[prompt.grader].append(number)
+        for name, numbers in by_grader.items():
+            if name == "rubric":
+                answers = [self._grade_by_rubric(texts[n], prompts[n]) for n in numbers]
+            else:
+                answers = self._grader(name).grade(
+                    [texts[n] for n in numbers], [prompts[n].gold for n in numbers]
+                )
+            for number, grade in zip(numbers, answers, strict=True):
+                grades[number] = grade
+        return grades
+
+    def close(self) -> None:
+        """End the graders' processes."""
+        for grader in self._graders.values():
+            grader.close()
+        self._graders.clear()
+
+    def _grader(self, name: str) -> Grader:
+        if name not in self._graders:
+            self._graders[name] = make_grader(name, self._reward)
+        return self._graders[name]
+
+    def _grade_by_rubric(self, text: str, prompt: Prompt) -> Grade:
+        if self._rubric is None:
+            raise ValueError(
+                f"reward.rubric: expected module:function for prompt {prompt.prompt_id}, found none"
+            )
+        started = time.monotonic()
+        reward = float(self._rubric(prompt.question, text, prompt.gold))
+        if not 0.0 <= reward <= 1.0:
+            raise ValueError(f"{self._reward.rubric}: expected a reward in [0, 1], got {reward}")
+        return Grade(reward, "scored", None, self._reward.rubric, time.monotonic() - started)
+
+
+def make_grader(name: str, reward: RewardRecipe) -> Grader:
+    """The grader that prompts call ``name``. Raises ValueError if there is none."""
+    if name == "math":
+        return MathGrader(reward.math_rule, reward.workers, reward.timeout)
+    raise ValueError(f"grader: expected math, code or rubric, found {name!r}")
+
+
+def load_rubric(spec: str) -> Rubric:
+    """The callable that ``module:function`` names."""
+    module, colon, function = spec.partition(":")
+    if not colon:
+        raise ValueError(f"reward.rubric: expected module:function, found {spec!r}")
+    rubric = getattr(importlib.import_module(module), function, None)
+    if not callable(rubric):
+        raise ValueError(f"reward.rubric: {module} has no function {function!r}")
+    return rubric
+
+
+def reward_metrics(graded: Sequence[tuple[Prompt, Grade]]) -> Metrics:
+    """Mean and spread of the rewards, per source too, and the share of each verdict."""
+    metrics: Metrics = {"reward/ended": len(graded)}
+    if not graded:
+        return metrics
+    rewards = np.array([grade.reward for _, grade in graded])
+    metrics |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
+    metrics["reward/grader_seconds"] = sum(grade.seconds for _, grade in graded)
+    verdicts = Counter(grade.verdict for _, grade in graded)
+    metrics |= {
+        f"reward/verdict/{verdict}": count / len(graded) for verdict, count in sorted(verdicts.items())
+    }
+    sources = sorted({prompt.source for prompt, _ in graded if prompt.source})
+    for source in sources:
+        of_source = [grade.reward for prompt, grade in graded if prompt.source == source]
+        metrics[f"reward/source/{source}/mean"] = sum(of_source) / len(of_source)
+    return metrics

@@ -1,0 +1,101 @@
+"""The clean process that grader workers are forked from.
+
+    trainer ──Popen──► host (imports the grader once, no torch) ──fork──► worker ──fork──► ...
+
+``python -m megatron_eqlen.rewards.worker_host MODULE OPTIONS`` imports MODULE, then forks a worker for
+every socket that arrives on its stdin. A worker reads batches, calls ``MODULE.make_handler(**OPTIONS)``'s
+handler on each item and answers one by one, in order. A worker that hangs is killed by the trainer; its
+successor is a fork away, warm. When the trainer is gone, the host's stdin ends, and the host takes its
+workers with it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Callable
+from typing import Any
+
+Item = dict[str, Any]
+HEADER = struct.Struct("<I")
+
+
+def send_message(connection: socket.socket, message: Any) -> None:
+    """One length-prefixed JSON message."""
+    data = json.dumps(message).encode()
+    connection.sendall(HEADER.pack(len(data)) + data)
+
+
+def receive_message(connection: socket.socket) -> Any:
+    """The next message. Raises EOFError when the other side is gone."""
+    (size,) = HEADER.unpack(_receive(connection, HEADER.size))
+    return json.loads(_receive(connection, size))
+
+
+def _receive(connection: socket.socket, size: int) -> bytearray:
+    data = bytearray()
+    while len(data) < size:
+        chunk = connection.recv(min(size - len(data), 1 << 20))
+        if not chunk:
+            raise EOFError
+        data += chunk
+    return data
+
+
+def serve(connection: socket.socket, handle: Callable[[Item], Item]) -> None:
+    """Answer batches until the trainer closes the connection. An exception is reported and ends the
+    worker.
+    """
+    while True:
+        try:
+            batch = receive_message(connection)
+        except (EOFError, ConnectionResetError):
+            return
+        for item in batch:
+            try:
+                answer = handle(item)
+            except BaseException as error:
+                send_message(connection, {"error": f"{type(error).__name__}: {error}"[:500]})
+                raise
+            send_message(connection, answer)
+
+
+def main() -> None:
+    module = importlib.import_module(sys.argv[1])
+    options = json.loads(sys.argv[2])
+    control = socket.socket(fileno=os.dup(0))
+    with open(os.devnull) as null:
+        os.dup2(null.fileno(), 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
+    workers: set[int] = set()
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not data:
+            break
+        workers -= {pid for pid in workers if os.waitpid(pid, os.WNOHANG)[0]}
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            _run_worker(module, options, descriptors[0])
+        workers.add(pid)
+        os.close(descriptors[0])
+        control.sendall(HEADER.pack(pid))
+    for pid in workers:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def _run_worker(module: Any, options: dict[str, Any], descriptor: int) -> None:
+    try:
+        serve(socket.socket(fileno=descriptor), module.make_handler(**options))
+    finally:
+        os._exit(0)  # the host's clean-up is not the worker's
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,293 @@
+"""Readers, chat format, mixture, resume: facts about what the trainer is given."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megatron_eqlen.data.prompts import PromptSource, read_benchmark
+from megatron_eqlen.data.tokenizer_maker import write_hf_tokenizer, write_sentencepiece_model
+from megatron_eqlen.data.tokenizers import Tokenizer, load_tokenizer
+from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, SourceRecipe
+
+CORPUS = ["What is 12 + 30? Please reason step by step. \\boxed{42}", "</think> the answer is Yes."] * 8
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_hf_tokenizer(folder, CORPUS)
+    ends = [load_id(folder, "<|im_end|>"), load_id(folder, "<|endoftext|>")]
+    config = {"eos_token_id": ends, "pad_token_id": ends[1]}
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "eos_token_id": ends[0]}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder) -> Tokenizer:
+    return load_tokenizer(folder)
+
+
+def load_id(folder: Path, token: str) -> int:
+    from tokenizers import Tokenizer as Backend
+
+    return Backend.from_file(str(folder / "tokenizer.json")).token_to_id(token)
+
+
+def write_deepmath(path: Path, rows: list[tuple]) -> Path:
+    columns = {"question": [], "final_answer": [], "difficulty": []}
+    for row in rows:
+        for name, value in zip(columns, row, strict=True):
+            columns[name].append(value)
+    table = {name: pa.array(values) for name, values in columns.items()}
+    table["difficulty"] = table["difficulty"].cast(pa.float64())
+    for name in ("topic", "r1_solution_1", "r1_solution_2", "r1_solution_3"):
+        table[name] = pa.array([name] * len(rows))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(table), path)
+    return path
+
+
+def sums(count: int, start: int = 0) -> list[tuple]:
+    return [(f"What is {i} + 1?", str(i + 1), float(i % 10)) for i in range(start, start + count)]
+
+
+def recipe(*sources: SourceRecipe, **data) -> DataRecipe:
+    return DataRecipe(sources=list(sources), **data)
+
+
+def source(path: Path, name: str = "deepmath", **keys) -> SourceRecipe:
+    return SourceRecipe(name=name, path=str(path), **keys)
+
+
+def test_end_of_sequence_is_the_set_of_generation_config(folder, tokenizer):
+    ends = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+    assert tokenizer.eos_token_ids == frozenset(ends)
+    assert tokenizer.pad_token_id == ends[1]
+
+
+def test_without_generation_config_the_fallback_is_said(folder, tmp_path, caplog):
+    for file in folder.iterdir():
+        if file.name != "generation_config.json":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    expected = json.loads((folder / "config.json").read_text())["eos_token_id"]
+    assert load_tokenizer(tmp_path).eos_token_ids == frozenset({expected})
+    assert "no eos_token_id in generation_config.json; config.json says" in caplog.text
+
+
+def test_decode_keeps_think_and_drops_ends(tokenizer):
+    text = "<think>a</think> b"
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode([*ids, *tokenizer.eos_token_ids, tokenizer.pad_token_id]) == text
+
+
+def test_sentencepiece_reads_the_same_chat(folder, tokenizer, tmp_path):
+    write_sentencepiece_model(tmp_path / "tokenizer.model", CORPUS)
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    pieces = load_tokenizer(tmp_path)
+    turn = [{"role": "user", "content": "What is 12 + 30?"}]
+    text = "<|im_start|>user\nWhat is 12 + 30?<|im_end|>\n<|im_start|>assistant\n"
+    assert pieces.encode(text) == pieces.apply_chat_template(turn)
+    assert tokenizer.encode(text) == tokenizer.apply_chat_template(turn)
+    (end,) = pieces.eos_token_ids
+    assert end in pieces.apply_chat_template(turn)
+    assert pieces.decode(pieces.encode("12 + 30 </think> Yes")) == "12 + 30 </think> Yes"
+
+
+@pytest.mark.parametrize("content", ["", "two.model files"])
+def test_a_folder_without_a_tokenizer_is_named(tmp_path, content):
+    with pytest.raises(ValueError, match=r"expected tokenizer.json"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("role", "expected"),
+    [
+        ("user", "<|im_start|>user\nWhat is 0 + 1?\n\nBox it.<|im_end|>\n<|im_start|>assistant\n"),
+        (
+            "system",
+            "<|im_start|>system\nBox it.<|im_end|>\n<|im_start|>user\nWhat is 0 + 1?<|im_end|>\n"
+            "<|im_start|>assistant\n",
+        ),
+        ("none", "<|im_start|>user\nWhat is 0 + 1?<|im_end|>\n<|im_start|>assistant\n"),
+    ],
+)
+def test_instruction_role(tokenizer, tmp_path, role, expected):
+    file = write_deepmath(tmp_path / "train-0.parquet", sums(1))
+    prompts = PromptSource(
+        recipe(source(file), instruction="Box it.", instruction_role=role), tokenizer, seed=0
+    )
+    assert prompts.next(1)[0].token_ids == tokenizer.encode(expected)
+
+
+def test_thinking_switch_reaches_the_template(tokenizer, tmp_path):
+    file = write_deepmath(tmp_path / "train-0.parquet", sums(1))
+    plain = PromptSource(recipe(source(file)), tokenizer, 0).next(1)[0].token_ids
+    off = PromptSource(recipe(source(file), enable_thinking=False), tokenizer, 0).next(1)[0].token_ids
+    assert off == plain + tokenizer.encode("<think>\n\n</think>\n\n")
+
+
+def test_an_epoch_has_every_row_once_and_the_next_is_shuffled_anew(tokenizer, tmp_path):
+    file = write_deepmath(tmp_path / "train-0.parquet", sums(30))
+    prompts = PromptSource(recipe(source(file)), tokenizer, seed=1)
+    first, second = prompts.next(30), prompts.next(30)
+    assert {prompt.question for prompt in first} == {row[0] for row in sums(30)}
+    assert {prompt.question for prompt in second} == {row[0] for row in sums(30)}
+    assert [prompt.question for prompt in first] != [prompt.question for prompt in second]
+    assert len({prompt.prompt_id for prompt in first + second}) == 60
+
+
+def test_without_shuffling_the_order_is_the_files(tokenizer, tmp_path):
+    write_deepmath(tmp_path / "data" / "train-00000-of-00002.parquet", sums(3))
+    write_deepmath(tmp_path / "data" / "train-00001-of-00002.parquet", sums(3, start=3))
+    prompts = PromptSource(recipe(source(tmp_path), shuffle=False), tokenizer, seed=0).next(6)
+    assert [prompt.question for prompt in prompts] == [row[0] for row in sums(6)]
+    assert prompts[4].prompt_id == "deepmath/data/train-00001-of-00002.parquet#1"
+
+
+def test_resume_goes_on_exactly_across_epochs_and_drops(tokenizer, tmp_path):
+    rows = [*sums(17), ("bad gold?", "\\frac{", 1.0)]
+    one = write_deepmath(tmp_path / "a" / "train-0.parquet", rows)
+    two = write_deepmath(tmp_path / "b" / "train-0.parquet", sums(5, start=50))
+    data = recipe(source(one, "one", weight=2.0), source(two, "two"))
+    whole = PromptSource(data, tokenizer, seed=3)
+    expected = whole.next(60)
+    whole.close()
+    prompts = PromptSource(data, tokenizer, seed=3)
+    seen = []
+    for n in (1, 7, 20, 13, 19):
+        seen += prompts.next(n)
+        state = json.loads(json.dumps(prompts.state_dict()))
+        prompts.close()
+        prompts = PromptSource(data, tokenizer, seed=3)
+        prompts.load_state_dict(state)
+    assert seen == expected
+    assert prompts.report() == whole.report()
+    assert prompts.report()["one"] == {"kept": 17, "dropped/unparseable_gold": 1}
+
+
+def test_resume_on_other_data_is_refused(tokenizer, tmp_path):
+    file = write_deepmath(tmp_path / "train-0.parquet", sums(4))
+    state = PromptSource(recipe(source(file)), tokenizer, 0).state_dict()
+    write_deepmath(file, sums(5))
+    with pytest.raises(ValueError, match="made with 4 rows, found 5"):
+        PromptSource(recipe(source(file)), tokenizer, 0).load_state_dict(state)
+    with pytest.raises(ValueError, match="seed 0"):
+        PromptSource(recipe(source(file)), tokenizer, 1).load_state_dict(state)
+
+
+def test_mixture_follows_the_weights(tokenizer, tmp_path):
+    one = write_deepmath(tmp_path / "a" / "train-0.parquet", sums(20))
+    two = write_deepmath(tmp_path / "b" / "train-0.parquet", sums(20, start=50))
+    data = recipe(source(one, "one", weight=3.0), source(two, "two", weight=1.0))
+    drawn = Counter(prompt.source for prompt in PromptSource(data, tokenizer, 0).next(800))
+    assert 560 < drawn["one"] < 640  # 600 expected, standard deviation 12
+
+
+def test_what_is_left_out_is_counted_by_reason(tokenizer, tmp_path):
+    rows = [
+        ("What is 1 + 1?", "2", 3.0),
+        ("What is 1 + 1?", "2", 3.0),
+        ("What is 2 + 2?", "4", 9.0),
+        (None, "4", 3.0),
+        ("   ", "4", 3.0),
+        ("What is 3 + 3?", "6", None),
+        ("Is it unparseable?", "\\frac{", 3.0),
+        ("Long " * 500, "5", 3.0),
+        ("What is 4 + 4, of benchmark fame?", "8", 3.0),
+    ]
+    file = write_deepmath(tmp_path / "train-0.parquet", rows)
+    listed = tmp_path / "exclude.txt"
+    listed.write_text('"What is 4 + 4,\\nof benchmark fame?"\n')
+    data = recipe(source(file, max_difficulty=5.0, exclude=str(listed)), max_prompt_length=200)
+    prompts = PromptSource(data, tokenizer, 0)
+    assert {prompt.question for prompt in prompts.next(4)} == {"What is 1 + 1?"}
+    assert prompts.report()["deepmath"] == {
+        "kept": 1,
+        "dropped/difficulty": 1,
+        "dropped/duplicate": 1,
+        "dropped/empty_field": 1,
+        "dropped/excluded": 1,
+        "dropped/no_difficulty": 1,
+        "dropped/too_long": 1,
+        "dropped/unparseable_gold": 1,
+        "dropped/wrong_type": 1,
+    }
+    prompts.close()
+
+
+def test_a_source_without_a_usable_row_says_why(tokenizer, tmp_path):
+    file = write_deepmath(tmp_path / "train-0.parquet", sums(3))
+    with pytest.raises(ValueError, match=r"no usable row.*dropped/difficulty': 3"):
+        PromptSource(recipe(source(file, min_difficulty=100.0)), tokenizer, 0)
+    with pytest.raises(ValueError, match=r"no usable row.*dropped/too_long': 3"):
+        PromptSource(recipe(source(file), max_prompt_length=3), tokenizer, 0).next(1)
+
+
+def test_a_parquet_file_with_a_missing_column_is_named(tokenizer, tmp_path):
+    file = tmp_path / "train-0.parquet"
+    pq.write_table(pa.table({"question": ["a"], "answer": ["b"]}), file)
+    with pytest.raises(ValueError, match=r"train-0.parquet.*missing \['final_answer', 'difficulty'\]"):
+        PromptSource(recipe(source(file)), tokenizer, 0)
+
+
+def test_jsonl_rows_carry_their_own_grader(tokenizer, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    tests = {"inputs": ["1\n"], "outputs": ["2\n"]}
+    lines = [
+        {"question": "What is 1 + 1?", "answer": 2},
+        {"question": "Write it.", "grader": "code", "tests": tests, "instruction": "In Python."},
+        {"question": "Judge me.", "grader": "rubric", "answer": "short"},
+        {"question": "No answer here."},
+        {"question": "Bad grader", "grader": "oracle", "answer": "x"},
+        {"question": ["wrong"], "answer": "x"},
+        ["not a record"],
+    ]
+    file.write_text("\n".join(json.dumps(line) for line in lines) + "\n")
+    prompts = PromptSource(recipe(source(file, reader="jsonl"), shuffle=False), tokenizer, 0)
+    kept = prompts.next(3)
+    assert [prompt.grader for prompt in kept] == ["math", "code", "rubric"]
+    assert kept[0].gold == "2"
+    assert json.loads(kept[1].gold)["outputs"] == ["2\n"]
+    assert "In Python." in tokenizer.decode(kept[1].token_ids)
+    assert prompts.report()["deepmath"] == {
+        "kept": 3,
+        "dropped/missing_column": 1,
+        "dropped/unknown_grader": 1,
+        "dropped/wrong_type": 2,
+    }
+
+
+@pytest.mark.parametrize("columns", [("problem", "answer", "id"), ("question", "answer"), ("problem_idx",)])
+def test_aime_files_of_every_kind_give_integers(tokenizer, tmp_path, columns):
+    if columns == ("problem_idx",):
+        table = pa.table({"problem_idx": [1, 2], "problem": ["p", "q"], "answer": [70, 5]})
+        pq.write_table(table, tmp_path / "test.parquet")
+    else:
+        for number, answer in enumerate(["070", "5"]):
+            record = dict.fromkeys(columns, f"text {number}") | {"answer": answer}
+            (tmp_path / f"aime2025-{number}.jsonl").write_text(json.dumps(record) + "\n")
+    benchmark = BenchmarkRecipe(name="aime25", reader="aime25", path=str(tmp_path))
+    prompts = read_benchmark(benchmark, recipe(source(tmp_path)), tokenizer)
+    assert [prompt.gold for prompt in prompts] == ["70", "5"]
+    assert prompts[0].source == "aime25"
+
+
+def test_a_benchmark_with_an_unusable_row_is_refused(tokenizer, tmp_path):
+    file = tmp_path / "aime.jsonl"
+    file.write_text('{"problem": "a", "answer": "1"}\n{"problem": "b", "answer": "x+1"}\n')
+    benchmark = BenchmarkRecipe(name="aime25", reader="aime25", path=str(file))
+    with pytest.raises(ValueError, match="not_an_aime_answer"):
+        read_benchmark(benchmark, recipe(source(file)), tokenizer)
+
+
+def test_benchmark_limit_takes_the_first(tokenizer, tmp_path):
+    file = write_deepmath(tmp_path / "test.parquet", sums(10))
+    benchmark = BenchmarkRecipe(name="held-out", path=str(file), limit=4)
+    prompts = read_benchmark(benchmark, recipe(source(file)), tokenizer)
+    assert [prompt.question for prompt in prompts] == [row[0] for row in sums(4)]

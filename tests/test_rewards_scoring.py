@@ -1,0 +1,109 @@
+"""Scoring: every ended response is graded, once, by its prompt's grader."""
+
+import pytest
+
+from megatron_eqlen.recipe import RewardRecipe
+from megatron_eqlen.rewards.scoring import Scorer
+from megatron_eqlen.types import Grade, Group, Pair, Prompt, Segment, Stream
+
+END = 0
+
+
+class Letters:
+    """A tokenizer whose token ids are code points."""
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(chr(token) for token in token_ids if token != END)
+
+
+def segment(text: str, ended: bool = False, reason: str | None = None) -> Segment:
+    tokens = [ord(letter) for letter in text] + [END] * ended
+    return Segment(tokens, [0.0] * len(tokens), "stop" if ended else reason)
+
+
+def prompt(name: str = "q", grader: str = "math", gold: str = "5", source: str = "sums") -> Prompt:
+    return Prompt(name, [1], "What is 2 + 3?", grader, gold, source)
+
+
+def make_stream(index: int = 0) -> Stream:
+    pairs = [
+        Pair(segment(r"x \boxed{5}", ended=True), segment(r"so it is \bo")),
+        Pair(segment("xed{6}", ended=True), segment("xed{5}", ended=True)),
+    ]
+    return Stream("q", index, 0, pairs, "both_ended")
+
+
+@pytest.fixture
+def scorer():
+    scorer = Scorer(RewardRecipe(math_rule="exact"), Letters())
+    yield scorer
+    scorer.close()
+
+
+def test_a_segment_is_graded_as_the_whole_response_it_ends(scorer):
+    """A_2 and B_2 hold half a box; with the trunk before them they are answers."""
+    stream = make_stream()
+    metrics = scorer.score([stream], {"q": prompt()})
+    assert [grade and grade.answer for grade in grades(stream)] == ["5", None, "6", "5"]
+    assert [grade and grade.reward for grade in grades(stream)] == [1.0, None, 0.0, 1.0]
+    assert metrics["reward/ended"] == 3
+    assert metrics["reward/mean"] == metrics["reward/source/sums/mean"] == pytest.approx(2 / 3)
+    assert metrics["reward/verdict/correct"] == pytest.approx(2 / 3)
+
+
+def grades(stream: Stream) -> list[Grade | None]:
+    return [side.grade for pair in stream.pairs for side in (pair.a, pair.b)]
+
+
+def test_an_ended_tail_is_graded_and_a_truncated_one_is_not(scorer):
+    ended, cut = make_stream(), make_stream()
+    for stream in (ended, cut):
+        stream.pairs.pop()
+    ended.tail, cut.tail = segment("xed{5}", ended=True), segment("xed{5}", reason="length")
+    scorer.score([ended, cut], {"q": prompt()})
+    assert ended.tail.grade.reward == 1.0
+    assert cut.tail.grade is None
+
+
+def test_equal_responses_are_graded_once_and_old_grades_stay(scorer, monkeypatch):
+    streams = [make_stream(0), make_stream(1)]
+    kept = Grade(0.25, "wrong")
+    streams[0].pairs[0].a.grade = kept
+    asked = []
+    plain = scorer.grade_texts
+    monkeypatch.setattr(
+        scorer, "grade_texts", lambda texts, prompts: asked.extend(texts) or plain(texts, prompts)
+    )
+    assert scorer.score(streams, {"q": prompt()})["reward/calls"] == 3
+    assert len(asked) == 3
+    assert streams[0].pairs[0].a.grade is kept
+    assert scorer.score(streams, {"q": prompt()})["reward/calls"] == 0
+
+
+def test_each_source_has_its_own_grader():
+    def group(name: str, text: str) -> Group:
+        return Group(name, 0, [segment(text, ended=True)])
+
+    scorer = Scorer(RewardRecipe(math_rule="exact", rubric=f"{__name__}:shorter_is_better"), Letters())
+    rollouts = [group("a", r"\boxed{5}"), group("b", "12345")]
+    prompts = {"a": prompt("a"), "b": prompt("b", "rubric", "10", "judged")}
+    metrics = scorer.score(rollouts, prompts)
+    assert [rollout.completions[0].grade.reward for rollout in rollouts] == [1.0, 0.5]
+    assert metrics["reward/source/judged/mean"] == 0.5
+    assert rollouts[1].completions[0].grade.grader.endswith(":shorter_is_better")
+    prompts["b"] = prompt("b", "rubric", "1", "judged")
+    with pytest.raises(ValueError, match=r"expected a reward in \[0, 1\], got -4"):
+        scorer.score([group("b", "12345")], prompts)
+
+
+def shorter_is_better(question: str, response: str, gold: str) -> float:
+    return 1 - len(response) / int(gold)
+
+
+def test_mistakes_in_the_recipe_are_named():
+    with pytest.raises(ValueError, match="expected module:function, found 'rubric'"):
+        Scorer(RewardRecipe(rubric="rubric"), Letters())
+    with pytest.raises(ValueError, match="has no function 'nothing'"):
+        Scorer(RewardRecipe(rubric=f"{__name__}:nothing"), Letters())
+    with pytest.raises(ValueError, match="expected math, code or rubric, found 'oracle'"):
+        Scorer(RewardRecipe(), Letters()).grade_texts(["x"], [prompt(grader="oracle")])
