@@ -37,9 +37,8 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            _spawn(context, rank, world_size, Path(folder), function, args) for rank in range(world_size)
-        ]
+        store = str(Path(folder) / "store")
+        ranks = [_spawn(context, rank, world_size, store, function, args) for rank in range(world_size)]
         try:
             return _collect([pipe for _, pipe in ranks], time.monotonic() + timeout)
         finally:
@@ -88,8 +87,8 @@ def _rank_main(
 
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     try:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
         message = (None, function(*args))
     except BaseException:  # noqa: BLE001  whatever it is, the test must see it
         message = (traceback.format_exc(), None)
