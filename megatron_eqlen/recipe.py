@@ -84,6 +84,15 @@ class EqualLengthRecipe(Section):
     """Ablation: the inherited prefix is trained with its side's advantage (expanded layout)."""
 
 
+class TreeSamplingRecipe(Section):
+    branching: Annotated[int, Field(ge=2)] = 8
+    """Continuations of every step; a prompt has up to branching ** depth responses."""
+    depth: PositiveInt = 3
+    """Steps of a response; the last one runs to max_response_length."""
+    step_tokens: PositiveInt | None = None
+    """Length of a step, default max_response_length // depth (our choice)."""
+
+
 class RolloutRecipe(Section):
     engine: Literal["colocated", "server"] = "colocated"
     temperature: PositiveFloat = 0.6
@@ -247,13 +256,14 @@ class Recipe(Section):
     """Default ``runs/NAME/METHOD-seedN``, METHOD being ``eqlen-grpo`` or ``grpo``, for example."""
     seed: NonNegativeInt = 0
     steps: PositiveInt
-    sampling: Literal["equal_length", "independent"] = "equal_length"
+    sampling: Literal["equal_length", "independent", "tree"] = "equal_length"
     objective: str = "grpo"
     group_size: Annotated[int, Field(ge=2)] = 16
     """G: independent completions of a prompt, or 2 x its dual-track subgroups."""
     model: ModelRecipe
     data: DataRecipe
     equal_length: EqualLengthRecipe = EqualLengthRecipe()
+    tree_sampling: TreeSamplingRecipe = TreeSamplingRecipe()
     rollout: RolloutRecipe = RolloutRecipe()
     reward: RewardRecipe = RewardRecipe()
     loss: LossRecipe = LossRecipe()

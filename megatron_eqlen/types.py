@@ -1,6 +1,6 @@
 """Every record that crosses a stage.
 
-    Prompt ──harvest──► Stream | Group ──score──► (grades filled in) ──objective──► TokenTree ──pack──► Row
+    Prompt ──harvest──► Rollout ──score──► (grades filled in) ──objective──► TokenTree ──pack──► Row
 
 A worked example, used throughout the tests. The prompt is ``q = [1, 2]`` and 9 ends a response::
 
@@ -145,7 +145,34 @@ class Group:
         yield from self.completions
 
 
-Rollout = Stream | Group
+@dataclass
+class SampledTree:
+    """Step-wise branching of one prompt (``sampling: tree``): every step that did not end a response was
+    continued several times. Lists are aligned; a step comes after the step it continues."""
+
+    prompt_id: str
+    policy_version: int
+    steps: list[Segment]
+    """``finish_reason`` is None where the step was continued."""
+    parents: list[int]
+    """Index in ``steps`` of the step that this one continues, -1 for the prompt."""
+
+    def response(self, step: int) -> list[int]:
+        """Token ids from after the prompt to the end of a step."""
+        parent = self.parents[step]
+        return (self.response(parent) if parent >= 0 else []) + self.steps[step].token_ids
+
+    def ended(self) -> Iterator[tuple[Segment, list[int]]]:
+        """Every step that ends a response, with the whole response's token ids."""
+        for number, step in enumerate(self.steps):
+            if step.finish_reason == "stop":
+                yield step, self.response(number)
+
+    def segments(self) -> Iterator[Segment]:
+        yield from self.steps
+
+
+Rollout = Stream | Group | SampledTree
 
 
 @dataclass

@@ -102,7 +102,7 @@ def test_a_group_becomes_a_star_and_a_truncated_completion_gets_zero():
     assert [node.parent for node in tree.nodes] == [-1, 0, 0]
     assert [node.advantage for node in tree.nodes] == [0, 1, -1]
     assert [node.weight for node in tree.nodes] == [0, 1 / 4, 1 / 8]
-    assert metrics["reward/mean"] == 0.5
+    assert metrics["objective/reward_mean"] == 0.5
 
 
 def test_equal_rewards_in_a_group_are_trained_for_their_kl_alone():

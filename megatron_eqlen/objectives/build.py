@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from megatron_eqlen.objectives.advantages import all_equal, estimate, whiten
 from megatron_eqlen.objectives.metrics import unit_metrics
 from megatron_eqlen.objectives.registry import Objective, resolve
-from megatron_eqlen.objectives.units import Unit, comparison_units
+from megatron_eqlen.objectives.units import ComparisonUnit, comparison_units
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.types import Metrics, Prompt, Rollout, TokenTree
 
@@ -59,7 +59,7 @@ class _Batch:
     rollouts: Counter[str]
     """How many of each prompt."""
     trees: list[TokenTree] = field(default_factory=list)
-    units: list[Unit] = field(default_factory=list)
+    units: list[ComparisonUnit] = field(default_factory=list)
 
 
 def _build(
@@ -87,7 +87,7 @@ def _compare(
     return batch
 
 
-def _set_advantages(units: list[Unit], objective: Objective) -> None:
+def _set_advantages(units: list[ComparisonUnit], objective: Objective) -> None:
     advantages = [estimate(objective, unit.rewards, unit.lengths) for unit in units]
     if objective.advantage == "batch_whitened":
         advantages = whiten(advantages)
@@ -97,7 +97,7 @@ def _set_advantages(units: list[Unit], objective: Objective) -> None:
             node.advantage = value
 
 
-def _mark_trained(units: list[Unit], recipe: Recipe) -> None:
+def _mark_trained(units: list[ComparisonUnit], recipe: Recipe) -> None:
     """Without a KL penalty a unit with no advantage has no gradient: weight 0 lets the packer drop it."""
     for unit in units:
         skipped = unit.skip_equal and all_equal(unit.rewards)

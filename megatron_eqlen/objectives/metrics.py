@@ -7,13 +7,13 @@ from statistics import fmean, pstdev
 from typing import Literal
 
 from megatron_eqlen.objectives.advantages import all_equal
-from megatron_eqlen.objectives.units import Unit
+from megatron_eqlen.objectives.units import ComparisonUnit
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rewards.suffix import pair_rewards
 from megatron_eqlen.types import Metrics, Rollout, Stream
 
 
-def unit_metrics(units: list[Unit], rollouts: Sequence[Rollout], recipe: Recipe) -> Metrics:
+def unit_metrics(units: list[ComparisonUnit], rollouts: Sequence[Rollout], recipe: Recipe) -> Metrics:
     """Advantages, effective samples and supervised tokens; for streams pairs and skips too.
 
     ``objective/effective_samples`` is the paper's count: members with a non-zero advantage (a trajectory of
@@ -22,7 +22,7 @@ def unit_metrics(units: list[Unit], rollouts: Sequence[Rollout], recipe: Recipe)
     rewards = [reward for unit in units for reward in unit.rewards]
     advantages = [value for unit in units for value in unit.advantages]
     metrics = {
-        **_moments("reward", rewards),
+        **_moments("objective/reward", rewards),
         **_moments("objective/advantage", advantages),
         "objective/advantage_max": max(map(abs, advantages), default=0.0),
         "objective/units": float(len(units)),
@@ -36,7 +36,7 @@ def unit_metrics(units: list[Unit], rollouts: Sequence[Rollout], recipe: Recipe)
     return metrics | (_pair_metrics(units, streams, recipe) if streams else {})
 
 
-def _pair_metrics(units: list[Unit], streams: list[Stream], recipe: Recipe) -> Metrics:
+def _pair_metrics(units: list[ComparisonUnit], streams: list[Stream], recipe: Recipe) -> Metrics:
     lengths = [unit.lengths[0] for unit in units]
     return {
         "objective/pairs": float(len(units)),
@@ -60,10 +60,9 @@ def _b_rewards(streams: list[Stream], reduce: Literal["max", "mean"], recipe: Re
 
 
 def _moments(name: str, values: Sequence[float]) -> Metrics:
-    separator = "/" if "/" not in name else "_"
     return {
-        f"{name}{separator}mean": fmean(values) if values else 0.0,
-        f"{name}{separator}std": pstdev(values) if values else 0.0,
+        f"{name}_mean": fmean(values) if values else 0.0,
+        f"{name}_std": pstdev(values) if values else 0.0,
     }
 
 

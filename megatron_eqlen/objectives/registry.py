@@ -79,7 +79,7 @@ OBJECTIVES = {
         Objective("luspo", "grpo", "seq-mean-token-sum", "sequence", 2e-3, 2.5e-3),
         Objective("rloo", "rloo", "seq-mean-token-mean", "none"),
         Objective("gr3", "gr3", "seq-mean-token-mean", "token", 0.2, 0.2, gr3_alpha=0.33),
-        Objective("vespo", "dr_grpo", "seq-mean-token-sum-norm", "vespo"),
+        Objective("vespo", "dr_grpo", "token-mean", "vespo"),
         Objective("dler", "batch_whitened", "token-mean", "token", 0.2, 0.28, dynamic_sampling=True),
         Objective("treerpo", "dr_grpo", "seq-mean-token-mean", "token", 0.2, 0.2),
     ]
@@ -170,6 +170,11 @@ def _check_clip(recipe: Recipe, objective: Objective) -> None:
 
 def _check_ratio(recipe: Recipe, objective: Objective) -> None:
     loss = recipe.loss
+    if objective.ratio == "vespo" and loss.rollout_is != "none":
+        raise ValueError(
+            f"loss.rollout_is: {loss.rollout_is}: vespo's kernel takes an importance weight already; use "
+            f"loss.old_logprobs: rollout to take it over the engine's log-probs"
+        )
     updates = loss.minibatches * loss.epochs
     if objective.ratio == "none" and updates > 1:
         raise ValueError(

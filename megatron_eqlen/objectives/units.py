@@ -9,15 +9,27 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from megatron_eqlen.objectives.registry import Objective
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rewards.suffix import pair_rewards
-from megatron_eqlen.types import Grade, Group, Node, Pair, Prompt, Rollout, Segment, Stream, TokenTree
+from megatron_eqlen.types import (
+    Grade,
+    Group,
+    Node,
+    Pair,
+    Prompt,
+    Rollout,
+    SampledTree,
+    Segment,
+    Stream,
+    TokenTree,
+)
 
 
 @dataclass
-class Unit:
+class ComparisonUnit:
     """Members that are compared with each other; the lists are aligned."""
 
     prompt_id: str
@@ -39,11 +51,13 @@ class Unit:
 
 def comparison_units(
     rollout: Rollout, number: int, prompt: Prompt, recipe: Recipe, objective: Objective
-) -> tuple[TokenTree, list[Unit]]:
+) -> tuple[TokenTree, list[ComparisonUnit]]:
     """The token tree of a rollout and the units over its nodes, not yet weighted."""
+    if isinstance(rollout, Stream):
+        return _of_stream(rollout, number, prompt, recipe, objective)
     if isinstance(rollout, Group):
         return _of_group(rollout, number, prompt, recipe, objective)
-    return _of_stream(rollout, number, prompt, recipe, objective)
+    return _of_sampled_tree(rollout, number, prompt)
 
 
 def overlong_penalty(length: int, objective: Objective, max_response_length: int) -> float:
@@ -56,14 +70,39 @@ def overlong_penalty(length: int, objective: Objective, max_response_length: int
 
 def verifier_rewards(rollout: Rollout, recipe: Recipe) -> list[list[float]]:
     """The members' rewards of each comparison unit, before any length penalty."""
+    if isinstance(rollout, Stream):
+        return [list(rewards) for rewards in _pair_rewards(rollout, recipe) if rewards is not None]
     if isinstance(rollout, Group):
-        return [_group_rewards(rollout)]
-    return [list(rewards) for rewards in _pair_rewards(rollout, recipe) if rewards is not None]
+        return [[_reward(completion, rollout.prompt_id) for completion in _finished(rollout)]]
+    rewards = step_rewards(rollout)
+    return [[rewards[i] for i in siblings] for siblings in _siblings(rollout, rewards)]
 
 
-def _group_rewards(group: Group) -> list[float]:
-    """A truncated completion has no answer and gets 0."""
-    return [_graded(c, group.prompt_id) if c.finish_reason == "stop" else 0.0 for c in group.completions]
+def step_rewards(tree: SampledTree) -> list[float | None]:
+    """TreeRPO: a leaf's reward is the verifier's, an inner step's the mean of the steps that continue it.
+
+    None for a step that the token budget cut off and for one with no other continuation.
+    """
+    below: list[list[float]] = [[] for _ in tree.steps]
+    rewards: list[float | None] = [None] * len(tree.steps)
+    for i in reversed(range(len(tree.steps))):
+        if tree.steps[i].finish_reason is not None:
+            rewards[i] = _reward(tree.steps[i], tree.prompt_id)
+        elif below[i]:
+            rewards[i] = fmean(below[i])
+        if tree.parents[i] >= 0 and rewards[i] is not None:
+            below[tree.parents[i]].append(rewards[i])
+    return rewards
+
+
+def _reward(segment: Segment, prompt_id: str) -> float:
+    """The verifier's; a truncated response has no answer and gets 0."""
+    return _graded(segment, prompt_id) if segment.finish_reason == "stop" else 0.0
+
+
+def _finished(group: Group) -> list[Segment]:
+    """Without what the token budget cut off: nobody knows what those would have been worth."""
+    return [completion for completion in group.completions if completion.finish_reason is not None]
 
 
 def _pair_rewards(stream: Stream, recipe: Recipe) -> list[tuple[float, float] | None]:
@@ -71,27 +110,50 @@ def _pair_rewards(stream: Stream, recipe: Recipe) -> list[tuple[float, float] | 
     return rewards[:1] if recipe.equal_length.single_pair else rewards
 
 
+def _siblings(tree: SampledTree, rewards: list[float | None]) -> list[list[int]]:
+    """Steps that continue the same step and have a reward, in the order of ``tree.steps``."""
+    children: dict[int, list[int]] = {}
+    for i, parent in enumerate(tree.parents):
+        if rewards[i] is not None:
+            children.setdefault(parent, []).append(i)
+    return list(children.values())
+
+
+def _of_sampled_tree(
+    sampled: SampledTree, number: int, prompt: Prompt
+) -> tuple[TokenTree, list[ComparisonUnit]]:
+    nodes = [_node(parent + 1, step) for parent, step in zip(sampled.parents, sampled.steps, strict=True)]
+    rewards = step_rewards(sampled)
+    units = [
+        ComparisonUnit(
+            sampled.prompt_id, number, [nodes[i] for i in at], [rewards[i] for i in at], skip_equal=False
+        )
+        for at in _siblings(sampled, rewards)
+    ]
+    return TokenTree(sampled.prompt_id, [_root(prompt), *nodes]), units
+
+
 def _of_group(
     group: Group, number: int, prompt: Prompt, recipe: Recipe, objective: Objective
-) -> tuple[TokenTree, list[Unit]]:
-    longest = recipe.rollout.max_response_length
+) -> tuple[TokenTree, list[ComparisonUnit]]:
+    completions, longest = _finished(group), recipe.rollout.max_response_length
     rewards = [
-        reward + overlong_penalty(len(completion), objective, longest)
-        for reward, completion in zip(_group_rewards(group), group.completions, strict=True)
+        _reward(completion, group.prompt_id) + overlong_penalty(len(completion), objective, longest)
+        for completion in completions
     ]
-    leaves = [_node(0, completion) for completion in group.completions]
-    unit = Unit(group.prompt_id, number, leaves, rewards, skip_equal=False)
+    leaves = [_node(0, completion) for completion in completions]
+    unit = ComparisonUnit(group.prompt_id, number, leaves, rewards, skip_equal=False)
     tree = TokenTree(group.prompt_id, [_root(prompt), *(leaf for leaf in leaves if leaf.token_ids)])
-    return tree, [unit]
+    return tree, [unit] if leaves else []
 
 
 def _of_stream(
     stream: Stream, number: int, prompt: Prompt, recipe: Recipe, objective: Objective
-) -> tuple[TokenTree, list[Unit]]:
+) -> tuple[TokenTree, list[ComparisonUnit]]:
     if objective.overlong_buffer:
         stream = _shaped(stream, objective, recipe.rollout.max_response_length)
     tree = TokenTree(f"{stream.prompt_id}/{stream.index}", [_root(prompt)])
-    units: list[Unit] = []
+    units: list[ComparisonUnit] = []
     trunk = 0
     for i, rewards in enumerate(_pair_rewards(stream, recipe)):
         pair = stream.pairs[i]
@@ -103,7 +165,7 @@ def _of_stream(
         tree.nodes += sides
         trunk = len(tree.nodes) - 1
         if rewards is not None:
-            units.append(Unit(stream.prompt_id, number, sides, list(rewards), skip_equal=True))
+            units.append(ComparisonUnit(stream.prompt_id, number, sides, list(rewards), skip_equal=True))
     return tree, units
 
 
