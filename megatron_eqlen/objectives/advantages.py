@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import fmean, pstdev
 
@@ -42,10 +43,10 @@ def gr3_rewards(rewards: Sequence[float], lengths: Sequence[int], alpha: float) 
 
 
 def whiten(groups: list[list[float]]) -> list[list[float]]:
-    """DLER's batch normalisation: centred advantages over their population std in the whole batch."""
+    """DLER's batch normalisation: centred advantages over their population std in the whole batch.
+
+    The batch's mean is zero because every group's is; subtracting its round-off would move exact zeros.
+    """
     flat = [value for group in groups for value in group]
-    std = pstdev(flat) if flat else 0.0
-    if std == 0.0:
-        return groups
-    mean = fmean(flat)
-    return [[(value - mean) / std for value in group] for group in groups]
+    std = math.sqrt(fmean(value * value for value in flat)) if flat else 0.0
+    return [[value / std for value in group] for group in groups] if std else groups

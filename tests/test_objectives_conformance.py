@@ -1,0 +1,417 @@
+"""Every objective's gradient on every token equals its paper's equation, transcribed here on its own.
+
+The transcriptions give d loss / d log pi(token) in closed form, in plain float64 loops over responses.
+Ours comes from rollouts through trees, packing, rows and autograd. Every generated token has an id of its
+own, so that log-probs and gradients are tables over token ids.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_eqlen.objectives.build import build_trees
+from megatron_eqlen.objectives.registry import resolve
+from megatron_eqlen.packing.pack import pack
+from megatron_eqlen.recipe import parse
+from megatron_eqlen.training.policy_loss import policy_loss
+from megatron_eqlen.types import Grade, Group, Pair, Prompt, SampledTree, Segment, Stream
+
+LONGEST = 12
+BUFFER = 5
+THOROUGH = settings(max_examples=40, deadline=None)
+
+
+@dataclass
+class Tokens:
+    """Hands out token ids; log-probs of the policy, before the update, of the reference and of the engine."""
+
+    scale: float
+    seed: int
+    new: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    old: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    ref: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    rollout: list[float] = field(default_factory=lambda: [0.0, 0.0])
+
+    def __post_init__(self):
+        self.random = np.random.default_rng(self.seed)
+
+    def segment(self, length, reward=None, finish_reason=None):
+        first = len(self.new)
+        for _ in range(length):
+            new = -self.random.exponential()
+            self.new.append(new)
+            self.old.append(new + self.scale * self.random.normal())
+            self.ref.append(new + 0.3 * self.random.normal())
+            self.rollout.append(self.old[-1] + 0.5 * self.random.normal())
+        grade = None if reward is None else Grade(reward, "")
+        finish_reason = finish_reason or (None if reward is None else "stop")
+        return Segment(list(range(first, first + length)), self.rollout[first:], finish_reason, grade)
+
+
+def recipe(sampling, objective, **loss):
+    equal_length = {key: loss.pop(key) for key in list(loss) if key in EQUAL_LENGTH_KEYS}
+    layout = "expanded" if equal_length.get("prefix_in_gradient") else "tree"
+    return parse(
+        {
+            "name": "test",
+            "steps": 1,
+            "group_size": 2,
+            "sampling": sampling,
+            "objective": objective,
+            "model": {"path": "none"},
+            "data": {"sources": [{"name": "s", "path": "none"}], "max_prompt_length": 4},
+            "rollout": {"max_response_length": LONGEST},
+            "packing": {"max_tokens_per_row": 16, "layout": layout},
+            "equal_length": equal_length,
+            "loss": {"kl_coef": 0.0} | loss,
+        },
+        "test",
+    )
+
+
+EQUAL_LENGTH_KEYS = ("pair_count", "suffix_reward", "prefix_in_gradient", "single_pair", "unfinished")
+
+
+def our_gradient(rollouts, tokens, recipe):
+    """d loss / d log pi, [number of tokens]."""
+    prompts = {r.prompt_id: Prompt(r.prompt_id, [0, 1], "?", "math", "1") for r in rollouts}
+    trees, _ = build_trees(rollouts, prompts, recipe)
+    table = torch.tensor(tokens.new, dtype=torch.float64, requires_grad=True)
+    old, ref = (torch.tensor(t, dtype=torch.float64) for t in (tokens.old, tokens.ref))
+    for row in pack(trees, recipe.packing.max_tokens_per_row, layout=recipe.packing.layout)[0]:
+        labels = torch.from_numpy(row.labels)
+        loss, _ = policy_loss(
+            table[labels],
+            torch.zeros(len(labels)),
+            weights=torch.from_numpy(row.weights),
+            advantages=torch.from_numpy(row.advantages),
+            segment_ids=torch.from_numpy(row.segment_ids),
+            rollout_logprobs=torch.from_numpy(row.rollout_logprobs),
+            old_logprobs=old[labels],
+            ref_logprobs=ref[labels],
+            objective=resolve(recipe),
+            loss=recipe.loss,
+        )
+        loss.backward()
+    return np.zeros(len(tokens.new)) if table.grad is None else table.grad.numpy()
+
+
+# --- equations, from the papers ---------------------------------------------------------------------------
+
+
+def clip_slope(ratio, advantage, low, high, dual=None):
+    """d min(ratio A, clip(ratio) A) / d log ratio, with the dual clip max(., dual A) for A < 0."""
+    if advantage > 0:
+        return ratio * advantage if ratio < 1 + high else 0.0
+    if advantage < 0:
+        inside = ratio > 1 - low and (dual is None or ratio < dual)
+        return ratio * advantage if inside else 0.0
+    return 0.0
+
+
+def standardized(rewards):
+    """Eq. 1 of the paper, population std; all equal: 0."""
+    mean = sum(rewards) / len(rewards)
+    std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards))
+    return [0.0] * len(rewards) if std == 0 else [(r - mean) / std for r in rewards]
+
+
+def centred(rewards):
+    return [r - sum(rewards) / len(rewards) for r in rewards]
+
+
+def leave_one_out(rewards):
+    if len(rewards) == 1:
+        return [0.0]
+    return [r - (sum(rewards) - r) / (len(rewards) - 1) for r in rewards]
+
+
+def gr3(rewards, lengths):
+    mean = sum(lengths) / len(lengths)
+    return centred([r / (1 + 0.33 * n / mean) for r, n in zip(rewards, lengths, strict=True)])
+
+
+def overlong(length):
+    """DAPO's soft punishment, piecewise as in its paper."""
+    if length <= LONGEST - BUFFER:
+        return 0.0
+    return (LONGEST - BUFFER - length) / BUFFER
+
+
+def log_ratios(tokens, ids):
+    return [tokens.new[i] - tokens.old[i] for i in ids]
+
+
+def sequence_slopes(name, tokens, ids, advantage):
+    """For each token of a response: d surrogate / d log pi(token), before any averaging over responses."""
+    ratios = log_ratios(tokens, ids)
+    if name in ("grpo", "dr_grpo", "gr3", "treerpo"):
+        return [clip_slope(math.exp(x), advantage, 0.2, 0.2) for x in ratios]
+    if name == "dapo":
+        return [clip_slope(math.exp(x), advantage, 0.2, 0.28, 10.0) for x in ratios]
+    if name == "dler":
+        return [clip_slope(math.exp(x), advantage, 0.2, 0.28) for x in ratios]
+    if name in ("gspo", "luspo"):
+        low, high = (3e-4, 4e-4) if name == "gspo" else (2e-3, 2.5e-3)
+        s = math.exp(sum(ratios) / len(ids))
+        return [clip_slope(s, advantage, low, high) / len(ids)] * len(ids)
+    if name == "rloo":
+        return [advantage] * len(ids)
+    assert name == "vespo"
+    k, lam = (2, 3) if advantage >= 0 else (3, 2)
+    w = math.exp(min(max(sum(ratios), -20), 20))
+    return [w**k * math.exp(lam * (1 - w)) * advantage] * len(ids)
+
+
+def advantages_of(name, rewards, lengths):
+    if name in ("grpo", "dapo", "gspo", "luspo"):
+        return standardized(rewards)
+    if name == "rloo":
+        return leave_one_out(rewards)
+    return gr3(rewards, lengths) if name == "gr3" else centred(rewards)
+
+
+def response_factor(name, length, total):
+    """What multiplies a token's slope besides 1/G and 1/P; token means divide by all tokens instead."""
+    if name in ("dapo", "dler", "vespo"):
+        return 1 / total
+    return {"dr_grpo": 1 / LONGEST, "gspo": 1.0, "luspo": length}.get(name, 1 / length)
+
+
+# --- independent sampling ---------------------------------------------------------------------------------
+
+lengths_and_rewards = st.lists(
+    st.tuples(st.integers(1, LONGEST), st.sampled_from([0.0, 1.0, 1.0, 0.25])), min_size=1, max_size=5
+)
+scales = st.sampled_from([0.0, 1e-4, 0.3, 60.0])
+
+
+def sample_groups(shapes, tokens):
+    groups = []
+    for number, shape in enumerate(shapes):
+        completions = [
+            tokens.segment(n, None, "length") if n == LONGEST else tokens.segment(n, r) for n, r in shape
+        ]
+        groups.append(Group(f"p{number}", 0, completions))
+    return groups
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "gspo", "luspo", "rloo", "gr3", "vespo", "dler"])
+@given(shapes=st.lists(lengths_and_rewards, min_size=1, max_size=3), scale=scales, seed=st.integers(0, 99))
+@THOROUGH
+def test_groups_follow_their_equation(name, shapes, scale, seed):
+    tokens = Tokens(scale, seed)
+    groups = sample_groups(shapes, tokens)
+    settings = recipe("independent", name, **({"overlong_buffer": BUFFER} if name == "dapo" else {}))
+    expected = np.zeros(len(tokens.new))
+    scored = []
+    for group in groups:
+        lengths = [len(c) for c in group.completions]
+        rewards = [c.grade.reward if c.grade else 0.0 for c in group.completions]
+        if name == "dapo":
+            rewards = [r + overlong(n) for r, n in zip(rewards, lengths, strict=True)]
+        scored.append(advantages_of(name, rewards, lengths))
+    if name == "dler":
+        flat = [a for group in scored for a in group]
+        std = math.sqrt(sum(a * a for a in flat) / len(flat))
+        scored = [[a / std if std else 0.0 for a in group] for group in scored]
+    total = sum(len(c) for group in groups for c in group.completions)
+    for group, advantages in zip(groups, scored, strict=True):
+        for completion, advantage in zip(group.completions, advantages, strict=True):
+            factor = response_factor(name, len(completion), total)
+            if name not in ("dapo", "dler", "vespo"):
+                factor /= len(groups) * len(group.completions)
+            slopes = sequence_slopes(name, tokens, completion.token_ids, advantage)
+            expected[completion.token_ids] = -factor * np.array(slopes)
+    np.testing.assert_allclose(our_gradient(groups, tokens, settings), expected, rtol=1e-8, atol=1e-14)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@given(shapes=st.lists(lengths_and_rewards, min_size=1, max_size=2), seed=st.integers(0, 99))
+@THOROUGH
+def test_the_kl_penalty_of_grpo(estimator, shapes, seed):
+    tokens = Tokens(0.0, seed)
+    groups = sample_groups(shapes, tokens)
+    expected = np.zeros(len(tokens.new))
+    for group in groups:
+        rewards = [c.grade.reward if c.grade else 0.0 for c in group.completions]
+        for completion, advantage in zip(group.completions, standardized(rewards), strict=True):
+            for i in completion.token_ids:
+                difference = tokens.new[i] - tokens.ref[i]
+                slope = {"k1": 1.0, "k2": difference, "k3": 1 - math.exp(-difference)}[estimator]
+                factor = len(groups) * len(group.completions) * len(completion)
+                expected[i] = (-advantage + 0.07 * slope) / factor
+    settings = recipe("independent", "grpo", kl_coef=0.07, kl_estimator=estimator)
+    np.testing.assert_allclose(our_gradient(groups, tokens, settings), expected, rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@given(shapes=st.lists(lengths_and_rewards, min_size=1, max_size=2), seed=st.integers(0, 99))
+@THOROUGH
+def test_truncated_importance_sampling(level, shapes, seed):
+    tokens = Tokens(0.1, seed)
+    groups = sample_groups(shapes, tokens)
+    expected = np.zeros(len(tokens.new))
+    for group in groups:
+        rewards = [c.grade.reward if c.grade else 0.0 for c in group.completions]
+        for completion, advantage in zip(group.completions, standardized(rewards), strict=True):
+            ids = completion.token_ids
+            mismatch = [tokens.old[i] - tokens.rollout[i] for i in ids]
+            whole = min(math.exp(sum(mismatch)), 1.5)
+            weights = [min(math.exp(x), 1.5) if level == "token" else whole for x in mismatch]
+            slopes = sequence_slopes("grpo", tokens, ids, advantage)
+            factor = len(groups) * len(group.completions) * len(ids)
+            expected[ids] = [-w * s / factor for w, s in zip(weights, slopes, strict=True)]
+    settings = recipe("independent", "grpo", rollout_is=level, rollout_is_threshold=1.5)
+    np.testing.assert_allclose(our_gradient(groups, tokens, settings), expected, rtol=1e-9, atol=1e-14)
+
+
+# --- equal-length pairs -----------------------------------------------------------------------------------
+
+reward = st.sampled_from([0.0, 1.0, 1.0, 0.5])
+stream_shape = st.tuples(
+    st.lists(st.tuples(st.integers(1, 3), reward), min_size=0, max_size=4),
+    st.sampled_from(["both_ended", "truncated", "max_pairs"]),
+    reward,
+)
+
+
+def sample_streams(shapes, tokens):
+    """Two streams a prompt, as ``group_size: 4`` has them (the recipe's own number is not looked at)."""
+    streams = []
+    for number, (pairs, outcome, last_reward) in enumerate(shapes):
+        built = [Pair(tokens.segment(n, r), tokens.segment(n)) for n, r in pairs]
+        tail = None
+        if outcome == "both_ended" and built:
+            built[-1].b = tokens.segment(pairs[-1][0], last_reward)
+        elif outcome == "max_pairs":
+            tail = tokens.segment(1, last_reward)
+        streams.append(Stream(f"p{number // 2}", number % 2, 0, built, outcome, tail))
+    return streams
+
+
+def suffix_rewards(stream, reduce):
+    """The paper's: A_i by the verifier, B_i by all its extension trajectories."""
+    rewards = []
+    for i, pair in enumerate(stream.pairs):
+        if pair.b.grade is not None:
+            extensions = [pair.b.grade.reward]
+        else:
+            extensions = [later.a.grade.reward for later in stream.pairs[i + 1 :]]
+            extensions += [later.b.grade.reward for later in stream.pairs[i + 1 :] if later.b.grade]
+            extensions += [stream.tail.grade.reward] if stream.tail else []
+        rewards.append((pair.a.grade.reward, reduce(extensions) if extensions else 0.0))
+    return rewards
+
+
+def mean_of(values):
+    return sum(values) / len(values)
+
+
+def per_prompt(streams):
+    return {p: [s for s in streams if s.prompt_id == p] for p in {s.prompt_id for s in streams}}
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("grpo", {}),
+        ("grpo", {"pair_count": "effective"}),
+        ("grpo", {"suffix_reward": "mean"}),
+        ("grpo", {"prefix_in_gradient": True}),
+        ("grpo", {"single_pair": True}),
+        ("rloo", {}),
+        ("rloo", {"suffix_reward": "mean"}),
+        ("dr_grpo", {}),
+        ("gspo", {}),
+        ("luspo", {}),
+        ("dapo", {"overlong_buffer": 0}),
+        ("vespo", {}),
+    ],
+)
+@given(shapes=st.lists(stream_shape, min_size=1, max_size=4), scale=scales, seed=st.integers(0, 99))
+@THOROUGH
+def test_pairs_follow_eq_5_and_eq_6(name, keys, shapes, scale, seed):
+    tokens = Tokens(scale, seed)
+    streams = sample_streams(shapes, tokens)
+    reduce = mean_of if keys.get("suffix_reward") == "mean" else max
+    whole = keys.get("prefix_in_gradient", False)
+    expected = np.zeros(len(tokens.new))
+    prompts = per_prompt(streams)
+    total = sum(2 * len(pair.a) for stream in streams for pair in stream.pairs)
+    for subgroups in prompts.values():
+        for stream in subgroups:
+            rewards = suffix_rewards(stream, reduce)
+            pairs = stream.pairs[:1] if keys.get("single_pair") else stream.pairs
+            live = [abs(a - b) > 1e-9 for a, b in rewards[: len(pairs)]]
+            count = sum(live) if keys.get("pair_count") == "effective" else len(pairs)
+            for i, pair in enumerate(pairs):
+                if not live[i]:
+                    continue
+                prefix = stream.trunk_token_ids(i) if whole else []
+                advantages = advantages_of(name, list(rewards[i]), [len(pair.a)] * 2)
+                for side, advantage in zip((pair.a, pair.b), advantages, strict=True):
+                    ids = prefix + side.token_ids
+                    factor = response_factor(name, len(ids), total)
+                    if name not in ("dapo", "vespo"):
+                        factor /= 2 * count * len(subgroups) * len(prompts)
+                    slopes = sequence_slopes(name, tokens, ids, advantage)
+                    expected[ids] -= factor * np.array(slopes)
+    ours = our_gradient(streams, tokens, recipe("equal_length", name, **keys))
+    np.testing.assert_allclose(ours, expected, rtol=1e-8, atol=1e-14)
+
+
+@given(shapes=st.lists(stream_shape, min_size=1, max_size=3), seed=st.integers(0, 99))
+@THOROUGH
+def test_binary_eqlen_rloo_and_eqlen_grpo_are_one_method_on_policy(shapes, seed):
+    """The paper's appendix on RLOO."""
+    tokens = Tokens(0.0, seed)
+    shapes = [([(n, round(r)) for n, r in pairs], outcome, round(r)) for pairs, outcome, r in shapes]
+    streams = sample_streams(shapes, tokens)
+    grpo, rloo = (our_gradient(streams, tokens, recipe("equal_length", name)) for name in ("grpo", "rloo"))
+    np.testing.assert_allclose(grpo, rloo, rtol=1e-12, atol=1e-15)
+
+
+# --- tree sampling ----------------------------------------------------------------------------------------
+
+
+@given(
+    branching=st.integers(2, 3),
+    depth=st.integers(1, 3),
+    scale=scales,
+    seed=st.integers(0, 99),
+)
+@THOROUGH
+def test_treerpo_compares_siblings_by_the_mean_of_their_leaves(branching, depth, scale, seed):
+    tokens = Tokens(scale, seed)
+    steps, parents, expected = [], [], {}
+    groups = []
+
+    def grow(parent, level):
+        """Adds a group of siblings; returns the mean of their rewards."""
+        members, rewards = [], []
+        for _ in range(branching):
+            leaf = level == depth or tokens.random.random() < 0.3
+            segment = tokens.segment(
+                int(tokens.random.integers(1, 4)), float(tokens.random.integers(2)) if leaf else None
+            )
+            steps.append(segment)
+            parents.append(parent)
+            rewards.append(segment.grade.reward if leaf else grow(len(steps) - 1, level + 1))
+            members.append(segment)
+        groups.append((members, rewards))
+        return mean_of(rewards)
+
+    grow(-1, 1)
+    expected = np.zeros(len(tokens.new))
+    for members, rewards in groups:
+        for segment, advantage in zip(members, centred(rewards), strict=True):
+            slopes = sequence_slopes("treerpo", tokens, segment.token_ids, advantage)
+            expected[segment.token_ids] = -np.array(slopes) / (len(groups) * branching * len(segment))
+    ours = our_gradient([SampledTree("p", 0, steps, parents)], tokens, recipe("tree", "treerpo"))
+    np.testing.assert_allclose(ours, expected, rtol=1e-8, atol=1e-14)
