@@ -1,0 +1,150 @@
+"""Loss and gradients of token trees on any parallel layout, by Hugging Face weight name, for comparison.
+
+The loss is the plain weighted sum of log-probs, sum of weight x advantage x log-prob: what every objective
+comes down to in its first update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.transformer.moe.router import TopKRouter
+
+from megatron_eqlen.models.build import build_model
+from megatron_eqlen.models.weights import export_hf, load_hf
+from megatron_eqlen.packing.pack import plan
+from megatron_eqlen.recipe import ParallelRecipe
+from megatron_eqlen.training.distributed import start, stop
+from megatron_eqlen.training.forward import run_rows
+from megatron_eqlen.training.logprobs import token_logprobs
+from megatron_eqlen.types import Row, TokenTree
+
+
+@dataclass
+class Trained:
+    """What one pass over all trees gave."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+    logprobs: dict[int, np.ndarray] = field(default_factory=dict)
+    """By segment id."""
+
+
+def build(folder: Path, parallel: ParallelRecipe, **overrides: Any) -> list:
+    """The float64 model of ``folder`` with gradients that Megatron only sums."""
+    chunks = build_model(folder, parallel, torch.float64, **overrides)
+    load_hf(chunks, folder)
+    config = chunks[0].config
+    config.finalize_model_grads_func = lambda model, _count=None, **options: finalize_model_grads(
+        model, None, **options
+    )
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=False, use_distributed_optimizer=False)
+    return [
+        DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)
+    ]
+
+
+def train_trees(
+    folder: Path,
+    trees: list[TokenTree],
+    budget: int,
+    layout: str = "tree",
+    layers: dict[str, Any] | None = None,
+    overrides: dict[str, Any] | None = None,
+    full_rows: bool = False,
+) -> Trained | None:
+    """Runs in every rank of a world; ``layers``: the parallel section of a recipe. The result is rank 0's."""
+    parallel = ParallelRecipe(**layers or {})
+    start(parallel, seed=1)
+    model = build(folder, parallel, **overrides or {})
+    multiple = parallel.tensor if model[0].config.sequence_parallel else 1
+    ranks = parallel_state.get_data_parallel_world_size()
+    rows = plan(trees, budget, ranks, multiple, layout, full_rows=full_rows).rows(
+        parallel_state.get_data_parallel_rank()
+    )
+    logs = run_rows(model, rows, 1.0, weighted_sum, train=True)
+    trained = Trained(_summed([loss for loss, _ in logs]), gradients(model))
+    trained.logprobs = _by_segment(rows, [values for _, values in logs])
+    stop()
+    return trained
+
+
+def weighted_sum(logprobs: torch.Tensor, entropy: torch.Tensor, row: Row, at: np.ndarray) -> tuple:
+    """The loss of a row, and its log: (loss, log-probs)."""
+    loss = (logprobs * torch.from_numpy(row.weights[at] * row.advantages[at])).sum()
+    return loss, (loss.item(), logprobs.detach().numpy())
+
+
+def train_sequences(model: list, sequences: Iterable[tuple[list[int], np.ndarray]]) -> Trained:
+    """The same loss on plain causal sequences: tokens, and each log-prob's factor from the second token on."""
+    (chunk,) = model
+    chunk.zero_grad_buffer()
+    total = 0.0
+    for tokens, factors in sequences:
+        ids = torch.tensor(tokens)[None]
+        logits = chunk(ids[:, :-1], torch.arange(ids.shape[1] - 1)[None], None)[0]
+        logprobs, _ = token_logprobs(logits, ids[0, 1:])
+        loss = (logprobs * torch.from_numpy(factors)).sum()
+        loss.backward()
+        total += loss.item()
+    return Trained(total, gradients(model))
+
+
+def gradients(model: list) -> dict[str, torch.Tensor]:
+    """Whole gradients by Hugging Face name: written over the weights, then exported as weights."""
+    chunks = [chunk.module for chunk in model]
+    weights = [parameter.data.clone() for chunk in chunks for parameter in chunk.parameters()]
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    for parameter in parameters:
+        parameter.data.copy_(parameter.main_grad)
+    exported = {name: tensor.clone() for name, tensor in export_hf(chunks)}
+    for parameter, weight in zip(parameters, weights, strict=True):
+        parameter.data.copy_(weight)
+    return exported
+
+
+def record_experts(model: list) -> list[torch.Tensor]:
+    """A list that receives each router's choice, [tokens, experts] bool, in the order of the layers."""
+    choices: list[torch.Tensor] = []
+    for module in model[0].modules():
+        if isinstance(module, TopKRouter):
+            module.register_forward_hook(lambda _module, _inputs, output: choices.append(output[1].bool()))
+    return choices
+
+
+def worst_difference(a: Trained, b: Trained) -> tuple[float, str]:
+    """Largest relative difference of a gradient (norm over norm), and its name."""
+    assert a.gradients.keys() == b.gradients.keys()
+    return max(
+        (float((a.gradients[name] - mine).norm() / mine.norm().clamp_min(1e-300)), name)
+        for name, mine in b.gradients.items()
+    )
+
+
+def _summed(losses: list[float]) -> float:
+    """Over data-parallel ranks; the last pipeline stage alone has losses."""
+    total = torch.tensor([sum(losses)], dtype=torch.float64)
+    if parallel_state.get_tensor_model_parallel_rank() > 0:
+        total.zero_()
+    dist.all_reduce(total)
+    return total.item()
+
+
+def _by_segment(rows: list[Row], logprobs: list[np.ndarray]) -> dict[int, np.ndarray]:
+    found: dict[int, np.ndarray] = {}
+    for row, values in zip(rows, logprobs, strict=False):
+        segments = row.segment_ids[row.segment_ids >= 0]
+        found |= {int(segment): values[segments == segment] for segment in np.unique(segments)}
+    return found
