@@ -7,6 +7,12 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 
 from megatron_eqlen.models.config import gpt_arguments, transformer_config
 from megatron_eqlen.models.gpt import PolicyModel
@@ -42,10 +48,22 @@ def _chunk(model: ModelConfig, config: Any, vp_stage: int | None) -> PolicyModel
         **gpt_arguments(model),
     )
     chunk.model_config = model
+    _mark_tensor_parallel_parameters(chunk)
     _mark_expert_parameters(chunk)
     if torch.cuda.is_available():
         chunk.cuda()
     return chunk
+
+
+def _mark_tensor_parallel_parameters(chunk: PolicyModel) -> None:
+    """Say which weights tensor parallelism divides; the gradient norm counts all others once.
+
+    Megatron-Core says so while it initialises weights, which loading makes needless.
+    """
+    divided = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
+    for module in chunk.modules():
+        if type(module) in divided and module.weight is not None:
+            set_tensor_model_parallel_attributes(module.weight, True, divided[type(module)], 1)
 
 
 def _mark_expert_parameters(chunk: PolicyModel) -> None:

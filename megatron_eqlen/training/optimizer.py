@@ -72,6 +72,7 @@ def build_optimizer(
         end_wd=options.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
     return optimizer, schedule
