@@ -81,6 +81,8 @@ def quiet() -> None:
     CPU's generator. Call before ``megatron.core`` is imported."""
     warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed", category=UserWarning)
     warnings.filterwarnings("ignore", message="full scope is deprecated", category=UserWarning)
+    warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS", category=UserWarning)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.c10d_logger")
     seeds = logging.getLogger("megatron.core.tensor_parallel.random")
     seeds.addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 
