@@ -1,0 +1,36 @@
+#!/usr/bin/env python
+"""Write chains of arithmetic as DeepMath-103K parquet files: OUT/train.parquet and OUT/test.parquet.
+
+    tools/make_arithmetic.py --out data/arithmetic
+
+The files share no question; the same arguments write the same rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron_eqlen.data.synthetic import make_rows, write_rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder for the two files")
+    parser.add_argument("--train", type=int, default=8000, help="questions to train on")
+    parser.add_argument("--test", type=int, default=200, help="held-out questions")
+    parser.add_argument("--min-operands", type=int, default=3, help="shortest chain")
+    parser.add_argument("--max-operands", type=int, default=6, help="longest chain")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    rows = make_rows(args.train + args.test, args.seed, args.min_operands, args.max_operands)
+    for name, part in (("test", rows[: args.test]), ("train", rows[args.test :])):
+        path = args.out / f"{name}.parquet"
+        write_rows(path, part)
+        print(f"{path}: {len(part)} questions")
+
+
+if __name__ == "__main__":
+    main()

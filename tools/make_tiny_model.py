@@ -1,0 +1,275 @@
+#!/usr/bin/env python
+"""Make and warm up a tiny model: a Hugging Face folder that training and vLLM load like a real one.
+
+    tools/make_tiny_model.py --family qwen3 --data data/arithmetic/train.parquet --out models/tiny-qwen3
+
+The demonstrations of a DeepMath-103K parquet file become a tokenizer and a few hundred steps of supervised
+fine-tuning with plain Transformers: one single-threaded process a core, gradients summed. The same arguments
+give the same weights; a folder that was made with the same arguments is left as it is. With ``--steps 0`` the
+weights stay random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import random
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.models.qwen3 import Qwen3Config
+from transformers.models.qwen3_moe import Qwen3MoeConfig
+from transformers.models.qwen3_next import Qwen3NextConfig
+
+from megatron_eqlen.data.tokenizer_maker import END_OF_TEXT, END_OF_TURN, write_hf_tokenizer
+
+VOCAB_SIZE = 320
+COMMON = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 288,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+}
+EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "router_aux_loss_coef": 0.001,
+}
+LINEAR_ATTENTION = {
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "shared_expert_intermediate_size": 96,
+    "partial_rotary_factor": 0.25,
+}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def make_config(family: str):
+    """A tiny configuration of ``family``, every size divisible by 2 for tensor parallelism."""
+    if family == "qwen3":
+        return Qwen3Config(**COMMON, rope_parameters=ROPE)
+    if family == "qwen3_moe":
+        return Qwen3MoeConfig(**COMMON, **EXPERTS, rope_parameters=ROPE)
+    return Qwen3NextConfig(
+        **COMMON | {"num_hidden_layers": 4},
+        **EXPERTS,
+        **LINEAR_ATTENTION,
+        rope_parameters=ROPE | {"partial_rotary_factor": 0.25},
+    )
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """How a model is made; with the data's hash, all that its weights depend on."""
+
+    family: str
+    steps: int
+    batch_size: int
+    lr: float
+    muon_lr: float
+    seed: int
+    processes: int
+
+
+@dataclass(frozen=True)
+class Example:
+    token_ids: list[int]
+    prompt_length: int
+
+
+def read_texts(path: Path) -> list[tuple[str, str]]:
+    """(question, demonstration) pairs of a DeepMath-103K parquet file."""
+    columns = ["question", "r1_solution_1", "r1_solution_2", "r1_solution_3"]
+    table = pq.read_table(path, columns=columns).to_pylist()
+    return [(row["question"], row[column]) for row in table for column in columns[1:]]
+
+
+def draw_examples(texts: list[tuple[str, str]], count: int, tokenizer, seed: int) -> list[Example]:
+    """``count`` encoded demonstrations, epoch after epoch in random order."""
+    rng = random.Random(seed)
+    drawn: list[tuple[str, str]] = []
+    while len(drawn) < count:
+        drawn += rng.sample(texts, len(texts))
+    turns = [[{"role": "user", "content": question}] for question, _ in drawn[:count]]
+    prompts = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+    responses = tokenizer([response + tokenizer.eos_token for _, response in drawn[:count]])["input_ids"]
+    return [Example(p + r, len(p)) for p, r in zip(prompts, responses, strict=True)]
+
+
+def collate(batch: list[Example], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``input_ids`` and ``labels``, [B, T] int64 each; labels are -100 on prompts and padding."""
+    width = max(len(example.token_ids) for example in batch)
+    input_ids = np.full((len(batch), width), pad)
+    labels = np.full((len(batch), width), -100)
+    for row, example in enumerate(batch):
+        length = len(example.token_ids)
+        input_ids[row, :length] = example.token_ids
+        labels[row, example.prompt_length : length] = example.token_ids[example.prompt_length :]
+    return torch.from_numpy(input_ids), torch.from_numpy(labels)
+
+
+def backward(model: torch.nn.Module, batch: list[Example], pad: int) -> tuple[float, int]:
+    """Add the gradient of the batch's summed loss; returns that loss and the number of supervised tokens."""
+    loss_sum, tokens = 0.0, 0
+    by_length = sorted(batch, key=lambda example: len(example.token_ids))
+    half = len(batch) // 2
+    for part in filter(None, (by_length[:half], by_length[half:])):
+        input_ids, labels = collate(part, pad)
+        logits = model(input_ids=input_ids, use_cache=False).logits[:, :-1]
+        loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+        loss.backward()
+        loss_sum, tokens = loss_sum + loss.item(), tokens + int((labels >= 0).sum())
+    return loss_sum, tokens
+
+
+def average_over_processes(model: torch.nn.Module, loss_sum: float, tokens: int) -> float:
+    """Turn every process's summed gradient into the global mean over tokens; returns the global mean loss."""
+    gradients = [parameter.grad for parameter in model.parameters()]
+    flat = torch.cat(
+        [torch.tensor([loss_sum, float(tokens)])] + [gradient.flatten() for gradient in gradients]
+    )
+    if dist.is_initialized():
+        dist.all_reduce(flat)
+    sizes = [gradient.numel() for gradient in gradients]
+    for gradient, piece in zip(gradients, flat[2:].div_(flat[1].item()).split(sizes), strict=True):
+        gradient.copy_(piece.view_as(gradient))
+    return (flat[0] / flat[1]).item()
+
+
+def make_optimizers(model: torch.nn.Module, warmup: Warmup) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the layers (3x fewer steps than AdamW here), AdamW for the rest."""
+    inner = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name]
+    inside = set(map(id, inner))
+    outer = [parameter for parameter in model.parameters() if id(parameter) not in inside]
+    return [
+        torch.optim.Muon(inner, lr=warmup.muon_lr, weight_decay=0.01),
+        torch.optim.AdamW(outer, lr=warmup.lr, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+
+
+def make_schedule(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LambdaLR:
+    """20 warm-up steps, then a cosine to 2% of the peak."""
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: min(1.0, (step + 1) / 20) * (0.02 + 0.49 * (1 + math.cos(math.pi * step / steps))),
+    )
+
+
+def train(rank: int, warmup: Warmup, examples: list[Example], folder: str, pad: int) -> None:
+    """One process of the warm-up, with every ``processes``-th example; process 0 saves into ``folder``."""
+    torch.set_num_threads(1)
+    if warmup.processes > 1:
+        rendezvous = f"file://{folder}/rendezvous"
+        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=warmup.processes)
+    torch.manual_seed(warmup.seed)
+    model = AutoModelForCausalLM.from_config(make_config(warmup.family), dtype=torch.float32)
+    optimizers = make_optimizers(model, warmup)
+    schedules = [make_schedule(optimizer, warmup.steps) for optimizer in optimizers]
+    columns = (TextColumn("warm-up"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, TextColumn("loss {task.fields[loss]:.3f}"), disable=rank > 0) as progress:
+        task = progress.add_task("", total=warmup.steps, loss=math.nan)
+        for step in range(warmup.steps):
+            batch = examples[step * warmup.batch_size : (step + 1) * warmup.batch_size]
+            model.zero_grad(set_to_none=False)
+            loss_sum, tokens = backward(model, batch[rank :: warmup.processes], pad)
+            loss = average_over_processes(model, loss_sum, tokens)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer, schedule in zip(optimizers, schedules, strict=True):
+                optimizer.step()
+                schedule.step()
+            progress.update(task, advance=1, loss=loss)
+    if rank == 0:
+        model.save_pretrained(folder)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def fingerprint(warmup: Warmup, data: Path) -> dict:
+    return asdict(warmup) | {"data_sha256": hashlib.sha256(data.read_bytes()).hexdigest()}
+
+
+def make(out: Path, data: Path, warmup: Warmup) -> None:
+    """Write the model folder ``out``; it appears complete or not at all."""
+    wanted = fingerprint(warmup, data)
+    record = out / "made_by.json"
+    if record.is_file() and json.loads(record.read_text()) == wanted:
+        print(f"{out}: made with the same arguments before, left as it is")
+        return
+    if out.exists():
+        raise SystemExit(
+            f"{out}: exists, and was made with other arguments; remove it or choose another --out"
+        )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
+        folder = Path(scratch) / out.name
+        _make(folder, data, warmup)
+        (folder / record.name).write_text(json.dumps(wanted, indent=2) + "\n")
+        folder.rename(out)
+
+
+def _make(folder: Path, data: Path, warmup: Warmup) -> None:
+    texts = read_texts(data)
+    write_hf_tokenizer(folder, ("\n".join(text) for text in texts[:3000]), VOCAB_SIZE)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    examples = draw_examples(texts, warmup.steps * warmup.batch_size, tokenizer, warmup.seed)
+    pad = tokenizer.pad_token_id
+    mp.spawn(train, args=(warmup, examples, str(folder), pad), nprocs=warmup.processes)
+    (folder / "rendezvous").unlink(missing_ok=True)
+    ends = [tokenizer.convert_tokens_to_ids(token) for token in (END_OF_TURN, END_OF_TEXT)]
+    GenerationConfig(eos_token_id=ends, pad_token_id=pad, do_sample=True, temperature=1.0).save_pretrained(
+        folder
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--family", choices=("qwen3", "qwen3_moe", "qwen3_next"), default="qwen3")
+    parser.add_argument(
+        "--data", type=Path, required=True, help="DeepMath-103K parquet file with demonstrations"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="model folder to write")
+    parser.add_argument("--steps", type=int, default=500, help="optimizer steps; 0 leaves the weights random")
+    parser.add_argument("--batch-size", type=int, default=32, help="demonstrations a step")
+    parser.add_argument("--lr", type=float, default=3e-3, help="AdamW's peak learning rate")
+    parser.add_argument("--muon-lr", type=float, default=3e-2, help="Muon's peak learning rate")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=2, help="part of what the weights depend on")
+    args = parser.parse_args()
+    settings = {name: value for name, value in vars(args).items() if name not in ("data", "out")}
+    make(args.out, args.data, Warmup(**settings))
+
+
+if __name__ == "__main__":
+    main()
