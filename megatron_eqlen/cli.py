@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from megatron_eqlen.recipe import Recipe, RecipeError, dump, load
+from megatron_eqlen.recipe import Recipe, RecipeError, check_inputs, dump, load
+from megatron_eqlen.run_folder import RunFolder
 
 OVERRIDES_HELP = "override a recipe key, for example objective=dapo loss.kl_coef=0"
 
@@ -21,7 +22,8 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, FileNotFoundError) as error:
         if os.environ.get("EQLEN_TRACEBACK"):
             raise
-        print(f"eqlen {arguments.name}: {error}", file=sys.stderr)
+        rank = f"rank {os.environ['RANK']}: " if os.environ.get("RANK", "0") != "0" else ""
+        print(f"eqlen {arguments.name}: {rank}{error}", file=sys.stderr)
         return 2
 
 
@@ -86,12 +88,14 @@ def _train(arguments: argparse.Namespace) -> int:
     recipe = load(arguments.recipe, arguments.overrides)
     if arguments.dry_run:
         return _print_plan(recipe)
-    if _needs_launch(recipe):
-        return _launch(recipe)
-    from megatron_eqlen.loop import train
+    RunFolder(recipe).check(recipe)
 
-    train(recipe, arguments.replay)
-    return 0
+    def work() -> None:
+        from megatron_eqlen.loop import train
+
+        train(recipe, arguments.replay)
+
+    return _on_ranks(recipe, work)
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -101,29 +105,33 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _print_plan(recipe: Recipe) -> int:
     from megatron_eqlen.plan import describe
 
+    plan = describe(recipe)
     print(dump(recipe))
-    print(describe(recipe))
+    print(plan)
     return 0
 
 
 def _harvest(arguments: argparse.Namespace) -> int:
     recipe = load(arguments.recipe, arguments.overrides)
-    if _needs_launch(recipe):
-        return _launch(recipe)
-    from megatron_eqlen.loop import harvest_only
 
-    harvest_only(recipe, arguments.out)
-    return 0
+    def work() -> None:
+        from megatron_eqlen.loop import harvest_only
+
+        harvest_only(recipe, arguments.out)
+
+    return _on_ranks(recipe, work)
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    recipe = load(arguments.recipe, arguments.overrides)
-    if _needs_launch(recipe):
-        return _launch(recipe)
-    from megatron_eqlen.loop import evaluate_only
+    overrides = [*arguments.overrides, *([f"model.path={arguments.model}"] if arguments.model else [])]
+    recipe = load(arguments.recipe, overrides)
 
-    evaluate_only(recipe, arguments.model or Path(recipe.model.path), arguments.out)
-    return 0
+    def work() -> None:
+        from megatron_eqlen.loop import evaluate_only
+
+        evaluate_only(recipe, arguments.out)
+
+    return _on_ranks(recipe, work)
 
 
 def _report(arguments: argparse.Namespace) -> int:
@@ -140,27 +148,28 @@ def _inspect(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _on_ranks(recipe: Recipe, work: Callable[[], None]) -> int:
+    """Do ``work`` in this process if it is a rank (or the only one), else in ranks started here."""
+    check_inputs(recipe)
+    from megatron_eqlen.launch import die_with_launcher, launch
+
+    if _needs_launch(recipe):
+        return launch(recipe.cluster.processes_per_node, sys.argv[1:])
+    die_with_launcher()
+    work()
+    return 0
+
+
 def _needs_launch(recipe: Recipe) -> bool:
     """Whether this process must start the ranks itself: several on this machine and no launcher above."""
     if "RANK" in os.environ or recipe.world_size == 1:
         return False
     if recipe.cluster.nodes > 1:
         raise RecipeError(
-            f"cluster.nodes: {recipe.cluster.nodes} nodes are started by a launcher: sbatch the script that "
-            f"`eqlen plan` prints, or run torchrun on every node"
+            f"cluster.nodes: {recipe.cluster.nodes} nodes are started by a launcher: the sbatch line that "
+            f"`eqlen plan` prints, or torchrun on every node"
         )
     return True
-
-
-def _launch(recipe: Recipe) -> int:
-    """This same command under torchrun, one process per rank on this machine."""
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node", str(recipe.cluster.processes_per_node)),
-        *("-m", "megatron_eqlen.cli", *sys.argv[1:]),
-    ]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    return subprocess.run(command, env=environment, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The main loop.
 
-    prompts ─► harvest ─► score ─► build_trees ─► update ─► sync ─► (evaluate, checkpoint, log)
-       ▲                                                                        │
-       └────────────────────────────── next step ◄──────────────────────────────┘
+prompts ─► harvest ─► score ─► build_trees ─► update ─► sync ─► (evaluate, checkpoint, log)
+   ▲                                                                        │
+   └────────────────────────────── next step ◄──────────────────────────────┘
 """
 
 from __future__ import annotations

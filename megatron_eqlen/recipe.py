@@ -362,6 +362,18 @@ def parse(raw: dict[str, Any], where: str) -> Recipe:
         raise RecipeError(f"{where}: " + "; ".join(lines)) from None
 
 
+def check_inputs(recipe: Recipe) -> None:
+    """Raise RecipeError, naming the key, for a file or folder that the recipe reads and that is not there."""
+    paths = {"model.path": recipe.model.path}
+    for number, source in enumerate(recipe.data.sources):
+        paths[f"data.sources.{number}.path"] = source.path
+    for number, benchmark in enumerate(recipe.evaluation.benchmarks):
+        paths[f"evaluation.benchmarks.{number}.path"] = benchmark.path
+    missing = [f"{key}: {path} does not exist" for key, path in paths.items() if not Path(path).exists()]
+    if missing:
+        raise RecipeError("; ".join(missing))
+
+
 def dump(recipe: Recipe) -> str:
     """The resolved recipe as YAML that ``load`` reads back to the same recipe."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

@@ -13,6 +13,8 @@ runs/NAME/METHOD-seedN/
 
 from __future__ import annotations
 
+import fcntl
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ from megatron_eqlen.recipe import Recipe, RecipeError, dump, plain_differences
 
 MAY_CHANGE = ("steps", "cluster", "checkpoint", "report", "evaluation", "run_dir", "rollout.servers")
 """A run may go on with other values of these; any other change would mix two experiments in one folder."""
+LOCK_PATIENCE = 10.0
+"""Seconds to wait for the ranks of a killed run."""
 
 
 class RunFolder:
@@ -43,15 +47,21 @@ class RunFolder:
         return self.path / "evaluation" / f"{label}.json"
 
     def open(self, recipe: Recipe) -> None:
-        """Make the folder for ``recipe``, or check that it belongs to it. Raises RecipeError."""
+        """Make the folder for ``recipe`` and take it: until this process ends no other run may.
+
+        Raises RecipeError where it belongs to another recipe, or to a run that still goes on.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
-        if self.recipe.exists():
-            self._check_same(recipe)
+        self.check(recipe)
+        self._lock()
         partial = self.recipe.with_suffix(".partial")
         partial.write_text(dump(recipe), encoding="utf-8")
         partial.replace(self.recipe)
 
-    def _check_same(self, recipe: Recipe) -> None:
+    def check(self, recipe: Recipe) -> None:
+        """Raise RecipeError if the folder holds a run of another recipe."""
+        if not self.recipe.exists():
+            return
         before: dict[str, Any] = yaml.safe_load(self.recipe.read_text(encoding="utf-8"))
         changed = {
             key: values
@@ -64,3 +74,15 @@ class RunFolder:
                 f"{self.path} holds a run with another recipe ({listed}); "
                 f"give this one its own folder with name=... or run_dir=..."
             )
+
+    def _lock(self) -> None:
+        """Held until the process ends, however it ends; the ranks of a killed run may take a moment to go."""
+        self._held = open(self.path / ".lock", "w", encoding="utf-8")  # noqa: SIM115
+        deadline = time.monotonic() + LOCK_PATIENCE
+        while True:
+            try:
+                return fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise RecipeError(f"{self.path}: another run is writing here") from None
+                time.sleep(0.2)

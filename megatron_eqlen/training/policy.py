@@ -35,12 +35,7 @@ class Policy:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self.objective = resolve(recipe)
-        self.chunks = build_model(
-            recipe.model.path,
-            recipe.parallel,
-            DTYPES[recipe.model.dtype],
-            calculate_per_token_loss=True,
-        )
+        self.chunks = build_model(recipe.model.path, recipe.parallel, DTYPES[recipe.model.dtype])
         load_hf(self.chunks, recipe.model.path)
         self.reference = ReferenceWeights(self.chunks) if recipe.loss.kl_coef else None
         self.model = wrap(self.chunks, recipe)

@@ -1,0 +1,50 @@
+"""Starts this machine's ranks with torch's elastic agent, and sees that none outlives it."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+PR_SET_PDEATHSIG = 1
+LAUNCHED = "EQLEN_LAUNCHED"
+
+
+def launch(processes: int, arguments: list[str]) -> int:
+    """Run ``eqlen ARGUMENTS`` on ``processes`` ranks of this machine; returns the first failure's status."""
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ[LAUNCHED] = str(os.getpid())
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        max_restarts=0,
+        monitor_interval=0.5,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "megatron_eqlen.cli", *arguments)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        print(f"eqlen: rank {rank} ended with status {failure.exitcode}; see above", file=sys.stderr)
+        return failure.exitcode if failure.exitcode > 0 else 1
+    return 0
+
+
+def die_with_launcher() -> None:
+    """Called by a rank: the kernel kills it when the process that launched it dies, however it dies.
+
+    A killed run leaves no rank behind that would write beside the run that resumes it.
+    """
+    if LAUNCHED not in os.environ:
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(os.environ[LAUNCHED]):
+        sys.exit("the launcher is gone")

@@ -1,0 +1,156 @@
+"""What a recipe needs, worked out without a GPU: layout, memory by part, tokens, the sbatch command.
+
+Sizes are decimal GB. Activations are an estimate (full recompute keeps one input per layer); everything
+else is counted from the model's shapes.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from megatron_eqlen.models.config import sequence_parallel
+from megatron_eqlen.models.hf_config import ModelConfig, read_config
+from megatron_eqlen.models.weight_map import Weight
+from megatron_eqlen.models.weights import weight_map
+from megatron_eqlen.objectives.registry import resolve
+from megatron_eqlen.recipe import Recipe
+
+KNOWN_MODELS = Path(__file__).parent / "models" / "configs"
+BYTES = {"float32": 4, "bfloat16": 2}
+GRADIENT_BYTES = 4
+OPTIMIZER_BYTES = 12
+"""float32 main weight and Adam's two moments."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """GB of one GPU while training, on the pipeline stage that needs most."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
+
+
+def describe(recipe: Recipe) -> str:
+    """The plan as text. Raises ValueError where model and layout do not go together."""
+    model = model_config(recipe)
+    return "\n".join([_layout(recipe), _model(model), _memory(recipe, model), _work(recipe), _sbatch(recipe)])
+
+
+def model_config(recipe: Recipe) -> ModelConfig:
+    """From the recipe's model folder, or from the shipped configuration of the same name."""
+    folder = Path(recipe.model.path)
+    if (folder / "config.json").is_file():
+        return read_config(folder)
+    shipped = KNOWN_MODELS / f"{folder.name.lower()}.json"
+    if shipped.is_file():
+        return read_config(shipped)
+    known = ", ".join(sorted(path.stem for path in KNOWN_MODELS.glob("*.json")))
+    raise ValueError(f"model.path: no config.json in {folder}, and {folder.name!r} is not one of {known}")
+
+
+def memory(recipe: Recipe, model: ModelConfig) -> Memory:
+    """Of one GPU, on the pipeline stage with the most parameters."""
+    parallel, world = recipe.parallel, recipe.world_size
+    dense, expert = max(_stage_parameters(recipe, model), key=sum)
+    width = BYTES[recipe.model.dtype]
+    dense_ranks = world // (parallel.tensor * parallel.pipeline)
+    expert_ranks = max(1, world // (parallel.expert_tensor * parallel.expert * parallel.pipeline))
+    split = parallel.tensor if sequence_parallel(model, parallel) else 1
+    tokens = recipe.packing.max_tokens_per_row
+    layers = model.num_hidden_layers // parallel.pipeline
+    kept = 1 if parallel.recompute == "full" else 17
+    return Memory(
+        weights=(dense + expert) * width / 1e9,
+        gradients=(dense + expert) * GRADIENT_BYTES / 1e9,
+        optimizer=OPTIMIZER_BYTES * (dense / dense_ranks + expert / expert_ranks) / 1e9,
+        activations=tokens
+        * model.hidden_size
+        * width
+        * (kept * layers * parallel.pipeline + 34)
+        / split
+        / 1e9,
+        logits=2 * tokens * model.vocab_size * width / parallel.tensor / 1e9,
+    )
+
+
+def _stage_parameters(recipe: Recipe, model: ModelConfig) -> list[tuple[float, float]]:
+    """(dense, expert) parameters of one GPU, for each pipeline stage."""
+    parallel = recipe.parallel
+    stages = [[0.0, 0.0] for _ in range(parallel.pipeline)]
+    per_stage = model.num_hidden_layers // parallel.pipeline
+    for weight in weight_map(model):
+        size = sum(prod(shape) for shape in weight.shapes)
+        if weight.expert is not None:
+            size /= parallel.expert * parallel.expert_tensor
+        elif weight.dim is not None:
+            size /= parallel.tensor
+        stages[_stage(weight, per_stage, parallel.pipeline)][weight.expert is not None] += size
+    return [(dense, expert) for dense, expert in stages]
+
+
+def _stage(weight: Weight, per_stage: int, stages: int) -> int:
+    if layer := re.search(r"layers\.(\d+)\.", weight.megatron):
+        return int(layer[1]) // per_stage
+    return 0 if weight.megatron.startswith("embedding") else stages - 1
+
+
+def _layout(recipe: Recipe) -> str:
+    parallel, cluster = recipe.parallel, recipe.cluster
+    data = recipe.world_size // (parallel.tensor * parallel.pipeline)
+    engine = recipe.rollout.tensor_parallel
+    return (
+        f"layout      {cluster.nodes} nodes x {cluster.processes_per_node} = {recipe.world_size} processes = "
+        f"TP {parallel.tensor} x PP {parallel.pipeline} x DP {data}; EP {parallel.expert}; "
+        f"{recipe.world_size // engine} engines of TP {engine}"
+    )
+
+
+def _model(model: ModelConfig) -> str:
+    total = sum(prod(shape) for weight in weight_map(model) for shape in weight.shapes)
+    return f"model       {model.model_type}, {total / 1e9:.3f}B parameters, {model.num_hidden_layers} layers"
+
+
+def _memory(recipe: Recipe, model: ModelConfig) -> str:
+    need, have = memory(recipe, model), recipe.cluster.gpu_memory_gib * 1.073741824
+    parts = ", ".join(f"{name} {getattr(need, name):.3g}" for name in Memory.__dataclass_fields__)
+    verdict = "fits" if need.total < 0.92 * have else "DOES NOT FIT: more GPUs, TP, PP or recompute: full"
+    return f"memory      {need.total:.3g} of {have:.3g} GB a GPU, {verdict} ({parts})"
+
+
+def _work(recipe: Recipe) -> str:
+    objective = resolve(recipe)
+    tracks = recipe.data.prompts_per_step * recipe.group_size
+    longest = tracks * recipe.rollout.max_response_length
+    clip = (
+        f"clip {objective.clip_ratio_low}/{objective.clip_ratio_high}" if objective.clips else "no clipping"
+    )
+    return (
+        f"step        {recipe.data.prompts_per_step} prompts x {recipe.group_size} tracks, "
+        f"at most {longest:,} tokens decoded at once; rows of {recipe.packing.max_tokens_per_row:,}\n"
+        f"objective   {recipe.method}: advantage {objective.advantage}, {objective.aggregation}, "
+        f"{objective.ratio} ratio, {clip}, KL {recipe.loss.kl_coef}\n"
+        f"run folder  {recipe.run_folder}"
+    )
+
+
+def _sbatch(recipe: Recipe) -> str:
+    cluster = recipe.cluster
+    options = [
+        f"--job-name={recipe.name}",
+        f"--nodes={cluster.nodes}",
+        f"--gpus-per-node={cluster.processes_per_node}",
+        f"--time={cluster.time}",
+        *([f"--partition={cluster.partition}"] if cluster.partition else []),
+        *([f"--account={cluster.account}"] if cluster.account else []),
+    ]
+    return f"submit      sbatch {' '.join(options)} slurm/train.sbatch RECIPE [KEY=VALUE ...]"
