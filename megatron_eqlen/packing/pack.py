@@ -14,13 +14,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
 
 from megatron_eqlen.packing.bins import balance, first_fit_decreasing
 from megatron_eqlen.packing.row import fill_row
-from megatron_eqlen.packing.tree import Forest, leaf_chains
+from megatron_eqlen.packing.tree import Forest, leaf_chain_bounds
 from megatron_eqlen.types import Metrics, Row, TokenTree
 
 Layout = Literal["tree", "expanded"]
@@ -79,9 +80,11 @@ class Plan:
         rows' full budget; ``expanded_tokens``: what the same supervised nodes would take one by one.
         """
         rows = [row for rank in self.ranks for row in rank]
-        used = sum(int(self.forest.length[part.nodes].sum()) for row in rows for part in row.parts)
+        used = int(_sums(self.forest.length, [part for row in rows for part in row.parts]).sum())
         computed = sum(row.length for row in rows)
-        costs = np.array([sum(self._cost(part) for row in rank for part in row.parts) for rank in self.ranks])
+        node_cost = node_costs(self.forest, self.pair_cost)
+        parts_of_ranks = [[part for row in rank for part in row.parts] for rank in self.ranks]
+        costs = np.array([_sums(node_cost, parts).sum() for parts in parts_of_ranks])
         forest, trained = self.forest, self.forest.weight > 0
         unique = int(forest.length[forest.live].sum())
         return {
@@ -96,9 +99,6 @@ class Plan:
             "packing/budget_fill": used / (len(rows) * self.max_tokens_per_row) if rows else 0.0,
             "packing/max_over_mean_cost": float(costs.max() / costs.mean()) if costs.sum() else 1.0,
         }
-
-    def _cost(self, part: Part) -> float:
-        return float(node_costs(self.forest, self.pair_cost)[part.nodes].sum())
 
 
 def pack(
@@ -149,8 +149,7 @@ def plan(
     forest.check_budget(max_tokens_per_row)
     parts = list(_tree_parts(forest, max_tokens_per_row) if layout == "tree" else _expanded_parts(forest))
     costs = node_costs(forest, pair_cost)
-    part_costs = np.array([costs[part.nodes].sum() for part in parts])
-    sizes = np.array([forest.length[part.nodes].sum() for part in parts], dtype=np.int64)
+    part_costs, sizes = _sums(costs, parts), _sums(forest.length, parts)
     ranks: list[list[RowPlan]] = []
     for items in balance(part_costs, data_parallel):
         bins = [
@@ -177,6 +176,14 @@ def node_costs(forest: Forest, pair_cost: float) -> np.ndarray:
     return forest.length + pair_cost * pairs
 
 
+def _sums(values: np.ndarray, parts: list[Part]) -> np.ndarray:
+    """[parts]: each part's sum of a number that nodes have."""
+    if not parts:
+        return np.zeros(0, values.dtype)
+    starts = np.cumsum([0, *(len(part.nodes) for part in parts[:-1])])
+    return np.add.reduceat(values[np.concatenate([part.nodes for part in parts])], starts)
+
+
 def _row_length(used: int, max_tokens_per_row: int, multiple_of: int, full_rows: bool) -> int:
     return max_tokens_per_row if full_rows else max(1, -(-used // multiple_of)) * multiple_of
 
@@ -195,23 +202,25 @@ def _tree_parts(forest: Forest, budget: int) -> Iterator[Part]:
 
 
 def _cut(forest: Forest, order: np.ndarray, budget: int) -> Iterator[Part]:
-    """Leaf chains in row order, as many to a part as fit with their ancestors (repeated as context)."""
-    nodes: list[int] = []
-    supervised: list[bool] = []
-    size = 0
-    for chain in leaf_chains(forest, order):
-        length = int(forest.length[chain].sum())
-        if nodes and size + length > budget:
-            yield Part(np.array(nodes), np.array(supervised))
-            nodes, supervised = [], []
-        if not nodes:
-            nodes = forest.path(int(chain[0]))[:-1]
-            supervised = [False] * len(nodes)
-            size = int(forest.length[nodes].sum())
-        nodes += chain.tolist()
-        supervised += [True] * len(chain)
-        size += length
-    yield Part(np.array(nodes), np.array(supervised))
+    """Leaf chains in row order, as many to a part as fit with their ancestors (repeated as context).
+
+    Deepest chains come first, so each part reaches as far up as it can before the next one repeats a
+    prefix; no other cut into consecutive chains repeats less of a stream.
+    """
+    used = [0, *np.cumsum(forest.length[order]).tolist()]
+    first, context = 0, 0
+    for start, end in pairwise(leaf_chain_bounds(forest, order)):
+        if context + used[end] - used[first] > budget:
+            yield _with_context(forest, order[first:start])
+            first, context = start, int(forest.position[order[start]])
+    yield _with_context(forest, order[first:])
+
+
+def _with_context(forest: Forest, nodes: np.ndarray) -> Part:
+    """``nodes`` after the path above the first of them, which is not supervised again."""
+    above = forest.path(int(nodes[0]))[:-1]
+    supervised = np.arange(len(above) + len(nodes)) >= len(above)
+    return Part(np.concatenate((np.array(above, np.int64), nodes)), supervised)
 
 
 def _expanded_parts(forest: Forest) -> Iterator[Part]:

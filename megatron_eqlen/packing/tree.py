@@ -11,10 +11,9 @@ millions of tokens; token ids are touched only when rows are filled). Three exac
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 
@@ -154,11 +153,10 @@ class Forest:
             )
 
 
-def leaf_chains(forest: Forest, order: np.ndarray) -> Iterator[np.ndarray]:
-    """Cuts one tree's row order into its contiguous downward runs, each ending at a leaf."""
-    starts = np.flatnonzero(np.r_[True, forest.parent[order[1:]] != order[:-1], True])
-    for start, end in pairwise(starts):
-        yield order[start:end]
+def leaf_chain_bounds(forest: Forest, order: np.ndarray) -> list[int]:
+    """Where one tree's row order is cut into downward runs that end at a leaf each; with 0 and the end."""
+    cuts = np.flatnonzero(forest.parent[order[1:]] != order[:-1]) + 1
+    return [0, *cuts.tolist(), len(order)]
 
 
 def _check_roots(trees: Sequence[TokenTree]) -> None:

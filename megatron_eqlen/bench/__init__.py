@@ -1,0 +1,1 @@
+"""Benchmarks behind ``tools/bench.py``: one file each, with ``add_arguments(parser)`` and ``run(args)``."""

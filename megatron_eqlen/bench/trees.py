@@ -1,0 +1,257 @@
+"""Forward and backward of the same streams as token trees, as 2N sequences and as N + 1 sequences.
+
+* 2N: each side of each pair with its whole prefix (``layout: expanded``), the naive reading;
+* N + 1: the trunk once and each leaf with its prefix, what a careful trainer without trees does.
+
+All three are packed by the same packer into rows of the same budget and go through the same model with
+the language-model head on supervised positions alone. ``efficiency`` is the speedup over the ratio of
+tokens: what part of the saved tokens becomes saved time. ``metadata`` is what building the rows' arrays and
+everything that the kernels derive from them takes, as a share of the step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_eqlen.bench.table import show
+from megatron_eqlen.models.build import build_model
+from megatron_eqlen.models.gated_delta_net import CHUNK
+from megatron_eqlen.models.hf_config import DeltaNet, Experts, ModelConfig
+from megatron_eqlen.models.tree_attention import tree_block_mask
+from megatron_eqlen.models.tree_params import TreeParams
+from megatron_eqlen.packing.pack import pack
+from megatron_eqlen.recipe import ParallelRecipe
+from megatron_eqlen.training.distributed import device, start, stop
+from megatron_eqlen.training.logprobs import token_logprobs
+from megatron_eqlen.types import Node, Row, TokenTree
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--family", choices=["qwen3", "qwen3_moe", "qwen3_next"], default="qwen3")
+    parser.add_argument("--pairs", type=int, nargs="+", default=[6, 12])
+    parser.add_argument("--prompts", type=int, nargs="+", default=[128, 1024], help="tokens")
+    parser.add_argument("--lengths", nargs="+", choices=["equal", "uneven"], default=["equal", "uneven"])
+    parser.add_argument("--segment", type=int, default=100, help="mean tokens of a side")
+    parser.add_argument("--streams", type=int, default=1)
+    parser.add_argument("--budget", type=int, default=8192, help="positions of a row")
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--vocabulary", type=int, default=2048)
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--head", choices=["supervised", "all"], default="supervised")
+    parser.add_argument("--threads", type=int, default=1, help="of torch, on CPU")
+    parser.add_argument("--repeat", type=int, default=3, help="the fastest of so many steps counts")
+    parser.add_argument("--json", type=Path)
+
+
+def run(args: argparse.Namespace) -> None:
+    torch.set_num_threads(args.threads)
+    start(ParallelRecipe(), seed=0)
+    model = random_model(args)
+    results = []
+    for pairs, prompt, lengths in itertools.product(args.pairs, args.prompts, args.lengths):
+        trees = streams(pairs, prompt, lengths == "uneven", args)
+        case = {"pairs": pairs, "prompt": prompt, "lengths": lengths}
+        results += [case | result for result in compare(model, trees, args)]
+    stop()
+    count = sum(parameter.numel() for parameter in model.parameters())
+    title = f"{args.family}, {count / 1e6:.1f}M parameters, {args.dtype} on {device().type}"
+    show(results, title, args.json)
+
+
+def compare(model: torch.nn.Module, trees: list[TokenTree], args: argparse.Namespace) -> Iterator[dict]:
+    """One result for each layout; ratios are against the tree."""
+    layouts = {
+        "tree": lambda: pack(trees, args.budget)[0],
+        "2N": lambda: pack(trees, args.budget, layout="expanded")[0],
+        "N+1": lambda: pack(trunk_and_leaves(trees), args.budget)[0],
+    }
+    measured = {name: measure(model, rows, args) for name, rows in layouts.items()}
+    tree = measured["tree"]
+    for name, result in measured.items():
+        ratio, speedup = result["tokens"] / tree["tokens"], result["seconds"] / tree["seconds"]
+        yield {
+            "layout": name,
+            **result,
+            "token_ratio": ratio,
+            "speedup": speedup,
+            "efficiency": speedup / ratio,
+        }
+
+
+def measure(
+    model: torch.nn.Module, layout: Callable[[], list[Row]], args: argparse.Namespace
+) -> dict[str, Any]:
+    """Fastest forward and backward of all rows, memory above the idle level, and the share of metadata."""
+    steps, packing, metadata = [], [], []
+    rows = layout()
+    step(model, rows[:1], args.head)  # compiles and warms up
+    idle = memory(reset=True)
+    for _ in range(args.repeat):
+        model.zero_grad(set_to_none=True)
+        steps.append(timed(lambda: step(model, rows, args.head)))
+    peak = memory() - idle
+    for _ in range(args.repeat):
+        packing.append(timed(layout))
+        metadata.append(timed(lambda: [derive(row, args.family) for row in rows]))
+    return {
+        "rows": len(rows),
+        "tokens": sum(row.num_tokens for row in rows),
+        "seconds": min(steps),
+        "peak_MB": peak / 1e6,
+        "metadata": (min(packing) + min(metadata)) / min(steps),
+    }
+
+
+def step(model: torch.nn.Module, rows: list[Row], head: str) -> None:
+    for row in rows:
+        at = torch.from_numpy(np.flatnonzero(row.weights > 0)).to(device())
+        ids, positions, labels, weights = (
+            torch.from_numpy(x).to(device())
+            for x in (row.input_ids, row.position_ids, row.labels, row.weights)
+        )
+        logits = model(
+            ids[None],
+            positions[None],
+            None,
+            packed_seq_params=TreeParams.from_row(row),
+            supervised=at if head == "supervised" else None,
+        )[0]
+        logprobs, _ = token_logprobs(logits if head == "supervised" else logits[at], labels[at])
+        (logprobs * weights[at]).sum().backward()
+
+
+def derive(row: Row, family: str) -> None:
+    """Everything that a model of ``family`` derives from a row's nodes."""
+    tree = TreeParams.from_row(row)
+    if tree.device.type == "cuda":
+        tree_block_mask(tree.visible_until)
+    else:
+        _ = tree.chains
+    if family == "qwen3_next":
+        _ = tree.seams(4), tree.run_levels if tree.device.type == "cuda" else tree.chunks(CHUNK)
+
+
+def timed(function: Callable[[], object]) -> float:
+    """Seconds of one call, device work included."""
+    started = time.perf_counter()
+    function()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def memory(reset: bool = False) -> int:
+    """Peak bytes in use since the last reset; with ``reset``, forget the peak and give the level now."""
+    if torch.cuda.is_available():
+        if reset:
+            torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.max_memory_allocated()
+    if reset:
+        gc.collect()
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts again
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return 1024 * int(status.split("VmHWM:")[1].split()[0])
+
+
+def streams(pairs: int, prompt: int, uneven: bool, args: argparse.Namespace) -> list[TokenTree]:
+    """Caterpillars with random tokens; uneven sides have a third to five thirds of the mean length."""
+    rng = np.random.default_rng(0)
+    trees = []
+    for number in range(args.streams):
+        low, high = args.segment // 3, args.segment * 5 // 3
+        lengths = rng.integers(low, high + 1, pairs) if uneven else np.full(pairs, args.segment)
+        nodes, trunk = [Node(-1, rng.integers(0, args.vocabulary, prompt).tolist())], 0
+        for length in lengths.tolist():
+            for sign in (1.0, -1.0):
+                side = rng.integers(0, args.vocabulary, length).tolist()
+                nodes.append(Node(trunk, side, sign, 1.0 / length, [0.0] * length))
+            trunk = len(nodes) - 1
+        trees.append(TokenTree(f"stream {number}", nodes))
+    return trees
+
+
+def trunk_and_leaves(trees: list[TokenTree]) -> list[TokenTree]:
+    """N + 1 chains for each stream: its trunk with all B_i supervised, and each A_i after its prefix."""
+    chains = []
+    for tree in trees:
+        trunk = [tree.nodes[0], *tree.nodes[2::2]]
+        chains.append(_chain(tree.name, trunk, supervised=set(range(1, len(trunk)))))
+        for pair, leaf in enumerate(tree.nodes[1::2], start=1):
+            chains.append(_chain(tree.name, [*trunk[:pair], leaf], supervised={pair}))
+    return chains
+
+
+def _chain(name: str, nodes: list[Node], supervised: set[int]) -> TokenTree:
+    linked = [
+        replace(node, parent=i - 1, weight=node.weight if i in supervised else 0.0)
+        for i, node in enumerate(nodes)
+    ]
+    return TokenTree(name, linked)
+
+
+def random_model(args: argparse.Namespace) -> torch.nn.Module:
+    """A model of the family with ``--hidden`` and ``--layers``, its weights drawn at random."""
+    (model,) = build_model(model_config(args), ParallelRecipe(), DTYPES[args.dtype])
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.02)
+            elif "norm" not in name:
+                parameter.zero_()  # the delta net's A_log and dt_bias
+    return model
+
+
+def model_config(args: argparse.Namespace) -> ModelConfig:
+    """Heads of 64; feed-forward 3 x hidden; experts an eighth of that, 4 of 16; delta net heads of 64."""
+    layers, heads = args.layers, args.hidden // 64
+    linear = args.family == "qwen3_next"
+    experts = Experts(
+        num_experts=16,
+        num_experts_per_tok=4,
+        moe_intermediate_size=3 * args.hidden // 8,
+        norm_topk_prob=True,
+        router_aux_loss_coef=0.0,
+        shared_expert_intermediate_size=3 * args.hidden // 8 if linear else None,
+        layers=(True,) * layers,
+    )
+    delta_net = DeltaNet(
+        num_key_heads=heads // 2,
+        num_value_heads=heads,
+        key_head_dim=64,
+        value_head_dim=64,
+        conv_kernel_dim=4,
+        layers=tuple((i + 1) % 4 != 0 for i in range(layers)),
+    )
+    return ModelConfig(
+        model_type=args.family,
+        vocab_size=args.vocabulary,
+        hidden_size=args.hidden,
+        intermediate_size=3 * args.hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 4),
+        head_dim=64,
+        max_position_embeddings=65536,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        partial_rotary_factor=0.25 if linear else 1.0,
+        tie_word_embeddings=False,
+        experts=None if args.family == "qwen3" else experts,
+        delta_net=delta_net if linear else None,
+    )
