@@ -1,0 +1,100 @@
+"""avg@k on benchmarks: k independent completions of every problem, graded like training's.
+
+problems ─► k completions each (the engine) ─► grades ─► EvaluationResult (intervals, manifest)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+from megatron_eqlen.evaluation.result import Answers, EvaluationResult, file_hashes
+from megatron_eqlen.recipe import BenchmarkRecipe, Recipe
+from megatron_eqlen.rewards.scoring import Scorer
+from megatron_eqlen.rollout.engine import Engine
+from megatron_eqlen.rollout.harvest import harvest
+from megatron_eqlen.types import Group, Prompt, Segment
+
+EVALUATION_SEED = 20_000_003
+"""Added to the recipe's, so that no sample repeats one of training; the same before and after."""
+
+
+def _everything(items: list) -> list:
+    return items
+
+
+def evaluate(
+    engine: Engine,
+    benchmark: BenchmarkRecipe,
+    problems: list[Prompt],
+    scorer: Scorer,
+    recipe: Recipe,
+    eos_token_ids: Collection[int],
+    share: Callable[[list[Prompt]], list[Prompt]] = _everything,
+    gather: Callable[[list[Answers]], list[Answers]] = _everything,
+) -> EvaluationResult:
+    """Evaluate the engine's weights on ``problems`` with ``recipe.evaluation.samples`` completions each.
+
+    With several engine replicas each answers its ``share`` of the problems, and ``gather`` brings all
+    replicas' answers together, in any order. The same weights and recipe give the same result.
+    """
+    sampling = recipe.model_copy(
+        update={
+            "sampling": "independent",
+            "group_size": recipe.evaluation.samples,
+            "rollout": recipe.rollout.model_copy(update={"tokens_per_step": None}),
+        }
+    )
+    mine = share(problems)
+    groups, _ = harvest(engine, mine, sampling, eos_token_ids, seed=recipe.seed + EVALUATION_SEED)
+    scorer.score(groups, {problem.prompt_id: problem for problem in mine})
+    answers = {one.prompt_id: one for one in gather([_answers(group) for group in groups])}
+    graders = sorted({_grader(group) for group in groups} - {""})
+    return EvaluationResult(
+        benchmark=benchmark.name,
+        answers=[answers[problem.prompt_id] for problem in problems],
+        manifest=_manifest(benchmark, problems, recipe, engine.policy_version, graders),
+    )
+
+
+def _answers(group: Group) -> Answers:
+    return Answers(
+        prompt_id=group.prompt_id,
+        rewards=[one.grade.reward if one.grade else 0.0 for one in group.completions],
+        verdicts=[_verdict(one) for one in group.completions],
+        lengths=[len(one) for one in group.completions],
+    )
+
+
+def _verdict(completion: Segment) -> str:
+    if completion.finish_reason != "stop":
+        return "truncated"
+    assert completion.grade is not None, "an ended completion was not scored"
+    return completion.grade.verdict
+
+
+def _grader(group: Group) -> str:
+    return next((one.grade.grader for one in group.completions if one.grade), "")
+
+
+def _manifest(
+    benchmark: BenchmarkRecipe,
+    problems: list[Prompt],
+    recipe: Recipe,
+    policy_version: int,
+    graders: list[str],
+) -> dict[str, Any]:
+    return {
+        "benchmark": benchmark.model_dump(mode="json"),
+        "sha256": file_hashes(Path(benchmark.path)),
+        "question_ids": [problem.prompt_id for problem in problems],
+        "graders": graders,
+        "model": recipe.model.path,
+        "policy_version": policy_version,
+        "seed": recipe.seed,
+        "samples": recipe.evaluation.samples,
+        "rollout": recipe.rollout.model_dump(
+            mode="json", include={"temperature", "top_p", "top_k", "min_p", "max_response_length"}
+        ),
+    }

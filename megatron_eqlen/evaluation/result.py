@@ -1,0 +1,155 @@
+"""What an evaluation found: every sample's reward and length, the summary, and what it was measured on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_eqlen.evaluation import statistics
+from megatron_eqlen.evaluation.statistics import Interval
+from megatron_eqlen.types import Metrics
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The samples of one problem, in their order."""
+
+    prompt_id: str
+    rewards: list[float]
+    """0 where the response did not end."""
+    verdicts: list[str]
+    """The grader's, or ``truncated``."""
+    lengths: list[int]
+    """Tokens of each response, the end token included."""
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """One benchmark: P problems with k samples each."""
+
+    benchmark: str
+    answers: list[Answers]
+    manifest: dict[str, Any]
+    """What would have to be equal for two results to be comparable: files, questions, grader, sampling."""
+
+    @property
+    def scores(self) -> np.ndarray:
+        """[k, P] float64 rewards: samples are the replicates."""
+        return np.array([answers.rewards for answers in self.answers]).T
+
+    @property
+    def samples(self) -> int:
+        return len(self.answers[0].rewards)
+
+    @property
+    def accuracy(self) -> Interval:
+        """avg@k."""
+        return statistics.crossed_bootstrap(self.scores)
+
+    def verdict_fraction(self, verdict: str) -> float:
+        verdicts = [one for answers in self.answers for one in answers.verdicts]
+        return verdicts.count(verdict) / len(verdicts)
+
+    @property
+    def mean_tokens(self) -> float:
+        return float(np.mean([answers.lengths for answers in self.answers]))
+
+    def pass_at(self) -> dict[int, float]:
+        """pass@k for the powers of two up to the number of samples, and for that number."""
+        powers = [1 << n for n in range(self.samples.bit_length())]
+        return {k: statistics.pass_at_k(self.scores, k) for k in sorted({*powers, self.samples})}
+
+    def metrics(self) -> Metrics:
+        """Flat names ``evaluation/BENCHMARK/...``."""
+        accuracy, name = self.accuracy, f"evaluation/{self.benchmark}"
+        return {
+            f"{name}/avg@{self.samples}": accuracy.mean,
+            f"{name}/avg@{self.samples}_low": accuracy.low,
+            f"{name}/avg@{self.samples}_high": accuracy.high,
+            **{f"{name}/pass@{k}": value for k, value in self.pass_at().items() if k > 1},
+            f"{name}/truncated_fraction": self.verdict_fraction("truncated"),
+            f"{name}/no_answer_fraction": self.verdict_fraction("no_answer"),
+            f"{name}/mean_tokens": self.mean_tokens,
+        }
+
+
+def compare(before: EvaluationResult, after: EvaluationResult) -> Interval:
+    """How much ``after`` is better, paired by problem. Raises ValueError for different questions."""
+    if before.manifest["question_ids"] != after.manifest["question_ids"]:
+        raise ValueError(f"{before.benchmark}: the two results are of different questions")
+    return statistics.paired_difference(before.scores, after.scores)
+
+
+def over_seeds(results: list[EvaluationResult]) -> dict[str, Interval]:
+    """Accuracy over training runs that differ in their seed: headline, t, and the paper's own interval.
+
+    A run's samples are averaged first, so that the seeds are the replicates.
+    """
+    for result in results[1:]:
+        if result.manifest["question_ids"] != results[0].manifest["question_ids"]:
+            raise ValueError(f"{result.benchmark}: the seeds' results are of different questions")
+    scores = np.stack([result.scores.mean(axis=0) for result in results])
+    return {
+        "headline": statistics.crossed_bootstrap(scores),
+        "t": statistics.t_interval(scores),
+        "paper": statistics.replicate_bootstrap(scores),
+    }
+
+
+def write_results(path: Path, results: list[EvaluationResult]) -> None:
+    """Write one evaluation's benchmarks as JSON; the file appears complete or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".unfinished")
+    records = [asdict(result) | {"summary": _summary(result)} for result in results]
+    unfinished.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(path)
+
+
+def read_results(path: Path) -> list[EvaluationResult]:
+    """What ``write_results`` wrote. Raises ValueError naming the file for anything else."""
+    try:
+        records = json.loads(path.read_text(encoding="utf-8"))
+        return [
+            EvaluationResult(
+                record["benchmark"], [Answers(**one) for one in record["answers"]], record["manifest"]
+            )
+            for record in records
+        ]
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: expected an evaluation result, found something else ({error})") from None
+
+
+def file_hashes(path: Path) -> dict[str, str]:
+    """sha256 of a benchmark's file, or of every file in its folder."""
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    return {
+        str(file.relative_to(path.parent)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files
+    }
+
+
+def _summary(result: EvaluationResult) -> dict[str, Any]:
+    intervals = (
+        statistics.crossed_bootstrap(result.scores),
+        statistics.t_interval(result.scores),
+        statistics.replicate_bootstrap(result.scores),
+    )
+    return {
+        "problems": len(result.answers),
+        "samples": result.samples,
+        "replicates": "samples",
+        "intervals": [_finite(asdict(interval)) for interval in intervals],
+        "pass_at": result.pass_at(),
+        "truncated_fraction": result.verdict_fraction("truncated"),
+        "no_answer_fraction": result.verdict_fraction("no_answer"),
+        "mean_tokens": result.mean_tokens,
+    }
+
+
+def _finite(record: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN."""
+    return {key: None if value != value else value for key, value in record.items()}
