@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from megatron_eqlen.models.config import sequence_parallel
 from megatron_eqlen.models.hf_config import ModelConfig, read_config
 from megatron_eqlen.models.weight_map import Weight
 from megatron_eqlen.models.weights import weight_map
@@ -65,7 +64,7 @@ def memory(recipe: Recipe, model: ModelConfig) -> Memory:
     width = BYTES[recipe.model.dtype]
     dense_ranks = world // (parallel.tensor * parallel.pipeline)
     expert_ranks = max(1, world // (parallel.expert_tensor * parallel.expert * parallel.pipeline))
-    split = parallel.tensor if sequence_parallel(model, parallel) else 1
+    split = 1 if parallel.sequence is False else parallel.tensor  # on GPUs sequence parallel is the default
     tokens = recipe.packing.max_tokens_per_row
     layers = model.num_hidden_layers // parallel.pipeline
     kept = 1 if parallel.recompute == "full" else 17
