@@ -6,8 +6,10 @@ detokenization that a harvest has no use for), ``load_weights`` (with what the C
 ``PathSampler`` (log-probs at the recipe's temperature, a draw fixed by seed and position).
 """
 
+# ruff: noqa: E402 (vLLM reads and sets environment variables when it is imported)
 from __future__ import annotations
 
+import gc
 import os
 import random
 import time
@@ -16,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+_trainers_environ = dict(os.environ)
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
@@ -35,6 +38,23 @@ from vllm.v1.sample.sampler import Sampler
 from megatron_eqlen.recipe import RolloutRecipe
 from megatron_eqlen.rollout.engine import Delta, EngineError
 
+
+def _restore_environ(environ: dict[str, str]) -> dict[str, str]:
+    """Set the environment back, but for vLLM's own variables; returns what that undid."""
+    undone = {
+        name: value
+        for name, value in os.environ.items()
+        if environ.get(name) != value and not name.startswith("VLLM_")
+    }
+    for name in undone:
+        del os.environ[name]
+    os.environ.update(environ | {name: os.environ[name] for name in os.environ if name.startswith("VLLM_")})
+    return undone
+
+
+_vllms_environ = _restore_environ(_trainers_environ)
+"""What importing vLLM set (compiler caches and threads); in force only while vLLM builds."""
+
 LOWEST_TEMPERATURE = 0.01
 """vLLM raises lower ones to this silently."""
 
@@ -48,6 +68,7 @@ def contained() -> Iterator[None]:
     seeds every generator, and sets environment variables, default dtype and precision. vLLM's own
     variables (``VLLM_*``) stay; it reads them later."""
     environ = dict(os.environ)
+    os.environ.update(_vllms_environ)
     set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
     dtype, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -65,13 +86,7 @@ def contained() -> Iterator[None]:
         torch.set_rng_state(states[2])
         for device, state in enumerate(cuda_states):
             torch.cuda.set_rng_state(state, device)
-        for name in os.environ.keys() | environ.keys():
-            if name.startswith("VLLM_"):
-                continue
-            if name in environ:
-                os.environ[name] = environ[name]
-            else:
-                del os.environ[name]
+        _restore_environ(environ)
 
 
 def build(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: int, seed: int) -> LLM:
@@ -114,16 +129,21 @@ def build(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: in
             use_tqdm_on_load=False,
             generation_config="vllm",
         )
+        llm.llm_engine.engine_core._finalizer.detach()  # ``close`` does it
         _worker_runner(llm).sampler = PathSampler(_worker_runner(llm), rollout.logprobs_mode == "processed")
     _live_engines += 1
     return llm
 
 
 def close(llm: LLM) -> None:
-    """Stop the engine; with the last one, take down vLLM's process groups and no others."""
+    """Stop the engine; with the last one, take down vLLM's process groups and no others (its own
+    shutdown would take down the trainer's too)."""
     global _live_engines, _owns_process_group
+    core = llm.llm_engine.engine_core.engine_core
     with contained():
-        llm.llm_engine.engine_core.shutdown()
+        core.model_executor.shutdown()
+        core.scheduler.shutdown()
+        gc.unfreeze()
         _live_engines -= 1
         if _live_engines:
             return
