@@ -1,0 +1,143 @@
+"""Hugging Face folder <-> Megatron checkpoint, tensor by tensor, on the CPU, in one process.
+
+    hf_to_megatron(folder, out)                 a torch_dist checkpoint that loads at any parallel layout
+    megatron_to_hf(checkpoint, source, out)     a folder like ``source``, with the checkpoint's weights
+
+Bits are moved, never changed: tensors keep the dtype they have in the source (``megatron_to_hf`` writes
+those of ``source``). ``out`` appears under its name when it is whole; before, it is ``NAME.partial``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from megatron.core import dist_checkpointing
+from torch import Tensor
+
+from megatron_eqlen.models.build import build_model
+from megatron_eqlen.models.hf_config import ModelConfig, read_config
+from megatron_eqlen.models.hf_folder import CheckpointError, FolderWriter, HFFolder, refuse_existing
+from megatron_eqlen.models.megatron_checkpoint import (
+    CheckpointLayout,
+    CheckpointReader,
+    CheckpointWriter,
+    checkpoint_layout,
+    checkpoint_metadata,
+)
+from megatron_eqlen.models.weights import EMBEDDING, HEAD, check_folder, weight_map
+from megatron_eqlen.recipe import ParallelRecipe
+
+Progress = Callable[[int], None]
+"""Told how many bytes were converted since the last call."""
+
+LOGIT_TOLERANCE = 1e-4
+"""Of float32 logits, relative to the largest."""
+
+
+def no_progress(nbytes: int) -> None: ...
+
+
+@torch.no_grad()
+def hf_to_megatron(source: str | Path, out: str | Path, progress: Progress = no_progress) -> None:
+    """Raises CheckpointError (broken source, existing ``out``) and ConfigError; ``source`` is only read."""
+    out = Path(out)
+    refuse_existing(out)
+    folder, model = HFFolder(source), read_config(source)
+    check_folder(folder, model)
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    writer = CheckpointWriter(partial, checkpoint_layout(model))
+    for weight in weight_map(model):
+        merged = weight.arrangement.merge([folder.tensor(name) for name in weight.hf])
+        writer.write(weight.megatron, merged)
+        progress(merged.nbytes)
+    writer.finish()
+    partial.rename(out)
+
+
+@torch.no_grad()
+def megatron_to_hf(
+    checkpoint: str | Path, source: str | Path, out: str | Path, progress: Progress = no_progress
+) -> None:
+    """``source``: the Hugging Face folder that the checkpoint's model came from. Raises CheckpointError."""
+    refuse_existing(Path(out))
+    folder, model = HFFolder(source), read_config(source)
+    check_folder(folder, model)
+    reader, layout = CheckpointReader(checkpoint), checkpoint_layout(model)
+    reader.check(layout)
+    writer = FolderWriter(out, folder)
+    for name, tensor in _hf_tensors(reader, layout, model):
+        writer.write(name, tensor)
+        if model.tie_word_embeddings and name == EMBEDDING and HEAD in folder.entries:
+            writer.write(HEAD, tensor)
+        progress(tensor.nbytes)
+    writer.finish()
+
+
+def converted_bytes(source: str | Path) -> int:
+    """What ``progress`` will have been told in the end, from the folder's dtypes."""
+    folder = HFFolder(source)
+    names = [name for weight in weight_map(read_config(source)) for name in weight.hf]
+    return sum(folder.entries[name].nbytes for name in names if name in folder.entries)
+
+
+@torch.no_grad()
+def verify_hash(checkpoint: str | Path, folder: str | Path, progress: Progress = no_progress) -> str:
+    """SHA-256 of all weights, which are the same bits in both. Raises CheckpointError naming the first that
+    is not."""
+    stored, model = HFFolder(folder), read_config(folder)
+    reader, layout = CheckpointReader(checkpoint), checkpoint_layout(model)
+    reader.check(layout)
+    digest = hashlib.sha256()
+    for name, tensor in _hf_tensors(reader, layout, model):
+        expected = stored.tensor(name)
+        bits, expected_bits = _bits(tensor.to(expected.dtype)), _bits(expected)
+        if not torch.equal(bits, expected_bits):
+            raise CheckpointError(f"{folder}: {name} differs from {checkpoint}")
+        digest.update(name.encode() + bits.numpy().tobytes())
+        progress(tensor.nbytes)
+    return digest.hexdigest()
+
+
+@torch.no_grad()
+def verify_logits(checkpoint: str | Path, folder: str | Path) -> float:
+    """Largest difference of float32 logits between Megatron, which loads the checkpoint by its own means,
+    and Transformers with the folder, relative to the largest logit. Both models must fit in memory.
+
+    Raises CheckpointError above LOGIT_TOLERANCE.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = read_config(folder)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, model.vocab_size, (1, 64), generator=generator)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(ids).logits
+    ours = _megatron_logits(CheckpointReader(checkpoint).path, model, ids)
+    error = float((ours - theirs).abs().max() / theirs.abs().max())
+    if not error <= LOGIT_TOLERANCE:
+        raise CheckpointError(f"{checkpoint}: logits differ from {folder} by {error:.1e} (relative)")
+    return error
+
+
+def _megatron_logits(checkpoint: Path, model: ModelConfig, ids: Tensor) -> Tensor:
+    (chunk,) = build_model(model, ParallelRecipe(), torch.float32)
+    state = {"model": chunk.sharded_state_dict(metadata=checkpoint_metadata())}
+    chunk.load_state_dict(dist_checkpointing.load(state, str(checkpoint))["model"])
+    return chunk.eval()(ids, torch.arange(ids.shape[1])[None])
+
+
+def _hf_tensors(
+    reader: CheckpointReader, layout: CheckpointLayout, model: ModelConfig
+) -> Iterator[tuple[str, Tensor]]:
+    for weight in weight_map(model):
+        parts = weight.arrangement.split(reader.parameter(layout, weight.megatron))
+        yield from zip(weight.hf, parts, strict=True)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
