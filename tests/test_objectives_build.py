@@ -142,6 +142,10 @@ def test_an_unscored_response_is_refused_by_name():
         ({"loss__old_logprobs": "rollout", "loss__rollout_is": "token"}, "already starts from"),
         ({"loss__clip_ratio_low": 1.5}, "below zero"),
         ({"loss__gr3_alpha": 0.1}, "only objective: gr3"),
+        ({"loss__overlong_factor": 0.5}, "set loss.overlong_buffer"),
+        ({"objective": "vespo", "loss__rollout_is": "token"}, "takes an importance weight already"),
+        ({"equal_length__single_pair": True, "equal_length__max_pairs": 3}, "stops after one pair"),
+        ({"sampling": "tree"}, "belong together"),
     ],
 )
 def test_combinations_without_sense_are_refused_with_the_reason(keys, reason):

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from megatron_eqlen.objectives.registry import resolve
+from megatron_eqlen.objectives.registry import lookup, resolve
 from megatron_eqlen.objectives.theory import (
     A_1,
     A_2,
@@ -31,6 +31,7 @@ from megatron_eqlen.objectives.theory import (
     unlucky_group,
 )
 from megatron_eqlen.packing.pack import pack
+from megatron_eqlen.recipe import LossRecipe
 from megatron_eqlen.training.policy_loss import policy_loss
 
 torch.set_num_threads(1)
@@ -199,3 +200,34 @@ def test_max_favours_the_longer_side_where_no_side_deserves_it():
         assert term.variance > 0
         unbiased = survivor_advantage(extensions, success, "rloo", "mean")
         assert unbiased.mean == pytest.approx(0, abs=1e-12)
+
+
+# ---- KL estimators ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_expected_gradients_of_the_kl_estimators(estimator):
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, generator=random, dtype=torch.float64, requires_grad=True)
+    ref = torch.randn(5, generator=random, dtype=torch.float64).log_softmax(-1)
+    logprobs = logits.log_softmax(-1)
+    policy = logprobs.exp()
+    loss, _ = policy_loss(
+        logprobs,
+        torch.zeros(5),
+        weights=policy.detach(),  # every token as often as the policy samples it
+        advantages=torch.zeros(5),
+        segment_ids=torch.arange(5),
+        rollout_logprobs=logprobs.detach(),
+        ref_logprobs=ref,
+        objective=lookup("grpo"),
+        loss=LossRecipe(kl_coef=1.0, kl_estimator=estimator),
+    )
+    (found,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    divergence = {
+        "k1": 0.0 * logits.sum(),
+        "k2": (policy * (logprobs - ref)).sum(),
+        "k3": (ref.exp() * (ref - logprobs)).sum(),
+    }[estimator]
+    (expected,) = torch.autograd.grad(divergence, logits)
+    torch.testing.assert_close(found, expected, atol=1e-14, rtol=0)

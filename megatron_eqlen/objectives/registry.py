@@ -206,5 +206,10 @@ def _check_rewards(recipe: Recipe, objective: Objective) -> None:
             f"loss.overlong_buffer: {objective.overlong_buffer} tokens do not lie inside "
             f"rollout.max_response_length {longest}"
         )
+    if recipe.loss.overlong_factor is not None and not objective.overlong_buffer:
+        raise ValueError(
+            f"loss.overlong_factor: {recipe.loss.overlong_factor} scales a length penalty that objective: "
+            f"{objective.name} does not have: set loss.overlong_buffer too"
+        )
     if recipe.loss.gr3_alpha is not None and objective.name != "gr3":
         raise ValueError(f"loss.gr3_alpha: only objective: gr3 has it, found objective: {objective.name}")

@@ -131,38 +131,32 @@ def _surrogate(
     if objective.ratio == "vespo":
         log_ratio = segments.sum(log_ratio).clamp(-VESPO_LOG_LIMIT, VESPO_LOG_LIMIT)
     ratio = log_ratio.exp()
-    if objective.ratio in ("token", "sequence"):
-        policy, clips = _clipped(ratio, advantages, objective)
-    else:
-        soft = objective.ratio == "vespo"
-        kernel = _vespo_kernel(log_ratio.detach(), advantages, objective) if soft else 1.0
-        policy, clips = -kernel * advantages * logp, _clip_fractions(advantages)
-    ratio = ratio.detach()
-    return policy, {"loss/ratio": ratio, "loss/ratio_deviation": (ratio - 1).abs(), **clips}
+    metrics = {"loss/ratio": ratio, "loss/ratio_deviation": (ratio - 1).abs()}
+    if objective.ratio == "none":
+        return -advantages * logp, metrics
+    if objective.ratio == "vespo":
+        kernel = _vespo_kernel(log_ratio.detach(), advantages, objective)
+        return -kernel * advantages * logp, metrics | {"loss/vespo_kernel": kernel}
+    policy, clips = _clipped(ratio, advantages, objective)
+    return policy, metrics | clips
 
 
 def _clipped(
     ratio: torch.Tensor, advantages: torch.Tensor, objective: Objective
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """PPO's pessimistic minimum with separate bounds, and the dual clip below it."""
-    unclipped = -ratio * advantages
-    if not objective.clips:
-        return unclipped, _clip_fractions(advantages)
     low, high = 1 - objective.clip_ratio_low, 1 + objective.clip_ratio_high
-    policy = torch.maximum(unclipped, -ratio.clamp(low, high) * advantages)
+    policy = torch.maximum(-ratio * advantages, -ratio.clamp(low, high) * advantages)
     dual = torch.zeros_like(advantages, dtype=torch.bool)
     if objective.clip_ratio_c is not None:
         ceiling = -objective.clip_ratio_c * advantages
         dual = (advantages < 0) & (policy > ceiling)
         policy = torch.where(dual, ceiling, policy)
-    clipped_low = (advantages < 0) & (ratio < low)
-    clipped_high = (advantages > 0) & (ratio > high)
-    return policy, _clip_fractions(advantages, clipped_low, clipped_high, dual)
-
-
-def _clip_fractions(advantages: torch.Tensor, *clipped: torch.Tensor) -> dict[str, torch.Tensor]:
-    names = ("loss/clip_fraction_low", "loss/clip_fraction_high", "loss/clip_fraction_dual")
-    return dict(zip(names, clipped or [torch.zeros_like(advantages)] * len(names), strict=True))
+    return policy, {
+        "loss/clip_fraction_low": (advantages < 0) & (ratio < low),
+        "loss/clip_fraction_high": (advantages > 0) & (ratio > high),
+        "loss/clip_fraction_dual": dual,
+    }
 
 
 def _vespo_kernel(log_weight: torch.Tensor, advantages: torch.Tensor, objective: Objective) -> torch.Tensor:
