@@ -18,7 +18,7 @@ def first_of(metrics: Mapping[str, float], names: tuple[str, ...]) -> float | No
     return next((metrics[name] for name in names if name in metrics), None)
 
 
-def number(value: float | None) -> str:
+def compact(value: float | None) -> str:
     """About three digits: ``0.512``, ``96.3``, ``14.2k``, ``1.3e-06``; ``–`` for nothing."""
     if value is None:
         return "–"

@@ -1,7 +1,8 @@
-"""Metrics on disk: one JSON line a step, TensorBoard, and wandb where a recipe asks for it.
+"""A step's metrics on disk: ``metrics.jsonl`` (one line a step), TensorBoard, and wandb where asked.
 
-``metrics.jsonl`` is the record; TensorBoard's files are a picture of it and are drawn anew when a run resumes.
-So a step that was taken again after a crash appears once in both.
+A line is handed to the operating system whole, in one write: a process killed at any moment leaves at most
+one torn last line. A run that resumes at an earlier step takes back the lines and events after it, so no
+step appears twice.
 """
 
 from __future__ import annotations
@@ -9,100 +10,101 @@ from __future__ import annotations
 import json
 import logging
 import math
-import shutil
 import time
 from pathlib import Path
 from typing import Any
 
-from torch.utils.tensorboard import SummaryWriter
-
 from megatron_eqlen.types import Metrics
+
+FILE = "metrics.jsonl"
 
 logger = logging.getLogger(__name__)
 
 
 class MetricsWriter:
-    """Writes steps ``resumed_at + 1`` and on into ``folder``; what an earlier attempt wrote of them goes.
+    """Writes into a run folder; rank 0 has one.
 
-    ``resumed_at`` is the number of steps behind the checkpoint that the run goes on from.
+    ``step`` is the number of steps that the run has behind it: what was written after it is cut off.
+    Raises ValueError if ``wandb_project`` is given and wandb is not installed.
     """
 
-    def __init__(self, folder: Path, resumed_at: int = 0, wandb_project: str | None = None) -> None:
+    def __init__(
+        self, folder: Path, step: int = 0, wandb_project: str | None = None, run_name: str = ""
+    ) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # slow to import; reading needs no TensorBoard
+
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "metrics.jsonl"
-        kept = [record for record in read_metrics(path) if record["step"] <= resumed_at]
-        _replace(path, kept)
-        self._file = path.open("a", encoding="utf-8")
-        shutil.rmtree(folder / "tensorboard", ignore_errors=True)
-        self._tensorboard = SummaryWriter(str(folder / "tensorboard"))
-        for record in kept:
-            self._draw(record)
-        self._wandb = start_wandb(wandb_project, folder) if wandb_project else None
+        self.wandb = _start_wandb(folder, wandb_project, run_name) if wandb_project else None
+        _cut_after(folder / FILE, step)
+        self.file = open(folder / FILE, "ab", buffering=0)  # noqa: SIM115 (closed by close)
+        self.tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Append the metrics of ``step``. A value that is no finite number is written as null."""
-        record = {"step": step, "wall_time": time.time()}
-        record |= {name: _finite(value) for name, value in sorted(metrics.items())}
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
-        self._draw(record)
-        self._tensorboard.flush()
-        if self._wandb is not None:
-            self._wandb.log(metrics, step=step)
+        """Append the metrics of ``step`` (counted from 1). What is no finite number becomes null."""
+        now = time.time()
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        line = memoryview(json.dumps({"step": step, "time": now, **finite}).encode() + b"\n")
+        while line:  # a full disk raises; a signal may shorten a write
+            line = line[self.file.write(line) :]
+        for name, value in metrics.items():
+            self.tensorboard.add_scalar(name, value, step, walltime=now)
+        self.tensorboard.flush()
+        if self.wandb is not None:
+            self.wandb.log(metrics, step=step)
 
     def close(self) -> None:
-        self._file.close()
-        self._tensorboard.close()
-        if self._wandb is not None:
-            self._wandb.finish()
-
-    def _draw(self, record: dict[str, Any]) -> None:
-        for name, value in record.items():
-            if name not in ("step", "wall_time") and value is not None:
-                self._tensorboard.add_scalar(name, value, record["step"], walltime=record["wall_time"])
+        self.file.close()
+        self.tensorboard.close()
+        if self.wandb is not None:
+            self.wandb.finish()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a ``metrics.jsonl``, none if there is no file. A torn last line is left out.
+def read_metrics(folder: Path) -> list[dict[str, float | None]]:
+    """One dict a step with ``step``, ``time`` (Unix seconds) and the metrics; empty without the file.
 
-    Raises ValueError with file and line for any other line that is not a record.
+    A torn last line is left out with a warning. Raises ValueError with file and line for anything else
+    that is no record of a step.
     """
-    if not path.exists():
+    path = folder / FILE
+    if not path.is_file():
         return []
-    complete, _, torn = path.read_text(encoding="utf-8").rpartition("\n")
-    if torn:
-        logger.warning("%s: dropped a torn last line", path)
-    records = []
-    for number, line in enumerate(complete.splitlines(), 1):
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{path}:{number}: expected a JSON record, found {line[:80]!r} ({error})"
-            ) from None
-        if not isinstance(record, dict) or "step" not in record:
-            raise ValueError(f"{path}:{number}: expected a record with a step, found {line[:80]!r}")
-        records.append(record)
-    return records
+    data = path.read_bytes()
+    complete = data[: data.rfind(b"\n") + 1]
+    if len(complete) < len(data):
+        logger.warning("%s: dropped a torn last line of %d bytes", path, len(data) - len(complete))
+    return [_record(line, f"{path}:{number}") for number, line in enumerate(complete.splitlines(), 1)]
 
 
-def start_wandb(project: str, folder: Path) -> Any:
-    """A wandb run named like ``folder``, which a resumed run continues. Raises ValueError without wandb."""
+def _record(line: bytes, where: str) -> dict[str, float | None]:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        record = None
+    if not isinstance(record, dict) or "step" not in record:
+        raise ValueError(f"{where}: expected a JSON object with a step, found {line[:80]!r}")
+    return record
+
+
+def _cut_after(path: Path, step: int) -> None:
+    """Keep the records up to ``step``; the file is replaced whole, so a crash leaves the old or the new."""
+    if not path.exists():
+        return
+    kept = [record for record in read_metrics(path.parent) if record["step"] <= step]
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+    partial.replace(path)
+
+
+def _start_wandb(folder: Path, project: str, run_name: str) -> Any:
+    """The wandb run of this folder: a new one, or the one that an earlier start made."""
     try:
         import wandb
     except ImportError:
         raise ValueError(
-            f"report.wandb_project: {project!r} needs the wandb package, which is not installed"
+            f"report.wandb_project: {project!r} needs wandb, which is not installed (pip install wandb)"
         ) from None
-    name = "-".join(folder.parts[-2:])
-    return wandb.init(project=project, id=name, name=name, dir=str(folder), resume="allow")
-
-
-def _replace(path: Path, records: list[dict[str, Any]]) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    partial.replace(path)
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    id_file = folder / "wandb_id"
+    if not id_file.exists():
+        id_file.write_text(wandb.util.generate_id(), encoding="utf-8")
+    run_id = id_file.read_text(encoding="utf-8").strip()
+    return wandb.init(project=project, name=run_name or None, dir=str(folder), id=run_id, resume="allow")

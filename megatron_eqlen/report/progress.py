@@ -1,92 +1,166 @@
-"""What a run shows while it works: a live display on a terminal, one short line a step elsewhere."""
+"""What a person sees while a run goes on.
+
+On a terminal two lines that redraw themselves: bar, step and stage, then the newest numbers. In a log one
+short line a step. What else is said (evaluations, notices) stays above them, one line each.
+"""
 
 from __future__ import annotations
 
+import time
+from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.progress import Progress as Display
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
+from megatron_eqlen.report.format import (
+    MISMATCH_KL,
+    PAIRS,
+    RESPONSE_LENGTH,
+    REWARD,
+    ROLLOUT_SPEED,
+    TRAINING_SPEED,
+    compact,
+    duration,
+    first_of,
+)
 from megatron_eqlen.types import Metrics
 
-SHOWN = (
-    ("objective/reward_mean", "reward", "{:.3f}"),
-    ("harvest/pairs_per_stream", "pairs", "{:.1f}"),
-    ("loss/entropy", "entropy", "{:.2f}"),
-    ("loss/mismatch_kl", "mismatch", "{:.1e}"),
-    ("harvest/tokens_per_second", "rollout", "{:,.0f} tok/s"),
-    ("train/tokens_per_second", "train", "{:,.0f} tok/s"),
-    ("time/step", "step", "{:.1f} s"),
-)
-"""Metric, its short name, and its format; a step without one leaves it out."""
+SHOWN = {
+    "reward": (REWARD, ""),
+    "pairs/stream": (PAIRS, ""),
+    "length": (RESPONSE_LENGTH, ""),
+    "mismatch KL": (MISMATCH_KL, ""),
+    "rollout": (ROLLOUT_SPEED, " tok/s"),
+    "train": (TRAINING_SPEED, " tok/s"),
+}
+"""Label: the metric's names and its unit, in the order shown; what a run does not measure is left out."""
+
+STEPS_FOR_ETA = 10
+SPARKS = "▁▂▃▄▅▆▇█"
+SPARK_STEPS = 24
 
 
 class Progress:
-    """The display of one run of ``total`` steps. With ``show=False`` (ranks other than 0) all calls do nothing."""
+    """The display of ``total`` steps; ``show=False`` is silent (every rank but the first)."""
 
     def __init__(self, total: int, title: str, show: bool = True, console: Console | None = None) -> None:
-        self._total = total
-        self._show = show
-        self._console = console or Console()
-        self._live = show and self._console.is_terminal
-        self._numbers = ""
-        self._accuracy = ""
-        self._display = Display(
-            SpinnerColumn(),
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            TextColumn("[cyan]{task.fields[stage]:<10}"),
-            TextColumn("{task.fields[numbers]}"),
-            console=self._console,
-            disable=not self._live,
-        )
-        self._task = self._display.add_task(title, total=total, stage="start", numbers="")
-        self._title = title
-        self._display.start()
+        self.total = total
+        self.title = title
+        self.show = show
+        self.console = console or Console(highlight=False, soft_wrap=True)
+        self.done = 0
+        self.metrics: Metrics = {}
+        self.rewards: deque[float] = deque(maxlen=SPARK_STEPS)
+        self.step_seconds: deque[float] = deque(maxlen=STEPS_FOR_ETA)
+        self.started = self.stage_started = time.monotonic()
+        self.stage_name = "starting"
+        self.live: Live | None = None
 
-    def resume(self, step: int) -> None:
-        """``step`` steps were taken before; the estimate of what is left starts here."""
-        self._display.reset(self._task, total=self._total, completed=step)
-        if self._show and step:
-            self._console.print(f"{self._title}: resumes after step {step} of {self._total}")
+    @property
+    def redraws(self) -> bool:
+        """Whether there is a terminal that can redraw lines."""
+        return self.show and self.console.is_terminal and not self.console.is_dumb_terminal
+
+    def resume(self, done: int) -> None:
+        """The run goes on after ``done`` steps (0: it begins)."""
+        self.done = done
+        self._draw()
+        if done:
+            self.say(f"goes on after step {done} of {self.total}")
 
     def stage(self, name: str) -> None:
-        """``name`` starts now."""
-        self._display.update(self._task, stage=name)
+        """What is being done now, for example ``harvest``."""
+        self.stage_name, self.stage_started = name, time.monotonic()
+        self._draw()
 
-    def step(self, step: int, metrics: Metrics) -> None:
-        """``step`` steps are done; ``metrics`` are the last one's."""
-        numbers = [f"{name} {text.format(metrics[key])}" for key, name, text in SHOWN if key in metrics]
-        line = "  ".join([*numbers, self._accuracy]).rstrip()
-        self._display.update(self._task, completed=step, numbers=line)
-        if self._show and not self._live:
-            self._console.print(f"step {step}/{self._total}  {line}", soft_wrap=True)
+    def step(self, number: int, metrics: Metrics) -> None:
+        """Step ``number`` (counted from 1) is done; ``metrics`` are its own, ``time/step`` in seconds."""
+        self.done, self.metrics = number, metrics
+        if "time/step" in metrics:
+            self.step_seconds.append(metrics["time/step"])
+        if (reward := first_of(metrics, REWARD)) is not None:
+            self.rewards.append(reward)
+        if self.redraws:
+            self._draw()
+        else:
+            self.say(self._line())
 
     def evaluated(self, label: str, text: str) -> None:
-        """An evaluation's outcome, for example ``("before", "arithmetic avg@8 38.1% [33.9, 42.4]")``."""
-        self._accuracy = text
-        if self._show:
-            self._console.print(f"{label}: {text}", soft_wrap=True)
+        """An evaluation's result, for example ``before`` and ``avg@8 43.1% [39.0, 47.2]``."""
+        self.say(f"{label}: {text}")
+
+    def say(self, text: str) -> None:
+        """One lasting line."""
+        if self.show:
+            self.console.print(text, markup=False)
+            self.console.file.flush()
 
     def finish(self, page: Path) -> None:
-        """The run's last word: where to look."""
-        self.stage("done")
+        """The run is over for now; the last line says what to look at."""
         self.close()
-        if self._show:
-            self._console.print(f"report: {page}", soft_wrap=True)
+        taken = duration(time.monotonic() - self.started)
+        self.say(f"{self.title}: {self.done} of {self.total} steps, {taken} since the start; see {page}")
 
     def close(self) -> None:
-        """End the display; calling it again is harmless."""
-        self._display.stop()
+        """Give the terminal back; safe to call at any time and more than once."""
+        if self.live is not None:
+            live, self.live = self.live, None
+            live.stop()
+
+    def seconds_left(self) -> float | None:
+        """By the mean of the newest steps; None before the first."""
+        if not self.step_seconds:
+            return None
+        return sum(self.step_seconds) / len(self.step_seconds) * (self.total - self.done)
+
+    # ---- drawing ------------------------------------------------------------------------------------
+
+    def __rich__(self) -> RenderableType:
+        bar = Table.grid(padding=(0, 2))
+        bar.add_row(
+            Text(self.title, "bold"),
+            ProgressBar(self.total, self.done, width=30),
+            f"{self.done}/{self.total}",
+            Text(f"{self.stage_name} {duration(time.monotonic() - self.stage_started)}", "cyan"),
+            self._left(),
+        )
+        return Group(bar, Text(self._numbers(), no_wrap=True, overflow="ellipsis"))
+
+    def _draw(self) -> None:
+        """Start the redrawing lines, or let them show what is new."""
+        if not self.redraws:
+            return
+        if self.live is None:
+            self.live = Live(self, console=self.console, refresh_per_second=2)
+            self.live.start()
+        else:
+            self.live.refresh()
+
+    def _line(self) -> str:
+        seconds = f"{self.step_seconds[-1]:.1f} s" if self.step_seconds else ""
+        parts = (f"step {self.done}/{self.total}", self._numbers(), seconds, self._left())
+        return "  ".join(filter(None, parts))
+
+    def _left(self) -> str:
+        left = self.seconds_left()
+        return "" if left is None else f"{duration(left)} left"
+
+    def _numbers(self) -> str:
+        values = {label: (first_of(self.metrics, names), unit) for label, (names, unit) in SHOWN.items()}
+        texts = [f"{label} {compact(v)}{unit}" for label, (v, unit) in values.items() if v is not None]
+        if self.redraws and len(self.rewards) > 1:
+            texts.insert(1, sparkline(self.rewards))
+        return "  ".join(texts)
+
+
+def sparkline(values: Iterable[float]) -> str:
+    """One character a value, the lowest ``▁`` and the highest ``█``."""
+    values = list(values)
+    low, high = min(values), max(values)
+    scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(SPARKS[round((value - low) * scale)] for value in values)
