@@ -27,6 +27,8 @@ from megatron_eqlen.types import (
     TokenTree,
 )
 
+KINDS = {"equal_length": Stream, "independent": Group, "tree": SampledTree}
+
 
 @dataclass
 class ComparisonUnit:
@@ -52,7 +54,15 @@ class ComparisonUnit:
 def comparison_units(
     rollout: Rollout, number: int, prompt: Prompt, recipe: Recipe, objective: Objective
 ) -> tuple[TokenTree, list[ComparisonUnit]]:
-    """The token tree of a rollout and the units over its nodes, not yet weighted."""
+    """The token tree of a rollout and the units over its nodes, not yet weighted.
+
+    Raises ValueError for a rollout of another ``sampling`` than the recipe's (a replayed dump, say).
+    """
+    if not isinstance(rollout, KINDS[recipe.sampling]):
+        raise ValueError(
+            f"prompt {rollout.prompt_id}: sampling: {recipe.sampling} trains on "
+            f"{KINDS[recipe.sampling].__name__} rollouts, found a {type(rollout).__name__}"
+        )
     if isinstance(rollout, Stream):
         return _of_stream(rollout, number, prompt, recipe, objective)
     if isinstance(rollout, Group):
