@@ -87,6 +87,30 @@ def test_wrong_answers(grader, gold, answer):
     assert (grade.verdict, grade.reward) == ("wrong", 0.0)
 
 
+def test_two_stage_parsing_reads_what_the_library_reads(monkeypatch):
+    from math_verify.parser import parse_latex_cached
+
+    from megatron_eqlen.rewards import math_worker
+
+    answers = [text for pair in RIGHT + WRONG for text in pair]
+    answers += [
+        r"x^2+799x-5",
+        r"\frac{",
+        r"2 < x \le 5",
+        r"A \cup B",
+        r"1,2,\ldots",
+        r"\binom{5}{2}",
+        "|x-1|",
+    ]
+    read = []
+    for create in (math_worker.create_two_stage_parser, math_worker._create_full_parser):
+        monkeypatch.setattr(math_worker._Latex2Sympy, "create_parser", create)
+        parse_latex_cached.cache_clear()
+        math_worker.parse_answer.cache_clear()
+        read.append([repr(math_worker.parse_answer(answer)) for answer in answers])
+    assert read[0] == read[1]
+
+
 def test_rules_differ_where_they_should():
     exact, verify = MathGrader("exact"), MathGrader("math_verify", workers=1)
     texts, golds = [r"\boxed{0.5}", r"\boxed{\dfrac12}", r"\boxed{7}"], [r"\frac{1}{2}", r"\frac12", "7"]

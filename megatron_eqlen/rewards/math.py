@@ -158,9 +158,13 @@ class MathGrader:
         """The grade where no worker is needed, else None."""
         if len(answer) > LONGEST_ANSWER:
             return self._grade("unparseable", answer)
-        if self.rule != "math_verify" and normalize(gold) == normalize(answer):
+        if self.rule == "math_verify":
+            return None
+        expected, found = normalize(gold), normalize(answer)
+        if expected == found:
             return self._grade("correct", answer)
-        return self._grade("wrong", answer) if self.rule == "exact" else None
+        integers = _INTEGER.fullmatch(expected) and _INTEGER.fullmatch(found)
+        return self._grade("wrong", answer) if self.rule == "exact" or integers else None
 
     def _grade(self, verdict: str, answer: str, seconds: float = 0.0) -> Grade:
         line = " ".join(answer.split())
