@@ -8,6 +8,7 @@ import argparse
 import importlib
 
 BENCHMARKS = {
+    "convert": "speed and memory of conversion to Megatron and back",
     "trees": "forward and backward of token trees against 2N and N + 1 sequences",
     "packing": "fill, balance and speed of the packer on simulated streams",
 }

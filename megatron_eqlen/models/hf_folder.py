@@ -131,10 +131,15 @@ class FolderWriter:
             (self.partial / INDEX).write_text(text, encoding="utf-8")
         for file in self.source.other_files():
             shutil.copy2(file, self.partial / file.name)
-        for file in self.partial.iterdir():
-            with open(file, "rb") as opened:
-                os.fsync(opened.fileno())
+        sync_files(self.partial)
         self.partial.rename(self.path)
+
+
+def sync_files(folder: Path) -> None:
+    """Wait until all files of ``folder`` are on disk."""
+    for file in folder.iterdir():
+        with open(file, "rb") as opened:
+            os.fsync(opened.fileno())
 
 
 def refuse_existing(path: Path) -> None:

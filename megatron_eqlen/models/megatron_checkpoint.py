@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megatron_eqlen.models.build import build_model
 from megatron_eqlen.models.hf_config import ModelConfig
-from megatron_eqlen.models.hf_folder import CheckpointError
+from megatron_eqlen.models.hf_folder import CheckpointError, sync_files
 from megatron_eqlen.models.weights import local_parameters
 from megatron_eqlen.recipe import ParallelRecipe
 
@@ -191,6 +191,7 @@ class CheckpointWriter:
         (self.path / ".metadata").write_bytes(pickle.dumps(metadata))
         torch.save({}, self.path / "common.pt")
         save_config(CheckpointingConfig("torch_dist"), str(self.path))
+        sync_files(self.path)
 
     def _save(self, index: MetadataIndex, data: Tensor | list[None]) -> None:
         if self.file.tell() >= FILE_BYTES:

@@ -1,0 +1,12 @@
+#!/usr/bin/env python
+"""Convert a Megatron torch_dist checkpoint, saved at any parallel layout, to a Hugging Face folder.
+
+tools/convert_megatron_to_hf.py runs/NAME/checkpoints models/NAME --source models/Qwen3-32B --verify
+"""
+
+import sys
+
+from megatron_eqlen.convert_command import megatron_to_hf
+
+if __name__ == "__main__":
+    sys.exit(megatron_to_hf())
