@@ -1,58 +1,88 @@
-"""Line charts as inline SVG: no script, no file beside the page."""
+"""Charts as inline SVG: no script, no file beside the page; colours come from the page's style."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
+from itertools import accumulate
 
-WIDTH, HEIGHT = 360, 200
-LEFT, RIGHT, TOP, BOTTOM = 48, 12, 30, 24
+from megatron_eqlen.report.format import compact
+
+WIDTH, HEIGHT = 360, 170
+LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 22
+MAX_POINTS = 240
+"""More points than this are averaged in equal groups of neighbours: a chart has no more pixels."""
+MAX_BARS = 90
+
+Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Series:
     name: str
-    points: Sequence[tuple[float, float]]
-    """(x, y), x rising."""
-    intervals: Sequence[tuple[float, float]] = ()
-    """(low, high) beside each point, drawn as bars; empty for none."""
+    points: Sequence[Point]
+    """(step, value), steps rising."""
+    intervals: Sequence[Point] = field(default=())
+    """(low, high) of each point; empty for none."""
 
 
 def line_chart(title: str, series: Sequence[Series]) -> str:
-    """An SVG of one or more series over a common x axis of steps; empty text if there is no point."""
-    series = [one for one in series if one.points]
+    """One or more series over their steps; empty text if there is no point."""
+    series = [_thinned(one) for one in series if one.points]
     if not series:
         return ""
-    x_axis = _Axis([x for one in series for x, _ in one.points], LEFT, WIDTH - RIGHT)
-    values = [y for one in series for _, y in one.points] + [
-        y for one in series for ys in one.intervals for y in ys
+    values = [y for one in series for _, y in one.points]
+    bounds = [bound for one in series for interval in one.intervals for bound in interval]
+    x_axis = _Axis([x for one in series for x, _ in one.points], LEFT + 6, WIDTH - RIGHT - 6)
+    y_axis = _Axis(values + bounds, HEIGHT - BOTTOM, TOP)
+    lines = [f'<g class="c{n}">{_line(one, x_axis, y_axis)}</g>' for n, one in enumerate(series)]
+    return _svg(title, [*_grid(x_axis, y_axis), *lines])
+
+
+def stacked_bars(title: str, series: Sequence[Series]) -> str:
+    """One bar a step, the series on top of each other; all have the same steps. Empty text for no step."""
+    if not series or not series[0].points:
+        return ""
+    series = [Series(one.name, averaged(one.points, MAX_BARS)) for one in series]
+    steps = [x for x, _ in series[0].points]
+    tops = [
+        list(accumulate(values)) for values in zip(*([y for _, y in s.points] for s in series), strict=True)
     ]
-    y_axis = _Axis(values, HEIGHT - BOTTOM, TOP)
-    body = [f'<text class="title" x="{LEFT}" y="16">{escape(title)}</text>']
-    body += [_grid_line(tick, y_axis) for tick in y_axis.ticks]
-    body += [
-        f'<text x="{x_axis.place(tick):.1f}" y="{HEIGHT - 8}" text-anchor="middle">{tick:g}</text>'
-        for tick in x_axis.ticks
-        if tick == round(tick)
-    ]
+    width = (WIDTH - LEFT - RIGHT) / len(steps)
+    x_axis = _Axis(steps, LEFT + width / 2, WIDTH - RIGHT - width / 2)
+    y_axis = _Axis([0.0, max(top[-1] for top in tops)], HEIGHT - BOTTOM, TOP)
+    bars = []
     for number, one in enumerate(series):
-        body.append(f'<g class="series-{number}">{_draw(one, x_axis, y_axis)}</g>')
-    if len(series) > 1:
-        body.append(_legend(series))
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{"".join(body)}</svg>'
-    )
+        for (x, value), top in zip(one.points, tops, strict=True):
+            y, low = y_axis.place(top[number]), y_axis.place(top[number] - value)
+            label = f"<title>{escape(one.name)}, step {x:.0f}: {compact(value)} s</title>"
+            left = x_axis.place(x) - width * 0.42
+            bars.append(
+                f'<rect class="c{number}" x="{left:.1f}" y="{y:.1f}" width="{width * 0.84:.1f}" '
+                f'height="{low - y:.1f}">{label}</rect>'
+            )
+    return _svg(title, [*_grid(x_axis, y_axis), *bars])
+
+
+def averaged(points: Sequence[Point], most: int) -> list[Point]:
+    """At most ``most`` points, each the mean of a run of neighbours."""
+    size = math.ceil(len(points) / most)
+    groups = [points[start : start + size] for start in range(0, len(points), size)]
+    return [
+        (sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups
+    ]
 
 
 class _Axis:
-    """A linear map of values to pixels with round ticks."""
+    """A linear map of values to pixels, with round ticks."""
 
     def __init__(self, values: Sequence[float], start: float, stop: float) -> None:
         low, high = min(values), max(values)
-        if low == high:
-            low, high = low - (abs(low) * 0.1 or 0.5), high + (abs(high) * 0.1 or 0.5)
+        if high - low <= 1e-12 * abs(high):
+            margin = abs(high) * 0.1 or 1.0
+            low, high = (low - margin if low else 0.0), high + margin
         self.low, self.high, self.start, self.stop = low, high, start, stop
         self.ticks = _round_ticks(low, high)
 
@@ -60,47 +90,50 @@ class _Axis:
         return self.start + (value - self.low) / (self.high - self.low) * (self.stop - self.start)
 
 
-def _round_ticks(low: float, high: float, wanted: int = 4) -> list[float]:
+def _round_ticks(low: float, high: float, most: int = 5) -> list[float]:
     """Multiples of 1, 2 or 5 times a power of ten within [low, high]."""
-    power = 10 ** math.floor(math.log10((high - low) / wanted))
-    step = next(power * factor for factor in (1, 2, 5, 10) if (high - low) / (power * factor) <= wanted)
-    first, last = math.ceil(low / step), math.floor(high / step)
-    return [number * step for number in range(first, last + 1)]
+    power = 10.0 ** math.floor(math.log10((high - low) / most))
+    step = next(power * factor for factor in (1, 2, 5, 10) if (high - low) / (power * factor) <= most)
+    return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def _grid_line(tick: float, axis: _Axis) -> str:
-    y = axis.place(tick)
-    return (
-        f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        f'<text x="{LEFT - 6}" y="{y + 3:.1f}" text-anchor="end">{tick:.3g}</text>'
-    )
+def _thinned(series: Series) -> Series:
+    if len(series.points) <= MAX_POINTS or series.intervals:
+        return series
+    return Series(series.name, averaged(series.points, MAX_POINTS))
 
 
-def _draw(series: Series, x_axis: _Axis, y_axis: _Axis) -> str:
+def _line(series: Series, x_axis: _Axis, y_axis: _Axis) -> str:
     places = [(x_axis.place(x), y_axis.place(y)) for x, y in series.points]
-    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    marks = "".join(
-        _mark(place, f"{series.name}, step {x:g}: {y:.4g}")
-        for place, (x, y) in zip(places, series.points, strict=True)
-    )
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     bars = "".join(
-        _vertical(x, y_axis.place(low), y_axis.place(high))
+        f'<line class="interval" x1="{x:.1f}" x2="{x:.1f}" '
+        f'y1="{y_axis.place(low):.1f}" y2="{y_axis.place(high):.1f}"/>'
         for (x, _), (low, high) in zip(places, series.intervals, strict=False)
     )
-    return f'{bars}<polyline points="{line}"/>{marks}'
-
-
-def _mark(place: tuple[float, float], text: str) -> str:
-    """A dot that shows ``text`` under the pointer."""
-    return f'<circle cx="{place[0]:.1f}" cy="{place[1]:.1f}" r="2.2"><title>{escape(text)}</title></circle>'
-
-
-def _vertical(x: float, y1: float, y2: float) -> str:
-    return f'<line class="bar" x1="{x:.1f}" x2="{x:.1f}" y1="{y1:.1f}" y2="{y2:.1f}"/>'
-
-
-def _legend(series: Sequence[Series]) -> str:
-    parts = "".join(
-        f'<tspan class="series-{n}" dx="8">{escape(one.name)}</tspan>' for n, one in enumerate(series)
+    marks = "".join(
+        f'<circle cx="{px:.1f}" cy="{py:.1f}" r="{2 if len(places) <= 60 else 1}">'
+        f"<title>{escape(series.name)}, step {x:.0f}: {compact(y)}</title></circle>"
+        for (px, py), (x, y) in zip(places, series.points, strict=True)
     )
-    return f'<text x="{WIDTH - RIGHT}" y="16" text-anchor="end">{parts}</text>'
+    return f'{bars}<polyline points="{path}"/>{marks}'
+
+
+def _grid(x_axis: _Axis, y_axis: _Axis) -> list[str]:
+    rows = [(tick, y_axis.place(tick)) for tick in y_axis.ticks]
+    columns = [(tick, x_axis.place(tick)) for tick in x_axis.ticks if tick == round(tick)]
+    return [
+        *(
+            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            for _, y in rows
+        ),
+        *(f'<text x="{LEFT - 6}" y="{y + 3:.1f}" class="y">{compact(tick)}</text>' for tick, y in rows),
+        *(f'<text x="{x:.1f}" y="{HEIGHT - 6}" class="x">{tick:.0f}</text>' for tick, x in columns),
+    ]
+
+
+def _svg(title: str, parts: Sequence[str]) -> str:
+    return (
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
+        f"{''.join(parts)}</svg>"
+    )

@@ -1,10 +1,11 @@
-"""One self-contained HTML page a run, made from the run folder's files alone.
+"""A run's page: one self-contained HTML file, made from the run folder's files alone.
 
 recipe.yaml, metrics.jsonl, evaluation/*.json, streams/ ──► report.html
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -12,34 +13,68 @@ from typing import Any
 
 import jinja2
 
+from megatron_eqlen.data.tokenizers import load_tokenizer
 from megatron_eqlen.evaluation.result import EvaluationResult, compare, read_results
 from megatron_eqlen.evaluation.statistics import Interval
 from megatron_eqlen.recipe import Recipe, dump, load
-from megatron_eqlen.report.chart import Series, line_chart
-from megatron_eqlen.report.metrics import read_metrics
-from megatron_eqlen.report.streams import Decode, RolloutView, read_step, text_decoder, view
-
-CHARTS = (
-    ("Reward", {"objective/reward_mean": "mean reward"}),
-    (
-        "Response length, tokens",
-        {"harvest/ended_response_length": "responses", "harvest/segment_length": "segments"},
-    ),
-    ("Entropy, nats", {"loss/entropy": "entropy"}),
-    ("KL to the reference", {"loss/ref_kl": "KL"}),
-    ("Mismatch KL, trainer and engine", {"loss/mismatch_kl": "mismatch KL"}),
-    ("Pairs a stream", {"harvest/pairs_per_stream": "pairs"}),
-    ("Skipped pairs", {"objective/skip_rate": "share"}),
-    ("Gradient norm", {"train/grad_norm": "norm"}),
-    ("Tokens a second", {"harvest/tokens_per_second": "rollout", "train/tokens_per_second": "training"}),
-    ("Tokens trained", {"packing/unique_tokens": "token trees", "packing/expanded_tokens": "expanded"}),
+from megatron_eqlen.report.chart import Point, Series, line_chart, stacked_bars
+from megatron_eqlen.report.drawing import draw
+from megatron_eqlen.report.format import (
+    MISMATCH_KL,
+    PAIRS,
+    RESPONSE_LENGTH,
+    REWARD,
+    ROLLOUT_SPEED,
+    TRAINING_SPEED,
+    compact,
+    duration,
 )
-"""Title, and the metrics drawn in it with their names in the legend."""
-
-STREAMS_SHOWN = 4
-"""Of the first and of the last recorded step."""
+from megatron_eqlen.report.metrics import read_metrics
+from megatron_eqlen.report.rollouts import Decode, RolloutView, view
+from megatron_eqlen.rollout.recorder import read_dump
 
 Records = list[dict[str, Any]]
+Names = tuple[str, ...]
+
+CHARTS: dict[str, dict[str, Names]] = {
+    "Reward": {"mean": REWARD},
+    "Pairs per stream": {"pairs": PAIRS},
+    "Length, tokens": {
+        "responses": RESPONSE_LENGTH,
+        "segments": ("harvest/segment_length", "objective/segment_length_mean"),
+    },
+    "Shares": {
+        "skipped pairs": ("objective/skip_rate",),
+        "no advantage": ("objective/zero_advantage_fraction",),
+        "truncated": ("harvest/truncated_fraction",),
+    },
+    "Entropy, nats": {"entropy": ("loss/entropy",)},
+    "KL to the reference model": {"KL": ("loss/ref_kl",)},
+    "Mismatch KL, engine to trainer": {"KL": MISMATCH_KL},
+    "Gradient norm": {"norm": ("train/grad_norm",)},
+    "Clipped tokens, share": {
+        "low": ("loss/clip_fraction_low",),
+        "high": ("loss/clip_fraction_high",),
+    },
+    "Tokens per second": {"rollout": ROLLOUT_SPEED, "training": TRAINING_SPEED},
+    "Tokens trained": {
+        "in token trees": ("packing/unique_tokens",),
+        "if every side had its own prefix": ("packing/expanded_tokens",),
+    },
+}
+"""Title: what is drawn in it and the metric's names; what a run did not measure is left out."""
+
+ROLLOUTS_SHOWN = 4
+MOST_TEXT = 1500
+"""Characters of a segment on the page."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    title: str
+    legend: list[tuple[str, str]]
+    """(series, its value at the end)."""
+    svg: str
 
 
 @dataclass(frozen=True)
@@ -51,119 +86,215 @@ class Evaluation:
     result: EvaluationResult
     accuracy: Interval
     gain: Interval | None
-    """Against ``before``, paired by problem."""
+    """Against the run's first evaluation of the benchmark, paired by problem; None where there is none."""
+
+
+@dataclass(frozen=True)
+class StepView:
+    step: int
+    """Counted from 1."""
+    folder: str
+    rollouts: list[RolloutView]
 
 
 def write_page(run_folder: Path) -> Path:
     """Write ``report.html`` into a run folder and return its path.
 
-    Raises ValueError if the folder holds no run.
+    Metrics, evaluations and streams may be missing. Raises ValueError if the folder holds no recipe, or
+    naming the file that cannot be read.
     """
     if not (run_folder / "recipe.yaml").is_file():
         raise ValueError(f"{run_folder}: expected a run folder with a recipe.yaml, found none")
     recipe = load(run_folder / "recipe.yaml")
-    records = read_metrics(run_folder / "metrics.jsonl")
-    evaluations = read_evaluations(run_folder / "evaluation", records)
-    note, steps = read_streams(run_folder / "streams", recipe)
+    records = read_metrics(run_folder)
+    evaluations = read_evaluations(run_folder / "evaluation", recipe.steps)
+    decode, note = find_decoder(Path(recipe.model.path))
     page = _template().render(
         recipe=recipe,
         recipe_text=dump(recipe),
         records=records,
         evaluations=evaluations,
-        headlines=headlines(records, evaluations),
-        charts=[_accuracy_chart(evaluations), *(_chart(records, *chart) for chart in CHARTS)],
-        stages=stage_seconds(records),
-        streams_note=note,
-        stream_steps=steps,
+        outcomes=outcomes(evaluations),
+        facts=facts(records),
+        charts=charts(records, evaluations),
+        stages=stages(records),
+        steps=read_steps(run_folder / "streams", recipe, decode),
+        decoder_note=note,
+        draw=draw,
     )
     path = run_folder / "report.html"
-    path.write_text(page, encoding="utf-8")
+    partial = path.with_suffix(".partial")
+    partial.write_text(page, encoding="utf-8")
+    partial.replace(path)
     return path
 
 
-def read_evaluations(folder: Path, records: Records) -> list[Evaluation]:
-    """All evaluations in the order of their steps, ``before`` first and ``after`` last."""
-    last = records[-1]["step"] if records else 0
-    steps = {path: _step_of(path.stem, last) for path in folder.glob("*.json")}
-    paths = sorted(steps, key=lambda path: (steps[path], path.stem == "after"))
+# ---- evaluations --------------------------------------------------------------------------------------
+
+
+def read_evaluations(folder: Path, steps: int) -> list[Evaluation]:
+    """All evaluations by their steps: ``before`` is step 0, ``after`` comes after all ``steps``."""
+    order = {path: _step(path.stem, steps) for path in sorted(folder.glob("*.json"))}
     first: dict[str, EvaluationResult] = {}
     rows = []
-    for path in paths:
+    for path in sorted(order, key=lambda path: (order[path], path.stem == "after")):
         for result in read_results(path):
-            before = first.setdefault(result.benchmark, result)
-            gain = compare(before, result) if before is not result else None
-            rows.append(Evaluation(path.stem, steps[path], result, result.accuracy, gain))
+            gain = _gain(first.setdefault(result.benchmark, result), result)
+            rows.append(Evaluation(path.stem, order[path], result, result.accuracy, gain))
     return rows
 
 
-def _step_of(label: str, last: int) -> int:
-    if label == "before":
-        return 0
-    return int(label.removeprefix("step-")) if label.startswith("step-") else last
+def _step(label: str, last: int) -> int:
+    digits = label.removeprefix("step-")
+    return 0 if label == "before" else int(digits) if digits.isdigit() else last
 
 
-def read_streams(folder: Path, recipe: Recipe) -> tuple[str, list[tuple[str, list[RolloutView]]]]:
-    """A note (empty if all is well), and some rollouts of the first and last recorded step."""
-    steps = sorted(folder.glob("step-*"))
-    note, decode = _decoder(recipe)
-    shown = [(step.name, _views(step, decode, recipe)) for step in dict.fromkeys([*steps[:1], *steps[-1:]])]
-    return note if steps else "This run recorded no rollouts.", shown
+def _gain(first: EvaluationResult, result: EvaluationResult) -> Interval | None:
+    same_questions = first.manifest["question_ids"] == result.manifest["question_ids"]
+    return compare(first, result) if first is not result and same_questions else None
 
 
-def _decoder(recipe: Recipe) -> tuple[str, Decode]:
-    try:
-        return "", text_decoder(Path(recipe.model.path))
-    except ValueError as error:
-        return f"Token ids instead of text: {error}", lambda token_ids: " ".join(map(str, token_ids))
+def outcomes(evaluations: list[Evaluation]) -> list[list[Evaluation]]:
+    """Of each benchmark the first and the last evaluation, or the only one."""
+    by_benchmark: dict[str, list[Evaluation]] = {}
+    for row in evaluations:
+        by_benchmark.setdefault(row.result.benchmark, []).append(row)
+    return [[*rows[:1], *rows[1:][-1:]] for rows in by_benchmark.values()]
 
 
-def _views(step: Path, decode: Decode, recipe: Recipe) -> list[RolloutView]:
-    by_prompt = {rollout.prompt_id: rollout for rollout in reversed(read_step(step))}
-    chosen = [by_prompt[prompt_id] for prompt_id in sorted(by_prompt)[:STREAMS_SHOWN]]
-    return [view(rollout, decode, recipe.equal_length) for rollout in chosen]
+# ---- metrics ------------------------------------------------------------------------------------------
 
 
-def headlines(records: Records, evaluations: list[Evaluation]) -> list[tuple[str, str, str]]:
-    """(name, value, remark) of the boxes at the top of the page."""
+def facts(records: Records) -> list[tuple[str, str, str]]:
+    """(name, value, remark) of the boxes below the headline."""
     boxes = []
-    for last in [row for row in evaluations if row.label == "after"]:
-        first = next(row for row in evaluations if row.result.benchmark == last.result.benchmark)
-        name = f"{last.result.benchmark}, avg@{last.result.samples}"
-        change = f"{100 * first.accuracy.mean:.1f}% → {100 * last.accuracy.mean:.1f}%"
-        boxes.append((name, change, f"gain {last.gain} points" if last.gain else ""))
-    for key, name, scale in (
-        ("time/step", "seconds a step", "{:.1f}"),
-        ("harvest/tokens_per_second", "rollout tokens a second", "{:,.0f}"),
-        ("train/tokens_per_second", "training tokens a second", "{:,.0f}"),
-    ):
-        if values := _values(records, key):
-            boxes.append((name, scale.format(fmean(y for _, y in values)), "mean over steps"))
+    if reward := series(records, REWARD):
+        share = max(len(reward) // 5, 1)
+        first, last = (fmean(y for _, y in part) for part in (reward[:share], reward[-share:]))
+        boxes.append(("reward", f"{compact(first)} → {compact(last)}", f"mean of {share} steps at each end"))
+    for name, metric in (("rollout", ROLLOUT_SPEED), ("training", TRAINING_SPEED)):
+        if values := series(records, metric):
+            boxes.append((name, f"{compact(fmean(y for _, y in values))} tokens/s", "mean over steps"))
+    if seconds := series(records, ("time/step",)):
+        total = sum(y for _, y in seconds)
+        boxes.append(("step", f"{compact(total / len(seconds))} s", f"{duration(total)} in all steps"))
     return boxes
 
 
-def stage_seconds(records: Records) -> list[tuple[str, float]]:
-    """(stage, mean seconds a step), longest first."""
-    names = {name for record in records for name in record if name.startswith("time/")} - {"time/step"}
-    means = {name: sum(y for _, y in _values(records, name)) / len(records) for name in sorted(names)}
-    return [(name.removeprefix("time/"), means[name]) for name in sorted(means, key=means.get, reverse=True)]
+def charts(records: Records, evaluations: list[Evaluation]) -> list[Chart]:
+    drawn = [_accuracy_chart(evaluations)] if evaluations else []
+    for title, lines in CHARTS.items():
+        parts = [Series(name, series(records, metric)) for name, metric in lines.items()]
+        parts = [part for part in parts if part.points]
+        if parts:
+            drawn.append(Chart(title, _legend(parts), line_chart(title, parts)))
+    return drawn
 
 
-def _chart(records: Records, title: str, metrics: dict[str, str]) -> str:
-    return line_chart(title, [Series(name, _values(records, key)) for key, name in metrics.items()])
+def stages(records: Records) -> Chart | None:
+    """Seconds of every stage of every step, the longest at the bottom; None without records."""
+    rows = [_stage_seconds(record) for record in records]
+    totals = sum((Counter(row) for row in rows), Counter())
+    if not totals:
+        return None
+    steps = [record["step"] for record in records]
+    parts = [
+        Series(name, [(step, row.get(name, 0.0)) for step, row in zip(steps, rows, strict=True)])
+        for name, _ in totals.most_common()
+    ]
+    whole = totals.total()
+    legend = [
+        (name, f"{compact(seconds / len(rows))} s, {seconds / whole:.0%}")
+        for name, seconds in totals.most_common()
+    ]
+    title = "Seconds per step by stage"
+    return Chart(title, legend, stacked_bars(title, parts))
 
 
-def _accuracy_chart(evaluations: list[Evaluation]) -> str:
-    series = []
+def series(records: Records, names: Names) -> list[Point]:
+    """(step, value) of the first of ``names`` that the run measured, where it is a number."""
+    name = next((name for name in names if any(name in record for record in records)), "")
+    return [(record["step"], record[name]) for record in records if record.get(name) is not None]
+
+
+def _stage_seconds(record: dict[str, Any]) -> dict[str, float]:
+    """Stage to seconds; evaluations are one stage, whatever their label."""
+    seconds: dict[str, float] = {}
+    for name, value in record.items():
+        stage = name.removeprefix("time/").split(" ")[0]
+        if name.startswith("time/") and stage != "step" and value is not None:
+            seconds[stage] = seconds.get(stage, 0.0) + value
+    return seconds
+
+
+def _accuracy_chart(evaluations: list[Evaluation]) -> Chart:
+    parts = []
     for name in dict.fromkeys(row.result.benchmark for row in evaluations):
         rows = [row for row in evaluations if row.result.benchmark == name]
         points = [(row.step, 100 * row.accuracy.mean) for row in rows]
-        bars = [(100 * row.accuracy.low, 100 * row.accuracy.high) for row in rows]
-        series.append(Series(name, points, bars))
-    return line_chart("Accuracy, % with 95% interval", series)
+        intervals = [(100 * row.accuracy.low, 100 * row.accuracy.high) for row in rows]
+        parts.append(Series(name, points, intervals))
+    title = "Accuracy, % with 95% interval"
+    return Chart(title, _legend(parts), line_chart(title, parts))
 
 
-def _values(records: Records, key: str) -> list[tuple[float, float]]:
-    return [(record["step"], record[key]) for record in records if record.get(key) is not None]
+def _legend(parts: list[Series]) -> list[tuple[str, str]]:
+    return [(part.name, compact(part.points[-1][1])) for part in parts]
+
+
+# ---- rollouts -----------------------------------------------------------------------------------------
+
+
+def find_decoder(model: Path) -> tuple[Decode, str]:
+    """How token ids become text, and a note where the model's tokenizer is not here to do it."""
+    try:
+        return load_tokenizer(model).decode, ""
+    except ValueError as error:
+        return lambda token_ids: " ".join(map(str, token_ids)), f"Token ids instead of text: {error}"
+
+
+def read_steps(folder: Path, recipe: Recipe, decode: Decode) -> list[StepView]:
+    """A few rollouts of the first and of the last recorded step."""
+    steps = sorted(folder.glob("step-*"))
+    return [_read_step(step, recipe, decode) for step in dict.fromkeys([*steps[:1], *steps[-1:]])]
+
+
+def _read_step(folder: Path, recipe: Recipe, decode: Decode) -> StepView:
+    """Rollouts of different prompts, those with something to compare first."""
+    rollouts = [rollout for file in sorted(folder.glob("rank-*.jsonl")) for rollout in read_dump(file)]
+    views = [view(rollout, decode, recipe.equal_length) for rollout in rollouts]
+    views.sort(key=lambda one: not _is_trained(one))
+    by_prompt: dict[str, RolloutView] = {}
+    for one in views:
+        by_prompt.setdefault(one.prompt_id, one)
+    number = int(folder.name.removeprefix("step-")) + 1
+    return StepView(number, folder.name, list(by_prompt.values())[:ROLLOUTS_SHOWN])
+
+
+def _is_trained(rollout: RolloutView) -> bool:
+    segments = [pair.a for pair in rollout.pairs] + rollout.segments
+    return any(segment.role in ("raised", "lowered") for segment in segments)
+
+
+# ---- the page -----------------------------------------------------------------------------------------
+
+
+def shorten(text: str) -> str:
+    """``text``, or its beginning and end where it is too long for the page."""
+    if len(text) <= MOST_TEXT:
+        return text
+    half = MOST_TEXT // 2
+    return f"{text[:half]} […{len(text) - 2 * half} characters…] {text[-half:]}"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f}%"
+
+
+def points(interval: Interval) -> str:
+    """A difference of accuracies: ``+18.2 [+12.0, +24.5] points``."""
+    mean, low, high = (f"{100 * value:+.1f}" for value in (interval.mean, interval.low, interval.high))
+    return f"{mean} [{low}, {high}] points"
 
 
 def _template() -> jinja2.Template:
@@ -174,4 +305,5 @@ def _template() -> jinja2.Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("page.html")
+    environment.filters.update(compact=compact, shorten=shorten, percent=percent, points=points)
+    return environment.get_template("page.html.jinja")

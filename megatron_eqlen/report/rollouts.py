@@ -1,10 +1,12 @@
-"""Recorded rollouts made ready to be read by people: text, rewards, and which tokens were trained."""
+"""Recorded rollouts made ready to be read by people: text, rewards, and what was trained."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
+from typing import Literal
 
 from megatron_eqlen.objectives.advantages import all_equal
 from megatron_eqlen.recipe import EqualLengthRecipe
@@ -13,13 +15,21 @@ from megatron_eqlen.types import Group, Rollout, SampledTree, Segment, Stream
 
 Decode = Callable[[list[int]], str]
 
+Role = Literal["raised", "lowered", "equal", "plain"]
+"""Its reward against what it is compared with: above, below, the same; ``plain``: not compared."""
+
+CONTEXT_TOKENS = 24
+"""So many of the tokens before a segment are shown with it."""
+
 
 @dataclass(frozen=True)
 class SegmentView:
-    """One side of a pair, a completion, a tail or a step of a tree."""
+    """One side of a pair, a completion, a tail, or a step of a tree."""
 
     label: str
     """``A1``, ``B1``, ``tail``, ``completion 3``, ``step 2 after step 0``."""
+    before: str
+    """The end of what it inherits after the prompt."""
     text: str
     length: int
     """Tokens."""
@@ -29,6 +39,7 @@ class SegmentView:
     """``stop``, ``length`` or ``goes on``."""
     reward: float | None = None
     """What it is compared by; None where it has none (yet)."""
+    role: Role = "plain"
     verdict: str = ""
     """The grader's word and the extracted answer, where the segment ends a response."""
 
@@ -59,66 +70,79 @@ def dump_files(streams: Path) -> list[Path]:
         return [streams]
     files = sorted(streams.glob("rank-*.jsonl")) or sorted(streams.glob("step-*/rank-*.jsonl"))
     if not files:
+        found = "neither" if streams.is_dir() else "no such file or folder"
         raise ValueError(
             f"{streams}: expected a .jsonl file, or a folder with rank-*.jsonl or step-*/rank-*.jsonl, "
-            f"found {'no recorded rollouts in it' if streams.is_dir() else 'no such file or folder'}"
+            f"found {found}"
         )
     return files
 
 
 def view(rollout: Rollout, decode: Decode, recipe: EqualLengthRecipe) -> RolloutView:
-    """A rollout as text. ``recipe`` says how a B side is rewarded."""
+    """A rollout as text. ``recipe`` says how a B side is rewarded; unscored rollouts have no rewards."""
     if isinstance(rollout, Stream):
         return _stream(rollout, decode, recipe)
-    if isinstance(rollout, Group):
-        segments = [
-            _segment(f"completion {number}", completion, 0, decode, _own_reward(completion))
-            for number, completion in enumerate(rollout.completions)
-        ]
-        title = f"group of {len(segments)}, policy version {rollout.policy_version}"
-        return RolloutView(rollout.prompt_id, title, segments=segments)
-    return _tree(rollout, decode)
+    return _group(rollout, decode) if isinstance(rollout, Group) else _tree(rollout, decode)
 
 
 def _stream(stream: Stream, decode: Decode, recipe: EqualLengthRecipe) -> RolloutView:
-    rewards = _rewards(stream, recipe)
-    pairs, inherited = [], 0
-    for number, (pair, values) in enumerate(zip(stream.pairs, rewards, strict=True), 1):
-        a, b = values
+    pairs = []
+    for number, (pair, (a, b)) in enumerate(zip(stream.pairs, _rewards(stream, recipe), strict=True)):
+        prefix = stream.trunk_token_ids(number)
         sides = (
-            _segment(f"A{number}", pair.a, inherited, decode, a),
-            _segment(f"B{number}", pair.b, inherited, decode, b),
+            _segment(f"A{number + 1}", pair.a, prefix, decode, a, _role(a, b)),
+            _segment(f"B{number + 1}", pair.b, prefix, decode, b, _role(b, a)),
         )
         pairs.append(PairView(*sides, use=_use(a, b)))
-        inherited += len(pair.b)
-    tail = stream.tail
-    rest = [] if tail is None else [_segment("tail", tail, inherited, decode, _own_reward(tail))]
-    title = (
-        f"stream {stream.index}, {len(pairs)} pairs, {stream.outcome.replace('_', ' ')}, "
-        f"policy version {stream.policy_version}"
-    )
+    rest = []
+    if stream.tail is not None:
+        trunk = stream.trunk_token_ids(len(stream.pairs))
+        rest = [_segment("tail", stream.tail, trunk, decode, _own_reward(stream.tail))]
+    outcome = stream.outcome.replace("_", " ")
+    title = f"stream {stream.index}, {_count(len(pairs), 'pair')}, {outcome}"
     return RolloutView(stream.prompt_id, title, pairs, rest)
+
+
+def _group(group: Group, decode: Decode) -> RolloutView:
+    rewards = [_own_reward(completion) or 0.0 for completion in group.completions]
+    middle = rewards[0] if all_equal(rewards) else fmean(rewards)
+    segments = [
+        _segment(f"completion {number}", completion, [], decode, reward, _role(reward, middle))
+        for number, (completion, reward) in enumerate(zip(group.completions, rewards, strict=True))
+    ]
+    return RolloutView(group.prompt_id, _count(len(segments), "completion"), segments=segments)
 
 
 def _tree(tree: SampledTree, decode: Decode) -> RolloutView:
     segments = []
     for number, (step, parent) in enumerate(zip(tree.steps, tree.parents, strict=True)):
-        after = f" after step {parent}" if parent >= 0 else ""
-        inherited = len(tree.response(parent)) if parent >= 0 else 0
-        segments.append(_segment(f"step {number}{after}", step, inherited, decode, _own_reward(step)))
-    title = f"tree of {len(segments)} steps, policy version {tree.policy_version}"
-    return RolloutView(tree.prompt_id, title, segments=segments)
+        label = f"step {number}" + (f" after step {parent}" if parent >= 0 else "")
+        prefix = tree.response(parent) if parent >= 0 else []
+        segments.append(_segment(label, step, prefix, decode, _own_reward(step)))
+    return RolloutView(tree.prompt_id, f"tree of {_count(len(segments), 'step')}", segments=segments)
 
 
 def _segment(
-    label: str, segment: Segment, inherited: int, decode: Decode, reward: float | None
+    label: str,
+    segment: Segment,
+    prefix: list[int],
+    decode: Decode,
+    reward: float | None,
+    role: Role = "plain",
 ) -> SegmentView:
     grade = segment.grade
-    answer = "" if grade is None or grade.answer is None else f" ({grade.answer})"
-    verdict = "" if grade is None else grade.verdict + answer
-    text = decode(segment.token_ids)
-    end = segment.finish_reason or "goes on"
-    return SegmentView(label, text, len(segment), inherited, end, reward, verdict)
+    answer = "" if grade is None or grade.answer is None else f": {grade.answer}"
+    return SegmentView(
+        label=label,
+        before=decode(prefix[-CONTEXT_TOKENS:]),
+        text=decode(segment.token_ids),
+        length=len(segment),
+        inherited=len(prefix),
+        end=segment.finish_reason or "goes on",
+        reward=reward,
+        role=role,
+        verdict="" if grade is None else grade.verdict + answer,
+    )
 
 
 def _rewards(stream: Stream, recipe: EqualLengthRecipe) -> list[tuple[float | None, float | None]]:
@@ -127,6 +151,14 @@ def _rewards(stream: Stream, recipe: EqualLengthRecipe) -> list[tuple[float | No
         return [(None, None)] * len(stream.pairs)
     rewards = pair_rewards(stream, recipe.suffix_reward, recipe.unfinished)
     return [values or (_own_reward(pair.a), None) for values, pair in zip(rewards, stream.pairs, strict=True)]
+
+
+def _role(reward: float | None, other: float | None) -> Role:
+    if reward is None or other is None:
+        return "plain"
+    if all_equal([reward, other]):
+        return "equal"
+    return "raised" if reward > other else "lowered"
 
 
 def _use(a: float | None, b: float | None) -> str:
@@ -139,3 +171,7 @@ def _use(a: float | None, b: float | None) -> str:
 
 def _own_reward(segment: Segment) -> float | None:
     return None if segment.grade is None else segment.grade.reward
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
