@@ -26,6 +26,7 @@ from tests.tree_samples import forest, paths
 from tests.tree_training import (
     Trained,
     build,
+    gradients,
     record_experts,
     train_sequences,
     train_trees,
@@ -142,6 +143,28 @@ def test_gradients_do_not_depend_on_the_parallel_layout(name, layers, folders, w
     ranks = max(2, layers.get("tensor", 1) * layers.get("pipeline", 1))
     for trained in run_ranks(ranks, train_trees, folders[name], forest(0), BUDGET, "tree", layers):
         assert_same(name, trained, whole[name])
+
+
+def test_the_head_is_computed_where_supervised_alone(folders):
+    """The same logits there, and the same gradient of every weight, as from logits everywhere."""
+    start(ParallelRecipe(), seed=1)
+    (model,) = chunks = build(folders["dense"], ParallelRecipe())
+    row = pack(forest(0), BUDGET)[0][0]
+    at = torch.from_numpy(np.flatnonzero(row.weights > 0))
+    found = []
+    for supervised in (at, None):
+        model.zero_grad_buffer()
+        ids, positions = torch.from_numpy(row.input_ids)[None], torch.from_numpy(row.position_ids)[None]
+        logits = model(
+            ids, positions, None, packed_seq_params=TreeParams.from_row(row), supervised=supervised
+        )
+        logits = logits[0] if supervised is not None else logits[0, at]
+        loss = logits.square().sum()
+        loss.backward()
+        found.append(Trained(loss.item(), gradients(chunks)))
+    assert len(at) < len(row.input_ids)
+    assert_same("dense", *found)
+    stop()
 
 
 def test_a_rank_without_a_tree_takes_part(folders):

@@ -7,6 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention.flex_attention import flex_attention
 
 from megatron_eqlen.models.gated_delta_net import (
     chunked_delta_rule,
@@ -193,6 +195,19 @@ def test_runs_join_only_children():
         assert len(tree.runs) <= len(row.nodes) + 1
 
 
+def test_flex_attention_compiles_once_for_all_rows(monkeypatch):
+    """The GPU path, traced and run without its kernel: rows of many lengths share one graph."""
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(flex_attention, dynamic=True, backend=counter)
+    monkeypatch.setattr("megatron_eqlen.models.tree_attention._compiled_flex_attention", lambda: compiled)
+    for row in rows(260) + rows(384, full_rows=True) + rows(336, layout="expanded") + rows(1000):
+        length = len(row.input_ids)
+        q, k, v = (normal(i, 1, heads, length, 8).detach() for i, heads in enumerate((4, 2, 2)))
+        ours = flex_tree_attention(q, k, v, TreeParams.from_row(row, "cpu"), 8**-0.5)
+        torch.testing.assert_close(ours, dense_attention(q, k, v, visible(row)), rtol=1e-12, atol=1e-12)
+    assert counter.frame_count == 1
+
+
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -216,7 +231,7 @@ def test_flex_attention_equals_the_dense_mask(row, heads, groups, size):
 
 @pytest.mark.gpu
 @gpu
-def test_flex_attention_compiles_once_for_all_rows():
+def test_flex_kernel_compiles_once_for_all_rows():
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     compiled = []

@@ -88,7 +88,7 @@ def weighted_sum(logprobs: torch.Tensor, entropy: torch.Tensor, row: Row, at: np
 
 
 def train_sequences(model: list, sequences: Iterable[tuple[list[int], np.ndarray]]) -> Trained:
-    """The same loss on plain causal sequences: tokens, and each log-prob's factor from the second token on."""
+    """The same loss on plain causal sequences: tokens, and each log-prob's factor from the second token."""
     (chunk,) = model
     chunk.zero_grad_buffer()
     total = 0.0

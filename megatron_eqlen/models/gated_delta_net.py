@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron_eqlen.models.tree_params import Chunks, TreeParams
 
-CHUNK = 64
+CHUNK = 32
 """Positions of a chunk."""
 
 
