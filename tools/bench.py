@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 
 BENCHMARKS = {
     "convert": "speed and memory of conversion to Megatron and back",
@@ -15,15 +16,16 @@ BENCHMARKS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    commands = parser.add_subparsers(dest="name", required=True, metavar="NAME")
-    for name, summary in BENCHMARKS.items():
-        module = importlib.import_module(f"megatron_eqlen.bench.{name}")
-        command = commands.add_parser(name, help=summary, description=summary)
-        module.add_arguments(command)
-        command.set_defaults(run=module.run)
-    args = parser.parse_args()
-    args.run(args)
+    names = "\n".join(f"  {name:10} {summary}" for name, summary in BENCHMARKS.items())
+    chooser = argparse.ArgumentParser(
+        description=f"{__doc__}\n\n{names}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    chooser.add_argument("name", choices=BENCHMARKS)
+    name = chooser.parse_args(sys.argv[1:2]).name
+    benchmark = importlib.import_module(f"megatron_eqlen.bench.{name}")
+    parser = argparse.ArgumentParser(prog=f"bench.py {name}", description=BENCHMARKS[name])
+    benchmark.add_arguments(parser)
+    benchmark.run(parser.parse_args(sys.argv[2:]))
 
 
 if __name__ == "__main__":
