@@ -23,7 +23,7 @@ from megatron_eqlen.types import Grade, Group, Pair, Prompt, SampledTree, Segmen
 
 LONGEST = 12
 BUFFER = 5
-THOROUGH = settings(max_examples=40, deadline=None)
+THOROUGH = settings(max_examples=25, deadline=None)
 
 
 @dataclass
@@ -269,6 +269,35 @@ def test_truncated_importance_sampling(level, shapes, seed):
             expected[ids] = [-w * s / factor for w, s in zip(weights, slopes, strict=True)]
     settings = recipe("independent", "grpo", rollout_is=level, rollout_is_threshold=1.5)
     np.testing.assert_allclose(our_gradient(groups, tokens, settings), expected, rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "low", "high", "dual"),
+    [
+        ("rloo", {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3}, 0.1, 0.3, None),
+        ("grpo", {"clip_ratio_high": 0.28, "clip_ratio_c": 3.0}, 0.2, 0.28, 3.0),
+        ("grpo", {"old_logprobs": "rollout"}, 0.2, 0.2, None),
+        ("dapo", {"loss_agg_mode": "prompt-mean-token-mean", "overlong_buffer": 0}, 0.2, 0.28, 10.0),
+    ],
+)
+@given(shapes=st.lists(lengths_and_rewards, min_size=1, max_size=3), scale=scales, seed=st.integers(0, 99))
+@THOROUGH
+def test_loss_keys_change_what_they_name(name, keys, low, high, dual, shapes, scale, seed):
+    tokens = Tokens(scale, seed)
+    groups = sample_groups(shapes, tokens)
+    old = tokens.rollout if "old_logprobs" in keys else tokens.old
+    expected = np.zeros(len(tokens.new))
+    for group in groups:
+        rewards = [c.grade.reward if c.grade else 0.0 for c in group.completions]
+        whole = sum(len(c) for c in group.completions)
+        advantages = advantages_of(name, rewards, None)
+        for completion, advantage in zip(group.completions, advantages, strict=True):
+            factor = whole if name == "dapo" else len(group.completions) * len(completion)
+            for i in completion.token_ids:
+                ratio = math.exp(tokens.new[i] - old[i])
+                expected[i] = -clip_slope(ratio, advantage, low, high, dual) / (factor * len(groups))
+    settings = recipe("independent", name, **keys)
+    np.testing.assert_allclose(our_gradient(groups, tokens, settings), expected, rtol=1e-8, atol=1e-14)
 
 
 # --- equal-length pairs -----------------------------------------------------------------------------------
