@@ -60,6 +60,8 @@ class Grade:
     grader: str = ""
     """The grader's name and version, for example ``math_verify-0.9.0``."""
     seconds: float = 0.0
+    detail: str = ""
+    """More on the verdict: a code answer's first failing test."""
 
 
 @dataclass

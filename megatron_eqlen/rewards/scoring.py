@@ -15,6 +15,7 @@ import numpy as np
 
 from megatron_eqlen.data.tokenizers import Tokenizer
 from megatron_eqlen.recipe import RewardRecipe
+from megatron_eqlen.rewards.code import CodeGrader
 from megatron_eqlen.rewards.math import MathGrader
 from megatron_eqlen.types import Grade, Metrics, Prompt, Rollout, Segment
 
@@ -98,6 +99,14 @@ def make_grader(name: str, reward: RewardRecipe) -> Grader:
     """The grader that prompts call ``name``. Raises ValueError if there is none."""
     if name == "math":
         return MathGrader(reward.math_rule, reward.workers, reward.timeout)
+    if name == "code":
+        return CodeGrader(
+            reward.workers,
+            reward.code_timeout,
+            reward.code_memory_mb,
+            reward.code_sandbox,
+            reward.sandbox_url,
+        )
     raise ValueError(f"grader: expected math, code or rubric, found {name!r}")
 
 

@@ -1,0 +1,159 @@
+"""The code grader: does the program in a response pass every test?
+
+    response ──last fenced block after </think>──► program ──► sandbox (here or on a server) ──► verdict
+
+Model-written programs never run in the trainer: each test is a process of its own, locked down, under a
+worker that can be killed. What isolation the machine offers is tried once, with programs that attempt to
+escape.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import lru_cache
+from typing import Any, Literal
+
+from megatron_eqlen.rewards.code_tests import CodeTests
+from megatron_eqlen.rewards.program import Isolation, Limits
+from megatron_eqlen.rewards.sandbox import EXTRA_SECONDS, SandboxError
+from megatron_eqlen.rewards.sandbox_server import SandboxServer
+from megatron_eqlen.rewards.workers import WorkerPool
+from megatron_eqlen.types import Grade
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
+"""Raised whenever a change here or in ``code_tests`` changes a verdict."""
+LONGEST_PROGRAM = 100_000
+"""Characters."""
+WORKER_MODULE = "megatron_eqlen.rewards.code_worker"
+
+_FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+
+
+def extract_program(text: str) -> str | None:
+    """The last fenced block after the last ``</think>``, None if there is none."""
+    blocks = _FENCE.findall(text.rpartition("</think>")[2][-4 * LONGEST_PROGRAM :])
+    return blocks[-1] if blocks and blocks[-1].strip() else None
+
+
+class CodeGrader:
+    """Grades responses to code problems. The sandbox starts with the first program."""
+
+    def __init__(
+        self,
+        workers: int = 2,
+        timeout: float = 6.0,
+        memory_mb: int = 1024,
+        sandbox: Literal["strict", "best_effort"] = "strict",
+        sandbox_url: str | None = None,
+    ) -> None:
+        self._workers = workers
+        self._timeout = timeout
+        self._memory_mb = memory_mb
+        self._mode = sandbox
+        self._server = SandboxServer(sandbox_url, workers) if sandbox_url else None
+        self._pool: WorkerPool | None = None
+        self.isolation: Isolation | None = None
+        """What is in force, once the sandbox has started."""
+
+    @property
+    def name(self) -> str:
+        return f"code-{VERSION}" + ("@server" if self._server else "")
+
+    def grade(self, texts: Sequence[str], golds: Sequence[str]) -> list[Grade]:
+        """A grade for each response against its tests; reward 1 only if all pass.
+
+        Verdicts: passed, wrong_answer, time_limit, memory_limit, output_limit, runtime_error,
+        compile_error, no_answer. ``Grade.detail`` names the first failing test. Raises SandboxError if no
+        verdict can be given.
+        """
+        programs = [extract_program(text) for text in texts]
+        jobs = list(dict.fromkeys((program, gold) for program, gold in zip(programs, golds, strict=True)))
+        runnable = [job for job in jobs if job[0] is not None and len(job[0]) <= LONGEST_PROGRAM]
+        items = [self._item(program, gold) for program, gold in runnable]
+        judged = dict(zip(runnable, self._judge(items), strict=True))
+        return [self._grade(job, judged.get(job)) for job in zip(programs, golds, strict=True)]
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    def _item(self, program: str, gold: str) -> dict[str, Any]:
+        tests = _parse_tests(gold)
+        cpu = tests.time_limit or self._timeout
+        memory = max(self._memory_mb, tests.memory_mb or 0)
+        limits = Limits(cpu_seconds=cpu, wall_seconds=4 * cpu + 2, memory_mb=memory)
+        return {"program": program, "tests": gold, "limits": asdict(limits)}
+
+    def _judge(self, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        if not items:
+            return []
+        if self._server is not None:
+            return [asdict(judgement) for judgement in self._server.judge(items)]
+        if self._pool is None:
+            self._pool = self._start()
+        answers = self._pool.map(items, [_longest(item) for item in items])
+        again = [number for number, answer in enumerate(answers) if "verdict" not in answer]
+        if again:
+            log.warning("code sandbox: %s; %d programs tried again", answers[again[0]], len(again))
+            retried = self._pool.map([items[n] for n in again], [_longest(items[n]) for n in again])
+            for number, answer in zip(again, retried, strict=True):
+                answers[number] = answer if "verdict" in answer else _failed_twice(answer)
+        return answers
+
+    def _start(self) -> WorkerPool:
+        """Find what isolation works, refuse too little, say what is in force."""
+        self.isolation = offered_isolation()
+        if not self.isolation.strict and self._mode == "strict":
+            raise ValueError(
+                f"reward.code_sandbox: strict needs Landlock and seccomp, this machine offers {self.isolation}; "
+                "set reward.sandbox_url, or accept less with code_sandbox: best_effort"
+            )
+        level = logging.INFO if self.isolation.strict else logging.WARNING
+        log.log(level, "code sandbox: %s", self.isolation)
+        return WorkerPool(WORKER_MODULE, self._workers, {"isolation": asdict(self.isolation)})
+
+    def _grade(self, job: tuple[str | None, str], judged: dict[str, Any] | None) -> Grade:
+        program, _ = job
+        if program is None:
+            return Grade(0.0, "no_answer", None, self.name)
+        shown = f"{len(program)} characters of Python"
+        if judged is None:
+            return Grade(
+                0.0, "compile_error", shown, self.name, detail=f"longer than {LONGEST_PROGRAM} characters"
+            )
+        passed = judged["verdict"] == "passed"
+        return Grade(float(passed), judged["verdict"], shown, self.name, judged["seconds"], judged["detail"])
+
+
+@lru_cache(maxsize=1)
+def offered_isolation() -> Isolation:
+    """The strongest isolation that works on this machine, tried once in a process of its own."""
+    pool = WorkerPool(WORKER_MODULE, 1)
+    try:
+        (answer,) = pool.map([{}], 600.0)
+    finally:
+        pool.close()
+    if "landlock" not in answer:
+        raise SandboxError(f"no sandbox works here: {answer}")
+    return Isolation(**{name: answer[name] for name in Isolation.__dataclass_fields__})
+
+
+@lru_cache(maxsize=4096)
+def _parse_tests(gold: str) -> CodeTests:
+    return CodeTests.from_json(gold)
+
+
+def _longest(item: dict[str, Any]) -> float:
+    """Seconds after which a worker, not its program, must be at fault."""
+    tests = _parse_tests(item["tests"])
+    return len(tests.inputs) * (item["limits"]["wall_seconds"] + 1.0) + EXTRA_SECONDS
+
+
+def _failed_twice(answer: dict[str, Any]) -> dict[str, Any]:
+    raise SandboxError(f"code sandbox: no verdict on a program in two attempts: {answer}")

@@ -1,0 +1,30 @@
+"""What runs inside a code grader's worker: judge programs in a sandbox of its own.
+
+The worker knows the tests; the sandbox's zygote, forked before any arrives, does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from megatron_eqlen.rewards.code_tests import CodeTests
+from megatron_eqlen.rewards.judge import judge
+from megatron_eqlen.rewards.program import Isolation, Limits
+from megatron_eqlen.rewards.sandbox import Sandbox, probe
+
+
+def make_handler(isolation: dict[str, bool] | None = None) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Answers ``{"program", "tests", "limits"}`` with a Judgement; without ``isolation``: what is
+    offered.
+    """
+    if isolation is None:
+        return lambda _: asdict(probe())
+    sandbox = Sandbox(Isolation(**isolation))
+
+    def handle(item: dict[str, Any]) -> dict[str, Any]:
+        tests = CodeTests.from_json(item["tests"])
+        return asdict(judge(item["program"], tests, Limits(**item["limits"]), sandbox.run))
+
+    return handle

@@ -1,0 +1,170 @@
+"""What happens inside a sandboxed process: give up every right, then run a program and report how it ended.
+
+    zygote ──fork──► enter() ──► limits, uid, Landlock, seccomp ──► run() ──► report descriptor
+
+The report is written by the same process as the program, so nothing in it is believed beyond a wrong or
+failed answer: what the program printed or returned is compared elsewhere, with outputs it never saw.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+import traceback
+import types
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from megatron_eqlen.rewards.landlock import restrict_files
+from megatron_eqlen.rewards.seccomp import restrict_system_calls
+
+SOURCE, REPORT = 3, 4
+"""Descriptors: the program's text, and where the report goes; 0, 1 and 2 are as ever."""
+NOBODY = 65534
+SYSTEM_PATHS = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/lib", "/lib64")
+SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/dev/null", "/dev/zero", "/dev/urandom")
+REPORT_TEXT = 1000
+"""Characters of an error that are reported."""
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """What holds a program back besides resource limits."""
+
+    landlock: bool
+    seccomp: bool
+    drop_user: bool
+    """Run as nobody (needs root)."""
+
+    @property
+    def strict(self) -> bool:
+        return self.landlock and self.seccomp
+
+    def __str__(self) -> str:
+        parts = ["rlimits"] + [name for name in ("landlock", "seccomp") if getattr(self, name)]
+        return " + ".join(parts + ["nobody"] * self.drop_user)
+
+
+@dataclass(frozen=True)
+class Limits:
+    cpu_seconds: float
+    wall_seconds: float
+    memory_mb: int
+    output_bytes: int = 16 << 20
+    """Of standard output, of standard error, and of any file."""
+
+
+def readable_paths() -> list[str]:
+    """Python's own folders and the system libraries."""
+    return [*SYSTEM_PATHS, *SYSTEM_FILES, *{sys.prefix, sys.base_prefix, os.path.dirname(os.__file__)}]
+
+
+def enter(limits: Limits, isolation: Isolation, folder: str) -> None:
+    """Give up every right; ``folder`` (empty, not writable) becomes the working directory."""
+    os.setsid()
+    os.chdir(folder)
+    os.umask(0o077)
+    signal.signal(
+        signal.SIGXFSZ, signal.SIG_DFL
+    )  # Python ignores it, and too much output would look an error
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _limit_resources(limits)
+    if isolation.drop_user:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+    pr_set_dumpable = 4
+    ctypes.CDLL(None).prctl(pr_set_dumpable, *[ctypes.c_ulong(0)] * 4)
+    if isolation.landlock:
+        restrict_files(readable_paths())
+    if isolation.seccomp:
+        restrict_system_calls()
+
+
+def _limit_resources(limits: Limits) -> None:
+    memory = limits.memory_mb << 20
+    cpu = max(1, round(limits.cpu_seconds + 0.5))
+    for kind, value in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CPU, cpu),
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_DATA, memory),
+        (resource.RLIMIT_FSIZE, limits.output_bytes),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_NPROC, 64),
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_STACK, min(memory, 256 << 20)),
+    ):
+        resource.setrlimit(kind, (value, value))
+
+
+def run(function: str | None) -> NoReturn:
+    """Run the program at SOURCE as ``__main__``; or load it and call ``function`` on stdin's arguments.
+    Exits.
+    """
+    main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = main
+    sys.argv = ["solution.py"]
+    os.environ.clear()
+    sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+    with open(SOURCE, "rb") as file:
+        source = file.read()
+    os._exit(_execute(source, main, function))
+
+
+def _execute(source: bytes, main: types.ModuleType, function: str | None) -> int:
+    """The exit status. Whatever the program raises is its own affair."""
+    stage = "compile_error"
+    try:
+        code = compile(source, "solution.py", "exec")
+        stage = "runtime_error"
+        if function is None:
+            exec(code, main.__dict__)
+            _finish()
+        else:
+            main.__name__ = "solution"  # a function is called, the program's own main is not
+            exec(code, main.__dict__)
+            _report({"result": _call(main, function)})
+    except SystemExit as end:
+        sys.stdout.flush()
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException as error:  # noqa: BLE001 - the program's, whatever it is
+        stage = "memory_limit" if isinstance(error, MemoryError) else stage
+        own = error.__traceback__ and error.__traceback__.tb_next  # without this frame
+        text = "".join(traceback.format_exception(type(error), error, own, limit=-3))
+        _report({"error": stage, "text": text[-REPORT_TEXT:]})
+        return 1
+    return 0
+
+
+def _call(main: types.ModuleType, name: str) -> Any:
+    """The result of ``name``, a method of ``class Solution`` or a function, on one JSON value a line of
+    stdin.
+    """
+    arguments = [json.loads(line) for line in sys.stdin.read().split("\n") if line.strip()]
+    owner = main.Solution() if hasattr(main, "Solution") else main
+    result = getattr(owner, name)(*arguments)
+    json.dumps(result)  # a result that is not plain data is an error of the program's
+    return result
+
+
+def _finish() -> None:
+    """What the interpreter does at its end: wait for threads, run exit functions, flush."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    sys.stdout.flush()
+
+
+def _report(message: dict[str, Any]) -> None:
+    data = json.dumps(message).encode()
+    while data:
+        data = data[os.write(REPORT, data) :]

@@ -1,0 +1,286 @@
+"""Running a program in isolation: a zygote that forks a locked-down process for each run.
+
+    worker (knows the tests) ──descriptors──► zygote (knows nothing) ──fork──► program
+
+The zygote is forked from the worker before any test arrives and never reads a program, an input or an
+output: they travel as descriptors of memory files. So a program finds no expected output in its memory,
+and nothing of the programs before it. Ending a run kills its whole process group and everything it left
+behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+
+from megatron_eqlen.rewards import program
+from megatron_eqlen.rewards.landlock import abi_version
+from megatron_eqlen.rewards.program import Isolation, Limits
+
+log = logging.getLogger(__name__)
+
+LARGEST_REQUEST = 4096
+EXTRA_SECONDS = 30.0
+"""Beyond a run's wall-clock limit, after which the zygote counts as broken."""
+
+
+class SandboxError(RuntimeError):
+    """The sandbox failed, not the program: no verdict can be given."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """How one run of a program ended."""
+
+    status: str
+    """``finished``, or a verdict: ``compile_error``, ``runtime_error``, ``time_limit``, ``memory_limit``,
+    ``output_limit``."""
+    stdout: str = ""
+    result: str | None = None
+    """JSON of what the function returned, for a function call."""
+    error: str = ""
+    """The end of the traceback."""
+    seconds: float = 0.0
+
+
+class Sandbox:
+    """Runs programs one at a time. Use as a context manager, or ``close``."""
+
+    def __init__(self, isolation: Isolation) -> None:
+        self.isolation = isolation
+        self._folder = tempfile.mkdtemp(prefix="empty-")
+        os.chmod(self._folder, 0o555)
+        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._zygote = os.fork()
+        if self._zygote == 0:
+            self._connection.close()
+            _serve(theirs, isolation, self._folder)
+        theirs.close()
+
+    def __enter__(self) -> Sandbox:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._connection.close()
+        os.waitpid(self._zygote, 0)
+
+    def run(self, source: str, stdin: str, limits: Limits, function: str | None = None) -> Run:
+        """Run ``source`` with ``stdin``; or call its ``function`` with one JSON argument a line of
+        ``stdin``.
+
+        Raises SandboxError if the sandbox itself failed.
+        """
+        with contextlib.ExitStack() as stack:
+            files = [_memory_file(stack, text) for text in (stdin, "", "", source, "")]
+            request = {"limits": asdict(limits), "function": function}
+            ending = self._request(json.dumps(request).encode(), files, limits.wall_seconds)
+            _, stdout, _, _, report = files
+            return _interpret(
+                ending, _read(stdout, limits.output_bytes), _read(report, limits.output_bytes), limits
+            )
+
+    def _request(self, request: bytes, files: list[int], wall_seconds: float) -> dict:
+        self._connection.settimeout(wall_seconds + EXTRA_SECONDS)
+        try:
+            socket.send_fds(self._connection, [request], files)
+            reply = self._connection.recv(LARGEST_REQUEST)
+        except OSError as error:
+            raise SandboxError(f"the sandbox does not answer: {error}") from None
+        if not reply:
+            raise SandboxError("the sandbox's zygote died")
+        ending = json.loads(reply)
+        if "failed" in ending:
+            raise SandboxError(ending["failed"])
+        return ending
+
+
+def _interpret(ending: dict, stdout: bytes, report: bytes, limits: Limits) -> Run:
+    """A Run from the process's end and its report. ``ending``: exit, cpu and wall seconds, timed_out."""
+    try:
+        told = json.loads(report) if report else {}
+    except (ValueError, RecursionError):
+        told = {}
+    told = told if isinstance(told, dict) else {}
+    text = stdout.decode(errors="replace")
+    seconds, code = ending["wall"], ending["exit"]
+    error = str(told.get("text", ""))[: program.REPORT_TEXT]
+    over = ending["cpu"] > limits.cpu_seconds
+    if ending["timed_out"] or over or code in (-signal.SIGXCPU, -signal.SIGKILL):
+        return Run("time_limit", text, None, f"{ending['cpu']:.2f} s CPU, {seconds:.2f} s", seconds)
+    if code == -signal.SIGXFSZ:
+        return Run("output_limit", text, None, f"more than {limits.output_bytes} bytes", seconds)
+    if told.get("error") in ("compile_error", "memory_limit"):
+        return Run(told["error"], text, None, error, seconds)
+    if code != 0 or "error" in told:
+        return Run("runtime_error", text, None, error or f"exit status {code}", seconds)
+    result = json.dumps(told["result"]) if "result" in told else None
+    return Run("finished", text, result, "", seconds)
+
+
+def _serve(connection: socket.socket, isolation: Isolation, folder: str) -> None:
+    """The zygote: fork, wait, clean up, answer; end with the worker."""
+    pr_set_child_subreaper = 36
+    program.ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0)  # what a program leaves becomes ours
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(connection, LARGEST_REQUEST, 5)
+        if not request:
+            os.rmdir(folder)
+            os._exit(0)
+        asked = json.loads(request)
+        limits = Limits(**asked["limits"])
+        started = time.monotonic()
+        ready, told = os.pipe()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            connection.send(json.dumps({"failed": f"fork: {error}"}).encode())
+            continue
+        if pid == 0:
+            _become_program(descriptors, told, limits, isolation, folder, asked["function"])
+        os.close(told)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        ending = _wait(pid, started + limits.wall_seconds, connection)
+        refused = os.read(ready, 500).decode(errors="replace")
+        os.close(ready)
+        ending["wall"] = time.monotonic() - started
+        _kill_leftovers()
+        connection.send(json.dumps({"failed": refused} if refused else ending).encode())
+
+
+def _become_program(
+    descriptors: list[int], told: int, limits: Limits, isolation: Isolation, folder: str, function: str | None
+) -> None:
+    """In the child: lock down, run, exit. What fails before the program starts is the sandbox's failure."""
+    try:
+        copies = [os.dup(descriptor) if descriptor < 8 else descriptor for descriptor in descriptors]
+        spare = os.dup(told) if told < 8 else told
+        for target, descriptor in enumerate(copies):
+            os.dup2(descriptor, target)
+        told = os.dup2(spare, 5)
+        os.closerange(6, 1 << 12)
+        program.enter(limits, isolation, folder)
+    except BaseException as error:  # noqa: BLE001 - told to the parent, who raises it
+        os.write(told, f"cannot isolate: {type(error).__name__}: {error}"[:500].encode())
+        os._exit(1)
+    os.close(told)
+    program.run(function)
+
+
+def _wait(pid: int, deadline: float, connection: socket.socket) -> dict:
+    """Wait for the program or its deadline; if the worker goes away, end everything."""
+    process = os.pidfd_open(pid)
+    poll = select.poll()
+    poll.register(process, select.POLLIN)
+    poll.register(connection, 0)  # only its hang-up
+    events = dict(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
+    os.close(process)
+    timed_out = process not in events
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    _, status, usage = os.wait4(pid, 0)
+    code = os.waitstatus_to_exitcode(status)
+    return {"exit": code, "cpu": usage.ru_utime + usage.ru_stime, "timed_out": timed_out}
+
+
+def _kill_leftovers() -> None:
+    """Kill and reap every process a run left behind (none can be, under seccomp)."""
+    children = f"/proc/self/task/{os.getpid()}/children"
+    while True:
+        try:
+            with open(children) as file:
+                pids = [int(pid) for pid in file.read().split()]
+        except FileNotFoundError:
+            pids = []
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0 if pids else os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not pids:
+            return
+
+
+def _memory_file(stack: contextlib.ExitStack, text: str) -> int:
+    descriptor = os.memfd_create("", os.MFD_CLOEXEC)
+    stack.callback(os.close, descriptor)
+    data = text.encode(errors="replace")
+    while data:
+        data = data[os.write(descriptor, data) :]
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+
+
+def _read(descriptor: int, limit: int) -> bytes:
+    return os.pread(descriptor, limit, 0)
+
+
+HELLO = "import heapq, json, decimal, bisect, statistics\nprint(sum(map(int, input().split())))\n"
+ESCAPES = """\
+import os, socket
+def attempt(act):
+    try:
+        act()
+    except OSError:
+        return
+    print("escaped:", act.__name__)
+def read_files(): os.listdir("/"); os.listdir("/proc"); open("/etc/passwd").read()
+def write_files(): open("/tmp/escaped", "w")
+def use_network(): socket.socket()
+def start_processes(): os.fork() or os._exit(0)
+def send_signals(): os.kill(os.getppid(), 0)
+for act in (read_files, write_files, use_network, start_processes, send_signals):
+    attempt(act)
+"""
+
+
+def probe() -> Isolation:
+    """The strongest isolation that works here, tried with real programs. It may be less than strict."""
+    root = os.geteuid() == 0
+    wishes = [Isolation(True, True, drop) for drop in ((True, False) if root else (False,))]
+    wishes += [
+        Isolation(False, True, root),
+        Isolation(abi_version() > 0, False, root),
+        Isolation(False, False, root),
+    ]
+    wishes.append(Isolation(False, False, False))
+    for wish in wishes:
+        failure = _try(wish)
+        if failure is None:
+            return wish
+        log.info("sandbox: %s does not work here: %s", wish, failure)
+    raise SandboxError("no program can be run here, not even without isolation")
+
+
+def _try(isolation: Isolation) -> str | None:
+    """None if programs run and cannot escape under ``isolation``, else what went wrong."""
+    limits = Limits(cpu_seconds=10, wall_seconds=60, memory_mb=512)
+    try:
+        with Sandbox(isolation) as sandbox:
+            hello = sandbox.run(HELLO, "2 3\n", limits)
+            escapes = sandbox.run(ESCAPES, "", limits) if isolation.strict else Run("finished")
+    except SandboxError as error:
+        return str(error)
+    if hello.stdout != "5\n":
+        return f"a plain program fails: {hello.error or hello.status}"
+    return escapes.stdout or (None if escapes.status == "finished" else escapes.error)
+
+
+if __name__ == "__main__":
+    print(probe(), file=sys.stdout)

@@ -1,0 +1,106 @@
+"""Sending programs to a SandboxFusion-compatible server instead of running them on this machine.
+
+``POST URL/run_code`` with ``code, language, stdin, run_timeout, memory_limit_MB``; the answer's
+``run_result`` holds ``status`` (Finished, Error, TimeLimitExceeded), ``return_code``, ``stdout``,
+``stderr``. The tests' outputs stay here. A function is called by a few lines after the program, which
+print its result behind a marker.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from megatron_eqlen.rewards.code_tests import CodeTests
+from megatron_eqlen.rewards.judge import Judgement, judge
+from megatron_eqlen.rewards.program import REPORT_TEXT, Limits
+from megatron_eqlen.rewards.sandbox import Run, SandboxError
+
+ATTEMPTS = 3
+REQUESTS_PER_WORKER = 8
+
+CALL = """
+import json as _json, sys as _sys
+_owner = Solution() if "Solution" in globals() else None
+_call = getattr(_owner, {function!r}) if _owner else globals()[{function!r}]
+_result = _call(*[_json.loads(_line) for _line in _sys.stdin.read().split("\\n") if _line.strip()])
+print("\\n" + {marker!r} + _json.dumps(_result))
+"""
+
+
+class SandboxServer:
+    """A client of the server at ``url`` (without ``/run_code``)."""
+
+    def __init__(self, url: str, workers: int) -> None:
+        self._url = url.rstrip("/") + "/run_code"
+        self._threads = workers * REQUESTS_PER_WORKER
+
+    def judge(self, items: Sequence[dict[str, Any]]) -> list[Judgement]:
+        """A judgement for each ``{"program", "tests", "limits"}``."""
+        with ThreadPoolExecutor(self._threads) as threads:
+            return list(threads.map(self._judge_one, items))
+
+    def run(self, source: str, stdin: str, limits: Limits, function: str | None = None) -> Run:
+        """Raises SandboxError if the server gives no verdict in three attempts."""
+        marker = secrets.token_hex(16)
+        code = source if function is None else source + CALL.format(function=function, marker=marker)
+        body = {
+            "code": code,
+            "language": "python",
+            "stdin": stdin,
+            "run_timeout": limits.cpu_seconds,
+            "memory_limit_MB": limits.memory_mb,
+        }
+        answer = self._post(body)
+        result = answer["run_result"]
+        run = _interpret(result, limits)
+        if function is None or run.status != "finished":
+            return run
+        _, found, value = run.stdout.rpartition("\n" + marker)
+        return Run(run.status, run.stdout, value.strip() if found else None, "", run.seconds)
+
+    def _judge_one(self, item: dict[str, Any]) -> Judgement:
+        return judge(item["program"], CodeTests.from_json(item["tests"]), Limits(**item["limits"]), self.run)
+
+    def _post(self, body: dict[str, Any]) -> dict[str, Any]:
+        request = urllib.request.Request(
+            self._url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        problem = ""
+        for attempt in range(ATTEMPTS):
+            time.sleep(attempt)
+            try:
+                with urllib.request.urlopen(request, timeout=body["run_timeout"] * 4 + 30) as response:
+                    answer = json.load(response)
+            except (urllib.error.URLError, OSError, ValueError) as error:
+                problem = str(error)
+                continue
+            if (
+                isinstance(answer, dict)
+                and answer.get("status") != "SandboxError"
+                and answer.get("run_result")
+            ):
+                return answer
+            problem = f"answer {str(answer)[:200]}"
+        raise SandboxError(f"{self._url}: no verdict in {ATTEMPTS} attempts: {problem}")
+
+
+def _interpret(result: dict[str, Any], limits: Limits) -> Run:
+    stdout, stderr = result.get("stdout") or "", (result.get("stderr") or "")[-REPORT_TEXT:]
+    seconds = float(result.get("execution_time") or 0.0)
+    if result["status"] == "TimeLimitExceeded":
+        return Run("time_limit", stdout, None, f"limit {limits.cpu_seconds:g} s", seconds)
+    if result["status"] == "Finished" and result.get("return_code") == 0:
+        return Run("finished", stdout[: limits.output_bytes], None, "", seconds)
+    last = stderr.strip().rpartition("\n")[2]
+    if last.startswith("MemoryError"):
+        return Run("memory_limit", stdout, None, stderr, seconds)
+    if last.startswith(("SyntaxError", "IndentationError", "TabError")):
+        return Run("compile_error", stdout, None, stderr, seconds)
+    return Run("runtime_error", stdout, None, stderr, seconds)

@@ -1,0 +1,218 @@
+"""The code grader: extraction, LiveCodeBench's comparison rules, verdicts, a sandbox server, refusals."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from megatron_eqlen.rewards import code
+from megatron_eqlen.rewards.code import CodeGrader, extract_program
+from megatron_eqlen.rewards.code_tests import CodeTests, same_output
+from megatron_eqlen.rewards.program import Isolation, Limits
+from megatron_eqlen.rewards.sandbox import SandboxError
+from megatron_eqlen.rewards.sandbox_server import SandboxServer
+
+ADD = CodeTests(["2 3\n", "4 5\n", "6 7\n"], ["5\n", "9\n", "13\n"]).to_json()
+ADD_FUNCTION = CodeTests([[2, 3], [4, 5]], [5, 9], function="add").to_json()
+
+
+def fenced(program: str) -> str:
+    return f"Here it is:\n```python\n{program}\n```\n"
+
+
+@pytest.fixture(scope="module")
+def grader():
+    grader = CodeGrader(workers=2, timeout=2.0, memory_mb=512)
+    yield grader
+    grader.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ("```python\nx = 1\n```", "x = 1\n"),
+        ("```\na\n```\nbetter:\n```py\nb\n```", "b\n"),
+        ("```python\na\n```</think>\n```python\nb\n```", "b\n"),
+        ("```python\na\n```</think> no program", None),
+        ("```python\nnever closed", None),
+        ("```python\n\n```", None),
+        ("x = 1", None),
+        ("", None),
+    ],
+)
+def test_the_last_fenced_block_after_thinking(text, program):
+    assert extract_program(text) == program
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected", "same"),
+    [
+        ("5\n", "5", True),
+        ("  5  \n\n", "5\n", True),
+        ("3.0", "3", True),
+        ("1e2 2", "100 2.0", True),
+        ("0.3000001", "0.3", False),
+        ("Yes", "YES", False),
+        ("1 2", "1\n2", False),
+        ("1\n2", "1\n2\n3", False),
+        ("1  2", "1 2", True),
+        ("a  b", "a b", False),  # text lines are compared as they are
+        ("nan", "nan", True),
+        ("", "", True),
+        ("1 2 3", "1 2", False),
+    ],
+)
+def test_livecodebench_comparison(printed, expected, same):
+    assert same_output(printed, expected) is same
+
+
+VERDICTS = {
+    "passed": "print(sum(map(int, input().split())))",
+    "wrong_answer": "print(5)",
+    "runtime_error": "a, b = map(int, input().split())\nprint(a + b if a < 6 else a / 0)",
+    "compile_error": "print(",
+    "memory_limit": "x = bytearray(10**9)",
+    "output_limit": "import sys\nwhile True:\n    sys.stdout.write('x' * 10**6)",
+}
+
+
+def test_verdicts_and_the_first_failing_test(grader):
+    grades = grader.grade([fenced(program) for program in VERDICTS.values()], [ADD] * len(VERDICTS))
+    assert [grade.verdict for grade in grades] == list(VERDICTS)
+    assert [grade.reward for grade in grades] == [1.0] + [0.0] * (len(VERDICTS) - 1)
+    details = dict(zip(VERDICTS, (grade.detail for grade in grades), strict=True))
+    assert details["passed"] == ""
+    assert details["wrong_answer"] == r"test 2 of 3: expected '9\n', found '5\n'"
+    assert details["runtime_error"].startswith("test 3 of 3:")
+    assert "ZeroDivisionError" in details["runtime_error"]
+    assert "SyntaxError" in details["compile_error"]
+    assert all(grade.grader == "code-1" for grade in grades)
+
+
+def test_time_limit_is_cpu_time(grader):
+    tests = CodeTests([""], [""], time_limit=0.5).to_json()
+    (grade,) = grader.grade([fenced("while True:\n    pass")], [tests])
+    assert grade.verdict == "time_limit"
+
+
+def test_function_problems(grader):
+    method = "class Solution:\n    def add(self, a, b):\n        return a + b"
+    grades = grader.grade([fenced(method), fenced("def add(a, b):\n    return a - b")], [ADD_FUNCTION] * 2)
+    assert [grade.verdict for grade in grades] == ["passed", "wrong_answer"]
+    assert grades[1].detail == "test 1 of 2: expected 5, found '-1'"
+
+
+def test_values_compare_as_json(grader):
+    tests = CodeTests([[1]], [[[1, 2], [3]]], function="f").to_json()
+    tuples = "def f(a):\n    return (1, 2), [3]"
+    wrapped = CodeTests([[1]], [[7]], function="f", wrapped=True).to_json()
+    seven = "def f(a):\n    return 7"
+    cases = [(tuples, tests), (seven, wrapped), (seven, wrapped.replace("true", "false"))]
+    grades = grader.grade([fenced(program) for program, _ in cases], [gold for _, gold in cases])
+    assert [grade.verdict for grade in grades] == ["passed", "passed", "wrong_answer"]
+
+
+def test_no_program_is_no_answer(grader):
+    assert [grade.verdict for grade in grader.grade(["I cannot."], [ADD])] == ["no_answer"]
+
+
+@pytest.mark.parametrize(
+    ("tests", "message"),
+    [
+        ({"inputs": [], "outputs": []}, "at least one test"),
+        ({"inputs": ["1"], "outputs": []}, "1 inputs, but 0 outputs"),
+        ({"inputs": [1], "outputs": ["1"]}, "test 0: expected the text"),
+        ({"inputs": ["1"], "outputs": ["1"], "function": "f"}, "test 0: expected the list of f's arguments"),
+        ({"inputs": "1", "outputs": "1"}, "inputs: expected a list, found str"),
+        ({"inputs": ["1"], "outputs": ["1"], "fn_name": "f"}, r"unknown \['fn_name'\]"),
+        ([], "expected an object of tests"),
+    ],
+)
+def test_bad_tests_are_refused_with_the_reason(tests, message):
+    with pytest.raises(ValueError, match=message):
+        CodeTests.from_json(json.dumps(tests))
+
+
+def test_tests_survive_the_trip():
+    tests = CodeTests([[1, "x"]], [[None]], "f", True, 2.5, 512)
+    assert CodeTests.from_json(tests.to_json()) == tests
+
+
+def test_strict_refuses_a_machine_that_cannot_isolate(monkeypatch, caplog):
+    weak = Isolation(landlock=False, seccomp=False, drop_user=False)
+    monkeypatch.setattr(code, "offered_isolation", lambda: weak)
+    with pytest.raises(ValueError, match="strict needs Landlock and seccomp, this machine offers rlimits"):
+        CodeGrader().grade([fenced("x")], [ADD])
+    accepting = CodeGrader(workers=1, sandbox="best_effort")
+    assert accepting.grade([fenced(VERDICTS["passed"])], [ADD])[0].verdict == "passed"
+    assert "code sandbox: rlimits" in caplog.text
+    accepting.close()
+
+
+class FakeFusion(BaseHTTPRequestHandler):
+    """SandboxFusion's /run_code for programs that this test knows; fails every program's first request."""
+
+    seen: set = set()  # noqa: RUF012 - reset by the fixture
+    bodies: list = []  # noqa: RUF012
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.bodies.append(body)
+        first = body["code"] not in self.seen
+        self.seen.add(body["code"])
+        result = {"status": "Finished", "return_code": 0, "stdout": "", "stderr": "", "execution_time": 0.1}
+        if body["code"].startswith("add"):
+            result["stdout"] = f"{sum(map(int, body['stdin'].split()))}\n"
+        elif body["code"].startswith("slow"):
+            result["status"] = "TimeLimitExceeded"
+        elif body["code"].startswith("def add"):
+            marker = body["code"].rpartition('print("\\n" + ')[2].split("'")[1]
+            result["stdout"] = f"noise\n{marker}{sum(map(json.loads, body['stdin'].split()))}\n"
+        else:
+            result |= {"status": "Error", "return_code": 1, "stderr": "Traceback\nMemoryError: no"}
+        answer = {"status": "SandboxError" if first else "Success", "run_result": result}
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def fusion(monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    FakeFusion.seen, FakeFusion.bodies = set(), []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeFusion)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+
+
+def test_programs_can_go_to_a_sandbox_server(fusion):
+    grader = CodeGrader(sandbox_url=fusion)
+    grades = grader.grade([fenced("add"), fenced("slow"), fenced("eats memory")], [ADD] * 3)
+    assert [grade.verdict for grade in grades] == ["passed", "time_limit", "memory_limit"]
+    assert grades[0].grader == "code-1@server"
+    assert not any("13" in json.dumps(body) for body in FakeFusion.bodies)  # expected outputs stay here
+    function = grader.grade([fenced("def add(a, b):\n    return a + b")], [ADD_FUNCTION])
+    assert function[0].verdict == "passed"
+
+
+def test_a_server_that_does_not_answer_is_not_a_wrong_answer(monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    with pytest.raises(SandboxError, match="no verdict in 3 attempts"):
+        SandboxServer("http://127.0.0.1:9", 1).run("x", "", Limits(1, 1, 64))
+
+
+def test_a_sandbox_that_fails_twice_is_not_a_wrong_answer(monkeypatch):
+    class Broken:
+        def map(self, items, seconds):
+            return [{"error": "SandboxError: fork"}] * len(items)
+
+    grader = CodeGrader()
+    monkeypatch.setattr(grader, "_pool", Broken())
+    with pytest.raises(SandboxError, match="no verdict on a program in two attempts"):
+        grader.grade([fenced("x")], [ADD])
