@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_eqlen.objectives.build import build_minibatches, build_trees
-from megatron_eqlen.objectives.dynamic_sampling import Refill, filter_groups
+from megatron_eqlen.objectives.dynamic_sampling import filter_groups
 from megatron_eqlen.recipe import RecipeError, parse
 from megatron_eqlen.types import Grade, Group, Pair, Prompt, Segment, Stream
 
@@ -180,38 +180,6 @@ def test_dynamic_sampling_drops_prompts_whose_verifier_rewards_are_all_equal():
 def test_rollouts_of_another_sampling_are_refused():
     with pytest.raises(ValueError, match="trains on Group rollouts, found a Stream"):
         build([worked_example()], sampling="independent")
-
-
-def batch(*outcomes):
-    """Groups of new prompts; an outcome says whether the group's rewards differ."""
-    batch.count = getattr(batch, "count", 0) + 1
-    return [
-        Group(f"{batch.count}-{i}", 0, [segment([3, 9], 1.0), segment([4, 9], float(not differs))])
-        for i, differs in enumerate(outcomes)
-    ]
-
-
-def test_dynamic_sampling_refills_until_the_batch_is_full():
-    refill = Refill(recipe(sampling="independent", objective="dapo"))  # prompts_per_step is 4
-    assert refill.wanted == 4
-    refill.add(batch(True, False, True, False))
-    assert refill.wanted == 2
-    refill.add(batch(False, False))
-    assert refill.wanted == 2
-    refill.add(batch(True, True))
-    assert refill.wanted == 0
-    assert len({rollout.prompt_id for rollout in refill.rollouts}) == 4
-    assert refill.metrics()["dynamic_sampling/dropped_prompts"] == 4
-
-
-def test_dynamic_sampling_gives_up_after_its_batches_and_other_objectives_keep_all():
-    refill = Refill(recipe(sampling="independent", objective="dapo", loss__max_num_gen_batches=2))
-    refill.add(batch(True, False, False, False))
-    refill.add(batch(False, False, False))
-    assert (refill.wanted, len(refill.rollouts)) == (0, 1)
-    refill = Refill(recipe(sampling="independent"))
-    refill.add(batch(True, False, False, False))
-    assert (refill.wanted, len(refill.rollouts)) == (0, 4)
 
 
 def test_a_completion_that_the_budget_cut_off_is_in_no_unit():

@@ -1,61 +1,13 @@
-"""DAPO's dynamic sampling: prompts that have nothing to teach are replaced by fresh ones.
-
-    refill = Refill(recipe)
-    while refill.wanted:
-        rollouts = score(harvest(next_prompts(refill.wanted)))
-        refill.add(rollouts)
-    trees = build_trees(refill.rollouts, ...)
-
-Without dynamic sampling the loop runs once and keeps everything.
-"""
+"""DAPO's dynamic sampling: which prompts of a harvest have anything to teach. The loop replaces the others."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from megatron_eqlen.objectives.advantages import all_equal
-from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.objectives.units import verifier_rewards
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.types import Metrics, Rollout
-
-
-class Refill:
-    """Collects a step's rollouts until ``data.prompts_per_step`` prompts are kept, or
-    ``loss.max_num_gen_batches`` batches were generated: the step then trains what there is."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
-        self.filters = resolve(recipe).dynamic_sampling
-        self.rollouts: list[Rollout] = []
-        """Of the kept prompts, in the order they came."""
-        self.batches = 0
-        self.kept = 0
-        self.dropped = 0
-
-    @property
-    def wanted(self) -> int:
-        """Prompts to generate next; 0: the step is complete."""
-        limit = self.recipe.loss.max_num_gen_batches if self.filters else 1
-        return self.recipe.data.prompts_per_step - self.kept if self.batches < limit else 0
-
-    def add(self, rollouts: Sequence[Rollout]) -> None:
-        """Take in the scored rollouts of the ``wanted`` prompts; a prompt is in one batch only."""
-        keep, drop = filter_groups(rollouts, self.recipe)
-        if not self.filters:
-            keep, drop = keep + drop, []
-        chosen = set(keep)
-        self.rollouts += [rollout for rollout in rollouts if rollout.prompt_id in chosen]
-        self.batches += 1
-        self.kept += len(keep)
-        self.dropped += len(drop)
-
-    def metrics(self) -> Metrics:
-        return {
-            "dynamic_sampling/batches": float(self.batches),
-            "dynamic_sampling/kept_prompts": float(self.kept),
-            "dynamic_sampling/dropped_prompts": float(self.dropped),
-        }
+from megatron_eqlen.types import Rollout
 
 
 def filter_groups(rollouts: Sequence[Rollout], recipe: Recipe) -> tuple[list[str], list[str]]:
