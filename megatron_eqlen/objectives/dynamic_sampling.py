@@ -1,4 +1,4 @@
-"""DAPO's dynamic sampling: which prompts of a harvest have anything to teach. The loop replaces the others."""
+"""DAPO's dynamic sampling: which prompts of a harvest teach anything. The loop replaces the others."""
 
 from __future__ import annotations
 
