@@ -14,6 +14,7 @@ from megatron_eqlen.models.gated_delta_net import (
     chunked_delta_rule,
     run_by_run_delta_rule,
     tree_convolution,
+    tree_delta_rule,
 )
 from megatron_eqlen.models.tree_attention import (
     BLOCK,
@@ -240,3 +241,22 @@ def test_flex_kernel_compiles_once_for_all_rows():
         flex_tree_attention(q, k, v, TreeParams.from_row(row, "cuda"), 0.125)
         compiled.append(counters["stats"]["unique_graphs"])
     assert compiled[0] == compiled[-1]
+
+
+@pytest.mark.gpu
+@gpu
+def test_delta_rule_on_gpu_equals_the_recurrence(row):
+    """Through fla's kernel where it is installed, else in plain torch."""
+    exact = [
+        x.detach().bfloat16().double().requires_grad_() for x in delta_inputs(len(row.input_ids), 4, 64, 64)
+    ]
+    halves = [x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in exact]
+    ours = tree_delta_rule(*activated(*halves), TreeParams.from_row(row, "cuda"))
+    reference = naive_delta_rule(*activated(*exact), row)
+    weights = normal(9, *reference.shape).detach()
+    weights[:, row.num_tokens :] = 0
+    mine = torch.autograd.grad((ours.cpu().double() * weights).sum(), halves)
+    theirs = torch.autograd.grad((reference * weights).sum(), exact)
+    pairs = zip((ours.cpu() * (weights != 0), *mine), (reference * (weights != 0), *theirs), strict=True)
+    for a, b in pairs:
+        assert (a.cpu().double() - b).norm() <= 2e-2 * b.norm()

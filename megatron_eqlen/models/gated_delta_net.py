@@ -10,12 +10,14 @@ down together, level by level, so a shared prefix is computed once and gradients
 
 * CPU: ``chunked_delta_rule``. Runs are cut into chunks; what happens inside a chunk does not depend on
   the state and is computed for all of them at once, so a level costs two small matrix products.
-* CUDA with fla: ``run_by_run_delta_rule``, one variable-length kernel call for each depth of runs.
+* CUDA with fla, in half precision: ``run_by_run_delta_rule``, one variable-length kernel call for each
+  depth of runs.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Callable
 from functools import cache
 
@@ -102,8 +104,8 @@ def tree_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, tr
     q, k [b, S, H, d_k] with unit length, v [b, S, H, d_v], log decay g and beta [b, S, H] -> [b, S, H, d_v]
     in v's dtype.
     """
-    if q.is_cuda and q.shape[0] == 1 and (kernel := fla_kernel()):
-        return run_by_run_delta_rule(q, k, v, g, beta, tree, kernel)
+    if q.is_cuda and q.shape[0] == 1 and (kernel := fla_kernel(v.dtype)):
+        return run_by_run_delta_rule(q.to(v.dtype), k.to(v.dtype), v, g, beta, tree, kernel)
     return chunked_delta_rule(q, k, v, g, beta, tree)
 
 
@@ -195,13 +197,18 @@ def run_by_run_delta_rule(
 
 
 @cache
-def fla_kernel() -> Callable | None:
-    """fla's chunked kernel where the package is installed."""
+def fla_kernel(dtype: torch.dtype) -> Callable | None:
+    """fla's chunked kernel, where the package is installed and computes in ``dtype``; else says so once."""
     if importlib.util.find_spec("fla") is None:
-        return None
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+        reason = "fla (flash-linear-attention) is not installed"
+    elif dtype not in (torch.bfloat16, torch.float16):
+        reason = f"fla does not compute in {dtype}"
+    else:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    return chunk_gated_delta_rule
+        return chunk_gated_delta_rule
+    warnings.warn(f"Gated DeltaNet runs in plain torch on this GPU, slowly: {reason}", stacklevel=2)
+    return None
 
 
 def _wide(x: Tensor) -> Tensor:

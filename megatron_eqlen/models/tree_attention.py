@@ -123,10 +123,9 @@ def _attend_chain(q: Tensor, k: Tensor, v: Tensor, chain: Chain, scale: float) -
 
 def flex_tree_attention(q: Tensor, k: Tensor, v: Tensor, tree: TreeParams, scale: float) -> Tensor:
     """One FlexAttention call for the row."""
-    mask = getattr(tree, "_block_mask", None)
-    if mask is None:
-        mask = tree._block_mask = tree_block_mask(tree.visible_until)
-    return _compiled_flex_attention()(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)
+    if tree.block_mask is None:
+        tree.block_mask = tree_block_mask(tree.visible_until)
+    return _compiled_flex_attention()(q, k, v, block_mask=tree.block_mask, scale=scale, enable_gqa=True)
 
 
 @cache

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from megatron_eqlen.types import Row, RowNode
 
@@ -59,7 +60,7 @@ class RunLevel:
     positions: Tensor
     """[t] int64, row positions, run after run."""
     cu_seqlens: Tensor
-    """[runs + 1] int32, where each run starts in ``positions``."""
+    """[runs + 1] int64, where each run starts in ``positions``."""
     parents: Tensor
     """[runs] int64, the parent's number within the level before (level 0: empty)."""
 
@@ -73,6 +74,8 @@ class TreeParams(PackedSeqParams):
     visible_until: Tensor | None = None
     """[S] int64: k is visible to q iff k <= q < visible_until[k]."""
     nodes: tuple[RowNode, ...] = ()
+    block_mask: BlockMask | None = None
+    """FlexAttention's mask of the row, filled in by the first layer that needs it."""
 
     @classmethod
     def from_row(cls, row: Row, device: torch.device | str | None = None) -> TreeParams:
@@ -246,6 +249,6 @@ class TreeParams(PackedSeqParams):
         parents = np.array([number[run.parent] for run in runs if run.parent >= 0], dtype=np.int64)
         return RunLevel(
             positions=torch.from_numpy(np.concatenate(spans)).to(self.device),
-            cu_seqlens=torch.from_numpy(lengths.astype(np.int32)).to(self.device),
+            cu_seqlens=torch.from_numpy(lengths).to(self.device),
             parents=torch.from_numpy(parents).to(self.device),
         )
