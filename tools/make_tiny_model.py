@@ -31,14 +31,22 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.models.qwen3 import Qwen3Config
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_next import Qwen3NextConfig
+from transformers.utils import logging as transformers_logging
 
-from megatron_eqlen.data.tokenizer_maker import END_OF_TEXT, END_OF_TURN, write_hf_tokenizer
+from megatron_eqlen.data.tokenizer_maker import (
+    END_OF_TURN,
+    write_hf_tokenizer,
+    write_sentencepiece_tokenizer,
+)
+from megatron_eqlen.data.tokenizers import Tokenizer, load_tokenizer
 
-VOCAB_SIZE = 320
+VOCAB_SIZE = 384
+TOKENIZER_TEXTS = 3000
+"""Demonstrations that the tokenizer is trained on."""
 COMMON = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 96,
@@ -93,6 +101,7 @@ class Warmup:
     """How a model is made; with the data's hash, all that its weights depend on."""
 
     family: str
+    tokenizer: str
     steps: int
     batch_size: int
     lr: float
@@ -114,16 +123,19 @@ def read_texts(path: Path) -> list[tuple[str, str]]:
     return [(row["question"], row[column]) for row in table for column in columns[1:]]
 
 
-def draw_examples(texts: list[tuple[str, str]], count: int, tokenizer, seed: int) -> list[Example]:
+def draw_examples(texts: list[tuple[str, str]], count: int, tokenizer: Tokenizer, seed: int) -> list[Example]:
     """``count`` encoded demonstrations, epoch after epoch in random order."""
     rng = random.Random(seed)
     drawn: list[tuple[str, str]] = []
     while len(drawn) < count:
         drawn += rng.sample(texts, len(texts))
-    turns = [[{"role": "user", "content": question}] for question, _ in drawn[:count]]
-    prompts = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
-    responses = tokenizer([response + tokenizer.eos_token for _, response in drawn[:count]])["input_ids"]
-    return [Example(p + r, len(p)) for p, r in zip(prompts, responses, strict=True)]
+    return [encode(tokenizer, *text) for text in drawn[:count]]
+
+
+def encode(tokenizer: Tokenizer, question: str, response: str) -> Example:
+    """A chat of one turn without an instruction, as recipes with ``instruction_role: none`` ask."""
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": question}])
+    return Example(prompt + tokenizer.encode(response + END_OF_TURN), len(prompt))
 
 
 def collate(batch: list[Example], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -188,6 +200,8 @@ def make_schedule(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.l
 def train(rank: int, warmup: Warmup, examples: list[Example], folder: str, pad: int) -> None:
     """One process of the warm-up, with every ``processes``-th example; process 0 saves into ``folder``."""
     torch.set_num_threads(1)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     if warmup.processes > 1:
         rendezvous = f"file://{folder}/rendezvous"
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=warmup.processes)
@@ -209,6 +223,8 @@ def train(rank: int, warmup: Warmup, examples: list[Example], folder: str, pad: 
                 schedule.step()
             progress.update(task, advance=1, loss=loss)
     if rank == 0:
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+        model.config.eos_token_id = model.generation_config.eos_token_id[0]
         model.save_pretrained(folder)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -230,7 +246,7 @@ def make(out: Path, data: Path, warmup: Warmup) -> None:
             f"{out}: exists, and was made with other arguments; remove it or choose another --out"
         )
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent.resolve()) as scratch:
         folder = Path(scratch) / out.name
         _make(folder, data, warmup)
         (folder / record.name).write_text(json.dumps(wanted, indent=2) + "\n")
@@ -239,16 +255,16 @@ def make(out: Path, data: Path, warmup: Warmup) -> None:
 
 def _make(folder: Path, data: Path, warmup: Warmup) -> None:
     texts = read_texts(data)
-    write_hf_tokenizer(folder, ("\n".join(text) for text in texts[:3000]), VOCAB_SIZE)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    write_tokenizer = write_hf_tokenizer if warmup.tokenizer == "hf" else write_sentencepiece_tokenizer
+    write_tokenizer(folder, ("\n".join(text) for text in texts[:TOKENIZER_TEXTS]), VOCAB_SIZE)
+    tokenizer = load_tokenizer(folder)
     examples = draw_examples(texts, warmup.steps * warmup.batch_size, tokenizer, warmup.seed)
-    pad = tokenizer.pad_token_id
-    mp.spawn(train, args=(warmup, examples, str(folder), pad), nprocs=warmup.processes)
+    arguments = (warmup, examples, str(folder), tokenizer.pad_token_id)
+    if warmup.processes == 1:
+        train(0, *arguments)
+    else:
+        mp.spawn(train, args=arguments, nprocs=warmup.processes)
     (folder / "rendezvous").unlink(missing_ok=True)
-    ends = [tokenizer.convert_tokens_to_ids(token) for token in (END_OF_TURN, END_OF_TEXT)]
-    GenerationConfig(eos_token_id=ends, pad_token_id=pad, do_sample=True, temperature=1.0).save_pretrained(
-        folder
-    )
 
 
 def main() -> None:
@@ -260,6 +276,7 @@ def main() -> None:
         "--data", type=Path, required=True, help="DeepMath-103K parquet file with demonstrations"
     )
     parser.add_argument("--out", type=Path, required=True, help="model folder to write")
+    parser.add_argument("--tokenizer", choices=("hf", "sentencepiece"), default="hf")
     parser.add_argument("--steps", type=int, default=500, help="optimizer steps; 0 leaves the weights random")
     parser.add_argument("--batch-size", type=int, default=32, help="demonstrations a step")
     parser.add_argument("--lr", type=float, default=3e-3, help="AdamW's peak learning rate")

@@ -1,14 +1,14 @@
 """Tokenizers for tiny models, made like Qwen's: digits one by one, Qwen's chat tokens and template.
 
 ``write_hf_tokenizer`` trains a byte-level BPE with the ``tokenizers`` library, so any text survives a round
-trip; ``write_sentencepiece_model`` trains a SentencePiece ``.model`` with the same added tokens.
+trip; ``write_sentencepiece_tokenizer`` trains a SentencePiece ``.model`` with the same added tokens.
 """
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import sentencepiece
@@ -37,8 +37,8 @@ CHAT_TEMPLATE = """\
 ROLES = "user\nassistant\nsystem\n"
 
 
-def write_hf_tokenizer(folder: Path, corpus: Iterable[str], vocab_size: int = 320) -> Tokenizer:
-    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja into ``folder``.
+def write_hf_tokenizer(folder: Path, corpus: Iterable[str], vocab_size: int = 384) -> None:
+    """Write tokenizer.json and its companions (chat template, end tokens) into ``folder``.
 
     ``vocab_size`` bounds the tokens, added ones included: at least 256 bytes and the five added tokens.
     """
@@ -66,11 +66,11 @@ def write_hf_tokenizer(folder: Path, corpus: Iterable[str], vocab_size: int = 32
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in THINK_TOKENS])
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    _write_config(folder)
-    return tokenizer
+    _write_companions(folder, tokenizer.token_to_id)
 
 
-def _write_config(folder: Path) -> None:
+def _write_companions(folder: Path, token_id: Callable[[str], int]) -> None:
+    """The chat template, and the end-of-sequence set as Qwen3 has it: the turn's end and the text's."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END_OF_TURN,
@@ -80,10 +80,17 @@ def _write_config(folder: Path) -> None:
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    ends = [token_id(END_OF_TURN), token_id(END_OF_TEXT)]
+    generation = {"eos_token_id": ends, "pad_token_id": ends[1], "do_sample": True}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
 
 
-def write_sentencepiece_model(path: Path, corpus: Iterable[str], vocab_size: int = 384) -> None:
-    """Write a SentencePiece BPE ``.model`` with byte fallback and the same added tokens to ``path``."""
+def write_sentencepiece_tokenizer(folder: Path, corpus: Iterable[str], vocab_size: int = 384) -> None:
+    """Write tokenizer.model (BPE with byte fallback) and its companions into ``folder``.
+
+    ``vocab_size`` bounds the pieces; a small corpus may fill fewer. The added tokens are user-defined
+    symbols, which SentencePiece reads from text.
+    """
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([line for text in corpus for line in (ROLES + text).splitlines()]),
@@ -101,5 +108,7 @@ def write_sentencepiece_model(path: Path, corpus: Iterable[str], vocab_size: int
         eos_id=-1,
         minloglevel=2,
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(model.getvalue())
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.model").write_bytes(model.getvalue())
+    pieces = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    _write_companions(folder, pieces.piece_to_id)
