@@ -29,7 +29,7 @@ def compact(value: float | None) -> str:
         return f"{value / 1e6:.3g}M" if size >= 1e6 else f"{value / 1e3:.3g}k"
     if 0 < size < 1e-3:
         return f"{value:.1e}"
-    if float(value).is_integer() or size >= 1000:
+    if float(value).is_integer() or size >= 100:
         return f"{value:.0f}"
     return f"{value:.1f}" if size >= 10 else f"{value:.3f}" if size < 1 else f"{value:.2f}"
 

@@ -30,7 +30,7 @@ from megatron_eqlen.report.format import (
     duration,
 )
 from megatron_eqlen.report.metrics import read_metrics
-from megatron_eqlen.report.rollouts import Decode, RolloutView, view
+from megatron_eqlen.report.rollouts import Decode, RolloutView, read_questions, view
 from megatron_eqlen.rollout.recorder import read_dump
 
 Records = list[dict[str, Any]]
@@ -262,7 +262,8 @@ def read_steps(folder: Path, recipe: Recipe, decode: Decode) -> list[StepView]:
 def _read_step(folder: Path, recipe: Recipe, decode: Decode) -> StepView:
     """Rollouts of different prompts, those with something to compare first."""
     rollouts = [rollout for file in sorted(folder.glob("rank-*.jsonl")) for rollout in read_dump(file)]
-    views = [view(rollout, decode, recipe.equal_length) for rollout in rollouts]
+    questions = read_questions(folder)
+    views = [view(rollout, decode, recipe.equal_length, questions) for rollout in rollouts]
     views.sort(key=lambda one: not _is_trained(one))
     by_prompt: dict[str, RolloutView] = {}
     for one in views:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -11,12 +12,15 @@ from typing import Literal
 from megatron_eqlen.objectives.advantages import all_equal
 from megatron_eqlen.recipe import EqualLengthRecipe
 from megatron_eqlen.rewards.suffix import pair_rewards
-from megatron_eqlen.types import Group, Rollout, SampledTree, Segment, Stream
+from megatron_eqlen.types import Group, Prompt, Rollout, SampledTree, Segment, Stream
 
 Decode = Callable[[list[int]], str]
 
 Role = Literal["raised", "lowered", "equal", "plain"]
 """Its reward against what it is compared with: above, below, the same; ``plain``: not compared."""
+
+QUESTIONS = "questions.json"
+"""In a step's folder, beside its rollouts, which name their prompts by id alone."""
 
 CONTEXT_TOKENS = 24
 """So many of the tokens before a segment are shown with it."""
@@ -55,6 +59,8 @@ class PairView:
 @dataclass(frozen=True)
 class RolloutView:
     prompt_id: str
+    question: str
+    """Empty where it was not recorded."""
     title: str
     pairs: list[PairView] = field(default_factory=list)
     segments: list[SegmentView] = field(default_factory=list)
@@ -78,14 +84,35 @@ def dump_files(streams: Path) -> list[Path]:
     return files
 
 
-def view(rollout: Rollout, decode: Decode, recipe: EqualLengthRecipe) -> RolloutView:
+def write_questions(step: Path, prompts: Iterable[Prompt]) -> None:
+    """Record what the rollouts in the folder ``step`` answer; the file appears complete or not at all."""
+    step.mkdir(parents=True, exist_ok=True)
+    partial = (step / QUESTIONS).with_suffix(".partial")
+    partial.write_text(
+        json.dumps({prompt.prompt_id: prompt.question for prompt in prompts}), encoding="utf-8"
+    )
+    partial.replace(step / QUESTIONS)
+
+
+def read_questions(step: Path) -> dict[str, str]:
+    """Prompt id to question; empty where none were recorded."""
+    path = step / QUESTIONS
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def view(
+    rollout: Rollout, decode: Decode, recipe: EqualLengthRecipe, questions: Mapping[str, str]
+) -> RolloutView:
     """A rollout as text. ``recipe`` says how a B side is rewarded; unscored rollouts have no rewards."""
+    question = questions.get(rollout.prompt_id, "")
     if isinstance(rollout, Stream):
-        return _stream(rollout, decode, recipe)
-    return _group(rollout, decode) if isinstance(rollout, Group) else _tree(rollout, decode)
+        return _stream(rollout, decode, recipe, question)
+    if isinstance(rollout, Group):
+        return _group(rollout, decode, question)
+    return _tree(rollout, decode, question)
 
 
-def _stream(stream: Stream, decode: Decode, recipe: EqualLengthRecipe) -> RolloutView:
+def _stream(stream: Stream, decode: Decode, recipe: EqualLengthRecipe, question: str) -> RolloutView:
     pairs = []
     for number, (pair, (a, b)) in enumerate(zip(stream.pairs, _rewards(stream, recipe), strict=True)):
         prefix = stream.trunk_token_ids(number)
@@ -100,26 +127,28 @@ def _stream(stream: Stream, decode: Decode, recipe: EqualLengthRecipe) -> Rollou
         rest = [_segment("tail", stream.tail, trunk, decode, _own_reward(stream.tail))]
     outcome = stream.outcome.replace("_", " ")
     title = f"stream {stream.index}, {_count(len(pairs), 'pair')}, {outcome}"
-    return RolloutView(stream.prompt_id, title, pairs, rest)
+    return RolloutView(stream.prompt_id, question, title, pairs, rest)
 
 
-def _group(group: Group, decode: Decode) -> RolloutView:
-    rewards = [_own_reward(completion) or 0.0 for completion in group.completions]
-    middle = rewards[0] if all_equal(rewards) else fmean(rewards)
+def _group(group: Group, decode: Decode, question: str) -> RolloutView:
+    rewards = _group_rewards(group)
+    middle = fmean(rewards) if None not in rewards else None
     segments = [
         _segment(f"completion {number}", completion, [], decode, reward, _role(reward, middle))
         for number, (completion, reward) in enumerate(zip(group.completions, rewards, strict=True))
     ]
-    return RolloutView(group.prompt_id, _count(len(segments), "completion"), segments=segments)
+    return RolloutView(group.prompt_id, question, _count(len(segments), "completion"), segments=segments)
 
 
-def _tree(tree: SampledTree, decode: Decode) -> RolloutView:
+def _tree(tree: SampledTree, decode: Decode, question: str) -> RolloutView:
     segments = []
     for number, (step, parent) in enumerate(zip(tree.steps, tree.parents, strict=True)):
         label = f"step {number}" + (f" after step {parent}" if parent >= 0 else "")
         prefix = tree.response(parent) if parent >= 0 else []
         segments.append(_segment(label, step, prefix, decode, _own_reward(step)))
-    return RolloutView(tree.prompt_id, f"tree of {_count(len(segments), 'step')}", segments=segments)
+    return RolloutView(
+        tree.prompt_id, question, f"tree of {_count(len(segments), 'step')}", segments=segments
+    )
 
 
 def _segment(
@@ -151,6 +180,13 @@ def _rewards(stream: Stream, recipe: EqualLengthRecipe) -> list[tuple[float | No
         return [(None, None)] * len(stream.pairs)
     rewards = pair_rewards(stream, recipe.suffix_reward, recipe.unfinished)
     return [values or (_own_reward(pair.a), None) for values, pair in zip(rewards, stream.pairs, strict=True)]
+
+
+def _group_rewards(group: Group) -> list[float | None]:
+    """0 for what did not end, as trained; None for all while one is not scored."""
+    if any(completion.grade is None for completion, _ in group.ended()):
+        return [None] * len(group.completions)
+    return [_own_reward(completion) or 0.0 for completion in group.completions]
 
 
 def _role(reward: float | None, other: float | None) -> Role:

@@ -11,7 +11,14 @@ from rich.text import Text
 from megatron_eqlen.data.tokenizers import load_tokenizer
 from megatron_eqlen.recipe import EqualLengthRecipe
 from megatron_eqlen.report.format import compact
-from megatron_eqlen.report.rollouts import PairView, RolloutView, SegmentView, dump_files, view
+from megatron_eqlen.report.rollouts import (
+    PairView,
+    RolloutView,
+    SegmentView,
+    dump_files,
+    read_questions,
+    view,
+)
 from megatron_eqlen.rollout.recorder import read_dump
 
 STYLES = {"raised": "green", "lowered": "red", "equal": "yellow", "plain": "default"}
@@ -31,8 +38,9 @@ def print_rollouts(streams: Path, model: Path, limit: int = 5, console: Console 
         rollouts = read_dump(file)[: limit - printed]
         if rollouts and len(files) > 1:
             console.rule(f"{file.parent.name}/{file.name}", characters="─")
+        questions = read_questions(file.parent)
         for rollout in rollouts:
-            _print(console, view(rollout, decode, EqualLengthRecipe()))
+            _print(console, view(rollout, decode, EqualLengthRecipe(), questions))
         printed += len(rollouts)
         if printed >= limit:
             break
@@ -42,6 +50,8 @@ def print_rollouts(streams: Path, model: Path, limit: int = 5, console: Console 
 
 def _print(console: Console, rollout: RolloutView) -> None:
     console.print(Text.assemble((rollout.prompt_id, "bold"), "  ", rollout.title))
+    if rollout.question:
+        console.print(Padding(Text(rollout.question, "italic"), (0, 0, 0, 2)))
     for pair in rollout.pairs:
         _print_pair(console, pair)
     for segment in rollout.segments:

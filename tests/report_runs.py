@@ -1,0 +1,75 @@
+"""Small run folders for the report's tests. Question, tokens and pairs are types.py's worked example."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_eqlen.data.tokenizer_maker import write_hf_tokenizer
+from megatron_eqlen.data.tokenizers import Tokenizer, load_tokenizer
+from megatron_eqlen.recipe import Recipe, dump, parse
+from megatron_eqlen.rollout.recorder import Recorder
+from megatron_eqlen.types import Grade, Group, Pair, Rollout, SampledTree, Segment, Stream
+
+RIGHT, WRONG = Grade(1.0, "correct", "7"), Grade(0.0, "wrong", "<b>8</b>")
+
+
+def make_tokenizer(folder: Path) -> Tokenizer:
+    write_hf_tokenizer(folder, ["seven eight nine ten"], vocab_size=300)
+    return load_tokenizer(folder)
+
+
+def recipe(model: Path, **changes) -> Recipe:
+    raw = {
+        "name": "tiny",
+        "steps": 20,
+        "group_size": 4,
+        "model": {"path": str(model)},
+        "data": {"max_prompt_length": 48, "sources": [{"name": "sums", "path": "sums.parquet"}]},
+        "rollout": {"max_response_length": 192},
+    }
+    return parse(raw | changes, "test")
+
+
+def segment(tokenizer: Tokenizer, text: str, grade: Grade | None = None, stop: bool = False) -> Segment:
+    tokens = tokenizer.encode(text) + ([min(tokenizer.eos_token_ids)] if stop or grade else [])
+    return Segment(tokens, [-0.5] * len(tokens), "stop" if stop or grade else None, grade)
+
+
+def example_stream() -> Stream:
+    """``A_1 = [5, 9]``, ``B_1 = [6, 7]``, ``A_2 = [8, 9]``, ``B_2 = [4, 4]``, tail ``[9]``.
+
+    A_1 is wrong, A_2 right, the tail wrong: B_1's reward is 1 (A_2 extends it), B_2's is 0.
+    """
+    pairs = [
+        Pair(Segment([5, 9], [-1.0, -1.0], "stop", WRONG), Segment([6, 7], [-1.0, -1.0])),
+        Pair(Segment([8, 9], [-1.0, -1.0], "stop", RIGHT), Segment([4, 4], [-1.0, -1.0])),
+    ]
+    return Stream("sums/a.parquet#1", 0, 3, pairs, "max_pairs", Segment([9], [-1.0], "stop", WRONG))
+
+
+def example_group() -> Group:
+    completions = [
+        Segment([5, 9], [-1.0, -1.0], "stop", RIGHT),
+        Segment([6, 7, 8, 9], [-1.0] * 4, "stop", WRONG),
+        Segment([4, 4], [-1.0, -1.0], "length"),
+    ]
+    return Group("sums/a.parquet#2", 3, completions)
+
+
+def example_tree() -> SampledTree:
+    steps = [
+        Segment([5, 6], [-1.0] * 2),
+        Segment([9], [-1.0], "stop", RIGHT),
+        Segment([7, 7], [-1.0] * 2, "length"),
+    ]
+    return SampledTree("sums/a.parquet#3", 3, steps, [-1, 0, 0])
+
+
+def write_run(folder: Path, recipe: Recipe, streams: dict[str, list[Rollout]] | None = None) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "recipe.yaml").write_text(dump(recipe), encoding="utf-8")
+    for step, rollouts in (streams or {}).items():
+        with Recorder(folder / "streams" / step / "rank-0.jsonl") as recorder:
+            for rollout in rollouts:
+                recorder.write(rollout)
+    return folder

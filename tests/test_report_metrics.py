@@ -1,0 +1,112 @@
+"""Metrics on disk: every step once, whatever was interrupted; strict JSON; wandb only where asked."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import types
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron_eqlen.report.metrics import MetricsWriter, read_metrics
+
+
+def write(folder, steps, value, behind=0, close=True):
+    writer = MetricsWriter(folder, behind)
+    for step in steps:
+        writer.write(step, {"reward/mean": value + step, "loss/total": -1 / 3})
+    if close:
+        writer.close()
+
+
+def curve(folder):
+    """(step, value) of the reward as TensorBoard shows it."""
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars("reward/mean")]
+
+
+def test_a_step_can_be_read_as_soon_as_it_is_written(tmp_path):
+    write(tmp_path, [1, 2], 0.0, close=False)
+    assert [(r["step"], r["reward/mean"], r["loss/total"]) for r in read_metrics(tmp_path)] == [
+        (1, 1.0, -1 / 3),
+        (2, 2.0, -1 / 3),
+    ]
+    assert curve(tmp_path) == [(1, 1.0), (2, 2.0)]
+
+
+def test_steps_taken_again_after_a_resume_appear_once(tmp_path):
+    write(tmp_path, range(1, 6), 0.0)
+    write(tmp_path, range(4, 8), 100.0, behind=3)
+    expected = [(1, 1.0), (2, 2.0), (3, 3.0), (4, 104.0), (5, 105.0), (6, 106.0), (7, 107.0)]
+    assert [(r["step"], r["reward/mean"]) for r in read_metrics(tmp_path)] == expected
+    assert curve(tmp_path) == expected
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_torn_last_line_is_dropped_aloud_and_the_file_goes_on(tmp_path, caplog):
+    write(tmp_path, [1, 2, 3], 0.0)
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-9])
+    with caplog.at_level(logging.WARNING):
+        write(tmp_path, [3], 50.0, behind=2)
+    assert "dropped a torn last line" in caplog.text
+    assert [(r["step"], r["reward/mean"]) for r in read_metrics(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 53.0)]
+
+
+def test_what_is_no_number_is_null_and_the_line_strict_json(tmp_path):
+    writer = MetricsWriter(tmp_path)
+    writer.write(1, {"loss/total": float("nan"), "loss/ratio_max": float("inf"), "ok": 2.0})
+    writer.close()
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    record = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert (record["loss/total"], record["loss/ratio_max"], record["ok"]) == (None, None, 2.0)
+
+
+@pytest.mark.parametrize("line", ["not json", "[1, 2]", '{"reward/mean": 1.0}'])
+def test_a_line_that_is_no_record_is_named(tmp_path, line):
+    write(tmp_path, [1], 0.0)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: expected a JSON object with a step"):
+        read_metrics(tmp_path)
+
+
+def test_a_folder_without_metrics_has_none(tmp_path):
+    assert read_metrics(tmp_path) == []
+
+
+def test_wandb_that_is_not_installed_is_a_clear_error(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match=r"report\.wandb_project: 'eqlen' needs wandb"):
+        MetricsWriter(tmp_path, wandb_project="eqlen")
+
+
+def test_a_resumed_run_is_the_same_wandb_run(tmp_path, monkeypatch):
+    started, logged = [], []
+
+    class FakeRun:
+        def log(self, metrics, step):
+            logged.append((step, metrics))
+
+        def finish(self):
+            pass
+
+    def init(**settings):
+        started.append(settings)
+        return FakeRun()
+
+    ids = iter(["first", "second"])
+    fake = types.SimpleNamespace(init=init, util=types.SimpleNamespace(generate_id=lambda: next(ids)))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for step in (1, 2):
+        writer = MetricsWriter(tmp_path, step - 1, wandb_project="eqlen", run_name="tiny")
+        writer.write(step, {"reward/mean": 0.5})
+        writer.close()
+    assert [(one["project"], one["name"], one["id"]) for one in started] == [("eqlen", "tiny", "first")] * 2
+    assert logged == [(1, {"reward/mean": 0.5}), (2, {"reward/mean": 0.5})]

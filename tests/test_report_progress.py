@@ -1,0 +1,133 @@
+"""The display: one line a step in a log, a terminal that is given back, silence on other ranks."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megatron_eqlen.report.format import compact, duration
+from megatron_eqlen.report.progress import Progress, sparkline
+
+METRICS = {
+    "reward/mean": 0.5125,
+    "harvest/pairs_per_stream": 2.25,
+    "harvest/ended_response_length": 96.3,
+    "loss/mismatch_kl": 1.3e-6,
+    "harvest/tokens_per_second": 812.4,
+    "train/tokens_per_second": 14230.0,
+    "loss/entropy": 1.0,
+    "time/step": 4.0,
+}
+HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
+
+
+def run_steps(progress: Progress, steps: range) -> None:
+    for number in steps:
+        for stage in ("harvest", "score", "trees", "train", "sync"):
+            progress.stage(stage)
+        progress.step(number, METRICS)
+
+
+def display(terminal: bool, **keys) -> tuple[Progress, io.StringIO]:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=160, highlight=False, soft_wrap=True)
+    return Progress(30, "tiny eqlen-grpo", console=console, **keys), out
+
+
+def test_a_log_gets_one_plain_line_a_step():
+    progress, out = display(terminal=False)
+    progress.resume(0)
+    progress.evaluated("before", "avg@8 43.1% [39.0, 47.2]")
+    run_steps(progress, range(1, 30))
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "before: avg@8 43.1% [39.0, 47.2]"
+    assert lines[-1] == (
+        "step 29/30  reward 0.512  pairs/stream 2.25  length 96.3  mismatch KL 1.3e-06  "
+        "rollout 812 tok/s  train 14.2k tok/s  4.0 s  4 s left"
+    )
+    assert len(lines) == 1 + 29
+    assert "\x1b" not in out.getvalue()
+
+
+def test_a_resumed_run_says_so_and_counts_on():
+    progress, out = display(terminal=False)
+    progress.resume(10)
+    run_steps(progress, range(11, 12))
+    progress.finish(Path("runs/tiny/report.html"))
+    said, step, end = out.getvalue().splitlines()
+    assert said == "goes on after step 10 of 30"
+    assert step.startswith("step 11/30")
+    assert step.endswith("1:16 left")
+    assert "11 of 30 steps" in end
+    assert end.endswith("see runs/tiny/report.html")
+
+
+def test_what_was_not_measured_is_left_out():
+    progress, out = display(terminal=False)
+    progress.step(1, {"objective/reward_mean": 0.25, "harvest/response_length": 50.0})
+    assert out.getvalue() == "step 1/30  reward 0.250  length 50\n"
+
+
+def test_other_ranks_are_silent():
+    progress, out = display(terminal=True, show=False)
+    progress.resume(3)
+    run_steps(progress, range(4, 8))
+    progress.evaluated("after", "better")
+    progress.finish(Path("report.html"))
+    assert out.getvalue() == ""
+
+
+def test_the_terminal_is_given_back_after_an_exception():
+    progress, out = display(terminal=True)
+
+    def train() -> None:
+        try:
+            progress.resume(0)
+            run_steps(progress, range(1, 3))
+            raise RuntimeError("lost a rank")
+        finally:
+            progress.close()
+
+    with pytest.raises(RuntimeError, match="lost a rank"):
+        train()
+    text = out.getvalue()
+    assert HIDE in text
+    assert text.rindex(SHOW) > text.rindex(HIDE)
+    progress.close()
+    assert out.getvalue() == text
+
+
+def test_a_terminal_keeps_what_was_said_and_redraws_the_rest():
+    progress, out = display(terminal=True)
+    progress.resume(0)
+    progress.evaluated("before", "avg@8 [39.0, 47.2]")
+    run_steps(progress, range(1, 6))
+    progress.finish(Path("report.html"))
+    text = out.getvalue()
+    lasting = [line for line in text.split("\n") if "before: avg@8 [39.0, 47.2]" in line]
+    assert len(lasting) == 1
+    assert "5/30" in text
+    assert text.count("\n") < 6 * (5 + 5)
+    assert text.rstrip("\n").endswith("see report.html")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (2.0, "2"), (0.5125, "0.512"), (96.34, "96.3"), (1234.5, "1234"), (14230.0, "14.2k"),
+     (3.2e6, "3.2M"), (-1.3e-6, "-1.3e-06"), (None, "–"), (float("nan"), "nan")],
+)  # fmt: skip
+def test_numbers_have_about_three_digits(value, text):
+    assert compact(value) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(9.4, "9 s"), (92, "1:32"), (59.6, "1:00"), (7500, "2:05:00")])
+def test_durations(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_a_sparkline_spans_its_values():
+    assert sparkline([0.0, 1.0, 0.5]) in ("▁█▄", "▁█▅")
+    assert sparkline([0.3, 0.3]) == "▁▁"
