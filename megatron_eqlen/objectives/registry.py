@@ -209,7 +209,7 @@ def _check_rewards(recipe: Recipe, objective: Objective) -> None:
     if recipe.sampling == "tree" and objective.overlong_buffer:
         raise ValueError(
             f"loss.overlong_buffer: {objective.overlong_buffer}: a step of a sampled tree has the mean "
-            f"reward of responses of many lengths; a length penalty needs sampling: equal_length or independent"
+            f"reward of responses of many lengths; a penalty needs sampling: equal_length or independent"
         )
     if recipe.loss.overlong_factor is not None and not objective.overlong_buffer:
         raise ValueError(
