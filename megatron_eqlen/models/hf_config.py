@@ -152,7 +152,9 @@ def _rope(fields: _Fields, family: Family) -> tuple[float, float]:
 
 
 def _experts(fields: _Fields, layers: int, shared: bool) -> Experts:
-    count = "num_local_experts" if "num_experts" not in fields.raw else "num_experts"
+    count = "num_local_experts" if "num_local_experts" in fields.raw else "num_experts"
+    if count not in fields.raw:
+        raise ConfigError(f"{fields.where}: missing field 'num_experts' (or 'num_local_experts')")
     step, dense = fields.get("decoder_sparse_step", int), fields.get("mlp_only_layers", list)
     per_token, normalised = fields.get("num_experts_per_tok", int), fields.get("norm_topk_prob", bool)
     if per_token == 1 and normalised:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from megatron_eqlen.models.build import build_model
 from megatron_eqlen.models.hf_config import ModelConfig
@@ -107,12 +109,10 @@ class CheckpointReader:
 
     def __init__(self, path: str | Path) -> None:
         self.path = _resolve(Path(path))
-        self.reader = FileSystemReader(self.path)
         try:
-            self.metadata = self.reader.read_metadata()
+            self.metadata = FileSystemReader(self.path).read_metadata()
         except (FileNotFoundError, EOFError, pickle.UnpicklingError) as error:
             raise CheckpointError(f"{self.path / '.metadata'}: cannot be read: {error}") from None
-        self.reader.set_up_storage_reader(self.metadata, is_coordinator=True)
         self._check_files()
 
     def check(self, layout: CheckpointLayout) -> None:
@@ -123,19 +123,30 @@ class CheckpointReader:
 
     def parameter(self, layout: CheckpointLayout, name: str) -> Tensor:
         """The whole parameter ``name``, in the checkpoint's dtype."""
-        pieces = layout.pieces[name]
-        dtype = self._tensor(pieces[0]).properties.dtype
-        flat = torch.empty(math.prod(layout.shapes[name]), dtype=dtype)
+        pieces, shape = layout.pieces[name], layout.shapes[name]
+        if len(pieces) == 1 and len(items := self._items(pieces[0])) == 1:
+            return self._load(items[0]).reshape(shape)
+        flat = torch.empty(math.prod(shape), dtype=self._tensor(pieces[0]).properties.dtype)
         for piece in pieces:
-            self._fill(flat[piece.start : piece.stop].view(piece.shape), piece)
-        return flat.view(layout.shapes[name])
+            target = flat[piece.start : piece.stop].view(piece.shape)
+            for item in self._items(piece):
+                _box(target, item.dest_offsets, item.lengths).copy_(self._load(item))
+        return flat.view(shape)
 
-    def _fill(self, target: Tensor, piece: Piece) -> None:
+    def _items(self, piece: Piece) -> list[ReadItem]:
+        """What to read where for ``piece``, which may have been saved in parts or as part of more."""
         chunk = ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.shape))
         items = create_read_items_for_chunk_list(piece.key, self._tensor(piece), [chunk])
-        if sum(math.prod(item.lengths) for item in items) != target.numel():
+        if sum(math.prod(item.lengths) for item in items) != math.prod(piece.shape):
             raise CheckpointError(f"{self.path}: {piece.key}: some of it was never saved")
-        self.reader.read_data(LoadPlan(items), _IntoTensor(target)).wait()
+        return items
+
+    def _load(self, item: ReadItem) -> Tensor:
+        stored = self.metadata.storage_data[item.storage_index]
+        with open(self.path / stored.relative_path, "rb") as file:
+            view = _create_file_view(file, stored.offset, stored.length)
+            tensor = torch.load(view, map_location="cpu", weights_only=True)
+        return _box(tensor, item.storage_offsets, item.lengths)
 
     def _tensor(self, piece: Piece) -> TensorStorageMetadata:
         stored = self.metadata.state_dict_metadata.get(piece.key)
@@ -207,33 +218,10 @@ class CheckpointWriter:
         self.files += 1
 
 
-class _IntoTensor(LoadPlanner):
-    """Puts what is read into one tensor."""
-
-    def __init__(self, target: Tensor) -> None:
-        self.target = target
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        view = self.target
-        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            view = view.narrow(dim, offset, length)
-        return view
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None: ...
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise AssertionError("tensors only")
-
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def create_local_plan(self) -> LoadPlan:
-        raise AssertionError("the plan is given")
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        raise AssertionError("the plan is given")
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        raise AssertionError("the plan is given")
+def _box(tensor: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        tensor = tensor.narrow(dim, offset, length)
+    return tensor
 
 
 def _storage(tensor: Tensor) -> int:

@@ -1,0 +1,153 @@
+"""config.json decides everything: its own fields, both spellings, and a clear word where it cannot work."""
+
+import json
+import math
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import megatron_eqlen.models as models
+from megatron_eqlen.models.config import gpt_arguments, transformer_config
+from megatron_eqlen.models.hf_config import ConfigError, parse_config, read_config
+from megatron_eqlen.models.weights import weight_map
+from megatron_eqlen.recipe import ParallelRecipe
+from tests.distributed import run_ranks
+from tests.tiny_models import FAMILIES, tiny_config
+
+SHIPPED = Path(models.__file__).parent / "configs"
+PARAMETERS = {"qwen3-32b": 32.762, "qwen3-next-80b-a3b-thinking": 79.674}
+"""In billions, of the published checkpoints without the multi-token prediction layer."""
+
+
+def saved(tmp_path, family: str, **changes) -> dict:
+    """What Transformers writes for a tiny model."""
+    tiny_config(family, **changes).save_pretrained(tmp_path)
+    return json.loads((tmp_path / "config.json").read_text())
+
+
+def count_on_meta(name: str) -> int:
+    from megatron_eqlen.models.build import build_model
+    from megatron_eqlen.training.distributed import start
+
+    start(ParallelRecipe(), seed=1)
+    with torch.device("meta"):
+        chunks = build_model(SHIPPED / f"{name}.json", ParallelRecipe(), torch.bfloat16)
+    return sum(parameter.numel() for parameter in chunks[0].parameters())
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_the_real_models_have_their_published_size(name):
+    assert run_ranks(1, count_on_meta, name)[0] / 1e9 == pytest.approx(PARAMETERS[name], abs=5e-4)
+    weights = weight_map(read_config(SHIPPED / f"{name}.json"))
+    mapped = sum(math.prod(shape) for weight in weights for shape in weight.shapes)
+    assert mapped / 1e9 == pytest.approx(PARAMETERS[name], abs=5e-4)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_the_shipped_files_are_understood_whole(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = read_config(SHIPPED / f"{name}.json")
+    next_ = name.startswith("qwen3-next")
+    assert gpt_arguments(model)["rotary_base"] == (1e7 if next_ else 1e6)
+    assert gpt_arguments(model)["rotary_percent"] == (0.25 if next_ else 1.0)
+    if next_:
+        assert sum(model.delta_net.layers) == 36
+        assert model.delta_net.layers[:4] == (True, True, True, False)
+        assert sum(model.experts.layers) == 48
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_old_and_new_spellings_are_one_model(tmp_path, family):
+    new = saved(tmp_path, family)
+    rope = new["rope_parameters"]
+    old = {key: value for key, value in new.items() if key != "rope_parameters"}
+    old["rope_theta"] = rope["rope_theta"]
+    if "num_local_experts" in old:
+        old["num_experts"] = old.pop("num_local_experts")
+    if family == "qwen3_next":
+        del old["layer_types"]
+        old["full_attention_interval"] = 4
+    assert parse_config(old, "old") == parse_config(new, "new")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_field_has_a_default(tmp_path, family):
+    """Every field that is read is needed, except those whose absence the families' files allow."""
+    whole = saved(tmp_path, family)
+    model = parse_config(whole, "whole")
+    optional = {"head_dim"} if family == "qwen3_moe" else set()
+    named_otherwise = {"rope_parameters": "rope_theta", "layer_types": "full_attention_interval"}
+    for name in set(whole) - optional:
+        rest = {key: value for key, value in whole.items() if key != name}
+        found = parsed_or_error(rest)
+        assert found == model or named_otherwise.get(name, name) in str(found), name
+
+
+def parsed_or_error(raw: dict) -> object:
+    try:
+        return parse_config(raw, "rest")
+    except ConfigError as error:
+        return error
+
+
+REFUSED = {
+    "attention_bias": (True, "qwen3"),
+    "hidden_act": ("gelu", "qwen3"),
+    "attention_dropout": (0.1, "qwen3_moe"),
+    "use_sliding_window": (True, "qwen3_moe"),
+    "rope_scaling": ({"rope_type": "yarn", "factor": 4.0}, "qwen3"),
+    "rope_parameters": ({"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, "qwen3"),
+    "quantization_config": ({"quant_method": "fp8"}, "qwen3_next"),
+    "layer_types": (["sliding_attention"] * 4, "qwen3"),
+    "model_type": ("llama", "qwen3"),
+    "num_attention_heads": ("many", "qwen3"),
+    "num_hidden_layers": (0, "qwen3"),
+    "partial_rotary_factor": (0.5, "qwen3"),
+    "rope_theta": (5.0, "qwen3"),
+}
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_what_changes_the_result_and_is_not_supported_is_named(tmp_path, field):
+    value, family = REFUSED[field]
+    raw = saved(tmp_path, family) | {field: value}
+    with pytest.raises(ConfigError, match=f"here.json: {field}"):
+        parse_config(raw, "here.json")
+
+
+def test_an_unknown_field_is_said_aloud(tmp_path):
+    raw = saved(tmp_path, "qwen3") | {"logit_softcap": 30.0}
+    with pytest.warns(UserWarning, match="unknown fields are ignored: logit_softcap"):
+        parse_config(raw, "here.json")
+
+
+def test_unreadable_files_are_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"config\.json: no such file"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json: not valid JSON"):
+        read_config(tmp_path)
+
+
+IMPOSSIBLE = {
+    "more ranks than key-value heads": ("qwen3", {"tensor": 4}, "num_key_value_heads 2"),
+    "layers that do not divide": ("qwen3", {"pipeline": 3}, "num_hidden_layers 4"),
+    "experts that do not divide": ("qwen3_moe", {"expert": 3}, "num_experts 8"),
+    "experts of a dense model": ("qwen3", {"expert": 2}, "has no experts"),
+    "experts without sequence parallelism": (
+        "qwen3_moe",
+        {"tensor": 2, "sequence": False},
+        "sequence: false",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", IMPOSSIBLE)
+def test_layouts_that_do_not_fit_are_refused_with_the_numbers(tmp_path, case):
+    family, layout, message = IMPOSSIBLE[case]
+    model = parse_config(saved(tmp_path, family), "tiny")
+    with pytest.raises(ValueError, match=message):
+        transformer_config(model, ParallelRecipe(**layout), torch.float32)
