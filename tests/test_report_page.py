@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -136,6 +137,17 @@ def test_rollouts_of_the_first_and_last_step_are_decoded(tmp_path):
     assert "Token ids instead of text" not in page.text
     assert "<script>1 < 2</script>" in page.text  # as text:
     assert "<script" not in page.html
+
+
+def test_one_rollout_a_prompt_is_shown_and_first_those_that_train(tmp_path):
+    dull = example_stream()
+    dull.pairs[1].a.grade = dull.pairs[0].a.grade
+    other = dataclasses.replace(dull, prompt_id="sums/a.parquet#0", index=1)
+    streams = [other, dull, dataclasses.replace(example_stream(), index=2)]
+    run = write_run(tmp_path, recipe(tmp_path), {"step-00000000": streams})
+    (run / "streams" / "step-00000001").mkdir()  # a harvest that has only begun
+    shown = re.findall(r"(sums/a\.parquet#\d) (stream \d)", Page(write_page(run)).text)
+    assert shown == [("sums/a.parquet#1", "stream 2"), ("sums/a.parquet#0", "stream 1")]
 
 
 def test_without_a_tokenizer_rollouts_are_token_ids_and_it_is_said(tmp_path):

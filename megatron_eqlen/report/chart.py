@@ -97,6 +97,11 @@ def _round_ticks(low: float, high: float, most: int = 5) -> list[float]:
     return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
+def _tick_label(tick: float) -> str:
+    """Round ticks need no trailing zeros."""
+    return f"{tick:.6g}" if tick == 0 or 1e-3 <= abs(tick) < 1e4 else compact(tick)
+
+
 def _thinned(series: Series) -> Series:
     if len(series.points) <= MAX_POINTS or series.intervals:
         return series
@@ -127,7 +132,7 @@ def _grid(x_axis: _Axis, y_axis: _Axis) -> list[str]:
             f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
             for _, y in rows
         ),
-        *(f'<text x="{LEFT - 6}" y="{y + 3:.1f}" class="y">{compact(tick)}</text>' for tick, y in rows),
+        *(f'<text x="{LEFT - 6}" y="{y + 3:.1f}" class="y">{_tick_label(tick)}</text>' for tick, y in rows),
         *(f'<text x="{x:.1f}" y="{HEIGHT - 6}" class="x">{tick:.0f}</text>' for tick, x in columns),
     ]
 

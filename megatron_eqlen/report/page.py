@@ -16,7 +16,7 @@ import jinja2
 from megatron_eqlen.data.tokenizers import load_tokenizer
 from megatron_eqlen.evaluation.result import EvaluationResult, compare, read_results
 from megatron_eqlen.evaluation.statistics import Interval
-from megatron_eqlen.recipe import Recipe, dump, load
+from megatron_eqlen.recipe import EqualLengthRecipe, Recipe, dump, load
 from megatron_eqlen.report.chart import Point, Series, line_chart, stacked_bars
 from megatron_eqlen.report.drawing import draw
 from megatron_eqlen.report.format import (
@@ -32,6 +32,7 @@ from megatron_eqlen.report.format import (
 from megatron_eqlen.report.metrics import read_metrics
 from megatron_eqlen.report.rollouts import Decode, RolloutView, read_questions, view
 from megatron_eqlen.rollout.recorder import read_dump
+from megatron_eqlen.types import Rollout
 
 Records = list[dict[str, Any]]
 Names = tuple[str, ...]
@@ -255,24 +256,28 @@ def find_decoder(model: Path) -> tuple[Decode, str]:
 
 def read_steps(folder: Path, recipe: Recipe, decode: Decode) -> list[StepView]:
     """A few rollouts of the first and of the last recorded step."""
-    steps = sorted(folder.glob("step-*"))
+    steps = sorted({file.parent for file in folder.glob("step-[0-9]*/rank-*.jsonl")})
     return [_read_step(step, recipe, decode) for step in dict.fromkeys([*steps[:1], *steps[-1:]])]
 
 
 def _read_step(folder: Path, recipe: Recipe, decode: Decode) -> StepView:
-    """Rollouts of different prompts, those with something to compare first."""
     rollouts = [rollout for file in sorted(folder.glob("rank-*.jsonl")) for rollout in read_dump(file)]
     questions = read_questions(folder)
-    views = [view(rollout, decode, recipe.equal_length, questions) for rollout in rollouts]
-    views.sort(key=lambda one: not _is_trained(one))
-    by_prompt: dict[str, RolloutView] = {}
-    for one in views:
-        by_prompt.setdefault(one.prompt_id, one)
-    number = int(folder.name.removeprefix("step-")) + 1
-    return StepView(number, folder.name, list(by_prompt.values())[:ROLLOUTS_SHOWN])
+    chosen = _choose(rollouts, recipe.equal_length)
+    views = [view(rollout, decode, recipe.equal_length, questions) for rollout in chosen]
+    return StepView(int(folder.name.removeprefix("step-")) + 1, folder.name, views)
 
 
-def _is_trained(rollout: RolloutView) -> bool:
+def _choose(rollouts: list[Rollout], recipe: EqualLengthRecipe) -> list[Rollout]:
+    """Rollouts of different prompts, those with something to compare first. Decodes nothing."""
+    ordered = sorted(rollouts, key=lambda one: not _is_compared(view(one, lambda _: "", recipe, {})))
+    by_prompt: dict[str, Rollout] = {}
+    for rollout in ordered:
+        by_prompt.setdefault(rollout.prompt_id, rollout)
+    return list(by_prompt.values())[:ROLLOUTS_SHOWN]
+
+
+def _is_compared(rollout: RolloutView) -> bool:
     segments = [pair.a for pair in rollout.pairs] + rollout.segments
     return any(segment.role in ("raised", "lowered") for segment in segments)
 

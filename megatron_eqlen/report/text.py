@@ -70,6 +70,6 @@ def _print_segment(console: Console, segment: SegmentView, indent: int) -> None:
     reward = f"reward {compact(segment.reward)}" if segment.reward is not None else ""
     facts = ", ".join(filter(None, [reward, segment.verdict, segment.end, f"{segment.length} tokens"]))
     console.print(Text.assemble(" " * indent, (segment.label, f"bold {STYLES[segment.role]}"), "  ", facts))
-    before = f"…{segment.before}" if segment.before else ""
+    before = f"…{segment.before}▸" if segment.before else ""
     text = Text.assemble((before, "dim"), (segment.text, STYLES[segment.role]))
     console.print(Padding(text, (0, 0, 0, indent + 2)))
