@@ -49,11 +49,12 @@ class ColocatedEngine:
         self.max_model_len = max_model_len
         self.max_num_seqs = rollout.max_num_seqs
         self.policy_version = policy_version
-        self.requests: set[str] = set()
+        self.requests: dict[str, vllm_compat.Request] = {}
         self.refusal: str | None = None
         """Why requests are refused now: the weights are gone or half loaded."""
         self.asleep = False
         self.preemptions = 0
+        """Times a request was pushed out of the KV cache, since the last ``metrics``."""
         self.sync: Metrics = {}
 
     def submit(self, request_id: str, token_ids: list[int], max_tokens: int, seed: int) -> None:
@@ -63,20 +64,22 @@ class ColocatedEngine:
             raise ValueError(f"request {request_id}: expected an unused id, found it in flight")
         check_request(request_id, token_ids, max_tokens, self.max_model_len, self.vocab_size)
         self._wake_cache()
-        vllm_compat.submit(self.llm, request_id, token_ids, self.params, max_tokens, seed)
-        self.requests.add(request_id)
+        self.requests[request_id] = vllm_compat.submit(
+            self.llm, request_id, token_ids, self.params, max_tokens, seed
+        )
 
     def step(self) -> list[Delta]:
         deltas = vllm_compat.step(self.llm)
-        self.requests.difference_update(
-            delta.request_id for delta in deltas if delta.finish_reason is not None
-        )
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                self.preemptions += self.requests.pop(delta.request_id).num_preemptions
         return deltas
 
     def abort(self, request_ids: Iterable[str]) -> None:
         mine = [request_id for request_id in request_ids if request_id in self.requests]
         vllm_compat.abort(self.llm, mine)
-        self.requests.difference_update(mine)
+        for request_id in mine:
+            self.preemptions += self.requests.pop(request_id).num_preemptions
 
     @property
     def has_unfinished(self) -> bool:
@@ -115,14 +118,13 @@ class ColocatedEngine:
         vllm_compat.close(self.llm)
 
     def metrics(self) -> Metrics:
-        preemptions = vllm_compat.preemptions(self.llm)
         removed, sampled = vllm_compat.removed_mass(self.llm)
         metrics: Metrics = {
-            "engine/preemptions": preemptions - self.preemptions,
+            "engine/preemptions": self.preemptions,
             "engine/removed_probability": removed / max(sampled, 1),
             **self.sync,
         }
-        self.preemptions = preemptions
+        self.preemptions = 0
         self.sync = {}
         return metrics
 

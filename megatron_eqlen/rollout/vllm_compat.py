@@ -10,12 +10,15 @@ detokenization that a harvest has no use for), ``load_weights`` (with what the C
 from __future__ import annotations
 
 import gc
+import json
+import logging
 import os
 import random
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 _trainers_environ = dict(os.environ)
@@ -27,16 +30,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from vllm import LLM, SamplingParams
+from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from vllm.platforms import current_platform
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.request import Request
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
 from megatron_eqlen.recipe import RolloutRecipe
 from megatron_eqlen.rollout.engine import Delta, EngineError
+
+logger = logging.getLogger(__name__)
 
 
 def _restore_environ(environ: dict[str, str]) -> dict[str, str]:
@@ -93,21 +101,24 @@ def build(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: in
     """An in-process engine. Where torch.distributed is initialized, every rank must call this: groups of
     ``rollout.tensor_parallel`` neighbouring ranks become one replica each (vLLM's external launcher)."""
     global _live_engines, _owns_process_group
+    launched = dist.is_initialized() and not _owns_process_group
+    ranks = dist.get_world_size() if launched else 1
+    if ranks % rollout.tensor_parallel:
+        raise ValueError(
+            f"rollout.tensor_parallel: {rollout.tensor_parallel} must divide the number of "
+            f"torch.distributed ranks, found {ranks}"
+        )
     cpu = current_platform.is_cpu()
     kv_gib = rollout.kv_cache_gib or (1.0 if cpu else None)
+    dtype = _supported_dtype(model_path, dtype)
     with contained():
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # PathSampler is written for V1's
-        if dist.is_initialized():
+        if launched:
             os.environ["RANK"] = str(dist.get_rank())
             os.environ.setdefault("LOCAL_RANK", "0" if cpu else str(torch.cuda.current_device()))
             os.environ.setdefault("MASTER_ADDR", "localhost")  # asked for, not used: the group exists
             os.environ.setdefault("MASTER_PORT", "0")
-        elif rollout.tensor_parallel > 1:
-            raise ValueError(
-                f"rollout.tensor_parallel: {rollout.tensor_parallel} needs as many torch.distributed ranks, "
-                "found none initialized"
-            )
         else:
             _owns_process_group = True
         llm = LLM(
@@ -123,7 +134,7 @@ def build(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: in
             gpu_memory_utilization=rollout.gpu_memory_utilization,
             kv_cache_memory_bytes=int(kv_gib * 2**30) if kv_gib else None,
             tensor_parallel_size=rollout.tensor_parallel,
-            distributed_executor_backend="external_launcher" if dist.is_initialized() else "uni",
+            distributed_executor_backend="external_launcher" if launched else "uni",
             enforce_eager=cpu,
             enable_sleep_mode=not cpu,
             use_tqdm_on_load=False,
@@ -133,6 +144,15 @@ def build(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: in
         _worker_runner(llm).sampler = PathSampler(_worker_runner(llm), rollout.logprobs_mode == "processed")
     _live_engines += 1
     return llm
+
+
+def _supported_dtype(model_path: str, dtype: str) -> str:
+    """vLLM's Gated DeltaNet on CPUs has a bfloat16 kernel and no other."""
+    config = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
+    if current_platform.is_cpu() and config["model_type"] == "qwen3_next" and dtype != "bfloat16":
+        logger.warning("%s: vLLM rolls qwen3_next out in bfloat16 on CPUs, not in %s", model_path, dtype)
+        return "bfloat16"
+    return dtype
 
 
 def close(llm: LLM) -> None:
@@ -173,12 +193,13 @@ def sampling_params(rollout: RolloutRecipe, eos_token_ids: Iterable[int]) -> Sam
 
 def submit(
     llm: LLM, request_id: str, token_ids: list[int], params: SamplingParams, max_tokens: int, seed: int
-) -> None:
-    """Hand a request to the engine core. The caller has checked the ids and the length."""
+) -> Request:
+    """Hand a request to the engine core, which keeps the result up to date. The caller has checked the
+    ids and the length."""
     params = params.clone()
     params.max_tokens = max_tokens
     params.seed = seed
-    request = EngineCoreRequest(
+    asked = EngineCoreRequest(
         request_id=request_id,
         prompt_token_ids=token_ids,
         mm_features=None,
@@ -190,7 +211,10 @@ def submit(
         data_parallel_rank=None,
         external_req_id=request_id,
     )
-    llm.llm_engine.engine_core.add_request(request)
+    core = llm.llm_engine.engine_core.engine_core
+    request, wave = core.preprocess_add_request(asked)
+    core.add_request(request, wave)
+    return request
 
 
 def step(llm: LLM) -> list[Delta]:
@@ -217,10 +241,16 @@ def abort(llm: LLM, request_ids: list[str]) -> None:
 
 
 def load_weights(llm: LLM, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Stream weights into the running model (vLLM's layerwise reload) and forget all cached prefixes."""
+    """Stream weights into the running model (vLLM's layerwise reload) and forget all cached prefixes.
+    A stream that raises leaves some layers stale or void, but a model that can be loaded again."""
+    runner = _worker_runner(llm)
     with contained():
-        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
-        repack(_worker_runner(llm).get_model())
+        try:
+            llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
+        finally:  # does nothing after a reload that came to its end
+            with set_current_vllm_config(runner.vllm_config):
+                finalize_layerwise_reload(runner.get_model(), runner.model_config)
+        repack(runner.get_model())
     reset_cache(llm)
 
 
@@ -262,11 +292,6 @@ def wake(llm: LLM, tag: str) -> None:
 
 def vocab_size(llm: LLM) -> int:
     return llm.model_config.get_vocab_size()
-
-
-def preemptions(llm: LLM) -> int:
-    """Requests pushed out of the KV cache so far."""
-    return getattr(llm.llm_engine.engine_core.engine_core.scheduler, "num_preemptions", 0)
 
 
 def removed_mass(llm: LLM) -> tuple[float, int]:
