@@ -151,8 +151,9 @@ def _inspect(arguments: argparse.Namespace) -> int:
 def _on_ranks(recipe: Recipe, work: Callable[[], None]) -> int:
     """Do ``work`` in this process if it is a rank (or the only one), else in ranks started here."""
     check_inputs(recipe)
-    from megatron_eqlen.launch import die_with_launcher, launch
+    from megatron_eqlen.launch import die_with_launcher, launch, quiet
 
+    quiet()
     if _needs_launch(recipe):
         return launch(recipe.cluster.processes_per_node, sys.argv[1:])
     die_with_launcher()

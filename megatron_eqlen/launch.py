@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import warnings
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -17,13 +18,13 @@ LAUNCHED = "EQLEN_LAUNCHED"
 
 def launch(processes: int, arguments: list[str]) -> int:
     """Run ``eqlen ARGUMENTS`` on ``processes`` ranks of this machine; returns the first failure's status."""
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ[LAUNCHED] = str(os.getpid())
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=processes,
+        run_id=f"eqlen-{os.getpid()}",
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
         max_restarts=0,
@@ -48,3 +49,14 @@ def die_with_launcher() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(os.environ[LAUNCHED]):
         sys.exit("the launcher is gone")
+
+
+def quiet() -> None:
+    """Leave the screen to the run: silence what torch repeats on every rank and what says nothing here."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    for name in ("torch._library.triton", "torch.distributed.elastic", "torch.distributed.launcher.api"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    warnings.filterwarnings("ignore", category=FutureWarning, message=".*reduce_op. is deprecated")
+    warnings.filterwarnings(
+        "ignore", category=UserWarning, message=".*attribute of a Tensor that is not a leaf"
+    )

@@ -24,11 +24,11 @@ def train(recipe: Recipe, replay: Path | None = None) -> None:
         run.evaluate("before")
         while run.goes_on():
             with run.step():
-                prompts = run.next_prompts()
-                rollouts = run.harvest(prompts)
-                run.score(rollouts, prompts)
-                trees = run.build_trees(rollouts, prompts)
-                run.update(trees)
+                for prompts in run.batches():
+                    rollouts = run.harvest(prompts)
+                    run.score(rollouts, prompts)
+                minibatches = run.build_trees()
+                run.update(minibatches)
                 run.sync()
                 run.evaluate_if_due()
             run.checkpoint_if_due()
@@ -39,11 +39,11 @@ def train(recipe: Recipe, replay: Path | None = None) -> None:
 
 
 def harvest_only(recipe: Recipe, out: Path) -> None:
-    """One step's rollouts with the weights that the recipe starts from, scored, in ``out``."""
-    with Run(recipe, trains=False) as run, run.step():
-        prompts = run.next_prompts()
-        rollouts = run.harvest(prompts, out)
-        run.score(rollouts, prompts, out)
+    """One step's rollouts with the weights that the recipe starts from, scored, under ``out``."""
+    with Run(recipe, trains=False, streams=out) as run, run.step():
+        for prompts in run.batches():
+            rollouts = run.harvest(prompts)
+            run.score(rollouts, prompts)
 
 
 def evaluate_only(recipe: Recipe, out: Path) -> None:

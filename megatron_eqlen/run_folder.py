@@ -38,10 +38,8 @@ class RunFolder:
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
         self.export = self.path / "export"
+        self.streams = self.path / "streams"
         self.stop = self.path / "STOP"
-
-    def streams(self, step: int) -> Path:
-        return self.path / "streams" / f"step-{step:08d}"
 
     def evaluation(self, label: str) -> Path:
         return self.path / "evaluation" / f"{label}.json"

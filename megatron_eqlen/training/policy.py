@@ -5,8 +5,6 @@ trees ─► pack ─► (old and reference log-probs) ─► forward, loss, bac
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,17 +41,17 @@ class Policy:
         self.version = 0
         """Optimizer steps taken."""
 
-    def update(self, trees: list[TokenTree]) -> Metrics:
-        """Train on all trees of the step: ``loss.epochs`` times ``loss.minibatches`` optimizer steps.
+    def update(self, minibatches: list[list[TokenTree]]) -> Metrics:
+        """Train on the step's trees: one optimizer step for each minibatch, ``loss.epochs`` times over.
 
-        Every rank passes the same trees and trains the rows that the packer gives it. Without a single
-        supervised token nothing happens. Metrics are those of the first update (the only on-policy one),
-        with the later updates' gradient norms averaged in.
+        Every rank passes the same trees and trains the rows that the packer gives it. Minibatches without a
+        supervised token are passed over. Metrics are those of the first optimizer step (its policy is the
+        one that generated), with the gradient norm averaged over all.
         """
-        plans = [self._pack(part) for part in split(trees, self.recipe.loss.minibatches)]
-        batches = [plan.rows(parallel_state.get_data_parallel_rank()) for plan in plans if has_tokens(plan)]
-        if not batches:
+        plans = [plan for plan in map(self._pack, minibatches) if has_tokens(plan)]
+        if not plans:
             return {"train/updates": 0.0}
+        batches = [plan.rows(parallel_state.get_data_parallel_rank()) for plan in plans]
         for rows in batches:
             self._annotate(rows, old=len(batches) * self.recipe.loss.epochs > 1)
         steps = [self._step(rows) for _ in range(self.recipe.loss.epochs) for rows in batches]
@@ -166,13 +164,6 @@ class Policy:
         )
 
 
-def split(trees: list[TokenTree], minibatches: int) -> list[list[TokenTree]]:
-    """Consecutive parts, as equal as they come; scaled so that each part's loss is a mean, as the whole's."""
-    bounds = np.linspace(0, len(trees), minibatches + 1).astype(int)
-    parts = [trees[start:end] for start, end in itertools.pairwise(bounds)]
-    return parts if minibatches == 1 else [[_scaled(tree, minibatches) for tree in part] for part in parts]
-
-
 def from_last_stage(metrics: Metrics) -> Metrics:
     """What the last pipeline stage knows, on every stage."""
     box = [metrics]
@@ -187,11 +178,6 @@ def from_last_stage(metrics: Metrics) -> Metrics:
 
 def has_tokens(plan: Plan) -> bool:
     return plan.metrics["packing/supervised_tokens"] > 0
-
-
-def _scaled(tree: TokenTree, factor: float) -> TokenTree:
-    nodes = [dataclasses.replace(node, weight=node.weight * factor) for node in tree.nodes]
-    return dataclasses.replace(tree, nodes=nodes)
 
 
 def _fill(rows: list[Row], field: str, values: list[np.ndarray]) -> None:

@@ -1,0 +1,53 @@
+"""Which rank drives which engine, and how what they made comes together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from megatron_eqlen.types import Metrics
+
+Item = TypeVar("Item")
+
+SUMMED = ("tokens", "tokens_per_second", "requests", "retries", "forks", "bytes", "preemptions", "pairs")
+"""Endings of metrics that add up over engine replicas; the others are averaged."""
+
+
+class Replicas:
+    """The world's ranks as engine replicas of ``engine_size`` ranks each."""
+
+    def __init__(self, engine_size: int) -> None:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        self.count = world // engine_size
+        self.mine = rank // engine_size
+        self.leads = rank % engine_size == 0
+        """Whether this rank speaks for its replica."""
+
+    def share(self, items: Sequence[Item]) -> list[Item]:
+        """This replica's part of ``items``, which are the same on every rank."""
+        return list(items[self.mine :: self.count])
+
+    def gather(self, items: list[Item]) -> list[Item]:
+        """Every replica's items, in replica order, on every rank."""
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, items if self.leads else [])
+        return [item for part in gathered for item in part]
+
+    def combine(self, metrics: Metrics) -> Metrics:
+        """One replica's metrics -> all replicas' sums and means."""
+        everyone = self.gather([metrics])
+        names = dict.fromkeys(name for one in everyone for name in one)
+        return {
+            name: sum(one.get(name, 0.0) for one in everyone)
+            / (1 if name.endswith(SUMMED) else len(everyone))
+            for name in names
+        }
+
+
+def agree(mine: Item) -> Item:
+    """Rank 0's value, on every rank: a file may appear between two ranks' looks."""
+    box = [mine]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
