@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--head", choices=["supervised", "all"], default="supervised")
     parser.add_argument("--threads", type=int, default=1, help="of torch, on CPU")
-    parser.add_argument("--repeat", type=int, default=2, help="the fastest of so many steps counts")
+    parser.add_argument("--repeat", type=int, default=3, help="the fastest of so many steps counts")
     parser.add_argument("--json", type=Path)
 
 
@@ -79,13 +79,15 @@ def compare(model: torch.nn.Module, trees: list[TokenTree], args: argparse.Names
         "2N": lambda: pack(trees, args.budget, layout="expanded")[0],
         "N+1": lambda: pack(trunk_and_leaves(trees), args.budget)[0],
     }
-    measured = {name: measure(model, rows, args) for name, rows in layouts.items()}
-    tree = measured["tree"]
-    for name, result in measured.items():
-        ratio, speedup = result["tokens"] / tree["tokens"], result["seconds"] / tree["seconds"]
+    # Layouts take turns, so that whatever else the machine does falls on all of them.
+    turns = [{name: measure(model, rows, args) for name, rows in layouts.items()} for _ in range(args.repeat)]
+    best = {name: {key: min(turn[name][key] for turn in turns) for key in turns[0][name]} for name in layouts}
+    for name, result in best.items():
+        ratio, speedup = (result[key] / best["tree"][key] for key in ("tokens", "seconds"))
         yield {
             "layout": name,
             **result,
+            "metadata": result["metadata"] / result["seconds"],
             "token_ratio": ratio,
             "speedup": speedup,
             "efficiency": speedup / ratio,
@@ -95,23 +97,18 @@ def compare(model: torch.nn.Module, trees: list[TokenTree], args: argparse.Names
 def measure(
     model: torch.nn.Module, layout: Callable[[], list[Row]], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Fastest forward and backward of all rows, memory above the idle level, and the share of metadata."""
-    steps, packing, metadata = [], [], []
+    """Seconds of one forward and backward of all rows and of their metadata; memory above the idle level."""
     rows = layout()
+    model.zero_grad(set_to_none=True)
     idle = memory(reset=True)
-    for _ in range(args.repeat):
-        model.zero_grad(set_to_none=True)
-        steps.append(timed(lambda: step(model, rows, args.head)))
+    seconds = timed(lambda: step(model, rows, args.head))
     peak = memory() - idle
-    for _ in range(args.repeat):
-        packing.append(timed(layout))
-        metadata.append(timed(lambda: [derive(row, args.family) for row in rows]))
     return {
         "rows": len(rows),
         "tokens": sum(row.num_tokens for row in rows),
-        "seconds": min(steps),
+        "seconds": seconds,
         "peak_MB": peak / 1e6,
-        "metadata": (min(packing) + min(metadata)) / min(steps),
+        "metadata": timed(layout) + timed(lambda: [derive(row, args.family) for row in rows]),
     }
 
 

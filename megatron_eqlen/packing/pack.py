@@ -47,10 +47,11 @@ class Part:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """The parts of one row, and its length S in positions."""
+    """The parts of one row."""
 
     parts: list[Part]
-    length: int
+    used: int
+    """Positions that the parts take."""
 
 
 @dataclass(frozen=True)
@@ -60,17 +61,25 @@ class Plan:
     forest: Forest
     ranks: list[list[RowPlan]]
     max_tokens_per_row: int
+    multiple_of: int
+    full_rows: bool
     pair_cost: float
 
     def rows(self, rank: int) -> list[Row]:
         """The filled rows of one data-parallel rank."""
         return [self.fill(row) for row in self.ranks[rank]]
 
-    def fill(self, plan: RowPlan) -> Row:
+    def fill(self, row: RowPlan) -> Row:
         """One row's arrays."""
-        nodes = np.concatenate([np.zeros(0, np.int64), *(part.nodes for part in plan.parts)])
-        supervised = np.concatenate([np.zeros(0, bool), *(part.supervised for part in plan.parts)])
-        return fill_row(self.forest, nodes, supervised, plan.length)
+        nodes = np.concatenate([np.zeros(0, np.int64), *(part.nodes for part in row.parts)])
+        supervised = np.concatenate([np.zeros(0, bool), *(part.supervised for part in row.parts)])
+        return fill_row(self.forest, nodes, supervised, self.length(row))
+
+    def length(self, row: RowPlan) -> int:
+        """The row's S: what it uses, rounded up to ``multiple_of``, or all of the budget."""
+        if self.full_rows:
+            return self.max_tokens_per_row
+        return max(1, -(-row.used // self.multiple_of)) * self.multiple_of
 
     @cached_property
     def metrics(self) -> Metrics:
@@ -80,8 +89,8 @@ class Plan:
         rows' full budget; ``expanded_tokens``: what the same supervised nodes would take one by one.
         """
         rows = [row for rank in self.ranks for row in rank]
-        used = int(_sums(self.forest.length, [part for row in rows for part in row.parts]).sum())
-        computed = sum(row.length for row in rows)
+        used = sum(row.used for row in rows)
+        computed = sum(self.length(row) for row in rows)
         node_cost = node_costs(self.forest, self.pair_cost)
         parts_of_ranks = [[part for row in rank for part in row.parts] for rank in self.ranks]
         costs = np.array([_sums(node_cost, parts).sum() for parts in parts_of_ranks])
@@ -95,8 +104,8 @@ class Plan:
             "packing/pruned_tokens": float(forest.length[~forest.live].sum()),
             "packing/supervised_tokens": float(forest.length[trained].sum()),
             "packing/expanded_tokens": float((forest.position + forest.length)[trained].sum()),
-            "packing/fill": used / computed if computed else 0.0,
-            "packing/budget_fill": used / (len(rows) * self.max_tokens_per_row) if rows else 0.0,
+            "packing/fill": used / computed,
+            "packing/budget_fill": used / (len(rows) * self.max_tokens_per_row),
             "packing/max_over_mean_cost": float(costs.max() / costs.mean()) if costs.sum() else 1.0,
         }
 
@@ -148,26 +157,16 @@ def plan(
     forest = Forest.of(trees)
     forest.check_budget(max_tokens_per_row)
     parts = list(_tree_parts(forest, max_tokens_per_row) if layout == "tree" else _expanded_parts(forest))
-    costs = node_costs(forest, pair_cost)
-    part_costs, sizes = _sums(costs, parts), _sums(forest.length, parts)
-    ranks: list[list[RowPlan]] = []
-    for items in balance(part_costs, data_parallel):
-        bins = [
-            [items[i] for i in chosen] for chosen in first_fit_decreasing(sizes[items], max_tokens_per_row)
-        ]
-        bins.sort(key=lambda chosen: -part_costs[chosen].sum())  # ranks that wait for each other do like work
-        lengths = [
-            _row_length(int(sizes[chosen].sum()), max_tokens_per_row, multiple_of, full_rows)
-            for chosen in bins
-        ]
-        ranks.append(
-            [RowPlan([parts[i] for i in chosen], n) for chosen, n in zip(bins, lengths, strict=True)]
-        )
-    rows = max([1, *map(len, ranks)])
-    empty = RowPlan([], _row_length(0, max_tokens_per_row, multiple_of, full_rows))
-    return Plan(
-        forest, [rank + [empty] * (rows - len(rank)) for rank in ranks], max_tokens_per_row, pair_cost
-    )
+    costs, sizes = _sums(node_costs(forest, pair_cost), parts), _sums(forest.length, parts)
+    ranks = []
+    for chosen in balance(costs, data_parallel):
+        items = np.array(chosen, np.int64)
+        rows = [items[row] for row in first_fit_decreasing(sizes[items], max_tokens_per_row)]
+        rows.sort(key=lambda row: -costs[row].sum())  # ranks that wait for each other do like work
+        ranks.append([RowPlan([parts[i] for i in row], int(sizes[row].sum())) for row in rows])
+    count = max([1, *map(len, ranks)])
+    ranks = [rank + [RowPlan([], 0)] * (count - len(rank)) for rank in ranks]
+    return Plan(forest, ranks, max_tokens_per_row, multiple_of, full_rows, pair_cost)
 
 
 def node_costs(forest: Forest, pair_cost: float) -> np.ndarray:
@@ -182,10 +181,6 @@ def _sums(values: np.ndarray, parts: list[Part]) -> np.ndarray:
         return np.zeros(0, values.dtype)
     starts = np.cumsum([0, *(len(part.nodes) for part in parts[:-1])])
     return np.add.reduceat(values[np.concatenate([part.nodes for part in parts])], starts)
-
-
-def _row_length(used: int, max_tokens_per_row: int, multiple_of: int, full_rows: bool) -> int:
-    return max_tokens_per_row if full_rows else max(1, -(-used // multiple_of)) * multiple_of
 
 
 def _tree_parts(forest: Forest, budget: int) -> Iterator[Part]:
