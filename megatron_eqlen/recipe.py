@@ -47,7 +47,8 @@ class SourceRecipe(Section):
     """A file, or a folder with the data set's files."""
     weight: PositiveFloat = 1.0
     """Share of the mixture."""
-    split: str | None = None
+    split: Literal["split_0", "split_1"] | None = None
+    """OpenCodeReasoning's; default: both."""
     tests: str | None = None
     """Folder of the source sets (TACO, APPS, CodeContests, Codeforces) that hold the code problems' tests."""
     min_difficulty: float | None = None
@@ -204,7 +205,7 @@ class ParallelRecipe(Section):
 
 
 class PackingRecipe(Section):
-    max_tokens_per_row: PositiveInt = 32768
+    max_tokens_per_row: PositiveInt = 36864
     """Budget of a row (a micro-batch); at least the longest path, max_prompt_length + max_response_length."""
     layout: Literal["tree", "expanded"] = "tree"
 
@@ -220,6 +221,10 @@ class BenchmarkRecipe(Section):
     reader: Literal["deepmath", "aime25", "hmmt25", "livecodebench", "jsonl", "prepared"] = "deepmath"
     path: str
     limit: PositiveInt | None = None
+    since: str | None = None
+    """First contest date (YYYY-MM-DD). LiveCodeBench needs both: "v6" alone names several problem sets."""
+    until: str | None = None
+    """Last contest date, inclusive."""
 
 
 class EvaluationRecipe(Section):
