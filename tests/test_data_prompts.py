@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_eqlen.data.prompts import PromptSource, read_benchmark
-from megatron_eqlen.data.tokenizer_maker import write_hf_tokenizer, write_sentencepiece_model
+from megatron_eqlen.data.tokenizer_maker import write_hf_tokenizer, write_sentencepiece_tokenizer
 from megatron_eqlen.data.tokenizers import Tokenizer, load_tokenizer
 from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, SourceRecipe
 
@@ -85,22 +85,19 @@ def test_decode_keeps_think_and_drops_ends(tokenizer):
     assert tokenizer.decode([*ids, *tokenizer.eos_token_ids, tokenizer.pad_token_id]) == text
 
 
-def test_sentencepiece_reads_the_same_chat(folder, tokenizer, tmp_path):
-    write_sentencepiece_model(tmp_path / "tokenizer.model", CORPUS)
-    for name in ("tokenizer_config.json", "chat_template.jinja"):
-        (tmp_path / name).write_bytes((folder / name).read_bytes())
+def test_sentencepiece_reads_the_same_chat(tokenizer, tmp_path):
+    write_sentencepiece_tokenizer(tmp_path, CORPUS)
     pieces = load_tokenizer(tmp_path)
     turn = [{"role": "user", "content": "What is 12 + 30?"}]
     text = "<|im_start|>user\nWhat is 12 + 30?<|im_end|>\n<|im_start|>assistant\n"
     assert pieces.encode(text) == pieces.apply_chat_template(turn)
     assert tokenizer.encode(text) == tokenizer.apply_chat_template(turn)
-    (end,) = pieces.eos_token_ids
-    assert end in pieces.apply_chat_template(turn)
+    assert len(pieces.eos_token_ids) == 2
+    assert len(pieces.eos_token_ids & set(pieces.apply_chat_template(turn))) == 1
     assert pieces.decode(pieces.encode("12 + 30 </think> Yes")) == "12 + 30 </think> Yes"
 
 
-@pytest.mark.parametrize("content", ["", "two.model files"])
-def test_a_folder_without_a_tokenizer_is_named(tmp_path, content):
+def test_a_folder_without_a_tokenizer_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"expected tokenizer.json"):
         load_tokenizer(tmp_path)
 

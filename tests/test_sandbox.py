@@ -157,12 +157,11 @@ ATTACKS = {
     "rm -r": "import shutil\nshutil.rmtree('/work')\n" + succeeded("delete"),
     "chmod": "import os\nos.chmod('.', 0o777)\n" + succeeded("chmod"),
     "tcp": "import socket\nsocket.create_connection(('127.0.0.1', PORT))\n" + succeeded("tcp"),
-    "udp": "import socket\nsocket.socket(socket.AF_INET, socket.SOCK_DGRAM)\n" + succeeded("udp"),
-    "unix socket": "import socket\nsocket.socket(socket.AF_UNIX).connect('\\0' + 'ABSTRACT')\n"
-    + succeeded("unix"),
+    "udp": "import socket\nsocket.socket(type=socket.SOCK_DGRAM)\n" + succeeded("udp"),
+    "unix socket": "import socket\nsocket.socket(socket.AF_UNIX)\n" + succeeded("unix"),
     "inherited descriptors": (
-        "import os\nfor fd in range(5, 4096):\n    try:\n        os.fstat(fd)\n        print('succeeded', fd)\n"
-        "    except OSError:\n        pass"
+        "import os\nfor fd in range(5, 4096):\n    try:\n        os.fstat(fd)\n"
+        "        print('succeeded', fd)\n    except OSError:\n        pass"
     ),
     "killing the parent": "import os\nos.kill(os.getppid(), 9)\n" + succeeded("kill"),
     "killing everyone": "import os\nos.kill(-1, 9)\n" + succeeded("kill"),

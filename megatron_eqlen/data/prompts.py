@@ -9,27 +9,21 @@ reason, and replaced by the next one of the same source.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_eqlen.data import competitions, deepmath, jsonl
 from megatron_eqlen.data.chat import format_prompt
-from megatron_eqlen.data.filters import filter_rows, read_exclusion
+from megatron_eqlen.data.prepared import sha256
 from megatron_eqlen.data.rows import BadRow, Row, Tally
+from megatron_eqlen.data.sources import open_source, read_problems
 from megatron_eqlen.data.tokenizers import Tokenizer
 from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, SourceRecipe
 from megatron_eqlen.rewards.math import MathGrader
 from megatron_eqlen.types import Prompt
-
-READERS = {
-    "deepmath": deepmath.read,
-    "jsonl": jsonl.read,
-    "aime25": competitions.read_aime25,
-    "hmmt25": competitions.read_hmmt25,
-}
 
 
 class PromptMaker:
@@ -51,7 +45,8 @@ class PromptMaker:
         )
         if len(token_ids) > self._data.max_prompt_length:
             raise BadRow("too_long", f"{len(token_ids)} tokens, limit {self._data.max_prompt_length}")
-        if row.grader == "math" and (reason := self._grader.check_golds([row.gold])[0]):
+        unchecked = row.grader == "math" and not row.gold_checked
+        if unchecked and (reason := self._grader.check_golds([row.gold])[0]):
             raise BadRow(reason, repr(row.gold[:200]))
         return Prompt(prompt_id, token_ids, row.question, row.grader, row.gold, source)
 
@@ -65,7 +60,7 @@ class _Source:
     def __init__(self, recipe: SourceRecipe, number: int, seed: int, shuffle: bool) -> None:
         self.name = recipe.name
         self.tally = Tally()
-        self.rows = load_rows(recipe, self.tally)
+        self.rows = open_source(recipe, self.tally)
         self.epoch = 0
         self.position = 0
         """Rows of this epoch that were taken."""
@@ -197,35 +192,28 @@ def read_benchmark(benchmark: BenchmarkRecipe, data: DataRecipe, tokenizer: Toke
     maker = PromptMaker(data, tokenizer)
     prompts = []
     try:
-        for row in _limited(READERS[benchmark.reader](Path(benchmark.path), tally), benchmark.limit):
+        for row in islice(read_problems(benchmark, tally), benchmark.limit):
             prompts.append(maker.make(row, benchmark.name, f"{benchmark.name}/{row.row_id}"))
     except BadRow as bad:
         raise ValueError(f"benchmark {benchmark.name}: {benchmark.path}: {row.row_id}: {bad}") from None
     finally:
         maker.close()
-    if tally.dropped or not prompts:
+    unusable = {reason: count for reason, count in tally.dropped.items() if reason != "date"}
+    if unusable or not prompts:
         raise ValueError(
-            f"benchmark {benchmark.name}: {benchmark.path}: unusable rows {dict(tally.dropped)}, "
-            f"usable {len(prompts)}"
+            f"benchmark {benchmark.name}: {benchmark.path}: unusable rows {unusable}, usable {len(prompts)}"
         )
     return prompts
 
 
-def load_rows(source: SourceRecipe, tally: Tally) -> Sequence[Row]:
-    """The rows of ``source`` that pass its filters. Raises ValueError if none does."""
-    rows = list(_filtered(source, READERS[source.reader](Path(source.path), tally), tally))
-    if not rows:
-        raise ValueError(f"data source {source.name}: {source.path}: no usable row: {tally.report()}")
-    return rows
-
-
-def _filtered(source: SourceRecipe, rows: Iterable[Row], tally: Tally) -> Iterator[Row]:
-    exclusion = read_exclusion(Path(source.exclude)) if source.exclude else None
-    return filter_rows(rows, tally, source.min_difficulty, source.max_difficulty, exclusion)
-
-
-def _limited(rows: Iterable[Row], limit: int | None) -> Iterator[Row]:
-    for number, row in enumerate(rows):
-        if number == limit:
-            return
-        yield row
+def benchmark_manifest(benchmark: BenchmarkRecipe, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """What was evaluated, for the result's record: each file's sha256 and each problem's id."""
+    path = Path(benchmark.path)
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    return {
+        "recipe": benchmark.model_dump(mode="json"),
+        "sha256": {
+            str(file.relative_to(path)) if file != path else file.name: sha256(file) for file in files
+        },
+        "problems": [prompt.prompt_id for prompt in prompts],
+    }

@@ -37,6 +37,8 @@ class Row:
     """The data set's own scale."""
     instruction: str | None = None
     """Replaces the recipe's; None: the recipe's."""
+    gold_checked: bool = False
+    """The gold is known to parse and to equal itself."""
 
 
 @dataclass
@@ -67,8 +69,7 @@ class BadRow(ValueError):
 
 
 def find_files(path: Path, *patterns: str) -> list[Path]:
-    """``path`` itself if it is a file, else the files below it of the first pattern that has any, sorted.
-    """
+    """``path`` itself if it is a file, else the files below it of the first pattern that has any, sorted."""
     if path.is_file():
         return [path]
     if not path.is_dir():

@@ -111,8 +111,8 @@ class CodeGrader:
         self.isolation = offered_isolation()
         if not self.isolation.strict and self._mode == "strict":
             raise ValueError(
-                f"reward.code_sandbox: strict needs Landlock and seccomp, this machine offers {self.isolation}; "
-                "set reward.sandbox_url, or accept less with code_sandbox: best_effort"
+                "reward.code_sandbox: strict needs Landlock and seccomp, this machine offers "
+                f"{self.isolation}; set reward.sandbox_url, or accept less with code_sandbox: best_effort"
             )
         level = logging.INFO if self.isolation.strict else logging.WARNING
         log.log(level, "code sandbox: %s", self.isolation)

@@ -1,0 +1,113 @@
+"""OpenCodeReasoning: questions from split_0 and split_1, tests from the sets they were taken from.
+
+735,255 rows hold 28,319 distinct questions and no tests. One pass over its files collects the distinct
+questions (by ``id``), one pass over each source set yields those of them that have tests: a split_1 row
+names its record by ``index``, a split_0 row repeats its text. Both passes stream. What has no tests, or
+needs a special checker, is counted and left out: a problem without tests must never be rewarded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from megatron_eqlen.data.code_sources import SOURCE_SETS, SourceSet, question_and_tests
+from megatron_eqlen.data.rows import (
+    BadRow,
+    Row,
+    Tally,
+    field_of,
+    find_files,
+    numbered,
+    read_records,
+    text_field,
+)
+
+COLUMNS = ("id", "input", "dataset", "split", "difficulty")
+NO_TEXT = "-"
+"""split_1's ``input``."""
+
+Wanted = dict[int | bytes, tuple[str, float | None]]
+"""A record's number, or its text's digest, to (question id, difficulty)."""
+
+
+def read(path: Path, tally: Tally, split: str | None = None, tests: str | None = None) -> Iterator[Row]:
+    """The distinct questions that have tests, in the source sets' order."""
+    if tests is None:
+        raise ValueError(
+            "opencodereasoning: tests: expected the folder of TACO, APPS, CodeContests, Codeforces"
+        )
+    for (dataset, part), wanted in sorted(_collect(path, tally, split).items()):
+        source = SOURCE_SETS[dataset]
+        for number, record in enumerate(source.records(Path(tests), part)):
+            found = _take(wanted, number, record, source)
+            if found is None:
+                continue
+            question_id, difficulty = found
+            try:
+                question, checked = question_and_tests(source, record)
+                yield Row(question_id, question, checked.to_json(), "code", difficulty, instruction="")
+            except BadRow as bad:
+                tally.drop(f"{dataset}/{part}#{number} (question {question_id})", bad.reason, bad.detail)
+        for question_id, _ in wanted.values():
+            tally.drop(f"{dataset}/{part} (question {question_id})", "not_in_source_set")
+
+
+def _collect(path: Path, tally: Tally, split: str | None) -> dict[tuple[str, str], Wanted]:
+    """What is wanted from each (dataset, split) of the source sets."""
+    wanted: dict[tuple[str, str], Wanted] = defaultdict(dict)
+    seen: set[str] = set()
+    patterns = (f"{split}*.parquet", f"{split}/*.parquet") if split else ("*.parquet",)
+    for file in find_files(path, *patterns):
+        records = read_records(file, COLUMNS, optional=("index",))
+        for row_id, record in numbered(path, file, records):
+            try:
+                question_id = text_field(record, "id")
+                if question_id in seen:
+                    tally.drop(f"{path}: {row_id}", "same_question", question_id)
+                    continue
+                key, address = _address(record)
+                wanted[key][address] = (question_id, _difficulty(record))
+                seen.add(question_id)
+            except BadRow as bad:
+                tally.drop(f"{path}: {row_id}", bad.reason, bad.detail)
+    return wanted
+
+
+def _address(record: dict[str, Any]) -> tuple[tuple[str, str], int | bytes]:
+    dataset, part = text_field(record, "dataset"), text_field(record, "split")
+    if dataset not in SOURCE_SETS:
+        raise BadRow("unknown_dataset", f"expected one of {list(SOURCE_SETS)}, found {dataset!r}")
+    text = text_field(record, "input")
+    if text != NO_TEXT:
+        return (dataset, part), _digest(text)
+    index = str(field_of(record, "index"))
+    if not index.isdigit():
+        raise BadRow("wrong_type", f"index: expected a number, found {index!r}")
+    return (dataset, part), int(index)
+
+
+def _take(
+    wanted: Wanted, number: int, record: dict[str, Any], source: SourceSet
+) -> tuple[str, float | None] | None:
+    if number in wanted:
+        return wanted.pop(number)
+    try:
+        return wanted.pop(_digest(source.statement(record)), None)
+    except BadRow:
+        return None  # a record without text is nobody's question
+
+
+def _digest(text: str) -> bytes:
+    """Of the text without its white space, which the sets do not agree on."""
+    return blake2b(re.sub(r"\s+", "", text).encode(), digest_size=16).digest()
+
+
+def _difficulty(record: dict[str, Any]) -> float | None:
+    """Codeforces and CodeContests write numbers, TACO and APPS words."""
+    text = str(record["difficulty"])
+    return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else None

@@ -1,0 +1,151 @@
+"""A prepared source: one parquet file of checked rows and its manifest, read at random in bounded memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megatron_eqlen.data.rows import Row, Tally
+
+SCHEMA = pa.schema(
+    [
+        pa.field("row_id", pa.string(), nullable=False),
+        pa.field("question", pa.string(), nullable=False),
+        pa.field("gold", pa.string(), nullable=False),
+        pa.field("grader", pa.string(), nullable=False),
+        pa.field("difficulty", pa.float64()),
+        pa.field("instruction", pa.string()),
+        pa.field("gold_checked", pa.bool_(), nullable=False),
+    ]
+)
+"""The fields of a Row."""
+ROWS_PER_GROUP = 64
+"""What one random access decodes."""
+GROUPS_KEPT = 8
+
+assert SCHEMA.names == [field.name for field in fields(Row)]
+
+
+def manifest_path(path: Path) -> Path:
+    return path.with_name(path.name + ".manifest.json")
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class PreparedRows(Sequence[Row]):
+    """The rows of a prepared file, a few row groups of them in memory at a time.
+
+    Raises ValueError if the file is not the one its manifest describes.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.manifest = read_manifest(path)
+        self._file = pq.ParquetFile(path)
+        if self._file.schema_arrow.names != SCHEMA.names:
+            raise ValueError(
+                f"{path}: expected columns {SCHEMA.names}, found {self._file.schema_arrow.names}"
+            )
+        metadata = self._file.metadata
+        sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+        self._starts = np.cumsum([0, *sizes])
+        self._groups: OrderedDict[int, list[dict[str, Any]]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, number: int) -> Row:
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        group = int(np.searchsorted(self._starts, number, side="right")) - 1
+        return Row(**self._group(group)[number - int(self._starts[group])])
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[number] for number in range(len(self)))
+
+    def row_ids(self) -> list[str]:
+        return self._file.read(columns=["row_id"]).column(0).to_pylist()
+
+    def _group(self, group: int) -> list[dict[str, Any]]:
+        if group not in self._groups:
+            self._groups[group] = self._file.read_row_group(group).to_pylist()
+        self._groups.move_to_end(group)
+        while len(self._groups) > GROUPS_KEPT:
+            self._groups.popitem(last=False)
+        return self._groups[group]
+
+
+class Selection(Sequence[Row]):
+    """Some rows of another sequence, by their numbers."""
+
+    def __init__(self, rows: Sequence[Row], numbers: Sequence[int]) -> None:
+        self._rows = rows
+        self._numbers = numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, number: int) -> Row:
+        return self._rows[self._numbers[number]]
+
+
+def read(path: Path, tally: Tally) -> Iterator[Row]:
+    """The rows of a prepared file in order; nothing is left out."""
+    return iter(PreparedRows(path))
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a prepared file. Raises ValueError if it is missing or describes another file."""
+    file = manifest_path(path)
+    if not path.is_file() or not file.is_file():
+        raise ValueError(
+            f"{path}: expected a prepared file and {file.name} (tools/prepare_data.py makes both)"
+        )
+    manifest = json.loads(file.read_text(encoding="utf-8"))
+    if (found := sha256(path)) != manifest["sha256"]:
+        raise ValueError(
+            f"{path}: sha256 {found} is not the manifest's {manifest['sha256']}: prepare it again"
+        )
+    return manifest
+
+
+class PreparedWriter:
+    """Writes rows in small row groups; the file appears under its name only when complete."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._unfinished = path.with_name(path.name + ".unfinished")
+        self._writer = pq.ParquetWriter(self._unfinished, SCHEMA, compression="zstd")
+        self._rows: list[dict[str, Any]] = []
+
+    def write(self, row: Row) -> None:
+        self._rows.append(asdict(row))
+        if len(self._rows) == ROWS_PER_GROUP:
+            self._flush()
+
+    def finish(self) -> str:
+        """Close and name the file; returns its sha256."""
+        self._flush()
+        self._writer.close()
+        self._unfinished.rename(self._path)
+        return sha256(self._path)
+
+    def abandon(self) -> None:
+        self._writer.close()
+        self._unfinished.unlink(missing_ok=True)
+
+    def _flush(self) -> None:
+        if self._rows:
+            self._writer.write_table(pa.Table.from_pylist(self._rows, schema=SCHEMA))
+            self._rows = []

@@ -1,0 +1,59 @@
+"""From a recipe's source to its rows: which reader, which filters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron_eqlen.data import competitions, deepmath, jsonl, livecodebench, opencodereasoning, prepared
+from megatron_eqlen.data.filters import Exclusion, filter_rows, read_exclusion
+from megatron_eqlen.data.rows import Row, Tally
+from megatron_eqlen.recipe import BenchmarkRecipe, SourceRecipe
+
+PLAIN_READERS = {
+    "deepmath": deepmath.read,
+    "jsonl": jsonl.read,
+    "prepared": prepared.read,
+    "aime25": competitions.read_aime25,
+    "hmmt25": competitions.read_hmmt25,
+}
+
+
+def open_source(source: SourceRecipe, tally: Tally) -> Sequence[Row]:
+    """The rows of ``source`` that pass its filters; a prepared file stays on disk.
+
+    Raises ValueError if no row does.
+    """
+    if source.reader == "prepared":
+        whole = prepared.PreparedRows(Path(source.path))
+        kept = {row.row_id for row in _filtered(source, iter(whole), tally)}
+        numbers = [number for number, row_id in enumerate(whole.row_ids()) if row_id in kept]
+        rows: Sequence[Row] = prepared.Selection(whole, numbers)
+    else:
+        rows = list(read_source(source, tally))
+    if not rows:
+        raise ValueError(f"data source {source.name}: {source.path}: no usable row: {tally.report()}")
+    return rows
+
+
+def read_source(source: SourceRecipe, tally: Tally) -> Iterator[Row]:
+    """The rows of ``source`` that pass its filters, streamed."""
+    path = Path(source.path)
+    if source.reader == "opencodereasoning":
+        rows = opencodereasoning.read(path, tally, source.split, source.tests)
+    else:
+        rows = PLAIN_READERS[source.reader](path, tally)
+    return _filtered(source, rows, tally)
+
+
+def read_problems(benchmark: BenchmarkRecipe, tally: Tally) -> Iterator[Row]:
+    """The rows of a benchmark, unfiltered but for its dates."""
+    path = Path(benchmark.path)
+    if benchmark.reader == "livecodebench":
+        return livecodebench.read(path, tally, benchmark.since, benchmark.until)
+    return PLAIN_READERS[benchmark.reader](path, tally)
+
+
+def _filtered(source: SourceRecipe, rows: Iterator[Row], tally: Tally) -> Iterator[Row]:
+    exclusion: Exclusion | None = read_exclusion(Path(source.exclude)) if source.exclude else None
+    return filter_rows(rows, tally, source.min_difficulty, source.max_difficulty, exclusion)

@@ -1,0 +1,262 @@
+"""Code problems in their real schemas: OpenCodeReasoning with its source sets, LiveCodeBench. All rows
+are ours.
+"""
+
+import base64
+import json
+import os
+import pickle
+import zlib
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megatron_eqlen.data import livecodebench, opencodereasoning
+from megatron_eqlen.data.rows import BadRow, Tally
+from megatron_eqlen.rewards.code_tests import CodeTests
+
+TAKE_TWO = "Read two numbers\nand print their sum."
+
+
+def ocr_row(question_id: str, dataset: str, text: str, split: str = "train", **keys) -> dict:
+    columns = ("output", "source", "license", "solution")
+    row = dict.fromkeys(columns, "x") | {"id": question_id, "input": text, "dataset": dataset, "split": split}
+    return row | {"difficulty": "7"} | keys
+
+
+def write(path: Path, rows: list[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def taco_row(question: str, input_output: object, starter: str = "") -> dict:
+    text = input_output if isinstance(input_output, str) else json.dumps(input_output)
+    return {"question": question, "input_output": text, "starter_code": starter, "difficulty": "EASY"}
+
+
+@pytest.fixture
+def folders(tmp_path) -> tuple[Path, Path]:
+    """One OpenCodeReasoning folder and its source sets, every case once."""
+    ocr, sets = tmp_path / "ocr", tmp_path / "sets"
+    write(
+        ocr / "split_0" / "train-00000-of-00001.parquet",
+        [
+            ocr_row("cc-0", "code_contests", "Add.", difficulty="2"),
+            ocr_row("cc-0", "code_contests", "Add."),
+            ocr_row("cc-none", "code_contests", "No tests here."),
+            ocr_row("cc-lost", "code_contests", "Nobody has this text."),
+            ocr_row("taco-text", "taco", "Read two  numbers and print\ntheir sum."),
+            ocr_row("cf-0", "open-r1/codeforces", "Multiply."),
+            ocr_row("cf-checker", "open-r1/codeforces", "Print any number."),
+            ocr_row("other", "leetcode", "?"),
+        ],
+    )
+    write(
+        ocr / "split_1" / "train-00000-of-00001.parquet",
+        [
+            ocr_row("apps-1", "apps", "-", index="1", difficulty="interview"),
+            ocr_row("apps-2", "apps", "-", index="2"),
+            ocr_row("apps-9", "apps", "-", index="9"),
+            ocr_row("apps-x", "apps", "-", index="one"),
+        ],
+    )
+    write(
+        sets / "taco" / "train-00000.parquet",
+        [
+            taco_row("Something else.", ""),
+            taco_row(TAKE_TWO, {"inputs": ["1 2\n", ["3", "4"]], "outputs": ["3\n", ["7"]]}),
+        ],
+    )
+    function = {"inputs": [[[1, 2]]], "outputs": [[3]], "fn_name": "total"}
+    write(
+        sets / "apps" / "train.jsonl",
+        [
+            taco_row("Zero.", ""),
+            taco_row("Sum a list.", function, "class Solution:\n    def total(self, xs):\n"),
+            taco_row("Broken.", {"inputs": ["1"], "outputs": []}),
+        ],
+    )
+    empty = {"input": [], "output": []}
+    write(
+        sets / "code_contests" / "train-00000.parquet",
+        [
+            {
+                "description": "Add.",
+                "public_tests": {"input": ["1 1\n"], "output": ["2\n"]},
+                "private_tests": {"input": ["2 2\n"], "output": ["4\n"]},
+                "generated_tests": {"input": [""], "output": ["0\n"]},
+                "time_limit": {"seconds": 2, "nanos": 500000000},
+            },
+            {
+                "description": "No tests here.",
+                "public_tests": empty,
+                "private_tests": empty,
+                "generated_tests": empty,
+                "time_limit": None,
+            },
+        ],
+    )
+    tests = [{"input": "2 3\n", "output": "6\n"}]
+    plain = {"official_tests": tests, "generated_checker": None, "time_limit": 1.0, "memory_limit": 256.0}
+    write(
+        sets / "codeforces" / "train-00000.parquet",
+        [
+            plain | {"description": "Multiply."},
+            plain | {"description": "Print any number.", "generated_checker": "import sys"},
+        ],
+    )
+    return ocr, sets
+
+
+def test_questions_meet_their_tests_and_the_rest_is_counted(folders):
+    ocr, sets = folders
+    tally = Tally()
+    rows = {row.row_id: row for row in opencodereasoning.read(ocr, tally, tests=str(sets))}
+    assert set(rows) == {"cc-0", "taco-text", "cf-0", "apps-1"}
+    assert tally.dropped == {
+        "same_question": 1,
+        "no_tests": 1,
+        "not_in_source_set": 2,
+        "needs_checker": 1,
+        "unknown_dataset": 1,
+        "bad_tests": 1,
+        "wrong_type": 1,
+    }
+    contest = CodeTests.from_json(rows["cc-0"].gold)
+    assert contest.inputs == ["1 1\n", "2 2\n", ""]
+    assert contest.time_limit == 2.5
+    assert (rows["cc-0"].difficulty, rows["apps-1"].difficulty) == (2.0, None)
+    lines = CodeTests.from_json(rows["taco-text"].gold)
+    assert (lines.stdin(1), lines.outputs[1]) == ("3\n4", "7")
+    assert CodeTests.from_json(rows["cf-0"].gold).memory_mb == 256
+    called = CodeTests.from_json(rows["apps-1"].gold)
+    assert (called.function, called.wrapped, called.inputs) == ("total", True, [[[1, 2]]])
+    assert called.is_right(0, "", "3")
+    assert called.is_right(0, "", "[3]")
+    assert "def total(self, xs)" in rows["apps-1"].question
+    assert rows["taco-text"].question.startswith(TAKE_TWO)
+    assert all(row.grader == "code" and row.instruction == "" for row in rows.values())
+
+
+def test_one_split_alone(folders):
+    ocr, sets = folders
+    rows = list(opencodereasoning.read(ocr, Tally(), split="split_1", tests=str(sets)))
+    assert [row.row_id for row in rows] == ["apps-1"]
+
+
+def test_missing_source_sets_are_named(folders, tmp_path):
+    ocr, _ = folders
+    with pytest.raises(ValueError, match="tests: expected the folder"):
+        list(opencodereasoning.read(ocr, Tally()))
+    with pytest.raises(ValueError, match="expected a folder with apps's files"):
+        list(opencodereasoning.read(ocr, Tally(), tests=str(tmp_path)))
+
+
+def pack(value: object) -> str:
+    return base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
+
+
+def lcb_row(question_id: str, contest: str = "2025-03-01T00:00:00", **keys) -> dict:
+    public = [{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}]
+    private = [{"input": "5 5\n", "output": "10\n", "testtype": "stdin"}]
+    return {
+        "question_title": "Sum",
+        "question_content": "Add two numbers.",
+        "platform": "atcoder",
+        "question_id": question_id,
+        "contest_id": "x",
+        "contest_date": contest,
+        "starter_code": "",
+        "difficulty": "easy",
+        "public_test_cases": json.dumps(public),
+        "private_test_cases": pack(json.dumps(private)),
+        "metadata": "{}",
+    } | keys
+
+
+def read_lcb(
+    tmp_path: Path, rows: list[dict], since: str | None = "2025-02-01", until: str | None = "2025-05-31"
+):
+    write(tmp_path / "test6.jsonl", rows)
+    tally = Tally()
+    return list(livecodebench.read(tmp_path, tally, since, until)), tally
+
+
+def test_livecodebench_window_is_inclusive_and_required(tmp_path):
+    dates = ["2025-01-31", "2025-02-01T00:00:00", "2025-05-31T23:00:00", "2025-06-01"]
+    rows = [lcb_row(f"q{number}", contest) for number, contest in enumerate(dates)]
+    kept, tally = read_lcb(tmp_path, rows)
+    assert [row.row_id for row in kept] == ["q1", "q2"]
+    assert tally.dropped == {"date": 2}
+    with pytest.raises(ValueError, match="since: expected a date"):
+        read_lcb(tmp_path, rows, since=None)
+    with pytest.raises(ValueError, match="until: expected YYYY-MM-DD, found 'v6'"):
+        read_lcb(tmp_path, rows, until="v6")
+
+
+def test_livecodebench_tests_of_both_kinds(tmp_path):
+    functional = [{"input": '[1, 2]\n"x"', "output": "[3]", "testtype": "functional"}]
+    rows = [
+        lcb_row("stdin"),
+        lcb_row("json", private_test_cases="[]"),
+        lcb_row(
+            "function",
+            public_test_cases=json.dumps(functional),
+            private_test_cases=pack(json.dumps(functional)),
+            metadata=json.dumps({"func_name": "solve"}),
+            starter_code="class Solution:\n    def solve(self, xs, s):\n        ",
+        ),
+    ]
+    kept, _ = read_lcb(tmp_path, rows)
+    tests = {row.row_id: CodeTests.from_json(row.gold) for row in kept}
+    assert tests["stdin"].inputs == ["1 2\n", "5 5\n"]
+    assert tests["json"].inputs == ["1 2\n"]
+    assert tests["function"].inputs == [[[1, 2], "x"]] * 2
+    assert tests["function"].outputs == [[3], [3]]
+    assert "def solve(self, xs, s)" in kept[2].question
+
+
+class Payload:
+    """Unpickled carelessly, it would make a file."""
+
+    def __reduce__(self):
+        return os.mkdir, ("/tmp/unpickled-by-accident",)
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [pack(Payload()), pack([1, 2]), pack("not json"), "not base64!", base64.b64encode(b"plain").decode()],
+    ids=["code", "no text", "no json", "no base64", "no zlib"],
+)
+def test_private_tests_that_are_not_plain_are_refused(tmp_path, packed):
+    with pytest.raises(BadRow, match="bad_private_tests"):
+        livecodebench.unpack_private_tests(packed)
+    assert not Path("/tmp/unpickled-by-accident").exists()
+    kept, tally = read_lcb(tmp_path, [lcb_row("bad", private_test_cases=packed), lcb_row("good")])
+    assert [row.row_id for row in kept] == ["good"]
+    assert tally.dropped == {"bad_private_tests": 1}
+
+
+def test_bad_problems_are_counted(tmp_path):
+    mixed = [{"input": "", "output": "", "testtype": kind} for kind in ("stdin", "functional")]
+    rows = [
+        lcb_row("a", public_test_cases="[]", private_test_cases="[]"),
+        lcb_row("b", public_test_cases=json.dumps(mixed)),
+        lcb_row("c", public_test_cases="{"),
+        lcb_row("d", contest_date="soon"),
+        lcb_row("e"),
+        lcb_row("e"),
+        {
+            key: value
+            for key, value in lcb_row("f").items()
+            if key != "metadata" and key != "question_content"
+        },
+    ]
+    kept, tally = read_lcb(tmp_path, rows)
+    assert [row.row_id for row in kept] == ["e"]
+    assert tally.dropped == {"bad_tests": 4, "duplicate": 1, "missing_column": 1}

@@ -1,0 +1,89 @@
+#!/usr/bin/env python
+"""Check and normalise downloaded data into one parquet file with a manifest, ready for ``reader:
+prepared``.
+
+    tools/prepare_data.py --reader deepmath --path DeepMath-103K/data --out data/deepmath.parquet
+    tools/prepare_data.py --reader opencodereasoning --path OpenCodeReasoning --tests code-sources \\
+        --out data/code.parquet
+
+Left out and counted by reason: rows with missing or wrong fields, duplicates, what the filters exclude,
+golds that cannot be graded against, problems without tests. The manifest holds the counts and every
+file's sha256.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from pathlib import Path
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from megatron_eqlen.data.prepare import prepare
+from megatron_eqlen.data.rows import Tally
+from megatron_eqlen.data.tokenizers import load_tokenizer
+from megatron_eqlen.recipe import SourceRecipe
+from megatron_eqlen.rewards.math import MathGrader
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--reader", required=True, choices=("deepmath", "opencodereasoning", "jsonl"))
+    parser.add_argument("--path", required=True, help="a file, or the folder of the data set's files")
+    parser.add_argument(
+        "--out", required=True, type=Path, help="parquet file to write, with a manifest beside it"
+    )
+    parser.add_argument(
+        "--tests", help="opencodereasoning: folder with taco, apps, code_contests, codeforces"
+    )
+    parser.add_argument("--split", choices=("split_0", "split_1"), help="opencodereasoning: only this one")
+    parser.add_argument("--min-difficulty", type=float)
+    parser.add_argument("--max-difficulty", type=float)
+    parser.add_argument("--exclude", help="questions to leave out, one a line (decontamination)")
+    parser.add_argument("--tokenizer", help="model folder; measures questions for --max-prompt-length")
+    parser.add_argument("--max-prompt-length", type=int, default=2048)
+    parser.add_argument("--workers", type=int, default=2, help="processes that check gold answers")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    console = Console(stderr=True)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=console)])
+    recipe_keys = ("reader", "path", "tests", "split", "min_difficulty", "max_difficulty", "exclude")
+    source = SourceRecipe(name="prepared", **{key: getattr(args, key) for key in recipe_keys})
+    tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    grader = MathGrader("either", args.workers, timeout=30.0)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("reading", total=None)
+
+        def show(tally: Tally) -> None:
+            dropped = sum(tally.dropped.values())
+            bar.update(task, description=f"{tally.kept:,} rows kept, {dropped:,} left out")
+
+        try:
+            manifest = prepare(source, args.out, grader, tokenizer, args.max_prompt_length, show)
+        except ValueError as error:
+            raise SystemExit(f"error: {error}") from None
+        finally:
+            grader.close()
+    print_summary(manifest, args.out)
+
+
+def print_summary(manifest: dict, out: Path) -> None:
+    table = Table("rows", "count", title=str(out))
+    table.add_row("kept", f"{manifest['rows']:,}")
+    for reason, count in manifest["dropped"].items():
+        table.add_row(f"left out: {reason}", f"{count:,}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
