@@ -56,8 +56,3 @@ def test_bad_trees_are_named(nodes, message):
 def test_a_path_that_is_pruned_may_be_long():
     tree = TokenTree("tail", [Node(-1, [1, 2]), side(0), Node(0, [5] * 100)])
     assert pack([tree], 16)[0][0].num_tokens == 3
-
-
-def test_the_budget_is_a_multiple_of_the_tensor_parallel_size():
-    with pytest.raises(ValueError, match=r"max_tokens_per_row: 15 is not a multiple of 2"):
-        pack([], 15, multiple_of=2)

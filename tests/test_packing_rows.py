@@ -76,7 +76,8 @@ def what_rows_train(rows: list[Row]) -> list[tuple]:
     st.booleans(),
 )
 def test_every_supervised_token_once_with_its_path(trees, slack, ranks, multiple_of, layout, full_rows):
-    budget = -(-(max(longest_path(trees), 1) + slack) // multiple_of) * multiple_of
+    budget = max(longest_path(trees), 1) + slack
+    longest = -(-budget // multiple_of) * multiple_of
     per_rank = pack(trees, budget, ranks, multiple_of, layout, full_rows=full_rows)
     rows = [row for rank in per_rank for row in rank]
     assert what_rows_train(rows) == what_is_trained(trees)
@@ -85,7 +86,8 @@ def test_every_supervised_token_once_with_its_path(trees, slack, ranks, multiple
     for row in rows:
         length = len(row.input_ids)
         assert length % multiple_of == 0
-        assert length == budget if full_rows else 0 < length <= budget
+        assert length == longest if full_rows else 0 < length <= longest
+        assert row.num_tokens <= budget
         assert (row.visible_until[row.num_tokens :] == np.arange(row.num_tokens, length) + 1).all()
         assert ((row.weights > 0) == (row.segment_ids >= 0)).all()
 

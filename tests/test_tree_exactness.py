@@ -108,22 +108,21 @@ def test_trees_equal_plain_sequences(name, sequences, folders, whole):
     assert_same(name, whole[name], reference)
 
 
+ROWS = {
+    "expanded": {"layout": "expanded"},
+    "cut": {"budget": 190},  # about the longest path
+    "wide": {"budget": 1000, "full_rows": True},
+    "recompute": {"layers": {"recompute": "full"}},
+    "recompute_attention": {"layers": {"recompute": "selective"}},
+}
+
+
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(
-    ("budget", "layout", "order", "options"),
-    [
-        (BUDGET, "expanded", 1, {}),
-        (190, "tree", 1, {}),  # about the longest path: trees are cut
-        (1000, "tree", -1, {}),
-        (BUDGET, "tree", 1, {"full_rows": True}),
-        (BUDGET, "tree", 1, {"layers": {"recompute": "full"}}),
-        (BUDGET, "tree", 1, {"layers": {"recompute": "selective"}}),
-    ],
-    ids=["expanded", "cut", "reversed", "full_rows", "recompute", "recompute_attention"],
-)
-def test_gradients_do_not_depend_on_the_rows(name, budget, layout, order, options, folders, whole):
-    trained = train_trees(folders[name], forest(0)[::order], budget, layout, **options)
-    assert_same(name, trained, whole[name])
+@pytest.mark.parametrize("rows", ROWS)
+def test_gradients_do_not_depend_on_the_rows(name, rows, folders, whole):
+    """Nor on the order of the trees."""
+    options = {"budget": BUDGET} | ROWS[rows]
+    assert_same(name, train_trees(folders[name], forest(0)[::-1], **options), whole[name])
 
 
 PARALLEL = [

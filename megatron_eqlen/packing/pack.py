@@ -76,10 +76,9 @@ class Plan:
         return fill_row(self.forest, nodes, supervised, self.length(row))
 
     def length(self, row: RowPlan) -> int:
-        """The row's S: what it uses, rounded up to ``multiple_of``, or all of the budget."""
-        if self.full_rows:
-            return self.max_tokens_per_row
-        return max(1, -(-row.used // self.multiple_of)) * self.multiple_of
+        """The row's S: what it uses, or all of the budget; rounded up to ``multiple_of``."""
+        least = self.max_tokens_per_row if self.full_rows else max(1, row.used)
+        return -(-least // self.multiple_of) * self.multiple_of
 
     @cached_property
     def metrics(self) -> Metrics:
@@ -146,14 +145,9 @@ def plan(
     """Decides which nodes share a row, and which rows a rank trains. Deterministic.
 
     Every rank gets equally many rows, at least one; rows without a tree are padding alone. A row is as
-    long as its tokens, rounded up to ``multiple_of`` (tensor parallel size with sequence parallel), or
-    ``max_tokens_per_row`` with ``full_rows``. Raises TreeError on a bad tree or a path over the budget.
+    long as its tokens, or ``max_tokens_per_row`` with ``full_rows``, rounded up to ``multiple_of`` (the
+    tensor parallel size with sequence parallel). Raises TreeError on a bad tree or a path over the budget.
     """
-    if max_tokens_per_row % multiple_of:
-        raise ValueError(
-            f"packing.max_tokens_per_row: {max_tokens_per_row} is not a multiple of {multiple_of} "
-            f"(the tensor parallel size splits a row in sequence parallel)"
-        )
     forest = Forest.of(trees)
     forest.check_budget(max_tokens_per_row)
     parts = list(_tree_parts(forest, max_tokens_per_row) if layout == "tree" else _expanded_parts(forest))
