@@ -28,6 +28,7 @@ from megatron_eqlen.replicas import Replicas, agree
 from megatron_eqlen.report.metrics import MetricsWriter
 from megatron_eqlen.report.page import write_page
 from megatron_eqlen.report.progress import Progress
+from megatron_eqlen.report.rollouts import write_questions
 from megatron_eqlen.rewards.scoring import Scorer, reward_metrics
 from megatron_eqlen.rollout.engine import Engine
 from megatron_eqlen.rollout.harvest import harvest
@@ -107,7 +108,12 @@ class Run:
             self.source.load_state_dict(position["data"])
         if distributed.is_rank0():
             self.folder.stop.unlink(missing_ok=True)
-            self.writer = MetricsWriter(self.folder.path, self.number, self.recipe.report.wandb_project)
+            self.writer = MetricsWriter(
+                self.folder.path,
+                self.number,
+                self.recipe.report.wandb_project,
+                f"{self.recipe.name}-{self.recipe.method}-seed{self.recipe.seed}",
+            )
         self.progress.resume(self.number)
 
     def goes_on(self) -> bool:
@@ -177,8 +183,8 @@ class Run:
         with self.stage("score"):
             self.scorer.score(rollouts, by_id)
             self.recorded += rollouts
-            if self.replay is None and self.replicas.leads:
-                _rewrite(self._record_file, self.recorded)
+            if self.replay is None:
+                self._record_scored(prompts)
             everyone = self.replicas.gather(rollouts)
         place = {prompt_id: number for number, prompt_id in enumerate(by_id)}
         everyone.sort(key=lambda one: (place[one.prompt_id], rollout_key(one)))
@@ -273,6 +279,13 @@ class Run:
             return
         with Recorder(self._record_file) as recorder:
             yield recorder.write
+
+    def _record_scored(self, prompts: list[Prompt]) -> None:
+        """Put the graded rollouts in place of the raw record, and the questions beside them."""
+        if self.replicas.leads:
+            _rewrite(self._record_file, self.recorded)
+        if distributed.is_rank0():
+            write_questions(self._record_file.parent, prompts)
 
     def _keep(self, rollouts: list[Rollout], prompts: dict[str, Prompt]) -> None:
         """Take the rollouts into the step; dynamic sampling leaves out prompts that teach nothing."""

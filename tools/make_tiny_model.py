@@ -193,7 +193,7 @@ def make_schedule(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.l
     """20 warm-up steps, then a cosine to 2% of the peak."""
     return torch.optim.lr_scheduler.LambdaLR(
         optimizer,
-        lambda step: min(1.0, (step + 1) / 20) * (0.02 + 0.49 * (1 + math.cos(math.pi * step / steps))),
+        lambda step: min(1.0, (step + 1) / 20) * (0.02 + 0.49 * (1 + math.cos(math.pi * step / max(steps, 1)))),
     )
 
 

@@ -85,12 +85,11 @@ def dump_files(streams: Path) -> list[Path]:
 
 
 def write_questions(step: Path, prompts: Iterable[Prompt]) -> None:
-    """Record what the rollouts in the folder ``step`` answer; the file appears complete or not at all."""
+    """Add what rollouts in the folder ``step`` answer; the file appears complete or not at all."""
     step.mkdir(parents=True, exist_ok=True)
+    questions = read_questions(step) | {prompt.prompt_id: prompt.question for prompt in prompts}
     partial = (step / QUESTIONS).with_suffix(".partial")
-    partial.write_text(
-        json.dumps({prompt.prompt_id: prompt.question for prompt in prompts}), encoding="utf-8"
-    )
+    partial.write_text(json.dumps(questions), encoding="utf-8")
     partial.replace(step / QUESTIONS)
 
 

@@ -1,0 +1,200 @@
+"""The main job as a user runs it: `eqlen train` in processes of its own, on a tiny random model.
+
+Real vLLM, real Megatron, real checkpoints; the reward is a rubric, so that a random model has a signal.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron_eqlen.rollout.recorder import read_dump
+
+ROOT = Path(__file__).parent.parent
+STEPS = 3
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory) -> Path:
+    """A folder with a random tiny model, its data and a recipe."""
+    folder = tmp_path_factory.mktemp("train")
+    run([ROOT / "tools/make_arithmetic.py", "--out", folder / "data", "--train", "60", "--test", "4"])
+    data = folder / "data/train.parquet"
+    model = ["--out", folder / "base", "--steps", "0", "--processes", "1"]
+    run([ROOT / "tools/make_tiny_model.py", "--data", data, *model])
+    rows = [{"question": f"Compute ${n}+1$.", "answer": str(n + 1), "grader": "rubric"} for n in range(40)]
+    (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "recipe.yaml").write_text(
+        f"""
+name: test
+steps: {STEPS}
+group_size: 4
+model: {{path: {folder}/base, dtype: float32}}
+data:
+  prompts_per_step: 4
+  max_prompt_length: 48
+  instruction_role: none
+  sources: [{{name: questions, reader: jsonl, path: {folder}/questions.jsonl}}]
+reward: {{rubric: "tests.rubrics:even_length", workers: 1}}
+rollout:
+  {{temperature: 1.0, top_p: 1.0, top_k: 0, max_response_length: 80, max_num_seqs: 32, kv_cache_gib: 0.2}}
+optimizer: {{lr: 1e-3, warmup_steps: 0}}
+packing: {{max_tokens_per_row: 512}}
+checkpoint: {{every: 1, keep: 2}}
+evaluation:
+  samples: 2
+  benchmarks: [{{name: questions, reader: jsonl, path: {folder}/questions.jsonl, limit: 4}}]
+"""
+    )
+    return folder
+
+
+@pytest.fixture(scope="session")
+def trained(home) -> Path:
+    """A finished run on one rank."""
+    return train(home, "one")
+
+
+def run(command: list, **kwargs) -> subprocess.CompletedProcess:
+    result = subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+        **kwargs,
+    )
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    return result
+
+
+def train(home: Path, name: str, *arguments: str) -> Path:
+    run(command(home, name, *arguments))
+    return home / name
+
+
+def command(home: Path, name: str, *arguments: str) -> list:
+    return ["-m", "megatron_eqlen.cli", "train", home / "recipe.yaml", f"run_dir={home / name}", *arguments]
+
+
+def metrics(run_folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def column(run_folder: Path, name: str) -> list[float]:
+    return [record[name] for record in metrics(run_folder)]
+
+
+def test_trainer_and_engine_agree_at_every_step(trained):
+    assert column(trained, "step") == [1, 2, 3]
+    assert max(column(trained, "loss/mismatch_max")) < 1e-4
+    assert max(map(abs, column(trained, "loss/mismatch_kl"))) < 1e-5
+    assert min(column(trained, "train/grad_norm")) > 0, "nothing was trained"
+
+
+def test_every_rollout_is_recorded_with_its_grades(trained):
+    for step in range(STEPS):
+        rollouts = read_dump(trained / f"streams/step-{step:08d}/rank-0.jsonl")
+        assert len(rollouts) == 4 * 2
+        assert {rollout.policy_version for rollout in rollouts} == {step}
+        assert all(segment.grade is not None for rollout in rollouts for segment, _ in rollout.ended())
+
+
+def test_the_run_folder_is_complete(trained):
+    for name in ("recipe.yaml", "report.html", "evaluation/before.json", "evaluation/after.json"):
+        assert (trained / name).stat().st_size > 0
+    assert list((trained / "tensorboard").glob("events*"))
+    assert [path.name for path in sorted((trained / "checkpoints").glob("step-*"))] == [
+        "step-00000002",
+        "step-00000003",
+    ]
+
+
+def test_the_export_is_the_trained_model_for_transformers(home, trained):
+    base = AutoModelForCausalLM.from_pretrained(home / "base", dtype=torch.float32)
+    exported = AutoModelForCausalLM.from_pretrained(trained / "export", dtype=torch.float32)
+    moved = [
+        (after - before).abs().max().item()
+        for before, after in zip(base.parameters(), exported.parameters(), strict=True)
+    ]
+    assert 1e-4 < max(moved) < 3 * STEPS * 1e-3, "Adam moves a weight by about lr a step"
+
+
+def test_a_finished_run_is_left_as_it_is(home, trained):
+    before = (trained / "metrics.jsonl").read_bytes()
+    train(home, "one")
+    assert (trained / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("layout", ["parallel.tensor=2", "parallel.pipeline=2", "parallel.tensor=1"])
+def test_two_ranks_train_like_one_on_the_same_streams(home, trained, layout):
+    two = train(home, layout, layout, "cluster.processes_per_node=2", "--replay", str(trained / "streams"))
+    for name in ("loss/total", "loss/policy", "loss/ref_kl", "loss/entropy", "train/grad_norm"):
+        assert column(two, name) == pytest.approx(column(trained, name), rel=1e-5, abs=1e-6), name
+
+
+def test_killed_at_any_moment_and_started_again_it_ends_the_same(home, trained):
+    folder = home / "killed"
+    for taken in (1, 2):
+        start_and_kill(home, folder, after_steps=taken)
+    train(home, "killed", "cluster.processes_per_node=2")
+    assert column(folder, "step") == [1, 2, 3]
+    assert column(folder, "loss/total") == pytest.approx(column(trained, "loss/total"), rel=1e-4, abs=1e-6)
+
+
+def start_and_kill(home: Path, folder: Path, after_steps: int) -> None:
+    """SIGKILL to the launcher alone, as soon as that many steps are in the metrics."""
+    process = subprocess.Popen(
+        [sys.executable, *map(str, command(home, folder.name, "cluster.processes_per_node=2"))],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 300
+    while not (folder / "metrics.jsonl").exists() or len(metrics(folder)) < after_steps:
+        assert process.poll() is None, "it ended before it was killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def test_the_baseline_runs_with_the_same_command(home):
+    folder = train(home, "grpo", "objective=grpo", "sampling=independent", "steps=1")
+    assert column(folder, "harvest/completions") == [4 * 4]
+    assert column(folder, "train/grad_norm")[0] > 0
+
+
+def test_a_stop_file_ends_the_run_with_a_checkpoint_and_the_run_goes_on_later(home):
+    folder = home / "stopped"
+    process = subprocess.Popen(
+        [sys.executable, *map(str, command(home, "stopped", "steps=200", "checkpoint.every=100"))],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    while not (folder / "metrics.jsonl").exists() or not metrics(folder):
+        assert process.poll() is None
+        time.sleep(0.05)
+    (folder / "STOP").touch()
+    assert process.wait(timeout=120) == 0
+    done = len(metrics(folder))
+    assert (folder / "checkpoints/latest").read_text().strip() == f"step-{done:08d}"
+    assert not (folder / "export").exists()
+
+
+def test_harvest_without_a_trainer(home):
+    out = home / "harvested"
+    run(["-m", "megatron_eqlen.cli", "harvest", home / "recipe.yaml", "--out", out])
+    assert len(read_dump(out / "step-00000000/rank-0.jsonl")) == 4 * 2
