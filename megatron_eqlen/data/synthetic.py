@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 LARGEST_RESULT = 19
 LARGEST_OPERAND = 9
 
-STYLES = {"guess": 0.25, "coarse": 0.25, "steps": 0.25, "checked": 0.25}
+STYLES = {"guess": 0.3, "coarse": 0.25, "steps": 0.2, "checked": 0.25}
 """Share of each style among the demonstrations."""
 
 SCHEMA = pa.schema(

@@ -1,0 +1,235 @@
+"""avg@k, its intervals, and evaluation through the engine protocol with the real grader."""
+
+import hashlib
+import json
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from megatron_eqlen.evaluation import statistics
+from megatron_eqlen.evaluation.evaluate import evaluate
+from megatron_eqlen.evaluation.result import (
+    Answers,
+    EvaluationResult,
+    compare,
+    over_seeds,
+    read_results,
+    write_results,
+)
+from megatron_eqlen.recipe import BenchmarkRecipe, parse
+from megatron_eqlen.rewards.scoring import Scorer
+from megatron_eqlen.rollout.engine import Delta
+from megatron_eqlen.types import Prompt
+
+EOS = 0
+
+
+class Letters:
+    """A tokenizer of characters: token n is ``chr(n)``, 0 ends."""
+
+    eos_token_ids = frozenset({EOS})
+
+    def decode(self, token_ids):
+        return "".join(chr(token) for token in token_ids if token != EOS)
+
+
+class AnsweringEngine:
+    """Answers from a table: completion ``number`` of a prompt is ``answers[prompt][number]``."""
+
+    max_model_len = 200
+    max_num_seqs = 64
+
+    def __init__(self, answers: dict[str, list[str]], policy_version: int = 0) -> None:
+        self.policy_version = policy_version
+        self._answers = answers
+        self._open: dict[str, Delta] = {}
+        self.asked: list[str] = []
+
+    def submit(self, request_id, token_ids, max_tokens, seed):
+        question = "".join(map(chr, token_ids))
+        number = sum(name == question for name in self.asked)
+        self.asked.append(question)
+        tokens = [*map(ord, self._answers[question][number]), EOS][:max_tokens]
+        reason = "stop" if tokens[-1] == EOS else "length"
+        self._open[request_id] = Delta(request_id, tokens, [-0.1] * len(tokens), reason)
+
+    def step(self):
+        deltas, self._open = list(self._open.values()), {}
+        return deltas
+
+    def abort(self, request_ids):
+        pass
+
+    def metrics(self):
+        return {}
+
+    @property
+    def has_unfinished(self):
+        return bool(self._open)
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    (tmp_path / "test.parquet").write_bytes(b"the benchmark's file")
+    return parse(
+        {
+            "name": "t",
+            "steps": 1,
+            "group_size": 4,
+            "model": {"path": "model"},
+            "data": {"sources": [{"name": "s", "path": "p"}], "max_prompt_length": 8},
+            "rollout": {"max_response_length": 16, "tokens_per_step": 3},
+            "reward": {"workers": 1},
+            "packing": {"max_tokens_per_row": 64},
+            "evaluation": {
+                "samples": 3,
+                "benchmarks": [{"name": "sums", "path": str(tmp_path / "test.parquet")}],
+            },
+        },
+        "test",
+    )
+
+
+ANSWERS = {
+    "1+1": ["\\boxed{2}", "so \\boxed{2}", "\\boxed{3}"],
+    "2+2": ["four", "\\boxed{4}", "this never comes to an end"],
+}
+PROBLEMS = [Prompt(f"sums/{q}", [*map(ord, q)], q, "math", str(eval(q))) for q in ANSWERS]
+
+
+def run(recipe, engine, **replicas) -> EvaluationResult:
+    scorer = Scorer(recipe.reward, Letters())
+    try:
+        benchmark: BenchmarkRecipe = recipe.evaluation.benchmarks[0]
+        return evaluate(engine, benchmark, PROBLEMS, scorer, recipe, {EOS}, **replicas)
+    finally:
+        scorer.close()
+
+
+def test_an_evaluation_by_hand(recipe):
+    engine = AnsweringEngine(ANSWERS, policy_version=7)
+    result = run(recipe, engine)
+    assert sorted(engine.asked) == ["1+1"] * 3 + ["2+2"] * 3  # 3 samples, whatever training's group size
+    assert [answers.rewards for answers in result.answers] == [[1, 1, 0], [0, 1, 0]]
+    assert result.answers[1].verdicts == ["no_answer", "correct", "truncated"]
+    assert result.scores.shape == (3, 2)
+    assert result.accuracy.mean == 0.5
+    metrics = result.metrics()
+    assert metrics["evaluation/sums/avg@3"] == 0.5
+    assert metrics["evaluation/sums/pass@3"] == 1.0
+    assert metrics["evaluation/sums/no_answer_fraction"] == 1 / 6
+    assert metrics["evaluation/sums/truncated_fraction"] == 1 / 6
+    assert metrics["evaluation/sums/mean_tokens"] == (10 + 13 + 10 + 5 + 10 + 16) / 6
+
+
+def test_the_manifest_says_what_was_measured(recipe):
+    manifest = run(recipe, AnsweringEngine(ANSWERS, policy_version=7)).manifest
+    assert manifest["question_ids"] == ["sums/1+1", "sums/2+2"]
+    assert manifest["sha256"] == {"test.parquet": hashlib.sha256(b"the benchmark's file").hexdigest()}
+    assert "math_verify-" in manifest["graders"][0]
+    assert manifest["policy_version"] == 7
+    assert manifest["rollout"]["max_response_length"] == 16
+
+
+def test_replicas_together_give_what_one_gives(recipe):
+    alone = run(recipe, AnsweringEngine(ANSWERS))
+    gathered: list[Answers] = []
+
+    def gather(answers):
+        gathered.extend(answers)
+        return list(reversed(gathered))
+
+    with pytest.raises(KeyError):  # the first replica is still alone
+        run(recipe, AnsweringEngine(ANSWERS), share=lambda all: all[1::2], gather=gather)
+    together = run(recipe, AnsweringEngine(ANSWERS), share=lambda all: all[0::2], gather=gather)
+    assert together == alone
+
+
+def test_results_survive_the_disk_and_bad_files_are_named(recipe, tmp_path):
+    result = run(recipe, AnsweringEngine(ANSWERS))
+    path = tmp_path / "evaluation" / "before.json"
+    write_results(path, [result])
+    assert read_results(path) == [result]
+    summary = json.loads(path.read_text())[0]["summary"]
+    assert [interval["mean"] for interval in summary["intervals"]] == [0.5] * 3
+    path.write_text('[{"benchmark": "sums"}]')
+    with pytest.raises(ValueError, match=r"before\.json: expected an evaluation result"):
+        read_results(path)
+
+
+def make_result(scores: np.ndarray, first_question: int = 0) -> EvaluationResult:
+    """``scores`` [k, P]."""
+    answers = [
+        Answers(f"q{first_question + n}", list(column), ["correct"] * len(column), [1] * len(column))
+        for n, column in enumerate(scores.T)
+    ]
+    return EvaluationResult("b", answers, {"question_ids": [one.prompt_id for one in answers]})
+
+
+def test_the_difference_is_paired_by_problem():
+    """Problems differ widely, all improve alike: the paired interval is a point, the single ones are wide."""
+    hard = np.linspace(0, 0.5, 30)
+    before, after = make_result(np.tile(hard, (4, 1))), make_result(np.tile(hard + 0.25, (4, 1)))
+    gain = compare(before, after)
+    assert (gain.mean, gain.low, gain.high) == pytest.approx((0.25, 0.25, 0.25))
+    assert before.accuracy.high > after.accuracy.low - 0.2
+    with pytest.raises(ValueError, match="different questions"):
+        compare(before, make_result(np.tile(hard, (4, 1)), first_question=1))
+
+
+def test_intervals_over_seeds():
+    """Five seeds that agree on each of 30 problems: no spread between seeds, but between problems."""
+    seeds = [make_result(np.tile(np.repeat([0.0, 1.0], 15), (2, 1))) for _ in range(5)]
+    intervals = over_seeds(seeds)
+    assert (intervals["paper"].low, intervals["paper"].high) == (0.5, 0.5)
+    assert (intervals["t"].low, intervals["t"].high) == (0.5, 0.5)
+    assert intervals["headline"].low == pytest.approx(0.5 - 1.96 * np.sqrt(0.25 / 30), abs=0.02)
+    assert "paper" in intervals["paper"].method
+
+
+def test_students_quantile_and_interval():
+    """Against printed tables of Student's t."""
+    for degrees, value in ((1, 12.7062), (2, 4.3027), (4, 2.7764), (31, 2.0395), (1000, 1.9623)):
+        assert statistics.t_quantile(0.975, degrees) == pytest.approx(value, abs=2e-4)
+    interval = statistics.t_interval(np.array([[0.4], [0.5], [0.6]]))
+    half = 4.3027 * 0.1 / np.sqrt(3)
+    assert (interval.low, interval.high) == pytest.approx((0.5 - half, 0.5 + half), abs=1e-4)
+    assert np.isnan(statistics.t_interval(np.ones((1, 3))).low)
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 6])
+def test_pass_at_k_is_the_mean_over_all_subsets(k):
+    scores = (np.random.default_rng(0).random((6, 5)) < 0.3).astype(float)
+    subsets = [scores[list(rows)].max(axis=0).mean() for rows in combinations(range(6), k)]
+    assert statistics.pass_at_k(scores, k) == pytest.approx(np.mean(subsets))
+
+
+def test_more_passes_than_samples_is_an_error():
+    with pytest.raises(ValueError, match="k <= 4 samples, found 5"):
+        statistics.pass_at_k(np.ones((4, 2)), 5)
+
+
+def test_only_the_crossed_interval_covers_other_problems(monkeypatch):
+    """30 problems from a population with mean 0.5, 5 seeds: the seeds' own spread says little about it."""
+    monkeypatch.setattr(statistics, "DRAWS", 400)
+    rng = np.random.default_rng(0)
+    crossed = paper = 0
+    for trial in range(200):
+        chance = rng.beta(0.5, 0.5, size=30)
+        scores = rng.binomial(32, np.tile(chance, (5, 1))) / 32
+        one, other = (
+            statistics.crossed_bootstrap(scores, trial),
+            statistics.replicate_bootstrap(scores, trial),
+        )
+        crossed += one.low <= 0.5 <= one.high
+        paper += other.low <= 0.5 <= other.high
+    assert crossed > 0.85 * 200
+    assert paper < 0.4 * 200
+
+
+def test_the_same_scores_give_the_same_interval():
+    scores = np.random.default_rng(0).random((8, 20))
+    assert statistics.crossed_bootstrap(scores) == statistics.crossed_bootstrap(scores)
+    with pytest.raises(ValueError, match=r"found shape \(0,\)"):
+        statistics.crossed_bootstrap(np.array([]))
