@@ -37,8 +37,10 @@ def evaluate(
     """Evaluate the engine's weights on ``problems`` with ``recipe.evaluation.samples`` completions each.
 
     With several engine replicas each answers its ``share`` of the problems, and ``gather`` brings all
-    replicas' answers together, in any order. The same weights and recipe give the same result.
+    replicas' answers together, in any order. The same weights and recipe give the same result. Raises
+    ValueError where the recipe asks for other sampling than the engine was started with.
     """
+    _check_sampling(recipe)
     sampling = recipe.model_copy(
         update={
             "sampling": "independent",
@@ -56,6 +58,16 @@ def evaluate(
         answers=[answers[problem.prompt_id] for problem in problems],
         manifest=_manifest(benchmark, problems, recipe, engine.policy_version, graders),
     )
+
+
+def _check_sampling(recipe: Recipe) -> None:
+    for key in ("temperature", "top_p", "top_k"):
+        wanted, used = getattr(recipe.evaluation, key), getattr(recipe.rollout, key)
+        if wanted is not None and wanted != used:
+            raise ValueError(
+                f"evaluation.{key}: an engine samples as it was started, with rollout.{key} {used}, not "
+                f"{wanted}; evaluate the exported model instead: eqlen evaluate RECIPE rollout.{key}={wanted}"
+            )
 
 
 def _answers(group: Group) -> Answers:
