@@ -49,9 +49,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
 
 def _spawn(context: Any, rank: int, world_size: int, store: str, function: Callable, args: tuple) -> tuple:
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(
-        target=_rank_main, args=(theirs, rank, world_size, store, function, args), daemon=True
-    )
+    process = context.Process(target=_rank_main, args=(theirs, rank, world_size, store, function, args))
     process.start()
     theirs.close()
     return process, ours
@@ -92,6 +90,8 @@ def _rank_main(
         message = (None, function(*args))
     except BaseException:  # noqa: BLE001  whatever it is, the test must see it
         message = (traceback.format_exc(), None)
+    for helper in multiprocessing.active_children():  # Megatron's checkpointing starts one
+        helper.kill()
     pipe.send_bytes(pickle.dumps(message))
     sys.stdout.flush()
     os._exit(0)  # peers may be gone or stuck: no farewell from the process group
