@@ -60,6 +60,7 @@ class Run:
         streams: Path | None = None,
     ) -> None:
         distributed.start(recipe.parallel, recipe.seed)
+        check_world_size(recipe)
         self.recipe = recipe
         self.replay = replay
         self.objective = resolve(recipe)
@@ -338,6 +339,16 @@ class Run:
                 f"{found:.2g} on average, rollout.sync_tolerance is {rollout.sync_tolerance}: "
                 f"the weight sync did not take, or the two compute in different precision"
             )
+
+
+def check_world_size(recipe: Recipe) -> None:
+    """Raise ValueError if the launcher started another number of processes than the recipe says."""
+    cluster, found = recipe.cluster, dist.get_world_size()
+    if found != recipe.world_size:
+        raise ValueError(
+            f"cluster: nodes {cluster.nodes} x processes_per_node {cluster.processes_per_node} = "
+            f"{recipe.world_size} processes, but {found} were started"
+        )
 
 
 def start_engine(recipe: Recipe, eos_token_ids: frozenset[int]) -> Engine:

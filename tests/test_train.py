@@ -135,7 +135,7 @@ def test_a_finished_run_is_left_as_it_is(home, trained):
     assert (trained / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("layout", ["parallel.tensor=2", "parallel.pipeline=2", "parallel.tensor=1"])
+@pytest.mark.parametrize("layout", ["parallel.tensor=2", "parallel.tensor=1"])
 def test_two_ranks_train_like_one_on_the_same_streams(home, trained, layout):
     two = train(home, layout, layout, "cluster.processes_per_node=2", "--replay", str(trained / "streams"))
     for name in ("loss/total", "loss/policy", "loss/ref_kl", "loss/entropy", "train/grad_norm"):

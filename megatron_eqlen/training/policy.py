@@ -136,8 +136,8 @@ class Policy:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         logs = run_rows(self.model, rows, self.recipe.rollout.temperature, self._loss, train=True)
+        self.schedule.step(increment=1)  # before the update, or the first would have a rate of 0
         _, grad_norm, _ = self.optimizer.step()
-        self.schedule.step(increment=1)
         self.version += 1
         learning_rate = self.optimizer.param_groups[0]["lr"]
         metrics = reduce_metrics(logs, parallel_state.get_data_parallel_group()) if logs else {}
