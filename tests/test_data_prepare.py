@@ -11,8 +11,8 @@ import pytest
 
 from megatron_eqlen.data.prepare import prepare
 from megatron_eqlen.data.prepared import PreparedRows, manifest_path, sha256
-from megatron_eqlen.data.prompts import PromptSource, benchmark_manifest, read_benchmark
-from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, SourceRecipe
+from megatron_eqlen.data.prompts import PromptSource
+from megatron_eqlen.recipe import DataRecipe, SourceRecipe
 from megatron_eqlen.rewards.math import MathGrader
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -141,12 +141,3 @@ def test_reading_streams(tmp_path, monkeypatch):
     )
     assert all(read - kept <= 512 for kept, read in seen)
     assert seen[-1] == (4000, 4000)
-
-
-def test_a_benchmarks_manifest_names_files_and_problems(raw):
-    benchmark = BenchmarkRecipe(name="b", path=str(raw), limit=2)
-    data = DataRecipe(sources=[SourceRecipe(name="s", path=str(raw))])
-    prompts = read_benchmark(benchmark, data, Words())
-    manifest = benchmark_manifest(benchmark, prompts)
-    assert manifest["sha256"] == {raw.name: sha256(raw)}
-    assert manifest["problems"] == ["b/train-00000.parquet#0", "b/train-00000.parquet#1"]

@@ -111,6 +111,36 @@ def test_two_stage_parsing_reads_what_the_library_reads(monkeypatch):
     assert read[0] == read[1]
 
 
+def test_a_difference_at_a_point_never_overrules_the_library():
+    from math_verify import verify
+
+    from megatron_eqlen.rewards import math_worker
+
+    answers = sorted({text for pair in RIGHT + WRONG for text in pair if "Yes" not in text})
+    answers += [
+        "0.333333",
+        r"\frac{1}{3}",
+        "x",
+        "x^2",
+        r"\sqrt{x^2}",
+        r"10\%",
+        "0.1",
+        r"e^{i\pi}",
+        "-1",
+        "90^\\circ",
+    ]
+    parsed = [list(math_worker.parse_answer(answer)) for answer in answers]
+    caught = [
+        (gold, answer)
+        for gold in parsed
+        for answer in parsed
+        if math_worker.surely_different(gold[0], answer[0])
+    ]
+    assert len(caught) > 150
+    wrongly = [pair for pair in caught[::3] if verify(*pair, timeout_seconds=None)]
+    assert wrongly == []
+
+
 def test_rules_differ_where_they_should():
     exact, verify = MathGrader("exact"), MathGrader("math_verify", workers=1)
     texts, golds = [r"\boxed{0.5}", r"\boxed{\dfrac12}", r"\boxed{7}"], [r"\frac{1}{2}", r"\frac12", "7"]

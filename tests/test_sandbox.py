@@ -231,7 +231,7 @@ def test_a_killed_worker_takes_its_program_with_it():
         "tests": '{"inputs": [""], "outputs": [""]}',
         "limits": vars(Limits(50, 50, 256)),
     }
-    (answer,) = pool.map([item], 1.5)
+    (answer,) = pool.map([item], 1.5, wall_factor=1.0)
     assert answer["timeout"]
     pool.close()
     deadline = time.monotonic() + 20

@@ -9,8 +9,10 @@ import importlib
 import sys
 
 BENCHMARKS = {
+    "harvest": "equal-length and independent harvest against plain LLM.generate on one engine",
     "convert": "speed and memory of conversion to Megatron and back",
     "trees": "forward and backward of token trees against 2N and N + 1 sequences",
+    "grade": "answers a second of the math grader and the code sandbox",
     "packing": "fill, balance and speed of the packer on simulated streams",
 }
 

@@ -9,15 +9,12 @@ reason, and replaced by the next one of the same source.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_eqlen.data.chat import format_prompt
-from megatron_eqlen.data.prepared import sha256
 from megatron_eqlen.data.rows import BadRow, Row, Tally
 from megatron_eqlen.data.sources import open_source, read_problems
 from megatron_eqlen.data.tokenizers import Tokenizer
@@ -204,16 +201,3 @@ def read_benchmark(benchmark: BenchmarkRecipe, data: DataRecipe, tokenizer: Toke
             f"benchmark {benchmark.name}: {benchmark.path}: unusable rows {unusable}, usable {len(prompts)}"
         )
     return prompts
-
-
-def benchmark_manifest(benchmark: BenchmarkRecipe, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """What was evaluated, for the result's record: each file's sha256 and each problem's id."""
-    path = Path(benchmark.path)
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
-    return {
-        "recipe": benchmark.model_dump(mode="json"),
-        "sha256": {
-            str(file.relative_to(path)) if file != path else file.name: sha256(file) for file in files
-        },
-        "problems": [prompt.prompt_id for prompt in prompts],
-    }

@@ -97,11 +97,11 @@ class CodeGrader:
             return [asdict(judgement) for judgement in self._server.judge(items)]
         if self._pool is None:
             self._pool = self._start()
-        answers = self._pool.map(items, [_longest(item) for item in items])
+        answers = self._pool.map(items, [_longest(item) for item in items], wall_factor=1.0)
         again = [number for number, answer in enumerate(answers) if "verdict" not in answer]
         if again:
             log.warning("code sandbox: %s; %d programs tried again", answers[again[0]], len(again))
-            retried = self._pool.map([items[n] for n in again], [_longest(items[n]) for n in again])
+            retried = self._pool.map([items[n] for n in again], [_longest(items[n]) for n in again], 1.0)
             for number, answer in zip(again, retried, strict=True):
                 answers[number] = answer if "verdict" in answer else _failed_twice(answer)
         return answers
@@ -136,7 +136,7 @@ def offered_isolation() -> Isolation:
     """The strongest isolation that works on this machine, tried once in a process of its own."""
     pool = WorkerPool(WORKER_MODULE, 1)
     try:
-        (answer,) = pool.map([{}], 600.0)
+        (answer,) = pool.map([{}], 600.0, wall_factor=1.0)
     finally:
         pool.close()
     if "landlock" not in answer:

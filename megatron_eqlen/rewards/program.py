@@ -73,7 +73,7 @@ def enter(limits: Limits, isolation: Isolation, folder: str) -> None:
         signal.SIGXFSZ, signal.SIG_DFL
     )  # Python ignores it, and too much output would look an error
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    _limit_resources(limits)
+    _limit_resources(limits, isolation)
     if isolation.drop_user:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
@@ -86,7 +86,7 @@ def enter(limits: Limits, isolation: Isolation, folder: str) -> None:
         restrict_system_calls()
 
 
-def _limit_resources(limits: Limits) -> None:
+def _limit_resources(limits: Limits, isolation: Isolation) -> None:
     memory = limits.memory_mb << 20
     cpu = max(1, round(limits.cpu_seconds + 0.5))
     for kind, value in (
@@ -96,11 +96,15 @@ def _limit_resources(limits: Limits) -> None:
         (resource.RLIMIT_DATA, memory),
         (resource.RLIMIT_FSIZE, limits.output_bytes),
         (resource.RLIMIT_NOFILE, 64),
-        (resource.RLIMIT_NPROC, 64),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_STACK, min(memory, 256 << 20)),
     ):
         resource.setrlimit(kind, (value, value))
+    if (
+        not isolation.seccomp
+    ):  # it counts all of the user's threads, so it must not be low; seccomp needs none
+        processes = 256 if isolation.drop_user else 4096
+        resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
 
 
 def run(function: str | None) -> NoReturn:

@@ -28,6 +28,7 @@ PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 300.0
 """The host imports SymPy and more; on a busy machine that takes a while."""
 LARGEST_BATCH = 64
+CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass
@@ -37,7 +38,27 @@ class _Worker:
     pending: deque[int] = field(default_factory=deque)
     """Numbers of the items sent and not yet answered, in order."""
     since: float = 0.0
-    """When the first of them started, ``time.monotonic()``."""
+    """When the first of them started, ``time.monotonic()``, and the worker's CPU seconds then."""
+    cpu: float = 0.0
+    deadline: float = 0.0
+    """When to look whether it has used its limit."""
+
+    def begin(self, limits: list[float]) -> None:
+        """The clock of the first pending item starts."""
+        self.since = time.monotonic()
+        self.cpu = cpu_seconds(self.pid)
+        self.deadline = self.since + (limits[self.pending[0]] if self.pending else 0.0)
+
+    def overrun(self, limit: float, wall_factor: float) -> bool:
+        """Has the first pending item used its limit? If not, look again when it can have."""
+        now, used = time.monotonic(), cpu_seconds(self.pid) - self.cpu
+        last = self.since + wall_factor * limit
+        if now < self.deadline:
+            return False
+        if used >= limit or now >= last:
+            return True
+        self.deadline = min(last, now + max(limit - used, 0.05))
+        return False
 
 
 class WorkerPool:
@@ -62,8 +83,14 @@ class WorkerPool:
                 cwd="/",
             )
 
-    def map(self, items: Sequence[Item], seconds: Sequence[float] | float) -> list[Item]:
-        """Each item's answer, in order; ``seconds`` is the wall-clock limit of each item."""
+    def map(
+        self, items: Sequence[Item], seconds: Sequence[float] | float, wall_factor: float = 8.0
+    ) -> list[Item]:
+        """Each item's answer, in order.
+
+        ``seconds`` is the limit of all items or of each: CPU time of the worker, and ``wall_factor`` times it
+        on the wall clock; a factor of 1 makes it a limit on the wall clock alone.
+        """
         limits = [seconds] * len(items) if isinstance(seconds, int | float) else list(seconds)
         answers: dict[int, Item] = {}
         waiting = deque(range(len(items)))
@@ -73,8 +100,10 @@ class WorkerPool:
         while len(answers) < len(items):
             for worker in self._workers:
                 if not worker.pending and waiting:
-                    self._send(worker, [waiting.popleft() for _ in range(min(batch, len(waiting)))], items)
-            self._collect(answers, waiting, limits)
+                    worker.pending.extend(waiting.popleft() for _ in range(min(batch, len(waiting))))
+                    worker.begin(limits)
+                    self._send(worker, items)
+            self._collect(answers, waiting, limits, wall_factor)
         return [answers[number] for number in range(len(items))]
 
     def close(self) -> None:
@@ -85,40 +114,41 @@ class WorkerPool:
         self._control.close()
         self._host.wait()
 
-    def _send(self, worker: _Worker, numbers: list[int], items: Sequence[Item]) -> None:
-        worker.pending.extend(numbers)
-        worker.since = time.monotonic()
+    def _send(self, worker: _Worker, items: Sequence[Item]) -> None:
         with contextlib.suppress(BrokenPipeError):  # it died between batches; _collect sees the end
-            send_message(worker.connection, [items[number] for number in numbers])
+            send_message(worker.connection, [items[number] for number in worker.pending])
 
-    def _collect(self, answers: dict[int, Item], waiting: deque[int], limits: list[float]) -> None:
+    def _collect(
+        self, answers: dict[int, Item], waiting: deque[int], limits: list[float], wall_factor: float
+    ) -> None:
         """Wait for the next answers or the next overrun."""
         busy = [worker for worker in self._workers if worker.pending]
-        deadline = min(worker.since + limits[worker.pending[0]] for worker in busy)
+        deadline = min(worker.deadline for worker in busy)
         with selectors.DefaultSelector() as selector:
             for worker in busy:
                 selector.register(worker.connection, selectors.EVENT_READ, worker)
             ready = [key.data for key, _ in selector.select(max(0.0, deadline - time.monotonic()))]
         for worker in ready:
-            self._receive(worker, answers, waiting)
-        now = time.monotonic()
+            self._receive(worker, answers, waiting, limits)
         for worker in busy:
-            if worker not in ready and now >= worker.since + limits[worker.pending[0]]:
-                answers[worker.pending[0]] = {"timeout": True, "seconds": now - worker.since}
+            if worker not in ready and worker.overrun(limits[worker.pending[0]], wall_factor):
+                seconds = time.monotonic() - worker.since
+                answers[worker.pending[0]] = {"timeout": True, "seconds": seconds}
                 self._replace(worker, waiting)
 
-    def _receive(self, worker: _Worker, answers: dict[int, Item], waiting: deque[int]) -> None:
+    def _receive(
+        self, worker: _Worker, answers: dict[int, Item], waiting: deque[int], limits: list[float]
+    ) -> None:
         try:
             answer = receive_message(worker.connection)
         except (EOFError, ConnectionResetError):
             answer = {"error": "the worker died"}
-        now = time.monotonic()
-        answers[worker.pending[0]] = answer | {"seconds": now - worker.since}
+        answers[worker.pending[0]] = answer | {"seconds": time.monotonic() - worker.since}
         if "error" in answer:
             self._replace(worker, waiting)
             return
         worker.pending.popleft()
-        worker.since = now
+        worker.begin(limits)
 
     def _replace(self, worker: _Worker, waiting: deque[int]) -> None:
         """A fresh worker for one whose first pending item was answered for it; the others are sent again."""
@@ -142,6 +172,15 @@ class WorkerPool:
         worker.connection.close()
         with contextlib.suppress(ProcessLookupError):
             os.kill(worker.pid, signal.SIGKILL)
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process so far, its own alone; 0 if it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS
 
 
 def scrubbed_environment() -> dict[str, str]:

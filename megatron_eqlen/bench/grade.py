@@ -1,0 +1,119 @@
+"""The graders' speed: answers a second of the math grader, programs a second of the sandbox.
+
+Math answers are drawn as they come in training: about half equal the gold as text, the others are written
+differently, wrong, or both. ``grouped`` has 16 samples a prompt, which share answers; ``distinct`` has
+none to share; ``math_verify`` sends every one of those through the parser. CPU time of the workers is
+measured beside the wall clock, so that the numbers mean something on a busy machine too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_eqlen.bench.table import show
+from megatron_eqlen.rewards.code import CodeGrader
+from megatron_eqlen.rewards.code_tests import CodeTests
+from megatron_eqlen.rewards.math import MathGrader, MathRule
+from megatron_eqlen.types import Grade
+
+SAMPLES_PER_PROMPT = 16
+ANSWERS_PER_PROMPT = 5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--answers", type=int, default=4096)
+    parser.add_argument("--programs", type=int, default=256)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+
+
+def run(args: argparse.Namespace) -> None:
+    results = [
+        measure_math("grouped", "either", SAMPLES_PER_PROMPT, args),
+        measure_math("distinct", "either", 1, args),
+        measure_math("math_verify", "math_verify", 1, args),
+        measure_code(args),
+    ]
+    show(results, f"graders, {args.workers} workers", args.json)
+
+
+def measure_math(name: str, rule: MathRule, samples: int, args: argparse.Namespace) -> dict[str, Any]:
+    rng = random.Random(0)
+    texts, golds = [], []
+    for _ in range(args.answers // samples):
+        gold = draw_gold(rng)
+        answers = [draw_answer(rng, gold) for _ in range(ANSWERS_PER_PROMPT)]
+        golds += [gold] * samples
+        texts += ["so " * 1000 + rf"\boxed{{{rng.choice(answers)}}}" for _ in range(samples)]
+    return _measure(name, lambda: MathGrader(rule, args.workers), r"\boxed{2x+1}", texts, golds)
+
+
+def measure_code(args: argparse.Namespace) -> dict[str, Any]:
+    """Programs with one test each: the cost of a process, not of a program."""
+    program = "```python\nprint(sum(map(int, input().split())) + {number} * 0)\n```"
+    texts = [program.replace("{number}", str(number)) for number in range(args.programs)]
+    tests = CodeTests(["2 3\n"], ["5\n"]).to_json()
+    golds = [tests] * len(texts)
+    measured = _measure("programs", lambda: CodeGrader(args.workers), "```python\npass\n```", texts, golds)
+    return measured | {"ms CPU in workers": float("nan")}  # the zygotes are not the workers' to wait for
+
+
+def draw_gold(rng: random.Random) -> str:
+    i, j = rng.randint(1, 999), rng.randint(2, 99)
+    kinds = [str(i), str(i), rf"\frac{{{i}}}{{{j}}}", rf"{i}\sqrt{{{j}}}", f"x^2+{i}x-{j}", f"({i},{j})"]
+    return rng.choice([*kinds, f"e^{{{j}}}", rf"\frac{{\pi}}{{{j}}}", "Yes", rf"\ln {j}"])
+
+
+def draw_answer(rng: random.Random, gold: str) -> str:
+    written_otherwise = [gold.replace(r"\frac", r"\dfrac"), gold + r"\text{ cm}"]
+    return rng.choice([gold, gold, gold, *written_otherwise, *(draw_gold(rng) for _ in range(3))])
+
+
+def _measure(
+    name: str, make: Callable[[], MathGrader | CodeGrader], warm_up: str, texts: list[str], golds: list[str]
+) -> dict[str, Any]:
+    """Grade in warm workers; what start and warm-up cost is measured alone and subtracted."""
+    first = [([warm_up], golds[:1])]
+    start = _session(make(), first)
+    whole = _session(make(), [*first, (texts, golds)])
+    return {
+        "what": name,
+        "answers": len(texts),
+        "right": sum(grade.reward for grade in whole.grades) / len(texts),
+        "answers/s (wall)": len(texts) / whole.wall,
+        "ms CPU in workers": 1000 * (whole.workers - start.workers) / len(texts),
+        "ms CPU in trainer": 1000 * whole.trainer / len(texts),
+    }
+
+
+@dataclass(frozen=True)
+class _Session:
+    grades: list[Grade]
+    wall: float
+    """Seconds of the last batch, as the next."""
+    trainer: float
+    workers: float
+    """CPU seconds of all child processes from start to end."""
+
+
+def _session(grader: MathGrader | CodeGrader, batches: list[tuple[list[str], list[str]]]) -> _Session:
+    children = _child_seconds()
+    for texts, golds in batches:
+        wall, own = time.perf_counter(), time.process_time()
+        grades = grader.grade(texts, golds)
+        wall, own = time.perf_counter() - wall, time.process_time() - own
+    grader.close()
+    return _Session(grades, wall, own, _child_seconds() - children)
+
+
+def _child_seconds() -> float:
+    """CPU time of the child processes that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
