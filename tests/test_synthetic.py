@@ -198,6 +198,14 @@ def test_the_same_arguments_give_the_same_weights_and_are_not_made_twice(tool, d
     assert json.loads((tmp_path / "first" / "made_by.json").read_text())["seed"] == 0
 
 
+def test_another_files_columns_are_named(tool, tmp_path):
+    write_rows(tmp_path / "train.parquet", make_rows(2, seed=0))
+    table = pq.read_table(tmp_path / "train.parquet").drop_columns("r1_solution_2")
+    pq.write_table(table, tmp_path / "other.parquet")
+    with pytest.raises(ValueError, match=r"other\.parquet: .* missing \['r1_solution_2'\]"):
+        tool.read_texts(tmp_path / "other.parquet")
+
+
 def test_gradients_of_two_shares_add_up_to_the_whole(tool, data, tmp_path):
     write_hf_tokenizer(tmp_path, ["1+1=2"])
     examples = tool.draw_examples(tool.read_texts(data), 8, load_tokenizer(tmp_path), seed=0)

@@ -117,8 +117,10 @@ class Example:
 
 
 def read_texts(path: Path) -> list[tuple[str, str]]:
-    """(question, demonstration) pairs of a DeepMath-103K parquet file."""
+    """(question, demonstration) pairs of a DeepMath-103K parquet file. Raises ValueError for another file."""
     columns = ["question", "r1_solution_1", "r1_solution_2", "r1_solution_3"]
+    if missing := set(columns) - set(pq.read_schema(path).names):
+        raise ValueError(f"{path}: expected DeepMath-103K's columns, missing {sorted(missing)}")
     table = pq.read_table(path, columns=columns).to_pylist()
     return [(row["question"], row[column]) for row in table for column in columns[1:]]
 
@@ -193,8 +195,22 @@ def make_schedule(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.l
     """20 warm-up steps, then a cosine to 2% of the peak."""
     return torch.optim.lr_scheduler.LambdaLR(
         optimizer,
-        lambda step: min(1.0, (step + 1) / 20) * (0.02 + 0.49 * (1 + math.cos(math.pi * step / max(steps, 1)))),
+        lambda step: (
+            min(1.0, (step + 1) / 20) * (0.02 + 0.49 * (1 + math.cos(math.pi * step / max(steps, 1))))
+        ),
     )
+
+
+def update(
+    model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], share: list[Example], pad: int
+) -> float:
+    """One optimizer step on all processes' shares of a batch; returns the batch's mean loss."""
+    model.zero_grad(set_to_none=False)
+    loss = average_over_processes(model, *backward(model, share, pad))
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        optimizer.step()
+    return loss
 
 
 def train(rank: int, warmup: Warmup, examples: list[Example], folder: str, pad: int) -> None:
@@ -209,17 +225,16 @@ def train(rank: int, warmup: Warmup, examples: list[Example], folder: str, pad: 
     model = AutoModelForCausalLM.from_config(make_config(warmup.family), dtype=torch.float32)
     optimizers = make_optimizers(model, warmup)
     schedules = [make_schedule(optimizer, warmup.steps) for optimizer in optimizers]
+    shares = [
+        examples[start : start + warmup.batch_size][rank :: warmup.processes]
+        for start in range(0, len(examples), warmup.batch_size)
+    ]
     columns = (TextColumn("warm-up"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, TextColumn("loss {task.fields[loss]:.3f}"), disable=rank > 0) as progress:
         task = progress.add_task("", total=warmup.steps, loss=math.nan)
-        for step in range(warmup.steps):
-            batch = examples[step * warmup.batch_size : (step + 1) * warmup.batch_size]
-            model.zero_grad(set_to_none=False)
-            loss_sum, tokens = backward(model, batch[rank :: warmup.processes], pad)
-            loss = average_over_processes(model, loss_sum, tokens)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for optimizer, schedule in zip(optimizers, schedules, strict=True):
-                optimizer.step()
+        for share in shares[: warmup.steps]:
+            loss = update(model, optimizers, share, pad)
+            for schedule in schedules:
                 schedule.step()
             progress.update(task, advance=1, loss=loss)
     if rank == 0:
@@ -284,6 +299,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2, help="part of what the weights depend on")
     args = parser.parse_args()
+    if not args.data.is_file():
+        parser.error(f"--data: no such file: {args.data}")
+    if not 1 <= args.processes <= args.batch_size:
+        parser.error(f"--processes: expected 1 to --batch-size {args.batch_size}, found {args.processes}")
     settings = {name: value for name, value in vars(args).items() if name not in ("data", "out")}
     make(args.out, args.data, Warmup(**settings))
 
