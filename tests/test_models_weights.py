@@ -203,3 +203,30 @@ def test_existing_output_is_left_alone(tmp_path, published):
     with pytest.raises(RuntimeError, match="exists already"):
         run_ranks(1, load_and_save, str(published), {}, str(out), torch.bfloat16)
     assert contents(out) == {"mine": b"precious"}
+
+
+TRANSFORMER_ENGINE_NAMES = {
+    "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight": "decoder.layers.2.input_layernorm.weight",
+    "decoder.layers.1.self_attention.in_proj.layer_norm_weight": "decoder.layers.3.input_layernorm.weight",
+    "decoder.layers.1.mlp.linear_fc1.layer_norm_weight": "decoder.layers.3.pre_mlp_layernorm.weight",
+    "decoder.layers.0.mlp.experts.linear_fc2.weight3": (
+        "decoder.layers.2.mlp.experts.local_experts.7.linear_fc2.weight"
+    ),
+    "decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight": (
+        "decoder.layers.2.mlp.experts.local_experts.5.linear_fc1.weight"
+    ),
+    "decoder.final_layernorm.weight": "decoder.final_layernorm.weight",
+}
+
+
+def names_on_the_last_rank(folder: str) -> dict[str, str]:
+    from megatron_eqlen.models.weights import _global_name
+
+    (chunk,) = build(folder, {"pipeline": 2, "expert": 2})
+    return {name: _global_name(chunk, name) for name in TRANSFORMER_ENGINE_NAMES}
+
+
+def test_names_of_both_layer_specs_lead_to_the_same_map(tmp_path):
+    """On the second of two pipeline stages, the second of two expert ranks: four layers, eight experts."""
+    tiny_config("qwen3_moe").save_pretrained(tmp_path)
+    assert run_ranks(4, names_on_the_last_rank, str(tmp_path))[3] == TRANSFORMER_ENGINE_NAMES

@@ -82,7 +82,11 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed", category=UserWarning)
     warnings.filterwarnings("ignore", message="full scope is deprecated", category=UserWarning)
     warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS", category=UserWarning)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.c10d_logger")
+    warnings.filterwarnings("ignore", message="`sequence_parallel` is set to `True`", category=UserWarning)
+    library = (
+        r"torch\.distributed\.c10d_logger|torch\.distributed\.checkpoint|megatron\.core\.dist_checkpointing"
+    )
+    warnings.filterwarnings("ignore", category=FutureWarning, module=library)
     seeds = logging.getLogger("megatron.core.tensor_parallel.random")
     seeds.addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 
