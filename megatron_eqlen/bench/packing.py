@@ -9,6 +9,7 @@ rewards and carry no weight.
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,11 @@ def response_length(rng: np.random.Generator, median: int, longer_than: int) -> 
         median = int(median * 1.5)
 
 
+def fewest_rows(tokens: float, budget: int, ranks: int) -> int:
+    """Rows of ``budget`` that ``tokens`` positions need at least, equally many a rank."""
+    return math.ceil(tokens / budget / ranks) * ranks
+
+
 def measure(trees: list[TokenTree], median: int, budget: int, args: argparse.Namespace) -> dict[str, Any]:
     planning, filling = [], []
     for _ in range(args.repeat):
@@ -82,6 +88,7 @@ def measure(trees: list[TokenTree], median: int, budget: int, args: argparse.Nam
         "median": median,
         "budget": budget,
         "rows": int(metrics["rows"]),
+        "fewest": fewest_rows(metrics["tokens"], budget, args.data_parallel),
         "Mtokens": metrics["tokens"] / 1e6,
         "repeated": metrics["repeated_tokens"] / metrics["tokens"],
         "pruned": metrics["pruned_tokens"] / (metrics["pruned_tokens"] + metrics["unique_tokens"]),
