@@ -38,7 +38,7 @@ class Delta:
     """None: more will come. ``lost``: the engine gave the request up (a replica died); the tokens
     delivered so far are valid and the caller submits the rest again."""
     num_cached_tokens: int | None = None
-    """In a request's first delta: prompt tokens whose KV came from the prefix cache."""
+    """In one of a request's deltas: prompt tokens whose KV came from the prefix cache."""
 
 
 class Engine(Protocol):
@@ -51,7 +51,9 @@ class Engine(Protocol):
 
     def submit(self, request_id: str, token_ids: list[int], max_tokens: int, seed: int) -> None:
         """Start a completion of ``token_ids``. Token t of the path is drawn from ``(seed, t)``, so the
-        same request cut anywhere and submitted again with what it had gives the same continuation."""
+        same request cut anywhere and submitted again with what it had gives the same continuation.
+        Requests whose ids agree up to the last ``/`` share a prefix. Raises ValueError for a request
+        that cannot run, EngineError where the weights are not there."""
         ...
 
     def step(self) -> list[Delta]:
@@ -88,3 +90,24 @@ class Engine(Protocol):
     def metrics(self) -> Metrics:
         """Counters since the last call, named ``engine/...``."""
         ...
+
+
+def check_request(
+    request_id: str, token_ids: list[int], max_tokens: int, max_model_len: int, vocab_size: int
+) -> None:
+    """Raise ValueError for what would stop the engine: no tokens, too many, or unknown ones."""
+    if not token_ids or max_tokens < 1:
+        raise ValueError(
+            f"request {request_id}: expected tokens to continue and at least 1 to generate, "
+            f"found {len(token_ids)} and {max_tokens}"
+        )
+    if len(token_ids) + max_tokens > max_model_len:
+        raise ValueError(
+            f"request {request_id}: {len(token_ids)} tokens + {max_tokens} to generate = "
+            f"{len(token_ids) + max_tokens} exceed the engine's {max_model_len}"
+        )
+    low, high = min(token_ids), max(token_ids)
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"request {request_id}: expected token ids in 0..{vocab_size - 1}, found {min(low, 0) or high}"
+        )

@@ -20,7 +20,6 @@ class Meter:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.engine.metrics()  # an earlier harvest's counters end here
         self.generated_tokens = 0
         self.requests = self.forks = self.retries = 0
         self.fork_prefix_tokens = self.fork_cached_tokens = self.forks_prefilled = 0

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_eqlen.recipe import RolloutRecipe
 from megatron_eqlen.rollout import vllm_compat
-from megatron_eqlen.rollout.engine import Delta, EngineError
+from megatron_eqlen.rollout.engine import Delta, EngineError, check_request
 from megatron_eqlen.rollout.weights import WeightTable
 from megatron_eqlen.types import Metrics
 
@@ -132,24 +132,3 @@ class ColocatedEngine:
         if self.asleep:
             vllm_compat.wake(self.llm, "kv_cache")
             self.asleep = False
-
-
-def check_request(
-    request_id: str, token_ids: list[int], max_tokens: int, max_model_len: int, vocab_size: int
-) -> None:
-    """Raise ValueError for what would stop the engine: no tokens, too many, or unknown ones."""
-    if not token_ids or max_tokens < 1:
-        raise ValueError(
-            f"request {request_id}: expected tokens to continue and at least 1 to generate, "
-            f"found {len(token_ids)} and {max_tokens}"
-        )
-    if len(token_ids) + max_tokens > max_model_len:
-        raise ValueError(
-            f"request {request_id}: {len(token_ids)} tokens + {max_tokens} to generate = "
-            f"{len(token_ids) + max_tokens} exceed the engine's {max_model_len}"
-        )
-    low, high = min(token_ids), max(token_ids)
-    if low < 0 or high >= vocab_size:
-        raise ValueError(
-            f"request {request_id}: expected token ids in 0..{vocab_size - 1}, found {min(low, 0) or high}"
-        )

@@ -301,6 +301,17 @@ def removed_mass(llm: LLM) -> tuple[float, int]:
     return sampler.take_removed_mass()
 
 
+@contextmanager
+def stock_sampler(llm: LLM) -> Iterator[None]:
+    """vLLM's own sampler in place of ours: what benchmarks compare with."""
+    runner = _worker_runner(llm)
+    ours, runner.sampler = runner.sampler, Sampler()
+    try:
+        yield
+    finally:
+        runner.sampler = ours
+
+
 def _worker_runner(llm: LLM) -> Any:
     return llm.llm_engine.model_executor.driver_worker.worker.model_runner
 

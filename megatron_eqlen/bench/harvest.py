@@ -1,0 +1,206 @@
+"""The harvester against plain ``LLM.generate`` with log-probs: same engine, same concurrency, in turns.
+
+Without ``--model`` a small random Qwen3 is made, whose responses end by chance after about
+``--mean-length`` tokens. The verifier is a coin, fixed by the response's tokens, that comes up correct
+with ``--accuracy``: enough to count effective samples (those with a non-zero advantage), not to learn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_eqlen.bench.table import show
+from megatron_eqlen.recipe import Recipe, parse
+from megatron_eqlen.rewards.suffix import pair_rewards
+from megatron_eqlen.rollout.harvest import harvest
+from megatron_eqlen.types import Grade, Group, Prompt, Rollout
+
+VOCABULARY = 512
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", type=Path, help="Hugging Face folder (default: a small random Qwen3)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--prompt-length", type=int, default=64)
+    parser.add_argument("--group-size", type=int, default=16)
+    parser.add_argument("--slots", type=int, nargs="+", default=[128], help="requests decoded at once")
+    parser.add_argument("--max-response-length", type=int, default=512)
+    parser.add_argument("--mean-length", type=int, default=200, help="of the random model's responses")
+    parser.add_argument("--block-size", type=int, default=32)
+    parser.add_argument("--accuracy", type=float, default=0.5, help="of the simulated verifier")
+    parser.add_argument("--repeat", type=int, default=3, help="medians of so many rounds count")
+    parser.add_argument("--kv-cache-gib", type=float, default=2.0)
+    parser.add_argument("--json", type=Path)
+
+
+def run(args: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        model = args.model or make_model(Path(folder))
+        results = [row for slots in args.slots for row in measure(model, slots, args)]
+    title = (
+        f"{args.prompts} prompts x {args.group_size}, responses up to {args.max_response_length}, "
+        f"{args.dtype}, {torch.get_num_threads()} thread(s); per second of processor time"
+    )
+    show(results, title, args.json)
+
+
+def make_model(folder: Path) -> Path:
+    """A random Qwen3 of 4 layers x 128; its draws are near uniform over 512 tokens."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=65536,
+        tie_word_embeddings=False, pad_token_id=None,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def measure(model: Path, slots: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+    from megatron_eqlen.rollout.vllm_colocated import ColocatedEngine
+
+    recipe = make_recipe(model, slots, args)
+    eos = end_tokens(model, args)
+    length = args.prompt_length + args.max_response_length
+    engine = ColocatedEngine(model, recipe.rollout, args.dtype, eos, length)
+    prompts = make_prompts(args)
+    ways = {
+        "generate": lambda: plain(engine, prompts, args, eos, seeded=False),
+        "generate, vLLM's seeds": lambda: plain(engine, prompts, args, eos, seeded=True),
+        "independent": lambda: harvested(engine, prompts, recipe, eos, "independent", args),
+        "equal length": lambda: harvested(engine, prompts, recipe, eos, "equal_length", args),
+    }
+    ways["generate"]()  # compiles and warms up
+    rounds = [{name: timed(engine, way) for name, way in ways.items()} for _ in range(args.repeat)]
+    engine.close()
+    return [{"slots": slots, "way": name} | summary([r[name] for r in rounds], rounds) for name in ways]
+
+
+def timed(engine: Any, way: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """One run from a cold prefix cache."""
+    engine.reset_cache()
+    wall, processor = time.perf_counter(), time.process_time()
+    found = way()
+    return found | {
+        "tok/s": found["tokens"] / (time.process_time() - processor),
+        "wall tok/s": found["tokens"] / (time.perf_counter() - wall),
+    }
+
+
+def summary(runs: list[dict[str, float]], rounds: list[dict[str, dict[str, float]]]) -> dict[str, float]:
+    """Medians over rounds; the ratio is taken within each round."""
+    row = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+    ratios = [run["tok/s"] / each["generate"]["tok/s"] for run, each in zip(runs, rounds, strict=True)]
+    return row | {"÷ generate": statistics.median(ratios)}
+
+
+def plain(
+    engine: Any, prompts: list[Prompt], args: argparse.Namespace, eos: list[int], seeded: bool
+) -> dict[str, float]:
+    """What a user of vLLM would call: all completions at once, log-probs of the sampled tokens."""
+    from vllm import SamplingParams
+
+    from megatron_eqlen.rollout.vllm_compat import stock_sampler
+
+    requests = [prompt.token_ids for prompt in prompts for _ in range(args.group_size)]
+    params = [
+        SamplingParams(
+            temperature=1.0, max_tokens=args.max_response_length, stop_token_ids=eos, detokenize=False,
+            logprobs=0, flat_logprobs=True, seed=number if seeded else None,
+        )
+        for number in range(len(requests))
+    ]  # fmt: skip
+    with stock_sampler(engine.llm):
+        outputs = engine.llm.generate(
+            [{"prompt_token_ids": token_ids} for token_ids in requests], params, use_tqdm=False
+        )
+    tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    nothing = float("nan")
+    return {"tokens": tokens, "occupancy": nothing, "forks": 0, "recomputed/fork": nothing,
+            "overhead ms/step": nothing, "effective/1k tok": nothing}  # fmt: skip
+
+
+def harvested(
+    engine: Any,
+    prompts: list[Prompt],
+    recipe: Recipe,
+    eos: list[int],
+    sampling: str,
+    args: argparse.Namespace,
+) -> dict[str, float]:
+    recipe = recipe.model_copy(update={"sampling": sampling})
+    rollouts, metrics = harvest(engine, prompts, recipe, eos, seed=0)
+    tokens = metrics["harvest/generated_tokens"]
+    return {
+        "tokens": tokens,
+        "occupancy": metrics["harvest/slot_occupancy"],
+        "forks": metrics["harvest/forks"],
+        "recomputed/fork": metrics["harvest/recomputed_tokens_per_fork"],
+        "overhead ms/step": 1e3 * metrics["harvest/overhead_seconds_per_step"],
+        "effective/1k tok": 1e3 * effective_samples(rollouts, args.accuracy) / tokens,
+    }
+
+
+def effective_samples(rollouts: list[Rollout], accuracy: float) -> int:
+    """Sides of pairs with unequal rewards, or completions of groups with unequal rewards."""
+    count = 0
+    for rollout in rollouts:
+        for segment, response in rollout.ended():
+            segment.grade = Grade(float(coin(response) < accuracy), "simulated")
+        if isinstance(rollout, Group):
+            rewards = {one.grade.reward if one.grade else 0.0 for one in rollout.completions}
+            count += len(rollout.completions) if len(rewards) > 1 else 0
+        else:
+            count += 2 * sum(pair is not None and pair[0] != pair[1] for pair in pair_rewards(rollout))
+    return count
+
+
+def coin(response: list[int]) -> float:
+    """In [0, 1), fixed by the tokens."""
+    return int.from_bytes(hashlib.blake2b(str(response).encode(), digest_size=4).digest()) / 2**32
+
+
+def make_recipe(model: Path, slots: int, args: argparse.Namespace) -> Recipe:
+    rollout = {
+        "temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_response_length": args.max_response_length,
+        "max_num_seqs": slots, "block_size": args.block_size, "kv_cache_gib": args.kv_cache_gib,
+    }  # fmt: skip
+    return parse(
+        {
+            "name": "bench", "steps": 1, "group_size": args.group_size, "model": {"path": str(model)},
+            "data": {"sources": [{"name": "none", "path": "none"}], "max_prompt_length": args.prompt_length},
+            "rollout": rollout,
+        },
+        "bench harvest",
+    )  # fmt: skip
+
+
+def end_tokens(model: Path, args: argparse.Namespace) -> list[int]:
+    """A model's own, or as many ids as give the random one's near-uniform draws the mean length."""
+    if args.model is None:
+        return list(range(max(1, round(VOCABULARY / args.mean_length))))
+    from transformers import GenerationConfig
+
+    eos = GenerationConfig.from_pretrained(model).eos_token_id
+    return [eos] if isinstance(eos, int) else list(eos)
+
+
+def make_prompts(args: argparse.Namespace) -> list[Prompt]:
+    rng = random.Random(0)
+    return [
+        Prompt(f"bench#{i}", [rng.randrange(16, 256) for _ in range(args.prompt_length)], "", "math", "")
+        for i in range(args.prompts)
+    ]
