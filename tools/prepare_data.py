@@ -17,9 +17,10 @@ import argparse
 import logging
 from pathlib import Path
 
+import pyarrow.parquet as pq
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from megatron_eqlen.data.prepare import prepare
@@ -60,13 +61,14 @@ def main() -> None:
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
     args.out.parent.mkdir(parents=True, exist_ok=True)
     grader = MathGrader("either", args.workers, timeout=30.0)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as bar:
-        task = bar.add_task("reading", total=None)
+        task = bar.add_task("reading", total=count_rows(Path(args.path)))
 
         def show(tally: Tally) -> None:
             dropped = sum(tally.dropped.values())
-            bar.update(task, description=f"{tally.kept:,} rows kept, {dropped:,} left out")
+            words = f"{tally.kept:,} rows kept, {dropped:,} left out"
+            bar.update(task, completed=tally.kept + dropped, description=words)
 
         try:
             manifest = prepare(source, args.out, grader, tokenizer, args.max_prompt_length, show)
@@ -77,12 +79,20 @@ def main() -> None:
     print_summary(manifest, args.out)
 
 
+def count_rows(path: Path) -> int | None:
+    """Rows of the parquet files in ``path``; None (unknown) where there are none."""
+    files = [path] if path.suffix == ".parquet" else sorted(path.rglob("*.parquet"))
+    return sum(pq.read_metadata(file).num_rows for file in files if file.is_file()) or None
+
+
 def print_summary(manifest: dict, out: Path) -> None:
-    table = Table("rows", "count", title=str(out))
+    table = Table("rows", "count")
     table.add_row("kept", f"{manifest['rows']:,}")
     for reason, count in manifest["dropped"].items():
         table.add_row(f"left out: {reason}", f"{count:,}")
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    console.print(f"{out} and its manifest are written", soft_wrap=True)
 
 
 if __name__ == "__main__":
