@@ -296,7 +296,12 @@ def test_the_worked_example_of_types():
     assert shape(stream)["pairs"] == [([5, 9], [6, 7]), ([8, 9], [4, 4]), ([9], [9])]
     assert stream.outcome == "both_ended"
     assert stream.policy_version == 3
-    assert metrics["harvest/forks"] == 2
+    expected = {
+        "generated_tokens": 10, "supervised_tokens": 10, "forks": 2, "fork_prefix_tokens": 10, "streams": 1,
+        "pairs_per_stream": 3, "segment_length": 5 / 3, "segment_length_max": 2, "both_ended_fraction": 1,
+        "ended_responses": 4, "ended_response_length": (2 + 4 + 5 + 5) / 4, "tail_tokens": 0, "retries": 0,
+    }  # fmt: skip
+    assert {name: metrics[f"harvest/{name}"] for name in expected} == expected
 
 
 def test_a_fork_is_submitted_in_the_step_that_made_its_length_certain():
