@@ -16,18 +16,23 @@ SUMMED = ("tokens", "tokens_per_second", "requests", "retries", "forks", "bytes"
 
 
 class Replicas:
-    """The world's ranks as engine replicas of ``engine_size`` ranks each."""
+    """The world's ranks as engine replicas of ``engine_size`` ranks each.
 
-    def __init__(self, engine_size: int) -> None:
+    ``in_step``: all ranks of a replica make the same calls (an engine inside the ranks); otherwise the
+    first rank of a replica drives it alone and the others have nothing to do.
+    """
+
+    def __init__(self, engine_size: int, in_step: bool = True) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
         self.count = world // engine_size
         self.mine = rank // engine_size
         self.leads = rank % engine_size == 0
         """Whether this rank speaks for its replica."""
+        self.drives = self.leads or in_step
 
     def share(self, items: Sequence[Item]) -> list[Item]:
-        """This replica's part of ``items``, which are the same on every rank."""
-        return list(items[self.mine :: self.count])
+        """This rank's part of ``items``, which are the same on every rank."""
+        return list(items[self.mine :: self.count]) if self.drives else []
 
     def gather(self, items: list[Item]) -> list[Item]:
         """Every replica's items, in replica order, on every rank."""

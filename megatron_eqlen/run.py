@@ -30,10 +30,11 @@ from megatron_eqlen.report.page import write_page
 from megatron_eqlen.report.progress import Progress
 from megatron_eqlen.report.rollouts import write_questions
 from megatron_eqlen.rewards.scoring import Scorer, reward_metrics
-from megatron_eqlen.rollout.engine import Engine
+from megatron_eqlen.rollout.engine import Engine, IdleEngine
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.recorder import Recorder, read_dump, rollout_key
 from megatron_eqlen.rollout.vllm_colocated import ColocatedEngine
+from megatron_eqlen.rollout.vllm_server import ServerEngine
 from megatron_eqlen.run_folder import RunFolder
 from megatron_eqlen.training import checkpoint, distributed
 from megatron_eqlen.training.policy import Policy
@@ -68,12 +69,12 @@ class Run:
         if trains and distributed.is_rank0():
             self.folder.open(recipe)
         self.streams = streams or self.folder.streams
-        self.replicas = Replicas(recipe.rollout.tensor_parallel)
+        self.replicas = engine_replicas(recipe)
         self.tokenizer = load_tokenizer(recipe.model.path)
         self.source = PromptSource(recipe.data, self.tokenizer, recipe.seed)
         self.scorer = Scorer(recipe.reward, self.tokenizer)
         self.policy = Policy(recipe) if trains else None
-        self.engine = None if replay else start_engine(recipe, self.tokenizer.eos_token_ids)
+        self.engine = None if replay else start_engine(recipe, self.tokenizer.eos_token_ids, self.replicas)
         self.progress = Progress(recipe.steps, f"{recipe.name} {recipe.method}", show=distributed.is_rank0())
         self.writer: MetricsWriter | None = None
         self.number = 0
@@ -169,7 +170,7 @@ class Run:
             rollouts, metrics = harvest(
                 self.engine,
                 mine,
-                self.recipe,
+                one_replicas_share(self.recipe, self.replicas),
                 self.tokenizer.eos_token_ids,
                 seed=zlib.crc32(f"{self.recipe.seed}/{self.number}".encode()),
                 on_complete=record,
@@ -351,12 +352,31 @@ def check_world_size(recipe: Recipe) -> None:
         )
 
 
-def start_engine(recipe: Recipe, eos_token_ids: frozenset[int]) -> Engine:
-    """The recipe's engine, with the weights that the recipe starts from."""
-    longest = recipe.data.max_prompt_length + recipe.rollout.max_response_length
-    return ColocatedEngine(
-        recipe.model.path, recipe.rollout, recipe.model.dtype, eos_token_ids, longest, recipe.seed
-    )
+def engine_replicas(recipe: Recipe) -> Replicas:
+    """Servers are driven by rank 0 alone; a colocated engine by all the ranks it lives in."""
+    if recipe.rollout.engine == "server":
+        return Replicas(dist.get_world_size(), in_step=False)
+    return Replicas(recipe.rollout.tensor_parallel)
+
+
+def start_engine(recipe: Recipe, eos_token_ids: frozenset[int], replicas: Replicas) -> Engine:
+    """This rank's engine, with the weights that the recipe starts from."""
+    rollout, path = recipe.rollout, recipe.model.path
+    longest = recipe.data.max_prompt_length + rollout.max_response_length
+    if not replicas.drives:
+        return IdleEngine(longest)
+    if rollout.engine == "server":
+        return ServerEngine(path, rollout, eos_token_ids, longest)
+    return ColocatedEngine(path, rollout, recipe.model.dtype, eos_token_ids, longest, recipe.seed)
+
+
+def one_replicas_share(recipe: Recipe, replicas: Replicas) -> Recipe:
+    """The recipe with the token budget of one replica."""
+    budget = recipe.rollout.tokens_per_step
+    if budget is None:
+        return recipe
+    rollout = recipe.rollout.model_copy(update={"tokens_per_step": max(1, budget // replicas.count)})
+    return recipe.model_copy(update={"rollout": rollout})
 
 
 def _read_recorded(folder: Path, prompts: list[Prompt]) -> list[Rollout]:

@@ -111,3 +111,36 @@ def check_request(
         raise ValueError(
             f"request {request_id}: expected token ids in 0..{vocab_size - 1}, found {min(low, 0) or high}"
         )
+
+
+class IdleEngine:
+    """The engine of a rank that drives none: it takes part in weight syncs and is never asked for tokens."""
+
+    max_num_seqs = 1
+    has_unfinished = False
+
+    def __init__(self, max_model_len: int) -> None:
+        self.max_model_len = max_model_len
+        self.policy_version = 0
+
+    def submit(self, request_id: str, token_ids: list[int], max_tokens: int, seed: int) -> None:
+        raise AssertionError(f"request {request_id}: another rank drives the engine")
+
+    def step(self) -> list[Delta]:
+        return []
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        assert not list(request_ids)
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        for _ in named_tensors:  # exporting them is collective
+            pass
+        self.policy_version = policy_version
+
+    def reset_cache(self) -> None: ...
+    def sleep(self) -> None: ...
+    def wake(self) -> None: ...
+    def close(self) -> None: ...
+
+    def metrics(self) -> Metrics:
+        return {}

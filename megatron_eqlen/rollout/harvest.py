@@ -24,6 +24,7 @@ from megatron_eqlen.rollout.independent import IndependentGroup
 from megatron_eqlen.rollout.meter import Meter
 from megatron_eqlen.rollout.recorder import rollout_key
 from megatron_eqlen.rollout.track import Track
+from megatron_eqlen.rollout.tree_sampling import TreeSampling
 from megatron_eqlen.types import Metrics, Prompt, Rollout
 
 MAX_ATTEMPTS = 4
@@ -128,6 +129,10 @@ def make_units(
 ) -> dict[tuple[str, int], Unit]:
     """The units of a step by ``rollout_key``, all units of a prompt next to each other (its KV is hot)."""
     limit = recipe.rollout.max_response_length
+    if recipe.sampling == "tree":
+        return {
+            (prompt.prompt_id, 0): TreeSampling(prompt, recipe, eos_token_ids, seed) for prompt in prompts
+        }
     if recipe.sampling == "independent":
         return {
             (prompt.prompt_id, 0): IndependentGroup(prompt, recipe.group_size, limit, eos_token_ids, seed)

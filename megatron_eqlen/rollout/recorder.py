@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_eqlen.types import Grade, Group, Pair, Rollout, Segment, Stream
+from megatron_eqlen.types import Grade, Group, Pair, Rollout, SampledTree, Segment, Stream
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +78,11 @@ def from_json(record: dict[str, Any]) -> Rollout:
     if kind == "group":
         fields["completions"] = [_segment(one) for one in fields["completions"]]
         return Group(**fields)
+    if kind == "sampledtree":
+        fields["steps"] = [_segment(one) for one in fields["steps"]]
+        return SampledTree(**fields)
     if kind != "stream":
-        raise ValueError(f"type: expected stream or group, found {kind!r}")
+        raise ValueError(f"type: expected stream, group or sampledtree, found {kind!r}")
     fields["pairs"] = [Pair(_segment(pair["a"]), _segment(pair["b"])) for pair in fields["pairs"]]
     fields["tail"] = _segment(fields["tail"]) if fields["tail"] is not None else None
     return Stream(**fields)
