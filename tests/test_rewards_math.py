@@ -137,7 +137,7 @@ def test_a_difference_at_a_point_never_overrules_the_library():
         if math_worker.surely_different(gold[0], answer[0])
     ]
     assert len(caught) > 150
-    wrongly = [pair for pair in caught[::3] if verify(*pair, timeout_seconds=None)]
+    wrongly = [pair for pair in caught[::7] if verify(*pair, timeout_seconds=None)]
     assert wrongly == []
 
 
