@@ -232,11 +232,7 @@ class EvaluationRecipe(Section):
     samples: PositiveInt = 32
     """avg@k's k."""
     every: NonNegativeInt = 0
-    """Steps between evaluations; 0: only before and after."""
-    temperature: PositiveFloat | None = None
-    """Default: the rollout's, as are the next two."""
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: int | None = None
+    """Steps between evaluations; 0: only before and after. Samples are drawn as the rollout's are."""
 
 
 class ReportRecipe(Section):

@@ -123,12 +123,6 @@ def test_an_evaluation_by_hand(recipe):
     assert metrics["evaluation/sums/mean_tokens"] == (10 + 13 + 10 + 5 + 10 + 16) / 6
 
 
-def test_sampling_that_the_engine_does_not_do_is_refused(recipe):
-    evaluation = recipe.evaluation.model_copy(update={"temperature": 0.1})
-    with pytest.raises(ValueError, match=r"evaluation\.temperature: .* rollout\.temperature 0\.6, not 0\.1"):
-        run(recipe.model_copy(update={"evaluation": evaluation}), AnsweringEngine(ANSWERS))
-
-
 def test_the_manifest_says_what_was_measured(recipe):
     manifest = run(recipe, AnsweringEngine(ANSWERS, policy_version=7)).manifest
     assert manifest["question_ids"] == ["sums/1+1", "sums/2+2"]

@@ -192,3 +192,10 @@ def test_a_completion_that_the_budget_cut_off_is_in_no_unit():
     (tree,), _ = build([Group("q", 0, [cut])], sampling="independent")
     assert len(tree.nodes) == 1
     assert filter_groups([Group("q", 0, [cut])], recipe(sampling="independent")) == ([], ["q"])
+
+
+def test_sides_of_unequal_length_are_refused_by_name():
+    stream = worked_example()
+    stream.pairs[1].b.token_ids.append(3)
+    with pytest.raises(ValueError, match=r"stream q/0: pair 1: .* found 2 and 3 tokens"):
+        build([stream])

