@@ -109,7 +109,6 @@ class Run:
             self.number = position["step"]
             self.source.load_state_dict(position["data"])
         if distributed.is_rank0():
-            self.folder.stop.unlink(missing_ok=True)
             self.writer = MetricsWriter(
                 self.folder.path,
                 self.number,
@@ -250,6 +249,8 @@ class Run:
         checkpoint.save(
             self.folder.checkpoints, self.number, self.policy, position, self.recipe.checkpoint.keep
         )
+        if self.stopping and distributed.is_rank0():
+            self.folder.stop.unlink(missing_ok=True)  # obeyed; the same command goes on from here
 
     # ---- helpers ------------------------------------------------------------------------------------
 
