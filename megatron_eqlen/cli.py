@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_eqlen.recipe import Recipe, RecipeError, check_inputs, dump, load
+from megatron_eqlen.rollout.engine import EngineError
 from megatron_eqlen.run_folder import RunFolder
 
 OVERRIDES_HELP = "override a recipe key, for example objective=dapo loss.kl_coef=0"
@@ -19,7 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         return arguments.command(arguments)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, EngineError) as error:
         if os.environ.get("EQLEN_TRACEBACK"):
             raise
         rank = f"rank {os.environ['RANK']}: " if os.environ.get("RANK", "0") != "0" else ""

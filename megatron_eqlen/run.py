@@ -74,7 +74,9 @@ class Run:
         self.source = PromptSource(recipe.data, self.tokenizer, recipe.seed)
         self.scorer = Scorer(recipe.reward, self.tokenizer)
         self.policy = Policy(recipe) if trains else None
-        self.engine = None if replay else start_engine(recipe, self.tokenizer.eos_token_ids, self.replicas)
+        self.engine = (
+            None if replay else start_engine(recipe, self.tokenizer.eos_token_ids, self.replicas, trains)
+        )
         self.progress = Progress(recipe.steps, f"{recipe.name} {recipe.method}", show=distributed.is_rank0())
         self.writer: MetricsWriter | None = None
         self.number = 0
@@ -360,14 +362,16 @@ def engine_replicas(recipe: Recipe) -> Replicas:
     return Replicas(recipe.rollout.tensor_parallel)
 
 
-def start_engine(recipe: Recipe, eos_token_ids: frozenset[int], replicas: Replicas) -> Engine:
+def start_engine(
+    recipe: Recipe, eos_token_ids: frozenset[int], replicas: Replicas, syncs_first: bool
+) -> Engine:
     """This rank's engine, with the weights that the recipe starts from."""
     rollout, path = recipe.rollout, recipe.model.path
     longest = recipe.data.max_prompt_length + rollout.max_response_length
     if not replicas.drives:
         return IdleEngine(longest)
     if rollout.engine == "server":
-        return ServerEngine(path, rollout, eos_token_ids, longest)
+        return ServerEngine(path, rollout, eos_token_ids, longest, syncs_first=syncs_first)
     return ColocatedEngine(path, rollout, recipe.model.dtype, eos_token_ids, longest, recipe.seed)
 
 

@@ -24,7 +24,9 @@ def make_handler(isolation: dict[str, bool] | None = None) -> Callable[[dict[str
     sandbox = Sandbox(Isolation(**isolation))
 
     def handle(item: dict[str, Any]) -> dict[str, Any]:
-        tests = CodeTests.from_json(item["tests"])
-        return asdict(judge(item["program"], tests, Limits(**item["limits"]), sandbox.run))
+        limits = Limits(**item["limits"])
+        if "tests" not in item:
+            return asdict(sandbox.run(item["program"], item["stdin"], limits, item.get("function")))
+        return asdict(judge(item["program"], CodeTests.from_json(item["tests"]), limits, sandbox.run))
 
     return handle

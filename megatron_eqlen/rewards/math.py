@@ -178,15 +178,15 @@ class MathGrader:
             self._pool = WorkerPool("megatron_eqlen.rewards.math_worker", self._workers)
         replies = self._pool.map(items, self._timeout)
         for item, reply in zip(items, replies, strict=True):
-            if "error" in reply:
-                log.warning("math grader: %s on %.200r", reply["error"], item["answer"])
+            if "failure" in reply:
+                log.warning("math grader: %s on %.200r", reply["failure"], item["answer"])
         return replies
 
 
 def _verdict(reply: dict) -> str:
     if "timeout" in reply:
         return "timeout"
-    if "error" in reply:
+    if "failure" in reply:
         return "unparseable"
     if reply["correct"]:
         return "correct"
@@ -196,6 +196,6 @@ def _verdict(reply: dict) -> str:
 def _gold_reason(reply: dict) -> str | None:
     if "timeout" in reply:
         return "gold_timeout"
-    if "error" in reply or not reply["gold_parsed"]:
+    if "failure" in reply or not reply["gold_parsed"]:
         return "unparseable_gold"
     return None if reply["correct"] else "gold_differs_from_itself"

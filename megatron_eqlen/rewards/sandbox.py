@@ -131,6 +131,8 @@ def _interpret(ending: dict, stdout: bytes, report: bytes, limits: Limits) -> Ru
 
 def _serve(connection: socket.socket, isolation: Isolation, folder: str) -> None:
     """The zygote: fork, wait, clean up, answer; end with the worker."""
+    os.closerange(3, connection.fileno())  # nothing of the worker's stays open through us
+    os.closerange(connection.fileno() + 1, 1 << 16)
     pr_set_child_subreaper = 36
     program.ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0)  # what a program leaves becomes ours
     while True:

@@ -60,7 +60,7 @@ def serve(connection: socket.socket, handle: Callable[[Item], Item]) -> None:
             try:
                 answer = handle(item)
             except BaseException as error:
-                send_message(connection, {"error": f"{type(error).__name__}: {error}"[:500]})
+                send_message(connection, {"failure": f"{type(error).__name__}: {error}"[:500]})
                 raise
             send_message(connection, answer)
 

@@ -64,7 +64,7 @@ class _Worker:
 class WorkerPool:
     """``workers`` processes that run ``MODULE.make_handler(**options)``.
 
-    ``map`` answers every item: what the handler returned, ``{"timeout": True}``, or ``{"error": text}``;
+    ``map`` answers every item: what the handler returned, ``{"timeout": True}``, or ``{"failure": text}``;
     and always ``seconds``, the wall-clock time it took.
     """
 
@@ -142,9 +142,9 @@ class WorkerPool:
         try:
             answer = receive_message(worker.connection)
         except (EOFError, ConnectionResetError):
-            answer = {"error": "the worker died"}
+            answer = {"failure": "the worker died"}
         answers[worker.pending[0]] = answer | {"seconds": time.monotonic() - worker.since}
-        if "error" in answer:
+        if "failure" in answer:
             self._replace(worker, waiting)
             return
         worker.pending.popleft()

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from megatron_eqlen.types import Metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class EngineError(RuntimeError):

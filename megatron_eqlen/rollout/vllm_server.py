@@ -73,8 +73,9 @@ class Failure:
 class ServerEngine:
     """An ``Engine`` (see there) over ``rollout.servers``.
 
-    ``model_path`` is the model that the servers were started with; ``policy_version`` its version.
-    Raises EngineError if no server answers.
+    ``model_path`` is the model that the servers were started with; ``policy_version`` its version. With
+    ``syncs_first`` servers may hold any weights (a trainer that was restarted finds those of its last
+    sync), and requests are refused until ``update_weights``. Raises EngineError if no server answers.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class ServerEngine:
         eos_token_ids: Collection[int],
         max_model_len: int,
         policy_version: int = 0,
+        syncs_first: bool = False,
     ) -> None:
         self.weights = WeightTable.read(model_path)
         self.rollout = rollout
@@ -97,11 +99,11 @@ class ServerEngine:
         self.arrivals: queue.SimpleQueue[Delta | Failure] = queue.SimpleQueue()
         self.heartbeats: list[Any] = []
         self.vocab_size = 0
-        self.refusal: str | None = None
+        self.refusal = "update_weights must come first" if syncs_first else None
         self.sync: Metrics = {}
         self.io = Background()
         try:
-            self._connect()
+            self._connect(any_weights=syncs_first)
         except EngineError:
             self.close()
             raise
@@ -151,7 +153,7 @@ class ServerEngine:
         if self.requests:
             raise EngineError(f"update_weights: {len(self.requests)} requests are unfinished")
         start = time.perf_counter()
-        self._connect(taking_back=True)
+        self._connect(any_weights=True)
         self.refusal = "the last weight update failed half way; update_weights must succeed first"
         self._stop_heartbeats()
         self._everywhere("start_weight_update")
@@ -195,12 +197,12 @@ class ServerEngine:
         self.sync = {}
         return metrics
 
-    def _connect(self, taking_back: bool = False) -> None:
+    def _connect(self, any_weights: bool = False) -> None:
         """Set up every replica that answers and has the right weights, or will get them now."""
         for replica in self.replicas:
             try:
                 version = self.io.run(self._get(replica, "weight_info"))["weight_version"]
-                if not taking_back and version != self.weight_version:
+                if not any_weights and version != self.weight_version:
                     raise ConnectionError(f"expected weights {self.weight_version!r}, found {version!r}")
                 limits = self.io.run(
                     self._post(
@@ -216,7 +218,7 @@ class ServerEngine:
             self._check_limits(replica, limits)
             replica.alive = True
         self._check_any_alive()
-        if not taking_back:
+        if not any_weights:
             self._start_heartbeats()
 
     def _check_limits(self, replica: Replica, limits: dict[str, int]) -> None:
@@ -375,8 +377,11 @@ class Background:
 
     @staticmethod
     async def _open() -> aiohttp.ClientSession:
+        # A kept connection may be closed by the server just as a request goes out on it: that looks like a
+        # replica that died.
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None, connect=10)
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            timeout=aiohttp.ClientTimeout(total=None, connect=10),
         )
 
 
