@@ -210,7 +210,7 @@ def test_a_server_that_does_not_answer_is_not_a_wrong_answer(monkeypatch):
 def test_a_sandbox_that_fails_twice_is_not_a_wrong_answer(monkeypatch):
     class Broken:
         def map(self, items, seconds, wall_factor):
-            return [{"error": "SandboxError: fork"}] * len(items)
+            return [{"failure": "SandboxError: fork"}] * len(items)
 
     grader = CodeGrader()
     monkeypatch.setattr(grader, "_pool", Broken())

@@ -10,15 +10,13 @@ import secrets
 import socket
 import struct
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from megatron_eqlen.rewards.code import WORKER_MODULE, offered_isolation
-from megatron_eqlen.rewards.code_worker import make_handler
 from megatron_eqlen.rewards.program import Limits
-from megatron_eqlen.rewards.sandbox import Run, Sandbox, probe
+from megatron_eqlen.rewards.sandbox import Run
 from megatron_eqlen.rewards.seccomp import MACHINES, build_filter
 from megatron_eqlen.rewards.workers import WorkerPool
 
@@ -28,19 +26,27 @@ SECRET = "the-parents-secret"
 
 @pytest.fixture(scope="module")
 def sandbox():
+    """A worker with a sandbox, forked from a clean process as in training."""
     os.environ["SECRET_TOKEN"] = SECRET
-    with Sandbox(probe()) as sandbox:
-        yield sandbox
+    pool = WorkerPool(WORKER_MODULE, 1, {"isolation": vars(offered_isolation())})
+    run(pool, "pass")  # the worker starts with its first job
+    yield pool
+    pool.close()
     del os.environ["SECRET_TOKEN"]
 
 
-def run(sandbox: Sandbox, source: str, stdin: str = "", limits: Limits = LIMITS, **keys) -> Run:
-    return sandbox.run(source, stdin, limits, **keys)
+def run(
+    sandbox: WorkerPool, program: str, stdin: str = "", limits: Limits = LIMITS, function: str | None = None
+) -> Run:
+    item = {"program": program, "stdin": stdin, "limits": vars(limits), "function": function}
+    (answer,) = sandbox.map([item], 120.0, wall_factor=1.0)
+    assert "status" in answer, answer
+    return Run(**answer)
 
 
-def test_isolation_is_strict_here(sandbox):
-    assert sandbox.isolation.strict
-    assert "rlimits + landlock + seccomp" in str(sandbox.isolation)
+def test_isolation_is_strict_here():
+    assert offered_isolation().strict
+    assert "rlimits + landlock + seccomp" in str(offered_isolation())
 
 
 PROGRAMS = {
@@ -208,17 +214,16 @@ def test_attacks_fail_and_the_next_job_runs(sandbox, name):
     assert (after.status, after.stdout) == ("finished", "2\n")
 
 
-def test_expected_outputs_are_not_in_the_programs_memory():
+def test_expected_outputs_are_not_in_the_programs_memory(sandbox):
     """The zygote is forked before any test arrives: a search through all objects finds no output."""
-    handle = make_handler(asdict(probe()))
-    expected = f"expected-{secrets.token_hex(16)}"
     hunt = (
         "import gc, re\n"
         "text = ' '.join(repr(o) for o in gc.get_objects() if type(o) in (dict, list, tuple))\n"
         "print(*re.findall('expected-[0-9a-f]{32}', text) or ['nothing'])"
     )
-    tests = json.dumps({"inputs": [""], "outputs": [expected]})
-    judged = handle({"program": hunt, "tests": tests, "limits": asdict(Limits(20, 60, 1024))})
+    tests = json.dumps({"inputs": [""], "outputs": [f"expected-{secrets.token_hex(16)}"]})
+    item = {"program": hunt, "tests": tests, "limits": vars(Limits(20, 60, 1024))}
+    (judged,) = sandbox.map([item], 120.0, wall_factor=1.0)
     assert judged["verdict"] == "wrong_answer"
     assert "found 'nothing" in judged["detail"]
 
