@@ -60,6 +60,10 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--model", type=Path, help="Hugging Face folder (default: the recipe's model.path)")
     evaluate.add_argument("--out", type=Path, required=True, help="result file (JSON)")
 
+    convert = _add(commands, "convert", _convert, "convert a model between Hugging Face and Megatron")
+    convert.add_argument("direction", choices=("hf-to-megatron", "megatron-to-hf"))
+    convert.add_argument("arguments", nargs=argparse.REMAINDER, help="see `eqlen convert DIRECTION --help`")
+
     report = _add(commands, "report", _report, "write a run folder's report.html again")
     report.add_argument("run", type=Path, help="run folder")
 
@@ -133,6 +137,16 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         evaluate_only(recipe, arguments.out)
 
     return _on_ranks(recipe, work)
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from megatron_eqlen import convert_command
+
+    directions = {
+        "hf-to-megatron": convert_command.hf_to_megatron,
+        "megatron-to-hf": convert_command.megatron_to_hf,
+    }
+    return directions[arguments.direction](arguments.arguments)
 
 
 def _report(arguments: argparse.Namespace) -> int:
