@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -51,8 +51,8 @@ class Replicas:
         }
 
 
-def agree(mine: Item) -> Item:
-    """Rank 0's value, on every rank: a file may appear between two ranks' looks."""
-    box = [mine]
+def agree(ask: Callable[[], Item]) -> Item:
+    """Rank 0's answer, on every rank; the others do not ask (a file may appear between two looks)."""
+    box: list[Any] = [ask() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box, src=0)
     return box[0]

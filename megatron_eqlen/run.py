@@ -71,7 +71,10 @@ class Run:
         self.streams = streams or self.folder.streams
         self.replicas = engine_replicas(recipe)
         self.tokenizer = load_tokenizer(recipe.model.path)
-        self.source = PromptSource(recipe.data, self.tokenizer, recipe.seed)
+        self.source: PromptSource | None = None
+        """Rank 0 draws prompts for all: a gold that cannot be checked in time must not part the ranks."""
+        if distributed.is_rank0():
+            self.source = PromptSource(recipe.data, self.tokenizer, recipe.seed)
         self.scorer = Scorer(recipe.reward, self.tokenizer)
         self.policy = Policy(recipe) if trains else None
         self.engine = (
@@ -99,7 +102,8 @@ class Run:
         if self.engine is not None:
             self.engine.close()
         self.scorer.close()
-        self.source.close()
+        if self.source is not None:
+            self.source.close()
         distributed.stop()
 
     # ---- a run's beginning and end ------------------------------------------------------------------
@@ -109,7 +113,8 @@ class Run:
         position = checkpoint.load(self.folder.checkpoints, self.policy)
         if position is not None:
             self.number = position["step"]
-            self.source.load_state_dict(position["data"])
+            if self.source is not None:
+                self.source.load_state_dict(position["data"])
         if distributed.is_rank0():
             self.writer = MetricsWriter(
                 self.folder.path,
@@ -129,7 +134,7 @@ class Run:
 
     def export(self) -> None:
         """The trained model as a Hugging Face folder."""
-        if not agree(self.folder.export.exists()):
+        if not agree(self.folder.export.exists):
             with self.stage("export"):
                 save_hf(self.policy.chunks, self.recipe.model.path, self.folder.export)
 
@@ -148,7 +153,7 @@ class Run:
         yield
         self._log({"time/step": time.perf_counter() - started})
         self.number += 1
-        self.stopping = agree(self.folder.stop.exists())
+        self.stopping = agree(self.folder.stop.exists)
         if self.writer is not None:
             self.writer.write(self.number, self.metrics)
         self.progress.step(self.number, self.metrics)
@@ -156,7 +161,7 @@ class Run:
     def batches(self) -> Iterator[list[Prompt]]:
         """The step's prompts, the same on every rank: one batch, or as many as dynamic sampling asks for."""
         for _ in range(self.recipe.loss.max_num_gen_batches if self.objective.dynamic_sampling else 1):
-            yield self.source.next(self.recipe.data.prompts_per_step)
+            yield agree(lambda: self.source.next(self.recipe.data.prompts_per_step))
             if len(self.prompts) >= self.recipe.data.prompts_per_step:
                 return
 
@@ -231,7 +236,7 @@ class Run:
         if self.engine is None or not self.recipe.evaluation.benchmarks:
             return
         path = out or self.folder.evaluation(label)
-        if not agree(path.exists()):
+        if not agree(path.exists):
             with self.stage("evaluate"):
                 results = [self._evaluate(benchmark) for benchmark in self.recipe.evaluation.benchmarks]
             if distributed.is_rank0():
@@ -247,7 +252,7 @@ class Run:
         if self.number % self.recipe.checkpoint.every and self.goes_on():
             return
         self.progress.stage("checkpoint")
-        position = {"data": self.source.state_dict()}
+        position = {"data": agree(lambda: self.source.state_dict())}
         checkpoint.save(
             self.folder.checkpoints, self.number, self.policy, position, self.recipe.checkpoint.keep
         )
@@ -312,7 +317,7 @@ class Run:
         return evaluate(
             self.engine,
             benchmark,
-            read_benchmark(benchmark, self.recipe.data, self.tokenizer),
+            agree(lambda: read_benchmark(benchmark, self.recipe.data, self.tokenizer)),
             self.scorer,
             self.recipe,
             self.tokenizer.eos_token_ids,
