@@ -72,7 +72,7 @@ for i in range(10**9):
     ("line", "message"),
     [
         ("{}", r"dump.jsonl:2: expected a rollout"),
-        ('{"type": "tree"}', "expected stream or group, found 'tree'"),
+        ('{"type": "tree"}', "expected stream, group or sampledtree, found 'tree'"),
         ("nonsense", "dump.jsonl:2"),
     ],
 )

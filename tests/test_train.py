@@ -175,6 +175,20 @@ def test_the_baseline_runs_with_the_same_command(home):
     assert column(folder, "train/grad_norm")[0] > 0
 
 
+def test_dynamic_sampling_refills_the_step_with_prompts_that_teach(home):
+    folder = train(home, "dapo", "objective=dapo", "group_size=2", "steps=1", "loss.max_num_gen_batches=5")
+    (record,) = metrics(folder)
+    assert record["objective/filtered_prompts"] > 0
+    trained_on = {rollout.prompt_id for rollout in read_dump(folder / "streams/step-00000000/rank-0.jsonl")}
+    assert len(trained_on) > 4, "more prompts than one batch were sampled"
+    assert record["objective/zero_advantage_fraction"] < 1
+
+
+def test_sampled_trees_train(home):
+    folder = train(home, "tree", "objective=treerpo", "sampling=tree", "tree_sampling.branching=2", "steps=1")
+    assert column(folder, "train/grad_norm")[0] > 0
+
+
 def test_a_stop_file_ends_the_run_with_a_checkpoint_and_the_run_goes_on_later(home):
     folder = home / "stopped"
     process = subprocess.Popen(
