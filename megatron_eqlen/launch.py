@@ -14,6 +14,12 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 PR_SET_PDEATHSIG = 1
 LAUNCHED = "EQLEN_LAUNCHED"
+QUIET_LOGGERS = (
+    "torch._library.triton",
+    "torch.distributed.elastic",
+    "torch.distributed.launcher.api",
+    "torch.utils.cpp_extension",
+)
 
 
 def launch(processes: int, arguments: list[str]) -> int:
@@ -54,7 +60,7 @@ def die_with_launcher() -> None:
 def quiet() -> None:
     """Leave the screen to the run: silence what torch repeats on every rank and what says nothing here."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    for name in ("torch._library.triton", "torch.distributed.elastic", "torch.distributed.launcher.api"):
+    for name in QUIET_LOGGERS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", category=FutureWarning, message=".*reduce_op. is deprecated")
     warnings.filterwarnings(
