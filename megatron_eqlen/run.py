@@ -328,15 +328,16 @@ class Run:
     def _change(self, result: EvaluationResult) -> str:
         """Against the run's first evaluation of the same questions, where there is one."""
         first = self.folder.evaluation("before")
-        before = (
-            [one for one in read_results(first) if one.benchmark == result.benchmark]
-            if first.exists()
-            else []
-        )
-        if not before or before[0].manifest == result.manifest:
+        if self.policy is None or not first.exists():
             return ""
-        change = compare(before[0], result)
-        return f", {100 * change.mean:+.1f} points [{100 * change.low:+.1f}, {100 * change.high:+.1f}]"
+        questions = result.manifest["question_ids"]
+        for before in read_results(first):
+            if before.manifest["question_ids"] == questions and before.manifest != result.manifest:
+                change = compare(before, result)
+                return (
+                    f", {100 * change.mean:+.1f} points [{100 * change.low:+.1f}, {100 * change.high:+.1f}]"
+                )
+        return ""
 
     def _check_agreement(self) -> None:
         """The engine generated with the weights that the trainer has: their log-probs must agree."""

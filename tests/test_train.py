@@ -212,3 +212,12 @@ def test_harvest_without_a_trainer(home):
     out = home / "harvested"
     run(["-m", "megatron_eqlen.cli", "harvest", home / "recipe.yaml", "--out", out])
     assert len(read_dump(out / "step-00000000/rank-0.jsonl")) == 4 * 2
+
+
+def test_another_model_is_evaluated_on_other_questions(home, trained):
+    out = home / "evaluation.json"
+    arguments = [home / "recipe.yaml", f"run_dir={trained}", "evaluation.benchmarks.0.limit=2"]
+    model = ["--model", trained / "export", "--out", out]
+    run(["-m", "megatron_eqlen.cli", "evaluate", *arguments, *model])
+    (result,) = json.loads(out.read_text())
+    assert len(result["answers"]) == 2
