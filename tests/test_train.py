@@ -176,7 +176,8 @@ def test_the_baseline_runs_with_the_same_command(home):
 
 
 def test_dynamic_sampling_refills_the_step_with_prompts_that_teach(home):
-    folder = train(home, "dapo", "objective=dapo", "group_size=2", "steps=1", "loss.max_num_gen_batches=5")
+    rubric = "reward.rubric=tests.rubrics:even_length_if_odd_gold"
+    folder = train(home, "dapo", "objective=dapo", "steps=1", "loss.max_num_gen_batches=5", rubric)
     (record,) = metrics(folder)
     assert record["objective/filtered_prompts"] > 0
     trained_on = {rollout.prompt_id for rollout in read_dump(folder / "streams/step-00000000/rank-0.jsonl")}
