@@ -237,7 +237,6 @@ class EvaluationRecipe(Section):
 
 class ReportRecipe(Section):
     wandb_project: str | None = None
-    dump_streams: bool = True
 
 
 class ClusterRecipe(Section):

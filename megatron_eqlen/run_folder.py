@@ -34,8 +34,6 @@ class RunFolder:
     def __init__(self, recipe: Recipe) -> None:
         self.path = recipe.run_folder
         self.recipe = self.path / "recipe.yaml"
-        self.metrics = self.path / "metrics.jsonl"
-        self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
         self.export = self.path / "export"
         self.streams = self.path / "streams"
