@@ -73,8 +73,8 @@ LINEAR_ATTENTION = {
     "full_attention_interval": 4,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "linear_key_head_dim": 64,  # the smallest that vLLM's CPU kernel takes
+    "linear_value_head_dim": 64,
     "linear_conv_kernel_dim": 4,
     "shared_expert_intermediate_size": 96,
     "partial_rotary_factor": 0.25,
