@@ -106,6 +106,9 @@ class RolloutRecipe(Section):
     logprobs_mode: Literal["raw", "processed"] = "raw"
     """``raw``: log-softmax of the logits divided by the temperature alone, what the trainer computes.
     ``processed``: after top-k, top-p and min-p too."""
+    keep_sampling_mask: bool = False
+    """Record which tokens top-k, top-p and min-p kept, and normalise over the same ones in training: the
+    trained distribution is then the sampled one (DeepSeek-V3.2, section 3.1)."""
     tokens_per_step: PositiveInt | None = None
     """Generated tokens after which a step's harvest ends early."""
     tensor_parallel: PositiveInt = 1
@@ -326,8 +329,23 @@ def _check_sampling(recipe: Recipe) -> None:
             "equal_length.prefix_in_gradient: true needs packing.layout: expanded "
             "(each side trains its own copy of the prefix)"
         )
+    if recipe.rollout.keep_sampling_mask:
+        _check_sampling_mask(recipe.rollout)
     if recipe.rollout.engine == "server" and not recipe.rollout.servers:
         raise ValueError("rollout.servers: expected at least one URL with rollout.engine: server, found none")
+
+
+def _check_sampling_mask(rollout: RolloutRecipe) -> None:
+    if rollout.top_k < 1:
+        raise ValueError(
+            f"rollout.keep_sampling_mask: true needs rollout.top_k >= 1 (it bounds what is recorded of each "
+            f"token), found {rollout.top_k}"
+        )
+    if rollout.logprobs_mode != "processed":
+        raise ValueError(
+            "rollout.keep_sampling_mask: true needs rollout.logprobs_mode: processed (both are of the kept "
+            f"tokens alone), found {rollout.logprobs_mode}"
+        )
 
 
 def _check_world(recipe: Recipe) -> None:

@@ -11,8 +11,15 @@ from megatron_eqlen.types import Metrics
 
 Item = TypeVar("Item")
 
-SUMMED = ("tokens", "tokens_per_second", "requests", "retries", "forks", "bytes", "preemptions", "pairs")
-"""Endings of metrics that add up over engine replicas; the others are averaged."""
+COUNTS = (
+    "tokens", "requests", "retries", "forks", "bytes", "preemptions", "pairs", "streams", "rollouts",
+    "completions", "responses",
+)  # fmt: skip
+"""Endings of metrics that add up over harvests."""
+AT_ONCE = (*COUNTS, "tokens_per_second")
+"""... and over replicas, which work at the same time. The others are averaged."""
+IN_TURN = (*COUNTS, "seconds", "steps")
+"""... and over the batches of a step, which come one after the other."""
 
 
 class Replicas:
@@ -42,13 +49,17 @@ class Replicas:
 
     def combine(self, metrics: Metrics) -> Metrics:
         """One replica's metrics -> all replicas' sums and means."""
-        everyone = self.gather([metrics])
-        names = dict.fromkeys(name for one in everyone for name in one)
-        return {
-            name: sum(one.get(name, 0.0) for one in everyone)
-            / (1 if name.endswith(SUMMED) else len(everyone))
-            for name in names
-        }
+        return merge(self.gather([metrics]), AT_ONCE)
+
+
+def merge(parts: Sequence[Metrics], summed: tuple[str, ...]) -> Metrics:
+    """The sum of metrics whose name ends like one of ``summed``, the mean of the others over those who
+    have them."""
+    merged: Metrics = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        values = [part[name] for part in parts if name in part]
+        merged[name] = sum(values) / (1 if name.endswith(summed) else len(values))
+    return merged
 
 
 def agree(ask: Callable[[], Item]) -> Item:

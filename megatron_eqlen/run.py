@@ -24,7 +24,7 @@ from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.objectives.dynamic_sampling import filter_groups
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.recipe import BenchmarkRecipe, Recipe
-from megatron_eqlen.replicas import Replicas, agree
+from megatron_eqlen.replicas import IN_TURN, Replicas, agree, merge
 from megatron_eqlen.report.metrics import MetricsWriter
 from megatron_eqlen.report.page import write_page
 from megatron_eqlen.report.progress import Progress
@@ -91,6 +91,8 @@ class Run:
         self.rollouts: list[Rollout] = []
         self.recorded: list[Rollout] = []
         """This replica's own scored rollouts."""
+        self.harvests: list[Metrics] = []
+        """One for each batch."""
 
     def __enter__(self) -> Run:
         return self
@@ -148,7 +150,7 @@ class Run:
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Everything inside is one step; its metrics are written when it ends."""
-        self.metrics, self.prompts, self.rollouts, self.recorded = {}, {}, [], []
+        self.metrics, self.prompts, self.rollouts, self.recorded, self.harvests = {}, {}, [], [], []
         started = time.perf_counter()
         yield
         self._log({"time/step": time.perf_counter() - started})
@@ -182,7 +184,8 @@ class Run:
                 on_complete=record,
                 done=done,
             )
-        self._log(self.replicas.combine(metrics))
+        self.harvests.append(self.replicas.combine(metrics))
+        self._log(merge(self.harvests, IN_TURN))
         return rollouts
 
     def score(self, rollouts: list[Rollout], prompts: list[Prompt]) -> None:
@@ -206,6 +209,10 @@ class Run:
         with self.stage("trees"):
             minibatches, metrics = build_minibatches(self.rollouts, self.prompts, self.recipe)
         self._log(metrics)
+        generated = self.metrics.get("harvest/generated_tokens")
+        if generated:
+            effective = 1000 * metrics["objective/effective_samples"] / generated
+            self._log({"objective/effective_per_1k_tokens": effective})
         return minibatches
 
     def update(self, minibatches: list[list[TokenTree]]) -> None:
@@ -343,7 +350,8 @@ class Run:
         """The engine generated with the weights that the trainer has: their log-probs must agree."""
         rollout = self.recipe.rollout
         found = self.metrics.get("loss/mismatch_mean", 0.0)
-        if self.engine is not None and rollout.logprobs_mode == "raw" and found > rollout.sync_tolerance:
+        same_kind = rollout.logprobs_mode == "raw" or rollout.keep_sampling_mask
+        if self.engine is not None and same_kind and found > rollout.sync_tolerance:
             raise SyncError(
                 f"step {self.number}: the trainer's and the engine's log-probs of the same tokens differ by "
                 f"{found:.2g} on average, rollout.sync_tolerance is {rollout.sync_tolerance}: "

@@ -22,6 +22,9 @@ from typing import Literal
 
 import numpy as np
 
+SamplingMask = list[tuple[int, ...]]
+"""For each token the ids that top-k, top-p and min-p kept there, ascending; the token is one of them."""
+
 FinishReason = Literal["stop", "length"]
 """``stop``: the last token is in the end-of-sequence set. ``length``: the path reached its limit."""
 
@@ -76,6 +79,8 @@ class Segment:
     grade: Grade | None = None
     """Filled by scoring where ``finish_reason == "stop"``: the grade of the whole response that
     this segment ends (everything after the prompt on its path)."""
+    sampling_mask: SamplingMask | None = None
+    """Same length as ``token_ids``, with ``rollout.keep_sampling_mask``."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -191,6 +196,8 @@ class Node:
     so that the loss is a plain sum. 0: not supervised (context only)."""
     rollout_logprobs: list[float] | None = None
     """The engine's, same length as ``token_ids``, where ``weight > 0``."""
+    sampling_mask: SamplingMask | None = None
+    """Same length as ``token_ids``: log-probs are normalised over these alone. None: the vocabulary."""
 
 
 @dataclass
@@ -252,6 +259,11 @@ class Row:
     """[S] float64, the trainer's before the first update of this batch."""
     ref_logprobs: np.ndarray | None = None
     """[S] float64, the reference model's."""
+    mask_ids: np.ndarray | None = None
+    """[m] int64, the kept tokens of all supervised positions, one position after the other. None: log-probs
+    are normalised over the vocabulary."""
+    mask_counts: np.ndarray | None = None
+    """[n] int64, how many of ``mask_ids`` belong to each of the n supervised positions."""
 
 
 Metrics = dict[str, float]

@@ -183,6 +183,21 @@ def test_rollouts_of_another_sampling_are_refused():
         build([worked_example()], sampling="independent")
 
 
+def test_sampling_masks_go_with_their_tokens_and_must_be_what_the_recipe_says():
+    masked = {"rollout__keep_sampling_mask": True, "rollout__logprobs_mode": "processed"}
+    stream = worked_example()
+    with pytest.raises(ValueError, match="keep_sampling_mask: true, found a rollout recorded without"):
+        build([stream], **masked)
+    for one in stream.segments():
+        one.sampling_mask = [(token, token + 10) for token in one.token_ids]
+    for changes in ({}, {"equal_length__prefix_in_gradient": True, "packing__layout": "expanded"}):
+        (tree,), _ = build([stream], **masked, **changes)
+        for node in tree.nodes[1:]:
+            assert node.sampling_mask == [(token, token + 10) for token in node.token_ids]
+    with pytest.raises(ValueError, match="keep_sampling_mask: false, found a rollout recorded with"):
+        build([stream])
+
+
 def test_a_completion_that_the_budget_cut_off_is_in_no_unit():
     cut = Segment([3, 4], [-1.0, -1.0])
     group = Group("q", 0, [segment([3, 9], 1.0), segment([4, 9], 0.0), cut])

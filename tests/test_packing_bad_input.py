@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 
@@ -56,3 +57,18 @@ def test_bad_trees_are_named(nodes, message):
 def test_a_path_that_is_pruned_may_be_long():
     tree = TokenTree("tail", [Node(-1, [1, 2]), side(0), Node(0, [5] * 100)])
     assert pack([tree], 16)[0][0].num_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (None, "node 2: without a sampling_mask, others of the batch have one"),
+        ([(3,)], "node 2: expected one sampling mask a token, found 1"),
+        ([(3,), ()], "node 2: expected the token 4 in its sampling mask, found []"),
+        ([(4,), (3, 4)], "node 2: expected the token 3 in its sampling mask, found [4]"),
+    ],
+)
+def test_bad_sampling_masks_are_named(mask, message):
+    good = side(0, sampling_mask=[(1, 3), (4, 9)])
+    with pytest.raises(ValueError, match=re.escape(message)):
+        pack([TokenTree("t", [Node(-1, [1, 2]), good, side(0, sampling_mask=mask)])], 16)

@@ -7,7 +7,7 @@ import torch
 
 from megatron_eqlen.objectives.registry import lookup
 from megatron_eqlen.recipe import LossRecipe
-from megatron_eqlen.training.logprobs import token_logprobs
+from megatron_eqlen.training.logprobs import masked_token_logprobs, token_logprobs
 from megatron_eqlen.training.policy_loss import policy_loss, reduce_metrics
 
 N = 6
@@ -37,6 +37,32 @@ def test_logprobs_and_entropy_are_those_of_log_softmax(logits, labels, dtype, to
     (logprobs * upstream).sum().backward()
     (expected.gather(-1, labels[:, None])[:, 0] * upstream).sum().backward()
     torch.testing.assert_close(ours.grad.double(), plain.grad, atol=10 * tolerance, rtol=0)
+    assert logprobs.dtype == ours.grad.dtype == dtype
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 2e-6)])
+def test_masked_logprobs_and_entropy_are_those_of_log_softmax_over_the_kept_tokens(
+    logits, labels, dtype, tolerance
+):
+    kept = [(0,), (2, 10), (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10), (3, 4), (7, 1), (1, 10, 0)]
+    mask = torch.full_like(logits, -torch.inf)
+    for row, ids in enumerate(kept):
+        mask[row, list(ids)] = 0
+    ids = torch.tensor([token for row in kept for token in row])
+    counts = torch.tensor([len(row) for row in kept])
+    ours = logits.to(dtype).requires_grad_()
+    plain = logits.to(dtype).double().requires_grad_()
+    logprobs, entropy = masked_token_logprobs(ours, labels, ids, counts, temperature=0.7)
+    expected = (plain / 0.7 + mask).log_softmax(-1)
+    chosen = expected.gather(-1, labels[:, None])[:, 0]
+    torch.testing.assert_close(logprobs.double(), chosen, atol=tolerance, rtol=0)
+    terms = torch.where(mask == 0, expected.exp() * expected, 0.0)
+    torch.testing.assert_close(entropy.double(), -terms.sum(-1), atol=tolerance, rtol=0)
+    upstream = torch.arange(1.0, N + 1).to(dtype)
+    (logprobs * upstream).sum().backward()
+    (chosen * upstream).sum().backward()
+    torch.testing.assert_close(ours.grad.double(), plain.grad, atol=10 * tolerance, rtol=0)
+    assert logprobs[0] == 0, "the only token that was kept"
     assert logprobs.dtype == ours.grad.dtype == dtype
 
 

@@ -11,7 +11,7 @@ from megatron_eqlen.training.forward import run_rows
 from megatron_eqlen.training.policy_loss import policy_loss, reduce_metrics
 from tests.distributed import run_ranks
 from tests.tiny_models import save_tiny
-from tests.tree_samples import forest
+from tests.tree_samples import forest, masked
 from tests.tree_training import build, gradients
 
 LOSS = LossRecipe(kl_coef=0.1, rollout_is="sequence")
@@ -23,7 +23,7 @@ LAYOUTS = {
 }
 
 
-def train(folder, layers, budget):
+def train(folder, layers, budget, with_masks):
     """GSPO with KL and truncated importance sampling: (metrics or None before the last stage, gradients)."""
     from megatron.core import parallel_state  # after megatron_eqlen, which makes it run on CPU
 
@@ -31,7 +31,8 @@ def train(folder, layers, budget):
     start(parallel, seed=1)
     model = build(folder, parallel)
     ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
-    rows = plan(forest(3), budget, ranks).rows(rank)
+    trees = masked(forest(3)) if with_masks else forest(3)
+    rows = plan(trees, budget, ranks).rows(rank)
 
     def loss(logprobs, entropy, row, at):
         names = ("weights", "advantages", "segment_ids", "rollout_logprobs")
@@ -63,14 +64,15 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_process(folder):
-    return run_ranks(1, train, folder, {}, 2000)[0]
+    return [run_ranks(1, train, folder, {}, 2000, with_masks)[0] for with_masks in (False, True)]
 
 
+@pytest.mark.parametrize("with_masks", [False, True])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_gives_the_loss_of_one_process(folder, one_process, name):
+def test_every_layout_gives_the_loss_of_one_process(folder, one_process, name, with_masks):
     world, layers = LAYOUTS[name]
-    ranks = run_ranks(world, train, folder, layers, 200)
-    expected_metrics, expected = one_process
+    ranks = run_ranks(world, train, folder, layers, 200, with_masks)
+    expected_metrics, expected = one_process[with_masks]
     reported = [metrics for metrics, _ in ranks if metrics is not None]
     assert reported
     for metrics in reported:

@@ -41,6 +41,14 @@ def small(**changes):
         ({"parallel": {"tensor": 3}}, "tensor 3 x pipeline 1 = 3 does not divide cluster: nodes 1"),
         ({"equal_length": {"prefix_in_gradient": True}}, "needs packing.layout: expanded"),
         ({"rollout": {"engine": "server", "max_response_length": 100}}, "rollout.servers"),
+        (
+            {"rollout": {"keep_sampling_mask": True, "top_k": 0, "max_response_length": 100}},
+            "rollout.keep_sampling_mask: true needs rollout.top_k >= 1",
+        ),
+        (
+            {"rollout": {"keep_sampling_mask": True, "max_response_length": 100}},
+            "needs rollout.logprobs_mode: processed (both are of the kept tokens alone), found raw",
+        ),
     ],
 )
 def test_a_mistake_is_an_error_that_names_the_key(changes, message):

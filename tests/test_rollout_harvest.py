@@ -95,7 +95,8 @@ class ScriptedEngine:
             reason = "lost"
             del self.requests[name]
         logprobs = [-(start + first + i) / 7 for i in range(len(chunk))]
-        return Delta(name, chunk, logprobs, reason, start - start % 4 if first == 0 else None)
+        mask = [(token, token + 100) for token in chunk]
+        return Delta(name, chunk, logprobs, reason, mask, start - start % 4 if first == 0 else None)
 
     def abort(self, request_ids):
         for name in request_ids:
@@ -153,7 +154,7 @@ def shape(stream: Stream) -> dict:
 
 
 def check_logprobs(rollout: Rollout, start: int) -> None:
-    """The script's log-prob of a token tells its position, so tokens and log-probs stay together."""
+    """The script's log-prob of a token tells its position, and its mask the token: they stay together."""
     paths = []
     if isinstance(rollout, Group):
         paths = list(rollout.completions)
@@ -170,6 +171,7 @@ def check_logprobs(rollout: Rollout, start: int) -> None:
             offsets.append(base)
     for segment, offset in zip(paths, offsets, strict=True):
         assert segment.logprobs == [-(offset + i) / 7 for i in range(len(segment))]
+        assert segment.sampling_mask == [(token, token + 100) for token in segment.token_ids]
 
 
 cases = st.fixed_dictionaries(

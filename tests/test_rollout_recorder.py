@@ -19,7 +19,10 @@ STREAM = Stream(
     [Pair(Segment([1, 9], [-0.1, -1e-9 / 3], "stop", GRADE), Segment([3, 4], [-1 / 3, -12.0]))],
     "truncated", Segment([7], [-2.5e-300], "length"),
 )  # fmt: skip
-GROUP = Group("p", 0, [Segment([1], [-0.5], "stop"), Segment([2, 2], [-0.1, -0.7], None)])
+GROUP = Group("p", 0, [
+    Segment([1], [-0.5], "stop", sampling_mask=[(1, 4)]),
+    Segment([2, 2], [-0.1, -0.7], sampling_mask=[(2,), (0, 2, 9)]),
+])  # fmt: skip
 
 
 def test_rollouts_read_back_identically(tmp_path):

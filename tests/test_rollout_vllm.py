@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 
 from megatron_eqlen.rollout.engine import EngineError
 from megatron_eqlen.rollout.track import track_seed
-from megatron_eqlen.rollout.vllm_compat import uniform
+from megatron_eqlen.rollout.vllm_compat import PathSampler, uniform
 from tests.rollout_kit import EOS, folder, generate, open_engine, reference_logits, requests
 
 
@@ -65,6 +66,56 @@ def test_logprobs_are_those_of_the_declared_mode(mode):
     if mode == "raw":
         assert metrics["engine/removed_probability"] == pytest.approx(sum(removed) / sampled, abs=1e-5)
     engine.close()
+
+
+def test_the_sampling_mask_is_the_kept_set():
+    sampling = {"temperature": 0.6, "top_k": 12, "top_p": 0.9, "min_p": 0.02}
+    engine = open_engine(
+        folder("qwen3"), logprobs_mode="processed", keep_sampling_mask=True, max_num_seqs=8, **sampling
+    )
+    asked = requests(16)
+    masks = {name: [] for name in asked}
+    for name, (context, max_tokens, seed) in asked.items():
+        engine.submit(name, context, max_tokens, seed)
+    tokens = {name: [] for name in asked}
+    while engine.has_unfinished:
+        for delta in engine.step():
+            tokens[delta.request_id] += delta.token_ids
+            masks[delta.request_id] += delta.sampling_mask
+    engine.close()
+    plain = open_engine(folder("qwen3"), logprobs_mode="processed", **sampling)
+    expected = generate(plain, asked)
+    plain.close()
+    for name, (context, _, _) in asked.items():
+        assert tokens[name] == expected[name][0], "recording changes no draw"
+        logits = reference_logits(folder("qwen3"), context, tokens[name]) / sampling["temperature"]
+        kept = kept_set(logits, 12, 0.9, 0.02)
+        assert masks[name] == [tuple(row.nonzero()[:, 0].tolist()) for row in kept]
+
+
+def test_of_equal_logits_at_the_border_the_mask_holds_top_k_and_no_more():
+    """vLLM's top-k keeps all of them; what is recorded must be what was drawn from."""
+    runner = SimpleNamespace(
+        device="cpu",
+        input_batch=SimpleNamespace(num_tokens_no_spec=np.arange(64)),
+        discard_request_mask=SimpleNamespace(np=np.zeros(64, bool)),
+    )
+    generators = {row: torch.Generator().manual_seed(row) for row in range(64)}
+    metadata = SimpleNamespace(
+        generators=generators, temperature=torch.ones(64), top_p=None, top_k=torch.full((64,), 3),
+        logitsprocs=SimpleNamespace(argmax_invariant=[]),
+    )  # fmt: skip
+    logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 1.0, 0.0]]).repeat(64, 1)
+    output = PathSampler(runner, processed=True, mask_width=3).forward(logits, metadata)
+    columns = output.logprobs_tensors.logprob_token_ids.tolist()
+    mass = torch.tensor([2.0, 1.0, 1.0]).log_softmax(0)
+    for (drawn, *kept), logprob in zip(columns, output.logprobs_tensors.logprobs, strict=True):
+        assert len(set(kept)) == 3
+        assert drawn in kept
+        assert 0 in kept
+        assert 5 not in kept
+        assert logprob[0].item() == pytest.approx(mass[0 if drawn == 0 else 1].item(), abs=1e-6)
+    assert len({drawn for drawn, *_ in columns}) == 3
 
 
 def test_draws_follow_the_kept_distribution(engine):

@@ -185,6 +185,19 @@ def test_dynamic_sampling_refills_the_step_with_prompts_that_teach(home):
     assert record["objective/zero_advantage_fraction"] < 1
 
 
+def test_with_the_sampling_mask_the_trainer_computes_the_distribution_that_was_sampled(home):
+    """Half of the probability is cut off here, so without the mask the two would be far apart."""
+    sampling = ["rollout.top_k=5", "rollout.top_p=0.7", "rollout.logprobs_mode=processed"]
+    folder = train(home, "masked", "steps=2", *sampling, "rollout.keep_sampling_mask=true")
+    assert max(column(folder, "loss/mismatch_max")) < 1e-4
+    assert min(column(folder, "engine/removed_probability")) > 0.5
+    assert all(1 < kept <= 5 for kept in column(folder, "harvest/kept_per_token"))
+    assert min(column(folder, "train/grad_norm")) > 0
+    segments = [one for r in read_dump(folder / "streams/step-00000001/rank-0.jsonl") for one in r.segments()]
+    for segment in segments:
+        assert all(t in kept for t, kept in zip(segment.token_ids, segment.sampling_mask, strict=True))
+
+
 def test_sampled_trees_train(home):
     folder = train(home, "tree", "objective=treerpo", "sampling=tree", "tree_sampling.branching=2", "steps=1")
     assert column(folder, "train/grad_norm")[0] > 0

@@ -61,6 +61,16 @@ def forest(seed: int) -> list[TokenTree]:
     ]
 
 
+def masked(trees: list[TokenTree], seed: int = 0) -> list[TokenTree]:
+    """The same trees; each token was drawn from itself and up to five others."""
+    rng = np.random.default_rng(seed)
+    for one in (node for tree in trees for node in tree.nodes[1:]):
+        one.sampling_mask = [
+            tuple(sorted({token, *tokens(rng, int(rng.integers(0, 6)))})) for token in one.token_ids
+        ]
+    return trees
+
+
 def visible(row: Row) -> np.ndarray:
     """[S, S] bool, [query, key]: the rule as ``types.Row`` states it."""
     at = np.arange(len(row.input_ids))

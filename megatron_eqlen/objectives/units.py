@@ -63,6 +63,7 @@ def comparison_units(
             f"prompt {rollout.prompt_id}: sampling: {recipe.sampling} trains on "
             f"{KINDS[recipe.sampling].__name__} rollouts, found a {type(rollout).__name__}"
         )
+    _check_masks(rollout, recipe)
     if isinstance(rollout, Stream):
         return _of_stream(rollout, number, prompt, recipe, objective)
     if isinstance(rollout, Group):
@@ -188,16 +189,29 @@ def _check_equal_length(stream: Stream, number: int, pair: Pair) -> None:
         )
 
 
+def _check_masks(rollout: Rollout, recipe: Recipe) -> None:
+    """What is trained is normalised as the recipe says: over the recorded masks or over the vocabulary."""
+    wanted = recipe.rollout.keep_sampling_mask
+    for segment in rollout.segments():
+        if wanted != (segment.sampling_mask is not None):
+            raise ValueError(
+                f"prompt {rollout.prompt_id}: rollout.keep_sampling_mask: {str(wanted).lower()}, found a "
+                f"rollout recorded {'without' if wanted else 'with'} sampling masks"
+            )
+
+
 def _root(prompt: Prompt) -> Node:
     return Node(-1, prompt.token_ids)
 
 
 def _node(parent: int, *segments: Segment) -> Node:
     """One node over the tokens of consecutive segments of a path."""
+    masked = segments[0].sampling_mask is not None
     return Node(
         parent,
         [token for segment in segments for token in segment.token_ids],
         rollout_logprobs=[value for segment in segments for value in segment.logprobs],
+        sampling_mask=[kept for segment in segments for kept in segment.sampling_mask] if masked else None,
     )
 
 

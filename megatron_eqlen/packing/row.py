@@ -45,6 +45,8 @@ def fill_row(forest: Forest, nodes: np.ndarray, supervised: np.ndarray, length: 
     row.advantages[:used] = np.repeat(np.where(trained, advantage, 0.0), lengths)
     row.weights[:used] = np.repeat(np.where(trained, forest.weight[nodes], 0.0), lengths)
     row.rollout_logprobs[row.segment_ids >= 0] = _logprobs(forest, nodes[trained])
+    if any(forest.nodes[node].sampling_mask is not None for node in nodes[trained]):
+        row.mask_ids, row.mask_counts = _mask(forest, nodes[trained], row.labels[row.segment_ids >= 0])
     return row
 
 
@@ -126,3 +128,21 @@ def _logprobs(forest: Forest, nodes: np.ndarray) -> np.ndarray:
         for node in nodes:
             check_logprobs(forest, int(node))
     return values
+
+
+def _mask(forest: Forest, nodes: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The kept tokens of ``nodes``, one token after the other, and how many each has. Raises TreeError where
+    a token is not among its own."""
+    sets = list(chain.from_iterable(forest.nodes[node].sampling_mask for node in nodes))
+    counts = np.fromiter(map(len, sets), np.int64, len(sets))
+    ids = np.fromiter(chain.from_iterable(sets), np.int64, int(counts.sum()))
+    owner = np.repeat(np.arange(len(sets)), counts)
+    found = np.bincount(owner[ids == labels[owner]], minlength=len(sets)) > 0
+    if not found.all():
+        token = int(np.argmin(found))
+        node = int(nodes[np.searchsorted(np.cumsum(forest.length[nodes]), token, side="right")])
+        raise TreeError(
+            f"{forest.where(node)}: expected the token {labels[token]} in its sampling mask, "
+            f"found {list(sets[token])}"
+        )
+    return ids, counts

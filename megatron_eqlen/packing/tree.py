@@ -209,12 +209,20 @@ def _check_values(
         np.int64,
         len(nodes),
     )
+    kept = np.fromiter(
+        (-1 if node.sampling_mask is None else len(node.sampling_mask) for node in nodes),
+        np.int64,
+        len(nodes),
+    )
+    masked = bool(((weight > 0) & (kept >= 0)).any())
     problems = [
         (length == 0, "expected at least one token, found none", None),
         (~np.isfinite(advantage), "the advantage is not finite", advantage),
         (~np.isfinite(weight) | (weight < 0), "expected a finite weight >= 0", weight),
         ((weight > 0) & (logprobs < 0), "supervised (weight > 0), but without rollout_logprobs", None),
         ((weight > 0) & (logprobs != length), "expected one rollout_logprob a token", logprobs),
+        ((weight > 0) & masked & (kept < 0), "without a sampling_mask, others of the batch have one", None),
+        ((weight > 0) & masked & (kept != length), "expected one sampling mask a token", kept),
     ]
     for wrong, problem, found in problems:
         if wrong.any():

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from megatron_eqlen.types import Metrics
+from megatron_eqlen.types import Metrics, SamplingMask
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,6 +38,8 @@ class Delta:
     finish_reason: Literal["stop", "length", "lost"] | None = None
     """None: more will come. ``lost``: the engine gave the request up (a replica died); the tokens
     delivered so far are valid and the caller submits the rest again."""
+    sampling_mask: SamplingMask | None = None
+    """With ``rollout.keep_sampling_mask``: same length as ``token_ids``."""
     num_cached_tokens: int | None = None
     """In one of a request's deltas: prompt tokens whose KV came from the prefix cache."""
 

@@ -83,6 +83,9 @@ def rollout_metrics(rollouts: list[Rollout]) -> Metrics:
     metrics: Metrics = {"harvest/rollouts": len(rollouts), "harvest/ended_responses": len(ended)}
     if ended:
         metrics["harvest/ended_response_length"] = _mean([len(tokens) for tokens in ended])
+    kept = [len(kept) for one in rollouts for part in one.segments() for kept in part.sampling_mask or ()]
+    if kept:
+        metrics["harvest/kept_per_token"] = _mean(kept)
     if streams:
         metrics |= _stream_metrics(streams)
     else:

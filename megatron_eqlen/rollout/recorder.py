@@ -89,8 +89,14 @@ def from_json(record: dict[str, Any]) -> Rollout:
 
 
 def _segment(fields: dict[str, Any]) -> Segment:
-    grade = fields["grade"]
-    return Segment(**fields | {"grade": Grade(**grade) if grade is not None else None})
+    grade, mask = fields["grade"], fields.get("sampling_mask")
+    return Segment(
+        **fields
+        | {
+            "grade": Grade(**grade) if grade is not None else None,
+            "sampling_mask": [tuple(kept) for kept in mask] if mask is not None else None,
+        }
+    )
 
 
 def _drop_torn_line(path: Path, file: Any) -> None:

@@ -7,9 +7,10 @@ the end-of-sequence set, ``length`` when the path is full. Whatever an engine se
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sized
 
 from megatron_eqlen.rollout.engine import Delta, EngineError
-from megatron_eqlen.types import FinishReason, Prompt, Segment
+from megatron_eqlen.types import FinishReason, Prompt, SamplingMask, Segment
 
 
 def track_seed(seed: int, prompt_id: str, index: int, number: int) -> int:
@@ -23,7 +24,7 @@ class Track:
 
     __slots__ = (
         "attempts", "context", "eos_token_ids", "finish_reason", "is_fork", "limit", "logprobs", "name",
-        "seed", "token_ids",
+        "sampling_mask", "seed", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -44,6 +45,8 @@ class Track:
         self.is_fork = bool(trunk)
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
+        self.sampling_mask: SamplingMask = []
+        """As long as ``token_ids``, or empty where the engine records none."""
         self.finish_reason: FinishReason | None = None
         self.attempts = 0
 
@@ -61,12 +64,10 @@ class Track:
 
     def extend(self, delta: Delta) -> None:
         """Take a delta's tokens up to the track's end. Raises EngineError for a broken delta."""
-        token_ids, logprobs = delta.token_ids, delta.logprobs
-        if len(token_ids) != len(logprobs):
-            raise EngineError(
-                f"request {delta.request_id}: expected a log-prob for each of {len(token_ids)} tokens, "
-                f"found {len(logprobs)}"
-            )
+        token_ids, logprobs, mask = delta.token_ids, delta.logprobs, delta.sampling_mask
+        _check_length(delta, "log-prob", logprobs)
+        if mask is not None or self.sampling_mask:
+            _check_length(delta, "sampling mask", mask or [])
         end = self.remaining
         if not self.eos_token_ids.isdisjoint(token_ids):
             first = next(i for i, token in enumerate(token_ids) if token in self.eos_token_ids)
@@ -75,6 +76,7 @@ class Track:
                 self.finish_reason = "stop"
         self.token_ids += token_ids[:end]
         self.logprobs += logprobs[:end]
+        self.sampling_mask += (mask or [])[:end]
         if self.finish_reason is None and len(self.token_ids) == self.limit:
             self.finish_reason = "length"
 
@@ -85,4 +87,13 @@ class Track:
             self.token_ids[start:stop],
             self.logprobs[start:stop],
             self.finish_reason if stop == len(self.token_ids) else None,
+            sampling_mask=self.sampling_mask[start:stop] or None,
+        )
+
+
+def _check_length(delta: Delta, what: str, values: Sized) -> None:
+    if len(values) != len(delta.token_ids):
+        raise EngineError(
+            f"request {delta.request_id}: expected a {what} for each of {len(delta.token_ids)} tokens, "
+            f"found {len(values)}"
         )

@@ -43,6 +43,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from megatron_eqlen.recipe import RolloutRecipe
 from megatron_eqlen.rollout.engine import Delta, EngineError
+from megatron_eqlen.types import SamplingMask
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +142,8 @@ def build(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: in
             generation_config="vllm",
         )
         llm.llm_engine.engine_core._finalizer.detach()  # ``close`` does it
-        _worker_runner(llm).sampler = PathSampler(_worker_runner(llm), rollout.logprobs_mode == "processed")
+        runner = _worker_runner(llm)
+        runner.sampler = PathSampler(runner, rollout.logprobs_mode == "processed", mask_width(rollout))
     _live_engines += 1
     return llm
 
@@ -191,6 +193,11 @@ def sampling_params(rollout: RolloutRecipe, eos_token_ids: Iterable[int]) -> Sam
     )
 
 
+def mask_width(rollout: RolloutRecipe) -> int:
+    """Most tokens that a sampling mask can hold; 0: none is recorded."""
+    return rollout.top_k if rollout.keep_sampling_mask else 0
+
+
 def submit(
     llm: LLM, request_id: str, token_ids: list[int], params: SamplingParams, max_tokens: int, seed: int
 ) -> Request:
@@ -224,16 +231,25 @@ def step(llm: LLM) -> list[Delta]:
         reason = output.finish_reason
         if reason is not None and reason not in (FinishReason.STOP, FinishReason.LENGTH):
             raise EngineError(f"request {output.request_id}: vLLM ended it with {reason}")
+        chosen = output.new_logprobs
         deltas.append(
             Delta(
                 output.request_id,
                 output.new_token_ids,
-                output.new_logprobs.logprobs[:, 0].tolist() if output.new_logprobs else [],
+                chosen.logprobs[:, 0].tolist() if chosen else [],
                 None if reason is None else str(reason),
+                _sampling_mask(chosen.logprob_token_ids) if chosen else None,
                 output.prefill_stats.num_cached_tokens if output.prefill_stats else None,
             )
         )
     return deltas
+
+
+def _sampling_mask(columns: np.ndarray) -> SamplingMask | None:
+    """From ``PathSampler``'s [tokens, 1 + width]; None where it records no mask."""
+    if columns.shape[1] == 1:
+        return None
+    return [tuple(sorted(set(row))) for row in columns.tolist()]
 
 
 def abort(llm: LLM, request_ids: list[str]) -> None:
@@ -335,12 +351,16 @@ class PathSampler(Sampler):
 
     Log-probs are ``log_softmax(logits / temperature)`` at the token; ``processed`` ones are normalized
     over the kept set instead: greater by minus the log of the kept mass.
+
+    With ``mask_width`` the kept set travels where vLLM puts the ids of the most likely tokens: the drawn
+    token, then ``mask_width`` kept ones, the drawn one again in place of those that are not there.
     """
 
-    def __init__(self, runner: Any, processed: bool) -> None:
+    def __init__(self, runner: Any, processed: bool, mask_width: int = 0) -> None:
         super().__init__()
         self.runner = runner
         self.processed = processed
+        self.mask_width = mask_width
         self.rows: _Rows | None = None
         self.removed = torch.zeros((), dtype=torch.float64, device=runner.device)
         self.sampled = 0
@@ -357,6 +377,9 @@ class PathSampler(Sampler):
             logits = processor.apply(logits)
         logits = apply_top_k_top_p(logits, sampling_metadata.top_k, sampling_metadata.top_p)
         kept = torch.where(logits > -torch.inf, logprobs, -torch.inf).exp()
+        if self.mask_width:  # of equal logits at the border top-k keeps all
+            masses, ids = kept.topk(min(self.mask_width, kept.shape[1]))
+            kept = torch.zeros_like(kept).scatter(1, ids, masses)
         cumulative = kept.cumsum(-1, dtype=torch.float64)
         mass = cumulative[:, -1:]
         draw = torch.from_numpy(self._uniform(sampling_metadata)).to(logits.device, non_blocking=True)
@@ -365,9 +388,13 @@ class PathSampler(Sampler):
         if self.processed:
             logprobs = logprobs - mass.log().float()
         self._count_removed(mass.squeeze(1))
-        tokens = tokens.to(torch.int32)
+        columns = tokens
+        if self.mask_width:
+            columns = torch.cat((tokens, torch.where(masses > 0, ids, tokens)), 1)
+            logprobs = logprobs.expand(-1, columns.shape[1])  # of the drawn token; nobody reads the others
+        tokens, columns = tokens.to(torch.int32), columns.to(torch.int32)
         ranks = torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device)  # nobody asks for them
-        return SamplerOutput(tokens, LogprobsTensors(tokens, logprobs, ranks))
+        return SamplerOutput(tokens, LogprobsTensors(columns, logprobs.contiguous(), ranks))
 
     def take_removed_mass(self) -> tuple[float, int]:
         total = float(self.removed), self.sampled

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_eqlen.models.tree_params import TreeParams
 from megatron_eqlen.training.distributed import device
-from megatron_eqlen.training.logprobs import token_logprobs
+from megatron_eqlen.training.logprobs import masked_token_logprobs, token_logprobs
 from megatron_eqlen.types import Row
 
 RowResult = Callable[[torch.Tensor, torch.Tensor, Row, np.ndarray], Any]
@@ -50,6 +51,17 @@ def run_rows(
     return list(results)
 
 
+def _log_probs(
+    logits: torch.Tensor, row: Row, at: np.ndarray, temperature: float, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """([n], [n]): log-probs of the supervised labels and entropy, of the distribution that is trained."""
+    labels = torch.from_numpy(row.labels[at]).to(device())
+    if row.mask_ids is None:
+        return token_logprobs(logits, labels, temperature, group)
+    mask = (torch.from_numpy(column).to(device()) for column in (row.mask_ids, row.mask_counts))
+    return masked_token_logprobs(logits, labels, *mask, temperature, group)
+
+
 def _forward_step(temperature: float, result: RowResult, train: bool) -> Callable:
     group = parallel_state.get_tensor_model_parallel_group()
 
@@ -66,8 +78,7 @@ def _forward_step(temperature: float, result: RowResult, train: bool) -> Callabl
         )
 
         def reduce(logits: torch.Tensor, non_loss_data: bool = False) -> Any:
-            labels = torch.from_numpy(row.labels).to(device())[index]
-            logprobs, entropy = token_logprobs(logits[0], labels, temperature, group)
+            logprobs, entropy = _log_probs(logits[0], row, at, temperature, group)
             got = result(logprobs, entropy, row, at)
             if not train:
                 return got

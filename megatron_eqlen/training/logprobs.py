@@ -33,6 +33,24 @@ def token_logprobs(
     return _TokenLogprobs.apply(logits, labels, temperature, group, vocab_size)
 
 
+def masked_token_logprobs(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    mask_ids: torch.Tensor,
+    mask_counts: torch.Tensor,
+    temperature: float = 1.0,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``token_logprobs`` normalised over the tokens that sampling kept instead of the vocabulary.
+
+    mask_ids: [m] int64, the kept tokens of the first row of ``logits``, then of the second, ... mask_counts:
+    [n] int64, how many each row has; a row's label is one of its own. Both log-probs and entropy are of the
+    distribution that was sampled from (DeepSeek-V3.2, section 3.1: keep the sampling mask).
+    """
+    rows = torch.repeat_interleave(mask_counts)
+    return _MaskedLogprobs.apply(logits, labels[rows] == mask_ids, mask_ids, rows, temperature, group)
+
+
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, labels, temperature, group, vocab_size):
@@ -70,6 +88,38 @@ class _TokenLogprobs(torch.autograd.Function):
             slope.scatter_add_(-1, local[rows, None], (scale[rows] * mine[rows])[:, None])
             grad_logits[rows, : ctx.real] = slope.to(logits.dtype)
         return grad_logits, None, None, None, None
+
+
+class _MaskedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, is_label, ids, rows, temperature, group):
+        _, local, mine = _local_columns(logits, ids, group, None)
+        kind = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        values = (logits[rows, local].to(kind) / temperature).masked_fill(~mine, -torch.inf)
+        peak = torch.full((len(logits),), -torch.inf, dtype=kind, device=logits.device)
+        peak.scatter_reduce_(0, rows, values, "amax")
+        _all_reduce(peak, dist.ReduceOp.MAX, group)
+        shifted = values - peak[rows]
+        weight = shifted.exp()
+        shifted = shifted.masked_fill(~mine, 0)
+        terms = torch.stack((weight, weight * shifted, shifted * is_label))
+        sums = torch.zeros(3, len(logits), dtype=kind, device=logits.device).index_add_(1, rows, terms)
+        _all_reduce(sums, dist.ReduceOp.SUM, group)
+        total, weighted, label = sums
+        log_total = total.log()
+        entropy = log_total - weighted / total
+        ctx.save_for_backward(weight / total[rows], is_label & mine, local, rows)
+        ctx.temperature, ctx.shape, ctx.dtype = temperature, logits.shape, logits.dtype
+        ctx.mark_non_differentiable(entropy)
+        return label - log_total, entropy
+
+    @staticmethod
+    def backward(ctx, grad, _entropy_grad):
+        kept, is_label, local, rows = ctx.saved_tensors
+        slope = (is_label.to(kept.dtype) - kept) * (grad / ctx.temperature).to(kept.dtype)[rows]
+        grad_logits = torch.zeros(ctx.shape, dtype=ctx.dtype, device=grad.device)
+        grad_logits.index_put_((rows, local), slope.to(ctx.dtype), accumulate=True)
+        return grad_logits, None, None, None, None, None
 
 
 def _local_columns(
