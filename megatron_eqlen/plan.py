@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from megatron_eqlen.models.cost import active_parameters
 from megatron_eqlen.models.hf_config import ModelConfig, read_config
 from megatron_eqlen.models.weight_map import Weight
 from megatron_eqlen.models.weights import weight_map
@@ -116,7 +117,10 @@ def _layout(recipe: Recipe) -> str:
 
 def _model(model: ModelConfig) -> str:
     total = sum(prod(shape) for weight in weight_map(model) for shape in weight.shapes)
-    return f"model       {model.model_type}, {total / 1e9:.3f}B parameters, {model.num_hidden_layers} layers"
+    return (
+        f"model       {model.model_type}, {total / 1e9:.3f}B parameters, "
+        f"{active_parameters(model) / 1e9:.3f}B at work on a token, {model.num_hidden_layers} layers"
+    )
 
 
 def _memory(recipe: Recipe, model: ModelConfig) -> str:

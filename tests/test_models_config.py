@@ -10,6 +10,7 @@ import torch
 
 import megatron_eqlen.models as models
 from megatron_eqlen.models.config import gpt_arguments, transformer_config
+from megatron_eqlen.models.cost import active_parameters, pair_cost
 from megatron_eqlen.models.hf_config import ConfigError, parse_config, read_config
 from megatron_eqlen.models.weights import weight_map
 from megatron_eqlen.recipe import ParallelRecipe
@@ -151,3 +152,12 @@ def test_layouts_that_do_not_fit_are_refused_with_the_numbers(tmp_path, case):
     model = parse_config(saved(tmp_path, family), "tiny")
     with pytest.raises(ValueError, match=message):
         transformer_config(model, ParallelRecipe(**layout), torch.float32)
+
+
+@pytest.mark.parametrize(("name", "billions", "pairs"), [("qwen3-32b", 31.98, 3.28e-5), (
+    "qwen3-next-80b-a3b-thinking", 3.56, 2.76e-5)])  # fmt: skip
+def test_the_cost_of_the_papers_models(name, billions, pairs):
+    """A3B: 3 billion without the head. Only 12 of Qwen3-Next's 48 layers have attention."""
+    model = read_config(SHIPPED / f"{name}.json")
+    assert active_parameters(model) / 1e9 == pytest.approx(billions, abs=0.01)
+    assert pair_cost(model) == pytest.approx(pairs, rel=0.01)

@@ -27,12 +27,7 @@ from megatron_eqlen.types import Metrics, Row, TokenTree
 Layout = Literal["tree", "expanded"]
 
 PAIR_COST = 3.3e-5
-"""Cost of one visible (query, key) pair in positions, for Qwen3-32B: see ``pair_cost``."""
-
-
-def pair_cost(attention_layers: int, heads: int, head_dim: int, active_parameters: float) -> float:
-    """Floating-point operations of a (query, key) pair over those of a position's linear layers."""
-    return 2 * attention_layers * heads * head_dim / active_parameters
+"""Cost of one visible (query, key) pair in positions, for Qwen3-32B (``models.cost.pair_cost``)."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_eqlen.models.build import build_model
+from megatron_eqlen.models.cost import pair_cost
+from megatron_eqlen.models.hf_config import read_config
 from megatron_eqlen.models.weights import export_hf, load_hf
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.packing.pack import Plan, plan
@@ -38,6 +40,7 @@ class Policy:
         self.reference = ReferenceWeights(self.chunks) if recipe.loss.kl_coef else None
         self.model = wrap(self.chunks, recipe)
         self.optimizer, self.schedule = build_optimizer(self.model, recipe)
+        self.pair_cost = pair_cost(read_config(recipe.model.path))
         self.version = 0
         """Optimizer steps taken."""
 
@@ -111,6 +114,7 @@ class Policy:
             parallel_state.get_data_parallel_world_size(),
             config.tensor_model_parallel_size if config.sequence_parallel else 1,
             self.recipe.packing.layout,
+            pair_cost=self.pair_cost,
         )
 
     def _annotate(self, rows: list[Row], old: bool) -> None:

@@ -1,0 +1,26 @@
+"""What a model's forward pass costs, from its shapes."""
+
+from __future__ import annotations
+
+from math import prod
+
+from megatron_eqlen.models.hf_config import ModelConfig
+from megatron_eqlen.models.weights import weight_map
+
+
+def active_parameters(model: ModelConfig) -> float:
+    """Parameters that one token is multiplied with: all but the embedding table, and of the experts as many
+    as it is routed to."""
+    routed = model.experts.num_experts_per_tok / model.experts.num_experts if model.experts else 1.0
+    return sum(
+        sum(prod(shape) for shape in weight.shapes) * (1.0 if weight.expert is None else routed)
+        for weight in weight_map(model)
+        if model.tie_word_embeddings or not weight.megatron.startswith("embedding.")
+    )
+
+
+def pair_cost(model: ModelConfig) -> float:
+    """Floating-point operations of one visible (query, key) pair in all attention layers, over those of one
+    position in all linear layers: 4 x layers x heads x head_dim against 2 x active parameters."""
+    layers = model.num_hidden_layers - (sum(model.delta_net.layers) if model.delta_net else 0)
+    return 2 * layers * model.num_attention_heads * model.head_dim / active_parameters(model)
