@@ -67,6 +67,17 @@ def _parser() -> argparse.ArgumentParser:
     report = _add(commands, "report", _report, "write a run folder's report.html again")
     report.add_argument("run", type=Path, help="run folder")
 
+    compare = _add(commands, "compare", _compare, "print runs side by side: accuracy, difference, efficiency")
+    compare.add_argument("runs", type=Path, nargs="+", help="run folders, or folders that hold some")
+    compare.add_argument("--baseline", help="method to compare with (default: the first of the table)")
+    compare.add_argument(
+        "--interval",
+        choices=("headline", "paper", "t"),
+        default="headline",
+        help="headline: over seeds and problems; paper and t: over seeds, problems held fixed",
+    )
+    compare.add_argument("--json", type=Path, metavar="FILE", help="write the tables there, too")
+
     inspect = _add(commands, "inspect", _inspect, "print recorded rollouts as text")
     inspect.add_argument(
         "streams", type=Path, help="a run's streams/ folder, one of its steps, or a .jsonl file"
@@ -153,6 +164,13 @@ def _report(arguments: argparse.Namespace) -> int:
     from megatron_eqlen.report.page import write_page
 
     print(write_page(arguments.run))
+    return 0
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from megatron_eqlen.report.compare import compare_runs
+
+    compare_runs(arguments.runs, arguments.baseline, arguments.interval, arguments.json)
     return 0
 
 

@@ -259,6 +259,9 @@ class Recipe(Section):
     """Default ``runs/NAME/METHOD-seedN``, METHOD being ``eqlen-grpo`` or ``grpo``, for example."""
     seed: NonNegativeInt = 0
     steps: PositiveInt
+    gpu_hours: PositiveFloat | None = None
+    """End the run after this much work, too, evaluations not counted: the paper compares methods at equal GPU
+    hours. An hour of a process counts as one on CPUs."""
     sampling: Literal["equal_length", "independent", "tree"] = "equal_length"
     objective: str = "grpo"
     group_size: Annotated[int, Field(ge=2)] = 16
@@ -288,12 +291,25 @@ class Recipe(Section):
 
     @property
     def method(self) -> str:
-        """``eqlen-grpo``: equal-length sampling; ``grpo``: independent sampling."""
-        return f"eqlen-{self.objective}" if self.sampling == "equal_length" else self.objective
+        """``eqlen-grpo``: equal-length sampling; ``grpo``: independent sampling; ``eqlen-grpo-mean-reward``,
+        for example: one of the paper's ablations."""
+        if self.sampling != "equal_length":
+            return self.objective
+        ablations = {
+            "single-pair": self.equal_length.single_pair,
+            "prefix-in-gradient": self.equal_length.prefix_in_gradient,
+            "mean-reward": self.equal_length.suffix_reward == "mean",
+        }
+        return "-".join(["eqlen", self.objective, *(name for name, on in ablations.items() if on)])
 
     @property
     def world_size(self) -> int:
         return self.cluster.nodes * self.cluster.processes_per_node
+
+    @property
+    def gpus(self) -> int:
+        """All that the run holds, those of its servers included."""
+        return self.world_size + len(self.rollout.servers) * self.rollout.tensor_parallel
 
     @property
     def streams_per_prompt(self) -> int:

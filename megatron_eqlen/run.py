@@ -84,6 +84,8 @@ class Run:
         self.writer: MetricsWriter | None = None
         self.number = 0
         """Steps done; while one is under way, its number from 0."""
+        self.gpu_hours = 0.0
+        """That the steps took."""
         self.stopping = False
         self.metrics: Metrics = {}
         self.prompts: dict[str, Prompt] = {}
@@ -114,10 +116,12 @@ class Run:
         """Go on from the newest checkpoint, or from the start."""
         position = checkpoint.load(self.folder.checkpoints, self.policy)
         if position is not None:
-            self.number = position["step"]
+            self.number, self.gpu_hours = position["step"], position.get("gpu_hours", 0.0)
             if self.source is not None:
                 self.source.load_state_dict(position["data"])
         if distributed.is_rank0():
+            if not self.complete:
+                self.folder.reopen(self.number)
             self.writer = MetricsWriter(
                 self.folder.path,
                 self.number,
@@ -132,7 +136,8 @@ class Run:
 
     @property
     def complete(self) -> bool:
-        return self.number >= self.recipe.steps
+        budget = self.recipe.gpu_hours
+        return self.number >= self.recipe.steps or (budget is not None and self.gpu_hours >= budget)
 
     def export(self) -> None:
         """The trained model as a Hugging Face folder."""
@@ -153,7 +158,10 @@ class Run:
         self.metrics, self.prompts, self.rollouts, self.recorded, self.harvests = {}, {}, [], [], []
         started = time.perf_counter()
         yield
-        self._log({"time/step": time.perf_counter() - started})
+        taken = time.perf_counter() - started
+        worked = taken - self.metrics.get("time/evaluate", 0.0)
+        self.gpu_hours += agree(lambda: worked) * self.recipe.gpus / 3600
+        self._log({"time/step": taken, "time/gpu_hours": self.gpu_hours})
         self.number += 1
         self.stopping = agree(self.folder.stop.exists)
         if self.writer is not None:
@@ -259,7 +267,7 @@ class Run:
         if self.number % self.recipe.checkpoint.every and self.goes_on():
             return
         self.progress.stage("checkpoint")
-        position = {"data": agree(lambda: self.source.state_dict())}
+        position = {"data": agree(lambda: self.source.state_dict()), "gpu_hours": self.gpu_hours}
         checkpoint.save(
             self.folder.checkpoints, self.number, self.policy, position, self.recipe.checkpoint.keep
         )

@@ -16,13 +16,19 @@ from __future__ import annotations
 import fcntl
 import time
 from pathlib import Path
-from typing import Any
 
-import yaml
+from megatron_eqlen.recipe import Recipe, RecipeError, dump, load, plain_differences
 
-from megatron_eqlen.recipe import Recipe, RecipeError, dump, plain_differences
-
-MAY_CHANGE = ("steps", "cluster", "checkpoint", "report", "evaluation", "run_dir", "rollout.servers")
+MAY_CHANGE = (
+    "steps",
+    "gpu_hours",
+    "cluster",
+    "checkpoint",
+    "report",
+    "evaluation",
+    "run_dir",
+    "rollout.servers",
+)
 """A run may go on with other values of these; any other change would mix two experiments in one folder."""
 LOCK_PATIENCE = 10.0
 """Seconds to wait for the ranks of a killed run."""
@@ -54,14 +60,27 @@ class RunFolder:
         partial.write_text(dump(recipe), encoding="utf-8")
         partial.replace(self.recipe)
 
+    def reopen(self, step: int) -> None:
+        """What a run ended with at ``step`` becomes that step's: the run is to go on from there."""
+        label = f"step-{step:08d}"
+        ended = {
+            self.evaluation("after"): self.evaluation(label),
+            self.export: self.path / f"export-{label}",
+        }
+        for end, then in ended.items():
+            if end.exists():
+                end.rename(then)
+
     def check(self, recipe: Recipe) -> None:
         """Raise RecipeError if the folder holds a run of another recipe."""
         if not self.recipe.exists():
             return
-        before: dict[str, Any] = yaml.safe_load(self.recipe.read_text(encoding="utf-8"))
+        before = load(self.recipe)  # keys that are newer than the run have their defaults
         changed = {
             key: values
-            for key, values in plain_differences(before, recipe.model_dump(mode="json")).items()
+            for key, values in plain_differences(
+                before.model_dump(mode="json"), recipe.model_dump(mode="json")
+            ).items()
             if not key.startswith(MAY_CHANGE)
         }
         if changed:

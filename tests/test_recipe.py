@@ -135,6 +135,9 @@ def test_a_run_folder_belongs_to_one_recipe(tmp_path):
     RunFolder(recipe).open(recipe)
     longer = small(run_dir=str(tmp_path / "run"), steps=9)
     RunFolder(longer).check(longer)
+    older = tmp_path / "run" / "recipe.yaml"  # written before there was a key
+    older.write_text(older.read_text().replace("  keep_sampling_mask: false\n", ""))
+    RunFolder(recipe).check(recipe)
     other = small(run_dir=str(tmp_path / "run"), optimizer={"lr": 1.0})
     with pytest.raises(RecipeError, match=r"optimizer.lr: 1e-06 -> 1.0"):
         RunFolder(other).check(other)

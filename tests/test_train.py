@@ -222,6 +222,21 @@ def test_a_stop_file_ends_the_run_with_a_checkpoint_and_the_run_goes_on_later(ho
     assert not (folder / "export").exists()
 
 
+def test_a_run_ends_with_its_gpu_hours_and_goes_on_with_more(home):
+    folder = train(home, "budget", "gpu_hours=1e-6")
+    assert column(folder, "step") == [1]
+    assert (folder / "export").is_dir()
+    ended = (folder / "evaluation/after.json").read_bytes()
+    train(home, "budget", "gpu_hours=1", "steps=2")
+    assert column(folder, "step") == [1, 2]
+    first, second = column(folder, "time/gpu_hours")
+    assert 1e-6 < first < second
+    assert (folder / "evaluation/step-00000001.json").read_bytes() == ended, "nothing earned is lost"
+    assert (folder / "export-step-00000001").is_dir()
+    assert (folder / "evaluation/after.json").read_bytes() != ended
+    assert (folder / "export").is_dir()
+
+
 def test_harvest_without_a_trainer(home):
     out = home / "harvested"
     run(["-m", "megatron_eqlen.cli", "harvest", home / "recipe.yaml", "--out", out])

@@ -80,25 +80,41 @@ class EvaluationResult:
 
 def compare(before: EvaluationResult, after: EvaluationResult) -> Interval:
     """How much ``after`` is better, paired by problem. Raises ValueError for different questions."""
-    if before.manifest["question_ids"] != after.manifest["question_ids"]:
-        raise ValueError(f"{before.benchmark}: the two results are of different questions")
-    return statistics.paired_difference(before.scores, after.scores)
+    return compare_seeds([before], [after])
+
+
+def compare_seeds(before: list[EvaluationResult], after: list[EvaluationResult]) -> Interval:
+    """As ``compare``, for training runs that differ in their seed."""
+    _check_questions([*before, *after])
+    return statistics.paired_difference(_replicates(before), _replicates(after))
 
 
 def over_seeds(results: list[EvaluationResult]) -> dict[str, Interval]:
     """Accuracy over training runs that differ in their seed: headline, t, and the paper's own interval.
 
-    A run's samples are averaged first, so that the seeds are the replicates.
+    A run's samples are averaged first, so that the seeds are the replicates; of a single run they are the
+    samples. Raises ValueError for different questions.
     """
-    for result in results[1:]:
-        if result.manifest["question_ids"] != results[0].manifest["question_ids"]:
-            raise ValueError(f"{result.benchmark}: the seeds' results are of different questions")
-    scores = np.stack([result.scores.mean(axis=0) for result in results])
+    _check_questions(results)
+    scores = _replicates(results)
     return {
         "headline": statistics.crossed_bootstrap(scores),
         "t": statistics.t_interval(scores),
         "paper": statistics.replicate_bootstrap(scores),
     }
+
+
+def _replicates(results: list[EvaluationResult]) -> np.ndarray:
+    """[R, P]: each run's mean over its samples, or the samples of the only run."""
+    if len(results) == 1:
+        return results[0].scores
+    return np.stack([result.scores.mean(axis=0) for result in results])
+
+
+def _check_questions(results: list[EvaluationResult]) -> None:
+    for result in results[1:]:
+        if result.manifest["question_ids"] != results[0].manifest["question_ids"]:
+            raise ValueError(f"{result.benchmark}: the results are of different questions")
 
 
 def write_results(path: Path, results: list[EvaluationResult]) -> None:
