@@ -91,8 +91,7 @@ def router_gradients(folder: str, layout: dict, changed_token: int | None) -> di
 
 
 def expected_router_gradient(model, layer: int) -> Tensor:
-    """Switch-Transformer load balancing over the supervised tokens: E / (T^2 k) sum_e f_e sum_t p_te, times
-    their number T (token weights hold every factor; Megatron scales by the count), on layer 0's router."""
+    """The loss of the supervised tokens times their number (Megatron scales by it), on layer 0's router."""
     seen = {}
     gate = model.model.layers[layer].mlp.gate
     handle = gate.register_forward_hook(lambda module, inputs, output: seen.update(hidden=inputs[0]))
@@ -100,10 +99,7 @@ def expected_router_gradient(model, layer: int) -> Tensor:
     handle.remove()
     hidden = seen["hidden"].reshape(LENGTH, -1)[SUPERVISED].detach()
     weight = gate.weight.detach().clone().requires_grad_()
-    probabilities = (hidden @ weight.T).softmax(-1)
-    count, experts, topk = len(SUPERVISED), weight.shape[0], model.config.num_experts_per_tok
-    chosen = torch.zeros_like(probabilities).scatter(1, probabilities.topk(topk).indices, 1.0).sum(0)
-    loss = experts / (count * count * topk) * (chosen * probabilities.sum(0)).sum()
+    loss, count = switch_loss(hidden, weight, model.config.num_experts_per_tok), len(SUPERVISED)
     (loss * count).backward()
     return weight.grad
 
@@ -117,6 +113,69 @@ def test_the_routers_loss_counts_supervised_tokens_only(tmp_path):
         for changed in (None, after_the_last):
             ours = run_ranks(world_size, router_gradients, str(tmp_path), layout, changed)
             torch.testing.assert_close(ours[0][name], expected, atol=1e-5, rtol=1e-3)
+
+
+SEQUENCES = [[7, 3, 9, 1, 40, 41, 42, 50, 51], [3, 5, 8, 60, 61], [2, 4, 11, 12, 13, 14, 70, 71, 72, 73, 74]]
+PROMPT = 3
+"""Tokens of each sequence that are its prompt."""
+
+
+def grad_norm_of_the_routers_loss(folder: str) -> float:
+    """As a training step finds it where no token has an advantage; a sequence a row, over all ranks."""
+    import torch.distributed as dist
+
+    from megatron_eqlen.recipe import parse
+    from megatron_eqlen.training.distributed import start
+    from megatron_eqlen.training.policy import Policy
+
+    recipe = parse(
+        {
+            "name": "t", "steps": 1, "model": {"path": folder, "dtype": "float32"},
+            "data": {"sources": [{"name": "s", "path": "none"}], "max_prompt_length": 3},
+            "rollout": {"max_response_length": 8}, "packing": {"max_tokens_per_row": 11},
+            "loss": {"kl_coef": 0.0}, "optimizer": {"clip_grad": 1e9},
+            "cluster": {"processes_per_node": dist.get_world_size()},
+        },
+        "test",
+    )  # fmt: skip
+    start(recipe.parallel, seed=1)
+    trees = []
+    for ids in SEQUENCES:
+        answer = ids[PROMPT:]
+        side = Node(0, answer, advantage=0.0, weight=0.1, rollout_logprobs=[-1.0] * len(answer))
+        trees.append(TokenTree(str(ids), [Node(-1, ids[:PROMPT]), side]))
+    metrics = Policy(recipe).update([trees])
+    assert metrics["packing/rows"] == (4 if dist.get_world_size() == 2 else 3), "one is padding alone"
+    return metrics["train/grad_norm"]
+
+
+def test_the_routers_loss_is_averaged_over_all_supervised_tokens(tmp_path):
+    """However many rows and ranks: the sum over rows of n_row / N times the row's loss, for every weight."""
+    coef = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    model = save_tiny(tmp_path, "qwen3_moe", num_hidden_layers=1, **coef)
+    gate = model.model.layers[0].mlp.gate
+    seen = {}
+    gate.register_forward_hook(lambda module, inputs, output: seen.update(hidden=inputs[0]))
+    total = sum(len(ids) - PROMPT for ids in SEQUENCES)
+    for ids in SEQUENCES:
+        model(torch.tensor([ids]), output_router_logits=False)
+        hidden = seen["hidden"].reshape(len(ids), -1)[PROMPT - 1 : -1]
+        share = len(hidden) / total
+        (0.5 * share * switch_loss(hidden, gate.weight, model.config.num_experts_per_tok)).backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    expected = torch.cat([gradient.flatten() for gradient in gradients]).norm().item()
+    assert run_ranks(1, grad_norm_of_the_routers_loss, str(tmp_path))[0] == pytest.approx(expected, rel=1e-4)
+    # The padding row counts one token of its own, next to 20.
+    for found in run_ranks(2, grad_norm_of_the_routers_loss, str(tmp_path)):
+        assert found == pytest.approx(expected, rel=0.2)
+
+
+def switch_loss(hidden: Tensor, router: Tensor, topk: int) -> Tensor:
+    """Switch-Transformer load balancing over T tokens: E / (T^2 k) sum_e f_e sum_t p_te."""
+    probabilities = (hidden @ router.T).softmax(-1)
+    count, experts = probabilities.shape
+    chosen = torch.zeros_like(probabilities).scatter(1, probabilities.topk(topk).indices, 1.0).sum(0)
+    return experts / (count * count * topk) * (chosen * probabilities.sum(0)).sum()
 
 
 def tree_logits(folder: str) -> tuple[Tensor, Row]:

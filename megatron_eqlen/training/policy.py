@@ -40,6 +40,7 @@ class Policy:
         self.reference = ReferenceWeights(self.chunks) if recipe.loss.kl_coef else None
         self.model = wrap(self.chunks, recipe)
         self.optimizer, self.schedule = build_optimizer(self.model, recipe)
+        self.aux_loss_coef = self.chunks[0].config.moe_aux_loss_coeff
         self.pair_cost = pair_cost(read_config(recipe.model.path))
         self.version = 0
         """Optimizer steps taken."""
@@ -57,7 +58,11 @@ class Policy:
         batches = [plan.rows(parallel_state.get_data_parallel_rank()) for plan in plans]
         for rows in batches:
             self._annotate(rows, old=len(batches) * self.recipe.loss.epochs > 1)
-        steps = [self._step(rows) for _ in range(self.recipe.loss.epochs) for rows in batches]
+        steps = [
+            self._step(rows, plan.metrics["packing/supervised_tokens"])
+            for _ in range(self.recipe.loss.epochs)
+            for plan, rows in zip(plans, batches, strict=True)
+        ]
         grad_norm = float(np.mean([step["train/grad_norm"] for step in steps]))
         return {
             **plans[0].metrics,
@@ -135,9 +140,12 @@ class Policy:
             train=False,
         )
 
-    def _step(self, rows: list[Row]) -> Metrics:
+    def _step(self, rows: list[Row], supervised_tokens: float) -> Metrics:
+        """One optimizer step on this rank's ``rows``; ``supervised_tokens`` are those of all ranks."""
         for chunk in self.model:
             chunk.zero_grad_buffer()
+            # Megatron takes the router's loss times a row's tokens, for a gradient that is divided by all.
+            chunk.config.moe_aux_loss_coeff = self.aux_loss_coef / supervised_tokens
         self.optimizer.zero_grad()
         logs = run_rows(self.model, rows, self.recipe.rollout.temperature, self._loss, train=True)
         self.schedule.step(increment=1)  # before the update, or the first would have a rate of 0
