@@ -104,7 +104,11 @@ def _train(arguments: argparse.Namespace) -> int:
     recipe = load(arguments.recipe, arguments.overrides)
     if arguments.dry_run:
         return _print_plan(recipe)
-    RunFolder(recipe).check(recipe)
+    folder = RunFolder(recipe)
+    folder.check(recipe)
+    if folder.ended(recipe):
+        print(f"{folder.path}: complete; see {folder.report}")
+        return 0
 
     def work() -> None:
         from megatron_eqlen.loop import train

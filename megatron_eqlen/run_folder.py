@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 from megatron_eqlen.recipe import Recipe, RecipeError, dump, load, plain_differences
+from megatron_eqlen.report.metrics import read_metrics
 
 MAY_CHANGE = (
     "steps",
@@ -44,6 +45,7 @@ class RunFolder:
         self.export = self.path / "export"
         self.streams = self.path / "streams"
         self.stop = self.path / "STOP"
+        self.report = self.path / "report.html"
 
     def evaluation(self, label: str) -> Path:
         return self.path / "evaluation" / f"{label}.json"
@@ -59,6 +61,15 @@ class RunFolder:
         partial = self.recipe.with_suffix(".partial")
         partial.write_text(dump(recipe), encoding="utf-8")
         partial.replace(self.recipe)
+
+    def ended(self, recipe: Recipe) -> bool:
+        """Whether nothing of ``recipe`` is left to do here."""
+        evaluated = self.evaluation("after").exists() or not recipe.evaluation.benchmarks
+        if not (evaluated and self.export.exists() and self.report.exists()):
+            return False
+        last = read_metrics(self.path)[-1]
+        hours = last.get("time/gpu_hours") or 0.0
+        return last["step"] >= recipe.steps or (recipe.gpu_hours is not None and hours >= recipe.gpu_hours)
 
     def reopen(self, step: int) -> None:
         """What a run ended with at ``step`` becomes that step's: the run is to go on from there."""
