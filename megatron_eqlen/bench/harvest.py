@@ -38,6 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-response-length", type=int, default=512)
     parser.add_argument("--mean-length", type=int, default=200, help="of the random model's responses")
     parser.add_argument("--block-size", type=int, default=32)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--keep-sampling-mask", action="store_true", help="record what top-k and top-p kept")
     parser.add_argument("--accuracy", type=float, default=0.5, help="of the simulated verifier")
     parser.add_argument("--repeat", type=int, default=3, help="medians of so many rounds count")
     parser.add_argument("--kv-cache-gib", type=float, default=2.0)
@@ -118,8 +121,9 @@ def plain(
     requests = [prompt.token_ids for prompt in prompts for _ in range(args.group_size)]
     params = [
         SamplingParams(
-            temperature=1.0, max_tokens=args.max_response_length, stop_token_ids=eos, detokenize=False,
-            logprobs=0, flat_logprobs=True, seed=number if seeded else None,
+            temperature=1.0, top_k=args.top_k, top_p=args.top_p, max_tokens=args.max_response_length,
+            stop_token_ids=eos, detokenize=False, logprobs=0, flat_logprobs=True,
+            seed=number if seeded else None,
         )
         for number in range(len(requests))
     ]  # fmt: skip
@@ -175,7 +179,10 @@ def coin(response: list[int]) -> float:
 
 def make_recipe(model: Path, slots: int, args: argparse.Namespace) -> Recipe:
     rollout = {
-        "temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_response_length": args.max_response_length,
+        "temperature": 1.0, "top_p": args.top_p, "top_k": args.top_k,
+        "keep_sampling_mask": args.keep_sampling_mask,
+        "logprobs_mode": "processed" if args.keep_sampling_mask else "raw",
+        "max_response_length": args.max_response_length,
         "max_num_seqs": slots, "block_size": args.block_size, "kv_cache_gib": args.kv_cache_gib,
     }  # fmt: skip
     return parse(
