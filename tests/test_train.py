@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megatron_eqlen.rollout.recorder import read_dump
@@ -222,19 +223,19 @@ def test_a_stop_file_ends_the_run_with_a_checkpoint_and_the_run_goes_on_later(ho
     assert not (folder / "export").exists()
 
 
-def test_a_run_ends_with_its_gpu_hours_and_goes_on_with_more(home):
+def test_a_run_ends_with_its_gpu_hours_and_goes_on_with_more_to_the_same_bits(home, trained):
     folder = train(home, "budget", "gpu_hours=1e-6")
     assert column(folder, "step") == [1]
-    assert (folder / "export").is_dir()
     ended = (folder / "evaluation/after.json").read_bytes()
-    train(home, "budget", "gpu_hours=1", "steps=2")
-    assert column(folder, "step") == [1, 2]
-    first, second = column(folder, "time/gpu_hours")
-    assert 1e-6 < first < second
+    train(home, "budget", "gpu_hours=1")
+    assert column(folder, "step") == [1, 2, 3]
+    assert 1e-6 < column(folder, "time/gpu_hours")[0] < column(folder, "time/gpu_hours")[2]
     assert (folder / "evaluation/step-00000001.json").read_bytes() == ended, "nothing earned is lost"
-    assert (folder / "export-step-00000001").is_dir()
+    assert (folder / "export-step-00000001/model.safetensors").is_file()
     assert (folder / "evaluation/after.json").read_bytes() != ended
-    assert (folder / "export").is_dir()
+    weights = [load_file(run / "export/model.safetensors") for run in (folder, trained)]
+    for name, weight in weights[0].items():
+        assert torch.equal(weight, weights[1][name]), name
 
 
 def test_harvest_without_a_trainer(home):
