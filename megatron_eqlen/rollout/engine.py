@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+SEED = "eqlen_seed"
+"""The extra argument of a vLLM request that holds its seed. It is not vLLM's own: of that vLLM makes a
+generator, and sets it back where a prefill takes several steps, which fails if nobody has drawn from it."""
+
+
 class EngineError(RuntimeError):
     """An engine that died, hangs, or broke the protocol; what was harvested before stays recorded."""
 

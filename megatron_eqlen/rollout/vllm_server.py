@@ -2,6 +2,7 @@
 
     step ◄── queue ◄── one stream of server-sent events per request ◄── replica 1, 2, ...
                  ◄── one heartbeat per replica: alive, and with the weights we sent?
+    update_weights ──► one TCP connection per worker of each replica (``weight_feed``)
 
 A replica that refuses, breaks off, falls silent for half of ``rollout.request_timeout``, or answers a
 heartbeat with another weight version is dead: its requests come back as ``lost`` with all their tokens
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import base64
 import json
 import logging
 import os
@@ -24,17 +24,18 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Collection, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-from safetensors.torch import save
 from torch import Tensor
 
 from megatron_eqlen.recipe import Recipe, RolloutRecipe, load
-from megatron_eqlen.rollout.engine import Delta, EngineError, check_request
+from megatron_eqlen.rollout.engine import SEED, Delta, EngineError, check_request
+from megatron_eqlen.rollout.weight_feed import Feed
+from megatron_eqlen.rollout.weight_stream import buckets, encode
 from megatron_eqlen.rollout.weights import WeightTable
 from megatron_eqlen.types import Metrics
 
@@ -46,13 +47,15 @@ PATIENCE = 30.0
 """Seconds a replica may take to answer one: it may be in the middle of a long engine step."""
 TOKENS_PER_EVENT = 8
 """Tokens a server collects before it sends them."""
-CHUNK_BYTES = 64 * 2**20
-"""Weights per request of a sync; a larger tensor goes alone."""
+BUCKET_BYTES = 64 * 2**20
+"""Weights that a sync sends at once; a larger tensor goes alone."""
+PREEMPTIONS = "vllm:num_preemptions_total"
+"""vLLM's counter of requests that were pushed out of the KV cache."""
 UNTOUCHED = "default"
 """vLLM's name for the version of weights that were loaded at start."""
 
-ReplicaError = (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError)
-"""What a dead, dying or silent replica looks like from here."""
+ReplicaError = (aiohttp.ClientError, OSError)
+"""What a dead, dying or silent replica looks like from here (timeouts are OSErrors)."""
 
 
 @dataclass(eq=False)
@@ -60,6 +63,14 @@ class Replica:
     url: str
     alive: bool = False
     requests: set[str] = field(default_factory=set)
+    workers: int = 0
+    """Its tensor-parallel ranks."""
+    preemptions: float = 0.0
+    """vLLM's counter when it was last read."""
+
+
+Calls = dict[Replica, Any]
+"""What is under way with each replica, as concurrent futures."""
 
 
 @dataclass
@@ -89,6 +100,8 @@ class ServerEngine:
     ) -> None:
         self.weights = WeightTable.read(model_path)
         self.rollout = rollout
+        self.silence = rollout.request_timeout / 2
+        """Seconds of silence after which a replica is dead."""
         self.sampling = sampling_params(rollout, eos_token_ids)
         self.max_model_len = max_model_len
         self.policy_version = policy_version
@@ -121,7 +134,7 @@ class ServerEngine:
         body = {
             "request_id": request_id,
             "token_ids": token_ids,
-            "sampling_params": self.sampling | {"max_tokens": max_tokens, "seed": seed},
+            "sampling_params": self.sampling | {"max_tokens": max_tokens, "extra_args": {SEED: seed}},
             "stream": True,
             "stream_options": {"include_usage": True},
         }
@@ -153,17 +166,13 @@ class ServerEngine:
         if self.requests:
             raise EngineError(f"update_weights: {len(self.requests)} requests are unfinished")
         start = time.perf_counter()
-        self._connect(any_weights=True)
-        self.refusal = "the last weight update failed half way; update_weights must succeed first"
-        self._stop_heartbeats()
-        self._everywhere("start_weight_update")
+        checked = self.weights.check(named_tensors)
         try:
-            for chunk in chunks(self.weights.check(named_tensors)):
-                tensors = base64.b64encode(save(chunk)).decode()
-                self._everywhere("update_weights", {"update_info": {"tensors": tensors}})
-        finally:
-            self._everywhere("finish_weight_update", {"weight_version": str(policy_version)})
-        self._everywhere("reset_prefix_cache")
+            self._update_replicas(checked, str(policy_version))
+        except EngineError:
+            for _ in checked:  # exporting them is collective: other ranks take part to the end
+                pass
+            raise
         self.refusal = None
         self.policy_version, self.weight_version = policy_version, str(policy_version)
         self._start_heartbeats()
@@ -190,6 +199,7 @@ class ServerEngine:
         answers = self._everywhere("collective_rpc", {"method": "eqlen_removed_mass"})
         removed, sampled = (sum(answer["results"][0][i] for answer in answers) for i in (0, 1))
         metrics = {
+            "engine/preemptions": sum(self._each("metrics", self._new_preemptions)),
             "engine/removed_probability": removed / max(sampled, 1),
             "engine/live_replicas": float(sum(replica.alive for replica in self.replicas)),
         }
@@ -199,27 +209,69 @@ class ServerEngine:
 
     def _connect(self, any_weights: bool = False) -> None:
         """Set up every replica that answers and has the right weights, or will get them now."""
-        for replica in self.replicas:
+        expected = None if any_weights else self.weight_version
+        calls = {replica: self.io.start(self._set_up(replica, expected)) for replica in self.replicas}
+        for replica, call in calls.items():
             try:
-                version = self.io.run(self._get(replica, "weight_info"))["weight_version"]
-                if not any_weights and version != self.weight_version:
-                    raise ConnectionError(f"expected weights {self.weight_version!r}, found {version!r}")
-                limits = self.io.run(
-                    self._post(
-                        replica,
-                        "collective_rpc",
-                        {"method": "eqlen_setup", "args": [self.rollout.logprobs_mode]},
-                    )
-                )["results"][0]
+                workers = call.result()
             except ReplicaError as error:
                 replica.alive = False
-                logger.warning("%s: left out: %s", replica.url, error or type(error).__name__)
+                logger.warning("%s: left out: %s", replica.url, words(error))
                 continue
-            self._check_limits(replica, limits)
+            self._check_limits(replica, workers[0])
+            replica.workers = len(workers)
             replica.alive = True
         self._check_any_alive()
         if not any_weights:
             self._start_heartbeats()
+
+    async def _set_up(self, replica: Replica, expected: str | None) -> list[dict[str, int]]:
+        """What each worker of a replica with the ``expected`` weights (None: any) says of its limits."""
+        async with asyncio.timeout(PATIENCE):
+            version = await self._weight_version(replica)
+            if expected not in (None, version):
+                raise ConnectionError(f"expected weights {expected!r}, found {version!r}")
+            if not replica.alive:
+                replica.preemptions = await self._preemptions(replica)
+            setup = {"method": "eqlen_setup", "args": [self.rollout.logprobs_mode]}
+            return (await self._post(replica, "collective_rpc", setup))["results"]
+
+    def _update_replicas(self, named_tensors: Iterable[tuple[str, Tensor]], weight_version: str) -> None:
+        """Bring all replicas that answer to these weights. Raises EngineError when none is left, and
+        whatever the stream raises."""
+        self._connect(any_weights=True)
+        self.refusal = "the last weight update failed half way; update_weights must succeed first"
+        self._stop_heartbeats()
+        self._everywhere("start_weight_update")
+        try:
+            self._stream_weights(named_tensors)
+        finally:
+            self._everywhere("finish_weight_update", {"weight_version": weight_version})
+        self._everywhere("reset_prefix_cache")
+
+    def _stream_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Send weights to the workers of all live replicas at once; fetch some while others are sent."""
+        feeds = {replica: self._feed(replica) for replica in self.replicas if replica.alive}
+        sending: Calls = {}
+        try:
+            self._each("waiting for its workers", lambda replica: feeds[replica].open())
+            try:
+                for bucket in buckets(named_tensors, BUCKET_BYTES):
+                    self._settle("sending weights", sending)
+                    frame = encode(bucket)
+                    sending = self._start(lambda replica, frame=frame: feeds[replica].send(frame))
+            finally:  # workers of a stream that failed its check must not wait for more
+                self._settle("sending weights", sending)
+                self._each("update_weights", lambda replica: feeds[replica].finish())
+        finally:
+            for feed in feeds.values():
+                self.io.run(feed.close())
+
+    def _feed(self, replica: Replica) -> Feed:
+        def post(invitation: dict[str, Any]) -> Coroutine:
+            return self._post(replica, "update_weights", {"update_info": invitation})
+
+        return Feed(replica.url, replica.workers, self.rollout.request_timeout, post)
 
     def _check_limits(self, replica: Replica, limits: dict[str, int]) -> None:
         self.vocab_size = limits["vocab_size"]
@@ -274,16 +326,31 @@ class ServerEngine:
         return task
 
     def _everywhere(self, path: str, body: dict[str, Any] | None = None) -> list[Any]:
-        """The same call to every live replica at once; one that fails is buried. Raises EngineError
-        when none is left."""
-        alive = [replica for replica in self.replicas if replica.alive]
-        calls = [self.io.start(self._post(replica, path, body)) for replica in alive]
+        """The same POST to every live replica at once."""
+        return self._each(path, lambda replica: self._post(replica, path, body))
+
+    def _each(self, what: str, call: Callable[[Replica], Coroutine]) -> list[Any]:
+        return self._settle(what, self._start(call))
+
+    def _start(self, call: Callable[[Replica], Coroutine]) -> Calls:
+        """``call`` for every live replica at once; each fails after ``silence`` seconds."""
+
+        async def limited(replica: Replica) -> Any:
+            try:
+                return await asyncio.wait_for(call(replica), self.silence)
+            except TimeoutError:
+                raise ConnectionError(f"silent for {self.silence:g} s") from None
+
+        return {replica: self.io.start(limited(replica)) for replica in self.replicas if replica.alive}
+
+    def _settle(self, what: str, calls: Calls) -> list[Any]:
+        """The answers; a replica that failed to give one is buried. Raises EngineError when none is left."""
         answers = []
-        for replica, call in zip(alive, calls, strict=True):
+        for replica, call in calls.items():
             try:
                 answers.append(call.result())
             except ReplicaError as error:
-                self._bury(replica, f"{path}: {error or type(error).__name__}")
+                self._bury(replica, f"{what}: {words(error)}")
         self._check_any_alive()
         return answers
 
@@ -304,17 +371,15 @@ class ServerEngine:
         try:
             while True:
                 await asyncio.sleep(HEARTBEAT)
-                answer = await asyncio.wait_for(self._get(replica, "weight_info"), PATIENCE)
-                if answer["weight_version"] != expected:
-                    raise ConnectionError(
-                        f"expected weights {expected!r}, found {answer['weight_version']!r}"
-                    )
+                version = await asyncio.wait_for(self._weight_version(replica), PATIENCE)
+                if version != expected:
+                    raise ConnectionError(f"expected weights {expected!r}, found {version!r}")
         except ReplicaError as error:
-            self.arrivals.put(Failure(replica, f"heartbeat: {error or type(error).__name__}"))
+            self.arrivals.put(Failure(replica, f"heartbeat: {words(error)}"))
 
     async def _stream(self, replica: Replica, request_id: str, body: dict[str, Any]) -> None:
         """Put a request's deltas in the queue as they arrive, or a failure."""
-        timeout = aiohttp.ClientTimeout(total=None, sock_read=self.rollout.request_timeout / 2)
+        timeout = aiohttp.ClientTimeout(total=None, sock_read=self.silence)
         last: Delta | None = None
         try:
             async with self.io.session.post(
@@ -339,12 +404,23 @@ class ServerEngine:
                 raise ConnectionError(f"request {request_id}: the stream broke off")
             self.arrivals.put(last)
         except ReplicaError as error:
-            self.arrivals.put(Failure(replica, str(error) or type(error).__name__))
+            self.arrivals.put(Failure(replica, words(error)))
 
-    async def _get(self, replica: Replica, path: str) -> Any:
+    async def _new_preemptions(self, replica: Replica) -> float:
+        """Preemptions since the last call. A counter that fell is that of a server that was restarted."""
+        before, replica.preemptions = replica.preemptions, await self._preemptions(replica)
+        return replica.preemptions - (before if before <= replica.preemptions else 0)
+
+    async def _preemptions(self, replica: Replica) -> float:
+        return read_counter(await self._get(replica, "metrics"), PREEMPTIONS)
+
+    async def _weight_version(self, replica: Replica) -> str:
+        return json.loads(await self._get(replica, "weight_info"))["weight_version"]
+
+    async def _get(self, replica: Replica, path: str) -> str:
         async with self.io.session.get(f"{replica.url}/{path}") as response:
             await _check_status(response)
-            return await response.json()
+            return await response.text()
 
     async def _post(self, replica: Replica, path: str, body: dict[str, Any] | None = None) -> Any:
         async with self.io.session.post(f"{replica.url}/{path}", json=body) as response:
@@ -385,6 +461,10 @@ class Background:
         )
 
 
+def words(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
 async def _check_status(response: aiohttp.ClientResponse) -> None:
     """ConnectionError with the server's words for anything but success."""
     if response.status != 200:
@@ -410,18 +490,12 @@ def _cached_tokens(event: dict[str, Any]) -> int | None:
     return details["cached_tokens"] if details else None
 
 
-def chunks(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterable[dict[str, Tensor]]:
-    """Group a stream of weights into parts of about ``CHUNK_BYTES``."""
-    part: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in named_tensors:
-        part[name] = tensor.detach().cpu().contiguous()
-        size += tensor.numel() * tensor.element_size()
-        if size >= CHUNK_BYTES:
-            yield part
-            part, size = {}, 0
-    if part:
-        yield part
+def read_counter(text: str, name: str) -> float:
+    """The sum of a counter's lines in Prometheus' text format. Raises EngineError if there are none."""
+    lines = [line for line in text.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
+    if not lines:
+        raise EngineError(f"/metrics: expected {name}, found none: was --disable-log-stats given?")
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
 def sampling_params(rollout: RolloutRecipe, eos_token_ids: Iterable[int]) -> dict[str, Any]:
@@ -450,9 +524,9 @@ def server_command(recipe: Recipe, port: int, host: str = "0.0.0.0") -> tuple[li
     arguments += ["--max-num-batched-tokens", str(rollout.max_num_batched_tokens)]
     arguments += ["--tensor-parallel-size", str(rollout.tensor_parallel), "--generation-config", "vllm"]
     arguments += ["--skip-tokenizer-init", "--return-tokens-as-token-ids", "--enable-scale-out"]
-    arguments += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log", "--disable-log-stats"]
+    arguments += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
     arguments += ["--worker-extension-cls", "megatron_eqlen.rollout.vllm_worker.WorkerExtension"]
-    arguments += ["--weight-transfer-config", json.dumps({"backend": "eqlen_http"})]
+    arguments += ["--weight-transfer-config", json.dumps({"backend": "eqlen_tcp"})]
     kv_gib = rollout.kv_cache_gib
     if current_platform.is_cpu():
         arguments.append("--enforce-eager")

@@ -1,4 +1,4 @@
-"""What this package adds to a vLLM server: its sampler, and weights that arrive over HTTP.
+"""What this package adds to a vLLM server: its sampler, and weights that arrive over TCP.
 
 Loaded inside the server's workers by ``--worker-extension-cls`` (see ``vllm_server.server_command``);
 importing it registers the weight-transfer backend named ``BACKEND``.
@@ -6,11 +6,10 @@ importing it registers the weight-transfer backend named ``BACKEND``.
 
 from __future__ import annotations
 
-import base64
-from dataclasses import dataclass
+import logging
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from safetensors.torch import load
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -19,36 +18,56 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from megatron_eqlen.rollout import weight_stream
 from megatron_eqlen.rollout.vllm_compat import PathSampler, repack
 
-BACKEND = "eqlen_http"
+logger = logging.getLogger(__name__)
+
+BACKEND = "eqlen_tcp"
 
 
 @dataclass
 class Nothing(WeightTransferInitInfo):
-    """No rendezvous: the bytes come with each request."""
+    """No rendezvous: every sync has its own."""
 
 
 @dataclass
-class Chunk(WeightTransferUpdateInfo):
-    tensors: str = ""
-    """Some of the model's weights by Hugging Face name: a safetensors file, base64."""
+class Invitation(WeightTransferUpdateInfo):
+    """Where the weights are, see ``weight_feed``."""
+
+    host: str
+    port: int
+    nonce: str
+    """Hexadecimal."""
+    timeout: float
+    """Seconds that the trainer may be silent."""
 
 
-class HttpWeightTransfer(WeightTransferEngine[Nothing, Chunk]):
-    """vLLM's layerwise reload, fed chunk by chunk."""
+class TcpWeightTransfer(WeightTransferEngine[Nothing, Invitation]):
+    """vLLM's layerwise reload, fed frame by frame."""
 
     init_info_cls = Nothing
-    update_info_cls = Chunk
+    update_info_cls = Invitation
 
     def init_transfer_engine(self, init_info: Nothing) -> None:
         pass
 
     def start_weight_update(self) -> None:
+        # A sync that broke off has left layers waiting for the rest of their weights, and vLLM would add
+        # the new ones to those; after any other this does nothing.
+        finalize_layerwise_reload(self.model, self.model_config)
         initialize_layerwise_reload(self.model)
 
-    def receive_weights(self, update_info: Chunk) -> None:
-        self.model.load_weights(load(base64.b64decode(update_info.tensors)).items())
+    def receive_weights(self, update_info: Invitation) -> None:
+        """Load what comes. A connection that breaks is only logged: the trainer misses our ``done`` or is
+        dead, while vLLM, after one rank's error, would take the other ranks' answers to this call for those
+        to its next, and so fail the next trainer's."""
+        with weight_stream.connect(**asdict(update_info), rank=self.parallel_config.rank) as connection:
+            try:
+                for named_tensors in weight_stream.receive(connection):
+                    self.model.load_weights(named_tensors)
+            except OSError as error:
+                logger.warning("weight update broke off: %s", error)
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -59,7 +78,7 @@ class HttpWeightTransfer(WeightTransferEngine[Nothing, Chunk]):
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(BACKEND, HttpWeightTransfer)
+    WeightTransferEngineFactory.register_engine(BACKEND, TcpWeightTransfer)
 
 
 class WorkerExtension:
@@ -70,6 +89,7 @@ class WorkerExtension:
 
     def eqlen_setup(self, logprobs_mode: str) -> dict[str, int]:
         """Sample as ``PathSampler`` does; returns the engine's limits."""
+        self._weight_update_active = False  # a trainer that was killed may have left one open
         if not isinstance(self.model_runner.sampler, PathSampler):
             self.model_runner.sampler = PathSampler(self.model_runner, logprobs_mode == "processed")
         return {

@@ -1,0 +1,138 @@
+"""The trainer's end of a weight sync, for one replica (``weight_stream`` is what goes over the wire).
+
+    open    HTTP POST ──► server            where to connect, and with which nonce
+                          workers ──► hello
+    send    frame ──► workers               as often as there are weights
+    finish  last frame ──► workers
+                          workers ──► done; server ──► answer to the POST
+
+The nonce tells workers from strangers, who are not heard.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from collections.abc import Callable, Coroutine
+from contextlib import ExitStack, suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+from megatron_eqlen.rollout.weight_stream import DONE, HELLO, NONCE_BYTES, Frame, encode
+
+LAST_WORDS = 1.0
+"""Seconds that a server has to say over HTTP why its worker hung up."""
+
+
+class Feed:
+    """Connections to the ``workers`` of the server at ``url``, which hold out ``timeout`` seconds of silence.
+
+    ``post`` gives a server an invitation for its workers, and returns when they have loaded everything.
+    Used inside one event loop. Every step raises OSError where a connection breaks, or what ``post``
+    raised where the server says more; ``close`` must follow in any case.
+    """
+
+    def __init__(
+        self, url: str, workers: int, timeout: float, post: Callable[[dict[str, Any]], Coroutine]
+    ) -> None:
+        self.url = url
+        self.post = post
+        self.workers = workers
+        self.timeout = timeout
+        self.nonce = secrets.token_bytes(NONCE_BYTES)
+        self.sockets: dict[int, socket.socket] = {}
+        """By rank."""
+        self.met = asyncio.Event()
+        self.answer: asyncio.Task[Any] | None = None
+
+    async def open(self) -> None:
+        """Invite the workers, and wait until all have come."""
+        with await listen_towards(self.url) as listener:
+            host, port = listener.getsockname()[:2]
+            invitation = {"host": host, "port": port, "nonce": self.nonce.hex(), "timeout": self.timeout}
+            self.answer = asyncio.create_task(self.post(invitation))
+            self.answer.add_done_callback(lambda _: self.met.set())
+            reception = asyncio.create_task(self._receive(listener))
+            try:
+                await self.met.wait()
+            finally:
+                reception.cancel()
+                await asyncio.wait({reception})
+        if len(self.sockets) < self.workers:
+            await self.answer  # says why
+            raise ConnectionError(f"expected {self.workers} workers to connect, found {len(self.sockets)}")
+
+    async def send(self, frame: Frame) -> None:
+        await self._with_all(lambda sock: _send(sock, frame))
+
+    async def finish(self) -> None:
+        """Wait until everything that was sent is loaded."""
+        await self.send(encode([]))
+        await self._with_all(lambda sock: _read(sock, len(DONE)))
+        await self.answer
+
+    async def close(self) -> None:
+        """Workers that still wait for weights fail."""
+        for sock in self.sockets.values():
+            sock.close()
+        if self.answer is not None:
+            self.answer.cancel()
+            await asyncio.gather(self.answer, return_exceptions=True)
+
+    async def _with_all(self, work: Callable[[socket.socket], Coroutine]) -> None:
+        """Do ``work`` with all workers at once. Where one fails, its server may know why."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for sock in self.sockets.values():
+                    group.create_task(work(sock))
+        except ExceptionGroup as failures:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.answer, LAST_WORDS)
+            raise failures.exceptions[0] from None
+
+    async def _receive(self, listener: socket.socket) -> None:
+        """Greet all who come, each on its own: a stranger may say nothing for ever."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                sock, _ = await asyncio.get_running_loop().sock_accept(listener)
+                group.create_task(self._greet(sock))
+
+    async def _greet(self, sock: socket.socket) -> None:
+        """Keep the connection of a worker, close a stranger's."""
+        with suppress(OSError), ExitStack() as stranger:
+            stranger.enter_context(sock)
+            nonce, rank = HELLO.unpack(await _read(sock, HELLO.size))
+            if secrets.compare_digest(nonce, self.nonce):
+                stranger.pop_all()
+                self.sockets[rank] = sock
+                if len(self.sockets) == self.workers:
+                    self.met.set()
+
+
+async def listen_towards(url: str) -> socket.socket:
+    """A listening socket at the address by which this machine reaches ``url``, on a free port."""
+    server = urlsplit(url)
+    default_port = 443 if server.scheme == "https" else 80
+    _, writer = await asyncio.open_connection(server.hostname, server.port or default_port)
+    family = writer.get_extra_info("socket").family
+    host = writer.get_extra_info("sockname")[0]
+    writer.close()
+    listener = socket.create_server((host, 0), family=family)
+    listener.setblocking(False)
+    return listener
+
+
+async def _send(sock: socket.socket, frame: Frame) -> None:
+    for part in frame:
+        await asyncio.get_running_loop().sock_sendall(sock, part)
+
+
+async def _read(sock: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        part = await asyncio.get_running_loop().sock_recv(sock, count - len(data))
+        if not part:
+            raise ConnectionError("the worker hung up")
+        data += part
+    return data
