@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from vllm import SamplingParams
 
-from megatron_eqlen.rollout.engine import EngineError
+from megatron_eqlen.rollout.engine import SEED, EngineError
 from megatron_eqlen.rollout.track import track_seed
 from megatron_eqlen.rollout.vllm_compat import PathSampler, uniform
 from tests.rollout_kit import EOS, folder, generate, open_engine, reference_logits, requests
@@ -95,14 +96,17 @@ def test_the_sampling_mask_is_the_kept_set():
 
 def test_of_equal_logits_at_the_border_the_mask_holds_top_k_and_no_more():
     """vLLM's top-k keeps all of them; what is recorded must be what was drawn from."""
+    requests = {
+        str(row): SimpleNamespace(sampling_params=SamplingParams(extra_args={SEED: row})) for row in range(64)
+    }
     runner = SimpleNamespace(
         device="cpu",
-        input_batch=SimpleNamespace(num_tokens_no_spec=np.arange(64)),
+        requests=requests,
+        input_batch=SimpleNamespace(req_ids=list(requests), num_tokens_no_spec=np.arange(64)),
         discard_request_mask=SimpleNamespace(np=np.zeros(64, bool)),
     )
-    generators = {row: torch.Generator().manual_seed(row) for row in range(64)}
     metadata = SimpleNamespace(
-        generators=generators, temperature=torch.ones(64), top_p=None, top_k=torch.full((64,), 3),
+        temperature=torch.ones(64), top_p=None, top_k=torch.full((64,), 3),
         logitsprocs=SimpleNamespace(argmax_invariant=[]),
     )  # fmt: skip
     logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 1.0, 0.0]]).repeat(64, 1)
@@ -147,6 +151,20 @@ def test_a_path_depends_on_its_seed_alone(engine):
     assert alone[0][:cut] + rest[0] == alone[0]
     other = generate(engine, {"r7": (context, length, seed + 1)})["r7"]
     assert other[0] != alone[0]
+
+
+def test_a_prefill_in_several_steps_changes_nothing(engine):
+    """Prompts of 144 tokens through steps of 64, among requests that decode already."""
+    small = open_engine(folder("qwen3"), temperature=1.0, max_num_batched_tokens=64)
+    engine.metrics()  # only what follows
+    asked = {name: (context * 3, 40, seed) for name, (context, _, seed) in requests(8).items()}
+    assert {k: v[0] for k, v in generate(small, asked).items()} == {
+        k: v[0] for k, v in generate(engine, asked).items()
+    }
+    assert small.metrics()["engine/removed_probability"] == pytest.approx(
+        engine.metrics()["engine/removed_probability"], rel=1e-4
+    )
+    small.close()
 
 
 def test_kv_exhaustion_preempts_and_changes_nothing(engine):

@@ -42,7 +42,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
 from megatron_eqlen.recipe import RolloutRecipe
-from megatron_eqlen.rollout.engine import Delta, EngineError
+from megatron_eqlen.rollout.engine import SEED, Delta, EngineError
 from megatron_eqlen.types import SamplingMask
 
 logger = logging.getLogger(__name__)
@@ -189,7 +189,6 @@ def sampling_params(rollout: RolloutRecipe, eos_token_ids: Iterable[int]) -> Sam
         logprobs=0,
         detokenize=False,
         max_tokens=1,
-        seed=0,
     )
 
 
@@ -205,7 +204,7 @@ def submit(
     ids and the length."""
     params = params.clone()
     params.max_tokens = max_tokens
-    params.seed = seed
+    params.extra_args = {SEED: seed}
     asked = EngineCoreRequest(
         request_id=request_id,
         prompt_token_ids=token_ids,
@@ -337,8 +336,8 @@ class _Rows:
     """What the sampler keeps while the batch's requests stay the same."""
 
     metadata: SamplingMetadata
-    seeds: np.ndarray
-    """[rows] uint64"""
+    seeds: np.ndarray | None
+    """[rows] uint64; None where a row has no seed."""
 
 
 class PathSampler(Sampler):
@@ -369,7 +368,8 @@ class PathSampler(Sampler):
         self, logits: Tensor, sampling_metadata: SamplingMetadata, *args: Any, **kwargs: Any
     ) -> SamplerOutput:
         """``logits`` [rows, vocabulary], any float dtype."""
-        if len(sampling_metadata.generators) < len(logits):  # vLLM's own dummy run
+        draw = self._uniform(sampling_metadata, len(logits))
+        if draw is None:  # vLLM's own dummy run, or a request of somebody else's to a server
             return super().forward(logits, sampling_metadata, *args, **kwargs)
         logits = logits.float() / sampling_metadata.temperature.unsqueeze(1)
         logprobs = logits.log_softmax(-1)
@@ -382,8 +382,8 @@ class PathSampler(Sampler):
             kept = torch.zeros_like(kept).scatter(1, ids, masses)
         cumulative = kept.cumsum(-1, dtype=torch.float64)
         mass = cumulative[:, -1:]
-        draw = torch.from_numpy(self._uniform(sampling_metadata)).to(logits.device, non_blocking=True)
-        tokens = torch.searchsorted(cumulative, draw.unsqueeze(1) * mass, right=True)
+        draws = torch.from_numpy(draw).to(logits.device, non_blocking=True)
+        tokens = torch.searchsorted(cumulative, draws.unsqueeze(1) * mass, right=True)
         logprobs = logprobs.gather(1, tokens)
         if self.processed:
             logprobs = logprobs - mass.log().float()
@@ -402,14 +402,20 @@ class PathSampler(Sampler):
         self.sampled = 0
         return total
 
-    def _uniform(self, metadata: SamplingMetadata) -> np.ndarray:
-        """[rows] float64 in [0, 1): a hash of each row's seed and path length."""
+    def _uniform(self, metadata: SamplingMetadata, rows: int) -> np.ndarray | None:
+        """[rows] float64 in [0, 1): a hash of each row's seed and path length; None where one has no seed."""
         if self.rows is None or self.rows.metadata is not metadata:
-            generators = metadata.generators
-            seeds = [generators[row].initial_seed() for row in range(len(generators))]
-            self.rows = _Rows(metadata, np.array(seeds, dtype=np.uint64))
-        lengths = self.runner.input_batch.num_tokens_no_spec[: len(self.rows.seeds)]
+            self.rows = _Rows(metadata, self._seeds(rows))
+        if self.rows.seeds is None:
+            return None
+        lengths = self.runner.input_batch.num_tokens_no_spec[:rows]
         return uniform(self.rows.seeds, lengths.astype(np.uint64))
+
+    def _seeds(self, rows: int) -> np.ndarray | None:
+        """[rows] uint64"""
+        requests = [self.runner.requests[request_id] for request_id in self.runner.input_batch.req_ids]
+        seeds = [(request.sampling_params.extra_args or {}).get(SEED) for request in requests]
+        return np.array(seeds, dtype=np.uint64) if len(seeds) == rows and None not in seeds else None
 
     def _count_removed(self, mass: Tensor) -> None:
         """``mass`` [rows] float64. Rows in the middle of their prefill are sampled for nothing."""
