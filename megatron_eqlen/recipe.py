@@ -126,6 +126,11 @@ class RolloutRecipe(Section):
     """Largest mean absolute difference between the trainer's and the engine's log-probs right after a
     weight sync; more stops the run. Float32 on CPU stays below 1e-4."""
 
+    @property
+    def mask_width(self) -> int:
+        """Most tokens that the sampling mask of a token can hold; 0: none is recorded."""
+        return self.top_k if self.keep_sampling_mask else 0
+
 
 class RewardRecipe(Section):
     math_rule: Literal["exact", "math_verify", "either"] = "either"

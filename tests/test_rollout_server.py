@@ -104,7 +104,21 @@ def assert_same(found: list[Rollout], expected: list[Rollout]) -> None:
     for one, other in zip(found, expected, strict=True):
         for a, b in zip(one.segments(), other.segments(), strict=True):
             assert (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason)
+            assert a.sampling_mask == b.sampling_mask
             assert np.abs(np.array(a.logprobs) - np.array(b.logprobs)).max() < 2e-5
+
+
+def test_sampling_masks_come_from_servers_that_were_started_without(servers):
+    sampling = {"keep_sampling_mask": True, "logprobs_mode": "processed", "top_k": 12, "top_p": 0.8}
+    recipe = make_recipe(list(servers), **sampling)
+    local = ColocatedEngine(recipe.model.path, recipe.rollout, "float32", EOS, 200)
+    remote = open_engine(recipe)
+    expected, _ = harvest(local, PROMPTS[:2], recipe, EOS, seed=1)
+    found, metrics = harvest(remote, PROMPTS[:2], recipe, EOS, seed=1)
+    assert_same(found, expected)
+    assert 1 < metrics["harvest/kept_per_token"] <= 12
+    remote.close()
+    local.close()
 
 
 def begin_a_sync_and_die(engine: ServerEngine) -> None:

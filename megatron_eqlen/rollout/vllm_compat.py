@@ -143,7 +143,7 @@ def build(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: in
         )
         llm.llm_engine.engine_core._finalizer.detach()  # ``close`` does it
         runner = _worker_runner(llm)
-        runner.sampler = PathSampler(runner, rollout.logprobs_mode == "processed", mask_width(rollout))
+        runner.sampler = PathSampler(runner, rollout.logprobs_mode == "processed", rollout.mask_width)
     _live_engines += 1
     return llm
 
@@ -190,11 +190,6 @@ def sampling_params(rollout: RolloutRecipe, eos_token_ids: Iterable[int]) -> Sam
         detokenize=False,
         max_tokens=1,
     )
-
-
-def mask_width(rollout: RolloutRecipe) -> int:
-    """Most tokens that a sampling mask can hold; 0: none is recorded."""
-    return rollout.top_k if rollout.keep_sampling_mask else 0
 
 
 def submit(

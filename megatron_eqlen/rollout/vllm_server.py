@@ -233,7 +233,10 @@ class ServerEngine:
                 raise ConnectionError(f"expected weights {expected!r}, found {version!r}")
             if not replica.alive:
                 replica.preemptions = await self._preemptions(replica)
-            setup = {"method": "eqlen_setup", "args": [self.rollout.logprobs_mode]}
+            setup = {
+                "method": "eqlen_setup",
+                "args": [self.rollout.logprobs_mode, self.rollout.mask_width],
+            }
             return (await self._post(replica, "collective_rpc", setup))["results"]
 
     def _update_replicas(self, named_tensors: Iterable[tuple[str, Tensor]], weight_version: str) -> None:
@@ -395,7 +398,7 @@ class ServerEngine:
                     if last is not None:
                         last.num_cached_tokens = _cached_tokens(event)
                     elif event["choices"]:
-                        delta = read_event(request_id, event)
+                        delta = read_event(request_id, event, self.rollout.keep_sampling_mask)
                         if delta.finish_reason is None:
                             self.arrivals.put(delta)
                         else:  # the usage comes after the end
@@ -472,17 +475,23 @@ async def _check_status(response: aiohttp.ClientResponse) -> None:
         raise ConnectionError(f"HTTP {response.status} from {response.url.path}: {text}")
 
 
-def read_event(request_id: str, event: dict[str, Any]) -> Delta:
-    """One server-sent event of ``/inference/v1/generate`` as a delta."""
+def read_event(request_id: str, event: dict[str, Any], masked: bool = False) -> Delta:
+    """One server-sent event of ``/inference/v1/generate`` as a delta, with sampling masks if ``masked``."""
     choice = event["choices"][0]
     reason = choice["finish_reason"]
-    logprobs = [token["logprob"] for token in (choice["logprobs"] or {"content": []})["content"]]
+    chosen = (choice["logprobs"] or {"content": []})["content"]
     return Delta(
         request_id,
         choice["token_ids"] or [],
-        logprobs,
+        [token["logprob"] for token in chosen],
         reason if reason in ("stop", "length", None) else "lost",
+        [_kept(token["top_logprobs"]) for token in chosen] if masked else None,
     )
+
+
+def _kept(top_logprobs: list[dict[str, Any]]) -> tuple[int, ...]:
+    """``PathSampler`` puts the sampling mask where vLLM has the most likely tokens."""
+    return tuple(sorted(int(token["token"].removeprefix("token_id:")) for token in top_logprobs))
 
 
 def _cached_tokens(event: dict[str, Any]) -> int | None:
@@ -506,7 +515,7 @@ def sampling_params(rollout: RolloutRecipe, eos_token_ids: Iterable[int]) -> dic
         "top_k": max(rollout.top_k, 0),
         "min_p": rollout.min_p,
         "stop_token_ids": sorted(eos_token_ids),
-        "logprobs": 0,
+        "logprobs": rollout.mask_width,
         "detokenize": False,
         "stream_interval": TOKENS_PER_EVENT,
     }
@@ -525,6 +534,7 @@ def server_command(recipe: Recipe, port: int, host: str = "0.0.0.0") -> tuple[li
     arguments += ["--tensor-parallel-size", str(rollout.tensor_parallel), "--generation-config", "vllm"]
     arguments += ["--skip-tokenizer-init", "--return-tokens-as-token-ids", "--enable-scale-out"]
     arguments += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
+    arguments += ["--max-logprobs", str(max(rollout.top_k, 20))]  # sampling masks come as these
     arguments += ["--worker-extension-cls", "megatron_eqlen.rollout.vllm_worker.WorkerExtension"]
     arguments += ["--weight-transfer-config", json.dumps({"backend": "eqlen_tcp"})]
     kv_gib = rollout.kv_cache_gib

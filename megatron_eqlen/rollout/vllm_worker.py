@@ -87,11 +87,10 @@ class WorkerExtension:
     model_runner: Any
     model_config: Any
 
-    def eqlen_setup(self, logprobs_mode: str) -> dict[str, int]:
+    def eqlen_setup(self, logprobs_mode: str, mask_width: int) -> dict[str, int]:
         """Sample as ``PathSampler`` does; returns the engine's limits."""
         self._weight_update_active = False  # a trainer that was killed may have left one open
-        if not isinstance(self.model_runner.sampler, PathSampler):
-            self.model_runner.sampler = PathSampler(self.model_runner, logprobs_mode == "processed")
+        self.model_runner.sampler = PathSampler(self.model_runner, logprobs_mode == "processed", mask_width)
         return {
             "vocab_size": self.model_config.get_vocab_size(),
             "max_model_len": self.model_config.max_model_len,
