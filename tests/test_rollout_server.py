@@ -6,13 +6,9 @@ import asyncio
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import threading
-import time
-import urllib.error
-import urllib.request
 
 import numpy as np
 import pytest
@@ -28,7 +24,7 @@ from megatron_eqlen.rollout.vllm_colocated import ColocatedEngine
 from megatron_eqlen.rollout.vllm_server import ServerEngine, server_command
 from megatron_eqlen.rollout.weight_stream import HELLO, connect, encode, read_frame, receive
 from megatron_eqlen.types import Prompt, Rollout
-from tests.rollout_kit import folder
+from tests.rollout_kit import folder, stop, wait_until_up
 
 EOS = range(1, 7)
 NORM = "model.norm.weight"
@@ -77,23 +73,6 @@ def servers():
     yield started
     for process in started.values():
         stop(process)
-
-
-def wait_until_up(url: str, process: subprocess.Popen) -> None:
-    while True:
-        assert process.poll() is None, f"the server of {url} stopped"
-        try:
-            urllib.request.urlopen(f"{url}/health", timeout=5)
-            return
-        except (urllib.error.URLError, TimeoutError, ConnectionError):
-            time.sleep(0.5)
-
-
-def stop(process: subprocess.Popen) -> None:
-    """Kill a server with the processes it started (they are a session of their own)."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def assert_same(found: list[Rollout], expected: list[Rollout]) -> None:

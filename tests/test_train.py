@@ -6,6 +6,7 @@ Real vLLM, real Megatron, real checkpoints; the reward is a rubric, so that a ra
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megatron_eqlen.rollout.recorder import read_dump
+from tests.rollout_kit import stop, wait_until_up
 
 ROOT = Path(__file__).parent.parent
 STEPS = 3
@@ -168,6 +170,30 @@ def start_and_kill(home: Path, folder: Path, after_steps: int) -> None:
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.wait()
+
+
+def test_with_a_server_two_ranks_train_like_one_with_the_engine_inside(home, trained):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    server = subprocess.Popen(
+        [sys.executable, "-m", "megatron_eqlen.rollout.vllm_server", home / "recipe.yaml", "--port", port],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_until_up(f"http://127.0.0.1:{port}", server)
+        engine = ["rollout.engine=server", f"rollout.servers=[http://127.0.0.1:{port}]"]
+        folder = train(home, "server", *engine, "cluster.processes_per_node=2")
+    finally:
+        stop(server)
+    assert column(folder, "loss/total") == pytest.approx(column(trained, "loss/total"), rel=1e-4, abs=1e-6)
+    assert max(column(folder, "loss/mismatch_max")) < 1e-4
+    assert column(folder, "engine/live_replicas") == [1, 1, 1]
+    assert column(folder, "harvest/policy_version") == [0, 1, 2]
 
 
 def test_the_baseline_runs_with_the_same_command(home):
