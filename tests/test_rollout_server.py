@@ -433,7 +433,7 @@ def test_a_wrong_weight_leaves_the_servers_refusing_until_a_good_sync(open_fakes
 @pytest.mark.parametrize(
     ("behaviour", "reason"),
     [
-        ("die", "sending weights: .*(reset|pipe|disconnected)"),
+        ("die", "(sending weights|update_weights): .*(reset|pipe|disconnected|hung up)"),
         ("stall", r"(sending weights|update_weights): silent for 2 s"),
         ("deny", "waiting for its workers: HTTP 500 from /update_weights: no such layer"),
     ],

@@ -67,6 +67,14 @@ class Replica:
     """Its tensor-parallel ranks."""
     preemptions: float = 0.0
     """vLLM's counter when it was last read."""
+    absence: str = ""
+    """Why it is left out."""
+
+    def leave_out(self, why: str) -> None:
+        """Say so, but not again at every sync."""
+        if why != self.absence:
+            logger.warning("%s: left out: %s", self.url, why)
+        self.absence = why
 
 
 Calls = dict[Replica, Any]
@@ -216,11 +224,11 @@ class ServerEngine:
                 workers = call.result()
             except ReplicaError as error:
                 replica.alive = False
-                logger.warning("%s: left out: %s", replica.url, words(error))
+                replica.leave_out(words(error))
                 continue
             self._check_limits(replica, workers[0])
             replica.workers = len(workers)
-            replica.alive = True
+            replica.alive, replica.absence = True, ""
         self._check_any_alive()
         if not any_weights:
             self._start_heartbeats()
@@ -340,7 +348,8 @@ class ServerEngine:
 
         async def limited(replica: Replica) -> Any:
             try:
-                return await asyncio.wait_for(call(replica), self.silence)
+                async with asyncio.timeout(self.silence):
+                    return await call(replica)
             except TimeoutError:
                 raise ConnectionError(f"silent for {self.silence:g} s") from None
 
@@ -374,7 +383,8 @@ class ServerEngine:
         try:
             while True:
                 await asyncio.sleep(HEARTBEAT)
-                version = await asyncio.wait_for(self._weight_version(replica), PATIENCE)
+                async with asyncio.timeout(PATIENCE):  # wait_for may swallow a cancellation (Python 3.11)
+                    version = await self._weight_version(replica)
                 if version != expected:
                     raise ConnectionError(f"expected weights {expected!r}, found {version!r}")
         except ReplicaError as error:
