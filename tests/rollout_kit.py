@@ -7,9 +7,6 @@ import os
 import signal
 import subprocess
 import tempfile
-import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import torch
@@ -81,16 +78,6 @@ def reference_logits(path: Path, context: list[int], tokens: list[int], dtype=to
     with torch.no_grad():
         logits = model(torch.tensor([context + tokens])).logits[0, len(context) - 1 : -1]
     return logits.float()
-
-
-def wait_until_up(url: str, process: subprocess.Popen) -> None:
-    while True:
-        assert process.poll() is None, f"the server of {url} stopped"
-        try:
-            urllib.request.urlopen(f"{url}/health", timeout=5)
-            return
-        except (urllib.error.URLError, TimeoutError, ConnectionError):
-            time.sleep(0.5)
 
 
 def stop(process: subprocess.Popen) -> None:

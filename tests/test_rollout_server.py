@@ -16,6 +16,7 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file
 
+from megatron_eqlen.bench.sync import free_ports, wait_until_up
 from megatron_eqlen.recipe import Recipe, parse
 from megatron_eqlen.rollout import vllm_server
 from megatron_eqlen.rollout.engine import EngineError
@@ -24,17 +25,11 @@ from megatron_eqlen.rollout.vllm_colocated import ColocatedEngine
 from megatron_eqlen.rollout.vllm_server import ServerEngine, server_command
 from megatron_eqlen.rollout.weight_stream import HELLO, connect, encode, read_frame, receive
 from megatron_eqlen.types import Prompt, Rollout
-from tests.rollout_kit import folder, stop, wait_until_up
+from tests.rollout_kit import folder, stop
 
 EOS = range(1, 7)
 NORM = "model.norm.weight"
 PROMPTS = [Prompt(f"p{i}", [5 + i, 6, 7] * 14, "", "math", "") for i in range(6)]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def make_recipe(urls: list[str], **over) -> Recipe:
@@ -61,7 +56,7 @@ def servers():
         "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1",
     }  # fmt: skip
     started = {}
-    for port in (free_port(), free_port()):
+    for port in free_ports(2):
         url = f"http://127.0.0.1:{port}"
         command, extra = server_command(make_recipe([url]), port, "127.0.0.1")
         started[url] = subprocess.Popen(
@@ -171,7 +166,7 @@ class Fake:
         self.closed = threading.Event()
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self._serve, daemon=True)
-        self.port = free_port()
+        (self.port,) = free_ports(1)
         self.up = threading.Event()
         self.thread.start()
         self.up.wait()

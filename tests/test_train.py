@@ -6,7 +6,6 @@ Real vLLM, real Megatron, real checkpoints; the reward is a rubric, so that a ra
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,8 +16,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from megatron_eqlen.bench.sync import free_ports, wait_until_up
 from megatron_eqlen.rollout.recorder import read_dump
-from tests.rollout_kit import stop, wait_until_up
+from tests.rollout_kit import stop
 
 ROOT = Path(__file__).parent.parent
 STEPS = 3
@@ -173,9 +173,7 @@ def start_and_kill(home: Path, folder: Path, after_steps: int) -> None:
 
 
 def test_with_a_server_two_ranks_train_like_one_with_the_engine_inside(home, trained):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(*free_ports(1))
     server = subprocess.Popen(
         [sys.executable, "-m", "megatron_eqlen.rollout.vllm_server", home / "recipe.yaml", "--port", port],
         cwd=ROOT,

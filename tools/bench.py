@@ -10,6 +10,7 @@ import sys
 
 BENCHMARKS = {
     "harvest": "equal-length and independent harvest against plain LLM.generate on one engine",
+    "sync": "weight syncs into the engine in process and into servers",
     "convert": "speed and memory of conversion to Megatron and back",
     "trees": "forward and backward of token trees against 2N and N + 1 sequences",
     "grade": "answers a second of the math grader and the code sandbox",

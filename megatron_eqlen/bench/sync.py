@@ -1,0 +1,144 @@
+"""Weight syncs of a random Qwen3: into the engine in this process, and into servers on this machine.
+
+The first is vLLM's own reload; what servers take longer is the way there. ``--replicas`` servers get the same
+weights at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatron_eqlen.bench.table import show
+from megatron_eqlen.recipe import Recipe, parse
+from megatron_eqlen.rollout.engine import Engine
+from megatron_eqlen.rollout.vllm_server import ServerEngine, server_command
+
+LAYER_BYTES = 2 * 63e6
+"""A bfloat16 layer of the model below."""
+MAX_LEN = 128
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gigabytes", type=float, default=1.0)
+    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--repeat", type=int, default=3, help="medians of so many syncs count")
+    parser.add_argument("--json", type=Path)
+
+
+def run(args: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(Path(folder), args.gigabytes)
+        weights = load_file(model / "model.safetensors")
+        results = [measure("in this process", colocated(model), weights, args.repeat)]
+        with servers(model, max(args.replicas)) as urls:
+            for count in args.replicas:
+                engine = ServerEngine(model, make_recipe(model, urls[:count]).rollout, [1], MAX_LEN, 0, True)
+                results.append(measure(f"{count} server(s)", engine, weights, args.repeat))
+    size = sum(weight.nbytes for weight in weights.values()) / 1e9
+    show(results, f"{size:.2f} GB bfloat16, {torch.get_num_threads()} thread(s)", args.json)
+
+
+def make_model(folder: Path, gigabytes: float) -> Path:
+    """Layers of Qwen3-1.7B with a small vocabulary, as many as make up the size."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=96, hidden_size=2048, intermediate_size=8192, max_position_embeddings=512,
+        num_hidden_layers=max(1, round(gigabytes * 1e9 / LAYER_BYTES)), num_attention_heads=16,
+        num_key_value_heads=8, head_dim=128, tie_word_embeddings=False, pad_token_id=None,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, max_shard_size="1TB")
+    return folder
+
+
+def make_recipe(model: Path, urls: list[str]) -> Recipe:
+    engine = {"engine": "server", "servers": urls} if urls else {}
+    return parse(
+        {
+            "name": "bench", "steps": 1, "model": {"path": str(model)},
+            "data": {"sources": [{"name": "none", "path": "none"}], "max_prompt_length": MAX_LEN // 2},
+            "rollout": {"max_response_length": MAX_LEN // 2, "max_num_seqs": 8, "kv_cache_gib": 0.1} | engine,
+        },
+        "bench sync",
+    )  # fmt: skip
+
+
+def colocated(model: Path) -> Engine:
+    from megatron_eqlen.rollout.vllm_colocated import ColocatedEngine
+
+    return ColocatedEngine(model, make_recipe(model, []).rollout, "bfloat16", [1], MAX_LEN)
+
+
+@contextmanager
+def servers(model: Path, count: int) -> Iterator[list[str]]:
+    """The URLs of ``count`` servers that are up."""
+    started = {}
+    for port in free_ports(count):
+        url = f"http://127.0.0.1:{port}"
+        command, environ = server_command(make_recipe(model, [url]), port, "127.0.0.1")
+        environ = os.environ | environ | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        started[url] = subprocess.Popen(command, env=environ, start_new_session=True, **quiet)
+    try:
+        for url, process in started.items():
+            wait_until_up(url, process)
+        yield list(started)
+    finally:
+        for process in started.values():
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def wait_until_up(url: str, process: subprocess.Popen) -> None:
+    while process.poll() is None:
+        try:
+            urllib.request.urlopen(f"{url}/health", timeout=5)
+            return
+        except (urllib.error.URLError, TimeoutError, ConnectionError):
+            time.sleep(0.5)
+    raise RuntimeError(f"the server of {url} stopped")
+
+
+def free_ports(count: int) -> list[int]:
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def measure(name: str, engine: Engine, weights: dict[str, Tensor], repeat: int) -> dict[str, Any]:
+    """Medians of ``repeat`` syncs after one that warms up."""
+    seconds, processor = [], []
+    for version in range(1, repeat + 2):
+        before = time.process_time()
+        engine.update_weights(iter(weights.items()), version)
+        processor.append(time.process_time() - before)
+        seconds.append(engine.metrics()["engine/sync_seconds"])
+    engine.close()
+    took = statistics.median(seconds[1:])
+    size = sum(weight.nbytes for weight in weights.values()) / 1e9
+    return {
+        "into": name,
+        "seconds": took,
+        "GB/s": size / took,
+        "trainer's CPU seconds": statistics.median(processor[1:]),
+    }
