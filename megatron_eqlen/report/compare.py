@@ -61,7 +61,10 @@ class Group:
 
     def results(self, benchmark: str) -> list[EvaluationResult]:
         every = [run.before if self.method == BASE else run.after for run in self.runs]
-        return [results[benchmark] for results in every if benchmark in results]
+        found = [results[benchmark] for results in every if benchmark in results]
+        if self.method == BASE:  # runs of one seed have drawn the same samples of it
+            return list({result.scores.tobytes(): result for result in found}.values())
+        return found
 
 
 def compare_runs(
@@ -157,7 +160,7 @@ def difference_table(groups: Sequence[Group], baseline: str) -> list[dict[str, A
         raise ValueError(f"--baseline: expected one of {known}, found {baseline!r}")
     rows = []
     for one in (one for one in groups if one.method not in (baseline, BASE)):
-        row: dict[str, Any] = {f"points above {baseline}": f"{one.model} {one.method}"}
+        row: dict[str, Any] = {f"points above {baseline}": _label(one, groups)}
         for base in (other for other in groups if (other.model, other.method) == (one.model, baseline)):
             for benchmark in _benchmarks(groups):
                 ours, theirs = one.results(benchmark), base.results(benchmark)
@@ -170,7 +173,7 @@ def efficiency_table(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """The paper's efficiency comparison, a mean over each method's runs."""
     return [
         {
-            "method": f"{one.model} {one.method}",
+            "method": _label(one, groups),
             "tracks": one.runs[0].recipe.group_size,
             "effective samples": _mean(one, lambda run: run.effective_samples),
             "GPU hours": _mean(one, lambda run: run.gpu_hours),
@@ -195,6 +198,11 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
         for line in lines
     )
+
+
+def _label(one: Group, groups: Sequence[Group]) -> str:
+    several = len({other.model for other in groups}) > 1
+    return f"{one.model} {one.method}" if several else one.method
 
 
 def _by_benchmark(path: Path) -> dict[str, EvaluationResult]:
