@@ -350,6 +350,11 @@ def _check_sampling(recipe: Recipe) -> None:
             "equal_length.prefix_in_gradient: true needs packing.layout: expanded "
             "(each side trains its own copy of the prefix)"
         )
+    if recipe.rollout.max_num_batched_tokens < recipe.rollout.max_num_seqs:
+        raise ValueError(
+            f"rollout.max_num_batched_tokens: {recipe.rollout.max_num_batched_tokens} is less than "
+            f"rollout.max_num_seqs {recipe.rollout.max_num_seqs}: each decoding request takes a token a step"
+        )
     if recipe.rollout.keep_sampling_mask:
         _check_sampling_mask(recipe.rollout)
     if recipe.rollout.engine == "server" and not recipe.rollout.servers:

@@ -42,6 +42,10 @@ def small(**changes):
         ({"equal_length": {"prefix_in_gradient": True}}, "needs packing.layout: expanded"),
         ({"rollout": {"engine": "server", "max_response_length": 100}}, "rollout.servers"),
         (
+            {"rollout": {"max_num_batched_tokens": 100, "max_response_length": 100}},
+            "rollout.max_num_batched_tokens: 100 is less than rollout.max_num_seqs 512",
+        ),
+        (
             {"rollout": {"keep_sampling_mask": True, "top_k": 0, "max_response_length": 100}},
             "rollout.keep_sampling_mask: true needs rollout.top_k >= 1",
         ),

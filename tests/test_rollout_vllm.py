@@ -233,6 +233,10 @@ def test_a_folder_without_weights_and_too_low_a_temperature_are_refused(tmp_path
         open_engine(tmp_path)
     with pytest.raises(ValueError, match=r"rollout\.temperature: expected at least 0\.01"):
         open_engine(folder("qwen3"), temperature=0.001)
+    with pytest.raises(
+        ValueError, match=r"rollout\.kv_cache_gib 1e-05, .* and paths of 256 tokens: No avail"
+    ):
+        open_engine(folder("qwen3"), kv_cache_gib=1e-5)
     with pytest.raises(ValueError, match=r"rollout\.tensor_parallel: 2 must divide"):
         open_engine(folder("qwen3"), tensor_parallel=2)
 

@@ -6,6 +6,8 @@ rollouts ──► ended responses ──decode──► grader of the prompt �
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -115,7 +117,12 @@ def load_rubric(spec: str) -> Rubric:
     module, colon, function = spec.partition(":")
     if not colon:
         raise ValueError(f"reward.rubric: expected module:function, found {spec!r}")
-    rubric = getattr(importlib.import_module(module), function, None)
+    if os.getcwd() not in sys.path:  # as for `python -m`, whichever way this process was started
+        sys.path.append(os.getcwd())
+    try:
+        rubric = getattr(importlib.import_module(module), function, None)
+    except ImportError as error:
+        raise ValueError(f"reward.rubric: {spec!r} cannot be imported: {error}") from None
     if not callable(rubric):
         raise ValueError(f"reward.rubric: {module} has no function {function!r}")
     return rubric

@@ -122,25 +122,31 @@ def build(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: in
             os.environ.setdefault("MASTER_PORT", "0")
         else:
             _owns_process_group = True
-        llm = LLM(
-            model_path,
-            dtype=dtype,
-            seed=seed,
-            skip_tokenizer_init=True,
-            max_model_len=max_model_len,
-            max_num_seqs=rollout.max_num_seqs,
-            max_num_batched_tokens=rollout.max_num_batched_tokens,
-            block_size=rollout.block_size,
-            enable_prefix_caching=True,
-            gpu_memory_utilization=rollout.gpu_memory_utilization,
-            kv_cache_memory_bytes=int(kv_gib * 2**30) if kv_gib else None,
-            tensor_parallel_size=rollout.tensor_parallel,
-            distributed_executor_backend="external_launcher" if launched else "uni",
-            enforce_eager=cpu,
-            enable_sleep_mode=not cpu,
-            use_tqdm_on_load=False,
-            generation_config="vllm",
-        )
+        try:
+            llm = LLM(
+                model_path,
+                dtype=dtype,
+                seed=seed,
+                skip_tokenizer_init=True,
+                max_model_len=max_model_len,
+                max_num_seqs=rollout.max_num_seqs,
+                max_num_batched_tokens=rollout.max_num_batched_tokens,
+                block_size=rollout.block_size,
+                enable_prefix_caching=True,
+                gpu_memory_utilization=rollout.gpu_memory_utilization,
+                kv_cache_memory_bytes=int(kv_gib * 2**30) if kv_gib else None,
+                tensor_parallel_size=rollout.tensor_parallel,
+                distributed_executor_backend="external_launcher" if launched else "uni",
+                enforce_eager=cpu,
+                enable_sleep_mode=not cpu,
+                use_tqdm_on_load=False,
+                generation_config="vllm",
+            )
+        except ValueError as error:
+            raise ValueError(
+                f"vLLM does not start with rollout.kv_cache_gib {kv_gib}, rollout.gpu_memory_utilization "
+                f"{rollout.gpu_memory_utilization} and paths of {max_model_len} tokens: {error}"
+            ) from error
         llm.llm_engine.engine_core._finalizer.detach()  # ``close`` does it
         runner = _worker_runner(llm)
         runner.sampler = PathSampler(runner, rollout.logprobs_mode == "processed", rollout.mask_width)
