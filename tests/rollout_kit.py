@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import signal
-import subprocess
 import tempfile
 from pathlib import Path
 
@@ -78,10 +75,3 @@ def reference_logits(path: Path, context: list[int], tokens: list[int], dtype=to
     with torch.no_grad():
         logits = model(torch.tensor([context + tokens])).logits[0, len(context) - 1 : -1]
     return logits.float()
-
-
-def stop(process: subprocess.Popen) -> None:
-    """Kill a server with the processes it started (they are a session of their own)."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()

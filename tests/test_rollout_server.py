@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import socket
-import subprocess
 import threading
 
 import numpy as np
@@ -16,16 +14,16 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file
 
-from megatron_eqlen.bench.sync import free_ports, wait_until_up
+from megatron_eqlen.bench.servers import free_ports, running, stop
 from megatron_eqlen.recipe import Recipe, parse
 from megatron_eqlen.rollout import vllm_server
 from megatron_eqlen.rollout.engine import EngineError
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.vllm_colocated import ColocatedEngine
-from megatron_eqlen.rollout.vllm_server import ServerEngine, server_command
+from megatron_eqlen.rollout.vllm_server import ServerEngine
 from megatron_eqlen.rollout.weight_stream import HELLO, connect, encode, read_frame, receive
 from megatron_eqlen.types import Prompt, Rollout
-from tests.rollout_kit import folder, stop
+from tests.rollout_kit import folder
 
 EOS = range(1, 7)
 NORM = "model.norm.weight"
@@ -52,22 +50,9 @@ def open_engine(recipe: Recipe) -> ServerEngine:
 @pytest.fixture(scope="module")
 def servers():
     """Two real servers: {url: process}."""
-    environ = os.environ | {
-        "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1",
-    }  # fmt: skip
-    started = {}
-    for port in free_ports(2):
-        url = f"http://127.0.0.1:{port}"
-        command, extra = server_command(make_recipe([url]), port, "127.0.0.1")
-        started[url] = subprocess.Popen(
-            command, env=environ | extra, start_new_session=True,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-    for url, process in started.items():
-        wait_until_up(url, process)
-    yield started
-    for process in started.values():
-        stop(process)
+    environ = {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+    with running(make_recipe(["http://unknown"]), 2, **environ) as started:
+        yield started
 
 
 def assert_same(found: list[Rollout], expected: list[Rollout]) -> None:

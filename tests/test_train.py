@@ -16,9 +16,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from megatron_eqlen.bench.sync import free_ports, wait_until_up
+from megatron_eqlen.bench.servers import free_ports, start, stop, wait_until_up
 from megatron_eqlen.rollout.recorder import read_dump
-from tests.rollout_kit import stop
 
 ROOT = Path(__file__).parent.parent
 STEPS = 3
@@ -174,14 +173,8 @@ def start_and_kill(home: Path, folder: Path, after_steps: int) -> None:
 
 def test_with_a_server_two_ranks_train_like_one_with_the_engine_inside(home, trained):
     port = str(*free_ports(1))
-    server = subprocess.Popen(
-        [sys.executable, "-m", "megatron_eqlen.rollout.vllm_server", home / "recipe.yaml", "--port", port],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
-        start_new_session=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    module = ["-m", "megatron_eqlen.rollout.vllm_server", home / "recipe.yaml", "--port", port]
+    server = start([sys.executable, *module], {"OMP_NUM_THREADS": "1"}, cwd=ROOT)
     try:
         wait_until_up(f"http://127.0.0.1:{port}", server)
         engine = ["rollout.engine=server", f"rollout.servers=[http://127.0.0.1:{port}]"]

@@ -7,17 +7,9 @@ weights at once.
 from __future__ import annotations
 
 import argparse
-import os
-import signal
-import socket
 import statistics
-import subprocess
 import tempfile
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +17,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megatron_eqlen.bench.servers import running
 from megatron_eqlen.bench.table import show
 from megatron_eqlen.recipe import Recipe, parse
 from megatron_eqlen.rollout.engine import Engine
-from megatron_eqlen.rollout.vllm_server import ServerEngine, server_command
+from megatron_eqlen.rollout.vllm_server import ServerEngine
 
 LAYER_BYTES = 2 * 63e6
 """A bfloat16 layer of the model below."""
@@ -47,9 +40,10 @@ def run(args: argparse.Namespace) -> None:
         model = make_model(Path(folder), args.gigabytes)
         weights = load_file(model / "model.safetensors")
         results = [measure("in this process", colocated(model), weights, args.repeat)]
-        with servers(model, max(args.replicas)) as urls:
+        with running(make_recipe(model, []), max(args.replicas)) as servers:
             for count in args.replicas:
-                engine = ServerEngine(model, make_recipe(model, urls[:count]).rollout, [1], MAX_LEN, 0, True)
+                recipe = make_recipe(model, list(servers)[:count])
+                engine = ServerEngine(model, recipe.rollout, [1], MAX_LEN, syncs_first=True)
                 results.append(measure(f"{count} server(s)", engine, weights, args.repeat))
     size = sum(weight.nbytes for weight in weights.values()) / 1e9
     show(results, f"{size:.2f} GB bfloat16, {torch.get_num_threads()} thread(s)", args.json)
@@ -85,44 +79,6 @@ def colocated(model: Path) -> Engine:
     from megatron_eqlen.rollout.vllm_colocated import ColocatedEngine
 
     return ColocatedEngine(model, make_recipe(model, []).rollout, "bfloat16", [1], MAX_LEN)
-
-
-@contextmanager
-def servers(model: Path, count: int) -> Iterator[list[str]]:
-    """The URLs of ``count`` servers that are up."""
-    started = {}
-    for port in free_ports(count):
-        url = f"http://127.0.0.1:{port}"
-        command, environ = server_command(make_recipe(model, [url]), port, "127.0.0.1")
-        environ = os.environ | environ | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        started[url] = subprocess.Popen(command, env=environ, start_new_session=True, **quiet)
-    try:
-        for url, process in started.items():
-            wait_until_up(url, process)
-        yield list(started)
-    finally:
-        for process in started.values():
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def wait_until_up(url: str, process: subprocess.Popen) -> None:
-    while process.poll() is None:
-        try:
-            urllib.request.urlopen(f"{url}/health", timeout=5)
-            return
-        except (urllib.error.URLError, TimeoutError, ConnectionError):
-            time.sleep(0.5)
-    raise RuntimeError(f"the server of {url} stopped")
-
-
-def free_ports(count: int) -> list[int]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 def measure(name: str, engine: Engine, weights: dict[str, Tensor], repeat: int) -> dict[str, Any]:

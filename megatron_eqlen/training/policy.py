@@ -15,7 +15,6 @@ from megatron.core import parallel_state
 
 from megatron_eqlen.models.build import build_model
 from megatron_eqlen.models.cost import pair_cost
-from megatron_eqlen.models.hf_config import read_config
 from megatron_eqlen.models.weights import export_hf, load_hf
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.packing.pack import Plan, plan
@@ -41,7 +40,7 @@ class Policy:
         self.model = wrap(self.chunks, recipe)
         self.optimizer, self.schedule = build_optimizer(self.model, recipe)
         self.aux_loss_coef = self.chunks[0].config.moe_aux_loss_coeff
-        self.pair_cost = pair_cost(read_config(recipe.model.path))
+        self.pair_cost = pair_cost(self.chunks[0].model_config)
         self.version = 0
         """Optimizer steps taken."""
 

@@ -1,0 +1,73 @@
+"""vLLM servers on this machine, for benchmarks and tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.rollout.vllm_server import server_command
+
+
+@contextmanager
+def running(recipe: Recipe, count: int, **environ: str) -> Iterator[dict[str, subprocess.Popen]]:
+    """``count`` servers of ``recipe``'s model that are up, by URL; ``environ`` adds to their environment."""
+    started = {}
+    try:
+        for port in free_ports(count):
+            command, extra = server_command(recipe, port, "127.0.0.1")
+            started[f"http://127.0.0.1:{port}"] = start(command, extra | environ)
+        for url, process in started.items():
+            wait_until_up(url, process)
+        yield started
+    finally:
+        for process in started.values():
+            stop(process)
+
+
+def start(
+    command: Sequence[str | Path], environ: Mapping[str, str], cwd: Path | None = None
+) -> subprocess.Popen:
+    """A silent server, in a session of its own."""
+    return subprocess.Popen(
+        command,
+        env=os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} | environ,
+        cwd=cwd,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def wait_until_up(url: str, process: subprocess.Popen) -> None:
+    """Raises RuntimeError if the server stops instead."""
+    while process.poll() is None:
+        try:
+            urllib.request.urlopen(f"{url}/health", timeout=5)
+            return
+        except (urllib.error.URLError, TimeoutError, ConnectionError):
+            time.sleep(0.5)
+    raise RuntimeError(f"the server of {url} stopped")
+
+
+def stop(process: subprocess.Popen) -> None:
+    """Kill a server with the processes it started (they are a session of their own)."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def free_ports(count: int) -> list[int]:
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
