@@ -460,3 +460,20 @@ def test_preemptions_are_counted_since_the_last_call(open_fakes):
     other.preempted = 1  # restarted
     assert engine.metrics()["engine/preemptions"] == 2 * 1
     assert engine.metrics()["engine/preemptions"] == 0
+
+
+def test_what_was_said_of_a_replica_before_a_sync_is_void_after_it(open_fakes):
+    engine, _ = open_fakes("good", "good")
+    engine.arrivals.put(vllm_server.Failure(engine.replicas[0], "heartbeat: slow"))
+    engine.update_weights(iter(new_weights().items()), 1)
+    assert engine.step() == []
+    assert engine.metrics()["engine/live_replicas"] == 2
+
+
+def test_a_replica_that_stays_away_is_named_once(open_fakes, caplog):
+    engine, _ = open_fakes("good", "good")
+    gone = engine.replicas[1]
+    gone.url = f"http://127.0.0.1:{free_ports(1)[0]}"
+    for version in (1, 2, 3):
+        engine.update_weights(iter(new_weights().items()), version)
+    assert caplog.text.count(f"{gone.url}: left out") == 1

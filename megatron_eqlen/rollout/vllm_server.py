@@ -181,6 +181,7 @@ class ServerEngine:
             for _ in checked:  # exporting them is collective: other ranks take part to the end
                 pass
             raise
+        self.arrivals = queue.SimpleQueue()  # what was said of a replica before it got these weights is void
         self.refusal = None
         self.policy_version, self.weight_version = policy_version, str(policy_version)
         self._start_heartbeats()
