@@ -314,7 +314,8 @@ class Recipe(Section):
     @property
     def gpus(self) -> int:
         """All that the run holds, those of its servers included."""
-        return self.world_size + len(self.rollout.servers) * self.rollout.tensor_parallel
+        servers = self.rollout.servers if self.rollout.engine == "server" else []
+        return self.world_size + len(servers) * self.rollout.tensor_parallel
 
     @property
     def streams_per_prompt(self) -> int:
@@ -326,6 +327,8 @@ class Recipe(Section):
 
         _check_row_budget(self)
         _check_sampling(self)
+        _check_engine(self.rollout)
+        _check_sampling_mask(self.rollout)
         _check_world(self)
         check_combination(self)
         return self
@@ -350,18 +353,21 @@ def _check_sampling(recipe: Recipe) -> None:
             "equal_length.prefix_in_gradient: true needs packing.layout: expanded "
             "(each side trains its own copy of the prefix)"
         )
-    if recipe.rollout.max_num_batched_tokens < recipe.rollout.max_num_seqs:
+
+
+def _check_engine(rollout: RolloutRecipe) -> None:
+    if rollout.max_num_batched_tokens < rollout.max_num_seqs:
         raise ValueError(
-            f"rollout.max_num_batched_tokens: {recipe.rollout.max_num_batched_tokens} is less than "
-            f"rollout.max_num_seqs {recipe.rollout.max_num_seqs}: each decoding request takes a token a step"
+            f"rollout.max_num_batched_tokens: {rollout.max_num_batched_tokens} is less than "
+            f"rollout.max_num_seqs {rollout.max_num_seqs}: each decoding request takes a token a step"
         )
-    if recipe.rollout.keep_sampling_mask:
-        _check_sampling_mask(recipe.rollout)
-    if recipe.rollout.engine == "server" and not recipe.rollout.servers:
+    if rollout.engine == "server" and not rollout.servers:
         raise ValueError("rollout.servers: expected at least one URL with rollout.engine: server, found none")
 
 
 def _check_sampling_mask(rollout: RolloutRecipe) -> None:
+    if not rollout.keep_sampling_mask:
+        return
     if rollout.top_k < 1:
         raise ValueError(
             f"rollout.keep_sampling_mask: true needs rollout.top_k >= 1 (it bounds what is recorded of each "

@@ -105,7 +105,14 @@ def test_dry_run_plans_the_papers_models_on_a_machine_without_them(capsys):
     assert "32.762B parameters" in out
     assert "fits" in out
     assert cli.main(["plan", str(RECIPES / "qwen3_next_80b.yaml")]) == 0
-    assert "79.674B parameters" in capsys.readouterr().out
+    assert "79.674B parameters, 3.564B at work on a token" in capsys.readouterr().out
+
+
+def test_a_run_holds_the_gpus_of_the_servers_it_uses():
+    rollout = {"max_response_length": 100, "tensor_parallel": 4, "servers": ["http://a", "http://b"]}
+    cluster = {"nodes": 2, "processes_per_node": 8}
+    assert small(rollout=rollout | {"engine": "server"}, cluster=cluster).gpus == 16 + 2 * 4
+    assert small(rollout=rollout, cluster=cluster).gpus == 16
 
 
 def test_plan_says_that_the_papers_gpus_do_not_hold_full_adam_state(capsys):
