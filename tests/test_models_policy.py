@@ -124,6 +124,8 @@ def grad_norm_of_the_routers_loss(folder: str) -> float:
     """As a training step finds it where no token has an advantage; a sequence a row, over all ranks."""
     import torch.distributed as dist
 
+    from megatron_eqlen.models.cost import pair_cost
+    from megatron_eqlen.models.hf_config import read_config
     from megatron_eqlen.recipe import parse
     from megatron_eqlen.training.distributed import start
     from megatron_eqlen.training.policy import Policy
@@ -144,7 +146,9 @@ def grad_norm_of_the_routers_loss(folder: str) -> float:
         answer = ids[PROMPT:]
         side = Node(0, answer, advantage=0.0, weight=0.1, rollout_logprobs=[-1.0] * len(answer))
         trees.append(TokenTree(str(ids), [Node(-1, ids[:PROMPT]), side]))
-    metrics = Policy(recipe).update([trees])
+    policy = Policy(recipe)
+    assert policy._pack(trees).pair_cost == pair_cost(read_config(folder)), "ranks share the model's own cost"
+    metrics = policy.update([trees])
     assert metrics["packing/rows"] == (4 if dist.get_world_size() == 2 else 3), "one is padding alone"
     return metrics["train/grad_norm"]
 

@@ -1,5 +1,7 @@
 """Scoring: every ended response is graded, once, by its prompt's grader."""
 
+import sys
+
 import pytest
 
 from megatron_eqlen.recipe import RewardRecipe
@@ -109,3 +111,11 @@ def test_mistakes_in_the_recipe_are_named():
         Scorer(RewardRecipe(rubric="nowhere:at_all"), Letters())
     with pytest.raises(ValueError, match="expected math, code or rubric, found 'oracle'"):
         Scorer(RewardRecipe(), Letters()).grade_texts(["x"], [prompt(grader="oracle")])
+
+
+def test_a_rubric_is_found_in_the_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "my_rubric.py").write_text("def half(question, response, gold):\n    return 0.5\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path])
+    scorer = Scorer(RewardRecipe(rubric="my_rubric:half"), Letters())
+    assert scorer.grade_texts(["x"], [prompt("b", "rubric", "1")])[0].reward == 0.5

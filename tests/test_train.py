@@ -101,6 +101,9 @@ def test_trainer_and_engine_agree_at_every_step(trained):
     assert max(column(trained, "loss/mismatch_max")) < 1e-4
     assert max(map(abs, column(trained, "loss/mismatch_kl"))) < 1e-5
     assert min(column(trained, "train/grad_norm")) > 0, "nothing was trained"
+    for record in metrics(trained):
+        effective = record["objective/effective_samples"] / record["harvest/generated_tokens"]
+        assert record["objective/effective_per_1k_tokens"] == pytest.approx(1000 * effective)
 
 
 def test_every_rollout_is_recorded_with_its_grades(trained):
@@ -133,7 +136,7 @@ def test_the_export_is_the_trained_model_for_transformers(home, trained):
 
 def test_a_finished_run_is_left_as_it_is(home, trained):
     before = (trained / "metrics.jsonl").read_bytes()
-    train(home, "one")
+    assert "complete; see" in run(command(home, "one")).stdout, "it looks before it starts an engine"
     assert (trained / "metrics.jsonl").read_bytes() == before
 
 
@@ -198,8 +201,10 @@ def test_dynamic_sampling_refills_the_step_with_prompts_that_teach(home):
     folder = train(home, "dapo", "objective=dapo", "steps=1", "loss.max_num_gen_batches=5", rubric)
     (record,) = metrics(folder)
     assert record["objective/filtered_prompts"] > 0
-    trained_on = {rollout.prompt_id for rollout in read_dump(folder / "streams/step-00000000/rank-0.jsonl")}
+    recorded = read_dump(folder / "streams/step-00000000/rank-0.jsonl")
+    trained_on = {rollout.prompt_id for rollout in recorded}
     assert len(trained_on) > 4, "more prompts than one batch were sampled"
+    assert record["harvest/rollouts"] == len(recorded), "of all batches"
     assert record["objective/zero_advantage_fraction"] < 1
 
 
