@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from megatron_eqlen.recipe import Recipe
+    from megatron_eqlen.recipe.schema import Recipe
 
 Advantage = Literal["grpo", "dr_grpo", "rloo", "gr3", "batch_whitened"]
 Aggregation = Literal[

@@ -1,0 +1,91 @@
+"""What must fit together in a recipe beyond the type of each key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_eqlen.objectives.registry import check_combination
+from megatron_eqlen.recipe.schema import Recipe, RecipeError, RolloutRecipe
+
+
+def check(recipe: Recipe) -> None:
+    """Raise ValueError, with the arithmetic, for keys that contradict each other."""
+    _check_row_budget(recipe)
+    _check_sampling(recipe)
+    _check_engine(recipe.rollout)
+    _check_sampling_mask(recipe.rollout)
+    _check_world(recipe)
+    check_combination(recipe)
+
+
+def check_inputs(recipe: Recipe) -> None:
+    """Raise RecipeError, naming the key, for a file or folder that the recipe reads and that is not there."""
+    paths = {"model.path": recipe.model.path}
+    for number, source in enumerate(recipe.data.sources):
+        paths[f"data.sources.{number}.path"] = source.path
+    for number, benchmark in enumerate(recipe.evaluation.benchmarks):
+        paths[f"evaluation.benchmarks.{number}.path"] = benchmark.path
+    missing = [f"{key}: {path} does not exist" for key, path in paths.items() if not Path(path).exists()]
+    if missing:
+        raise RecipeError("; ".join(missing))
+
+
+def _check_row_budget(recipe: Recipe) -> None:
+    prompt, response = recipe.data.max_prompt_length, recipe.rollout.max_response_length
+    if recipe.packing.max_tokens_per_row < prompt + response:
+        raise ValueError(
+            f"packing.max_tokens_per_row: {recipe.packing.max_tokens_per_row} is less than the longest path, "
+            f"data.max_prompt_length {prompt} + rollout.max_response_length {response} = {prompt + response}"
+        )
+
+
+def _check_sampling(recipe: Recipe) -> None:
+    if recipe.sampling == "equal_length" and recipe.group_size % 2:
+        raise ValueError(
+            f"group_size: {recipe.group_size} is odd; equal_length sampling splits it into pairs of tracks"
+        )
+    if recipe.equal_length.prefix_in_gradient and recipe.packing.layout != "expanded":
+        raise ValueError(
+            "equal_length.prefix_in_gradient: true needs packing.layout: expanded "
+            "(each side trains its own copy of the prefix)"
+        )
+
+
+def _check_engine(rollout: RolloutRecipe) -> None:
+    if rollout.max_num_batched_tokens < rollout.max_num_seqs:
+        raise ValueError(
+            f"rollout.max_num_batched_tokens: {rollout.max_num_batched_tokens} is less than "
+            f"rollout.max_num_seqs {rollout.max_num_seqs}: each decoding request takes a token a step"
+        )
+    if rollout.engine == "server" and not rollout.servers:
+        raise ValueError("rollout.servers: expected at least one URL with rollout.engine: server, found none")
+
+
+def _check_sampling_mask(rollout: RolloutRecipe) -> None:
+    if not rollout.keep_sampling_mask:
+        return
+    if rollout.top_k < 1:
+        raise ValueError(
+            f"rollout.keep_sampling_mask: true needs rollout.top_k >= 1 (it bounds what is recorded of each "
+            f"token), found {rollout.top_k}"
+        )
+    if rollout.logprobs_mode != "processed":
+        raise ValueError(
+            "rollout.keep_sampling_mask: true needs rollout.logprobs_mode: processed (both are of the kept "
+            f"tokens alone), found {rollout.logprobs_mode}"
+        )
+
+
+def _check_world(recipe: Recipe) -> None:
+    tensor, pipeline = recipe.parallel.tensor, recipe.parallel.pipeline
+    if recipe.world_size % (tensor * pipeline):
+        raise ValueError(
+            f"parallel: tensor {tensor} x pipeline {pipeline} = {tensor * pipeline} does not divide "
+            f"cluster: nodes {recipe.cluster.nodes} x processes_per_node "
+            f"{recipe.cluster.processes_per_node} = {recipe.world_size}"
+        )
+    if recipe.world_size % recipe.rollout.tensor_parallel:
+        raise ValueError(
+            f"rollout.tensor_parallel: {recipe.rollout.tensor_parallel} does not divide "
+            f"the {recipe.world_size} processes"
+        )

@@ -1,0 +1,159 @@
+"""Recipe files: reading, ``extends:``, ``key.sub=value`` overrides, writing. Every mistake names its key."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from megatron_eqlen.recipe.checks import check
+from megatron_eqlen.recipe.schema import Recipe, RecipeError, Section
+
+
+def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
+    """The recipe in ``path`` with ``key.sub=value`` overrides applied. Raises RecipeError."""
+    raw = _read(Path(path), ())
+    for override in overrides:
+        _apply(raw, override)
+    return parse(raw, str(path))
+
+
+def parse(raw: dict[str, Any], where: str) -> Recipe:
+    """A checked recipe from plain data; ``where`` names it in errors. Raises RecipeError."""
+    try:
+        recipe = Recipe.model_validate(raw)
+    except ValidationError as error:
+        lines = [_explain(item) for item in error.errors()]
+        raise RecipeError(f"{where}: " + "; ".join(lines)) from None
+    try:
+        check(recipe)
+    except ValueError as error:
+        raise RecipeError(f"{where}: {error}") from None
+    return recipe
+
+
+def dump(recipe: Recipe) -> str:
+    """The resolved recipe as YAML that ``load`` reads back to the same recipe."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def plain_differences(
+    before: dict[str, Any], after: dict[str, Any], at: str = ""
+) -> dict[str, tuple[Any, Any]]:
+    """``{"loss.kl_coef": (old, new)}`` for every key whose plain value differs."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for key in [*before, *(key for key in after if key not in before)]:
+        old, new = before.get(key), after.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found |= plain_differences(old, new, f"{at}{key}.")
+        elif old != new:
+            found[f"{at}{key}"] = (old, new)
+    return found
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 floats: PyYAML alone reads ``1e-6`` as text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)$"),
+    list("-+0123456789."),
+)
+
+
+def _yaml(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)
+
+
+def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    if path.resolve() in seen:
+        raise RecipeError(f"{path}: extends itself through {' -> '.join(map(str, seen))}")
+    if not path.is_file():
+        raise RecipeError(f"{path}: no such recipe file")
+    try:
+        raw = _yaml(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{path}: not valid YAML: {error}") from None
+    if not isinstance(raw, dict):
+        raise RecipeError(f"{path}: expected keys and values, found {type(raw).__name__}")
+    base = raw.pop("extends", None)
+    if base is None:
+        return raw
+    return _merge(_read(path.parent / base, (*seen, path.resolve())), raw)
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _apply(raw: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise RecipeError(f"override {override!r}: expected key.sub=value")
+    try:
+        value = _yaml(text)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"override {override!r}: not a YAML value: {error}") from None
+    at: Any = raw
+    *parents, last = key.split(".")
+    for part in parents:
+        at = _child(at, part, override)
+    if isinstance(at, list):
+        at[_index(at, last, override)] = value
+    else:
+        at[last] = value
+
+
+def _child(at: Any, part: str, override: str) -> Any:
+    if isinstance(at, list):
+        return at[_index(at, part, override)]
+    child = at.setdefault(part, {})
+    if not isinstance(child, dict | list):
+        raise RecipeError(f"override {override!r}: {part} is a value ({child!r}), not a section")
+    return child
+
+
+def _index(at: list, part: str, override: str) -> int:
+    if not part.isdigit() or int(part) >= len(at):
+        raise RecipeError(
+            f"override {override!r}: {part!r} is not one of the list's numbers 0..{len(at) - 1}"
+        )
+    return int(part)
+
+
+def _explain(item: dict[str, Any]) -> str:
+    key = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        known = _keys_at(item["loc"][:-1])
+        near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.0)
+        return f"unknown key {key!r}" + (f" (nearest: {near[0]!r})" if near else "")
+    if item["type"] == "missing":
+        return f"missing key {key!r}"
+    return f"{key}: {item['msg']}, found {item['input']!r}"
+
+
+def _keys_at(loc: tuple) -> list[str]:
+    """The keys that the section at ``loc`` has."""
+    section: Any = Recipe
+    for part in loc:
+        if isinstance(part, int):
+            continue
+        section = _section(section.model_fields[part].annotation)
+    return list(section.model_fields)
+
+
+def _section(annotation: Any) -> type[Section]:
+    if typing.get_origin(annotation) in (list, types.UnionType, typing.Union):
+        return next(_section(arg) for arg in typing.get_args(annotation) if arg is not type(None))
+    return annotation
