@@ -136,12 +136,14 @@ def plan(
     *,
     full_rows: bool = False,
     pair_cost: float = PAIR_COST,
+    row_count_multiple_of: int = 1,
 ) -> Plan:
     """Decides which nodes share a row, and which rows a rank trains. Deterministic.
 
-    Every rank gets equally many rows, at least one; rows without a tree are padding alone. A row is as
-    long as its tokens, or ``max_tokens_per_row`` with ``full_rows``, rounded up to ``multiple_of`` (the
-    tensor parallel size with sequence parallel). Raises TreeError on a bad tree or a path over the budget.
+    Every rank gets equally many rows, at least one and a multiple of ``row_count_multiple_of`` (the pipeline
+    size with a virtual pipeline); rows without a tree are padding alone. A row is as long as its tokens, or
+    ``max_tokens_per_row`` with ``full_rows``, rounded up to ``multiple_of`` (the tensor parallel size with
+    sequence parallel). Raises TreeError on a bad tree or a path over the budget.
     """
     forest = Forest.of(trees)
     forest.check_budget(max_tokens_per_row)
@@ -154,6 +156,7 @@ def plan(
         rows.sort(key=lambda row: -costs[row].sum())  # ranks that wait for each other do like work
         ranks.append([RowPlan([parts[i] for i in row], int(sizes[row].sum())) for row in rows])
     count = max([1, *map(len, ranks)])
+    count += -count % row_count_multiple_of
     ranks = [rank + [RowPlan([], 0)] * (count - len(rank)) for rank in ranks]
     return Plan(forest, ranks, max_tokens_per_row, multiple_of, full_rows, pair_cost)
 

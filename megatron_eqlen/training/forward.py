@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
 
 from megatron_eqlen.models.tree_params import TreeParams
 from megatron_eqlen.training.distributed import device
@@ -18,6 +19,12 @@ from megatron_eqlen.types import Row
 
 RowResult = Callable[[torch.Tensor, torch.Tensor, Row, np.ndarray], Any]
 """(logprobs [n], entropy [n], row, the n supervised positions) -> what a pass returns for a row."""
+
+
+def microbatch_multiple(config: TransformerConfig) -> int:
+    """What the number of rows must be a multiple of: Megatron's interleaved schedule hands micro-batches
+    through the pipeline in groups of its size; the other schedules take any number."""
+    return config.pipeline_model_parallel_size if config.virtual_pipeline_model_parallel_size else 1
 
 
 def supervised_positions(row: Row) -> np.ndarray:

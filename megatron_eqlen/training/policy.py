@@ -19,7 +19,7 @@ from megatron_eqlen.models.weights import export_hf, load_hf
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.packing.pack import Plan, plan
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.training.forward import run_rows
+from megatron_eqlen.training.forward import microbatch_multiple, run_rows
 from megatron_eqlen.training.optimizer import build_optimizer, wrap
 from megatron_eqlen.training.policy_loss import LossMetrics, policy_loss, reduce_metrics
 from megatron_eqlen.training.reference import ReferenceWeights
@@ -119,6 +119,7 @@ class Policy:
             config.tensor_model_parallel_size if config.sequence_parallel else 1,
             self.recipe.packing.layout,
             pair_cost=self.pair_cost,
+            row_count_multiple_of=microbatch_multiple(config),
         )
 
     def _annotate(self, rows: list[Row], old: bool) -> None:
