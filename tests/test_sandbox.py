@@ -4,19 +4,26 @@ Everything runs through one real sandbox of the strongest kind this machine offe
 Landlock or seccomp fails the strict tests: it could not run strict recipes either.
 """
 
+import dataclasses
 import json
 import os
+import re
 import secrets
 import socket
 import struct
+import subprocess
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from megatron_eqlen.rewards.code import WORKER_MODULE, offered_isolation
-from megatron_eqlen.rewards.program import Limits
-from megatron_eqlen.rewards.sandbox import Run
+from megatron_eqlen.rewards import code, landlock, seccomp
+from megatron_eqlen.rewards.code import WORKER_MODULE, CodeGrader, offered_isolation
+from megatron_eqlen.rewards.program import Isolation, Limits
+from megatron_eqlen.rewards.sandbox import Run, Sandbox
+from megatron_eqlen.rewards.sandbox_probe import shortcoming
 from megatron_eqlen.rewards.seccomp import MACHINES, build_filter
 from megatron_eqlen.rewards.workers import WorkerPool
 
@@ -179,11 +186,90 @@ ATTACKS = {
         "import ctypes\nprint('succeeded' if ctypes.CDLL(None).unshare(0x10000000) == 0 else '')"
     ),
     "io_uring": "import ctypes\nprint('succeeded' if ctypes.CDLL(None).syscall(425, 1, 0) >= 0 else '')",
+    "a pipe that kills the parent": (
+        "import os\nfrom fcntl import fcntl, F_SETOWN, F_SETFL\nready, told = os.pipe()\n"
+        "fcntl(ready, F_SETOWN, os.getppid())\nfcntl(ready, 10, 9)\nfcntl(ready, F_SETFL, os.O_ASYNC)\n"
+        "os.write(told, b'x')\n" + succeeded("fcntl")
+    ),
+    "a pipe that kills the parent, by ioctl": (
+        "import fcntl, os, struct\nready, told = os.pipe()\n"
+        "fcntl.ioctl(ready, 0x8901, struct.pack('i', os.getppid()))\n"
+        "fcntl.ioctl(ready, 0x5452, struct.pack('i', 1))\nos.write(told, b'x')\n" + succeeded("ioctl")
+    ),
+    "an owner and its thread": (
+        "import fcntl, os, struct\nready, told = os.pipe()\n"
+        "fcntl.fcntl(ready, 15, struct.pack('ii', 1, os.getppid()))\n" + succeeded("fcntl")
+    ),
+    "locking a library": (
+        "import fcntl, json\nfcntl.lockf(open(json.__file__), fcntl.LOCK_SH)\n" + succeeded("lock")
+    ),
+    "sealing its output": "import fcntl\nfcntl.fcntl(1, fcntl.F_ADD_SEALS, 15)\n" + succeeded("seal"),
+    "poisoning a shared page": (
+        "import ctypes\nprint('succeeded' if ctypes.CDLL(None).madvise(0, 0, 100) == 0 else '')"
+    ),
+    "a network namespace for a thread": (
+        "import ctypes\nlibc = ctypes.CDLL(None)\nr = libc.syscall(56, 0x40010f00, 0, 0, 0, 0)\n"
+        "print('succeeded' if r >= 0 else '')"
+    ),
     "becoming root": "import os\nos.setuid(0)\n" + succeeded("root"),
     "a forged report": 'import os\nos.write(4, b\'{"result": 5, "error": []}\')',
     "a garbage report": "import os\nos.write(4, b'[' * 100000)",
     "exit status 0 after nothing": "import os\nos._exit(0)",
 }
+
+
+WITHOUT_SIGNAL_SCOPES = """
+import json, os, sys
+from megatron_eqlen.rewards import landlock
+from megatron_eqlen.rewards.program import Isolation, Limits
+from megatron_eqlen.rewards.sandbox import Sandbox
+from megatron_eqlen.rewards.sandbox_probe import shortcoming
+landlock.SCOPE_ABI = 1 << 30
+isolation = Isolation(True, True, False)
+with Sandbox(isolation) as sandbox:
+    runs = [sandbox.run(attack, "", Limits(1, 3, 256, 1 << 20)).stdout for attack in json.load(sys.stdin)]
+print(json.dumps([runs, shortcoming(isolation)]))
+"""
+
+
+def test_no_attack_succeeds_where_landlock_has_no_signal_scopes():
+    """As on kernels before 6.12, where only the system-call filter stands between a program and a signal."""
+    attacks = [text for name, text in ATTACKS.items() if "kill" in name or "pipe" in name or "owner" in name]
+    command = [sys.executable, "-P", "-c", WITHOUT_SIGNAL_SCOPES]
+    ended = subprocess.run(command, input=json.dumps(attacks), capture_output=True, text=True, check=True)
+    assert json.loads(ended.stdout) == [[""] * len(attacks), None]
+
+
+@pytest.mark.parametrize("hole", ["fcntl", "madvise", "clone", "prctl", "timer_create", "kill"])
+def test_a_machine_whose_filter_has_a_hole_is_not_called_strict(monkeypatch, hole):
+    numbers = {"fcntl": 72, "madvise": 28, "clone": 56, "prctl": 157, "timer_create": 222, "kill": 62}
+    plain = seccomp.X86_64.plain | {hole: numbers[hole]}
+    monkeypatch.setitem(seccomp.MACHINES, "x86_64", dataclasses.replace(seccomp.X86_64, plain=plain))
+    monkeypatch.setattr(landlock, "SCOPE_ABI", 1 << 30)
+    assert "a program" in shortcoming(Isolation(True, True, False))
+
+
+def test_a_program_that_runs_as_root_has_no_capability(caplog):
+    """Seen from outside, in /proc; and it is a warning that it runs as root."""
+    with Sandbox(Isolation(True, True, False)) as sandbox, ThreadPoolExecutor() as threads:
+        sleeper = threads.submit(sandbox.run, "import time\ntime.sleep(2)", "", Limits(9, 9, 256))
+        time.sleep(1.0)
+        (pid,) = Path(f"/proc/{sandbox._zygote}/task/{sandbox._zygote}/children").read_text().split()
+        status = Path(f"/proc/{pid}/status").read_text()
+        assert sleeper.result().status == "finished"
+    sets = re.findall(r"Cap(?:Inh|Prm|Eff|Bnd|Amb):\s*([0-9a-f]+)", status)
+    assert sets[:3] + sets[4:] == ["0" * 16] * 4
+    assert sets[3] == "0" * 16 or os.geteuid() != 0
+    assert "NoNewPrivs:\t1" in status
+
+
+def test_programs_that_run_as_root_are_a_warning(monkeypatch, caplog):
+    monkeypatch.setattr(code, "offered_isolation", lambda: Isolation(True, True, drop_user=False))
+    monkeypatch.setattr(code, "WorkerPool", lambda *_: None)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    CodeGrader()._start()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "root without capabilities (programs run as root: nobody cannot read" in caplog.text
 
 
 def processes() -> set[int]:
@@ -284,11 +370,22 @@ def test_the_filter_of_every_machine(machine):
     for flags in (os.O_WRONLY, os.O_RDWR, os.O_CREAT, os.O_TRUNC):
         assert verdict(openat, 0, 0, flags) == DENIED
     assert verdict(calls.clone, 0x10000 | 0x100) == ALLOWED
-    assert verdict(calls.clone, 17) == DENIED
+    for flags in (17, 0x10000 | 17, 0x10000 | 0x40000000, 0x10000 | 0x8000):
+        assert verdict(calls.clone, flags) == DENIED
+    harmless = {0: 9, 1030: 9, 1: 0, 2: 1, 3: 0, 4: os.O_NONBLOCK | os.O_APPEND, 5: 0}
+    for command, value in harmless.items():
+        assert verdict(calls.fcntl, 0, command, value) == ALLOWED
+    for command in set(range(2048)) - set(harmless):
+        assert verdict(calls.fcntl, 0, command, 0) == DENIED
+    assert verdict(calls.fcntl, 0, 4, 0x2000 | os.O_NONBLOCK) == DENIED
+    for advice, expected in {4: ALLOWED, 14: ALLOWED, 100: DENIED, 101: DENIED}.items():
+        assert verdict(calls.madvise, 0, 0, advice) == expected
     assert verdict(435) == NO_SUCH
     assert [verdict(calls.tgkill, pid) for pid in (77, 1)] == [ALLOWED, DENIED]
     assert [verdict(calls.prlimit64, pid) for pid in (0, 77, 1)] == [ALLOWED, ALLOWED, DENIED]
-    assert [verdict(calls.ioctl, 0, request) for request in (0x5401, 0x5412)] == [ALLOWED, DENIED]
+    assert verdict(calls.ioctl, 0, 0x5401) == ALLOWED
+    for request in (0x5412, 0x5452, 0x8901, 0x8902):
+        assert verdict(calls.ioctl, 0, request) == DENIED
     assert verdict(0, arch=0x40000003) == KILLED
     if machine == "x86_64":
         assert verdict(0x40000000) == KILLED

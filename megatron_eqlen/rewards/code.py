@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import lru_cache
@@ -29,6 +30,7 @@ VERSION = 1
 """Raised whenever a change here or in ``code_tests`` changes a verdict."""
 LONGEST_PROGRAM = 100_000
 """Characters."""
+AS_ROOT = f" (programs run as root: nobody cannot read Python's folder {sys.prefix} or its parents)"
 WORKER_MODULE = "megatron_eqlen.rewards.code_worker"
 
 _FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
@@ -114,8 +116,9 @@ class CodeGrader:
                 "reward.code_sandbox: strict needs Landlock and seccomp, this machine offers "
                 f"{self.isolation}; set reward.sandbox_url, or accept less with code_sandbox: best_effort"
             )
-        level = logging.INFO if self.isolation.strict else logging.WARNING
-        log.log(level, "code sandbox: %s", self.isolation)
+        as_root = self.isolation.as_root
+        level = logging.WARNING if as_root or not self.isolation.strict else logging.INFO
+        log.log(level, "code sandbox: %s%s", self.isolation, AS_ROOT if as_root else "")
         return WorkerPool(WORKER_MODULE, self._workers, {"isolation": asdict(self.isolation)})
 
     def _grade(self, job: tuple[str | None, str], judged: dict[str, Any] | None) -> Grade:

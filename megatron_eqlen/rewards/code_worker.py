@@ -12,7 +12,8 @@ from typing import Any
 from megatron_eqlen.rewards.code_tests import CodeTests
 from megatron_eqlen.rewards.judge import judge
 from megatron_eqlen.rewards.program import Isolation, Limits
-from megatron_eqlen.rewards.sandbox import Sandbox, probe
+from megatron_eqlen.rewards.sandbox import Sandbox
+from megatron_eqlen.rewards.sandbox_probe import probe
 
 
 def make_handler(isolation: dict[str, bool] | None = None) -> Callable[[dict[str, Any]], dict[str, Any]]:

@@ -9,6 +9,8 @@ import os
 import struct
 from collections.abc import Sequence
 
+from megatron_eqlen.rewards.kernel import SET_NO_NEW_PRIVS, checked, libc, prctl
+
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 """System-call numbers, the same on every machine."""
 EXECUTE, READ_FILE, READ_DIR = 1 << 0, 1 << 2, 1 << 3
@@ -17,12 +19,10 @@ FILE_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15
 NETWORK_ABI, SCOPE_ABI = 4, 6
 BIND_AND_CONNECT, ABSTRACT_SOCKETS_AND_SIGNALS = 3, 3
 
-_libc = ctypes.CDLL(None, use_errno=True)
-
 
 def abi_version() -> int:
     """The kernel's Landlock version, 0 where it has none."""
-    return max(0, _libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1))
+    return max(0, libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1))
 
 
 def restrict_files(readable: Sequence[str]) -> None:
@@ -38,15 +38,13 @@ def restrict_files(readable: Sequence[str]) -> None:
         attributes += struct.pack("=Q", BIND_AND_CONNECT)
     if abi >= SCOPE_ABI:
         attributes += struct.pack("=Q", ABSTRACT_SOCKETS_AND_SIGNALS)
-    ruleset = _check(
-        _libc.syscall(CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0), "create ruleset"
-    )
+    size = ctypes.c_size_t(len(attributes))
+    ruleset = checked(libc.syscall(CREATE_RULESET, attributes, size, 0), "landlock: create ruleset")
     for path in readable:
         if os.path.exists(path):
             _allow_reading(ruleset, path)
-    pr_set_no_new_privs, zero = 38, ctypes.c_ulong(0)
-    _check(_libc.prctl(pr_set_no_new_privs, ctypes.c_ulong(1), zero, zero, zero), "no_new_privs")
-    _check(_libc.syscall(RESTRICT_SELF, ruleset, 0), "restrict")
+    prctl(SET_NO_NEW_PRIVS, 1)
+    checked(libc.syscall(RESTRICT_SELF, ruleset, 0), "landlock: restrict")
     os.close(ruleset)
 
 
@@ -54,11 +52,5 @@ def _allow_reading(ruleset: int, path: str) -> None:
     descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     rights = EXECUTE | READ_FILE | (READ_DIR if os.path.isdir(path) else 0)
     rule = struct.pack("=Qi", rights, descriptor)
-    _check(_libc.syscall(ADD_RULE, ruleset, 1, rule, 0), f"rule for {path}")
+    checked(libc.syscall(ADD_RULE, ruleset, 1, rule, 0), f"landlock: rule for {path}")
     os.close(descriptor)
-
-
-def _check(result: int, what: str) -> int:
-    if result < 0:
-        raise OSError(ctypes.get_errno(), f"landlock: {what}")
-    return result

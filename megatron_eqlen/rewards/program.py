@@ -8,7 +8,6 @@ failed answer: what the program printed or returned is compared elsewhere, with 
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import resource
@@ -20,6 +19,7 @@ import types
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from megatron_eqlen.rewards.kernel import SET_DUMPABLE, die_with, drop_capabilities, prctl
 from megatron_eqlen.rewards.landlock import restrict_files
 from megatron_eqlen.rewards.seccomp import restrict_system_calls
 
@@ -39,15 +39,20 @@ class Isolation:
     landlock: bool
     seccomp: bool
     drop_user: bool
-    """Run as nobody (needs root)."""
+    """Run as nobody (needs root, and Python's folder readable by others)."""
 
     @property
     def strict(self) -> bool:
         return self.landlock and self.seccomp
 
+    @property
+    def as_root(self) -> bool:
+        return os.geteuid() == 0 and not self.drop_user
+
     def __str__(self) -> str:
         parts = ["rlimits"] + [name for name in ("landlock", "seccomp") if getattr(self, name)]
-        return " + ".join(parts + ["nobody"] * self.drop_user)
+        user = ["nobody"] * self.drop_user + ["root without capabilities"] * self.as_root
+        return " + ".join(parts + user)
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,7 @@ def readable_paths() -> list[str]:
 
 def enter(limits: Limits, isolation: Isolation, folder: str) -> None:
     """Give up every right; ``folder`` (empty, not writable) becomes the working directory."""
+    zygote = os.getppid()
     os.setsid()
     os.chdir(folder)
     os.umask(0o077)
@@ -78,8 +84,9 @@ def enter(limits: Limits, isolation: Isolation, folder: str) -> None:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-    pr_set_dumpable = 4
-    ctypes.CDLL(None).prctl(pr_set_dumpable, *[ctypes.c_ulong(0)] * 4)
+    drop_capabilities()
+    die_with(zygote)  # after the change of user, which would undo it
+    prctl(SET_DUMPABLE, 0)
     if isolation.landlock:
         restrict_files(readable_paths())
     if isolation.seccomp:

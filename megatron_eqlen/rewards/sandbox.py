@@ -12,21 +12,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import select
 import signal
 import socket
-import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
 
 from megatron_eqlen.rewards import program
-from megatron_eqlen.rewards.landlock import abi_version
+from megatron_eqlen.rewards.kernel import SET_CHILD_SUBREAPER, prctl
 from megatron_eqlen.rewards.program import Isolation, Limits
-
-log = logging.getLogger(__name__)
 
 LARGEST_REQUEST = 4096
 EXTRA_SECONDS = 30.0
@@ -133,8 +129,7 @@ def _serve(connection: socket.socket, isolation: Isolation, folder: str) -> None
     """The zygote: fork, wait, clean up, answer; end with the worker."""
     os.closerange(3, connection.fileno())  # nothing of the worker's stays open through us
     os.closerange(connection.fileno() + 1, 1 << 16)
-    pr_set_child_subreaper = 36
-    program.ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0)  # what a program leaves becomes ours
+    prctl(SET_CHILD_SUBREAPER, 1)  # what a program leaves becomes ours
     while True:
         request, descriptors, _, _ = socket.recv_fds(connection, LARGEST_REQUEST, 5)
         if not request:
@@ -231,58 +226,3 @@ def _memory_file(stack: contextlib.ExitStack, text: str) -> int:
 
 def _read(descriptor: int, limit: int) -> bytes:
     return os.pread(descriptor, limit, 0)
-
-
-HELLO = "import heapq, json, decimal, bisect, statistics\nprint(sum(map(int, input().split())))\n"
-ESCAPES = """\
-import os, socket
-def attempt(act):
-    try:
-        act()
-    except OSError:
-        return
-    print("escaped:", act.__name__)
-def read_files(): os.listdir("/"); os.listdir("/proc"); open("/etc/passwd").read()
-def write_files(): open("/tmp/escaped", "w")
-def use_network(): socket.socket()
-def start_processes(): os.fork() or os._exit(0)
-def send_signals(): os.kill(os.getppid(), 0)
-for act in (read_files, write_files, use_network, start_processes, send_signals):
-    attempt(act)
-"""
-
-
-def probe() -> Isolation:
-    """The strongest isolation that works here, tried with real programs. It may be less than strict."""
-    root = os.geteuid() == 0
-    wishes = [Isolation(True, True, drop) for drop in ((True, False) if root else (False,))]
-    wishes += [
-        Isolation(False, True, root),
-        Isolation(abi_version() > 0, False, root),
-        Isolation(False, False, root),
-    ]
-    wishes.append(Isolation(False, False, False))
-    for wish in wishes:
-        failure = _try(wish)
-        if failure is None:
-            return wish
-        log.info("sandbox: %s does not work here: %s", wish, failure)
-    raise SandboxError("no program can be run here, not even without isolation")
-
-
-def _try(isolation: Isolation) -> str | None:
-    """None if programs run and cannot escape under ``isolation``, else what went wrong."""
-    limits = Limits(cpu_seconds=10, wall_seconds=60, memory_mb=512)
-    try:
-        with Sandbox(isolation) as sandbox:
-            hello = sandbox.run(HELLO, "2 3\n", limits)
-            escapes = sandbox.run(ESCAPES, "", limits) if isolation.strict else Run("finished")
-    except SandboxError as error:
-        return str(error)
-    if hello.stdout != "5\n":
-        return f"a plain program fails: {hello.error or hello.status}"
-    return escapes.stdout or (None if escapes.status == "finished" else escapes.error)
-
-
-if __name__ == "__main__":
-    print(probe(), file=sys.stdout)

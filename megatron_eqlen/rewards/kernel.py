@@ -1,0 +1,64 @@
+"""System calls that Python has no function for. Linux only, as the sandbox is."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from itertools import count
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+SET_PDEATHSIG, SET_DUMPABLE, SET_SECCOMP, SET_CHILD_SUBREAPER, SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
+CAPBSET_READ, CAPBSET_DROP, SET_SECUREBITS, CAP_AMBIENT = 23, 24, 28, 47
+"""prctl options."""
+CAP_AMBIENT_CLEAR_ALL = 4
+SECUREBITS = 0x01 | 0x02 | 0x20 | 0x40 | 0x80
+"""Root gains nothing by exec, and no capability survives a change of user or becomes ambient; all locked."""
+CAPABILITY_VERSION = 0x20080522
+
+
+def prctl(option: int, *arguments: int) -> int:
+    """Raises OSError."""
+    values = (*arguments, 0, 0, 0, 0)[:4]
+    return checked(libc.prctl(option, *map(ctypes.c_ulong, values)), f"prctl {option}")
+
+
+def checked(result: int, what: str) -> int:
+    """``result`` of a libc function. Raises OSError where it is negative."""
+    if result < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"{what}: {os.strerror(error)}")
+    return result
+
+
+def die_with(parent: int) -> None:
+    """From here on the kernel kills this process when ``parent``, the thread that forked it, ends."""
+    prctl(SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before
+        os._exit(1)
+
+
+def drop_capabilities() -> None:
+    """Give up every capability, and every way back to one. Raises OSError if the kernel refuses."""
+    prctl(SET_NO_NEW_PRIVS, 1)
+    try:
+        prctl(SET_SECUREBITS, SECUREBITS)
+        for capability in _known_capabilities():
+            prctl(CAPBSET_DROP, capability)
+    except PermissionError:
+        pass  # no right to narrow what an exec could give; no_new_privs keeps it from giving anything
+    prctl(CAP_AMBIENT, CAP_AMBIENT_CLEAR_ALL)
+    header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
+    checked(libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
+
+
+def _known_capabilities() -> list[int]:
+    known = []
+    for capability in count():
+        try:
+            prctl(CAPBSET_READ, capability)
+        except OSError:
+            return known
+        known.append(capability)
+    raise AssertionError
