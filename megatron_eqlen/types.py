@@ -48,6 +48,9 @@ class Prompt:
     """What the grader compares with: LaTeX or text for ``math``, a JSON of tests for ``code``."""
     source: str = ""
     """The data source's name in the recipe (metrics are reported per source)."""
+    number: int = 0
+    """Prompts drawn before it in the run (problems before it in a benchmark): a step trains its prompts in
+    this order, whichever engine replica generated them."""
 
 
 @dataclass
@@ -100,7 +103,7 @@ class Pair:
 class Stream:
     """What one dual-track subgroup (2 of the G tracks) harvested."""
 
-    prompt_id: str
+    prompt: Prompt
     index: int
     """Which of the prompt's G/2 subgroups this is."""
     policy_version: int
@@ -110,6 +113,10 @@ class Stream:
     tail: Segment | None = None
     """What the trunk track generated after the last pair (the invalid suffix, never trained).
     If it ended (``stop``) its grade still counts as an extension of every B."""
+
+    @property
+    def prompt_id(self) -> str:
+        return self.prompt.prompt_id
 
     def trunk_token_ids(self, pairs: int) -> list[int]:
         """Token ids of ``B_1 .. B_pairs``: the inherited prefix after the prompt."""
@@ -138,9 +145,13 @@ class Stream:
 class Group:
     """G independent completions of one prompt (``sampling: independent``)."""
 
-    prompt_id: str
+    prompt: Prompt
     policy_version: int
     completions: list[Segment]
+
+    @property
+    def prompt_id(self) -> str:
+        return self.prompt.prompt_id
 
     def ended(self) -> Iterator[tuple[Segment, list[int]]]:
         """Every completion that ended by itself, with its token ids."""
@@ -157,12 +168,16 @@ class SampledTree:
     """Step-wise branching of one prompt (``sampling: tree``): every step that did not end a response was
     continued several times. Lists are aligned; a step comes after the step it continues."""
 
-    prompt_id: str
+    prompt: Prompt
     policy_version: int
     steps: list[Segment]
     """``finish_reason`` is None where the step was continued."""
     parents: list[int]
     """Index in ``steps`` of the step that this one continues, -1 for the prompt."""
+
+    @property
+    def prompt_id(self) -> str:
+        return self.prompt.prompt_id
 
     def response(self, step: int) -> list[int]:
         """Token ids from after the prompt to the end of a step."""

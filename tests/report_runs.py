@@ -8,7 +8,7 @@ from megatron_eqlen.data.tokenizer_maker import write_hf_tokenizer
 from megatron_eqlen.data.tokenizers import Tokenizer, load_tokenizer
 from megatron_eqlen.recipe import Recipe, dump, parse
 from megatron_eqlen.rollout.recorder import Recorder
-from megatron_eqlen.types import Grade, Group, Pair, Rollout, SampledTree, Segment, Stream
+from megatron_eqlen.types import Grade, Group, Pair, Prompt, Rollout, SampledTree, Segment, Stream
 
 RIGHT, WRONG = Grade(1.0, "correct", "7"), Grade(0.0, "wrong", "<b>8</b>")
 
@@ -35,6 +35,10 @@ def segment(tokenizer: Tokenizer, text: str, grade: Grade | None = None, stop: b
     return Segment(tokens, [-0.5] * len(tokens), "stop" if stop or grade else None, grade)
 
 
+def prompt(number: int) -> Prompt:
+    return Prompt(f"sums/a.parquet#{number}", [1, 2], "What is 3 + 4?", "math", "7", number=number)
+
+
 def example_stream() -> Stream:
     """``A_1 = [5, 9]``, ``B_1 = [6, 7]``, ``A_2 = [8, 9]``, ``B_2 = [4, 4]``, tail ``[9]``.
 
@@ -44,7 +48,7 @@ def example_stream() -> Stream:
         Pair(Segment([5, 9], [-1.0, -1.0], "stop", WRONG), Segment([6, 7], [-1.0, -1.0])),
         Pair(Segment([8, 9], [-1.0, -1.0], "stop", RIGHT), Segment([4, 4], [-1.0, -1.0])),
     ]
-    return Stream("sums/a.parquet#1", 0, 3, pairs, "max_pairs", Segment([9], [-1.0], "stop", WRONG))
+    return Stream(prompt(1), 0, 3, pairs, "max_pairs", Segment([9], [-1.0], "stop", WRONG))
 
 
 def example_group() -> Group:
@@ -53,7 +57,7 @@ def example_group() -> Group:
         Segment([6, 7, 8, 9], [-1.0] * 4, "stop", WRONG),
         Segment([4, 4], [-1.0, -1.0], "length"),
     ]
-    return Group("sums/a.parquet#2", 3, completions)
+    return Group(prompt(2), 3, completions)
 
 
 def example_tree() -> SampledTree:
@@ -62,7 +66,7 @@ def example_tree() -> SampledTree:
         Segment([9], [-1.0], "stop", RIGHT),
         Segment([7, 7], [-1.0] * 2, "length"),
     ]
-    return SampledTree("sums/a.parquet#3", 3, steps, [-1, 0, 0])
+    return SampledTree(prompt(3), 3, steps, [-1, 0, 0])
 
 
 def write_run(folder: Path, recipe: Recipe, streams: dict[str, list[Rollout]] | None = None) -> Path:

@@ -10,6 +10,10 @@ from megatron_eqlen.types import Grade, Group, Pair, Prompt, Segment, Stream
 QUESTION = Prompt("q", [1, 2], "?", "math", "1")
 
 
+def prompt(name: str) -> Prompt:
+    return Prompt(name, [1], "?", "math", "1")
+
+
 def recipe(**keys):
     """A small recipe; ``section__key=value`` sets a key of a section."""
     raw = {
@@ -48,11 +52,11 @@ def worked_example(a1=0.0, a2=1.0, tail=0.0):
         Pair(segment([5, 9], a1), segment([6, 7])),
         Pair(segment([8, 9], a2), segment([4, 4])),
     ]
-    return Stream("q", 0, 0, pairs, "max_pairs", tail=segment([9], tail))
+    return Stream(QUESTION, 0, 0, pairs, "max_pairs", tail=segment([9], tail))
 
 
 def build(rollouts, **keys):
-    return build_trees(rollouts, {"q": QUESTION}, recipe(**keys))
+    return build_trees(rollouts, recipe(**keys))
 
 
 def test_a_stream_becomes_a_caterpillar():
@@ -97,7 +101,7 @@ def test_single_pair_and_prefix_in_gradient():
 
 def test_a_group_becomes_a_star_and_a_truncated_completion_gets_zero():
     truncated = Segment([7] * 4, [-1.0] * 4, finish_reason="length")
-    group = Group("q", 0, [segment([3, 9], 1.0), truncated])
+    group = Group(QUESTION, 0, [segment([3, 9], 1.0), truncated])
     (tree,), metrics = build([group], sampling="independent")
     assert [node.parent for node in tree.nodes] == [-1, 0, 0]
     assert [node.advantage for node in tree.nodes] == [0, 1, -1]
@@ -106,7 +110,7 @@ def test_a_group_becomes_a_star_and_a_truncated_completion_gets_zero():
 
 
 def test_equal_rewards_in_a_group_are_trained_for_their_kl_alone():
-    group = Group("q", 0, [segment([3, 9], 1.0), segment([4, 9], 1.0)])
+    group = Group(QUESTION, 0, [segment([3, 9], 1.0), segment([4, 9], 1.0)])
     for kl_coef, weight in ((0.0, 0.0), (0.1, 0.25)):
         (tree,), metrics = build([group], sampling="independent", loss__kl_coef=kl_coef)
         assert [node.advantage for node in tree.nodes] == [0, 0, 0]
@@ -115,13 +119,13 @@ def test_equal_rewards_in_a_group_are_trained_for_their_kl_alone():
 
 
 def test_rewards_equal_up_to_round_off_are_equal():
-    group = Group("q", 0, [segment([3, 9], 0.1 + 0.2), segment([4, 9], 0.3)])
+    group = Group(QUESTION, 0, [segment([3, 9], 0.1 + 0.2), segment([4, 9], 0.3)])
     (tree,), _ = build([group], sampling="independent")
     assert [node.advantage for node in tree.nodes] == [0, 0, 0]
 
 
 def test_an_unscored_response_is_refused_by_name():
-    group = Group("q", 0, [segment([3, 9], 1.0), Segment([4, 9], [-1, -1], "stop")])
+    group = Group(QUESTION, 0, [segment([3, 9], 1.0), Segment([4, 9], [-1, -1], "stop")])
     with pytest.raises(ValueError, match=r"prompt q: .*no grade"):
         build([group], sampling="independent")
 
@@ -155,26 +159,25 @@ def test_combinations_without_sense_are_refused_with_the_reason(keys, reason):
 
 
 def test_minibatches_hold_whole_prompts_and_average_over_their_own():
-    groups = [Group(name, 0, [segment([3, 9], 1.0), segment([4, 9], 0.0)]) for name in "abc"]
-    prompts = {name: Prompt(name, [1], "?", "math", "1") for name in "abc"}
+    groups = [Group(prompt(name), 0, [segment([3, 9], 1.0), segment([4, 9], 0.0)]) for name in "abc"]
     keys = {"sampling": "independent", "loss__minibatches": 2}
-    batches, metrics = build_minibatches(groups, prompts, recipe(**keys))
+    batches, metrics = build_minibatches(groups, recipe(**keys))
     assert [[tree.name for tree in batch] for batch in batches] == [["a", "b"], ["c"]]
     assert [batch[0].nodes[1].weight for batch in batches] == [1 / 8, 1 / 4]
     assert metrics["objective/units"] == 3
-    assert len(build_minibatches(groups[:1], prompts, recipe(**keys))[0]) == 1
+    assert len(build_minibatches(groups[:1], recipe(**keys))[0]) == 1
 
 
 def test_dynamic_sampling_drops_prompts_whose_verifier_rewards_are_all_equal():
     long = segment([7] * 49 + [9], 1.0)  # correct but penalised for its length: still nothing to learn
     groups = [
-        Group("a", 0, [segment([3, 9], 1.0), segment([4, 9], 0.0)]),
-        Group("b", 0, [segment([3, 9], 1.0), long]),
-        Group("c", 0, [segment([3, 9], 0.5), Segment([7], [-1.0], "length")]),
+        Group(prompt("a"), 0, [segment([3, 9], 1.0), segment([4, 9], 0.0)]),
+        Group(prompt("b"), 0, [segment([3, 9], 1.0), long]),
+        Group(prompt("c"), 0, [segment([3, 9], 0.5), Segment([7], [-1.0], "length")]),
     ]
     assert filter_groups(groups, recipe(sampling="independent", objective="dapo")) == (["a", "c"], ["b"])
     streams = [worked_example(a1=1, a2=1, tail=1), worked_example(a1=0, a2=0, tail=1)]
-    streams[1].prompt_id = "r"
+    streams[1].prompt = prompt("r")
     assert filter_groups(streams, recipe(objective="dapo")) == (["r"], ["q"])
 
 
@@ -200,13 +203,13 @@ def test_sampling_masks_go_with_their_tokens_and_must_be_what_the_recipe_says():
 
 def test_a_completion_that_the_budget_cut_off_is_in_no_unit():
     cut = Segment([3, 4], [-1.0, -1.0])
-    group = Group("q", 0, [segment([3, 9], 1.0), segment([4, 9], 0.0), cut])
+    group = Group(QUESTION, 0, [segment([3, 9], 1.0), segment([4, 9], 0.0), cut])
     (tree,), metrics = build([group], sampling="independent")
     assert [node.weight for node in tree.nodes] == [0, 1 / 4, 1 / 4]
     assert metrics["objective/effective_samples"] == 2
-    (tree,), _ = build([Group("q", 0, [cut])], sampling="independent")
+    (tree,), _ = build([Group(QUESTION, 0, [cut])], sampling="independent")
     assert len(tree.nodes) == 1
-    assert filter_groups([Group("q", 0, [cut])], recipe(sampling="independent")) == ([], ["q"])
+    assert filter_groups([Group(QUESTION, 0, [cut])], recipe(sampling="independent")) == ([], ["q"])
 
 
 def test_sides_of_unequal_length_are_refused_by_name():

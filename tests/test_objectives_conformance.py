@@ -74,13 +74,16 @@ def recipe(sampling, objective, **loss):
     )
 
 
+def prompt(number: int) -> Prompt:
+    return Prompt(f"p{number}", [0, 1], "?", "math", "1")
+
+
 EQUAL_LENGTH_KEYS = ("pair_count", "suffix_reward", "prefix_in_gradient", "single_pair", "unfinished")
 
 
 def our_gradient(rollouts, tokens, recipe):
     """d loss / d log pi, [number of tokens]."""
-    prompts = {r.prompt_id: Prompt(r.prompt_id, [0, 1], "?", "math", "1") for r in rollouts}
-    trees, _ = build_trees(rollouts, prompts, recipe)
+    trees, _ = build_trees(rollouts, recipe)
     table = torch.tensor(tokens.new, dtype=torch.float64, requires_grad=True)
     old, ref = (torch.tensor(t, dtype=torch.float64) for t in (tokens.old, tokens.ref))
     for row in pack(trees, recipe.packing.max_tokens_per_row, layout=recipe.packing.layout)[0]:
@@ -197,7 +200,7 @@ def sample_groups(shapes, tokens):
         completions = [
             tokens.segment(n, None, "length") if n == LONGEST else tokens.segment(n, r) for n, r in shape
         ]
-        groups.append(Group(f"p{number}", 0, completions))
+        groups.append(Group(prompt(number), 0, completions))
     return groups
 
 
@@ -320,7 +323,7 @@ def sample_streams(shapes, tokens):
             built[-1].b = tokens.segment(pairs[-1][0], last_reward)
         elif outcome == "max_pairs":
             tail = tokens.segment(1, last_reward)
-        streams.append(Stream(f"p{number // 2}", number % 2, 0, built, outcome, tail))
+        streams.append(Stream(prompt(number // 2), number % 2, 0, built, outcome, tail))
     return streams
 
 
@@ -442,5 +445,5 @@ def test_treerpo_compares_siblings_by_the_mean_of_their_leaves(branching, depth,
         for segment, advantage in zip(members, centred(rewards), strict=True):
             slopes = sequence_slopes("treerpo", tokens, segment.token_ids, advantage)
             expected[segment.token_ids] = -np.array(slopes) / (len(groups) * branching * len(segment))
-    ours = our_gradient([SampledTree("p", 0, steps, parents)], tokens, recipe("tree", "treerpo"))
+    ours = our_gradient([SampledTree(prompt(0), 0, steps, parents)], tokens, recipe("tree", "treerpo"))
     np.testing.assert_allclose(ours, expected, rtol=1e-8, atol=1e-14)

@@ -79,11 +79,11 @@ def test_rewards_are_means_of_leaves_below_and_unknown_where_the_budget_cut():
         return Segment([5], [-1.0], finish_reason or (None if reward is None else "stop"), grade)
 
     steps = [step(), step(1.0), step(1.0), step(finish_reason="length"), step()]
-    tree = SampledTree("q", 0, steps, [-1, -1, 0, 0, -1])
+    tree = SampledTree(PROMPT, 0, steps, [-1, -1, 0, 0, -1])
     assert step_rewards(tree) == [0.5, 1.0, 1.0, 0.0, None]
     settings = recipe(sampling="tree", objective="treerpo")
     assert filter_groups([tree], settings) == (["q"], [])
-    equal = SampledTree("q", 0, [step(1.0), step(1.0)], [-1, -1])
+    equal = SampledTree(PROMPT, 0, [step(1.0), step(1.0)], [-1, -1])
     assert filter_groups([equal], settings) == ([], ["q"])
 
 

@@ -17,9 +17,7 @@ from megatron_eqlen.evaluation.result import Answers, EvaluationResult, write_re
 from megatron_eqlen.report.chart import Series, averaged, line_chart, stacked_bars
 from megatron_eqlen.report.metrics import MetricsWriter
 from megatron_eqlen.report.page import write_page
-from megatron_eqlen.report.rollouts import write_questions
-from megatron_eqlen.types import Prompt
-from tests.report_runs import example_group, example_stream, make_tokenizer, recipe, write_run
+from tests.report_runs import example_group, example_stream, make_tokenizer, prompt, recipe, write_run
 
 REPO = Path(__file__).resolve().parents[1]
 VOID = {"meta", "br"}
@@ -122,12 +120,10 @@ def test_charts_of_what_was_not_measured_are_left_out(tmp_path):
 
 def test_rollouts_of_the_first_and_last_step_are_decoded(tmp_path):
     tokenizer = make_tokenizer(tmp_path / "model")
-    streams = {f"step-{n:08d}": [example_stream(), example_group()] for n in (0, 1, 7)}
+    asked = dataclasses.replace(prompt(1), question="<script>1 < 2</script>")
+    stream = dataclasses.replace(example_stream(), prompt=asked)
+    streams = {f"step-{n:08d}": [stream, example_group()] for n in (0, 1, 7)}
     run = write_run(tmp_path / "run", recipe(tmp_path / "model"), streams)
-    write_questions(
-        run / "streams" / "step-00000000",
-        [Prompt("sums/a.parquet#1", [1], "<script>1 < 2</script>", "math", "")],
-    )
     page = Page(write_page(run))
     assert "Step 1 " in page.text
     assert "Step 8 " in page.text
@@ -142,7 +138,7 @@ def test_rollouts_of_the_first_and_last_step_are_decoded(tmp_path):
 def test_one_rollout_a_prompt_is_shown_and_first_those_that_train(tmp_path):
     dull = example_stream()
     dull.pairs[1].a.grade = dull.pairs[0].a.grade
-    other = dataclasses.replace(dull, prompt_id="sums/a.parquet#0", index=1)
+    other = dataclasses.replace(dull, prompt=prompt(0), index=1)
     streams = [other, dull, dataclasses.replace(example_stream(), index=2)]
     run = write_run(tmp_path, recipe(tmp_path), {"step-00000000": streams})
     (run / "streams" / "step-00000001").mkdir()  # a harvest that has only begun

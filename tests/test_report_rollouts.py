@@ -12,9 +12,9 @@ from rich.console import Console
 
 from megatron_eqlen.recipe import EqualLengthRecipe
 from megatron_eqlen.report.drawing import draw
-from megatron_eqlen.report.rollouts import read_questions, view, write_questions
+from megatron_eqlen.report.rollouts import view
 from megatron_eqlen.report.text import print_rollouts
-from megatron_eqlen.types import Pair, Prompt, Stream
+from megatron_eqlen.types import Pair, Stream
 from tests.report_runs import (
     RIGHT,
     WRONG,
@@ -22,6 +22,7 @@ from tests.report_runs import (
     example_stream,
     example_tree,
     make_tokenizer,
+    prompt,
     recipe,
     segment,
     write_run,
@@ -33,7 +34,7 @@ def as_ids(token_ids: list[int]) -> str:
 
 
 def look(rollout, **settings):
-    return view(rollout, as_ids, EqualLengthRecipe(**settings), {"sums/a.parquet#1": "What is 3 + 4?"})
+    return view(rollout, as_ids, EqualLengthRecipe(**settings))
 
 
 def boxes(svg: str) -> dict[str, tuple[float, float]]:
@@ -113,12 +114,6 @@ def test_widths_of_completions_are_their_lengths():
     assert found["completion 1"][1] + 2 == pytest.approx(2 * (found["completion 0"][1] + 2), abs=0.3)
 
 
-def test_questions_are_recorded_beside_the_rollouts(tmp_path):
-    assert read_questions(tmp_path) == {}
-    write_questions(tmp_path / "step-00000000", [Prompt("a#1", [1], "1 < 2, π?", "math", "yes")])
-    assert read_questions(tmp_path / "step-00000000") == {"a#1": "1 < 2, π?"}
-
-
 # ---- eqlen inspect ------------------------------------------------------------------------------------
 
 
@@ -132,7 +127,7 @@ def model(tmp_path_factory):
 @pytest.fixture
 def run(tmp_path, model):
     tokenizer = make_tokenizer(model)
-    stream = Stream("sums/a.parquet#1", 0, 0, [], "both_ended")
+    stream = Stream(prompt(1), 0, 0, [], "both_ended")
     right, wrong = (segment(tokenizer, text, g) for text, g in (("it is seven", RIGHT), ("or eight", WRONG)))
     stream.pairs = [Pair(wrong, right)]
     return write_run(

@@ -32,7 +32,7 @@ def make_stream(index: int = 0) -> Stream:
         Pair(segment(r"x \boxed{5}", ended=True), segment(r"so it is \bo")),
         Pair(segment("xed{6}", ended=True), segment("xed{5}", ended=True)),
     ]
-    return Stream("q", index, 0, pairs, "both_ended")
+    return Stream(prompt("q"), index, 0, pairs, "both_ended")
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def scorer():
 def test_a_segment_is_graded_as_the_whole_response_it_ends(scorer):
     """A_2 and B_2 hold half a box; with the trunk before them they are answers."""
     stream = make_stream()
-    metrics = scorer.score([stream], {"q": prompt()})
+    metrics = scorer.score([stream])
     assert [grade and grade.answer for grade in grades(stream)] == ["5", None, "6", "5"]
     assert [grade and grade.reward for grade in grades(stream)] == [1.0, None, 0.0, 1.0]
     assert metrics["reward/ended"] == 3
@@ -62,7 +62,7 @@ def test_an_ended_tail_is_graded_and_a_truncated_one_is_not(scorer):
     for stream in (ended, cut):
         stream.pairs.pop()
     ended.tail, cut.tail = segment("xed{5}", ended=True), segment("xed{5}", reason="length")
-    scorer.score([ended, cut], {"q": prompt()})
+    scorer.score([ended, cut])
     assert ended.tail.grade.reward == 1.0
     assert cut.tail.grade is None
 
@@ -76,26 +76,24 @@ def test_equal_responses_are_graded_once_and_old_grades_stay(scorer, monkeypatch
     monkeypatch.setattr(
         scorer, "grade_texts", lambda texts, prompts: asked.extend(texts) or plain(texts, prompts)
     )
-    assert scorer.score(streams, {"q": prompt()})["reward/calls"] == 3
+    assert scorer.score(streams)["reward/calls"] == 3
     assert len(asked) == 3
     assert streams[0].pairs[0].a.grade is kept
-    assert scorer.score(streams, {"q": prompt()})["reward/calls"] == 0
+    assert scorer.score(streams)["reward/calls"] == 0
 
 
 def test_each_source_has_its_own_grader():
-    def group(name: str, text: str) -> Group:
-        return Group(name, 0, [segment(text, ended=True)])
+    def group(prompt: Prompt, text: str) -> Group:
+        return Group(prompt, 0, [segment(text, ended=True)])
 
     scorer = Scorer(RewardRecipe(math_rule="exact", rubric=f"{__name__}:shorter_is_better"), Letters())
-    rollouts = [group("a", r"\boxed{5}"), group("b", "12345")]
-    prompts = {"a": prompt("a"), "b": prompt("b", "rubric", "10", "judged")}
-    metrics = scorer.score(rollouts, prompts)
+    rollouts = [group(prompt("a"), r"\boxed{5}"), group(prompt("b", "rubric", "10", "judged"), "12345")]
+    metrics = scorer.score(rollouts)
     assert [rollout.completions[0].grade.reward for rollout in rollouts] == [1.0, 0.5]
     assert metrics["reward/source/judged/mean"] == 0.5
     assert rollouts[1].completions[0].grade.grader.endswith(":shorter_is_better")
-    prompts["b"] = prompt("b", "rubric", "1", "judged")
     with pytest.raises(ValueError, match=r"expected a reward in \[0, 1\], got -4"):
-        scorer.score([group("b", "12345")], prompts)
+        scorer.score([group(prompt("b", "rubric", "1", "judged"), "12345")])
 
 
 def shorter_is_better(question: str, response: str, gold: str) -> float:

@@ -4,7 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eqlen.rewards.suffix import pair_rewards
-from megatron_eqlen.types import Grade, Pair, Segment, Stream
+from megatron_eqlen.types import Grade, Pair, Prompt, Segment, Stream
+
+QUESTION = Prompt("q", [1], "?", "math", "1")
 
 
 def segment(length: int, reward: float | None) -> Segment:
@@ -16,7 +18,7 @@ def stream(a_rewards: list[float], last_b: float | None, tail: float | None) -> 
     lasts = [None] * (len(a_rewards) - 1) + [last_b]
     pairs = [Pair(segment(2, a), segment(2, b)) for a, b in zip(a_rewards, lasts, strict=True)]
     outcome = "truncated" if last_b is None else "both_ended"
-    return Stream("q", 0, 0, pairs, outcome, None if tail is None else segment(3, tail))
+    return Stream(QUESTION, 0, 0, pairs, outcome, None if tail is None else segment(3, tail))
 
 
 rewards = st.sampled_from([0.0, 0.25, 0.5, 1.0])

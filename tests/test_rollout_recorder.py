@@ -11,15 +11,20 @@ import sys
 import pytest
 
 from megatron_eqlen.rollout.recorder import Recorder, read_dump, rollout_key
-from megatron_eqlen.types import Grade, Group, Pair, Segment, Stream
+from megatron_eqlen.types import Grade, Group, Pair, Prompt, Segment, Stream
+
+
+def prompt(name: str, number: int = 0) -> Prompt:
+    return Prompt(name, [1], "?", "math", "1", number=number)
+
 
 GRADE = Grade(0.5, "correct", "\\frac{1}{3} – π", "math_verify-0.9.0", 0.1 + 0.2)
 STREAM = Stream(
-    "deepmath/a.parquet#17", 2, 5,
+    Prompt("deepmath/a.parquet#17", [1, 2], "¿x?", "math", "3", "deepmath", 4), 2, 5,
     [Pair(Segment([1, 9], [-0.1, -1e-9 / 3], "stop", GRADE), Segment([3, 4], [-1 / 3, -12.0]))],
     "truncated", Segment([7], [-2.5e-300], "length"),
 )  # fmt: skip
-GROUP = Group("p", 0, [
+GROUP = Group(prompt("p"), 0, [
     Segment([1], [-0.5], "stop", sampling_mask=[(1, 4)]),
     Segment([2, 2], [-0.1, -0.7], sampling_mask=[(2,), (0, 2, 9)]),
 ])  # fmt: skip
@@ -31,8 +36,8 @@ def test_rollouts_read_back_identically(tmp_path):
         recorder.write(STREAM)
         recorder.write(GROUP)
     with Recorder(path) as recorder:
-        recorder.write(Stream("q", 0, 0, [], "budget"))
-    assert read_dump(path) == [STREAM, GROUP, Stream("q", 0, 0, [], "budget")]
+        recorder.write(Stream(prompt("q"), 0, 0, [], "budget"))
+    assert read_dump(path) == [STREAM, GROUP, Stream(prompt("q"), 0, 0, [], "budget")]
     assert [rollout_key(r) for r in read_dump(path)] == [("deepmath/a.parquet#17", 2), ("p", 0), ("q", 0)]
 
 
@@ -56,10 +61,11 @@ def test_kill_9_loses_nothing_that_was_written(tmp_path):
     script = f"""
 import sys
 from megatron_eqlen.rollout.recorder import Recorder
-from megatron_eqlen.types import Group, Segment
+from megatron_eqlen.types import Group, Prompt, Segment
 recorder = Recorder({str(path)!r})
 for i in range(10**9):
-    recorder.write(Group(str(i), 0, [Segment(list(range(50)), [-0.5] * 50, "stop")]))
+    prompt = Prompt(str(i), [1], "?", "math", "1")
+    recorder.write(Group(prompt, 0, [Segment(list(range(50)), [-0.5] * 50, "stop")]))
     if i == 20:
         print("written", flush=True)
 """
@@ -74,9 +80,9 @@ for i in range(10**9):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{}", r"dump.jsonl:2: expected a rollout"),
-        ('{"type": "tree"}', "expected stream, group or sampledtree, found 'tree'"),
-        ("nonsense", "dump.jsonl:2"),
+        ("{}", r"dump.jsonl:4: expected a rollout"),
+        ('{"type": "tree", "prompt": "p"}', "expected stream, group or sampledtree, found 'tree'"),
+        ("nonsense", "dump.jsonl:4"),
     ],
 )
 def test_a_line_that_is_no_rollout_is_named(tmp_path, line, message):

@@ -31,7 +31,7 @@ class PromptMaker:
         self._tokenizer = tokenizer
         self._grader = MathGrader("either", workers=1, timeout=30.0)
 
-    def make(self, row: Row, source: str, prompt_id: str) -> Prompt:
+    def make(self, row: Row, source: str, prompt_id: str, number: int) -> Prompt:
         """The prompt of ``row``. Raises BadRow if it is too long or its gold cannot be graded against."""
         token_ids = format_prompt(
             self._tokenizer,
@@ -45,7 +45,7 @@ class PromptMaker:
         unchecked = row.grader == "math" and not row.gold_checked
         if unchecked and (reason := self._grader.check_golds([row.gold])[0]):
             raise BadRow(reason, repr(row.gold[:200]))
-        return Prompt(prompt_id, token_ids, row.question, row.grader, row.gold, source)
+        return Prompt(prompt_id, token_ids, row.question, row.grader, row.gold, source, number)
 
     def close(self) -> None:
         self._grader.close()
@@ -67,8 +67,9 @@ class _Source:
         self._shuffle = shuffle
         self._order = self._shuffled()
 
-    def take(self, maker: PromptMaker) -> Prompt:
-        """The next row that makes a prompt. Raises ValueError if none of the source's rows does."""
+    def take(self, maker: PromptMaker, drawn: int) -> Prompt:
+        """The next row that makes a prompt, the run's prompt number ``drawn``. Raises ValueError if none of
+        the source's rows does."""
         while True:
             if self.position == len(self.rows):
                 self.epoch, self.position = self.epoch + 1, 0
@@ -80,7 +81,7 @@ class _Source:
             row = self.rows[number]
             prompt_id = f"{self.name}/{row.row_id}" + (f"@{self.epoch}" if self.epoch else "")
             try:
-                prompt = maker.make(row, self.name, prompt_id)
+                prompt = maker.make(row, self.name, prompt_id, drawn)
             except BadRow as bad:
                 self._refuse(number, row, bad)
                 continue
@@ -174,7 +175,7 @@ class PromptSource:
     def _draw(self) -> Prompt:
         point = np.random.default_rng([self._seed, self._drawn]).random()
         chosen = min(int(np.searchsorted(self._cumulative, point, side="right")), len(self._sources) - 1)
-        prompt = self._sources[chosen].take(self._maker)
+        prompt = self._sources[chosen].take(self._maker, self._drawn)
         self._drawn += 1
         return prompt
 
@@ -190,7 +191,8 @@ def read_benchmark(benchmark: BenchmarkRecipe, data: DataRecipe, tokenizer: Toke
     prompts = []
     try:
         for row in islice(read_problems(benchmark, tally), benchmark.limit):
-            prompts.append(maker.make(row, benchmark.name, f"{benchmark.name}/{row.row_id}"))
+            prompt_id = f"{benchmark.name}/{row.row_id}"
+            prompts.append(maker.make(row, benchmark.name, prompt_id, len(prompts)))
     except BadRow as bad:
         raise ValueError(f"benchmark {benchmark.name}: {benchmark.path}: {row.row_id}: {bad}") from None
     finally:

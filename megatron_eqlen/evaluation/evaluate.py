@@ -49,7 +49,7 @@ def evaluate(
     )
     mine = share(problems)
     groups, _ = harvest(engine, mine, sampling, eos_token_ids, seed=recipe.seed + EVALUATION_SEED)
-    scorer.score(groups, {problem.prompt_id: problem for problem in mine})
+    scorer.score(groups)
     answers = {one.prompt_id: one for one in gather([_answers(group) for group in groups])}
     graders = sorted({_grader(group) for group in groups} - {""})
     return EvaluationResult(

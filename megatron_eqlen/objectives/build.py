@@ -13,7 +13,7 @@ An equal-length stream has K = G/2, N = N_k, M = 2 (Eq. 5 and 6 of the paper); a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from megatron_eqlen.objectives.advantages import all_equal, estimate, whiten
@@ -21,24 +21,20 @@ from megatron_eqlen.objectives.metrics import unit_metrics
 from megatron_eqlen.objectives.registry import Objective, resolve
 from megatron_eqlen.objectives.units import ComparisonUnit, comparison_units
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.types import Metrics, Prompt, Rollout, TokenTree
+from megatron_eqlen.types import Metrics, Rollout, TokenTree
 
 
-def build_trees(
-    rollouts: Sequence[Rollout], prompts: Mapping[str, Prompt], recipe: Recipe
-) -> tuple[list[TokenTree], Metrics]:
+def build_trees(rollouts: Sequence[Rollout], recipe: Recipe) -> tuple[list[TokenTree], Metrics]:
     """The forest of one optimizer step, and metrics of its comparison units.
 
-    ``rollouts`` are all rollouts of the step (of all ranks), with grades; ``prompts`` maps prompt_id to
-    prompt. Raises ValueError for an ungraded response and KeyError for a prompt that is missing.
+    ``rollouts`` are all rollouts of the step (of all ranks), with grades. Raises ValueError for an ungraded
+    response.
     """
-    batches, metrics = _build([rollouts], prompts, recipe)
+    batches, metrics = _build([rollouts], recipe)
     return batches[0], metrics
 
 
-def build_minibatches(
-    rollouts: Sequence[Rollout], prompts: Mapping[str, Prompt], recipe: Recipe
-) -> tuple[list[list[TokenTree]], Metrics]:
+def build_minibatches(rollouts: Sequence[Rollout], recipe: Recipe) -> tuple[list[list[TokenTree]], Metrics]:
     """A forest for each of the harvest's ``loss.minibatches`` optimizer steps, in order.
 
     A minibatch holds whole prompts, and its weights average over its own prompts and tokens only, so that
@@ -49,7 +45,7 @@ def build_minibatches(
     count = min(recipe.loss.minibatches, max(len(order), 1))
     number = {prompt_id: i * count // len(order) for i, prompt_id in enumerate(order)}
     parts = [[r for r in rollouts if number[r.prompt_id] == part] for part in range(count)]
-    return _build(parts, prompts, recipe)
+    return _build(parts, recipe)
 
 
 @dataclass
@@ -62,11 +58,9 @@ class _Batch:
     units: list[ComparisonUnit] = field(default_factory=list)
 
 
-def _build(
-    parts: Sequence[Sequence[Rollout]], prompts: Mapping[str, Prompt], recipe: Recipe
-) -> tuple[list[list[TokenTree]], Metrics]:
+def _build(parts: Sequence[Sequence[Rollout]], recipe: Recipe) -> tuple[list[list[TokenTree]], Metrics]:
     objective = resolve(recipe)
-    batches = [_compare(part, prompts, recipe, objective) for part in parts]
+    batches = [_compare(part, recipe, objective) for part in parts]
     units = [unit for batch in batches for unit in batch.units]
     _set_advantages(units, objective)
     _mark_trained(units, recipe)
@@ -76,12 +70,10 @@ def _build(
     return [batch.trees for batch in batches], unit_metrics(units, rollouts, recipe)
 
 
-def _compare(
-    rollouts: Sequence[Rollout], prompts: Mapping[str, Prompt], recipe: Recipe, objective: Objective
-) -> _Batch:
+def _compare(rollouts: Sequence[Rollout], recipe: Recipe, objective: Objective) -> _Batch:
     batch = _Batch(Counter(rollout.prompt_id for rollout in rollouts))
     for number, rollout in enumerate(rollouts):
-        tree, units = comparison_units(rollout, number, prompts[rollout.prompt_id], recipe, objective)
+        tree, units = comparison_units(rollout, number, recipe, objective)
         batch.trees.append(tree)
         batch.units += units
     return batch

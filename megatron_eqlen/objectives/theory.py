@@ -107,7 +107,7 @@ def graded(token_ids: Sequence[int], reward: float | None = None) -> Segment:
 
 
 def grpo_group(*responses: tuple[Sequence[int], float]) -> Group:
-    return Group("q", 0, [graded(tokens, reward) for tokens, reward in responses])
+    return Group(QUESTION, 0, [graded(tokens, reward) for tokens, reward in responses])
 
 
 def unlucky_group() -> Group:
@@ -118,7 +118,7 @@ def unlucky_group() -> Group:
 def eqlen_stream(third: float = 1.0) -> Stream:
     """The same responses as a stream. ``third``: the reward of B_1 B_2 A_3, which ends the trunk."""
     pairs = [Pair(graded(A_1, 1.0), graded(B_1)), Pair(graded(A_2, 0.0), graded(B_2))]
-    return Stream("q", 0, 0, pairs, "max_pairs", tail=graded(A_3, third))
+    return Stream(QUESTION, 0, 0, pairs, "max_pairs", tail=graded(A_3, third))
 
 
 def recipe(sampling: str, prefix_in_gradient: bool = False) -> Recipe:
@@ -142,7 +142,7 @@ def recipe(sampling: str, prefix_in_gradient: bool = False) -> Recipe:
 def trees_of(rollout: Rollout, prefix_in_gradient: bool = False) -> list[TokenTree]:
     """What GRPO (for a group) or EqLen-GRPO (for a stream) trains."""
     sampling = "equal_length" if isinstance(rollout, Stream) else "independent"
-    return build_trees([rollout], {"q": QUESTION}, recipe(sampling, prefix_in_gradient))[0]
+    return build_trees([rollout], recipe(sampling, prefix_in_gradient))[0]
 
 
 # ---- what a step does ------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ def survivor_advantage(
     for first, *rest in itertools.product([0.0, 1.0], repeat=extensions + 1):
         pairs = [Pair(graded([9], first), graded([1]))]
         pairs += [Pair(graded([9], reward), graded([1])) for reward in rest[:-1]]
-        stream = Stream("q", 0, 0, pairs, "max_pairs", tail=graded([9], rest[-1]))
+        stream = Stream(QUESTION, 0, 0, pairs, "max_pairs", tail=graded([9], rest[-1]))
         rewards = pair_rewards(stream, suffix_reward)[0]
         right = first + sum(rest)
         probability = success**right * (1 - success) ** (extensions + 1 - right)

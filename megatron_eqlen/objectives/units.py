@@ -52,7 +52,7 @@ class ComparisonUnit:
 
 
 def comparison_units(
-    rollout: Rollout, number: int, prompt: Prompt, recipe: Recipe, objective: Objective
+    rollout: Rollout, number: int, recipe: Recipe, objective: Objective
 ) -> tuple[TokenTree, list[ComparisonUnit]]:
     """The token tree of a rollout and the units over its nodes, not yet weighted.
 
@@ -65,10 +65,10 @@ def comparison_units(
         )
     _check_masks(rollout, recipe)
     if isinstance(rollout, Stream):
-        return _of_stream(rollout, number, prompt, recipe, objective)
+        return _of_stream(rollout, number, recipe, objective)
     if isinstance(rollout, Group):
-        return _of_group(rollout, number, prompt, recipe, objective)
-    return _of_sampled_tree(rollout, number, prompt)
+        return _of_group(rollout, number, recipe, objective)
+    return _of_sampled_tree(rollout, number)
 
 
 def overlong_penalty(length: int, objective: Objective, max_response_length: int) -> float:
@@ -130,9 +130,7 @@ def _siblings(tree: SampledTree, rewards: list[float | None]) -> list[list[int]]
     return list(children.values())
 
 
-def _of_sampled_tree(
-    sampled: SampledTree, number: int, prompt: Prompt
-) -> tuple[TokenTree, list[ComparisonUnit]]:
+def _of_sampled_tree(sampled: SampledTree, number: int) -> tuple[TokenTree, list[ComparisonUnit]]:
     nodes = [_node(parent + 1, step) for parent, step in zip(sampled.parents, sampled.steps, strict=True)]
     rewards = step_rewards(sampled)
     units = [
@@ -141,11 +139,11 @@ def _of_sampled_tree(
         )
         for at in _siblings(sampled, rewards)
     ]
-    return TokenTree(sampled.prompt_id, [_root(prompt), *nodes]), units
+    return TokenTree(sampled.prompt_id, [_root(sampled.prompt), *nodes]), units
 
 
 def _of_group(
-    group: Group, number: int, prompt: Prompt, recipe: Recipe, objective: Objective
+    group: Group, number: int, recipe: Recipe, objective: Objective
 ) -> tuple[TokenTree, list[ComparisonUnit]]:
     completions, longest = _finished(group), recipe.rollout.max_response_length
     rewards = [
@@ -154,16 +152,16 @@ def _of_group(
     ]
     leaves = [_node(0, completion) for completion in completions]
     unit = ComparisonUnit(group.prompt_id, number, leaves, rewards, skip_equal=False)
-    tree = TokenTree(group.prompt_id, [_root(prompt), *(leaf for leaf in leaves if leaf.token_ids)])
+    tree = TokenTree(group.prompt_id, [_root(group.prompt), *(leaf for leaf in leaves if leaf.token_ids)])
     return tree, [unit] if leaves else []
 
 
 def _of_stream(
-    stream: Stream, number: int, prompt: Prompt, recipe: Recipe, objective: Objective
+    stream: Stream, number: int, recipe: Recipe, objective: Objective
 ) -> tuple[TokenTree, list[ComparisonUnit]]:
     if objective.overlong_buffer:
         stream = _shaped(stream, objective, recipe.rollout.max_response_length)
-    tree = TokenTree(f"{stream.prompt_id}/{stream.index}", [_root(prompt)])
+    tree = TokenTree(f"{stream.prompt_id}/{stream.index}", [_root(stream.prompt)])
     units: list[ComparisonUnit] = []
     trunk = 0
     for i, rewards in enumerate(_pair_rewards(stream, recipe)):

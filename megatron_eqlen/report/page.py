@@ -30,8 +30,8 @@ from megatron_eqlen.report.format import (
     duration,
 )
 from megatron_eqlen.report.metrics import read_metrics
-from megatron_eqlen.report.rollouts import Decode, RolloutView, read_questions, view
-from megatron_eqlen.rollout.recorder import read_dump
+from megatron_eqlen.report.rollouts import Decode, RolloutView, view
+from megatron_eqlen.rollout.recorder import read_step
 from megatron_eqlen.types import Rollout
 
 Records = list[dict[str, Any]]
@@ -261,16 +261,14 @@ def read_steps(folder: Path, recipe: Recipe, decode: Decode) -> list[StepView]:
 
 
 def _read_step(folder: Path, recipe: Recipe, decode: Decode) -> StepView:
-    rollouts = [rollout for file in sorted(folder.glob("rank-*.jsonl")) for rollout in read_dump(file)]
-    questions = read_questions(folder)
-    chosen = _choose(rollouts, recipe.equal_length)
-    views = [view(rollout, decode, recipe.equal_length, questions) for rollout in chosen]
+    chosen = _choose(read_step(folder), recipe.equal_length)
+    views = [view(rollout, decode, recipe.equal_length) for rollout in chosen]
     return StepView(int(folder.name.removeprefix("step-")) + 1, folder.name, views)
 
 
 def _choose(rollouts: list[Rollout], recipe: EqualLengthRecipe) -> list[Rollout]:
     """Rollouts of different prompts, those with something to compare first. Decodes nothing."""
-    ordered = sorted(rollouts, key=lambda one: not _is_compared(view(one, lambda _: "", recipe, {})))
+    ordered = sorted(rollouts, key=lambda one: not _is_compared(view(one, lambda _: "", recipe)))
     by_prompt: dict[str, Rollout] = {}
     for rollout in ordered:
         by_prompt.setdefault(rollout.prompt_id, rollout)

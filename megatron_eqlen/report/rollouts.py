@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -12,15 +11,12 @@ from typing import Literal
 from megatron_eqlen.objectives.advantages import all_equal
 from megatron_eqlen.recipe import EqualLengthRecipe
 from megatron_eqlen.rewards.suffix import pair_rewards
-from megatron_eqlen.types import Group, Prompt, Rollout, SampledTree, Segment, Stream
+from megatron_eqlen.types import Group, Rollout, SampledTree, Segment, Stream
 
 Decode = Callable[[list[int]], str]
 
 Role = Literal["raised", "lowered", "equal", "plain"]
 """Its reward against what it is compared with: above, below, the same; ``plain``: not compared."""
-
-QUESTIONS = "questions.json"
-"""In a step's folder, beside its rollouts, which name their prompts by id alone."""
 
 CONTEXT_TOKENS = 24
 """So many of the tokens before a segment are shown with it."""
@@ -60,7 +56,6 @@ class PairView:
 class RolloutView:
     prompt_id: str
     question: str
-    """Empty where it was not recorded."""
     title: str
     pairs: list[PairView] = field(default_factory=list)
     segments: list[SegmentView] = field(default_factory=list)
@@ -84,34 +79,16 @@ def dump_files(streams: Path) -> list[Path]:
     return files
 
 
-def write_questions(step: Path, prompts: Iterable[Prompt]) -> None:
-    """Add what rollouts in the folder ``step`` answer; the file appears complete or not at all."""
-    step.mkdir(parents=True, exist_ok=True)
-    questions = read_questions(step) | {prompt.prompt_id: prompt.question for prompt in prompts}
-    partial = (step / QUESTIONS).with_suffix(".partial")
-    partial.write_text(json.dumps(questions), encoding="utf-8")
-    partial.replace(step / QUESTIONS)
-
-
-def read_questions(step: Path) -> dict[str, str]:
-    """Prompt id to question; empty where none were recorded."""
-    path = step / QUESTIONS
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-
-
-def view(
-    rollout: Rollout, decode: Decode, recipe: EqualLengthRecipe, questions: Mapping[str, str]
-) -> RolloutView:
+def view(rollout: Rollout, decode: Decode, recipe: EqualLengthRecipe) -> RolloutView:
     """A rollout as text. ``recipe`` says how a B side is rewarded; unscored rollouts have no rewards."""
-    question = questions.get(rollout.prompt_id, "")
     if isinstance(rollout, Stream):
-        return _stream(rollout, decode, recipe, question)
+        return _stream(rollout, decode, recipe)
     if isinstance(rollout, Group):
-        return _group(rollout, decode, question)
-    return _tree(rollout, decode, question)
+        return _group(rollout, decode)
+    return _tree(rollout, decode)
 
 
-def _stream(stream: Stream, decode: Decode, recipe: EqualLengthRecipe, question: str) -> RolloutView:
+def _stream(stream: Stream, decode: Decode, recipe: EqualLengthRecipe) -> RolloutView:
     pairs = []
     for number, (pair, (a, b)) in enumerate(zip(stream.pairs, _rewards(stream, recipe), strict=True)):
         prefix = stream.trunk_token_ids(number)
@@ -126,28 +103,28 @@ def _stream(stream: Stream, decode: Decode, recipe: EqualLengthRecipe, question:
         rest = [_segment("tail", stream.tail, trunk, decode, _own_reward(stream.tail))]
     outcome = stream.outcome.replace("_", " ")
     title = f"stream {stream.index}, {_count(len(pairs), 'pair')}, {outcome}"
-    return RolloutView(stream.prompt_id, question, title, pairs, rest)
+    return RolloutView(stream.prompt_id, stream.prompt.question, title, pairs, rest)
 
 
-def _group(group: Group, decode: Decode, question: str) -> RolloutView:
+def _group(group: Group, decode: Decode) -> RolloutView:
     rewards = _group_rewards(group)
     middle = fmean(rewards) if None not in rewards else None
     segments = [
         _segment(f"completion {number}", completion, [], decode, reward, _role(reward, middle))
         for number, (completion, reward) in enumerate(zip(group.completions, rewards, strict=True))
     ]
-    return RolloutView(group.prompt_id, question, _count(len(segments), "completion"), segments=segments)
+    title = _count(len(segments), "completion")
+    return RolloutView(group.prompt_id, group.prompt.question, title, segments=segments)
 
 
-def _tree(tree: SampledTree, decode: Decode, question: str) -> RolloutView:
+def _tree(tree: SampledTree, decode: Decode) -> RolloutView:
     segments = []
     for number, (step, parent) in enumerate(zip(tree.steps, tree.parents, strict=True)):
         label = f"step {number}" + (f" after step {parent}" if parent >= 0 else "")
         prefix = tree.response(parent) if parent >= 0 else []
         segments.append(_segment(label, step, prefix, decode, _own_reward(step)))
-    return RolloutView(
-        tree.prompt_id, question, f"tree of {_count(len(segments), 'step')}", segments=segments
-    )
+    title = f"tree of {_count(len(segments), 'step')}"
+    return RolloutView(tree.prompt_id, tree.prompt.question, title, segments=segments)
 
 
 def _segment(

@@ -16,7 +16,6 @@ from megatron_eqlen.report.rollouts import (
     RolloutView,
     SegmentView,
     dump_files,
-    read_questions,
     view,
 )
 from megatron_eqlen.rollout.recorder import read_dump
@@ -38,9 +37,8 @@ def print_rollouts(streams: Path, model: Path, limit: int = 5, console: Console 
         rollouts = read_dump(file)[: limit - printed]
         if rollouts and len(files) > 1:
             console.rule(f"{file.parent.name}/{file.name}", characters="─")
-        questions = read_questions(file.parent)
         for rollout in rollouts:
-            _print(console, view(rollout, decode, EqualLengthRecipe(), questions))
+            _print(console, view(rollout, decode, EqualLengthRecipe()))
         printed += len(rollouts)
         if printed >= limit:
             break

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -40,11 +40,13 @@ class Scorer:
         self._graders: dict[str, Grader] = {}
         self._rubric = load_rubric(reward.rubric) if reward.rubric else None
 
-    def score(self, rollouts: Iterable[Rollout], prompts: Mapping[str, Prompt]) -> Metrics:
+    def score(self, rollouts: Iterable[Rollout]) -> Metrics:
         """Fill ``grade`` of every segment that ends a response; grades that are there already stay."""
         started = time.monotonic()
         ended: dict[tuple[str, tuple[int, ...]], list[Segment]] = defaultdict(list)
+        prompts: dict[str, Prompt] = {}
         for rollout in rollouts:
+            prompts[rollout.prompt_id] = rollout.prompt
             for segment, response in rollout.ended():
                 ended[rollout.prompt_id, tuple(response)].append(segment)
         open_keys = [key for key, segments in ended.items() if any(one.grade is None for one in segments)]

@@ -102,7 +102,7 @@ class DualTrack:
         assert self.outcome is not None
         tail = self.sides[0].segment() if self.outcome != "both_ended" else None
         return Stream(
-            prompt_id=self.prompt.prompt_id,
+            prompt=self.prompt,
             index=self.index,
             policy_version=policy_version,
             pairs=self.pairs,

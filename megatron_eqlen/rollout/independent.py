@@ -33,7 +33,7 @@ class IndependentGroup:
 
     def rollout(self, policy_version: int) -> Group:
         return Group(
-            prompt_id=self.prompt.prompt_id,
+            prompt=self.prompt,
             policy_version=policy_version,
             completions=[track.segment(0) for track in self.tracks],
         )

@@ -1,5 +1,9 @@
 """Rollouts on disk, one JSON line each, written as they complete.
 
+    {"type": "header", "version": 2}
+    {"type": "prompt", "prompt_id": "deepmath/a.parquet#17", ...}     before the first rollout that answers it
+    {"type": "stream", "prompt_id": "deepmath/a.parquet#17", ...}
+
 A line is handed to the operating system whole, in one write, so a process killed at any moment leaves at
 most one torn last line; reading drops it, and so does the next ``Recorder`` of the same file before it
 appends. Numbers are written so that they read back identically.
@@ -10,11 +14,18 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from megatron_eqlen.types import Grade, Group, Pair, Rollout, SampledTree, Segment, Stream
+from megatron_eqlen.types import Grade, Group, Pair, Prompt, Rollout, SampledTree, Segment, Stream
+
+VERSION = 2
+"""Of the format. Files of version 1 have no header and name their prompts by id alone."""
+
+FILES = "rank-*.jsonl"
+"""In a step's folder: one file of each rank that records."""
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +35,11 @@ def rollout_key(rollout: Rollout) -> tuple[str, int]:
     return rollout.prompt_id, rollout.index if isinstance(rollout, Stream) else 0
 
 
+def training_order(rollout: Rollout) -> tuple[int, int]:
+    """Sorts the rollouts of a step into the order in which they are trained."""
+    return rollout.prompt.number, rollout_key(rollout)[1]
+
+
 class Recorder:
     """Appends rollouts to ``path``; makes the folder, and continues a file that a crash left behind."""
 
@@ -31,13 +47,19 @@ class Recorder:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.file = open(self.path, "ab+", buffering=0)  # noqa: SIM115 (closed by close)
-        _drop_torn_line(self.path, self.file)
+        lines = _whole_lines(self.path, self.file)
+        self.file.truncate(sum(map(len, lines)))
+        self.prompts = set(_Dump(self.path, lines).prompts) if lines else set()
+        """Ids of the prompts that the file holds."""
+        if not lines:
+            self._append({"type": "header", "version": VERSION})
 
     def write(self, rollout: Rollout) -> None:
-        """Append one rollout, with the grades it has by now."""
-        line = memoryview(json.dumps(to_json(rollout)).encode() + b"\n")
-        while line:  # a full disk raises; a signal may shorten a write
-            line = line[self.file.write(line) :]
+        """Append one rollout, with the grades it has by now, after its prompt."""
+        if rollout.prompt_id not in self.prompts:
+            self._append({"type": "prompt"} | asdict(rollout.prompt))
+            self.prompts.add(rollout.prompt_id)
+        self._append(to_json(rollout))
 
     def close(self) -> None:
         """Wait until everything is on the disk (a crash of the machine, not only of the process)."""
@@ -50,31 +72,43 @@ class Recorder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _append(self, record: dict[str, Any]) -> None:
+        line = memoryview(json.dumps(record).encode() + b"\n")
+        while line:  # a full disk raises; a signal may shorten a write
+            line = line[self.file.write(line) :]
+
 
 def read_dump(path: str | Path) -> list[Rollout]:
-    """The rollouts of a dump, in the order they were written. A torn last line is dropped with a
-    warning. Raises ValueError with file and line for anything else that is not a rollout."""
-    data = Path(path).read_bytes()
-    complete = data[: data.rfind(b"\n") + 1]
-    if len(complete) < len(data):
-        logger.warning("%s: dropped a torn last line of %d bytes", path, len(data) - len(complete))
-    rollouts = []
-    for number, line in enumerate(complete.splitlines(), 1):
-        try:
-            rollouts.append(from_json(json.loads(line)))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}:{number}: expected a rollout, found {line[:80]!r} ({error})") from None
-    return rollouts
+    """The rollouts of a file, in the order they were written. A torn last line is dropped with a warning.
+
+    Raises ValueError with file and line for anything else that is not a rollout, and for a file of another
+    version of the format.
+    """
+    path = Path(path)
+    with path.open("rb") as file:
+        return _Dump(path, _whole_lines(path, file)).rollouts
+
+
+def read_step(folder: Path) -> list[Rollout]:
+    """The rollouts of a step's folder, whichever ranks recorded them, in training order; each once."""
+    found: dict[tuple[str, int], Rollout] = {}
+    for path in sorted(folder.glob(FILES)):
+        for rollout in read_dump(path):
+            found.setdefault(rollout_key(rollout), rollout)
+    return sorted(found.values(), key=training_order)
 
 
 def to_json(rollout: Rollout) -> dict[str, Any]:
-    return {"type": type(rollout).__name__.lower()} | asdict(rollout)
+    """The rollout, with its prompt's id in place of its prompt."""
+    record = {"type": type(rollout).__name__.lower()} | asdict(rollout)
+    return record | {"prompt": rollout.prompt_id}
 
 
-def from_json(record: dict[str, Any]) -> Rollout:
+def from_json(record: dict[str, Any], prompts: dict[str, Prompt]) -> Rollout:
     """The inverse of ``to_json``; ValueError for an unknown type, KeyError or TypeError for its fields."""
     fields = dict(record)
     kind = fields.pop("type")
+    fields["prompt"] = prompts[fields["prompt"]]
     if kind == "group":
         fields["completions"] = [_segment(one) for one in fields["completions"]]
         return Group(**fields)
@@ -88,6 +122,34 @@ def from_json(record: dict[str, Any]) -> Rollout:
     return Stream(**fields)
 
 
+class _Dump:
+    """What the lines of a file hold."""
+
+    def __init__(self, path: Path, lines: Iterable[bytes]) -> None:
+        self.prompts: dict[str, Prompt] = {}
+        self.rollouts: list[Rollout] = []
+        for number, line in enumerate(lines, 1):
+            try:
+                self._take(json.loads(line), first=number == 1)
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{path}:{number}: expected a rollout, found {line[:80]!r} ({error})"
+                ) from None
+
+    def _take(self, record: dict[str, Any], first: bool) -> None:
+        kind = record["type"]
+        if (first, kind) == (True, "header") and record["version"] == VERSION:
+            return
+        if first:
+            found = record["version"] if kind == "header" else 1
+            raise ValueError(f"format: expected version {VERSION}, found {found}")
+        if kind == "prompt":
+            prompt = Prompt(**{name: value for name, value in record.items() if name != "type"})
+            self.prompts[prompt.prompt_id] = prompt
+        else:
+            self.rollouts.append(from_json(record, self.prompts))
+
+
 def _segment(fields: dict[str, Any]) -> Segment:
     grade, mask = fields["grade"], fields.get("sampling_mask")
     return Segment(
@@ -99,12 +161,11 @@ def _segment(fields: dict[str, Any]) -> Segment:
     )
 
 
-def _drop_torn_line(path: Path, file: Any) -> None:
+def _whole_lines(path: Path, file: BinaryIO) -> list[bytes]:
+    """The lines of a file, without a torn last one."""
     file.seek(0)
     data = file.read()
-    complete = data.rfind(b"\n") + 1
-    if complete < len(data):
-        logger.warning(
-            "%s: dropped a torn last line of %d bytes before appending", path, len(data) - complete
-        )
-        file.truncate(complete)
+    complete = data[: data.rfind(b"\n") + 1]
+    if len(complete) < len(data):
+        logger.warning("%s: dropped a torn last line of %d bytes", path, len(data) - len(complete))
+    return complete.splitlines(keepends=True)

@@ -53,7 +53,7 @@ class TreeSampling:
         order = sorted(number for number, track in self.tracks.items() if len(track))
         place = {number: i for i, number in enumerate(order)}
         return SampledTree(
-            prompt_id=self.prompt.prompt_id,
+            prompt=self.prompt,
             policy_version=policy_version,
             steps=[self._step(number) for number in order],
             parents=[place.get(self._parent(number), -1) for number in order],
