@@ -1,16 +1,24 @@
-"""The main loop.
+"""The main loop: what flows from verb to verb.
 
-prompts ─► harvest ─► score ─► build_trees ─► update ─► sync ─► (evaluate, checkpoint, log)
-   ▲                                                                        │
-   └────────────────────────────── next step ◄──────────────────────────────┘
+              ┌── step.add(score(harvest(prompts))), as often as the step wants prompts
+    begin ─► step ─► build_trees ─► update ─► load ─► evaluate ─► end ─► checkpoint
+      ▲                   token trees  │         weights               │
+      └────────────────────────────────┴───────────────────────────────┘
+
+A ``Session`` lives as long as the process, ``Rollouts`` (an engine or a record) and ``Policy`` with it, a
+``Run`` as long as its folder, a ``Step`` from ``begin`` to ``end``.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from megatron_eqlen.generation import Generator, Replay, Rollouts
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.run import Run
+from megatron_eqlen.run import Run, evaluate
+from megatron_eqlen.session import Session
+from megatron_eqlen.step import Step
+from megatron_eqlen.training.policy import Policy
 
 
 def train(recipe: Recipe, replay: Path | None = None) -> None:
@@ -18,35 +26,43 @@ def train(recipe: Recipe, replay: Path | None = None) -> None:
 
     With ``replay``, rollouts come from a run's recorded streams and no engine is started.
     """
-    with Run(recipe, replay) as run:
-        run.resume()
-        run.sync()
-        run.evaluate("before")
+    with Session(recipe) as session:
+        run = Run(session)
+        policy = Policy(recipe)
+        rollouts = Replay(session, replay) if replay else Generator(session, run.folder.streams)
+        run.resume(policy, rollouts)
+        rollouts.load(policy)
+        run.evaluate("before", rollouts)
         while run.goes_on():
-            with run.step():
-                for prompts in run.batches():
-                    rollouts = run.harvest(prompts)
-                    run.score(rollouts, prompts)
-                minibatches = run.build_trees()
-                run.update(minibatches)
-                run.sync()
-                run.evaluate_if_due()
-            run.checkpoint_if_due()
+            step = gather(rollouts, run.begin(policy))
+            step, trees = run.build_trees(step)
+            rollouts.sleep()
+            step = run.update(step, policy, trees)
+            rollouts.check_agreement(step.metrics.get("loss/mismatch_mean", 0.0))
+            step = step.log(rollouts.load(policy))
+            step = run.evaluate_if_due(step, rollouts)
+            run.end(step)
+            run.checkpoint_if_due(step, policy)
         if run.complete:
-            run.evaluate("after")
-            run.export()
+            run.evaluate("after", rollouts)
+            run.export(policy)
         run.report()
 
 
 def harvest_only(recipe: Recipe, out: Path) -> None:
     """One step's rollouts with the weights that the recipe starts from, scored, under ``out``."""
-    with Run(recipe, trains=False, streams=out) as run, run.step():
-        for prompts in run.batches():
-            rollouts = run.harvest(prompts)
-            run.score(rollouts, prompts)
+    with Session(recipe) as session:
+        gather(Generator(session, out, synced=False), Step(number=0, policy_version=0))
 
 
 def evaluate_only(recipe: Recipe, out: Path) -> None:
     """The recipe's benchmarks on the model at ``recipe.model.path``; the result goes to ``out``."""
-    with Run(recipe, trains=False) as run:
-        run.evaluate("model", out)
+    with Session(recipe) as session:
+        evaluate(session, Generator(session, out.parent, synced=False), out, "model")
+
+
+def gather(rollouts: Rollouts, step: Step) -> Step:
+    """The step with its rollouts, scored."""
+    while prompts := rollouts.prompts(step):
+        step = step.add(rollouts.score(step, rollouts.harvest(step, prompts)))
+    return step

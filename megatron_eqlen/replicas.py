@@ -18,7 +18,7 @@ COUNTS = (
 """Endings of metrics that add up over harvests."""
 AT_ONCE = (*COUNTS, "tokens_per_second")
 """... and over replicas, which work at the same time. The others are averaged."""
-IN_TURN = (*COUNTS, "seconds", "steps")
+IN_TURN = (*COUNTS, "seconds", "steps", "filtered_prompts", "time/harvest", "time/score")
 """... and over the batches of a step, which come one after the other."""
 
 

@@ -89,6 +89,18 @@ def read_dump(path: str | Path) -> list[Rollout]:
         return _Dump(path, _whole_lines(path, file)).rollouts
 
 
+def record_grades(path: Path, graded: Iterable[Rollout]) -> None:
+    """Put graded rollouts in place of their raw records, at once: a crash leaves the old file or the new."""
+    rollouts = {rollout_key(rollout): rollout for rollout in read_dump(path)}
+    rollouts |= {rollout_key(rollout): rollout for rollout in graded}
+    partial = path.with_suffix(".partial")
+    partial.unlink(missing_ok=True)
+    with Recorder(partial) as recorder:
+        for rollout in rollouts.values():
+            recorder.write(rollout)
+    partial.replace(path)
+
+
 def read_step(folder: Path) -> list[Rollout]:
     """The rollouts of a step's folder, whichever ranks recorded them, in training order; each once."""
     found: dict[tuple[str, int], Rollout] = {}

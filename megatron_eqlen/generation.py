@@ -1,0 +1,265 @@
+"""Where a step's scored rollouts come from: an engine, or a run's record.
+
+    prompts ─► harvest (this replica's share) ─► score (all replicas' rollouts, graded) ─► Step.add
+
+Prompts are split over the engine replicas for generation and scoring; afterwards every rank has all
+rollouts of the step.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from megatron_eqlen.data.prompts import PromptSource, read_benchmark
+from megatron_eqlen.evaluation.evaluate import evaluate
+from megatron_eqlen.evaluation.result import EvaluationResult
+from megatron_eqlen.objectives.dynamic_sampling import filter_groups
+from megatron_eqlen.recipe import BenchmarkRecipe, Recipe
+from megatron_eqlen.replicas import Replicas, agree
+from megatron_eqlen.rewards.scoring import reward_metrics
+from megatron_eqlen.rollout.engine import Engine, IdleEngine
+from megatron_eqlen.rollout.harvest import harvest
+from megatron_eqlen.rollout.recorder import Recorder, read_step, record_grades, training_order
+from megatron_eqlen.rollout.vllm_colocated import ColocatedEngine
+from megatron_eqlen.rollout.vllm_server import ServerEngine
+from megatron_eqlen.session import Session
+from megatron_eqlen.step import Batch, Step
+from megatron_eqlen.training import distributed
+from megatron_eqlen.training.policy import Policy
+from megatron_eqlen.types import Metrics, Prompt
+
+
+class SyncError(RuntimeError):
+    """The engine does not compute with the trainer's weights."""
+
+
+class Rollouts(Protocol):
+    """What the loop needs of where rollouts come from."""
+
+    benchmarks: Sequence[BenchmarkRecipe]
+    """That it can evaluate."""
+
+    def prompts(self, step: Step) -> list[Prompt]:
+        """The prompts that ``step`` still needs, the same on every rank; none where it has enough."""
+        ...
+
+    def harvest(self, step: Step, prompts: list[Prompt]) -> Batch:
+        """This replica's share of the rollouts of ``prompts``."""
+        ...
+
+    def score(self, step: Step, harvested: Batch) -> Batch:
+        """All replicas' rollouts, graded; with dynamic sampling those that ``step`` has use for."""
+        ...
+
+    def sleep(self) -> None:
+        """Leave the accelerator to the trainer."""
+        ...
+
+    def load(self, policy: Policy) -> Metrics:
+        """Generate with the policy's weights from now on."""
+        ...
+
+    def check_agreement(self, mismatch: float) -> None:
+        """Raise SyncError if log-probs of engine and trainer differ by more than the recipe tolerates."""
+        ...
+
+    def evaluate(self, benchmark: BenchmarkRecipe) -> EvaluationResult: ...
+
+    def go_to(self, data_position: dict[str, Any] | None) -> None:
+        """Draw the prompts that come after ``data_position``."""
+        ...
+
+
+class Generator:
+    """Rollouts from this rank's engine, recorded under ``streams`` as they complete.
+
+    ``synced``: weights come from a policy before anything is generated; otherwise those at
+    ``recipe.model.path`` are used.
+    """
+
+    def __init__(self, session: Session, streams: Path, synced: bool = True) -> None:
+        self.session, self.recipe, self.streams = session, session.recipe, streams
+        self.benchmarks = self.recipe.evaluation.benchmarks
+        self.source: PromptSource | None = None
+        """On rank 0, which draws for all: ranks that check golds in their own time could come to differ."""
+        if distributed.is_rank0():
+            self.source = PromptSource(self.recipe.data, session.tokenizer, self.recipe.seed)
+            session.ends_with(self.source.close)
+        self.engine = start_engine(
+            self.recipe, session.tokenizer.eos_token_ids, session.replicas, syncs_first=synced
+        )
+        session.ends_with(self.engine.close)
+
+    # ---- prompts ------------------------------------------------------------------------------------
+
+    def prompts(self, step: Step) -> list[Prompt]:
+        """The step's prompts; with dynamic sampling as many again while too few of them teach anything."""
+        wanted = self.recipe.data.prompts_per_step
+        most = self.recipe.loss.max_num_gen_batches if self.session.objective.dynamic_sampling else 1
+        if len(step.batches) >= most or step.prompts >= wanted:
+            return []
+        return agree(lambda: self.source.next(wanted) if self.source is not None else [])
+
+    def go_to(self, data_position: dict[str, Any] | None) -> None:
+        if self.source is not None:
+            if data_position is None:
+                raise ValueError(
+                    "the checkpoint was made by a run on recorded rollouts, which draws no prompts: go on "
+                    "with --replay, or start from its weights in a folder of their own"
+                )
+            self.source.load_state_dict(data_position)
+
+    # ---- rollouts -----------------------------------------------------------------------------------
+
+    def harvest(self, step: Step, prompts: list[Prompt]) -> Batch:
+        """Generate what is not recorded of this step yet; one rank of each replica records."""
+        replicas, mine = self.session.replicas, self.session.replicas.share(prompts)
+        asked = {prompt.prompt_id for prompt in mine}
+        done = [one for one in read_step(self.streams / step.name) if one.prompt_id in asked]
+        with ExitStack() as files, self.session.stage("harvest") as seconds:
+            recorder = files.enter_context(Recorder(self._file(step))) if replicas.leads else None
+            rollouts, metrics = harvest(
+                self.engine,
+                mine,
+                one_replicas_share(self.recipe, replicas),
+                self.session.tokenizer.eos_token_ids,
+                seed=zlib.crc32(f"{self.recipe.seed}/{step.number}".encode()),
+                on_complete=recorder.write if recorder is not None else None,
+                done=done,
+            )
+        position = self.source.state_dict() if self.source is not None else None
+        return Batch(rollouts, replicas.combine(metrics) | seconds, position)
+
+    def score(self, step: Step, harvested: Batch) -> Batch:
+        """Grade this replica's rollouts, record the grades, and take the other replicas' in."""
+        with self.session.stage("score") as seconds:
+            self.session.scorer.score(harvested.rollouts)
+            if self.session.replicas.leads:
+                record_grades(self._file(step), harvested.rollouts)
+            everyone = sorted(self.session.replicas.gather(harvested.rollouts), key=training_order)
+        scored = Batch(everyone, harvested.metrics | seconds, harvested.data_position)
+        return select(scored, step, self.session)
+
+    def evaluate(self, benchmark: BenchmarkRecipe) -> EvaluationResult:
+        """With the engine's weights."""
+        session = self.session
+        return evaluate(
+            self.engine,
+            benchmark,
+            agree(lambda: read_benchmark(benchmark, self.recipe.data, session.tokenizer)),
+            session.scorer,
+            self.recipe,
+            session.tokenizer.eos_token_ids,
+            share=session.replicas.share,
+            gather=session.replicas.gather,
+        )
+
+    # ---- weights ------------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        self.engine.sleep()
+
+    def load(self, policy: Policy) -> Metrics:
+        with self.session.stage("sync") as seconds:
+            self.engine.wake()
+            self.engine.update_weights(policy.weights(), policy.version)
+        return seconds
+
+    def check_agreement(self, mismatch: float) -> None:
+        rollout = self.recipe.rollout
+        comparable = rollout.logprobs_mode == "raw" or rollout.keep_sampling_mask
+        if comparable and not mismatch <= rollout.sync_tolerance:  # NaN does not agree either
+            raise SyncError(
+                f"the trainer's and the engine's log-probs of the same tokens differ by {mismatch:.2g} on "
+                f"average, rollout.sync_tolerance is {rollout.sync_tolerance}: the weight sync did not take, "
+                f"or the two compute in different precision"
+            )
+
+    def _file(self, step: Step) -> Path:
+        return self.streams / step.name / f"rank-{dist.get_rank()}.jsonl"
+
+
+class Replay:
+    """Rollouts that a run recorded, in place of an engine's; every rank reads them all."""
+
+    benchmarks: Sequence[BenchmarkRecipe] = ()
+
+    def __init__(self, session: Session, streams: Path) -> None:
+        self.session, self.recipe, self.streams = session, session.recipe, streams
+
+    def prompts(self, step: Step) -> list[Prompt]:
+        """All prompts of the recorded step. Raises ValueError if that step was not recorded."""
+        if step.batches:
+            return []
+        folder = self.streams / step.name
+        prompts = {one.prompt_id: one.prompt for one in read_step(folder)}
+        if not prompts:
+            raise ValueError(f"--replay: expected recorded rollouts in {folder}, found none")
+        return list(prompts.values())
+
+    def harvest(self, step: Step, prompts: list[Prompt]) -> Batch:
+        with self.session.stage("harvest") as seconds:
+            rollouts = read_step(self.streams / step.name)
+        return Batch(rollouts, seconds, data_position=None)
+
+    def score(self, step: Step, harvested: Batch) -> Batch:
+        """Grades are recorded; only what has none yet is graded."""
+        with self.session.stage("score") as seconds:
+            self.session.scorer.score(harvested.rollouts)
+        return select(Batch(harvested.rollouts, harvested.metrics | seconds, None), step, self.session)
+
+    def sleep(self) -> None: ...
+
+    def load(self, policy: Policy) -> Metrics:
+        return {}
+
+    def check_agreement(self, mismatch: float) -> None:
+        """Recorded tokens may be of any weights."""
+
+    def evaluate(self, benchmark: BenchmarkRecipe) -> EvaluationResult:
+        raise AssertionError("a replay has no benchmarks")
+
+    def go_to(self, data_position: dict[str, Any] | None) -> None: ...
+
+
+def select(scored: Batch, step: Step, session: Session) -> Batch:
+    """The batch with its rewards measured; dynamic sampling leaves out prompts that teach nothing, and
+    those for which ``step`` has no room."""
+    rollouts, recipe = scored.rollouts, session.recipe
+    metrics = scored.metrics | reward_metrics(
+        [(one.prompt, s.grade) for one in rollouts for s, _ in one.ended()]
+    )
+    if session.objective.dynamic_sampling:
+        keep, dropped = filter_groups(rollouts, recipe)
+        kept = set(keep[: recipe.data.prompts_per_step - step.prompts])
+        rollouts = [rollout for rollout in rollouts if rollout.prompt_id in kept]
+        metrics["objective/filtered_prompts"] = len(dropped)
+    return Batch(rollouts, metrics, scored.data_position)
+
+
+def start_engine(
+    recipe: Recipe, eos_token_ids: frozenset[int], replicas: Replicas, syncs_first: bool
+) -> Engine:
+    """This rank's engine, with the weights that the recipe starts from."""
+    rollout, path = recipe.rollout, recipe.model.path
+    longest = recipe.data.max_prompt_length + rollout.max_response_length
+    if not replicas.drives:
+        return IdleEngine(longest)
+    if rollout.engine == "server":
+        return ServerEngine(path, rollout, eos_token_ids, longest, syncs_first=syncs_first)
+    return ColocatedEngine(path, rollout, recipe.model.dtype, eos_token_ids, longest, recipe.seed)
+
+
+def one_replicas_share(recipe: Recipe, replicas: Replicas) -> Recipe:
+    """The recipe with the token budget of one replica."""
+    budget = recipe.rollout.tokens_per_step
+    if budget is None:
+        return recipe
+    rollout = recipe.rollout.model_copy(update={"tokens_per_step": max(1, budget // replicas.count)})
+    return recipe.model_copy(update={"rollout": rollout})

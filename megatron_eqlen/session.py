@@ -1,0 +1,75 @@
+"""What lives as long as a rank's process: its place among the ranks, the screen, tokenizer and graders."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+import torch.distributed as dist
+
+from megatron_eqlen.data.tokenizers import load_tokenizer
+from megatron_eqlen.objectives.registry import resolve
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.replicas import Replicas
+from megatron_eqlen.report.progress import Progress
+from megatron_eqlen.rewards.scoring import Scorer
+from megatron_eqlen.training import distributed
+from megatron_eqlen.types import Metrics
+
+
+class Session:
+    """One rank's process. Use as a context manager; what ``ends_with`` names is closed with it, newest first.
+
+    Every rank of a run has a session and calls the same verbs in the same order.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        distributed.start(recipe.parallel, recipe.seed)
+        self._ends = contextlib.ExitStack()
+        self._ends.callback(distributed.stop)
+        check_world_size(recipe)
+        self.recipe = recipe
+        self.objective = resolve(recipe)
+        self.replicas = engine_replicas(recipe)
+        self.tokenizer = load_tokenizer(recipe.model.path)
+        self.scorer = Scorer(recipe.reward, self.tokenizer)
+        self.ends_with(self.scorer.close)
+        self.progress = Progress(recipe.steps, f"{recipe.name} {recipe.method}", show=distributed.is_rank0())
+        self.ends_with(self.progress.close)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.close()
+
+    def ends_with(self, close: Callable[[], None]) -> None:
+        """Call ``close`` when the session ends."""
+        self._ends.callback(close)
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[Metrics]:
+        """Show ``name`` while the block runs; what it yields then holds the seconds as ``time/NAME``."""
+        seconds: Metrics = {}
+        self.progress.stage(name)
+        started = time.perf_counter()
+        yield seconds
+        seconds[f"time/{name}"] = time.perf_counter() - started
+
+
+def check_world_size(recipe: Recipe) -> None:
+    """Raise ValueError if the launcher started another number of processes than the recipe says."""
+    cluster, found = recipe.cluster, dist.get_world_size()
+    if found != recipe.world_size:
+        raise ValueError(
+            f"cluster: nodes {cluster.nodes} x processes_per_node {cluster.processes_per_node} = "
+            f"{recipe.world_size} processes, but {found} were started"
+        )
+
+
+def engine_replicas(recipe: Recipe) -> Replicas:
+    """Servers are driven by rank 0 alone; a colocated engine by all the ranks it lives in."""
+    if recipe.rollout.engine == "server":
+        return Replicas(dist.get_world_size(), in_step=False)
+    return Replicas(recipe.rollout.tensor_parallel)

@@ -1,0 +1,76 @@
+"""A step of training as a value: the verbs of the loop take one and give the next.
+
+Nothing here lives longer than the step, so two steps can exist at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_eqlen.replicas import IN_TURN, merge
+from megatron_eqlen.types import Metrics, Rollout
+
+
+def step_name(number: int) -> str:
+    """``step-00000012``: what files and folders of a step are called."""
+    return f"step-{number:08d}"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What came of some of a step's prompts."""
+
+    rollouts: list[Rollout]
+    """After ``harvest`` this replica's share; after ``score`` all replicas', graded, in training order."""
+    metrics: Metrics
+    data_position: dict[str, Any] | None
+    """Where the data source stands after these prompts; on rank 0 alone."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is known of a step so far, the same on every rank unless a field says otherwise."""
+
+    number: int
+    """Steps before it in the run."""
+    policy_version: int
+    """Of the weights that generate: optimizer steps taken before."""
+    started: float = field(default_factory=time.perf_counter)
+    rollouts: tuple[Rollout, ...] = ()
+    """All engine replicas', scored, in training order; with dynamic sampling those that teach something."""
+    batches: tuple[Metrics, ...] = ()
+    """What generating and scoring measured, for each batch of prompts."""
+    measured: Metrics = field(default_factory=dict)
+    """What the other verbs measured."""
+    data_position: dict[str, Any] | None = None
+    """Where the data source stands after its prompts; on rank 0 alone."""
+
+    @property
+    def name(self) -> str:
+        return step_name(self.number)
+
+    @property
+    def prompts(self) -> int:
+        """Prompts that have rollouts in it."""
+        return len({rollout.prompt_id for rollout in self.rollouts})
+
+    @property
+    def metrics(self) -> Metrics:
+        """All that was measured; batches add up."""
+        return merge(self.batches, IN_TURN) | self.measured
+
+    def add(self, batch: Batch) -> Step:
+        """With another batch of scored rollouts."""
+        return dataclasses.replace(
+            self,
+            rollouts=(*self.rollouts, *batch.rollouts),
+            batches=(*self.batches, batch.metrics),
+            data_position=batch.data_position,
+        )
+
+    def log(self, metrics: Metrics) -> Step:
+        """With more metrics."""
+        return dataclasses.replace(self, measured=self.measured | metrics)
