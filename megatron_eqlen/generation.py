@@ -25,14 +25,14 @@ from megatron_eqlen.replicas import Replicas, agree
 from megatron_eqlen.rewards.scoring import reward_metrics
 from megatron_eqlen.rollout.engine import Engine, IdleEngine
 from megatron_eqlen.rollout.harvest import harvest
-from megatron_eqlen.rollout.recorder import Recorder, read_step, record_grades, training_order
+from megatron_eqlen.rollout.recorder import Recorder, read_step, record_grades
 from megatron_eqlen.rollout.vllm_colocated import ColocatedEngine
 from megatron_eqlen.rollout.vllm_server import ServerEngine
 from megatron_eqlen.session import Session
 from megatron_eqlen.step import Batch, Step
 from megatron_eqlen.training import distributed
 from megatron_eqlen.training.policy import Policy
-from megatron_eqlen.types import Metrics, Prompt
+from megatron_eqlen.types import Metrics, Prompt, training_order
 
 
 class SyncError(RuntimeError):

@@ -43,7 +43,7 @@ class Prompt:
     """The chat-formatted prompt."""
     question: str
     grader: str
-    """Which grader scores an answer to it: ``math``, ``code`` or a registered callable."""
+    """Which grader scores an answer to it: ``math``, ``code`` or ``rubric``."""
     gold: str
     """What the grader compares with: LaTeX or text for ``math``, a JSON of tests for ``code``."""
     source: str = ""
@@ -51,6 +51,23 @@ class Prompt:
     number: int = 0
     """Prompts drawn before it in the run (problems before it in a benchmark): a step trains its prompts in
     this order, whichever engine replica generated them."""
+
+
+@dataclass(slots=True)
+class Delta:
+    """New tokens of one request since its last delta."""
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[float]
+    """Natural log, in the recipe's ``rollout.logprobs_mode``, same length as ``token_ids``."""
+    finish_reason: Literal["stop", "length", "lost"] | None = None
+    """None: more will come. ``lost``: the engine gave the request up (a replica died); the tokens
+    delivered so far are valid and the caller submits the rest again."""
+    sampling_mask: SamplingMask | None = None
+    """With ``rollout.keep_sampling_mask``: same length as ``token_ids``."""
+    num_cached_tokens: int | None = None
+    """In one of a request's deltas: prompt tokens whose KV came from the prefix cache."""
 
 
 @dataclass
@@ -148,6 +165,8 @@ class Group:
     prompt: Prompt
     policy_version: int
     completions: list[Segment]
+    index: int = 0
+    """A prompt has one group."""
 
     @property
     def prompt_id(self) -> str:
@@ -174,6 +193,8 @@ class SampledTree:
     """``finish_reason`` is None where the step was continued."""
     parents: list[int]
     """Index in ``steps`` of the step that this one continues, -1 for the prompt."""
+    index: int = 0
+    """A prompt has one tree."""
 
     @property
     def prompt_id(self) -> str:
@@ -195,6 +216,16 @@ class SampledTree:
 
 
 Rollout = Stream | Group | SampledTree
+
+
+def rollout_key(rollout: Rollout) -> tuple[str, int]:
+    """What a rollout is of: the prompt's id, and which of the prompt's rollouts it is."""
+    return rollout.prompt_id, rollout.index
+
+
+def training_order(rollout: Rollout) -> tuple[int, int]:
+    """Sorts the rollouts of a step into the order in which they are trained."""
+    return rollout.prompt.number, rollout.index
 
 
 @dataclass

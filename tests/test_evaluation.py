@@ -19,8 +19,7 @@ from megatron_eqlen.evaluation.result import (
 )
 from megatron_eqlen.recipe import BenchmarkRecipe, parse
 from megatron_eqlen.rewards.scoring import Scorer
-from megatron_eqlen.rollout.engine import Delta
-from megatron_eqlen.types import Prompt
+from megatron_eqlen.types import Delta, Prompt
 
 EOS = 0
 

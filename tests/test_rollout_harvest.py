@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_eqlen.recipe import Recipe, parse
-from megatron_eqlen.rollout.engine import Delta, EngineError, StalePolicyError
+from megatron_eqlen.rollout.engine import EngineError, StalePolicyError
 from megatron_eqlen.rollout.harvest import harvest
-from megatron_eqlen.rollout.track import track_seed
-from megatron_eqlen.types import Group, Prompt, Rollout, Stream
+from megatron_eqlen.sampling.track import track_seed
+from megatron_eqlen.types import Delta, Group, Prompt, Rollout, Stream
 
 EOS = {8, 9}
 

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from megatron_eqlen.rollout.recorder import Recorder, read_dump, rollout_key
-from megatron_eqlen.types import Grade, Group, Pair, Prompt, Segment, Stream
+from megatron_eqlen.rollout.recorder import Recorder, read_dump
+from megatron_eqlen.types import Grade, Group, Pair, Prompt, Segment, Stream, rollout_key
 
 
 def prompt(name: str, number: int = 0) -> Prompt:

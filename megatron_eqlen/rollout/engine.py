@@ -10,10 +10,9 @@ stream of Hugging Face names; every completion belongs to the ``policy_version``
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from megatron_eqlen.types import Metrics, SamplingMask
+from megatron_eqlen.types import Delta, Metrics
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,23 +29,6 @@ class EngineError(RuntimeError):
 
 class StalePolicyError(EngineError):
     """Tokens or weights of another policy version than the one asked for."""
-
-
-@dataclass(slots=True)
-class Delta:
-    """New tokens of one request since its last delta."""
-
-    request_id: str
-    token_ids: list[int]
-    logprobs: list[float]
-    """Natural log, in the recipe's ``rollout.logprobs_mode``, same length as ``token_ids``."""
-    finish_reason: Literal["stop", "length", "lost"] | None = None
-    """None: more will come. ``lost``: the engine gave the request up (a replica died); the tokens
-    delivered so far are valid and the caller submits the rest again."""
-    sampling_mask: SamplingMask | None = None
-    """With ``rollout.keep_sampling_mask``: same length as ``token_ids``."""
-    num_cached_tokens: int | None = None
-    """In one of a request's deltas: prompt tokens whose KV came from the prefix cache."""
 
 
 class Engine(Protocol):

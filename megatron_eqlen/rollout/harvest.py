@@ -1,12 +1,12 @@
 """Generation of one step: prompts in, rollouts out, at the engine's own speed.
 
-    prompts ─► units (a dual-track stream, or a group of completions) ─► tracks ─► engine requests
-                 ▲                                                                     │
-                 └────── advance: pairs, forks, outcome ◄── tokens by position ◄── step ┘
+    prompts ─► harvesters (one becomes a stream, or a group of completions) ─► tracks ─► engine requests
+                 ▲                                                                          │
+                 └──────── advance: pairs, forks, outcome ◄── tokens by position ◄── step ──┘
 
-A unit is plain Python and sees only token sequences; the driver here owns the engine: it admits units
-while the engine has free slots, hands each its tokens, submits its forks at once, submits lost requests
-again, and stops at the token budget. What a unit harvests does not depend on the order in which tokens
+A harvester (``sampling.kind``) sees only token sequences; the driver here owns the engine: it admits
+harvesters while the engine has free slots, hands each its tokens, submits its forks at once, submits lost
+requests again, and stops at the token budget. What is harvested does not depend on the order in which tokens
 arrive (unless the budget cuts it off).
 """
 
@@ -15,41 +15,21 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from typing import Protocol
 
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.rollout.dual_track import DualTrack
-from megatron_eqlen.rollout.engine import Delta, Engine, EngineError, StalePolicyError
-from megatron_eqlen.rollout.independent import IndependentGroup
+from megatron_eqlen.rollout.engine import Engine, EngineError, StalePolicyError
 from megatron_eqlen.rollout.meter import Meter
-from megatron_eqlen.rollout.recorder import rollout_key
-from megatron_eqlen.rollout.track import Track
-from megatron_eqlen.rollout.tree_sampling import TreeSampling
-from megatron_eqlen.types import Metrics, Prompt, Rollout
+from megatron_eqlen.sampling import KINDS
+from megatron_eqlen.sampling.kind import Harvester
+from megatron_eqlen.sampling.track import Track
+from megatron_eqlen.types import Delta, Metrics, Prompt, Rollout, rollout_key
 
 MAX_ATTEMPTS = 4
 """Times one track is submitted before its losses count as the engine's failure."""
 
 
-class Unit(Protocol):
-    """What becomes one rollout: it launches tracks and decides, from their tokens, when it is complete."""
-
-    @property
-    def complete(self) -> bool: ...
-    def start(self) -> list[Track]: ...
-    def may_advance(self) -> bool:
-        """A cheap check, made at every token, whether ``advance`` can decide anything."""
-        ...
-
-    def advance(self) -> list[Track]:
-        """Take account of new tokens; returns tracks to launch."""
-        ...
-
-    def cut(self) -> None:
-        """The budget ran out: complete with what is there."""
-        ...
-
-    def rollout(self, policy_version: int) -> Rollout: ...
+Key = tuple[str, int]
+"""A rollout's ``rollout_key``."""
 
 
 def harvest(
@@ -68,35 +48,29 @@ def harvest(
     rollouts of this step that an earlier attempt recorded: they are returned, not generated again.
 
     Returns the rollouts in the order of ``prompts`` (and of stream numbers), and the step's metrics
-    (of what was generated now). Units that a token budget never let start are not in the list. Raises
+    (of what was generated now). What a token budget never let start is not in the list. Raises
     ValueError for prompts that do not fit and EngineError for an engine that died or hangs.
     """
     check_prompts(prompts, recipe, engine.max_model_len)
     finished = {rollout_key(rollout): rollout for rollout in done}
     for rollout in finished.values():
         _check_version(rollout, engine)
-    units = {
-        key: unit
-        for key, unit in make_units(prompts, recipe, frozenset(eos_token_ids), seed).items()
-        if key not in finished
+    harvesters = {
+        (one.prompt.prompt_id, one.index): one
+        for one in KINDS[recipe.sampling].harvesters(prompts, recipe, frozenset(eos_token_ids), seed)
     }
-    keys = [key for prompt in prompts for key in _keys(prompt, recipe)]
     meter = Meter(engine)
 
-    def collect(key: tuple[str, int], rollout: Rollout) -> None:
+    def collect(key: Key, rollout: Rollout) -> None:
         _check_version(rollout, engine)
         finished[key] = rollout
         meter.count(rollout)
         if on_complete is not None:
             on_complete(rollout)
 
-    Driver(engine, recipe, meter, collect).run(units)
-    return [finished[key] for key in keys if key in finished], meter.metrics()
-
-
-def _keys(prompt: Prompt, recipe: Recipe) -> list[tuple[str, int]]:
-    count = recipe.streams_per_prompt if recipe.sampling == "equal_length" else 1
-    return [(prompt.prompt_id, index) for index in range(count)]
+    todo = {key: one for key, one in harvesters.items() if key not in finished}
+    Driver(engine, recipe, meter, collect).run(todo)
+    return [finished[key] for key in harvesters if key in finished], meter.metrics()
 
 
 def _check_version(rollout: Rollout, engine: Engine) -> None:
@@ -124,37 +98,15 @@ def check_prompts(prompts: list[Prompt], recipe: Recipe, max_model_len: int) -> 
             )
 
 
-def make_units(
-    prompts: list[Prompt], recipe: Recipe, eos_token_ids: frozenset[int], seed: int
-) -> dict[tuple[str, int], Unit]:
-    """The units of a step by ``rollout_key``, all units of a prompt next to each other (its KV is hot)."""
-    limit = recipe.rollout.max_response_length
-    if recipe.sampling == "tree":
-        return {
-            (prompt.prompt_id, 0): TreeSampling(prompt, recipe, eos_token_ids, seed) for prompt in prompts
-        }
-    if recipe.sampling == "independent":
-        return {
-            (prompt.prompt_id, 0): IndependentGroup(prompt, recipe.group_size, limit, eos_token_ids, seed)
-            for prompt in prompts
-        }
-    max_pairs = 1 if recipe.equal_length.single_pair else recipe.equal_length.max_pairs
-    return {
-        (prompt.prompt_id, index): DualTrack(prompt, index, limit, eos_token_ids, seed, max_pairs)
-        for prompt in prompts
-        for index in range(recipe.streams_per_prompt)
-    }
-
-
 class Driver:
-    """Runs units on an engine until all are complete."""
+    """Runs harvesters on an engine until all are complete."""
 
     def __init__(
         self,
         engine: Engine,
         recipe: Recipe,
         meter: Meter,
-        collect: Callable[[tuple[str, int], Rollout], None],
+        collect: Callable[[Key, Rollout], None],
     ) -> None:
         self.engine = engine
         self.meter = meter
@@ -162,12 +114,12 @@ class Driver:
         self.budget = recipe.rollout.tokens_per_step
         self.timeout = recipe.rollout.request_timeout
         self.version = engine.policy_version
-        self.waiting: deque[tuple[tuple[str, int], Unit]] = deque()
-        self.running: dict[tuple[str, int], Unit] = {}
-        self.tracks: dict[str, tuple[Track, tuple[str, int]]] = {}
+        self.waiting: deque[tuple[Key, Harvester]] = deque()
+        self.running: dict[Key, Harvester] = {}
+        self.tracks: dict[str, tuple[Track, Key]] = {}
 
-    def run(self, units: dict[tuple[str, int], Unit]) -> None:
-        self.waiting.extend(units.items())
+    def run(self, harvesters: dict[Key, Harvester]) -> None:
+        self.waiting.extend(harvesters.items())
         last_progress = time.monotonic()
         try:
             while self.waiting or self.running:
@@ -188,28 +140,29 @@ class Driver:
             self.engine.abort(list(self.tracks))
 
     def admit(self) -> None:
-        """Start units while the engine has free slots. The rest wait here and not in the engine's queue,
+        """Start harvesters while the engine has free slots. The rest wait here and not in the engine's queue,
         where a fork would have to wait behind them while its prefix cools."""
         while self.waiting and len(self.tracks) < self.engine.max_num_seqs:
-            key, unit = self.waiting.popleft()
-            self.running[key] = unit
-            for track in unit.start():
+            key, harvester = self.waiting.popleft()
+            self.running[key] = harvester
+            for track in harvester.start():
                 self.launch(track, key)
 
-    def launch(self, track: Track, key: tuple[str, int]) -> None:
+    def launch(self, track: Track, key: Key) -> None:
         self.tracks[track.request_id] = (track, key)
         self.meter.launched(track)
         self.engine.submit(track.request_id, track.context + track.token_ids, track.remaining, track.seed)
 
-    def deliver(self, deltas: list[Delta]) -> list[tuple[str, int]]:
-        """Hand tokens to their tracks; returns the units that may have to act."""
-        touched: dict[tuple[str, int], None] = {}
+    def deliver(self, deltas: list[Delta]) -> list[Key]:
+        """Hand tokens to their tracks; returns what may have to act."""
+        touched: dict[Key, None] = {}
         self.meter.stepped(len(deltas))
         for delta in deltas:
             entry = self.tracks.get(delta.request_id)
             if entry is None:  # a token that crossed its request's abort
                 continue
             track, key = entry
+            _check_delta(track, delta)
             self.meter.received(track, delta)
             track.extend(delta)
             if track.finish_reason is not None:
@@ -222,7 +175,7 @@ class Driver:
                 touched[key] = None
         return list(touched)
 
-    def retry(self, track: Track, key: tuple[str, int], delta: Delta) -> None:
+    def retry(self, track: Track, key: Key, delta: Delta) -> None:
         """Submit what is left of a request that the engine gave up or ended early."""
         del self.tracks[delta.request_id]
         track.attempts += 1
@@ -234,15 +187,15 @@ class Driver:
             )
         self.launch(track, key)
 
-    def advance(self, keys: list[tuple[str, int]]) -> None:
+    def advance(self, keys: list[Key]) -> None:
         for key in keys:
-            unit = self.running[key]
-            for track in unit.advance():
+            harvester = self.running[key]
+            for track in harvester.advance():
                 self.launch(track, key)
-            if unit.complete:
+            if harvester.complete:
                 self.finish(key)
 
-    def finish(self, key: tuple[str, int]) -> None:
+    def finish(self, key: Key) -> None:
         self.collect(key, self.running.pop(key).rollout(self.version))
 
     def cut(self) -> None:
@@ -250,6 +203,23 @@ class Driver:
         self.engine.abort(list(self.tracks))
         self.tracks.clear()
         self.waiting.clear()
-        for key, unit in list(self.running.items()):
-            unit.cut()
+        for key, harvester in list(self.running.items()):
+            harvester.cut()
             self.finish(key)
+
+
+def _check_delta(track: Track, delta: Delta) -> None:
+    """Raise EngineError where a delta's columns do not go with its tokens."""
+    tokens = len(delta.token_ids)
+    if len(delta.logprobs) != tokens:
+        raise _broken(delta, "log-prob", len(delta.logprobs))
+    masked = delta.sampling_mask is not None or track.sampling_mask
+    if masked and len(delta.sampling_mask or ()) != tokens:
+        raise _broken(delta, "sampling mask", len(delta.sampling_mask or ()))
+
+
+def _broken(delta: Delta, column: str, found: int) -> EngineError:
+    return EngineError(
+        f"request {delta.request_id}: expected a {column} for each of {len(delta.token_ids)} tokens, "
+        f"found {found}"
+    )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable
+from statistics import fmean
 
-from megatron_eqlen.rollout.engine import Delta, Engine
-from megatron_eqlen.rollout.track import Track
-from megatron_eqlen.types import Metrics, Rollout, Segment, Stream
+from megatron_eqlen.rollout.engine import Engine
+from megatron_eqlen.sampling import kind_of
+from megatron_eqlen.sampling.track import Track
+from megatron_eqlen.types import Delta, Metrics, Rollout
 
 
 class Meter:
@@ -78,51 +79,13 @@ def rollout_metrics(rollouts: list[Rollout]) -> Metrics:
     """The shape of what was harvested: pairs, lengths, outcomes. Empty for no rollouts."""
     if not rollouts:
         return {}
-    streams = [rollout for rollout in rollouts if isinstance(rollout, Stream)]
     ended = [tokens for rollout in rollouts for _, tokens in rollout.ended()]
     metrics: Metrics = {"harvest/rollouts": len(rollouts), "harvest/ended_responses": len(ended)}
     if ended:
-        metrics["harvest/ended_response_length"] = _mean([len(tokens) for tokens in ended])
+        metrics["harvest/ended_response_length"] = fmean(len(tokens) for tokens in ended)
     kept = [len(kept) for one in rollouts for part in one.segments() for kept in part.sampling_mask or ()]
     if kept:
-        metrics["harvest/kept_per_token"] = _mean(kept)
-    if streams:
-        metrics |= _stream_metrics(streams)
-    else:
-        metrics |= _segment_metrics([segment for rollout in rollouts for segment in rollout.segments()])
+        metrics["harvest/kept_per_token"] = fmean(kept)
+    for kind in dict.fromkeys(map(kind_of, rollouts)):
+        metrics |= kind.shape([rollout for rollout in rollouts if kind_of(rollout) is kind])
     return metrics
-
-
-def _stream_metrics(streams: list[Stream]) -> Metrics:
-    lengths = [len(pair.a) for stream in streams for pair in stream.pairs]
-    outcomes = Counter(stream.outcome for stream in streams)
-    metrics: Metrics = {
-        "harvest/streams": len(streams),
-        "harvest/pairs": len(lengths),
-        "harvest/pairs_per_stream": len(lengths) / len(streams),
-        "harvest/supervised_tokens": 2 * sum(lengths),
-        "harvest/tail_tokens": sum(len(stream.tail) for stream in streams if stream.tail is not None),
-    }
-    for outcome in ("both_ended", "truncated", "max_pairs", "budget"):
-        metrics[f"harvest/{outcome}_fraction"] = outcomes[outcome] / len(streams)
-    if lengths:
-        metrics["harvest/segment_length"] = _mean(lengths)
-        metrics["harvest/segment_length_max"] = max(lengths)
-    return metrics
-
-
-def _segment_metrics(completions: list[Segment]) -> Metrics:
-    lengths = [len(completion) for completion in completions]
-    reasons = Counter(completion.finish_reason for completion in completions)
-    return {
-        "harvest/completions": len(completions),
-        "harvest/supervised_tokens": sum(lengths),
-        "harvest/response_length": _mean(lengths),
-        "harvest/response_length_max": max(lengths),
-        "harvest/truncated_fraction": reasons["length"] / len(completions),
-        "harvest/budget_fraction": reasons[None] / len(completions),
-    }
-
-
-def _mean(values: list[int]) -> float:
-    return sum(values) / len(values)

@@ -19,7 +19,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron_eqlen.types import Grade, Group, Pair, Prompt, Rollout, SampledTree, Segment, Stream
+from megatron_eqlen.types import (
+    Grade,
+    Group,
+    Pair,
+    Prompt,
+    Rollout,
+    SampledTree,
+    Segment,
+    Stream,
+    rollout_key,
+    training_order,
+)
 
 VERSION = 2
 """Of the format. Files of version 1 have no header and name their prompts by id alone."""
@@ -28,16 +39,6 @@ FILES = "rank-*.jsonl"
 """In a step's folder: one file of each rank that records."""
 
 logger = logging.getLogger(__name__)
-
-
-def rollout_key(rollout: Rollout) -> tuple[str, int]:
-    """What a rollout is of: the prompt's id and the stream's number (0 for a group)."""
-    return rollout.prompt_id, rollout.index if isinstance(rollout, Stream) else 0
-
-
-def training_order(rollout: Rollout) -> tuple[int, int]:
-    """Sorts the rollouts of a step into the order in which they are trained."""
-    return rollout.prompt.number, rollout_key(rollout)[1]
 
 
 class Recorder:

@@ -8,13 +8,24 @@ a leaf). Steps are numbered as in an N-ary heap, so seeds do not depend on the o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.rollout.track import Track
+from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.types import Prompt, SampledTree, Segment
+
+
+def harvesters(
+    prompts: Sequence[Prompt], recipe: Recipe, eos_token_ids: frozenset[int], seed: int
+) -> list[TreeSampling]:
+    """One for each prompt."""
+    return [TreeSampling(prompt, recipe, eos_token_ids, seed) for prompt in prompts]
 
 
 class TreeSampling:
     """Grows one prompt's tree."""
+
+    index = 0
 
     def __init__(self, prompt: Prompt, recipe: Recipe, eos_token_ids: frozenset[int], seed: int) -> None:
         tree, self.limit = recipe.tree_sampling, recipe.rollout.max_response_length

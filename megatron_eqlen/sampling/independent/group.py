@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from megatron_eqlen.rollout.track import Track
+from collections.abc import Sequence
+
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.types import Group, Prompt
+
+
+def harvesters(
+    prompts: Sequence[Prompt], recipe: Recipe, eos_token_ids: frozenset[int], seed: int
+) -> list[IndependentGroup]:
+    """One for each prompt."""
+    limit = recipe.rollout.max_response_length
+    return [IndependentGroup(prompt, recipe.group_size, limit, eos_token_ids, seed) for prompt in prompts]
 
 
 class IndependentGroup:
     """Collects one prompt's completions."""
+
+    index = 0
 
     def __init__(
         self, prompt: Prompt, group_size: int, limit: int, eos_token_ids: frozenset[int], seed: int

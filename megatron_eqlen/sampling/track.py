@@ -7,10 +7,8 @@ the end-of-sequence set, ``length`` when the path is full. Whatever an engine se
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sized
 
-from megatron_eqlen.rollout.engine import Delta, EngineError
-from megatron_eqlen.types import FinishReason, Prompt, SamplingMask, Segment
+from megatron_eqlen.types import Delta, FinishReason, Prompt, SamplingMask, Segment
 
 
 def track_seed(seed: int, prompt_id: str, index: int, number: int) -> int:
@@ -63,11 +61,8 @@ class Track:
         return self.limit - len(self.token_ids)
 
     def extend(self, delta: Delta) -> None:
-        """Take a delta's tokens up to the track's end. Raises EngineError for a broken delta."""
+        """Take a delta's tokens up to the track's end."""
         token_ids, logprobs, mask = delta.token_ids, delta.logprobs, delta.sampling_mask
-        _check_length(delta, "log-prob", logprobs)
-        if mask is not None or self.sampling_mask:
-            _check_length(delta, "sampling mask", mask or [])
         end = self.remaining
         if not self.eos_token_ids.isdisjoint(token_ids):
             first = next(i for i, token in enumerate(token_ids) if token in self.eos_token_ids)
@@ -88,12 +83,4 @@ class Track:
             self.logprobs[start:stop],
             self.finish_reason if stop == len(self.token_ids) else None,
             sampling_mask=self.sampling_mask[start:stop] or None,
-        )
-
-
-def _check_length(delta: Delta, what: str, values: Sized) -> None:
-    if len(values) != len(delta.token_ids):
-        raise EngineError(
-            f"request {delta.request_id}: expected a {what} for each of {len(delta.token_ids)} tokens, "
-            f"found {len(values)}"
         )

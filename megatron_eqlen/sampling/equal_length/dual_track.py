@@ -14,7 +14,10 @@ twice, and the harvest depends on token sequences alone.
 
 from __future__ import annotations
 
-from megatron_eqlen.rollout.track import Track
+from collections.abc import Sequence
+
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.types import Outcome, Pair, Prompt, Segment, Stream
 
 
@@ -39,6 +42,19 @@ class Side:
     def segment(self, length: int | None = None) -> Segment:
         """The next ``length`` tokens (default: all that the trunk has not taken)."""
         return self.track.segment(self.start, None if length is None else self.start + length)
+
+
+def harvesters(
+    prompts: Sequence[Prompt], recipe: Recipe, eos_token_ids: frozenset[int], seed: int
+) -> list[DualTrack]:
+    """One for each of the G / 2 subgroups of every prompt."""
+    limit = recipe.rollout.max_response_length
+    max_pairs = 1 if recipe.equal_length.single_pair else recipe.equal_length.max_pairs
+    return [
+        DualTrack(prompt, index, limit, eos_token_ids, seed, max_pairs)
+        for prompt in prompts
+        for index in range(recipe.streams_per_prompt)
+    ]
 
 
 class DualTrack:

@@ -1,0 +1,24 @@
+"""The shape of harvested completions, as metrics."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from statistics import fmean
+
+from megatron_eqlen.types import Group, Metrics, SampledTree
+
+
+def shape(rollouts: Sequence[Group] | Sequence[SampledTree]) -> Metrics:
+    """How many completions (steps, of sampled trees), how long, and why they ended."""
+    completions = [segment for rollout in rollouts for segment in rollout.segments()]
+    lengths = [len(completion) for completion in completions]
+    reasons = Counter(completion.finish_reason for completion in completions)
+    return {
+        "harvest/completions": len(completions),
+        "harvest/supervised_tokens": sum(lengths),
+        "harvest/response_length": fmean(lengths),
+        "harvest/response_length_max": max(lengths),
+        "harvest/truncated_fraction": reasons["length"] / len(completions),
+        "harvest/budget_fraction": reasons[None] / len(completions),
+    }

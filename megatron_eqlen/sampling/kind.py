@@ -1,0 +1,60 @@
+"""What a sampling kind is: how rollouts are generated, compared, drawn and counted.
+
+    tokens ─Harvester─► rollout ─compare─► token tree and comparison units (objectives weigh them)
+                           ├────picture──► what people see of it
+                           └────shape────► harvest/... metrics
+
+Each kind is a folder beside this file whose ``__init__`` holds its ``SamplingKind`` as ``KIND``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.sampling.track import Track
+from megatron_eqlen.types import Metrics, Prompt, Rollout
+
+
+class Harvester(Protocol):
+    """What becomes one rollout: it launches tracks and decides, from their tokens, when it is complete.
+
+    Plain Python that sees token sequences only. What it harvests does not depend on the order in which tokens
+    arrive.
+    """
+
+    prompt: Prompt
+    index: int
+    """Which of the prompt's rollouts it becomes."""
+
+    @property
+    def complete(self) -> bool: ...
+    def start(self) -> list[Track]: ...
+    def may_advance(self) -> bool:
+        """A cheap check, made at every token, whether ``advance`` can decide anything."""
+        ...
+
+    def advance(self) -> list[Track]:
+        """Take account of new tokens; returns tracks to launch."""
+        ...
+
+    def cut(self) -> None:
+        """The budget ran out: complete with what is there."""
+        ...
+
+    def rollout(self, policy_version: int) -> Rollout: ...
+
+
+@dataclass(frozen=True)
+class SamplingKind:
+    """One value of the recipe's ``sampling``."""
+
+    name: str
+    rollout: type[Any]
+    """Its kind of rollout, a dataclass of ``types``."""
+    harvesters: Callable[[Sequence[Prompt], Recipe, frozenset[int], int], Sequence[Harvester]]
+    """(prompts, recipe, eos_token_ids, seed) -> what harvests them, those of a prompt next to each other."""
+    shape: Callable[[Sequence[Any]], Metrics]
+    """Rollouts of this kind (at least one) -> ``harvest/...`` metrics: how many, how long, how they ended."""

@@ -1,0 +1,8 @@
+"""Trees of steps, each step continued several times: TreeRPO's sampling."""
+
+from megatron_eqlen.sampling.independent.meter import shape
+from megatron_eqlen.sampling.kind import SamplingKind
+from megatron_eqlen.sampling.tree.branching import harvesters
+from megatron_eqlen.types import SampledTree
+
+KIND = SamplingKind("tree", SampledTree, harvesters, shape)
