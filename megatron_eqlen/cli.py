@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_eqlen import layout
+from megatron_eqlen.models.hf_config import read_config
 from megatron_eqlen.recipe import Recipe, RecipeError, check_inputs, dump, load
 from megatron_eqlen.rollout.engine import EngineError
 from megatron_eqlen.run_folder import RunFolder
@@ -186,8 +188,16 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _on_ranks(recipe: Recipe, work: Callable[[], None]) -> int:
-    """Do ``work`` in this process if it is a rank (or the only one), else in ranks started here."""
+    """Do ``work`` in this process if it is a rank (or the only one), else in ranks started here.
+
+    What cannot start is refused here, before any process does.
+    """
     check_inputs(recipe)
+    layout.check(recipe, read_config(recipe.model.path))
+    return _start(recipe, work)
+
+
+def _start(recipe: Recipe, work: Callable[[], None]) -> int:
     from megatron_eqlen.launch import die_with_launcher, launch, quiet
 
     quiet()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from megatron_eqlen import layout
 from megatron_eqlen.models.cost import active_parameters
 from megatron_eqlen.models.hf_config import ModelConfig, read_config
 from megatron_eqlen.models.weight_map import Weight
@@ -41,8 +42,9 @@ class Memory:
 
 
 def describe(recipe: Recipe) -> str:
-    """The plan as text. Raises ValueError where model and layout do not go together."""
+    """The plan as text. Raises LayoutError for a layout that cannot start."""
     model = model_config(recipe)
+    layout.check(recipe, model)
     return "\n".join([_layout(recipe), _model(model), _memory(recipe, model), _work(recipe), _sbatch(recipe)])
 
 
@@ -59,12 +61,12 @@ def model_config(recipe: Recipe) -> ModelConfig:
 
 
 def memory(recipe: Recipe, model: ModelConfig) -> Memory:
-    """Of one GPU, on the pipeline stage with the most parameters."""
+    """Of one GPU, on the pipeline stage with the most parameters; ``layout.check`` has passed."""
     parallel, world = recipe.parallel, recipe.world_size
     dense, expert = max(_stage_parameters(recipe, model), key=sum)
     width = BYTES[recipe.model.dtype]
     dense_ranks = world // (parallel.tensor * parallel.pipeline)
-    expert_ranks = max(1, world // (parallel.expert_tensor * parallel.expert * parallel.pipeline))
+    expert_ranks = world // (parallel.expert_tensor * parallel.expert * parallel.pipeline)
     split = 1 if parallel.sequence is False else parallel.tensor  # on GPUs sequence parallel is the default
     tokens = recipe.packing.max_tokens_per_row
     layers = model.num_hidden_layers // parallel.pipeline
@@ -87,31 +89,37 @@ def _stage_parameters(recipe: Recipe, model: ModelConfig) -> list[tuple[float, f
     """(dense, expert) parameters of one GPU, for each pipeline stage."""
     parallel = recipe.parallel
     stages = [[0.0, 0.0] for _ in range(parallel.pipeline)]
-    per_stage = model.num_hidden_layers // parallel.pipeline
+    chunk = model.num_hidden_layers // (parallel.pipeline * (parallel.virtual_pipeline or 1))
     for weight in weight_map(model):
         size = sum(prod(shape) for shape in weight.shapes)
         if weight.expert is not None:
             size /= parallel.expert * parallel.expert_tensor
         elif weight.dim is not None:
             size /= parallel.tensor
-        stages[_stage(weight, per_stage, parallel.pipeline)][weight.expert is not None] += size
+        stages[_stage(weight, chunk, parallel.pipeline)][weight.expert is not None] += size
     return [(dense, expert) for dense, expert in stages]
 
 
-def _stage(weight: Weight, per_stage: int, stages: int) -> int:
+def _stage(weight: Weight, chunk: int, stages: int) -> int:
+    """Virtual pipelining deals chunks of ``chunk`` layers out to the stages in turn."""
     if layer := re.search(r"layers\.(\d+)\.", weight.megatron):
-        return int(layer[1]) // per_stage
+        return int(layer[1]) // chunk % stages
     return 0 if weight.megatron.startswith("embedding") else stages - 1
 
 
 def _layout(recipe: Recipe) -> str:
     parallel, cluster = recipe.parallel, recipe.cluster
     data = recipe.world_size // (parallel.tensor * parallel.pipeline)
-    engine = recipe.rollout.tensor_parallel
+    engine, servers = recipe.rollout.tensor_parallel, recipe.rollout.servers
+    engines = (
+        f"{len(servers)} servers"
+        if recipe.rollout.engine == "server"
+        else f"{recipe.world_size // engine} engines"
+    )
     return (
         f"layout      {cluster.nodes} nodes x {cluster.processes_per_node} = {recipe.world_size} processes = "
         f"TP {parallel.tensor} x PP {parallel.pipeline} x DP {data}; EP {parallel.expert}; "
-        f"{recipe.world_size // engine} engines of TP {engine}"
+        f"{engines} of TP {engine}"
     )
 
 

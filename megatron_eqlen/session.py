@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 
+from megatron_eqlen import layout
 from megatron_eqlen.data.tokenizers import load_tokenizer
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.recipe import Recipe
@@ -25,10 +26,10 @@ class Session:
     """
 
     def __init__(self, recipe: Recipe) -> None:
+        layout.check_started(recipe, distributed.world_size())
         distributed.start(recipe.parallel, recipe.seed)
         self._ends = contextlib.ExitStack()
         self._ends.callback(distributed.stop)
-        check_world_size(recipe)
         self.recipe = recipe
         self.objective = resolve(recipe)
         self.replicas = engine_replicas(recipe)
@@ -56,16 +57,6 @@ class Session:
         started = time.perf_counter()
         yield seconds
         seconds[f"time/{name}"] = time.perf_counter() - started
-
-
-def check_world_size(recipe: Recipe) -> None:
-    """Raise ValueError if the launcher started another number of processes than the recipe says."""
-    cluster, found = recipe.cluster, dist.get_world_size()
-    if found != recipe.world_size:
-        raise ValueError(
-            f"cluster: nodes {cluster.nodes} x processes_per_node {cluster.processes_per_node} = "
-            f"{recipe.world_size} processes, but {found} were started"
-        )
 
 
 def engine_replicas(recipe: Recipe) -> Replicas:

@@ -20,11 +20,12 @@ LAYOUTS = {
     "ep2": (2, {"expert": 2}),
     "tp2-ep2": (2, {"tensor": 2, "expert": 2}),
     "tp2-etp2": (2, {"tensor": 2, "expert_tensor": 2}),
+    "ep2-etp2": (4, {"expert": 2, "expert_tensor": 2}),
     "tp2-pp2": (4, {"tensor": 2, "pipeline": 2}),
     "tp2-ep2-dp2": (4, {"tensor": 2, "expert": 2, "recompute": "full"}),
 }
 DENSE = ("tp2", "tp2-sp", "pp2", "pp2-vpp2", "dp2", "tp2-pp2")
-SPARSE = ("tp2", "pp2", "ep2", "tp2-ep2", "tp2-etp2", "tp2-pp2", "tp2-ep2-dp2")
+SPARSE = ("tp2", "pp2", "ep2", "tp2-ep2", "tp2-etp2", "ep2-etp2", "tp2-pp2", "tp2-ep2-dp2")
 CASES = [("qwen3", layout) for layout in DENSE]
 CASES += [(family, layout) for family in FAMILIES[1:] for layout in SPARSE]
 

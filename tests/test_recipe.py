@@ -38,7 +38,10 @@ def small(**changes):
             {"packing": {"max_tokens_per_row": 150}},
             "data.max_prompt_length 100 + rollout.max_response_length 100 = 200",
         ),
-        ({"parallel": {"tensor": 3}}, "tensor 3 x pipeline 1 = 3 does not divide cluster: nodes 1"),
+        (
+            {"parallel": {"tensor": 3}},
+            "tensor 3 x pipeline 1 = 3 does not divide the 1 processes (cluster.nodes x",
+        ),
         ({"equal_length": {"prefix_in_gradient": True}}, "needs packing.layout: expanded"),
         ({"rollout": {"engine": "server", "max_response_length": 100}}, "rollout.servers"),
         (

@@ -131,6 +131,7 @@ PARALLEL = [
     ("delta_net", {"tensor": 2}),
     ("delta_net", {"pipeline": 2, "virtual_pipeline": 2, "recompute": "full"}),
     ("moe", {"expert": 2}),
+    ("moe", {"expert_tensor": 2}),
     ("moe", {"tensor": 2, "expert": 2}),
     ("next", {"tensor": 2, "expert": 2}),
     ("next", {}),  # data parallel

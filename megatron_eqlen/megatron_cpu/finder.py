@@ -32,7 +32,7 @@ class MegatronLoader(importlib.machinery.SourceFileLoader):
 
 
 class MegatronFinder(importlib.abc.MetaPathFinder):
-    """Finds what Python's path finder finds, for ``megatron.core`` only."""
+    """Finds what Python's path finder finds; asked for ``megatron.core`` only."""
 
     def __init__(self, rewrite: bool) -> None:
         self.rewrite = rewrite
@@ -40,8 +40,6 @@ class MegatronFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != "megatron.core" and not fullname.startswith("megatron.core."):
-            return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
             spec.loader = MegatronLoader(spec.loader.name, spec.loader.path, self.rewrite)

@@ -76,6 +76,32 @@ def _no_jit(jit: types.ModuleType) -> None:
     jit.disable_jit_fuser()
 
 
+def _exchange_uneven_parts(mappings: types.ModuleType) -> None:
+    """gloo gathers and scatters equal parts only; those of experts in tensor parallelism are unequal."""
+    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather_padded(part: Any, group: Any, sizes: list[int] | None = None, *buffer: bool) -> torch.Tensor:
+        if sizes is None or group.size() == 1:
+            return gather(part, group, sizes, *buffer)
+        longest = max(sizes)
+        padded = part.new_zeros(longest, *part.shape[1:])
+        padded[: len(part)] = part
+        parts = gather(padded, group).split(longest)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def reduce_and_take(
+        whole: Any, group: Any, sizes: list[int] | None = None, *buffer: bool
+    ) -> torch.Tensor:
+        if sizes is None or group.size() == 1:
+            return reduce_scatter(whole, group, sizes, *buffer)
+        total = whole.clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total.split(list(sizes))[group.rank()].clone()
+
+    mappings._gather_along_first_dim = gather_padded
+    mappings._reduce_scatter_along_first_dim = reduce_and_take
+
+
 def quiet() -> None:
     """Silence what is meant on a CPU: no Apex, no Transformer Engine, no CUDA graphs, seeds that set the
     CPU's generator. Call before ``megatron.core`` is imported."""
@@ -99,4 +125,5 @@ EVERYWHERE: dict[str, Callable[[types.ModuleType], None]] = {
 }
 ON_CPU: dict[str, Callable[[types.ModuleType], None]] = {
     "megatron.core.jit": _no_jit,
+    "megatron.core.tensor_parallel.mappings": _exchange_uneven_parts,
 }

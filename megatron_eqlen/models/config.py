@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 
+from megatron_eqlen import layout
 from megatron_eqlen.models.hf_config import DeltaNet, Experts, ModelConfig
 from megatron_eqlen.recipe import ParallelRecipe
 
@@ -19,9 +20,9 @@ def transformer_config(
     """Megatron's configuration of ``model`` in the layout ``parallel``.
 
     ``dtype``: of parameters and activations. ``overrides``: TransformerConfig fields that take precedence.
-    Raises ValueError where the model's sizes do not divide by the layout.
+    Raises LayoutError where the layout does not divide the model.
     """
-    _check_layout(model, parallel)
+    layout.require(layout.weights(parallel, model))
     fields: dict[str, Any] = {
         "num_layers": model.num_hidden_layers,
         "hidden_size": model.hidden_size,
@@ -65,10 +66,6 @@ def sequence_parallel(model: ModelConfig, parallel: ParallelRecipe) -> bool:
     """Whether activations between the tensor-parallel parts are split along the sequence."""
     if parallel.tensor == 1:
         return False
-    if model.experts and parallel.sequence is False:
-        raise ValueError(
-            "parallel.sequence: false does not go with experts and tensor parallelism (Megatron-Core)"
-        )
     if parallel.sequence is None:
         return model.experts is not None or torch.cuda.is_available()
     return parallel.sequence
@@ -142,26 +139,3 @@ def _delta_net_fields(delta_net: DeltaNet) -> dict[str, Any]:
         "linear_conv_kernel_dim": delta_net.conv_kernel_dim,
         "hetereogenous_dist_checkpoint": True,  # layers of two kinds cannot share one sharded tensor
     }
-
-
-def _check_layout(model: ModelConfig, parallel: ParallelRecipe) -> None:
-    divided = [
-        ("num_key_value_heads", model.num_key_value_heads, "tensor", parallel.tensor),
-        ("vocab_size", model.vocab_size, "tensor", parallel.tensor),
-        ("intermediate_size", model.intermediate_size, "tensor", parallel.tensor),
-    ]
-    if model.delta_net:
-        divided.append(("linear_num_key_heads", model.delta_net.num_key_heads, "tensor", parallel.tensor))
-    if model.experts:
-        experts, width = model.experts, model.experts.moe_intermediate_size
-        divided.append(("num_experts", experts.num_experts, "expert", parallel.expert))
-        divided.append(("moe_intermediate_size", width, "expert_tensor", parallel.expert_tensor))
-        if shared := experts.shared_expert_intermediate_size:
-            divided.append(("shared_expert_intermediate_size", shared, "tensor", parallel.tensor))
-    elif parallel.expert > 1 or parallel.expert_tensor > 1:
-        raise ValueError(f"parallel.expert: {parallel.expert}, but a {model.model_type} model has no experts")
-    stages = parallel.pipeline * (parallel.virtual_pipeline or 1)
-    divided.append(("num_hidden_layers", model.num_hidden_layers, "pipeline x virtual_pipeline", stages))
-    for field, size, key, parts in divided:
-        if size % parts:
-            raise ValueError(f"parallel.{key}: {parts} does not divide the model's {field} {size}")

@@ -35,14 +35,6 @@ CHUNK = 32
 class TreeGatedDeltaNet(GatedDeltaNet):
     """Megatron's GatedDeltaNet, its parameters, sharding and checkpoints, with a forward for token trees."""
 
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
-        if self.tp_size > 1 and not self.config.sequence_parallel:
-            raise ValueError(
-                f"parallel.sequence: expected true for Gated DeltaNet with parallel.tensor {self.tp_size} "
-                f"(Megatron sums the output norm's gradient over tensor-parallel ranks only then)"
-            )
-
     def forward(
         self,
         hidden_states: Tensor,

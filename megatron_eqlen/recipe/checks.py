@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron_eqlen import layout
 from megatron_eqlen.objectives.registry import check_combination
 from megatron_eqlen.recipe.schema import Recipe, RecipeError, RolloutRecipe
 
@@ -14,7 +15,7 @@ def check(recipe: Recipe) -> None:
     _check_sampling(recipe)
     _check_engine(recipe.rollout)
     _check_sampling_mask(recipe.rollout)
-    _check_world(recipe)
+    layout.check(recipe)
     check_combination(recipe)
 
 
@@ -73,19 +74,4 @@ def _check_sampling_mask(rollout: RolloutRecipe) -> None:
         raise ValueError(
             "rollout.keep_sampling_mask: true needs rollout.logprobs_mode: processed (both are of the kept "
             f"tokens alone), found {rollout.logprobs_mode}"
-        )
-
-
-def _check_world(recipe: Recipe) -> None:
-    tensor, pipeline = recipe.parallel.tensor, recipe.parallel.pipeline
-    if recipe.world_size % (tensor * pipeline):
-        raise ValueError(
-            f"parallel: tensor {tensor} x pipeline {pipeline} = {tensor * pipeline} does not divide "
-            f"cluster: nodes {recipe.cluster.nodes} x processes_per_node "
-            f"{recipe.cluster.processes_per_node} = {recipe.world_size}"
-        )
-    if recipe.world_size % recipe.rollout.tensor_parallel:
-        raise ValueError(
-            f"rollout.tensor_parallel: {recipe.rollout.tensor_parallel} does not divide "
-            f"the {recipe.world_size} processes"
         )

@@ -196,7 +196,8 @@ class OptimizerRecipe(Section):
 class ParallelRecipe(Section):
     tensor: PositiveInt = 1
     pipeline: PositiveInt = 1
-    virtual_pipeline: PositiveInt | None = None
+    virtual_pipeline: Annotated[int, Field(ge=2)] | None = None
+    """Stages of a rank, interleaved; needs ``pipeline`` > 1."""
     expert: PositiveInt = 1
     expert_tensor: PositiveInt = 1
     sequence: bool | None = None

@@ -41,6 +41,8 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
+from megatron_eqlen import layout
+from megatron_eqlen.models.hf_config import read_config
 from megatron_eqlen.recipe import RolloutRecipe
 from megatron_eqlen.rollout.engine import SEED, Delta, EngineError
 from megatron_eqlen.types import SamplingMask
@@ -104,11 +106,8 @@ def build(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: in
     global _live_engines, _owns_process_group
     launched = dist.is_initialized() and not _owns_process_group
     ranks = dist.get_world_size() if launched else 1
-    if ranks % rollout.tensor_parallel:
-        raise ValueError(
-            f"rollout.tensor_parallel: {rollout.tensor_parallel} must divide the number of "
-            f"torch.distributed ranks, found {ranks}"
-        )
+    layout.require(layout.replicas(rollout, int(os.environ.get("LOCAL_WORLD_SIZE", ranks))))
+    layout.require(layout.engine(rollout, read_config(model_path)))
     cpu = current_platform.is_cpu()
     kv_gib = rollout.kv_cache_gib or (1.0 if cpu else None)
     dtype = _supported_dtype(model_path, dtype)

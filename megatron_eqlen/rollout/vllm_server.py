@@ -32,6 +32,8 @@ from typing import Any
 import aiohttp
 from torch import Tensor
 
+from megatron_eqlen import layout
+from megatron_eqlen.models.hf_config import read_config
 from megatron_eqlen.recipe import Recipe, RolloutRecipe, load
 from megatron_eqlen.rollout.engine import SEED, Delta, EngineError, check_request
 from megatron_eqlen.rollout.weight_feed import Feed
@@ -566,7 +568,9 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
     args = parser.parse_args()
-    command, environ = server_command(load(args.recipe, args.overrides), args.port, args.host)
+    recipe = load(args.recipe, args.overrides)
+    layout.require(layout.engine(recipe.rollout, read_config(recipe.model.path)))
+    command, environ = server_command(recipe, args.port, args.host)
     os.execve(command[0], command, os.environ | environ)
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from megatron_eqlen import layout
 from megatron_eqlen.recipe import ParallelRecipe
 
 
@@ -20,12 +21,12 @@ def start(parallel: ParallelRecipe, seed: int, timeout: timedelta = timedelta(mi
     """Join the world, split it by ``parallel`` and seed the generators (tensor-parallel ranks differ
     where their parameters do).
 
-    ``timeout``: how long a collective may wait for a lost rank. Raises ValueError where the layout does
-    not divide the world.
+    ``timeout``: how long a collective may wait for a lost rank. Raises LayoutError where the layout
+    does not divide the world.
     """
     if not dist.is_initialized():
         _join_world(timeout)
-    _check_layout(parallel, dist.get_world_size())
+    layout.require(layout.groups(parallel, dist.get_world_size()))
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
@@ -41,6 +42,11 @@ def stop() -> None:
     """Leave the groups that ``start`` made, and the world."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+
+
+def world_size() -> int:
+    """Processes of this world, those that a launcher started and that have not joined yet included."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_rank0() -> bool:
@@ -65,18 +71,3 @@ def _join_world(timeout: timedelta) -> None:
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
-
-
-def _check_layout(parallel: ParallelRecipe, world_size: int) -> None:
-    dense = parallel.tensor * parallel.pipeline
-    if world_size % dense:
-        raise ValueError(
-            f"parallel: tensor {parallel.tensor} x pipeline {parallel.pipeline} = {dense} "
-            f"does not divide the {world_size} processes"
-        )
-    expert = parallel.expert_tensor * parallel.expert * parallel.pipeline
-    if world_size % expert:
-        raise ValueError(
-            f"parallel: expert_tensor {parallel.expert_tensor} x expert {parallel.expert} x "
-            f"pipeline {parallel.pipeline} = {expert} does not divide the {world_size} processes"
-        )

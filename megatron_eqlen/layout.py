@@ -1,0 +1,164 @@
+"""Which layouts can start: every rule of what must divide what, said once, with its arithmetic.
+
+Recipe checks, ``plan``, model building, process groups and engines ask here. A rule is a line in one of
+four generators, by what has to be known to decide it:
+
+    groups(parallel, processes)              the ranks into parallel groups
+    weights(parallel, model)                 the model over those groups (Megatron-Core)
+    replicas(rollout, processes_per_node)    the ranks into engines
+    engine(rollout, model)                   the model over an engine's ranks (vLLM)
+
+Pure Python: it must be cheap to ask before any process starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_eqlen.models.hf_config import ModelConfig
+    from megatron_eqlen.recipe.schema import ParallelRecipe, Recipe, RolloutRecipe
+
+VLLM_VOCABULARY = 64
+"""vLLM pads the embedding's rows to a multiple of this."""
+PROCESSES = "processes (cluster.nodes x cluster.processes_per_node)"
+
+
+class LayoutError(ValueError):
+    """A layout that cannot start; the message names the recipe's keys and shows the numbers."""
+
+
+def check(recipe: Recipe, model: ModelConfig | None = None) -> None:
+    """Raise LayoutError for a layout that cannot start; without ``model`` what the recipe alone says."""
+    problems = [*groups(recipe.parallel, recipe.world_size)]
+    if recipe.rollout.engine == "colocated":
+        problems += replicas(recipe.rollout, recipe.cluster.processes_per_node)
+    if model is not None:
+        problems += weights(recipe.parallel, model)
+        problems += engine(recipe.rollout, model)
+        problems += paths(recipe, model)
+    require(problems)
+
+
+def require(problems: Iterable[str]) -> None:
+    """Raise LayoutError where there are problems."""
+    if found := list(problems):
+        raise LayoutError("; ".join(found))
+
+
+def check_started(recipe: Recipe, processes: int) -> None:
+    """Raise LayoutError where a launcher started another number of processes than the recipe says."""
+    cluster = recipe.cluster
+    if processes != recipe.world_size:
+        raise LayoutError(
+            f"cluster: nodes {cluster.nodes} x processes_per_node {cluster.processes_per_node} = "
+            f"{recipe.world_size} processes, but {processes} were started"
+        )
+
+
+def groups(parallel: ParallelRecipe, processes: int) -> Iterator[str]:
+    """Megatron-Core divides all ranks twice: for the dense layers and for the experts."""
+    tensor, pipeline = parallel.tensor, parallel.pipeline
+    if processes % (tensor * pipeline):
+        yield (
+            f"parallel: tensor {tensor} x pipeline {pipeline} = {tensor * pipeline} does not divide "
+            f"the {processes} {PROCESSES}"
+        )
+    experts = parallel.expert_tensor * parallel.expert * pipeline
+    if processes % experts:
+        yield (
+            f"parallel: expert_tensor {parallel.expert_tensor} x expert {parallel.expert} x pipeline "
+            f"{pipeline} = {experts} does not divide the {processes} {PROCESSES}"
+        )
+    if parallel.virtual_pipeline and pipeline == 1:
+        yield (
+            f"parallel.virtual_pipeline: {parallel.virtual_pipeline} stages a rank need parallel.pipeline "
+            f"of at least 2, found 1"
+        )
+
+
+def weights(parallel: ParallelRecipe, model: ModelConfig) -> Iterator[str]:
+    """What each kind of parallelism divides of a model. Heads are divided by key-value group."""
+    yield from _divides("parallel.tensor", parallel.tensor, _tensor_sizes(model))
+    yield from _stages(parallel, model)
+    experts = model.experts
+    if experts is None:
+        for key in ("expert", "expert_tensor"):
+            if (parts := getattr(parallel, key)) > 1:
+                yield f"parallel.{key}: {parts}, but a {model.model_type} model has no experts"
+        return
+    yield from _divides("parallel.expert", parallel.expert, {"num_experts": experts.num_experts})
+    width = {"moe_intermediate_size": experts.moe_intermediate_size}
+    yield from _divides("parallel.expert_tensor", parallel.expert_tensor, width)
+    if parallel.tensor > 1 and parallel.sequence is False:
+        yield (
+            f"parallel.sequence: false with parallel.tensor {parallel.tensor}: Megatron-Core needs sequence "
+            f"parallelism in a {model.model_type} model (experts, Gated DeltaNet); leave it out or say true"
+        )
+
+
+def replicas(rollout: RolloutRecipe, processes_per_node: int) -> Iterator[str]:
+    """A colocated engine lives in neighbouring ranks of one machine."""
+    if processes_per_node % rollout.tensor_parallel:
+        yield (
+            f"rollout.tensor_parallel: {rollout.tensor_parallel} does not divide "
+            f"cluster.processes_per_node {processes_per_node}: an engine's ranks are on one machine"
+        )
+
+
+def engine(rollout: RolloutRecipe, model: ModelConfig) -> Iterator[str]:
+    """vLLM's tensor parallelism: it pads the vocabulary and copies key-value heads that are fewer than the
+    ranks; every expert lies on all ranks."""
+    key, parts = "rollout.tensor_parallel", rollout.tensor_parallel
+    sizes = _tensor_sizes(model)
+    heads = sizes.pop("num_key_value_heads")
+    padded = -(-sizes.pop("vocab_size") // VLLM_VOCABULARY) * VLLM_VOCABULARY
+    sizes[f"vocab_size padded to a multiple of {VLLM_VOCABULARY},"] = padded
+    yield from _divides(key, parts, {"num_attention_heads": model.num_attention_heads, **sizes})
+    if max(parts, heads) % min(parts, heads):
+        yield f"{key}: {parts} neither divides nor is a multiple of the model's num_key_value_heads {heads}"
+    if model.experts:
+        yield from _divides(key, parts, {"moe_intermediate_size": model.experts.moe_intermediate_size})
+        if parts > model.experts.num_experts:
+            yield f"{key}: {parts} is more than the model's num_experts {model.experts.num_experts}"
+
+
+def paths(recipe: Recipe, model: ModelConfig) -> Iterator[str]:
+    """The longest path must lie within the positions that the model knows."""
+    prompt, response = recipe.data.max_prompt_length, recipe.rollout.max_response_length
+    if prompt + response > model.max_position_embeddings:
+        yield (
+            f"data.max_prompt_length {prompt} + rollout.max_response_length {response} = "
+            f"{prompt + response} is more than the model's max_position_embeddings "
+            f"{model.max_position_embeddings}"
+        )
+
+
+def _tensor_sizes(model: ModelConfig) -> dict[str, int]:
+    """What tensor parallelism divides outside the experts, by its field in config.json."""
+    sizes = {"num_key_value_heads": model.num_key_value_heads, "vocab_size": model.vocab_size}
+    experts, delta_net = model.experts, model.delta_net
+    if experts is None or not all(experts.layers):
+        sizes["intermediate_size"] = model.intermediate_size
+    if experts and experts.shared_expert_intermediate_size:
+        sizes["shared_expert_intermediate_size"] = experts.shared_expert_intermediate_size
+    if delta_net:
+        sizes["linear_num_key_heads"] = delta_net.num_key_heads
+        sizes["linear_num_value_heads"] = delta_net.num_value_heads
+    return sizes
+
+
+def _stages(parallel: ParallelRecipe, model: ModelConfig) -> Iterator[str]:
+    pipeline, virtual = parallel.pipeline, parallel.virtual_pipeline or 1
+    if model.num_hidden_layers % (pipeline * virtual):
+        stages = f"pipeline: {pipeline}"
+        if virtual > 1:
+            stages = f"pipeline {pipeline} x parallel.virtual_pipeline {virtual} = {pipeline * virtual}"
+        yield f"parallel.{stages} does not divide the model's num_hidden_layers {model.num_hidden_layers}"
+
+
+def _divides(key: str, parts: int, sizes: dict[str, int]) -> Iterator[str]:
+    for field, size in sizes.items():
+        if size % parts:
+            yield f"{key}: {parts} does not divide the model's {field} {size}"
