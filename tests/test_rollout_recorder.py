@@ -81,7 +81,7 @@ for i in range(10**9):
     ("line", "message"),
     [
         ("{}", r"dump.jsonl:4: expected a rollout"),
-        ('{"type": "tree", "prompt": "p"}', "expected stream, group or sampledtree, found 'tree'"),
+        ('{"type": "star", "prompt": "p"}', "expected equal_length, independent, tree, found 'star'"),
         ("nonsense", "dump.jsonl:4"),
     ],
 )

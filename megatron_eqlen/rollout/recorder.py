@@ -2,7 +2,7 @@
 
     {"type": "header", "version": 2}
     {"type": "prompt", "prompt_id": "deepmath/a.parquet#17", ...}     before the first rollout that answers it
-    {"type": "stream", "prompt_id": "deepmath/a.parquet#17", ...}
+    {"type": "equal_length", "prompt": "deepmath/a.parquet#17", ...}
 
 A line is handed to the operating system whole, in one write, so a process killed at any moment leaves at
 most one torn last line; reading drops it, and so does the next ``Recorder`` of the same file before it
@@ -16,21 +16,14 @@ import logging
 import os
 from collections.abc import Iterable
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron_eqlen.types import (
-    Grade,
-    Group,
-    Pair,
-    Prompt,
-    Rollout,
-    SampledTree,
-    Segment,
-    Stream,
-    rollout_key,
-    training_order,
-)
+from pydantic import TypeAdapter
+
+from megatron_eqlen.sampling import KINDS, kind_of
+from megatron_eqlen.types import Prompt, Rollout, rollout_key, training_order
 
 VERSION = 2
 """Of the format. Files of version 1 have no header and name their prompts by id alone."""
@@ -112,27 +105,24 @@ def read_step(folder: Path) -> list[Rollout]:
 
 
 def to_json(rollout: Rollout) -> dict[str, Any]:
-    """The rollout, with its prompt's id in place of its prompt."""
-    record = {"type": type(rollout).__name__.lower()} | asdict(rollout)
-    return record | {"prompt": rollout.prompt_id}
+    """The rollout under the name of its sampling kind, with its prompt's id in place of its prompt."""
+    kind = kind_of(rollout)
+    fields = _adapter(kind.rollout).dump_python(rollout, exclude={"prompt"})
+    return {"type": kind.name, "prompt": rollout.prompt_id} | fields
 
 
 def from_json(record: dict[str, Any], prompts: dict[str, Prompt]) -> Rollout:
-    """The inverse of ``to_json``; ValueError for an unknown type, KeyError or TypeError for its fields."""
-    fields = dict(record)
-    kind = fields.pop("type")
-    fields["prompt"] = prompts[fields["prompt"]]
-    if kind == "group":
-        fields["completions"] = [_segment(one) for one in fields["completions"]]
-        return Group(**fields)
-    if kind == "sampledtree":
-        fields["steps"] = [_segment(one) for one in fields["steps"]]
-        return SampledTree(**fields)
-    if kind != "stream":
-        raise ValueError(f"type: expected stream, group or sampledtree, found {kind!r}")
-    fields["pairs"] = [Pair(_segment(pair["a"]), _segment(pair["b"])) for pair in fields["pairs"]]
-    fields["tail"] = _segment(fields["tail"]) if fields["tail"] is not None else None
-    return Stream(**fields)
+    """The inverse of ``to_json``; ValueError or KeyError for a record that is not one."""
+    kind = record["type"]
+    if kind not in KINDS:
+        raise ValueError(f"type: expected {', '.join(KINDS)}, found {kind!r}")
+    fields = {name: value for name, value in record.items() if name != "type"}
+    return _adapter(KINDS[kind].rollout).validate_python(fields | {"prompt": prompts[record["prompt"]]})
+
+
+@cache
+def _adapter(record: type) -> TypeAdapter:
+    return TypeAdapter(record)
 
 
 class _Dump:
@@ -161,17 +151,6 @@ class _Dump:
             self.prompts[prompt.prompt_id] = prompt
         else:
             self.rollouts.append(from_json(record, self.prompts))
-
-
-def _segment(fields: dict[str, Any]) -> Segment:
-    grade, mask = fields["grade"], fields.get("sampling_mask")
-    return Segment(
-        **fields
-        | {
-            "grade": Grade(**grade) if grade is not None else None,
-            "sampling_mask": [tuple(kept) for kept in mask] if mask is not None else None,
-        }
-    )
 
 
 def _whole_lines(path: Path, file: BinaryIO) -> list[bytes]:
