@@ -42,8 +42,10 @@ class SyncError(RuntimeError):
 class Rollouts(Protocol):
     """What the loop needs of where rollouts come from."""
 
-    benchmarks: Sequence[BenchmarkRecipe]
-    """That it can evaluate."""
+    @property
+    def benchmarks(self) -> Sequence[BenchmarkRecipe]:
+        """That it can evaluate."""
+        ...
 
     def prompts(self, step: Step) -> list[Prompt]:
         """The prompts that ``step`` still needs, the same on every rank; none where it has enough."""

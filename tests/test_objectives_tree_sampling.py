@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_eqlen.objectives.dynamic_sampling import filter_groups
-from megatron_eqlen.objectives.units import step_rewards
 from megatron_eqlen.sampling.tree.branching import TreeSampling
+from megatron_eqlen.sampling.tree.compare import step_rewards
 from megatron_eqlen.types import Delta, Grade, Prompt, SampledTree, Segment
 from tests.test_objectives_build import recipe
 

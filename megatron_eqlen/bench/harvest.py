@@ -20,10 +20,11 @@ from typing import Any
 import torch
 
 from megatron_eqlen.bench.table import show
+from megatron_eqlen.objectives.units import verifier_rewards
 from megatron_eqlen.recipe import Recipe, parse
-from megatron_eqlen.rewards.suffix import pair_rewards
 from megatron_eqlen.rollout.harvest import harvest
-from megatron_eqlen.types import Grade, Group, Prompt, Rollout
+from megatron_eqlen.sampling.comparison import all_equal
+from megatron_eqlen.types import Grade, Prompt, Rollout
 
 VOCABULARY = 512
 
@@ -154,21 +155,18 @@ def harvested(
         "forks": metrics["harvest/forks"],
         "recomputed/fork": metrics["harvest/recomputed_tokens_per_fork"],
         "overhead ms/step": 1e3 * metrics["harvest/overhead_seconds_per_step"],
-        "effective/1k tok": 1e3 * effective_samples(rollouts, args.accuracy) / tokens,
+        "effective/1k tok": 1e3 * effective_samples(rollouts, recipe, args.accuracy) / tokens,
     }
 
 
-def effective_samples(rollouts: list[Rollout], accuracy: float) -> int:
-    """Sides of pairs with unequal rewards, or completions of groups with unequal rewards."""
+def effective_samples(rollouts: list[Rollout], recipe: Recipe, accuracy: float) -> int:
+    """Members of comparison units with unequal rewards: sides of pairs, or completions of groups."""
     count = 0
     for rollout in rollouts:
         for segment, response in rollout.ended():
             segment.grade = Grade(float(coin(response) < accuracy), "simulated")
-        if isinstance(rollout, Group):
-            rewards = {one.grade.reward if one.grade else 0.0 for one in rollout.completions}
-            count += len(rollout.completions) if len(rewards) > 1 else 0
-        else:
-            count += 2 * sum(pair is not None and pair[0] != pair[1] for pair in pair_rewards(rollout))
+        units = verifier_rewards(rollout, recipe)
+        count += sum(len(rewards) for rewards in units if not all_equal(rewards))
     return count
 
 

@@ -7,14 +7,7 @@ from collections.abc import Sequence
 from statistics import fmean, pstdev
 
 from megatron_eqlen.objectives.registry import Objective
-
-EQUAL_REWARDS = 1e-9
-"""Rewards closer than this are equal: a mean of rewards carries round-off, and dividing by a standard
-deviation would blow it up to an advantage of 1."""
-
-
-def all_equal(rewards: Sequence[float]) -> bool:
-    return max(rewards) - min(rewards) <= EQUAL_REWARDS
+from megatron_eqlen.sampling.comparison import all_equal
 
 
 def estimate(objective: Objective, rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:

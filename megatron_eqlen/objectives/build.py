@@ -16,11 +16,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from megatron_eqlen.objectives.advantages import all_equal, estimate, whiten
+from megatron_eqlen.objectives.advantages import estimate, whiten
 from megatron_eqlen.objectives.metrics import unit_metrics
 from megatron_eqlen.objectives.registry import Objective, resolve
-from megatron_eqlen.objectives.units import ComparisonUnit, comparison_units
+from megatron_eqlen.objectives.units import comparison_units
 from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.sampling.comparison import ComparisonUnit, all_equal
 from megatron_eqlen.types import Metrics, Rollout, TokenTree
 
 
@@ -73,7 +74,9 @@ def _build(parts: Sequence[Sequence[Rollout]], recipe: Recipe) -> tuple[list[lis
 def _compare(rollouts: Sequence[Rollout], recipe: Recipe, objective: Objective) -> _Batch:
     batch = _Batch(Counter(rollout.prompt_id for rollout in rollouts))
     for number, rollout in enumerate(rollouts):
-        tree, units = comparison_units(rollout, number, recipe, objective)
+        tree, units = comparison_units(rollout, recipe, objective)
+        for unit in units:
+            unit.rollout = number
         batch.trees.append(tree)
         batch.units += units
     return batch

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_eqlen.objectives.advantages import all_equal
 from megatron_eqlen.objectives.units import verifier_rewards
 from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.sampling.comparison import all_equal
 from megatron_eqlen.types import Rollout
 
 

@@ -22,7 +22,7 @@ from megatron_eqlen.objectives.advantages import estimate
 from megatron_eqlen.objectives.build import build_trees
 from megatron_eqlen.objectives.registry import lookup
 from megatron_eqlen.recipe import Recipe, parse
-from megatron_eqlen.rewards.suffix import pair_rewards
+from megatron_eqlen.sampling.equal_length.suffix import pair_rewards
 from megatron_eqlen.types import Grade, Group, Pair, Prompt, Rollout, Segment, Stream, TokenTree
 
 QUESTION = Prompt("q", [0], "?", "math", "1")

@@ -8,9 +8,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Literal
 
-from megatron_eqlen.objectives.advantages import all_equal
 from megatron_eqlen.recipe import EqualLengthRecipe
-from megatron_eqlen.rewards.suffix import pair_rewards
+from megatron_eqlen.sampling.comparison import all_equal
+from megatron_eqlen.sampling.equal_length.suffix import pair_rewards
 from megatron_eqlen.types import Group, Rollout, SampledTree, Segment, Stream
 
 Decode = Callable[[list[int]], str]

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty
 from megatron_eqlen.sampling.track import Track
-from megatron_eqlen.types import Metrics, Prompt, Rollout
+from megatron_eqlen.types import Metrics, Prompt, Rollout, TokenTree
 
 
 class Harvester(Protocol):
@@ -56,5 +57,9 @@ class SamplingKind:
     """Its kind of rollout, a dataclass of ``types``."""
     harvesters: Callable[[Sequence[Prompt], Recipe, frozenset[int], int], Sequence[Harvester]]
     """(prompts, recipe, eos_token_ids, seed) -> what harvests them, those of a prompt next to each other."""
+    compare: Callable[[Any, Recipe, Penalty], tuple[TokenTree, list[ComparisonUnit]]]
+    """(scored rollout, recipe, length penalty) -> its token tree and the units over the tree's nodes."""
     shape: Callable[[Sequence[Any]], Metrics]
     """Rollouts of this kind (at least one) -> ``harvest/...`` metrics: how many, how long, how they ended."""
+    compared: Callable[[Sequence[ComparisonUnit], Sequence[Any], Recipe], Metrics]
+    """(units of a step, its rollouts, recipe) -> ``objective/...`` metrics that only this kind has."""

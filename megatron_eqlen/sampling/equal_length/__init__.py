@@ -1,8 +1,9 @@
 """Equal-length pairs from dual-track streams: the paper's sampling."""
 
+from megatron_eqlen.sampling.equal_length.compare import compare
 from megatron_eqlen.sampling.equal_length.dual_track import harvesters
-from megatron_eqlen.sampling.equal_length.meter import shape
+from megatron_eqlen.sampling.equal_length.meter import compared, shape
 from megatron_eqlen.sampling.kind import SamplingKind
 from megatron_eqlen.types import Stream
 
-KIND = SamplingKind("equal_length", Stream, harvesters, shape)
+KIND = SamplingKind("equal_length", Stream, harvesters, compare, shape, compared)

@@ -1,12 +1,15 @@
-"""The shape of harvested streams, as metrics."""
+"""What streams and their pairs look like, as metrics."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
-from typing import get_args
+from typing import Literal, get_args
 
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.sampling.comparison import ComparisonUnit, all_equal
+from megatron_eqlen.sampling.equal_length.suffix import pair_rewards
 from megatron_eqlen.types import Metrics, Outcome, Stream
 
 
@@ -27,3 +30,29 @@ def shape(streams: Sequence[Stream]) -> Metrics:
         metrics["harvest/segment_length"] = fmean(lengths)
         metrics["harvest/segment_length_max"] = max(lengths)
     return metrics
+
+
+def compared(units: Sequence[ComparisonUnit], streams: Sequence[Stream], recipe: Recipe) -> Metrics:
+    """Pairs with rewards: how many, how long, how many teach nothing. Empty for no streams."""
+    if not streams:
+        return {}
+    lengths = [unit.lengths[0] for unit in units]
+    return {
+        "objective/pairs": float(len(units)),
+        "objective/pairs_per_stream": len(units) / len(streams),
+        "objective/skip_rate": fmean(all_equal(unit.rewards) for unit in units) if units else 0.0,
+        "objective/reward_gap_max_mean": _reward_gap(streams, recipe),
+        "objective/segment_length_mean": fmean(lengths) if lengths else 0.0,
+        "objective/segment_length_max": float(max(lengths, default=0)),
+    }
+
+
+def _reward_gap(streams: Sequence[Stream], recipe: Recipe) -> float:
+    """How much higher the suffix reward ``max`` is than ``mean``, on average over the B sides."""
+    best, mean = (_b_rewards(streams, reduce, recipe) for reduce in ("max", "mean"))
+    return fmean(best) - fmean(mean) if best else 0.0
+
+
+def _b_rewards(streams: Sequence[Stream], reduce: Literal["max", "mean"], recipe: Recipe) -> list[float]:
+    rewards = [pair_rewards(stream, reduce, recipe.equal_length.unfinished) for stream in streams]
+    return [pair[1] for pairs in rewards for pair in pairs if pair]

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
 
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.sampling.comparison import ComparisonUnit
 from megatron_eqlen.types import Group, Metrics, SampledTree
 
 
@@ -22,3 +24,8 @@ def shape(rollouts: Sequence[Group] | Sequence[SampledTree]) -> Metrics:
         "harvest/truncated_fraction": reasons["length"] / len(completions),
         "harvest/budget_fraction": reasons[None] / len(completions),
     }
+
+
+def nothing_more(units: Sequence[ComparisonUnit], rollouts: Sequence[object], recipe: Recipe) -> Metrics:
+    """All that units of this kind have is in the metrics that every kind has."""
+    return {}

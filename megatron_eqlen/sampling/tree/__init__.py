@@ -1,8 +1,9 @@
 """Trees of steps, each step continued several times: TreeRPO's sampling."""
 
-from megatron_eqlen.sampling.independent.meter import shape
+from megatron_eqlen.sampling.independent.meter import nothing_more, shape
 from megatron_eqlen.sampling.kind import SamplingKind
 from megatron_eqlen.sampling.tree.branching import harvesters
+from megatron_eqlen.sampling.tree.compare import compare
 from megatron_eqlen.types import SampledTree
 
-KIND = SamplingKind("tree", SampledTree, harvesters, shape)
+KIND = SamplingKind("tree", SampledTree, harvesters, compare, shape, nothing_more)

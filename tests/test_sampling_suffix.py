@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eqlen.rewards.suffix import pair_rewards
+from megatron_eqlen.sampling.equal_length.suffix import pair_rewards
 from megatron_eqlen.types import Grade, Pair, Prompt, Segment, Stream
 
 QUESTION = Prompt("q", [1], "?", "math", "1")

@@ -1,0 +1,76 @@
+"""Comparison units: whose rewards are measured against each other.
+
+A unit is the two sides of an equal-length pair, the completions of a group, the children of a node of a
+sampled tree. Each member is one node of a token tree, so that an advantage and a weight written on the node
+reach its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from megatron_eqlen.types import Node, Prompt, Segment
+
+EQUAL_REWARDS = 1e-9
+"""Rewards closer than this are equal: a mean of rewards carries round-off, and dividing by a standard
+deviation would blow it up to an advantage of 1."""
+
+Penalty = Callable[[int], float]
+"""Length of a whole response -> what is added to its reward, at most 0."""
+
+
+@dataclass
+class ComparisonUnit:
+    """Members that are compared with each other; the lists are aligned."""
+
+    prompt_id: str
+    members: list[Segment]
+    """What is compared."""
+    nodes: list[Node]
+    """Where it lies in the token tree."""
+    rewards: list[float]
+    skip_equal: bool
+    """The paper's skip rule: with equal rewards nothing of it is trained, not even the KL penalty."""
+    rollout: int = 0
+    """Number of its rollout in its minibatch: units of one rollout share the rollout's weight."""
+    advantages: list[float] = field(default_factory=list)
+    trained: bool = True
+    counted: bool = True
+    """Whether it is one of the N_k (and its tokens are among those that token means divide by)."""
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(node.token_ids) for node in self.nodes]
+
+
+def all_equal(rewards: Sequence[float]) -> bool:
+    return max(rewards) - min(rewards) <= EQUAL_REWARDS
+
+
+def no_penalty(length: int) -> float:
+    return 0.0
+
+
+def graded(segment: Segment, prompt_id: str) -> float:
+    """The verifier's reward of the response that ends with ``segment``. Raises ValueError if it has none."""
+    if segment.grade is None:
+        raise ValueError(
+            f"prompt {prompt_id}: an ended response has no grade; score rollouts before training"
+        )
+    return segment.grade.reward
+
+
+def root(prompt: Prompt) -> Node:
+    return Node(-1, prompt.token_ids)
+
+
+def node(parent: int, *segments: Segment) -> Node:
+    """One node over the tokens of consecutive segments of a path."""
+    masks = [segment.sampling_mask for segment in segments if segment.sampling_mask is not None]
+    return Node(
+        parent,
+        [token for segment in segments for token in segment.token_ids],
+        rollout_logprobs=[value for segment in segments for value in segment.logprobs],
+        sampling_mask=[kept for mask in masks for kept in mask] if masks else None,
+    )

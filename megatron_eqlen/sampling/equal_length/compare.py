@@ -1,0 +1,63 @@
+"""A stream's comparison units: the two sides of each of its pairs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty, graded, no_penalty, node, root
+from megatron_eqlen.sampling.equal_length.suffix import pair_rewards
+from megatron_eqlen.types import Grade, Pair, Segment, Stream, TokenTree
+
+
+def compare(stream: Stream, recipe: Recipe, penalty: Penalty) -> tuple[TokenTree, list[ComparisonUnit]]:
+    """A caterpillar, or with ``prefix_in_gradient`` a star whose leaves hold their prefix, too."""
+    tree = TokenTree(f"{stream.prompt_id}/{stream.index}", [root(stream.prompt)])
+    units: list[ComparisonUnit] = []
+    trunk = 0
+    for i, rewards in enumerate(rewards_of(penalised(stream, penalty), recipe)):
+        pair = stream.pairs[i]
+        _check_equal_length(stream, i, pair)
+        if recipe.equal_length.prefix_in_gradient:
+            prefix = [earlier.b for earlier in stream.pairs[:i]]
+            sides = [node(0, *prefix, pair.a), node(0, *prefix, pair.b)]
+        else:
+            sides = [node(trunk, pair.a), node(trunk, pair.b)]
+        tree.nodes += sides
+        trunk = len(tree.nodes) - 1
+        if rewards is not None:
+            members = [pair.a, pair.b]
+            units.append(ComparisonUnit(stream.prompt_id, members, sides, list(rewards), skip_equal=True))
+    return tree, units
+
+
+def rewards_of(stream: Stream, recipe: Recipe) -> list[tuple[float, float] | None]:
+    """Of A_i and B_i for each pair that is trained, None for one that is left out."""
+    settings = recipe.equal_length
+    rewards = pair_rewards(stream, settings.suffix_reward, settings.unfinished)
+    return rewards[:1] if settings.single_pair else rewards
+
+
+def penalised(stream: Stream, penalty: Penalty) -> Stream:
+    """The stream with the length penalty of each whole response added to its grade."""
+    if penalty is no_penalty:
+        return stream
+    changed: dict[int, Segment] = {}
+    for segment, response in stream.ended():
+        reward = graded(segment, stream.prompt_id) + penalty(len(response))
+        grade = dataclasses.replace(segment.grade or Grade(0.0, ""), reward=reward)
+        changed[id(segment)] = dataclasses.replace(segment, grade=grade)
+
+    def swap(segment: Segment) -> Segment:
+        return changed.get(id(segment), segment)
+
+    pairs = [Pair(swap(pair.a), swap(pair.b)) for pair in stream.pairs]
+    return dataclasses.replace(stream, pairs=pairs, tail=stream.tail and swap(stream.tail))
+
+
+def _check_equal_length(stream: Stream, number: int, pair: Pair) -> None:
+    if len(pair.a) != len(pair.b):
+        raise ValueError(
+            f"stream {stream.prompt_id}/{stream.index}: pair {number}: expected sides of equal length, "
+            f"found {len(pair.a)} and {len(pair.b)} tokens"
+        )
