@@ -53,7 +53,7 @@ class Run:
                 self.folder.path,
                 self.steps,
                 self.recipe.report.wandb_project,
-                f"{self.recipe.name}-{self.recipe.method}-seed{self.recipe.seed}",
+                f"{self.recipe.name}-{self.recipe.run_name}",
             )
             self.session.ends_with(self.writer.close)
         self.session.progress.resume(self.steps)

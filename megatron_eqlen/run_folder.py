@@ -1,6 +1,6 @@
 """What a run leaves on disk, and where.
 
-runs/NAME/METHOD-seedN/
+runs/NAME/METHOD-seedN/     (eqlen-grpo-group_size=8-seed0: with what the command line changed)
     recipe.yaml          the resolved recipe
     metrics.jsonl        one line a step
     tensorboard/
@@ -17,20 +17,9 @@ import fcntl
 import time
 from pathlib import Path
 
-from megatron_eqlen.recipe import Recipe, RecipeError, dump, load, plain_differences
+from megatron_eqlen.recipe import MAY_CHANGE, Recipe, RecipeError, differences, dump, is_under, load
 from megatron_eqlen.report.metrics import read_metrics
 
-MAY_CHANGE = (
-    "steps",
-    "gpu_hours",
-    "cluster",
-    "checkpoint",
-    "report",
-    "evaluation",
-    "run_dir",
-    "rollout.servers",
-)
-"""A run may go on with other values of these; any other change would mix two experiments in one folder."""
 LOCK_PATIENCE = 10.0
 """Seconds to wait for the ranks of a killed run."""
 
@@ -89,10 +78,10 @@ class RunFolder:
         before = load(self.recipe)  # keys that are newer than the run have their defaults
         changed = {
             key: values
-            for key, values in plain_differences(
+            for key, values in differences(
                 before.model_dump(mode="json"), recipe.model_dump(mode="json")
             ).items()
-            if not key.startswith(MAY_CHANGE)
+            if not is_under(key, MAY_CHANGE)
         }
         if changed:
             listed = "; ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in changed.items())

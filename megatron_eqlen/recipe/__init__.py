@@ -4,7 +4,8 @@
 """
 
 from megatron_eqlen.recipe.checks import check_inputs
-from megatron_eqlen.recipe.load import dump, load, parse, plain_differences
+from megatron_eqlen.recipe.load import dump, load, parse
+from megatron_eqlen.recipe.naming import MAY_CHANGE, differences, is_under
 from megatron_eqlen.recipe.schema import (
     BenchmarkRecipe,
     DataRecipe,
@@ -19,6 +20,7 @@ from megatron_eqlen.recipe.schema import (
 )
 
 __all__ = [
+    "MAY_CHANGE",
     "BenchmarkRecipe",
     "DataRecipe",
     "EqualLengthRecipe",
@@ -30,8 +32,9 @@ __all__ = [
     "RolloutRecipe",
     "SourceRecipe",
     "check_inputs",
+    "differences",
     "dump",
+    "is_under",
     "load",
     "parse",
-    "plain_differences",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
 import types
@@ -13,15 +14,32 @@ import yaml
 from pydantic import ValidationError
 
 from megatron_eqlen.recipe.checks import check
+from megatron_eqlen.recipe.naming import ABLATIONS, MAY_CHANGE, NAMED_ELSEWHERE, differences, is_under
 from megatron_eqlen.recipe.schema import Recipe, RecipeError, Section
 
 
 def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
     """The recipe in ``path`` with ``key.sub=value`` overrides applied. Raises RecipeError."""
     raw = _read(Path(path), ())
+    changed = copy.deepcopy(raw)
     for override in overrides:
-        _apply(raw, override)
-    return parse(raw, str(path))
+        _apply(changed, override)
+    recipe = parse(changed, str(path))
+    if not overrides:
+        return recipe
+    keys = tuple(override.partition("=")[0] for override in overrides)
+    return recipe.model_copy(update={"variant": recipe.variant | _variant(raw, recipe, keys)})
+
+
+def _variant(raw: dict[str, Any], recipe: Recipe, keys: tuple[str, ...]) -> dict[str, Any]:
+    """What ``keys`` have in ``recipe`` where the file alone, ``raw``, says something else or nothing."""
+    try:
+        alone: Any = Recipe.model_validate(raw).model_dump(mode="json")
+    except ValidationError:  # a file that is complete only with its overrides
+        alone = None
+    changed = differences(alone, recipe.model_dump(mode="json"))
+    named = (*MAY_CHANGE, *NAMED_ELSEWHERE, *(ABLATIONS if recipe.sampling == "equal_length" else ()))
+    return {key: new for key, (_, new) in changed.items() if is_under(key, keys) and not is_under(key, named)}
 
 
 def parse(raw: dict[str, Any], where: str) -> Recipe:
@@ -41,20 +59,6 @@ def parse(raw: dict[str, Any], where: str) -> Recipe:
 def dump(recipe: Recipe) -> str:
     """The resolved recipe as YAML that ``load`` reads back to the same recipe."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-
-
-def plain_differences(
-    before: dict[str, Any], after: dict[str, Any], at: str = ""
-) -> dict[str, tuple[Any, Any]]:
-    """``{"loss.kl_coef": (old, new)}`` for every key whose plain value differs."""
-    found: dict[str, tuple[Any, Any]] = {}
-    for key in [*before, *(key for key in after if key not in before)]:
-        old, new = before.get(key), after.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            found |= plain_differences(old, new, f"{at}{key}.")
-        elif old != new:
-            found[f"{at}{key}"] = (old, new)
-    return found
 
 
 class _Loader(yaml.SafeLoader):

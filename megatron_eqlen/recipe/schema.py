@@ -6,9 +6,11 @@ Relative paths in a recipe are relative to the working directory, as on the comm
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from megatron_eqlen.recipe.naming import variant_name
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -255,7 +257,10 @@ class Recipe(Section):
     name: str
     """Names the experiment; its runs are under ``runs/NAME``."""
     run_dir: str | None = None
-    """Default ``runs/NAME/METHOD-seedN``, METHOD being ``eqlen-grpo`` or ``grpo``, for example."""
+    """Default ``runs/NAME/METHOD-VARIANT-seedN``, METHOD being ``eqlen-grpo`` or ``grpo``, for example."""
+    variant: dict[str, Any] = {}
+    """What tells this run apart from others of its recipe file: keys and values that were given on the
+    command line and that the file has otherwise. Filled in by loading."""
     seed: NonNegativeInt = 0
     steps: PositiveInt
     gpu_hours: PositiveFloat | None = None
@@ -282,11 +287,13 @@ class Recipe(Section):
 
     @property
     def run_folder(self) -> Path:
-        return (
-            Path(self.run_dir)
-            if self.run_dir
-            else Path("runs") / self.name / f"{self.method}-seed{self.seed}"
-        )
+        return Path(self.run_dir) if self.run_dir else Path("runs") / self.name / self.run_name
+
+    @property
+    def run_name(self) -> str:
+        """``eqlen-grpo-seed0``, or ``eqlen-grpo-group_size=8-seed0`` where the command line said so."""
+        variant = [variant_name(self.variant)] if self.variant else []
+        return "-".join([self.method, *variant, f"seed{self.seed}"])
 
     @property
     def method(self) -> str:

@@ -1,0 +1,75 @@
+"""What tells two runs apart, and how a run is called by it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from typing import Any
+
+MAY_CHANGE = (
+    "steps",
+    "gpu_hours",
+    "cluster",
+    "checkpoint",
+    "report",
+    "evaluation",
+    "run_dir",
+    "variant",
+    "rollout.servers",
+)
+"""A run may go on with other values of these; any other change would mix two experiments in one folder."""
+NAMED_ELSEWHERE = ("name", "seed", "objective", "sampling")
+"""Parts of the run folder's path by themselves."""
+ABLATIONS = (
+    "equal_length.single_pair",
+    "equal_length.prefix_in_gradient",
+    "equal_length.suffix_reward",
+)
+"""Named in the method, where lengths are equal."""
+LONGEST = 100
+"""Characters of a variant's name; longer ones are cut and get a hash."""
+
+
+def is_under(key: str, names: tuple[str, ...]) -> bool:
+    """Whether ``key`` is one of ``names`` or in a section of that name."""
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
+def leaves(plain: Any, at: str = "") -> dict[str, Any]:
+    """``{"data.sources.0.path": "x"}``: every value of plain data by its dotted key."""
+    if not isinstance(plain, dict | list) or not plain:
+        return {at: plain}
+    items = plain.items() if isinstance(plain, dict) else enumerate(plain)
+    found: dict[str, Any] = {}
+    for key, value in items:
+        found |= leaves(value, f"{at}.{key}" if at else str(key))
+    return found
+
+
+def differences(before: Any, after: Any) -> dict[str, tuple[Any, Any]]:
+    """``{"loss.kl_coef": (old, new)}`` for every key whose value differs; None stands for a missing one."""
+    old, new = leaves(before), leaves(after)
+    keys = [*old, *(key for key in new if key not in old)]
+    return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
+
+
+def variant_name(variant: dict[str, Any]) -> str:
+    """``group_size=8,loss.kl_coef=0``; two different variants never have the same name."""
+    exact = json.dumps(variant, sort_keys=True)
+    text = ",".join(f"{key}={_text(value)}" for key, value in sorted(variant.items()))
+    safe = re.sub(r"[^\w.=,+-]", "_", text)[:LONGEST]
+    plain = safe == text and all(_reads_back(value) for value in variant.values())
+    return safe if plain else f"{safe}-{hashlib.sha256(exact.encode()).hexdigest()[:8]}"
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _reads_back(value: Any) -> bool:
+    """Whether no other value has the same text: words are words, and numbers are numbers."""
+    return (
+        not isinstance(value, str)
+        or re.fullmatch(r"(?!(true|false|null|NaN|Infinity)$)[A-Za-z_][\w.+-]*", value) is not None
+    )
