@@ -13,8 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megatron_eqlen.data import livecodebench, opencodereasoning
-from megatron_eqlen.data.rows import BadRow, Tally
+from megatron_eqlen.data import jsonl, livecodebench, opencodereasoning
+from megatron_eqlen.data.code_sources import SOURCE_SETS, question_and_tests
+from megatron_eqlen.data.prepared import PreparedWriter, manifest_path
+from megatron_eqlen.data.rows import BadRow, Row, Tally
+from megatron_eqlen.data.sources import open_source
+from megatron_eqlen.recipe import SourceRecipe
 from megatron_eqlen.rewards.code_tests import CodeTests
 
 TAKE_TWO = "Read two numbers\nand print their sum."
@@ -155,6 +159,86 @@ def test_missing_source_sets_are_named(folders, tmp_path):
         list(opencodereasoning.read(ocr, Tally()))
     with pytest.raises(ValueError, match="expected a folder with apps's files"):
         list(opencodereasoning.read(ocr, Tally(), tests=str(tmp_path)))
+
+
+GOOD_TESTS = {"inputs": ["1"], "outputs": ["1"]}
+BAD_TESTS = [
+    None,
+    "1",
+    [],
+    {},
+    {"inputs": [], "outputs": []},
+    {"inputs": None, "outputs": None},
+    {"inputs": ["1"], "outputs": []},
+    {"inputs": ["1"], "outputs": [None]},
+    {"inputs": ["1"], "outputs": [1]},
+    GOOD_TESTS | {"time_limit": -1},
+    GOOD_TESTS | {"time_limit": "fast"},
+    GOOD_TESTS | {"memory_mb": 0},
+    GOOD_TESTS | {"function": "f"},
+    {"inputs": [[1]], "outputs": [1], "function": "f()"},
+    {"inputs": [[1]], "outputs": [json.loads("[" * 300 + "]" * 300)], "function": "f"},
+]
+
+
+def test_bad_tests_in_plain_rows_are_left_out_with_file_row_and_reason(tmp_path, caplog):
+    path = tmp_path / "code.jsonl"
+    rows = [{"question": "q", "grader": "code", "tests": tests} for tests in [*BAD_TESTS, GOOD_TESTS]]
+    write(path, rows)
+    tally = Tally()
+    (kept,) = jsonl.read(path, tally)
+    assert CodeTests.from_json(kept.gold).inputs == ["1"]
+    assert tally.dropped == {"bad_tests": len(BAD_TESTS)}
+    assert (
+        f"{path}: code.jsonl#0: left out: bad_tests (expected an object of tests, found NoneType)"
+        in caplog.text
+    )
+    write(path, rows[:-1])
+    with pytest.raises(ValueError, match=r"code.jsonl: no usable row: .*'dropped/bad_tests': 15"):
+        open_source(SourceRecipe(name="s", reader="jsonl", path=str(path)), Tally())
+
+
+def test_bad_tests_in_files_prepared_by_an_earlier_version_are_left_out(tmp_path, caplog):
+    path = tmp_path / "code.parquet"
+    writer = PreparedWriter(path)
+    for number, tests in enumerate([*BAD_TESTS, GOOD_TESTS]):
+        writer.write(Row(f"r#{number}", "q", json.dumps(tests), "code", gold_checked=True))
+    manifest = {"sha256": writer.finish()}
+    manifest_path(path).write_text(json.dumps(manifest))
+    source, tally = SourceRecipe(name="s", reader="prepared", path=str(path)), Tally()
+    (kept,) = open_source(source, tally)
+    assert kept.row_id == f"r#{len(BAD_TESTS)}"
+    assert tally.dropped == {"bad_tests": len(BAD_TESTS)}
+    assert f"{path}: r#0: left out: bad_tests" in caplog.text
+
+
+def test_malformed_records_of_the_source_sets_are_bad_rows():
+    """Of JSON Lines files, where no schema holds a field's type."""
+    records = {
+        "code_contests": [
+            {"public_tests": "x"},
+            {"public_tests": {"input": "12", "output": "34"}},
+            {"public_tests": {"input": ["1"], "output": ["1"]}, "time_limit": 5},
+            {"public_tests": {"input": ["1"], "output": ["1"]}, "time_limit": {"seconds": "5"}},
+            {"public_tests": {"input": ["1"], "output": ["1"]}, "time_limit": {"seconds": -5}},
+        ],
+        "open-r1/codeforces": [
+            {"official_tests": "x"},
+            {"official_tests": ["x"]},
+            {"official_tests": [{"input": "1"}]},
+            {"official_tests": [{"input": "1", "output": "1"}], "time_limit": float("nan")},
+            {"official_tests": [{"input": "1", "output": "1"}], "memory_limit": float("inf")},
+        ],
+        "taco": [
+            {"input_output": "["},
+            {"input_output": "[" * 100_000},
+            {"input_output": '{"inputs": [[1]], "outputs": [1], "fn_name": 7}'},
+        ],
+    }
+    for name, bad in records.items():
+        for record in bad:
+            with pytest.raises(BadRow, match=r"bad_tests|wrong_type"):
+                question_and_tests(SOURCE_SETS[name], {"description": "d", "question": "q"} | record)
 
 
 def pack(value: object) -> str:

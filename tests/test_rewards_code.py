@@ -2,6 +2,7 @@
 
 import json
 import threading
+import tracemalloc
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -36,6 +37,15 @@ def grader():
         ("```python\na\n```</think>\n```python\nb\n```", "b\n"),
         ("```python\na\n```</think> no program", None),
         ("```python\nnever closed", None),
+        ("```python\na\n```\nthen\n```python\nnever closed", "a\n"),
+        ("```python\ncut off\n```python\nb\n```", "b\n"),
+        ("````python\na\n````", "a\n"),
+        ('````python\ns = """\n```\n"""\n````', 's = """\n```\n"""\n'),
+        ("~~~python\na\n~~~", "a\n"),
+        ("~~~\n```\na\n~~~~", "```\na\n"),
+        ("```python\na\n``` And that is it.", "a\n"),
+        ("  ```Python3\na\n  ```", "a\n"),
+        ("```python\na\n```\nUse ```b``` as well", "a\n"),
         ("```python\n\n```", None),
         ("x = 1", None),
         ("", None),
@@ -113,6 +123,71 @@ def test_values_compare_as_json(grader):
     assert [grade.verdict for grade in grades] == ["passed", "passed", "wrong_answer"]
 
 
+NOTHING = CodeTests([[1]], [None], function="f").to_json()
+
+
+@pytest.mark.parametrize(
+    ("program", "verdict"),
+    [
+        ("def f(a):\n    pass", "passed"),
+        ("import os\ndef f(a):\n    os._exit(0)", "runtime_error"),
+        ("import sys\ndef f(a):\n    sys.exit(0)", "runtime_error"),
+        ("import os\nos._exit(0)", "runtime_error"),
+        ("import os\nos.write(4, b'null')\nos._exit(0)", "runtime_error"),
+        ("import os\nos.write(4, b'{\"result\": null}')\nos._exit(0)", "runtime_error"),
+        ("import os\nos.write(4, b'result\\nnull')\ndef f(a):\n    pass", "runtime_error"),
+        ("def f(a):\n    return 0", "wrong_answer"),
+    ],
+)
+def test_null_is_what_a_function_returns_not_what_is_left_out(grader, program, verdict):
+    (grade,) = grader.grade([fenced(program)], [NOTHING])
+    assert grade.verdict == verdict, grade.detail
+
+
+def test_an_answer_far_larger_than_the_expected_one_is_not_parsed():
+    """A forged result of millions of lists costs its text, not its objects."""
+    lists, numbers = "[" + "[]," * 2_000_000 + "[]]", "[" + "1," * 2_000_000 + "1]"
+    tests = CodeTests([[1], [1]], [[], 5], function="f")
+    stdio = CodeTests(["", ""], ["1 2 3", "1\n2"])
+    tracemalloc.start()
+    answers = [tests.is_right(number, "", text) for number in (0, 1) for text in (lists, numbers)]
+    answers += [stdio.is_right(0, "1 " * 2_000_000, None), stdio.is_right(1, "1\n" * 2_000_000, None)]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert answers == [False] * 6
+    assert peak < 4 * len(numbers)
+
+
+def test_a_function_may_return_numpy_numbers(grader):
+    tests = CodeTests([[[1, 2]]], [[3, 1.5]], function="f").to_json()
+    program = "import numpy as np\ndef f(a):\n    return [np.sum(a), np.float32(1.5)]"
+    assert grader.grade([fenced(program)], [tests])[0].verdict == "passed"
+
+
+def test_programs_do_not_inherit_our_future_flags(grader):
+    """Annotations are values, not texts, unless the program itself says otherwise."""
+    program = "def f(a: 1 + 1): pass\nprint(f.__annotations__['a'], end='')"
+    tests = CodeTests([""], ["2"]).to_json()
+    future = "from __future__ import annotations\n" + program
+    grades = grader.grade([fenced(program), fenced(future)], [tests] * 2)
+    assert [grade.verdict for grade in grades] == ["passed", "wrong_answer"]
+
+
+def test_a_program_ends_as_under_python(grader):
+    """Exit functions run, threads are waited for, and a replaced or closed stdout is no error."""
+    programs = [
+        "import atexit\natexit.register(print, 7)",
+        "import atexit, io, sys\nsys.stdout = held = io.StringIO()\nprint(7)\n"
+        "atexit.register(lambda: sys.__stdout__.write(held.getvalue()))",
+        "import sys, threading, time\n"
+        "threading.Thread(target=lambda: (time.sleep(0.2), print(7))).start()\nsys.exit()",
+        "import sys\nprint(7)\nsys.stdout.close()",
+    ]
+    tests = CodeTests([""], ["7"]).to_json()
+    grades = grader.grade([fenced(program) for program in programs], [tests] * len(programs))
+    assert [grade.verdict for grade in grades] == ["passed"] * len(programs), grades
+
+
 def test_no_program_is_no_answer(grader):
     assert [grade.verdict for grade in grader.grade(["I cannot."], [ADD])] == ["no_answer"]
 
@@ -125,6 +200,23 @@ def test_no_program_is_no_answer(grader):
         ({"inputs": [1], "outputs": ["1"]}, "test 0: expected the text"),
         ({"inputs": ["1"], "outputs": ["1"], "function": "f"}, "test 0: expected the list of f's arguments"),
         ({"inputs": "1", "outputs": "1"}, "inputs: expected a list, found str"),
+        ({"inputs": ["1"]}, "outputs: expected a list, found NoneType"),
+        ({"inputs": ["1"], "outputs": [None]}, "test 0: expected the text"),
+        ({"inputs": ["1"], "outputs": ["1"], "time_limit": -1}, "time_limit: expected a number above 0"),
+        ({"inputs": ["1"], "outputs": ["1"], "time_limit": 0}, "time_limit: expected a number above 0"),
+        ({"inputs": ["1"], "outputs": ["1"], "time_limit": float("nan")}, "time_limit: .* found nan"),
+        ({"inputs": ["1"], "outputs": ["1"], "time_limit": float("inf")}, "time_limit: .* found inf"),
+        ({"inputs": ["1"], "outputs": ["1"], "time_limit": 1e300}, "time_limit: .* found 1e"),
+        ({"inputs": ["1"], "outputs": ["1"], "time_limit": "2"}, "time_limit: .* found '2'"),
+        ({"inputs": ["1"], "outputs": ["1"], "time_limit": True}, "time_limit: .* found True"),
+        ({"inputs": ["1"], "outputs": ["1"], "memory_mb": -5}, "memory_mb: expected a number above 0"),
+        ({"inputs": ["1"], "outputs": ["1"], "memory_mb": 1e18}, "memory_mb: .* at most"),
+        ({"inputs": ["1"], "outputs": ["1"], "memory_mb": 0.5}, "memory_mb: expected a whole number"),
+        ({"inputs": [[1]], "outputs": [1], "function": ""}, "function: expected a name, found ''"),
+        ({"inputs": [[1]], "outputs": [1], "function": "a b"}, "function: expected a name"),
+        ({"inputs": [[1]], "outputs": [1], "function": "lambda"}, "function: expected a name"),
+        ({"inputs": [[1]], "outputs": [1], "function": ["f"]}, "function: expected a name"),
+        ({"inputs": [[1]], "outputs": [1], "function": "f", "wrapped": 1}, "wrapped: expected true or false"),
         ({"inputs": ["1"], "outputs": ["1"], "fn_name": "f"}, r"unknown \['fn_name'\]"),
         ([], "expected an object of tests"),
     ],
@@ -132,6 +224,13 @@ def test_no_program_is_no_answer(grader):
 def test_bad_tests_are_refused_with_the_reason(tests, message):
     with pytest.raises(ValueError, match=message):
         CodeTests.from_json(json.dumps(tests))
+
+
+@pytest.mark.parametrize("depth", [300, 900, 100_000])
+def test_absurdly_deep_tests_are_refused(depth):
+    deep = "[" * depth + "]" * depth
+    with pytest.raises(ValueError, match="nested deeper than 200 levels"):
+        CodeTests.from_json(f'{{"inputs": [[1]], "outputs": [{deep}], "function": "f"}}')
 
 
 def test_tests_survive_the_trip():

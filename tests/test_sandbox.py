@@ -9,10 +9,12 @@ import json
 import os
 import re
 import secrets
+import signal
 import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +25,7 @@ from megatron_eqlen.rewards import code, landlock, seccomp
 from megatron_eqlen.rewards.code import WORKER_MODULE, CodeGrader, offered_isolation
 from megatron_eqlen.rewards.program import Isolation, Limits
 from megatron_eqlen.rewards.sandbox import Run, Sandbox
+from megatron_eqlen.rewards.sandbox_folder import EmptyFolder
 from megatron_eqlen.rewards.sandbox_probe import shortcoming
 from megatron_eqlen.rewards.seccomp import MACHINES, build_filter
 from megatron_eqlen.rewards.workers import WorkerPool
@@ -223,6 +226,7 @@ import json, os, sys
 from megatron_eqlen.rewards import landlock
 from megatron_eqlen.rewards.program import Isolation, Limits
 from megatron_eqlen.rewards.sandbox import Sandbox
+from megatron_eqlen.rewards.sandbox_folder import EmptyFolder
 from megatron_eqlen.rewards.sandbox_probe import shortcoming
 landlock.SCOPE_ABI = 1 << 30
 isolation = Isolation(True, True, False)
@@ -272,8 +276,8 @@ def test_programs_that_run_as_root_are_a_warning(monkeypatch, caplog):
     assert "root without capabilities (programs run as root: nobody cannot read" in caplog.text
 
 
-def processes() -> set[int]:
-    """Pids of every live process that descends from this one."""
+def processes(root: int | None = None) -> set[int]:
+    """Pids of every live process that descends from ``root`` (this process), itself included."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -281,7 +285,7 @@ def processes() -> set[int]:
         except (FileNotFoundError, ProcessLookupError):
             continue
         parents[int(stat.parent.name)] = int(fields[1])
-    mine = {os.getpid()}
+    mine = {root or os.getpid()}
     while more := {pid for pid, parent in parents.items() if parent in mine} - mine:
         mine |= more
     return mine
@@ -329,6 +333,85 @@ def test_a_killed_worker_takes_its_program_with_it():
     while processes() - before and time.monotonic() < deadline:
         time.sleep(0.05)
     assert processes() <= before
+
+
+TRAINER = """
+import os, time
+from megatron_eqlen.rewards.code import WORKER_MODULE
+from megatron_eqlen.rewards.workers import WorkerPool
+limits = {"cpu_seconds": 100, "wall_seconds": 100, "memory_mb": 256}
+item = {"program": "import time\\nprint(1)\\ntime.sleep(99)", "stdin": "", "limits": limits}
+pool = WorkerPool(WORKER_MODULE, 1, {"isolation": {"landlock": True, "seccomp": True, "drop_user": False}})
+keeper = os.fork()  # a child that holds the trainer's end of every socket
+if keeper == 0:
+    time.sleep(60)
+    os._exit(0)
+print(keeper, flush=True)
+pool.map([item], 100.0, 1.0)
+"""
+
+
+@pytest.mark.parametrize("victim", ["trainer", "host", "worker", "zygote"])
+def test_what_a_killed_process_started_dies_with_it(victim):
+    """trainer > host > worker > zygote > program, and a process that keeps the sockets open."""
+    command = [sys.executable, "-P", "-c", TRAINER]
+    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    try:
+        chain = wait_for(lambda: deepest_chain(trainer.pid, 5))
+        at = ["trainer", "host", "worker", "zygote"].index(victim)
+        os.kill(chain[at], signal.SIGKILL)
+        if victim == "trainer":
+            trainer.wait()
+        assert wait_for(lambda: not any(alive(pid) for pid in chain[at + 1 :]))
+    finally:
+        trainer.kill()
+        trainer.wait()
+        os.kill(int(trainer.stdout.readline()), signal.SIGKILL)
+
+
+def wait_for(condition, seconds: float = 20.0):
+    deadline = time.monotonic() + seconds
+    while not (found := condition()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def deepest_chain(pid: int, length: int) -> list[int] | None:
+    """A line of descent of ``length`` processes from ``pid`` on."""
+    if length == 1:
+        return [pid]
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    chains = (deepest_chain(int(child), length - 1) for child in children)
+    return next(([pid, *chain] for chain in chains if chain), None)
+
+
+def test_folders_of_killed_processes_are_swept_at_the_next_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "not-ours").mkdir()
+    child = os.fork()
+    if child == 0:
+        EmptyFolder()
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    (left,) = tmp_path.glob("eqlen-sandbox-*")
+    mine = EmptyFolder()
+    other = EmptyFolder()  # a second one leaves the first alone
+    assert not left.exists()
+    assert Path(mine.path).exists()
+    for folder in (mine, other):
+        folder.remove()
+        folder.unlock()
+    assert [path.name for path in tmp_path.iterdir()] == ["not-ours"]
 
 
 def emulate(program: bytes, number: int, arguments: tuple[int, ...] = (), arch: int = 0xC000003E) -> int:

@@ -6,12 +6,14 @@ Each ``read_*`` turns one record of a set into its question and tests. Raises Ba
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_eqlen.data.code_prompts import code_question
+from megatron_eqlen.data.code_rows import reading_tests
 from megatron_eqlen.data.rows import BadRow, find_files, number_field, read_records, text_field
 from megatron_eqlen.rewards.code_tests import CodeTests
 
@@ -39,17 +41,10 @@ class SourceSet:
 
 
 def question_and_tests(source: SourceSet, record: dict[str, Any]) -> tuple[str, CodeTests]:
-    tests = _checked(source.tests, record)
+    """Of one record. Raises BadRow."""
+    with reading_tests():
+        tests = source.tests(record)
     return code_question(source.statement(record), tests.function, record.get("starter_code") or ""), tests
-
-
-def _checked(read: Callable[[dict[str, Any]], CodeTests], record: dict[str, Any]) -> CodeTests:
-    try:
-        return read(record)
-    except BadRow:
-        raise
-    except ValueError as error:
-        raise BadRow("bad_tests", str(error)) from None
 
 
 def _input_output_tests(record: dict[str, Any]) -> CodeTests:
@@ -77,13 +72,13 @@ def _code_contests_tests(record: dict[str, Any]) -> CodeTests:
     inputs: list[str] = []
     outputs: list[str] = []
     for name in ("public_tests", "private_tests", "generated_tests"):
-        held = record.get(name) or {}
-        inputs += held.get("input") or []
-        outputs += held.get("output") or []
+        held = _typed(record.get(name) or {}, dict, name)
+        inputs += _typed(held.get("input") or [], list, f"{name}.input")
+        outputs += _typed(held.get("output") or [], list, f"{name}.output")
     if not inputs:
         raise BadRow("no_tests")
-    limit = record.get("time_limit") or {}
-    seconds = (limit.get("seconds") or 0) + (limit.get("nanos") or 0) / 1e9
+    limit = _typed(record.get("time_limit") or {}, dict, "time_limit")
+    seconds = (number_field(limit, "seconds") or 0) + (number_field(limit, "nanos") or 0) / 1e9
     return CodeTests(inputs, outputs, time_limit=seconds or None)
 
 
@@ -91,16 +86,24 @@ def _codeforces_tests(record: dict[str, Any]) -> CodeTests:
     """open-r1/codeforces: a list of ``{input, output}``; several right answers need a checker: left out."""
     if record.get("generated_checker"):
         raise BadRow("needs_checker")
-    held = record.get("official_tests") or []
+    held = _typed(record.get("official_tests") or [], list, "official_tests")
     if not held:
         raise BadRow("no_tests")
+    for test in held:
+        _typed(test, dict, "official_tests")
     memory = number_field(record, "memory_limit")
     return CodeTests(
         [test.get("input") for test in held],
         [test.get("output") for test in held],
         time_limit=number_field(record, "time_limit"),
-        memory_mb=None if memory is None else int(memory),
+        memory_mb=None if memory is None else math.ceil(memory),
     )
+
+
+def _typed(value: Any, kind: type, name: str) -> Any:
+    if not isinstance(value, kind):
+        raise BadRow("bad_tests", f"{name}: expected a {kind.__name__}, found {type(value).__name__}")
+    return value
 
 
 def _question(record: dict[str, Any]) -> str:

@@ -7,11 +7,11 @@ instead of ``answer`` the ``tests`` object of ``rewards/code_tests.py``.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_eqlen.data.code_rows import code_row, reading_tests
 from megatron_eqlen.data.rows import (
     BadRow,
     Row,
@@ -24,6 +24,7 @@ from megatron_eqlen.data.rows import (
     read_records,
     text_field,
 )
+from megatron_eqlen.rewards.code_tests import CodeTests
 
 GRADERS = ("math", "code", "rubric")
 
@@ -43,6 +44,10 @@ def _row(row_id: str, record: Any) -> Row:
     grader = record.get("grader", "math")
     if grader not in GRADERS:
         raise BadRow("unknown_grader", f"expected one of {GRADERS}, found {grader!r}")
-    gold = json.dumps(field_of(record, "tests")) if grader == "code" else answer_field(record, "answer")
     instruction = text_field(record, "instruction") if "instruction" in record else None
-    return Row(row_id, question, gold, grader, number_field(record, "difficulty"), instruction)
+    difficulty = number_field(record, "difficulty")
+    if grader == "code":
+        with reading_tests():
+            tests = CodeTests.from_fields(field_of(record, "tests"))
+        return code_row(row_id, question, tests, difficulty, instruction)
+    return Row(row_id, question, answer_field(record, "answer"), grader, difficulty, instruction)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_eqlen.data.code_prompts import code_question
+from megatron_eqlen.data.code_rows import code_row, reading_tests
 from megatron_eqlen.data.rows import (
     BadRow,
     Row,
@@ -30,6 +31,7 @@ from megatron_eqlen.data.rows import (
     text_field,
 )
 from megatron_eqlen.rewards.code_tests import CodeTests
+from megatron_eqlen.rewards.livecodebench import MEMORY_MB
 
 LARGEST_UNPACKED = 1 << 30
 """Bytes of one problem's private tests."""
@@ -46,19 +48,20 @@ def read(path: Path, tally: Tally, since: str | None = None, until: str | None =
     for file in find_files(path, "test*.jsonl", "*.jsonl"):
         for row_id, record in numbered(path, file, read_records(file, ())):
             try:
-                contest = date.fromisoformat(text_field(record, "contest_date")[:10])
+                with reading_tests():
+                    contest = date.fromisoformat(text_field(record, "contest_date")[:10])
                 if not first <= contest <= last:
                     tally.drop(f"{path}: {row_id}", "date", f"{contest} is not in {first}..{last}")
                     continue
                 question_id = text_field(record, "question_id")
                 if question_id in seen:
                     raise BadRow("duplicate", question_id)
-                yield _row(question_id, record)
+                with reading_tests():
+                    row = _row(question_id, record)
+                yield row
                 seen.add(question_id)
             except BadRow as bad:
                 tally.drop(f"{path}: {row_id}", bad.reason, bad.detail)
-            except ValueError as error:
-                tally.drop(f"{path}: {row_id}", "bad_tests", str(error))
 
 
 def unpack_private_tests(packed: str) -> Any:
@@ -89,23 +92,22 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def _row(question_id: str, record: dict[str, Any]) -> Row:
-    tests = _list(json.loads(text_field(record, "public_test_cases")), "public_test_cases")
-    tests = tests + _list(
-        unpack_private_tests(text_field(record, "private_test_cases")), "private_test_cases"
-    )
-    kinds = {test.get("testtype") if isinstance(test, dict) else None for test in tests}
+    found = _list(json.loads(text_field(record, "public_test_cases")), "public_test_cases")
+    found += _list(unpack_private_tests(text_field(record, "private_test_cases")), "private_test_cases")
+    kinds = {test.get("testtype") if isinstance(test, dict) else None for test in found}
     if kinds == {"stdin"}:
         function = None
-        inputs, outputs = [test.get("input") for test in tests], [test.get("output") for test in tests]
+        inputs, outputs = [test.get("input") for test in found], [test.get("output") for test in found]
     elif kinds == {"functional"}:
         function = text_field(json.loads(text_field(record, "metadata")), "func_name")
-        inputs = [_arguments(text_field(test, "input")) for test in tests]
-        outputs = [json.loads(text_field(test, "output")) for test in tests]
+        inputs = [_arguments(text_field(test, "input")) for test in found]
+        outputs = [json.loads(text_field(test, "output")) for test in found]
     else:
         raise BadRow("bad_tests", f"expected stdin or functional tests, found {sorted(map(str, kinds))}")
     starter = field_of(record, "starter_code") or ""
     question = code_question(text_field(record, "question_content"), function, starter)
-    return Row(question_id, question, CodeTests(inputs, outputs, function).to_json(), "code", instruction="")
+    tests = CodeTests(inputs, outputs, function, memory_mb=MEMORY_MB, livecodebench=True)
+    return code_row(question_id, question, tests)
 
 
 def _arguments(text: str) -> list[Any]:

@@ -15,6 +15,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from megatron_eqlen.data.code_rows import code_row
 from megatron_eqlen.data.code_sources import SOURCE_SETS, SourceSet, question_and_tests
 from megatron_eqlen.data.rows import (
     BadRow,
@@ -50,7 +51,7 @@ def read(path: Path, tally: Tally, split: str | None = None, tests: str | None =
             question_id, difficulty = found
             try:
                 question, checked = question_and_tests(source, record)
-                yield Row(question_id, question, checked.to_json(), "code", difficulty, instruction="")
+                yield code_row(question_id, question, checked, difficulty)
             except BadRow as bad:
                 tally.drop(f"{dataset}/{part}#{number} (question {question_id})", bad.reason, bad.detail)
         for question_id, _ in wanted.values():

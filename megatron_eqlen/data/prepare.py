@@ -22,6 +22,7 @@ from megatron_eqlen.data.rows import Row, Tally
 from megatron_eqlen.data.sources import read_source
 from megatron_eqlen.data.tokenizers import Tokenizer
 from megatron_eqlen.recipe import SourceRecipe
+from megatron_eqlen.rewards.code_tests import VERSION as CODE_TESTS_VERSION
 from megatron_eqlen.rewards.math import MathGrader
 
 CHUNK = 256
@@ -62,6 +63,7 @@ def prepare(
         "source": source.model_dump(mode="json", exclude={"name", "weight"}),
         "max_prompt_length": max_prompt_length if tokenizer else None,
         "grader": grader.name,
+        "tests_checked": CODE_TESTS_VERSION,
         "inputs": input_digests(source),
     }
     manifest_path(out).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megatron_eqlen.data.rows import Row, Tally
+from megatron_eqlen.data.code_rows import reading_tests
+from megatron_eqlen.data.rows import BadRow, Row, Tally
+from megatron_eqlen.rewards.code_tests import VERSION as CODE_TESTS_VERSION
+from megatron_eqlen.rewards.code_tests import CodeTests
 
 SCHEMA = pa.schema(
     [
@@ -52,6 +55,7 @@ class PreparedRows(Sequence[Row]):
 
     def __init__(self, path: Path) -> None:
         self.manifest = read_manifest(path)
+        self._tests_checked = self.manifest.get("tests_checked") == CODE_TESTS_VERSION
         self._file = pq.ParquetFile(path)
         if self._file.schema_arrow.names != SCHEMA.names:
             raise ValueError(
@@ -69,7 +73,8 @@ class PreparedRows(Sequence[Row]):
         if not 0 <= number < len(self):
             raise IndexError(number)
         group = int(np.searchsorted(self._starts, number, side="right")) - 1
-        return Row(**self._group(group)[number - int(self._starts[group])])
+        row = Row(**self._group(group)[number - int(self._starts[group])])
+        return row if self._tests_checked or row.grader != "code" else replace(row, gold_checked=False)
 
     def __iter__(self) -> Iterator[Row]:
         return (self[number] for number in range(len(self)))
@@ -101,8 +106,20 @@ class Selection(Sequence[Row]):
 
 
 def read(path: Path, tally: Tally) -> Iterator[Row]:
-    """The rows of a prepared file in order; nothing is left out."""
-    return iter(PreparedRows(path))
+    """The rows of a prepared file in order."""
+    return usable(PreparedRows(path), path, tally)
+
+
+def usable(rows: PreparedRows, path: Path, tally: Tally) -> Iterator[Row]:
+    """All but those with bad tests, which a file of an earlier version may hold."""
+    for row in rows:
+        try:
+            if row.grader == "code" and not row.gold_checked:
+                with reading_tests():
+                    CodeTests.from_json(row.gold)
+            yield row
+        except BadRow as bad:
+            tally.drop(f"{path}: {row.row_id}", bad.reason, bad.detail)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

@@ -25,8 +25,9 @@ def open_source(source: SourceRecipe, tally: Tally) -> Sequence[Row]:
     Raises ValueError if no row does.
     """
     if source.reader == "prepared":
-        whole = prepared.PreparedRows(Path(source.path))
-        kept = {row.row_id for row in _filtered(source, iter(whole), tally)}
+        path = Path(source.path)
+        whole = prepared.PreparedRows(path)
+        kept = {row.row_id for row in _filtered(source, prepared.usable(whole, path, tally), tally)}
         numbers = [number for number, row_id in enumerate(whole.row_ids()) if row_id in kept]
         rows: Sequence[Row] = prepared.Selection(whole, numbers)
     else:

@@ -138,6 +138,9 @@ class RewardRecipe(Section):
     code_memory_mb: PositiveInt = 1024
     code_sandbox: Literal["strict", "best_effort"] = "strict"
     """``strict``: refuse to run programs where the machine cannot isolate them."""
+    lcb_strict: bool = False
+    """Run programs for LiveCodeBench's problems as its own checker does, its faults included (see
+    rewards/README.md)."""
     sandbox_url: str | None = None
     """A SandboxFusion-compatible server to send programs to."""
     rubric: str | None = None

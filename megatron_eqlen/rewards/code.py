@@ -33,13 +33,31 @@ LONGEST_PROGRAM = 100_000
 AS_ROOT = f" (programs run as root: nobody cannot read Python's folder {sys.prefix} or its parents)"
 WORKER_MODULE = "megatron_eqlen.rewards.code_worker"
 
-_FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(r"^[ \t]*(?P<fence>`{3,}|~{3,})(?P<info>[^\n`]*)$\n?", re.MULTILINE)
+_PYTHON = re.compile(r"[ \t]*py", re.IGNORECASE)
 
 
 def extract_program(text: str) -> str | None:
-    """The last fenced block after the last ``</think>``, None if there is none."""
-    blocks = _FENCE.findall(text.rpartition("</think>")[2][-4 * LONGEST_PROGRAM :])
-    return blocks[-1] if blocks and blocks[-1].strip() else None
+    """The last fenced block after the last ``</think>``, None if there is none.
+
+    A fence is three or more backticks or tildes; it ends with at least as many. One that never ends holds no
+    answer, and neither does what a new ``` ```python ``` line cuts off.
+    """
+    answer = text.rpartition("</think>")[2][-4 * LONGEST_PROGRAM :]
+    program, opened = None, None
+    for line in _FENCE.finditer(answer):
+        if opened is None or (_PYTHON.match(line["info"]) and line["fence"][0] == opened["fence"][0]):
+            opened = line
+        elif line["fence"].startswith(opened["fence"]):
+            program, opened = answer[opened.end() : line.start()], None
+    return program if program and program.strip() else None
+
+
+def extract_as_livecodebench(text: str) -> str | None:
+    """As LiveCodeBench's ``extract_code``: the lines between the last two that hold three backticks."""
+    lines = text.rpartition("</think>")[2].split("\n")
+    fences = [number for number, line in enumerate(lines) if "```" in line]
+    return "\n".join(lines[fences[-2] + 1 : fences[-1]]) if len(fences) > 1 else None
 
 
 class CodeGrader:
@@ -52,11 +70,15 @@ class CodeGrader:
         memory_mb: int = 1024,
         sandbox: Literal["strict", "best_effort"] = "strict",
         sandbox_url: str | None = None,
+        lcb_strict: bool = False,
     ) -> None:
+        if sandbox_url and lcb_strict:
+            raise ValueError("reward.lcb_strict: runs here only, found reward.sandbox_url, too")
         self._workers = workers
         self._timeout = timeout
         self._memory_mb = memory_mb
         self._mode = sandbox
+        self._lcb_strict = lcb_strict
         self._server = SandboxServer(sandbox_url, workers) if sandbox_url else None
         self._pool: WorkerPool | None = None
         self.isolation: Isolation | None = None
@@ -73,7 +95,7 @@ class CodeGrader:
         compile_error, no_answer. ``Grade.detail`` names the first failing test. Raises SandboxError if no
         verdict can be given.
         """
-        programs = [extract_program(text) for text in texts]
+        programs = [self._extract(text, gold) for text, gold in zip(texts, golds, strict=True)]
         jobs = list(dict.fromkeys((program, gold) for program, gold in zip(programs, golds, strict=True)))
         runnable = [job for job in jobs if job[0] is not None and len(job[0]) <= LONGEST_PROGRAM]
         items = [self._item(program, gold) for program, gold in runnable]
@@ -85,12 +107,16 @@ class CodeGrader:
             self._pool.close()
             self._pool = None
 
+    def _extract(self, text: str, gold: str) -> str | None:
+        strict = self._lcb_strict and _parse_tests(gold).livecodebench
+        return extract_as_livecodebench(text) if strict else extract_program(text)
+
     def _item(self, program: str, gold: str) -> dict[str, Any]:
         tests = _parse_tests(gold)
         cpu = tests.time_limit or self._timeout
-        memory = max(self._memory_mb, tests.memory_mb or 0)
+        memory = max(self._memory_mb, int(tests.memory_mb or 0))
         limits = Limits(cpu_seconds=cpu, wall_seconds=4 * cpu + 2, memory_mb=memory)
-        return {"program": program, "tests": gold, "limits": asdict(limits)}
+        return {"program": program, "tests": gold, "limits": asdict(limits), "lcb_strict": self._lcb_strict}
 
     def _judge(self, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if not items:

@@ -11,13 +11,27 @@ the value::
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+import re
+from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
+from itertools import chain, zip_longest
+from keyword import iskeyword
 from typing import Any
+
+VERSION = 1
+"""Of the checks that tests must pass; raised with every new one, so that prepared files are checked again."""
+LARGEST_TIME_LIMIT = 3600.0
+"""Seconds."""
+LARGEST_MEMORY = 1 << 20
+"""MiB."""
+DEEPEST_VALUE = 200
+"""Lists and objects within each other, in an argument or a result."""
 
 
 @dataclass(frozen=True)
 class CodeTests:
+    """Raises ValueError, wherever it is made, if the tests are none or could not be run."""
+
     inputs: list[Any]
     outputs: list[Any]
     function: str | None = None
@@ -26,34 +40,60 @@ class CodeTests:
     time_limit: float | None = None
     """Seconds a test may take; None: the recipe's."""
     memory_mb: int | None = None
+    """MiB a program may use where that is more than the recipe's."""
+    livecodebench: bool = False
+    """LiveCodeBench's preamble, limits and equality are in force (rewards/livecodebench.py)."""
 
     def __post_init__(self) -> None:
+        for name in ("inputs", "outputs"):
+            if not isinstance(found := getattr(self, name), list):
+                raise ValueError(f"{name}: expected a list, found {type(found).__name__}")
         if not self.inputs:
             raise ValueError("expected at least one test, found none")
         if len(self.inputs) != len(self.outputs):
             raise ValueError(f"{len(self.inputs)} inputs, but {len(self.outputs)} outputs")
+        self._check_options()
         for number, (given, expected) in enumerate(zip(self.inputs, self.outputs, strict=True)):
             if self.function is None and not (isinstance(given, str) and isinstance(expected, str)):
                 raise ValueError(f"test {number}: expected the text of stdin and stdout")
             if self.function is not None and not isinstance(given, list):
                 raise ValueError(f"test {number}: expected the list of {self.function}'s arguments")
+        if self.function is not None:
+            _check_depth(self.inputs + self.outputs)
+
+    def _check_options(self) -> None:
+        name = self.function
+        if name is not None and not (isinstance(name, str) and name.isidentifier() and not iskeyword(name)):
+            raise ValueError(f"function: expected a name, found {name!r:.80}")
+        for flag in ("wrapped", "livecodebench"):
+            if not isinstance(found := getattr(self, flag), bool):
+                raise ValueError(f"{flag}: expected true or false, found {found!r:.80}")
+        _check_limit("time_limit", self.time_limit, LARGEST_TIME_LIMIT)
+        _check_limit("memory_mb", self.memory_mb, LARGEST_MEMORY)
+        if self.memory_mb is not None and self.memory_mb != int(self.memory_mb):
+            raise ValueError(f"memory_mb: expected a whole number, found {self.memory_mb!r}")
 
     @classmethod
     def from_json(cls, text: str) -> CodeTests:
         """Raises ValueError if ``text`` does not hold tests."""
-        fields = json.loads(text)
+        try:
+            return cls.from_fields(json.loads(text))
+        except RecursionError:
+            raise ValueError(TOO_DEEP) from None
+
+    @classmethod
+    def from_fields(cls, fields: Any) -> CodeTests:
+        """Of the object that ``to_json`` writes. Raises ValueError if it does not hold tests."""
         if not isinstance(fields, dict):
             raise ValueError(f"expected an object of tests, found {type(fields).__name__}")
         names = cls.__dataclass_fields__
         if unknown := [name for name in fields if name not in names]:
             raise ValueError(f"unknown {unknown}; expected {list(names)}")
-        for name in ("inputs", "outputs"):
-            if not isinstance(fields.get(name), list):
-                raise ValueError(f"{name}: expected a list, found {type(fields.get(name)).__name__}")
-        return cls(**fields)
+        return cls(**{"inputs": None, "outputs": None} | fields)
 
     def to_json(self) -> str:
-        return json.dumps({name: value for name, value in asdict(self).items() if value not in (None, False)})
+        held = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return json.dumps({name: value for name, value in held.items() if value not in (None, False)})
 
     def stdin(self, number: int) -> str:
         """What the program reads in a test: the text, or one JSON argument a line."""
@@ -61,14 +101,14 @@ class CodeTests:
         return given if self.function is None else "\n".join(json.dumps(argument) for argument in given)
 
     def is_right(self, number: int, stdout: str, result: str | None) -> bool:
-        """Does what the program printed, or its function returned (JSON), pass the test?"""
+        """Does what the program printed, or its function returned (JSON; None: it did not), pass the test?"""
         expected = self.outputs[number]
         if self.function is None:
             return same_output(stdout, expected)
-        value = json.loads(result) if result is not None else None
-        return value == expected or bool(
-            self.wrapped and isinstance(expected, list) and expected and value == expected[0]
-        )
+        accepted = [expected]
+        if self.wrapped and isinstance(expected, list) and expected:
+            accepted.append(expected[0])
+        return result is not None and any(_is_json_of(result, value) for value in accepted)
 
 
 def same_output(printed: str, expected: str) -> bool:
@@ -76,21 +116,56 @@ def same_output(printed: str, expected: str) -> bool:
 
     So 3.0 is 3, but 0.3000001 is not 0.3 and ``Yes`` is not ``YES``; space around a line does not count.
     """
-    lines, wanted = _lines(printed), _lines(expected)
-    return len(lines) == len(wanted) and all(
-        line == want or _same_numbers(line, want) for line, want in zip(lines, wanted, strict=True)
+    printed, expected = printed.strip(), expected.strip()
+    return printed.count("\n") == expected.count("\n") and all(
+        line == want or _same_numbers(line, want)
+        for line, want in zip(_lines(printed), _lines(expected), strict=True)
     )
 
 
 def _lines(text: str) -> list[str]:
-    return [line.strip() for line in text.strip().split("\n")]
+    return [line.strip() for line in text.split("\n")]
 
 
 def _same_numbers(line: str, want: str) -> bool:
-    tokens, wanted = line.split(), want.split()
+    """Token by token, so that a line of millions ends with the first that differs."""
+    tokens = (token[0] for token in re.finditer(r"\S+", line))
     try:
-        return len(tokens) == len(wanted) and all(
-            Decimal(token) == Decimal(other) for token, other in zip(tokens, wanted, strict=True)
+        return all(
+            token is not None and other is not None and Decimal(token) == Decimal(other)
+            for token, other in zip_longest(tokens, want.split())
         )
     except InvalidOperation:
         return False
+
+
+def _is_json_of(text: str, value: Any) -> bool:
+    """Is ``text`` the JSON of ``value``? Parsed only if it has as many parts, so never a larger value."""
+    wanted = json.dumps(value)
+    if any(text.count(mark) != wanted.count(mark) for mark in "[{,"):
+        return False
+    try:
+        return json.loads(text) == value
+    except (ValueError, RecursionError):
+        return False
+
+
+TOO_DEEP = f"nested deeper than {DEEPEST_VALUE} levels"
+
+
+def _check_depth(values: list[Any]) -> None:
+    """Level by level: deep data must not meet a recursion limit, here or in a program."""
+    level = [value for value in values if isinstance(value, list | dict)]
+    for _ in range(DEEPEST_VALUE):
+        if not level:
+            return
+        held = chain.from_iterable(box.values() if isinstance(box, dict) else box for box in level)
+        level = [value for value in held if isinstance(value, list | dict)]
+    raise ValueError(TOO_DEEP)
+
+
+def _check_limit(name: str, value: Any, largest: float) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= largest:
+        raise ValueError(f"{name}: expected a number above 0, at most {largest:g}, found {value!r:.80}")

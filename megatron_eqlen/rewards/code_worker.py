@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import lru_cache
 from typing import Any
 
 from megatron_eqlen.rewards.code_tests import CodeTests
-from megatron_eqlen.rewards.judge import judge
+from megatron_eqlen.rewards.judge import judge, judge_as_livecodebench
 from megatron_eqlen.rewards.program import Isolation, Limits
 from megatron_eqlen.rewards.sandbox import Sandbox
 from megatron_eqlen.rewards.sandbox_probe import probe
@@ -28,6 +29,15 @@ def make_handler(isolation: dict[str, bool] | None = None) -> Callable[[dict[str
         limits = Limits(**item["limits"])
         if "tests" not in item:
             return asdict(sandbox.run(item["program"], item["stdin"], limits, item.get("function")))
-        return asdict(judge(item["program"], CodeTests.from_json(item["tests"]), limits, sandbox.run))
+        tests = _parse_tests(item["tests"])
+        strict = tests.livecodebench and item.get("lcb_strict", False)
+        verdict_of = judge_as_livecodebench if strict else judge
+        return asdict(verdict_of(item["program"], tests, limits, sandbox.run))
 
     return handle
+
+
+@lru_cache(maxsize=16)
+def _parse_tests(text: str) -> CodeTests:
+    """The samples of a prompt come one after another."""
+    return CodeTests.from_json(text)

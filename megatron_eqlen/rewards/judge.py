@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from megatron_eqlen.rewards.code_tests import CodeTests
-from megatron_eqlen.rewards.program import Limits
+from megatron_eqlen.rewards.program import Limits, Rules
 from megatron_eqlen.rewards.sandbox import Run
 
-RunProgram = Callable[[str, str, Limits, str | None], Run]
-"""``run(source, stdin, limits, function)``: in the local sandbox, or on a server."""
+
+class RunProgram(Protocol):
+    """In the local sandbox, or on a server."""
+
+    def __call__(
+        self, source: str, stdin: str, limits: Limits, function: str | None, rules: Rules
+    ) -> Run: ...
+
+
+VERDICTS_OF_A_TEST = ("runtime_error", "time_limit")
 
 LONGEST_DETAIL = 400
 
@@ -26,18 +35,45 @@ class Judgement:
 
 def judge(program: str, tests: CodeTests, limits: Limits, run: RunProgram) -> Judgement:
     """Passed only if every test passes."""
-    seconds = 0.0
+    seconds, rules = 0.0, "livecodebench" if tests.livecodebench else "plain"
     for number in range(len(tests.inputs)):
-        ended = run(program, tests.stdin(number), limits, tests.function)
+        ended = run(program, tests.stdin(number), limits, tests.function, rules)
         seconds += ended.seconds
-        where = f"test {number + 1} of {len(tests.inputs)}"
         if ended.status != "finished":
-            return Judgement(ended.status, _line(f"{where}: {ended.error}"), seconds)
+            return _failed(tests, number, ended.status, ended.error, seconds)
         if not tests.is_right(number, ended.stdout, ended.result):
             found = ended.stdout if tests.function is None else ended.result
-            detail = f"{where}: expected {tests.outputs[number]!r:.150}, found {found!r:.150}"
-            return Judgement("wrong_answer", _line(detail), seconds)
+            return _failed(tests, number, "wrong_answer", _difference(tests, number, found), seconds)
     return Judgement("passed", "", seconds)
+
+
+def judge_as_livecodebench(program: str, tests: CodeTests, limits: Limits, run: RunProgram) -> Judgement:
+    """The verdict of LiveCodeBench's own checker: one process for all tests, its stand-ins for stdin and
+    stdout, ``limits.cpu_seconds`` on the wall clock for each test.
+    """
+    number_of_tests = len(tests.inputs)
+    asked = json.dumps({"inputs": tests.inputs, "seconds": limits.cpu_seconds})
+    whole = (limits.cpu_seconds + 1) * number_of_tests + 5
+    limits = replace(limits, cpu_seconds=whole, wall_seconds=whole)
+    ended = run(program, asked, limits, tests.function, "livecodebench_strict")
+    for number, (kind, text) in enumerate(ended.records[:number_of_tests]):
+        if kind in VERDICTS_OF_A_TEST:
+            return _failed(tests, number, kind, text, ended.seconds)
+        if not tests.is_right(number, text, text):
+            return _failed(tests, number, "wrong_answer", _difference(tests, number, text), ended.seconds)
+    if (reported := len(ended.records)) < number_of_tests:
+        status = "runtime_error" if ended.status == "finished" else ended.status
+        return _failed(tests, reported, status, ended.error or "the program ended the checker", ended.seconds)
+    return Judgement("passed", "", ended.seconds)
+
+
+def _failed(tests: CodeTests, number: int, verdict: str, why: str, seconds: float) -> Judgement:
+    return Judgement(verdict, _line(f"test {number + 1} of {len(tests.inputs)}: {why}"), seconds)
+
+
+def _difference(tests: CodeTests, number: int, found: str | None) -> str:
+    shown = None if found is None else found[:150]
+    return f"expected {tests.outputs[number]!r:.150}, found {shown!r:.150}"
 
 
 def _line(text: str) -> str:

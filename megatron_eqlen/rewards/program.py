@@ -2,12 +2,14 @@
 
     zygote ──fork──► enter() ──► limits, uid, Landlock, seccomp ──► run() ──► report descriptor
 
-The report is written by the same process as the program, so nothing in it is believed beyond a wrong or
-failed answer: what the program printed or returned is compared elsewhere, with outputs it never saw.
+The report is written by the same process as the program, so nothing in it is believed beyond an answer: what
+the program printed or returned is compared elsewhere, with outputs it never saw.
 """
 
 from __future__ import annotations
 
+import atexit
+import io
 import json
 import os
 import resource
@@ -16,9 +18,11 @@ import sys
 import threading
 import traceback
 import types
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
+from megatron_eqlen.rewards import livecodebench
 from megatron_eqlen.rewards.kernel import SET_DUMPABLE, die_with, drop_capabilities, prctl
 from megatron_eqlen.rewards.landlock import restrict_files
 from megatron_eqlen.rewards.seccomp import restrict_system_calls
@@ -30,6 +34,8 @@ SYSTEM_PATHS = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/dev/null", "/dev/zero", "/dev/urandom")
 REPORT_TEXT = 1000
 """Characters of an error that are reported."""
+Rules = Literal["plain", "livecodebench", "livecodebench_strict"]
+"""Python's own; with LiveCodeBench's preamble and limits; all of its checker's ways, all tests at once."""
 
 
 @dataclass(frozen=True)
@@ -106,15 +112,21 @@ def _limit_resources(limits: Limits, isolation: Isolation) -> None:
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_STACK, min(memory, 256 << 20)),
     ):
-        resource.setrlimit(kind, (value, value))
+        _limit(kind, value)
     if (
         not isolation.seccomp
     ):  # it counts all of the user's threads, so it must not be low; seccomp needs none
-        processes = 256 if isolation.drop_user else 4096
-        resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
+        _limit(resource.RLIMIT_NPROC, 256 if isolation.drop_user else 4096)
 
 
-def run(function: str | None) -> NoReturn:
+def _limit(kind: int, value: int) -> None:
+    """Where less was allowed to begin with, it stays at that."""
+    hard = resource.getrlimit(kind)[1]
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(kind, (value, value))
+
+
+def run(function: str | None, rules: Rules, token: str) -> NoReturn:
     """Run the program at SOURCE as ``__main__``; or load it and call ``function`` on stdin's arguments.
     Exits.
     """
@@ -123,48 +135,82 @@ def run(function: str | None) -> NoReturn:
     sys.modules["__main__"] = main
     sys.argv = ["solution.py"]
     os.environ.clear()
-    sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
-    sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
-    with open(SOURCE, "rb") as file:
-        source = file.read()
-    os._exit(_execute(source, main, function))
+    sys.stdin = sys.__stdin__ = _text_file(0, "r")
+    sys.stdout = sys.__stdout__ = _text_file(1, "w")
+    sys.stderr = sys.__stderr__ = _text_file(2, "w")
+    atexit._clear()  # the worker's
+    status = 1
+    try:
+        with open(SOURCE, "rb") as file:
+            source = file.read()
+        if rules == "livecodebench_strict":
+            status = _execute_officially(source, function, _Report(token))
+        else:
+            status = _execute(source, main, function, rules, _Report(token))
+    finally:
+        os._exit(status)  # whatever happens: nothing above us is the program's to come back to
 
 
-def _execute(source: bytes, main: types.ModuleType, function: str | None) -> int:
+def _text_file(descriptor: int, mode: str) -> io.TextIOWrapper:
+    return open(descriptor, mode, encoding="utf-8", errors="replace", closefd=False)
+
+
+def _execute(
+    source: bytes, main: types.ModuleType, function: str | None, rules: Rules, report: _Report
+) -> int:
     """The exit status. Whatever the program raises is its own affair."""
     stage = "compile_error"
+    lcb = rules == "livecodebench"
     try:
-        code = compile(source, "solution.py", "exec")
+        code = compile(source, "solution.py", "exec", dont_inherit=True)
         stage = "runtime_error"
+        if lcb:
+            livecodebench.prepare(main.__dict__)
         if function is None:
             exec(code, main.__dict__)
             _finish()
         else:
             main.__name__ = "solution"  # a function is called, the program's own main is not
             exec(code, main.__dict__)
-            _report({"result": _call(main, function)})
+            report.write("result", _call(main, function, livecodebench.encode if lcb else encode))
     except SystemExit as end:
-        sys.stdout.flush()
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
+        _finish()
+        return 0 if lcb else end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException as error:  # noqa: BLE001 - the program's, whatever it is
         stage = "memory_limit" if isinstance(error, MemoryError) else stage
         own = error.__traceback__ and error.__traceback__.tb_next  # without this frame
         text = "".join(traceback.format_exception(type(error), error, own, limit=-3))
-        _report({"error": stage, "text": text[-REPORT_TEXT:]})
+        report.write(stage, text[-REPORT_TEXT:])
         return 1
     return 0
 
 
-def _call(main: types.ModuleType, name: str) -> Any:
+def _execute_officially(source: bytes, function: str | None, report: _Report) -> int:
+    """Run all tests in this process, as LiveCodeBench's checker does. Stdin holds them, not the program's."""
+    asked = json.load(sys.stdin)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    sys.stdin = _text_file(0, "r")
+    try:
+        for outcome in livecodebench.outcomes(source.decode(), asked["inputs"], function, asked["seconds"]):
+            report.write(*outcome)
+    except BaseException as error:  # noqa: BLE001 - sys.exit and the like end the checker, too
+        report.write("runtime_error", repr(error)[:REPORT_TEXT])
+    return 0
+
+
+def _call(main: types.ModuleType, name: str, encode: Callable[[Any], str]) -> str:
     """The result of ``name``, a method of ``class Solution`` or a function, on one JSON value a line of
-    stdin.
+    stdin; what is not plain data is an error of the program's.
     """
     arguments = [json.loads(line) for line in sys.stdin.read().split("\n") if line.strip()]
     owner = main.Solution() if hasattr(main, "Solution") else main
-    result = getattr(owner, name)(*arguments)
-    json.dumps(result)  # a result that is not plain data is an error of the program's
-    return result
+    return encode(getattr(owner, name)(*arguments))
+
+
+def encode(value: Any) -> str:
+    """JSON of a function's result: tuples are lists, NumPy's scalars are numbers."""
+    return json.dumps(value, default=livecodebench.number_like)
 
 
 def _finish() -> None:
@@ -172,10 +218,19 @@ def _finish() -> None:
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
-    sys.stdout.flush()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.__stdout__):
+        if not getattr(stream, "closed", True):
+            stream.flush()
 
 
-def _report(message: dict[str, Any]) -> None:
-    data = json.dumps(message).encode()
-    while data:
-        data = data[os.write(REPORT, data) :]
+class _Report:
+    """Records for the worker, each behind a token that the program was not given."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+
+    def write(self, kind: str, text: str) -> None:
+        data = f"{self._token} {kind}\n{text}".encode(errors="replace")
+        while data:
+            data = data[os.write(REPORT, data) :]

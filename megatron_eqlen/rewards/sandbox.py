@@ -13,16 +13,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import select
 import signal
 import socket
-import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 
 from megatron_eqlen.rewards import program
 from megatron_eqlen.rewards.kernel import SET_CHILD_SUBREAPER, prctl
-from megatron_eqlen.rewards.program import Isolation, Limits
+from megatron_eqlen.rewards.program import Isolation, Limits, Rules
+from megatron_eqlen.rewards.sandbox_folder import EmptyFolder
 
 LARGEST_REQUEST = 4096
 EXTRA_SECONDS = 30.0
@@ -46,6 +48,8 @@ class Run:
     error: str = ""
     """The end of the traceback."""
     seconds: float = 0.0
+    records: list[tuple[str, str]] = field(default_factory=list)
+    """(kind, text) of all that was reported: of several tests in one process, each test's end."""
 
 
 class Sandbox:
@@ -53,8 +57,7 @@ class Sandbox:
 
     def __init__(self, isolation: Isolation) -> None:
         self.isolation = isolation
-        self._folder = tempfile.mkdtemp(prefix="empty-")
-        os.chmod(self._folder, 0o555)
+        self._folder = EmptyFolder()
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._zygote = os.fork()
         if self._zygote == 0:
@@ -71,8 +74,16 @@ class Sandbox:
     def close(self) -> None:
         self._connection.close()
         os.waitpid(self._zygote, 0)
+        self._folder.unlock()
 
-    def run(self, source: str, stdin: str, limits: Limits, function: str | None = None) -> Run:
+    def run(
+        self,
+        source: str,
+        stdin: str,
+        limits: Limits,
+        function: str | None = None,
+        rules: Rules = "plain",
+    ) -> Run:
         """Run ``source`` with ``stdin``; or call its ``function`` with one JSON argument a line of
         ``stdin``.
 
@@ -80,12 +91,12 @@ class Sandbox:
         """
         with contextlib.ExitStack() as stack:
             files = [_memory_file(stack, text) for text in (stdin, "", "", source, "")]
-            request = {"limits": asdict(limits), "function": function}
+            token = secrets.token_hex(16)
+            request = {"limits": asdict(limits), "function": function, "rules": rules, "token": token}
             ending = self._request(json.dumps(request).encode(), files, limits.wall_seconds)
             _, stdout, _, _, report = files
-            return _interpret(
-                ending, _read(stdout, limits.output_bytes), _read(report, limits.output_bytes), limits
-            )
+            records = _records(_read(report, limits.output_bytes), token)
+            return _interpret(ending, _read(stdout, limits.output_bytes), records, limits, function)
 
     def _request(self, request: bytes, files: list[int], wall_seconds: float) -> dict:
         self._connection.settimeout(wall_seconds + EXTRA_SECONDS)
@@ -102,38 +113,48 @@ class Sandbox:
         return ending
 
 
-def _interpret(ending: dict, stdout: bytes, report: bytes, limits: Limits) -> Run:
-    """A Run from the process's end and its report. ``ending``: exit, cpu and wall seconds, timed_out."""
-    try:
-        told = json.loads(report) if report else {}
-    except (ValueError, RecursionError):
-        told = {}
-    told = told if isinstance(told, dict) else {}
+def _records(report: bytes, token: str) -> list[tuple[str, str]]:
+    """(kind, text) of what was reported behind ``token``; nothing of a report that starts otherwise.
+
+    No text is parsed here: a program may forge one of any size and shape.
+    """
+    before, *records = report.split(token.encode() + b" ")
+    pairs = [record.decode(errors="replace").partition("\n") for record in records]
+    return [] if before else [(kind, text) for kind, _, text in pairs]
+
+
+def _interpret(
+    ending: dict, stdout: bytes, records: list[tuple[str, str]], limits: Limits, function: str | None
+) -> Run:
+    """A Run from the process's end and its records. ``ending``: exit, cpu and wall seconds, timed_out."""
+    kind, told = records[-1] if records else ("", "")
     text = stdout.decode(errors="replace")
     seconds, code = ending["wall"], ending["exit"]
-    error = str(told.get("text", ""))[: program.REPORT_TEXT]
     over = ending["cpu"] > limits.cpu_seconds
     if ending["timed_out"] or over or code in (-signal.SIGXCPU, -signal.SIGKILL):
-        return Run("time_limit", text, None, f"{ending['cpu']:.2f} s CPU, {seconds:.2f} s", seconds)
-    if code == -signal.SIGXFSZ:
-        return Run("output_limit", text, None, f"more than {limits.output_bytes} bytes", seconds)
-    if told.get("error") in ("compile_error", "memory_limit"):
-        return Run(told["error"], text, None, error, seconds)
-    if code != 0 or "error" in told:
-        return Run("runtime_error", text, None, error or f"exit status {code}", seconds)
-    result = json.dumps(told["result"]) if "result" in told else None
-    return Run("finished", text, result, "", seconds)
+        status, error = "time_limit", f"{ending['cpu']:.2f} s CPU, {seconds:.2f} s"
+    elif code == -signal.SIGXFSZ:
+        status, error = "output_limit", f"more than {limits.output_bytes} bytes"
+    elif kind in ("compile_error", "memory_limit"):
+        status, error = kind, told[: program.REPORT_TEXT]
+    elif code != 0 or kind == "runtime_error":
+        status, error = "runtime_error", told[: program.REPORT_TEXT] or f"exit status {code}"
+    elif function is not None and not records:
+        status, error = "runtime_error", f"it ended before {function} returned"
+    else:
+        status, error = "finished", ""
+    result = told if status == "finished" and kind == "result" else None
+    return Run(status, text, result, error, seconds, records)
 
 
-def _serve(connection: socket.socket, isolation: Isolation, folder: str) -> None:
+def _serve(connection: socket.socket, isolation: Isolation, folder: EmptyFolder) -> None:
     """The zygote: fork, wait, clean up, answer; end with the worker."""
-    os.closerange(3, connection.fileno())  # nothing of the worker's stays open through us
-    os.closerange(connection.fileno() + 1, 1 << 16)
+    _close_all_but(connection.fileno(), folder.lock)  # nothing of the worker's stays open through us
     prctl(SET_CHILD_SUBREAPER, 1)  # what a program leaves becomes ours
     while True:
         request, descriptors, _, _ = socket.recv_fds(connection, LARGEST_REQUEST, 5)
         if not request:
-            os.rmdir(folder)
+            folder.remove()
             os._exit(0)
         asked = json.loads(request)
         limits = Limits(**asked["limits"])
@@ -145,7 +166,7 @@ def _serve(connection: socket.socket, isolation: Isolation, folder: str) -> None
             connection.send(json.dumps({"failed": f"fork: {error}"}).encode())
             continue
         if pid == 0:
-            _become_program(descriptors, told, limits, isolation, folder, asked["function"])
+            _become_program(descriptors, told, limits, isolation, folder.path, asked)
         os.close(told)
         for descriptor in descriptors:
             os.close(descriptor)
@@ -157,8 +178,15 @@ def _serve(connection: socket.socket, isolation: Isolation, folder: str) -> None
         connection.send(json.dumps({"failed": refused} if refused else ending).encode())
 
 
+def _close_all_but(*kept: int) -> None:
+    """Except 0, 1 and 2."""
+    for before, after in pairwise(sorted({2, *kept, 1 << 16})):
+        if before + 1 < after:
+            os.closerange(before + 1, after)
+
+
 def _become_program(
-    descriptors: list[int], told: int, limits: Limits, isolation: Isolation, folder: str, function: str | None
+    descriptors: list[int], told: int, limits: Limits, isolation: Isolation, folder: str, asked: dict
 ) -> None:
     """In the child: lock down, run, exit. What fails before the program starts is the sandbox's failure."""
     try:
@@ -173,7 +201,7 @@ def _become_program(
         os.write(told, f"cannot isolate: {type(error).__name__}: {error}"[:500].encode())
         os._exit(1)
     os.close(told)
-    program.run(function)
+    program.run(asked["function"], asked["rules"], asked["token"])
 
 
 def _wait(pid: int, deadline: float, connection: socket.socket) -> dict:

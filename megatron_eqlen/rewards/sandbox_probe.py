@@ -15,7 +15,13 @@ from megatron_eqlen.rewards.sandbox import Run, Sandbox, SandboxError
 log = logging.getLogger(__name__)
 
 LIMITS = Limits(cpu_seconds=10, wall_seconds=60, memory_mb=512)
-HELLO = "import heapq, json, decimal, bisect, statistics\nprint(sum(map(int, input().split())))\n"
+HELLO = """\
+import os, sys
+for folder in sys.prefix, sys.base_prefix, os.path.dirname(os.__file__):
+    os.listdir(folder)
+print(sum(map(int, input().split())))
+"""
+"""Reads Python's folders, so that every module can be imported, also those that are not in memory yet."""
 ESCAPES = """\
 import ctypes, fcntl, os, resource, socket
 libc = ctypes.CDLL(None, use_errno=True)

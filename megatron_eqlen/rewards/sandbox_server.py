@@ -19,7 +19,8 @@ from typing import Any
 
 from megatron_eqlen.rewards.code_tests import CodeTests
 from megatron_eqlen.rewards.judge import Judgement, judge
-from megatron_eqlen.rewards.program import REPORT_TEXT, Limits
+from megatron_eqlen.rewards.livecodebench import LARGEST_INTEGER_TEXT, PREAMBLE
+from megatron_eqlen.rewards.program import REPORT_TEXT, Limits, Rules
 from megatron_eqlen.rewards.sandbox import Run, SandboxError
 
 ATTEMPTS = 3
@@ -30,7 +31,17 @@ import json as _json, sys as _sys
 _owner = Solution() if "Solution" in globals() else None
 _call = getattr(_owner, {function!r}) if _owner else globals()[{function!r}]
 _result = _call(*[_json.loads(_line) for _line in _sys.stdin.read().split("\\n") if _line.strip()])
-print("\\n" + {marker!r} + _json.dumps(_result))
+print("\\n" + {marker!r} + _json.dumps(_result, default=lambda value: value.item()))
+"""
+AS_LIVECODEBENCH = f"""\
+{PREAMBLE}
+sys.set_int_max_str_digits({LARGEST_INTEGER_TEXT})
+__name__ = {{name!r}}
+try:
+    exec(compile({{source!r}}, "solution.py", "exec", dont_inherit=True), globals())
+except SystemExit:
+    if __name__ != "__main__":
+        raise
 """
 
 
@@ -46,9 +57,18 @@ class SandboxServer:
         with ThreadPoolExecutor(self._threads) as threads:
             return list(threads.map(self._judge_one, items))
 
-    def run(self, source: str, stdin: str, limits: Limits, function: str | None = None) -> Run:
+    def run(
+        self,
+        source: str,
+        stdin: str,
+        limits: Limits,
+        function: str | None = None,
+        rules: Rules = "plain",
+    ) -> Run:
         """Raises SandboxError if the server gives no verdict in three attempts."""
         marker = secrets.token_hex(16)
+        if rules == "livecodebench":
+            source = AS_LIVECODEBENCH.format(source=source, name="solution" if function else "__main__")
         code = source if function is None else source + CALL.format(function=function, marker=marker)
         body = {
             "code": code,
@@ -63,7 +83,9 @@ class SandboxServer:
         if function is None or run.status != "finished":
             return run
         _, found, value = run.stdout.rpartition("\n" + marker)
-        return Run(run.status, run.stdout, value.strip() if found else None, "", run.seconds)
+        if not found:
+            return Run("runtime_error", run.stdout, None, f"it ended before {function} returned", run.seconds)
+        return Run(run.status, run.stdout, value.strip(), "", run.seconds)
 
     def _judge_one(self, item: dict[str, Any]) -> Judgement:
         return judge(item["program"], CodeTests.from_json(item["tests"]), Limits(**item["limits"]), self.run)

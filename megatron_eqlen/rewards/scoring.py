@@ -110,6 +110,7 @@ def make_grader(name: str, reward: RewardRecipe) -> Grader:
             reward.code_memory_mb,
             reward.code_sandbox,
             reward.sandbox_url,
+            reward.lcb_strict,
         )
     raise ValueError(f"grader: expected math, code or rubric, found {name!r}")
 

@@ -5,8 +5,8 @@
 ``python -m megatron_eqlen.rewards.worker_host MODULE OPTIONS`` imports MODULE, then forks a worker for
 every socket that arrives on its stdin. A worker reads batches, calls ``MODULE.make_handler(**OPTIONS)``'s
 handler on each item and answers one by one, in order. A worker that hangs is killed by the trainer; its
-successor is a fork away, warm. When the trainer is gone, the host's stdin ends, and the host takes its
-workers with it.
+successor is a fork away, warm. When the trainer is gone, however it ended and whoever else still holds the
+socket, the host ends and takes its workers with it; they die with the host, too.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import select
 import signal
 import socket
 import struct
 import sys
 from collections.abc import Callable
 from typing import Any
+
+from megatron_eqlen.rewards.kernel import die_with
 
 Item = dict[str, Any]
 HEADER = struct.Struct("<I")
@@ -68,18 +71,23 @@ def serve(connection: socket.socket, handle: Callable[[Item], Item]) -> None:
 def main() -> None:
     module = importlib.import_module(sys.argv[1])
     options = json.loads(sys.argv[2])
+    trainer = os.pidfd_open(os.getppid())
+    if os.getppid() != int(sys.argv[3]):
+        sys.exit("the trainer is gone")
     control = socket.socket(fileno=os.dup(0))
     with open(os.devnull) as null:
         os.dup2(null.fileno(), 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
     workers: set[int] = set()
-    while True:
+    host = os.getpid()
+    while trainer not in select.select([control, trainer], [], [])[0]:
         data, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not data:
             break
         workers -= {pid for pid in workers if os.waitpid(pid, os.WNOHANG)[0]}
         pid = os.fork()
         if pid == 0:
+            die_with(host)
             control.close()
             _run_worker(module, options, descriptors[0])
         workers.add(pid)

@@ -76,7 +76,7 @@ class WorkerPool:
         command = [sys.executable, "-P", "-m", "megatron_eqlen.rewards.worker_host"]
         with theirs:
             self._host = subprocess.Popen(
-                [*command, module, json.dumps(options or {})],
+                [*command, module, json.dumps(options or {}), str(os.getpid())],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 env=scrubbed_environment(),
