@@ -198,7 +198,8 @@ def _on_ranks(recipe: Recipe, work: Callable[[], None]) -> int:
 
 
 def _start(recipe: Recipe, work: Callable[[], None]) -> int:
-    from megatron_eqlen.launch import die_with_launcher, launch, quiet
+    from megatron_eqlen.launch import launch, quiet
+    from megatron_eqlen.lifeline import die_with_launcher
 
     quiet()
     if _needs_launch(recipe):

@@ -26,8 +26,6 @@ from megatron_eqlen.rewards.scoring import reward_metrics
 from megatron_eqlen.rollout.engine import Engine, IdleEngine
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.recorder import Recorder, read_step, record_grades
-from megatron_eqlen.rollout.vllm_colocated import ColocatedEngine
-from megatron_eqlen.rollout.vllm_server import ServerEngine
 from megatron_eqlen.session import Session
 from megatron_eqlen.step import Batch, Step
 from megatron_eqlen.training import distributed
@@ -254,7 +252,11 @@ def start_engine(
     if not replicas.drives:
         return IdleEngine(longest)
     if rollout.engine == "server":
+        from megatron_eqlen.rollout.vllm.client import ServerEngine
+
         return ServerEngine(path, rollout, eos_token_ids, longest, syncs_first=syncs_first)
+    from megatron_eqlen.rollout.vllm.colocated import ColocatedEngine  # imports vLLM
+
     return ColocatedEngine(path, rollout, recipe.model.dtype, eos_token_ids, longest, recipe.seed)
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
-import signal
 import sys
 import warnings
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-PR_SET_PDEATHSIG = 1
-LAUNCHED = "EQLEN_LAUNCHED"
+from megatron_eqlen.lifeline import named
+
 QUIET_LOGGERS = (
     "torch._library.triton",
     "torch.distributed.elastic",
@@ -25,7 +23,7 @@ QUIET_LOGGERS = (
 def launch(processes: int, arguments: list[str]) -> int:
     """Run ``eqlen ARGUMENTS`` on ``processes`` ranks of this machine; returns the first failure's status."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ[LAUNCHED] = str(os.getpid())
+    os.environ.update(named())
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -43,18 +41,6 @@ def launch(processes: int, arguments: list[str]) -> int:
         print(f"eqlen: rank {rank} ended with status {failure.exitcode}; see above", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1
     return 0
-
-
-def die_with_launcher() -> None:
-    """Called by a rank: the kernel kills it when the process that launched it dies, however it dies.
-
-    A killed run leaves no rank behind that would write beside the run that resumes it.
-    """
-    if LAUNCHED not in os.environ:
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(os.environ[LAUNCHED]):
-        sys.exit("the launcher is gone")
 
 
 def quiet() -> None:

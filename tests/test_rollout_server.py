@@ -16,13 +16,13 @@ from safetensors.torch import load_file
 
 from megatron_eqlen.bench.servers import free_ports, running, stop
 from megatron_eqlen.recipe import Recipe, parse
-from megatron_eqlen.rollout import vllm_server
-from megatron_eqlen.rollout.engine import EngineError
+from megatron_eqlen.rollout.engine import Engine, EngineError
 from megatron_eqlen.rollout.harvest import harvest
-from megatron_eqlen.rollout.vllm_colocated import ColocatedEngine
-from megatron_eqlen.rollout.vllm_server import ServerEngine
-from megatron_eqlen.rollout.weight_stream import HELLO, connect, encode, read_frame, receive
+from megatron_eqlen.rollout.vllm import client, pool
+from megatron_eqlen.rollout.vllm.client import ServerEngine
+from megatron_eqlen.rollout.vllm.weight_stream import HELLO, connect, encode, read_frame, receive
 from megatron_eqlen.types import Prompt, Rollout
+from tests.processes import are_gone, command_line, descendants, within
 from tests.rollout_kit import folder
 
 EOS = range(1, 7)
@@ -41,6 +41,12 @@ def make_recipe(urls: list[str], **over) -> Recipe:
         },
         "test",
     )  # fmt: skip
+
+
+def open_local(recipe: Recipe) -> Engine:
+    from megatron_eqlen.rollout.vllm.colocated import ColocatedEngine
+
+    return ColocatedEngine(recipe.model.path, recipe.rollout, "float32", EOS, 200)
 
 
 def open_engine(recipe: Recipe) -> ServerEngine:
@@ -70,7 +76,7 @@ def assert_same(found: list[Rollout], expected: list[Rollout]) -> None:
 def test_sampling_masks_come_from_servers_that_were_started_without(servers):
     sampling = {"keep_sampling_mask": True, "logprobs_mode": "processed", "top_k": 12, "top_p": 0.8}
     recipe = make_recipe(list(servers), **sampling)
-    local = ColocatedEngine(recipe.model.path, recipe.rollout, "float32", EOS, 200)
+    local = open_local(recipe)
     remote = open_engine(recipe)
     expected, _ = harvest(local, PROMPTS[:2], recipe, EOS, seed=1)
     found, metrics = harvest(remote, PROMPTS[:2], recipe, EOS, seed=1)
@@ -84,18 +90,18 @@ def begin_a_sync_and_die(engine: ServerEngine) -> None:
     """What a trainer leaves behind that is killed when a layer has some of its new weights."""
     name = "model.layers.0.self_attn.q_proj.weight"
     weight = load_file(folder("qwen3", 2) / "model.safetensors")[name]
-    engine._everywhere("start_weight_update")
-    feed = engine._feed(engine.replicas[0])
-    engine.io.run(feed.open())
-    engine.io.run(feed.send(encode([(name, weight)])))
-    engine.io.run(feed.close())
+    engine.pool.post("start_weight_update")
+    feed = engine._feed(engine.pool.replicas[0])
+    engine.pool.io.run(feed.open())
+    engine.pool.io.run(feed.send(encode([(name, weight)])))
+    engine.pool.io.run(feed.close())
 
 
 def test_two_servers_harvest_what_one_process_does_through_a_sync_and_a_death(servers, monkeypatch):
-    monkeypatch.setattr(vllm_server, "BUCKET_BYTES", 20_000)  # layers are split between several
+    monkeypatch.setattr(client, "BUCKET_BYTES", 20_000)  # layers are split between several
     recipe = make_recipe(list(servers))
     weights = load_file(folder("qwen3", 1) / "model.safetensors")
-    local = ColocatedEngine(recipe.model.path, recipe.rollout, "float32", EOS, 200)
+    local = open_local(recipe)
     remote = open_engine(recipe)
 
     expected, _ = harvest(local, PROMPTS, recipe, EOS, seed=1)
@@ -307,7 +313,7 @@ def test_an_answer_with_fewer_tokens_is_continued(fake):
 
 
 def test_a_replica_that_restarted_with_old_weights_is_noticed(fake, monkeypatch, caplog):
-    monkeypatch.setattr(vllm_server, "HEARTBEAT", 0.05)
+    monkeypatch.setattr(pool, "HEARTBEAT", 0.05)
     slow, good = fake("slow"), fake()
 
     def restart(engine):
@@ -350,7 +356,7 @@ def assert_bits_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.
 @pytest.fixture
 def open_fakes(fake, monkeypatch):
     """Fakes that behave like this, and an engine over them whose syncs take many frames."""
-    monkeypatch.setattr(vllm_server, "BUCKET_BYTES", 20_000)
+    monkeypatch.setattr(client, "BUCKET_BYTES", 20_000)
     engines = []
 
     def make(*behaviours: str, **over) -> tuple[ServerEngine, list[Fake]]:
@@ -464,7 +470,7 @@ def test_preemptions_are_counted_since_the_last_call(open_fakes):
 
 def test_what_was_said_of_a_replica_before_a_sync_is_void_after_it(open_fakes):
     engine, _ = open_fakes("good", "good")
-    engine.arrivals.put(vllm_server.Failure(engine.replicas[0], "heartbeat: slow"))
+    engine.arrivals.put(client.Failure(engine.pool.replicas[0], "heartbeat: slow"))
     engine.update_weights(iter(new_weights().items()), 1)
     assert engine.step() == []
     assert engine.metrics()["engine/live_replicas"] == 2
@@ -472,8 +478,17 @@ def test_what_was_said_of_a_replica_before_a_sync_is_void_after_it(open_fakes):
 
 def test_a_replica_that_stays_away_is_named_once(open_fakes, caplog):
     engine, _ = open_fakes("good", "good")
-    gone = engine.replicas[1]
+    gone = engine.pool.replicas[1]
     gone.url = f"http://127.0.0.1:{free_ports(1)[0]}"
     for version in (1, 2, 3):
         engine.update_weights(iter(new_weights().items()), version)
     assert caplog.text.count(f"{gone.url}: left out") == 1
+
+
+def test_the_engine_of_a_server_that_is_killed_dies_with_it(servers):
+    process = next(process for process in servers.values() if process.poll() is None)
+    engine = descendants(process.pid)
+    assert any("EngineCore" in command_line(pid) for pid in engine)
+    process.kill()
+    process.wait()
+    assert within(10, are_gone(engine))

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from vllm import SamplingParams
 
 from megatron_eqlen.rollout.engine import SEED, EngineError
-from megatron_eqlen.rollout.vllm_compat import PathSampler, uniform
+from megatron_eqlen.rollout.vllm.sampler import PathSampler, uniform
 from megatron_eqlen.sampling.track import track_seed
 from tests.rollout_kit import EOS, folder, generate, open_engine, reference_logits, requests
 

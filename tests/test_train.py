@@ -176,7 +176,7 @@ def start_and_kill(home: Path, folder: Path, after_steps: int) -> None:
 
 def test_with_a_server_two_ranks_train_like_one_with_the_engine_inside(home, trained):
     port = str(*free_ports(1))
-    module = ["-m", "megatron_eqlen.rollout.vllm_server", home / "recipe.yaml", "--port", port]
+    module = ["-m", "megatron_eqlen.rollout.vllm.server", home / "recipe.yaml", "--port", port]
     server = start([sys.executable, *module], {"OMP_NUM_THREADS": "1"}, cwd=ROOT)
     try:
         wait_until_up(f"http://127.0.0.1:{port}", server)

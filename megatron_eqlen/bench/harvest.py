@@ -74,7 +74,7 @@ def make_model(folder: Path) -> Path:
 
 
 def measure(model: Path, slots: int, args: argparse.Namespace) -> list[dict[str, Any]]:
-    from megatron_eqlen.rollout.vllm_colocated import ColocatedEngine
+    from megatron_eqlen.rollout.vllm.colocated import ColocatedEngine
 
     recipe = make_recipe(model, slots, args)
     eos = end_tokens(model, args)
@@ -117,7 +117,7 @@ def plain(
     """What a user of vLLM would call: all completions at once, log-probs of the sampled tokens."""
     from vllm import SamplingParams
 
-    from megatron_eqlen.rollout.vllm_compat import stock_sampler
+    from megatron_eqlen.rollout.vllm.lifecycle import stock_sampler
 
     requests = [prompt.token_ids for prompt in prompts for _ in range(args.group_size)]
     params = [

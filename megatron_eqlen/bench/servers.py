@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import time
@@ -13,8 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron_eqlen.lifeline import named
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.rollout.vllm_server import server_command
+from megatron_eqlen.rollout.vllm.server import server_command
 
 
 @contextmanager
@@ -36,12 +36,11 @@ def running(recipe: Recipe, count: int, **environ: str) -> Iterator[dict[str, su
 def start(
     command: Sequence[str | Path], environ: Mapping[str, str], cwd: Path | None = None
 ) -> subprocess.Popen:
-    """A silent server, in a session of its own."""
+    """A silent server that dies with this process."""
     return subprocess.Popen(
         command,
-        env=os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} | environ,
+        env=os.environ | named() | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} | environ,
         cwd=cwd,
-        start_new_session=True,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -59,10 +58,9 @@ def wait_until_up(url: str, process: subprocess.Popen) -> None:
 
 
 def stop(process: subprocess.Popen) -> None:
-    """Kill a server with the processes it started (they are a session of their own)."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    """Kill a server; its engine dies with it."""
+    process.kill()
+    process.wait()
 
 
 def free_ports(count: int) -> list[int]:

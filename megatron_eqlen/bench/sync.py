@@ -21,7 +21,7 @@ from megatron_eqlen.bench.servers import running
 from megatron_eqlen.bench.table import show
 from megatron_eqlen.recipe import Recipe, parse
 from megatron_eqlen.rollout.engine import Engine
-from megatron_eqlen.rollout.vllm_server import ServerEngine
+from megatron_eqlen.rollout.vllm.client import ServerEngine
 
 LAYER_BYTES = 2 * 63e6
 """A bfloat16 layer of the model below."""
@@ -76,7 +76,7 @@ def make_recipe(model: Path, urls: list[str]) -> Recipe:
 
 
 def colocated(model: Path) -> Engine:
-    from megatron_eqlen.rollout.vllm_colocated import ColocatedEngine
+    from megatron_eqlen.rollout.vllm.colocated import ColocatedEngine
 
     return ColocatedEngine(model, make_recipe(model, []).rollout, "bfloat16", [1], MAX_LEN)
 

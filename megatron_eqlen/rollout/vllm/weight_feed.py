@@ -19,7 +19,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-from megatron_eqlen.rollout.weight_stream import DONE, HELLO, NONCE_BYTES, Frame, encode
+from megatron_eqlen.rollout.vllm.weight_stream import DONE, HELLO, NONCE_BYTES, Frame, encode
 
 LAST_WORDS = 1.0
 """Seconds that a server has to say over HTTP why its worker hung up."""

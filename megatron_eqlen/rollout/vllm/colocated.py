@@ -14,10 +14,16 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron_eqlen.recipe import RolloutRecipe
-from megatron_eqlen.rollout import vllm_compat
 from megatron_eqlen.rollout.engine import Delta, EngineError, check_request
+from megatron_eqlen.rollout.vllm.containment import importing_vllm
 from megatron_eqlen.rollout.weights import WeightTable
 from megatron_eqlen.types import Metrics
+
+with importing_vllm():
+    from megatron_eqlen.rollout.vllm import engine_core, lifecycle
+
+LOWEST_TEMPERATURE = 0.01
+"""vLLM raises lower ones to this silently."""
 
 
 class ColocatedEngine:
@@ -37,19 +43,19 @@ class ColocatedEngine:
         seed: int = 0,
         policy_version: int = 0,
     ) -> None:
-        if rollout.temperature < vllm_compat.LOWEST_TEMPERATURE:
+        if rollout.temperature < LOWEST_TEMPERATURE:
             raise ValueError(
-                f"rollout.temperature: expected at least {vllm_compat.LOWEST_TEMPERATURE} "
+                f"rollout.temperature: expected at least {LOWEST_TEMPERATURE} "
                 f"(vLLM raises lower ones to it), found {rollout.temperature}"
             )
         self.weights = WeightTable.read(model_path)
-        self.llm = vllm_compat.build(str(model_path), rollout, dtype, max_model_len, seed)
-        self.params = vllm_compat.sampling_params(rollout, eos_token_ids)
-        self.vocab_size = vllm_compat.vocab_size(self.llm)
+        self.llm = lifecycle.build(str(model_path), rollout, dtype, max_model_len, seed)
+        self.params = engine_core.sampling_params(rollout, eos_token_ids)
+        self.vocab_size = lifecycle.vocab_size(self.llm)
         self.max_model_len = max_model_len
         self.max_num_seqs = rollout.max_num_seqs
         self.policy_version = policy_version
-        self.requests: dict[str, vllm_compat.Request] = {}
+        self.requests: dict[str, engine_core.Request] = {}
         self.refusal: str | None = None
         """Why requests are refused now: the weights are gone or half loaded."""
         self.asleep = False
@@ -64,12 +70,12 @@ class ColocatedEngine:
             raise ValueError(f"request {request_id}: expected an unused id, found it in flight")
         check_request(request_id, token_ids, max_tokens, self.max_model_len, self.vocab_size)
         self._wake_cache()
-        self.requests[request_id] = vllm_compat.submit(
+        self.requests[request_id] = engine_core.submit(
             self.llm, request_id, token_ids, self.params, max_tokens, seed
         )
 
     def step(self) -> list[Delta]:
-        deltas = vllm_compat.step(self.llm)
+        deltas = engine_core.step(self.llm)
         for delta in deltas:
             if delta.finish_reason is not None:
                 self.preemptions += self.requests.pop(delta.request_id).num_preemptions
@@ -77,7 +83,7 @@ class ColocatedEngine:
 
     def abort(self, request_ids: Iterable[str]) -> None:
         mine = [request_id for request_id in request_ids if request_id in self.requests]
-        vllm_compat.abort(self.llm, mine)
+        engine_core.abort(self.llm, mine)
         for request_id in mine:
             self.preemptions += self.requests.pop(request_id).num_preemptions
 
@@ -91,7 +97,7 @@ class ColocatedEngine:
         start = time.perf_counter()
         self.refusal = "the last weight update failed half way; update_weights must succeed first"
         checked = self.weights.check(named_tensors)
-        vllm_compat.load_weights(self.llm, checked)
+        lifecycle.load_weights(self.llm, checked)
         self.refusal = None
         self.policy_version = policy_version
         self.sync = {
@@ -100,25 +106,25 @@ class ColocatedEngine:
         }
 
     def reset_cache(self) -> None:
-        vllm_compat.reset_cache(self.llm)
+        lifecycle.reset_cache(self.llm)
 
     def sleep(self) -> None:
         if self.requests:
             raise EngineError(f"sleep: {len(self.requests)} requests are unfinished")
         self.refusal = "sleep dropped the weights; wake and update_weights must come first"
         self.asleep = True
-        vllm_compat.sleep(self.llm)
+        lifecycle.sleep(self.llm)
 
     def wake(self) -> None:
         """Memory for the weights only; that of the KV cache is taken with the first request, so that
         a weight sync has the room."""
-        vllm_compat.wake(self.llm, "weights")
+        lifecycle.wake(self.llm, "weights")
 
     def close(self) -> None:
-        vllm_compat.close(self.llm)
+        lifecycle.close(self.llm)
 
     def metrics(self) -> Metrics:
-        removed, sampled = vllm_compat.removed_mass(self.llm)
+        removed, sampled = lifecycle.removed_mass(self.llm)
         metrics: Metrics = {
             "engine/preemptions": self.preemptions,
             "engine/removed_probability": removed / max(sampled, 1),
@@ -130,5 +136,5 @@ class ColocatedEngine:
 
     def _wake_cache(self) -> None:
         if self.asleep:
-            vllm_compat.wake(self.llm, "kv_cache")
+            lifecycle.wake(self.llm, "kv_cache")
             self.asleep = False

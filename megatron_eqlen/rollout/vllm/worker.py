@@ -1,6 +1,6 @@
 """What this package adds to a vLLM server: its sampler, and weights that arrive over TCP.
 
-Loaded inside the server's workers by ``--worker-extension-cls`` (see ``vllm_server.server_command``);
+Loaded inside the server's workers by ``--worker-extension-cls`` (see ``server.server_command``);
 importing it registers the weight-transfer backend named ``BACKEND``.
 """
 
@@ -18,8 +18,9 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from megatron_eqlen.rollout import weight_stream
-from megatron_eqlen.rollout.vllm_compat import PathSampler, repack
+from megatron_eqlen.rollout.vllm import weight_stream
+from megatron_eqlen.rollout.vllm.repack import repack
+from megatron_eqlen.rollout.vllm.sampler import PathSampler
 
 logger = logging.getLogger(__name__)
 

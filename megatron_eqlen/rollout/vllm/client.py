@@ -1,0 +1,273 @@
+"""vLLM servers on other nodes: token ids in, token ids out, over HTTP.
+
+    step ◄── queue ◄── one stream of server-sent events per request ◄── replica 1, 2, ...
+                 ◄── one heartbeat per replica: alive, and with the weights we sent?
+    update_weights ──► one TCP connection per worker of each replica (``weight_feed``)
+
+Requests of a replica that dies (``pool``) come back as ``lost`` with all their tokens kept, and the
+harvester submits the rest to another replica. Nothing here imports vLLM.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Collection, Coroutine, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron_eqlen.recipe import RolloutRecipe
+from megatron_eqlen.rollout.engine import Delta, EngineError, check_request
+from megatron_eqlen.rollout.vllm.generate_api import (
+    PATH,
+    cached_tokens,
+    read_event,
+    request_body,
+    sampling_params,
+)
+from megatron_eqlen.rollout.vllm.pool import Calls, ReplicaPool
+from megatron_eqlen.rollout.vllm.replica import Replica, ReplicaError, words
+from megatron_eqlen.rollout.vllm.weight_feed import Feed
+from megatron_eqlen.rollout.vllm.weight_stream import buckets, encode
+from megatron_eqlen.rollout.weights import WeightTable
+from megatron_eqlen.types import Metrics
+
+BUCKET_BYTES = 64 * 2**20
+"""Weights that a sync sends at once; a larger tensor goes alone."""
+UNTOUCHED = "default"
+"""vLLM's name for the version of weights that were loaded at start."""
+
+
+@dataclass
+class Failure:
+    """Put in the queue in place of a delta."""
+
+    replica: Replica
+    reason: str
+
+
+class ServerEngine:
+    """An ``Engine`` (see there) over ``rollout.servers``.
+
+    ``model_path`` is the model that the servers were started with; ``policy_version`` its version. With
+    ``syncs_first`` servers may hold any weights (a trainer that was restarted finds those of its last
+    sync), and requests are refused until ``update_weights``. Raises EngineError if no server answers.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        rollout: RolloutRecipe,
+        eos_token_ids: Collection[int],
+        max_model_len: int,
+        policy_version: int = 0,
+        syncs_first: bool = False,
+    ) -> None:
+        self.weights = WeightTable.read(model_path)
+        self.rollout = rollout
+        self.sampling = sampling_params(rollout, eos_token_ids)
+        self.max_model_len = max_model_len
+        self.policy_version = policy_version
+        self.weight_version = UNTOUCHED
+        self.homes: dict[str, Replica] = {}
+        self.arrivals: queue.SimpleQueue[Delta | Failure] = queue.SimpleQueue()
+        self.vocab_size = 0
+        self.refusal = "update_weights must come first" if syncs_first else None
+        self.sync: Metrics = {}
+        self.pool = ReplicaPool(rollout.servers, silence=rollout.request_timeout / 2)
+        try:
+            self._connect(any_weights=syncs_first)
+        except EngineError:
+            self.close()
+            raise
+        if not syncs_first:
+            self.pool.start_heartbeats(self.weight_version, self._failed)
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self.rollout.max_num_seqs * max(len(self.pool.alive), 1)
+
+    def submit(self, request_id: str, token_ids: list[int], max_tokens: int, seed: int) -> None:
+        if self.refusal is not None:
+            raise EngineError(f"request {request_id}: {self.refusal}")
+        if self._replica_of(request_id) is not None:
+            raise ValueError(f"request {request_id}: expected an unused id, found it in flight")
+        check_request(request_id, token_ids, max_tokens, self.max_model_len, self.vocab_size)
+        body = request_body(request_id, token_ids, self.sampling, max_tokens, seed)
+        replica = self._home(request_id)
+        replica.requests[request_id] = self.pool.io.start(self._stream(replica, request_id, body))
+
+    def step(self) -> list[Delta]:
+        """What has arrived; waits a moment if nothing has."""
+        deltas: list[Delta] = []
+        try:
+            arrival = self.arrivals.get(timeout=0.05)
+            while True:
+                deltas += self._take(arrival)
+                arrival = self.arrivals.get_nowait()
+        except queue.Empty:
+            return deltas
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            if (replica := self._replica_of(request_id)) is not None:
+                replica.forget(request_id)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return any(replica.requests for replica in self.pool.replicas)
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        unfinished = sum(len(replica.requests) for replica in self.pool.replicas)
+        if unfinished:
+            raise EngineError(f"update_weights: {unfinished} requests are unfinished")
+        start = time.perf_counter()
+        checked = self.weights.check(named_tensors)
+        try:
+            self._update_replicas(checked, str(policy_version))
+        except EngineError:
+            for _ in checked:  # exporting them is collective: other ranks take part to the end
+                pass
+            raise
+        self.arrivals = queue.SimpleQueue()  # failures reported before the replica got these weights are over
+        self.refusal = None
+        self.policy_version, self.weight_version = policy_version, str(policy_version)
+        self.pool.start_heartbeats(self.weight_version, self._failed)
+        self.sync = {
+            "engine/sync_seconds": time.perf_counter() - start,
+            "engine/sync_bytes": self.weights.bytes_seen,
+        }
+
+    def reset_cache(self) -> None:
+        self.pool.post("reset_prefix_cache")
+
+    def sleep(self) -> None:
+        """Servers have their own GPUs."""
+
+    def wake(self) -> None:
+        """Nothing slept."""
+
+    def close(self) -> None:
+        self.abort([request_id for replica in self.pool.replicas for request_id in replica.requests])
+        self.pool.close()
+
+    def metrics(self) -> Metrics:
+        answers = self.pool.post("collective_rpc", {"method": "eqlen_removed_mass"})
+        removed, sampled = (sum(answer["results"][0][i] for answer in answers) for i in (0, 1))
+        preemptions = sum(self.pool.each("metrics", lambda replica: replica.new_preemptions()))
+        metrics = {
+            "engine/preemptions": preemptions,
+            "engine/removed_probability": removed / max(sampled, 1),
+            "engine/live_replicas": float(len(self.pool.alive)),
+        }
+        metrics |= self.sync
+        self.sync = {}
+        return metrics
+
+    # ---- requests -----------------------------------------------------------------------------------
+
+    def _replica_of(self, request_id: str) -> Replica | None:
+        """Where an unfinished request runs."""
+        return next((replica for replica in self.pool.replicas if request_id in replica.requests), None)
+
+    def _home(self, request_id: str) -> Replica:
+        """Requests whose ids agree up to the last ``/`` share a prefix, so they share a replica."""
+        family = request_id.rpartition("/")[0]
+        home = self.homes.get(family)
+        if home is None or not home.alive:
+            self.pool.check_any_alive()
+            home = self.homes[family] = min(self.pool.alive, key=lambda replica: len(replica.requests))
+        return home
+
+    def _take(self, arrival: Delta | Failure) -> list[Delta]:
+        if isinstance(arrival, Failure):
+            lost = self.pool.bury(arrival.replica, arrival.reason)
+            return [Delta(request_id, [], [], "lost") for request_id in lost]
+        replica = self._replica_of(arrival.request_id)
+        if replica is None:  # it crossed an abort
+            return []
+        if arrival.finish_reason is not None:
+            del replica.requests[arrival.request_id]
+        return [arrival]
+
+    async def _stream(self, replica: Replica, request_id: str, body: dict[str, Any]) -> None:
+        """Put a request's deltas in the queue as they arrive, or a failure."""
+        last: Delta | None = None
+        try:
+            async with aclosing(replica.events(PATH, body, self.pool.silence)) as events:
+                async for event in events:
+                    if "error" in event:
+                        raise ConnectionError(event["error"])
+                    if last is not None:
+                        last.num_cached_tokens = cached_tokens(event)
+                    elif event["choices"]:
+                        delta = read_event(request_id, event, self.rollout.keep_sampling_mask)
+                        if delta.finish_reason is None:
+                            self.arrivals.put(delta)
+                        else:  # the usage comes after the end
+                            last = delta
+            if last is None:
+                raise ConnectionError(f"request {request_id}: the stream broke off")
+            self.arrivals.put(last)
+        except ReplicaError as error:
+            self._failed(replica, words(error))
+
+    def _failed(self, replica: Replica, reason: str) -> None:
+        self.arrivals.put(Failure(replica, reason))
+
+    # ---- weights ------------------------------------------------------------------------------------
+
+    def _connect(self, any_weights: bool = False) -> None:
+        """Set up every replica that answers and has the right weights, or will get them now."""
+        expected = None if any_weights else self.weight_version
+        setup = [self.rollout.logprobs_mode, self.rollout.mask_width]
+        self.pool.connect(expected, setup, self._check_limits)
+
+    def _check_limits(self, replica: Replica, limits: dict[str, int]) -> None:
+        self.vocab_size = limits["vocab_size"]
+        if limits["max_model_len"] < self.max_model_len:
+            raise EngineError(
+                f"{replica.url}: expected a server with --max-model-len of at least {self.max_model_len}, "
+                f"found {limits['max_model_len']}"
+            )
+
+    def _update_replicas(self, named_tensors: Iterable[tuple[str, Tensor]], weight_version: str) -> None:
+        """Bring all replicas that answer to these weights. Raises EngineError when none is left, and
+        whatever the stream raises."""
+        self._connect(any_weights=True)
+        self.refusal = "the last weight update failed half way; update_weights must succeed first"
+        self.pool.stop_heartbeats()
+        self.pool.post("start_weight_update")
+        try:
+            self._stream_weights(named_tensors)
+        finally:
+            self.pool.post("finish_weight_update", {"weight_version": weight_version})
+        self.pool.post("reset_prefix_cache")
+
+    def _stream_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Send weights to the workers of all live replicas at once; fetch some while others are sent."""
+        feeds = {replica: self._feed(replica) for replica in self.pool.alive}
+        sending: Calls = {}
+        try:
+            self.pool.each("waiting for its workers", lambda replica: feeds[replica].open())
+            try:
+                for bucket in buckets(named_tensors, BUCKET_BYTES):
+                    self.pool.settle("sending weights", sending)
+                    frame = encode(bucket)
+                    sending = self.pool.start(lambda replica, frame=frame: feeds[replica].send(frame))
+            finally:  # workers of a stream that failed its check must not wait for more
+                self.pool.settle("sending weights", sending)
+                self.pool.each("update_weights", lambda replica: feeds[replica].finish())
+        finally:
+            for feed in feeds.values():
+                self.pool.io.run(feed.close())
+
+    def _feed(self, replica: Replica) -> Feed:
+        def post(invitation: dict[str, Any]) -> Coroutine:
+            return replica.post("update_weights", {"update_info": invitation})
+
+        return Feed(replica.url, replica.workers, self.rollout.request_timeout, post)

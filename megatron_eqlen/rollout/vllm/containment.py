@@ -1,0 +1,66 @@
+"""vLLM inside the training process: what importing it and building a model do to the process is undone."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+_vllms_environ: dict[str, str] = {}
+"""What importing vLLM set (compiler caches and threads); in force only while vLLM builds."""
+
+
+@contextmanager
+def importing_vllm() -> Iterator[None]:
+    """Around the first import of vLLM, which reads and sets environment variables."""
+    before = dict(os.environ)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    try:
+        yield
+    finally:
+        _vllms_environ.update(_restore_environ(before))
+
+
+@contextmanager
+def contained() -> Iterator[None]:
+    """Undo what vLLM does to its process while it builds a model: it replaces ``torch.set_num_threads``,
+    seeds every generator, and sets environment variables, default dtype and precision. vLLM's own
+    variables (``VLLM_*``) stay; it reads them later."""
+    environ = dict(os.environ)
+    os.environ.update(_vllms_environ)
+    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    dtype, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    try:
+        with torch.set_grad_enabled(torch.is_grad_enabled()):  # restored at the end
+            yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(threads)
+        torch.set_default_dtype(dtype)
+        torch.set_float32_matmul_precision(precision)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        for device, state in enumerate(cuda_states):
+            torch.cuda.set_rng_state(state, device)
+        _restore_environ(environ)
+
+
+def _restore_environ(environ: dict[str, str]) -> dict[str, str]:
+    """Set the environment back, but for vLLM's own variables; returns what that undid."""
+    undone = {
+        name: value
+        for name, value in os.environ.items()
+        if environ.get(name) != value and not name.startswith("VLLM_")
+    }
+    for name in undone:
+        del os.environ[name]
+    os.environ.update(environ | {name: os.environ[name] for name in os.environ if name.startswith("VLLM_")})
+    return undone

@@ -1,0 +1,90 @@
+"""Requests straight to vLLM's engine core, past outputs and detokenization that a harvest has no use for.
+
+Written for vLLM 0.31 and its V1 engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import numpy as np
+from vllm import LLM, SamplingParams
+from vllm.v1.engine import EngineCoreRequest, FinishReason
+from vllm.v1.request import Request
+
+from megatron_eqlen.recipe import RolloutRecipe
+from megatron_eqlen.rollout.engine import SEED, Delta, EngineError
+from megatron_eqlen.types import SamplingMask
+
+
+def sampling_params(rollout: RolloutRecipe, eos_token_ids: Iterable[int]) -> SamplingParams:
+    """The recipe's sampling; ``submit`` adds what differs between requests."""
+    return SamplingParams(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=max(rollout.top_k, 0),
+        min_p=rollout.min_p,
+        stop_token_ids=sorted(eos_token_ids),
+        logprobs=0,
+        detokenize=False,
+        max_tokens=1,
+    )
+
+
+def submit(
+    llm: LLM, request_id: str, token_ids: list[int], params: SamplingParams, max_tokens: int, seed: int
+) -> Request:
+    """Hand a request to the engine core, which keeps the result up to date. The caller has checked the
+    ids and the length."""
+    params = params.clone()
+    params.max_tokens = max_tokens
+    params.extra_args = {SEED: seed}
+    asked = EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=token_ids,
+        mm_features=None,
+        sampling_params=params,
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+        external_req_id=request_id,
+    )
+    core = llm.llm_engine.engine_core.engine_core
+    request, wave = core.preprocess_add_request(asked)
+    core.add_request(request, wave)
+    return request
+
+
+def step(llm: LLM) -> list[Delta]:
+    """One engine step. Raises EngineError where the engine failed a request by itself."""
+    deltas = []
+    for output in llm.llm_engine.engine_core.get_output().outputs:
+        reason = output.finish_reason
+        if reason is not None and reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            raise EngineError(f"request {output.request_id}: vLLM ended it with {reason}")
+        chosen = output.new_logprobs
+        deltas.append(
+            Delta(
+                output.request_id,
+                output.new_token_ids,
+                chosen.logprobs[:, 0].tolist() if chosen else [],
+                None if reason is None else str(reason),
+                _sampling_mask(chosen.logprob_token_ids) if chosen else None,
+                output.prefill_stats.num_cached_tokens if output.prefill_stats else None,
+            )
+        )
+    return deltas
+
+
+def _sampling_mask(columns: np.ndarray) -> SamplingMask | None:
+    """From ``PathSampler``'s [tokens, 1 + width]; None where it records no mask."""
+    if columns.shape[1] == 1:
+        return None
+    return [tuple(sorted(set(row))) for row in columns.tolist()]
+
+
+def abort(llm: LLM, request_ids: list[str]) -> None:
+    llm.llm_engine.engine_core.abort_requests(request_ids)

@@ -1,0 +1,64 @@
+"""vLLM 0.31's ``/inference/v1/generate``: what goes into a request and what its events say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from megatron_eqlen.recipe import RolloutRecipe
+from megatron_eqlen.rollout.engine import SEED, Delta
+
+PATH = "inference/v1/generate"
+TOKENS_PER_EVENT = 8
+"""Tokens a server collects before it sends them."""
+
+
+def sampling_params(rollout: RolloutRecipe, eos_token_ids: Iterable[int]) -> dict[str, Any]:
+    """The recipe's sampling; ``request_body`` adds what differs between requests."""
+    return {
+        "temperature": rollout.temperature,
+        "top_p": rollout.top_p,
+        "top_k": max(rollout.top_k, 0),
+        "min_p": rollout.min_p,
+        "stop_token_ids": sorted(eos_token_ids),
+        "logprobs": rollout.mask_width,
+        "detokenize": False,
+        "stream_interval": TOKENS_PER_EVENT,
+    }
+
+
+def request_body(
+    request_id: str, token_ids: list[int], sampling: dict[str, Any], max_tokens: int, seed: int
+) -> dict[str, Any]:
+    return {
+        "request_id": request_id,
+        "token_ids": token_ids,
+        "sampling_params": sampling | {"max_tokens": max_tokens, "extra_args": {SEED: seed}},
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+def read_event(request_id: str, event: dict[str, Any], masked: bool = False) -> Delta:
+    """One server-sent event as a delta, with sampling masks if ``masked``."""
+    choice = event["choices"][0]
+    reason = choice["finish_reason"]
+    chosen = (choice["logprobs"] or {"content": []})["content"]
+    return Delta(
+        request_id,
+        choice["token_ids"] or [],
+        [token["logprob"] for token in chosen],
+        reason if reason in ("stop", "length", None) else "lost",
+        [_kept(token["top_logprobs"]) for token in chosen] if masked else None,
+    )
+
+
+def cached_tokens(event: dict[str, Any]) -> int | None:
+    """Prompt tokens whose KV came from the prefix cache, in the last event."""
+    details = (event.get("usage") or {}).get("prompt_tokens_details")
+    return details["cached_tokens"] if details else None
+
+
+def _kept(top_logprobs: list[dict[str, Any]]) -> tuple[int, ...]:
+    """``PathSampler`` puts the sampling mask where vLLM has the most likely tokens."""
+    return tuple(sorted(int(token["token"].removeprefix("token_id:")) for token in top_logprobs))

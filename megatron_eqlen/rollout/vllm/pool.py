@@ -1,0 +1,132 @@
+"""The servers of a run together: the same call to all that live, and what happens to one that fails.
+
+A replica that refuses, breaks off, or falls silent is dead: it is left out until the next weight sync, when
+it gets the same weights as all. A server takes far longer to start than ``HEARTBEAT``, so one that was
+restarted with old weights cannot slip by.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+from megatron_eqlen.rollout.engine import EngineError
+from megatron_eqlen.rollout.vllm.replica import PATIENCE, Background, Replica, ReplicaError, words
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT = 1.0
+"""Seconds between a replica's heartbeats."""
+
+Calls = dict[Replica, Any]
+"""What is under way with each replica, as concurrent futures."""
+
+
+class ReplicaPool:
+    """Replicas at ``urls``; one that is silent for ``silence`` seconds is dead."""
+
+    def __init__(self, urls: Iterable[str], silence: float) -> None:
+        self.io = Background()
+        self.silence = silence
+        self.replicas = [Replica(url.rstrip("/"), self.io) for url in urls]
+        self.heartbeats: list[Any] = []
+
+    @property
+    def alive(self) -> list[Replica]:
+        return [replica for replica in self.replicas if replica.alive]
+
+    def connect(self, expected: str | None, setup: list[Any], check: Callable[[Replica, Any], None]) -> None:
+        """Set up every replica that answers and has the ``expected`` weights (see ``Replica.set_up``).
+
+        ``check`` gets each replica with what its first worker says. Raises EngineError if none answers.
+        """
+        calls = {replica: self.io.start(replica.set_up(expected, setup)) for replica in self.replicas}
+        for replica, call in calls.items():
+            try:
+                workers = call.result()
+            except ReplicaError as error:
+                replica.leave_out(words(error))
+                continue
+            check(replica, workers[0])
+            replica.take_in(len(workers))
+        self.check_any_alive()
+
+    def check_any_alive(self) -> None:
+        if not self.alive:
+            urls = ", ".join(replica.url for replica in self.replicas)
+            raise EngineError(f"rollout.servers: none is alive of {urls}")
+
+    def post(self, path: str, body: dict[str, Any] | None = None) -> list[Any]:
+        """The same POST to every live replica at once; the answers."""
+        return self.each(path, lambda replica: replica.post(path, body))
+
+    def each(self, what: str, call: Callable[[Replica], Coroutine]) -> list[Any]:
+        return self.settle(what, self.start(call))
+
+    def start(self, call: Callable[[Replica], Coroutine]) -> Calls:
+        """``call`` for every live replica at once; each fails after ``silence`` seconds."""
+
+        async def limited(replica: Replica) -> Any:
+            try:
+                async with asyncio.timeout(self.silence):
+                    return await call(replica)
+            except TimeoutError:
+                raise ConnectionError(f"silent for {self.silence:g} s") from None
+
+        return {replica: self.io.start(limited(replica)) for replica in self.alive}
+
+    def settle(self, what: str, calls: Calls) -> list[Any]:
+        """The answers; a replica that failed to give one is buried. Raises EngineError when none is left."""
+        answers = []
+        for replica, call in calls.items():
+            try:
+                answers.append(call.result())
+            except ReplicaError as error:
+                self.bury(replica, f"{what}: {words(error)}")
+        self.check_any_alive()
+        return answers
+
+    def bury(self, replica: Replica, reason: str) -> list[str]:
+        """A replica died: the ids of its requests, which are lost."""
+        if replica.alive:
+            logger.warning(
+                "%s: dead until the next weight sync, %d requests go elsewhere: %s",
+                replica.url,
+                len(replica.requests),
+                reason,
+            )
+        replica.alive = False
+        lost = sorted(replica.requests)
+        for request_id in lost:
+            replica.forget(request_id)
+        return lost
+
+    def start_heartbeats(self, expected: str, on_failure: Callable[[Replica, str], None]) -> None:
+        """Ask every live replica again and again: alive, and with the ``expected`` weights?"""
+        self.stop_heartbeats()
+        self.heartbeats = [
+            self.io.start(_watch(replica, expected, on_failure)) for replica in self.replicas if replica.alive
+        ]
+
+    def stop_heartbeats(self) -> None:
+        for heartbeat in self.heartbeats:
+            heartbeat.cancel()
+        self.heartbeats = []
+
+    def close(self) -> None:
+        self.stop_heartbeats()
+        self.io.close()
+
+
+async def _watch(replica: Replica, expected: str, on_failure: Callable[[Replica, str], None]) -> None:
+    try:
+        while True:
+            await asyncio.sleep(HEARTBEAT)
+            async with asyncio.timeout(PATIENCE):  # wait_for may swallow a cancellation (Python 3.11)
+                version = await replica.weight_version()
+            if version != expected:
+                raise ConnectionError(f"expected weights {expected!r}, found {version!r}")
+    except ReplicaError as error:
+        on_failure(replica, f"heartbeat: {words(error)}")

@@ -1,0 +1,25 @@
+"""What vLLM's CPU backend leaves stale when weights are loaded into a running model (vLLM 0.31)."""
+
+from __future__ import annotations
+
+from torch import nn
+from vllm.platforms import current_platform
+
+
+def repack(model: nn.Module) -> list[str]:
+    """Prepack again what a reload leaves stale on the CPU backend: the kernels of experts, and an output
+    layer tied to the embeddings. Returns the names of the modules concerned; nothing to do elsewhere."""
+    if not current_platform.is_cpu():
+        return []
+    done = []
+    for name, module in model.named_modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(module)
+            done.append(name)
+    head = getattr(model, "lm_head", None)
+    embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
+    if None not in (head, embedding) and head is not embedding and head.weight is embedding.weight:
+        head.quant_method.process_weights_after_loading(head)
+        done.append("lm_head")
+    return done

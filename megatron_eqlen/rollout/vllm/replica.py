@@ -1,0 +1,145 @@
+"""One vLLM server of a run: whether it is alive, what it is doing, and HTTP to it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+import aiohttp
+
+from megatron_eqlen.rollout.engine import EngineError
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = 30.0
+"""Seconds a replica may take to answer a short question: it may be in the middle of a long engine step."""
+PREEMPTIONS = "vllm:num_preemptions_total"
+"""vLLM's counter of requests that were pushed out of the KV cache."""
+
+ReplicaError = (aiohttp.ClientError, OSError)
+"""What a dead, dying or silent replica looks like from here (timeouts are OSErrors)."""
+
+
+class Background:
+    """An event loop in its own thread, with an HTTP session."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True, name="vllm-servers")
+        self.thread.start()
+        self.session: aiohttp.ClientSession = self.run(self._open())
+
+    def start(self, coroutine: Coroutine) -> Any:
+        """A concurrent future of the coroutine's result."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def run(self, coroutine: Coroutine) -> Any:
+        return self.start(coroutine).result()
+
+    def close(self) -> None:
+        self.run(self.session.close())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+
+    @staticmethod
+    async def _open() -> aiohttp.ClientSession:
+        # A kept connection may be closed by the server just as a request goes out on it: that looks like a
+        # replica that died.
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            timeout=aiohttp.ClientTimeout(total=None, connect=10),
+        )
+
+
+class Replica:
+    """The server at ``url``. Its coroutines raise one of ``ReplicaError`` where it fails to answer."""
+
+    def __init__(self, url: str, io: Background) -> None:
+        self.url = url
+        self.io = io
+        self.alive = False
+        self.requests: dict[str, Any] = {}
+        """Unfinished ones by id, with the concurrent future that reads the answer."""
+        self.workers = 0
+        """Its tensor-parallel ranks."""
+        self.preemptions = 0.0
+        """vLLM's counter when it was last read."""
+        self.absence = ""
+        """Why it is left out."""
+
+    def leave_out(self, why: str) -> None:
+        """Say so, but not again at every sync."""
+        if why != self.absence:
+            logger.warning("%s: left out: %s", self.url, why)
+        self.alive, self.absence = False, why
+
+    def take_in(self, workers: int) -> None:
+        self.alive, self.absence, self.workers = True, "", workers
+
+    def forget(self, request_id: str) -> None:
+        """Give a request up; vLLM aborts one whose client is gone."""
+        self.requests.pop(request_id).cancel()
+
+    async def set_up(self, expected: str | None, setup: list[Any]) -> list[dict[str, int]]:
+        """What each worker says of its limits, once it samples as ``setup`` (``WorkerExtension.eqlen_setup``)
+        says. The weights must be the ``expected`` version (None: any)."""
+        async with asyncio.timeout(PATIENCE):
+            version = await self.weight_version()
+            if expected not in (None, version):
+                raise ConnectionError(f"expected weights {expected!r}, found {version!r}")
+            if not self.alive:
+                await self.new_preemptions()
+            call = {"method": "eqlen_setup", "args": setup}
+            return (await self.post("collective_rpc", call))["results"]
+
+    async def weight_version(self) -> str:
+        return json.loads(await self.get("weight_info"))["weight_version"]
+
+    async def new_preemptions(self) -> float:
+        """Preemptions since the last call. A counter that fell is that of a server that was restarted."""
+        before, self.preemptions = self.preemptions, read_counter(await self.get("metrics"), PREEMPTIONS)
+        return self.preemptions - (before if before <= self.preemptions else 0)
+
+    async def get(self, path: str) -> str:
+        async with self.io.session.get(f"{self.url}/{path}") as response:
+            await _check_status(response)
+            return await response.text()
+
+    async def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        async with self.io.session.post(f"{self.url}/{path}", json=body) as response:
+            await _check_status(response)
+            text = await response.text()
+            return json.loads(text) if text else None
+
+    async def events(self, path: str, body: dict[str, Any], silence: float) -> AsyncIterator[dict[str, Any]]:
+        """The server-sent events that answer a POST, as long as none is ``silence`` seconds late."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_read=silence)
+        async with self.io.session.post(f"{self.url}/{path}", json=body, timeout=timeout) as response:
+            await _check_status(response)
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    yield json.loads(line[6:])
+
+
+def words(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+async def _check_status(response: aiohttp.ClientResponse) -> None:
+    """ConnectionError with the server's words for anything but success."""
+    if response.status != 200:
+        text = (await response.text())[:500]
+        raise ConnectionError(f"HTTP {response.status} from {response.url.path}: {text}")
+
+
+def read_counter(text: str, name: str) -> float:
+    """The sum of a counter's lines in Prometheus' text format. Raises EngineError if there are none."""
+    lines = [line for line in text.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
+    if not lines:
+        raise EngineError(f"/metrics: expected {name}, found none: was --disable-log-stats given?")
+    return sum(float(line.rpartition(" ")[2]) for line in lines)

@@ -1,0 +1,128 @@
+"""Sampling in vLLM's model runner: log-probs at the recipe's temperature, draws fixed by seed and position.
+
+Written for the V1 model runner of vLLM 0.31.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+from vllm.v1.sample.sampler import Sampler
+
+from megatron_eqlen.rollout.engine import SEED
+
+
+@dataclass
+class _Rows:
+    """What the sampler keeps while the batch's requests stay the same."""
+
+    metadata: SamplingMetadata
+    seeds: np.ndarray | None
+    """[rows] uint64; None where a row has no seed."""
+
+
+class PathSampler(Sampler):
+    """Samples a batch so that token t of a path depends on the logits, its seed and t alone.
+
+    vLLM's own per-request generators are drawn from one request at a time, consume the training process's
+    generator as well, and start over when a request is submitted again; and it has no log-prob mode for
+    the temperature alone. Here one uniform number per row, a hash of (seed, t), picks the token by the
+    inverse of the cumulative distribution.
+
+    Log-probs are ``log_softmax(logits / temperature)`` at the token; ``processed`` ones are normalized
+    over the kept set instead: greater by minus the log of the kept mass.
+
+    With ``mask_width`` the kept set travels where vLLM puts the ids of the most likely tokens: the drawn
+    token, then ``mask_width`` kept ones, the drawn one again in place of those that are not there.
+    """
+
+    def __init__(self, runner: Any, processed: bool, mask_width: int = 0) -> None:
+        super().__init__()
+        self.runner = runner
+        self.processed = processed
+        self.mask_width = mask_width
+        self.rows: _Rows | None = None
+        self.removed = torch.zeros((), dtype=torch.float64, device=runner.device)
+        self.sampled = 0
+
+    def forward(
+        self, logits: Tensor, sampling_metadata: SamplingMetadata, *args: Any, **kwargs: Any
+    ) -> SamplerOutput:
+        """``logits`` [rows, vocabulary], any float dtype."""
+        draw = self._uniform(sampling_metadata, len(logits))
+        if draw is None:  # vLLM's own dummy run, or a request of somebody else's to a server
+            return super().forward(logits, sampling_metadata, *args, **kwargs)
+        logits = logits.float() / sampling_metadata.temperature.unsqueeze(1)
+        logprobs = logits.log_softmax(-1)
+        for processor in sampling_metadata.logitsprocs.argmax_invariant:  # min-p
+            logits = processor.apply(logits)
+        logits = apply_top_k_top_p(logits, sampling_metadata.top_k, sampling_metadata.top_p)
+        kept = torch.where(logits > -torch.inf, logprobs, -torch.inf).exp()
+        if self.mask_width:  # of equal logits at the border top-k keeps all
+            masses, ids = kept.topk(min(self.mask_width, kept.shape[1]))
+            kept = torch.zeros_like(kept).scatter(1, ids, masses)
+        cumulative = kept.cumsum(-1, dtype=torch.float64)
+        mass = cumulative[:, -1:]
+        draws = torch.from_numpy(draw).to(logits.device, non_blocking=True)
+        tokens = torch.searchsorted(cumulative, draws.unsqueeze(1) * mass, right=True)
+        logprobs = logprobs.gather(1, tokens)
+        if self.processed:
+            logprobs = logprobs - mass.log().float()
+        self._count_removed(mass.squeeze(1))
+        columns = tokens
+        if self.mask_width:
+            columns = torch.cat((tokens, torch.where(masses > 0, ids, tokens)), 1)
+            logprobs = logprobs.expand(-1, columns.shape[1])  # of the drawn token; nobody reads the others
+        tokens, columns = tokens.to(torch.int32), columns.to(torch.int32)
+        ranks = torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device)  # nobody asks for them
+        return SamplerOutput(tokens, LogprobsTensors(columns, logprobs.contiguous(), ranks))
+
+    def take_removed_mass(self) -> tuple[float, int]:
+        total = float(self.removed), self.sampled
+        self.removed.zero_()
+        self.sampled = 0
+        return total
+
+    def _uniform(self, metadata: SamplingMetadata, rows: int) -> np.ndarray | None:
+        """[rows] float64 in [0, 1): a hash of each row's seed and path length; None where one has no seed."""
+        if self.rows is None or self.rows.metadata is not metadata:
+            self.rows = _Rows(metadata, self._seeds(rows))
+        if self.rows.seeds is None:
+            return None
+        lengths = self.runner.input_batch.num_tokens_no_spec[:rows]
+        return uniform(self.rows.seeds, lengths.astype(np.uint64))
+
+    def _seeds(self, rows: int) -> np.ndarray | None:
+        """[rows] uint64"""
+        requests = [self.runner.requests[request_id] for request_id in self.runner.input_batch.req_ids]
+        seeds = [(request.sampling_params.extra_args or {}).get(SEED) for request in requests]
+        return np.array(seeds, dtype=np.uint64) if len(seeds) == rows and None not in seeds else None
+
+    def _count_removed(self, mass: Tensor) -> None:
+        """``mass`` [rows] float64. Rows in the middle of their prefill are sampled for nothing."""
+        counted = ~self.runner.discard_request_mask.np[: len(mass)]
+        if not counted.all():
+            mass = mass[torch.from_numpy(counted).to(mass.device)]
+        self.removed += (1 - mass).clamp(min=0).sum()
+        self.sampled += int(counted.sum())
+
+
+def uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Numbers in [0, 1) that only ``seeds`` and ``positions`` (both uint64, same shape) determine:
+    splitmix64's finalizer applied twice, upper 32 bits."""
+    with np.errstate(over="ignore"):
+        state = _mix(_mix(seeds) + (positions + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
+    return (state >> np.uint64(32)).astype(np.float64) * 2.0**-32
+
+
+def _mix(state: np.ndarray) -> np.ndarray:
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))

@@ -1,0 +1,48 @@
+"""A vLLM server for a recipe's rollouts: ``python -m megatron_eqlen.rollout.vllm.server RECIPE --port PORT``.
+
+The command sets vLLM's variables and becomes ``serve``, which is vLLM's own server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from megatron_eqlen.recipe import Recipe, load
+
+
+def server_command(recipe: Recipe, port: int, host: str = "0.0.0.0") -> tuple[list[str], dict[str, str]]:
+    """Arguments and environment of a server that ``ServerEngine`` can use with this recipe."""
+    from megatron_eqlen.rollout.vllm.engine_args import as_flags, engine_args
+
+    rollout = recipe.rollout
+    longest = recipe.data.max_prompt_length + rollout.max_response_length
+    flags = engine_args(recipe.model.path, rollout, recipe.model.dtype, longest) | {
+        "host": host,
+        "port": port,
+        "return_tokens_as_token_ids": True,
+        "enable_scale_out": True,
+        "enable_prompt_tokens_details": True,
+        "disable_uvicorn_access_log": True,
+        "max_logprobs": max(rollout.top_k, 20),  # sampling masks come as these
+        "worker_extension_cls": "megatron_eqlen.rollout.vllm.worker.WorkerExtension",
+        "weight_transfer_config": {"backend": "eqlen_tcp"},
+    }
+    environ = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    return [sys.executable, "-m", "megatron_eqlen.rollout.vllm.serve", *as_flags(flags)], environ
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Start a vLLM server for a recipe's rollouts.")
+    parser.add_argument("recipe")
+    parser.add_argument("--host", default="0.0.0.0")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
+    args = parser.parse_args()
+    command, environ = server_command(load(args.recipe, args.overrides), args.port, args.host)
+    os.execve(command[0], command, os.environ | environ)
+
+
+if __name__ == "__main__":
+    main()

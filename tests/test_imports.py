@@ -1,0 +1,35 @@
+"""What a command imports before it knows that it needs it: seconds of every start."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def imported_by(modules: list[str]) -> set[str]:
+    """The packages that a fresh interpreter has loaded after importing modules of ours."""
+    statements = [f"import megatron_eqlen.{module}" for module in modules]
+    script = "\n".join(
+        [*statements, "import sys", "print(*(name for name in sys.modules if '.' not in name))"]
+    )
+    command = [sys.executable, "-c", script]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(ended.stdout.splitlines()[-1].split())
+
+
+def test_only_a_start_of_vllm_imports_it():
+    assert "vllm" not in imported_by(
+        ["loop", "plan", "rollout.vllm.client", "bench.harvest", "bench.servers"]
+    )
+
+
+@pytest.mark.parametrize(
+    "modules", [["cli"], ["report.page", "report.text", "report.compare"], ["rollout.harvest"]]
+)
+def test_commands_that_compute_nothing_import_no_torch(modules):
+    assert not imported_by(modules) & {"torch", "vllm", "transformers", "megatron"}
