@@ -4,6 +4,7 @@ Look here first when Megatron-Core's version changes: every entry names what is 
 """
 
 import logging
+import queue
 import types
 import warnings
 from collections.abc import Callable
@@ -71,6 +72,12 @@ def _load_torch_adam(distrib_optimizer: types.ModuleType) -> None:
     optimizer.load_state_dict = load_with_own_steps
 
 
+def _no_manager_process(filesystem_async: types.ModuleType) -> None:
+    """A checkpoint's results pass through a queue in a process of its own, which outlives a killed trainer.
+    Only an asynchronous save needs that; ours write and read the queue in one process."""
+    filesystem_async._results_queue = queue.Queue()
+
+
 def _no_jit(jit: types.ModuleType) -> None:
     """torch.compile of the small fused functions needs a C++ compiler at run time and gains nothing."""
     jit.disable_jit_fuser()
@@ -122,6 +129,7 @@ EVERYWHERE: dict[str, Callable[[types.ModuleType], None]] = {
     "megatron.core.transformer.moe.moe_utils": _name_missing_gemm,
     "megatron.core.ssm.gated_delta_net": _allow_gated_delta_net,
     "megatron.core.optimizer.distrib_optimizer": _load_torch_adam,
+    "megatron.core.dist_checkpointing.strategies.filesystem_async": _no_manager_process,
 }
 ON_CPU: dict[str, Callable[[types.ModuleType], None]] = {
     "megatron.core.jit": _no_jit,
