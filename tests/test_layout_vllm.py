@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megatron_eqlen import layout
 from megatron_eqlen.models.hf_config import parse_config
 from megatron_eqlen.recipe import RolloutRecipe
-from megatron_eqlen.rollout import vllm_compat  # before vLLM: it sets what vLLM reads when imported
+from megatron_eqlen.rollout.vllm.containment import contained, importing_vllm
 from tests.test_layout import configs
 
 ARCHITECTURES = {
@@ -28,9 +28,10 @@ ARCHITECTURES = {
 @pytest.fixture
 def group():
     """vLLM's groups of a world of one process."""
-    from vllm.distributed import parallel_state
+    with importing_vllm():
+        from vllm.distributed import parallel_state
 
-    with vllm_compat.contained():
+    with contained():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         parallel_state.init_distributed_environment(1, 0, "env://", 0, "gloo")
         yield parallel_state

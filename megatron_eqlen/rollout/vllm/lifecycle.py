@@ -18,6 +18,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from vllm.platforms import current_platform
 from vllm.v1.sample.sampler import Sampler
 
+from megatron_eqlen import layout
+from megatron_eqlen.models.hf_config import read_config
 from megatron_eqlen.recipe import RolloutRecipe
 from megatron_eqlen.rollout.engine import EngineError
 from megatron_eqlen.rollout.vllm.containment import contained
@@ -35,11 +37,8 @@ def build(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: in
     global _live_engines, _owns_process_group
     launched = dist.is_initialized() and not _owns_process_group
     ranks = dist.get_world_size() if launched else 1
-    if ranks % rollout.tensor_parallel:
-        raise ValueError(
-            f"rollout.tensor_parallel: {rollout.tensor_parallel} must divide the number of "
-            f"torch.distributed ranks, found {ranks}"
-        )
+    layout.require(layout.replicas(rollout, int(os.environ.get("LOCAL_WORLD_SIZE", ranks))))
+    layout.require(layout.engine(rollout, read_config(model_path)))
     cpu = current_platform.is_cpu()
     args = engine_args(model_path, rollout, dtype, max_model_len)
     with contained():

@@ -9,6 +9,8 @@ import argparse
 import os
 import sys
 
+from megatron_eqlen import layout
+from megatron_eqlen.models.hf_config import read_config
 from megatron_eqlen.recipe import Recipe, load
 
 
@@ -40,7 +42,9 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
     args = parser.parse_args()
-    command, environ = server_command(load(args.recipe, args.overrides), args.port, args.host)
+    recipe = load(args.recipe, args.overrides)
+    layout.require(layout.engine(recipe.rollout, read_config(recipe.model.path)))
+    command, environ = server_command(recipe, args.port, args.host)
     os.execve(command[0], command, os.environ | environ)
 
 
