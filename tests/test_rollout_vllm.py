@@ -237,7 +237,7 @@ def test_a_folder_without_weights_and_too_low_a_temperature_are_refused(tmp_path
         ValueError, match=r"rollout\.kv_cache_gib 1e-05, .* and paths of 256 tokens: No avail"
     ):
         open_engine(folder("qwen3"), kv_cache_gib=1e-5)
-    with pytest.raises(ValueError, match=r"rollout\.tensor_parallel: 2 must divide"):
+    with pytest.raises(ValueError, match=r"rollout\.tensor_parallel: 2 does not divide"):
         open_engine(folder("qwen3"), tensor_parallel=2)
 
 
