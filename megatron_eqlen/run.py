@@ -56,7 +56,7 @@ class Run:
                 f"{self.recipe.name}-{self.recipe.run_name}",
             )
             self.session.ends_with(self.writer.close)
-        self.session.progress.resume(self.steps)
+        self.session.progress.resume(self.steps, self.gpu_hours)
 
     def goes_on(self) -> bool:
         """Whether another step is to be taken."""
@@ -64,8 +64,7 @@ class Run:
 
     @property
     def complete(self) -> bool:
-        budget = self.recipe.gpu_hours
-        return self.steps >= self.recipe.steps or (budget is not None and self.gpu_hours >= budget)
+        return self.recipe.budget.ended_by(self.steps, self.gpu_hours) is not None
 
     def export(self, policy: Policy) -> None:
         """The trained model as a Hugging Face folder."""

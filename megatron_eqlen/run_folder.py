@@ -57,8 +57,7 @@ class RunFolder:
         if not (evaluated and self.export.exists() and self.report.exists()):
             return False
         last = read_metrics(self.path)[-1]
-        hours = last.get("time/gpu_hours") or 0.0
-        return last["step"] >= recipe.steps or (recipe.gpu_hours is not None and hours >= recipe.gpu_hours)
+        return recipe.budget.ended_by(last["step"], last.get("time/gpu_hours") or 0.0) is not None
 
     def reopen(self, step: int) -> None:
         """What a run ended with at ``step`` becomes that step's: the run is to go on from there."""

@@ -36,7 +36,7 @@ class Session:
         self.tokenizer = load_tokenizer(recipe.model.path)
         self.scorer = Scorer(recipe.reward, self.tokenizer)
         self.ends_with(self.scorer.close)
-        self.progress = Progress(recipe.steps, f"{recipe.name} {recipe.method}", show=distributed.is_rank0())
+        self.progress = Progress(recipe.budget, f"{recipe.name} {recipe.method}", show=distributed.is_rank0())
         self.ends_with(self.progress.close)
 
     def __enter__(self) -> Session:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from megatron_eqlen.budget import Budget
 from megatron_eqlen.report.format import compact, duration
 from megatron_eqlen.report.progress import Progress, sparkline
 
@@ -34,7 +35,7 @@ def run_steps(progress: Progress, steps: range) -> None:
 def display(terminal: bool, **keys) -> tuple[Progress, io.StringIO]:
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=160, highlight=False, soft_wrap=True)
-    return Progress(30, "tiny eqlen-grpo", console=console, **keys), out
+    return Progress(Budget(30, None), "tiny eqlen-grpo", console=console, **keys), out
 
 
 def test_a_log_gets_one_plain_line_a_step():
@@ -58,7 +59,7 @@ def test_a_resumed_run_says_so_and_counts_on():
     run_steps(progress, range(11, 12))
     progress.finish(Path("runs/tiny/report.html"))
     said, step, end = out.getvalue().splitlines()
-    assert said == "goes on after step 10 of 30"
+    assert said == "goes on after 10 of 30 steps"
     assert step.startswith("step 11/30")
     assert step.endswith("1:16 left")
     assert "11 of 30 steps" in end

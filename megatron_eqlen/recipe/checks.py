@@ -11,6 +11,7 @@ from megatron_eqlen.recipe.schema import Recipe, RecipeError, RolloutRecipe
 
 def check(recipe: Recipe) -> None:
     """Raise ValueError, with the arithmetic, for keys that contradict each other."""
+    _check_end(recipe)
     _check_row_budget(recipe)
     _check_sampling(recipe)
     _check_engine(recipe.rollout)
@@ -29,6 +30,15 @@ def check_inputs(recipe: Recipe) -> None:
     missing = [f"{key}: {path} does not exist" for key, path in paths.items() if not Path(path).exists()]
     if missing:
         raise RecipeError("; ".join(missing))
+
+
+def _check_end(recipe: Recipe) -> None:
+    if recipe.steps is None and recipe.gpu_hours is None:
+        raise ValueError("steps: expected this or gpu_hours, which end a run, found neither")
+    if recipe.steps is None and recipe.optimizer.lr_schedule != "constant":
+        raise ValueError(
+            f"optimizer.lr_schedule: {recipe.optimizer.lr_schedule} falls over a run's steps: set steps"
+        )
 
 
 def _check_row_budget(recipe: Recipe) -> None:

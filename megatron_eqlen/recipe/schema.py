@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from megatron_eqlen.budget import Budget
 from megatron_eqlen.recipe.naming import variant_name
 
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -265,10 +266,11 @@ class Recipe(Section):
     """What tells this run apart from others of its recipe file: keys and values that were given on the
     command line and that the file has otherwise. Filled in by loading."""
     seed: NonNegativeInt = 0
-    steps: PositiveInt
+    steps: PositiveInt | None = None
+    """End the run after this many steps. This, ``gpu_hours`` or both must be set."""
     gpu_hours: PositiveFloat | None = None
-    """End the run after this much work, too, evaluations not counted: the paper compares methods at equal GPU
-    hours. An hour of a process counts as one on CPUs."""
+    """End the run after this much work, evaluations not counted: the paper compares methods at equal GPU
+    hours. An hour of a process counts as one on CPUs. With ``steps`` set, too, whichever comes first."""
     sampling: Literal["equal_length", "independent", "tree"] = "equal_length"
     objective: str = "grpo"
     group_size: Annotated[int, Field(ge=2)] = 16
@@ -287,6 +289,10 @@ class Recipe(Section):
     evaluation: EvaluationRecipe = EvaluationRecipe()
     report: ReportRecipe = ReportRecipe()
     cluster: ClusterRecipe = ClusterRecipe()
+
+    @property
+    def budget(self) -> Budget:
+        return Budget(self.steps, self.gpu_hours)
 
     @property
     def run_folder(self) -> Path:

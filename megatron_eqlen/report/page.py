@@ -13,6 +13,7 @@ from typing import Any
 
 import jinja2
 
+from megatron_eqlen.budget import Budget
 from megatron_eqlen.data.tokenizers import load_tokenizer
 from megatron_eqlen.evaluation.result import EvaluationResult, compare, read_results
 from megatron_eqlen.evaluation.statistics import Interval
@@ -108,7 +109,8 @@ def write_page(run_folder: Path) -> Path:
         raise ValueError(f"{run_folder}: expected a run folder with a recipe.yaml, found none")
     recipe = load(run_folder / "recipe.yaml")
     records = read_metrics(run_folder)
-    evaluations = read_evaluations(run_folder / "evaluation", recipe.steps)
+    done = records[-1]["step"] if records else 0
+    evaluations = read_evaluations(run_folder / "evaluation", done)
     decode, note = find_decoder(Path(recipe.model.path))
     page = _template().render(
         recipe=recipe,
@@ -116,7 +118,7 @@ def write_page(run_folder: Path) -> Path:
         records=records,
         evaluations=evaluations,
         outcomes=outcomes(evaluations),
-        facts=facts(records),
+        facts=facts(records, recipe.budget),
         charts=charts(records, evaluations),
         stages=stages(records),
         steps=read_steps(run_folder / "streams", recipe, decode),
@@ -166,7 +168,7 @@ def outcomes(evaluations: list[Evaluation]) -> list[list[Evaluation]]:
 # ---- metrics ------------------------------------------------------------------------------------------
 
 
-def facts(records: Records) -> list[tuple[str, str, str]]:
+def facts(records: Records, budget: Budget) -> list[tuple[str, str, str]]:
     """(name, value, remark) of the boxes below the headline."""
     boxes = []
     if reward := series(records, REWARD):
@@ -179,6 +181,9 @@ def facts(records: Records) -> list[tuple[str, str, str]]:
     if seconds := series(records, ("time/step",)):
         total = sum(y for _, y in seconds)
         boxes.append(("step", f"{compact(total / len(seconds))} s", f"{duration(total)} in all steps"))
+    if records:
+        steps, hours = records[-1]["step"], records[-1].get("time/gpu_hours") or 0.0
+        boxes.append(("length", budget.outcome(steps, hours), budget.describe()))
     return boxes
 
 

@@ -17,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from megatron_eqlen.budget import Budget
 from megatron_eqlen.report.format import (
     MISMATCH_KL,
     PAIRS,
@@ -46,14 +47,14 @@ SPARK_STEPS = 24
 
 
 class Progress:
-    """The display of ``total`` steps; ``show=False`` is silent (every rank but the first)."""
+    """The display of a run of ``budget``; ``show=False`` is silent (every rank but the first)."""
 
-    def __init__(self, total: int, title: str, show: bool = True, console: Console | None = None) -> None:
-        self.total = total
+    def __init__(self, budget: Budget, title: str, show: bool = True, console: Console | None = None) -> None:
+        self.budget = budget
         self.title = title
         self.show = show
         self.console = console or Console(highlight=False, soft_wrap=True)
-        self.done = 0
+        self.done, self.gpu_hours = 0, 0.0
         self.metrics: Metrics = {}
         self.rewards: deque[float] = deque(maxlen=SPARK_STEPS)
         self.step_seconds: deque[float] = deque(maxlen=STEPS_FOR_ETA)
@@ -66,12 +67,12 @@ class Progress:
         """Whether there is a terminal that can redraw lines."""
         return self.show and self.console.is_terminal and not self.console.is_dumb_terminal
 
-    def resume(self, done: int) -> None:
-        """The run goes on after ``done`` steps (0: it begins)."""
-        self.done = done
+    def resume(self, done: int, gpu_hours: float = 0.0) -> None:
+        """The run goes on after ``done`` steps (0: it begins) and ``gpu_hours``."""
+        self.done, self.gpu_hours = done, gpu_hours
         self._draw()
         if done:
-            self.say(f"goes on after step {done} of {self.total}")
+            self.say(f"goes on after {self.budget.outcome(done, gpu_hours)}")
 
     def stage(self, name: str) -> None:
         """What is being done now, for example ``harvest``."""
@@ -81,6 +82,7 @@ class Progress:
     def step(self, number: int, metrics: Metrics) -> None:
         """Step ``number`` (counted from 1) is done; ``metrics`` are its own, ``time/step`` in seconds."""
         self.done, self.metrics = number, metrics
+        self.gpu_hours = metrics.get("time/gpu_hours", self.gpu_hours)
         if "time/step" in metrics:
             self.step_seconds.append(metrics["time/step"])
         if (reward := first_of(metrics, REWARD)) is not None:
@@ -101,10 +103,11 @@ class Progress:
             self.console.file.flush()
 
     def finish(self, page: Path) -> None:
-        """The run is over for now; the last line says what to look at."""
+        """The run is over for now; the last line says which limit ended it and what to look at."""
         self.close()
         taken = duration(time.monotonic() - self.started)
-        self.say(f"{self.title}: {self.done} of {self.total} steps, {taken} since the start; see {page}")
+        came = self.budget.outcome(self.done, self.gpu_hours)
+        self.say(f"{self.title}: {came}, {taken} since the start; see {page}")
 
     def close(self) -> None:
         """Give the terminal back; safe to call at any time and more than once."""
@@ -114,9 +117,10 @@ class Progress:
 
     def seconds_left(self) -> float | None:
         """By the mean of the newest steps; None before the first."""
-        if not self.step_seconds:
+        left = self.budget.steps_left(self.done, self.gpu_hours)
+        if not self.step_seconds or left is None:
             return None
-        return sum(self.step_seconds) / len(self.step_seconds) * (self.total - self.done)
+        return sum(self.step_seconds) / len(self.step_seconds) * left
 
     # ---- drawing ------------------------------------------------------------------------------------
 
@@ -124,12 +128,19 @@ class Progress:
         bar = Table.grid(padding=(0, 2))
         bar.add_row(
             Text(self.title, "bold"),
-            ProgressBar(self.total, self.done, width=30),
-            f"{self.done}/{self.total}",
+            ProgressBar(self._expected_steps(), self.done, width=30),
+            self._count(),
             Text(f"{self.stage_name} {duration(time.monotonic() - self.stage_started)}", "cyan"),
             self._left(),
         )
         return Group(bar, Text(self._numbers(), no_wrap=True, overflow="ellipsis"))
+
+    def _expected_steps(self) -> float | None:
+        left = self.budget.steps_left(self.done, self.gpu_hours)
+        return None if left is None else self.done + left
+
+    def _count(self) -> str:
+        return f"{self.done}/{self.budget.steps}" if self.budget.steps is not None else str(self.done)
 
     def _draw(self) -> None:
         """Start the redrawing lines, or let them show what is new."""
@@ -143,7 +154,7 @@ class Progress:
 
     def _line(self) -> str:
         seconds = f"{self.step_seconds[-1]:.1f} s" if self.step_seconds else ""
-        parts = (f"step {self.done}/{self.total}", self._numbers(), seconds, self._left())
+        parts = (f"step {self._count()}", self._numbers(), seconds, self._left())
         return "  ".join(filter(None, parts))
 
     def _left(self) -> str:

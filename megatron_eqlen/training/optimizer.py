@@ -59,7 +59,7 @@ def build_optimizer(
         chunks,
     )
     config.grad_scale_func = optimizer.scale_loss
-    updates = recipe.steps * recipe.loss.minibatches * recipe.loss.epochs
+    updates = (recipe.steps or 0) * recipe.loss.minibatches * recipe.loss.epochs  # 0: a constant rate
     schedule = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
