@@ -97,7 +97,7 @@ def test_verdicts_and_the_first_failing_test(grader):
     assert details["runtime_error"].startswith("test 3 of 3:")
     assert "ZeroDivisionError" in details["runtime_error"]
     assert "SyntaxError" in details["compile_error"]
-    assert all(grade.grader == "code-1" for grade in grades)
+    assert all(grade.grader == "code-2" for grade in grades)
 
 
 def test_time_limit_is_cpu_time(grader):
@@ -294,7 +294,7 @@ def test_programs_can_go_to_a_sandbox_server(fusion):
     grader = CodeGrader(sandbox_url=fusion)
     grades = grader.grade([fenced("add"), fenced("slow"), fenced("eats memory")], [ADD] * 3)
     assert [grade.verdict for grade in grades] == ["passed", "time_limit", "memory_limit"]
-    assert grades[0].grader == "code-1@server"
+    assert grades[0].grader == "code-2@server"
     assert not any("13" in json.dumps(body) for body in FakeFusion.bodies)  # expected outputs stay here
     function = grader.grade([fenced("def add(a, b):\n    return a + b")], [ADD_FUNCTION])
     assert function[0].verdict == "passed"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron_eqlen import layout
 from megatron_eqlen.objectives.registry import check_combination
-from megatron_eqlen.recipe.schema import Recipe, RecipeError, RolloutRecipe
+from megatron_eqlen.recipe.schema import Recipe, RecipeError, RewardRecipe, RolloutRecipe
 
 
 def check(recipe: Recipe) -> None:
@@ -17,6 +17,7 @@ def check(recipe: Recipe) -> None:
     _check_engine(recipe.rollout)
     _check_sampling_mask(recipe.rollout)
     layout.check(recipe)
+    _check_reward(recipe.reward)
     check_combination(recipe)
 
 
@@ -38,6 +39,14 @@ def _check_end(recipe: Recipe) -> None:
     if recipe.steps is None and recipe.optimizer.lr_schedule != "constant":
         raise ValueError(
             f"optimizer.lr_schedule: {recipe.optimizer.lr_schedule} falls over a run's steps: set steps"
+        )
+
+
+def _check_reward(reward: RewardRecipe) -> None:
+    if reward.lcb_strict and reward.sandbox_url:
+        raise ValueError(
+            f"reward.lcb_strict: true runs programs on this machine only, found reward.sandbox_url "
+            f"{reward.sandbox_url}: leave one out"
         )
 
 

@@ -26,7 +26,7 @@ from megatron_eqlen.types import Grade
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 """Raised whenever a change here or in ``code_tests`` changes a verdict."""
 LONGEST_PROGRAM = 100_000
 """Characters."""
@@ -72,8 +72,7 @@ class CodeGrader:
         sandbox_url: str | None = None,
         lcb_strict: bool = False,
     ) -> None:
-        if sandbox_url and lcb_strict:
-            raise ValueError("reward.lcb_strict: runs here only, found reward.sandbox_url, too")
+        assert not (sandbox_url and lcb_strict), "the recipe's check refuses it"
         self._workers = workers
         self._timeout = timeout
         self._memory_mb = memory_mb
@@ -86,7 +85,7 @@ class CodeGrader:
 
     @property
     def name(self) -> str:
-        return f"code-{VERSION}" + ("@server" if self._server else "")
+        return f"code-{VERSION}" + "-lcb_strict" * self._lcb_strict + "@server" * (self._server is not None)
 
     def grade(self, texts: Sequence[str], golds: Sequence[str]) -> list[Grade]:
         """A grade for each response against its tests; reward 1 only if all pass.
