@@ -14,6 +14,7 @@ from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.replicas import agree
 from megatron_eqlen.report.metrics import MetricsWriter
 from megatron_eqlen.report.page import write_page
+from megatron_eqlen.report.trackers import start_trackers
 from megatron_eqlen.run_folder import RunFolder
 from megatron_eqlen.session import Session
 from megatron_eqlen.step import Step, step_name
@@ -49,12 +50,8 @@ class Run:
         if distributed.is_rank0():
             if not self.complete:
                 self.folder.reopen(self.steps)
-            self.writer = MetricsWriter(
-                self.folder.path,
-                self.steps,
-                self.recipe.report.wandb_project,
-                f"{self.recipe.name}-{self.recipe.run_name}",
-            )
+            trackers = start_trackers(self.folder.path, self.steps, self.recipe)
+            self.writer = MetricsWriter(self.folder.path, self.steps, trackers)
             self.session.ends_with(self.writer.close)
         self.session.progress.resume(self.steps, self.gpu_hours)
 

@@ -1,20 +1,20 @@
-"""Metrics on disk: every step once, whatever was interrupted; strict JSON; wandb only where asked."""
+"""Metrics on disk: every step once, whatever was interrupted; strict JSON."""
 
 from __future__ import annotations
 
 import json
 import logging
-import sys
-import types
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_eqlen.report.metrics import MetricsWriter, read_metrics
+from megatron_eqlen.report.trackers import TensorBoard
 
 
 def write(folder, steps, value, behind=0, close=True):
-    writer = MetricsWriter(folder, behind)
+    folder.mkdir(exist_ok=True)
+    writer = MetricsWriter(folder, behind, [TensorBoard(folder, behind)])
     for step in steps:
         writer.write(step, {"reward/mean": value + step, "loss/total": -1 / 3})
     if close:
@@ -79,34 +79,3 @@ def test_a_line_that_is_no_record_is_named(tmp_path, line):
 
 def test_a_folder_without_metrics_has_none(tmp_path):
     assert read_metrics(tmp_path) == []
-
-
-def test_wandb_that_is_not_installed_is_a_clear_error(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match=r"report\.wandb_project: 'eqlen' needs wandb"):
-        MetricsWriter(tmp_path, wandb_project="eqlen")
-
-
-def test_a_resumed_run_is_the_same_wandb_run(tmp_path, monkeypatch):
-    started, logged = [], []
-
-    class FakeRun:
-        def log(self, metrics, step):
-            logged.append((step, metrics))
-
-        def finish(self):
-            pass
-
-    def init(**settings):
-        started.append(settings)
-        return FakeRun()
-
-    ids = iter(["first", "second"])
-    fake = types.SimpleNamespace(init=init, util=types.SimpleNamespace(generate_id=lambda: next(ids)))
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    for step in (1, 2):
-        writer = MetricsWriter(tmp_path, step - 1, wandb_project="eqlen", run_name="tiny")
-        writer.write(step, {"reward/mean": 0.5})
-        writer.close()
-    assert [(one["project"], one["name"], one["id"]) for one in started] == [("eqlen", "tiny", "first")] * 2
-    assert logged == [(1, {"reward/mean": 0.5}), (2, {"reward/mean": 0.5})]
