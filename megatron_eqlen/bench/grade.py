@@ -4,11 +4,16 @@ Math answers are drawn as they come in training: about half equal the gold as te
 differently, wrong, or both. ``grouped`` has 16 samples a prompt, which share answers; ``distinct`` has
 none to share; ``math_verify`` sends every one of those through the parser. CPU time of the workers is
 measured beside the wall clock, so that the numbers mean something on a busy machine too.
+
+Agreement: tests/math_answers.jsonl holds answers with a person's verdict. Ours and that of plain math-verify,
+used on the whole response as its documentation shows, are counted against it.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import logging
 import random
 import resource
 import time
@@ -23,6 +28,7 @@ from megatron_eqlen.rewards.code_tests import CodeTests
 from megatron_eqlen.rewards.math import MathGrader, MathRule
 from megatron_eqlen.types import Grade
 
+ANSWER_TABLE = Path(__file__).resolve().parents[2] / "tests" / "math_answers.jsonl"
 SAMPLES_PER_PROMPT = 16
 ANSWERS_PER_PROMPT = 5
 
@@ -31,10 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--answers", type=int, default=4096)
     parser.add_argument("--programs", type=int, default=256)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--table", type=Path, default=ANSWER_TABLE, help="answers with a person's verdict")
+    parser.add_argument("--differences", action="store_true", help="print each answer judged differently")
     parser.add_argument("--json", type=Path)
 
 
 def run(args: argparse.Namespace) -> None:
+    show_agreement(read_answer_table(args.table), args)
     results = [
         measure_math("grouped", "either", SAMPLES_PER_PROMPT, args),
         measure_math("distinct", "either", 1, args),
@@ -42,6 +51,56 @@ def run(args: argparse.Namespace) -> None:
         measure_code(args),
     ]
     show(results, f"graders, {args.workers} workers", args.json)
+
+
+@dataclass(frozen=True)
+class AnswerCase:
+    """A response and whether a person calls it right."""
+
+    gold: str
+    response: str
+    right: bool
+    remark: str
+
+
+def read_answer_table(path: Path = ANSWER_TABLE) -> list[AnswerCase]:
+    """The cases of a JSON Lines file with the fields of AnswerCase."""
+    return [AnswerCase(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def show_agreement(cases: list[AnswerCase], args: argparse.Namespace) -> None:
+    grader = MathGrader("either", args.workers)
+    grades = grader.grade([case.response for case in cases], [case.gold for case in cases])
+    grader.close()
+    judges = {
+        grades[0].grader: [grade.reward == 1.0 for grade in grades],
+        "plain math_verify": [plain_math_verify(case.gold, case.response) for case in cases],
+    }
+    show([_agreement(name, cases, judged) for name, judged in judges.items()], f"{len(cases)} answers", None)
+    for name, judged in judges.items() if args.differences else ():
+        for case, right in zip(cases, judged, strict=True):
+            if right != case.right:
+                print(
+                    f"{name}: {'right' if right else 'wrong'}: {case.gold!r} {case.response!r}: {case.remark}"
+                )
+
+
+def _agreement(name: str, cases: list[AnswerCase], judged: list[bool]) -> dict[str, Any]:
+    pairs = list(zip((case.right for case in cases), judged, strict=True))
+    return {
+        "grader": name,
+        "agrees": sum(right == said for right, said in pairs) / len(pairs),
+        "wrong called right": sum(said and not right for right, said in pairs),
+        "right called wrong": sum(right and not said for right, said in pairs),
+    }
+
+
+def plain_math_verify(gold: str, response: str) -> bool:
+    """math-verify as its documentation shows it; its own timers bound it."""
+    from math_verify import parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns of its timeouts
+    return bool(verify(parse(f"${gold}$"), parse(response)))
 
 
 def measure_math(name: str, rule: MathRule, samples: int, args: argparse.Namespace) -> dict[str, Any]:
