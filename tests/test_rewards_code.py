@@ -1,6 +1,8 @@
 """The code grader: extraction, LiveCodeBench's comparison rules, verdicts, a sandbox server, refusals."""
 
 import json
+import subprocess
+import sys
 import threading
 import tracemalloc
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,7 +14,7 @@ from megatron_eqlen.rewards.code import CodeGrader, extract_program
 from megatron_eqlen.rewards.code_tests import CodeTests, same_output
 from megatron_eqlen.rewards.program import Isolation, Limits
 from megatron_eqlen.rewards.sandbox import SandboxError
-from megatron_eqlen.rewards.sandbox_server import SandboxServer
+from megatron_eqlen.rewards.sandbox_server import SandboxServer, whole_program
 
 ADD = CodeTests(["2 3\n", "4 5\n", "6 7\n"], ["5\n", "9\n", "13\n"]).to_json()
 ADD_FUNCTION = CodeTests([[2, 3], [4, 5]], [5, 9], function="add").to_json()
@@ -298,6 +300,27 @@ def test_programs_can_go_to_a_sandbox_server(fusion):
     assert not any("13" in json.dumps(body) for body in FakeFusion.bodies)  # expected outputs stay here
     function = grader.grade([fenced("def add(a, b):\n    return a + b")], [ADD_FUNCTION])
     assert function[0].verdict == "passed"
+
+
+@pytest.mark.parametrize(
+    ("source", "function", "stdin", "printed"),
+    [
+        ("from __future__ import annotations\nprint(gcd(4, 6), __name__)\nexit(3)", None, "", "2 __main__"),
+        (
+            "class Solution:\n    def f(self, a: List[int]): return [inf]",
+            "f",
+            "[1, 2]",
+            "[Infinity]",
+        ),
+        ("import numpy as np\ndef f(a): return np.sum(a)", "f", "[1, 2]", "3"),
+        ("if __name__ == '__main__': 1 / 0\ndef f(): return 1", "f", "", "1"),
+    ],
+)
+def test_what_a_server_runs_of_livecodebench_is_a_program_of_its_own(source, function, stdin, printed):
+    code = whole_program(source, function, "livecodebench", "marker:")
+    ended = subprocess.run([sys.executable, "-c", code], input=stdin, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.strip().removeprefix("marker:") == printed
 
 
 def test_a_server_that_does_not_answer_is_not_a_wrong_answer(monkeypatch):

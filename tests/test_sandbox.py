@@ -29,6 +29,7 @@ from megatron_eqlen.rewards.sandbox_folder import EmptyFolder
 from megatron_eqlen.rewards.sandbox_probe import shortcoming
 from megatron_eqlen.rewards.seccomp import MACHINES, build_filter
 from megatron_eqlen.rewards.workers import WorkerPool
+from tests.processes import are_gone, descendants, within
 
 LIMITS = Limits(cpu_seconds=1, wall_seconds=20, memory_mb=512, output_bytes=1 << 20)
 SECRET = "the-parents-secret"
@@ -276,19 +277,9 @@ def test_programs_that_run_as_root_are_a_warning(monkeypatch, caplog):
     assert "root without capabilities (programs run as root: nobody cannot read" in caplog.text
 
 
-def processes(root: int | None = None) -> set[int]:
-    """Pids of every live process that descends from ``root`` (this process), itself included."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        parents[int(stat.parent.name)] = int(fields[1])
-    mine = {root or os.getpid()}
-    while more := {pid for pid, parent in parents.items() if parent in mine} - mine:
-        mine |= more
-    return mine
+def processes() -> set[int]:
+    """Pids of every live process that descends from this one."""
+    return descendants(os.getpid())
 
 
 @pytest.mark.parametrize("name", ATTACKS)
@@ -329,10 +320,7 @@ def test_a_killed_worker_takes_its_program_with_it():
     (answer,) = pool.map([item], 1.5, wall_factor=1.0)
     assert answer["timeout"]
     pool.close()
-    deadline = time.monotonic() + 20
-    while processes() - before and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert processes() <= before
+    assert within(20, lambda: processes() <= before)
 
 
 TRAINER = """
@@ -357,30 +345,17 @@ def test_what_a_killed_process_started_dies_with_it(victim):
     command = [sys.executable, "-P", "-c", TRAINER]
     trainer = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     try:
-        chain = wait_for(lambda: deepest_chain(trainer.pid, 5))
+        assert within(30, lambda: deepest_chain(trainer.pid, 5) is not None)
+        chain = deepest_chain(trainer.pid, 5)
         at = ["trainer", "host", "worker", "zygote"].index(victim)
         os.kill(chain[at], signal.SIGKILL)
         if victim == "trainer":
             trainer.wait()
-        assert wait_for(lambda: not any(alive(pid) for pid in chain[at + 1 :]))
+        assert within(20, are_gone(chain[at + 1 :]))
     finally:
         trainer.kill()
         trainer.wait()
         os.kill(int(trainer.stdout.readline()), signal.SIGKILL)
-
-
-def wait_for(condition, seconds: float = 20.0):
-    deadline = time.monotonic() + seconds
-    while not (found := condition()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return found
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def deepest_chain(pid: int, length: int) -> list[int] | None:

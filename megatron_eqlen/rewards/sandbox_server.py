@@ -45,6 +45,13 @@ except SystemExit:
 """
 
 
+def whole_program(source: str, function: str | None, rules: Rules, marker: str) -> str:
+    """What the server is to run: ``source`` under ``rules``, and the call whose result follows ``marker``."""
+    if rules == "livecodebench":
+        source = AS_LIVECODEBENCH.format(source=source, name="solution" if function else "__main__")
+    return source if function is None else source + CALL.format(function=function, marker=marker)
+
+
 class SandboxServer:
     """A client of the server at ``url`` (without ``/run_code``)."""
 
@@ -67,11 +74,8 @@ class SandboxServer:
     ) -> Run:
         """Raises SandboxError if the server gives no verdict in three attempts."""
         marker = secrets.token_hex(16)
-        if rules == "livecodebench":
-            source = AS_LIVECODEBENCH.format(source=source, name="solution" if function else "__main__")
-        code = source if function is None else source + CALL.format(function=function, marker=marker)
         body = {
-            "code": code,
+            "code": whole_program(source, function, rules, marker),
             "language": "python",
             "stdin": stdin,
             "run_timeout": limits.cpu_seconds,

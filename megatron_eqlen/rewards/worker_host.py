@@ -6,7 +6,8 @@
 every socket that arrives on its stdin. A worker reads batches, calls ``MODULE.make_handler(**OPTIONS)``'s
 handler on each item and answers one by one, in order. A worker that hangs is killed by the trainer; its
 successor is a fork away, warm. When the trainer is gone, however it ended and whoever else still holds the
-socket, the host ends and takes its workers with it; they die with the host, too.
+socket, the host ends and takes its workers with it; they die with the host, too. The host looks for the
+trainer itself: a process that forks must have no second thread to watch for it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from megatron_eqlen.lifeline import INTERVAL
 from megatron_eqlen.rewards.kernel import die_with
 
 Item = dict[str, Any]
@@ -71,16 +73,16 @@ def serve(connection: socket.socket, handle: Callable[[Item], Item]) -> None:
 def main() -> None:
     module = importlib.import_module(sys.argv[1])
     options = json.loads(sys.argv[2])
-    trainer = os.pidfd_open(os.getppid())
-    if os.getppid() != int(sys.argv[3]):
-        sys.exit("the trainer is gone")
+    trainer = int(sys.argv[3])
     control = socket.socket(fileno=os.dup(0))
     with open(os.devnull) as null:
         os.dup2(null.fileno(), 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
     workers: set[int] = set()
     host = os.getpid()
-    while trainer not in select.select([control, trainer], [], [])[0]:
+    while os.getppid() == trainer:  # an orphan gets another parent
+        if not select.select([control], [], [], INTERVAL)[0]:
+            continue
         data, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not data:
             break
