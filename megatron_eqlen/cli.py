@@ -10,7 +10,9 @@ from pathlib import Path
 
 from megatron_eqlen import layout
 from megatron_eqlen.models.hf_config import read_config
-from megatron_eqlen.recipe import Recipe, RecipeError, check_inputs, dump, load
+from megatron_eqlen.recipe import Recipe, RecipeError
+from megatron_eqlen.recipe_checks import check_inputs
+from megatron_eqlen.recipe_load import dump, load
 from megatron_eqlen.rollout.engine import EngineError
 from megatron_eqlen.run_folder import RunFolder
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron_eqlen.models.hf_config import ModelConfig
-    from megatron_eqlen.recipe.schema import ParallelRecipe, Recipe, RolloutRecipe
+    from megatron_eqlen.recipe import ParallelRecipe, Recipe, RolloutRecipe
 
 VLLM_VOCABULARY = 64
 """vLLM pads the embedding's rows to a multiple of this."""

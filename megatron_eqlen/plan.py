@@ -148,7 +148,7 @@ def _work(recipe: Recipe) -> str:
     return (
         f"step        {recipe.data.prompts_per_step} prompts x {recipe.group_size} tracks, "
         f"at most {longest:,} tokens decoded at once; rows of {recipe.packing.max_tokens_per_row:,}\n"
-        f"objective   {recipe.method}: advantage {objective.advantage}, {objective.aggregation}, "
+        f"objective   {recipe.method}: advantage {objective.advantage_name}, {objective.aggregation}, "
         f"{objective.ratio} ratio, {clip}, KL {recipe.loss.kl_coef}\n"
         f"end         {recipe.budget.describe()}\n"
         f"run folder  {recipe.run_folder}"

@@ -17,7 +17,8 @@ import fcntl
 import time
 from pathlib import Path
 
-from megatron_eqlen.recipe import MAY_CHANGE, Recipe, RecipeError, differences, dump, is_under, load
+from megatron_eqlen.recipe import MAY_CHANGE, Recipe, RecipeError, differences, is_under
+from megatron_eqlen.recipe_load import dump, load
 from megatron_eqlen.report.metrics import read_metrics
 
 LOCK_PATIENCE = 10.0

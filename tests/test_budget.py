@@ -11,7 +11,8 @@ from rich.console import Console
 
 from megatron_eqlen import cli
 from megatron_eqlen.budget import Budget
-from megatron_eqlen.recipe import RecipeError, dump, load
+from megatron_eqlen.recipe import RecipeError
+from megatron_eqlen.recipe_load import dump, load
 from megatron_eqlen.report.page import write_page
 from megatron_eqlen.report.progress import Progress
 from megatron_eqlen.run_folder import RunFolder

@@ -126,7 +126,7 @@ def grad_norm_of_the_routers_loss(folder: str) -> float:
 
     from megatron_eqlen.models.cost import pair_cost
     from megatron_eqlen.models.hf_config import read_config
-    from megatron_eqlen.recipe import parse
+    from megatron_eqlen.recipe_load import parse
     from megatron_eqlen.training.distributed import start
     from megatron_eqlen.training.policy import Policy
 

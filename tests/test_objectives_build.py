@@ -4,7 +4,8 @@ import pytest
 
 from megatron_eqlen.objectives.build import build_minibatches, build_trees
 from megatron_eqlen.objectives.dynamic_sampling import filter_groups
-from megatron_eqlen.recipe import RecipeError, parse
+from megatron_eqlen.recipe import RecipeError
+from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.types import Grade, Group, Pair, Prompt, Segment, Stream
 
 QUESTION = Prompt("q", [1, 2], "?", "math", "1")

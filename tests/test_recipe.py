@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from megatron_eqlen import cli
-from megatron_eqlen.recipe import RecipeError, dump, load, parse
+from megatron_eqlen.recipe import RecipeError
+from megatron_eqlen.recipe_load import dump, load, parse
 from megatron_eqlen.run_folder import RunFolder
 
 RECIPES = Path(__file__).parent.parent / "recipes"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_eqlen.recipe.load import load
+from megatron_eqlen.recipe_load import load
 from megatron_eqlen.rewards.code import CodeGrader, extract_as_livecodebench
 from megatron_eqlen.rewards.code_tests import CodeTests
 from megatron_eqlen.rewards.livecodebench import MEMORY_MB

@@ -101,9 +101,9 @@ def shorter_is_better(question: str, response: str, gold: str) -> float:
 
 
 def test_mistakes_in_the_recipe_are_named():
-    with pytest.raises(ValueError, match="expected module:function, found 'rubric'"):
+    with pytest.raises(ValueError, match=r"expected package\.module:name, found 'rubric'"):
         Scorer(RewardRecipe(rubric="rubric"), Letters())
-    with pytest.raises(ValueError, match="has no function 'nothing'"):
+    with pytest.raises(ValueError, match="has no 'nothing'"):
         Scorer(RewardRecipe(rubric=f"{__name__}:nothing"), Letters())
     with pytest.raises(ValueError, match="'nowhere:at_all' cannot be imported: No module named 'nowhere'"):
         Scorer(RewardRecipe(rubric="nowhere:at_all"), Letters())

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_eqlen.recipe import Recipe, parse
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.rollout.engine import EngineError, StalePolicyError
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.sampling.track import track_seed

@@ -15,7 +15,8 @@ from aiohttp import web
 from safetensors.torch import load_file
 
 from megatron_eqlen.bench.servers import free_ports, running, stop
-from megatron_eqlen.recipe import Recipe, parse
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.rollout.engine import Engine, EngineError
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.vllm import client, pool

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_eqlen.recipe import MAY_CHANGE, differences, dump, is_under, load
+from megatron_eqlen.recipe import MAY_CHANGE, differences, is_under
+from megatron_eqlen.recipe_load import dump, load
 
 TINY = Path(__file__).parent.parent / "recipes/tiny_cpu.yaml"
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from megatron_eqlen.bench.servers import running
 from megatron_eqlen.bench.table import show
-from megatron_eqlen.recipe import Recipe, parse
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.rollout.engine import Engine
 from megatron_eqlen.rollout.vllm.client import ServerEngine
 

@@ -1,38 +1,52 @@
-"""Rewards of one comparison unit -> advantages. Plain floats, fp64; equal rewards give exactly 0."""
+"""Rewards of one comparison unit -> advantages. Plain floats, fp64; equal rewards give exactly 0.
+
+An estimator takes (rewards, lengths in tokens) of a unit's members and returns one advantage a member.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import fmean, pstdev
 
-from megatron_eqlen.objectives.registry import Objective
 from megatron_eqlen.sampling.comparison import all_equal
 
 
-def estimate(objective: Objective, rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
-    """One advantage a member. ``lengths`` are the members' tokens (GR3 alone looks at them).
+def grpo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
+    """(r - mean) / population std: ±1 on a pair with unequal rewards, as the paper states."""
+    if all_equal(rewards):
+        return [0.0] * len(rewards)
+    std = pstdev(rewards)
+    return [value / std for value in dr_grpo(rewards, lengths)]
 
-    ``batch_whitened`` is centred here; ``whiten`` divides once the whole batch is known.
-    """
-    if objective.advantage == "gr3":
-        rewards = gr3_rewards(rewards, lengths, objective.gr3_alpha)
+
+def dr_grpo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
+    """r - mean."""
     if all_equal(rewards):
         return [0.0] * len(rewards)
     mean = fmean(rewards)
-    centred = [reward - mean for reward in rewards]
-    if objective.advantage == "grpo":
-        std = pstdev(rewards)
-        return [value / std for value in centred]
-    if objective.advantage == "rloo":
-        return [value * len(rewards) / (len(rewards) - 1) for value in centred]
-    return centred
+    return [reward - mean for reward in rewards]
 
 
-def gr3_rewards(rewards: Sequence[float], lengths: Sequence[int], alpha: float) -> list[float]:
-    """GR3: r / (1 + alpha x length / mean length of the group)."""
-    mean_length = fmean(lengths)
-    return [r / (1 + alpha * n / mean_length) for r, n in zip(rewards, lengths, strict=True)]
+def rloo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
+    """r - mean of the others = n / (n - 1) x (r - mean)."""
+    if all_equal(rewards):
+        return [0.0] * len(rewards)
+    n = len(rewards)
+    return [value * n / (n - 1) for value in dr_grpo(rewards, lengths)]
+
+
+@dataclass(frozen=True)
+class Gr3:
+    """GR3: r / (1 + alpha x length / mean length of the unit), less the mean of these."""
+
+    alpha: float = 0.33
+
+    def __call__(self, rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
+        mean_length = fmean(lengths)
+        scaled = [r / (1 + self.alpha * n / mean_length) for r, n in zip(rewards, lengths, strict=True)]
+        return dr_grpo(scaled, lengths)
 
 
 def whiten(groups: list[list[float]]) -> list[list[float]]:

@@ -13,12 +13,14 @@ An equal-length stream has K = G/2, N = N_k, M = 2 (Eq. 5 and 6 of the paper); a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron_eqlen.objectives.advantages import estimate, whiten
+from megatron_eqlen.objectives.advantages import whiten
+from megatron_eqlen.objectives.aggregation import AGGREGATIONS, BatchSize
 from megatron_eqlen.objectives.metrics import unit_metrics
-from megatron_eqlen.objectives.registry import Objective, resolve
+from megatron_eqlen.objectives.objective import Objective
+from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.objectives.units import comparison_units
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import ComparisonUnit, all_equal
@@ -83,8 +85,8 @@ def _compare(rollouts: Sequence[Rollout], recipe: Recipe, objective: Objective) 
 
 
 def _set_advantages(units: list[ComparisonUnit], objective: Objective) -> None:
-    advantages = [estimate(objective, unit.rewards, unit.lengths) for unit in units]
-    if objective.advantage == "batch_whitened":
+    advantages = [objective.advantage(unit.rewards, unit.lengths) for unit in units]
+    if objective.whitened:
         advantages = whiten(advantages)
     for unit, values in zip(units, advantages, strict=True):
         unit.advantages = values
@@ -102,7 +104,7 @@ def _mark_trained(units: list[ComparisonUnit], recipe: Recipe) -> None:
 
 def _set_weights(batch: _Batch, recipe: Recipe, objective: Objective) -> None:
     counted = Counter(unit.rollout for unit in batch.units if unit.counted)
-    token_weight = _token_weight(batch, recipe, objective)
+    token_weight, size = AGGREGATIONS[objective.aggregation], _size(batch, recipe)
     for unit in batch.units:
         if not unit.trained:
             continue
@@ -110,19 +112,11 @@ def _set_weights(batch: _Batch, recipe: Recipe, objective: Objective) -> None:
         sequence = 1 / (len(batch.rollouts) * members)
         for node in unit.nodes:
             if node.token_ids:
-                node.weight = token_weight(sequence, len(node.token_ids), unit.prompt_id)
+                node.weight = token_weight(sequence, len(node.token_ids), unit.prompt_id, size)
 
 
-def _token_weight(batch: _Batch, recipe: Recipe, objective: Objective) -> Callable[[float, int, str], float]:
-    """(weight of the whole sequence, its length, its prompt) -> weight of each of its tokens."""
+def _size(batch: _Batch, recipe: Recipe) -> BatchSize:
     tokens: Counter[str] = Counter()
     for unit in batch.units:
         tokens[unit.prompt_id] += sum(unit.lengths) if unit.counted else 0
-    longest, total, prompts = recipe.rollout.max_response_length, tokens.total(), len(batch.rollouts)
-    return {
-        "seq-mean-token-mean": lambda sequence, length, prompt: sequence / length,
-        "seq-mean-token-sum": lambda sequence, length, prompt: sequence,
-        "seq-mean-token-sum-norm": lambda sequence, length, prompt: sequence / longest,
-        "token-mean": lambda sequence, length, prompt: 1 / total,
-        "prompt-mean-token-mean": lambda sequence, length, prompt: 1 / (prompts * tokens[prompt]),
-    }[objective.aggregation]
+    return BatchSize(tokens.total(), tokens, len(batch.rollouts), recipe.rollout.max_response_length)

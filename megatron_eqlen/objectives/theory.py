@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megatron_eqlen.objectives.advantages import estimate
 from megatron_eqlen.objectives.build import build_trees
 from megatron_eqlen.objectives.registry import lookup
-from megatron_eqlen.recipe import Recipe, parse
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.sampling.equal_length.suffix import pair_rewards
 from megatron_eqlen.types import Grade, Group, Pair, Prompt, Rollout, Segment, Stream, TokenTree
 
@@ -269,5 +269,5 @@ def survivor_advantage(
         rewards = pair_rewards(stream, suffix_reward)[0]
         right = first + sum(rest)
         probability = success**right * (1 - success) ** (extensions + 1 - right)
-        outcomes.append((estimate(lookup(objective), rewards, [1, 1])[1], probability))
+        outcomes.append((lookup(objective).advantage(rewards, [1, 1])[1], probability))
     return moments(outcomes)

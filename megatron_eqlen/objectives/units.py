@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from megatron_eqlen.objectives.registry import Objective
+from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty, no_penalty

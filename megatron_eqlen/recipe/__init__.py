@@ -1,12 +1,12 @@
-"""Recipes: ``schema`` (what a file may say), ``checks`` (what fits together), ``load`` (files, overrides).
+"""The schema of a recipe: every key, its type, its default, and how a run is called by it.
 
-``load(path, overrides)`` returns a frozen, checked ``Recipe``. Every mistake is a ``RecipeError``.
+``recipe_load`` reads files, ``recipe_checks`` says what must fit together; nothing of the rest of the code is
+known here.
 """
 
-from megatron_eqlen.recipe.checks import check_inputs
-from megatron_eqlen.recipe.load import dump, load, parse
 from megatron_eqlen.recipe.naming import MAY_CHANGE, differences, is_under
 from megatron_eqlen.recipe.schema import (
+    AggregationName,
     BenchmarkRecipe,
     DataRecipe,
     EqualLengthRecipe,
@@ -16,11 +16,13 @@ from megatron_eqlen.recipe.schema import (
     RecipeError,
     RewardRecipe,
     RolloutRecipe,
+    Section,
     SourceRecipe,
 )
 
 __all__ = [
     "MAY_CHANGE",
+    "AggregationName",
     "BenchmarkRecipe",
     "DataRecipe",
     "EqualLengthRecipe",
@@ -30,11 +32,8 @@ __all__ = [
     "RecipeError",
     "RewardRecipe",
     "RolloutRecipe",
+    "Section",
     "SourceRecipe",
-    "check_inputs",
     "differences",
-    "dump",
     "is_under",
-    "load",
-    "parse",
 ]

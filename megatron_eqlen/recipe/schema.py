@@ -20,6 +20,16 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
+AggregationName = Literal[
+    "seq-mean-token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+    "token-mean",
+    "prompt-mean-token-mean",
+]
+"""verl's ``loss_agg_mode``; ``objectives.aggregation`` says what each does."""
+
+
 class RecipeError(ValueError):
     """A recipe that cannot run; the message names the key, what was expected and what was found."""
 
@@ -166,16 +176,7 @@ class LossRecipe(Section):
     minibatches: PositiveInt = 1
     """Optimizer steps per harvest (our choice: 1, on-policy)."""
     epochs: PositiveInt = 1
-    loss_agg_mode: (
-        Literal[
-            "seq-mean-token-mean",
-            "seq-mean-token-sum",
-            "seq-mean-token-sum-norm",
-            "token-mean",
-            "prompt-mean-token-mean",
-        ]
-        | None
-    ) = None
+    loss_agg_mode: AggregationName | None = None
     """How tokens are averaged, by verl's names; ``prompt-mean-token-mean`` is DAPO's equation as printed."""
     gr3_alpha: NonNegativeFloat | None = None
     """Strength of GR3's length scaling."""
@@ -308,14 +309,15 @@ class Recipe(Section):
     def method(self) -> str:
         """``eqlen-grpo``: equal-length sampling; ``grpo``: independent sampling; ``eqlen-grpo-mean-reward``,
         for example: one of the paper's ablations."""
+        objective = self.objective.rpartition(":")[2]  # of an import path the name
         if self.sampling != "equal_length":
-            return self.objective
+            return objective
         ablations = {
             "single-pair": self.equal_length.single_pair,
             "prefix-in-gradient": self.equal_length.prefix_in_gradient,
             "mean-reward": self.equal_length.suffix_reward == "mean",
         }
-        return "-".join(["eqlen", self.objective, *(name for name, on in ablations.items() if on)])
+        return "-".join(["eqlen", objective, *(name for name, on in ablations.items() if on)])
 
     @property
     def world_size(self) -> int:

@@ -24,7 +24,8 @@ from megatron_eqlen.evaluation.result import (
     read_results,
 )
 from megatron_eqlen.evaluation.statistics import Interval
-from megatron_eqlen.recipe import Recipe, load
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe_load import load
 from megatron_eqlen.report.format import compact
 from megatron_eqlen.report.metrics import read_metrics
 

@@ -17,7 +17,8 @@ from megatron_eqlen.budget import Budget
 from megatron_eqlen.data.tokenizers import load_tokenizer
 from megatron_eqlen.evaluation.result import EvaluationResult, compare, read_results
 from megatron_eqlen.evaluation.statistics import Interval
-from megatron_eqlen.recipe import EqualLengthRecipe, Recipe, dump, load
+from megatron_eqlen.recipe import EqualLengthRecipe, Recipe
+from megatron_eqlen.recipe_load import dump, load
 from megatron_eqlen.report.chart import Point, Series, line_chart, stacked_bars
 from megatron_eqlen.report.drawing import draw
 from megatron_eqlen.report.format import (

@@ -5,9 +5,6 @@ rollouts ──► ended responses ──decode──► grader of the prompt �
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from megatron_eqlen.data.tokenizers import Tokenizer
+from megatron_eqlen.plugins import load_object
 from megatron_eqlen.recipe import RewardRecipe
 from megatron_eqlen.rewards.code import CodeGrader
 from megatron_eqlen.rewards.math import MathGrader
@@ -38,7 +36,7 @@ class Scorer:
         self._reward = reward
         self._tokenizer = tokenizer
         self._graders: dict[str, Grader] = {}
-        self._rubric = load_rubric(reward.rubric) if reward.rubric else None
+        self._rubric = load_object(reward.rubric, "reward.rubric") if reward.rubric else None
 
     def score(self, rollouts: Iterable[Rollout]) -> Metrics:
         """Fill ``grade`` of every segment that ends a response; grades that are there already stay."""
@@ -113,22 +111,6 @@ def make_grader(name: str, reward: RewardRecipe) -> Grader:
             reward.lcb_strict,
         )
     raise ValueError(f"grader: expected math, code or rubric, found {name!r}")
-
-
-def load_rubric(spec: str) -> Rubric:
-    """The callable that ``module:function`` names."""
-    module, colon, function = spec.partition(":")
-    if not colon:
-        raise ValueError(f"reward.rubric: expected module:function, found {spec!r}")
-    if os.getcwd() not in sys.path:  # as for `python -m`, whichever way this process was started
-        sys.path.append(os.getcwd())
-    try:
-        rubric = getattr(importlib.import_module(module), function, None)
-    except ImportError as error:
-        raise ValueError(f"reward.rubric: {spec!r} cannot be imported: {error}") from None
-    if not callable(rubric):
-        raise ValueError(f"reward.rubric: {module} has no function {function!r}")
-    return rubric
 
 
 def reward_metrics(graded: Sequence[tuple[Prompt, Grade]]) -> Metrics:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_eqlen.objectives.registry import Objective
+from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.recipe import LossRecipe
 from megatron_eqlen.types import Metrics
 

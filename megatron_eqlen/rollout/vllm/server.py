@@ -11,7 +11,8 @@ import sys
 
 from megatron_eqlen import layout
 from megatron_eqlen.models.hf_config import read_config
-from megatron_eqlen.recipe import Recipe, load
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe_load import load
 
 
 def server_command(recipe: Recipe, port: int, host: str = "0.0.0.0") -> tuple[list[str], dict[str, str]]:

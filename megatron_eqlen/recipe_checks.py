@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_eqlen import layout
-from megatron_eqlen.objectives.registry import check_combination
-from megatron_eqlen.recipe.schema import Recipe, RecipeError, RewardRecipe, RolloutRecipe
+from megatron_eqlen.objectives.checks import check_combination
+from megatron_eqlen.recipe import Recipe, RecipeError, RewardRecipe, RolloutRecipe
 
 
 def check(recipe: Recipe) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from megatron_eqlen.recipe.checks import check
+from megatron_eqlen.recipe import Recipe, RecipeError, Section
 from megatron_eqlen.recipe.naming import ABLATIONS, MAY_CHANGE, NAMED_ELSEWHERE, differences, is_under
-from megatron_eqlen.recipe.schema import Recipe, RecipeError, Section
+from megatron_eqlen.recipe_checks import check
 
 
 def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:

@@ -1,0 +1,116 @@
+"""Which objectives go with the rest of a recipe."""
+
+from __future__ import annotations
+
+from megatron_eqlen.objectives.advantages import Gr3
+from megatron_eqlen.objectives.objective import Objective
+from megatron_eqlen.objectives.registry import resolve
+from megatron_eqlen.recipe import Recipe
+
+
+def check_combination(recipe: Recipe) -> None:
+    """Raise ValueError, with the reason, where the objective and the rest of the recipe do not fit."""
+    objective = resolve(recipe)
+    _check_sampling(recipe, objective)
+    _check_clip(recipe, objective)
+    _check_ratio(recipe, objective)
+    _check_rewards(recipe, objective)
+
+
+def _check_sampling(recipe: Recipe, objective: Objective) -> None:
+    if (objective.name == "treerpo") != (recipe.sampling == "tree"):
+        raise ValueError(
+            f"objective: {objective.name} with sampling: {recipe.sampling}: treerpo and sampling: tree "
+            f"belong together (only treerpo says what an inner node's reward is)"
+        )
+    if recipe.sampling == "equal_length" and isinstance(objective.advantage, Gr3):
+        raise ValueError(
+            "objective: gr3 with sampling: equal_length: gr3 scales rewards by length / mean length of the "
+            "group, which is 1 for both sides of an equal-length pair; use dr_grpo, which it then equals "
+            "up to the factor 1 / (1 + alpha)"
+        )
+    if recipe.sampling != "equal_length":
+        for key in ("single_pair", "prefix_in_gradient"):
+            if getattr(recipe.equal_length, key):
+                raise ValueError(
+                    f"equal_length.{key}: true needs sampling: equal_length, found {recipe.sampling}"
+                )
+    if recipe.equal_length.single_pair and (recipe.equal_length.max_pairs or 1) > 1:
+        raise ValueError(
+            f"equal_length.single_pair: true stops after one pair, found max_pairs "
+            f"{recipe.equal_length.max_pairs}"
+        )
+
+
+def _check_clip(recipe: Recipe, objective: Objective) -> None:
+    low, high = recipe.loss.clip_ratio_low, recipe.loss.clip_ratio_high
+    if objective.ratio == "vespo" and (low, high, recipe.loss.clip_ratio_c) != (None, None, None):
+        raise ValueError(
+            "objective: vespo has a soft kernel in place of clipping: leave loss.clip_ratio_* out"
+        )
+    if (objective.clip_ratio_low is None) != (objective.clip_ratio_high is None):
+        raise ValueError(
+            f"objective: {objective.name} does not clip by itself: set both loss.clip_ratio_low and "
+            f"loss.clip_ratio_high, found {low} and {high}"
+        )
+    if objective.clip_ratio_low is not None and objective.clip_ratio_low > 1:
+        raise ValueError(
+            f"loss.clip_ratio_low: {low}: 1 - {low} is below zero, where no ratio lies; expected at most 1"
+        )
+    if objective.clip_ratio_c is not None and not objective.clips:
+        raise ValueError(
+            f"loss.clip_ratio_c: {objective.clip_ratio_c} bounds a clipped ratio, and "
+            f"{objective.name} has none: set loss.clip_ratio_low and loss.clip_ratio_high too"
+        )
+
+
+def _check_ratio(recipe: Recipe, objective: Objective) -> None:
+    loss = recipe.loss
+    if objective.ratio == "vespo" and loss.rollout_is != "none":
+        raise ValueError(
+            f"loss.rollout_is: {loss.rollout_is}: vespo's kernel takes an importance weight already; use "
+            f"loss.old_logprobs: rollout to take it over the engine's log-probs"
+        )
+    updates = loss.minibatches * loss.epochs
+    if objective.ratio == "none" and updates > 1:
+        raise ValueError(
+            f"objective: {objective.name} without clipping has no importance ratio, so only a harvest's "
+            f"first update is on-policy: loss.minibatches {loss.minibatches} x loss.epochs {loss.epochs} = "
+            f"{updates} updates need loss.clip_ratio_low and loss.clip_ratio_high"
+        )
+    if loss.minibatches > recipe.data.prompts_per_step:
+        raise ValueError(
+            f"loss.minibatches: {loss.minibatches} is more than data.prompts_per_step "
+            f"{recipe.data.prompts_per_step}; a minibatch holds whole prompts"
+        )
+    if loss.old_logprobs == "rollout" and recipe.rollout.logprobs_mode == "processed":
+        raise ValueError(
+            "loss.old_logprobs: rollout needs rollout.logprobs_mode: raw: log-probs after top-k and top-p "
+            "are of another distribution than the trainer's, and ratios would not start at 1"
+        )
+    if loss.old_logprobs == "rollout" and loss.rollout_is != "none":
+        raise ValueError(
+            f"loss.rollout_is: {loss.rollout_is} corrects old log-probs that the trainer recomputed; with "
+            f"loss.old_logprobs: rollout the ratio already starts from the engine's"
+        )
+
+
+def _check_rewards(recipe: Recipe, objective: Objective) -> None:
+    longest = recipe.rollout.max_response_length
+    if objective.overlong_buffer >= longest:
+        raise ValueError(
+            f"loss.overlong_buffer: {objective.overlong_buffer} tokens do not lie inside "
+            f"rollout.max_response_length {longest}"
+        )
+    if recipe.sampling == "tree" and objective.overlong_buffer:
+        raise ValueError(
+            f"loss.overlong_buffer: {objective.overlong_buffer}: a step of a sampled tree has the mean "
+            f"reward of responses of many lengths; a penalty needs sampling: equal_length or independent"
+        )
+    if recipe.loss.overlong_factor is not None and not objective.overlong_buffer:
+        raise ValueError(
+            f"loss.overlong_factor: {recipe.loss.overlong_factor} scales a length penalty that objective: "
+            f"{objective.name} does not have: set loss.overlong_buffer too"
+        )
+    if recipe.loss.gr3_alpha is not None and not isinstance(objective.advantage, Gr3):
+        raise ValueError(f"loss.gr3_alpha: only objective: gr3 has it, found objective: {objective.name}")

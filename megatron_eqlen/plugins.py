@@ -1,0 +1,35 @@
+"""A user's own objects, which a recipe names by import path: ``package.module:name``."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+
+def is_import_path(value: str) -> bool:
+    return ":" in value
+
+
+def load_object(path: str, key: str, expected: type | None = None) -> Any:
+    """What ``package.module:name`` names; the module is looked for in the working directory, too.
+
+    ``key``: the recipe's, for messages. Raises ValueError where it cannot be imported, is not there, or is no
+    ``expected`` (None: not callable).
+    """
+    module, colon, name = path.partition(":")
+    if not (module and colon and name):
+        raise ValueError(f"{key}: expected package.module:name, found {path!r}")
+    if os.getcwd() not in sys.path:  # as for `python -m`, whichever way this process was started
+        sys.path.append(os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ImportError as error:
+        raise ValueError(f"{key}: {path!r} cannot be imported: {error}") from None
+    if found is None:
+        raise ValueError(f"{key}: {module} has no {name!r}")
+    if not (callable(found) if expected is None else isinstance(found, expected)):
+        wanted = "something that can be called" if expected is None else f"a {expected.__name__}"
+        raise ValueError(f"{key}: {path!r}: expected {wanted}, found a {type(found).__name__}")
+    return found
