@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 import tracemalloc
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -55,6 +56,13 @@ def grader():
 )
 def test_the_last_fenced_block_after_thinking(text, program):
     assert extract_program(text) == program
+
+
+@pytest.mark.parametrize("line", ["~" * 400_000 + "`", "`" * 400_000 + "x`", " " * 400_000, "~~~ x" * 80_000])
+def test_extraction_takes_linear_time(line):
+    started = time.process_time()
+    assert extract_program(line) is None
+    assert time.process_time() - started < 1.0
 
 
 @pytest.mark.parametrize(
@@ -216,6 +224,7 @@ def test_no_program_is_no_answer(grader):
         ({"inputs": ["1"], "outputs": ["1"], "memory_mb": 0.5}, "memory_mb: expected a whole number"),
         ({"inputs": [[1]], "outputs": [1], "function": ""}, "function: expected a name, found ''"),
         ({"inputs": [[1]], "outputs": [1], "function": "a b"}, "function: expected a name"),
+        ({"inputs": [[1]], "outputs": [1], "function": "f" * 5000}, "function: expected a name"),
         ({"inputs": [[1]], "outputs": [1], "function": "lambda"}, "function: expected a name"),
         ({"inputs": [[1]], "outputs": [1], "function": ["f"]}, "function: expected a name"),
         ({"inputs": [[1]], "outputs": [1], "function": "f", "wrapped": 1}, "wrapped: expected true or false"),

@@ -60,6 +60,15 @@ def test_the_official_extraction_takes_what_lies_between_the_last_two_fences(tex
     assert extract_as_livecodebench(text) == program
 
 
+def test_outputs_of_all_tests_together_may_be_large():
+    """More than one test's limit: the checker's process reports them all."""
+    tests = CodeTests([""] * 3, ["x" * (8 << 20)] * 3, livecodebench=True).to_json()
+    grader = CodeGrader(workers=1, lcb_strict=True)
+    (grade,) = grader.grade(["```python\nprint('x' * (8 << 20))\n```"], [tests])
+    grader.close()
+    assert grade.verdict == "passed", grade.detail
+
+
 def test_rules_are_in_force_for_livecodebench_problems_alone():
     """Another set's program must import what it uses, and an exit status is one."""
     grader = CodeGrader(workers=1)

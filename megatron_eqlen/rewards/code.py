@@ -33,7 +33,7 @@ LONGEST_PROGRAM = 100_000
 AS_ROOT = f" (programs run as root: nobody cannot read Python's folder {sys.prefix} or its parents)"
 WORKER_MODULE = "megatron_eqlen.rewards.code_worker"
 
-_FENCE = re.compile(r"^[ \t]*(?P<fence>`{3,}|~{3,})(?P<info>[^\n`]*)$\n?", re.MULTILINE)
+_FENCE = re.compile(r"^[ \t]*+(?P<fence>`{3,}+|~{3,}+)(?P<info>[^\n`]*+)$\n?", re.MULTILINE)
 _PYTHON = re.compile(r"[ \t]*py", re.IGNORECASE)
 
 

@@ -24,6 +24,7 @@ LARGEST_TIME_LIMIT = 3600.0
 """Seconds."""
 LARGEST_MEMORY = 1 << 20
 """MiB."""
+LONGEST_NAME = 200
 DEEPEST_VALUE = 200
 """Lists and objects within each other, in an argument or a result."""
 
@@ -63,7 +64,7 @@ class CodeTests:
 
     def _check_options(self) -> None:
         name = self.function
-        if name is not None and not (isinstance(name, str) and name.isidentifier() and not iskeyword(name)):
+        if name is not None and not _is_name(name):
             raise ValueError(f"function: expected a name, found {name!r:.80}")
         for flag in ("wrapped", "livecodebench"):
             if not isinstance(found := getattr(self, flag), bool):
@@ -162,6 +163,11 @@ def _check_depth(values: list[Any]) -> None:
         held = chain.from_iterable(box.values() if isinstance(box, dict) else box for box in level)
         level = [value for value in held if isinstance(value, list | dict)]
     raise ValueError(TOO_DEEP)
+
+
+def _is_name(value: Any) -> bool:
+    plain = isinstance(value, str) and value.isidentifier() and not iskeyword(value)
+    return plain and len(value) <= LONGEST_NAME
 
 
 def _check_limit(name: str, value: Any, largest: float) -> None:

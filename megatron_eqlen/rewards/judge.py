@@ -54,7 +54,9 @@ def judge_as_livecodebench(program: str, tests: CodeTests, limits: Limits, run: 
     number_of_tests = len(tests.inputs)
     asked = json.dumps({"inputs": tests.inputs, "seconds": limits.cpu_seconds})
     whole = (limits.cpu_seconds + 1) * number_of_tests + 5
-    limits = replace(limits, cpu_seconds=whole, wall_seconds=whole)
+    expected = sum(len(str(output)) for output in tests.outputs)
+    output = limits.output_bytes + 4 * expected  # of all tests together
+    limits = replace(limits, cpu_seconds=whole, wall_seconds=whole, output_bytes=output)
     ended = run(program, asked, limits, tests.function, "livecodebench_strict")
     for number, (kind, text) in enumerate(ended.records[:number_of_tests]):
         if kind in VERDICTS_OF_A_TEST:
