@@ -1,0 +1,168 @@
+"""Files and folders that appear whole or not at all, and the names of steps on disk.
+
+    write_text(path, text), write_json(path, data)    a file in place of what was there
+    replaced(path)                                    the same for a file that something else writes
+    new_folder(path)                                  a folder under a new name
+
+All are on disk before they have their name. A process that is killed leaves the old file, or no folder, and
+something called ``.NAME.*.partial``; ``new_folder`` and ``sweep`` remove what a killed ``new_folder`` left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+logger = logging.getLogger(__name__)
+
+LOCK = ".{name}.eqlen-lock"
+"""Beside a folder in the making: held by its maker, and says what the maker calls it meanwhile."""
+
+
+class CheckpointError(ValueError):
+    """Weights or a checkpoint that cannot be read or written; the message names the file and the tensor."""
+
+
+def step_name(step: int) -> str:
+    """``step-00000012``: sorts by name as by number."""
+    return f"step-{step:08d}"
+
+
+def step_number(name: str) -> int | None:
+    """The inverse of ``step_name``; None for any other name."""
+    match = re.fullmatch(r"step-(\d{8,})", name)
+    return int(match[1]) if match else None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Put a UTF-8 file in place of ``path``."""
+    with replaced(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Put ``data`` in place of ``path`` as indented JSON."""
+    write_text(path, json.dumps(data, indent=1) + "\n")
+
+
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Where to write a file that takes the place of ``path`` after the block; an error leaves ``path``."""
+    partial = path.with_name(_partial_name(path))
+    try:
+        yield partial
+        sync(partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """An empty folder to fill, which is called ``path`` after the block; an error removes it.
+
+    Meanwhile ``path`` is this process's alone. Raises CheckpointError where ``path`` exists, or another
+    process is making it.
+    """
+    path = path.absolute()
+    refuse_existing(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _claimed(path) as note:
+        partial = path.with_name(_partial_name(path))
+        _write_note(note, partial.name)
+        partial.mkdir()
+        try:
+            yield partial
+            sync_tree(partial)
+            refuse_existing(path)
+            partial.rename(path)
+            sync(path.parent)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what killed processes left of folders that they were making in ``folder``."""
+    for lock in folder.glob(LOCK.format(name="*")):
+        name = lock.name.removeprefix(".").removesuffix(".eqlen-lock")
+        with contextlib.suppress(CheckpointError), _claimed(folder / name):
+            pass
+
+
+def refuse_existing(path: Path) -> None:
+    if os.path.lexists(path):
+        raise CheckpointError(f"{path}: exists already; choose another output or remove it")
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_tree(folder: Path) -> None:
+    """Wait until everything in ``folder`` is on disk."""
+    for path in folder.rglob("*"):
+        sync(path)
+    sync(folder)
+
+
+@contextlib.contextmanager
+def _claimed(path: Path) -> Iterator[TextIO]:
+    """Hold ``path`` against other processes, until the block or this process ends; sweep what a killed
+    holder left. Gives the lock file."""
+    lock = path.with_name(LOCK.format(name=path.name))
+    with _locked(lock, path) as note:
+        try:
+            _sweep(note, path)
+            yield note
+        finally:
+            lock.unlink()  # while it is held: whoever waits for this file sees that it is gone
+
+
+@contextlib.contextmanager
+def _locked(lock: Path, path: Path) -> Iterator[TextIO]:
+    while True:
+        with open(lock, "a+", encoding="utf-8") as note:
+            try:
+                fcntl.flock(note, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise CheckpointError(f"{path}: another process is writing it") from None
+            if lock.exists() and os.path.samestat(os.fstat(note.fileno()), lock.stat()):
+                yield note
+                return
+
+
+def _sweep(note: TextIO, path: Path) -> None:
+    note.seek(0)
+    left = path.with_name(note.read().strip() or "nothing")
+    if re.fullmatch(_partial_pattern(path), left.name) and left.is_dir() and not left.is_symlink():
+        logger.warning("%s: removed, a process that was killed left it", left)
+        shutil.rmtree(left)
+
+
+def _write_note(note: TextIO, text: str) -> None:
+    note.truncate(0)
+    note.write(text)
+    note.flush()
+
+
+def _partial_name(path: Path) -> str:
+    return f".{path.name}.{secrets.token_hex(4)}.partial"
+
+
+def _partial_pattern(path: Path) -> str:
+    return re.escape(f".{path.name}.") + r"[0-9a-f]{8}\.partial"

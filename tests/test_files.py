@@ -1,0 +1,153 @@
+"""Outputs appear whole or not at all, and nothing is removed that we did not make."""
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from megatron_eqlen.files import (
+    CheckpointError,
+    new_folder,
+    step_name,
+    step_number,
+    sweep,
+    write_json,
+    write_text,
+)
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def start(function, *args) -> multiprocessing.Process:
+    process = multiprocessing.get_context("fork").Process(target=function, args=args, daemon=True)
+    process.start()
+    return process
+
+
+def make_and_wait(path: Path, ready, go_on) -> None:
+    with new_folder(path) as partial:
+        (partial / "data").write_text("whole")
+        ready.set()
+        go_on.wait()
+
+
+@pytest.fixture
+def maker(tmp_path):
+    """(process, event that lets it finish): another process in the middle of making ``tmp_path/out``."""
+    ready, go_on = multiprocessing.Event(), multiprocessing.Event()
+    process = start(make_and_wait, tmp_path / "out", ready, go_on)
+    assert ready.wait(30)
+    yield process, go_on
+    process.kill()
+    process.join()
+
+
+def test_a_folder_appears_whole_and_alone(tmp_path):
+    with new_folder(tmp_path / "deep" / "out") as partial:
+        (partial / "data").write_text("whole")
+        assert not (tmp_path / "deep" / "out").exists()
+    assert names(tmp_path / "deep") == {"out"}
+    assert (tmp_path / "deep" / "out" / "data").read_text() == "whole"
+
+
+def fail_half_way(path: Path, error: type[BaseException]) -> None:
+    with new_folder(path) as partial:
+        (partial / "data").write_text("half")
+        raise error
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_error_leaves_nothing(tmp_path, error):
+    with pytest.raises(error):
+        fail_half_way(tmp_path / "out", error)
+    assert names(tmp_path) == set()
+
+
+def test_a_users_folders_of_similar_names_stay(tmp_path):
+    for mine in ("out.partial", ".out.partial", ".out.0123abcd.partial", "out.lock"):
+        (tmp_path / mine).mkdir()
+        (tmp_path / mine / "precious").touch()
+    with new_folder(tmp_path / "out"):
+        pass
+    for mine in ("out.partial", ".out.partial", ".out.0123abcd.partial", "out.lock"):
+        assert (tmp_path / mine / "precious").exists()
+
+
+def test_two_makers_of_one_folder_do_not_mix(tmp_path, maker):
+    process, go_on = maker
+    with (
+        pytest.raises(CheckpointError, match="out: another process is writing it"),
+        new_folder(tmp_path / "out"),
+    ):
+        pytest.fail("both write")
+    with new_folder(tmp_path / "other"):
+        pass
+    go_on.set()
+    process.join()
+    assert (tmp_path / "out" / "data").read_text() == "whole"
+    assert names(tmp_path) == {"out", "other"}
+
+
+def test_what_a_killed_maker_left_is_swept_by_the_next_one(tmp_path, maker):
+    process, _ = maker
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert len(names(tmp_path)) == 2, "a folder and its lock"
+    with new_folder(tmp_path / "out"):
+        pass
+    assert names(tmp_path) == {"out"}
+
+
+def test_a_sweep_spares_those_who_live(tmp_path, maker):
+    process, _ = maker
+    before = names(tmp_path)
+    sweep(tmp_path)
+    assert names(tmp_path) == before
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    sweep(tmp_path)
+    assert names(tmp_path) == set()
+
+
+def make_while_a_user_does(path: Path) -> None:
+    with new_folder(path):
+        path.mkdir()
+        (path / "precious").touch()
+
+
+def test_an_output_that_appeared_meanwhile_is_not_replaced(tmp_path):
+    with pytest.raises(CheckpointError, match="exists already"):
+        make_while_a_user_does(tmp_path / "out")
+    assert names(tmp_path / "out") == {"precious"}
+
+
+def test_a_dangling_link_counts_as_existing(tmp_path):
+    (tmp_path / "out").symlink_to("nowhere")
+    with pytest.raises(CheckpointError, match="exists already"), new_folder(tmp_path / "out"):
+        pytest.fail("overwrites a link")
+
+
+def test_a_file_is_replaced_whole(tmp_path):
+    write_text(tmp_path / "a", "old")
+    write_json(tmp_path / "a", {"new": 1})
+    assert (tmp_path / "a").read_text() == '{\n "new": 1\n}\n'
+    with pytest.raises(UnicodeEncodeError):
+        write_text(tmp_path / "a", "\ud800")
+    assert (tmp_path / "a").read_text() == '{\n "new": 1\n}\n'
+    assert names(tmp_path) == {"a"}
+
+
+@pytest.mark.parametrize("step", [0, 12, 99_999_999, 123_456_789])
+def test_step_names_are_read_back(step):
+    assert step_number(step_name(step)) == step
+
+
+@pytest.mark.parametrize(
+    "name", ["step-12", "step-00000012.damaged", "step--0000012", ".step-00000012", "latest"]
+)
+def test_other_names_are_no_steps(name):
+    assert step_number(name) is None
