@@ -108,15 +108,107 @@ REFUSED = {
     "num_hidden_layers": (0, "qwen3"),
     "partial_rotary_factor": (0.5, "qwen3"),
     "rope_theta": (5.0, "qwen3"),
+    "num_key_value_heads": (None, "qwen3"),
+    "vocab_size": (10**400, "qwen3"),
+    "rms_norm_eps": (float("nan"), "qwen3"),
+    "rope_parameters.rope_theta": ("big", "qwen3"),
+    "rope_parameters.factor": (2.0, "qwen3_moe"),
+    "rope_parameters.rope_type": (["default"], "qwen3_moe"),
+    "output_router_logits": ("yes", "qwen3_moe"),
+    "num_experts": (4, "qwen3_moe"),
 }
 
 
 @pytest.mark.parametrize("field", REFUSED)
 def test_what_changes_the_result_and_is_not_supported_is_named(tmp_path, field):
     value, family = REFUSED[field]
-    raw = saved(tmp_path, family) | {field: value}
-    with pytest.raises(ConfigError, match=f"here.json: {field}"):
+    raw = saved(tmp_path, family)
+    outer, _, inner = field.partition(".")
+    raw |= {outer: raw[outer] | {inner: value}} if inner else {field: value}
+    with pytest.raises(ConfigError, match=rf"here.json: {outer}.*{inner}"):
         parse_config(raw, "here.json")
+
+
+SIZES = {
+    "query heads": (
+        "qwen3",
+        {"num_attention_heads": 6, "num_key_value_heads": 4},
+        "num_key_value_heads 4, found 6",
+    ),
+    "more key-value heads": ("qwen3", {"num_key_value_heads": 8}, "num_attention_heads: .* 8, found 4"),
+    "an odd head": ("qwen3", {"head_dim": 15}, "head_dim x partial_rotary_factor: .* of 2, found 15"),
+    "an odd rotation": ("qwen3_next", {"head_dim": 20}, "head_dim x partial_rotary_factor: .* of 2, found 5"),
+    "no rotation": ("qwen3_next", {"head_dim": 2}, "head_dim x partial_rotary_factor: .* of 2, found 0"),
+    "linear heads": (
+        "qwen3_next",
+        {"linear_num_key_heads": 2, "linear_num_value_heads": 5},
+        "linear_num_value_heads: expected a multiple of linear_num_key_heads 2, found 5",
+    ),
+    "experts of a token": (
+        "qwen3_moe",
+        {"num_experts_per_tok": 9},
+        "num_experts_per_tok: .* num_experts 8, found 9",
+    ),
+    "no sparse layer": (
+        "qwen3_moe",
+        {"decoder_sparse_step": 5},
+        "decoder_sparse_step 5, .* none of 4 layers",
+    ),
+    "only dense layers": (
+        "qwen3_next",
+        {"mlp_only_layers": [0, 1, 2, 3]},
+        "mlp_only_layers .0, 1, 2, 3.: none of 4",
+    ),
+    "dense layers by name": (
+        "qwen3_moe",
+        {"mlp_only_layers": ["first"]},
+        "mlp_only_layers: .* found 'first'",
+    ),
+    "too few kinds": (
+        "qwen3",
+        {"layer_types": ["full_attention"] * 3},
+        "num_hidden_layers 4 entries, found 3",
+    ),
+    "too many kinds": (
+        "qwen3_next",
+        {"layer_types": ["full_attention"] * 5},
+        "num_hidden_layers 4 .*, found 5",
+    ),
+    "a kind of kinds": (
+        "qwen3",
+        {"layer_types": [["full_attention"]] * 4},
+        "layer_types: .'full_attention'. is not",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_numbers_that_no_model_can_have_are_refused_by_key_and_number(tmp_path, case):
+    family, changes, message = SIZES[case]
+    with pytest.raises(ConfigError, match=f"here.json: .*{message}"):
+        parse_config(saved(tmp_path, family) | changes, "here.json")
+
+
+@pytest.mark.parametrize(
+    ("family", "field"),
+    [
+        ("qwen3_moe", "mlp_only_layers"),
+        ("qwen3_next", "mlp_only_layers"),
+        ("qwen3", "layer_types"),
+        ("qwen3_next", "layer_types"),
+        ("qwen3", "rope_scaling"),
+        ("qwen3_moe", "output_router_logits"),
+    ],
+)
+def test_null_means_what_transformers_takes_it_for(tmp_path, family, field):
+    raw = saved(tmp_path, family)
+    interval = {"full_attention_interval": 4} if family == "qwen3_next" else {}
+    assert parse_config(raw | interval | {field: None}, "null") == parse_config(raw, "whole")
+
+
+def test_an_unsupported_family_is_told_where_a_new_one_is_added(tmp_path):
+    with pytest.raises(ConfigError, match=r"qwen3_next, found .llama. .*models/weights\.py"):
+        parse_config(saved(tmp_path, "qwen3") | {"model_type": "llama"}, "here.json")
 
 
 def test_an_unknown_field_is_said_aloud(tmp_path):
@@ -125,11 +217,26 @@ def test_an_unknown_field_is_said_aloud(tmp_path):
         parse_config(raw, "here.json")
 
 
-def test_unreadable_files_are_named(tmp_path):
+UNREADABLE = {
+    "half": (b"{", "not valid JSON"),
+    "not UTF-8": (b'{"model_type": "\xff"}', "not UTF-8"),
+    "UTF-16": ("{}".encode("utf-16"), "not UTF-8"),
+    "a list": (b"[]", "expected a JSON object, found a list"),
+    "a number": (b"3", "expected a JSON object, found a int"),
+    "nothing": (b"", "not valid JSON"),
+    "an empty object": (b"{}", "missing field 'model_type'"),
+    "deep": (b"[" * 200_000, "not valid JSON"),
+    "a long number": (b'{"model_type": ' + b"9" * 5000 + b"}", "not valid JSON"),
+}
+
+
+@pytest.mark.parametrize("fault", UNREADABLE)
+def test_unreadable_files_are_named(tmp_path, fault):
     with pytest.raises(ConfigError, match=r"config\.json: no such file"):
         read_config(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"config\.json: not valid JSON"):
+    data, message = UNREADABLE[fault]
+    (tmp_path / "config.json").write_bytes(data)
+    with pytest.raises(ConfigError, match=rf"config\.json: {message}"):
         read_config(tmp_path)
 
 

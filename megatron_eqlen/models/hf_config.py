@@ -7,19 +7,16 @@ missing. A field that changes the result and is not supported is an error that n
 
 from __future__ import annotations
 
-import json
-import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_eqlen.models.config_fields import ConfigError, Fields
+from megatron_eqlen.models.hf_folder import read_json
+
 Family = Literal["qwen3", "qwen3_moe", "qwen3_next"]
 FAMILIES: tuple[Family, ...] = ("qwen3", "qwen3_moe", "qwen3_next")
-
-
-class ConfigError(ValueError):
-    """A config.json that cannot be built here; the message names the file and the field."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +77,11 @@ def read_config(path: str | Path) -> ModelConfig:
     """The model of ``path``: a config.json or a folder with one. Raises ConfigError."""
     file = config_file(path)
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{file}: no such file") from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{file}: not valid JSON: {error}") from None
+        raw = read_json(file)
+    except ValueError as error:
+        raise ConfigError(f"{file}: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{file}: expected a JSON object, found a {type(raw).__name__}")
     return parse_config(raw, str(file))
 
 
@@ -95,11 +92,15 @@ def config_file(path: str | Path) -> Path:
 
 def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     """The model that the fields ``raw`` describe; ``where`` names them in errors."""
-    fields = _Fields(raw, where)
+    fields = Fields(raw, where)
     family = fields.get("model_type", str)
     if family not in FAMILIES:
-        raise ConfigError(f"{where}: model_type: expected one of {', '.join(FAMILIES)}, found {family!r}")
-    _refuse_unsupported(fields, family)
+        raise ConfigError(
+            f"{where}: model_type: expected one of {', '.join(FAMILIES)}, found {family!r} "
+            "(a new family is added in megatron_eqlen/models/weights.py; see README.md there)"
+        )
+    layers = fields.get("num_hidden_layers", int)
+    _refuse_unsupported(fields, family, layers)
     heads = fields.get("num_attention_heads", int)
     hidden = fields.get("hidden_size", int)
     if family == "qwen3_moe" and "head_dim" not in raw:  # the one family whose files may leave it out
@@ -107,7 +108,6 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     else:
         head_dim = fields.get("head_dim", int)
     theta, rotary = _rope(fields, family)
-    layers = fields.get("num_hidden_layers", int)
     model = ModelConfig(
         model_type=family,
         vocab_size=fields.get("vocab_size", int),
@@ -125,43 +125,70 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
         experts=None if family == "qwen3" else _experts(fields, layers, shared=family == "qwen3_next"),
         delta_net=_delta_net(fields, layers) if family == "qwen3_next" else None,
     )
-    fields.warn_of_unread()
+    _check_sizes(model, where)
+    fields.warn_of_unread(HARMLESS | ONLY_SUPPORTED.keys())
     return model
 
 
-def _rope(fields: _Fields, family: Family) -> tuple[float, float]:
+def _check_sizes(model: ModelConfig, where: str) -> None:
+    """Numbers that no model can have beside each other, in any layout."""
+    multiples = {
+        "num_attention_heads": (model.num_attention_heads, "num_key_value_heads", model.num_key_value_heads),
+        "head_dim x partial_rotary_factor": (int(model.head_dim * model.partial_rotary_factor), "2", 2),
+    }
+    if net := model.delta_net:
+        multiples["linear_num_value_heads"] = net.num_value_heads, "linear_num_key_heads", net.num_key_heads
+    for key, (number, name, divisor) in multiples.items():
+        if number % divisor or not number:
+            of = name if name == str(divisor) else f"{name} {divisor}"
+            raise ConfigError(f"{where}: {key}: expected a multiple of {of}, found {number}")
+    if (experts := model.experts) and experts.num_experts_per_tok > experts.num_experts:
+        raise ConfigError(
+            f"{where}: num_experts_per_tok: expected at most num_experts {experts.num_experts}, "
+            f"found {experts.num_experts_per_tok}"
+        )
+
+
+def _rope(fields: Fields, family: Family) -> tuple[float, float]:
     """(rope_theta, partial_rotary_factor), from the fields of old files or the dict of new ones."""
-    new = fields.raw.get("rope_parameters") or {}
-    for key in ("rope_scaling", "rope_parameters"):
-        rope = fields.raw.get(key) or {}
+    dicts = {key: fields.optional(key, dict, {}) for key in ("rope_scaling", "rope_parameters")}
+    for key, rope in dicts.items():
         if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
             raise ConfigError(f"{fields.where}: {key}.rope_type: only 'default' is supported, found {kind!r}")
-    both = {**new, **{key: fields.raw[key] for key in _ROPE_KEYS if key in fields.raw}}
-    for key in _ROPE_KEYS:
-        if key in new and new[key] != both[key]:
-            raise ConfigError(f"{fields.where}: {key} is {both[key]} but rope_parameters.{key} is {new[key]}")
-    if "rope_theta" not in both:
+        if odd := sorted(rope.keys() - {"rope_type", "type", *_ROPE_KEYS}):
+            raise ConfigError(f"{fields.where}: {key}: {odd} not supported")
+    theta = _rope_value(fields, dicts["rope_parameters"], "rope_theta")
+    if not theta:
         raise ConfigError(f"{fields.where}: missing field 'rope_theta' (or rope_parameters.rope_theta)")
-    if family != "qwen3_next" and both.get("partial_rotary_factor", 1.0) != 1.0:
+    rotary = _rope_value(fields, dicts["rope_parameters"], "partial_rotary_factor")
+    if family != "qwen3_next" and rotary not in (None, 1.0):
         raise ConfigError(
             f"{fields.where}: partial_rotary_factor: Transformers ignores it in {family} models"
         )
-    if family == "qwen3_next" and "partial_rotary_factor" not in both:
+    if family == "qwen3_next" and rotary is None:
         raise ConfigError(f"{fields.where}: missing field 'partial_rotary_factor'")
-    return float(both["rope_theta"]), float(both.get("partial_rotary_factor", 1.0))
+    if rotary is not None and rotary > 1:
+        raise ConfigError(f"{fields.where}: partial_rotary_factor: expected at most 1, found {rotary}")
+    return theta, 1.0 if rotary is None else rotary
 
 
-def _experts(fields: _Fields, layers: int, shared: bool) -> Experts:
-    count = "num_local_experts" if "num_local_experts" in fields.raw else "num_experts"
-    if count not in fields.raw:
-        raise ConfigError(f"{fields.where}: missing field 'num_experts' (or 'num_local_experts')")
-    step, dense = fields.get("decoder_sparse_step", int), fields.get("mlp_only_layers", list)
+def _rope_value(fields: Fields, new: Mapping[str, Any], key: str) -> float | None:
+    """One number of RoPE, which a file may give in two places."""
+    old = fields.optional(key, float, None)
+    inner = Fields(new, f"{fields.where}: rope_parameters").optional(key, float, old)
+    if old is not None and old != inner:
+        raise ConfigError(f"{fields.where}: {key} is {old} but rope_parameters.{key} is {inner}")
+    return inner
+
+
+def _experts(fields: Fields, layers: int, shared: bool) -> Experts:
+    count = fields.one_of("num_experts", "num_local_experts", int)
     per_token, normalised = fields.get("num_experts_per_tok", int), fields.get("norm_topk_prob", bool)
     if per_token == 1 and normalised:
         raise ConfigError(f"{fields.where}: norm_topk_prob: one expert a token would get a constant 1")
-    has_loss = fields.raw.get("output_router_logits", False)
+    has_loss = fields.optional("output_router_logits", bool, False)
     return Experts(
-        num_experts=fields.get(count, int),
+        num_experts=count,
         num_experts_per_tok=per_token,
         moe_intermediate_size=fields.get("moe_intermediate_size", int),
         norm_topk_prob=normalised,
@@ -169,18 +196,30 @@ def _experts(fields: _Fields, layers: int, shared: bool) -> Experts:
         shared_expert_intermediate_size=(
             fields.get("shared_expert_intermediate_size", int) if shared else None
         ),
-        layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
+        layers=_sparse_layers(fields, layers),
     )
 
 
-def _delta_net(fields: _Fields, layers: int) -> DeltaNet:
-    if "layer_types" in fields.raw:
-        linear = tuple(kind == "linear_attention" for kind in fields.get("layer_types", list))
+def _sparse_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
+    step, dense = fields.get("decoder_sparse_step", int), fields.get_or_null("mlp_only_layers", list, [])
+    if odd := [layer for layer in dense if type(layer) is not int]:
+        raise ConfigError(f"{fields.where}: mlp_only_layers: expected numbers of layers, found {odd[0]!r}")
+    sparse = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
+    if not any(sparse):
+        raise ConfigError(
+            f"{fields.where}: decoder_sparse_step {step}, mlp_only_layers {dense}: "
+            f"none of {layers} layers has experts"
+        )
+    return sparse
+
+
+def _delta_net(fields: Fields, layers: int) -> DeltaNet:
+    kinds = fields.optional("layer_types", list, None)
+    if kinds is not None:
+        linear = tuple(kind == "linear_attention" for kind in kinds)
     else:
         interval = fields.get("full_attention_interval", int)
         linear = tuple((i + 1) % interval != 0 for i in range(layers))
-    if len(linear) != layers:
-        raise ConfigError(f"{fields.where}: layer_types: expected {layers} entries, found {len(linear)}")
     return DeltaNet(
         num_key_heads=fields.get("linear_num_key_heads", int),
         num_value_heads=fields.get("linear_num_value_heads", int),
@@ -220,36 +259,16 @@ HARMLESS = frozenset(
 """Fields that do not change the result, or that are read only where they do."""
 
 
-def _refuse_unsupported(fields: _Fields, family: Family) -> None:
+def _refuse_unsupported(fields: Fields, family: Family, layers: int) -> None:
     for name, expected in ONLY_SUPPORTED.items():
         if (found := fields.raw.get(name, expected)) != expected:
             raise ConfigError(f"{fields.where}: {name}: only {expected!r} is supported, found {found!r}")
-    if odd := sorted(set(fields.raw.get("layer_types") or ()) - LAYER_TYPES[family]):
-        raise ConfigError(f"{fields.where}: layer_types: {odd} not supported in a {family} model")
-
-
-@dataclass(frozen=True)
-class _Fields:
-    """A config.json's fields: errors say where, and what nobody asked for is known."""
-
-    raw: Mapping[str, Any]
-    where: str
-    read: set[str] = field(default_factory=set)
-
-    def get(self, name: str, kind: type) -> Any:
-        self.read.add(name)
-        if name not in self.raw:
-            raise ConfigError(f"{self.where}: missing field {name!r}")
-        value = self.raw[name]
-        if kind is float and type(value) is int:
-            return float(value)
-        if type(value) is not kind:
-            raise ConfigError(f"{self.where}: {name}: expected {kind.__name__}, found {value!r}")
-        if kind is int and value <= 0:
-            raise ConfigError(f"{self.where}: {name}: expected a positive number, found {value}")
-        return value
-
-    def warn_of_unread(self) -> None:
-        unread = sorted(set(self.raw) - self.read - HARMLESS - ONLY_SUPPORTED.keys())
-        if unread:
-            warnings.warn(f"{self.where}: unknown fields are ignored: {', '.join(unread)}", stacklevel=3)
+    kinds = fields.optional("layer_types", list, None)
+    if kinds is None:
+        return
+    if odd := [kind for kind in kinds if not isinstance(kind, str) or kind not in LAYER_TYPES[family]]:
+        raise ConfigError(f"{fields.where}: layer_types: {odd[0]!r} is not supported in a {family} model")
+    if len(kinds) != layers:
+        raise ConfigError(
+            f"{fields.where}: layer_types: expected num_hidden_layers {layers} entries, found {len(kinds)}"
+        )
