@@ -1,11 +1,14 @@
 """The converters: exact for every layout, atomic, and clear about bad input."""
 
+import os
+import re
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.distributed import run_ranks
 from tests.tiny_models import save_tiny
@@ -123,7 +126,7 @@ def converted(tmp_path_factory):
 
 
 def interrupted(source: str, out: str) -> bool:
-    """Whether a conversion that dies half-way leaves nothing under its name, and a second one is whole."""
+    """Whether a conversion that dies half-way leaves nothing, and a second one is whole."""
     from megatron_eqlen.models.convert import hf_to_megatron, megatron_to_hf
 
     start_alone()
@@ -142,14 +145,12 @@ def interrupted(source: str, out: str) -> bool:
         calls.clear()
         with pytest.raises(KeyboardInterrupt):
             convert(die)
-        assert not Path(target).exists()
-        assert Path(target + ".partial").exists()
+        assert not list(Path(target).parent.glob(f"*{Path(target).name}*"))
         convert(lambda nbytes: None)
-        assert not Path(target + ".partial").exists()
     return Path(back, "model.safetensors").read_bytes() == Path(source, "model.safetensors").read_bytes()
 
 
-def test_a_killed_conversion_leaves_nothing_that_looks_complete(tmp_path, converted):
+def test_an_interrupted_conversion_leaves_nothing(tmp_path, converted):
     assert run_ranks(1, interrupted, str(converted[0]), str(tmp_path / "out")) == [True]
 
 
@@ -165,18 +166,51 @@ def truncate(checkpoint: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
+def flip(file: Path, at: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[at % len(data)] ^= 4
+    file.write_bytes(data)
+
+
+def without_manifest(damage):
+    def both(checkpoint: Path) -> None:
+        (checkpoint / "manifest.json").unlink()
+        damage(checkpoint)
+
+    return both
+
+
+def remove(name: str):
+    return lambda path: next(path.glob(name)).unlink()
+
+
+def put(name: str, data: bytes):
+    return lambda path: (path / name).write_bytes(data)
+
+
 BROKEN = {
     "truncated": (truncate, r"__0_0\.distcp: truncated: expected \d+ bytes, found \d+"),
-    "missing data": (lambda path: next(path.glob("*.distcp")).unlink(), r"__0_0\.distcp: no such file"),
-    "missing metadata": (lambda path: (path / ".metadata").unlink(), r"\.metadata: cannot be read"),
-    "broken metadata": (lambda path: (path / ".metadata").write_bytes(b"?"), r"\.metadata: cannot be read"),
-    "not a checkpoint": (lambda path: (path / "metadata.json").unlink(), r"no metadata\.json"),
+    "longer": (lambda path: put("common.pt", (path / "common.pt").read_bytes() + b"?")(path), "too long"),
+    "missing data": (remove("*.distcp"), r"__0_0\.distcp: no such file"),
+    "missing metadata": (remove(".metadata"), r"\.metadata: no such file"),
+    "broken metadata": (put(".metadata", b"?"), r"\.metadata: truncated"),
+    "not a checkpoint": (remove("metadata.json"), r"no metadata\.json"),
+    "not JSON": (put("metadata.json", b"{"), r"metadata\.json: cannot be read"),
+    "half a manifest": (put("manifest.json", b'{"common.pt": {"by'), r"manifest\.json: not valid JSON"),
+    "another manifest": (put("manifest.json", b'{"common.pt": 3}'), r"manifest\.json: damaged"),
+    "a list as manifest": (put("manifest.json", b"[]"), r"manifest\.json: damaged"),
+    "an empty manifest": (put("manifest.json", b"{}"), r"__0_0\.distcp: not in manifest\.json"),
+    "foreign, truncated": (without_manifest(truncate), r"__0_0\.distcp: truncated: expected \d+ bytes"),
+    "foreign, missing data": (without_manifest(remove("*.distcp")), r"__0_0\.distcp: no such file"),
+    "foreign, missing metadata": (without_manifest(remove(".metadata")), r"\.metadata: cannot be read"),
+    "foreign, broken metadata": (without_manifest(put(".metadata", b"?")), r"\.metadata: cannot be read"),
+    "foreign, other metadata": (without_manifest(put(".metadata", b"N.")), r"\.metadata: cannot be read"),
 }
 
 
 @pytest.mark.parametrize("fault", BROKEN)
 def test_broken_checkpoints_are_named(tmp_path, converted, fault):
-    from megatron_eqlen.models.hf_folder import CheckpointError
+    from megatron_eqlen.files import CheckpointError
     from megatron_eqlen.models.megatron_checkpoint import CheckpointReader
 
     damage, message = BROKEN[fault]
@@ -184,6 +218,94 @@ def test_broken_checkpoints_are_named(tmp_path, converted, fault):
     damage(checkpoint)
     with pytest.raises(CheckpointError, match=message):
         CheckpointReader(checkpoint)
+
+
+@pytest.mark.parametrize("at", [100, 5_000, 100_003, -3])
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "common.pt", "metadata.json"])
+def test_a_flipped_bit_is_found_and_its_file_named(tmp_path, converted, file, at):
+    from megatron_eqlen.files import CheckpointError
+    from megatron_eqlen.models.megatron_checkpoint import CheckpointReader
+
+    checkpoint = copied(converted[1], tmp_path / "checkpoint")
+    CheckpointReader(checkpoint)
+    flip(checkpoint / file, at)
+    with pytest.raises(CheckpointError, match=re.escape(str(checkpoint / file))):
+        CheckpointReader(checkpoint)
+
+
+POINTERS = {
+    "empty": (b"", "names '', which is not there .there are: step-00000004."),
+    "gone": (b"step-00000008\n", "names 'step-00000008', which is not there"),
+    "elsewhere": (b"../checkpoints/step-00000004", "names '../"),
+    "not UTF-8": (b"\xff", "latest: not UTF-8"),
+}
+
+
+@pytest.mark.parametrize("fault", POINTERS)
+def test_a_broken_pointer_to_the_newest_checkpoint_is_named(tmp_path, converted, fault):
+    from megatron_eqlen.files import CheckpointError
+    from megatron_eqlen.models.megatron_checkpoint import CheckpointReader
+
+    copied(converted[1], tmp_path / "step-00000004")
+    (tmp_path / "latest").write_text("step-00000004\n")
+    assert CheckpointReader(tmp_path).path == tmp_path / "step-00000004"
+    data, message = POINTERS[fault]
+    (tmp_path / "latest").write_bytes(data)
+    with pytest.raises(CheckpointError, match=message):
+        CheckpointReader(tmp_path)
+
+
+def test_a_checkpoint_with_a_head_is_not_exported_as_a_tied_model(tmp_path, converted):
+    """The head would be lost, and what is left would verify."""
+    save_tiny(tmp_path / "tied", "qwen3", num_hidden_layers=2, tie_word_embeddings=True)
+    with pytest.raises(RuntimeError, match=r"the model has no place for output_layer\.weight"):
+        run_ranks(1, to_hf, str(converted[1]), str(tmp_path / "tied"), str(tmp_path / "out"))
+    with pytest.raises(RuntimeError, match=r"the model has no place for output_layer\.weight"):
+        run_ranks(1, verify, str(converted[1]), str(tmp_path / "tied"))
+    assert {path.name for path in tmp_path.iterdir()} == {"tied"}
+
+
+def test_a_tied_checkpoint_of_two_stages_becomes_the_folder_again(tmp_path):
+    """The last stage has a copy of the embeddings, which is no head of its own."""
+    source, checkpoint, out = tmp_path / "hf", tmp_path / "trained", tmp_path / "out"
+    save_tiny(source, "qwen3", tie_word_embeddings=True)
+    run_ranks(2, save_with_megatron, str(source), {"pipeline": 2}, str(checkpoint))
+    run_ranks(1, to_hf, str(checkpoint), str(source), str(out))
+    assert (out / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+
+
+def test_a_source_with_fewer_layers_does_not_shorten_a_model(tmp_path):
+    for layers, name in ((4, "long"), (2, "short")):
+        save_tiny(tmp_path / name, "qwen3_next", num_hidden_layers=layers, layer_types=None)
+    run_ranks(1, to_megatron, str(tmp_path / "long"), str(tmp_path / "megatron"))
+    with pytest.raises(RuntimeError, match=r"CheckpointError: .*megatron: "):
+        run_ranks(1, to_hf, str(tmp_path / "megatron"), str(tmp_path / "short"), str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def with_integers(checkpoint: str, source: str, out: str) -> None:
+    """A checkpoint whose writer was told that one weight is of integers."""
+    from megatron_eqlen.models.hf_config import read_config
+    from megatron_eqlen.models.megatron_checkpoint import (
+        CheckpointReader,
+        CheckpointWriter,
+        checkpoint_layout,
+    )
+
+    start_alone()
+    reader, layout = CheckpointReader(checkpoint), checkpoint_layout(read_config(source))
+    Path(out).mkdir()
+    writer = CheckpointWriter(Path(out), layout)
+    for name in layout.pieces:
+        parameter = reader.parameter(layout, name)
+        writer.write(name, parameter.int() if name == "decoder.final_layernorm.weight" else parameter)
+    writer.finish()
+    CheckpointReader(out).check(layout)
+
+
+def test_integers_in_a_checkpoint_are_no_weights(tmp_path, converted):
+    with pytest.raises(RuntimeError, match=r"final_layernorm.weight: torch.int32 is not a weight's dtype"):
+        run_ranks(1, with_integers, str(converted[1]), str(converted[0]), str(tmp_path / "out"))
 
 
 def test_another_models_checkpoint_is_refused_before_anything_is_written(tmp_path, converted):
@@ -194,8 +316,9 @@ def test_another_models_checkpoint_is_refused_before_anything_is_written(tmp_pat
 
 
 def changed_by_one_bit(checkpoint: str, source: str, folder: str) -> str:
+    from megatron_eqlen.files import CheckpointError
     from megatron_eqlen.models.convert import verify_hash
-    from megatron_eqlen.models.hf_folder import CheckpointError, HFFolder
+    from megatron_eqlen.models.hf_folder import HFFolder
 
     start_alone()
     copied(Path(source), Path(folder))
@@ -244,6 +367,61 @@ def test_the_commands_convert_verify_and_explain(tmp_path, converted):
     assert status == 2
     assert "exists already" in err
     assert "Traceback" not in err
+
+
+def bad_source(folder: Path, damage: str) -> Path:
+    save_tiny(folder, "qwen3", num_hidden_layers=2)
+    tensors = load_file(folder / "model.safetensors")
+    if damage == "config":
+        (folder / "config.json").write_bytes(b'{"model_type": "\xff"}')
+    if damage == "integers":
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].int()
+        save_file(tensors, folder / "model.safetensors")
+    if damage == "header":
+        flip(folder / "model.safetensors", 3)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("config", r"config\.json: not UTF-8"),
+        ("integers", r"model\.safetensors: model\.norm\.weight: I32 is not a weight's dtype"),
+        ("header", r"model\.safetensors: not a safetensors file, or truncated"),
+    ],
+)
+def test_a_source_that_is_no_model_is_explained_and_leaves_nothing(tmp_path, converted, damage, message):
+    source, out = str(bad_source(tmp_path / "bad", damage)), str(tmp_path / "out")
+    for arguments in (
+        ("hf_to_megatron", source, out, "--verify"),
+        ("megatron_to_hf", str(converted[1]), out, "--source", source, "--verify"),
+    ):
+        status, _, err = run_ranks(1, command, *arguments)[0]
+        assert status == 2
+        assert re.search(message, err)
+        assert {path.name for path in tmp_path.iterdir()} == {"bad"}
+
+
+def convert_and_stall(source: str, out: str) -> None:
+    from megatron_eqlen.models.convert import hf_to_megatron
+
+    start_alone()
+
+    def stall(nbytes: int) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    hf_to_megatron(source, out, stall)
+
+
+def test_a_conversion_killed_with_9_is_swept_by_the_next_and_a_users_folder_is_not(tmp_path, converted):
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "precious").touch()
+    with pytest.raises(RuntimeError, match="died without an answer"):
+        run_ranks(1, convert_and_stall, str(converted[0]), str(tmp_path / "out"))
+    assert len(list(tmp_path.glob(".out.*.partial"))) == 1
+    run_ranks(1, to_megatron, str(converted[0]), str(tmp_path / "out"))
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "out.partial"}
+    assert (tmp_path / "out.partial" / "precious").exists()
 
 
 def script(name: str, *args: str) -> tuple[int, str]:

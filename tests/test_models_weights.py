@@ -122,11 +122,53 @@ def test_a_head_stored_beside_tied_embeddings_follows_them(tmp_path):
     source = tmp_path / "hf"
     save_tiny(source, "qwen3", tie_word_embeddings=True)
     tensors = load_file(source / "model.safetensors")
-    tensors["lm_head.weight"] = torch.zeros(96, 64)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    run_ranks(2, load_and_save, str(source), {"pipeline": 2}, str(tmp_path / "out"), torch.float32)
+    run_ranks(2, load_change_and_save, str(source), {"pipeline": 2}, str(tmp_path / "out"))
     written = load_file(tmp_path / "out" / "model.safetensors")
-    assert torch.equal(written["lm_head.weight"], tensors["model.embed_tokens.weight"])
+    assert torch.equal(written["model.embed_tokens.weight"], tensors["model.embed_tokens.weight"] + 1)
+    assert torch.equal(written["lm_head.weight"], written["model.embed_tokens.weight"])
+
+
+def load_change_and_save(folder: str, layout: dict, out: str) -> None:
+    """Training, in short: every weight changes."""
+    from megatron_eqlen.models.weights import load_hf, save_hf
+
+    chunks = build(folder, layout)
+    load_hf(chunks, folder)
+    with torch.no_grad():
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter.add_(1)
+    save_hf(chunks, folder, out)
+
+
+def logits(folder: str, ids: torch.Tensor) -> torch.Tensor:
+    from megatron_eqlen.models.weights import load_hf
+
+    (chunk,) = chunks = build(folder, {})
+    load_hf(chunks, folder)
+    with torch.no_grad():
+        return chunk.eval()(ids, torch.arange(ids.shape[1])[None])
+
+
+def test_a_head_that_differs_is_used_as_by_transformers_once_the_config_is_not_tied(tmp_path):
+    """Transformers does not tie them in spite of the config. Here the folder is refused by name (vLLM would
+    tie them), and the change that the message asks for gives Transformers' logits."""
+    from transformers import AutoModelForCausalLM
+
+    save_tiny(tmp_path, "qwen3", tie_word_embeddings=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = torch.randn(96, 64)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    ids = torch.arange(20)[None]
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()(ids).logits
+    with pytest.raises(RuntimeError, match=r"tie_word_embeddings: true, but lm_head\.weight differs"):
+        run_ranks(1, load, str(tmp_path), {})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    (ours,) = run_ranks(1, logits, str(tmp_path), ids)
+    assert (ours - theirs).abs().max() < 1e-4
 
 
 def truncate(folder, file="model-00002-of-00002.safetensors") -> None:
@@ -174,8 +216,9 @@ BROKEN = {
 
 @pytest.mark.parametrize("fault", BROKEN)
 def test_broken_folders_are_named(published, fault):
+    from megatron_eqlen.files import CheckpointError
     from megatron_eqlen.models.hf_config import read_config
-    from megatron_eqlen.models.hf_folder import CheckpointError, HFFolder
+    from megatron_eqlen.models.hf_folder import HFFolder
     from megatron_eqlen.models.weights import check_folder
 
     model = read_config(published)
@@ -186,8 +229,9 @@ def test_broken_folders_are_named(published, fault):
 
 
 def test_another_family_is_refused(published):
+    from megatron_eqlen.files import CheckpointError
     from megatron_eqlen.models.hf_config import read_config
-    from megatron_eqlen.models.hf_folder import CheckpointError, HFFolder
+    from megatron_eqlen.models.hf_folder import HFFolder
     from megatron_eqlen.models.weights import check_folder
 
     model = read_config(published)

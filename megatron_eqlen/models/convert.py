@@ -4,13 +4,12 @@
     megatron_to_hf(checkpoint, source, out)     a folder like ``source``, with the checkpoint's weights
 
 Bits are moved, never changed: tensors keep the dtype they have in the source (``megatron_to_hf`` writes
-those of ``source``). ``out`` appears under its name when it is whole; before, it is ``NAME.partial``.
+those of ``source``). ``out`` appears under its name when it is whole, and is one process's at a time.
 """
 
 from __future__ import annotations
 
 import hashlib
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,9 +17,10 @@ import torch
 from megatron.core import dist_checkpointing
 from torch import Tensor
 
+from megatron_eqlen.files import CheckpointError, new_folder, refuse_existing
 from megatron_eqlen.models.build import build_model
 from megatron_eqlen.models.hf_config import ModelConfig, read_config
-from megatron_eqlen.models.hf_folder import CheckpointError, FolderWriter, HFFolder, refuse_existing
+from megatron_eqlen.models.hf_folder import FolderWriter, HFFolder
 from megatron_eqlen.models.megatron_checkpoint import (
     CheckpointLayout,
     CheckpointReader,
@@ -28,7 +28,7 @@ from megatron_eqlen.models.megatron_checkpoint import (
     checkpoint_layout,
     checkpoint_metadata,
 )
-from megatron_eqlen.models.weights import EMBEDDING, HEAD, check_folder, weight_map
+from megatron_eqlen.models.weights import check_folder, weight_map, with_tied_head
 from megatron_eqlen.recipe import ParallelRecipe
 
 Progress = Callable[[int], None]
@@ -48,16 +48,13 @@ def hf_to_megatron(source: str | Path, out: str | Path, progress: Progress = no_
     refuse_existing(out)
     folder, model = HFFolder(source), read_config(source)
     check_folder(folder, model)
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    writer = CheckpointWriter(partial, checkpoint_layout(model))
-    for weight in weight_map(model):
-        merged = weight.arrangement.merge([folder.tensor(name) for name in weight.hf])
-        writer.write(weight.megatron, merged)
-        progress(merged.nbytes)
-    writer.finish()
-    partial.rename(out)
+    with new_folder(out) as partial:
+        writer = CheckpointWriter(partial, checkpoint_layout(model))
+        for weight in weight_map(model):
+            merged = weight.arrangement.merge([folder.tensor(name) for name in weight.hf])
+            writer.write(weight.megatron, merged)
+            progress(merged.nbytes)
+        writer.finish()
 
 
 @torch.no_grad()
@@ -70,20 +67,19 @@ def megatron_to_hf(
     check_folder(folder, model)
     reader, layout = CheckpointReader(checkpoint), checkpoint_layout(model)
     reader.check(layout)
-    writer = FolderWriter(out, folder)
-    for name, tensor in _hf_tensors(reader, layout, model):
-        writer.write(name, tensor)
-        if model.tie_word_embeddings and name == EMBEDDING and HEAD in folder.entries:
-            writer.write(HEAD, tensor)
-        progress(tensor.nbytes)
-    writer.finish()
+    with new_folder(Path(out)) as partial:
+        writer = FolderWriter(partial, folder)
+        for name, tensor in with_tied_head(_hf_tensors(reader, layout, model), model, folder):
+            writer.write(name, tensor)
+            progress(tensor.nbytes)
+        writer.finish()
 
 
 def converted_bytes(source: str | Path) -> int:
     """What ``progress`` will have been told in the end, from the folder's dtypes."""
     folder = HFFolder(source)
-    names = [name for weight in weight_map(read_config(source)) for name in weight.hf]
-    return sum(folder.entries[name].nbytes for name in names if name in folder.entries)
+    weights = check_folder(folder, read_config(source)).values()
+    return sum(folder.entries[name].nbytes for weight in weights for name in weight.hf)
 
 
 @torch.no_grad()
@@ -91,6 +87,7 @@ def verify_hash(checkpoint: str | Path, folder: str | Path, progress: Progress =
     """SHA-256 of all weights, which are the same bits in both. Raises CheckpointError naming the first that
     is not."""
     stored, model = HFFolder(folder), read_config(folder)
+    check_folder(stored, model)
     reader, layout = CheckpointReader(checkpoint), checkpoint_layout(model)
     reader.check(layout)
     digest = hashlib.sha256()

@@ -10,8 +10,10 @@ TP2 x PP2 is read here, and one written here loads at any layout.
 from __future__ import annotations
 
 import io
+import logging
 import math
 import pickle
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,14 +39,27 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from megatron_eqlen.files import CheckpointError
+from megatron_eqlen.models import checkpoint_folder
 from megatron_eqlen.models.build import build_model
 from megatron_eqlen.models.hf_config import ModelConfig
-from megatron_eqlen.models.hf_folder import CheckpointError, sync_files
-from megatron_eqlen.models.weights import local_parameters
+from megatron_eqlen.models.hf_folder import first_few
+from megatron_eqlen.models.weights import WEIGHT_DTYPES, local_parameters
 from megatron_eqlen.recipe import ParallelRecipe
+
+logger = logging.getLogger(__name__)
 
 FILE_BYTES = 8 << 30
 """A new data file is begun after this many bytes."""
+
+UNREADABLE = (
+    OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError, IndexError, KeyError, TypeError,
+    ValueError, RuntimeError,
+)  # fmt: skip
+"""What unpickling raises where bytes are damaged (docs.python.org/3/library/pickle.html, torch.load)."""
+
+OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
+"""Beginning of the keys that are not the model's."""
 
 
 @dataclass(frozen=True)
@@ -104,22 +119,37 @@ def checkpoint_metadata() -> dict[str, Any]:
 class CheckpointReader:
     """Reads parameters of a checkpoint, whatever layout saved it. Raises CheckpointError.
 
-    ``path``: a checkpoint, or a folder whose file ``latest`` names one.
+    ``path``: a checkpoint, or a folder whose file ``latest`` names one. All of it is checked against its
+    manifest; one that other software wrote has none, which is said in a warning.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = _resolve(Path(path))
+        if (self.path / checkpoint_folder.MANIFEST).exists():
+            checkpoint_folder.verify(self.path)
+        else:
+            logger.warning("%s: no %s: its bytes are not checked", self.path, checkpoint_folder.MANIFEST)
         try:
             self.metadata = FileSystemReader(self.path).read_metadata()
-        except (FileNotFoundError, EOFError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"{self.path / '.metadata'}: cannot be read: {error}") from None
-        self._check_files()
+            ends = _ends(self.metadata)
+        except UNREADABLE as error:
+            raise CheckpointError(f"{self.path / '.metadata'}: cannot be read: {error!r}") from None
+        self._check_files(ends)
 
     def check(self, layout: CheckpointLayout) -> None:
-        """Whether all of the layout is there, in its shapes."""
-        for pieces in layout.pieces.values():
-            for piece in pieces:
-                self._tensor(piece)
+        """Whether all of the layout is there, in its shapes, as floating-point numbers, and no more."""
+        pieces = [piece for pieces in layout.pieces.values() for piece in pieces]
+        for piece in pieces:
+            self._tensor(piece)
+        stored = {
+            key
+            for key, item in self.metadata.state_dict_metadata.items()
+            if isinstance(item, TensorStorageMetadata) and not OPTIMIZER.match(key)
+        }
+        if lost := stored - {piece.key for piece in pieces}:
+            raise CheckpointError(
+                f"{self.path}: the model has no place for {first_few(lost)}: another model's checkpoint?"
+            )
 
     def parameter(self, layout: CheckpointLayout, name: str) -> Tensor:
         """The whole parameter ``name``, in the checkpoint's dtype."""
@@ -143,10 +173,14 @@ class CheckpointReader:
 
     def _load(self, item: ReadItem) -> Tensor:
         stored = self.metadata.storage_data[item.storage_index]
-        with open(self.path / stored.relative_path, "rb") as file:
-            view = _create_file_view(file, stored.offset, stored.length)
-            tensor = torch.load(view, map_location="cpu", weights_only=True)
-        return _box(tensor, item.storage_offsets, item.lengths)
+        try:
+            with open(self.path / stored.relative_path, "rb") as file:
+                view = _create_file_view(file, stored.offset, stored.length)
+                tensor = torch.load(view, map_location="cpu", weights_only=True)
+            return _box(tensor, item.storage_offsets, item.lengths)
+        except UNREADABLE as error:
+            file = self.path / stored.relative_path
+            raise CheckpointError(f"{file}: {item.storage_index.fqn}: damaged: {error!r}") from None
 
     def _tensor(self, piece: Piece) -> TensorStorageMetadata:
         stored = self.metadata.state_dict_metadata.get(piece.key)
@@ -156,12 +190,11 @@ class CheckpointReader:
             raise CheckpointError(
                 f"{self.path}: {piece.key}: expected shape {piece.size}, found {tuple(stored.size)}"
             )
+        if (dtype := stored.properties.dtype) not in WEIGHT_DTYPES:
+            raise CheckpointError(f"{self.path}: {piece.key}: {dtype} is not a weight's dtype")
         return stored
 
-    def _check_files(self) -> None:
-        ends: dict[str, int] = {}
-        for info in self.metadata.storage_data.values():
-            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    def _check_files(self, ends: dict[str, int]) -> None:
         for name, end in ends.items():
             file = self.path / name
             if not file.is_file():
@@ -202,7 +235,8 @@ class CheckpointWriter:
         (self.path / ".metadata").write_bytes(pickle.dumps(metadata))
         torch.save({}, self.path / "common.pt")
         save_config(CheckpointingConfig("torch_dist"), str(self.path))
-        sync_files(self.path)
+        names = checkpoint_folder.file_names(self.path)
+        checkpoint_folder.write_manifest(self.path, checkpoint_folder.describe(self.path, names))
 
     def _save(self, index: MetadataIndex, data: Tensor | list[None]) -> None:
         if self.file.tell() >= FILE_BYTES:
@@ -224,6 +258,14 @@ def _box(tensor: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> Tens
     return tensor
 
 
+def _ends(metadata: Metadata) -> dict[str, int]:
+    """How many bytes each data file has at least."""
+    ends: dict[str, int] = {}
+    for info in metadata.storage_data.values():
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    return ends
+
+
 def _storage(tensor: Tensor) -> int:
     """Which memory a tensor or view looks at; known on the meta device too."""
     return tensor.untyped_storage()._cdata
@@ -240,12 +282,13 @@ def _piece(item: ShardedTensor) -> Piece:
 
 
 def _resolve(path: Path) -> Path:
-    pointer = path / "latest"
-    if pointer.is_file():
-        path = path / pointer.read_text(encoding="utf-8").strip()
+    path = checkpoint_folder.latest(path) or path
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such folder")
-    config = maybe_load_config(str(path))
+    try:
+        config = maybe_load_config(str(path))
+    except UNREADABLE as error:
+        raise CheckpointError(f"{path / 'metadata.json'}: cannot be read: {error!r}") from None
     if config is None:
         raise CheckpointError(f"{path}: no metadata.json: not a Megatron checkpoint, or not a whole one")
     if config.sharded_backend != "torch_dist":

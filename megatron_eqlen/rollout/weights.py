@@ -1,4 +1,4 @@
-"""The weights an engine expects, by Hugging Face name, read from its checkpoint's headers.
+"""The weights an engine expects, by Hugging Face name: those of the model that it was started with.
 
 A sync that lacks a weight or brings one of another shape would leave the engine half stale without a
 word, so every stream is checked against this table while it passes.
@@ -7,49 +7,40 @@ word, so every stream is checked against this table while it passes.
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from safetensors import safe_open
 from torch import Tensor
 
-UNUSED_PREFIX = "mtp."
-"""Multi-token prediction layers: part of Qwen3-Next's checkpoint, not of the rollout model."""
+from megatron_eqlen.models.hf_config import read_config
+from megatron_eqlen.models.hf_folder import HFFolder
+from megatron_eqlen.models.weights import check_folder
 
 
 class WeightTable:
     """Names and shapes; ``check`` passes a stream through and counts its bytes."""
 
-    def __init__(self, shapes: dict[str, tuple[int, ...]], tied: bool, where: str) -> None:
+    def __init__(self, shapes: dict[str, tuple[int, ...]], where: str) -> None:
         self.shapes = shapes
-        self.tied = tied
         self.where = where
         self.bytes_seen = 0
 
     @classmethod
     def read(cls, model_path: str | Path) -> WeightTable:
-        """From the safetensors headers and config.json of a folder. Raises ValueError without them."""
-        folder = Path(model_path)
-        files = sorted(folder.glob("*.safetensors"))
-        if not files or not (folder / "config.json").is_file():
-            raise ValueError(f"{folder}: expected config.json and *.safetensors, found no such model")
-        shapes = {}
-        for file in files:
-            with safe_open(file, framework="pt") as weights:
-                for name in weights.keys():  # noqa: SIM118 (not a dict)
-                    shapes[name] = tuple(weights.get_slice(name).get_shape())
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        return cls(shapes, bool(config.get("tie_word_embeddings")), str(folder))
+        """What the trainer trains of a Hugging Face folder, which must be whole: its tensors are read as for
+        training. Raises ValueError."""
+        weights = check_folder(HFFolder(model_path), read_config(model_path)).values()
+        shapes = {
+            name: shape for weight in weights for name, shape in zip(weight.hf, weight.shapes, strict=True)
+        }
+        return cls(shapes, str(model_path))
 
     def check(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same stream, without what the engine does not hold. Raises ValueError for a weight that is
-        unknown, comes twice, has another shape, or (at the end) is missing."""
+        """The same stream. Raises ValueError for a weight that is unknown, comes twice, has another shape, or
+        (at the end) is missing."""
         self.bytes_seen = 0
-        missing = {name for name in self.shapes if not self._unused(name)}
+        missing = set(self.shapes)
         for name, tensor in named_tensors:
-            if self._unused(name):
-                continue
             if name not in self.shapes:
                 near = difflib.get_close_matches(name, self.shapes, n=1, cutoff=0.0)
                 raise ValueError(f"weight {name!r}: not one of {self.where}'s (nearest: {near[0]!r})")
@@ -66,6 +57,3 @@ class WeightTable:
             raise ValueError(
                 f"weights: {len(missing)} of {len(self.shapes)} missing, for example {min(missing)!r}"
             )
-
-    def _unused(self, name: str) -> bool:
-        return name.startswith(UNUSED_PREFIX) or (self.tied and name == "lm_head.weight")

@@ -1,15 +1,17 @@
 """Checkpoints of a run: written whole or not at all, read back in any parallel layout.
 
 A checkpoint is a folder ``checkpoints/step-00000012`` that appears by one rename after every file in it
-is on disk, with a manifest of its files' sizes. ``checkpoints/latest`` names the newest; it is replaced
-atomically afterwards. A run killed at any moment leaves the previous checkpoint in force.
+is on disk, with a manifest of its files' sizes and checksums. ``checkpoints/latest`` names the newest; it is
+replaced atomically afterwards. A run killed at any moment leaves the previous checkpoint in force, and a
+checkpoint that is damaged the one before it.
 """
 
 from __future__ import annotations
 
-import json
-import os
+import logging
 import shutil
+from collections.abc import Callable, Collection
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
+from megatron_eqlen.files import CheckpointError, new_folder, step_name, step_number, sweep
+from megatron_eqlen.models import checkpoint_folder
+from megatron_eqlen.replicas import agree
 from megatron_eqlen.training.policy import Policy
 
-LATEST = "latest"
-MANIFEST = "manifest.json"
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be read; the message names the file."""
+logger = logging.getLogger(__name__)
 
 
 def save(folder: Path, step: int, policy: Policy, position: dict[str, Any], keep: int) -> Path:
@@ -32,35 +32,31 @@ def save(folder: Path, step: int, policy: Policy, position: dict[str, Any], keep
 
     ``position`` is plain data beside the model: where the data source is, for example.
     """
-    final = folder / f"step-{step:08d}"
-    if latest(folder) == final:
+    final = folder / step_name(step)
+    if agree(lambda: _in_force(folder) == final):
         return final
-    partial = folder / f".step-{step:08d}.partial"
     if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    state = policy.sharded_state(is_loading=False)
-    state["position"] = {"step": step, "policy_version": policy.version, **position}
-    state["rng"] = torch.get_rng_state()
-    dist_checkpointing.save(state, str(partial), content_metadata=policy.checkpoint_metadata())
-    dist.barrier()
+        sweep(folder)
+        shutil.rmtree(final, ignore_errors=True)  # not in force: a kill, or a way back, left it
+    with new_folder(final) if dist.get_rank() == 0 else nullcontext() as made:
+        partial = agree(lambda: made)
+        _write(partial, step, policy, position)
     if dist.get_rank() == 0:
-        _publish(partial, final)
-        _drop_old(folder, keep)
+        checkpoint_folder.set_latest(final)
+        _drop_old(folder, step, keep)
     dist.barrier()
     return final
 
 
 def load(folder: Path, policy: Policy) -> dict[str, Any] | None:
-    """Restore ``policy`` from the newest checkpoint. Collective.
+    """Restore ``policy`` from the newest checkpoint that is whole. Collective.
 
-    Returns the checkpoint's position, None where there is no checkpoint. Raises CheckpointError.
+    Damaged ones are named in a warning and set aside as ``step-00000012.damaged``. Returns the checkpoint's
+    position, None where there is no checkpoint. Raises CheckpointError where there are only damaged ones.
     """
-    newest = latest(folder)
+    newest = _newest_whole(folder)
     if newest is None:
         return None
-    _verify(newest)
     state = policy.sharded_state(is_loading=True)
     loaded = dist_checkpointing.load(state, str(newest))
     policy.load_state(loaded)
@@ -70,52 +66,96 @@ def load(folder: Path, policy: Policy) -> dict[str, Any] | None:
     return position
 
 
-def latest(folder: Path) -> Path | None:
-    """The checkpoint that ``folder/latest`` names, None where nothing was saved yet."""
-    pointer = folder / LATEST
-    if not pointer.is_file():
-        return None
-    newest = folder / pointer.read_text(encoding="utf-8").strip()
-    if not newest.is_dir():
-        raise CheckpointError(f"{pointer}: names {newest.name}, which is not there")
-    return newest
+def _write(partial: Path, step: int, policy: Policy, position: dict[str, Any]) -> None:
+    state = policy.sharded_state(is_loading=False)
+    state["position"] = {"step": step, "policy_version": policy.version, **position}
+    state["rng"] = torch.get_rng_state()
+    dist_checkpointing.save(state, str(partial), content_metadata=policy.checkpoint_metadata())
+    dist.barrier()
+    names = agree(lambda: checkpoint_folder.file_names(partial))
+    parts = _by_all_ranks(lambda mine: checkpoint_folder.describe(partial, mine), names)
+    if dist.get_rank() == 0:
+        checkpoint_folder.write_manifest(partial, {name: one for part in parts for name, one in part.items()})
 
 
-def _publish(partial: Path, final: Path) -> None:
-    files = {path.name: path.stat().st_size for path in sorted(partial.iterdir()) if path.is_file()}
-    (partial / MANIFEST).write_text(json.dumps(files, indent=1), encoding="utf-8")
-    for path in partial.iterdir():
-        _fsync(path)
-    _fsync(partial)
-    shutil.rmtree(final, ignore_errors=True)
-    partial.rename(final)
-    pointer = final.parent / f".{LATEST}.partial"
-    pointer.write_text(final.name + "\n", encoding="utf-8")
-    _fsync(pointer)
-    pointer.replace(final.parent / LATEST)
-    _fsync(final.parent)
+def _in_force(folder: Path) -> Path | None:
+    with suppress(CheckpointError):  # a broken pointer is about to be replaced
+        return checkpoint_folder.latest(folder)
+    return None
 
 
-def _drop_old(folder: Path, keep: int) -> None:
-    for old in sorted(folder.glob("step-*"))[:-keep]:
+def _newest_whole(folder: Path) -> Path | None:
+    damaged: dict[str, str] = {}
+    candidates, complaint = agree(lambda: _candidates(folder))
+    for checkpoint in candidates:
+        if fault := _fault(checkpoint):
+            damaged[checkpoint.name] = fault
+            continue
+        if dist.get_rank() == 0 and (damaged or complaint):
+            _go_back(checkpoint, damaged, complaint)
+        dist.barrier()
+        return checkpoint
+    if damaged or complaint:
+        raise CheckpointError("; ".join(filter(None, [complaint, *damaged.values()])))
+    return None
+
+
+def _candidates(folder: Path) -> tuple[list[Path], str | None]:
+    """(checkpoints, newest first, from the one in force; what is wrong with the pointer)"""
+    found = checkpoint_folder.steps(folder)[::-1]
+    try:
+        pointed = checkpoint_folder.latest(folder)
+    except CheckpointError as error:
+        return found, str(error)
+    if pointed is None:
+        return found, f"{folder / checkpoint_folder.LATEST}: no such file" if found else None
+    return [pointed, *(path for path in found if path.name < pointed.name)], None
+
+
+def _fault(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint, the same on every rank, each of which reads a part."""
+    manifest, fault = agree(lambda: _manifest(checkpoint))
+    if fault:
+        return fault
+    found = _by_all_ranks(lambda mine: checkpoint_folder.faults(checkpoint, manifest, mine), [*manifest])
+    return next((fault for part in found for fault in part), None)
+
+
+def _manifest(checkpoint: Path) -> tuple[checkpoint_folder.Manifest, str | None]:
+    try:
+        return checkpoint_folder.read_manifest(checkpoint), None
+    except CheckpointError as error:
+        return {}, str(error)
+
+
+def _go_back(to: Path, damaged: dict[str, str], complaint: str | None) -> None:
+    """Put ``to`` in force; what is damaged stays on disk, out of the way of the steps to come."""
+    for fault in filter(None, [complaint, *damaged.values()]):
+        logger.warning("%s", fault)
+    for name in damaged:
+        aside = _unused(to.with_name(f"{name}.damaged"))
+        to.with_name(name).rename(aside)
+        logger.warning("%s: set aside, yours to examine or remove", aside)
+    checkpoint_folder.set_latest(to)
+    logger.warning("%s: the run goes on from this checkpoint", to)
+
+
+def _unused(path: Path) -> Path:
+    number = 2
+    unused = path
+    while unused.exists():
+        unused, number = path.with_name(f"{path.name}-{number}"), number + 1
+    return unused
+
+
+def _drop_old(folder: Path, step: int, keep: int) -> None:
+    older = [path for path in checkpoint_folder.steps(folder) if step_number(path.name) <= step]
+    for old in older[:-keep]:
         shutil.rmtree(old)
 
 
-def _verify(checkpoint: Path) -> None:
-    manifest = checkpoint / MANIFEST
-    if not manifest.is_file():
-        raise CheckpointError(f"{manifest}: missing; this is not a whole checkpoint")
-    for name, size in json.loads(manifest.read_text(encoding="utf-8")).items():
-        path = checkpoint / name
-        if not path.is_file():
-            raise CheckpointError(f"{path}: missing from the checkpoint")
-        if path.stat().st_size != size:
-            raise CheckpointError(f"{path}: expected {size} bytes, found {path.stat().st_size}")
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _by_all_ranks(work: Callable[[Collection[str]], Any], names: list[str]) -> list[Any]:
+    """``work`` on all names, of which every rank takes its share; all ranks' results."""
+    ranks, results = dist.get_world_size(), [None] * dist.get_world_size()
+    dist.all_gather_object(results, work(names[dist.get_rank() :: ranks]))
+    return results

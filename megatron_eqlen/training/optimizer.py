@@ -10,6 +10,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_eqlen.recipe import Recipe
@@ -76,6 +77,25 @@ def build_optimizer(
         override_opt_param_scheduler=True,
     )
     return optimizer, schedule
+
+
+def init_state(optimizer: DistributedOptimizer) -> None:
+    """Give Adam its moments as they are before the first update: zeros. The weights stay as they are.
+
+    Megatron can neither save nor load an optimizer that has never stepped.
+    """
+    groups = optimizer.optimizer.param_groups
+    rates = [group["lr"] for group in groups]
+    for group in groups:
+        group["lr"] = 0.0  # nor do they decay
+    optimizer._init_optimizer_states_with_dummy_values()
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"] = rate
+        if "step" in group:  # Transformer Engine's Adam counts here, torch's in each state
+            group["step"] = 0
+    for state in optimizer.optimizer.state.values():
+        if "step" in state:
+            state["step"].zero_()
 
 
 @functools.wraps(finalize_model_grads)

@@ -15,12 +15,13 @@ from megatron.core import parallel_state
 
 from megatron_eqlen.models.build import build_model
 from megatron_eqlen.models.cost import pair_cost
+from megatron_eqlen.models.megatron_checkpoint import checkpoint_metadata
 from megatron_eqlen.models.weights import export_hf, load_hf
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.packing.pack import Plan, plan
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.training.forward import microbatch_multiple, run_rows
-from megatron_eqlen.training.optimizer import build_optimizer, wrap
+from megatron_eqlen.training.optimizer import build_optimizer, init_state, wrap
 from megatron_eqlen.training.policy_loss import LossMetrics, policy_loss, reduce_metrics
 from megatron_eqlen.training.reference import ReferenceWeights
 from megatron_eqlen.types import Metrics, Row, TokenTree
@@ -77,11 +78,10 @@ class Policy:
     def checkpoint_metadata(self) -> dict[str, Any]:
         """How Megatron lays out a checkpoint: one that any parallel layout can read."""
         return {
+            **checkpoint_metadata(),
             "distrib_optim_sharding_type": "fully_reshardable",
             "distrib_optim_fully_reshardable_mem_efficient": False,
             "chained_optim_avoid_prefix": True,
-            "singleton_local_shards": False,
-            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         }
 
     def sharded_state(self, is_loading: bool) -> dict[str, Any]:
@@ -91,9 +91,9 @@ class Policy:
             self._chunk_key(number): chunk.sharded_state_dict(metadata=metadata)
             for number, chunk in enumerate(self.chunks)
         }
-        if is_loading:
-            for optimizer in self.optimizer.chained_optimizers:
-                optimizer._init_optimizer_states_with_dummy_values()
+        for optimizer in self.optimizer.chained_optimizers:
+            if is_loading or not optimizer.optimizer.state:
+                init_state(optimizer)
         state["optimizer"] = self.optimizer.sharded_state_dict(
             state, is_loading=is_loading, metadata=metadata
         )

@@ -1,0 +1,126 @@
+"""Folders of checkpoints: which there are, which is the newest, and whether their bytes are what was written.
+
+    checkpoints/step-00000010/  manifest.json     {file: {"bytes": size, "crc32": checksum}} of all others
+                step-00000012/
+                latest                            the name of the checkpoint in force
+
+CRC-32 finds every damage of up to 32 neighbouring bits, and misses others once in 4 billion; it costs 0.2 s a
+GB where SHA-256 costs 0.6 s.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from megatron_eqlen.files import CheckpointError, step_number, write_json, write_text
+from megatron_eqlen.models.hf_folder import read_json
+
+LATEST = "latest"
+MANIFEST = "manifest.json"
+BLOCK = 1 << 20
+READERS = min(8, os.cpu_count() or 1)
+
+Manifest = dict[str, dict[str, Any]]
+
+
+def steps(folder: Path) -> list[Path]:
+    """The checkpoints in ``folder``, oldest first."""
+    found = [path for path in folder.glob("step-*") if step_number(path.name) is not None and path.is_dir()]
+    return sorted(found, key=lambda path: step_number(path.name))
+
+
+def latest(folder: Path) -> Path | None:
+    """What ``folder/latest`` names; None where there is no such file. Raises CheckpointError."""
+    pointer = folder / LATEST
+    try:
+        name = pointer.read_bytes().decode("utf-8").strip()
+    except FileNotFoundError:
+        return None
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{pointer}: not UTF-8: {error}") from None
+    if not name or Path(name).name != name or not name.isprintable() or not (folder / name).is_dir():
+        others = ", ".join(path.name for path in steps(folder)) or "none"
+        raise CheckpointError(f"{pointer}: names {name!r}, which is not there (there are: {others})")
+    return folder / name
+
+
+def set_latest(checkpoint: Path) -> None:
+    write_text(checkpoint.parent / LATEST, checkpoint.name + "\n")
+
+
+def file_names(folder: Path) -> list[str]:
+    """Everything that a manifest lists, largest first."""
+    files = [path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST]
+    return [path.name for path in sorted(files, key=lambda path: (-path.stat().st_size, path.name))]
+
+
+def describe(folder: Path, names: Collection[str]) -> Manifest:
+    """What a manifest says of these files."""
+    with ThreadPoolExecutor(READERS) as readers:
+        found = readers.map(lambda name: _describe(folder / name), names)
+        return dict(zip(names, found, strict=True))
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    write_json(folder / MANIFEST, dict(sorted(manifest.items())))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises CheckpointError where it is missing, damaged, or lacks one of the folder's data files."""
+    file = folder / MANIFEST
+    try:
+        manifest = read_json(file)
+    except ValueError as error:
+        raise CheckpointError(f"{file}: {error}; this is not a whole checkpoint") from None
+    if not isinstance(manifest, dict) or not all(map(_is_description, manifest.values())):
+        raise CheckpointError(f"{file}: damaged: expected bytes and crc32 of each file")
+    for path in sorted(folder.glob("*.distcp")):
+        if path.name not in manifest:
+            raise CheckpointError(f"{path}: not in {MANIFEST}: one of them is not this checkpoint's")
+    return manifest
+
+
+def faults(folder: Path, manifest: Manifest, names: Collection[str]) -> list[str]:
+    """What is wrong with these files, one sentence each."""
+    with ThreadPoolExecutor(READERS) as readers:
+        found = readers.map(lambda name: _fault(folder / name, manifest[name]), names)
+        return [fault for fault in found if fault]
+
+
+def verify(folder: Path) -> None:
+    """Raise CheckpointError naming a file that is not what the folder's manifest says."""
+    manifest = read_manifest(folder)
+    if found := faults(folder, manifest, manifest):
+        raise CheckpointError(found[0])
+
+
+def _describe(file: Path) -> dict[str, Any]:
+    size, crc, block = 0, 0, bytearray(BLOCK)
+    with open(file, "rb", buffering=0) as opened:
+        while count := opened.readinto(block):
+            size, crc = size + count, zlib.crc32(memoryview(block)[:count], crc)
+    return {"bytes": size, "crc32": f"{crc:08x}"}
+
+
+def _is_description(value: Any) -> bool:
+    return isinstance(value, dict) and type(value.get("bytes")) is int and isinstance(value.get("crc32"), str)
+
+
+def _fault(file: Path, expected: dict[str, Any]) -> str | None:
+    try:
+        if (size := file.stat().st_size) != expected["bytes"]:
+            word = "truncated" if size < expected["bytes"] else "too long"
+            return f"{file}: {word}: expected {expected['bytes']} bytes, found {size}"
+        found = _describe(file)
+    except FileNotFoundError:
+        return f"{file}: no such file, though the checkpoint has one"
+    except OSError as error:
+        return f"{file}: cannot be read: {error.strerror}"
+    if found["crc32"] != expected["crc32"]:
+        return f"{file}: damaged: expected crc32 {expected['crc32']}, found {found['crc32']}"
+    return None
