@@ -1,6 +1,7 @@
 """The commands that convert models: ``tools/convert_hf_to_megatron.py``, ``tools/convert_megatron_to_hf.py``.
 
-Exit status: 0 converted (and verified), 1 killed or crashed, 2 a mistake in the input, said in one line.
+Exit status: 0 converted (and verified), 1 killed or crashed, 2 a mistake in the input or a full
+disk, said in one line.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def _guarded(name: str, run: Callable[[], None]) -> int:
     start(ParallelRecipe(), seed=0)
     try:
         run()
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
     finally:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import logging
 import os
@@ -102,6 +103,12 @@ def sweep(folder: Path) -> None:
 def refuse_existing(path: Path) -> None:
     if os.path.lexists(path):
         raise CheckpointError(f"{path}: exists already; choose another output or remove it")
+
+
+def unused(path: Path) -> Path:
+    """``path``, or ``NAME-2``, ``NAME-3`` ... where that is taken."""
+    names = itertools.chain([path.name], (f"{path.stem}-{n}{path.suffix}" for n in itertools.count(2)))
+    return next(free for name in names if not os.path.lexists(free := path.with_name(name)))
 
 
 def sync(path: Path) -> None:

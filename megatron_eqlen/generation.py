@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron_eqlen.data.prompts import PromptSource, read_benchmark
 from megatron_eqlen.evaluation.evaluate import evaluate
 from megatron_eqlen.evaluation.result import EvaluationResult
+from megatron_eqlen.models.hf_folder import HFFolder
 from megatron_eqlen.objectives.dynamic_sampling import filter_groups
 from megatron_eqlen.recipe import BenchmarkRecipe, Recipe
 from megatron_eqlen.replicas import Replicas, agree
@@ -251,6 +252,8 @@ def start_engine(
     longest = recipe.data.max_prompt_length + rollout.max_response_length
     if not replicas.drives:
         return IdleEngine(longest)
+    if not syncs_first:
+        HFFolder(path).check_vllm_reads_the_same()
     if rollout.engine == "server":
         from megatron_eqlen.rollout.vllm.client import ServerEngine
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_eqlen.evaluation.result import EvaluationResult, compare, read_results, write_results
+from megatron_eqlen.files import step_name
 from megatron_eqlen.generation import Rollouts
 from megatron_eqlen.models.weights import save_hf
 from megatron_eqlen.objectives.build import build_minibatches
@@ -17,7 +18,7 @@ from megatron_eqlen.report.page import write_page
 from megatron_eqlen.report.trackers import start_trackers
 from megatron_eqlen.run_folder import RunFolder
 from megatron_eqlen.session import Session
-from megatron_eqlen.step import Step, step_name
+from megatron_eqlen.step import Step
 from megatron_eqlen.training import checkpoint, distributed
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.types import Metrics, TokenTree
@@ -49,7 +50,7 @@ class Run:
             rollouts.go_to(position["data"])
         if distributed.is_rank0():
             if not self.complete:
-                self.folder.reopen(self.steps)
+                self.folder.reopen()
             trackers = start_trackers(self.folder.path, self.steps, self.recipe)
             self.writer = MetricsWriter(self.folder.path, self.steps, trackers)
             self.session.ends_with(self.writer.close)

@@ -17,6 +17,7 @@ import fcntl
 import time
 from pathlib import Path
 
+from megatron_eqlen.files import step_name, unused, write_text
 from megatron_eqlen.recipe import MAY_CHANGE, Recipe, RecipeError, differences, is_under
 from megatron_eqlen.recipe_load import dump, load
 from megatron_eqlen.report.metrics import read_metrics
@@ -48,9 +49,7 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         self.check(recipe)
         self._lock()
-        partial = self.recipe.with_suffix(".partial")
-        partial.write_text(dump(recipe), encoding="utf-8")
-        partial.replace(self.recipe)
+        write_text(self.recipe, dump(recipe))
 
     def ended(self, recipe: Recipe) -> bool:
         """Whether nothing of ``recipe`` is left to do here."""
@@ -60,16 +59,17 @@ class RunFolder:
         last = read_metrics(self.path)[-1]
         return recipe.budget.ended_by(last["step"], last.get("time/gpu_hours") or 0.0) is not None
 
-    def reopen(self, step: int) -> None:
-        """What a run ended with at ``step`` becomes that step's: the run is to go on from there."""
-        label = f"step-{step:08d}"
+    def reopen(self) -> None:
+        """What a run ended with becomes its last step's: the run is to go on, from there or from before."""
+        metrics = read_metrics(self.path)
+        label = step_name(int(metrics[-1]["step"]) if metrics else 0)
         ended = {
             self.evaluation("after"): self.evaluation(label),
             self.export: self.path / f"export-{label}",
         }
         for end, then in ended.items():
             if end.exists():
-                end.rename(then)
+                end.rename(unused(then))
 
     def check(self, recipe: Recipe) -> None:
         """Raise RecipeError if the folder holds a run of another recipe."""

@@ -10,13 +10,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_eqlen.files import step_name
 from megatron_eqlen.replicas import IN_TURN, merge
 from megatron_eqlen.types import Metrics, Rollout
-
-
-def step_name(number: int) -> str:
-    """``step-00000012``: what files and folders of a step are called."""
-    return f"step-{number:08d}"
 
 
 @dataclass(frozen=True)

@@ -133,10 +133,10 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(saved, chec
         assert (position["step"], position["data"], norm, version) == (8, "at 8", 8.0, 80)
     heard = ranks[0][3]
     assert re.search(rf"checkpoints/step-00000012/.*{message}", heard[0])
-    assert "step-00000012.damaged: set aside" in heard[1]
+    assert "step-00000012-damaged: set aside" in heard[1]
     assert "step-00000008: the run goes on from this checkpoint" in heard[2]
     assert ranks[1][3] == [], "said once"
-    assert names(checkpoints) == ["latest", "step-00000004", "step-00000008", "step-00000012.damaged"]
+    assert names(checkpoints) == ["latest", "step-00000004", "step-00000008", "step-00000012-damaged"]
     assert (checkpoints / "latest").read_text() == "step-00000008\n"
 
 
@@ -151,7 +151,7 @@ def test_a_run_goes_on_past_the_damage_and_the_damaged_one_stays_for_its_owner(s
     for _ in range(2):
         cut(data_file(checkpoints / "step-00000012"))
         run_ranks(1, go_on, saved[0], str(checkpoints))
-    aside = ["step-00000012.damaged", "step-00000012.damaged-2"]
+    aside = ["step-00000012-damaged", "step-00000012-damaged-2"]
     assert names(checkpoints) == ["latest", "step-00000008", "step-00000012", *aside]
     assert run_ranks(1, load_newest, saved[0], str(checkpoints))[0][0]["step"] == 12
 

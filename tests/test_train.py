@@ -5,6 +5,7 @@ Real vLLM, real Megatron, real checkpoints; the reward is a rubric, so that a ra
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -258,6 +259,29 @@ def test_a_run_ends_with_its_gpu_hours_and_goes_on_with_more_to_the_same_bits(ho
     weights = [load_file(run / "export/model.safetensors") for run in (folder, trained)]
     for name, weight in weights[0].items():
         assert torch.equal(weight, weights[1][name]), name
+
+
+def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(home, trained):
+    """The run was complete at step 3: what it ended with stays step 3's, though it goes back to step 2."""
+    folder = shutil.copytree(trained, home / "damaged")
+    data = max((folder / "checkpoints/step-00000003").glob("*.distcp"), key=lambda file: file.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    said = run(command(home, "damaged", "steps=4")).stderr
+    assert f"{data}: damaged: expected crc32" in said
+    assert "step-00000002: the run goes on from this checkpoint" in said
+    assert column(folder, "step") == [1, 2, 3, 4]
+    for name in ("loss/total", "train/grad_norm", "reward/mean"):
+        assert column(folder, name)[:3] == column(trained, name), "step 3 is taken again on its own rollouts"
+    assert sorted(path.name for path in (folder / "checkpoints").glob("step-*")) == [
+        "step-00000003",
+        "step-00000003-damaged",
+        "step-00000004",
+    ]
+    ended = (trained / "evaluation/after.json").read_bytes()
+    assert (folder / "evaluation/step-00000003.json").read_bytes() == ended
+    assert (folder / "export-step-00000003/model.safetensors").is_file()
 
 
 def test_harvest_without_a_trainer(home):

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
-from megatron_eqlen.files import CheckpointError, new_folder, step_name, step_number, sweep
+from megatron_eqlen.files import CheckpointError, new_folder, step_name, step_number, sweep, unused
 from megatron_eqlen.models import checkpoint_folder
 from megatron_eqlen.replicas import agree
 from megatron_eqlen.training.policy import Policy
@@ -51,7 +51,7 @@ def save(folder: Path, step: int, policy: Policy, position: dict[str, Any], keep
 def load(folder: Path, policy: Policy) -> dict[str, Any] | None:
     """Restore ``policy`` from the newest checkpoint that is whole. Collective.
 
-    Damaged ones are named in a warning and set aside as ``step-00000012.damaged``. Returns the checkpoint's
+    Damaged ones are named in a warning and set aside as ``step-00000012-damaged``. Returns the checkpoint's
     position, None where there is no checkpoint. Raises CheckpointError where there are only damaged ones.
     """
     newest = _newest_whole(folder)
@@ -133,19 +133,11 @@ def _go_back(to: Path, damaged: dict[str, str], complaint: str | None) -> None:
     for fault in filter(None, [complaint, *damaged.values()]):
         logger.warning("%s", fault)
     for name in damaged:
-        aside = _unused(to.with_name(f"{name}.damaged"))
+        aside = unused(to.with_name(f"{name}-damaged"))
         to.with_name(name).rename(aside)
         logger.warning("%s: set aside, yours to examine or remove", aside)
     checkpoint_folder.set_latest(to)
     logger.warning("%s: the run goes on from this checkpoint", to)
-
-
-def _unused(path: Path) -> Path:
-    number = 2
-    unused = path
-    while unused.exists():
-        unused, number = path.with_name(f"{path.name}-{number}"), number + 1
-    return unused
 
 
 def _drop_old(folder: Path, step: int, keep: int) -> None:
