@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megatron_eqlen import layout
 from megatron_eqlen.objectives.checks import check_combination
+from megatron_eqlen.plugins import is_import_path, load_object
 from megatron_eqlen.recipe import Recipe, RecipeError, RewardRecipe, RolloutRecipe
 
 
@@ -19,6 +20,7 @@ def check(recipe: Recipe) -> None:
     layout.check(recipe)
     _check_reward(recipe.reward)
     check_combination(recipe)
+    _check_plugins(recipe)
 
 
 def check_inputs(recipe: Recipe) -> None:
@@ -94,3 +96,13 @@ def _check_sampling_mask(rollout: RolloutRecipe) -> None:
             "rollout.keep_sampling_mask: true needs rollout.logprobs_mode: processed (both are of the kept "
             f"tokens alone), found {rollout.logprobs_mode}"
         )
+
+
+def _check_plugins(recipe: Recipe) -> None:
+    """What is named by import path is there."""
+    sections = {"data.sources": recipe.data.sources, "evaluation.benchmarks": recipe.evaluation.benchmarks}
+    for section, items in sections.items():
+        for number, item in enumerate(items):
+            for key, path in (("reader", item.reader), ("grader", item.grader or "")):
+                if is_import_path(path):
+                    load_object(path, f"{section}.{number}.{key}")

@@ -31,8 +31,10 @@ class PromptMaker:
         self._tokenizer = tokenizer
         self._grader = MathGrader("either", workers=1, timeout=30.0)
 
-    def make(self, row: Row, source: str, prompt_id: str, number: int) -> Prompt:
-        """The prompt of ``row``. Raises BadRow if it is too long or its gold cannot be graded against."""
+    def make(self, row: Row, recipe: SourceRecipe | BenchmarkRecipe, prompt_id: str, number: int) -> Prompt:
+        """The prompt of a ``row`` of ``recipe``. Raises BadRow if it is too long or its gold cannot be graded
+        against."""
+        grader = recipe.grader or row.grader
         token_ids = format_prompt(
             self._tokenizer,
             row.question,
@@ -42,10 +44,10 @@ class PromptMaker:
         )
         if len(token_ids) > self._data.max_prompt_length:
             raise BadRow("too_long", f"{len(token_ids)} tokens, limit {self._data.max_prompt_length}")
-        unchecked = row.grader == "math" and not row.gold_checked
+        unchecked = grader == "math" and not row.gold_checked
         if unchecked and (reason := self._grader.check_golds([row.gold])[0]):
             raise BadRow(reason, repr(row.gold[:200]))
-        return Prompt(prompt_id, token_ids, row.question, row.grader, row.gold, source, number)
+        return Prompt(prompt_id, token_ids, row.question, grader, row.gold, recipe.name, number)
 
     def close(self) -> None:
         self._grader.close()
@@ -56,6 +58,7 @@ class _Source:
 
     def __init__(self, recipe: SourceRecipe, number: int, seed: int, shuffle: bool) -> None:
         self.name = recipe.name
+        self._recipe = recipe
         self.tally = Tally()
         self.rows = open_source(recipe, self.tally)
         self.epoch = 0
@@ -81,7 +84,7 @@ class _Source:
             row = self.rows[number]
             prompt_id = f"{self.name}/{row.row_id}" + (f"@{self.epoch}" if self.epoch else "")
             try:
-                prompt = maker.make(row, self.name, prompt_id, drawn)
+                prompt = maker.make(row, self._recipe, prompt_id, drawn)
             except BadRow as bad:
                 self._refuse(number, row, bad)
                 continue
@@ -192,7 +195,7 @@ def read_benchmark(benchmark: BenchmarkRecipe, data: DataRecipe, tokenizer: Toke
     try:
         for row in islice(read_problems(benchmark, tally), benchmark.limit):
             prompt_id = f"{benchmark.name}/{row.row_id}"
-            prompts.append(maker.make(row, benchmark.name, prompt_id, len(prompts)))
+            prompts.append(maker.make(row, benchmark, prompt_id, len(prompts)))
     except BadRow as bad:
         raise ValueError(f"benchmark {benchmark.name}: {benchmark.path}: {row.row_id}: {bad}") from None
     finally:

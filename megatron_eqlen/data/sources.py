@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_eqlen.data import competitions, deepmath, jsonl, livecodebench, opencodereasoning, prepared
 from megatron_eqlen.data.filters import Exclusion, filter_rows, read_exclusion
 from megatron_eqlen.data.rows import Row, Tally
+from megatron_eqlen.plugins import is_import_path, load_object
 from megatron_eqlen.recipe import BenchmarkRecipe, SourceRecipe
 
-PLAIN_READERS = {
+Reader = Callable[[Path, Tally], Iterator[Row]]
+"""(a file or folder, where to count what is left out) -> the rows, streamed."""
+
+PLAIN_READERS: dict[str, Reader] = {
     "deepmath": deepmath.read,
     "jsonl": jsonl.read,
     "prepared": prepared.read,
@@ -43,7 +47,7 @@ def read_source(source: SourceRecipe, tally: Tally) -> Iterator[Row]:
     if source.reader == "opencodereasoning":
         rows = opencodereasoning.read(path, tally, source.split, source.tests)
     else:
-        rows = PLAIN_READERS[source.reader](path, tally)
+        rows = _reader(source.reader)(path, tally)
     return _filtered(source, rows, tally)
 
 
@@ -52,7 +56,12 @@ def read_problems(benchmark: BenchmarkRecipe, tally: Tally) -> Iterator[Row]:
     path = Path(benchmark.path)
     if benchmark.reader == "livecodebench":
         return livecodebench.read(path, tally, benchmark.since, benchmark.until)
-    return PLAIN_READERS[benchmark.reader](path, tally)
+    return _reader(benchmark.reader)(path, tally)
+
+
+def _reader(name: str) -> Reader:
+    """One of ours, or a user's own by import path."""
+    return load_object(name, "reader") if is_import_path(name) else PLAIN_READERS[name]
 
 
 def _filtered(source: SourceRecipe, rows: Iterator[Row], tally: Tally) -> Iterator[Row]:

@@ -5,12 +5,14 @@ Relative paths in a recipe are relative to the working directory, as on the comm
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from megatron_eqlen.budget import Budget
+from megatron_eqlen.plugins import is_import_path
 from megatron_eqlen.recipe.naming import variant_name
 
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -34,6 +36,26 @@ class RecipeError(ValueError):
     """A recipe that cannot run; the message names the key, what was expected and what was found."""
 
 
+def one_of(*names: str) -> AfterValidator:
+    """Of a key that takes one of ``names``, or the import path of a user's own."""
+
+    def check(value: str) -> str:
+        if value not in names and not is_import_path(value):
+            near = difflib.get_close_matches(value, names, n=1, cutoff=0.0)[0]
+            raise ValueError(
+                f"expected one of {', '.join(names)}, or package.module:name, found {value!r} "
+                f"(nearest: {near!r})"
+            )
+        return value
+
+    return AfterValidator(check)
+
+
+SourceReader = Annotated[str, one_of("deepmath", "opencodereasoning", "jsonl", "prepared")]
+BenchmarkReader = Annotated[str, one_of("deepmath", "aime25", "hmmt25", "livecodebench", "jsonl", "prepared")]
+GraderName = Annotated[str, one_of("math", "code", "rubric")]
+
+
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -48,7 +70,11 @@ class ModelRecipe(Section):
 class SourceRecipe(Section):
     name: str
     """Metrics are reported under this name."""
-    reader: Literal["deepmath", "opencodereasoning", "jsonl", "prepared"] = "deepmath"
+    reader: SourceReader = "deepmath"
+    """The import path of your own is ``package.module:read``, see data/README.md."""
+    grader: GraderName | None = None
+    """Grades all its answers; default: what the reader says of each row. The import path of your own is
+    ``package.module:factory``, see rewards/README.md."""
     path: str
     """A file, or a folder with the data set's files."""
     weight: PositiveFloat = 1.0
@@ -227,7 +253,9 @@ class CheckpointRecipe(Section):
 
 class BenchmarkRecipe(Section):
     name: str
-    reader: Literal["deepmath", "aime25", "hmmt25", "livecodebench", "jsonl", "prepared"] = "deepmath"
+    reader: BenchmarkReader = "deepmath"
+    grader: GraderName | None = None
+    """As of a data source, both."""
     path: str
     limit: PositiveInt | None = None
     since: str | None = None

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from megatron_eqlen.data.tokenizers import Tokenizer
-from megatron_eqlen.plugins import load_object
+from megatron_eqlen.plugins import is_import_path, load_object
 from megatron_eqlen.recipe import RewardRecipe
 from megatron_eqlen.rewards.code import CodeGrader
 from megatron_eqlen.rewards.math import MathGrader
@@ -24,13 +24,19 @@ Rubric = Callable[[str, str, str], float]
 
 
 class Grader(Protocol):
-    def grade(self, texts: Sequence[str], golds: Sequence[str]) -> list[Grade]: ...
+    """What a factory named by import path returns, called with the recipe's ``reward`` section."""
 
-    def close(self) -> None: ...
+    def grade(self, texts: Sequence[str], golds: Sequence[str]) -> list[Grade]:
+        """A grade for each response text against its gold, in order."""
+        ...
+
+    def close(self) -> None:
+        """End processes, if it has any."""
+        ...
 
 
 class Scorer:
-    """Sends each response to its prompt's grader: ``math``, ``code`` or ``rubric``."""
+    """Sends each response to its prompt's grader."""
 
     def __init__(self, reward: RewardRecipe, tokenizer: Tokenizer) -> None:
         self._reward = reward
@@ -110,7 +116,9 @@ def make_grader(name: str, reward: RewardRecipe) -> Grader:
             reward.sandbox_url,
             reward.lcb_strict,
         )
-    raise ValueError(f"grader: expected math, code or rubric, found {name!r}")
+    if is_import_path(name):
+        return load_object(name, "grader")(reward)
+    raise ValueError(f"grader: expected math, code, rubric or package.module:factory, found {name!r}")
 
 
 def reward_metrics(graded: Sequence[tuple[Prompt, Grade]]) -> Metrics:
