@@ -26,6 +26,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megatron_eqlen.files import replaced
+
 LARGEST_RESULT = 19
 LARGEST_OPERAND = 9
 
@@ -143,6 +145,5 @@ def _row(chain: Chain, rng: random.Random) -> dict:
 def write_rows(path: Path, rows: list[dict]) -> None:
     """Write ``rows`` as a DeepMath-103K parquet file, which appears complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".unfinished")
-    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), unfinished)
-    unfinished.rename(path)
+    with replaced(path) as partial:
+        pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), partial)

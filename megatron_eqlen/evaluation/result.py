@@ -12,6 +12,7 @@ import numpy as np
 
 from megatron_eqlen.evaluation import statistics
 from megatron_eqlen.evaluation.statistics import Interval
+from megatron_eqlen.files import write_json
 from megatron_eqlen.types import Metrics
 
 
@@ -120,10 +121,8 @@ def _check_questions(results: list[EvaluationResult]) -> None:
 def write_results(path: Path, results: list[EvaluationResult]) -> None:
     """Write one evaluation's benchmarks as JSON; the file appears complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".unfinished")
     records = [asdict(result) | {"summary": _summary(result)} for result in results]
-    unfinished.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
-    unfinished.replace(path)
+    write_json(path, records)
 
 
 def read_results(path: Path) -> list[EvaluationResult]:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_eqlen.files import write_text
 from megatron_eqlen.report.trackers import Tracker
 from megatron_eqlen.types import Metrics
 
@@ -80,6 +81,4 @@ def _cut_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = [record for record in read_metrics(path.parent) if record["step"] <= step]
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-    partial.replace(path)
+    write_text(path, "".join(json.dumps(record) + "\n" for record in kept))

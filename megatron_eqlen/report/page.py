@@ -17,6 +17,7 @@ from megatron_eqlen.budget import Budget
 from megatron_eqlen.data.tokenizers import load_tokenizer
 from megatron_eqlen.evaluation.result import EvaluationResult, compare, read_results
 from megatron_eqlen.evaluation.statistics import Interval
+from megatron_eqlen.files import write_text
 from megatron_eqlen.recipe import EqualLengthRecipe, Recipe
 from megatron_eqlen.recipe_load import dump, load
 from megatron_eqlen.report.chart import Point, Series, line_chart, stacked_bars
@@ -127,9 +128,7 @@ def write_page(run_folder: Path) -> Path:
         draw=draw,
     )
     path = run_folder / "report.html"
-    partial = path.with_suffix(".partial")
-    partial.write_text(page, encoding="utf-8")
-    partial.replace(path)
+    write_text(path, page)
     return path
 
 

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 
 from pydantic import TypeAdapter
 
+from megatron_eqlen.files import replaced
 from megatron_eqlen.sampling import KINDS, kind_of
 from megatron_eqlen.types import Prompt, Rollout, rollout_key, training_order
 
@@ -87,12 +88,9 @@ def record_grades(path: Path, graded: Iterable[Rollout]) -> None:
     """Put graded rollouts in place of their raw records, at once: a crash leaves the old file or the new."""
     rollouts = {rollout_key(rollout): rollout for rollout in read_dump(path)}
     rollouts |= {rollout_key(rollout): rollout for rollout in graded}
-    partial = path.with_suffix(".partial")
-    partial.unlink(missing_ok=True)
-    with Recorder(partial) as recorder:
+    with replaced(path) as partial, Recorder(partial) as recorder:
         for rollout in rollouts.values():
             recorder.write(rollout)
-    partial.replace(path)
 
 
 def read_step(folder: Path) -> list[Rollout]:
