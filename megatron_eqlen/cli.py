@@ -89,6 +89,9 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument(
         "--model", type=Path, required=True, help="Hugging Face folder whose tokenizer decodes"
     )
+    inspect.add_argument(
+        "--recipe", type=Path, help="what they were trained with (default: the recipe.yaml of their run)"
+    )
     inspect.add_argument("--limit", type=int, default=5, help="rollouts to print (default 5)")
     return parser
 
@@ -185,7 +188,8 @@ def _compare(arguments: argparse.Namespace) -> int:
 def _inspect(arguments: argparse.Namespace) -> int:
     from megatron_eqlen.report.text import print_rollouts
 
-    print_rollouts(arguments.streams, arguments.model, arguments.limit)
+    recipe = load(arguments.recipe) if arguments.recipe else None
+    print_rollouts(arguments.streams, arguments.model, arguments.limit, recipe)
     return 0
 
 

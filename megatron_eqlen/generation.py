@@ -20,7 +20,7 @@ from megatron_eqlen.data.prompts import PromptSource, read_benchmark
 from megatron_eqlen.evaluation.evaluate import evaluate
 from megatron_eqlen.evaluation.result import EvaluationResult
 from megatron_eqlen.models.hf_folder import HFFolder
-from megatron_eqlen.objectives.dynamic_sampling import filter_groups
+from megatron_eqlen.objectives import dynamic_sampling
 from megatron_eqlen.recipe import BenchmarkRecipe, Recipe
 from megatron_eqlen.replicas import Replicas, agree
 from megatron_eqlen.rewards.scoring import reward_metrics
@@ -237,10 +237,8 @@ def select(scored: Batch, step: Step, session: Session) -> Batch:
         [(one.prompt, s.grade) for one in rollouts for s, _ in one.ended()]
     )
     if session.objective.dynamic_sampling:
-        keep, dropped = filter_groups(rollouts, recipe)
-        kept = set(keep[: recipe.data.prompts_per_step - step.prompts])
-        rollouts = [rollout for rollout in rollouts if rollout.prompt_id in kept]
-        metrics["objective/filtered_prompts"] = len(dropped)
+        room = recipe.data.prompts_per_step - step.prompts
+        rollouts, metrics["objective/filtered_prompts"] = dynamic_sampling.select(rollouts, recipe, room)
     return Batch(rollouts, metrics, scored.data_position)
 
 

@@ -17,7 +17,7 @@ from megatron_eqlen.evaluation.result import Answers, EvaluationResult, write_re
 from megatron_eqlen.report.chart import Series, averaged, line_chart, stacked_bars
 from megatron_eqlen.report.metrics import MetricsWriter
 from megatron_eqlen.report.page import write_page
-from tests.report_runs import example_group, example_stream, make_tokenizer, prompt, recipe, write_run
+from tests.report_runs import example_stream, make_tokenizer, prompt, recipe, write_run
 
 REPO = Path(__file__).resolve().parents[1]
 VOID = {"meta", "br"}
@@ -59,8 +59,9 @@ def log_steps(run: Path, steps: int, **extra: float) -> None:
         stages = {
             "time/harvest": 3.0,
             "time/train": 1.0,
-            f"time/evaluate step-{step:08d}": 1.0,
+            "time/evaluate": 1.0,
             "time/step": 5.0,
+            "time/gpu_hours": 100.0 * step,
         }
         writer.write(step, {"reward/mean": step / steps, "loss/entropy": 1.0, **stages, **extra})
     writer.close()
@@ -99,13 +100,14 @@ def test_the_headline_is_accuracy_before_and_after_with_its_paired_gain(tmp_path
     assert labels == ["before", "step-00000002", "after"]
 
 
-def test_stages_are_summed_over_their_names_and_shared_out(tmp_path):
+def test_only_stages_share_out_a_step(tmp_path):
     run = write_run(tmp_path, recipe(tmp_path))
     log_steps(run, 4)
     text = Page(write_page(run)).text
     assert "harvest 3 s, 60%" in text
     assert "train 1 s, 20%" in text
     assert "evaluate 1 s, 20%" in text
+    assert "gpu_hours" not in text.partition("Details")[0]
 
 
 def test_charts_of_what_was_not_measured_are_left_out(tmp_path):
@@ -122,13 +124,14 @@ def test_rollouts_of_the_first_and_last_step_are_decoded(tmp_path):
     tokenizer = make_tokenizer(tmp_path / "model")
     asked = dataclasses.replace(prompt(1), question="<script>1 < 2</script>")
     stream = dataclasses.replace(example_stream(), prompt=asked)
-    streams = {f"step-{n:08d}": [stream, example_group()] for n in (0, 1, 7)}
+    streams = {f"step-{n:08d}": [stream] for n in (0, 1, 7)}
     run = write_run(tmp_path / "run", recipe(tmp_path / "model"), streams)
     page = Page(write_page(run))
     assert "Step 1 " in page.text
     assert "Step 8 " in page.text
     assert "Step 2 " not in page.text
-    assert "Pair 2 · 2 tokens a side · inherits 2 · trained" in page.text
+    assert "Pair 2 · 2 tokens a side · inherits 2" in page.text
+    assert "stop · trained" in page.text
     assert tokenizer.decode([8]) in page.text
     assert "Token ids instead of text" not in page.text
     assert "<script>1 < 2</script>" in page.text  # as text:

@@ -44,11 +44,19 @@ def build_minibatches(rollouts: Sequence[Rollout], recipe: Recipe) -> tuple[list
     every optimizer step has a gradient of the same scale; advantages are those of the whole batch.
     Minibatches without a prompt (dynamic sampling may leave few) are left out.
     """
+    return _build(_minibatches(rollouts, recipe), recipe)
+
+
+def weighted_units(rollouts: Sequence[Rollout], recipe: Recipe) -> list[ComparisonUnit]:
+    """The comparison units of ``build_minibatches``, as they are trained: with advantages and weights."""
+    return [unit for batch in _weigh(_minibatches(rollouts, recipe), recipe) for unit in batch.units]
+
+
+def _minibatches(rollouts: Sequence[Rollout], recipe: Recipe) -> list[list[Rollout]]:
     order = list(dict.fromkeys(rollout.prompt_id for rollout in rollouts))
     count = min(recipe.loss.minibatches, max(len(order), 1))
     number = {prompt_id: i * count // len(order) for i, prompt_id in enumerate(order)}
-    parts = [[r for r in rollouts if number[r.prompt_id] == part] for part in range(count)]
-    return _build(parts, recipe)
+    return [[r for r in rollouts if number[r.prompt_id] == part] for part in range(count)]
 
 
 @dataclass
@@ -62,6 +70,13 @@ class _Batch:
 
 
 def _build(parts: Sequence[Sequence[Rollout]], recipe: Recipe) -> tuple[list[list[TokenTree]], Metrics]:
+    batches = _weigh(parts, recipe)
+    units = [unit for batch in batches for unit in batch.units]
+    rollouts = [rollout for part in parts for rollout in part]
+    return [batch.trees for batch in batches], unit_metrics(units, rollouts, recipe)
+
+
+def _weigh(parts: Sequence[Sequence[Rollout]], recipe: Recipe) -> list[_Batch]:
     objective = resolve(recipe)
     batches = [_compare(part, recipe, objective) for part in parts]
     units = [unit for batch in batches for unit in batch.units]
@@ -69,8 +84,7 @@ def _build(parts: Sequence[Sequence[Rollout]], recipe: Recipe) -> tuple[list[lis
     _mark_trained(units, recipe)
     for batch in batches:
         _set_weights(batch, recipe, objective)
-    rollouts = [rollout for part in parts for rollout in part]
-    return [batch.trees for batch in batches], unit_metrics(units, rollouts, recipe)
+    return batches
 
 
 def _compare(rollouts: Sequence[Rollout], recipe: Recipe, objective: Objective) -> _Batch:

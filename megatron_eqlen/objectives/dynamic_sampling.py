@@ -23,3 +23,10 @@ def filter_groups(rollouts: Sequence[Rollout], recipe: Recipe) -> tuple[list[str
         differs[rollout.prompt_id] |= any(rewards and not all_equal(rewards) for rewards in units)
     keep = [prompt_id for prompt_id, found in differs.items() if found]
     return keep, [prompt_id for prompt_id, found in differs.items() if not found]
+
+
+def select(rollouts: Sequence[Rollout], recipe: Recipe, room: int) -> tuple[list[Rollout], int]:
+    """(the rollouts of the first ``room`` prompts that are kept, how many prompts teach nothing)."""
+    keep, dropped = filter_groups(rollouts, recipe)
+    kept = set(keep[:room])
+    return [rollout for rollout in rollouts if rollout.prompt_id in kept], len(dropped)

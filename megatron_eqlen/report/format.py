@@ -11,6 +11,8 @@ RESPONSE_LENGTH = ("harvest/ended_response_length", "harvest/response_length")
 MISMATCH_KL = ("loss/mismatch_kl",)
 ROLLOUT_SPEED = ("harvest/tokens_per_second",)
 TRAINING_SPEED = ("train/tokens_per_second",)
+STAGES = ("harvest", "score", "trees", "train", "sync", "evaluate")
+"""The parts of a step whose seconds are ``time/NAME``; together they are nearly ``time/step``."""
 
 
 def first_of(metrics: Mapping[str, float], names: tuple[str, ...]) -> float | None:

@@ -18,7 +18,7 @@ from megatron_eqlen.data.tokenizers import load_tokenizer
 from megatron_eqlen.evaluation.result import EvaluationResult, compare, read_results
 from megatron_eqlen.evaluation.statistics import Interval
 from megatron_eqlen.files import write_text
-from megatron_eqlen.recipe import EqualLengthRecipe, Recipe
+from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe_load import dump, load
 from megatron_eqlen.report.chart import Point, Series, line_chart, stacked_bars
 from megatron_eqlen.report.drawing import draw
@@ -28,12 +28,13 @@ from megatron_eqlen.report.format import (
     RESPONSE_LENGTH,
     REWARD,
     ROLLOUT_SPEED,
+    STAGES,
     TRAINING_SPEED,
     compact,
     duration,
 )
 from megatron_eqlen.report.metrics import read_metrics
-from megatron_eqlen.report.rollouts import Decode, RolloutView, view
+from megatron_eqlen.report.rollouts import Decode, RolloutView, Training, view
 from megatron_eqlen.rollout.recorder import read_step
 from megatron_eqlen.types import Rollout
 
@@ -224,13 +225,8 @@ def series(records: Records, names: Names) -> list[Point]:
 
 
 def _stage_seconds(record: dict[str, Any]) -> dict[str, float]:
-    """Stage to seconds; evaluations are one stage, whatever their label."""
-    seconds: dict[str, float] = {}
-    for name, value in record.items():
-        stage = name.removeprefix("time/").split(" ")[0]
-        if name.startswith("time/") and stage != "step" and value is not None:
-            seconds[stage] = seconds.get(stage, 0.0) + value
-    return seconds
+    """Stage to seconds, of those that the step had."""
+    return {stage: record[f"time/{stage}"] for stage in STAGES if record.get(f"time/{stage}") is not None}
 
 
 def _accuracy_chart(evaluations: list[Evaluation]) -> Chart:
@@ -266,23 +262,23 @@ def read_steps(folder: Path, recipe: Recipe, decode: Decode) -> list[StepView]:
 
 
 def _read_step(folder: Path, recipe: Recipe, decode: Decode) -> StepView:
-    chosen = _choose(read_step(folder), recipe.equal_length)
-    views = [view(rollout, decode, recipe.equal_length) for rollout in chosen]
+    rollouts = read_step(folder)
+    training = Training(rollouts, recipe)
+    views = [view(rollout, decode, training) for rollout in _choose(rollouts, training)]
     return StepView(int(folder.name.removeprefix("step-")) + 1, folder.name, views)
 
 
-def _choose(rollouts: list[Rollout], recipe: EqualLengthRecipe) -> list[Rollout]:
-    """Rollouts of different prompts, those with something to compare first. Decodes nothing."""
-    ordered = sorted(rollouts, key=lambda one: not _is_compared(view(one, lambda _: "", recipe)))
+def _choose(rollouts: list[Rollout], training: Training) -> list[Rollout]:
+    """Rollouts of different prompts, first those that teach something."""
+    ordered = sorted(rollouts, key=lambda one: not _teaches(one, training))
     by_prompt: dict[str, Rollout] = {}
     for rollout in ordered:
         by_prompt.setdefault(rollout.prompt_id, rollout)
     return list(by_prompt.values())[:ROLLOUTS_SHOWN]
 
 
-def _is_compared(rollout: RolloutView) -> bool:
-    segments = [pair.a for pair in rollout.pairs] + rollout.segments
-    return any(segment.role in ("raised", "lowered") for segment in segments)
+def _teaches(rollout: Rollout, training: Training) -> bool:
+    return any(training.of(segment)[1] in ("raised", "lowered") for segment in rollout.segments())
 
 
 # ---- the page -----------------------------------------------------------------------------------------

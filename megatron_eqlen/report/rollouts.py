@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
 from typing import Literal
 
-from megatron_eqlen.recipe import EqualLengthRecipe
-from megatron_eqlen.sampling.comparison import all_equal
-from megatron_eqlen.sampling.equal_length.suffix import pair_rewards
+from megatron_eqlen.objectives import dynamic_sampling
+from megatron_eqlen.objectives.build import weighted_units
+from megatron_eqlen.objectives.registry import resolve
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe_load import load
+from megatron_eqlen.rollout.recorder import FILES, read_dump, read_step
 from megatron_eqlen.types import Group, Rollout, SampledTree, Segment, Stream
 
 Decode = Callable[[list[int]], str]
 
 Role = Literal["raised", "lowered", "equal", "plain"]
-"""Its reward against what it is compared with: above, below, the same; ``plain``: not compared."""
+"""What training does to its probability, by its advantage. ``equal``: compared, but without an advantage;
+``plain``: not compared."""
+
+Use = Literal["trained", "skipped", "not trained", "not scored", ""]
+"""``skipped``: compared, but its weight is 0 (equal rewards). ``not trained``: part of no comparison. Empty
+where that is not known."""
 
 CONTEXT_TOKENS = 24
 """So many of the tokens before a segment are shown with it."""
@@ -37,9 +44,10 @@ class SegmentView:
     """Tokens between the prompt and this segment."""
     end: str
     """``stop``, ``length`` or ``goes on``."""
-    reward: float | None = None
-    """What it is compared by; None where it has none (yet)."""
-    role: Role = "plain"
+    reward: float | None
+    """What it is compared by, or the grader's; None where it has none (yet)."""
+    role: Role
+    use: Use
     verdict: str = ""
     """The grader's word and the extracted answer, where the segment ends a response."""
 
@@ -48,8 +56,6 @@ class SegmentView:
 class PairView:
     a: SegmentView
     b: SegmentView
-    use: str
-    """``trained``, ``skipped`` (equal rewards), ``left out`` (no reward for B) or ``not scored``."""
 
 
 @dataclass(frozen=True)
@@ -62,81 +68,127 @@ class RolloutView:
     """What is not part of a pair."""
 
 
-def dump_files(streams: Path) -> list[Path]:
-    """The recorded files of a ``.jsonl`` path, of one step's folder, or of a run's ``streams/`` folder.
+def recorded_steps(streams: Path) -> Iterator[tuple[str, list[Rollout]]]:
+    """(name, rollouts) of a ``.jsonl`` file, of one step's folder, or of the steps of a ``streams/`` folder.
 
     Raises ValueError naming the path if there are none.
     """
     if streams.is_file():
-        return [streams]
-    files = sorted(streams.glob("rank-*.jsonl")) or sorted(streams.glob("step-*/rank-*.jsonl"))
-    if not files:
+        yield streams.name, read_dump(streams)
+        return
+    files = [*streams.glob(FILES), *streams.glob(f"step-*/{FILES}")]
+    folders = sorted({file.parent for file in files})
+    if not folders:
         found = "neither" if streams.is_dir() else "no such file or folder"
         raise ValueError(
-            f"{streams}: expected a .jsonl file, or a folder with rank-*.jsonl or step-*/rank-*.jsonl, "
-            f"found {found}"
+            f"{streams}: expected a .jsonl file, or a folder with {FILES} or step-*/{FILES}, found {found}"
         )
-    return files
+    for folder in folders:
+        yield folder.name, read_step(folder)
 
 
-def view(rollout: Rollout, decode: Decode, recipe: EqualLengthRecipe) -> RolloutView:
-    """A rollout as text. ``recipe`` says how a B side is rewarded; unscored rollouts have no rewards."""
+def recipe_of(streams: Path) -> Recipe | None:
+    """The recipe of the run that recorded ``streams`` (as for ``recorded_steps``), if its folder is above."""
+    for folder in streams.resolve().parents:
+        if (folder / "recipe.yaml").is_file() and (folder / "streams").is_dir():
+            return load(folder / "recipe.yaml")
+    return None
+
+
+class Training:
+    """What was trained of the ``rollouts`` of a step: asked of what training itself calls, with the run's
+    recipe."""
+
+    def __init__(self, rollouts: Sequence[Rollout], recipe: Recipe) -> None:
+        self.scored = all(segment.grade for rollout in rollouts for segment, _ in rollout.ended())
+        self.members: dict[int, _Member] = {}
+        """By the segment's identity."""
+        if self.scored:
+            self._compare(rollouts, recipe)
+
+    def of(self, segment: Segment) -> tuple[float | None, Role, Use]:
+        """(reward, role, use) of a segment."""
+        member = self.members.get(id(segment))
+        if member is not None:
+            return member.reward, member.role, "trained" if member.weight else "skipped"
+        return _own_reward(segment), "plain", "not trained" if self.scored else "not scored"
+
+    def _compare(self, rollouts: Sequence[Rollout], recipe: Recipe) -> None:
+        if resolve(recipe).dynamic_sampling:
+            rollouts, _ = dynamic_sampling.select(rollouts, recipe, recipe.data.prompts_per_step)
+        for unit in weighted_units(rollouts, recipe):
+            for segment, node, reward in zip(unit.members, unit.nodes, unit.rewards, strict=True):
+                self.members[id(segment)] = _Member(reward, node.advantage, node.weight)
+
+
+class Unknown:
+    """In place of ``Training`` where the recipe is not known."""
+
+    def of(self, segment: Segment) -> tuple[float | None, Role, Use]:
+        return _own_reward(segment), "plain", ""
+
+
+@dataclass(frozen=True)
+class _Member:
+    reward: float
+    advantage: float
+    weight: float
+
+    @property
+    def role(self) -> Role:
+        if not self.weight or not self.advantage:
+            return "equal"
+        return "raised" if self.advantage > 0 else "lowered"
+
+
+def view(rollout: Rollout, decode: Decode, training: Training | Unknown) -> RolloutView:
+    """A rollout as text; ``training`` says what was trained of it."""
     if isinstance(rollout, Stream):
-        return _stream(rollout, decode, recipe)
+        return _stream(rollout, decode, training)
     if isinstance(rollout, Group):
-        return _group(rollout, decode)
-    return _tree(rollout, decode)
+        return _group(rollout, decode, training)
+    return _tree(rollout, decode, training)
 
 
-def _stream(stream: Stream, decode: Decode, recipe: EqualLengthRecipe) -> RolloutView:
+def _stream(stream: Stream, decode: Decode, training: Training | Unknown) -> RolloutView:
     pairs = []
-    for number, (pair, (a, b)) in enumerate(zip(stream.pairs, _rewards(stream, recipe), strict=True)):
+    for number, pair in enumerate(stream.pairs):
         prefix = stream.trunk_token_ids(number)
-        sides = (
-            _segment(f"A{number + 1}", pair.a, prefix, decode, a, _role(a, b)),
-            _segment(f"B{number + 1}", pair.b, prefix, decode, b, _role(b, a)),
-        )
-        pairs.append(PairView(*sides, use=_use(a, b)))
+        a = _segment(f"A{number + 1}", pair.a, prefix, decode, training)
+        pairs.append(PairView(a, _segment(f"B{number + 1}", pair.b, prefix, decode, training)))
     rest = []
     if stream.tail is not None:
-        trunk = stream.trunk_token_ids(len(stream.pairs))
-        rest = [_segment("tail", stream.tail, trunk, decode, _own_reward(stream.tail))]
+        rest = [_segment("tail", stream.tail, stream.trunk_token_ids(len(pairs)), decode, training)]
     outcome = stream.outcome.replace("_", " ")
     title = f"stream {stream.index}, {_count(len(pairs), 'pair')}, {outcome}"
     return RolloutView(stream.prompt_id, stream.prompt.question, title, pairs, rest)
 
 
-def _group(group: Group, decode: Decode) -> RolloutView:
-    rewards = _group_rewards(group)
-    middle = fmean(rewards) if None not in rewards else None
+def _group(group: Group, decode: Decode, training: Training | Unknown) -> RolloutView:
     segments = [
-        _segment(f"completion {number}", completion, [], decode, reward, _role(reward, middle))
-        for number, (completion, reward) in enumerate(zip(group.completions, rewards, strict=True))
+        _segment(f"completion {number}", completion, [], decode, training)
+        for number, completion in enumerate(group.completions)
     ]
     title = _count(len(segments), "completion")
     return RolloutView(group.prompt_id, group.prompt.question, title, segments=segments)
 
 
-def _tree(tree: SampledTree, decode: Decode) -> RolloutView:
+def _tree(tree: SampledTree, decode: Decode, training: Training | Unknown) -> RolloutView:
     segments = []
     for number, (step, parent) in enumerate(zip(tree.steps, tree.parents, strict=True)):
         label = f"step {number}" + (f" after step {parent}" if parent >= 0 else "")
         prefix = tree.response(parent) if parent >= 0 else []
-        segments.append(_segment(label, step, prefix, decode, _own_reward(step)))
+        segments.append(_segment(label, step, prefix, decode, training))
     title = f"tree of {_count(len(segments), 'step')}"
     return RolloutView(tree.prompt_id, tree.prompt.question, title, segments=segments)
 
 
 def _segment(
-    label: str,
-    segment: Segment,
-    prefix: list[int],
-    decode: Decode,
-    reward: float | None,
-    role: Role = "plain",
+    label: str, segment: Segment, prefix: list[int], decode: Decode, training: Training | Unknown
 ) -> SegmentView:
     grade = segment.grade
     answer = "" if grade is None or grade.answer is None else f": {grade.answer}"
+    reward, role, use = training.of(segment)
     return SegmentView(
         label=label,
         before=decode(prefix[-CONTEXT_TOKENS:]),
@@ -146,39 +198,9 @@ def _segment(
         end=segment.finish_reason or "goes on",
         reward=reward,
         role=role,
+        use=use,
         verdict="" if grade is None else grade.verdict + answer,
     )
-
-
-def _rewards(stream: Stream, recipe: EqualLengthRecipe) -> list[tuple[float | None, float | None]]:
-    """Of (A, B) of each pair, as trained; None where there is none, and all while one is not scored."""
-    if any(segment.grade is None for segment, _ in stream.ended()):
-        return [(None, None)] * len(stream.pairs)
-    rewards = pair_rewards(stream, recipe.suffix_reward, recipe.unfinished)
-    return [values or (_own_reward(pair.a), None) for values, pair in zip(rewards, stream.pairs, strict=True)]
-
-
-def _group_rewards(group: Group) -> list[float | None]:
-    """0 for what did not end, as trained; None for all while one is not scored."""
-    if any(completion.grade is None for completion, _ in group.ended()):
-        return [None] * len(group.completions)
-    return [_own_reward(completion) or 0.0 for completion in group.completions]
-
-
-def _role(reward: float | None, other: float | None) -> Role:
-    if reward is None or other is None:
-        return "plain"
-    if all_equal([reward, other]):
-        return "equal"
-    return "raised" if reward > other else "lowered"
-
-
-def _use(a: float | None, b: float | None) -> str:
-    if a is None:
-        return "not scored"
-    if b is None:
-        return "left out"
-    return "skipped" if all_equal([a, b]) else "trained"
 
 
 def _own_reward(segment: Segment) -> float | None:

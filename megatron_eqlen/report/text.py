@@ -9,40 +9,52 @@ from rich.padding import Padding
 from rich.text import Text
 
 from megatron_eqlen.data.tokenizers import load_tokenizer
-from megatron_eqlen.recipe import EqualLengthRecipe
+from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.report.format import compact
 from megatron_eqlen.report.rollouts import (
     PairView,
     RolloutView,
     SegmentView,
-    dump_files,
+    Training,
+    Unknown,
+    recipe_of,
+    recorded_steps,
     view,
 )
-from megatron_eqlen.rollout.recorder import read_dump
 
 STYLES = {"raised": "green", "lowered": "red", "equal": "yellow", "plain": "default"}
 
 
-def print_rollouts(streams: Path, model: Path, limit: int = 5, console: Console | None = None) -> None:
+def print_rollouts(
+    streams: Path,
+    model: Path,
+    limit: int = 5,
+    recipe: Recipe | None = None,
+    console: Console | None = None,
+) -> None:
     """Print the first ``limit`` rollouts of a file, of a step's folder, or of a run's ``streams/`` folder.
 
-    ``model`` is the folder whose tokenizer decodes. B sides show the paper's reward, the suffix maximum.
-    Raises ValueError naming the path if there is nothing to read.
+    ``model`` is the folder whose tokenizer decodes. ``recipe``, by default that of the run which recorded
+    them, says what was trained. Raises ValueError naming the path if there is nothing to read.
     """
     console = console or Console(highlight=False)
-    files = dump_files(streams)
+    recipe = recipe or recipe_of(streams)
+    if recipe is None:
+        console.print(
+            f"{streams}: no run's recipe.yaml above it (or give one): what was trained is not known\n"
+        )
     decode = load_tokenizer(model).decode
-    printed = 0
-    for file in files:
-        rollouts = read_dump(file)[: limit - printed]
-        if rollouts and len(files) > 1:
-            console.rule(f"{file.parent.name}/{file.name}", characters="─")
-        for rollout in rollouts:
-            _print(console, view(rollout, decode, EqualLengthRecipe()))
-        printed += len(rollouts)
-        if printed >= limit:
-            break
-    if not printed:
+    left = limit
+    for name, rollouts in recorded_steps(streams):
+        if rollouts and streams.is_dir():
+            console.rule(name, characters="─")
+        training = Unknown() if recipe is None else Training(rollouts, recipe)
+        for rollout in rollouts[:left]:
+            _print(console, view(rollout, decode, training))
+        left -= len(rollouts[:left])
+        if not left:
+            return
+    if left == limit:
         raise ValueError(f"{streams}: expected at least one recorded rollout, found none")
 
 
@@ -58,8 +70,7 @@ def _print(console: Console, rollout: RolloutView) -> None:
 
 
 def _print_pair(console: Console, pair: PairView) -> None:
-    heading = f"{pair.a.length} tokens a side, {pair.a.inherited} inherited, "
-    console.print(Text.assemble("  ", heading, (pair.use, "bold" if pair.use == "trained" else "dim")))
+    console.print(f"  {pair.a.length} tokens a side, {pair.a.inherited} inherited")
     _print_segment(console, pair.a, indent=4)
     _print_segment(console, pair.b, indent=4)
 
@@ -67,7 +78,10 @@ def _print_pair(console: Console, pair: PairView) -> None:
 def _print_segment(console: Console, segment: SegmentView, indent: int) -> None:
     reward = f"reward {compact(segment.reward)}" if segment.reward is not None else ""
     facts = ", ".join(filter(None, [reward, segment.verdict, segment.end, f"{segment.length} tokens"]))
-    console.print(Text.assemble(" " * indent, (segment.label, f"bold {STYLES[segment.role]}"), "  ", facts))
+    use = (f", {segment.use}" if segment.use else "", "bold" if segment.use == "trained" else "dim")
+    console.print(
+        Text.assemble(" " * indent, (segment.label, f"bold {STYLES[segment.role]}"), "  ", facts, use)
+    )
     before = f"…{segment.before}▸" if segment.before else ""
     text = Text.assemble((before, "dim"), (segment.text, STYLES[segment.role]))
     console.print(Padding(text, (0, 0, 0, indent + 2)))
