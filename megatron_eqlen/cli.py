@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_eqlen import layout
-from megatron_eqlen.models.hf_config import read_config
 from megatron_eqlen.recipe import Recipe, RecipeError
 from megatron_eqlen.recipe_checks import check_inputs
 from megatron_eqlen.recipe_load import dump, load
@@ -198,6 +197,8 @@ def _on_ranks(recipe: Recipe, work: Callable[[], None]) -> int:
 
     What cannot start is refused here, before any process does.
     """
+    from megatron_eqlen.models.hf_config import read_config  # imports Megatron-Core
+
     check_inputs(recipe)
     layout.check(recipe, read_config(recipe.model.path))
     return _start(recipe, work)
