@@ -137,7 +137,67 @@ def test_reading_streams(tmp_path, monkeypatch):
         SourceRecipe(name="s", path=str(file)),
         tmp_path / "out.parquet",
         MathGrader("exact"),
-        progress=lambda tally: seen.append((tally.kept, len(taken) // 2)),
+        progress=lambda tally: seen.append((tally.kept, len(taken))),
     )
     assert all(read - kept <= 512 for kept, read in seen)
     assert seen[-1] == (4000, 4000)
+
+
+class Killed(BaseException):
+    pass
+
+
+class DyingGrader:
+    """Checks golds by text, and dies at its ``last``-th batch as a killed process would."""
+
+    name = "exact-2"
+
+    def __init__(self, last: int | None = None) -> None:
+        self.last, self.asked = last, 0
+
+    def check_golds(self, golds):
+        if self.asked == self.last:
+            raise Killed
+        self.asked += 1
+        return ["unparseable_gold" if "frac" in gold else None for gold in golds]
+
+
+@pytest.fixture
+def four_chunks(tmp_path) -> SourceRecipe:
+    rows = [(f"Question number {i}?", "\\frac{" if i % 7 == 0 else str(i), 1.0) for i in range(1000)]
+    return SourceRecipe(name="s", path=str(write_deepmath(tmp_path / "train-0.parquet", rows)))
+
+
+@pytest.mark.parametrize("last", range(4))
+def test_a_killed_run_goes_on_and_gives_the_same_file_bit_for_bit(four_chunks, tmp_path, last, caplog):
+    whole = prepare(four_chunks, tmp_path / "whole.parquet", DyingGrader(), Words(), 100)
+    out = tmp_path / "out.parquet"
+    with pytest.raises(Killed):
+        prepare(four_chunks, out, DyingGrader(last), Words(), 100)
+    log = out.with_name("out.parquet.checks.jsonl")
+    log.write_bytes(log.read_bytes() + b'[null, ["unparse')  # cut off while it was written
+    out.with_name("out.parquet.unfinished").write_bytes(b"PAR1 and no end")
+    assert not out.exists()
+    again = DyingGrader()
+    assert prepare(four_chunks, out, again, Words(), 100) == whole
+    assert again.asked == 4 - last
+    assert sha256(out) == sha256(tmp_path / "whole.parquet")
+    assert not log.exists()
+    assert last == 0 or f"going on after {last * 256} rows" in caplog.text
+
+
+def test_what_is_complete_is_not_prepared_again(four_chunks, tmp_path, caplog):
+    manifest = prepare(four_chunks, tmp_path / "out.parquet", DyingGrader())
+    assert prepare(four_chunks, tmp_path / "out.parquet", DyingGrader(0)) == manifest
+    assert "complete already" in caplog.text
+
+
+def test_a_changed_input_starts_again_and_says_so(four_chunks, tmp_path, caplog):
+    out = tmp_path / "out.parquet"
+    with pytest.raises(Killed):
+        prepare(four_chunks, out, DyingGrader(2))
+    write_deepmath(tmp_path / "train-0.parquet", [(f"Other {i}?", str(i), 1.0) for i in range(600)])
+    again = DyingGrader()
+    assert prepare(four_chunks, out, again)["rows"] == 600
+    assert again.asked == 3
+    assert "made from other inputs or settings: starting again" in caplog.text

@@ -8,7 +8,7 @@ prepared``.
 
 Left out and counted by reason: rows with missing or wrong fields, duplicates, what the filters exclude,
 golds that cannot be graded against, problems without tests. The manifest holds the counts and every
-file's sha256.
+file's sha256. After a kill the same command goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import argparse
 import logging
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.console import Console
 from rich.logging import RichHandler
@@ -80,9 +81,12 @@ def main() -> None:
 
 
 def count_rows(path: Path) -> int | None:
-    """Rows of the parquet files in ``path``; None (unknown) where there are none."""
+    """Rows of the parquet files in ``path``; None (unknown) where there are none, or a damaged one."""
     files = [path] if path.suffix == ".parquet" else sorted(path.rglob("*.parquet"))
-    return sum(pq.read_metadata(file).num_rows for file in files if file.is_file()) or None
+    try:
+        return sum(pq.read_metadata(file).num_rows for file in files if file.is_file()) or None
+    except (pa.ArrowException, OSError):
+        return None
 
 
 def print_summary(manifest: dict, out: Path) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 
 from megatron_eqlen.data.code_prompts import code_question
 from megatron_eqlen.data.code_rows import reading_tests
-from megatron_eqlen.data.rows import BadRow, find_files, number_field, read_records, text_field
+from megatron_eqlen.data.files import find_files, read_records
+from megatron_eqlen.data.rows import BadRow, number_field, text_field
 from megatron_eqlen.rewards.code_tests import CodeTests
 
 

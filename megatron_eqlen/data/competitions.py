@@ -11,16 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_eqlen.data.rows import (
-    BadRow,
-    Row,
-    Tally,
-    answer_field,
-    find_files,
-    numbered,
-    read_records,
-    text_field,
-)
+from megatron_eqlen.data.files import find_files, read_records
+from megatron_eqlen.data.rows import BadRow, Row, Tally, answer_field, numbered, text_field
 
 
 def read_aime25(path: Path, tally: Tally) -> Iterator[Row]:

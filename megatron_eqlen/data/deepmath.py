@@ -8,16 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_eqlen.data.rows import (
-    BadRow,
-    Row,
-    Tally,
-    find_files,
-    number_field,
-    numbered,
-    read_records,
-    text_field,
-)
+from megatron_eqlen.data.files import find_files, read_records
+from megatron_eqlen.data.rows import BadRow, Row, Tally, answer_field, number_field, numbered, text_field
 
 COLUMNS = ("question", "final_answer", "difficulty")
 
@@ -30,7 +22,7 @@ def read(path: Path, tally: Tally) -> Iterator[Row]:
                 yield Row(
                     row_id,
                     text_field(record, "question"),
-                    text_field(record, "final_answer"),
+                    answer_field(record, "final_answer"),
                     difficulty=number_field(record, "difficulty"),
                 )
             except BadRow as bad:

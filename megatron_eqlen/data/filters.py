@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from pathlib import Path
 
+from megatron_eqlen.data.files import parse_json
 from megatron_eqlen.data.rows import Row, Tally
 
 OVERLAP_WORDS = 13
@@ -68,15 +68,14 @@ def filter_rows(
 
 
 def _read_lines(path: Path) -> Iterator[str]:
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
-        text = line.strip()
-        if text.startswith('"'):
-            try:
-                text = json.loads(text)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}: line {number + 1}: not a JSON string: {error}") from None
-        if text:
-            yield text
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            text = line.decode().strip()
+            question = parse_json(text) if text.startswith('"') else text
+        except ValueError as error:
+            raise ValueError(f"{path}: line {number}: expected text or a JSON string: {error}") from None
+        if question:
+            yield question
 
 
 def _words(text: str) -> list[str]:

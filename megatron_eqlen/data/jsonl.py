@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_eqlen.data.code_rows import code_row, reading_tests
+from megatron_eqlen.data.files import find_files, read_records
 from megatron_eqlen.data.rows import (
     BadRow,
     Row,
     Tally,
     answer_field,
     field_of,
-    find_files,
     number_field,
     numbered,
-    read_records,
     text_field,
 )
 from megatron_eqlen.rewards.code_tests import CodeTests

@@ -1,39 +1,32 @@
 """LiveCodeBench: ``test*.jsonl`` with problem text, contest date, public tests (JSON) and packed private
 tests.
 
-Private tests are JSON, or base64 of zlib of a pickle of a JSON text. The pickle is read by an unpickler
-that knows no class and no function: anything but plain data is refused.
+Private tests are JSON, or base64 of zlib of a pickle of a JSON text. The pickle is never run: its text is
+taken out of it, and anything but a text is refused.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-import io
 import json
-import pickle
+import pickletools
 import zlib
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron_eqlen.data.code_prompts import code_question
 from megatron_eqlen.data.code_rows import code_row, reading_tests
-from megatron_eqlen.data.rows import (
-    BadRow,
-    Row,
-    Tally,
-    field_of,
-    find_files,
-    numbered,
-    read_records,
-    text_field,
-)
+from megatron_eqlen.data.files import find_files, parse_json, read_records
+from megatron_eqlen.data.rows import BadRow, Row, Tally, field_of, numbered, text_field
 from megatron_eqlen.rewards.code_tests import CodeTests
 from megatron_eqlen.rewards.livecodebench import MEMORY_MB
 
-LARGEST_UNPACKED = 1 << 30
+TEXT_OPCODES = ("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8")
+FRAMING_OPCODES = ("PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP")
+LARGEST_UNPACKED = 1 << 29
 """Bytes of one problem's private tests."""
 
 
@@ -66,29 +59,44 @@ def read(path: Path, tally: Tally, since: str | None = None, until: str | None =
 
 def unpack_private_tests(packed: str) -> Any:
     """The list of private tests. Raises BadRow if it is neither JSON nor a packed plain text."""
-    try:
-        return json.loads(packed)
-    except json.JSONDecodeError:
-        pass
+    if packed.lstrip().startswith("["):
+        return _checked_json(packed)
     try:
         unzip = zlib.decompressobj()
         data = unzip.decompress(base64.b64decode(packed, validate=True), LARGEST_UNPACKED)
-        if unzip.unconsumed_tail:
-            raise BadRow("bad_private_tests", f"more than {LARGEST_UNPACKED} bytes")
-        text = _PlainUnpickler(io.BytesIO(data)).load()
-        return json.loads(text)
-    except (binascii.Error, zlib.error, pickle.UnpicklingError, EOFError, TypeError, ValueError) as error:
-        if isinstance(error, BadRow):
-            raise
-        raise BadRow("bad_private_tests", str(error)) from None
+    except (binascii.Error, zlib.error, ValueError) as error:
+        raise BadRow("bad_private_tests", f"expected JSON, or base64 of zlib: {error}") from None
+    if unzip.unconsumed_tail:
+        raise BadRow("bad_private_tests", f"expected at most {LARGEST_UNPACKED} bytes, found more")
+    return _checked_json(unpickle_text(data))
 
 
-class _PlainUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> NoReturn:
-        raise pickle.UnpicklingError(f"the pickle is not plain data: it asks for {module}.{name}")
+def unpickle_text(data: bytes) -> str:
+    """The text in a pickle that holds one and nothing else.
 
-    def persistent_load(self, pid: Any) -> NoReturn:
-        raise pickle.UnpicklingError("the pickle is not plain data: it asks for a persistent object")
+    The pickle is read, not run: no class, no function, no memory that it asks for but does not fill.
+    """
+    texts = []
+    try:
+        for opcode, value, _ in pickletools.genops(data):
+            if opcode.name in TEXT_OPCODES:
+                texts.append(value)
+            elif opcode.name not in FRAMING_OPCODES:
+                raise BadRow("bad_private_tests", f"expected a pickled text, found the pickle {opcode.name}")
+    except BadRow:
+        raise
+    except (ValueError, OverflowError, MemoryError) as error:
+        raise BadRow("bad_private_tests", f"expected a pickle: {error}") from None
+    if len(texts) != 1:
+        raise BadRow("bad_private_tests", f"expected one pickled text, found {len(texts)}")
+    return texts[0]
+
+
+def _checked_json(text: str) -> Any:
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise BadRow("bad_private_tests", f"{error}"[:400]) from None
 
 
 def _row(question_id: str, record: dict[str, Any]) -> Row:

@@ -17,16 +17,8 @@ from typing import Any
 
 from megatron_eqlen.data.code_rows import code_row
 from megatron_eqlen.data.code_sources import SOURCE_SETS, SourceSet, question_and_tests
-from megatron_eqlen.data.rows import (
-    BadRow,
-    Row,
-    Tally,
-    field_of,
-    find_files,
-    numbered,
-    read_records,
-    text_field,
-)
+from megatron_eqlen.data.files import find_files, read_records
+from megatron_eqlen.data.rows import BadRow, Row, Tally, field_of, numbered, text_field
 
 COLUMNS = ("id", "input", "dataset", "split", "difficulty")
 NO_TEXT = "-"

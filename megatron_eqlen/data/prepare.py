@@ -4,20 +4,23 @@
     OUT.parquet.manifest.json
 
 Everything streams: a few hundred rows are in memory at a time, and of each question kept 16 bytes to find
-duplicates.
+duplicates. What the checks said is written to OUT.parquet.checks.jsonl as it is found: a run that was killed
+reads the files again, which is quick, and asks of each row only what was not yet said.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from megatron_eqlen.data.chat import format_prompt
-from megatron_eqlen.data.prepared import PreparedWriter, manifest_path, sha256
+from megatron_eqlen.data.prepared import PreparedWriter, manifest_path, read_manifest, sha256, write_whole
 from megatron_eqlen.data.rows import Row, Tally
 from megatron_eqlen.data.sources import read_source
 from megatron_eqlen.data.tokenizers import Tokenizer
@@ -25,8 +28,15 @@ from megatron_eqlen.recipe import SourceRecipe
 from megatron_eqlen.rewards.code_tests import VERSION as CODE_TESTS_VERSION
 from megatron_eqlen.rewards.math import MathGrader
 
+log = logging.getLogger(__name__)
+
 CHUNK = 256
 """Rows whose golds are checked together."""
+PROBE = "What is 1 + 1?"
+"""Tokenizers that give it other tokens are different ones."""
+
+Refusal = tuple[str, str]
+"""Why a row is left out: the reason that is counted, and what was found."""
 
 
 def prepare(
@@ -40,34 +50,120 @@ def prepare(
     """Write ``out`` and its manifest; returns the manifest. ``progress`` is told after every chunk.
 
     With ``tokenizer``, questions of more than ``max_prompt_length`` tokens (without an instruction) are
-    left out. Raises ValueError if no row is kept.
+    left out. A run that was killed is taken up where it stopped, and gives the same file; one that is
+    complete is left as it is. Raises ValueError if no row is kept.
     """
-    tally = Tally()
-    writer = PreparedWriter(out)
-    try:
-        for chunk in _chunks(_short_enough(read_source(source, tally), tally, tokenizer, max_prompt_length)):
-            for row in _with_good_gold(chunk, grader, tally):
-                writer.write(row)
-                tally.kept += 1
-            progress(tally)
-        if not tally.kept:
-            raise ValueError(f"{source.path}: no usable row: {tally.report()}")
-        digest = writer.finish()
-    except BaseException:
-        writer.abandon()
-        raise
-    manifest = {
-        "sha256": digest,
-        "rows": tally.kept,
-        "dropped": dict(sorted(tally.dropped.items())),
+    request = {
         "source": source.model_dump(mode="json", exclude={"name", "weight"}),
         "max_prompt_length": max_prompt_length if tokenizer else None,
+        "tokenizer": format_prompt(tokenizer, PROBE) if tokenizer else None,
         "grader": grader.name,
         "tests_checked": CODE_TESTS_VERSION,
         "inputs": input_digests(source),
     }
-    manifest_path(out).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    if (manifest := _finished(out, request)) is not None:
+        log.warning("%s: complete already: the same inputs were prepared in the same way", out)
+        return manifest
+    limit = max_prompt_length if tokenizer else None
+    with CheckLog(out.with_name(out.name + ".checks.jsonl"), request) as checks:
+        tally, digest = _write(
+            source, out, lambda rows: check_rows(rows, grader, tokenizer, limit), checks, progress
+        )
+    manifest = {
+        "sha256": digest,
+        "rows": tally.kept,
+        "dropped": dict(sorted(tally.dropped.items())),
+    } | request
+    write_whole(manifest_path(out), json.dumps(manifest, indent=2) + "\n")
+    checks.path.unlink()
     return manifest
+
+
+def _write(
+    source: SourceRecipe,
+    out: Path,
+    check: Callable[[list[Row]], list[Refusal | None]],
+    checks: CheckLog,
+    progress: Callable[[Tally], None],
+) -> tuple[Tally, str]:
+    """Write the rows that pass; returns the counts and the file's sha256."""
+    tally = Tally()
+    writer = PreparedWriter(out)
+    try:
+        for chunk in _chunks(read_source(source, tally)):
+            for row, refusal in zip(chunk, checks.next() or checks.add(check(chunk)), strict=True):
+                if refusal is None:
+                    writer.write(replace(row, gold_checked=True))
+                    tally.kept += 1
+                else:
+                    tally.drop(row.row_id, *refusal)
+            progress(tally)
+        if not tally.kept:
+            checks.path.unlink()
+            raise ValueError(f"{source.path}: no usable row: {tally.report()}")
+        return tally, writer.finish()
+    except BaseException:
+        writer.abandon()
+        raise
+
+
+def _finished(out: Path, request: dict[str, Any]) -> dict[str, Any] | None:
+    """The manifest of ``out`` if it is whole and was made by the same request."""
+    try:
+        manifest = read_manifest(out)
+    except ValueError:
+        return None
+    return manifest if all(manifest.get(key) == value for key, value in request.items()) else None
+
+
+def check_rows(
+    rows: list[Row], grader: MathGrader, tokenizer: Tokenizer | None, limit: int | None
+) -> list[Refusal | None]:
+    """For each row None, or why it is left out: the prompt's length, then the gold."""
+    refusals: list[Refusal | None] = []
+    for row in rows:
+        length = len(format_prompt(tokenizer, row.question)) if tokenizer and limit else 0
+        refusals.append(("too_long", f"{length} tokens, limit {limit}") if limit and length > limit else None)
+    math = [n for n, row in enumerate(rows) if row.grader == "math" and refusals[n] is None]
+    for n, reason in zip(math, grader.check_golds([rows[n].gold for n in math]), strict=True):
+        refusals[n] = (reason, repr(rows[n].gold[:200])) if reason else None
+    return refusals
+
+
+class CheckLog:
+    """What the checks said so far, a line a chunk, after a first line with what was asked for.
+
+    A last line that was cut off is forgotten; a log of another request is started again, and that is said.
+    """
+
+    def __init__(self, path: Path, request: dict[str, Any]) -> None:
+        self.path = path
+        first = json.dumps(request)
+        whole = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
+        if whole and whole[0] != first:
+            log.warning("%s: made from other inputs or settings: starting again", path)
+        self._said = deque(whole[1:] if whole[:1] == [first] else [])
+        if self._said:
+            log.warning("%s: going on after %d rows", path, len(self._said) * CHUNK)
+        write_whole(path, "\n".join([first, *self._said]) + "\n")
+        self._file = path.open("a", encoding="utf-8")
+
+    def next(self) -> list[Refusal | None] | None:
+        """What was said of the next chunk, None if nothing was."""
+        if not self._said:
+            return None
+        return [None if refusal is None else tuple(refusal) for refusal in json.loads(self._said.popleft())]
+
+    def add(self, refusals: list[Refusal | None]) -> list[Refusal | None]:
+        self._file.write(json.dumps(refusals) + "\n")
+        self._file.flush()
+        return refusals
+
+    def __enter__(self) -> CheckLog:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
 
 
 def input_digests(source: SourceRecipe) -> dict[str, str]:
@@ -80,26 +176,3 @@ def input_digests(source: SourceRecipe) -> dict[str, str]:
 def _chunks(rows: Iterator[Row]) -> Iterator[list[Row]]:
     while chunk := list(islice(rows, CHUNK)):
         yield chunk
-
-
-def _short_enough(
-    rows: Iterable[Row], tally: Tally, tokenizer: Tokenizer | None, limit: int | None
-) -> Iterator[Row]:
-    for row in rows:
-        length = len(format_prompt(tokenizer, row.question)) if tokenizer and limit else 0
-        if limit and length > limit:
-            tally.drop(row.row_id, "too_long", f"{length} tokens, limit {limit}")
-        else:
-            yield row
-
-
-def _with_good_gold(rows: list[Row], grader: MathGrader, tally: Tally) -> Iterator[Row]:
-    math = [row for row in rows if row.grader == "math"]
-    reasons = dict(
-        zip((row.row_id for row in math), grader.check_golds([row.gold for row in math]), strict=True)
-    )
-    for row in rows:
-        if reason := reasons.get(row.row_id):
-            tally.drop(row.row_id, reason, repr(row.gold[:200]))
-        else:
-            yield replace(row, gold_checked=True)

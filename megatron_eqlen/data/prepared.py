@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields, replace
@@ -15,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megatron_eqlen.data.code_rows import reading_tests
+from megatron_eqlen.data.files import parse_json
 from megatron_eqlen.data.rows import BadRow, Row, Tally
 from megatron_eqlen.rewards.code_tests import VERSION as CODE_TESTS_VERSION
 from megatron_eqlen.rewards.code_tests import CodeTests
@@ -129,12 +129,24 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path}: expected a prepared file and {file.name} (tools/prepare_data.py makes both)"
         )
-    manifest = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        manifest = parse_json(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+    if not isinstance(manifest, dict) or "sha256" not in manifest:
+        raise ValueError(f"{file}: expected a manifest with sha256, found another JSON value")
     if (found := sha256(path)) != manifest["sha256"]:
         raise ValueError(
             f"{path}: sha256 {found} is not the manifest's {manifest['sha256']}: prepare it again"
         )
     return manifest
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write ``text``; the file appears under its name only when complete."""
+    unfinished = path.with_name(path.name + ".unfinished")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(path)
 
 
 class PreparedWriter:

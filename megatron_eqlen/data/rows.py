@@ -1,26 +1,21 @@
 """What every reader yields, and the count of what it left out.
 
 A reader is a generator ``read(path, tally, ...)`` of one data set's files: it streams, checks every
-field, and leaves out a bad row with its file, number and reason. A file without a needed column is an
-error.
+field, and leaves out a bad row with its file, number and reason. What is wrong with a whole file is an
+error (``files.py``).
 """
 
 from __future__ import annotations
 
-import json
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 log = logging.getLogger(__name__)
-
-BATCH_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -68,67 +63,6 @@ class BadRow(ValueError):
         self.detail = detail
 
 
-def find_files(path: Path, *patterns: str) -> list[Path]:
-    """``path`` itself if it is a file, else the files below it of the first pattern that has any, sorted."""
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise ValueError(f"{path}: no such file or folder")
-    for pattern in patterns:
-        if files := sorted(file for file in path.rglob(pattern) if file.is_file()):
-            return files
-    raise ValueError(f"{path}: expected files named {' or '.join(patterns)}, found none")
-
-
-def read_records(
-    file: Path, columns: Iterable[str], optional: Iterable[str] = ()
-) -> Iterator[dict[str, Any]]:
-    """The records of a parquet, JSON Lines or JSON-list file, streamed.
-
-    A parquet file lacking one of ``columns`` raises ValueError; in JSON a record may lack any of them.
-    """
-    if file.suffix == ".parquet":
-        yield from _read_parquet(file, list(columns), list(optional))
-    elif file.suffix == ".json":
-        yield from _checked_list(file)
-    else:
-        yield from _read_json_lines(file)
-
-
-def _read_parquet(file: Path, columns: list[str], optional: list[str]) -> Iterator[dict[str, Any]]:
-    try:
-        parquet = pq.ParquetFile(file)
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{file}: not a parquet file: {error}") from None
-    with parquet:
-        present = parquet.schema_arrow.names
-        if missing := [name for name in columns if name not in present]:
-            raise ValueError(f"{file}: expected columns {columns}, missing {missing}; found {present}")
-        wanted = columns + [name for name in optional if name in present]
-        for batch in parquet.iter_batches(batch_size=BATCH_ROWS, columns=wanted):
-            yield from batch.to_pylist()
-
-
-def _read_json_lines(file: Path) -> Iterator[Any]:
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines):
-            if line.strip():
-                try:
-                    yield json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise ValueError(f"{file}: line {number + 1}: not JSON: {error}") from None
-
-
-def _checked_list(file: Path) -> list[Any]:
-    try:
-        records = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file}: not JSON: {error}") from None
-    if not isinstance(records, list):
-        raise ValueError(f"{file}: expected a list of records, found {type(records).__name__}")
-    return records
-
-
 def numbered(path: Path, file: Path, records: Iterable[Any]) -> Iterator[tuple[str, Any]]:
     """(row id, record) for each record of ``file``, named relative to the source's ``path``."""
     name = file.relative_to(path).as_posix() if file != path else file.name
@@ -147,19 +81,31 @@ def text_field(record: Any, name: str) -> str:
 
 
 def answer_field(record: Any, name: str) -> str:
-    """The answer in ``record[name]`` as text; files in the wild write integers too. Raises BadRow."""
+    """The answer in ``record[name]`` as text; files in the wild write numbers too, and 70 as 70.0. Raises
+    BadRow.
+    """
     value = field_of(record, name)
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else text_field(record, name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return text_field(record, name)
+    if isinstance(value, int):
+        return str(value)
+    return str(int(value)) if number_field(record, name) == value // 1 else str(value)
 
 
 def number_field(record: Any, name: str) -> float | None:
-    """The number in ``record[name]``, None where there is none. Raises BadRow."""
+    """The finite number in ``record[name]``, None where there is none. Raises BadRow."""
     value = record.get(name)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadRow("wrong_type", f"{name}: expected a number, found {type(value).__name__}")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise BadRow("wrong_type", f"{name}: expected a finite number, found {number}")
+    return number
 
 
 def field_of(record: Any, name: str) -> Any:

@@ -1,0 +1,162 @@
+"""Reading the records of a file: whatever is wrong with it is a ValueError that names file and row.
+
+The message says what was expected and what was found. A file that is damaged or of another kind ends the
+run; a record that is whole but unusable is the reader's to count (``BadRow``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+BATCH_ROWS = 256
+MAGIC = {
+    b"\x1f\x8b": "a gzip file: unpack it",
+    b"\x28\xb5\x2f\xfd": "a zstd file: unpack it",
+    b"\xfd7zXZ": "an xz file: unpack it",
+    b"BZh": "a bzip2 file: unpack it",
+    b"PK\x03\x04": "a zip file: unpack it",
+    b"PAR1": "a parquet file: name it .parquet",
+    b"\xff\xfe": "UTF-16: convert it to UTF-8",
+    b"\xfe\xff": "UTF-16: convert it to UTF-8",
+}
+"""How files start that are often taken for JSON."""
+UTF8_MARK = b"\xef\xbb\xbf"
+
+
+def find_files(path: Path, *patterns: str) -> list[Path]:
+    """``path`` itself if it is a file, else the files below it of the first pattern that has any, sorted."""
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise ValueError(f"{path}: no such file or folder")
+    for pattern in patterns:
+        if files := sorted(file for file in path.rglob(pattern) if file.is_file()):
+            return files
+    raise ValueError(f"{path}: expected files named {' or '.join(patterns)}, found none")
+
+
+def read_records(
+    file: Path, columns: Iterable[str], optional: Iterable[str] = ()
+) -> Iterator[dict[str, Any]]:
+    """The records of a parquet, JSON Lines or JSON-list file, streamed.
+
+    A parquet file lacking one of ``columns`` raises ValueError; in JSON a record may lack any of them.
+    """
+    if not file.is_file():
+        raise ValueError(f"{file}: expected a file, found {'a folder' if file.is_dir() else 'none'}")
+    if file.stat().st_size == 0:
+        raise ValueError(f"{file}: expected records, found an empty file")
+    if file.suffix == ".parquet":
+        yield from _read_parquet(file, list(columns), list(optional))
+    elif file.suffix == ".json":
+        yield from _read_json_list(file)
+    else:
+        yield from _read_json_lines(file)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text. ValueError says what is no JSON, or what no tokenizer or program could hold:
+    NaN, integers of more digits than Python reads, nesting without end, half a surrogate pair.
+    """
+    if isinstance(text, bytes):
+        try:
+            text = text.decode("utf-8")
+        except UnicodeDecodeError as error:
+            found = f"byte 0x{text[error.start]:02x} at {error.start}"
+            raise ValueError(f"expected UTF-8, found {found}") from None
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError("expected JSON of some hundred levels at most, found deeper nesting") from None
+    if "\\ud" in text or "\\uD" in text:
+        _refuse_half_pairs(value)
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"expected a number, found {name}, which JSON has not")
+
+
+def _refuse_half_pairs(value: Any) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ValueError(f"expected text, found half a surrogate pair, \\u{ord(half):04x}") from None
+
+
+def _read_json_lines(file: Path) -> Iterator[Any]:
+    with file.open("rb") as lines:
+        _check_start(file, lines.read(8))
+        lines.seek(0)
+        for number, line in enumerate(lines, 1):
+            line = line.removeprefix(UTF8_MARK) if number == 1 else line
+            if line.strip():
+                try:
+                    yield parse_json(line)
+                except ValueError as error:
+                    raise ValueError(f"{file}: line {number}: {error}") from None
+
+
+def _read_json_list(file: Path) -> list[Any]:
+    data = file.read_bytes()
+    _check_start(file, data[:8])
+    try:
+        records = parse_json(data.removeprefix(UTF8_MARK))
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+    if not isinstance(records, list):
+        raise ValueError(f"{file}: expected a list of records, found {type(records).__name__}")
+    return records
+
+
+def _check_start(file: Path, start: bytes) -> None:
+    for magic, kind in MAGIC.items():
+        if start.startswith(magic):
+            raise ValueError(f"{file}: expected JSON in UTF-8, found {kind}")
+
+
+def _read_parquet(file: Path, columns: list[str], optional: list[str]) -> Iterator[dict[str, Any]]:
+    row = 0
+    try:
+        with pq.ParquetFile(file, page_checksum_verification=True) as parquet:
+            wanted = _wanted_columns(file, parquet.schema_arrow.names, columns, optional)
+            for batch in parquet.iter_batches(batch_size=BATCH_ROWS, columns=wanted):
+                for record in _decoded(batch, file, row):
+                    yield record
+                    row += 1
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{file}: row {row} or after: expected parquet data, found: {error}") from None
+
+
+def _wanted_columns(file: Path, present: list[str], columns: list[str], optional: list[str]) -> list[str]:
+    if missing := [name for name in columns if name not in present]:
+        raise ValueError(f"{file}: expected columns {columns}, missing {missing}; found {present}")
+    wanted = columns + [name for name in optional if name in present]
+    if twice := sorted({name for name in wanted if present.count(name) > 1}):
+        raise ValueError(f"{file}: expected each column once, found {twice} more than once")
+    return wanted
+
+
+def _decoded(batch: pa.RecordBatch, file: Path, first: int) -> list[dict[str, Any]]:
+    """The rows of ``batch``, the first of which is row ``first`` of ``file``."""
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError:
+        for number in range(batch.num_rows):
+            for name, column in zip(batch.schema.names, batch.columns, strict=True):
+                try:
+                    column[number].as_py()
+                except UnicodeDecodeError as error:
+                    found = f"byte 0x{error.object[error.start]:02x}"
+                    where = f"{file}: row {first + number}: {name}"
+                    raise ValueError(f"{where}: expected UTF-8, found {found}") from None
+        raise

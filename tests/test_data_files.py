@@ -1,0 +1,198 @@
+"""Damaged and foreign files: every error names the file and the row, what was expected and what was found."""
+
+import base64
+import gzip
+import io
+import json
+import pickle
+import zlib
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megatron_eqlen.data import deepmath, jsonl, livecodebench
+from megatron_eqlen.data.files import parse_json, read_records
+from megatron_eqlen.data.rows import BadRow, Tally
+
+GOOD = b'{"question": "What is 1 + 1?", "answer": 2}\n'
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"{", "not JSON"),
+        (b'{"question": "\xff", "answer": "1"}', "expected UTF-8, found byte 0xff at 14"),
+        (b'{"question": "a\\ud800b", "answer": "1"}', r"half a surrogate pair, \\ud800"),
+        (b'{"question": "q", "answer": "1", "note\\udfff": 1}', r"half a surrogate pair, \\udfff"),
+        (b'{"question": "q", "answer": ' + b"9" * 5000 + b"}", "4300"),
+        (b'{"question": "q", "answer": ' + b"[" * 100_000, "deeper nesting"),
+        (b'{"question": "q", "answer": NaN}', "found NaN"),
+        (b'{"question": "q", "difficulty": -Infinity}', "found -Infinity"),
+    ],
+    ids=["json", "utf-8", "surrogate", "surrogate key", "digits", "depth", "nan", "infinity"],
+)
+def test_a_bad_line_is_named(tmp_path, line, message):
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(GOOD + GOOD + line + b"\n")
+    with pytest.raises(ValueError, match=rf"rows\.jsonl: line 3: .*{message}"):
+        list(jsonl.read(file, Tally()))
+    listed = tmp_path / "rows.json"
+    listed.write_bytes(b"[" + line + b"]")
+    with pytest.raises(ValueError, match=rf"rows\.json: .*{message.replace(' at 14', '')}"):
+        list(read_records(listed, ()))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "expected records, found an empty file"),
+        (gzip.compress(GOOD), "found a gzip file: unpack it"),
+        (b"\x28\xb5\x2f\xfd" + GOOD, "found a zstd file"),
+        (GOOD.decode().encode("utf-16"), "found UTF-16: convert it to UTF-8"),
+        (GOOD.decode().encode("utf-16-be"), "line 1: not JSON"),
+        (b"PAR1" + GOOD, "found a parquet file: name it .parquet"),
+    ],
+    ids=["empty", "gzip", "zstd", "utf-16", "utf-16 without mark", "parquet"],
+)
+def test_a_file_of_another_kind_is_named(tmp_path, data, message):
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match=rf"rows\.jsonl: .*{message}"):
+        list(jsonl.read(file, Tally()))
+
+
+def test_a_utf8_mark_is_read_over(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + GOOD)
+    assert [row.gold for row in jsonl.read(file, Tally())] == ["2"]
+
+
+def test_a_folder_is_no_file(tmp_path):
+    (tmp_path / "rows.jsonl").mkdir()
+    with pytest.raises(ValueError, match=r"rows\.jsonl: expected files named .*found none"):
+        list(jsonl.read(tmp_path / "rows.jsonl", Tally()))
+    with pytest.raises(ValueError, match=r"rows\.jsonl: expected a file, found a folder"):
+        list(read_records(tmp_path / "rows.jsonl", ()))
+
+
+def write_deepmath(path, rows=600, **columns):
+    whole = {
+        "question": [f"What is {i} + 1?" for i in range(rows)],
+        "final_answer": [str(i + 1) for i in range(rows)],
+        "difficulty": [1.0] * rows,
+    } | columns
+    pq.write_table(pa.table(whole), path, row_group_size=200, compression="snappy", write_page_checksum=True)
+    return path
+
+
+def test_a_damaged_page_is_named_with_its_row(tmp_path):
+    file = write_deepmath(tmp_path / "train-0.parquet")
+    data = bytearray(file.read_bytes())
+    group = pq.read_metadata(file).row_group(2).column(0)
+    start = group.dictionary_page_offset or group.data_page_offset
+    data[start + group.total_compressed_size // 2] ^= 0xFF
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match=r"train-0\.parquet: row 2\d\d or after: expected parquet data"):
+        list(deepmath.read(file, Tally()))
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, 0.5, 0.999])
+def test_a_truncated_parquet_file_is_named(tmp_path, keep):
+    file = write_deepmath(tmp_path / "train-0.parquet")
+    data = file.read_bytes()
+    file.write_bytes(data[: keep if isinstance(keep, int) else int(len(data) * keep)])
+    with pytest.raises(ValueError, match=r"train-0\.parquet: "):
+        list(deepmath.read(file, Tally()))
+
+
+def test_bytes_in_a_parquet_text_are_named_with_their_row(tmp_path):
+    texts = [b"What is 1 + 1?"] * 300 + [b"\xff\xfe"] + [b"What?"] * 10
+    offsets = pa.array(texts, pa.binary()).buffers()
+    column = pa.StringArray.from_buffers(len(texts), offsets[1], offsets[2])
+    file = tmp_path / "train-0.parquet"
+    answers, difficulty = pa.array(["2"] * len(texts)), pa.array([1.0] * len(texts))
+    pq.write_table(pa.table({"question": column, "final_answer": answers, "difficulty": difficulty}), file)
+    with pytest.raises(
+        ValueError, match=r"train-0\.parquet: row 300: question: expected UTF-8, found byte 0xff"
+    ):
+        list(deepmath.read(file, Tally()))
+
+
+def test_a_column_that_stands_twice_is_refused(tmp_path):
+    columns = [pa.array(["a"]), pa.array(["b"]), pa.array(["1"]), pa.array([1.0])]
+    names = ["question", "question", "final_answer", "difficulty"]
+    pq.write_table(pa.Table.from_arrays(columns, names=names), tmp_path / "train-0.parquet")
+    with pytest.raises(ValueError, match=r"expected each column once, found \['question'\]"):
+        list(deepmath.read(tmp_path, Tally()))
+
+
+@pytest.mark.parametrize(
+    ("answers", "golds"),
+    [([70, 5], ["70", "5"]), ([70.0, 0.5], ["70", "0.5"]), ([7.0, None], ["7"]), ([True, False], [])],
+)
+def test_answers_written_as_numbers_are_read_and_others_counted(tmp_path, answers, golds):
+    file = write_deepmath(
+        tmp_path / "train-0.parquet", 2, final_answer=pa.array(answers), question=["a", "b"]
+    )
+    tally = Tally()
+    assert [row.gold for row in deepmath.read(file, tally)] == golds
+    assert tally.dropped.total() == 2 - len(golds)
+
+
+def packed(data: bytes) -> str:
+    return base64.b64encode(zlib.compress(data)).decode()
+
+
+class Bomb:
+    def __reduce__(self):
+        return (print, ("run",))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x80\x04\x8d" + (1 << 60).to_bytes(8, "little") + b"x.",
+        b"\x80\x04X\xff\xff\xff\x7fx.",
+        b"\x80\x04r\xff\xff\xff\x7f.",
+        b"\x80\x04\x8c\x01xr\xff\xff\xff\x7fx.",
+        pickle.dumps(Bomb()),
+        pickle.dumps(["[]"]),
+        pickle.dumps("[" * 100_000),
+        pickle.dumps("[]")[:-3],
+        b"",
+    ],
+    ids=[
+        "huge text",
+        "2 GB text",
+        "huge memo",
+        "huge memo with a text",
+        "call",
+        "list",
+        "deep",
+        "cut",
+        "empty",
+    ],
+)
+def test_a_pickle_that_lies_is_refused_without_memory(data):
+    with pytest.raises(BadRow, match="bad_private_tests"):
+        livecodebench.unpack_private_tests(packed(data))
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_a_pickled_text_of_every_protocol_is_read(protocol):
+    tests = [{"input": "é\n\U0001f600", "output": "2", "testtype": "stdin"}] * 300
+    data = pickle.dumps(json.dumps(tests, ensure_ascii=False), protocol)
+    assert livecodebench.unpack_private_tests(packed(data)) == tests
+
+
+def test_a_zip_bomb_is_refused(monkeypatch):
+    monkeypatch.setattr(livecodebench, "LARGEST_UNPACKED", 1 << 20)
+    with pytest.raises(BadRow, match="expected at most 1048576 bytes, found more"):
+        livecodebench.unpack_private_tests(packed(b"0" * (1 << 24)))
+
+
+def test_what_json_can_hold_is_read():
+    value = {"a": [1, -2.5e3, "é \U0001f600 \\ud", None, True], "b": {"c": 10**4000}}
+    assert parse_json(json.dumps(value)) == parse_json(json.dumps(value).encode()) == value
+    assert parse_json(io.BytesIO(b'"\\ud83d\\ude00"').read()) == "\U0001f600"
