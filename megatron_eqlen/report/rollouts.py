@@ -13,7 +13,9 @@ from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe_load import load
 from megatron_eqlen.rollout.recorder import FILES, read_dump, read_step
-from megatron_eqlen.types import Group, Rollout, SampledTree, Segment, Stream
+from megatron_eqlen.sampling import kind_of
+from megatron_eqlen.sampling.picture import Placed
+from megatron_eqlen.types import Rollout, Segment
 
 Decode = Callable[[list[int]], str]
 
@@ -34,7 +36,6 @@ class SegmentView:
     """One side of a pair, a completion, a tail, or a step of a tree."""
 
     label: str
-    """``A1``, ``B1``, ``tail``, ``completion 3``, ``step 2 after step 0``."""
     before: str
     """The end of what it inherits after the prompt."""
     text: str
@@ -143,58 +144,30 @@ class _Member:
 
 def view(rollout: Rollout, decode: Decode, training: Training | Unknown) -> RolloutView:
     """A rollout as text; ``training`` says what was trained of it."""
-    if isinstance(rollout, Stream):
-        return _stream(rollout, decode, training)
-    if isinstance(rollout, Group):
-        return _group(rollout, decode, training)
-    return _tree(rollout, decode, training)
+    picture = kind_of(rollout).picture(rollout)
+
+    def seen(placed: Placed) -> SegmentView:
+        return _segment(placed, decode, training)
+
+    return RolloutView(
+        rollout.prompt_id,
+        rollout.prompt.question,
+        picture.title,
+        [PairView(seen(a), seen(b)) for a, b in picture.pairs],
+        [seen(placed) for placed in picture.segments],
+    )
 
 
-def _stream(stream: Stream, decode: Decode, training: Training | Unknown) -> RolloutView:
-    pairs = []
-    for number, pair in enumerate(stream.pairs):
-        prefix = stream.trunk_token_ids(number)
-        a = _segment(f"A{number + 1}", pair.a, prefix, decode, training)
-        pairs.append(PairView(a, _segment(f"B{number + 1}", pair.b, prefix, decode, training)))
-    rest = []
-    if stream.tail is not None:
-        rest = [_segment("tail", stream.tail, stream.trunk_token_ids(len(pairs)), decode, training)]
-    outcome = stream.outcome.replace("_", " ")
-    title = f"stream {stream.index}, {_count(len(pairs), 'pair')}, {outcome}"
-    return RolloutView(stream.prompt_id, stream.prompt.question, title, pairs, rest)
-
-
-def _group(group: Group, decode: Decode, training: Training | Unknown) -> RolloutView:
-    segments = [
-        _segment(f"completion {number}", completion, [], decode, training)
-        for number, completion in enumerate(group.completions)
-    ]
-    title = _count(len(segments), "completion")
-    return RolloutView(group.prompt_id, group.prompt.question, title, segments=segments)
-
-
-def _tree(tree: SampledTree, decode: Decode, training: Training | Unknown) -> RolloutView:
-    segments = []
-    for number, (step, parent) in enumerate(zip(tree.steps, tree.parents, strict=True)):
-        label = f"step {number}" + (f" after step {parent}" if parent >= 0 else "")
-        prefix = tree.response(parent) if parent >= 0 else []
-        segments.append(_segment(label, step, prefix, decode, training))
-    title = f"tree of {_count(len(segments), 'step')}"
-    return RolloutView(tree.prompt_id, tree.prompt.question, title, segments=segments)
-
-
-def _segment(
-    label: str, segment: Segment, prefix: list[int], decode: Decode, training: Training | Unknown
-) -> SegmentView:
-    grade = segment.grade
+def _segment(placed: Placed, decode: Decode, training: Training | Unknown) -> SegmentView:
+    segment, grade = placed.segment, placed.segment.grade
     answer = "" if grade is None or grade.answer is None else f": {grade.answer}"
     reward, role, use = training.of(segment)
     return SegmentView(
-        label=label,
-        before=decode(prefix[-CONTEXT_TOKENS:]),
+        label=placed.label,
+        before=decode(placed.inherited[-CONTEXT_TOKENS:]),
         text=decode(segment.token_ids),
         length=len(segment),
-        inherited=len(prefix),
+        inherited=len(placed.inherited),
         end=segment.finish_reason or "goes on",
         reward=reward,
         role=role,
@@ -205,7 +178,3 @@ def _segment(
 
 def _own_reward(segment: Segment) -> float | None:
     return None if segment.grade is None else segment.grade.reward
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"

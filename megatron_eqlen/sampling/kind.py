@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty
+from megatron_eqlen.sampling.picture import Picture
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.types import Metrics, Prompt, Rollout, TokenTree
 
@@ -59,6 +60,7 @@ class SamplingKind:
     """(prompts, recipe, eos_token_ids, seed) -> what harvests them, those of a prompt next to each other."""
     compare: Callable[[Any, Recipe, Penalty], tuple[TokenTree, list[ComparisonUnit]]]
     """(scored rollout, recipe, length penalty) -> its token tree and the units over the tree's nodes."""
+    picture: Callable[[Any], Picture]
     shape: Callable[[Sequence[Any]], Metrics]
     """Rollouts of this kind (at least one) -> ``harvest/...`` metrics: how many, how long, how they ended."""
     compared: Callable[[Sequence[ComparisonUnit], Sequence[Any], Recipe], Metrics]

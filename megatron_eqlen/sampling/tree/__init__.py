@@ -4,6 +4,7 @@ from megatron_eqlen.sampling.independent.meter import nothing_more, shape
 from megatron_eqlen.sampling.kind import SamplingKind
 from megatron_eqlen.sampling.tree.branching import harvesters
 from megatron_eqlen.sampling.tree.compare import compare
+from megatron_eqlen.sampling.tree.picture import picture
 from megatron_eqlen.types import SampledTree
 
-KIND = SamplingKind("tree", SampledTree, harvesters, compare, shape, nothing_more)
+KIND = SamplingKind("tree", SampledTree, harvesters, compare, picture, shape, nothing_more)

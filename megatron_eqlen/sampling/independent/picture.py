@@ -1,0 +1,11 @@
+"""A group as people see it: its completions."""
+
+from __future__ import annotations
+
+from megatron_eqlen.sampling.picture import Picture, Placed, count
+from megatron_eqlen.types import Group
+
+
+def picture(group: Group) -> Picture:
+    segments = [Placed(f"completion {number}", one, []) for number, one in enumerate(group.completions)]
+    return Picture(count(len(segments), "completion"), segments=segments)
