@@ -7,19 +7,10 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from megatron_eqlen.metrics import at_once
 from megatron_eqlen.types import Metrics
 
 Item = TypeVar("Item")
-
-COUNTS = (
-    "tokens", "requests", "retries", "forks", "bytes", "preemptions", "pairs", "streams", "rollouts",
-    "completions", "responses",
-)  # fmt: skip
-"""Endings of metrics that add up over harvests."""
-AT_ONCE = (*COUNTS, "tokens_per_second")
-"""... and over replicas, which work at the same time. The others are averaged."""
-IN_TURN = (*COUNTS, "seconds", "steps", "filtered_prompts", "time/harvest", "time/score")
-"""... and over the batches of a step, which come one after the other."""
 
 
 class Replicas:
@@ -48,18 +39,8 @@ class Replicas:
         return [item for part in gathered for item in part]
 
     def combine(self, metrics: Metrics) -> Metrics:
-        """One replica's metrics -> all replicas' sums and means."""
-        return merge(self.gather([metrics]), AT_ONCE)
-
-
-def merge(parts: Sequence[Metrics], summed: tuple[str, ...]) -> Metrics:
-    """The sum of metrics whose name ends like one of ``summed``, the mean of the others over those who
-    have them."""
-    merged: Metrics = {}
-    for name in dict.fromkeys(name for part in parts for name in part):
-        values = [part[name] for part in parts if name in part]
-        merged[name] = sum(values) / (1 if name.endswith(summed) else len(values))
-    return merged
+        """One replica's metrics -> those of all replicas."""
+        return at_once(self.gather([metrics]))
 
 
 def agree(ask: Callable[[], Item]) -> Item:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_eqlen.files import step_name
-from megatron_eqlen.replicas import IN_TURN, merge
+from megatron_eqlen.metrics import check, in_turn
 from megatron_eqlen.types import Metrics, Rollout
 
 
@@ -55,8 +55,8 @@ class Step:
 
     @property
     def metrics(self) -> Metrics:
-        """All that was measured; batches add up."""
-        return merge(self.batches, IN_TURN) | self.measured
+        """All that was measured. Raises MetricError for a name that is not declared."""
+        return check(in_turn(self.batches) | self.measured)
 
     def add(self, batch: Batch) -> Step:
         """With another batch of scored rollouts."""

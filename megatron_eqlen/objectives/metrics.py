@@ -20,10 +20,11 @@ def unit_metrics(units: list[ComparisonUnit], rollouts: Sequence[Rollout], recip
     rewards = [reward for unit in units for reward in unit.rewards]
     advantages = [value for unit in units for value in unit.advantages]
     metrics = {
-        **_moments("objective/reward", rewards),
-        **_moments("objective/advantage", advantages),
+        **_moments("reward", rewards),
+        **_moments("advantage", advantages),
         "objective/advantage_max": max(map(abs, advantages), default=0.0),
         "objective/units": float(len(units)),
+        "objective/members": float(len(rewards)),
         "objective/zero_advantage_fraction": _fraction(not any(unit.advantages) for unit in units),
         "objective/effective_samples": float(sum(value != 0 for value in advantages)),
         "objective/supervised_tokens": float(
@@ -35,8 +36,8 @@ def unit_metrics(units: list[ComparisonUnit], rollouts: Sequence[Rollout], recip
 
 def _moments(name: str, values: Sequence[float]) -> Metrics:
     return {
-        f"{name}_mean": fmean(values) if values else 0.0,
-        f"{name}_std": pstdev(values) if values else 0.0,
+        f"objective/{name}_mean": fmean(values) if values else 0.0,
+        f"objective/{name}_std": pstdev(values) if values else 0.0,
     }
 
 

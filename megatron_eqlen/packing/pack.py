@@ -93,6 +93,7 @@ class Plan:
         return {
             "packing/rows": float(len(rows)),
             "packing/tokens": float(used),
+            "packing/computed_tokens": float(computed),
             "packing/unique_tokens": float(unique),
             "packing/repeated_tokens": float(used - unique),
             "packing/pruned_tokens": float(forest.length[~forest.live].sum()),

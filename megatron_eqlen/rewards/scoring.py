@@ -136,5 +136,6 @@ def reward_metrics(graded: Sequence[tuple[Prompt, Grade]]) -> Metrics:
     sources = sorted({prompt.source for prompt, _ in graded if prompt.source})
     for source in sources:
         of_source = [grade.reward for prompt, grade in graded if prompt.source == source]
+        metrics[f"reward/source/{source}/ended"] = len(of_source)
         metrics[f"reward/source/{source}/mean"] = sum(of_source) / len(of_source)
     return metrics

@@ -67,6 +67,7 @@ class Meter:
             "harvest/slot_occupancy": self.deltas / (steps * self.engine.max_num_seqs),
             "harvest/overhead_seconds_per_step": (seconds - self.engine_seconds) / steps,
             "harvest/forks": self.forks,
+            "harvest/forks_prefilled": self.forks_prefilled,
             "harvest/fork_prefix_tokens": self.fork_prefix_tokens,
             "harvest/fork_cached_tokens": self.fork_cached_tokens,
             "harvest/recomputed_tokens_per_fork": recomputed / max(self.forks_prefilled, 1),
@@ -85,7 +86,7 @@ def rollout_metrics(rollouts: list[Rollout]) -> Metrics:
         metrics["harvest/ended_response_length"] = fmean(len(tokens) for tokens in ended)
     kept = [len(kept) for one in rollouts for part in one.segments() for kept in part.sampling_mask or ()]
     if kept:
-        metrics["harvest/kept_per_token"] = fmean(kept)
+        metrics |= {"harvest/masked_tokens": len(kept), "harvest/kept_per_token": fmean(kept)}
     for kind in dict.fromkeys(map(kind_of, rollouts)):
         metrics |= kind.shape([rollout for rollout in rollouts if kind_of(rollout) is kind])
     return metrics
