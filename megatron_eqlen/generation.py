@@ -66,8 +66,9 @@ class Rollouts(Protocol):
         """Generate with the policy's weights from now on."""
         ...
 
-    def check_agreement(self, mismatch: float) -> None:
-        """Raise SyncError if log-probs of engine and trainer differ by more than the recipe tolerates."""
+    def check_agreement(self, mismatch: float | None) -> None:
+        """Raise SyncError if log-probs of engine and trainer differ by more than the recipe tolerates; None:
+        no update was taken, and none were compared."""
         ...
 
     def evaluate(self, benchmark: BenchmarkRecipe) -> EvaluationResult: ...
@@ -172,8 +173,10 @@ class Generator:
             self.engine.update_weights(policy.weights(), policy.version)
         return seconds
 
-    def check_agreement(self, mismatch: float) -> None:
+    def check_agreement(self, mismatch: float | None) -> None:
         rollout = self.recipe.rollout
+        if mismatch is None:
+            return
         comparable = rollout.logprobs_mode == "raw" or rollout.keep_sampling_mask
         if comparable and not mismatch <= rollout.sync_tolerance:  # NaN does not agree either
             raise SyncError(
@@ -220,7 +223,7 @@ class Replay:
     def load(self, policy: Policy) -> Metrics:
         return {}
 
-    def check_agreement(self, mismatch: float) -> None:
+    def check_agreement(self, mismatch: float | None) -> None:
         """Recorded tokens may be of any weights."""
 
     def evaluate(self, benchmark: BenchmarkRecipe) -> EvaluationResult:

@@ -38,7 +38,7 @@ def train(recipe: Recipe, replay: Path | None = None) -> None:
             step, trees = run.build_trees(step)
             rollouts.sleep()
             step = run.update(step, policy, trees)
-            rollouts.check_agreement(step.metrics.get("loss/mismatch_mean", 0.0))
+            rollouts.check_agreement(policy.mismatch)
             step = step.log(rollouts.load(policy))
             step = run.evaluate_if_due(step, rollouts)
             run.end(step)

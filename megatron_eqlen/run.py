@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -10,10 +11,11 @@ import torch.distributed as dist
 from megatron_eqlen.evaluation.result import EvaluationResult, compare, read_results, write_results
 from megatron_eqlen.files import step_name
 from megatron_eqlen.generation import Rollouts
+from megatron_eqlen.metrics import UPDATES
 from megatron_eqlen.models.weights import save_hf
 from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.replicas import agree
-from megatron_eqlen.report.metrics import MetricsWriter
+from megatron_eqlen.report.metrics import MetricsWriter, read_metrics
 from megatron_eqlen.report.page import write_page
 from megatron_eqlen.report.trackers import start_trackers
 from megatron_eqlen.run_folder import RunFolder
@@ -35,6 +37,8 @@ class Run:
         self.writer: MetricsWriter | None = None
         self.steps = 0
         """Done."""
+        self.saved = 0
+        """The newest checkpoint's."""
         self.gpu_hours = 0.0
         """Spent on the steps so far, evaluations not counted."""
         self.stopping = False
@@ -47,6 +51,7 @@ class Run:
         position = checkpoint.load(self.folder.checkpoints, policy)
         if position is not None:
             self.steps, self.gpu_hours = position["step"], position.get("gpu_hours", 0.0)
+            self.saved = self.steps
             rollouts.go_to(position["data"])
         if distributed.is_rank0():
             if not self.complete:
@@ -73,6 +78,8 @@ class Run:
     def report(self) -> None:
         """Write the run's page and say, last of all, where it is."""
         if distributed.is_rank0():
+            if idle := _idle(read_metrics(self.folder.path)):
+                self.session.progress.say(idle)
             self.session.progress.finish(write_page(self.folder.path))
 
     # ---- a step -------------------------------------------------------------------------------------
@@ -95,8 +102,12 @@ class Run:
         """Train on the trees."""
         with self.session.stage("train") as seconds:
             metrics = policy.update(minibatches)
-        speed = metrics.get("packing/tokens", 0.0) / seconds["time/train"]
-        return step.log(metrics | seconds | {"train/tokens_per_second": speed})
+        trained = metrics.get("packing/tokens", 0.0) * self.recipe.loss.epochs
+        speed = trained / seconds["time/train"]
+        step = step.log(metrics | seconds | {"train/tokens_per_second": speed})
+        if not metrics[UPDATES]:
+            self.session.progress.say(f"WARNING: step {step.number + 1} trained nothing: {_why_not(step)}")
+        return step
 
     def evaluate_if_due(self, step: Step, rollouts: Rollouts) -> Step:
         """Evaluate within the step where the recipe says so."""
@@ -118,14 +129,25 @@ class Run:
         self.session.progress.step(self.steps, metrics)
 
     def checkpoint_if_due(self, step: Step, policy: Policy) -> None:
-        """Save what the next step starts from: every few steps, at the end, and when asked to stop."""
-        if self.steps % self.recipe.checkpoint.every and self.goes_on():
-            return
+        """Save what the next step starts from: every few steps, at the end, and when asked to stop.
+
+        Not after an update that was skipped: the weights may be what made its numbers infinite, and the
+        checkpoints from before them must not be dropped for new ones.
+        """
+        every = self.recipe.checkpoint.every
+        due = self.steps // every > self.saved // every or not self.goes_on()
+        if due and policy.skipped_in_a_row:
+            self.session.progress.say(f"no checkpoint after step {self.steps}: its last update was skipped")
+        elif due:
+            self._save(step, policy)
+        if self.stopping and distributed.is_rank0():
+            self.folder.stop.unlink(missing_ok=True)  # obeyed; the same command goes on from here
+
+    def _save(self, step: Step, policy: Policy) -> None:
         self.session.progress.stage("checkpoint")
         position = {"data": agree(lambda: step.data_position), "gpu_hours": self.gpu_hours}
         checkpoint.save(self.folder.checkpoints, self.steps, policy, position, self.recipe.checkpoint.keep)
-        if self.stopping and distributed.is_rank0():
-            self.folder.stop.unlink(missing_ok=True)  # obeyed; the same command goes on from here
+        self.saved = self.steps
 
     # ---- evaluation ---------------------------------------------------------------------------------
 
@@ -133,6 +155,22 @@ class Run:
         """All benchmarks with the engine's weights; a result that is there already is kept."""
         before = self.folder.evaluation("before")
         return evaluate(self.session, rollouts, self.folder.evaluation(label), label, before)
+
+
+def _why_not(step: Step) -> str:
+    """Why no update was taken in ``step``."""
+    if skipped := step.metrics["train/skipped_updates"]:
+        return f"{skipped:.0f} updates were skipped, numbers in them were not finite"
+    units = step.metrics["objective/units"]
+    return f"none of its {units:.0f} comparison units has unequal rewards"
+
+
+def _idle(records: Sequence[dict[str, float | None]]) -> str:
+    """What there is to say of steps that trained nothing."""
+    idle = sum(record.get(UPDATES) == 0 for record in records)
+    if idle and idle == len(records):
+        return "WARNING: no step trained anything; the weights are those that the run started from"
+    return f"WARNING: {idle} of {len(records)} steps trained nothing" if idle else ""
 
 
 def evaluate(

@@ -91,7 +91,7 @@ def router_gradients(folder: str, layout: dict, changed_token: int | None) -> di
 
 
 def expected_router_gradient(model, layer: int) -> Tensor:
-    """The loss of the supervised tokens times their number (Megatron scales by it), on layer 0's router."""
+    """Of the loss of the supervised tokens, a forward pass on its own, on layer 0's router."""
     seen = {}
     gate = model.model.layers[layer].mlp.gate
     handle = gate.register_forward_hook(lambda module, inputs, output: seen.update(hidden=inputs[0]))
@@ -99,8 +99,7 @@ def expected_router_gradient(model, layer: int) -> Tensor:
     handle.remove()
     hidden = seen["hidden"].reshape(LENGTH, -1)[SUPERVISED].detach()
     weight = gate.weight.detach().clone().requires_grad_()
-    loss, count = switch_loss(hidden, weight, model.config.num_experts_per_tok), len(SUPERVISED)
-    (loss * count).backward()
+    switch_loss(hidden, weight, model.config.num_experts_per_tok).backward()
     return weight.grad
 
 
@@ -120,58 +119,73 @@ PROMPT = 3
 """Tokens of each sequence that are its prompt."""
 
 
-def grad_norm_of_the_routers_loss(folder: str) -> float:
-    """As a training step finds it where no token has an advantage; a sequence a row, over all ranks."""
+def update_by_the_routers_loss(folder: str, layers: dict, budget: int) -> tuple[float, float, float]:
+    """(rows, auxiliary loss, gradient norm) of a training step where no token has an advantage."""
     import torch.distributed as dist
 
     from megatron_eqlen.models.cost import pair_cost
     from megatron_eqlen.models.hf_config import read_config
-    from megatron_eqlen.recipe_load import parse
-    from megatron_eqlen.training.distributed import start
-    from megatron_eqlen.training.policy import Policy
+    from tests.updates import build_policy
 
-    recipe = parse(
-        {
-            "name": "t", "steps": 1, "model": {"path": folder, "dtype": "float32"},
-            "data": {"sources": [{"name": "s", "path": "none"}], "max_prompt_length": 3},
-            "rollout": {"max_response_length": 8}, "packing": {"max_tokens_per_row": 11},
-            "loss": {"kl_coef": 0.0}, "optimizer": {"clip_grad": 1e9},
-            "cluster": {"processes_per_node": dist.get_world_size()},
-        },
-        "test",
-    )  # fmt: skip
-    start(recipe.parallel, seed=1)
+    changes = {
+        "data": {"sources": [{"name": "s", "path": "none"}], "max_prompt_length": 3},
+        "rollout": {"max_response_length": 8}, "packing": {"max_tokens_per_row": budget},
+        "loss": {"kl_coef": 0.0}, "optimizer": {"clip_grad": 1e9}, "parallel": layers,
+        "cluster": {"processes_per_node": dist.get_world_size()},
+    }  # fmt: skip
+    policy = build_policy(folder, changes)
     trees = []
     for ids in SEQUENCES:
         answer = ids[PROMPT:]
         side = Node(0, answer, advantage=0.0, weight=0.1, rollout_logprobs=[-1.0] * len(answer))
         trees.append(TokenTree(str(ids), [Node(-1, ids[:PROMPT]), side]))
-    policy = Policy(recipe)
     assert policy._pack(trees).pair_cost == pair_cost(read_config(folder)), "ranks share the model's own cost"
     metrics = policy.update([trees])
-    assert metrics["packing/rows"] == (4 if dist.get_world_size() == 2 else 3), "one is padding alone"
-    return metrics["train/grad_norm"]
+    return metrics["packing/rows"], metrics["router/aux_loss"], metrics["train/grad_norm"]
 
 
-def test_the_routers_loss_is_averaged_over_all_supervised_tokens(tmp_path):
-    """However many rows and ranks: the sum over rows of n_row / N times the row's loss, for every weight."""
+@pytest.fixture(scope="module")
+def two_sparse_layers(tmp_path_factory) -> tuple[str, float, float]:
+    """(folder, loss averaged over layers, gradient norm): each layer's loss over all supervised tokens."""
+    folder = tmp_path_factory.mktemp("moe")
     coef = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
-    model = save_tiny(tmp_path, "qwen3_moe", num_hidden_layers=1, **coef)
-    gate = model.model.layers[0].mlp.gate
-    seen = {}
-    gate.register_forward_hook(lambda module, inputs, output: seen.update(hidden=inputs[0]))
-    total = sum(len(ids) - PROMPT for ids in SEQUENCES)
+    model = save_tiny(folder, "qwen3_moe", num_hidden_layers=2, **coef)
+    seen: list[list[Tensor]] = [[], []]
+    for layer, store in zip(model.model.layers, seen, strict=True):
+        layer.mlp.gate.register_forward_hook(
+            lambda module, inputs, output, store=store: store.append(inputs[0])
+        )
     for ids in SEQUENCES:
         model(torch.tensor([ids]), output_router_logits=False)
-        hidden = seen["hidden"].reshape(len(ids), -1)[PROMPT - 1 : -1]
-        share = len(hidden) / total
-        (0.5 * share * switch_loss(hidden, gate.weight, model.config.num_experts_per_tok)).backward()
+    losses = []
+    for layer, store in zip(model.model.layers, seen, strict=True):
+        hidden = torch.cat([states.reshape(-1, states.shape[-1])[PROMPT - 1 : -1] for states in store])
+        losses.append(switch_loss(hidden, layer.mlp.gate.weight, model.config.num_experts_per_tok))
+    (0.5 * sum(losses)).backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    expected = torch.cat([gradient.flatten() for gradient in gradients]).norm().item()
-    assert run_ranks(1, grad_norm_of_the_routers_loss, str(tmp_path))[0] == pytest.approx(expected, rel=1e-4)
-    # The padding row counts one token of its own, next to 20.
-    for found in run_ranks(2, grad_norm_of_the_routers_loss, str(tmp_path)):
-        assert found == pytest.approx(expected, rel=0.2)
+    norm = torch.cat([gradient.flatten() for gradient in gradients]).norm().item()
+    return str(folder), sum(losses).item() / 2, norm
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layers", "budget", "rows"),
+    [
+        (1, {}, 100, 1),
+        (1, {}, 20, 2),
+        (1, {}, 11, 3),
+        (1, {"recompute": "full"}, 11, 3),
+        (2, {}, 11, 4),  # one is padding alone
+        (2, {"pipeline": 2}, 11, 3),
+        (2, {"tensor": 2}, 20, 2),
+        (2, {"expert": 2}, 100, 2),
+    ],
+)
+def test_the_routers_loss_is_of_the_whole_step_however_it_is_packed(
+    two_sparse_layers, ranks, layers, budget, rows
+):
+    folder, loss, norm = two_sparse_layers
+    for found in run_ranks(ranks, update_by_the_routers_loss, folder, layers, budget):
+        assert found == (rows, pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-4))
 
 
 def switch_loss(hidden: Tensor, router: Tensor, topk: int) -> Tensor:

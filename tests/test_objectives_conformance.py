@@ -108,7 +108,11 @@ def our_gradient(rollouts, tokens, recipe):
 
 
 def clip_slope(ratio, advantage, low, high, dual=None):
-    """d min(ratio A, clip(ratio) A) / d log ratio, with the dual clip max(., dual A) for A < 0."""
+    """d min(ratio A, clip(ratio) A) / d log ratio, with the dual clip max(., dual A) for A < 0.
+
+    Log-ratios are clamped to +-20, as in verl."""
+    if abs(math.log(ratio)) > 20:
+        return 0.0
     if advantage > 0:
         return ratio * advantage if ratio < 1 + high else 0.0
     if advantage < 0:

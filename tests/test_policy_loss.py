@@ -143,3 +143,24 @@ def test_supervised_positions_alone_give_the_same_loss():
 def test_a_missing_reference_is_an_error():
     with pytest.raises(ValueError, match=r"loss\.kl_coef: 0\.1 needs the reference"):
         policy_loss(**row(ref_logprobs=None), objective=lookup("grpo"), loss=LossRecipe(kl_coef=0.1))
+
+
+@pytest.mark.parametrize("distance", [-1e4, -21.0, -19.0, 0.5, 19.0, 21.0, 1e4])
+def test_exponents_are_clamped_to_20_as_in_verl_and_counted(distance):
+    """Token ratio without a gain from clipping (A < 0), and k3: both stay finite, flat beyond the limit."""
+    logprobs = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    one = torch.ones(1, dtype=torch.float64)
+    loss, log = policy_loss(
+        logprobs, one, weights=one, advantages=-one, segment_ids=torch.zeros(1, dtype=torch.int64),
+        rollout_logprobs=0 * one, old_logprobs=-distance * one, ref_logprobs=-distance * one,
+        objective=lookup("grpo"), loss=LossRecipe(kl_coef=0.5),
+    )  # fmt: skip
+    loss.backward()
+    inside = min(max(distance, -20.0), 20.0)
+    ratio, k3 = math.exp(inside), math.exp(-inside) + inside - 1
+    assert loss.item() == pytest.approx(max(ratio, 0.8) + 0.5 * k3)
+    slope = (ratio if ratio > 0.8 else 0.0) + 0.5 * (1 - math.exp(-inside))
+    assert logprobs.grad.item() == pytest.approx(slope if inside == distance else 0.0)
+    metrics = reduce_metrics([log])
+    clamped = float(inside != distance)
+    assert metrics["loss/ratio_clamped_fraction"] == metrics["loss/kl_clamped_fraction"] == clamped

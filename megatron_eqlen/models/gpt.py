@@ -70,8 +70,6 @@ class PolicyModel(GPTModel):
             return None
         left_out = torch.ones(input_ids.shape[1], dtype=torch.bool, device=input_ids.device)
         left_out[supervised] = False
-        if len(supervised) == 0:  # a row of padding alone: the loss divides by the number of tokens
-            left_out[0] = False
         if self.config.sequence_parallel:
             left_out = scatter_to_sequence_parallel_region(left_out, group=self.pg_collection.tp)
         return left_out[None]

@@ -31,6 +31,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from megatron_eqlen.models.gated_delta_net import TreeGatedDeltaNet
 from megatron_eqlen.models.norms import RMSNorm
+from megatron_eqlen.models.pooled_router import PooledRouter
 from megatron_eqlen.models.tree_attention import TreeAttention
 
 
@@ -104,6 +105,8 @@ def _delta_net(modules: BackendSpecProvider) -> ModuleSpec:
 
 
 def _experts(config: TransformerConfig, modules: BackendSpecProvider) -> ModuleSpec:
-    return get_moe_module_spec_for_backend(
+    spec = get_moe_module_spec_for_backend(
         backend=modules, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
     )
+    spec.submodules.router = PooledRouter
+    return spec

@@ -24,6 +24,10 @@ class TreeError(ValueError):
     """A token tree that cannot be trained on; the message names the tree and the node."""
 
 
+class NonFiniteTreeError(TreeError):
+    """A token tree with a number that is not finite."""
+
+
 @dataclass(frozen=True)
 class Forest:
     """Every node of a batch. Arrays are [n] over nodes, in the order of the trees and their nodes."""
@@ -217,22 +221,23 @@ def _check_values(
     masked = bool(((weight > 0) & (kept >= 0)).any())
     problems = [
         (length == 0, "expected at least one token, found none", None),
-        (~np.isfinite(advantage), "the advantage is not finite", advantage),
         (~np.isfinite(weight) | (weight < 0), "expected a finite weight >= 0", weight),
         ((weight > 0) & (logprobs < 0), "supervised (weight > 0), but without rollout_logprobs", None),
         ((weight > 0) & (logprobs != length), "expected one rollout_logprob a token", logprobs),
         ((weight > 0) & masked & (kept < 0), "without a sampling_mask, others of the batch have one", None),
         ((weight > 0) & masked & (kept != length), "expected one sampling mask a token", kept),
     ]
-    for wrong, problem, found in problems:
+    infinite = (~np.isfinite(advantage), "the advantage is not finite", advantage)
+    for wrong, problem, found in [*problems, infinite]:
         if wrong.any():
             i = int(np.argmax(wrong))
             detail = "" if found is None else f", found {found[i]}"
-            raise TreeError(f"token tree {trees[index[i]].name!r}, node {local[i]}: {problem}{detail}")
+            error = NonFiniteTreeError if wrong is infinite[0] else TreeError
+            raise error(f"token tree {trees[index[i]].name!r}, node {local[i]}: {problem}{detail}")
 
 
 def check_logprobs(forest: Forest, node: int) -> None:
     """Raises TreeError where one of the node's rollout log-probs is not finite."""
     for i, value in enumerate(forest.nodes[node].rollout_logprobs or ()):
         if not math.isfinite(value):
-            raise TreeError(f"{forest.where(node)}: the rollout_logprob of token {i} is {value}")
+            raise NonFiniteTreeError(f"{forest.where(node)}: the rollout_logprob of token {i} is {value}")

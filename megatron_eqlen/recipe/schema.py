@@ -20,6 +20,7 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 
 AggregationName = Literal[
@@ -57,7 +58,7 @@ GraderName = Annotated[str, one_of("math", "code", "rubric")]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class ModelRecipe(Section):
@@ -217,13 +218,16 @@ class OptimizerRecipe(Section):
     warmup_steps: NonNegativeInt = 20
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     min_lr: NonNegativeFloat = 0.0
-    adam_beta1: Fraction = 0.9
+    adam_beta1: BelowOne = 0.9
     """Our choice, as the next three."""
-    adam_beta2: Fraction = 0.999
+    adam_beta2: BelowOne = 0.999
     adam_eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.0
     clip_grad: NonNegativeFloat = 1.0
     """Global gradient norm; 0 is off."""
+    max_skipped_updates: NonNegativeInt = 3
+    """An update with a loss, gradient or weight that is not finite is skipped; more than this many in a row
+    end the run, its checkpoints as they were."""
 
 
 class ParallelRecipe(Section):

@@ -30,8 +30,10 @@ logger = logging.getLogger(__name__)
 def save(folder: Path, step: int, policy: Policy, position: dict[str, Any], keep: int) -> Path:
     """Write ``step``'s checkpoint under ``folder`` and drop all but the ``keep`` newest. Collective.
 
-    ``position`` is plain data beside the model: where the data source is, for example.
+    ``position`` is plain data beside the model: where the data source is, for example. Raises NonFiniteError
+    instead of writing a state that no run can go on from.
     """
+    policy.check_finite()
     final = folder / step_name(step)
     if agree(lambda: _in_force(folder) == final):
         return final

@@ -10,6 +10,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -96,6 +97,20 @@ def init_state(optimizer: DistributedOptimizer) -> None:
     for state in optimizer.optimizer.state.values():
         if "step" in state:
             state["step"].zero_()
+
+
+def gradient_norm(optimizer: MegatronOptimizer) -> float:
+    """The norm of all gradients of the model, which are then ready for ``take_step``. Collective."""
+    optimizer.prepare_grads()
+    return float(optimizer.get_grad_norm() or 0.0)
+
+
+def take_step(optimizer: MegatronOptimizer, grad_norm: float) -> None:
+    """Clip the gradients to ``clip_grad`` and update the weights, on all ranks that hold them. Collective."""
+    for part in optimizer.chained_optimizers:
+        if part.config.clip_grad > 0 and part.get_parameters():
+            clip_grad_by_total_norm_fp32(part.get_parameters(), part.config.clip_grad, grad_norm)
+    optimizer.step_with_ready_grads()
 
 
 @functools.wraps(finalize_model_grads)

@@ -5,7 +5,9 @@ trees ─► pack ─► (old and reference log-probs) ─► forward, loss, bac
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,20 +15,50 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_eqlen.metrics import MISMATCH, UPDATES, in_turn
 from megatron_eqlen.models.build import build_model
 from megatron_eqlen.models.cost import pair_cost
 from megatron_eqlen.models.megatron_checkpoint import checkpoint_metadata
+from megatron_eqlen.models.pooled_router import RouterPool
 from megatron_eqlen.models.weights import export_hf, load_hf
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.packing.pack import Plan, plan
+from megatron_eqlen.packing.tree import NonFiniteTreeError
 from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.training.distributed import device, is_rank0
+from megatron_eqlen.training.finite import (
+    NonFiniteError,
+    Problem,
+    first_problem,
+    gradient_problem,
+    row_problem,
+    state_problem,
+    update_problem,
+)
 from megatron_eqlen.training.forward import microbatch_multiple, run_rows
-from megatron_eqlen.training.optimizer import build_optimizer, init_state, wrap
-from megatron_eqlen.training.policy_loss import LossMetrics, policy_loss, reduce_metrics
+from megatron_eqlen.training.optimizer import build_optimizer, gradient_norm, init_state, take_step, wrap
+from megatron_eqlen.training.policy_loss import RowLoss, policy_loss, reduce_metrics
 from megatron_eqlen.training.reference import ReferenceWeights
 from megatron_eqlen.types import Metrics, Row, TokenTree
 
+logger = logging.getLogger(__name__)
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """What one optimizer step trains on."""
+
+    plan: Plan | None
+    """None with a problem."""
+    rows: list[Row]
+    """This rank's."""
+    problem: Problem | None = None
+
+    @property
+    def trains(self) -> bool:
+        return self.plan is None or self.plan.forest.weight.any()
 
 
 class Policy:
@@ -40,36 +72,37 @@ class Policy:
         self.reference = ReferenceWeights(self.chunks) if recipe.loss.kl_coef else None
         self.model = wrap(self.chunks, recipe)
         self.optimizer, self.schedule = build_optimizer(self.model, recipe)
-        self.aux_loss_coef = self.chunks[0].config.moe_aux_loss_coeff
+        self.router_pool = RouterPool(self.chunks) if self.chunks[0].config.moe_aux_loss_coeff else None
         self.pair_cost = pair_cost(self.chunks[0].model_config)
         self.version = 0
         """Optimizer steps taken."""
+        self.skipped_in_a_row = 0
+        """Optimizer steps since the last that was taken."""
+        self.mismatch: float | None = None
+        """Mean |trainer - engine| log-prob of the tokens of the newest ``update``; None: it took no step."""
 
     def update(self, minibatches: list[list[TokenTree]]) -> Metrics:
         """Train on the step's trees: one optimizer step for each minibatch, ``loss.epochs`` times over.
 
         Every rank passes the same trees and trains the rows that the packer gives it. Minibatches without a
-        supervised token are passed over. Metrics are those of the first optimizer step (its policy is the
-        one that generated), with the gradient norm averaged over all.
+        supervised token are passed over. A step with a number that is not finite is not taken, on any rank:
+        weights, optimizer and schedule stay as they were. Metrics are merged over the steps that were taken.
+        Raises NonFiniteError after more than ``optimizer.max_skipped_updates`` of the others in a row.
         """
-        plans = [plan for plan in map(self._pack, minibatches) if has_tokens(plan)]
-        if not plans:
-            return {"train/updates": 0.0}
-        batches = [plan.rows(parallel_state.get_data_parallel_rank()) for plan in plans]
-        for rows in batches:
-            self._annotate(rows, old=len(batches) * self.recipe.loss.epochs > 1)
-        steps = [
-            self._step(rows, plan.metrics["packing/supervised_tokens"])
-            for _ in range(self.recipe.loss.epochs)
-            for plan, rows in zip(plans, batches, strict=True)
-        ]
-        grad_norm = float(np.mean([step["train/grad_norm"] for step in steps]))
-        return {
-            **plans[0].metrics,
-            **steps[0],
-            "train/grad_norm": grad_norm,
-            "train/updates": float(len(steps)),
-        }
+        batches = [batch for batch in map(self._prepare, minibatches) if batch.trains]
+        for batch in batches:
+            self._annotate(batch.rows, old=len(batches) * self.recipe.loss.epochs > 1)
+        steps = [self._step(batch) for _ in range(self.recipe.loss.epochs) for batch in batches]
+        packed = in_turn([batch.plan.metrics for batch in batches if batch.problem is None])
+        metrics = packed | in_turn([skipped(0), *steps])
+        self.mismatch = metrics[MISMATCH] if metrics[UPDATES] else None
+        return metrics
+
+    def check_finite(self) -> None:
+        """Raise NonFiniteError, on every rank, if a weight or the optimizer's state is not finite on any."""
+        problem = first_problem(state_problem(self.chunks, self.optimizer))
+        if problem:
+            raise NonFiniteError(f"not finite: {problem.text}")
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All weights by Hugging Face name, whole, one by one. Collective over model-parallel ranks."""
@@ -105,6 +138,7 @@ class Policy:
         for number, chunk in enumerate(self.chunks):
             chunk.load_state_dict(state[self._chunk_key(number)], strict=True)
         self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.num_steps = 0  # Megatron adds what it loads
         self.schedule.load_state_dict(state["schedule"])
 
     def _chunk_key(self, number: int) -> str:
@@ -122,8 +156,20 @@ class Policy:
             row_count_multiple_of=microbatch_multiple(config),
         )
 
+    def _prepare(self, trees: list[TokenTree]) -> Minibatch:
+        """A minibatch; one that any rank finds a number in that is not finite has a problem on all."""
+        try:
+            packed = self._pack(trees)
+            batch = Minibatch(packed, packed.rows(parallel_state.get_data_parallel_rank()))
+        except NonFiniteTreeError as error:
+            batch = Minibatch(None, [], Problem(0, str(error)))
+        problem = first_problem(batch.problem)
+        return Minibatch(None, [], problem) if problem else batch
+
     def _annotate(self, rows: list[Row], old: bool) -> None:
         """Fill in old and reference log-probs where the loss will look at them."""
+        if not rows:
+            return
         if old:
             _fill(rows, "old_logprobs", self._log_probs(rows))
         if self.reference is not None:
@@ -140,25 +186,85 @@ class Policy:
             train=False,
         )
 
-    def _step(self, rows: list[Row], supervised_tokens: float) -> Metrics:
-        """One optimizer step on this rank's ``rows``; ``supervised_tokens`` are those of all ranks."""
+    def _step(self, batch: Minibatch) -> Metrics:
+        """One optimizer step with this rank's rows, or none."""
+        if batch.problem:
+            return self._skip(batch.problem)
+        losses = self._backward(batch.rows)
+        grad_norm = gradient_norm(self.optimizer)
+        problem = first_problem(self._problem(batch, losses, grad_norm))
+        if problem:
+            return self._skip(problem)
+        self.schedule.step(increment=1)  # before the update, or the first would have a rate of 0
+        take_step(self.optimizer, grad_norm)
+        self._check_updated()
+        self.version, self.skipped_in_a_row = self.version + 1, 0
+        reduced = reduce_metrics(losses, parallel_state.get_data_parallel_group()) if losses else {}
+        taken = {
+            UPDATES: 1.0,
+            "train/grad_norm": grad_norm,
+            "train/lr": self.optimizer.param_groups[0]["lr"],
+        }
+        return from_last_stage(reduced) | self._router_metrics() | taken
+
+    def _backward(self, rows: list[Row]) -> list[RowLoss]:
+        """Fresh gradients of the rows' loss; what is known of each row on the last pipeline stage."""
         for chunk in self.model:
             chunk.zero_grad_buffer()
-            # Megatron takes the router's loss times a row's tokens, for a gradient that is divided by all.
-            chunk.config.moe_aux_loss_coeff = self.aux_loss_coef / supervised_tokens
         self.optimizer.zero_grad()
-        logs = run_rows(self.model, rows, self.recipe.rollout.temperature, self._loss, train=True)
-        self.schedule.step(increment=1)  # before the update, or the first would have a rate of 0
-        _, grad_norm, _ = self.optimizer.step()
-        self.version += 1
-        learning_rate = self.optimizer.param_groups[0]["lr"]
-        metrics = reduce_metrics(logs, parallel_state.get_data_parallel_group()) if logs else {}
-        metrics = from_last_stage(metrics)
-        return {**metrics, "train/grad_norm": float(grad_norm or 0.0), "train/lr": learning_rate}
+        temperature = self.recipe.rollout.temperature
+        if self.router_pool is not None:
+            with self.router_pool.counting():
+                run_rows(self.model, rows, temperature, lambda *_: None, train=False)
+        return run_rows(self.model, rows, temperature, self._loss, train=True)
+
+    def _problem(self, batch: Minibatch, losses: list[RowLoss], grad_norm: float) -> Problem | None:
+        """Why the step cannot be taken, as far as this rank knows."""
+        lr = max(self.recipe.optimizer.lr, self.recipe.optimizer.min_lr)
+        return (
+            row_problem(batch.plan, batch.rows, losses)
+            or state_problem(self.chunks, self.optimizer)
+            or gradient_problem(self.chunks, grad_norm)
+            or update_problem(self.optimizer, lr, grad_norm)
+        )
+
+    def _skip(self, problem: Problem) -> Metrics:
+        """Leave everything as it is, and say so."""
+        self.skipped_in_a_row += 1
+        allowed = self.recipe.optimizer.max_skipped_updates
+        if is_rank0():
+            logger.warning(
+                "update %d is skipped (%d in a row, optimizer.max_skipped_updates %d); not finite: %s",
+                self.version + 1,
+                self.skipped_in_a_row,
+                allowed,
+                problem.text,
+            )
+        if self.skipped_in_a_row > allowed:
+            raise NonFiniteError(
+                f"{self.skipped_in_a_row} updates in a row could not be taken, "
+                f"optimizer.max_skipped_updates is {allowed}; not finite in the last: {problem.text}"
+            )
+        return skipped(1)
+
+    def _check_updated(self) -> None:
+        """From finite numbers Adam makes finite weights: if not, the machine is broken, or this package."""
+        problem = first_problem(state_problem(self.chunks, self.optimizer))
+        if problem:
+            raise NonFiniteError(
+                f"update {self.version + 1} of finite numbers made one that is not: {problem.text}"
+            )
+
+    def _router_metrics(self) -> Metrics:
+        if self.router_pool is None:
+            return {}
+        loss = torch.tensor(self.router_pool.aux_loss(), dtype=torch.float64, device=device())
+        dist.all_reduce(loss)
+        return {"router/aux_loss": loss.item()}
 
     def _loss(
         self, logprobs: torch.Tensor, entropy: torch.Tensor, row: Row, at: np.ndarray
-    ) -> tuple[torch.Tensor, LossMetrics]:
+    ) -> tuple[torch.Tensor, RowLoss]:
         def of(values: np.ndarray | None) -> torch.Tensor | None:
             return None if values is None else torch.from_numpy(values[at]).to(logprobs.device)
 
@@ -188,8 +294,8 @@ def from_last_stage(metrics: Metrics) -> Metrics:
     return box[0]
 
 
-def has_tokens(plan: Plan) -> bool:
-    return plan.metrics["packing/supervised_tokens"] > 0
+def skipped(count: int) -> Metrics:
+    return {UPDATES: 0.0, "train/skipped_updates": float(count)}
 
 
 def _fill(rows: list[Row], field: str, values: list[np.ndarray]) -> None:

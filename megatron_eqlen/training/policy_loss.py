@@ -18,26 +18,24 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megatron_eqlen.metrics import MISMATCH, TOKENS, metric
 from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.recipe import LossRecipe
 from megatron_eqlen.types import Metrics
 
-VESPO_LOG_LIMIT = 20.0
-"""VESPO clamps the log of a sequence's importance weight to +-20."""
+EXPONENT_LIMIT = 20.0
+"""Log-ratios and the exponent of k3 are clamped to +-20, as in verl (core_algos.py): e^20 is beyond any
+clip, and no loss overflows. The gradient is 0 there. VESPO limits the log of a sequence's weight likewise."""
 
 
 @dataclass(frozen=True)
-class LossMetrics:
-    """What one row adds to a step's metrics. Every row has the same names in the same order."""
+class RowLoss:
+    """What is known of one row's loss. Every row has the same metrics in the same order."""
 
+    metrics: dict[str, torch.Tensor]
+    """What the row adds to each: a sum over its tokens, or its largest (-inf without supervised tokens)."""
     tokens: torch.Tensor
-    """Supervised tokens: the denominator of every mean."""
-    means: dict[str, torch.Tensor]
-    """Sums over supervised tokens."""
-    totals: dict[str, torch.Tensor]
-    """Weighted sums: parts of the loss."""
-    maxima: dict[str, torch.Tensor]
-    """-inf for a row without supervised tokens."""
+    """[n] float64: what each supervised token adds to the loss."""
 
 
 def policy_loss(
@@ -52,7 +50,7 @@ def policy_loss(
     loss: LossRecipe,
     old_logprobs: torch.Tensor | None = None,
     ref_logprobs: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, LossMetrics]:
+) -> tuple[torch.Tensor, RowLoss]:
     """The row's part of the loss (a float64 scalar with gradient) and of the metrics.
 
     All tensors are [n]: a row's positions, or any of them that include the supervised ones (weight > 0). Only
@@ -70,43 +68,48 @@ def policy_loss(
     old = rollout if loss.old_logprobs == "rollout" else recomputed
     policy, ratios = _surrogate(logp, old, advantages, segments, objective)
     importance, mismatch = _importance(recomputed, rollout, segments, loss)
-    kl = _kl(logp, ref_logprobs[at].double(), loss) if loss.kl_coef else torch.zeros_like(logp)
-    policy_sum, kl_sum = (weights * importance * policy).sum(), loss.kl_coef * (weights * kl).sum()
+    kl, kl_clamped = (
+        _kl(logp, ref_logprobs[at].double(), loss) if loss.kl_coef else (0 * weights, 0 * weights)
+    )
+    policy_part, kl_part = weights * importance * policy, loss.kl_coef * weights * kl
     with torch.no_grad():
-        means = {
+        metrics = {
+            TOKENS: torch.ones_like(logp),
+            "loss/policy": policy_part,
+            "loss/kl_penalty": kl_part,
+            "loss/total": policy_part + kl_part,
             "loss/entropy": entropy,
             "loss/ref_kl": kl,
+            "loss/kl_clamped_fraction": kl_clamped,
             "loss/policy_kl": old - logp,
+            "loss/ratio_max": ratios["loss/ratio"],
+            "loss/mismatch_max": (rollout - recomputed).abs(),
             **ratios,
             **mismatch,
         }
-        metrics = LossMetrics(
-            tokens=torch.tensor(float(len(logp)), dtype=torch.float64, device=logp.device),
-            means={name: values.detach().double().sum() for name, values in means.items()},
-            totals={"loss/policy": policy_sum.detach().clone(), "loss/kl_penalty": kl_sum.detach().clone()},
-            maxima={
-                "loss/ratio_max": _largest(ratios["loss/ratio"]),
-                "loss/mismatch_max": _largest((rollout - recomputed).abs()),
-            },
-        )
-    return policy_sum + kl_sum, metrics
+    row = RowLoss({name: _of_row(name, values) for name, values in metrics.items()}, metrics["loss/total"])
+    return policy_part.sum() + kl_part.sum(), row
 
 
-def reduce_metrics(rows: Sequence[LossMetrics], group: dist.ProcessGroup | None = None) -> Metrics:
+def reduce_metrics(rows: Sequence[RowLoss], group: dist.ProcessGroup | None = None) -> Metrics:
     """The step's metrics from all rows of all ranks of ``group`` (data parallel; None: this rank's only)."""
-    means, totals, maxima = rows[0].means, rows[0].totals, rows[0].maxima
-    sums = torch.stack([torch.stack([r.tokens, *r.means.values(), *r.totals.values()]) for r in rows]).sum(0)
-    peaks = torch.stack([torch.stack(list(r.maxima.values())) for r in rows]).amax(0)
+    names = list(rows[0].metrics)
+    values = torch.stack([torch.stack(list(row.metrics.values())) for row in rows])
+    sums, peaks = values.sum(0), values.nan_to_num(torch.inf, torch.inf, -torch.inf).amax(0)  # MAX loses NaN
     if group is not None:
         dist.all_reduce(sums, group=group)
         dist.all_reduce(peaks, dist.ReduceOp.MAX, group=group)
-    tokens, *values = sums.tolist()
-    metrics = dict(zip([*means, *totals], values, strict=True))
-    metrics |= {name: metrics[name] / tokens if tokens else 0.0 for name in means}
-    metrics |= {name: value if tokens else 0.0 for name, value in zip(maxima, peaks.tolist(), strict=True)}
-    metrics["loss/total"] = sum(metrics[name] for name in totals)
-    metrics["loss/tokens"] = tokens
-    return metrics
+    totals = dict(zip(names, sums.tolist(), strict=True))
+    largest = dict(zip(names, peaks.tolist(), strict=True))
+    if not totals[TOKENS]:
+        return dict.fromkeys(names, 0.0)
+    merged = {"max": largest, "sum": totals}
+    means = {name: total / totals[TOKENS] for name, total in totals.items()}
+    return {name: merged.get(metric(name).merge, means)[name] for name in names}
+
+
+def _of_row(name: str, values: torch.Tensor) -> torch.Tensor:
+    return _largest(values) if metric(name).merge == "max" else values.detach().double().sum()
 
 
 class _Segments:
@@ -129,9 +132,14 @@ def _surrogate(
     if objective.ratio == "sequence":
         log_ratio = segments.sum(log_ratio) / segments.length
     if objective.ratio == "vespo":
-        log_ratio = segments.sum(log_ratio).clamp(-VESPO_LOG_LIMIT, VESPO_LOG_LIMIT)
+        log_ratio = segments.sum(log_ratio)
+    log_ratio, clamped = _clamp(log_ratio)
     ratio = log_ratio.exp()
-    metrics = {"loss/ratio": ratio, "loss/ratio_deviation": (ratio - 1).abs()}
+    metrics = {
+        "loss/ratio": ratio,
+        "loss/ratio_deviation": (ratio - 1).abs(),
+        "loss/ratio_clamped_fraction": clamped,
+    }
     if objective.ratio == "none":
         return -advantages * logp, metrics
     if objective.ratio == "vespo":
@@ -173,7 +181,7 @@ def _importance(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """[n] truncated importance weights min(pi_trainer / pi_rollout, threshold), and mismatch metrics."""
     log_weight = trainer - rollout
-    metrics = {"loss/mismatch_kl": -log_weight, "loss/mismatch_mean": log_weight.abs()}
+    metrics = {"loss/mismatch_kl": -log_weight, MISMATCH: log_weight.abs()}
     if loss.rollout_is == "none":
         return torch.ones_like(log_weight), metrics
     if loss.rollout_is == "sequence":
@@ -183,15 +191,21 @@ def _importance(
     return weight, metrics | {"loss/is_weight": weight, "loss/is_truncated_fraction": log_weight > limit}
 
 
-def _kl(logp: torch.Tensor, ref: torch.Tensor, loss: LossRecipe) -> torch.Tensor:
-    """[n] estimates of KL(policy || reference) at the sampled tokens."""
+def _kl(logp: torch.Tensor, ref: torch.Tensor, loss: LossRecipe) -> tuple[torch.Tensor, torch.Tensor]:
+    """[n] estimates of KL(policy || reference) at the sampled tokens, and whether an exponent was clamped."""
     difference = ref - logp
     if loss.kl_estimator == "k1":
-        return -difference
+        return -difference, torch.zeros_like(logp, dtype=torch.bool)
     if loss.kl_estimator == "k2":
-        return difference.square() / 2
-    return difference.exp() - difference - 1
+        return difference.square() / 2, torch.zeros_like(logp, dtype=torch.bool)
+    difference, clamped = _clamp(difference)
+    return difference.exp() - difference - 1, clamped
+
+
+def _clamp(exponent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Within +-EXPONENT_LIMIT, and where it was not."""
+    return exponent.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT), exponent.abs() > EXPONENT_LIMIT
 
 
 def _largest(values: torch.Tensor) -> torch.Tensor:
-    return values.max() if len(values) else values.new_tensor(-torch.inf)
+    return values.detach().max() if len(values) else values.new_tensor(-torch.inf)

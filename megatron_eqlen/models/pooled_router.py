@@ -1,0 +1,92 @@
+"""The experts' router, with an auxiliary loss that does not depend on how tokens are put into rows.
+
+    loss of a layer = E sum_e f_e P_e        f_e = 1 / (k N) x choices of expert e
+                                             P_e = 1 / N x sum of the router's probabilities of e
+
+E experts, k of them for each token, N counted tokens. It is the Switch Transformer's loss as Megatron-Core
+has it: of each layer on its own, 1 where the load is even, and the training loss has ``coef`` x its sum over
+layers. (Transformers' ``load_balancing_loss_func`` pools all layers before it multiplies, and has no 1 / k.)
+
+N and f are those of a whole optimizer step, all rows and ranks of it (the global batch of arXiv:2501.11873):
+a product of two means of each row, which is Megatron's, changes with the packing. They must be known before
+the first row's backward pass, so a forward pass counts first. Then the loss is a plain sum over tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+
+class PooledRouter(TopKRouter):
+    """Without a pool a forward pass stands for itself: its own tokens are the N."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.pool: Tensor | None = None
+        """[E] float64, choices of each expert in the whole optimizer step."""
+        self.counted: Tensor | None = None
+        """[E] float64, this rank's choices, while they are counted."""
+        self.aux_loss: Tensor | None = None
+        """float64, this rank's part of the layer's loss, since ``pool`` was set."""
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Megatron's; ``padding_mask`` is True for the tokens that are not counted."""
+        probs, chosen = super().routing(logits, padding_mask)
+        if self.counted is not None:
+            self.counted += _choices(chosen if padding_mask is None else chosen & ~padding_mask.view(-1, 1))
+        return probs, chosen
+
+    def _apply_aux_loss(
+        self, probs: Tensor, scores: Tensor, chosen: Tensor, with_padding_mask: bool = False
+    ) -> Tensor:
+        """``probs`` with the loss's gradient attached; ``scores`` and ``chosen`` are 0 where not counted."""
+        coef = self.get_aux_loss_coeff("aux_loss")
+        if coef == 0:
+            return probs
+        pool = self.pool if self.pool is not None else self._own_pool(chosen)
+        tokens = (pool.sum() / self.topk).clamp_min(1)
+        loss = self.config.num_moe_experts / self.topk * (pool / tokens * scores.sum(0) / tokens).sum()
+        if self.aux_loss is not None:
+            self.aux_loss += loss.detach()
+        return MoEAuxLossAutoScaler.apply(probs, coef * loss)
+
+    def _own_pool(self, chosen: Tensor) -> Tensor:
+        pool = _choices(chosen)
+        dist.all_reduce(pool, group=self.tp_cp_group)
+        return pool
+
+
+class RouterPool:
+    """The routers of this rank's layers."""
+
+    def __init__(self, chunks: list) -> None:
+        self.routers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, PooledRouter)]
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Inside, a forward pass over all rows of a step; its choices are the pool afterwards. Collective."""
+        for router in self.routers:
+            router.counted = router.weight.new_zeros(len(router.weight), dtype=torch.float64)
+        yield
+        if self.routers:
+            pools = torch.stack([router.counted for router in self.routers])
+            dist.all_reduce(pools, group=self.routers[0].tp_dp_cp_group)
+            for router, pool in zip(self.routers, pools, strict=True):
+                router.pool, router.counted, router.aux_loss = pool, None, pool.new_zeros(())
+
+    def aux_loss(self) -> float:
+        """This rank's part of the loss since the pool was counted, averaged over the model's layers with
+        experts: the sum over all ranks is 1 where the load is even."""
+        return sum(float(router.aux_loss) / sum(router.config.moe_layer_freq) for router in self.routers)
+
+
+def _choices(chosen: Tensor) -> Tensor:
+    return chosen.sum(0, dtype=torch.float64)

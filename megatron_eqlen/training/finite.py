@@ -1,0 +1,157 @@
+"""Whether an optimizer step may be taken: every number that it is made of is finite, on every rank.
+
+Each row's loss, the norm of all gradients, the weights and the optimizer's state are looked at before weights
+are touched, so nothing has to be undone. From finite numbers Adam makes finite weights as long as the largest
+possible change (``_reach``) is a float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer import MegatronOptimizer
+
+from megatron_eqlen.packing.pack import Plan
+from megatron_eqlen.training.distributed import device
+from megatron_eqlen.training.forward import supervised_positions
+from megatron_eqlen.training.policy_loss import RowLoss
+from megatron_eqlen.types import Row
+
+LARGEST = 3e38
+"""Less than what float32 and bfloat16 can hold."""
+
+
+class NonFiniteError(ValueError):
+    """Training cannot go on: numbers that are not finite, and the newest checkpoint is from before them."""
+
+
+class Problem(NamedTuple):
+    """A number that is not finite; the lowest ``order`` is nearest to the cause."""
+
+    order: int
+    text: str
+
+
+def first_problem(mine: Problem | None) -> Problem | None:
+    """The ranks' common answer to their own findings: the one nearest to the cause. Collective."""
+    found = torch.tensor(float(mine is not None), device=device())
+    dist.all_reduce(found)
+    if not found:
+        return None
+    everyones: list[Problem | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    return min(problem for problem in everyones if problem is not None)
+
+
+def row_problem(plan: Plan, rows: Sequence[Row], losses: Sequence[RowLoss]) -> Problem | None:
+    """The first of this rank's rows whose loss is not finite; ``losses`` is empty before the last stage."""
+    for number, (row, loss) in enumerate(zip(rows, losses, strict=False)):
+        if not torch.isfinite(loss.metrics["loss/total"]):
+            rank = parallel_state.get_data_parallel_rank()
+            return Problem(0, f"row {number} of data-parallel rank {rank}, {_where(plan, row, loss)}")
+    return None
+
+
+def state_problem(chunks: list, optimizer: MegatronOptimizer) -> Problem | None:
+    """A weight or a number of the optimizer's state that is not finite, on this rank."""
+    if not _all_finite(parameter for _, parameter in _named(chunks)):
+        return Problem(1, f"the weight {_first_name(_named(chunks))}")
+    for kind, tensors in _state(optimizer).items():
+        if not _all_finite(tensors) or (kind == "exp_avg_sq" and _ends(tensors)[0] < 0):
+            return Problem(1, f"the optimizer's {kind}")
+    return None
+
+
+def update_problem(optimizer: MegatronOptimizer, lr: float, grad_norm: float) -> Problem | None:
+    """Whether this step of Adam could take a weight beyond what a float32 holds."""
+    reach = _reach(optimizer, lr, grad_norm)
+    if reach < LARGEST:
+        return None
+    return Problem(2, f"the updated weights: lr {lr:g} may take one to {reach:.1e}")
+
+
+def gradient_problem(chunks: list, grad_norm: float) -> Problem | None:
+    """A norm that is not finite, and a gradient of this rank that made it so."""
+    if math.isfinite(grad_norm):
+        return None
+    name = _first_name((name, parameter.main_grad) for name, parameter in _named(chunks))
+    if name is None:
+        return Problem(4, f"the gradient's norm, {grad_norm}; its parts are finite")
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    return Problem(
+        3, f"the gradient of {name} on rank {dist.get_rank()} (pipeline stage {stage}); every loss is finite"
+    )
+
+
+def _where(plan: Plan, row: Row, loss: RowLoss) -> str:
+    """Tree, node and token of a row's first number that is not finite."""
+    at = supervised_positions(row)
+    bad = torch.nonzero(~torch.isfinite(loss.tokens))
+    if not len(bad):
+        return f"the sum of its tokens' losses, {float(loss.tokens.sum())}"
+    segments = row.segment_ids[at]
+    segment = segments[int(bad[0])]
+    node, own = int(np.flatnonzero(plan.forest.segment == segment)[0]), segments == segment
+    return f"{plan.forest.where(node)}: {_what(row, at[own], loss.tokens.cpu().numpy()[own])}"
+
+
+def _what(row: Row, at: np.ndarray, losses: np.ndarray) -> str:
+    """What is not finite of the node at positions ``at``: one of its inputs, or what came of them."""
+    columns = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
+    inputs = {name: getattr(row, name)[at] for name in columns if getattr(row, name) is not None}
+    for name, values in (inputs | {"the loss": losses}).items():
+        if not np.isfinite(values).all():
+            token = int(np.argmin(np.isfinite(values)))
+            return f"{name} of token {token} is {values[token]}"
+    raise AssertionError("one of the node's losses is not finite")
+
+
+def _reach(optimizer: MegatronOptimizer, lr: float, grad_norm: float) -> float:
+    """No weight is larger after a step: |w| + lr (max(|m|, |g|) / ((1 - beta_1) eps) + decay |w|)."""
+    state, reach = _state(optimizer), 0.0
+    weight, moment = (max(map(abs, _ends(state.get(kind, [])))) for kind in ("weight", "exp_avg"))
+    for group in optimizer.param_groups:
+        direction = max(moment, grad_norm) / ((1 - group["betas"][0]) * group["eps"])
+        reach = max(reach, weight + lr * (direction + group["weight_decay"] * weight))
+    return reach
+
+
+def _state(optimizer: MegatronOptimizer) -> dict[str, list[torch.Tensor]]:
+    """This rank's main weights and what the optimizer keeps for each, by kind."""
+    kinds: dict[str, list[torch.Tensor]] = {}
+    for part in optimizer.chained_optimizers:
+        for group in part.param_groups:
+            for parameter in group["params"]:
+                kept = {"weight": parameter, **part.state.get(parameter, {})}
+                for kind, value in kept.items():
+                    if isinstance(value, torch.Tensor) and value.is_floating_point():
+                        kinds.setdefault(kind, []).append(value.detach())
+    return kinds
+
+
+def _named(chunks: list) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    for chunk in chunks:
+        yield from chunk.named_parameters()
+
+
+def _first_name(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
+    return next((name for name, tensor in tensors if not _all_finite([tensor])), None)
+
+
+def _all_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    return all(map(math.isfinite, _ends(tensors)))
+
+
+def _ends(tensors: Iterable[torch.Tensor]) -> tuple[float, float]:
+    """The smallest and the largest element; NaN if there is one. Reads each tensor once, copies nothing."""
+    ends = [torch.stack(torch.aminmax(tensor.detach())).double() for tensor in tensors if tensor.numel()]
+    if not ends:
+        return 0.0, 0.0
+    low, high = torch.stack(ends).unbind(1)
+    return low.min().item(), high.max().item()
