@@ -151,7 +151,6 @@ def test_an_unscored_response_is_refused_by_name():
         ({"objective": "vespo", "loss__rollout_is": "token"}, "takes an importance weight already"),
         ({"equal_length__single_pair": True, "equal_length__max_pairs": 3}, "stops after one pair"),
         ({"sampling": "tree"}, "belong together"),
-        ({"sampling": "tree", "objective": "treerpo", "loss__overlong_buffer": 4}, "many lengths"),
     ],
 )
 def test_combinations_without_sense_are_refused_with_the_reason(keys, reason):

@@ -102,11 +102,6 @@ def _check_rewards(recipe: Recipe, objective: Objective) -> None:
             f"loss.overlong_buffer: {objective.overlong_buffer} tokens do not lie inside "
             f"rollout.max_response_length {longest}"
         )
-    if recipe.sampling == "tree" and objective.overlong_buffer:
-        raise ValueError(
-            f"loss.overlong_buffer: {objective.overlong_buffer}: a step of a sampled tree has the mean "
-            f"reward of responses of many lengths; a penalty needs sampling: equal_length or independent"
-        )
     if recipe.loss.overlong_factor is not None and not objective.overlong_buffer:
         raise ValueError(
             f"loss.overlong_factor: {recipe.loss.overlong_factor} scales a length penalty that objective: "

@@ -8,7 +8,7 @@ from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty, no_penalty
-from megatron_eqlen.types import Rollout, TokenTree
+from megatron_eqlen.types import FinishReason, Rollout, TokenTree
 
 
 def comparison_units(
@@ -28,8 +28,13 @@ def verifier_rewards(rollout: Rollout, recipe: Recipe) -> list[list[float]]:
     return [unit.rewards for unit in KINDS[recipe.sampling].compare(rollout, recipe, no_penalty)[1]]
 
 
-def overlong_penalty(length: int, objective: Objective, max_response_length: int) -> float:
-    """DAPO's soft length penalty, from 0 where the buffer starts to -factor at the limit."""
+def overlong_penalty(
+    length: int, finish_reason: FinishReason | None, objective: Objective, max_response_length: int
+) -> float:
+    """DAPO's soft length penalty, from 0 where the buffer starts to -factor at the limit and for whatever
+    reached it."""
+    if finish_reason == "length":
+        return -objective.overlong_factor
     excess = length - (max_response_length - objective.overlong_buffer)
     return min(-excess / objective.overlong_buffer * objective.overlong_factor, 0.0)
 

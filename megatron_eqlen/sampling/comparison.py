@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from megatron_eqlen.types import Node, Prompt, Segment
+from megatron_eqlen.types import FinishReason, Node, Prompt, Segment
 
 EQUAL_REWARDS = 1e-9
 """Rewards closer than this are equal: a mean of rewards carries round-off, and dividing by a standard
 deviation would blow it up to an advantage of 1."""
 
-Penalty = Callable[[int], float]
-"""Length of a whole response -> what is added to its reward, at most 0."""
+Penalty = Callable[[int, FinishReason | None], float]
+"""(length of a whole response, how it ended) -> what is added to its reward, at most 0."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ def all_equal(rewards: Sequence[float]) -> bool:
     return max(rewards) - min(rewards) <= EQUAL_REWARDS
 
 
-def no_penalty(length: int) -> float:
+def no_penalty(length: int, finish_reason: FinishReason | None) -> float:
     return 0.0
 
 

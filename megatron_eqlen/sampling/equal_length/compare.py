@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty, graded, no_penalty, node, root
+from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty, node, root
 from megatron_eqlen.sampling.equal_length.suffix import pair_rewards
-from megatron_eqlen.types import Grade, Pair, Segment, Stream, TokenTree
+from megatron_eqlen.types import Pair, Stream, TokenTree
 
 
 def compare(stream: Stream, recipe: Recipe, penalty: Penalty) -> tuple[TokenTree, list[ComparisonUnit]]:
@@ -15,7 +13,7 @@ def compare(stream: Stream, recipe: Recipe, penalty: Penalty) -> tuple[TokenTree
     tree = TokenTree(f"{stream.prompt_id}/{stream.index}", [root(stream.prompt)])
     units: list[ComparisonUnit] = []
     trunk = 0
-    for i, rewards in enumerate(rewards_of(penalised(stream, penalty), recipe)):
+    for i, rewards in enumerate(rewards_of(stream, recipe, penalty)):
         pair = stream.pairs[i]
         _check_equal_length(stream, i, pair)
         if recipe.equal_length.prefix_in_gradient:
@@ -31,28 +29,11 @@ def compare(stream: Stream, recipe: Recipe, penalty: Penalty) -> tuple[TokenTree
     return tree, units
 
 
-def rewards_of(stream: Stream, recipe: Recipe) -> list[tuple[float, float] | None]:
+def rewards_of(stream: Stream, recipe: Recipe, penalty: Penalty) -> list[tuple[float, float] | None]:
     """Of A_i and B_i for each pair that is trained, None for one that is left out."""
     settings = recipe.equal_length
-    rewards = pair_rewards(stream, settings.suffix_reward, settings.unfinished)
+    rewards = pair_rewards(stream, settings.suffix_reward, settings.unfinished, penalty)
     return rewards[:1] if settings.single_pair else rewards
-
-
-def penalised(stream: Stream, penalty: Penalty) -> Stream:
-    """The stream with the length penalty of each whole response added to its grade."""
-    if penalty is no_penalty:
-        return stream
-    changed: dict[int, Segment] = {}
-    for segment, response in stream.ended():
-        reward = graded(segment, stream.prompt_id) + penalty(len(response))
-        grade = dataclasses.replace(segment.grade or Grade(0.0, ""), reward=reward)
-        changed[id(segment)] = dataclasses.replace(segment, grade=grade)
-
-    def swap(segment: Segment) -> Segment:
-        return changed.get(id(segment), segment)
-
-    pairs = [Pair(swap(pair.a), swap(pair.b)) for pair in stream.pairs]
-    return dataclasses.replace(stream, pairs=pairs, tail=stream.tail and swap(stream.tail))
 
 
 def _check_equal_length(stream: Stream, number: int, pair: Pair) -> None:

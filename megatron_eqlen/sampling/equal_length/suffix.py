@@ -4,12 +4,18 @@ A_i ended, so its reward is its own grade. B_i joined the trunk, and every ended
 speaks for it: A_{i+1}, A_{i+2}, ..., a last B_N that ended together with A_N, and an ended tail. The paper
 takes their maximum; the mean is its ablation. A both-ended B_N is a response itself: its reward is its
 own grade.
+
+A length penalty is added to each response before they are reduced. A trunk that reached the limit then is a
+response as well, with reward 0 and the full penalty, and counts in the mean (nothing is less, so no maximum
+needs it). Otherwise B_i would escape a penalty that the shorter A_i pays.
 """
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Literal
 
+from megatron_eqlen.sampling.comparison import Penalty, graded, no_penalty
 from megatron_eqlen.types import Segment, Stream
 
 
@@ -17,32 +23,46 @@ def pair_rewards(
     stream: Stream,
     reduce: Literal["max", "mean"] = "max",
     unfinished: Literal["zero", "drop"] = "zero",
+    penalty: Penalty = no_penalty,
 ) -> list[tuple[float, float] | None]:
     """``(reward of A_i, reward of B_i)`` for each pair of a scored stream.
 
-    A B_i that no ended response extends has reward 0 (``zero``), or its pair is left out (``drop``: None).
+    A B_i that no ended response extends has reward 0 and the penalty of the trunk, as long as it got
+    (``zero``), or its pair is left out (``drop``: None).
     """
-    extensions: list[float] = []
+    starts = list(accumulate((len(pair.b) for pair in stream.pairs), initial=0))
+    trunk_penalty, truncated = _open_end(stream, penalty)
+    known = [trunk_penalty] if truncated and penalty is not no_penalty else []
+    ended: list[float] = []
     if stream.tail is not None and stream.tail.finish_reason == "stop":
-        extensions.append(_reward(stream, stream.tail))
+        ended.append(_reward(stream, stream.tail, starts[-1], penalty))
     rewards: list[tuple[float, float] | None] = []
-    for pair in reversed(stream.pairs):
+    for pair, start in zip(reversed(stream.pairs), reversed(starts[:-1]), strict=True):
         if pair.b.finish_reason == "stop":
-            extensions.append(_reward(stream, pair.b))
-        a = _reward(stream, pair.a)
-        b = _reduce(extensions, reduce)
-        rewards.append(None if b is None and unfinished == "drop" else (a, b or 0.0))
-        extensions.append(a)
+            ended.append(_reward(stream, pair.b, start, penalty))
+        a = _reward(stream, pair.a, start, penalty)
+        if ended:
+            rewards.append((a, _reduce(ended + known, reduce)))
+        else:
+            rewards.append(None if unfinished == "drop" else (a, trunk_penalty))
+        ended.append(a)
     return rewards[::-1]
 
 
-def _reduce(rewards: list[float], reduce: Literal["max", "mean"]) -> float | None:
-    if not rewards:
-        return None
+def _open_end(stream: Stream, penalty: Penalty) -> tuple[float, bool]:
+    """The penalty of the whole trunk, and whether it reached the limit; (0, False) where it ended."""
+    parts = [*(pair.b for pair in stream.pairs), *([stream.tail] if stream.tail is not None else [])]
+    if not parts or parts[-1].finish_reason == "stop":
+        return 0.0, False
+    truncated = stream.outcome == "truncated" or parts[-1].finish_reason == "length"
+    return penalty(sum(map(len, parts)), "length" if truncated else None), truncated
+
+
+def _reduce(rewards: list[float], reduce: Literal["max", "mean"]) -> float:
     return max(rewards) if reduce == "max" else sum(rewards) / len(rewards)
 
 
-def _reward(stream: Stream, segment: Segment) -> float:
+def _reward(stream: Stream, segment: Segment, start: int, penalty: Penalty) -> float:
+    """Of the response that ends with ``segment``, which begins ``start`` tokens after the prompt."""
     assert segment.finish_reason == "stop", f"{stream.prompt_id}: only ended responses have a reward"
-    assert segment.grade is not None, f"{stream.prompt_id}: stream {stream.index} is not scored yet"
-    return segment.grade.reward
+    return graded(segment, stream.prompt_id) + penalty(start + len(segment), segment.finish_reason)

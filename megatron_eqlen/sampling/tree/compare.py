@@ -5,15 +5,15 @@ from __future__ import annotations
 from statistics import fmean
 
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty, node, root
+from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty, no_penalty, node, root
 from megatron_eqlen.sampling.independent.compare import reward
 from megatron_eqlen.types import SampledTree, TokenTree
 
 
 def compare(sampled: SampledTree, recipe: Recipe, penalty: Penalty) -> tuple[TokenTree, list[ComparisonUnit]]:
-    """The tree as it was sampled; recipes refuse a length ``penalty`` with it."""
+    """The tree as it was sampled."""
     nodes = [node(parent + 1, step) for parent, step in zip(sampled.parents, sampled.steps, strict=True)]
-    rewards = step_rewards(sampled)
+    rewards = step_rewards(sampled, penalty)
     units = [
         ComparisonUnit(
             sampled.prompt_id,
@@ -27,8 +27,8 @@ def compare(sampled: SampledTree, recipe: Recipe, penalty: Penalty) -> tuple[Tok
     return TokenTree(sampled.prompt_id, [root(sampled.prompt), *nodes]), units
 
 
-def step_rewards(tree: SampledTree) -> list[float | None]:
-    """TreeRPO: a leaf's reward is the verifier's, an inner step's the mean of the steps that continue it.
+def step_rewards(tree: SampledTree, penalty: Penalty = no_penalty) -> list[float | None]:
+    """TreeRPO: a leaf's reward is its response's, an inner step's the mean of the steps that continue it.
 
     None for a step that the token budget cut off and for one with no other continuation.
     """
@@ -38,6 +38,7 @@ def step_rewards(tree: SampledTree) -> list[float | None]:
         value = None
         if tree.steps[i].finish_reason is not None:
             value = reward(tree.steps[i], tree.prompt_id)
+            value += penalty(len(tree.response(i)), tree.steps[i].finish_reason)
         elif below[i]:
             value = fmean(below[i])
         rewards[i] = value
