@@ -4,6 +4,7 @@ Real vLLM, real Megatron, real checkpoints; the reward is a rubric, so that a ra
 """
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -18,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megatron_eqlen.bench.servers import free_ports, start, stop, wait_until_up
-from megatron_eqlen.rollout.recorder import read_dump
+from megatron_eqlen.rollout.recorder import Recorder, read_dump
 
 ROOT = Path(__file__).parent.parent
 STEPS = 3
@@ -146,6 +147,51 @@ def test_two_ranks_train_like_one_on_the_same_streams(home, trained, layout):
     two = train(home, layout, layout, "cluster.processes_per_node=2", "--replay", str(trained / "streams"))
     for name in ("loss/total", "loss/policy", "loss/ref_kl", "loss/entropy", "train/grad_norm"):
         assert column(two, name) == pytest.approx(column(trained, name), rel=1e-5, abs=1e-6), name
+
+
+def streams_that_teach_little(trained: Path, folder: Path) -> Path:
+    """The run's record, but every reward of the first step is 0, and the second has log-probs of NaN."""
+    shutil.copytree(trained / "streams", folder)
+    for step, spoil in enumerate([lambda one: set_rewards(one, 0.0), nan_logprob]):
+        path = folder / f"step-{step:08d}/rank-0.jsonl"
+        rollouts = read_dump(path)
+        path.unlink()
+        with Recorder(path) as recorder:
+            for rollout in rollouts:
+                spoil(rollout)
+                recorder.write(rollout)
+    return folder
+
+
+def set_rewards(rollout, reward: float) -> None:
+    for segment, _ in rollout.ended():
+        segment.grade.reward = reward
+
+
+def nan_logprob(rollout) -> None:
+    for segment in rollout.segments():
+        segment.logprobs[0] = math.nan
+
+
+def checkpoints(run_folder: Path) -> list[str]:
+    return [path.name[-1] for path in sorted((run_folder / "checkpoints").glob("step-*"))]
+
+
+def test_steps_that_train_nothing_are_said_and_skipped_ones_leave_the_checkpoint(home, trained, tmp_path):
+    replay = ["--replay", str(streams_that_teach_little(trained, tmp_path / "streams"))]
+    said = run(command(home, "idle", "checkpoint.keep=3", *replay))
+    assert column(home / "idle", "train/updates") == [0, 0, 1]
+    assert column(home / "idle", "train/skipped_updates") == [0, 1, 0]
+    assert "WARNING: step 1 trained nothing: none of its" in said.stdout
+    assert "WARNING: step 2 trained nothing: 1 updates were skipped" in said.stdout
+    assert "no checkpoint after step 2" in said.stdout
+    assert "WARNING: 2 of 3 steps trained nothing" in said.stdout
+    assert "the rollout_logprob of token 0 is nan" in said.stderr
+    assert checkpoints(home / "idle") == ["1", "3"]
+    with pytest.raises(AssertionError, match="1 updates in a row could not be taken"):
+        run(command(home, "strict", "optimizer.max_skipped_updates=0", *replay))
+    assert checkpoints(home / "strict") == ["1"]
+    assert not (home / "strict/export").exists()
 
 
 def test_killed_at_any_moment_and_started_again_it_ends_the_same(home, trained):
