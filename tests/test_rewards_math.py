@@ -152,6 +152,9 @@ TABLE = read_answer_table()
 KNOWN_DIFFERENCES = {
     ("10", r"\boxed{10\,\Omega}"),  # a letter of Greek is a variable
     (r"\text{May 5, 2024}", r"\boxed{may 5, 2024}"),  # three small letters are variables
+    ("15", r"\boxed{15 \frac{m}{s}}"),  # letters of a fraction are variables
+    ("15", r"\boxed{15\,\frac{\text{m}}{\text{s}}}"),
+    ("-1<x<3", r"\boxed{3>x>-1}"),  # math-verify compares the parts in order
     (r"\mathrm{GL}_n(\mathbb{R})", r"\boxed{GL_n(\mathbb{R})}"),  # names of groups compare as text
 }
 """Right answers that we call wrong. There is no wrong answer that we call right."""

@@ -313,6 +313,8 @@ def _is_word(text: str) -> bool:
 
 
 def _word(match: re.Match[str]) -> str:
+    if len(match[0]) == 1:
+        return match[0]  # a name or a choice
     word = re.sub(r"[\s-]", "", match[0]).lower()
     return _SAME_WORDS.get(word, rf"\text{{{word}}}")
 
@@ -387,8 +389,8 @@ def _as_asked(gold: str, answer: str) -> tuple[str, str]:
         return gold, rf"\text{{{clause[1]}}}"
     if _TIME.fullmatch(gold):
         return gold, answer if answer == gold else ""
-    if _RATIO.fullmatch(gold) and _RATIO.fullmatch(answer):
-        return _reduced(gold), _reduced(answer)
+    if _RATIO.fullmatch(answer):  # no number: math-verify would divide
+        return (_reduced(gold), _reduced(answer)) if _RATIO.fullmatch(gold) else (gold, "")
     return gold, answer
 
 
