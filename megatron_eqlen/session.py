@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 import torch.distributed as dist
 
 from megatron_eqlen import layout
-from megatron_eqlen.data.tokenizers import load_tokenizer
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.replicas import Replicas
 from megatron_eqlen.report.progress import Progress
 from megatron_eqlen.rewards.scoring import Scorer
+from megatron_eqlen.tokenizer import load_tokenizer
 from megatron_eqlen.training import distributed
 from megatron_eqlen.types import Metrics
 

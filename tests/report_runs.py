@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_eqlen.data.tokenizer_maker import write_hf_tokenizer
-from megatron_eqlen.data.tokenizers import Tokenizer, load_tokenizer
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe_load import dump, parse
 from megatron_eqlen.rollout.recorder import Recorder
+from megatron_eqlen.tokenizer import Tokenizer, load_tokenizer
 from megatron_eqlen.types import Grade, Group, Pair, Prompt, Rollout, SampledTree, Segment, Stream
 
 RIGHT, WRONG = Grade(1.0, "correct", "7"), Grade(0.0, "wrong", "<b>8</b>")

@@ -9,12 +9,12 @@ import pytest
 
 from megatron_eqlen.data.prompts import PromptSource
 from megatron_eqlen.data.tokenizer_maker import write_hf_tokenizer
-from megatron_eqlen.data.tokenizers import load_tokenizer
 from megatron_eqlen.objectives.build import build_trees
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.recipe import Recipe, RecipeError
 from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.rewards.scoring import Scorer
+from megatron_eqlen.tokenizer import load_tokenizer
 from megatron_eqlen.types import Grade, Group, Prompt, Segment
 
 OBJECTIVE = """

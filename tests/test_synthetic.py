@@ -29,8 +29,8 @@ from megatron_eqlen.data.synthetic import (
     write_rows,
 )
 from megatron_eqlen.data.tokenizer_maker import write_hf_tokenizer, write_sentencepiece_tokenizer
-from megatron_eqlen.data.tokenizers import load_tokenizer
 from megatron_eqlen.rewards.math import MathGrader
+from megatron_eqlen.tokenizer import load_tokenizer
 
 TOOLS = Path(__file__).parent.parent / "tools"
 SOLUTIONS = ("r1_solution_1", "r1_solution_2", "r1_solution_3")

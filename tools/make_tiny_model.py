@@ -42,7 +42,7 @@ from megatron_eqlen.data.tokenizer_maker import (
     write_hf_tokenizer,
     write_sentencepiece_tokenizer,
 )
-from megatron_eqlen.data.tokenizers import Tokenizer, load_tokenizer
+from megatron_eqlen.tokenizer import Tokenizer, load_tokenizer
 
 VOCAB_SIZE = 384
 TOKENIZER_TEXTS = 3000

@@ -21,7 +21,6 @@ from torch import nn
 from megatron_eqlen.objectives.build import build_trees
 from megatron_eqlen.objectives.registry import lookup
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.sampling.equal_length.suffix import pair_rewards
 from megatron_eqlen.types import Grade, Group, Pair, Prompt, Rollout, Segment, Stream, TokenTree
 
@@ -122,7 +121,7 @@ def eqlen_stream(third: float = 1.0) -> Stream:
 
 
 def recipe(sampling: str, prefix_in_gradient: bool = False) -> Recipe:
-    return parse(
+    return Recipe.model_validate(
         {
             "name": "theory",
             "steps": 1,
@@ -134,8 +133,7 @@ def recipe(sampling: str, prefix_in_gradient: bool = False) -> Recipe:
             "packing": {"max_tokens_per_row": 16, "layout": "expanded"},
             "equal_length": {"prefix_in_gradient": prefix_in_gradient},
             "loss": {"kl_coef": 0.0},
-        },
-        "theory",
+        }
     )
 
 

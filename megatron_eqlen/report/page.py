@@ -14,7 +14,6 @@ from typing import Any
 import jinja2
 
 from megatron_eqlen.budget import Budget
-from megatron_eqlen.data.tokenizers import load_tokenizer
 from megatron_eqlen.evaluation.result import EvaluationResult, compare, read_results
 from megatron_eqlen.evaluation.statistics import Interval
 from megatron_eqlen.files import write_text
@@ -36,6 +35,7 @@ from megatron_eqlen.report.format import (
 from megatron_eqlen.report.metrics import read_metrics
 from megatron_eqlen.report.rollouts import Decode, RolloutView, Training, view
 from megatron_eqlen.rollout.recorder import read_step
+from megatron_eqlen.tokenizer import load_tokenizer
 from megatron_eqlen.types import Rollout
 
 Records = list[dict[str, Any]]

@@ -8,7 +8,6 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from megatron_eqlen.data.tokenizers import load_tokenizer
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.report.format import compact
 from megatron_eqlen.report.rollouts import (
@@ -21,6 +20,7 @@ from megatron_eqlen.report.rollouts import (
     recorded_steps,
     view,
 )
+from megatron_eqlen.tokenizer import load_tokenizer
 
 STYLES = {"raised": "green", "lowered": "red", "equal": "yellow", "plain": "default"}
 

@@ -12,11 +12,11 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_eqlen.data.tokenizers import Tokenizer
 from megatron_eqlen.plugins import is_import_path, load_object
 from megatron_eqlen.recipe import RewardRecipe
 from megatron_eqlen.rewards.code import CodeGrader
 from megatron_eqlen.rewards.math import MathGrader
+from megatron_eqlen.tokenizer import Tokenizer
 from megatron_eqlen.types import Grade, Metrics, Prompt, Rollout, Segment
 
 Rubric = Callable[[str, str, str], float]
