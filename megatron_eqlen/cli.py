@@ -197,7 +197,7 @@ def _on_ranks(recipe: Recipe, work: Callable[[], None]) -> int:
 
     What cannot start is refused here, before any process does.
     """
-    from megatron_eqlen.models.hf_config import read_config  # imports Megatron-Core
+    from megatron_eqlen.hf.config import read_config  # imports Megatron-Core
 
     check_inputs(recipe)
     layout.check(recipe, read_config(recipe.model.path))

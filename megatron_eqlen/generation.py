@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron_eqlen.data.prompts import PromptSource, read_benchmark
 from megatron_eqlen.evaluation.evaluate import evaluate
 from megatron_eqlen.evaluation.result import EvaluationResult
-from megatron_eqlen.models.hf_folder import HFFolder
+from megatron_eqlen.hf.folder import HFFolder
 from megatron_eqlen.objectives import dynamic_sampling
 from megatron_eqlen.recipe import BenchmarkRecipe, Recipe
 from megatron_eqlen.replicas import Replicas, agree

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_eqlen.models.hf_config import ModelConfig
+    from megatron_eqlen.hf.config import ModelConfig
     from megatron_eqlen.recipe import ParallelRecipe, Recipe, RolloutRecipe
 
 VLLM_VOCABULARY = 64

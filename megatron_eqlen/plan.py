@@ -12,14 +12,14 @@ from math import prod
 from pathlib import Path
 
 from megatron_eqlen import layout
-from megatron_eqlen.models.cost import active_parameters
-from megatron_eqlen.models.hf_config import ModelConfig, read_config
-from megatron_eqlen.models.weight_map import Weight
-from megatron_eqlen.models.weights import weight_map
+from megatron_eqlen.hf.config import ModelConfig, read_config
+from megatron_eqlen.hf.cost import active_parameters
+from megatron_eqlen.hf.families import weight_map
+from megatron_eqlen.hf.weight_map import Weight
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.recipe import Recipe
 
-KNOWN_MODELS = Path(__file__).parent / "models" / "configs"
+KNOWN_MODELS = Path(__file__).parent / "hf" / "configs"
 BYTES = {"float32": 4, "bfloat16": 2}
 GRADIENT_BYTES = 4
 OPTIMIZER_BYTES = 12

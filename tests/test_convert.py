@@ -285,7 +285,7 @@ def test_a_source_with_fewer_layers_does_not_shorten_a_model(tmp_path):
 
 def with_integers(checkpoint: str, source: str, out: str) -> None:
     """A checkpoint whose writer was told that one weight is of integers."""
-    from megatron_eqlen.models.hf_config import read_config
+    from megatron_eqlen.hf.config import read_config
     from megatron_eqlen.models.megatron_checkpoint import (
         CheckpointReader,
         CheckpointWriter,
@@ -317,8 +317,8 @@ def test_another_models_checkpoint_is_refused_before_anything_is_written(tmp_pat
 
 def changed_by_one_bit(checkpoint: str, source: str, folder: str) -> str:
     from megatron_eqlen.files import CheckpointError
+    from megatron_eqlen.hf.folder import HFFolder
     from megatron_eqlen.models.convert import verify_hash
-    from megatron_eqlen.models.hf_folder import HFFolder
 
     start_alone()
     copied(Path(source), Path(folder))

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megatron_eqlen.files import CheckpointError
-from megatron_eqlen.models.hf_config import read_config
-from megatron_eqlen.models.hf_folder import INDEX, SINGLE, HFFolder
-from megatron_eqlen.models.safetensors_header import read_header
-from megatron_eqlen.models.weights import check_folder
+from megatron_eqlen.hf.config import read_config
+from megatron_eqlen.hf.families import check_folder
+from megatron_eqlen.hf.folder import INDEX, SINGLE, HFFolder
+from megatron_eqlen.hf.safetensors_header import read_header
 from megatron_eqlen.rollout.weights import WeightTable
 from tests.tiny_models import save_tiny
 

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_eqlen import cli, layout
+from megatron_eqlen.hf.config import ModelConfig, parse_config
+from megatron_eqlen.hf.families import weight_map
 from megatron_eqlen.models.build import build_model
-from megatron_eqlen.models.hf_config import ModelConfig, parse_config
-from megatron_eqlen.models.weights import local_parameters, weight_map
+from megatron_eqlen.models.weights import local_parameters
 from megatron_eqlen.recipe import ParallelRecipe, RolloutRecipe
 from tests.tiny_models import FAMILIES, tiny_config
 

@@ -13,7 +13,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from megatron_eqlen import layout
-from megatron_eqlen.models.hf_config import parse_config
+from megatron_eqlen.hf.config import parse_config
 from megatron_eqlen.recipe import RolloutRecipe
 from megatron_eqlen.rollout.vllm.containment import contained, importing_vllm
 from tests.test_layout import configs

@@ -83,8 +83,8 @@ def adam_after_reload(scratch: str) -> tuple[list[float], bool]:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
+    from megatron_eqlen.hf.config import parse_config
     from megatron_eqlen.models.build import build_model
-    from megatron_eqlen.models.hf_config import parse_config
     from megatron_eqlen.recipe import ParallelRecipe
     from megatron_eqlen.training.distributed import start
     from tests.tiny_models import tiny_config

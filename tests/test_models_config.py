@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-import megatron_eqlen.models as models
+from megatron_eqlen import hf
+from megatron_eqlen.hf.config import ConfigError, parse_config, read_config
+from megatron_eqlen.hf.cost import active_parameters, pair_cost
+from megatron_eqlen.hf.families import weight_map
 from megatron_eqlen.models.config import gpt_arguments, transformer_config
-from megatron_eqlen.models.cost import active_parameters, pair_cost
-from megatron_eqlen.models.hf_config import ConfigError, parse_config, read_config
-from megatron_eqlen.models.weights import weight_map
 from megatron_eqlen.recipe import ParallelRecipe
 from tests.distributed import run_ranks
 from tests.tiny_models import FAMILIES, tiny_config
 
-SHIPPED = Path(models.__file__).parent / "configs"
+SHIPPED = Path(hf.__file__).parent / "configs"
 PARAMETERS = {"qwen3-32b": 32.762, "qwen3-next-80b-a3b-thinking": 79.674}
 """In billions, of the published checkpoints without the multi-token prediction layer."""
 

@@ -123,8 +123,8 @@ def update_by_the_routers_loss(folder: str, layers: dict, budget: int) -> tuple[
     """(rows, auxiliary loss, gradient norm) of a training step where no token has an advantage."""
     import torch.distributed as dist
 
-    from megatron_eqlen.models.cost import pair_cost
-    from megatron_eqlen.models.hf_config import read_config
+    from megatron_eqlen.hf.config import read_config
+    from megatron_eqlen.hf.cost import pair_cost
     from tests.updates import build_policy
 
     changes = {

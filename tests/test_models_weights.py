@@ -217,9 +217,9 @@ BROKEN = {
 @pytest.mark.parametrize("fault", BROKEN)
 def test_broken_folders_are_named(published, fault):
     from megatron_eqlen.files import CheckpointError
-    from megatron_eqlen.models.hf_config import read_config
-    from megatron_eqlen.models.hf_folder import HFFolder
-    from megatron_eqlen.models.weights import check_folder
+    from megatron_eqlen.hf.config import read_config
+    from megatron_eqlen.hf.families import check_folder
+    from megatron_eqlen.hf.folder import HFFolder
 
     model = read_config(published)
     damage, message = BROKEN[fault]
@@ -230,9 +230,9 @@ def test_broken_folders_are_named(published, fault):
 
 def test_another_family_is_refused(published):
     from megatron_eqlen.files import CheckpointError
-    from megatron_eqlen.models.hf_config import read_config
-    from megatron_eqlen.models.hf_folder import HFFolder
-    from megatron_eqlen.models.weights import check_folder
+    from megatron_eqlen.hf.config import read_config
+    from megatron_eqlen.hf.families import check_folder
+    from megatron_eqlen.hf.folder import HFFolder
 
     model = read_config(published)
     tiny_config("qwen3_moe").save_pretrained(published)

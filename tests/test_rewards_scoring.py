@@ -107,7 +107,7 @@ def test_mistakes_in_the_recipe_are_named():
         Scorer(RewardRecipe(rubric=f"{__name__}:nothing"), Letters())
     with pytest.raises(ValueError, match="'nowhere:at_all' cannot be imported: No module named 'nowhere'"):
         Scorer(RewardRecipe(rubric="nowhere:at_all"), Letters())
-    with pytest.raises(ValueError, match="expected math, code, rubric or .*, found 'oracle'"):
+    with pytest.raises(ValueError, match=r"expected math, code, rubric or .*, found 'oracle'"):
         Scorer(RewardRecipe(), Letters()).grade_texts(["x"], [prompt(grader="oracle")])
 
 

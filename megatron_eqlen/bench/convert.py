@@ -22,10 +22,10 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_eqlen.bench.table import show
+from megatron_eqlen.hf.config import parse_config
+from megatron_eqlen.hf.families import weight_map
+from megatron_eqlen.hf.folder import INDEX, HFFolder
 from megatron_eqlen.models.convert import hf_to_megatron, megatron_to_hf, verify_hash
-from megatron_eqlen.models.hf_config import parse_config
-from megatron_eqlen.models.hf_folder import INDEX, HFFolder
-from megatron_eqlen.models.weights import weight_map
 from megatron_eqlen.recipe import ParallelRecipe
 from megatron_eqlen.training.distributed import start, stop
 

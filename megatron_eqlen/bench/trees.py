@@ -28,9 +28,9 @@ import numpy as np
 import torch
 
 from megatron_eqlen.bench.table import show
+from megatron_eqlen.hf.config import DeltaNet, Experts, ModelConfig
 from megatron_eqlen.models.build import build_model
 from megatron_eqlen.models.gated_delta_net import CHUNK
-from megatron_eqlen.models.hf_config import DeltaNet, Experts, ModelConfig
 from megatron_eqlen.models.tree_attention import tree_block_mask
 from megatron_eqlen.models.tree_params import TreeParams
 from megatron_eqlen.packing.pack import pack

@@ -14,9 +14,9 @@ from megatron.core.tensor_parallel.layers import (
     set_tensor_model_parallel_attributes,
 )
 
+from megatron_eqlen.hf.config import ModelConfig, read_config
 from megatron_eqlen.models.config import gpt_arguments, transformer_config
 from megatron_eqlen.models.gpt import PolicyModel
-from megatron_eqlen.models.hf_config import ModelConfig, read_config
 from megatron_eqlen.models.layer_specs import block_spec
 from megatron_eqlen.recipe import ParallelRecipe
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_eqlen.files import CheckpointError, step_number, write_json, write_text
-from megatron_eqlen.models.hf_folder import read_json
+from megatron_eqlen.hf.folder import read_json
 
 LATEST = "latest"
 MANIFEST = "manifest.json"

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 
 from megatron_eqlen import layout
-from megatron_eqlen.models.hf_config import DeltaNet, Experts, ModelConfig
+from megatron_eqlen.hf.config import DeltaNet, Experts, ModelConfig
 from megatron_eqlen.recipe import ParallelRecipe
 
 

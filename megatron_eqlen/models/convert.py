@@ -18,9 +18,10 @@ from megatron.core import dist_checkpointing
 from torch import Tensor
 
 from megatron_eqlen.files import CheckpointError, new_folder, refuse_existing
+from megatron_eqlen.hf.config import ModelConfig, read_config
+from megatron_eqlen.hf.families import check_folder, weight_map, with_tied_head
+from megatron_eqlen.hf.folder import FolderWriter, HFFolder
 from megatron_eqlen.models.build import build_model
-from megatron_eqlen.models.hf_config import ModelConfig, read_config
-from megatron_eqlen.models.hf_folder import FolderWriter, HFFolder
 from megatron_eqlen.models.megatron_checkpoint import (
     CheckpointLayout,
     CheckpointReader,
@@ -28,7 +29,6 @@ from megatron_eqlen.models.megatron_checkpoint import (
     checkpoint_layout,
     checkpoint_metadata,
 )
-from megatron_eqlen.models.weights import check_folder, weight_map, with_tied_head
 from megatron_eqlen.recipe import ParallelRecipe
 
 Progress = Callable[[int], None]

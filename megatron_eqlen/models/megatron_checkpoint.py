@@ -40,11 +40,12 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from megatron_eqlen.files import CheckpointError
+from megatron_eqlen.hf.config import ModelConfig
+from megatron_eqlen.hf.families import WEIGHT_DTYPES
+from megatron_eqlen.hf.folder import first_few
 from megatron_eqlen.models import checkpoint_folder
 from megatron_eqlen.models.build import build_model
-from megatron_eqlen.models.hf_config import ModelConfig
-from megatron_eqlen.models.hf_folder import first_few
-from megatron_eqlen.models.weights import WEIGHT_DTYPES, local_parameters
+from megatron_eqlen.models.weights import local_parameters
 from megatron_eqlen.recipe import ParallelRecipe
 
 logger = logging.getLogger(__name__)

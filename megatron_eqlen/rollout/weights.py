@@ -12,9 +12,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron_eqlen.models.hf_config import read_config
-from megatron_eqlen.models.hf_folder import HFFolder
-from megatron_eqlen.models.weights import check_folder
+from megatron_eqlen.hf.config import read_config
+from megatron_eqlen.hf.families import check_folder
+from megatron_eqlen.hf.folder import HFFolder
 
 
 class WeightTable:

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_eqlen.hf.cost import pair_cost
 from megatron_eqlen.metrics import MISMATCH, UPDATES, in_turn
 from megatron_eqlen.models.build import build_model
-from megatron_eqlen.models.cost import pair_cost
 from megatron_eqlen.models.megatron_checkpoint import checkpoint_metadata
 from megatron_eqlen.models.pooled_router import RouterPool
 from megatron_eqlen.models.weights import export_hf, load_hf

@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 from vllm.v1.sample.sampler import Sampler
 
 from megatron_eqlen import layout
-from megatron_eqlen.models.hf_config import read_config
+from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.recipe import RolloutRecipe
 from megatron_eqlen.rollout.engine import EngineError
 from megatron_eqlen.rollout.vllm.containment import contained

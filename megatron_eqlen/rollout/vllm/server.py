@@ -10,7 +10,7 @@ import os
 import sys
 
 from megatron_eqlen import layout
-from megatron_eqlen.models.hf_config import read_config
+from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe_load import load
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_eqlen.models.hf_config import ModelConfig
-from megatron_eqlen.models.weight_map import GroupedHeads, Stacked, Weight
+from megatron_eqlen.hf.config import ModelConfig
+from megatron_eqlen.hf.weight_map import GroupedHeads, Stacked, Weight
 
 
 def weights(model: ModelConfig) -> Iterator[Weight]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_eqlen.files import CheckpointError
-from megatron_eqlen.models.safetensors_header import DTYPES, Entry, read_header, write_header
+from megatron_eqlen.hf.safetensors_header import DTYPES, Entry, read_header, write_header
 
 logger = logging.getLogger(__name__)
 

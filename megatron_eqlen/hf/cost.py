@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from math import prod
 
-from megatron_eqlen.models.hf_config import ModelConfig
-from megatron_eqlen.models.weights import weight_map
+from megatron_eqlen.hf.config import ModelConfig
+from megatron_eqlen.hf.families import weight_map
 
 
 def active_parameters(model: ModelConfig) -> float:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_eqlen.models.config_fields import ConfigError, Fields
-from megatron_eqlen.models.hf_folder import read_json
+from megatron_eqlen.hf.config_fields import ConfigError, Fields
+from megatron_eqlen.hf.folder import read_json
 
 Family = Literal["qwen3", "qwen3_moe", "qwen3_next"]
 FAMILIES: tuple[Family, ...] = ("qwen3", "qwen3_moe", "qwen3_next")
@@ -97,7 +97,7 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     if family not in FAMILIES:
         raise ConfigError(
             f"{where}: model_type: expected one of {', '.join(FAMILIES)}, found {family!r} "
-            "(a new family is added in megatron_eqlen/models/weights.py; see README.md there)"
+            "(a new family is added in megatron_eqlen/hf/families.py; see README.md there)"
         )
     layers = fields.get("num_hidden_layers", int)
     _refuse_unsupported(fields, family, layers)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_eqlen.models.hf_config import ModelConfig
-from megatron_eqlen.models.qwen3 import attention, dense_mlp, embedding, gated_mlp, head, norms
-from megatron_eqlen.models.qwen3_moe import experts
-from megatron_eqlen.models.weight_map import DeltaNetInput, Weight
+from megatron_eqlen.hf.config import ModelConfig
+from megatron_eqlen.hf.qwen3 import attention, dense_mlp, embedding, gated_mlp, head, norms
+from megatron_eqlen.hf.qwen3_moe import experts
+from megatron_eqlen.hf.weight_map import DeltaNetInput, Weight
 
 
 def weights(model: ModelConfig) -> Iterator[Weight]:
