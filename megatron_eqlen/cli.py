@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_eqlen import layout
+from megatron_eqlen.quiet import quiet
 from megatron_eqlen.recipe import Recipe, RecipeError
 from megatron_eqlen.recipe_checks import check_inputs
 from megatron_eqlen.recipe_load import dump, load
@@ -21,6 +22,7 @@ OVERRIDES_HELP = "override a recipe key, for example objective=dapo loss.kl_coef
 def main(argv: list[str] | None = None) -> int:
     """Run one ``eqlen`` command; returns its exit status. User mistakes end with one line on stderr."""
     arguments = _parser().parse_args(argv)
+    quiet()
     try:
         return arguments.command(arguments)
     except (ValueError, FileNotFoundError, EngineError) as error:
@@ -35,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="eqlen",
         description="Reinforcement learning of reasoning models on equal-length pairs.",
-        epilog="EQLEN_TRACEBACK=1 shows the whole traceback of an error.",
+        epilog="EQLEN_TRACEBACK=1 shows the whole traceback of an error, EQLEN_VERBOSE=1 what libraries say.",
     )
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
 
@@ -205,10 +207,9 @@ def _on_ranks(recipe: Recipe, work: Callable[[], None]) -> int:
 
 
 def _start(recipe: Recipe, work: Callable[[], None]) -> int:
-    from megatron_eqlen.launch import launch, quiet
+    from megatron_eqlen.launch import launch
     from megatron_eqlen.lifeline import die_with_launcher
 
-    quiet()
     if _needs_launch(recipe):
         return launch(recipe.cluster.processes_per_node, sys.argv[1:])
     die_with_launcher()

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
-import warnings
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megatron_eqlen.lifeline import named
-
-QUIET_LOGGERS = (
-    "torch._library.triton",
-    "torch.distributed.elastic",
-    "torch.distributed.launcher.api",
-    "torch.utils.cpp_extension",
-)
 
 
 def launch(processes: int, arguments: list[str]) -> int:
@@ -41,14 +32,3 @@ def launch(processes: int, arguments: list[str]) -> int:
         print(f"eqlen: rank {rank} ended with status {failure.exitcode}; see above", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1
     return 0
-
-
-def quiet() -> None:
-    """Leave the screen to the run: silence what torch repeats on every rank and what says nothing here."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    for name in QUIET_LOGGERS:
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    warnings.filterwarnings("ignore", category=FutureWarning, message=".*reduce_op. is deprecated")
-    warnings.filterwarnings(
-        "ignore", category=UserWarning, message=".*attribute of a Tensor that is not a leaf"
-    )

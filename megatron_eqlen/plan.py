@@ -18,6 +18,7 @@ from megatron_eqlen.hf.families import weight_map
 from megatron_eqlen.hf.weight_map import Weight
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe_checks import where_from
 
 KNOWN_MODELS = Path(__file__).parent / "hf" / "configs"
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -57,7 +58,10 @@ def model_config(recipe: Recipe) -> ModelConfig:
     if shipped.is_file():
         return read_config(shipped)
     known = ", ".join(sorted(path.stem for path in KNOWN_MODELS.glob("*.json")))
-    raise ValueError(f"model.path: no config.json in {folder}, and {folder.name!r} is not one of {known}")
+    raise ValueError(
+        f"model.path: no config.json in {folder}, and {folder.name!r} is not one of {known}"
+        f"{where_from(recipe)}"
+    )
 
 
 def memory(recipe: Recipe, model: ModelConfig) -> Memory:

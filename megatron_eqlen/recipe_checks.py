@@ -32,7 +32,12 @@ def check_inputs(recipe: Recipe) -> None:
         paths[f"evaluation.benchmarks.{number}.path"] = benchmark.path
     missing = [f"{key}: {path} does not exist" for key, path in paths.items() if not Path(path).exists()]
     if missing:
-        raise RecipeError("; ".join(missing))
+        raise RecipeError("; ".join(missing) + where_from(recipe))
+
+
+def where_from(recipe: Recipe) -> str:
+    """The end of a message about missing inputs: what to run first, if the recipe says it."""
+    return f" ({recipe.inputs_from} makes what this recipe reads: run it first)" if recipe.inputs_from else ""
 
 
 def _check_end(recipe: Recipe) -> None:

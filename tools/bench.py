@@ -8,6 +8,8 @@ import argparse
 import importlib
 import sys
 
+from megatron_eqlen.quiet import quiet
+
 BENCHMARKS = {
     "harvest": "equal-length and independent harvest against plain LLM.generate on one engine",
     "sync": "weight syncs into the engine in process and into servers",
@@ -25,6 +27,7 @@ def main() -> None:
     )
     chooser.add_argument("name", choices=BENCHMARKS)
     name = chooser.parse_args(sys.argv[1:2]).name
+    quiet()
     benchmark = importlib.import_module(f"megatron_eqlen.bench.{name}")
     parser = argparse.ArgumentParser(prog=f"bench.py {name}", description=BENCHMARKS[name])
     benchmark.add_arguments(parser)

@@ -16,6 +16,7 @@ MAY_CHANGE = (
     "evaluation",
     "run_dir",
     "variant",
+    "inputs_from",
     "rollout.servers",
 )
 """A run may go on with other values of these; any other change would mix two experiments in one folder."""

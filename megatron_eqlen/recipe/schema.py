@@ -293,6 +293,8 @@ class ClusterRecipe(Section):
 class Recipe(Section):
     name: str
     """Names the experiment; its runs are under ``runs/NAME``."""
+    inputs_from: str | None = None
+    """What makes the model and the data that it reads, for the message where they are missing."""
     run_dir: str | None = None
     """Default ``runs/NAME/METHOD-VARIANT-seedN``, METHOD being ``eqlen-grpo`` or ``grpo``, for example."""
     variant: dict[str, Any] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 
 from megatron_eqlen.lifeline import die_with_launcher, named
+from megatron_eqlen.quiet import quiet
 
 
 def main() -> None:
@@ -22,5 +23,6 @@ def main() -> None:
 # spawns, before anything else: here the engine and the workers begin to watch over their parent.
 if __name__ in ("__main__", "__mp_main__"):
     die_with_launcher()
+    quiet()
 if __name__ == "__main__":
     main()

@@ -11,6 +11,7 @@ import sys
 
 from megatron_eqlen import layout
 from megatron_eqlen.hf.config import read_config
+from megatron_eqlen.quiet import VERBOSE, quiet
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe_load import load
 
@@ -28,6 +29,7 @@ def server_command(recipe: Recipe, port: int, host: str = "0.0.0.0") -> tuple[li
         "enable_scale_out": True,
         "enable_prompt_tokens_details": True,
         "disable_uvicorn_access_log": True,
+        "uvicorn_log_level": "info" if VERBOSE in os.environ else "warning",
         "max_logprobs": max(rollout.top_k, 20),  # sampling masks come as these
         "worker_extension_cls": "megatron_eqlen.rollout.vllm.worker.WorkerExtension",
         "weight_transfer_config": {"backend": "eqlen_tcp"},
@@ -45,7 +47,11 @@ def main() -> None:
     args = parser.parse_args()
     recipe = load(args.recipe, args.overrides)
     layout.require(layout.engine(recipe.rollout, read_config(recipe.model.path)))
+    quiet()
     command, environ = server_command(recipe, args.port, args.host)
+    print(
+        f"vLLM server of {recipe.model.path} on port {args.port}; EQLEN_VERBOSE=1 shows its log", flush=True
+    )
     os.execve(command[0], command, os.environ | environ)
 
 

@@ -1,0 +1,36 @@
+"""The screen belongs to the run: libraries are silent where they repeat themselves or say nothing here."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+
+VERBOSE = "EQLEN_VERBOSE"
+"""Environment variable: set to anything, libraries say what they like."""
+ENVIRON = {
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+LOGGERS = (
+    "torch._library.triton",
+    "torch.distributed.elastic",
+    "torch.distributed.launcher.api",
+    "torch.utils.cpp_extension",
+)
+
+
+def quiet() -> None:
+    """Call before the libraries are imported; processes started from here inherit what can be inherited."""
+    if VERBOSE in os.environ:
+        return
+    for name, value in ENVIRON.items():
+        os.environ.setdefault(name, value)
+    for name in LOGGERS:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    warnings.filterwarnings("ignore", category=FutureWarning, message=".*reduce_op. is deprecated")
+    warnings.filterwarnings(
+        "ignore", category=UserWarning, message=".*attribute of a Tensor that is not a leaf"
+    )
