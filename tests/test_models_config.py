@@ -207,7 +207,7 @@ def test_null_means_what_transformers_takes_it_for(tmp_path, family, field):
 
 
 def test_an_unsupported_family_is_told_where_a_new_one_is_added(tmp_path):
-    with pytest.raises(ConfigError, match=r"qwen3_next, found .llama. .*models/weights\.py"):
+    with pytest.raises(ConfigError, match=r"qwen3_next, found .llama. .*hf/families\.py"):
         parse_config(saved(tmp_path, "qwen3") | {"model_type": "llama"}, "here.json")
 
 
