@@ -131,10 +131,11 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _print_plan(recipe: Recipe) -> int:
+    from megatron_eqlen.objectives.registry import with_defaults
     from megatron_eqlen.plan import describe
 
     plan = describe(recipe)
-    print(dump(recipe))
+    print(dump(with_defaults(recipe)))
     print(plan)
     return 0
 

@@ -6,6 +6,7 @@ else is counted from the model's shapes.
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from math import prod
@@ -16,7 +17,7 @@ from megatron_eqlen.hf.config import ModelConfig, read_config
 from megatron_eqlen.hf.cost import active_parameters
 from megatron_eqlen.hf.families import weight_map
 from megatron_eqlen.hf.weight_map import Weight
-from megatron_eqlen.objectives.registry import resolve
+from megatron_eqlen.objectives.registry import resolve, with_defaults
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe_checks import where_from
 
@@ -143,20 +144,30 @@ def _memory(recipe: Recipe, model: ModelConfig) -> str:
 
 
 def _work(recipe: Recipe) -> str:
-    objective = resolve(recipe)
     tracks = recipe.data.prompts_per_step * recipe.group_size
     longest = tracks * recipe.rollout.max_response_length
-    clip = (
-        f"clip {objective.clip_ratio_low}/{objective.clip_ratio_high}" if objective.clips else "no clipping"
-    )
     return (
         f"step        {recipe.data.prompts_per_step} prompts x {recipe.group_size} tracks, "
         f"at most {longest:,} tokens decoded at once; rows of {recipe.packing.max_tokens_per_row:,}\n"
-        f"objective   {recipe.method}: advantage {objective.advantage_name}, {objective.aggregation}, "
-        f"{objective.ratio} ratio, {clip}, KL {recipe.loss.kl_coef}\n"
+        f"objective   {_objective(recipe)}\n"
         f"end         {recipe.budget.describe()}\n"
         f"run folder  {recipe.run_folder}"
     )
+
+
+def _objective(recipe: Recipe) -> str:
+    """The method's parts, and every key of ``loss`` that means something for it, defaults included."""
+    objective = resolve(recipe)
+    parts = [f"advantage {objective.advantage_name}", f"ratio {objective.ratio}"]
+    if objective.ratio == "vespo":
+        parts.append(f"(k, lambda) {objective.vespo_positive} above, {objective.vespo_negative} below")
+    keys = with_defaults(recipe).loss.model_dump(mode="json")
+    parts += [f"{key} {_text(value)}" for key, value in keys.items() if value is not None]
+    return f"{recipe.method}: " + ", ".join(parts)
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _sbatch(recipe: Recipe) -> str:

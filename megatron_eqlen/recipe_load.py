@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import re
-import types
-import typing
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
-from megatron_eqlen.recipe import Recipe, RecipeError, Section
+from megatron_eqlen.recipe import Recipe, RecipeError
+from megatron_eqlen.recipe.keys import nearest
 from megatron_eqlen.recipe.naming import ABLATIONS, MAY_CHANGE, NAMED_ELSEWHERE, differences, is_under
 from megatron_eqlen.recipe_checks import check
 
@@ -139,25 +137,8 @@ def _index(at: list, part: str, override: str) -> int:
 def _explain(item: dict[str, Any]) -> str:
     key = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
-        known = _keys_at(item["loc"][:-1])
-        near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.0)
-        return f"unknown key {key!r}" + (f" (nearest: {near[0]!r})" if near else "")
+        near = nearest(item["loc"])
+        return f"unknown key {key!r}" + (f" (nearest: {near!r})" if near else "")
     if item["type"] == "missing":
         return f"missing key {key!r}"
     return f"{key}: {item['msg']}, found {item['input']!r}"
-
-
-def _keys_at(loc: tuple) -> list[str]:
-    """The keys that the section at ``loc`` has."""
-    section: Any = Recipe
-    for part in loc:
-        if isinstance(part, int):
-            continue
-        section = _section(section.model_fields[part].annotation)
-    return list(section.model_fields)
-
-
-def _section(annotation: Any) -> type[Section]:
-    if typing.get_origin(annotation) in (list, types.UnionType, typing.Union):
-        return next(_section(arg) for arg in typing.get_args(annotation) if arg is not type(None))
-    return annotation

@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron_eqlen import cli
+from megatron_eqlen.objectives.registry import OBJECTIVES, resolve, with_defaults
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.recipe_load import dump, load, parse
 from megatron_eqlen.run_folder import RunFolder
@@ -27,11 +29,25 @@ def small(**changes):
     ("changes", "message"),
     [
         ({"objetive": "grpo"}, "unknown key 'objetive' (nearest: 'objective')"),
-        ({"loss": {"clip_ratio": 0.2}}, "unknown key 'loss.clip_ratio' (nearest: 'clip_ratio_"),
+        ({"loss": {"clip_ratio": 0.2}}, "unknown key 'loss.clip_ratio' (nearest: 'loss.clip_ratio_"),
         (
             {"data": {"sources": [{"name": "a", "path": "b", "wieght": 2}]}},
-            "unknown key 'data.sources.0.wieght' (nearest: 'weight')",
+            "unknown key 'data.sources.0.wieght' (nearest: 'data.sources.0.weight')",
         ),
+        (
+            {
+                "evaluation": {
+                    "benchmarks": [{"name": "a", "path": "b"}, {"name": "a", "path": "b", "limits": 2}]
+                }
+            },
+            "unknown key 'evaluation.benchmarks.1.limits' (nearest: 'evaluation.benchmarks.1.limit')",
+        ),
+        ({"lr": 1e-3}, "unknown key 'lr' (nearest: 'optimizer.lr')"),
+        ({"kl_coeff": 0}, "unknown key 'kl_coeff' (nearest: 'loss.kl_coef')"),
+        ({"loss": {"temprature": 1}}, "unknown key 'loss.temprature' (nearest: 'rollout.temperature')"),
+        ({"wieght": 1}, "unknown key 'wieght' (nearest: 'data.sources.0.weight')"),
+        ({"losses": {"kl_coef": 0}}, "unknown key 'losses' (nearest: 'loss')"),
+        ({"zzzzzzz": 1}, "unknown key 'zzzzzzz'"),
         ({"steps": 0}, "steps: Input should be greater than 0, found 0"),
         ({"objective": "gpo"}, "objective: 'gpo' is not one of"),
         ({"group_size": 7}, "group_size: 7 is odd"),
@@ -165,3 +181,33 @@ def test_a_run_folder_is_written_by_one_run_at_a_time(tmp_path, monkeypatch):
     first.open(recipe)
     with pytest.raises(RecipeError, match="another run is writing"):
         RunFolder(recipe).open(recipe)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_defaults_written_out_are_the_same_objective(name):
+    """And the recipe that says them all is one that loads."""
+    before = small(objective=name, sampling="tree" if name == "treerpo" else "independent")
+    after = with_defaults(before)
+    assert resolve(after) == resolve(before)
+    assert parse(yaml.safe_load(dump(after)), "dump") == after
+
+
+def test_plan_prints_the_objectives_defaults_and_not_null(capsys):
+    recipe, changes = str(RECIPES / "qwen3_32b.yaml"), ["objective=dapo", "sampling=independent"]
+    assert cli.main(["plan", recipe, *changes]) == 0
+    printed, _, plan = capsys.readouterr().out.partition("layout      ")
+    loss = yaml.safe_load(printed)["loss"]
+    expected = {
+        "clip_ratio_low": 0.2,
+        "clip_ratio_high": 0.28,
+        "clip_ratio_c": 10.0,
+        "loss_agg_mode": "token-mean",
+        "overlong_buffer": 4096,
+        "overlong_factor": 1.0,
+        "dynamic_sampling": True,
+    }
+    assert {key: loss[key] for key in expected} == expected
+    (line,) = (line for line in plan.splitlines() if line.startswith("objective"))
+    assert "clip_ratio_c 10.0, " in line
+    assert "overlong_buffer 4096, overlong_factor 1.0, dynamic_sampling true" in line
+    assert "null" not in line

@@ -74,3 +74,22 @@ def resolve(recipe: Recipe) -> Objective:
     if objective.ratio == "none" and "clip_ratio_low" in changes:
         changes["ratio"] = "token"
     return dataclasses.replace(objective, **changes)
+
+
+def with_defaults(recipe: Recipe) -> Recipe:
+    """The same recipe with what its objective takes where a ``loss`` key is left out. A key that is still
+    None has no meaning for the objective."""
+    objective = resolve(recipe)
+    loss: dict[str, Any] = {
+        "clip_ratio_low": objective.clip_ratio_low,
+        "clip_ratio_high": objective.clip_ratio_high,
+        "clip_ratio_c": objective.clip_ratio_c,
+        "loss_agg_mode": objective.aggregation,
+        "overlong_buffer": objective.overlong_buffer,
+        "dynamic_sampling": objective.dynamic_sampling,
+    }
+    if objective.overlong_buffer:
+        loss["overlong_factor"] = objective.overlong_factor
+    if isinstance(objective.advantage, Gr3):
+        loss["gr3_alpha"] = objective.advantage.alpha
+    return recipe.model_copy(update={"loss": recipe.loss.model_copy(update=loss)})

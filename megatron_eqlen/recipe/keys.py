@@ -1,0 +1,58 @@
+"""The keys that a recipe may have, and which of them somebody may have meant."""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatron_eqlen.recipe.schema import Recipe, Section
+
+SAME_SECTION = 0.1
+"""How much likelier a key of the same section is than an equally similar one elsewhere."""
+LEAST_SIMILAR = 0.4
+"""Of 1; less alike is not worth naming."""
+
+
+def nearest(unknown: Sequence[str | int]) -> str | None:
+    """The dotted key of the whole schema whose name is most like the last part of ``unknown``.
+
+    ``("lr",)`` -> ``optimizer.lr``; ``("data", "sources", 3, "wieght")`` -> ``data.sources.3.weight``.
+    """
+    section, name = _without_numbers(unknown[:-1]), str(unknown[-1])
+
+    def likeness(key: tuple[str, ...]) -> float:
+        alike = difflib.SequenceMatcher(None, name.lower(), key[-1]).ratio()
+        return alike + SAME_SECTION * (_without_numbers(key[:-1]) == section)
+
+    best = max(all_keys(), key=lambda key: (likeness(key), -len(key)))
+    if likeness(best) < LEAST_SIMILAR:
+        return None
+    if _without_numbers(best[:-1]) == section:
+        best = (*map(str, unknown[:-1]), best[-1])
+    return ".".join(best)
+
+
+def all_keys(section: type[Section] = Recipe, at: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every key of the schema and of its sections; an item of a list has the number 0."""
+    for name, field in section.model_fields.items():
+        yield (*at, name)
+        below, is_list = _section(field.annotation)
+        if below is not None:
+            yield from all_keys(below, (*at, name, *(["0"] if is_list else [])))
+
+
+def _section(annotation: Any) -> tuple[type[Section] | None, bool]:
+    """The section that a key of this type holds, and whether it holds a list of them."""
+    origin = typing.get_origin(annotation)
+    if origin in (list, types.UnionType, typing.Union):
+        found = [_section(argument)[0] for argument in typing.get_args(annotation)]
+        return next((one for one in found if one is not None), None), origin is list
+    is_section = isinstance(annotation, type) and issubclass(annotation, Section)
+    return (annotation if is_section else None), False
+
+
+def _without_numbers(parts: Sequence[str | int]) -> tuple[str, ...]:
+    return tuple(str(part) for part in parts if not str(part).isdigit())
