@@ -24,9 +24,11 @@ def result(right: int, benchmark: str = "aime25", questions: str = "q") -> Evalu
     return EvaluationResult(benchmark, answers, {"question_ids": [one.prompt_id for one in answers]})
 
 
-def make_run(home: Path, seed: int, right: int | None, questions: str = "q", **changes) -> Path:
-    """A run of 2 steps: 30 effective samples of 2,000 tokens in half a GPU hour each."""
-    run = recipe(Path("models/Tiny-1B"), seed=seed, **changes)
+def make_run(
+    home: Path, seed: int, right: int | None, questions: str = "q", hours: float = 0.5, **changes
+) -> Path:
+    """A run of 2 steps: 30 effective samples of 2,000 tokens in ``hours`` GPU hours each."""
+    run = recipe(Path("models/Tiny-1B"), seed=seed, **{"steps": 2} | changes)
     folder = write_run(home / f"{run.method}-seed{seed}", run)
     write_results(folder / "evaluation/before.json", [result(10, questions=questions)])
     if right is not None:
@@ -34,7 +36,7 @@ def make_run(home: Path, seed: int, right: int | None, questions: str = "q", **c
     records = [
         {
             "step": step, "time": 0.0, "objective/effective_samples": 30.0,
-            "harvest/generated_tokens": 2000.0, "time/gpu_hours": 0.5 * step,
+            "harvest/generated_tokens": 2000.0, "time/gpu_hours": hours * step,
         }
         for step in (1, 2)
     ]  # fmt: skip
@@ -106,3 +108,60 @@ def test_what_cannot_be_compared_is_named(tmp_path, capsys):
     make_run(tmp_path / "a", 1, 16, questions="other")
     assert cli.main(["compare", str(tmp_path / "a")]) == 2
     assert "aime25: the results are of different questions" in capsys.readouterr().err
+
+
+def tables_of(tmp_path: Path) -> dict:
+    out = tmp_path / "tables.json"
+    assert cli.main(["compare", str(tmp_path), "--json", str(out)]) == 0
+    return json.loads(out.read_text())
+
+
+def test_runs_of_two_recipes_are_two_methods_named_by_what_differs(tmp_path):
+    """Whatever their folders and names are; seeds of one recipe stay one method."""
+    for seed, right in ((0, 11), (1, 13)):
+        make_run(tmp_path / "small", seed, right, group_size=4)
+        make_run(tmp_path / "large", seed, right + 4, group_size=8, name="other", optimizer={"lr": 1e-3})
+    make_run(tmp_path, 0, 10, sampling="independent")
+    tables = tables_of(tmp_path)
+    assert [(row["method"], row["seeds"]) for row in tables["accuracy"]] == [
+        ("base", None),
+        ("grpo", 1),
+        ("eqlen-grpo (group_size=8, optimizer.lr=0.001)", 2),
+        ("eqlen-grpo (group_size=4, optimizer.lr=1e-06)", 2),
+    ]
+    assert [row["tracks"] for row in tables["efficiency"]] == [4, 8, 4]
+
+
+def test_a_default_written_out_is_no_difference(tmp_path):
+    make_run(tmp_path / "a", 0, 11)
+    make_run(
+        tmp_path / "b", 1, 11, loss={"clip_ratio_low": 0.2}, cluster={"nodes": 2}, evaluation={"every": 1}
+    )
+    assert [row["method"] for row in tables_of(tmp_path)["accuracy"]] == ["base", "eqlen-grpo"]
+
+
+def test_equal_budgets_need_no_word(tmp_path):
+    make_run(tmp_path, 0, 11)
+    make_run(tmp_path, 0, 11, sampling="independent", hours=0.52)
+    assert tables_of(tmp_path)["notes"] == []
+
+
+def test_unequal_budgets_and_runs_cut_short_are_said(tmp_path, capsys):
+    make_run(tmp_path, 0, 11, steps=2, gpu_hours=4.0)
+    make_run(tmp_path, 0, 11, sampling="independent", steps=40, hours=0.7)
+    assert tables_of(tmp_path)["notes"] == [
+        "grpo seed 0 is not at its end: 2 of 40 steps",
+        "eqlen-grpo seed 0 was cut short of its GPU hours: 2 of 2 steps, 1 of 4 GPU hours (ended by steps)",
+        "Unequal budgets (means over runs): grpo 1.4 GPU hours in 2 steps; eqlen-grpo 1 GPU hours in 2 steps",
+    ]
+    assert "was cut short of its GPU hours" in capsys.readouterr().out
+
+
+def test_seeds_of_unequal_limits_are_not_pooled(tmp_path):
+    make_run(tmp_path, 0, 11, steps=2)
+    make_run(tmp_path, 1, 11, steps=3)
+    assert [row["method"] for row in tables_of(tmp_path)["accuracy"]] == [
+        "base",
+        "eqlen-grpo (steps=2)",
+        "eqlen-grpo (steps=3)",
+    ]

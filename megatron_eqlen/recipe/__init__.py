@@ -4,7 +4,7 @@
 known here.
 """
 
-from megatron_eqlen.recipe.naming import MAY_CHANGE, differences, is_under
+from megatron_eqlen.recipe.naming import MAY_CHANGE, differences, is_under, leaves
 from megatron_eqlen.recipe.schema import (
     AggregationName,
     BenchmarkRecipe,
@@ -36,4 +36,5 @@ __all__ = [
     "SourceRecipe",
     "differences",
     "is_under",
+    "leaves",
 ]

@@ -3,69 +3,27 @@
 run folders ──► groups (model, method) of seeds ──► accuracy, difference to a baseline, efficiency
 
 Markdown on the terminal, everything as JSON where asked. Accuracies are over seeds: a run's samples are
-averaged first. With a single seed its samples are the replicates, and the table says so.
+averaged first. With a single seed its samples are the replicates, and the table says so. Budgets that are not
+equal are said below the tables.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from itertools import pairwise
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_eqlen.evaluation.result import (
-    EvaluationResult,
-    compare_seeds,
-    over_seeds,
-    read_results,
-)
+from megatron_eqlen.evaluation.result import compare_seeds, over_seeds
 from megatron_eqlen.evaluation.statistics import Interval
-from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.recipe_load import load
 from megatron_eqlen.report.format import compact
-from megatron_eqlen.report.metrics import read_metrics
+from megatron_eqlen.report.run_groups import AFTER, BASE, Group, RunResult, group, read_run, run_folders
 
-BASE = "base"
-"""The model before training: every run's first evaluation."""
-AFTER = Path("evaluation/after.json")
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """What a run folder says of a finished run."""
-
-    folder: Path
-    recipe: Recipe
-    before: dict[str, EvaluationResult]
-    after: dict[str, EvaluationResult]
-    """By benchmark."""
-    effective_samples: float
-    generated_tokens: float
-    gpu_hours: float
-
-    @property
-    def model(self) -> str:
-        return Path(self.recipe.model.path).name
-
-
-@dataclass(frozen=True)
-class Group:
-    """The runs of one method on one model; they differ in their seed."""
-
-    model: str
-    method: str
-    runs: list[RunResult]
-
-    def results(self, benchmark: str) -> list[EvaluationResult]:
-        every = [run.before if self.method == BASE else run.after for run in self.runs]
-        found = [results[benchmark] for results in every if benchmark in results]
-        if self.method == BASE:  # runs of one seed have drawn the same samples of it
-            return list({result.scores.tobytes(): result for result in found}.values())
-        return found
+UNEQUAL = 1.1
+"""Ratio of GPU hours from which budgets count as unequal; a run ends with a whole step."""
 
 
 def compare_runs(
@@ -85,54 +43,46 @@ def compare_runs(
     if not ended:
         raise ValueError(f"{', '.join(map(str, folders))}: expected a run that has ended, found none")
     groups = group([read_run(folder) for folder in ended])
+    notes = budget_notes(groups)
     tables = {
         "accuracy": accuracy_table(groups, interval),
         "difference": difference_table(groups, baseline or _default_baseline(groups)),
         "efficiency": efficiency_table(groups),
     }
     say("\n\n".join(markdown(rows) for rows in tables.values() if rows))
+    for note in notes:
+        say(f"\n{note}")
     if out is not None:
-        out.write_text(json.dumps(tables, indent=1, default=_plain) + "\n", encoding="utf-8")
+        text = json.dumps(tables | {"notes": notes}, indent=1, default=_plain)
+        out.write_text(text + "\n", encoding="utf-8")
 
 
-def run_folders(folders: Sequence[Path]) -> list[Path]:
-    """The run folders among and below ``folders``."""
-    found = [recipe.parent for folder in folders for recipe in sorted(folder.rglob("recipe.yaml"))]
-    return list(dict.fromkeys(found))
+def budget_notes(groups: Sequence[Group]) -> list[str]:
+    """What a reader must know before comparing: runs that ended short of a limit, and unequal budgets."""
+    methods = [one for one in groups if one.method != BASE]
+    notes = [note for one in methods for run in one.runs if (note := _short(_label(one, groups), run))]
+    for model in dict.fromkeys(one.model for one in methods):
+        mine = [one for one in methods if one.model == model]
+        hours = [_mean(one, lambda run: run.gpu_hours) for one in mine]
+        limits = {run.recipe.budget for one in mine for run in one.runs}
+        if len(limits) > 1 or max(hours) > UNEQUAL * min(hours):
+            spent = [
+                f"{_label(one, groups)} {spent:.3g} GPU hours in {_mean(one, lambda run: run.steps):g} steps"
+                for one, spent in zip(mine, hours, strict=True)
+            ]
+            notes.append(f"Unequal budgets (means over runs): {'; '.join(spent)}")
+    return notes
 
 
-def read_run(folder: Path) -> RunResult:
-    """The results of a run that has ended."""
-    before = folder / "evaluation" / "before.json"
-    records = read_metrics(folder)
-
-    def total(name: str) -> float:
-        return sum(record.get(name) or 0.0 for record in records)
-
-    return RunResult(
-        folder,
-        load(folder / "recipe.yaml"),
-        _by_benchmark(before) if before.is_file() else {},
-        _by_benchmark(folder / AFTER),
-        total("objective/effective_samples"),
-        total("harvest/generated_tokens"),
-        (records[-1].get("time/gpu_hours") or 0.0) if records else 0.0,
-    )
-
-
-def group(runs: Sequence[RunResult]) -> list[Group]:
-    """By model and method; each model's base first, then independent sampling, then equal lengths."""
-    groups = []
-    for model in dict.fromkeys(run.model for run in runs):
-        mine = [run for run in runs if run.model == model]
-        mine.sort(key=lambda run: (run.recipe.sampling == "equal_length", run.recipe.method))
-        if any(run.before for run in mine):
-            groups.append(Group(model, BASE, mine))
-        for method in dict.fromkeys(run.recipe.method for run in mine):
-            same = sorted((run for run in mine if run.recipe.method == method), key=_seed)
-            _check_seeds(same)
-            groups.append(Group(model, method, same))
-    return groups
+def _short(label: str, run: RunResult) -> str | None:
+    """How a run missed one of its limits; None where it reached what it was given."""
+    budget, outcome = run.recipe.budget, run.recipe.budget.outcome(run.steps, run.gpu_hours)
+    by = budget.ended_by(run.steps, run.gpu_hours)
+    if by is None:
+        return f"{label} seed {run.recipe.seed} is not at its end: {outcome}"
+    if by == "steps" and budget.gpu_hours is not None:
+        return f"{label} seed {run.recipe.seed} was cut short of its GPU hours: {outcome}"
+    return None
 
 
 def accuracy_table(groups: Sequence[Group], interval: str = "headline") -> list[dict[str, Any]]:
@@ -206,29 +156,12 @@ def _label(one: Group, groups: Sequence[Group]) -> str:
     return f"{one.model} {one.method}" if several else one.method
 
 
-def _by_benchmark(path: Path) -> dict[str, EvaluationResult]:
-    return {result.benchmark: result for result in read_results(path)}
-
-
 def _benchmarks(groups: Sequence[Group]) -> list[str]:
     return list(dict.fromkeys(name for one in groups for run in one.runs for name in run.after))
 
 
 def _default_baseline(groups: Sequence[Group]) -> str:
     return next((one.method for one in groups if one.method != BASE), BASE)
-
-
-def _seed(run: RunResult) -> int:
-    return run.recipe.seed
-
-
-def _check_seeds(runs: list[RunResult]) -> None:
-    for one, other in pairwise(runs):
-        if _seed(one) == _seed(other):
-            raise ValueError(
-                f"{one.folder} and {other.folder}: expected runs of {one.recipe.method} to differ in their "
-                f"seed, found {_seed(one)} twice"
-            )
 
 
 def _mean(one: Group, of: Callable[[RunResult], float]) -> float:

@@ -1,0 +1,148 @@
+"""Run folders -> groups of runs that have one recipe and differ in their seed.
+
+Where recipes of a method differ, each is a method of its own, named by what differs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from megatron_eqlen.evaluation.result import EvaluationResult, read_results
+from megatron_eqlen.objectives.registry import with_defaults
+from megatron_eqlen.recipe import Recipe, is_under, leaves
+from megatron_eqlen.recipe_load import load
+from megatron_eqlen.report.metrics import read_metrics
+
+BASE = "base"
+"""The model before training: every run's first evaluation."""
+AFTER = Path("evaluation/after.json")
+NOT_THE_METHOD = (
+    "seed", "name", "run_dir", "variant", "model.path", "cluster", "checkpoint", "evaluation", "report",
+    "rollout.servers",
+)  # fmt: skip
+"""Keys in which runs of a method may differ: where they ran and what was written down. Models are columns."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run folder says of a finished run."""
+
+    folder: Path
+    recipe: Recipe
+    before: dict[str, EvaluationResult]
+    after: dict[str, EvaluationResult]
+    """By benchmark."""
+    effective_samples: float
+    generated_tokens: float
+    gpu_hours: float
+    steps: int
+
+    @property
+    def model(self) -> str:
+        return Path(self.recipe.model.path).name
+
+
+@dataclass(frozen=True)
+class Group:
+    """The runs of one method on one model; they differ in their seed."""
+
+    model: str
+    method: str
+    runs: list[RunResult]
+
+    def results(self, benchmark: str) -> list[EvaluationResult]:
+        every = [run.before if self.method == BASE else run.after for run in self.runs]
+        found = [results[benchmark] for results in every if benchmark in results]
+        if self.method == BASE:  # runs of one seed have drawn the same samples of it
+            return list({result.scores.tobytes(): result for result in found}.values())
+        return found
+
+
+def run_folders(folders: Sequence[Path]) -> list[Path]:
+    """The run folders among and below ``folders``."""
+    found = [recipe.parent for folder in folders for recipe in sorted(folder.rglob("recipe.yaml"))]
+    return list(dict.fromkeys(found))
+
+
+def read_run(folder: Path) -> RunResult:
+    """The results of a run that has ended."""
+    before = folder / "evaluation" / "before.json"
+    records = read_metrics(folder)
+
+    def total(name: str) -> float:
+        return sum(record.get(name) or 0.0 for record in records)
+
+    return RunResult(
+        folder,
+        load(folder / "recipe.yaml"),
+        _by_benchmark(before) if before.is_file() else {},
+        _by_benchmark(folder / AFTER),
+        total("objective/effective_samples"),
+        total("harvest/generated_tokens"),
+        (records[-1].get("time/gpu_hours") or 0.0) if records else 0.0,
+        records[-1]["step"] if records else 0,
+    )
+
+
+def group(runs: Sequence[RunResult]) -> list[Group]:
+    """By model and method; each model's base first, then independent sampling, then equal lengths."""
+    groups = []
+    for model in dict.fromkeys(run.model for run in runs):
+        mine = [run for run in runs if run.model == model]
+        mine.sort(key=lambda run: (run.recipe.sampling == "equal_length", run.recipe.method))
+        if any(run.before for run in mine):
+            groups.append(Group(model, BASE, mine))
+        for method in dict.fromkeys(run.recipe.method for run in mine):
+            same = sorted((run for run in mine if run.recipe.method == method), key=_seed)
+            groups += [Group(model, name, runs) for name, runs in _by_recipe(method, same).items()]
+    for one in groups:
+        if one.method != BASE:
+            _check_seeds(one.runs)
+    return groups
+
+
+def _by_recipe(method: str, runs: Sequence[RunResult]) -> dict[str, list[RunResult]]:
+    """Runs of one recipe by its name: the method's, and the keys in which recipes of this method differ."""
+    values = [_method_keys(run.recipe) for run in runs]
+    keys = [key for key in dict.fromkeys(key for one in values for key in one) if _differ(key, values)]
+    named: dict[str, list[RunResult]] = {}
+    for run, one in zip(runs, values, strict=True):
+        apart = ", ".join(f"{key}={_plain_text(one.get(key))}" for key in keys)
+        named.setdefault(f"{method} ({apart})" if apart else method, []).append(run)
+    return named
+
+
+def _method_keys(recipe: Recipe) -> dict[str, Any]:
+    """The resolved recipe by dotted key, without what does not make the method."""
+    found = leaves(with_defaults(recipe).model_dump(mode="json"))
+    return {key: value for key, value in found.items() if not is_under(key, NOT_THE_METHOD)}
+
+
+def _differ(key: str, values: Sequence[dict[str, Any]]) -> bool:
+    return any(one.get(key) != values[0].get(key) for one in values)
+
+
+def _plain_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _by_benchmark(path: Path) -> dict[str, EvaluationResult]:
+    return {result.benchmark: result for result in read_results(path)}
+
+
+def _seed(run: RunResult) -> int:
+    return run.recipe.seed
+
+
+def _check_seeds(runs: list[RunResult]) -> None:
+    for one, other in pairwise(runs):
+        if _seed(one) == _seed(other):
+            raise ValueError(
+                f"{one.folder} and {other.folder}: expected runs of {one.recipe.method} to differ in their "
+                f"seed, found {_seed(one)} twice"
+            )
