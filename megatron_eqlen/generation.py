@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron_eqlen.data.prompts import PromptSource, read_benchmark
 from megatron_eqlen.evaluation.evaluate import evaluate
 from megatron_eqlen.evaluation.result import EvaluationResult
+from megatron_eqlen.files import step_name
 from megatron_eqlen.hf.folder import HFFolder
 from megatron_eqlen.objectives import dynamic_sampling
 from megatron_eqlen.recipe import BenchmarkRecipe, Recipe
@@ -27,11 +28,12 @@ from megatron_eqlen.rewards.scoring import reward_metrics
 from megatron_eqlen.rollout.engine import Engine, IdleEngine
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.recorder import Recorder, read_step, record_grades
+from megatron_eqlen.rollout.replayed import check_step, check_steps
 from megatron_eqlen.session import Session
 from megatron_eqlen.step import Batch, Step
 from megatron_eqlen.training import distributed
 from megatron_eqlen.training.policy import Policy
-from megatron_eqlen.types import Metrics, Prompt, training_order
+from megatron_eqlen.types import Metrics, Prompt, Rollout, training_order
 
 
 class SyncError(RuntimeError):
@@ -56,6 +58,10 @@ class Rollouts(Protocol):
 
     def score(self, step: Step, harvested: Batch) -> Batch:
         """All replicas' rollouts, graded; with dynamic sampling those that ``step`` has use for."""
+        ...
+
+    def check(self, first: int) -> None:
+        """Raise ValueError where steps from ``first`` (counted from 0) on cannot be had."""
         ...
 
     def sleep(self) -> None:
@@ -162,6 +168,9 @@ class Generator:
             gather=session.replicas.gather,
         )
 
+    def check(self, first: int) -> None:
+        """An engine generates any step."""
+
     # ---- weights ------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
@@ -198,19 +207,26 @@ class Replay:
         self.session, self.recipe, self.streams = session, session.recipe, streams
 
     def prompts(self, step: Step) -> list[Prompt]:
-        """All prompts of the recorded step. Raises ValueError if that step was not recorded."""
+        """All prompts of the recorded step. Raises ReplayError if its record is not the recipe's."""
         if step.batches:
             return []
-        folder = self.streams / step.name
-        prompts = {one.prompt_id: one.prompt for one in read_step(folder)}
-        if not prompts:
-            raise ValueError(f"--replay: expected recorded rollouts in {folder}, found none")
-        return list(prompts.values())
+        return list({one.prompt_id: one.prompt for one in self._read(step.number)}.values())
 
     def harvest(self, step: Step, prompts: list[Prompt]) -> Batch:
         with self.session.stage("harvest") as seconds:
             rollouts = read_step(self.streams / step.name)
         return Batch(rollouts, seconds, data_position=None)
+
+    def check(self, first: int) -> None:
+        """Every step from ``first`` on is there, and the first is the recipe's. Raises ReplayError."""
+        check_steps(self.streams, first, self.recipe.steps)
+        self._read(first)
+
+    def _read(self, number: int) -> list[Rollout]:
+        folder = self.streams / step_name(number)
+        rollouts = read_step(folder)
+        check_step(folder, rollouts, self.recipe, self.session.tokenizer.eos_token_ids)
+        return rollouts
 
     def score(self, step: Step, harvested: Batch) -> Batch:
         """Grades are recorded; only what has none yet is graded."""

@@ -53,6 +53,8 @@ class Run:
             self.steps, self.gpu_hours = position["step"], position.get("gpu_hours", 0.0)
             self.saved = self.steps
             rollouts.go_to(position["data"])
+        if not self.complete:
+            rollouts.check(first=self.steps)
         if distributed.is_rank0():
             if not self.complete:
                 self.folder.reopen()
