@@ -16,7 +16,7 @@ import pytest
 from megatron_eqlen.data import jsonl, livecodebench, opencodereasoning
 from megatron_eqlen.data.code_sources import SOURCE_SETS, question_and_tests
 from megatron_eqlen.data.prepared import PreparedWriter, manifest_path
-from megatron_eqlen.data.rows import BadRow, Row, Tally
+from megatron_eqlen.data.rows import BadRow, Problem, Tally
 from megatron_eqlen.data.sources import open_source
 from megatron_eqlen.recipe import SourceRecipe
 from megatron_eqlen.rewards.code_tests import CodeTests
@@ -202,7 +202,7 @@ def test_bad_tests_in_files_prepared_by_an_earlier_version_are_left_out(tmp_path
     path = tmp_path / "code.parquet"
     writer = PreparedWriter(path)
     for number, tests in enumerate([*BAD_TESTS, GOOD_TESTS]):
-        writer.write(Row(f"r#{number}", "q", json.dumps(tests), "code", gold_checked=True))
+        writer.write(Problem(f"r#{number}", "q", json.dumps(tests), "code", gold_checked=True))
     manifest = {"sha256": writer.finish()}
     manifest_path(path).write_text(json.dumps(manifest))
     source, tally = SourceRecipe(name="s", reader="prepared", path=str(path)), Tally()

@@ -30,13 +30,13 @@ HALF = Objective("half", above_half, "token-mean", "token", 0.1, 0.3)
 
 READER = """
 import json
-from megatron_eqlen.data.rows import Row
+from megatron_eqlen.data.rows import Problem
 
 
 def read(path, tally):
     for number, line in enumerate(path.read_text().splitlines()):
         question, answer = line.split(" = ")
-        yield Row(f"{path.name}#{number}", question, answer)
+        yield Problem(f"{path.name}#{number}", question, answer)
 """
 
 GRADER = """

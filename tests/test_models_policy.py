@@ -199,7 +199,7 @@ def switch_loss(hidden: Tensor, router: Tensor, topk: int) -> Tensor:
 def tree_logits(folder: str) -> tuple[Tensor, Row]:
     """Logits of one row that holds a tree, [32, vocab], and the row."""
     from megatron_eqlen.models.tree_params import TreeParams
-    from megatron_eqlen.packing.pack import plan
+    from megatron_eqlen.packing.pack import plan_rows
 
     chunks = build(folder, {})
     tree = TokenTree(
@@ -212,7 +212,7 @@ def tree_logits(folder: str) -> tuple[Tensor, Row]:
             Node(1, [13], 1.0, 0.1, [-1.0]),
         ],
     )
-    (row,) = plan([tree], 32, 1, 1, "tree").rows(0)
+    (row,) = plan_rows([tree], 32, 1, 1, "tree").rows(0)
     ids, positions = (torch.from_numpy(x)[None] for x in (row.input_ids, row.position_ids))
     with torch.no_grad():
         return chunks[0](ids, positions, packed_seq_params=TreeParams.from_row(row))[0], row

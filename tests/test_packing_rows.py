@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_eqlen.packing.pack import node_costs, pack, plan
+from megatron_eqlen.packing.pack import node_costs, pack, plan_rows
 from megatron_eqlen.packing.tree import Forest
 from megatron_eqlen.types import Node, Row, TokenTree
 
@@ -165,7 +165,7 @@ def test_pruning_drops_skipped_leaves_dead_trunk_tails_and_dead_streams():
     trees = [caterpillar([3, 4, 5], dead=frozenset({0, 2})), caterpillar([6], dead=frozenset({0}))]
     ((row,),) = pack(trees, 100)
     assert row.num_tokens == 4 + 3 + 2 * 4  # prompt, B_1 as context, A_2 and B_2
-    assert plan(trees, 100).metrics["packing/pruned_tokens"] == 3 + 2 * 5 + 4 + 2 * 6
+    assert plan_rows(trees, 100).metrics["packing/pruned_tokens"] == 3 + 2 * 5 + 4 + 2 * 6
 
 
 def test_trunk_is_one_contiguous_causal_piece():
@@ -177,7 +177,7 @@ def test_trunk_is_one_contiguous_causal_piece():
 
 def test_a_tree_larger_than_a_row_repeats_only_context():
     tree = caterpillar([10] * 4)
-    planned = plan([tree], 44)
+    planned = plan_rows([tree], 44)
     rows = planned.rows(0)
     assert len(rows) > 1
     assert what_rows_train(rows) == what_is_trained([tree])
@@ -196,7 +196,7 @@ def test_cost_counts_the_pairs_that_attention_sees():
 def test_ranks_get_equal_cost_and_rows():
     rng = np.random.default_rng(0)
     trees = [caterpillar(rng.integers(5, 60, rng.integers(1, 9)).tolist()) for _ in range(200)]
-    metrics = plan(trees, 2000, data_parallel=8, pair_cost=1e-3).metrics
+    metrics = plan_rows(trees, 2000, data_parallel=8, pair_cost=1e-3).metrics
     assert metrics["packing/max_over_mean_cost"] < 1.005
     assert metrics["packing/fill"] == 1.0
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_eqlen.objectives.registry import lookup
-from megatron_eqlen.packing.pack import plan
+from megatron_eqlen.packing.pack import plan_rows
 from megatron_eqlen.recipe import LossRecipe, ParallelRecipe
 from megatron_eqlen.training.distributed import start, stop
 from megatron_eqlen.training.forward import run_rows
@@ -32,7 +32,7 @@ def train(folder, layers, budget, with_masks):
     model = build(folder, parallel)
     ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
     trees = masked(forest(3)) if with_masks else forest(3)
-    rows = plan(trees, budget, ranks).rows(rank)
+    rows = plan_rows(trees, budget, ranks).rows(rank)
 
     def loss(logprobs, entropy, row, at):
         names = ("weights", "advantages", "segment_ids", "rollout_logprobs")

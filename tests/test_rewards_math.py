@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_eqlen.bench.grade import read_answer_table
 from megatron_eqlen.rewards.math import MathGrader
 from megatron_eqlen.rewards.math_answer import extract_answer, normalize
+from tools.benchmarks.grade import read_answer_table
 
 
 @pytest.fixture(scope="module")

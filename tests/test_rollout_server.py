@@ -14,7 +14,6 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file
 
-from megatron_eqlen.bench.servers import free_ports, running, stop
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.rollout.engine import Engine, EngineError
@@ -25,6 +24,7 @@ from megatron_eqlen.rollout.vllm.weight_stream import HELLO, connect, encode, re
 from megatron_eqlen.types import Prompt, Rollout
 from tests.processes import are_gone, command_line, descendants, within
 from tests.rollout_kit import folder
+from tools.benchmarks.servers import free_ports, running, stop
 
 EOS = range(1, 7)
 NORM = "model.norm.weight"

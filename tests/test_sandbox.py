@@ -24,7 +24,7 @@ import pytest
 from megatron_eqlen.rewards import code, landlock, seccomp
 from megatron_eqlen.rewards.code import WORKER_MODULE, CodeGrader, offered_isolation
 from megatron_eqlen.rewards.program import Isolation, Limits
-from megatron_eqlen.rewards.sandbox import Run, Sandbox
+from megatron_eqlen.rewards.sandbox import Execution, Sandbox
 from megatron_eqlen.rewards.sandbox_folder import EmptyFolder
 from megatron_eqlen.rewards.sandbox_probe import shortcoming
 from megatron_eqlen.rewards.seccomp import MACHINES, build_filter
@@ -48,11 +48,11 @@ def sandbox():
 
 def run(
     sandbox: WorkerPool, program: str, stdin: str = "", limits: Limits = LIMITS, function: str | None = None
-) -> Run:
+) -> Execution:
     item = {"program": program, "stdin": stdin, "limits": vars(limits), "function": function}
     (answer,) = sandbox.map([item], 120.0, wall_factor=1.0)
     assert "status" in answer, answer
-    return Run(**answer)
+    return Execution(**answer)
 
 
 def test_isolation_is_strict_here():

@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from megatron_eqlen.bench.servers import free_ports, start, stop, wait_until_up
 from megatron_eqlen.rollout.recorder import Recorder, read_dump
+from tools.benchmarks.servers import free_ports, start, stop, wait_until_up
 
 ROOT = Path(__file__).parent.parent
 STEPS = 3

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from megatron_eqlen.bench import packing, trees
+from tools.benchmarks import packing, trees
 
 
 def run(benchmark, tmp_path, *options: str) -> list[dict]:

@@ -24,7 +24,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_eqlen.models.build import build_model
 from megatron_eqlen.models.weights import export_hf, load_hf
-from megatron_eqlen.packing.pack import plan
+from megatron_eqlen.packing.pack import plan_rows
 from megatron_eqlen.recipe import ParallelRecipe
 from megatron_eqlen.training.distributed import start, stop
 from megatron_eqlen.training.forward import run_rows
@@ -71,7 +71,7 @@ def train_trees(
     model = build(folder, parallel, **overrides or {})
     multiple = parallel.tensor if model[0].config.sequence_parallel else 1
     ranks = parallel_state.get_data_parallel_world_size()
-    rows = plan(trees, budget, ranks, multiple, layout, full_rows=full_rows).rows(
+    rows = plan_rows(trees, budget, ranks, multiple, layout, full_rows=full_rows).rows(
         parallel_state.get_data_parallel_rank()
     )
     logs = run_rows(model, rows, 1.0, weighted_sum, train=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from pathlib import Path
 
 from megatron_eqlen.quiet import quiet
 
@@ -28,7 +29,8 @@ def main() -> None:
     chooser.add_argument("name", choices=BENCHMARKS)
     name = chooser.parse_args(sys.argv[1:2]).name
     quiet()
-    benchmark = importlib.import_module(f"megatron_eqlen.bench.{name}")
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    benchmark = importlib.import_module(f"tools.benchmarks.{name}")
     parser = argparse.ArgumentParser(prog=f"bench.py {name}", description=BENCHMARKS[name])
     benchmark.add_arguments(parser)
     benchmark.run(parser.parse_args(sys.argv[2:]))

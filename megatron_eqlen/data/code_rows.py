@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from megatron_eqlen.data.rows import BadRow, Row
+from megatron_eqlen.data.rows import BadRow, Problem
 from megatron_eqlen.rewards.code_tests import CodeTests
 
 
@@ -26,6 +26,6 @@ def code_row(
     tests: CodeTests,
     difficulty: float | None = None,
     instruction: str | None = "",
-) -> Row:
+) -> Problem:
     """A row graded by ``code``. Its question says what is wanted: no instruction is added."""
-    return Row(row_id, question, tests.to_json(), "code", difficulty, instruction, gold_checked=True)
+    return Problem(row_id, question, tests.to_json(), "code", difficulty, instruction, gold_checked=True)

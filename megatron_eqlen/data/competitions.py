@@ -12,22 +12,22 @@ from pathlib import Path
 from typing import Any
 
 from megatron_eqlen.data.files import find_files, read_records
-from megatron_eqlen.data.rows import BadRow, Row, Tally, answer_field, numbered, text_field
+from megatron_eqlen.data.rows import BadRow, Problem, Tally, answer_field, numbered, text_field
 
 
-def read_aime25(path: Path, tally: Tally) -> Iterator[Row]:
+def read_aime25(path: Path, tally: Tally) -> Iterator[Problem]:
     """AIME 2025's problems; the gold is an integer."""
     for row_id, question, answer in _read(path, tally):
         if answer.isascii() and answer.isdigit() and int(answer) <= 999:
-            yield Row(row_id, question, str(int(answer)))
+            yield Problem(row_id, question, str(int(answer)))
         else:
             tally.drop(f"{path}: {row_id}", "not_an_aime_answer", f"expected 0..999, found {answer!r}")
 
 
-def read_hmmt25(path: Path, tally: Tally) -> Iterator[Row]:
+def read_hmmt25(path: Path, tally: Tally) -> Iterator[Problem]:
     """HMMT February 2025's problems; the gold is LaTeX."""
     for row_id, question, answer in _read(path, tally):
-        yield Row(row_id, question, answer)
+        yield Problem(row_id, question, answer)
 
 
 def _read(path: Path, tally: Tally) -> Iterator[tuple[str, str, str]]:

@@ -9,17 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_eqlen.data.files import find_files, read_records
-from megatron_eqlen.data.rows import BadRow, Row, Tally, answer_field, number_field, numbered, text_field
+from megatron_eqlen.data.rows import BadRow, Problem, Tally, answer_field, number_field, numbered, text_field
 
 COLUMNS = ("question", "final_answer", "difficulty")
 
 
-def read(path: Path, tally: Tally) -> Iterator[Row]:
+def read(path: Path, tally: Tally) -> Iterator[Problem]:
     """The rows of a DeepMath-103K file, or of a folder of them."""
     for file in find_files(path, "train-*.parquet", "*.parquet"):
         for row_id, record in numbered(path, file, read_records(file, COLUMNS)):
             try:
-                yield Row(
+                yield Problem(
                     row_id,
                     text_field(record, "question"),
                     answer_field(record, "final_answer"),

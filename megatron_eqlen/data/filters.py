@@ -8,7 +8,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from megatron_eqlen.data.files import parse_json
-from megatron_eqlen.data.rows import Row, Tally
+from megatron_eqlen.data.rows import Problem, Tally
 
 OVERLAP_WORDS = 13
 """A question that shares this many words in a row with an excluded one is left out (GPT-3's
@@ -42,12 +42,12 @@ def read_exclusion(path: Path) -> Exclusion:
 
 
 def filter_rows(
-    rows: Iterable[Row],
+    rows: Iterable[Problem],
     tally: Tally,
     min_difficulty: float | None = None,
     max_difficulty: float | None = None,
     exclusion: Exclusion | None = None,
-) -> Iterator[Row]:
+) -> Iterator[Problem]:
     """The rows that pass; each other one is counted in ``tally``. Of equal questions the first is kept."""
     bounded = min_difficulty is not None or max_difficulty is not None
     lowest = float("-inf") if min_difficulty is None else min_difficulty

@@ -15,7 +15,7 @@ from megatron_eqlen.data.code_rows import code_row, reading_tests
 from megatron_eqlen.data.files import find_files, read_records
 from megatron_eqlen.data.rows import (
     BadRow,
-    Row,
+    Problem,
     Tally,
     answer_field,
     field_of,
@@ -28,7 +28,7 @@ from megatron_eqlen.rewards.code_tests import CodeTests
 GRADERS = ("math", "code", "rubric")
 
 
-def read(path: Path, tally: Tally) -> Iterator[Row]:
+def read(path: Path, tally: Tally) -> Iterator[Problem]:
     """The rows of a ``.jsonl`` file, or of a folder of them."""
     for file in find_files(path, "*.jsonl"):
         for row_id, record in numbered(path, file, read_records(file, ())):
@@ -38,7 +38,7 @@ def read(path: Path, tally: Tally) -> Iterator[Row]:
                 tally.drop(f"{path}: {row_id}", bad.reason, bad.detail)
 
 
-def _row(row_id: str, record: Any) -> Row:
+def _row(row_id: str, record: Any) -> Problem:
     question = text_field(record, "question")
     grader = record.get("grader", "math")
     if grader not in GRADERS:
@@ -49,4 +49,4 @@ def _row(row_id: str, record: Any) -> Row:
         with reading_tests():
             tests = CodeTests.from_fields(field_of(record, "tests"))
         return code_row(row_id, question, tests, difficulty, instruction)
-    return Row(row_id, question, answer_field(record, "answer"), grader, difficulty, instruction)
+    return Problem(row_id, question, answer_field(record, "answer"), grader, difficulty, instruction)

@@ -20,7 +20,7 @@ from typing import Any
 from megatron_eqlen.data.code_prompts import code_question
 from megatron_eqlen.data.code_rows import code_row, reading_tests
 from megatron_eqlen.data.files import find_files, parse_json, read_records
-from megatron_eqlen.data.rows import BadRow, Row, Tally, field_of, numbered, text_field
+from megatron_eqlen.data.rows import BadRow, Problem, Tally, field_of, numbered, text_field
 from megatron_eqlen.rewards.code_tests import CodeTests
 from megatron_eqlen.rewards.livecodebench import MEMORY_MB
 
@@ -30,7 +30,7 @@ LARGEST_UNPACKED = 1 << 29
 """Bytes of one problem's private tests."""
 
 
-def read(path: Path, tally: Tally, since: str | None = None, until: str | None = None) -> Iterator[Row]:
+def read(path: Path, tally: Tally, since: str | None = None, until: str | None = None) -> Iterator[Problem]:
     """The problems whose contest date lies in ``since..until`` (YYYY-MM-DD, both inclusive).
 
     Raises ValueError without both: "v6" names the cumulative release (1055 problems) and its last file
@@ -99,7 +99,7 @@ def _checked_json(text: str) -> Any:
         raise BadRow("bad_private_tests", f"{error}"[:400]) from None
 
 
-def _row(question_id: str, record: dict[str, Any]) -> Row:
+def _row(question_id: str, record: dict[str, Any]) -> Problem:
     found = _list(json.loads(text_field(record, "public_test_cases")), "public_test_cases")
     found += _list(unpack_private_tests(text_field(record, "private_test_cases")), "private_test_cases")
     kinds = {test.get("testtype") if isinstance(test, dict) else None for test in found}

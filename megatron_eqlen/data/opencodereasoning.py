@@ -18,7 +18,7 @@ from typing import Any
 from megatron_eqlen.data.code_rows import code_row
 from megatron_eqlen.data.code_sources import SOURCE_SETS, SourceSet, question_and_tests
 from megatron_eqlen.data.files import find_files, read_records
-from megatron_eqlen.data.rows import BadRow, Row, Tally, field_of, numbered, text_field
+from megatron_eqlen.data.rows import BadRow, Problem, Tally, field_of, numbered, text_field
 
 COLUMNS = ("id", "input", "dataset", "split", "difficulty")
 NO_TEXT = "-"
@@ -28,7 +28,7 @@ Wanted = dict[int | bytes, tuple[str, float | None]]
 """A record's number, or its text's digest, to (question id, difficulty)."""
 
 
-def read(path: Path, tally: Tally, split: str | None = None, tests: str | None = None) -> Iterator[Row]:
+def read(path: Path, tally: Tally, split: str | None = None, tests: str | None = None) -> Iterator[Problem]:
     """The distinct questions that have tests, in the source sets' order."""
     if tests is None:
         raise ValueError(

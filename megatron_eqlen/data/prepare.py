@@ -21,7 +21,7 @@ from typing import Any
 
 from megatron_eqlen.data.chat import format_prompt
 from megatron_eqlen.data.prepared import PreparedWriter, manifest_path, read_manifest, sha256, write_whole
-from megatron_eqlen.data.rows import Row, Tally
+from megatron_eqlen.data.rows import Problem, Tally
 from megatron_eqlen.data.sources import read_source
 from megatron_eqlen.recipe import SourceRecipe
 from megatron_eqlen.rewards.code_tests import VERSION as CODE_TESTS_VERSION
@@ -82,7 +82,7 @@ def prepare(
 def _write(
     source: SourceRecipe,
     out: Path,
-    check: Callable[[list[Row]], list[Refusal | None]],
+    check: Callable[[list[Problem]], list[Refusal | None]],
     checks: CheckLog,
     progress: Callable[[Tally], None],
 ) -> tuple[Tally, str]:
@@ -117,7 +117,7 @@ def _finished(out: Path, request: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def check_rows(
-    rows: list[Row], grader: MathGrader, tokenizer: Tokenizer | None, limit: int | None
+    rows: list[Problem], grader: MathGrader, tokenizer: Tokenizer | None, limit: int | None
 ) -> list[Refusal | None]:
     """For each row None, or why it is left out: the prompt's length, then the gold."""
     refusals: list[Refusal | None] = []
@@ -173,6 +173,6 @@ def input_digests(source: SourceRecipe) -> dict[str, str]:
     return {str(file): sha256(file) for file in files if file.is_file()}
 
 
-def _chunks(rows: Iterator[Row]) -> Iterator[list[Row]]:
+def _chunks(rows: Iterator[Problem]) -> Iterator[list[Problem]]:
     while chunk := list(islice(rows, CHUNK)):
         yield chunk

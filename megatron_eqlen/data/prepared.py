@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from megatron_eqlen.data.code_rows import reading_tests
 from megatron_eqlen.data.files import parse_json
-from megatron_eqlen.data.rows import BadRow, Row, Tally
+from megatron_eqlen.data.rows import BadRow, Problem, Tally
 from megatron_eqlen.rewards.code_tests import VERSION as CODE_TESTS_VERSION
 from megatron_eqlen.rewards.code_tests import CodeTests
 
@@ -30,12 +30,12 @@ SCHEMA = pa.schema(
         pa.field("gold_checked", pa.bool_(), nullable=False),
     ]
 )
-"""The fields of a Row."""
+"""The fields of a Problem."""
 ROWS_PER_GROUP = 64
 """What one random access decodes."""
 GROUPS_KEPT = 8
 
-assert SCHEMA.names == [field.name for field in fields(Row)]
+assert SCHEMA.names == [field.name for field in fields(Problem)]
 
 
 def manifest_path(path: Path) -> Path:
@@ -47,7 +47,7 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-class PreparedRows(Sequence[Row]):
+class PreparedRows(Sequence[Problem]):
     """The rows of a prepared file, a few row groups of them in memory at a time.
 
     Raises ValueError if the file is not the one its manifest describes.
@@ -69,14 +69,14 @@ class PreparedRows(Sequence[Row]):
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def __getitem__(self, number: int) -> Row:
+    def __getitem__(self, number: int) -> Problem:
         if not 0 <= number < len(self):
             raise IndexError(number)
         group = int(np.searchsorted(self._starts, number, side="right")) - 1
-        row = Row(**self._group(group)[number - int(self._starts[group])])
+        row = Problem(**self._group(group)[number - int(self._starts[group])])
         return row if self._tests_checked or row.grader != "code" else replace(row, gold_checked=False)
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[Problem]:
         return (self[number] for number in range(len(self)))
 
     def row_ids(self) -> list[str]:
@@ -91,26 +91,26 @@ class PreparedRows(Sequence[Row]):
         return self._groups[group]
 
 
-class Selection(Sequence[Row]):
+class Selection(Sequence[Problem]):
     """Some rows of another sequence, by their numbers."""
 
-    def __init__(self, rows: Sequence[Row], numbers: Sequence[int]) -> None:
+    def __init__(self, rows: Sequence[Problem], numbers: Sequence[int]) -> None:
         self._rows = rows
         self._numbers = numbers
 
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def __getitem__(self, number: int) -> Row:
+    def __getitem__(self, number: int) -> Problem:
         return self._rows[self._numbers[number]]
 
 
-def read(path: Path, tally: Tally) -> Iterator[Row]:
+def read(path: Path, tally: Tally) -> Iterator[Problem]:
     """The rows of a prepared file in order."""
     return usable(PreparedRows(path), path, tally)
 
 
-def usable(rows: PreparedRows, path: Path, tally: Tally) -> Iterator[Row]:
+def usable(rows: PreparedRows, path: Path, tally: Tally) -> Iterator[Problem]:
     """All but those with bad tests, which a file of an earlier version may hold."""
     for row in rows:
         try:
@@ -158,7 +158,7 @@ class PreparedWriter:
         self._writer = pq.ParquetWriter(self._unfinished, SCHEMA, compression="zstd")
         self._rows: list[dict[str, Any]] = []
 
-    def write(self, row: Row) -> None:
+    def write(self, row: Problem) -> None:
         self._rows.append(asdict(row))
         if len(self._rows) == ROWS_PER_GROUP:
             self._flush()

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from megatron_eqlen.data.chat import format_prompt
-from megatron_eqlen.data.rows import BadRow, Row, Tally
+from megatron_eqlen.data.rows import BadRow, Problem, Tally
 from megatron_eqlen.data.sources import open_source, read_problems
 from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, SourceRecipe
 from megatron_eqlen.rewards.math import MathGrader
@@ -31,7 +31,9 @@ class PromptMaker:
         self._tokenizer = tokenizer
         self._grader = MathGrader("either", workers=1, timeout=30.0)
 
-    def make(self, row: Row, recipe: SourceRecipe | BenchmarkRecipe, prompt_id: str, number: int) -> Prompt:
+    def make(
+        self, row: Problem, recipe: SourceRecipe | BenchmarkRecipe, prompt_id: str, number: int
+    ) -> Prompt:
         """The prompt of a ``row`` of ``recipe``. Raises BadRow if it is too long or its gold cannot be graded
         against."""
         grader = recipe.grader or row.grader
@@ -114,7 +116,7 @@ class _Source:
         self.tally.dropped.update(state["dropped"])
         self._order = self._shuffled()
 
-    def _refuse(self, number: int, row: Row, bad: BadRow) -> None:
+    def _refuse(self, number: int, row: Problem, bad: BadRow) -> None:
         self.tally.drop(f"{self.name}/{row.row_id}", bad.reason, bad.detail)
         self.refused.add(number)
         if len(self.refused) == len(self.rows):

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Row:
+class Problem:
     """One question before it is formatted."""
 
     row_id: str

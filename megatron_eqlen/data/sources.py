@@ -7,11 +7,11 @@ from pathlib import Path
 
 from megatron_eqlen.data import competitions, deepmath, jsonl, livecodebench, opencodereasoning, prepared
 from megatron_eqlen.data.filters import Exclusion, filter_rows, read_exclusion
-from megatron_eqlen.data.rows import Row, Tally
+from megatron_eqlen.data.rows import Problem, Tally
 from megatron_eqlen.plugins import is_import_path, load_object
 from megatron_eqlen.recipe import BenchmarkRecipe, SourceRecipe
 
-Reader = Callable[[Path, Tally], Iterator[Row]]
+Reader = Callable[[Path, Tally], Iterator[Problem]]
 """(a file or folder, where to count what is left out) -> the rows, streamed."""
 
 PLAIN_READERS: dict[str, Reader] = {
@@ -23,7 +23,7 @@ PLAIN_READERS: dict[str, Reader] = {
 }
 
 
-def open_source(source: SourceRecipe, tally: Tally) -> Sequence[Row]:
+def open_source(source: SourceRecipe, tally: Tally) -> Sequence[Problem]:
     """The rows of ``source`` that pass its filters; a prepared file stays on disk.
 
     Raises ValueError if no row does.
@@ -33,7 +33,7 @@ def open_source(source: SourceRecipe, tally: Tally) -> Sequence[Row]:
         whole = prepared.PreparedRows(path)
         kept = {row.row_id for row in _filtered(source, prepared.usable(whole, path, tally), tally)}
         numbers = [number for number, row_id in enumerate(whole.row_ids()) if row_id in kept]
-        rows: Sequence[Row] = prepared.Selection(whole, numbers)
+        rows: Sequence[Problem] = prepared.Selection(whole, numbers)
     else:
         rows = list(read_source(source, tally))
     if not rows:
@@ -41,7 +41,7 @@ def open_source(source: SourceRecipe, tally: Tally) -> Sequence[Row]:
     return rows
 
 
-def read_source(source: SourceRecipe, tally: Tally) -> Iterator[Row]:
+def read_source(source: SourceRecipe, tally: Tally) -> Iterator[Problem]:
     """The rows of ``source`` that pass its filters, streamed."""
     path = Path(source.path)
     if source.reader == "opencodereasoning":
@@ -51,7 +51,7 @@ def read_source(source: SourceRecipe, tally: Tally) -> Iterator[Row]:
     return _filtered(source, rows, tally)
 
 
-def read_problems(benchmark: BenchmarkRecipe, tally: Tally) -> Iterator[Row]:
+def read_problems(benchmark: BenchmarkRecipe, tally: Tally) -> Iterator[Problem]:
     """The rows of a benchmark, unfiltered but for its dates."""
     path = Path(benchmark.path)
     if benchmark.reader == "livecodebench":
@@ -64,6 +64,6 @@ def _reader(name: str) -> Reader:
     return load_object(name, "reader") if is_import_path(name) else PLAIN_READERS[name]
 
 
-def _filtered(source: SourceRecipe, rows: Iterator[Row], tally: Tally) -> Iterator[Row]:
+def _filtered(source: SourceRecipe, rows: Iterator[Problem], tally: Tally) -> Iterator[Problem]:
     exclusion: Exclusion | None = read_exclusion(Path(source.exclude)) if source.exclude else None
     return filter_rows(rows, tally, source.min_difficulty, source.max_difficulty, exclusion)

@@ -50,7 +50,7 @@ class RowPlan:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Packing:
     """Where every node goes. ``ranks[r]`` are the rows of data-parallel rank r, equally many for all."""
 
     forest: Forest
@@ -115,8 +115,8 @@ def pack(
     full_rows: bool = False,
     pair_cost: float = PAIR_COST,
 ) -> list[list[Row]]:
-    """All rows of every data-parallel rank; a rank that wants only its own calls ``plan(...).rows(rank)``."""
-    planned = plan(
+    """All rows of every data-parallel rank; one rank's alone are ``plan_rows(...).rows(rank)``."""
+    planned = plan_rows(
         trees,
         max_tokens_per_row,
         data_parallel,
@@ -128,7 +128,7 @@ def pack(
     return [planned.rows(rank) for rank in range(data_parallel)]
 
 
-def plan(
+def plan_rows(
     trees: Sequence[TokenTree],
     max_tokens_per_row: int,
     data_parallel: int = 1,
@@ -138,7 +138,7 @@ def plan(
     full_rows: bool = False,
     pair_cost: float = PAIR_COST,
     row_count_multiple_of: int = 1,
-) -> Plan:
+) -> Packing:
     """Decides which nodes share a row, and which rows a rank trains. Deterministic.
 
     Every rank gets equally many rows, at least one and a multiple of ``row_count_multiple_of`` (the pipeline
@@ -159,7 +159,7 @@ def plan(
     count = max([1, *map(len, ranks)])
     count += -count % row_count_multiple_of
     ranks = [rank + [RowPlan([], 0)] * (count - len(rank)) for rank in ranks]
-    return Plan(forest, ranks, max_tokens_per_row, multiple_of, full_rows, pair_cost)
+    return Packing(forest, ranks, max_tokens_per_row, multiple_of, full_rows, pair_cost)
 
 
 def node_costs(forest: Forest, pair_cost: float) -> np.ndarray:

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatron_eqlen.recipe.schema import Recipe, Section
+from megatron_eqlen.recipe import Recipe, Section
 
 SAME_SECTION = 0.1
 """How much likelier a key of the same section is than an equally similar one elsewhere."""

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from megatron_eqlen.rewards.code_tests import CodeTests
 from megatron_eqlen.rewards.program import Limits, Rules
-from megatron_eqlen.rewards.sandbox import Run
+from megatron_eqlen.rewards.sandbox import Execution
 
 
 class RunProgram(Protocol):
@@ -16,7 +16,7 @@ class RunProgram(Protocol):
 
     def __call__(
         self, source: str, stdin: str, limits: Limits, function: str | None, rules: Rules
-    ) -> Run: ...
+    ) -> Execution: ...
 
 
 VERDICTS_OF_A_TEST = ("runtime_error", "time_limit")
@@ -27,7 +27,7 @@ LONGEST_DETAIL = 400
 @dataclass(frozen=True)
 class Judgement:
     verdict: str
-    """``passed``, ``wrong_answer``, or a Run's status."""
+    """``passed``, ``wrong_answer``, or an Execution's status."""
     detail: str
     """The first failing test, empty where all passed."""
     seconds: float

@@ -36,7 +36,7 @@ class SandboxError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Run:
+class Execution:
     """How one run of a program ended."""
 
     status: str
@@ -83,7 +83,7 @@ class Sandbox:
         limits: Limits,
         function: str | None = None,
         rules: Rules = "plain",
-    ) -> Run:
+    ) -> Execution:
         """Run ``source`` with ``stdin``; or call its ``function`` with one JSON argument a line of
         ``stdin``.
 
@@ -125,8 +125,8 @@ def _records(report: bytes, token: str) -> list[tuple[str, str]]:
 
 def _interpret(
     ending: dict, stdout: bytes, records: list[tuple[str, str]], limits: Limits, function: str | None
-) -> Run:
-    """A Run from the process's end and its records. ``ending``: exit, cpu and wall seconds, timed_out."""
+) -> Execution:
+    """What came of it. ``ending``: exit, cpu and wall seconds, timed_out."""
     kind, told = records[-1] if records else ("", "")
     text = stdout.decode(errors="replace")
     seconds, code = ending["wall"], ending["exit"]
@@ -144,7 +144,7 @@ def _interpret(
     else:
         status, error = "finished", ""
     result = told if status == "finished" and kind == "result" else None
-    return Run(status, text, result, error, seconds, records)
+    return Execution(status, text, result, error, seconds, records)
 
 
 def _serve(connection: socket.socket, isolation: Isolation, folder: EmptyFolder) -> None:

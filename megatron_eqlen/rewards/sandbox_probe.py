@@ -10,7 +10,7 @@ import os
 
 from megatron_eqlen.rewards.landlock import abi_version
 from megatron_eqlen.rewards.program import Isolation, Limits
-from megatron_eqlen.rewards.sandbox import Run, Sandbox, SandboxError
+from megatron_eqlen.rewards.sandbox import Execution, Sandbox, SandboxError
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ def shortcoming(isolation: Isolation) -> str | None:
     try:
         with Sandbox(isolation) as sandbox:
             hello = sandbox.run(HELLO, "2 3\n", LIMITS)
-            escapes = sandbox.run(ESCAPES, "", LIMITS) if isolation.strict else Run("finished")
+            escapes = sandbox.run(ESCAPES, "", LIMITS) if isolation.strict else Execution("finished")
     except SandboxError as error:
         return str(error)
     if hello.stdout != "5\n":

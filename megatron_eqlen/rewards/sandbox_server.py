@@ -21,7 +21,7 @@ from megatron_eqlen.rewards.code_tests import CodeTests
 from megatron_eqlen.rewards.judge import Judgement, judge
 from megatron_eqlen.rewards.livecodebench import LARGEST_INTEGER_TEXT, PREAMBLE
 from megatron_eqlen.rewards.program import REPORT_TEXT, Limits, Rules
-from megatron_eqlen.rewards.sandbox import Run, SandboxError
+from megatron_eqlen.rewards.sandbox import Execution, SandboxError
 
 ATTEMPTS = 3
 REQUESTS_PER_WORKER = 8
@@ -71,7 +71,7 @@ class SandboxServer:
         limits: Limits,
         function: str | None = None,
         rules: Rules = "plain",
-    ) -> Run:
+    ) -> Execution:
         """Raises SandboxError if the server gives no verdict in three attempts."""
         marker = secrets.token_hex(16)
         body = {
@@ -88,8 +88,10 @@ class SandboxServer:
             return run
         _, found, value = run.stdout.rpartition("\n" + marker)
         if not found:
-            return Run("runtime_error", run.stdout, None, f"it ended before {function} returned", run.seconds)
-        return Run(run.status, run.stdout, value.strip(), "", run.seconds)
+            return Execution(
+                "runtime_error", run.stdout, None, f"it ended before {function} returned", run.seconds
+            )
+        return Execution(run.status, run.stdout, value.strip(), "", run.seconds)
 
     def _judge_one(self, item: dict[str, Any]) -> Judgement:
         return judge(item["program"], CodeTests.from_json(item["tests"]), Limits(**item["limits"]), self.run)
@@ -117,16 +119,16 @@ class SandboxServer:
         raise SandboxError(f"{self._url}: no verdict in {ATTEMPTS} attempts: {problem}")
 
 
-def _interpret(result: dict[str, Any], limits: Limits) -> Run:
+def _interpret(result: dict[str, Any], limits: Limits) -> Execution:
     stdout, stderr = result.get("stdout") or "", (result.get("stderr") or "")[-REPORT_TEXT:]
     seconds = float(result.get("execution_time") or 0.0)
     if result["status"] == "TimeLimitExceeded":
-        return Run("time_limit", stdout, None, f"limit {limits.cpu_seconds:g} s", seconds)
+        return Execution("time_limit", stdout, None, f"limit {limits.cpu_seconds:g} s", seconds)
     if result["status"] == "Finished" and result.get("return_code") == 0:
-        return Run("finished", stdout[: limits.output_bytes], None, "", seconds)
+        return Execution("finished", stdout[: limits.output_bytes], None, "", seconds)
     last = stderr.strip().rpartition("\n")[2]
     if last.startswith("MemoryError"):
-        return Run("memory_limit", stdout, None, stderr, seconds)
+        return Execution("memory_limit", stdout, None, stderr, seconds)
     if last.startswith(("SyntaxError", "IndentationError", "TabError")):
-        return Run("compile_error", stdout, None, stderr, seconds)
-    return Run("runtime_error", stdout, None, stderr, seconds)
+        return Execution("compile_error", stdout, None, stderr, seconds)
+    return Execution("runtime_error", stdout, None, stderr, seconds)

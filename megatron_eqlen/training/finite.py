@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 
-from megatron_eqlen.packing.pack import Plan
+from megatron_eqlen.packing.pack import Packing
 from megatron_eqlen.training.distributed import device
 from megatron_eqlen.training.forward import supervised_positions
 from megatron_eqlen.training.policy_loss import RowLoss
@@ -49,7 +49,7 @@ def first_problem(mine: Problem | None) -> Problem | None:
     return min(problem for problem in everyones if problem is not None)
 
 
-def row_problem(plan: Plan, rows: Sequence[Row], losses: Sequence[RowLoss]) -> Problem | None:
+def row_problem(plan: Packing, rows: Sequence[Row], losses: Sequence[RowLoss]) -> Problem | None:
     """The first of this rank's rows whose loss is not finite; ``losses`` is empty before the last stage."""
     for number, (row, loss) in enumerate(zip(rows, losses, strict=False)):
         if not torch.isfinite(loss.metrics["loss/total"]):
@@ -89,7 +89,7 @@ def gradient_problem(chunks: list, grad_norm: float) -> Problem | None:
     )
 
 
-def _where(plan: Plan, row: Row, loss: RowLoss) -> str:
+def _where(plan: Packing, row: Row, loss: RowLoss) -> str:
     """Tree, node and token of a row's first number that is not finite."""
     at = supervised_positions(row)
     bad = torch.nonzero(~torch.isfinite(loss.tokens))

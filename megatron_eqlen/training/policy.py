@@ -22,7 +22,7 @@ from megatron_eqlen.models.megatron_checkpoint import checkpoint_metadata
 from megatron_eqlen.models.pooled_router import RouterPool
 from megatron_eqlen.models.weights import export_hf, load_hf
 from megatron_eqlen.objectives.registry import resolve
-from megatron_eqlen.packing.pack import Plan, plan
+from megatron_eqlen.packing.pack import Packing, plan_rows
 from megatron_eqlen.packing.tree import NonFiniteTreeError
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.training.distributed import device, is_rank0
@@ -50,7 +50,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class Minibatch:
     """What one optimizer step trains on."""
 
-    plan: Plan | None
+    plan: Packing | None
     """None with a problem."""
     rows: list[Row]
     """This rank's."""
@@ -144,9 +144,9 @@ class Policy:
     def _chunk_key(self, number: int) -> str:
         return "model" if len(self.chunks) == 1 else f"model{number}"
 
-    def _pack(self, trees: list[TokenTree]) -> Plan:
+    def _pack(self, trees: list[TokenTree]) -> Packing:
         config = self.chunks[0].config
-        return plan(
+        return plan_rows(
             trees,
             self.recipe.packing.max_tokens_per_row,
             parallel_state.get_data_parallel_world_size(),

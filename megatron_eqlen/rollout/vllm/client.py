@@ -30,7 +30,7 @@ from megatron_eqlen.rollout.vllm.generate_api import (
     sampling_params,
 )
 from megatron_eqlen.rollout.vllm.pool import Calls, ReplicaPool
-from megatron_eqlen.rollout.vllm.replica import Replica, ReplicaError, words
+from megatron_eqlen.rollout.vllm.replica import ReplicaError, ServerReplica, words
 from megatron_eqlen.rollout.vllm.weight_feed import Feed
 from megatron_eqlen.rollout.vllm.weight_stream import buckets, encode
 from megatron_eqlen.rollout.weights import WeightTable
@@ -46,7 +46,7 @@ UNTOUCHED = "default"
 class Failure:
     """Put in the queue in place of a delta."""
 
-    replica: Replica
+    replica: ServerReplica
     reason: str
 
 
@@ -73,7 +73,7 @@ class ServerEngine:
         self.max_model_len = max_model_len
         self.policy_version = policy_version
         self.weight_version = UNTOUCHED
-        self.homes: dict[str, Replica] = {}
+        self.homes: dict[str, ServerReplica] = {}
         self.arrivals: queue.SimpleQueue[Delta | Failure] = queue.SimpleQueue()
         self.vocab_size = 0
         self.refusal = "update_weights must come first" if syncs_first else None
@@ -170,11 +170,11 @@ class ServerEngine:
 
     # ---- requests -----------------------------------------------------------------------------------
 
-    def _replica_of(self, request_id: str) -> Replica | None:
+    def _replica_of(self, request_id: str) -> ServerReplica | None:
         """Where an unfinished request runs."""
         return next((replica for replica in self.pool.replicas if request_id in replica.requests), None)
 
-    def _home(self, request_id: str) -> Replica:
+    def _home(self, request_id: str) -> ServerReplica:
         """Requests whose ids agree up to the last ``/`` share a prefix, so they share a replica."""
         family = request_id.rpartition("/")[0]
         home = self.homes.get(family)
@@ -194,7 +194,7 @@ class ServerEngine:
             del replica.requests[arrival.request_id]
         return [arrival]
 
-    async def _stream(self, replica: Replica, request_id: str, body: dict[str, Any]) -> None:
+    async def _stream(self, replica: ServerReplica, request_id: str, body: dict[str, Any]) -> None:
         """Put a request's deltas in the queue as they arrive, or a failure."""
         last: Delta | None = None
         try:
@@ -216,7 +216,7 @@ class ServerEngine:
         except ReplicaError as error:
             self._failed(replica, words(error))
 
-    def _failed(self, replica: Replica, reason: str) -> None:
+    def _failed(self, replica: ServerReplica, reason: str) -> None:
         self.arrivals.put(Failure(replica, reason))
 
     # ---- weights ------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ class ServerEngine:
         setup = [self.rollout.logprobs_mode, self.rollout.mask_width]
         self.pool.connect(expected, setup, self._check_limits)
 
-    def _check_limits(self, replica: Replica, limits: dict[str, int]) -> None:
+    def _check_limits(self, replica: ServerReplica, limits: dict[str, int]) -> None:
         self.vocab_size = limits["vocab_size"]
         if limits["max_model_len"] < self.max_model_len:
             raise EngineError(
@@ -266,7 +266,7 @@ class ServerEngine:
             for feed in feeds.values():
                 self.pool.io.run(feed.close())
 
-    def _feed(self, replica: Replica) -> Feed:
+    def _feed(self, replica: ServerReplica) -> Feed:
         def post(invitation: dict[str, Any]) -> Coroutine:
             return replica.post("update_weights", {"update_info": invitation})
 

@@ -13,14 +13,14 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from megatron_eqlen.rollout.engine import EngineError
-from megatron_eqlen.rollout.vllm.replica import PATIENCE, Background, Replica, ReplicaError, words
+from megatron_eqlen.rollout.vllm.replica import PATIENCE, Background, ReplicaError, ServerReplica, words
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT = 1.0
 """Seconds between a replica's heartbeats."""
 
-Calls = dict[Replica, Any]
+Calls = dict[ServerReplica, Any]
 """What is under way with each replica, as concurrent futures."""
 
 
@@ -30,15 +30,17 @@ class ReplicaPool:
     def __init__(self, urls: Iterable[str], silence: float) -> None:
         self.io = Background()
         self.silence = silence
-        self.replicas = [Replica(url.rstrip("/"), self.io) for url in urls]
+        self.replicas = [ServerReplica(url.rstrip("/"), self.io) for url in urls]
         self.heartbeats: list[Any] = []
 
     @property
-    def alive(self) -> list[Replica]:
+    def alive(self) -> list[ServerReplica]:
         return [replica for replica in self.replicas if replica.alive]
 
-    def connect(self, expected: str | None, setup: list[Any], check: Callable[[Replica, Any], None]) -> None:
-        """Set up every replica that answers and has the ``expected`` weights (see ``Replica.set_up``).
+    def connect(
+        self, expected: str | None, setup: list[Any], check: Callable[[ServerReplica, Any], None]
+    ) -> None:
+        """Set up every replica that answers and has the ``expected`` weights (see ``ServerReplica.set_up``).
 
         ``check`` gets each replica with what its first worker says. Raises EngineError if none answers.
         """
@@ -62,13 +64,13 @@ class ReplicaPool:
         """The same POST to every live replica at once; the answers."""
         return self.each(path, lambda replica: replica.post(path, body))
 
-    def each(self, what: str, call: Callable[[Replica], Coroutine]) -> list[Any]:
+    def each(self, what: str, call: Callable[[ServerReplica], Coroutine]) -> list[Any]:
         return self.settle(what, self.start(call))
 
-    def start(self, call: Callable[[Replica], Coroutine]) -> Calls:
+    def start(self, call: Callable[[ServerReplica], Coroutine]) -> Calls:
         """``call`` for every live replica at once; each fails after ``silence`` seconds."""
 
-        async def limited(replica: Replica) -> Any:
+        async def limited(replica: ServerReplica) -> Any:
             try:
                 async with asyncio.timeout(self.silence):
                     return await call(replica)
@@ -88,7 +90,7 @@ class ReplicaPool:
         self.check_any_alive()
         return answers
 
-    def bury(self, replica: Replica, reason: str) -> list[str]:
+    def bury(self, replica: ServerReplica, reason: str) -> list[str]:
         """A replica died: the ids of its requests, which are lost."""
         if replica.alive:
             logger.warning(
@@ -103,7 +105,7 @@ class ReplicaPool:
             replica.forget(request_id)
         return lost
 
-    def start_heartbeats(self, expected: str, on_failure: Callable[[Replica, str], None]) -> None:
+    def start_heartbeats(self, expected: str, on_failure: Callable[[ServerReplica, str], None]) -> None:
         """Ask every live replica again and again: alive, and with the ``expected`` weights?"""
         self.stop_heartbeats()
         self.heartbeats = [
@@ -120,7 +122,9 @@ class ReplicaPool:
         self.io.close()
 
 
-async def _watch(replica: Replica, expected: str, on_failure: Callable[[Replica, str], None]) -> None:
+async def _watch(
+    replica: ServerReplica, expected: str, on_failure: Callable[[ServerReplica, str], None]
+) -> None:
     try:
         while True:
             await asyncio.sleep(HEARTBEAT)

@@ -56,7 +56,7 @@ class Background:
         )
 
 
-class Replica:
+class ServerReplica:
     """The server at ``url``. Its coroutines raise one of ``ReplicaError`` where it fails to answer."""
 
     def __init__(self, url: str, io: Background) -> None:

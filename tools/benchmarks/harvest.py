@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
-from megatron_eqlen.bench.table import show
 from megatron_eqlen.objectives.units import verifier_rewards
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.sampling.comparison import all_equal
 from megatron_eqlen.types import Grade, Prompt, Rollout
+from tools.benchmarks.table import show
 
 VOCABULARY = 512
 

@@ -17,12 +17,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_eqlen.bench.servers import running
-from megatron_eqlen.bench.table import show
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.rollout.engine import Engine
 from megatron_eqlen.rollout.vllm.client import ServerEngine
+from tools.benchmarks.servers import running
+from tools.benchmarks.table import show
 
 LAYER_BYTES = 2 * 63e6
 """A bfloat16 layer of the model below."""

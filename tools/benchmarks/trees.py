@@ -27,7 +27,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_eqlen.bench.table import show
 from megatron_eqlen.hf.config import DeltaNet, Experts, ModelConfig
 from megatron_eqlen.models.build import build_model
 from megatron_eqlen.models.gated_delta_net import CHUNK
@@ -38,6 +37,7 @@ from megatron_eqlen.recipe import ParallelRecipe
 from megatron_eqlen.training.distributed import device, start, stop
 from megatron_eqlen.training.logprobs import token_logprobs
 from megatron_eqlen.types import Node, Row, TokenTree
+from tools.benchmarks.table import show
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_eqlen.bench.table import show
-from megatron_eqlen.packing.pack import plan
+from megatron_eqlen.packing.pack import plan_rows
 from megatron_eqlen.types import Node, TokenTree
+from tools.benchmarks.table import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +78,7 @@ def measure(trees: list[TokenTree], median: int, budget: int, args: argparse.Nam
     planning, filling = [], []
     for _ in range(args.repeat):
         started = time.process_time()
-        planned = plan(trees, budget, args.data_parallel, multiple_of=8)
+        planned = plan_rows(trees, budget, args.data_parallel, multiple_of=8)
         planning.append(time.process_time() - started)
         started = time.process_time()
         rows = planned.rows(0)

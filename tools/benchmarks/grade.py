@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_eqlen.bench.table import show
 from megatron_eqlen.rewards.code import CodeGrader
 from megatron_eqlen.rewards.code_tests import CodeTests
 from megatron_eqlen.rewards.math import MathGrader, MathRule
 from megatron_eqlen.types import Grade
+from tools.benchmarks.table import show
 
 ANSWER_TABLE = Path(__file__).resolve().parents[2] / "tests" / "math_answers.jsonl"
 SAMPLES_PER_PROMPT = 16
