@@ -55,6 +55,7 @@ def mean(*counts: str) -> Mean:
 
 TOKENS, UPDATES = "loss/tokens", "train/updates"
 MISMATCH = "loss/mismatch_mean"
+LOSS, POLICY_LOSS, KL_PENALTY = "loss/total", "loss/policy", "loss/kl_penalty"
 PER_TOKEN, PER_UPDATE = mean(TOKENS), mean(UPDATES)
 PER_STREAM_OR_COMPLETION = mean("harvest/streams", "harvest/completions")
 """A harvest has either."""
@@ -144,9 +145,9 @@ DECLARED = (
     Metric("packing/max_over_mean_cost", "ratio", "max", "the slowest rank's work"),
     # ---- loss: over supervised tokens ---------------------------------------------------------------------
     Metric(TOKENS, "tokens", "sum", "supervised"),
-    Metric("loss/policy", "loss", "sum", "the surrogate's part", PER_UPDATE),
-    Metric("loss/kl_penalty", "loss", "sum", "the KL penalty's part", PER_UPDATE),
-    Metric("loss/total", "loss", "sum", "both", PER_UPDATE),
+    Metric(POLICY_LOSS, "loss", "sum", "the surrogate's part", PER_UPDATE),
+    Metric(KL_PENALTY, "loss", "sum", "the KL penalty's part", PER_UPDATE),
+    Metric(LOSS, "loss", "sum", "both", PER_UPDATE),
     Metric("loss/entropy", "nats", PER_TOKEN, "of the policy"),
     Metric("loss/ref_kl", "nats", PER_TOKEN, "the chosen estimate of KL(policy || reference)"),
     Metric("loss/policy_kl", "nats", PER_TOKEN, "log-prob before less after the step's updates so far"),

@@ -78,7 +78,7 @@ def in_a_loss(policy):
         return value + (math.inf if TREES[1].nodes[2].weight in row.weights else 0.0), spoil(log)
 
     def spoil(log):
-        log.metrics["loss/total"] += math.inf
+        log.metrics["loss/policy"] += math.inf
         return log
 
     policy._loss = spoiled
@@ -174,9 +174,9 @@ def test_nothing_changes_on_any_rank_and_the_next_good_step_is_taken(folder, nam
         for fault, (metrics, same, messages, after) in found.items():
             assert same, f"{fault} changed rank {rank}"
             assert (metrics["train/updates"], metrics["train/skipped_updates"]) == (0, 2), fault
-            assert "loss/total" not in metrics, "numbers of a step that was not taken"
+            assert "loss/policy" not in metrics, "numbers of a step that was not taken"
             assert (after["train/updates"], after["train/skipped_updates"]) == (2, 0), fault
-            assert math.isfinite(after["loss/total"])
+            assert math.isfinite(after["loss/policy"])
             assert len(messages) == (2 if rank == 0 else 0), "said once for each update"
             assert all(FAULTS[fault][2] in message for message in messages), (fault, messages)
 

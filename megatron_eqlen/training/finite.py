@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 
+from megatron_eqlen.metrics import KL_PENALTY, POLICY_LOSS
 from megatron_eqlen.packing.pack import Packing
 from megatron_eqlen.training.distributed import device
 from megatron_eqlen.training.forward import supervised_positions
@@ -52,7 +53,7 @@ def first_problem(mine: Problem | None) -> Problem | None:
 def row_problem(plan: Packing, rows: Sequence[Row], losses: Sequence[RowLoss]) -> Problem | None:
     """The first of this rank's rows whose loss is not finite; ``losses`` is empty before the last stage."""
     for number, (row, loss) in enumerate(zip(rows, losses, strict=False)):
-        if not torch.isfinite(loss.metrics["loss/total"]):
+        if not torch.isfinite(loss.metrics[POLICY_LOSS] + loss.metrics[KL_PENALTY]):
             rank = parallel_state.get_data_parallel_rank()
             return Problem(0, f"row {number} of data-parallel rank {rank}, {_where(plan, row, loss)}")
     return None

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_eqlen.metrics import MISMATCH, TOKENS, metric
+from megatron_eqlen.metrics import KL_PENALTY, LOSS, MISMATCH, POLICY_LOSS, TOKENS, metric
 from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.recipe import LossRecipe
 from megatron_eqlen.types import Metrics
@@ -71,13 +71,11 @@ def policy_loss(
     kl, kl_clamped = (
         _kl(logp, ref_logprobs[at].double(), loss) if loss.kl_coef else (0 * weights, 0 * weights)
     )
-    policy_part, kl_part = weights * importance * policy, loss.kl_coef * weights * kl
+    policy_part, kl_part = weights * importance * policy, weights * kl
+    policy_sum, kl_sum = policy_part.sum(), loss.kl_coef * kl_part.sum()
     with torch.no_grad():
         metrics = {
             TOKENS: torch.ones_like(logp),
-            "loss/policy": policy_part,
-            "loss/kl_penalty": kl_part,
-            "loss/total": policy_part + kl_part,
             "loss/entropy": entropy,
             "loss/ref_kl": kl,
             "loss/kl_clamped_fraction": kl_clamped,
@@ -87,8 +85,9 @@ def policy_loss(
             **ratios,
             **mismatch,
         }
-    row = RowLoss({name: _of_row(name, values) for name, values in metrics.items()}, metrics["loss/total"])
-    return policy_part.sum() + kl_part.sum(), row
+        of_row = {name: _of_row(name, values) for name, values in metrics.items()}
+        of_row |= {POLICY_LOSS: policy_sum.detach().clone(), KL_PENALTY: kl_sum.detach().clone()}
+    return policy_sum + kl_sum, RowLoss(of_row, policy_part + loss.kl_coef * kl_part)
 
 
 def reduce_metrics(rows: Sequence[RowLoss], group: dist.ProcessGroup | None = None) -> Metrics:
@@ -100,12 +99,13 @@ def reduce_metrics(rows: Sequence[RowLoss], group: dist.ProcessGroup | None = No
         dist.all_reduce(sums, group=group)
         dist.all_reduce(peaks, dist.ReduceOp.MAX, group=group)
     totals = dict(zip(names, sums.tolist(), strict=True))
+    totals[LOSS] = totals[POLICY_LOSS] + totals[KL_PENALTY]
     largest = dict(zip(names, peaks.tolist(), strict=True))
     if not totals[TOKENS]:
-        return dict.fromkeys(names, 0.0)
+        return dict.fromkeys(totals, 0.0)
     merged = {"max": largest, "sum": totals}
     means = {name: total / totals[TOKENS] for name, total in totals.items()}
-    return {name: merged.get(metric(name).merge, means)[name] for name in names}
+    return {name: merged.get(metric(name).merge, means)[name] for name in totals}
 
 
 def _of_row(name: str, values: torch.Tensor) -> torch.Tensor:
