@@ -87,7 +87,8 @@ def policy_loss(
         }
         of_row = {name: _of_row(name, values) for name, values in metrics.items()}
         of_row |= {POLICY_LOSS: policy_sum.detach().clone(), KL_PENALTY: kl_sum.detach().clone()}
-    return policy_sum + kl_sum, RowLoss(of_row, policy_part + loss.kl_coef * kl_part)
+        row = RowLoss(of_row, tokens=policy_part.detach() + loss.kl_coef * kl_part.detach())
+    return policy_sum + kl_sum, row
 
 
 def reduce_metrics(rows: Sequence[RowLoss], group: dist.ProcessGroup | None = None) -> Metrics:
