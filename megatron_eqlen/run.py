@@ -35,8 +35,8 @@ class Run:
         if distributed.is_rank0():
             self.folder.open(self.recipe)
         self.writer: MetricsWriter | None = None
-        self.steps = 0
-        """Done."""
+        self.steps = self.begun = 0
+        """Steps done, and steps begun: more than one may be under way."""
         self.saved = 0
         """The newest checkpoint's."""
         self.gpu_hours = 0.0
@@ -51,7 +51,7 @@ class Run:
         position = checkpoint.load(self.folder.checkpoints, policy)
         if position is not None:
             self.steps, self.gpu_hours = position["step"], position.get("gpu_hours", 0.0)
-            self.saved = self.steps
+            self.saved = self.begun = self.steps
             rollouts.go_to(position["data"])
         if not self.complete:
             rollouts.check(first=self.steps)
@@ -88,7 +88,8 @@ class Run:
 
     def begin(self, policy: Policy) -> Step:
         """The next step, with nothing in it."""
-        return Step(self.steps, policy.version)
+        self.begun += 1
+        return Step(self.begun - 1, policy.version)
 
     def build_trees(self, step: Step) -> tuple[Step, list[list[TokenTree]]]:
         """Advantages and weights: the step's minibatches of token trees, the same on every rank."""
