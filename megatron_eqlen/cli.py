@@ -198,7 +198,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 def _on_ranks(recipe: Recipe, work: Callable[[], None]) -> int:
     """Do ``work`` in this process if it is a rank (or the only one), else in ranks started here.
 
-    What cannot start is refused here, before any process does.
+    A layout that cannot start is refused here, before any process is started.
     """
     from megatron_eqlen.hf.config import read_config  # imports Megatron-Core
 

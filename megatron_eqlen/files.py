@@ -4,8 +4,9 @@
     replaced(path)                                    the same for a file that something else writes
     new_folder(path)                                  a folder under a new name
 
-All are on disk before they have their name. A process that is killed leaves the old file, or no folder, and
-something called ``.NAME.*.partial``; ``new_folder`` and ``sweep`` remove what a killed ``new_folder`` left.
+All are flushed to disk before they get their final name. A process that is killed leaves the old file, or no
+folder, and something called ``.NAME.*.partial``; ``new_folder`` and ``sweep`` remove what a killed
+``new_folder`` left.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from typing import Any, TextIO
 logger = logging.getLogger(__name__)
 
 LOCK = ".{name}.eqlen-lock"
-"""Beside a folder in the making: held by its maker, and says what the maker calls it meanwhile."""
+"""Lock file beside a folder that is being made: its maker holds the lock; the file holds the temporary
+name."""
 
 
 class CheckpointError(ValueError):
@@ -57,7 +59,8 @@ def write_json(path: Path, data: Any) -> None:
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """Where to write a file that takes the place of ``path`` after the block; an error leaves ``path``."""
+    """A temporary path to write to. It replaces ``path`` when the block ends; after an error ``path`` is
+    unchanged."""
     partial = path.with_name(_partial_name(path))
     try:
         yield partial
@@ -70,9 +73,9 @@ def replaced(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """An empty folder to fill, which is called ``path`` after the block; an error removes it.
+    """An empty folder to fill. It is renamed to ``path`` when the block ends; an error removes it.
 
-    Meanwhile ``path`` is this process's alone. Raises CheckpointError where ``path`` exists, or another
+    Until then no other process can make ``path``. Raises CheckpointError where ``path`` exists, or another
     process is making it.
     """
     path = path.absolute()
@@ -93,7 +96,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what killed processes left of folders that they were making in ``folder``."""
+    """Remove the unfinished folders that killed processes left in ``folder``."""
     for lock in folder.glob(LOCK.format(name="*")):
         name = lock.name.removeprefix(".").removesuffix(".eqlen-lock")
         with contextlib.suppress(CheckpointError), _claimed(folder / name):
@@ -129,15 +132,15 @@ def sync_tree(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _claimed(path: Path) -> Iterator[TextIO]:
-    """Hold ``path`` against other processes, until the block or this process ends; sweep what a killed
-    holder left. Gives the lock file."""
+    """Lock ``path`` against other processes until the block or this process ends, and remove what a killed
+    holder left. Yields the lock file."""
     lock = path.with_name(LOCK.format(name=path.name))
     with _locked(lock, path) as note:
         try:
             _sweep(note, path)
             yield note
         finally:
-            lock.unlink()  # while it is held: whoever waits for this file sees that it is gone
+            lock.unlink()  # while locked: a process that opened it too sees that it is gone
 
 
 @contextlib.contextmanager

@@ -41,15 +41,15 @@ class SyncError(RuntimeError):
 
 
 class Rollouts(Protocol):
-    """What the loop needs of where rollouts come from."""
+    """Where the loop gets its rollouts: a ``Generator`` or a ``Replay``."""
 
     @property
     def benchmarks(self) -> Sequence[BenchmarkRecipe]:
-        """That it can evaluate."""
+        """The benchmarks that it can evaluate."""
         ...
 
     def prompts(self, step: Step) -> list[Prompt]:
-        """The prompts that ``step`` still needs, the same on every rank; none where it has enough."""
+        """The next prompts for ``step``, the same on every rank; an empty list when it has enough."""
         ...
 
     def harvest(self, step: Step, prompts: list[Prompt]) -> Batch:
@@ -57,30 +57,30 @@ class Rollouts(Protocol):
         ...
 
     def score(self, step: Step, harvested: Batch) -> Batch:
-        """All replicas' rollouts, graded; with dynamic sampling those that ``step`` has use for."""
+        """All replicas' rollouts, graded; with dynamic sampling only those that ``step`` keeps."""
         ...
 
     def check(self, first: int) -> None:
-        """Raise ValueError where steps from ``first`` (counted from 0) on cannot be had."""
+        """Raise ValueError if rollouts for the steps from ``first`` (counted from 0) on are not available."""
         ...
 
     def sleep(self) -> None:
-        """Leave the accelerator to the trainer."""
+        """Free the accelerator's memory for the trainer."""
         ...
 
     def load(self, policy: Policy) -> Metrics:
-        """Generate with the policy's weights from now on."""
+        """Use the policy's weights for generation from now on; returns the time it took."""
         ...
 
     def check_agreement(self, mismatch: float | None) -> None:
-        """Raise SyncError if log-probs of engine and trainer differ by more than the recipe tolerates; None:
-        no update was taken, and none were compared."""
+        """Raise SyncError if log-probs of engine and trainer differ by more than ``rollout.sync_tolerance``.
+        ``mismatch`` is None after a step without an update: nothing was compared."""
         ...
 
     def evaluate(self, benchmark: BenchmarkRecipe) -> EvaluationResult: ...
 
     def go_to(self, data_position: dict[str, Any] | None) -> None:
-        """Draw the prompts that come after ``data_position``."""
+        """Continue drawing prompts after ``data_position`` (of a checkpoint)."""
         ...
 
 
@@ -95,7 +95,8 @@ class Generator:
         self.session, self.recipe, self.streams = session, session.recipe, streams
         self.benchmarks = self.recipe.evaluation.benchmarks
         self.source: PromptSource | None = None
-        """On rank 0, which draws for all: ranks that check golds in their own time could come to differ."""
+        """On rank 0 only, which draws for all ranks. Gold answers are checked under a time limit, so ranks
+        that each drew their own prompts could keep different ones."""
         if distributed.is_rank0():
             self.source = PromptSource(self.recipe.data, session.tokenizer, self.recipe.seed)
             session.ends_with(self.source.close)
@@ -107,7 +108,8 @@ class Generator:
     # ---- prompts ------------------------------------------------------------------------------------
 
     def prompts(self, step: Step) -> list[Prompt]:
-        """The step's prompts; with dynamic sampling as many again while too few of them teach anything."""
+        """The step's prompts. With dynamic sampling, as many again until enough of them have unequal rewards,
+        at most ``loss.max_num_gen_batches`` times."""
         wanted = self.recipe.data.prompts_per_step
         most = self.recipe.loss.max_num_gen_batches if self.session.objective.dynamic_sampling else 1
         if len(step.batches) >= most or step.prompts >= wanted:
@@ -126,7 +128,8 @@ class Generator:
     # ---- rollouts -----------------------------------------------------------------------------------
 
     def harvest(self, step: Step, prompts: list[Prompt]) -> Batch:
-        """Generate what is not recorded of this step yet; one rank of each replica records."""
+        """Generate the rollouts of this step that are not recorded yet; one rank of each replica records
+        them."""
         replicas, mine = self.session.replicas, self.session.replicas.share(prompts)
         asked = {prompt.prompt_id for prompt in mine}
         done = [one for one in read_step(self.streams / step.name) if one.prompt_id in asked]
@@ -145,7 +148,7 @@ class Generator:
         return Batch(rollouts, replicas.combine(metrics) | seconds, position)
 
     def score(self, step: Step, harvested: Batch) -> Batch:
-        """Grade this replica's rollouts, record the grades, and take the other replicas' in."""
+        """Grade this replica's rollouts, record the grades, and add the other replicas' rollouts."""
         with self.session.stage("score") as seconds:
             self.session.scorer.score(harvested.rollouts)
             if self.session.replicas.leads:
@@ -155,7 +158,7 @@ class Generator:
         return select(scored, step, self.session)
 
     def evaluate(self, benchmark: BenchmarkRecipe) -> EvaluationResult:
-        """With the engine's weights."""
+        """The benchmark's result with the engine's current weights."""
         session = self.session
         return evaluate(
             self.engine,
@@ -169,7 +172,7 @@ class Generator:
         )
 
     def check(self, first: int) -> None:
-        """An engine generates any step."""
+        """Nothing to check: an engine can generate any step."""
 
     # ---- weights ------------------------------------------------------------------------------------
 
@@ -199,7 +202,7 @@ class Generator:
 
 
 class Replay:
-    """Rollouts that a run recorded, in place of an engine's; every rank reads them all."""
+    """Rollouts that a run recorded, instead of an engine; every rank reads all of them."""
 
     benchmarks: Sequence[BenchmarkRecipe] = ()
 
@@ -207,7 +210,7 @@ class Replay:
         self.session, self.recipe, self.streams = session, session.recipe, streams
 
     def prompts(self, step: Step) -> list[Prompt]:
-        """All prompts of the recorded step. Raises ReplayError if its record is not the recipe's."""
+        """All prompts of the recorded step. Raises ReplayError if the record does not fit the recipe."""
         if step.batches:
             return []
         return list({one.prompt_id: one.prompt for one in self._read(step.number)}.values())
@@ -218,7 +221,7 @@ class Replay:
         return Batch(rollouts, seconds, data_position=None)
 
     def check(self, first: int) -> None:
-        """Every step from ``first`` on is there, and the first is the recipe's. Raises ReplayError."""
+        """Raise ReplayError unless every step from ``first`` on is recorded and the first fits the recipe."""
         check_steps(self.streams, first, self.recipe.steps)
         self._read(first)
 
@@ -229,7 +232,7 @@ class Replay:
         return rollouts
 
     def score(self, step: Step, harvested: Batch) -> Batch:
-        """Grades are recorded; only what has none yet is graded."""
+        """Grade only the responses without a recorded grade."""
         with self.session.stage("score") as seconds:
             self.session.scorer.score(harvested.rollouts)
         return select(Batch(harvested.rollouts, harvested.metrics | seconds, None), step, self.session)
@@ -240,7 +243,7 @@ class Replay:
         return {}
 
     def check_agreement(self, mismatch: float | None) -> None:
-        """Recorded tokens may be of any weights."""
+        """Not checked: recorded tokens may come from any weights."""
 
     def evaluate(self, benchmark: BenchmarkRecipe) -> EvaluationResult:
         raise AssertionError("a replay has no benchmarks")
@@ -249,8 +252,8 @@ class Replay:
 
 
 def select(scored: Batch, step: Step, session: Session) -> Batch:
-    """The batch with its rewards measured; dynamic sampling leaves out prompts that teach nothing, and
-    those for which ``step`` has no room."""
+    """The batch with reward metrics. Dynamic sampling leaves out prompts without unequal rewards, and prompts
+    beyond ``data.prompts_per_step``."""
     rollouts, recipe = scored.rollouts, session.recipe
     metrics = scored.metrics | reward_metrics(
         [(one.prompt, s.grade) for one in rollouts for s, _ in one.ended()]

@@ -42,7 +42,7 @@ def check(recipe: Recipe, model: ModelConfig | None = None) -> None:
 
 
 def require(problems: Iterable[str]) -> None:
-    """Raise LayoutError where there are problems."""
+    """Raise one LayoutError that lists ``problems``, if there are any."""
     if found := list(problems):
         raise LayoutError("; ".join(found))
 

@@ -1,8 +1,9 @@
 """Every number that a run logs: its name, its unit, and how several values of it become one.
 
-Values meet in two ways. *At once*: they are of the same moment, from rows, data-parallel ranks or engine
-replicas. *In turn*: they follow each other within a step, as the batches of a harvest and the optimizer steps
-of an update do. Tokens add up either way; seconds add up in turn, and the slowest counts at once.
+Values are merged in two ways. *At once*: measured at the same time by rows, data-parallel ranks or engine
+replicas. *In turn*: measured one after the other within a step, as by the batches of a harvest and the
+optimizer steps of an update. Token counts add up in both; seconds add up in turn, while at once the slowest
+counts.
 
     at_once([replica_0, replica_1]) -> one harvest        in_turn([batch_0, batch_1]) -> one step
 
@@ -27,14 +28,14 @@ class MetricError(ValueError):
 
 @dataclass(frozen=True)
 class Mean:
-    """The mean over what the metrics ``counts`` count, together: each value weighs as much as its part has of
-    them. A part that has not got the metric counts as 0."""
+    """A weighted mean: the weight of a part's value is the sum of that part's metrics ``counts``. A part
+    without the metric enters with the value 0."""
 
     counts: tuple[str, ...]
 
 
 Way = Literal["sum", "max", "min", "last"] | Mean
-"""How values become one. ``last``: the newest stands; it is of the whole run or step already."""
+"""How several values become one. ``last``: the newest, which already covers the whole run or step."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Metric:
     merge: Way
     about: str
     in_turn: Way | None = None
-    """Where it is not ``merge``."""
+    """How values are merged in turn, if not by ``merge``."""
 
 
 def mean(*counts: str) -> Mean:
@@ -58,9 +59,7 @@ MISMATCH = "loss/mismatch_mean"
 LOSS, POLICY_LOSS, KL_PENALTY = "loss/total", "loss/policy", "loss/kl_penalty"
 PER_TOKEN, PER_UPDATE = mean(TOKENS), mean(UPDATES)
 PER_STREAM_OR_COMPLETION = mean("harvest/streams", "harvest/completions")
-"""A harvest has either."""
-PER_STREAM_OR_COMPLETION = mean("harvest/streams", "harvest/completions")
-"""A harvest has either."""
+"""A harvest has one of the two."""
 
 DECLARED = (
     # ---- harvest: what one harvest generated --------------------------------------------------------------
@@ -212,12 +211,12 @@ def check(metrics: Metrics) -> Metrics:
 
 
 def at_once(parts: Sequence[Metrics]) -> Metrics:
-    """One set of metrics from those of rows, ranks or replicas that worked at the same time."""
+    """Merge the metrics of rows, ranks or replicas that worked at the same time."""
     return {name: _merged(name, metric(name).merge, parts) for name in _names(parts)}
 
 
 def in_turn(parts: Sequence[Metrics]) -> Metrics:
-    """One set of metrics from those of batches or updates that came one after the other."""
+    """Merge the metrics of batches or updates that came one after the other."""
     return {name: _merged(name, metric(name).in_turn or metric(name).merge, parts) for name in _names(parts)}
 
 
@@ -229,13 +228,13 @@ def _merged(name: str, way: Way, parts: Sequence[Metrics]) -> float:
     values = [part[name] for part in parts if name in part]
     if isinstance(way, Mean):
         return _weighted(name, way.counts, parts)
-    if any(math.isnan(value) for value in values):  # max and min would lose it
+    if any(math.isnan(value) for value in values):  # max and min may drop a NaN
         return math.nan
     return {"sum": sum, "max": max, "min": min, "last": lambda them: them[-1]}[way](values)
 
 
 def _weighted(name: str, counts: tuple[str, ...], parts: Sequence[Metrics]) -> float:
     weights = [sum(part.get(count, 0.0) for count in counts) for part in parts]
-    if not sum(weights):  # nothing was counted anywhere, and the values say so
+    if not sum(weights):  # nothing was counted in any part
         return fmean(part[name] for part in parts if name in part)
     return sum(w * part.get(name, 0.0) for w, part in zip(weights, parts, strict=True)) / sum(weights)

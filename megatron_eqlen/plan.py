@@ -51,7 +51,7 @@ def describe(recipe: Recipe) -> str:
 
 
 def model_config(recipe: Recipe) -> ModelConfig:
-    """From the recipe's model folder, or from the shipped configuration of the same name."""
+    """The model's configuration, from the recipe's model folder or the shipped one of the same name."""
     folder = Path(recipe.model.path)
     if (folder / "config.json").is_file():
         return read_config(folder)
@@ -66,7 +66,7 @@ def model_config(recipe: Recipe) -> ModelConfig:
 
 
 def memory(recipe: Recipe, model: ModelConfig) -> Memory:
-    """Of one GPU, on the pipeline stage with the most parameters; ``layout.check`` has passed."""
+    """Memory of one GPU, on the pipeline stage with the most parameters. Call ``layout.check`` first."""
     parallel, world = recipe.parallel, recipe.world_size
     dense, expert = max(_stage_parameters(recipe, model), key=sum)
     width = BYTES[recipe.model.dtype]
@@ -106,7 +106,7 @@ def _stage_parameters(recipe: Recipe, model: ModelConfig) -> list[tuple[float, f
 
 
 def _stage(weight: Weight, chunk: int, stages: int) -> int:
-    """Virtual pipelining deals chunks of ``chunk`` layers out to the stages in turn."""
+    """The stage of a layer: virtual pipelining gives chunks of ``chunk`` layers to the stages in turn."""
     if layer := re.search(r"layers\.(\d+)\.", weight.megatron):
         return int(layer[1]) // chunk % stages
     return 0 if weight.megatron.startswith("embedding") else stages - 1

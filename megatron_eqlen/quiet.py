@@ -1,4 +1,5 @@
-"""The screen belongs to the run: libraries are silent where they repeat themselves or say nothing here."""
+"""Silences library output that repeats itself or does not matter here, so that a run's own lines can be
+read."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import os
 import warnings
 
 VERBOSE = "EQLEN_VERBOSE"
-"""Environment variable: set to anything, libraries say what they like."""
+"""Environment variable: if it is set (to anything), library output is shown."""
 ENVIRON = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",

@@ -36,7 +36,8 @@ def check_inputs(recipe: Recipe) -> None:
 
 
 def where_from(recipe: Recipe) -> str:
-    """The end of a message about missing inputs: what to run first, if the recipe says it."""
+    """The end of a message about missing inputs: the command that makes them, if the recipe has
+    ``inputs_from``."""
     return f" ({recipe.inputs_from} makes what this recipe reads: run it first)" if recipe.inputs_from else ""
 
 
@@ -104,7 +105,7 @@ def _check_sampling_mask(rollout: RolloutRecipe) -> None:
 
 
 def _check_plugins(recipe: Recipe) -> None:
-    """What is named by import path is there."""
+    """Raise ValueError unless every object that the recipe names by import path can be imported."""
     sections = {"data.sources": recipe.data.sources, "evaluation.benchmarks": recipe.evaluation.benchmarks}
     for section, items in sections.items():
         for number, item in enumerate(items):

@@ -30,10 +30,10 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recip
 
 
 def _variant(raw: dict[str, Any], recipe: Recipe, keys: tuple[str, ...]) -> dict[str, Any]:
-    """What ``keys`` have in ``recipe`` where the file alone, ``raw``, says something else or nothing."""
+    """The values of ``keys`` in ``recipe`` that differ from those of the recipe file alone (``raw``)."""
     try:
         alone: Any = Recipe.model_validate(raw).model_dump(mode="json")
-    except ValidationError:  # a file that is complete only with its overrides
+    except ValidationError:  # the file alone is not a complete recipe
         alone = None
     changed = differences(alone, recipe.model_dump(mode="json"))
     named = (*MAY_CHANGE, *NAMED_ELSEWHERE, *(ABLATIONS if recipe.sampling == "equal_length" else ()))

@@ -1,4 +1,4 @@
-"""Which rank drives which engine, and how what they made comes together."""
+"""Which rank drives which engine replica, and how the replicas' results are gathered."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Replicas:
         self.count = world // engine_size
         self.mine = rank // engine_size
         self.leads = rank % engine_size == 0
-        """Whether this rank speaks for its replica."""
+        """Whether this rank records and reports for its replica."""
         self.drives = self.leads or in_step
 
     def share(self, items: Sequence[Item]) -> list[Item]:
@@ -39,12 +39,13 @@ class Replicas:
         return [item for part in gathered for item in part]
 
     def combine(self, metrics: Metrics) -> Metrics:
-        """One replica's metrics -> those of all replicas."""
+        """The merged metrics of all replicas, from this one's."""
         return at_once(self.gather([metrics]))
 
 
 def agree(ask: Callable[[], Item]) -> Item:
-    """Rank 0's answer, on every rank; the others do not ask (a file may appear between two looks)."""
+    """Rank 0's answer, on every rank. Only rank 0 asks: a file may appear between the looks of two ranks, and
+    ranks that decide differently would wait for each other for ever."""
     box: list[Any] = [ask() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box, src=0)
     return box[0]

@@ -38,11 +38,11 @@ class Run:
         self.steps = self.begun = 0
         """Steps done, and steps begun: more than one may be under way."""
         self.saved = 0
-        """The newest checkpoint's."""
+        """Steps taken when the newest checkpoint was saved."""
         self.gpu_hours = 0.0
-        """Spent on the steps so far, evaluations not counted."""
+        """GPU hours of the steps so far, evaluations not counted."""
         self.stopping = False
-        """Somebody asked the run to stop."""
+        """The file STOP was found: end after this step."""
 
     # ---- beginning and end --------------------------------------------------------------------------
 
@@ -78,7 +78,7 @@ class Run:
                 save_hf(policy.chunks, self.recipe.model.path, self.folder.export)
 
     def report(self) -> None:
-        """Write the run's page and say, last of all, where it is."""
+        """Write report.html and print its path, as the last line of the run."""
         if distributed.is_rank0():
             if idle := _idle(read_metrics(self.folder.path)):
                 self.session.progress.say(idle)
@@ -87,12 +87,12 @@ class Run:
     # ---- a step -------------------------------------------------------------------------------------
 
     def begin(self, policy: Policy) -> Step:
-        """The next step, with nothing in it."""
+        """The next step, still empty."""
         self.begun += 1
         return Step(self.begun - 1, policy.version)
 
     def build_trees(self, step: Step) -> tuple[Step, list[list[TokenTree]]]:
-        """Advantages and weights: the step's minibatches of token trees, the same on every rank."""
+        """The step's minibatches of token trees, with advantages and weights; the same on every rank."""
         with self.session.stage("trees") as seconds:
             minibatches, metrics = build_minibatches(step.rollouts, self.recipe)
         generated = step.metrics.get("harvest/generated_tokens")
@@ -102,7 +102,7 @@ class Run:
         return step.log(metrics | seconds), minibatches
 
     def update(self, step: Step, policy: Policy, minibatches: list[list[TokenTree]]) -> Step:
-        """Train on the trees."""
+        """Train on ``minibatches``; a step without any update is reported on the screen."""
         with self.session.stage("train") as seconds:
             metrics = policy.update(minibatches)
         trained = metrics.get("packing/tokens", 0.0) * self.recipe.loss.epochs
@@ -120,7 +120,7 @@ class Run:
         return step.log(self.evaluate(step_name(step.number + 1), rollouts))
 
     def end(self, step: Step) -> None:
-        """Write down what the step measured and count it."""
+        """Count the step, and write its metrics."""
         taken = time.perf_counter() - step.started
         worked = taken - step.metrics.get("time/evaluate", 0.0)
         self.gpu_hours += agree(lambda: worked) * self.recipe.gpus / 3600
@@ -134,8 +134,8 @@ class Run:
     def checkpoint_if_due(self, step: Step, policy: Policy) -> None:
         """Save what the next step starts from: every few steps, at the end, and when asked to stop.
 
-        Not after an update that was skipped: the weights may be what made its numbers infinite, and the
-        checkpoints from before them must not be dropped for new ones.
+        Nothing is saved after a skipped update: the weights may be the cause of its non-finite numbers, and a
+        new checkpoint would push out an older, good one.
         """
         every = self.recipe.checkpoint.every
         due = self.steps // every > self.saved // every or not self.goes_on()
@@ -144,7 +144,7 @@ class Run:
         elif due:
             self._save(step, policy)
         if self.stopping and distributed.is_rank0():
-            self.folder.stop.unlink(missing_ok=True)  # obeyed; the same command goes on from here
+            self.folder.stop.unlink(missing_ok=True)  # served; the same command resumes the run
 
     def _save(self, step: Step, policy: Policy) -> None:
         self.session.progress.stage("checkpoint")
@@ -155,7 +155,7 @@ class Run:
     # ---- evaluation ---------------------------------------------------------------------------------
 
     def evaluate(self, label: str, rollouts: Rollouts) -> Metrics:
-        """All benchmarks with the engine's weights; a result that is there already is kept."""
+        """Evaluate all benchmarks with the engine's weights; a result file that exists is not made again."""
         before = self.folder.evaluation("before")
         return evaluate(self.session, rollouts, self.folder.evaluation(label), label, before)
 
@@ -169,7 +169,7 @@ def _why_not(step: Step) -> str:
 
 
 def _idle(records: Sequence[dict[str, float | None]]) -> str:
-    """What there is to say of steps that trained nothing."""
+    """A warning if some steps trained nothing, else an empty text."""
     idle = sum(record.get(UPDATES) == 0 for record in records)
     if idle and idle == len(records):
         return "WARNING: no step trained anything; the weights are those that the run started from"
@@ -179,9 +179,9 @@ def _idle(records: Sequence[dict[str, float | None]]) -> str:
 def evaluate(
     session: Session, rollouts: Rollouts, path: Path, label: str, before: Path | None = None
 ) -> Metrics:
-    """All benchmarks, their results in ``path``; results that are there already are kept.
+    """Evaluate all benchmarks and write the results to ``path``; if ``path`` exists, read it instead.
 
-    ``before``: an evaluation to compare with, where there is one.
+    ``before``: results of an earlier evaluation to compare with, if any.
     """
     if not rollouts.benchmarks:
         return {}
@@ -200,7 +200,7 @@ def evaluate(
 
 
 def _change(result: EvaluationResult, before: Path | None) -> str:
-    """Against the first of the earlier results that answers the same questions."""
+    """The paired change since an earlier result on the same questions, as text; empty if there is none."""
     if before is None or not before.exists():
         return ""
     questions = result.manifest["question_ids"]

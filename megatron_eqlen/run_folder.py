@@ -60,7 +60,8 @@ class RunFolder:
         return recipe.budget.ended_by(last["step"], last.get("time/gpu_hours") or 0.0) is not None
 
     def reopen(self) -> None:
-        """What a run ended with becomes its last step's: the run is to go on, from there or from before."""
+        """Rename the final evaluation and export of an ended run after its last step, because the run
+        continues."""
         metrics = read_metrics(self.path)
         label = step_name(int(metrics[-1]["step"]) if metrics else 0)
         ended = {
@@ -75,7 +76,7 @@ class RunFolder:
         """Raise RecipeError if the folder holds a run of another recipe."""
         if not self.recipe.exists():
             return
-        before = load(self.recipe)  # keys that are newer than the run have their defaults
+        before = load(self.recipe)  # keys that were added after the run get their defaults
         changed = {
             key: values
             for key, values in differences(
@@ -91,7 +92,8 @@ class RunFolder:
             )
 
     def _lock(self) -> None:
-        """Held until the process ends, however it ends; the ranks of a killed run may take a moment to go."""
+        """A lock that lasts as long as this process. Retries for a while: the ranks of a killed run may still
+        be ending."""
         self._held = open(self.path / ".lock", "w", encoding="utf-8")  # noqa: SIM115
         deadline = time.monotonic() + LOCK_PATIENCE
         while True:

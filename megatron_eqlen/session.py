@@ -20,7 +20,8 @@ from megatron_eqlen.types import Metrics
 
 
 class Session:
-    """One rank's process. Use as a context manager; what ``ends_with`` names is closed with it, newest first.
+    """One rank's process. Use as a context manager: at its end, the functions given to ``ends_with`` are
+    called, newest first.
 
     Every rank of a run has a session and calls the same verbs in the same order.
     """

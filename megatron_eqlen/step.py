@@ -1,4 +1,4 @@
-"""A step of training as a value: the verbs of the loop take one and give the next.
+"""A step of training as a value: each function of the loop takes one and returns a new one.
 
 Nothing here lives longer than the step, so two steps can exist at once.
 """
@@ -17,7 +17,7 @@ from megatron_eqlen.types import Metrics, Rollout
 
 @dataclass(frozen=True)
 class Batch:
-    """What came of some of a step's prompts."""
+    """The rollouts of some of a step's prompts."""
 
     rollouts: list[Rollout]
     """After ``harvest`` this replica's share; after ``score`` all replicas', graded, in training order."""
@@ -33,14 +33,15 @@ class Step:
     number: int
     """Steps before it in the run."""
     policy_version: int
-    """Of the weights that generate: optimizer steps taken before."""
+    """Version of the weights that generate: the number of optimizer steps taken before."""
     started: float = field(default_factory=time.perf_counter)
     rollouts: tuple[Rollout, ...] = ()
-    """All engine replicas', scored, in training order; with dynamic sampling those that teach something."""
+    """Those of all engine replicas, scored, in training order; with dynamic sampling only those that are
+    kept."""
     batches: tuple[Metrics, ...] = ()
-    """What generating and scoring measured, for each batch of prompts."""
+    """Metrics of generation and scoring, for each batch of prompts."""
     measured: Metrics = field(default_factory=dict)
-    """What the other verbs measured."""
+    """Metrics of the other stages."""
     data_position: dict[str, Any] | None = None
     """Where the data source stands after its prompts; on rank 0 alone."""
 
@@ -50,7 +51,7 @@ class Step:
 
     @property
     def prompts(self) -> int:
-        """Prompts that have rollouts in it."""
+        """Number of prompts that have rollouts in this step."""
         return len({rollout.prompt_id for rollout in self.rollouts})
 
     @property
@@ -59,7 +60,7 @@ class Step:
         return check(in_turn(self.batches) | self.measured)
 
     def add(self, batch: Batch) -> Step:
-        """With another batch of scored rollouts."""
+        """This step with another batch of scored rollouts."""
         return dataclasses.replace(
             self,
             rollouts=(*self.rollouts, *batch.rollouts),
@@ -68,5 +69,5 @@ class Step:
         )
 
     def log(self, metrics: Metrics) -> Step:
-        """With more metrics."""
+        """This step with more metrics."""
         return dataclasses.replace(self, measured=self.measured | metrics)

@@ -72,7 +72,7 @@ class Delta:
 
 @dataclass
 class Grade:
-    """A verifier's word on one ended response."""
+    """A verifier's judgement of one ended response."""
 
     reward: float
     """In [0, 1]."""
@@ -84,7 +84,7 @@ class Grade:
     """The grader's name and version, for example ``math_verify-0.9.0``."""
     seconds: float = 0.0
     detail: str = ""
-    """More on the verdict: a code answer's first failing test."""
+    """More about the verdict, for example the first failing test of a program."""
 
 
 @dataclass
@@ -219,7 +219,7 @@ Rollout = Stream | Group | SampledTree
 
 
 def rollout_key(rollout: Rollout) -> tuple[str, int]:
-    """What a rollout is of: the prompt's id, and which of the prompt's rollouts it is."""
+    """Identifies a rollout: its prompt's id, and its number among the prompt's rollouts."""
     return rollout.prompt_id, rollout.index
 
 

@@ -1,4 +1,4 @@
-"""The schema of a recipe: every key, its type, its default, and how a run is called by it.
+"""The schema of a recipe: every key, its type, its default, and the name that a run gets from it.
 
 ``recipe_load`` reads files, ``recipe_checks`` says what must fit together; nothing of the rest of the code is
 known here.

@@ -1,4 +1,4 @@
-"""The keys that a recipe may have, and which of them somebody may have meant."""
+"""All keys that a recipe may have, and the nearest of them to a misspelt one."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 from megatron_eqlen.recipe import Recipe, Section
 
 SAME_SECTION = 0.1
-"""How much likelier a key of the same section is than an equally similar one elsewhere."""
+"""Factor by which a key of the same section is preferred to an equally similar one elsewhere."""
 LEAST_SIMILAR = 0.4
-"""Of 1; less alike is not worth naming."""
+"""Lowest similarity, from 0 to 1, at which a key is suggested."""
 
 
 def nearest(unknown: Sequence[str | int]) -> str | None:

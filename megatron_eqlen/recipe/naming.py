@@ -1,4 +1,4 @@
-"""What tells two runs apart, and how a run is called by it."""
+"""How recipes differ, and the name that a run gets from what makes it differ."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ MAY_CHANGE = (
     "inputs_from",
     "rollout.servers",
 )
-"""A run may go on with other values of these; any other change would mix two experiments in one folder."""
+"""Keys that may change when a run is resumed; any other change would mix two experiments in one folder."""
 NAMED_ELSEWHERE = ("name", "seed", "objective", "sampling")
-"""Parts of the run folder's path by themselves."""
+"""Keys that are part of the run folder's path in any case."""
 ABLATIONS = (
     "equal_length.single_pair",
     "equal_length.prefix_in_gradient",
     "equal_length.suffix_reward",
 )
-"""Named in the method, where lengths are equal."""
+"""Keys that ``Recipe.method`` names, with equal-length sampling."""
 LONGEST = 100
 """Characters of a variant's name; longer ones are cut and get a hash."""
 
@@ -69,7 +69,8 @@ def _text(value: Any) -> str:
 
 
 def _reads_back(value: Any) -> bool:
-    """Whether no other value has the same text: words are words, and numbers are numbers."""
+    """Whether ``value``'s text can belong to no other value: a plain word, or not a text (the text "5" looks
+    like a number)."""
     return (
         not isinstance(value, str)
         or re.fullmatch(r"(?!(true|false|null|NaN|Infinity)$)[A-Za-z_][\w.+-]*", value) is not None

@@ -38,7 +38,7 @@ class RecipeError(ValueError):
 
 
 def one_of(*names: str) -> AfterValidator:
-    """Of a key that takes one of ``names``, or the import path of a user's own."""
+    """Type of a key whose value is one of ``names``, or the import path of a user's own object."""
 
     def check(value: str) -> str:
         if value not in names and not is_import_path(value):
@@ -219,15 +219,18 @@ class OptimizerRecipe(Section):
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     min_lr: NonNegativeFloat = 0.0
     adam_beta1: BelowOne = 0.9
-    """Our choice, as the next three."""
+    """Our choice."""
     adam_beta2: BelowOne = 0.999
+    """Our choice."""
     adam_eps: PositiveFloat = 1e-8
+    """Our choice."""
     weight_decay: NonNegativeFloat = 0.0
+    """Our choice."""
     clip_grad: NonNegativeFloat = 1.0
     """Global gradient norm; 0 is off."""
     max_skipped_updates: NonNegativeInt = 3
     """An update with a loss, gradient or weight that is not finite is skipped; more than this many in a row
-    end the run, its checkpoints as they were."""
+    end the run, and no checkpoint is written meanwhile."""
 
 
 class ParallelRecipe(Section):
@@ -259,7 +262,7 @@ class BenchmarkRecipe(Section):
     name: str
     reader: BenchmarkReader = "deepmath"
     grader: GraderName | None = None
-    """As of a data source, both."""
+    """A grader's name or import path, as ``data.sources[].grader``; default: what the reader says."""
     path: str
     limit: PositiveInt | None = None
     since: str | None = None
@@ -294,7 +297,7 @@ class Recipe(Section):
     name: str
     """Names the experiment; its runs are under ``runs/NAME``."""
     inputs_from: str | None = None
-    """What makes the model and the data that it reads, for the message where they are missing."""
+    """Command that makes the model and the data; the message about a missing one names it."""
     run_dir: str | None = None
     """Default ``runs/NAME/METHOD-VARIANT-seedN``, METHOD being ``eqlen-grpo`` or ``grpo``, for example."""
     variant: dict[str, Any] = {}

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 
 SEED = "eqlen_seed"
-"""The extra argument of a vLLM request that holds its seed. It is not vLLM's own: of that vLLM makes a
-generator, and sets it back where a prefill takes several steps, which fails if nobody has drawn from it."""
+"""Key in a vLLM request's ``extra_args`` that holds its seed. vLLM's own ``seed`` is not used: vLLM makes a
+torch generator of it and rewinds that when a prefill takes several steps, which fails if nothing was drawn
+from it."""
 
 
 class EngineError(RuntimeError):
@@ -33,21 +34,21 @@ class StalePolicyError(EngineError):
 
 class Engine(Protocol):
     policy_version: int
-    """Optimizer steps behind the weights in use."""
+    """Version of the weights in use: the number of optimizer steps that made them."""
     max_model_len: int
     """Longest prompt + completion, in tokens."""
     max_num_seqs: int
     """Requests decoded at once; more wait in the engine's queue."""
 
     def submit(self, request_id: str, token_ids: list[int], max_tokens: int, seed: int) -> None:
-        """Start a completion of ``token_ids``. Token t of the path is drawn from ``(seed, t)``, so the
-        same request cut anywhere and submitted again with what it had gives the same continuation.
-        Requests whose ids agree up to the last ``/`` share a prefix. Raises ValueError for a request
-        that cannot run, EngineError where the weights are not there."""
+        """Start a completion of ``token_ids``. Token t of the path is drawn from ``(seed, t)``: a request
+        that was interrupted and is submitted again with the tokens it had gets the same continuation.
+        Requests whose ids agree up to the last ``/`` share a prefix. Raises ValueError for a request that
+        cannot run, EngineError if the weights are not loaded."""
         ...
 
     def step(self) -> list[Delta]:
-        """Decode on, and return what is new (possibly nothing). Raises EngineError."""
+        """Decode further and return the new tokens (possibly none). Raises EngineError."""
         ...
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -85,7 +86,7 @@ class Engine(Protocol):
 def check_request(
     request_id: str, token_ids: list[int], max_tokens: int, max_model_len: int, vocab_size: int
 ) -> None:
-    """Raise ValueError for what would stop the engine: no tokens, too many, or unknown ones."""
+    """Raise ValueError for a request that would crash the engine: no tokens, too many, or unknown ones."""
     if not token_ids or max_tokens < 1:
         raise ValueError(
             f"request {request_id}: expected tokens to continue and at least 1 to generate, "
@@ -123,7 +124,7 @@ class IdleEngine:
         assert not list(request_ids)
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
-        for _ in named_tensors:  # exporting them is collective
+        for _ in named_tensors:  # exporting weights is collective: every rank must take part
             pass
         self.policy_version = policy_version
 

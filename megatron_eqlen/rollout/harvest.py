@@ -25,11 +25,11 @@ from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.types import Delta, Metrics, Prompt, Rollout, rollout_key
 
 MAX_ATTEMPTS = 4
-"""Times one track is submitted before its losses count as the engine's failure."""
+"""Attempts per track. A track that is lost so often means that the engine fails."""
 
 
 Key = tuple[str, int]
-"""A rollout's ``rollout_key``."""
+"""``types.rollout_key``: prompt id and number of the rollout."""
 
 
 def harvest(
@@ -48,7 +48,8 @@ def harvest(
     rollouts of this step that an earlier attempt recorded: they are returned, not generated again.
 
     Returns the rollouts in the order of ``prompts`` (and of stream numbers), and the step's metrics
-    (of what was generated now). What a token budget never let start is not in the list. Raises
+    (of what was generated now). Rollouts that did not start before the token budget was spent are not in the
+    list. Raises
     ValueError for prompts that do not fit and EngineError for an engine that died or hangs.
     """
     check_prompts(prompts, recipe, engine.max_model_len)
@@ -140,8 +141,8 @@ class Driver:
             self.engine.abort(list(self.tracks))
 
     def admit(self) -> None:
-        """Start harvesters while the engine has free slots. The rest wait here and not in the engine's queue,
-        where a fork would have to wait behind them while its prefix cools."""
+        """Start harvesters while the engine has free slots. The rest wait here, not in the engine's queue:
+        there a fork would wait behind them, and its prefix might be evicted from the cache meanwhile."""
         while self.waiting and len(self.tracks) < self.engine.max_num_seqs:
             key, harvester = self.waiting.popleft()
             self.running[key] = harvester
@@ -154,12 +155,12 @@ class Driver:
         self.engine.submit(track.request_id, track.context + track.token_ids, track.remaining, track.seed)
 
     def deliver(self, deltas: list[Delta]) -> list[Key]:
-        """Hand tokens to their tracks; returns what may have to act."""
+        """Hand tokens to their tracks; returns the harvesters that can now decide something."""
         touched: dict[Key, None] = {}
         self.meter.stepped(len(deltas))
         for delta in deltas:
             entry = self.tracks.get(delta.request_id)
-            if entry is None:  # a token that crossed its request's abort
+            if entry is None:  # sent before the engine saw the abort
                 continue
             track, key = entry
             _check_delta(track, delta)
@@ -209,7 +210,7 @@ class Driver:
 
 
 def _check_delta(track: Track, delta: Delta) -> None:
-    """Raise EngineError where a delta's columns do not go with its tokens."""
+    """Raise EngineError unless a delta's lists are as long as its tokens."""
     tokens = len(delta.token_ids)
     if len(delta.logprobs) != tokens:
         raise _broken(delta, "log-prob", len(delta.logprobs))

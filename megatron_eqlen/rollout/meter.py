@@ -16,7 +16,7 @@ class Meter:
     """Counts while the driver runs; ``metrics()`` at the end.
 
     ``generated_tokens`` are all tokens the engine delivered, ``supervised_tokens`` those inside pairs
-    (or completions): what is left is head starts that nothing ended, and tails.
+    (or completions): the rest are tails, and head starts that never became part of a pair.
     """
 
     def __init__(self, engine: Engine) -> None:

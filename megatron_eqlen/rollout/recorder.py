@@ -27,10 +27,10 @@ from megatron_eqlen.sampling import KINDS, kind_of
 from megatron_eqlen.types import Prompt, Rollout, rollout_key, training_order
 
 VERSION = 2
-"""Of the format. Files of version 1 have no header and name their prompts by id alone."""
+"""Version of the format. Files of version 1 have no header, and hold ids of prompts but not the prompts."""
 
 FILES = "rank-*.jsonl"
-"""In a step's folder: one file of each rank that records."""
+"""Files in a step's folder, one for each rank that records."""
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ def read_dump(path: str | Path) -> list[Rollout]:
 
 
 def record_grades(path: Path, graded: Iterable[Rollout]) -> None:
-    """Put graded rollouts in place of their raw records, at once: a crash leaves the old file or the new."""
+    """Replace the raw records by graded rollouts, atomically: a crash leaves the old file or the new one."""
     rollouts = {rollout_key(rollout): rollout for rollout in read_dump(path)}
     rollouts |= {rollout_key(rollout): rollout for rollout in graded}
     with replaced(path) as partial, Recorder(partial) as recorder:
@@ -124,7 +124,7 @@ def _adapter(record: type) -> TypeAdapter:
 
 
 class _Dump:
-    """What the lines of a file hold."""
+    """Reads the lines of a file: header, prompts, rollouts."""
 
     def __init__(self, path: Path, lines: Iterable[bytes]) -> None:
         self.prompts: dict[str, Prompt] = {}

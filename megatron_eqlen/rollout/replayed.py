@@ -1,4 +1,4 @@
-"""Whether a record of rollouts is what a run on recorded rollouts asks for, found out before it trains."""
+"""Checks, before anything is trained, that recorded rollouts fit the recipe that replays them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ReplayError(ValueError):
 
 
 def check_steps(streams: Path, first: int, steps: int | None) -> None:
-    """Every step from ``first`` (counted from 0) up to ``steps``, the run's number of them, is recorded."""
+    """Raise ReplayError unless steps ``first`` (counted from 0) to ``steps - 1`` are recorded."""
     recorded = {folder.name for folder in streams.glob("step-*") if any(folder.glob(FILES))}
     wanted = [step_name(number) for number in range(first, max(first + 1, steps or 0))]
     if missing := [name for name in wanted if name not in recorded]:
@@ -33,7 +33,8 @@ def check_steps(streams: Path, first: int, steps: int | None) -> None:
 
 
 def check_step(folder: Path, rollouts: Sequence[Rollout], recipe: Recipe, eos: frozenset[int]) -> None:
-    """The rollouts of a step are those that ``recipe`` would have generated for their prompts."""
+    """Raise ReplayError unless a step's rollouts are those that ``recipe`` would generate for their
+    prompts."""
     kinds = Counter(kind_of(one).name for one in rollouts)
     if set(kinds) != {recipe.sampling}:
         _refuse(folder, f"rollouts of sampling: {recipe.sampling}", " and ".join(kinds) or "none")

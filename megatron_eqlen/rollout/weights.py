@@ -1,7 +1,7 @@
 """The weights an engine expects, by Hugging Face name: those of the model that it was started with.
 
-A sync that lacks a weight or brings one of another shape would leave the engine half stale without a
-word, so every stream is checked against this table while it passes.
+If a sync lacked a weight, or had one of another shape, part of the engine would silently keep old weights. So
+every stream of weights is checked against this table while it passes.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Harvester(Protocol):
         ...
 
     def advance(self) -> list[Track]:
-        """Take account of new tokens; returns tracks to launch."""
+        """Use the new tokens of the tracks; returns tracks to launch."""
         ...
 
     def cut(self) -> None:

@@ -53,7 +53,7 @@ class Track:
 
     @property
     def request_id(self) -> str:
-        """New with every attempt, so that a late delta of a lost request finds nobody."""
+        """New with every attempt, so that a late delta of a lost request is ignored."""
         return self.name if self.attempts == 0 else f"{self.name}~{self.attempts}"
 
     @property

@@ -44,7 +44,7 @@ UNTOUCHED = "default"
 
 @dataclass
 class Failure:
-    """Put in the queue in place of a delta."""
+    """A failed request or replica; it is queued like a delta."""
 
     replica: ServerReplica
     reason: str
@@ -130,10 +130,10 @@ class ServerEngine:
         try:
             self._update_replicas(checked, str(policy_version))
         except EngineError:
-            for _ in checked:  # exporting them is collective: other ranks take part to the end
+            for _ in checked:  # exporting weights is collective: the other ranks need this one to finish
                 pass
             raise
-        self.arrivals = queue.SimpleQueue()  # failures reported before the replica got these weights are over
+        self.arrivals = queue.SimpleQueue()  # forget failures from before these weights
         self.refusal = None
         self.policy_version, self.weight_version = policy_version, str(policy_version)
         self.pool.start_heartbeats(self.weight_version, self._failed)
@@ -149,7 +149,7 @@ class ServerEngine:
         """Servers have their own GPUs."""
 
     def wake(self) -> None:
-        """Nothing slept."""
+        """Nothing to do: servers do not sleep."""
 
     def close(self) -> None:
         self.abort([request_id for replica in self.pool.replicas for request_id in replica.requests])
@@ -188,7 +188,7 @@ class ServerEngine:
             lost = self.pool.bury(arrival.replica, arrival.reason)
             return [Delta(request_id, [], [], "lost") for request_id in lost]
         replica = self._replica_of(arrival.request_id)
-        if replica is None:  # it crossed an abort
+        if replica is None:  # sent before the server saw the abort
             return []
         if arrival.finish_reason is not None:
             del replica.requests[arrival.request_id]
@@ -208,7 +208,7 @@ class ServerEngine:
                         delta = read_event(request_id, event, self.rollout.keep_sampling_mask)
                         if delta.finish_reason is None:
                             self.arrivals.put(delta)
-                        else:  # the usage comes after the end
+                        else:  # token usage comes after the last tokens
                             last = delta
             if last is None:
                 raise ConnectionError(f"request {request_id}: the stream broke off")
@@ -222,7 +222,7 @@ class ServerEngine:
     # ---- weights ------------------------------------------------------------------------------------
 
     def _connect(self, any_weights: bool = False) -> None:
-        """Set up every replica that answers and has the right weights, or will get them now."""
+        """Set up every replica that answers and has the right weights (or any weights, before a sync)."""
         expected = None if any_weights else self.weight_version
         setup = [self.rollout.logprobs_mode, self.rollout.mask_width]
         self.pool.connect(expected, setup, self._check_limits)
@@ -249,7 +249,8 @@ class ServerEngine:
         self.pool.post("reset_prefix_cache")
 
     def _stream_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Send weights to the workers of all live replicas at once; fetch some while others are sent."""
+        """Send weights to the workers of all live replicas at once; while one part is sent the next is
+        fetched."""
         feeds = {replica: self._feed(replica) for replica in self.pool.alive}
         sending: Calls = {}
         try:
@@ -259,7 +260,7 @@ class ServerEngine:
                     self.pool.settle("sending weights", sending)
                     frame = encode(bucket)
                     sending = self.pool.start(lambda replica, frame=frame: feeds[replica].send(frame))
-            finally:  # workers of a stream that failed its check must not wait for more
+            finally:  # the stream failed: the workers must not wait for more weights
                 self.pool.settle("sending weights", sending)
                 self.pool.each("update_weights", lambda replica: feeds[replica].finish())
         finally:

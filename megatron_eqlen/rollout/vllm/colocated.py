@@ -23,7 +23,7 @@ with importing_vllm():
     from megatron_eqlen.rollout.vllm import engine_core, lifecycle
 
 LOWEST_TEMPERATURE = 0.01
-"""vLLM raises lower ones to this silently."""
+"""Lowest temperature: vLLM silently raises lower ones to this."""
 
 
 class ColocatedEngine:

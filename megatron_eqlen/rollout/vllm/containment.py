@@ -1,4 +1,4 @@
-"""vLLM inside the training process: what importing it and building a model do to the process is undone."""
+"""Undoes the changes that importing vLLM and building its model make to the training process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 _vllms_environ: dict[str, str] = {}
-"""What importing vLLM set (compiler caches and threads); in force only while vLLM builds."""
+"""Variables that importing vLLM set (compiler caches and threads); set again only while vLLM builds a
+model."""
 
 
 @contextmanager
@@ -54,7 +55,7 @@ def contained() -> Iterator[None]:
 
 
 def _restore_environ(environ: dict[str, str]) -> dict[str, str]:
-    """Set the environment back, but for vLLM's own variables; returns what that undid."""
+    """Restore the environment except for vLLM's own variables; returns the variables that were undone."""
     undone = {
         name: value
         for name, value in os.environ.items()

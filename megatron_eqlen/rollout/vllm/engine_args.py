@@ -1,4 +1,5 @@
-"""The recipe's rollout settings in vLLM's words, for the engine in this process and for servers alike."""
+"""The recipe's rollout settings as vLLM's engine arguments, for the engine in this process and for
+servers."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def engine_args(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_l
 
 
 def as_flags(args: dict[str, Any]) -> list[str]:
-    """The same on a command line; what is False is left out."""
+    """Engine arguments as command-line flags; False ones are left out."""
     flags = []
     for name, value in args.items():
         flag = "--" + name.replace("_", "-")
@@ -48,7 +49,7 @@ def as_flags(args: dict[str, Any]) -> list[str]:
 
 
 def _supported_dtype(model_path: str, dtype: str) -> str:
-    """vLLM's Gated DeltaNet on CPUs has a bfloat16 kernel and no other."""
+    """On CPUs vLLM's Gated DeltaNet has only a bfloat16 kernel."""
     config = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
     if current_platform.is_cpu() and config["model_type"] == "qwen3_next" and dtype != "bfloat16":
         logger.warning("%s: vLLM rolls qwen3_next out in bfloat16 on CPUs, not in %s", model_path, dtype)

@@ -1,4 +1,4 @@
-"""Requests straight to vLLM's engine core, past outputs and detokenization that a harvest has no use for.
+"""Requests sent directly to vLLM's engine core: a harvest needs no output objects and no detokenization.
 
 Written for vLLM 0.31 and its V1 engine.
 """
@@ -59,7 +59,7 @@ def submit(
 
 
 def step(llm: LLM) -> list[Delta]:
-    """One engine step. Raises EngineError where the engine failed a request by itself."""
+    """One engine step. Raises EngineError if the engine ended a request with an error."""
     deltas = []
     for output in llm.llm_engine.engine_core.get_output().outputs:
         reason = output.finish_reason

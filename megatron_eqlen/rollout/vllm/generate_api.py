@@ -60,5 +60,5 @@ def cached_tokens(event: dict[str, Any]) -> int | None:
 
 
 def _kept(top_logprobs: list[dict[str, Any]]) -> tuple[int, ...]:
-    """``PathSampler`` puts the sampling mask where vLLM has the most likely tokens."""
+    """The sampling mask: ``PathSampler`` returns it in vLLM's field for the most likely tokens."""
     return tuple(sorted(int(token["token"].removeprefix("token_id:")) for token in top_logprobs))

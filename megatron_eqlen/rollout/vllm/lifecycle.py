@@ -47,7 +47,7 @@ def build(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: in
         if launched:
             os.environ["RANK"] = str(dist.get_rank())
             os.environ.setdefault("LOCAL_RANK", "0" if cpu else str(torch.cuda.current_device()))
-            os.environ.setdefault("MASTER_ADDR", "localhost")  # asked for, not used: the group exists
+            os.environ.setdefault("MASTER_ADDR", "localhost")  # required, but unused: the group exists
             os.environ.setdefault("MASTER_PORT", "0")
         else:
             _owns_process_group = True
@@ -65,7 +65,7 @@ def build(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: in
                 f"rollout.gpu_memory_utilization {rollout.gpu_memory_utilization} and paths of "
                 f"{max_model_len} tokens: {error}"
             ) from error
-        llm.llm_engine.engine_core._finalizer.detach()  # ``close`` does it
+        llm.llm_engine.engine_core._finalizer.detach()  # ``close`` shuts it down instead
         runner = _worker_runner(llm)
         runner.sampler = PathSampler(runner, rollout.logprobs_mode == "processed", rollout.mask_width)
     _live_engines += 1
@@ -95,12 +95,12 @@ def close(llm: LLM) -> None:
 
 def load_weights(llm: LLM, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Stream weights into the running model (vLLM's layerwise reload) and forget all cached prefixes.
-    A stream that raises leaves some layers stale or void, but a model that can be loaded again."""
+    If the stream raises, some layers hold old weights or none, but the model can be loaded again."""
     runner = _worker_runner(llm)
     with contained():
         try:
             llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
-        finally:  # does nothing after a reload that came to its end
+        finally:  # no effect after a complete reload
             with set_current_vllm_config(runner.vllm_config):
                 finalize_layerwise_reload(runner.get_model(), runner.model_config)
         repack(runner.get_model())
@@ -113,7 +113,7 @@ def reset_cache(llm: LLM) -> None:
 
 
 def sleep(llm: LLM) -> None:
-    """Drop weights and KV cache from the GPU; the CPU engine has no other place to put its memory."""
+    """Drop weights and KV cache from the GPU. Does nothing on a CPU."""
     if not current_platform.is_cpu():
         llm.sleep(level=2)
 

@@ -1,8 +1,8 @@
-"""The servers of a run together: the same call to all that live, and what happens to one that fails.
+"""All servers of a run: the same call to every live one, and what happens to one that fails.
 
 A replica that refuses, breaks off, or falls silent is dead: it is left out until the next weight sync, when
-it gets the same weights as all. A server takes far longer to start than ``HEARTBEAT``, so one that was
-restarted with old weights cannot slip by.
+it gets the same weights as all. A server takes far longer to start than ``HEARTBEAT``, so a restart (which
+brings old weights back) is always noticed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HEARTBEAT = 1.0
 """Seconds between a replica's heartbeats."""
 
 Calls = dict[ServerReplica, Any]
-"""What is under way with each replica, as concurrent futures."""
+"""The pending call to each replica."""
 
 
 class ReplicaPool:
@@ -80,7 +80,8 @@ class ReplicaPool:
         return {replica: self.io.start(limited(replica)) for replica in self.alive}
 
     def settle(self, what: str, calls: Calls) -> list[Any]:
-        """The answers; a replica that failed to give one is buried. Raises EngineError when none is left."""
+        """Wait for the answers; a replica that gives none is dead (``bury``). Raises EngineError when none is
+        left."""
         answers = []
         for replica, call in calls.items():
             try:
@@ -91,7 +92,7 @@ class ReplicaPool:
         return answers
 
     def bury(self, replica: ServerReplica, reason: str) -> list[str]:
-        """A replica died: the ids of its requests, which are lost."""
+        """Mark a replica as dead; returns the ids of its requests, which are lost."""
         if replica.alive:
             logger.warning(
                 "%s: dead until the next weight sync, %d requests go elsewhere: %s",
@@ -106,7 +107,8 @@ class ReplicaPool:
         return lost
 
     def start_heartbeats(self, expected: str, on_failure: Callable[[ServerReplica, str], None]) -> None:
-        """Ask every live replica again and again: alive, and with the ``expected`` weights?"""
+        """Ask every live replica at regular intervals whether it is alive and has the ``expected``
+        weights."""
         self.stop_heartbeats()
         self.heartbeats = [
             self.io.start(_watch(replica, expected, on_failure)) for replica in self.replicas if replica.alive

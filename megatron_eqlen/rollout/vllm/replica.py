@@ -16,12 +16,12 @@ from megatron_eqlen.rollout.engine import EngineError
 logger = logging.getLogger(__name__)
 
 PATIENCE = 30.0
-"""Seconds a replica may take to answer a short question: it may be in the middle of a long engine step."""
+"""Seconds a replica may take to answer a short request: it may be in the middle of a long engine step."""
 PREEMPTIONS = "vllm:num_preemptions_total"
 """vLLM's counter of requests that were pushed out of the KV cache."""
 
 ReplicaError = (aiohttp.ClientError, OSError)
-"""What a dead, dying or silent replica looks like from here (timeouts are OSErrors)."""
+"""What is raised here when a replica is dead, dying or silent (timeouts are OSErrors)."""
 
 
 class Background:
@@ -70,10 +70,10 @@ class ServerReplica:
         self.preemptions = 0.0
         """vLLM's counter when it was last read."""
         self.absence = ""
-        """Why it is left out."""
+        """Why it is not used; empty while it is used."""
 
     def leave_out(self, why: str) -> None:
-        """Say so, but not again at every sync."""
+        """Stop using the replica; logged once, not at every sync."""
         if why != self.absence:
             logger.warning("%s: left out: %s", self.url, why)
         self.alive, self.absence = False, why
@@ -82,12 +82,12 @@ class ServerReplica:
         self.alive, self.absence, self.workers = True, "", workers
 
     def forget(self, request_id: str) -> None:
-        """Give a request up; vLLM aborts one whose client is gone."""
+        """Drop a request: vLLM aborts a request whose connection is closed."""
         self.requests.pop(request_id).cancel()
 
     async def set_up(self, expected: str | None, setup: list[Any]) -> list[dict[str, int]]:
-        """What each worker says of its limits, once it samples as ``setup`` (``WorkerExtension.eqlen_setup``)
-        says. The weights must be the ``expected`` version (None: any)."""
+        """Set each worker's sampling by ``setup`` (``WorkerExtension.eqlen_setup``); returns each worker's
+        limits. The weights must be the ``expected`` version (None: any)."""
         async with asyncio.timeout(PATIENCE):
             version = await self.weight_version()
             if expected not in (None, version):
@@ -101,7 +101,8 @@ class ServerReplica:
         return json.loads(await self.get("weight_info"))["weight_version"]
 
     async def new_preemptions(self) -> float:
-        """Preemptions since the last call. A counter that fell is that of a server that was restarted."""
+        """Preemptions since the last call. A counter that is lower than before means that the server was
+        restarted."""
         before, self.preemptions = self.preemptions, read_counter(await self.get("metrics"), PREEMPTIONS)
         return self.preemptions - (before if before <= self.preemptions else 0)
 
@@ -131,7 +132,7 @@ def words(error: BaseException) -> str:
 
 
 async def _check_status(response: aiohttp.ClientResponse) -> None:
-    """ConnectionError with the server's words for anything but success."""
+    """Raise ConnectionError with the server's message unless the request succeeded."""
     if response.status != 200:
         text = (await response.text())[:500]
         raise ConnectionError(f"HTTP {response.status} from {response.url.path}: {text}")

@@ -39,8 +39,9 @@ class PathSampler(Sampler):
     Log-probs are ``log_softmax(logits / temperature)`` at the token; ``processed`` ones are normalized
     over the kept set instead: greater by minus the log of the kept mass.
 
-    With ``mask_width`` the kept set travels where vLLM puts the ids of the most likely tokens: the drawn
-    token, then ``mask_width`` kept ones, the drawn one again in place of those that are not there.
+    With ``mask_width`` the kept set is returned in the field that vLLM has for the ids of the most likely
+    tokens: the drawn token, then ``mask_width`` kept ones; if fewer were kept, the drawn token fills the
+    rest.
     """
 
     def __init__(self, runner: Any, processed: bool, mask_width: int = 0) -> None:
@@ -57,7 +58,7 @@ class PathSampler(Sampler):
     ) -> SamplerOutput:
         """``logits`` [rows, vocabulary], any float dtype."""
         draw = self._uniform(sampling_metadata, len(logits))
-        if draw is None:  # vLLM's own dummy run, or a request of somebody else's to a server
+        if draw is None:  # vLLM's own dummy run, or another client's request to a server
             return super().forward(logits, sampling_metadata, *args, **kwargs)
         logits = logits.float() / sampling_metadata.temperature.unsqueeze(1)
         logprobs = logits.log_softmax(-1)
@@ -65,7 +66,7 @@ class PathSampler(Sampler):
             logits = processor.apply(logits)
         logits = apply_top_k_top_p(logits, sampling_metadata.top_k, sampling_metadata.top_p)
         kept = torch.where(logits > -torch.inf, logprobs, -torch.inf).exp()
-        if self.mask_width:  # of equal logits at the border top-k keeps all
+        if self.mask_width:  # top-k keeps all ties at its limit
             masses, ids = kept.topk(min(self.mask_width, kept.shape[1]))
             kept = torch.zeros_like(kept).scatter(1, ids, masses)
         cumulative = kept.cumsum(-1, dtype=torch.float64)
@@ -79,9 +80,9 @@ class PathSampler(Sampler):
         columns = tokens
         if self.mask_width:
             columns = torch.cat((tokens, torch.where(masses > 0, ids, tokens)), 1)
-            logprobs = logprobs.expand(-1, columns.shape[1])  # of the drawn token; nobody reads the others
+            logprobs = logprobs.expand(-1, columns.shape[1])  # the drawn token's; others are not read
         tokens, columns = tokens.to(torch.int32), columns.to(torch.int32)
-        ranks = torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device)  # nobody asks for them
+        ranks = torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device)  # not read
         return SamplerOutput(tokens, LogprobsTensors(columns, logprobs.contiguous(), ranks))
 
     def take_removed_mass(self) -> tuple[float, int]:
@@ -106,7 +107,8 @@ class PathSampler(Sampler):
         return np.array(seeds, dtype=np.uint64) if len(seeds) == rows and None not in seeds else None
 
     def _count_removed(self, mass: Tensor) -> None:
-        """``mass`` [rows] float64. Rows in the middle of their prefill are sampled for nothing."""
+        """``mass`` [rows] float64. Rows that are still in their prefill are not counted: vLLM discards their
+        samples."""
         counted = ~self.runner.discard_request_mask.np[: len(mass)]
         if not counted.all():
             mass = mass[torch.from_numpy(counted).to(mass.device)]

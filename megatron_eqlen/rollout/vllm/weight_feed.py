@@ -6,7 +6,7 @@
     finish  last frame ──► workers
                           workers ──► done; server ──► answer to the POST
 
-The nonce tells workers from strangers, who are not heard.
+Workers send the nonce back. A connection without it is from somebody else and is closed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ LAST_WORDS = 1.0
 
 
 class Feed:
-    """Connections to the ``workers`` of the server at ``url``, which hold out ``timeout`` seconds of silence.
+    """Connections to the ``workers`` of the server at ``url``, each of which fails after ``timeout`` seconds
+    of silence.
 
     ``post`` gives a server an invitation for its workers, and returns when they have loaded everything.
     Used inside one event loop. Every step raises OSError where a connection breaks, or what ``post``
@@ -60,20 +61,20 @@ class Feed:
                 reception.cancel()
                 await asyncio.wait({reception})
         if len(self.sockets) < self.workers:
-            await self.answer  # says why
+            await self.answer  # raises the server's error
             raise ConnectionError(f"expected {self.workers} workers to connect, found {len(self.sockets)}")
 
     async def send(self, frame: Frame) -> None:
         await self._with_all(lambda sock: _send(sock, frame))
 
     async def finish(self) -> None:
-        """Wait until everything that was sent is loaded."""
+        """Wait until the workers have loaded everything that was sent."""
         await self.send(encode([]))
         await self._with_all(lambda sock: _read(sock, len(DONE)))
         await self.answer
 
     async def close(self) -> None:
-        """Workers that still wait for weights fail."""
+        """Close the connections; workers that still wait for weights fail."""
         for sock in self.sockets.values():
             sock.close()
         if self.answer is not None:
@@ -81,7 +82,8 @@ class Feed:
             await asyncio.gather(self.answer, return_exceptions=True)
 
     async def _with_all(self, work: Callable[[socket.socket], Coroutine]) -> None:
-        """Do ``work`` with all workers at once. Where one fails, its server may know why."""
+        """Do ``work`` with all workers at once. If one fails, the error is the server's answer where it gives
+        one."""
         try:
             async with asyncio.TaskGroup() as group:
                 for sock in self.sockets.values():
@@ -92,14 +94,15 @@ class Feed:
             raise failures.exceptions[0] from None
 
     async def _receive(self, listener: socket.socket) -> None:
-        """Greet all who come, each on its own: a stranger may say nothing for ever."""
+        """Accept connections, each in a task of its own: a client that is not a worker may stay silent for
+        ever."""
         async with asyncio.TaskGroup() as group:
             while True:
                 sock, _ = await asyncio.get_running_loop().sock_accept(listener)
                 group.create_task(self._greet(sock))
 
     async def _greet(self, sock: socket.socket) -> None:
-        """Keep the connection of a worker, close a stranger's."""
+        """Keep a connection that sends the nonce; close any other."""
         with suppress(OSError), ExitStack() as stranger:
             stranger.enter_context(sock)
             nonce, rank = HELLO.unpack(await _read(sock, HELLO.size))

@@ -23,13 +23,13 @@ from torch import Tensor
 
 NamedTensors = list[tuple[str, Tensor]]
 Frame = list[bytes | memoryview]
-"""What goes over the wire, in this order."""
+"""The parts of one message, in the order in which they are sent."""
 
 NONCE_BYTES = 16
 HELLO = struct.Struct(f"!{NONCE_BYTES}sI")
-"""Nonce and rank."""
+"""Format of the hello: nonce and rank."""
 LENGTH = struct.Struct("!I")
-"""Bytes of JSON that follow."""
+"""Format of a frame's length: the number of bytes of JSON that follow."""
 DONE = b"done"
 
 
@@ -41,15 +41,16 @@ def connect(host: str, port: int, nonce: str, timeout: float, rank: int) -> sock
 
 
 def receive(sock: socket.socket) -> Iterator[NamedTensors]:
-    """The weights, frame by frame; to ask for more says that the last are loaded. Raises OSError."""
+    """The weights, frame by frame. Asking for the next frame means that the last one is loaded. Raises
+    OSError."""
     while named_tensors := read_frame(sock):
         yield named_tensors
     sock.sendall(DONE)
 
 
 def read_frame(sock: socket.socket) -> NamedTensors:
-    """The next frame's tensors, each in memory of its own: vLLM keeps those of a layer until its last one
-    comes, maybe frames later. Raises ConnectionError where the connection ends."""
+    """The next frame's tensors, each in its own memory: vLLM keeps a layer's tensors until the layer is
+    complete, which may be some frames later. Raises ConnectionError where the connection ends."""
     (length,) = LENGTH.unpack(_read(sock, LENGTH.size))
     header = json.loads(_read(sock, length).tobytes())
     return [(name, _read_tensor(sock, getattr(torch, dtype), shape)) for name, dtype, shape in header]

@@ -29,12 +29,12 @@ BACKEND = "eqlen_tcp"
 
 @dataclass
 class Nothing(WeightTransferInitInfo):
-    """No rendezvous: every sync has its own."""
+    """vLLM's settings for a rendezvous at the start: none, because every sync opens its own connections."""
 
 
 @dataclass
 class Invitation(WeightTransferUpdateInfo):
-    """Where the weights are, see ``weight_feed``."""
+    """Where to connect for the weights, see ``weight_feed``."""
 
     host: str
     port: int
@@ -54,15 +54,15 @@ class TcpWeightTransfer(WeightTransferEngine[Nothing, Invitation]):
         pass
 
     def start_weight_update(self) -> None:
-        # A sync that broke off has left layers waiting for the rest of their weights, and vLLM would add
-        # the new ones to those; after any other this does nothing.
+        # After an interrupted sync some layers still wait for the rest of their weights, and vLLM would mix
+        # the new ones with those. After a complete sync this has no effect.
         finalize_layerwise_reload(self.model, self.model_config)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: Invitation) -> None:
-        """Load what comes. A connection that breaks is only logged: the trainer misses our ``done`` or is
-        dead, while vLLM, after one rank's error, would take the other ranks' answers to this call for those
-        to its next, and so fail the next trainer's."""
+        """Load the weights as they arrive. A broken connection is logged, not raised. The trainer notices by
+        itself (it gets no ``done``), or is dead. But if one rank raised here, vLLM would read the other
+        ranks' answers to this call as answers to its next call, and the next trainer's sync would fail."""
         with weight_stream.connect(**asdict(update_info), rank=self.parallel_config.rank) as connection:
             try:
                 for named_tensors in weight_stream.receive(connection):

@@ -1,4 +1,4 @@
-"""What streams and their pairs look like, as metrics."""
+"""Metrics of streams and their pairs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def shape(streams: Sequence[Stream]) -> Metrics:
 
 
 def compared(units: Sequence[ComparisonUnit], streams: Sequence[Stream], recipe: Recipe) -> Metrics:
-    """Pairs with rewards: how many, how long, how many teach nothing. Empty for no streams."""
+    """Pairs with rewards: how many, how long, how many have equal rewards (and are not trained). Empty for no
+    streams."""
     if not streams:
         return {}
     lengths = [unit.lengths[0] for unit in units]

@@ -1,7 +1,8 @@
-"""Rewards of a stream's pairs: the verifier's word on A_i, a reduction over what extends B_i.
+"""Rewards of a stream's pairs: the verifier's grade of A_i, and a reduction over the responses that extend
+B_i.
 
-A_i ended, so its reward is its own grade. B_i joined the trunk, and every ended response that extends it
-speaks for it: A_{i+1}, A_{i+2}, ..., a last B_N that ended together with A_N, and an ended tail. The paper
+A_i ended, so its reward is its own grade. B_i joined the trunk; its reward is taken from every ended response
+that extends it: A_{i+1}, A_{i+2}, ..., a last B_N that ended together with A_N, and an ended tail. The paper
 takes their maximum; the mean is its ablation. A both-ended B_N is a response itself: its reward is its
 own grade.
 

@@ -8,7 +8,7 @@ from megatron_eqlen.types import Group, Segment, TokenTree
 
 
 def compare(group: Group, recipe: Recipe, penalty: Penalty) -> tuple[TokenTree, list[ComparisonUnit]]:
-    """A star of completions. What the token budget cut off is left out: nobody knows its worth."""
+    """A star of completions. Those that the token budget cut off have no known reward and are left out."""
     completions = [one for one in group.completions if one.finish_reason is not None]
     rewards = [reward(one, group.prompt_id) + penalty(len(one), one.finish_reason) for one in completions]
     leaves = [node(0, one) for one in completions]

@@ -27,5 +27,5 @@ def shape(rollouts: Sequence[Group] | Sequence[SampledTree]) -> Metrics:
 
 
 def nothing_more(units: Sequence[ComparisonUnit], rollouts: Sequence[object], recipe: Recipe) -> Metrics:
-    """All that units of this kind have is in the metrics that every kind has."""
+    """No metrics of its own: those of every kind say all about these units."""
     return {}
