@@ -1,4 +1,4 @@
-"""How a code problem is put to the model: the statement, then what kind of program is wanted."""
+"""The question text of a code problem: the statement, then what kind of program is wanted."""
 
 from __future__ import annotations
 

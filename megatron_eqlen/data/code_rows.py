@@ -11,7 +11,7 @@ from megatron_eqlen.rewards.code_tests import CodeTests
 
 @contextlib.contextmanager
 def reading_tests() -> Iterator[None]:
-    """What is wrong with tests, found while they are read or made, is a BadRow ``bad_tests``."""
+    """Turn an error in tests, while they are read or made, into a BadRow ``bad_tests``."""
     try:
         yield
     except BadRow:

@@ -21,7 +21,7 @@ from megatron_eqlen.rewards.code_tests import CodeTests
 
 @dataclass(frozen=True)
 class SourceSet:
-    """One set of problems: where it lies under the tests folder, and how a record is read."""
+    """One set of problems: its folder under the tests folder, and how a record is read."""
 
     folder: str
     columns: tuple[str, ...]
@@ -42,7 +42,7 @@ class SourceSet:
 
 
 def question_and_tests(source: SourceSet, record: dict[str, Any]) -> tuple[str, CodeTests]:
-    """Of one record. Raises BadRow."""
+    """Question and tests of one record. Raises BadRow."""
     with reading_tests():
         tests = source.tests(record)
     return code_question(source.statement(record), tests.function, record.get("starter_code") or ""), tests

@@ -1,7 +1,7 @@
-"""Reading the records of a file: whatever is wrong with it is a ValueError that names file and row.
+"""Reads the records of a file; any fault in it is a ValueError that names file and row.
 
 The message says what was expected and what was found. A file that is damaged or of another kind ends the
-run; a record that is whole but unusable is the reader's to count (``BadRow``).
+run; a readable record that cannot be used is counted by the reader (``BadRow``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAGIC = {
     b"\xff\xfe": "UTF-16: convert it to UTF-8",
     b"\xfe\xff": "UTF-16: convert it to UTF-8",
 }
-"""How files start that are often taken for JSON."""
+"""First bytes of kinds of files that are often taken for JSON."""
 UTF8_MARK = b"\xef\xbb\xbf"
 
 
@@ -61,8 +61,9 @@ def read_records(
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text. ValueError says what is no JSON, or what no tokenizer or program could hold:
-    NaN, integers of more digits than Python reads, nesting without end, half a surrogate pair.
+    """The value of a JSON text. Raises ValueError for text that is not JSON, and for values that no tokenizer
+    or program can hold: NaN, integers of more digits than Python reads, endless nesting, half a surrogate
+    pair.
     """
     if isinstance(text, bytes):
         try:

@@ -1,8 +1,8 @@
 """LiveCodeBench: ``test*.jsonl`` with problem text, contest date, public tests (JSON) and packed private
 tests.
 
-Private tests are JSON, or base64 of zlib of a pickle of a JSON text. The pickle is never run: its text is
-taken out of it, and anything but a text is refused.
+Private tests are JSON, or base64 of zlib of a pickle of a JSON text. The pickle is never executed: its text
+is extracted, and a pickle of anything else is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_eqlen.rewards.livecodebench import MEMORY_MB
 TEXT_OPCODES = ("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8")
 FRAMING_OPCODES = ("PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP")
 LARGEST_UNPACKED = 1 << 29
-"""Bytes of one problem's private tests."""
+"""Largest size of one problem's private tests, in bytes."""
 
 
 def read(path: Path, tally: Tally, since: str | None = None, until: str | None = None) -> Iterator[Problem]:
@@ -74,7 +74,8 @@ def unpack_private_tests(packed: str) -> Any:
 def unpickle_text(data: bytes) -> str:
     """The text in a pickle that holds one and nothing else.
 
-    The pickle is read, not run: no class, no function, no memory that it asks for but does not fill.
+    The pickle is read, not executed: it cannot name a class or function, and cannot ask for memory that it
+    does not fill.
     """
     texts = []
     try:

@@ -22,10 +22,10 @@ from megatron_eqlen.data.rows import BadRow, Problem, Tally, field_of, numbered,
 
 COLUMNS = ("id", "input", "dataset", "split", "difficulty")
 NO_TEXT = "-"
-"""split_1's ``input``."""
+"""The value of ``input`` in rows of split_1, which have no text of their own."""
 
 Wanted = dict[int | bytes, tuple[str, float | None]]
-"""A record's number, or its text's digest, to (question id, difficulty)."""
+"""From a record's number, or the digest of its text, to (question id, difficulty)."""
 
 
 def read(path: Path, tally: Tally, split: str | None = None, tests: str | None = None) -> Iterator[Problem]:
@@ -51,7 +51,7 @@ def read(path: Path, tally: Tally, split: str | None = None, tests: str | None =
 
 
 def _collect(path: Path, tally: Tally, split: str | None) -> dict[tuple[str, str], Wanted]:
-    """What is wanted from each (dataset, split) of the source sets."""
+    """The wanted records of each (dataset, split) of the source sets."""
     wanted: dict[tuple[str, str], Wanted] = defaultdict(dict)
     seen: set[str] = set()
     patterns = (f"{split}*.parquet", f"{split}/*.parquet") if split else ("*.parquet",)
@@ -92,11 +92,11 @@ def _take(
     try:
         return wanted.pop(_digest(source.statement(record)), None)
     except BadRow:
-        return None  # a record without text is nobody's question
+        return None  # a record without text matches no question
 
 
 def _digest(text: str) -> bytes:
-    """Of the text without its white space, which the sets do not agree on."""
+    """Digest of the text without white space: the sets write white space differently."""
     return blake2b(re.sub(r"\s+", "", text).encode(), digest_size=16).digest()
 
 

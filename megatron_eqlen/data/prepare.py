@@ -4,8 +4,8 @@
     OUT.parquet.manifest.json
 
 Everything streams: a few hundred rows are in memory at a time, and of each question kept 16 bytes to find
-duplicates. What the checks said is written to OUT.parquet.checks.jsonl as it is found: a run that was killed
-reads the files again, which is quick, and asks of each row only what was not yet said.
+duplicates. Results of the checks are written to OUT.parquet.checks.jsonl as they are found: a run that was
+killed reads the files again, which is quick, but checks only the rows that have no result yet.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 CHUNK = 256
 """Rows whose golds are checked together."""
 PROBE = "What is 1 + 1?"
-"""Tokenizers that give it other tokens are different ones."""
+"""Probe text: tokenizers that give it other tokens are different tokenizers."""
 
 Refusal = tuple[str, str]
 """Why a row is left out: the reason that is counted, and what was found."""
@@ -47,11 +47,11 @@ def prepare(
     max_prompt_length: int | None = None,
     progress: Callable[[Tally], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Write ``out`` and its manifest; returns the manifest. ``progress`` is told after every chunk.
+    """Write ``out`` and its manifest; returns the manifest. ``progress`` is called after every chunk.
 
     With ``tokenizer``, questions of more than ``max_prompt_length`` tokens (without an instruction) are
-    left out. A run that was killed is taken up where it stopped, and gives the same file; one that is
-    complete is left as it is. Raises ValueError if no row is kept.
+    left out. A run that was killed continues where it stopped and gives the same file; a complete one is left
+    as it is. Raises ValueError if no row is kept.
     """
     request = {
         "source": source.model_dump(mode="json", exclude={"name", "weight"}),
@@ -131,9 +131,9 @@ def check_rows(
 
 
 class CheckLog:
-    """What the checks said so far, a line a chunk, after a first line with what was asked for.
+    """Results of the checks so far, one line for each chunk, after a first line that holds the request.
 
-    A last line that was cut off is forgotten; a log of another request is started again, and that is said.
+    A torn last line is dropped; the log of another request is started again, with a warning.
     """
 
     def __init__(self, path: Path, request: dict[str, Any]) -> None:
@@ -149,7 +149,7 @@ class CheckLog:
         self._file = path.open("a", encoding="utf-8")
 
     def next(self) -> list[Refusal | None] | None:
-        """What was said of the next chunk, None if nothing was."""
+        """The recorded results of the next chunk, None if it was not checked yet."""
         if not self._said:
             return None
         return [None if refusal is None else tuple(refusal) for refusal in json.loads(self._said.popleft())]

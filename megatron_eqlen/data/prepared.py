@@ -32,7 +32,7 @@ SCHEMA = pa.schema(
 )
 """The fields of a Problem."""
 ROWS_PER_GROUP = 64
-"""What one random access decodes."""
+"""Rows in a row group: one random access decodes so many."""
 GROUPS_KEPT = 8
 
 assert SCHEMA.names == [field.name for field in fields(Problem)]
@@ -92,7 +92,7 @@ class PreparedRows(Sequence[Problem]):
 
 
 class Selection(Sequence[Problem]):
-    """Some rows of another sequence, by their numbers."""
+    """A view of some rows of another sequence, by their numbers."""
 
     def __init__(self, rows: Sequence[Problem], numbers: Sequence[int]) -> None:
         self._rows = rows
@@ -111,7 +111,7 @@ def read(path: Path, tally: Tally) -> Iterator[Problem]:
 
 
 def usable(rows: PreparedRows, path: Path, tally: Tally) -> Iterator[Problem]:
-    """All but those with bad tests, which a file of an earlier version may hold."""
+    """All rows but those with bad tests, which a file written by an earlier version may hold."""
     for row in rows:
         try:
             if row.grader == "code" and not row.gold_checked:

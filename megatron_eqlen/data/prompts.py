@@ -2,8 +2,8 @@
 
     reader ──► rows ──filter──► shuffled epoch ──► chat format ──► length and gold checked ──► Prompt
 
-Which prompt comes next is a function of the recipe, the seed and two counters a source, so the saved
-state is small and a resumed run goes on exactly. A row that cannot be used is left out, counted by
+The next prompt is a function of the recipe, the seed and two counters for each source, so the saved state is
+small and a resumed run draws exactly the same prompts. A row that cannot be used is left out, counted by
 reason, and replaced by the next one of the same source.
 """
 
@@ -24,7 +24,7 @@ from megatron_eqlen.types import Prompt
 
 
 class PromptMaker:
-    """Rows to prompts. Holds the grader that checks gold answers; it starts with the first that needs it."""
+    """Rows to prompts. Holds the grader that checks gold answers, which starts when it is first needed."""
 
     def __init__(self, data: DataRecipe, tokenizer: Tokenizer) -> None:
         self._data = data
@@ -56,7 +56,7 @@ class PromptMaker:
 
 
 class _Source:
-    """One source's rows, where it stands in them, and what it left out."""
+    """One source's rows, the position in them, and what was left out."""
 
     def __init__(self, recipe: SourceRecipe, number: int, seed: int, shuffle: bool) -> None:
         self.name = recipe.name
@@ -65,7 +65,7 @@ class _Source:
         self.rows = open_source(recipe, self.tally)
         self.epoch = 0
         self.position = 0
-        """Rows of this epoch that were taken."""
+        """Number of rows of this epoch that were used."""
         self.refused: set[int] = set()
         """Numbers of the rows that made no prompt."""
         self._key = (seed, number)
@@ -73,8 +73,8 @@ class _Source:
         self._order = self._shuffled()
 
     def take(self, maker: PromptMaker, drawn: int) -> Prompt:
-        """The next row that makes a prompt, the run's prompt number ``drawn``. Raises ValueError if none of
-        the source's rows does."""
+        """The next row that makes a prompt, as the run's prompt number ``drawn``. Raises ValueError if
+        none of the source's rows does."""
         while True:
             if self.position == len(self.rows):
                 self.epoch, self.position = self.epoch + 1, 0
@@ -189,7 +189,7 @@ def read_benchmark(benchmark: BenchmarkRecipe, data: DataRecipe, tokenizer: Toke
     """All problems of a benchmark in file order (the first ``limit``), formatted as the recipe formats
     questions.
 
-    Raises ValueError if a row cannot be used: a benchmark with a problem missing is another benchmark.
+    Raises ValueError if a row cannot be used: without one of its problems it would be another benchmark.
     """
     tally = Tally()
     maker = PromptMaker(data, tokenizer)

@@ -1,8 +1,8 @@
-"""What every reader yields, and the count of what it left out.
+"""What every reader yields, and the count of the rows that it left out.
 
 A reader is a generator ``read(path, tally, ...)`` of one data set's files: it streams, checks every
-field, and leaves out a bad row with its file, number and reason. What is wrong with a whole file is an
-error (``files.py``).
+field, and leaves out a bad row with its file, number and reason. A fault of a whole file is an error
+(``files.py``).
 """
 
 from __future__ import annotations

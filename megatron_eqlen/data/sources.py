@@ -1,4 +1,4 @@
-"""From a recipe's source to its rows: which reader, which filters."""
+"""A recipe's source -> its rows: picks the reader and applies the filters."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def read_problems(benchmark: BenchmarkRecipe, tally: Tally) -> Iterator[Problem]
 
 
 def _reader(name: str) -> Reader:
-    """One of ours, or a user's own by import path."""
+    """A reader of this package, or a user's own by import path."""
     return load_object(name, "reader") if is_import_path(name) else PLAIN_READERS[name]
 
 

@@ -20,7 +20,8 @@ THINK_TOKENS = ("<think>", "</think>")
 """Added tokens, but not special: decoding keeps them, as in Qwen3."""
 
 PRETOKEN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-"""Words with the mark before them, single digits, runs of marks, white space."""
+"""How text is split before BPE: words with the sign before them, single digits, runs of signs, white
+space."""
 
 CHAT_TEMPLATE = """\
 {%- for message in messages %}

@@ -40,8 +40,8 @@ _PYTHON = re.compile(r"[ \t]*py", re.IGNORECASE)
 def extract_program(text: str) -> str | None:
     """The last fenced block after the last ``</think>``, None if there is none.
 
-    A fence is three or more backticks or tildes; it ends with at least as many. One that never ends holds no
-    answer, and neither does what a new ``` ```python ``` line cuts off.
+    A fence is three or more backticks or tildes; it ends with at least as many. A fence that never ends holds
+    no answer, nor does one that is interrupted by a new ``` ```python ``` line.
     """
     answer = text.rpartition("</think>")[2][-4 * LONGEST_PROGRAM :]
     program, opened = None, None
@@ -81,7 +81,7 @@ class CodeGrader:
         self._server = SandboxServer(sandbox_url, workers) if sandbox_url else None
         self._pool: WorkerPool | None = None
         self.isolation: Isolation | None = None
-        """What is in force, once the sandbox has started."""
+        """The isolation in force; None before the sandbox starts."""
 
     @property
     def name(self) -> str:
@@ -134,7 +134,7 @@ class CodeGrader:
         return answers
 
     def _start(self) -> WorkerPool:
-        """Find what isolation works, refuse too little, say what is in force."""
+        """Find out which isolation works; refuse too little; log what is in force."""
         self.isolation = offered_isolation()
         if not self.isolation.strict and self._mode == "strict":
             raise ValueError(
@@ -178,7 +178,7 @@ def _parse_tests(gold: str) -> CodeTests:
 
 
 def _longest(item: dict[str, Any]) -> float:
-    """Seconds after which a worker, not its program, must be at fault."""
+    """Seconds after which the worker itself must be stuck, not its program."""
     tests = _parse_tests(item["tests"])
     return len(tests.inputs) * (item["limits"]["wall_seconds"] + 1.0) + EXTRA_SECONDS
 

@@ -1,4 +1,4 @@
-r"""The tests of a code problem, as they travel in ``Prompt.gold``, and when an output is right.
+r"""The tests of a code problem, as ``Prompt.gold`` holds them, and when an output is right.
 
 ``{"inputs": [...], "outputs": [...], "function": name or absent, ...}``. Without ``function`` a test is
 the text of stdin and the expected text of stdout; with it an input is the list of arguments and an output
@@ -19,19 +19,20 @@ from keyword import iskeyword
 from typing import Any
 
 VERSION = 1
-"""Of the checks that tests must pass; raised with every new one, so that prepared files are checked again."""
+"""Version of the checks that tests must pass; raised with every new check, so that prepared files are checked
+again."""
 LARGEST_TIME_LIMIT = 3600.0
 """Seconds."""
 LARGEST_MEMORY = 1 << 20
 """MiB."""
 LONGEST_NAME = 200
 DEEPEST_VALUE = 200
-"""Lists and objects within each other, in an argument or a result."""
+"""Deepest nesting of lists and objects, in an argument or a result."""
 
 
 @dataclass(frozen=True)
 class CodeTests:
-    """Raises ValueError, wherever it is made, if the tests are none or could not be run."""
+    """The tests of one problem. Making one raises ValueError if there are none or they could not be run."""
 
     inputs: list[Any]
     outputs: list[Any]
@@ -84,7 +85,7 @@ class CodeTests:
 
     @classmethod
     def from_fields(cls, fields: Any) -> CodeTests:
-        """Of the object that ``to_json`` writes. Raises ValueError if it does not hold tests."""
+        """The tests in an object that ``to_json`` writes. Raises ValueError if it does not hold tests."""
         if not isinstance(fields, dict):
             raise ValueError(f"expected an object of tests, found {type(fields).__name__}")
         names = cls.__dataclass_fields__
@@ -102,7 +103,8 @@ class CodeTests:
         return given if self.function is None else "\n".join(json.dumps(argument) for argument in given)
 
     def is_right(self, number: int, stdout: str, result: str | None) -> bool:
-        """Does what the program printed, or its function returned (JSON; None: it did not), pass the test?"""
+        """Whether the test is passed by what the program printed, or its function returned (as JSON; None:
+        nothing)."""
         expected = self.outputs[number]
         if self.function is None:
             return same_output(stdout, expected)
@@ -115,7 +117,8 @@ class CodeTests:
 def same_output(printed: str, expected: str) -> bool:
     """LiveCodeBench's rule: as many lines, and each equal as text, or token by token as decimal numbers.
 
-    So 3.0 is 3, but 0.3000001 is not 0.3 and ``Yes`` is not ``YES``; space around a line does not count.
+    So 3.0 equals 3, but 0.3000001 is not 0.3 and ``Yes`` is not ``YES``; white space around a line is
+    ignored.
     """
     printed, expected = printed.strip(), expected.strip()
     return printed.count("\n") == expected.count("\n") and all(
@@ -155,7 +158,8 @@ TOO_DEEP = f"nested deeper than {DEEPEST_VALUE} levels"
 
 
 def _check_depth(values: list[Any]) -> None:
-    """Level by level: deep data must not meet a recursion limit, here or in a program."""
+    """Refuse data that is nested too deep for a program's recursion limit. Level by level, to stay within our
+    own."""
     level = [value for value in values if isinstance(value, list | dict)]
     for _ in range(DEEPEST_VALUE):
         if not level:

@@ -12,7 +12,7 @@ from megatron_eqlen.rewards.sandbox import Execution
 
 
 class RunProgram(Protocol):
-    """In the local sandbox, or on a server."""
+    """Runs a program in the local sandbox, or on a server."""
 
     def __call__(
         self, source: str, stdin: str, limits: Limits, function: str | None, rules: Rules
@@ -48,14 +48,14 @@ def judge(program: str, tests: CodeTests, limits: Limits, run: RunProgram) -> Ju
 
 
 def judge_as_livecodebench(program: str, tests: CodeTests, limits: Limits, run: RunProgram) -> Judgement:
-    """The verdict of LiveCodeBench's own checker: one process for all tests, its stand-ins for stdin and
-    stdout, ``limits.cpu_seconds`` on the wall clock for each test.
+    """The verdict of LiveCodeBench's own checker: one process for all tests, its replacements of stdin and
+    stdout, and ``limits.cpu_seconds`` of wall-clock time for each test.
     """
     number_of_tests = len(tests.inputs)
     asked = json.dumps({"inputs": tests.inputs, "seconds": limits.cpu_seconds})
     whole = (limits.cpu_seconds + 1) * number_of_tests + 5
     expected = sum(len(str(output)) for output in tests.outputs)
-    output = limits.output_bytes + 4 * expected  # of all tests together
+    output = limits.output_bytes + 4 * expected  # the sum over all tests
     limits = replace(limits, cpu_seconds=whole, wall_seconds=whole, output_bytes=output)
     ended = run(program, asked, limits, tests.function, "livecodebench_strict")
     for number, (kind, text) in enumerate(ended.records[:number_of_tests]):

@@ -15,7 +15,8 @@ CAPBSET_DROP, SET_SECUREBITS, CAP_AMBIENT = 24, 28, 47
 """prctl options."""
 CAP_AMBIENT_CLEAR_ALL = 4
 SECUREBITS = 0x01 | 0x02 | 0x20 | 0x40 | 0x80
-"""Root gains nothing by exec, and no capability survives a change of user or becomes ambient; all locked."""
+"""Securebits, locked: root gains no capability by exec, and none survives a change of user or becomes
+ambient."""
 CAPABILITY_VERSION = 0x20080522
 
 

@@ -15,7 +15,8 @@ CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 """System-call numbers, the same on every machine."""
 EXECUTE, READ_FILE, READ_DIR = 1 << 0, 1 << 2, 1 << 3
 FILE_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
-"""By ABI version: all file rights the kernel knows; every one is taken away unless a rule gives it back."""
+"""For each ABI version all file rights that the kernel knows. All are taken away except where a rule allows
+one."""
 NETWORK_ABI, SCOPE_ABI = 4, 6
 BIND_AND_CONNECT, ABSTRACT_SOCKETS_AND_SIGNALS = 3, 3
 
@@ -26,8 +27,8 @@ def abi_version() -> int:
 
 
 def restrict_files(readable: Sequence[str]) -> None:
-    """Leave this process only reading below ``readable``. Raises OSError where the kernel has no
-    Landlock.
+    """From here on this process can only read, and only below ``readable``. Raises OSError where the
+    kernel has no Landlock.
     """
     abi = abi_version()
     if abi == 0:

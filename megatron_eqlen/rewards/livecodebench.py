@@ -2,7 +2,7 @@
 
 Two uses. ``names`` are in force for every LiveCodeBench problem: what its preamble imports, so that a program
 that never imports ``List`` or ``heapq`` runs, as it does there. ``outcomes`` runs a program exactly as the
-checker does, the faults of its stand-ins for stdin and stdout included (``reward.lcb_strict``).
+checker does, including the faults of its replacements of stdin and stdout (``reward.lcb_strict``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RECURSION_LIMIT = 50_000
 LARGEST_INTEGER_TEXT = 50_000
 """Digits that ``str`` and ``int`` convert."""
 MEMORY_MB = 4096
-"""The checker sets no limit; its comment speaks of 4 GB."""
+"""The checker sets no limit; a comment in it names 4 GB."""
 PREAMBLE = "\n".join(
     [f"from {name} import *" for name in STARRED]
     + [f"import {name}" for name in MODULES]
@@ -46,7 +46,7 @@ MISSING_FUNCTIONS = {
     shutil: "rmtree move chown",
     subprocess: "Popen",
 }
-"""Set to None before a program runs."""
+"""Functions that the checker sets to None before a program runs."""
 
 for _name in STARRED:  # before any program: it then only copies names
     importlib.import_module(_name)
@@ -63,9 +63,11 @@ def prepare(namespace: dict[str, Any]) -> None:
 
 
 def encode(value: Any) -> str:
-    """JSON that equals an expected value where ``value`` does by Python's ``==``, a tuple taken for a list.
+    """JSON that equals the expected value's exactly if ``value`` equals it by Python's ``==`` (a tuple counts
+    as a list).
 
-    What equals no JSON value (a tuple inside a list, a key that is no text) gives text that is no JSON.
+    A value that equals no JSON value (a tuple inside a list, a key that is not text) gives text that is not
+    JSON.
     """
     try:
         return json.dumps(_plain(list(value) if isinstance(value, tuple) else value))
@@ -97,12 +99,12 @@ def _plain(value: Any) -> Any:
 def outcomes(
     source: str, inputs: list[Any], function: str | None, seconds: float
 ) -> Iterator[tuple[str, str]]:
-    """For each test what came of it: ``output`` or ``result`` and its text, or a verdict and the error.
+    """The outcome of each test: ``output`` or ``result`` with its text, or a verdict with the error.
 
     Ends with the first error. All tests share one process, ``seconds`` of wall-clock time are for each.
     """
     if "numpy" in source:
-        importlib.import_module("numpy")  # the checker has it in memory before it takes away what numpy needs
+        importlib.import_module("numpy")  # as the checker does: later numpy could not be imported any more
     _disarm()
     signal.signal(signal.SIGALRM, _time_is_over)
     try:
@@ -164,9 +166,9 @@ def _without_main_guard(source: str) -> str:
 
 
 def _output(program: Callable[[], Any], text: str) -> str:
-    """What ``program`` prints, with stand-ins for stdin, stdout and ``open``; sys.exit ends it well."""
+    """What ``program`` prints, with stdin, stdout and ``open`` replaced; sys.exit is a normal end."""
     real, lines = sys.stdin, iter(text.split("\n"))
-    real.read = lambda *_: text  # where `from sys import stdin` came before the stand-in
+    real.read = lambda *_: text  # for programs that imported stdin by name before it was replaced
     real.readline = lambda *_: next(lines)
     real.readlines = lambda *_: text.split("\n")
     saved = sys.stdin, sys.stdout, builtins.open
@@ -191,12 +193,13 @@ def _opener(text: str) -> Callable[..., Any]:
 
 class _Stdout(io.StringIO):
     def close(self, _: Any) -> int:
-        """Closing it is an error: it is called without an argument."""
+        """An error here as in the checker, whose ``close`` takes an argument that nobody passes."""
         return 1
 
 
 class _Stdin:
-    """Stands in for stdin: ``read`` never comes to an end, and it cannot be iterated."""
+    """Replaces stdin as the checker does: each ``read`` returns everything again, and it cannot be
+    iterated."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -217,7 +220,7 @@ class _Stdin:
 
 
 class _Buffer:
-    """Stands in for ``stdin.buffer``: every line that is read is the first."""
+    """Replaces ``stdin.buffer`` as the checker does: every line that is read is the first line."""
 
     def __init__(self, text: str) -> None:
         self._data = text.encode()
@@ -230,7 +233,7 @@ class _Buffer:
 
 
 def _time_is_over(*_: Any) -> None:
-    print("time is over")  # spoils the output of a program that survives
+    print("time is over")  # corrupts the output of a program that catches the timeout
     raise TimeoutException
 
 

@@ -3,8 +3,8 @@
     response ──extract──► answer ──normalise──► text and unit ──compare──► verdict
               math_answer          math_answer                here, then math_worker
 
-``exact`` compares the normal forms as texts, ``math_verify`` reads both as mathematics, ``either`` asks the
-second where the first says no. The paper says "exact answer matching".
+``exact`` compares the normal forms as texts, ``math_verify`` reads both as mathematics, ``either`` uses
+``math_verify`` where ``exact`` says no. The paper says "exact answer matching".
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class MathGrader:
         return replace(self._memo[gold, answer])
 
     def _verify(self, keys: Sequence[tuple[str, str]]) -> None:
-        """Fill the memo for ``keys``, then forget the oldest beyond MEMO_SIZE that are not among them."""
+        """Compute and remember the verdicts of ``keys``; then drop the oldest beyond MEMO_SIZE, but none of
+        ``keys``."""
         questions = {}
         for key in dict.fromkeys(keys):
             if key in self._memo:

@@ -40,7 +40,7 @@ _ARGUMENT = re.compile(
     r"[+-]?(?:\\[dtc]?frac\s*(?:\{[^{}]*\}|\d)\s*(?:\{[^{}]*\}|\d)|\d+(?:[.,]\d+)*"
     r"|\\[A-Za-z]+(?:\{[^{}]*\})?|[A-Za-z](?![A-Za-z]))"
 )
-"""What a box without braces holds: TeX would take one token, people mean the number."""
+"""The content of a box without braces. TeX would take one token, but people mean the whole number."""
 _SEPARATOR = re.compile(r"(?:[\s$,;&{}]|\\(?:q?quad|text|[,;()\[\]])|and\b|or\b)*")
 
 
@@ -236,7 +236,7 @@ _SAME_WORDS = {"dne": r"\text{doesnotexist}"} | dict.fromkeys(("nosolution", "no
 
 @lru_cache(maxsize=1 << 16)
 def normalize(answer: str) -> str:
-    """``answer`` in normal form; of two answers that differ only in spelling it is the same text."""
+    """``answer`` in normal form: two answers that differ only in spelling have the same one."""
     if answer.isdecimal() and answer.isascii():
         return answer.lstrip("0") or "0"
     text = answer if answer.isascii() else _apply(_CHARACTERS, answer)
@@ -380,7 +380,7 @@ def match_units(gold: str, answer: str) -> tuple[str, str] | None:
 
 
 def _as_asked(gold: str, answer: str) -> tuple[str, str]:
-    """``answer`` in the form of the gold where that is a choice, a word, a ratio or a time of day."""
+    """``answer`` brought to the gold's form if the gold is a choice, a word, a ratio or a time of day."""
     if len(gold) == 1 and gold.isupper() and (choice := _CHOICE.match(answer)):
         return gold, choice[1]
     if _CHOICES.fullmatch(answer) and gold.isalpha() and gold.isupper():

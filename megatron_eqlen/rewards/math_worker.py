@@ -1,4 +1,4 @@
-r"""What runs inside a math grader's worker: two normal forms, are they equal? No time limit of its own.
+r"""Runs inside a math grader's worker: compares two normal forms. It has no time limit of its own.
 
     lists and tuples: member by member ──► claims ``x = 6 \cdot 7 = 42``: true, then the last term
     ──► values: math-verify reads and compares
@@ -29,7 +29,7 @@ from math_verify import verify
 from sympy import Expr, Float, I, Integer, Pow, Rational, Set, Symbol, Union, binomial, factorial
 
 MEMORY_BYTES = 3 << 30
-"""Address space of a worker: ``9^{9^{9^9}}`` must not take the machine's memory."""
+"""Address space of a worker: ``9^{9^{9^9}}`` must not use up the machine's memory."""
 
 DIGITS = 15
 LARGEST_BITS = 1 << 20
@@ -39,9 +39,9 @@ DECIMAL_ERROR = 5e-4
 CLEAN_UP = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none"
 )
-"""Units are ours: the library takes the variable of ``2m`` for metres."""
+"""We handle units ourselves: the library reads the variable in ``2m`` as metres."""
 READING = ConversionConfig(interpret_as_mixed_fractions=False, lowercase_symbols=False)
-"""Mixed numbers are sums already."""
+"""Mixed numbers were already written as sums."""
 WARM_UP = (
     r"\frac{1}{2}",
     r"-\frac{\pi}{12}+1",
@@ -128,7 +128,7 @@ def _read_union(conditions: list[str], is_complex: bool) -> Set | None:
 # --- structure
 
 _PRODUCT = re.compile(r"(?<=\d)(?=\(|\\(?:binom|frac))")
-"""Where the library would read a mixed number: ``2(3)`` as 5."""
+"""Where the library would wrongly read a mixed number, for example ``2(3)`` as 5."""
 _TWO_NUMBERS = re.compile(r"\d \d")
 _BRACKETS = r"\\?[{(\[]|\\?[)}\]]"
 _GROUP = re.compile(r"(\\\{|[(\[])(.*)(\\\}|[)\]])", re.DOTALL)
@@ -163,7 +163,7 @@ def split(text: str, separator: str) -> list[str]:
 def members(text: str) -> tuple[str, list[str]]:
     r"""The brackets around a list, ``()`` or ``\{\}`` for example, and its members.
 
-    A list without brackets has "" for them, and so has a single value, a list of one.
+    For a list without brackets, and for a single value (a list of one), the brackets are "".
     """
     group = _GROUP.fullmatch(text)
     if group and _is_balanced(group[2]):
@@ -193,7 +193,7 @@ def _signs(text: str) -> list[str]:
 
 
 def equal(gold: str, answer: str, is_complex: bool = False) -> bool:
-    """Does ``answer``, a normal form without unit, say what ``gold`` says?"""
+    """Whether ``answer``, a normal form without unit, means the same as ``gold``."""
     if gold == answer:
         return True
     if gold.endswith(r"\%") or answer.endswith(r"\%"):
@@ -319,7 +319,7 @@ def _exact(value: Any) -> Any:
 def surely_different(gold: Any, answer: Any) -> bool:
     """Both are expressions that differ at one point of their symbols: no simplification can make them equal.
 
-    Most wrong answers end here, at a tenth of what SymPy's ``simplify`` costs. False says nothing.
+    Most wrong answers are found here, at a tenth of the cost of SymPy's ``simplify``. False means: not known.
     """
     if not (isinstance(gold, Expr) and isinstance(answer, Expr)):
         return False
@@ -336,7 +336,8 @@ def surely_different(gold: Any, answer: Any) -> bool:
 
 
 def _only_both_small(gold: Any, answer: Any) -> bool:
-    """math-verify rounds a decimal to six places: of small numbers nothing is left to compare."""
+    """Whether two numbers differ, though math-verify, which rounds decimals to six places, takes them for
+    equal."""
     here, there = _number(gold), _number(answer)
     return here is not None and there is not None and abs(here - there) > DECIMAL_ERROR * abs(here)
 

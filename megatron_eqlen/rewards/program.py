@@ -1,9 +1,10 @@
-"""What happens inside a sandboxed process: give up every right, then run a program and report how it ended.
+"""Runs inside a sandboxed process: gives up every right, then runs a program and reports how it ended.
 
     zygote ──fork──► enter() ──► limits, uid, Landlock, seccomp ──► run() ──► report descriptor
 
-The report is written by the same process as the program, so nothing in it is believed beyond an answer: what
-the program printed or returned is compared elsewhere, with outputs it never saw.
+The report is written by the process that runs the program, so the program may forge it. It is therefore
+trusted only as an answer: what the program printed or returned is compared elsewhere, with expected outputs
+that this process never saw.
 """
 
 from __future__ import annotations
@@ -28,19 +29,20 @@ from megatron_eqlen.rewards.landlock import restrict_files
 from megatron_eqlen.rewards.seccomp import restrict_system_calls
 
 SOURCE, REPORT = 3, 4
-"""Descriptors: the program's text, and where the report goes; 0, 1 and 2 are as ever."""
+"""File descriptors of the program's text and of the report; 0, 1 and 2 are stdin, stdout and stderr."""
 NOBODY = 65534
 SYSTEM_PATHS = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/lib", "/lib64")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/dev/null", "/dev/zero", "/dev/urandom")
 REPORT_TEXT = 1000
 """Characters of an error that are reported."""
 Rules = Literal["plain", "livecodebench", "livecodebench_strict"]
-"""Python's own; with LiveCodeBench's preamble and limits; all of its checker's ways, all tests at once."""
+"""Plain Python; with LiveCodeBench's preamble and limits; or exactly as its checker runs a program, with all
+tests in one process."""
 
 
 @dataclass(frozen=True)
 class Isolation:
-    """What holds a program back besides resource limits."""
+    """The isolation of a program, besides resource limits."""
 
     landlock: bool
     seccomp: bool
@@ -83,7 +85,7 @@ def enter(limits: Limits, isolation: Isolation, folder: str) -> None:
     os.umask(0o077)
     signal.signal(
         signal.SIGXFSZ, signal.SIG_DFL
-    )  # Python ignores it, and too much output would look an error
+    )  # Python ignores it by default, and too much output would look like an error
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _limit_resources(limits, isolation)
     if isolation.drop_user:
@@ -91,7 +93,7 @@ def enter(limits: Limits, isolation: Isolation, folder: str) -> None:
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
     drop_capabilities()
-    die_with(zygote)  # after the change of user, which would undo it
+    die_with(zygote)  # after the change of user, which would reset it
     prctl(SET_DUMPABLE, 0)
     if isolation.landlock:
         restrict_files(readable_paths())
@@ -115,12 +117,12 @@ def _limit_resources(limits: Limits, isolation: Isolation) -> None:
         _limit(kind, value)
     if (
         not isolation.seccomp
-    ):  # it counts all of the user's threads, so it must not be low; seccomp needs none
+    ):  # it counts all of the user's threads, so it cannot be low; with seccomp it is not needed
         _limit(resource.RLIMIT_NPROC, 256 if isolation.drop_user else 4096)
 
 
 def _limit(kind: int, value: int) -> None:
-    """Where less was allowed to begin with, it stays at that."""
+    """Set a limit; a lower one that is already there stays."""
     hard = resource.getrlimit(kind)[1]
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(kind, (value, value))
@@ -148,7 +150,7 @@ def run(function: str | None, rules: Rules, token: str) -> NoReturn:
         else:
             status = _execute(source, main, function, rules, _Report(token))
     finally:
-        os._exit(status)  # whatever happens: nothing above us is the program's to come back to
+        os._exit(status)  # always: the program must never return into the code that called us
 
 
 def _text_file(descriptor: int, mode: str) -> io.TextIOWrapper:
@@ -158,7 +160,7 @@ def _text_file(descriptor: int, mode: str) -> io.TextIOWrapper:
 def _execute(
     source: bytes, main: types.ModuleType, function: str | None, rules: Rules, report: _Report
 ) -> int:
-    """The exit status. Whatever the program raises is its own affair."""
+    """Run the program; returns its exit status. Any exception it raises is an error of the program's."""
     stage = "compile_error"
     lcb = rules == "livecodebench"
     try:
@@ -170,7 +172,7 @@ def _execute(
             exec(code, main.__dict__)
             _finish()
         else:
-            main.__name__ = "solution"  # a function is called, the program's own main is not
+            main.__name__ = "solution"  # so the program's `__main__` part is not run
             exec(code, main.__dict__)
             report.write("result", _call(main, function, livecodebench.encode if lcb else encode))
     except SystemExit as end:
@@ -178,7 +180,7 @@ def _execute(
         return 0 if lcb else end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException as error:  # noqa: BLE001 - the program's, whatever it is
         stage = "memory_limit" if isinstance(error, MemoryError) else stage
-        own = error.__traceback__ and error.__traceback__.tb_next  # without this frame
+        own = error.__traceback__ and error.__traceback__.tb_next  # leave this frame out of the traceback
         text = "".join(traceback.format_exception(type(error), error, own, limit=-3))
         report.write(stage, text[-REPORT_TEXT:])
         return 1
@@ -214,7 +216,7 @@ def encode(value: Any) -> str:
 
 
 def _finish() -> None:
-    """What the interpreter does at its end: wait for threads, run exit functions, flush."""
+    """Do what the interpreter does when it ends: wait for threads, run exit functions, flush."""
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()

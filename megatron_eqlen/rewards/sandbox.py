@@ -28,7 +28,7 @@ from megatron_eqlen.rewards.sandbox_folder import EmptyFolder
 
 LARGEST_REQUEST = 4096
 EXTRA_SECONDS = 30.0
-"""Beyond a run's wall-clock limit, after which the zygote counts as broken."""
+"""Seconds beyond a run's wall-clock limit after which the zygote counts as broken."""
 
 
 class SandboxError(RuntimeError):
@@ -49,7 +49,7 @@ class Execution:
     """The end of the traceback."""
     seconds: float = 0.0
     records: list[tuple[str, str]] = field(default_factory=list)
-    """(kind, text) of all that was reported: of several tests in one process, each test's end."""
+    """(kind, text) of every report: with several tests in one process, one for each test."""
 
 
 class Sandbox:
@@ -126,7 +126,7 @@ def _records(report: bytes, token: str) -> list[tuple[str, str]]:
 def _interpret(
     ending: dict, stdout: bytes, records: list[tuple[str, str]], limits: Limits, function: str | None
 ) -> Execution:
-    """What came of it. ``ending``: exit, cpu and wall seconds, timed_out."""
+    """How the program ended. ``ending``: exit, cpu and wall seconds, timed_out."""
     kind, told = records[-1] if records else ("", "")
     text = stdout.decode(errors="replace")
     seconds, code = ending["wall"], ending["exit"]
@@ -149,8 +149,8 @@ def _interpret(
 
 def _serve(connection: socket.socket, isolation: Isolation, folder: EmptyFolder) -> None:
     """The zygote: fork, wait, clean up, answer; end with the worker."""
-    _close_all_but(connection.fileno(), folder.lock)  # nothing of the worker's stays open through us
-    prctl(SET_CHILD_SUBREAPER, 1)  # what a program leaves becomes ours
+    _close_all_but(connection.fileno(), folder.lock)  # do not keep the worker's open
+    prctl(SET_CHILD_SUBREAPER, 1)  # processes that a program leaves behind become our children
     while True:
         request, descriptors, _, _ = socket.recv_fds(connection, LARGEST_REQUEST, 5)
         if not request:
@@ -179,7 +179,7 @@ def _serve(connection: socket.socket, isolation: Isolation, folder: EmptyFolder)
 
 
 def _close_all_but(*kept: int) -> None:
-    """Except 0, 1 and 2."""
+    """Close all descriptors except 0, 1, 2 and those named."""
     for before, after in pairwise(sorted({2, *kept, 1 << 16})):
         if before + 1 < after:
             os.closerange(before + 1, after)
@@ -188,7 +188,7 @@ def _close_all_but(*kept: int) -> None:
 def _become_program(
     descriptors: list[int], told: int, limits: Limits, isolation: Isolation, folder: str, asked: dict
 ) -> None:
-    """In the child: lock down, run, exit. What fails before the program starts is the sandbox's failure."""
+    """In the child: lock down, run, exit. A failure before the program starts counts as the sandbox's."""
     try:
         copies = [os.dup(descriptor) if descriptor < 8 else descriptor for descriptor in descriptors]
         spare = os.dup(told) if told < 8 else told
@@ -209,7 +209,7 @@ def _wait(pid: int, deadline: float, connection: socket.socket) -> dict:
     process = os.pidfd_open(pid)
     poll = select.poll()
     poll.register(process, select.POLLIN)
-    poll.register(connection, 0)  # only its hang-up
+    poll.register(connection, 0)  # only to notice that it is gone
     events = dict(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
     os.close(process)
     timed_out = process not in events

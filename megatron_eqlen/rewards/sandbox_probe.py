@@ -1,6 +1,7 @@
 """What isolation this machine really gives: programs that try to escape, run in sandboxes of every strength.
 
-No attempt does harm where it succeeds: signals are number 0, owners are set but nothing is armed.
+An attempt that succeeds does no harm: signals are number 0, and owners are set, but nothing that would signal
+them is armed.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ for name, act in attempts.items():
         name += f" ({error.strerror})"
     print("a program", name)
 """
-"""Prints what was not refused. A call with arguments that make no sense counts as soon as it gets through."""
+"""Prints every call that was not refused. A call with meaningless arguments counts if it reaches the
+kernel."""
 
 
 def probe() -> Isolation:
@@ -111,7 +113,7 @@ def probe() -> Isolation:
 
 
 def shortcoming(isolation: Isolation) -> str | None:
-    """None if programs run and, where it is to be strict, cannot escape; else what went wrong."""
+    """None if programs run and (with strict isolation) cannot escape; else what went wrong."""
     try:
         with Sandbox(isolation) as sandbox:
             hello = sandbox.run(HELLO, "2 3\n", LIMITS)

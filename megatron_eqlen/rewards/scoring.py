@@ -45,7 +45,7 @@ class Scorer:
         self._rubric = load_object(reward.rubric, "reward.rubric") if reward.rubric else None
 
     def score(self, rollouts: Iterable[Rollout]) -> Metrics:
-        """Fill ``grade`` of every segment that ends a response; grades that are there already stay."""
+        """Fill ``grade`` of every segment that ends a response; a grade that is already there is kept."""
         started = time.monotonic()
         ended: dict[tuple[str, tuple[int, ...]], list[Segment]] = defaultdict(list)
         prompts: dict[str, Prompt] = {}
@@ -104,7 +104,7 @@ class Scorer:
 
 
 def make_grader(name: str, reward: RewardRecipe) -> Grader:
-    """The grader that prompts call ``name``. Raises ValueError if there is none."""
+    """Make the grader called ``name``. Raises ValueError if there is none."""
     if name == "math":
         return MathGrader(reward.math_rule, reward.workers, reward.timeout)
     if name == "code":

@@ -27,13 +27,13 @@ MODE_FILTER = 2
 CLONE_THREAD = 0x10000
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 O_ASYNC = 0x2000
-"""The kernel signals a descriptor's owner when it can be read: never for a program."""
+"""O_ASYNC makes the kernel send signals to a descriptor's owner; a program may never set it."""
 THREAD_FLAGS = 0x7D0F00
 """Of clone: what pthread_create of glibc and musl sets; no namespace, no exit signal."""
 SET_FLAGS = 4
 HARMLESS_COMMANDS = (0, 1030, 1, 2, 3, 5)
-"""fcntl: F_DUPFD, F_DUPFD_CLOEXEC, F_GETFD, F_SETFD, F_GETFL, F_GETLK; and F_SETFL without O_ASYNC. Owners,
-signals, leases, notifications, locks, seals and pipe sizes are not a program's to set."""
+"""fcntl: F_DUPFD, F_DUPFD_CLOEXEC, F_GETFD, F_SETFD, F_GETFL, F_GETLK; and F_SETFL without O_ASYNC. Not
+allowed: setting owners, signals, leases, notifications, locks, seals and pipe sizes."""
 HARMLESS_ADVICE = (*range(5), 8, 14, 15, 16, 17, 20, 21, 22, 23, 102, 103)
 """madvise: NORMAL to DONTNEED, FREE, (NO)HUGEPAGE, (DONT|DO)DUMP, COLD, PAGEOUT, POPULATE, GUARD. Not
 HWPOISON: it kills whoever shares the page."""
@@ -167,7 +167,8 @@ def _harmless_command() -> list[bytes]:
 
 
 def _guard(number: int, check: list[bytes]) -> list[bytes]:
-    """If the call is ``number``: run ``check``, which jumps to the second instruction after it to deny."""
+    """If the call is ``number``: run ``check``. To deny the call, ``check`` jumps to the second instruction
+    after itself."""
     body = [*check, _return(ALLOW), _return(DENY)]
     return [_pack(JUMP_EQUAL, number, 0, len(body)), *body]
 

@@ -4,10 +4,10 @@
 
 ``python -m megatron_eqlen.rewards.worker_host MODULE OPTIONS`` imports MODULE, then forks a worker for
 every socket that arrives on its stdin. A worker reads batches, calls ``MODULE.make_handler(**OPTIONS)``'s
-handler on each item and answers one by one, in order. A worker that hangs is killed by the trainer; its
-successor is a fork away, warm. When the trainer is gone, however it ended and whoever else still holds the
-socket, the host ends and takes its workers with it; they die with the host, too. The host looks for the
-trainer itself: a process that forks must have no second thread to watch for it.
+handler on each item and answers one by one, in order. A worker that hangs is killed by the trainer; a new one
+is forked, with everything already imported. When the trainer is gone, however it ended and even if another
+process still holds the socket, the host ends and takes its workers with it; they die with the host, too. The
+host checks for the trainer in its main loop, because a process that forks must have no second thread.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def main() -> None:
     control = socket.socket(fileno=os.dup(0))
     with open(os.devnull) as null:
         os.dup2(null.fileno(), 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
     workers: set[int] = set()
     host = os.getpid()
     while os.getppid() == trainer:  # an orphan gets another parent
@@ -104,7 +104,7 @@ def _run_worker(module: Any, options: dict[str, Any], descriptor: int) -> None:
     try:
         serve(socket.socket(fileno=descriptor), module.make_handler(**options))
     finally:
-        os._exit(0)  # the host's clean-up is not the worker's
+        os._exit(0)  # a worker must not run the host's clean-up
 
 
 if __name__ == "__main__":

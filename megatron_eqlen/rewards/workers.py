@@ -1,8 +1,8 @@
 """A pool of grader processes that can be killed: no answer hangs a step, no crash reaches the trainer.
 
-Workers are forked from a clean host process (see worker_host), never from the trainer. They answer in
-order, so a silence longer than an item's limit belongs to the first item not answered: that worker is
-killed, the item counts as timed out, and a fresh worker takes the rest.
+Workers are forked from a clean host process (see worker_host), never from the trainer. They answer in order,
+so a silence longer than an item's limit is caused by the first unanswered item: the worker is killed, that
+item counts as timed out, and a new worker takes the rest.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Worker:
     """When the first of them started, ``time.monotonic()``, and the worker's CPU seconds then."""
     cpu: float = 0.0
     deadline: float = 0.0
-    """When to look whether it has used its limit."""
+    """When to check next whether the first item has used its limit."""
 
     def begin(self, limits: list[float]) -> None:
         """The clock of the first pending item starts."""
@@ -50,7 +50,8 @@ class _Worker:
         self.deadline = self.since + (limits[self.pending[0]] if self.pending else 0.0)
 
     def overrun(self, limit: float, wall_factor: float) -> bool:
-        """Has the first pending item used its limit? If not, look again when it can have."""
+        """Whether the first pending item has used its limit. If not, sets the earliest time at which it could
+        have."""
         now, used = time.monotonic(), cpu_seconds(self.pid) - self.cpu
         last = self.since + wall_factor * limit
         if now < self.deadline:
@@ -115,7 +116,7 @@ class WorkerPool:
         self._host.wait()
 
     def _send(self, worker: _Worker, items: Sequence[Item]) -> None:
-        with contextlib.suppress(BrokenPipeError):  # it died between batches; _collect sees the end
+        with contextlib.suppress(BrokenPipeError):  # it died between batches; _collect notices
             send_message(worker.connection, [items[number] for number in worker.pending])
 
     def _collect(
@@ -151,7 +152,8 @@ class WorkerPool:
         worker.begin(limits)
 
     def _replace(self, worker: _Worker, waiting: deque[int]) -> None:
-        """A fresh worker for one whose first pending item was answered for it; the others are sent again."""
+        """Start a new worker in place of one whose first pending item was answered for it; send the other
+        items again."""
         self._kill(worker)
         waiting.extendleft(list(worker.pending)[:0:-1])
         self._workers[self._workers.index(worker)] = self._spawn()
@@ -184,7 +186,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def scrubbed_environment() -> dict[str, str]:
-    """What a grader process may see of the trainer's environment: no token, no key, no rank."""
+    """The part of the trainer's environment that a grader process may see: no token, no key, no rank."""
     return {
         "PATH": os.defpath,
         "LANG": "C.UTF-8",
