@@ -28,7 +28,8 @@ class Experts:
     moe_intermediate_size: int
     norm_topk_prob: bool
     router_aux_loss_coef: float
-    """0 where the file does not ask for the router's logits: then Transformers adds no loss either."""
+    """Coefficient of the router's loss. 0 unless the file asks for the router's logits, as in
+    Transformers."""
     shared_expert_intermediate_size: int | None
     layers: tuple[bool, ...]
     """Per layer: experts, or a dense feed-forward layer."""
@@ -103,7 +104,7 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     _refuse_unsupported(fields, family, layers)
     heads = fields.get("num_attention_heads", int)
     hidden = fields.get("hidden_size", int)
-    if family == "qwen3_moe" and "head_dim" not in raw:  # the one family whose files may leave it out
+    if family == "qwen3_moe" and "head_dim" not in raw:  # only this family's files may leave it out
         head_dim = hidden // heads
     else:
         head_dim = fields.get("head_dim", int)
@@ -131,7 +132,7 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
 
 
 def _check_sizes(model: ModelConfig, where: str) -> None:
-    """Numbers that no model can have beside each other, in any layout."""
+    """Refuse sizes that contradict each other in any layout."""
     multiples = {
         "num_attention_heads": (model.num_attention_heads, "num_key_value_heads", model.num_key_value_heads),
         "head_dim x partial_rotary_factor": (int(model.head_dim * model.partial_rotary_factor), "2", 2),
@@ -173,7 +174,7 @@ def _rope(fields: Fields, family: Family) -> tuple[float, float]:
 
 
 def _rope_value(fields: Fields, new: Mapping[str, Any], key: str) -> float | None:
-    """One number of RoPE, which a file may give in two places."""
+    """One number of RoPE, which a file may give in two places; they must agree."""
     old = fields.optional(key, float, None)
     inner = Fields(new, f"{fields.where}: rope_parameters").optional(key, float, old)
     if old is not None and old != inner:

@@ -15,7 +15,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Fields:
-    """A config.json's fields: errors say where, and what nobody asked for is known."""
+    """A config.json's fields. Errors name the file; fields that were never read are remembered."""
 
     raw: Mapping[str, Any]
     where: str
@@ -28,7 +28,7 @@ class Fields:
         return self._checked(name, kind)
 
     def get_or_null(self, name: str, kind: type, null: Any) -> Any:
-        """A field that must be there and may be null, which means ``null``."""
+        """A field that must be there but may be null, which then means ``null``."""
         self.read.add(name)
         return null if name in self.raw and self.raw[name] is None else self.get(name, kind)
 
@@ -57,7 +57,7 @@ class Fields:
         return found[0]
 
     def warn_of_unread(self, harmless: Collection[str]) -> None:
-        """Name the fields that nobody read, and that are not known to be ``harmless``."""
+        """Warn of fields that were not read and are not known to be ``harmless``."""
         unread = sorted(self.raw.keys() - self.read - set(harmless))
         if unread:
             warnings.warn(f"{self.where}: unknown fields are ignored: {', '.join(unread)}", stacklevel=3)

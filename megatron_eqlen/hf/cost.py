@@ -9,8 +9,8 @@ from megatron_eqlen.hf.families import weight_map
 
 
 def active_parameters(model: ModelConfig) -> float:
-    """Parameters that one token is multiplied with: all but the embedding table, and of the experts as many
-    as it is routed to."""
+    """Parameters that compute one token: all but the embedding table, and only those experts that a token is
+    routed to."""
     routed = model.experts.num_experts_per_tok / model.experts.num_experts if model.experts else 1.0
     return sum(
         sum(prod(shape) for shape in weight.shapes) * (1.0 if weight.expert is None else routed)

@@ -22,7 +22,7 @@ FAMILIES: dict[str, Callable[[ModelConfig], Iterator[Weight]]] = {
 }
 
 WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""What a trained tensor may be on disk."""
+"""Dtypes that a trained tensor may have on disk."""
 
 UNTRAINED_PREFIX = "mtp."
 """Multi-token prediction layers: part of Qwen3-Next's folders, carried through conversion, never trained."""
@@ -39,7 +39,8 @@ def weight_map(model: ModelConfig) -> tuple[Weight, ...]:
 def with_tied_head(
     tensors: Iterable[tuple[str, Tensor]], model: ModelConfig, folder: HFFolder
 ) -> Iterator[tuple[str, Tensor]]:
-    """The stream, and the embeddings a second time as output layer where ``folder`` holds both tied."""
+    """The tensors, plus the embeddings again as output layer if ``folder`` holds both although they are
+    tied."""
     for name, tensor in tensors:
         yield name, tensor
         if name == EMBEDDING and model.tie_word_embeddings and HEAD in folder.entries:
@@ -79,8 +80,8 @@ def _check_tensor(folder: HFFolder, name: str, shape: tuple[int, ...]) -> None:
 
 
 def _check_tied(folder: HFFolder, shape: tuple[int, int]) -> None:
-    """An output layer beside tied embeddings must be the same. Where it is not, Transformers does not tie
-    (``PreTrainedModel.tie_weights``), vLLM does: the folder must say which is meant."""
+    """An output layer beside tied embeddings must be the same. If it differs, Transformers does not tie
+    (``PreTrainedModel.tie_weights``) but vLLM does, so the folder must say which is meant."""
     if HEAD not in folder.entries:
         return
     _check_tensor(folder, HEAD, shape)

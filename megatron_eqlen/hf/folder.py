@@ -30,7 +30,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".index.json")
-"""Of files that hold weights, or say which file holds them."""
+"""Ends of the names of files that hold weights, or the index that says which file holds them."""
 
 FUSED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
@@ -38,8 +38,8 @@ FUSED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 class HFFolder:
     """The tensors of a folder with ``model.safetensors``, or else an index and its shards.
 
-    That order is Transformers' (``modeling_utils._get_resolved_checkpoint_files``): an index beside
-    ``model.safetensors`` is stale, and said to be ignored. Experts that are fused on disk
+    This is Transformers' order (``modeling_utils._get_resolved_checkpoint_files``): an index beside
+    ``model.safetensors`` is ignored, with a warning. Experts that are fused on disk
     (``experts.gate_up_proj [experts, 2 x width, hidden]``) appear one by one, as in the checkpoints that
     Qwen publishes. Raises CheckpointError for what is missing or broken.
     """
@@ -121,7 +121,7 @@ class FolderWriter:
         self.missing.discard(name)
 
     def finish(self) -> None:
-        """Carry over what was not written, the index and the other files."""
+        """Copy from the source the tensors that were not written, the index and the other files."""
         for name in sorted(self.missing):
             self.write(name, self.source.tensor(name))
         if self.source.index:
@@ -141,13 +141,13 @@ def first_few(names: Collection[str]) -> str:
 
 @functools.cache
 def say_once(message: str) -> None:
-    """A warning that is the same on every rank, and each time a folder is read."""
+    """Log a warning once per process, and on the first rank only."""
     if int(os.environ.get("RANK", 0)) == 0:
         logger.warning(message)
 
 
 def read_json(file: Path) -> Any:
-    """What a JSON file holds. Raises ValueError that says why it holds nothing, without the file's name."""
+    """The content of a JSON file. Raises ValueError with the reason, without the file's name."""
     try:
         return json.loads(file.read_bytes().decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -161,7 +161,7 @@ def read_json(file: Path) -> Any:
 
 
 def _write_all(handle: int, data: memoryview) -> None:
-    """The kernel writes at most 2 GiB at once."""
+    """Write everything: the kernel writes at most 2 GiB in one call."""
     while data:
         data = data[os.write(handle, data) :]
 
@@ -184,7 +184,7 @@ def _read_index(folder: Path) -> dict[str, Any]:
 
 
 def _check_index(folder: Path, weight_map: Mapping[str, str], entries: Mapping[str, Entry]) -> None:
-    """Every tensor of the index is where the index says."""
+    """Raise CheckpointError unless every tensor of the index is where the index says."""
     for name, file in weight_map.items():
         for single in _single_names(name):
             if single not in entries or entries[single].file != file:
@@ -192,7 +192,7 @@ def _check_index(folder: Path, weight_map: Mapping[str, str], entries: Mapping[s
 
 
 def _single_names(name: str) -> list[str]:
-    """The tensor itself, or of fused experts the first."""
+    """The tensor's own name, or the name of the first expert if experts are fused."""
     match = FUSED_EXPERTS.fullmatch(name)
     if match is None:
         return [name]

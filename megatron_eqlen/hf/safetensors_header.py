@@ -40,12 +40,12 @@ DTYPES = {
 }
 
 LONGEST = 100_000_000
-"""Bytes of a header, as in the safetensors library."""
+"""Most bytes of a header, as in the safetensors library."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a tensor lies."""
+    """Where a tensor lies in its file."""
 
     file: str
     dtype: str
@@ -142,7 +142,7 @@ def _are_sizes(value: Any) -> bool:
 
 
 def _check_extent(file: Path, entries: dict[str, Entry], data: int, size: int) -> None:
-    """Tensors lie side by side and fill the file."""
+    """Raise CheckpointError unless the tensors lie without gap or overlap and fill the file."""
     placed = sorted(entries.items(), key=lambda one: (one[1].start, one[1].stop))
     end = placed[-1][1].stop if placed else data
     if end > size:
@@ -162,7 +162,7 @@ def _check_extent(file: Path, entries: dict[str, Entry], data: int, size: int) -
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object whose keys are text, and differ."""
+    """A JSON object. Raises ValueError if a key is not valid text or comes twice."""
     for name, _ in pairs:
         name.encode("utf-8")
     if len(members := dict(pairs)) < len(pairs):

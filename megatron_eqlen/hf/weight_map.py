@@ -1,4 +1,4 @@
-"""The words that a family's weight map is written in: which Megatron tensor holds which Hugging Face tensors.
+"""What a family's weight map is made of: which Megatron tensor holds which Hugging Face tensors.
 
 A map is a list of ``Weight`` in the order of the model. Two properties make one list enough for loading
 into any parallel layout, for export and for weight sync:
@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 class Arrangement(Protocol):
-    """How one Megatron tensor is made of Hugging Face tensors; both on one tensor-parallel rank."""
+    """How one Megatron tensor is made of Hugging Face tensors, both as parts of one tensor-parallel rank."""
 
     def merge(self, parts: list[Tensor]) -> Tensor:
         """Hugging Face's tensors -> Megatron's."""

@@ -6,7 +6,7 @@ then goes through at most two steps:
 1. Without CUDA, ``source.py`` rewrites what names a CUDA device: ``torch.cuda`` becomes the namespace
    in ``cuda_namespace.py``, ``"cuda"`` becomes ``"cpu"``. No cost per step, nothing outside
    ``megatron.core`` changes.
-2. ``gaps.py`` closes the known gaps of Megatron-Core 0.16.1. Some of them bite on GPUs as well.
+2. ``gaps.py`` closes the known gaps of Megatron-Core 0.16.1. Some of them concern GPUs as well.
 
 With CUDA step 1 is left out and Megatron-Core runs as it is. Nothing heavy is imported before
 ``megatron.core`` is: a model's configuration can be read without torch.

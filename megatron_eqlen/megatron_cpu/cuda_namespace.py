@@ -1,5 +1,5 @@
-"""What ``torch.cuda`` means inside ``megatron.core`` on a machine without CUDA: one device, the CPU,
-that does everything in order.
+"""What ``torch.cuda`` means inside ``megatron.core`` on a machine without CUDA: one device, the CPU, which
+runs everything in order.
 
 Only what Megatron-Core calls on the paths we use is here. Any other name is looked up in the real
 ``torch.cuda``: its classes serve annotations and ``isinstance``, its functions raise there.
@@ -23,7 +23,7 @@ from torch import (  # noqa: F401  the tensor types, for their names in Megatron
 
 
 class Event:
-    """An event on a device that works in order: it has always happened."""
+    """An event on a device that runs in order: it has always completed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     def record(self, stream: Stream | None = None) -> None: ...

@@ -56,9 +56,9 @@ def _chunk(model: ModelConfig, config: Any, vp_stage: int | None) -> PolicyModel
 
 
 def _mark_tensor_parallel_parameters(chunk: PolicyModel) -> None:
-    """Say which weights tensor parallelism divides; the gradient norm counts all others once.
+    """Mark the weights that tensor parallelism divides; the gradient norm counts all others once.
 
-    Megatron-Core says so while it initialises weights, which loading makes needless.
+    Megatron-Core marks them while it initialises weights, which is skipped here because they are loaded.
     """
     divided = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
     for module in chunk.modules():

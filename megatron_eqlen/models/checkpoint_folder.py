@@ -4,8 +4,8 @@
                 step-00000012/
                 latest                            the name of the checkpoint in force
 
-CRC-32 finds every damage of up to 32 neighbouring bits, and misses others once in 4 billion; it costs 0.2 s a
-GB where SHA-256 costs 0.6 s.
+CRC-32 finds any damage of up to 32 neighbouring bits, and misses other damage once in 4 billion times. It
+takes 0.2 s for a GB, SHA-256 0.6 s.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def steps(folder: Path) -> list[Path]:
 
 
 def latest(folder: Path) -> Path | None:
-    """What ``folder/latest`` names; None where there is no such file. Raises CheckpointError."""
+    """The checkpoint that ``folder/latest`` names; None if there is no such file. Raises CheckpointError."""
     pointer = folder / LATEST
     try:
         name = pointer.read_bytes().decode("utf-8").strip()
@@ -60,7 +60,7 @@ def file_names(folder: Path) -> list[str]:
 
 
 def describe(folder: Path, names: Collection[str]) -> Manifest:
-    """What a manifest says of these files."""
+    """The manifest's entries for these files."""
     with ThreadPoolExecutor(READERS) as readers:
         found = readers.map(lambda name: _describe(folder / name), names)
         return dict(zip(names, found, strict=True))

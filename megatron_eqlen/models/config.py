@@ -40,7 +40,7 @@ def transformer_config(
         "add_bias_linear": False,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
-        "calculate_per_token_loss": True,  # token weights hold every factor: losses are sums
+        "calculate_per_token_loss": True,  # a token's weight holds every factor, so losses are summed
     }
     fields |= _execution_fields(parallel, dtype, sequence=sequence_parallel(model, parallel))
     if model.experts:
@@ -77,7 +77,7 @@ def uses_transformer_engine() -> bool:
 
 
 def _execution_fields(parallel: ParallelRecipe, dtype: torch.dtype, sequence: bool) -> dict[str, Any]:
-    """How it runs: layout, precision, kernels."""
+    """Fields that say how the model runs: layout, precision, kernels."""
     fields: dict[str, Any] = {
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,

@@ -4,7 +4,8 @@
     megatron_to_hf(checkpoint, source, out)     a folder like ``source``, with the checkpoint's weights
 
 Bits are moved, never changed: tensors keep the dtype they have in the source (``megatron_to_hf`` writes
-those of ``source``). ``out`` appears under its name when it is whole, and is one process's at a time.
+those of ``source``). ``out`` appears under its name when it is complete; only one process at a time can make
+it.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from megatron_eqlen.models.megatron_checkpoint import (
 from megatron_eqlen.recipe import ParallelRecipe
 
 Progress = Callable[[int], None]
-"""Told how many bytes were converted since the last call."""
+"""Called with the number of bytes that were converted since the last call."""
 
 LOGIT_TOLERANCE = 1e-4
-"""Of float32 logits, relative to the largest."""
+"""Largest difference of float32 logits, relative to the largest logit."""
 
 
 def no_progress(nbytes: int) -> None: ...
@@ -76,7 +77,7 @@ def megatron_to_hf(
 
 
 def converted_bytes(source: str | Path) -> int:
-    """What ``progress`` will have been told in the end, from the folder's dtypes."""
+    """The total that ``progress`` will be called with, from the folder's dtypes."""
     folder = HFFolder(source)
     weights = check_folder(folder, read_config(source)).values()
     return sum(folder.entries[name].nbytes for weight in weights for name in weight.hf)
@@ -103,7 +104,7 @@ def verify_hash(checkpoint: str | Path, folder: str | Path, progress: Progress =
 
 @torch.no_grad()
 def verify_logits(checkpoint: str | Path, folder: str | Path) -> float:
-    """Largest difference of float32 logits between Megatron, which loads the checkpoint by its own means,
+    """Largest difference of float32 logits between Megatron, which loads the checkpoint with its own code,
     and Transformers with the folder, relative to the largest logit. Both models must fit in memory.
 
     Raises CheckpointError above LOGIT_TOLERANCE.

@@ -36,7 +36,7 @@ class PolicyModel(GPTModel):
         """Logits on the last pipeline stage, hidden states on the others.
 
         Args:
-            input_ids: [b, s] int64. On each stage, since every stage needs the sizes.
+            input_ids: [b, s] int64. Needed on every stage, for the sizes.
             position_ids: [b, s] int64, a token's depth on its path. Equal for all sequences of a batch.
             packed_seq_params: a row's token trees (``TreeParams``, b = 1); None: plain causal sequences.
             supervised: [n] int64, the positions of the loss (b = 1); None: all. The head is computed, and
@@ -76,7 +76,7 @@ class PolicyModel(GPTModel):
 
     def _logits(self, hidden: Tensor, supervised: Tensor | None) -> Tensor:
         """[s (/ TP), b, hidden] -> [b, n or s, vocab / TP]."""
-        if self.config.sequence_parallel:  # the head's own backward sums over TP: here only split
+        if self.config.sequence_parallel:  # only split here: the head's own backward pass sums over TP
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )

@@ -96,8 +96,8 @@ def _attention(modules: BackendSpecProvider) -> ModuleSpec:
 def _delta_net(modules: BackendSpecProvider) -> ModuleSpec:
     submodules = GatedDeltaNetSubmodules(
         in_proj=_after_norm(modules),
-        # Alone among Qwen3-Next's norms this one is centred on one. Saying so here, instead of shifting the
-        # weight in conversion, keeps conversion exact to the bit.
+        # This is the only norm of Qwen3-Next that is centred on one. It is built so here; shifting the weight
+        # in conversion instead would make conversion inexact.
         out_norm=ModuleSpec(module=RMSNorm, params={"zero_centered": False}),
         out_proj=modules.row_parallel_linear(),
     )

@@ -1,9 +1,9 @@
 """Megatron ``torch_dist`` checkpoints, one tensor at a time.
 
 ``megatron.core.dist_checkpointing`` saves and loads whole models. For conversion this module reads and
-writes the same files (torch.distributed.checkpoint's format) tensor by tensor. What a model's tensors are
-called, and how they are cut, is asked of Megatron itself: the model is built on the meta device without
-parallelism and gives its sharded state dict. The format is free of layout, so a checkpoint saved at
+writes the same files (torch.distributed.checkpoint's format) tensor by tensor. The names of a model's
+tensors, and how they are cut, come from Megatron itself: the model is built on the meta device without
+parallelism, and its sharded state dict is read. The format is free of layout, so a checkpoint saved at
 TP2 x PP2 is read here, and one written here loads at any layout.
 """
 
@@ -51,21 +51,21 @@ from megatron_eqlen.recipe import ParallelRecipe
 logger = logging.getLogger(__name__)
 
 FILE_BYTES = 8 << 30
-"""A new data file is begun after this many bytes."""
+"""Bytes of a data file after which a new one is begun."""
 
 UNREADABLE = (
     OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError, IndexError, KeyError, TypeError,
     ValueError, RuntimeError,
 )  # fmt: skip
-"""What unpickling raises where bytes are damaged (docs.python.org/3/library/pickle.html, torch.load)."""
+"""Errors that unpickling raises for damaged bytes (docs.python.org/3/library/pickle.html, torch.load)."""
 
 OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
-"""Beginning of the keys that are not the model's."""
+"""Prefix of keys that do not belong to the model."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of a parameter, and where it lies in a tensor of the checkpoint."""
+    """A contiguous range of a parameter, and where it lies in a tensor of the checkpoint."""
 
     start: int
     """First element in the flattened parameter."""
@@ -82,17 +82,18 @@ class Piece:
 
 @dataclass(frozen=True)
 class CheckpointLayout:
-    """What a checkpoint of a model holds."""
+    """The names and shapes of everything in a checkpoint of a model."""
 
     shapes: dict[str, tuple[int, ...]]
-    """Of each parameter, under its name in the weight map."""
+    """The pieces of each parameter, by its name in the weight map."""
     pieces: dict[str, list[Piece]]
     objects: list[str]
     """Keys of what is not a tensor: empty extra states."""
 
 
 def checkpoint_layout(model: ModelConfig) -> CheckpointLayout:
-    """Ask Megatron. Its groups must be started, without any parallelism."""
+    """The layout of ``model``'s checkpoint, from Megatron. Its groups must be started, without any
+    parallelism."""
     with torch.device("meta"):
         (chunk,) = build_model(model, ParallelRecipe(), torch.float32)
     parameters = local_parameters([chunk])
@@ -138,7 +139,8 @@ class CheckpointReader:
         self._check_files(ends)
 
     def check(self, layout: CheckpointLayout) -> None:
-        """Whether all of the layout is there, in its shapes, as floating-point numbers, and no more."""
+        """Raise CheckpointError unless the checkpoint holds exactly the layout's tensors: all of them, in
+        their shapes, as floating-point numbers, and no others."""
         pieces = [piece for pieces in layout.pieces.values() for piece in pieces]
         for piece in pieces:
             self._tensor(piece)
@@ -165,7 +167,8 @@ class CheckpointReader:
         return flat.view(shape)
 
     def _items(self, piece: Piece) -> list[ReadItem]:
-        """What to read where for ``piece``, which may have been saved in parts or as part of more."""
+        """What to read for ``piece``, and where: it may have been saved in parts, or as part of something
+        larger."""
         chunk = ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.shape))
         items = create_read_items_for_chunk_list(piece.key, self._tensor(piece), [chunk])
         if sum(math.prod(item.lengths) for item in items) != math.prod(piece.shape):
@@ -230,7 +233,7 @@ class CheckpointWriter:
     def finish(self) -> None:
         for key in self.layout.objects:
             self.tensors[key] = BytesStorageMetadata()
-            self._save(MetadataIndex(key), [None])  # the objects under a key, as Megatron saves them
+            self._save(MetadataIndex(key), [None])  # an object is saved as a list, as Megatron does
         self.file.close()
         metadata = Metadata(state_dict_metadata=self.tensors, storage_data=self.stored)
         (self.path / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -268,7 +271,7 @@ def _ends(metadata: Metadata) -> dict[str, int]:
 
 
 def _storage(tensor: Tensor) -> int:
-    """Which memory a tensor or view looks at; known on the meta device too."""
+    """Identifies the memory of a tensor or view; works on the meta device too."""
     return tensor.untyped_storage()._cdata
 
 

@@ -3,13 +3,14 @@
     loss of a layer = E sum_e f_e P_e        f_e = 1 / (k N) x choices of expert e
                                              P_e = 1 / N x sum of the router's probabilities of e
 
-E experts, k of them for each token, N counted tokens. It is the Switch Transformer's loss as Megatron-Core
-has it: of each layer on its own, 1 where the load is even, and the training loss has ``coef`` x its sum over
+E experts, k of them for each token, N counted tokens. It is the Switch Transformer's loss as in
+Megatron-Core: computed for each layer, 1 if the load is even; the training loss adds ``coef`` x its sum over
 layers. (Transformers' ``load_balancing_loss_func`` pools all layers before it multiplies, and has no 1 / k.)
 
-N and f are those of a whole optimizer step, all rows and ranks of it (the global batch of arXiv:2501.11873):
-a product of two means of each row, which is Megatron's, changes with the packing. They must be known before
-the first row's backward pass, so a forward pass counts first. Then the loss is a plain sum over tokens.
+N and f are those of a whole optimizer step, over all its rows and ranks (the global batch of
+arXiv:2501.11873). Megatron multiplies two means for each row instead, and that product changes with the
+packing. N and f must be known before the first row's backward pass, so an extra forward pass counts them
+first. Then the loss is a plain sum over tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch import Tensor
 
 
 class PooledRouter(TopKRouter):
-    """Without a pool a forward pass stands for itself: its own tokens are the N."""
+    """Without a pool, N counts the tokens of the forward pass itself."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -72,7 +73,8 @@ class RouterPool:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Inside, a forward pass over all rows of a step; its choices are the pool afterwards. Collective."""
+        """Run a forward pass over all rows of a step inside this block; its choices are the pool afterwards.
+        Collective."""
         for router in self.routers:
             router.counted = router.weight.new_zeros(len(router.weight), dtype=torch.float64)
         yield

@@ -1,6 +1,6 @@
 """Core attention on token trees: position k is visible to position q iff k <= q < visible_until[k].
 
-Two back ends of one rule, chosen by ``tree_attention``:
+Two implementations of the same rule, chosen by ``tree_attention``:
 
 * CPU: scaled dot-product attention chain by chain, each on its prefix's keys and its own.
 * CUDA: FlexAttention. Which blocks of keys a block of queries sees, in full or in part, follows from the
@@ -149,9 +149,9 @@ def tree_block_mask(visible_until: Tensor) -> BlockMask:
 def block_visibility(visible_until: Tensor) -> tuple[Tensor, Tensor]:
     """Which blocks of keys a block of queries sees in part, and which in full: two [n, n] bool.
 
-    A later block of keys is never seen, and the own block always in part, for each position sees itself.
-    An earlier block of keys is seen if its farthest ``visible_until`` reaches past the first query, in
-    full if its nearest reaches past the last one.
+    A later block of keys is never seen. A block sees itself always in part, since each position sees itself.
+    An earlier block of keys is seen if its largest ``visible_until`` lies beyond the first query, and seen in
+    full if its smallest lies beyond the last query.
     """
     length = len(visible_until)
     blocks = -(-length // BLOCK)

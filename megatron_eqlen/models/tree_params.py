@@ -1,15 +1,15 @@
-"""What a model's layers need to know of a row's trees, computed once a row and shared by all layers.
+"""What a model's layers need to know about a row's trees; computed once for each row, shared by all layers.
 
 ``TreeParams`` is a Megatron ``PackedSeqParams``, so that it travels unchanged through recompute and
 pipeline stages to attention and Gated DeltaNet. Pieces of a row, from small to large:
 
 * node: as packed (``types.RowNode``); it may be continued by several children.
-* run: nodes that nothing forks off between; a recurrent state is needed at its end at most.
+* run: consecutive nodes without a fork between them; a recurrent state is needed only at its end, if at all.
 * chain: runs one after the other down to a leaf, contiguous in the row; plain causal attention inside,
   and a prefix of earlier positions that every query of the chain sees.
 
-A row's padding is one more node. What it computes is read by nobody; that it goes through the same code
-keeps every parameter in the graph of a row that is padding alone.
+A row's padding is one more node. Its results are not read, but it goes through the same code, so that every
+parameter is in the graph even of a row that is only padding.
 
 Everything here is built with numpy from the nodes alone; nothing is of size S x S.
 """
@@ -170,7 +170,7 @@ class TreeParams(PackedSeqParams):
         """Where a window of ``width`` positions on the path is not the row's last ``width`` positions.
 
         Returns [m] int64 positions, and [m, width] int64 their windows, the position itself last, S where
-        the path has no such position. The row's start, where both have nothing, is left out.
+        the path has no such position. The row's start, where both windows are empty, is left out.
         """
         none = len(self)
         starts = np.array([run.start for run in self.runs], dtype=np.int64)

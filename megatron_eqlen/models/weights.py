@@ -4,7 +4,7 @@
     export_hf(chunks)                 (name, whole tensor) one by one, on every rank
     save_hf(chunks, source, out)      a folder that Transformers and vLLM load
 
-All three follow the family's weight map (qwen3.py, qwen3_moe.py, qwen3_next.py). They move bits, they never
+All three follow the family's weight map (qwen3.py, qwen3_moe.py, qwen3_next.py). They copy bits and never
 compute: a round trip through any layout is exact. Peak extra memory: the two largest tensors.
 """
 
@@ -73,7 +73,7 @@ def save_hf(chunks: Sequence[torch.nn.Module], source: str | Path, out: str | Pa
     refuse_existing(Path(out))
     model, folder = _config(chunks), HFFolder(source)
     check_folder(folder, model)
-    dist.barrier()  # nobody looks for ``out`` once it may be there
+    dist.barrier()  # rank 0 makes ``out`` only after every rank has looked for it
     with new_folder(Path(out)) if dist.get_rank() == 0 else nullcontext() as partial:
         writer = FolderWriter(partial, folder) if partial else None
         for name, tensor in with_tied_head(export_hf(chunks), model, folder):

@@ -1,4 +1,4 @@
-"""DAPO's dynamic sampling: which prompts of a harvest teach anything. The loop replaces the others."""
+"""DAPO's dynamic sampling: keeps the prompts whose rewards differ. The loop replaces the others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def filter_groups(rollouts: Sequence[Rollout], recipe: Recipe) -> tuple[list[str
 
 
 def select(rollouts: Sequence[Rollout], recipe: Recipe, room: int) -> tuple[list[Rollout], int]:
-    """(the rollouts of the first ``room`` prompts that are kept, how many prompts teach nothing)."""
+    """(the rollouts of the first ``room`` prompts that are kept, the number of prompts with equal
+    rewards)."""
     keep, dropped = filter_groups(rollouts, recipe)
     kept = set(keep[:room])
     return [rollout for rollout in rollouts if rollout.prompt_id in kept], len(dropped)

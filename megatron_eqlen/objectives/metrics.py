@@ -1,4 +1,4 @@
-"""What a step's comparison units looked like, as flat metrics."""
+"""Metrics of a step's comparison units."""
 
 from __future__ import annotations
 

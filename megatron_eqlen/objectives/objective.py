@@ -43,7 +43,7 @@ class Objective:
 
     @property
     def advantage_name(self) -> str:
-        """For people: ``grpo``, ``Gr3(alpha=0.33)``."""
+        """The estimator's name as it is printed: ``grpo``, ``Gr3(alpha=0.33)``."""
         return getattr(self.advantage, "__name__", repr(self.advantage))
 
     @property

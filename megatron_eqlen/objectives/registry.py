@@ -16,7 +16,8 @@ from megatron_eqlen.plugins import is_import_path, load_object
 from megatron_eqlen.recipe import Recipe
 
 OVERLONG_BUFFER = 4096
-"""DAPO's, at its 20,480 tokens; our choice for shorter responses is the same fifth."""
+"""Tokens of DAPO's length-penalty buffer, with responses of 20,480 tokens. For shorter responses we take the
+same fifth (our choice)."""
 
 OBJECTIVES = {
     objective.name: objective
@@ -46,7 +47,7 @@ OBJECTIVES = {
 
 
 def lookup(name: str) -> Objective:
-    """The objective as its paper has it, or a user's own by import path.
+    """The objective with its paper's settings, or a user's own by import path.
 
     Raises ValueError, naming the nearest, for an unknown name.
     """
@@ -77,8 +78,8 @@ def resolve(recipe: Recipe) -> Objective:
 
 
 def with_defaults(recipe: Recipe) -> Recipe:
-    """The same recipe with what its objective takes where a ``loss`` key is left out. A key that is still
-    None has no meaning for the objective."""
+    """The recipe with the objective's defaults filled into the ``loss`` keys that were left out. A key that
+    is still None has no meaning for the objective."""
     objective = resolve(recipe)
     loss: dict[str, Any] = {
         "clip_ratio_low": objective.clip_ratio_low,

@@ -56,7 +56,8 @@ def _check_kind(rollout: Rollout, recipe: Recipe) -> None:
 
 
 def _check_masks(rollout: Rollout, recipe: Recipe) -> None:
-    """What is trained is normalised as the recipe says: over the recorded masks or over the vocabulary."""
+    """Raise ValueError unless rollouts have sampling masks exactly if the recipe says so: training normalises
+    over the masks, or over the vocabulary."""
     wanted = recipe.rollout.keep_sampling_mask
     for segment in rollout.segments():
         if wanted != (segment.sampling_mask is not None):

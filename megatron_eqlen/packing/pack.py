@@ -32,7 +32,7 @@ PAIR_COST = 3.3e-5
 
 @dataclass(frozen=True)
 class Part:
-    """What is placed as one piece: a tree, or leaf chains of it with their ancestors."""
+    """What is placed as one piece: a whole tree, or some of its leaf chains with their ancestors."""
 
     nodes: np.ndarray
     """[m] int64, forest indices in row order."""
@@ -77,7 +77,7 @@ class Packing:
 
     @cached_property
     def metrics(self) -> Metrics:
-        """Token counts and how well rows and ranks are used; every position counts alike in ``fill``.
+        """Token counts and how well rows and ranks are used; ``fill`` counts every position equally.
 
         ``fill``: share of the computed positions that are not padding; ``budget_fill``: share of all
         rows' full budget; ``expanded_tokens``: what the same supervised nodes would take one by one.
@@ -154,7 +154,7 @@ def plan_rows(
     for chosen in balance(costs, data_parallel):
         items = np.array(chosen, np.int64)
         rows = [items[row] for row in first_fit_decreasing(sizes[items], max_tokens_per_row)]
-        rows.sort(key=lambda row: -costs[row].sum())  # ranks that wait for each other do like work
+        rows.sort(key=lambda row: -costs[row].sum())  # ranks that wait for each other get similar work
         ranks.append([RowPlan([parts[i] for i in row], int(sizes[row].sum())) for row in rows])
     count = max([1, *map(len, ranks)])
     count += -count % row_count_multiple_of

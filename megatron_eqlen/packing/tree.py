@@ -1,7 +1,7 @@
 """Token trees as one flat forest: checked, pruned, and put in row order.
 
 ``Forest.of(trees)`` reads every node once into arrays (a batch has a few ten thousand nodes and
-millions of tokens; token ids are touched only when rows are filled). Three exact facts are used:
+millions of tokens; token ids are touched only when rows are filled). It relies on three exact facts:
 
 * A node without a supervised node at or below it changes no loss and no gradient: it is pruned.
 * Restricting depth-first order to a set of nodes that holds all its ancestors is depth-first order again.
@@ -141,7 +141,7 @@ class Forest:
         return path[::-1]
 
     def where(self, node: int) -> str:
-        """The node in words, for messages."""
+        """Names the node, for messages."""
         local = node - int(np.searchsorted(self.tree, self.tree[node]))
         return f"token tree {self.names[self.tree[node]]!r}, node {local}"
 
@@ -194,7 +194,7 @@ def _check_parents(
 
 
 def _cycle(tree: TokenTree, node: int) -> list[int]:
-    """The way from ``node`` up to a node already met, or [] where it ends at a root."""
+    """The nodes from ``node`` up to one that was already met, or [] if the path ends at a root."""
     seen = [node]
     while 0 <= tree.nodes[seen[-1]].parent < len(tree.nodes):
         seen.append(tree.nodes[seen[-1]].parent)
