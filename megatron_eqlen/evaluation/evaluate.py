@@ -17,7 +17,8 @@ from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.types import Group, Prompt, Segment
 
 EVALUATION_SEED = 20_000_003
-"""Added to the recipe's, so that no sample repeats one of training; the same before and after."""
+"""Added to the recipe's seed, so that no sample repeats one of training. Evaluations before and after use the
+same seed."""
 
 
 def _everything(items: list) -> list:
@@ -36,8 +37,8 @@ def evaluate(
 ) -> EvaluationResult:
     """Evaluate the engine's weights on ``problems`` with ``recipe.evaluation.samples`` completions each.
 
-    With several engine replicas each answers its ``share`` of the problems, and ``gather`` brings all
-    replicas' answers together, in any order. The same weights and recipe give the same result. Raises
+    With several engine replicas each answers its ``share`` of the problems, and ``gather`` collects all
+    replicas' answers, in any order. The same weights and recipe give the same result. Raises
     ValueError where the recipe asks for other sampling than the engine was started with.
     """
     sampling = recipe.model_copy(

@@ -1,4 +1,4 @@
-"""What an evaluation found: every sample's reward and length, the summary, and what it was measured on."""
+"""The result of an evaluation: every sample's reward and length, the summary, and what was evaluated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Answers:
     rewards: list[float]
     """0 where the response did not end."""
     verdicts: list[str]
-    """The grader's, or ``truncated``."""
+    """The grader's verdict, or ``truncated``."""
     lengths: list[int]
     """Tokens of each response, the end token included."""
 
@@ -36,7 +36,7 @@ class EvaluationResult:
     benchmark: str
     answers: list[Answers]
     manifest: dict[str, Any]
-    """What would have to be equal for two results to be comparable: files, questions, grader, sampling."""
+    """What must be equal in two comparable results: files, questions, grader, sampling."""
 
     @property
     def scores(self) -> np.ndarray:
@@ -93,8 +93,8 @@ def compare_seeds(before: list[EvaluationResult], after: list[EvaluationResult])
 def over_seeds(results: list[EvaluationResult]) -> dict[str, Interval]:
     """Accuracy over training runs that differ in their seed: headline, t, and the paper's own interval.
 
-    A run's samples are averaged first, so that the seeds are the replicates; of a single run they are the
-    samples. Raises ValueError for different questions.
+    A run's samples are averaged first, so that the seeds are the replicates; with a single run its samples
+    are. Raises ValueError for different questions.
     """
     _check_questions(results)
     scores = _replicates(results)

@@ -1,9 +1,9 @@
 """Means with intervals for repeated accuracies, and the difference of two.
 
 Scores are ``[R, P]`` arrays: R replicates (training seeds, or one run's samples) of the same P problems.
-Which interval is asked for matters: over replicates alone it says how the same problems would come out
-again; over replicates and problems crossed it says how other problems of the kind would, and that is how a
-benchmark of 30 problems is read.
+Intervals differ in what they generalise to: over replicates alone, to another run on the same problems; over
+replicates and problems crossed, to other problems of the same kind. The second is what readers expect of a
+benchmark of 30 problems.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DRAWS = 10_000
 
 @dataclass(frozen=True)
 class Interval:
-    """``mean`` with a 95% interval; ``method`` says over what."""
+    """``mean`` with a 95% interval; ``method`` names how it was computed."""
 
     mean: float
     low: float
@@ -30,7 +30,7 @@ class Interval:
 
 
 def crossed_bootstrap(scores: np.ndarray, seed: int = 0) -> Interval:
-    """The headline: percentile bootstrap that draws replicates and problems anew, independently."""
+    """The headline: percentile bootstrap that resamples replicates and problems independently."""
     means = _crossed_means(_checked(scores), np.random.default_rng(seed))
     return _interval(float(scores.mean()), means, "crossed bootstrap over replicates and problems")
 

@@ -23,7 +23,7 @@ from megatron_eqlen.report.format import compact
 from megatron_eqlen.report.run_groups import AFTER, BASE, Group, RunResult, group, read_run, run_folders
 
 UNEQUAL = 1.1
-"""Ratio of GPU hours from which budgets count as unequal; a run ends with a whole step."""
+"""Ratio of GPU hours from which budgets count as unequal. Not 1, because a run ends with a whole step."""
 
 
 def compare_runs(
@@ -58,7 +58,7 @@ def compare_runs(
 
 
 def budget_notes(groups: Sequence[Group]) -> list[str]:
-    """What a reader must know before comparing: runs that ended short of a limit, and unequal budgets."""
+    """Warnings for the reader of the tables: runs that ended before a limit, and unequal budgets."""
     methods = [one for one in groups if one.method != BASE]
     notes = [note for one in methods for run in one.runs if (note := _short(_label(one, groups), run))]
     for model in dict.fromkeys(one.model for one in methods):
@@ -75,7 +75,7 @@ def budget_notes(groups: Sequence[Group]) -> list[str]:
 
 
 def _short(label: str, run: RunResult) -> str | None:
-    """How a run missed one of its limits; None where it reached what it was given."""
+    """How a run ended before its limits; None if it reached them."""
     budget, outcome = run.recipe.budget, run.recipe.budget.outcome(run.steps, run.gpu_hours)
     by = budget.ended_by(run.steps, run.gpu_hours)
     if by is None:
@@ -86,7 +86,7 @@ def _short(label: str, run: RunResult) -> str | None:
 
 
 def accuracy_table(groups: Sequence[Group], interval: str = "headline") -> list[dict[str, Any]]:
-    """A row a method, a column a model and benchmark: mean accuracy with its interval, in %."""
+    """One row for each method, one column for each model and benchmark: mean accuracy with interval, in %."""
     models = list(dict.fromkeys(one.model for one in groups))
     rows = []
     for method in dict.fromkeys(one.method for one in groups):

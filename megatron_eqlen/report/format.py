@@ -12,7 +12,7 @@ MISMATCH_KL = ("loss/mismatch_kl",)
 ROLLOUT_SPEED = ("harvest/tokens_per_second",)
 TRAINING_SPEED = ("train/tokens_per_second",)
 STAGES = ("harvest", "score", "trees", "train", "sync", "evaluate")
-"""The parts of a step whose seconds are ``time/NAME``; together they are nearly ``time/step``."""
+"""The stages of a step, each measured as ``time/NAME``; their sum is nearly ``time/step``."""
 
 
 def first_of(metrics: Mapping[str, float], names: tuple[str, ...]) -> float | None:

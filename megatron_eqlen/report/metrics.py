@@ -1,7 +1,7 @@
 """A step's metrics on disk: ``metrics.jsonl``, one line a step, which is the run's record.
 
 A line is handed to the operating system whole, in one write: a process killed at any moment leaves at most
-one torn last line. A run that resumes at an earlier step takes back the lines after it, so no step appears
+one torn last line. A run that resumes at an earlier step removes the lines after it, so no step appears
 twice.
 """
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 class MetricsWriter:
     """Writes into a run folder, and hands the same metrics to ``trackers``; rank 0 has one.
 
-    ``step`` is the number of steps that the run has behind it: what was written after it is cut off.
+    ``step`` is the number of steps that the run has taken: later lines are removed.
     """
 
     def __init__(self, folder: Path, step: int = 0, trackers: Sequence[Tracker] = ()) -> None:
@@ -36,7 +36,7 @@ class MetricsWriter:
         self.file = open(folder / FILE, "ab", buffering=0)  # noqa: SIM115 (closed by close)
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Append the metrics of ``step`` (counted from 1). What is no finite number becomes null."""
+        """Append the metrics of ``step`` (counted from 1). Numbers that are not finite become null."""
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         line = memoryview(json.dumps({"step": step, "time": time.time(), **finite}).encode() + b"\n")
         while line:  # a full disk raises; a signal may shorten a write
@@ -77,7 +77,8 @@ def _record(line: bytes, where: str) -> dict[str, float | None]:
 
 
 def _cut_after(path: Path, step: int) -> None:
-    """Keep the records up to ``step``; the file is replaced whole, so a crash leaves the old or the new."""
+    """Keep the records up to ``step``; the file is replaced atomically, so a crash leaves the old or the new
+    one."""
     if not path.exists():
         return
     kept = [record for record in read_metrics(path.parent) if record["step"] <= step]

@@ -67,7 +67,8 @@ CHARTS: dict[str, dict[str, Names]] = {
         "if every side had its own prefix": ("packing/expanded_tokens",),
     },
 }
-"""Title: what is drawn in it and the metric's names; what a run did not measure is left out."""
+"""Each chart's title, with its series and the names of their metrics; what a run did not measure is left
+out."""
 
 ROLLOUTS_SHOWN = 4
 MOST_TEXT = 1500
@@ -91,7 +92,8 @@ class Evaluation:
     result: EvaluationResult
     accuracy: Interval
     gain: Interval | None
-    """Against the run's first evaluation of the benchmark, paired by problem; None where there is none."""
+    """The change since the run's first evaluation of the benchmark, paired by problem; None if there is
+    none."""
 
 
 @dataclass(frozen=True)
@@ -248,7 +250,7 @@ def _legend(parts: list[Series]) -> list[tuple[str, str]]:
 
 
 def find_decoder(model: Path) -> tuple[Decode, str]:
-    """How token ids become text, and a note where the model's tokenizer is not here to do it."""
+    """The function from token ids to text, and a note if the model's tokenizer cannot be found."""
     try:
         return load_tokenizer(model).decode, ""
     except ValueError as error:
@@ -269,7 +271,7 @@ def _read_step(folder: Path, recipe: Recipe, decode: Decode) -> StepView:
 
 
 def _choose(rollouts: list[Rollout], training: Training) -> list[Rollout]:
-    """Rollouts of different prompts, first those that teach something."""
+    """Rollouts of different prompts, first those with unequal rewards."""
     ordered = sorted(rollouts, key=lambda one: not _teaches(one, training))
     by_prompt: dict[str, Rollout] = {}
     for rollout in ordered:

@@ -1,7 +1,7 @@
-"""What a person sees while a run goes on.
+"""The display of a run on the screen.
 
 On a terminal two lines that redraw themselves: bar, step and stage, then the newest numbers. In a log one
-short line a step. What else is said (evaluations, notices) stays above them, one line each.
+short line a step. Evaluations and notices stay above them, one line each.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SHOWN = {
     "rollout": (ROLLOUT_SPEED, " tok/s"),
     "train": (TRAINING_SPEED, " tok/s"),
 }
-"""Label: the metric's names and its unit, in the order shown; what a run does not measure is left out."""
+"""Label: names of the metric and its unit, in the order shown; what a run does not measure is left out."""
 
 STEPS_FOR_ETA = 10
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -75,7 +75,7 @@ class Progress:
             self.say(f"goes on after {self.budget.outcome(done, gpu_hours)}")
 
     def stage(self, name: str) -> None:
-        """What is being done now, for example ``harvest``."""
+        """Show what is being done now, for example ``harvest``."""
         self.stage_name, self.stage_started = name, time.monotonic()
         self._draw()
 
@@ -97,13 +97,13 @@ class Progress:
         self.say(f"{label}: {text}")
 
     def say(self, text: str) -> None:
-        """One lasting line."""
+        """Print one line that stays."""
         if self.show:
             self.console.print(text, markup=False)
             self.console.file.flush()
 
     def finish(self, page: Path) -> None:
-        """The run is over for now; the last line says which limit ended it and what to look at."""
+        """Print the last line: which limit ended the run, and where its report is."""
         self.close()
         taken = duration(time.monotonic() - self.started)
         came = self.budget.outcome(self.done, self.gpu_hours)
@@ -116,7 +116,7 @@ class Progress:
             live.stop()
 
     def seconds_left(self) -> float | None:
-        """By the mean of the newest steps; None before the first."""
+        """Estimated from the mean of the newest steps; None before the first step."""
         left = self.budget.steps_left(self.done, self.gpu_hours)
         if not self.step_seconds or left is None:
             return None
@@ -143,7 +143,7 @@ class Progress:
         return f"{self.done}/{self.budget.steps}" if self.budget.steps is not None else str(self.done)
 
     def _draw(self) -> None:
-        """Start the redrawing lines, or let them show what is new."""
+        """Start the redrawn lines, or update them."""
         if not self.redraws:
             return
         if self.live is None:

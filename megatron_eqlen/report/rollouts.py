@@ -28,7 +28,7 @@ Use = Literal["trained", "skipped", "not trained", "not scored", ""]
 where that is not known."""
 
 CONTEXT_TOKENS = 24
-"""So many of the tokens before a segment are shown with it."""
+"""Number of tokens before a segment that are shown with it."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class SegmentView:
     end: str
     """``stop``, ``length`` or ``goes on``."""
     reward: float | None
-    """What it is compared by, or the grader's; None where it has none (yet)."""
+    """The reward that it is compared by, or the grader's; None if it has none (yet)."""
     role: Role
     use: Use
     verdict: str = ""
-    """The grader's word and the extracted answer, where the segment ends a response."""
+    """The grader's verdict and the extracted answer, if the segment ends a response."""
 
 
 @dataclass(frozen=True)
@@ -97,13 +97,13 @@ def recipe_of(streams: Path) -> Recipe | None:
 
 
 class Training:
-    """What was trained of the ``rollouts`` of a step: asked of what training itself calls, with the run's
+    """What was trained of a step's ``rollouts``, found with the functions of training itself and the run's
     recipe."""
 
     def __init__(self, rollouts: Sequence[Rollout], recipe: Recipe) -> None:
         self.scored = all(segment.grade for rollout in rollouts for segment, _ in rollout.ended())
         self.members: dict[int, _Member] = {}
-        """By the segment's identity."""
+        """By the ``id()`` of the segment."""
         if self.scored:
             self._compare(rollouts, recipe)
 
@@ -123,7 +123,7 @@ class Training:
 
 
 class Unknown:
-    """In place of ``Training`` where the recipe is not known."""
+    """Used instead of ``Training`` if the recipe is not known."""
 
     def of(self, segment: Segment) -> tuple[float | None, Role, Use]:
         return _own_reward(segment), "plain", ""

@@ -1,6 +1,6 @@
 """Run folders -> groups of runs that have one recipe and differ in their seed.
 
-Where recipes of a method differ, each is a method of its own, named by what differs.
+If recipes of one method differ, each counts as a method of its own, named by the difference.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ NOT_THE_METHOD = (
     "seed", "name", "run_dir", "variant", "model.path", "cluster", "checkpoint", "evaluation", "report",
     "rollout.servers",
 )  # fmt: skip
-"""Keys in which runs of a method may differ: where they ran and what was written down. Models are columns."""
+"""Keys in which runs of one method may differ: where they ran and what they recorded. (Models are columns of
+the tables.)"""
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run folder says of a finished run."""
+    """The results of a finished run, from its folder."""
 
     folder: Path
     recipe: Recipe
@@ -58,7 +59,7 @@ class Group:
     def results(self, benchmark: str) -> list[EvaluationResult]:
         every = [run.before if self.method == BASE else run.after for run in self.runs]
         found = [results[benchmark] for results in every if benchmark in results]
-        if self.method == BASE:  # runs of one seed have drawn the same samples of it
+        if self.method == BASE:  # runs of one seed drew the same samples from it
             return list({result.scores.tobytes(): result for result in found}.values())
         return found
 
@@ -107,7 +108,7 @@ def group(runs: Sequence[RunResult]) -> list[Group]:
 
 
 def _by_recipe(method: str, runs: Sequence[RunResult]) -> dict[str, list[RunResult]]:
-    """Runs of one recipe by its name: the method's, and the keys in which recipes of this method differ."""
+    """Runs by the name of their recipe: the method, and the keys in which recipes of this method differ."""
     values = [_method_keys(run.recipe) for run in runs]
     keys = [key for key in dict.fromkeys(key for one in values for key in one) if _differ(key, values)]
     named: dict[str, list[RunResult]] = {}
@@ -118,7 +119,7 @@ def _by_recipe(method: str, runs: Sequence[RunResult]) -> dict[str, list[RunResu
 
 
 def _method_keys(recipe: Recipe) -> dict[str, Any]:
-    """The resolved recipe by dotted key, without what does not make the method."""
+    """The resolved recipe by dotted key, without the keys that do not belong to the method."""
     found = leaves(with_defaults(recipe).model_dump(mode="json"))
     return {key: value for key, value in found.items() if not is_under(key, NOT_THE_METHOD)}
 

@@ -1,6 +1,6 @@
 """Places that show a run's curves besides its own record: TensorBoard, and wandb where asked.
 
-A tracker is a convenience. One that fails or hangs is left out, which is said once; it never ends a run.
+A tracker is optional: one that fails or hangs is left out, with one warning; it never ends a run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Tracker(Protocol):
 
 
 def start_trackers(folder: Path, steps: int, recipe: Recipe) -> list[Tracker]:
-    """The trackers of a run that has ``steps`` steps behind it: what they show after those is taken back.
+    """The trackers of a run that has ``steps`` steps behind it: later points are removed.
 
     Raises ValueError if ``report.wandb_project`` is given and wandb is not installed.
     """
@@ -62,7 +62,7 @@ class TensorBoard:
 class Wandb:
     """The wandb run of this folder: a new one, or the one that an earlier start made, which goes on.
 
-    wandb cannot take steps back. Those that it has already keep their first values.
+    wandb cannot remove steps: those that it already has keep their first values.
     """
 
     def __init__(self, folder: Path, recipe: Recipe) -> None:
@@ -87,7 +87,7 @@ class Wandb:
 
 
 class Guarded:
-    """The tracker that ``start`` gives, until something of it fails."""
+    """The tracker that ``start`` returns; after its first failure it is no longer called."""
 
     def __init__(self, name: str, start: Callable[[], Tracker]) -> None:
         self.name = name
@@ -111,7 +111,7 @@ class Guarded:
 
 
 class Background:
-    """A guarded tracker in a thread of its own: a network that hangs holds nobody up."""
+    """A guarded tracker in a thread of its own, so that a hanging network does not delay the run."""
 
     def __init__(self, name: str, start: Callable[[], Tracker]) -> None:
         self.name = name

@@ -2,8 +2,8 @@
 
 A checkpoint is a folder ``checkpoints/step-00000012`` that appears by one rename after every file in it
 is on disk, with a manifest of its files' sizes and checksums. ``checkpoints/latest`` names the newest; it is
-replaced atomically afterwards. A run killed at any moment leaves the previous checkpoint in force, and a
-checkpoint that is damaged the one before it.
+replaced atomically afterwards. If a run is killed at any moment, ``latest`` still names the previous
+checkpoint. If a checkpoint is damaged, the one before it is used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def save(folder: Path, step: int, policy: Policy, position: dict[str, Any], keep
     """Write ``step``'s checkpoint under ``folder`` and drop all but the ``keep`` newest. Collective.
 
     ``position`` is plain data beside the model: where the data source is, for example. Raises NonFiniteError
-    instead of writing a state that no run can go on from.
+    instead of writing a state with numbers that are not finite.
     """
     policy.check_finite()
     final = folder / step_name(step)
@@ -39,7 +39,7 @@ def save(folder: Path, step: int, policy: Policy, position: dict[str, Any], keep
         return final
     if dist.get_rank() == 0:
         sweep(folder)
-        shutil.rmtree(final, ignore_errors=True)  # not in force: a kill, or a way back, left it
+        shutil.rmtree(final, ignore_errors=True)  # a leftover: not what ``latest`` names
     with new_folder(final) if dist.get_rank() == 0 else nullcontext() as made:
         partial = agree(lambda: made)
         _write(partial, step, policy, position)
@@ -81,7 +81,7 @@ def _write(partial: Path, step: int, policy: Policy, position: dict[str, Any]) -
 
 
 def _in_force(folder: Path) -> Path | None:
-    with suppress(CheckpointError):  # a broken pointer is about to be replaced
+    with suppress(CheckpointError):  # unreadable, but it is replaced now
         return checkpoint_folder.latest(folder)
     return None
 
@@ -103,7 +103,7 @@ def _newest_whole(folder: Path) -> Path | None:
 
 
 def _candidates(folder: Path) -> tuple[list[Path], str | None]:
-    """(checkpoints, newest first, from the one in force; what is wrong with the pointer)"""
+    """(checkpoints from the one that ``latest`` names, newest first; the fault of ``latest``, if any)"""
     found = checkpoint_folder.steps(folder)[::-1]
     try:
         pointed = checkpoint_folder.latest(folder)
@@ -115,7 +115,7 @@ def _candidates(folder: Path) -> tuple[list[Path], str | None]:
 
 
 def _fault(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, the same on every rank, each of which reads a part."""
+    """The fault of a checkpoint, the same on every rank; each rank reads a part of the files."""
     manifest, fault = agree(lambda: _manifest(checkpoint))
     if fault:
         return fault
@@ -131,7 +131,7 @@ def _manifest(checkpoint: Path) -> tuple[checkpoint_folder.Manifest, str | None]
 
 
 def _go_back(to: Path, damaged: dict[str, str], complaint: str | None) -> None:
-    """Put ``to`` in force; what is damaged stays on disk, out of the way of the steps to come."""
+    """Make ``to`` the newest checkpoint; damaged ones are renamed, so that later steps do not meet them."""
     for fault in filter(None, [complaint, *damaged.values()]):
         logger.warning("%s", fault)
     for name in damaged:

@@ -45,17 +45,18 @@ def stop() -> None:
 
 
 def world_size() -> int:
-    """Processes of this world, those that a launcher started and that have not joined yet included."""
+    """Number of processes of this run, including those that a launcher started and that have not joined
+    yet."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_rank0() -> bool:
-    """Whether this process speaks for the run (writes files, prints)."""
+    """Whether this process writes the run's files and prints."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def device() -> torch.device:
-    """Where this process keeps its model."""
+    """The device that holds this process's model."""
     return (
         torch.device("cuda", torch.cuda.current_device())
         if torch.cuda.is_available()

@@ -29,7 +29,8 @@ LARGEST = 3e38
 
 
 class NonFiniteError(ValueError):
-    """Training cannot go on: numbers that are not finite, and the newest checkpoint is from before them."""
+    """Training cannot continue: numbers are not finite. The newest checkpoint was written before they
+    appeared."""
 
 
 class Problem(NamedTuple):
@@ -40,7 +41,7 @@ class Problem(NamedTuple):
 
 
 def first_problem(mine: Problem | None) -> Problem | None:
-    """The ranks' common answer to their own findings: the one nearest to the cause. Collective."""
+    """The one of all ranks' findings that is nearest to the cause, on every rank. Collective."""
     found = torch.tensor(float(mine is not None), device=device())
     dist.all_reduce(found)
     if not found:
@@ -51,7 +52,8 @@ def first_problem(mine: Problem | None) -> Problem | None:
 
 
 def row_problem(plan: Packing, rows: Sequence[Row], losses: Sequence[RowLoss]) -> Problem | None:
-    """The first of this rank's rows whose loss is not finite; ``losses`` is empty before the last stage."""
+    """The first of this rank's rows whose loss is not finite; ``losses`` is empty except on the last pipeline
+    stage."""
     for number, (row, loss) in enumerate(zip(rows, losses, strict=False)):
         if not torch.isfinite(loss.metrics[POLICY_LOSS] + loss.metrics[KL_PENALTY]):
             rank = parallel_state.get_data_parallel_rank()
@@ -103,7 +105,7 @@ def _where(plan: Packing, row: Row, loss: RowLoss) -> str:
 
 
 def _what(row: Row, at: np.ndarray, losses: np.ndarray) -> str:
-    """What is not finite of the node at positions ``at``: one of its inputs, or what came of them."""
+    """What is not finite of the node at positions ``at``: one of its inputs, or one of its losses."""
     columns = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
     inputs = {name: getattr(row, name)[at] for name in columns if getattr(row, name) is not None}
     for name, values in (inputs | {"the loss": losses}).items():
@@ -114,7 +116,7 @@ def _what(row: Row, at: np.ndarray, losses: np.ndarray) -> str:
 
 
 def _reach(optimizer: MegatronOptimizer, lr: float, grad_norm: float) -> float:
-    """No weight is larger after a step: |w| + lr (max(|m|, |g|) / ((1 - beta_1) eps) + decay |w|)."""
+    """Upper bound of any weight after a step: |w| + lr (max(|m|, |g|) / ((1 - beta_1) eps) + decay |w|)."""
     state, reach = _state(optimizer), 0.0
     weight, moment = (max(map(abs, _ends(state.get(kind, [])))) for kind in ("weight", "exp_avg"))
     for group in optimizer.param_groups:
@@ -150,7 +152,8 @@ def _all_finite(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def _ends(tensors: Iterable[torch.Tensor]) -> tuple[float, float]:
-    """The smallest and the largest element; NaN if there is one. Reads each tensor once, copies nothing."""
+    """The smallest and the largest element, NaN if any element is NaN. Reads each tensor once, copies
+    nothing."""
     ends = [torch.stack(torch.aminmax(tensor.detach())).double() for tensor in tensors if tensor.numel()]
     if not ends:
         return 0.0, 0.0

@@ -22,13 +22,13 @@ RowResult = Callable[[torch.Tensor, torch.Tensor, Row, np.ndarray], Any]
 
 
 def microbatch_multiple(config: TransformerConfig) -> int:
-    """What the number of rows must be a multiple of: Megatron's interleaved schedule hands micro-batches
-    through the pipeline in groups of its size; the other schedules take any number."""
+    """The number of rows must be a multiple of this: Megatron's interleaved schedule processes micro-batches
+    in groups of the pipeline's size; other schedules take any number."""
     return config.pipeline_model_parallel_size if config.virtual_pipeline_model_parallel_size else 1
 
 
 def supervised_positions(row: Row) -> np.ndarray:
-    """[n] int64: where the loss looks; the LM head is computed only there."""
+    """[n] int64: the positions of the loss; the LM head is computed only there."""
     return np.flatnonzero(row.weights > 0)
 
 

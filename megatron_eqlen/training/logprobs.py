@@ -1,8 +1,9 @@
 """Log-probs of labels and entropy from logits whose vocabulary is split over tensor-parallel ranks.
 
-Two all-reduces in the forward pass, none in the backward pass. Nothing as large as the logits is kept but
-the logits themselves, which are not overwritten; both passes walk over tokens in chunks, so that only a chunk
-is ever widened. float32 accumulates bfloat16, float16 and float32 logits; float64 logits stay float64.
+Two all-reduces in the forward pass, none in the backward pass. Apart from the logits, which are not
+overwritten, nothing of their size is stored: both passes work on chunks of tokens, and only one chunk at a
+time is cast to a wider dtype. float32 accumulates bfloat16, float16 and float32 logits; float64 logits stay
+float64.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 CHUNK_ELEMENTS = 1 << 26
-"""Logits widened at once: 256 MiB of float32."""
+"""Number of logits that are cast at once: 256 MiB of float32."""
 
 
 def token_logprobs(
@@ -125,7 +126,8 @@ class _MaskedLogprobs(torch.autograd.Function):
 def _local_columns(
     logits: torch.Tensor, labels: torch.Tensor, group: dist.ProcessGroup | None, vocab_size: int | None
 ) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """How many of this rank's columns are real, the labels' columns here, and whether a label is here."""
+    """The number of this rank's columns that are not padding, the labels' columns on this rank, and whether
+    each label is on this rank."""
     columns = logits.shape[-1]
     first = columns * (group.rank() if group is not None else 0)
     real = columns if vocab_size is None else min(max(vocab_size - first, 0), columns)

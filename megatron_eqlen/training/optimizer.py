@@ -41,7 +41,7 @@ def wrap(chunks: list, recipe: Recipe) -> list[DistributedDataParallel]:
 def build_optimizer(
     chunks: list[DistributedDataParallel], recipe: Recipe
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """AdamW on the distributed optimizer, and the schedule that moves its learning rate once a step."""
+    """AdamW on the distributed optimizer, and the schedule that changes its learning rate once a step."""
     options = recipe.optimizer
     config = chunks[0].config
     optimizer = get_megatron_optimizer(
@@ -81,14 +81,14 @@ def build_optimizer(
 
 
 def init_state(optimizer: DistributedOptimizer) -> None:
-    """Give Adam its moments as they are before the first update: zeros. The weights stay as they are.
+    """Create Adam's moments as before the first update: zeros. The weights are not changed.
 
     Megatron can neither save nor load an optimizer that has never stepped.
     """
     groups = optimizer.optimizer.param_groups
     rates = [group["lr"] for group in groups]
     for group in groups:
-        group["lr"] = 0.0  # nor do they decay
+        group["lr"] = 0.0  # and no weight decay
     optimizer._init_optimizer_states_with_dummy_values()
     for group, rate in zip(groups, rates, strict=True):
         group["lr"] = rate

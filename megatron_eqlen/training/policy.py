@@ -51,9 +51,9 @@ class Minibatch:
     """What one optimizer step trains on."""
 
     plan: Packing | None
-    """None with a problem."""
+    """None if there is a problem."""
     rows: list[Row]
-    """This rank's."""
+    """This rank's rows."""
     problem: Problem | None = None
 
     @property
@@ -62,7 +62,7 @@ class Minibatch:
 
 
 class Policy:
-    """Built with the weights at ``recipe.model.path``, which stay the reference model's."""
+    """Built with the weights at ``recipe.model.path``, which are also those of the reference model."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -77,7 +77,7 @@ class Policy:
         self.version = 0
         """Optimizer steps taken."""
         self.skipped_in_a_row = 0
-        """Optimizer steps since the last that was taken."""
+        """Skipped updates since the last one that was taken."""
         self.mismatch: float | None = None
         """Mean |trainer - engine| log-prob of the tokens of the newest ``update``; None: it took no step."""
 
@@ -85,9 +85,9 @@ class Policy:
         """Train on the step's trees: one optimizer step for each minibatch, ``loss.epochs`` times over.
 
         Every rank passes the same trees and trains the rows that the packer gives it. Minibatches without a
-        supervised token are passed over. A step with a number that is not finite is not taken, on any rank:
+        supervised token are left out. A step with a number that is not finite is not taken, on any rank:
         weights, optimizer and schedule stay as they were. Metrics are merged over the steps that were taken.
-        Raises NonFiniteError after more than ``optimizer.max_skipped_updates`` of the others in a row.
+        Raises NonFiniteError after more than ``optimizer.max_skipped_updates`` skipped steps in a row.
         """
         batches = [batch for batch in map(self._prepare, minibatches) if batch.trains]
         for batch in batches:
@@ -157,7 +157,8 @@ class Policy:
         )
 
     def _prepare(self, trees: list[TokenTree]) -> Minibatch:
-        """A minibatch; one that any rank finds a number in that is not finite has a problem on all."""
+        """Prepare a minibatch. If any rank finds a number in it that is not finite, it has a problem on every
+        rank."""
         try:
             packed = self._pack(trees)
             batch = Minibatch(packed, packed.rows(parallel_state.get_data_parallel_rank()))
@@ -167,7 +168,7 @@ class Policy:
         return Minibatch(None, [], problem) if problem else batch
 
     def _annotate(self, rows: list[Row], old: bool) -> None:
-        """Fill in old and reference log-probs where the loss will look at them."""
+        """Fill in old and reference log-probs where the loss needs them."""
         if not rows:
             return
         if old:
@@ -177,7 +178,7 @@ class Policy:
                 _fill(rows, "ref_logprobs", self._log_probs(rows))
 
     def _log_probs(self, rows: list[Row]) -> list[np.ndarray]:
-        """[n] float64 a row, at its supervised positions; empty before the last pipeline stage."""
+        """For each row [n] float64, at its supervised positions; empty except on the last pipeline stage."""
         return run_rows(
             self.model,
             rows,
@@ -195,7 +196,7 @@ class Policy:
         problem = first_problem(self._problem(batch, losses, grad_norm))
         if problem:
             return self._skip(problem)
-        self.schedule.step(increment=1)  # before the update, or the first would have a rate of 0
+        self.schedule.step(increment=1)  # before the update, or the first one's learning rate is 0
         take_step(self.optimizer, grad_norm)
         self._check_updated()
         self.version, self.skipped_in_a_row = self.version + 1, 0
@@ -208,7 +209,8 @@ class Policy:
         return from_last_stage(reduced) | self._router_metrics() | taken
 
     def _backward(self, rows: list[Row]) -> list[RowLoss]:
-        """Fresh gradients of the rows' loss; what is known of each row on the last pipeline stage."""
+        """Compute the gradients of the rows' loss; returns each row's loss and metrics, on the last pipeline
+        stage."""
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -229,7 +231,7 @@ class Policy:
         )
 
     def _skip(self, problem: Problem) -> Metrics:
-        """Leave everything as it is, and say so."""
+        """Skip the step: change nothing, and log why."""
         self.skipped_in_a_row += 1
         allowed = self.recipe.optimizer.max_skipped_updates
         if is_rank0():
@@ -248,7 +250,8 @@ class Policy:
         return skipped(1)
 
     def _check_updated(self) -> None:
-        """From finite numbers Adam makes finite weights: if not, the machine is broken, or this package."""
+        """Raise if the new weights are not finite: the checks before the step exclude that, unless hardware
+        or this package is faulty."""
         problem = first_problem(state_problem(self.chunks, self.optimizer))
         if problem:
             raise NonFiniteError(
@@ -283,7 +286,7 @@ class Policy:
 
 
 def from_last_stage(metrics: Metrics) -> Metrics:
-    """What the last pipeline stage knows, on every stage."""
+    """The last pipeline stage's value, on every stage."""
     box = [metrics]
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         dist.broadcast_object_list(

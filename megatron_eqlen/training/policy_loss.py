@@ -24,16 +24,18 @@ from megatron_eqlen.recipe import LossRecipe
 from megatron_eqlen.types import Metrics
 
 EXPONENT_LIMIT = 20.0
-"""Log-ratios and the exponent of k3 are clamped to +-20, as in verl (core_algos.py): e^20 is beyond any
-clip, and no loss overflows. The gradient is 0 there. VESPO limits the log of a sequence's weight likewise."""
+"""Log-ratios and the exponent of k3 are clamped to +-20, as in verl (core_algos.py): e^20 is far beyond any
+clip range, and no loss overflows. The gradient is 0 there. VESPO limits the log of a sequence's weight in the
+same way."""
 
 
 @dataclass(frozen=True)
 class RowLoss:
-    """What is known of one row's loss. Every row has the same metrics in the same order."""
+    """One row's loss and metrics. Every row has the same metrics in the same order."""
 
     metrics: dict[str, torch.Tensor]
-    """What the row adds to each: a sum over its tokens, or its largest (-inf without supervised tokens)."""
+    """The row's value of each metric: a sum over its tokens, or its largest (-inf without supervised
+    tokens)."""
     tokens: torch.Tensor
     """[n] float64: what each supervised token adds to the loss."""
 
@@ -95,7 +97,7 @@ def reduce_metrics(rows: Sequence[RowLoss], group: dist.ProcessGroup | None = No
     """The step's metrics from all rows of all ranks of ``group`` (data parallel; None: this rank's only)."""
     names = list(rows[0].metrics)
     values = torch.stack([torch.stack(list(row.metrics.values())) for row in rows])
-    sums, peaks = values.sum(0), values.nan_to_num(torch.inf, torch.inf, -torch.inf).amax(0)  # MAX loses NaN
+    sums, peaks = values.sum(0), values.nan_to_num(torch.inf, torch.inf, -torch.inf).amax(0)  # MAX drops NaN
     if group is not None:
         dist.all_reduce(sums, group=group)
         dist.all_reduce(peaks, dist.ReduceOp.MAX, group=group)
@@ -114,7 +116,7 @@ def _of_row(name: str, values: torch.Tensor) -> torch.Tensor:
 
 
 class _Segments:
-    """Sums over the tokens of each segment, given back to every token of it."""
+    """Sums over the tokens of each segment, repeated for every token of the segment."""
 
     def __init__(self, segment_ids: torch.Tensor) -> None:
         _, self.number, counts = torch.unique(segment_ids, return_inverse=True, return_counts=True)
@@ -153,7 +155,7 @@ def _surrogate(
 def _clipped(
     ratio: torch.Tensor, advantages: torch.Tensor, objective: Objective
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """PPO's pessimistic minimum with separate bounds, and the dual clip below it."""
+    """PPO's clipped loss with separate bounds, and the dual clip."""
     low, high = 1 - objective.clip_ratio_low, 1 + objective.clip_ratio_high
     policy = torch.maximum(-ratio * advantages, -ratio.clamp(low, high) * advantages)
     dual = torch.zeros_like(advantages, dtype=torch.bool)
@@ -204,7 +206,7 @@ def _kl(logp: torch.Tensor, ref: torch.Tensor, loss: LossRecipe) -> tuple[torch.
 
 
 def _clamp(exponent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Within +-EXPONENT_LIMIT, and where it was not."""
+    """The values clamped to +-EXPONENT_LIMIT, and which of them were outside."""
     return exponent.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT), exponent.abs() > EXPONENT_LIMIT
 
 

@@ -5,8 +5,8 @@ differently, wrong, or both. ``grouped`` has 16 samples a prompt, which share an
 none to share; ``math_verify`` sends every one of those through the parser. CPU time of the workers is
 measured beside the wall clock, so that the numbers mean something on a busy machine too.
 
-Agreement: tests/math_answers.jsonl holds answers with a person's verdict. Ours and that of plain math-verify,
-used on the whole response as its documentation shows, are counted against it.
+Agreement: tests/math_answers.jsonl holds answers with a person's verdict. The table counts how often our
+verdict agrees with it, and that of plain math-verify, used on the whole response as its documentation shows.
 """
 
 from __future__ import annotations
@@ -115,13 +115,13 @@ def measure_math(name: str, rule: MathRule, samples: int, args: argparse.Namespa
 
 
 def measure_code(args: argparse.Namespace) -> dict[str, Any]:
-    """Programs with one test each: the cost of a process, not of a program."""
+    """Programs with one test each: measures the cost of a process, not of a program."""
     program = "```python\nprint(sum(map(int, input().split())) + {number} * 0)\n```"
     texts = [program.replace("{number}", str(number)) for number in range(args.programs)]
     tests = CodeTests(["2 3\n"], ["5\n"]).to_json()
     golds = [tests] * len(texts)
     measured = _measure("programs", lambda: CodeGrader(args.workers), "```python\npass\n```", texts, golds)
-    return measured | {"ms CPU in workers": float("nan")}  # the zygotes are not the workers' to wait for
+    return measured | {"ms CPU in workers": float("nan")}  # the workers do not wait for their zygotes
 
 
 def draw_gold(rng: random.Random) -> str:

@@ -1,8 +1,8 @@
 """The harvester against plain ``LLM.generate`` with log-probs: same engine, same concurrency, in turns.
 
 Without ``--model`` a small random Qwen3 is made, whose responses end by chance after about
-``--mean-length`` tokens. The verifier is a coin, fixed by the response's tokens, that comes up correct
-with ``--accuracy``: enough to count effective samples (those with a non-zero advantage), not to learn.
+``--mean-length`` tokens. The verifier is random, fixed by the response's tokens, and says correct with
+probability ``--accuracy``: enough to count effective samples (those with a non-zero advantage), not to learn.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def summary(runs: list[dict[str, float]], rounds: list[dict[str, dict[str, float
 def plain(
     engine: Any, prompts: list[Prompt], args: argparse.Namespace, eos: list[int], seeded: bool
 ) -> dict[str, float]:
-    """What a user of vLLM would call: all completions at once, log-probs of the sampled tokens."""
+    """What a user of vLLM would call: all completions at once, with log-probs of the sampled tokens."""
     from vllm import SamplingParams
 
     from megatron_eqlen.rollout.vllm.lifecycle import stock_sampler

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
 def simulated_stream(
     rng: np.random.Generator, number: int, median: int, args: argparse.Namespace
 ) -> TokenTree:
-    """One stream's token tree (zero tokens: the packer's work does not depend on their values)."""
+    """One stream's token tree (all token ids are 0: the packer's work does not depend on them)."""
     ends = [response_length(rng, median, 0), response_length(rng, median, 0)]
     nodes, trunk, length = [Node(-1, [0] * int(rng.integers(64, args.prompt)))], 0, 0
     while length < min(ends) <= args.limit:
@@ -70,7 +70,8 @@ def response_length(rng: np.random.Generator, median: int, longer_than: int) -> 
 
 
 def fewest_rows(tokens: float, budget: int, ranks: int) -> int:
-    """Rows of ``budget`` that ``tokens`` positions need at least, equally many a rank."""
+    """The smallest number of rows of ``budget`` for ``tokens`` positions, with equally many rows on each
+    rank."""
     return math.ceil(tokens / budget / ranks) * ranks
 
 

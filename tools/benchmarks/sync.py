@@ -1,7 +1,7 @@
 """Weight syncs of a random Qwen3: into the engine in this process, and into servers on this machine.
 
-The first is vLLM's own reload; what servers take longer is the way there. ``--replicas`` servers get the same
-weights at once.
+The first measures vLLM's own reload; the additional time of servers is the transfer. ``--replicas``
+servers get the same weights at once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a benchmark found, as a table on the terminal and as JSON."""
+"""The results of a benchmark, as a table on the terminal and as JSON."""
 
 from __future__ import annotations
 

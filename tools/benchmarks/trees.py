@@ -4,8 +4,8 @@
 * N + 1: the trunk once and each leaf with its prefix, what a careful trainer without trees does.
 
 All three are packed by the same packer into rows of the same budget and go through the same model with
-the language-model head on supervised positions alone. ``efficiency`` is the speedup over the ratio of
-tokens: what part of the saved tokens becomes saved time. Attention saves less than tokens do (a leaf's
+the language-model head on supervised positions alone. ``efficiency`` is the speedup divided by the ratio of
+tokens: the part of the saved tokens that becomes saved time. Attention saves less than tokens do (a leaf's
 tokens see long contexts in every layout; what the tree saves are prefixes, with shorter ones):
 ``attention_ratio`` counts (query, key) pairs, and bounds the speedup of a model that is all attention.
 ``metadata`` is what building the rows' arrays and everything that the kernels derive from them takes, as a
@@ -82,7 +82,7 @@ def compare(model: torch.nn.Module, trees: list[TokenTree], args: argparse.Names
         "2N": lambda: pack(trees, args.budget, layout="expanded")[0],
         "N+1": lambda: pack(trunk_and_leaves(trees), args.budget)[0],
     }
-    # Layouts take turns, so that whatever else the machine does falls on all of them.
+    # Layouts take turns, so that other load on the machine affects all of them.
     turns = [{name: measure(model, rows, args) for name, rows in layouts.items()} for _ in range(args.repeat)]
     best = {name: {key: min(turn[name][key] for turn in turns) for key in turns[0][name]} for name in layouts}
     for name, result in best.items():
@@ -152,8 +152,8 @@ def derive(row: Row, family: str) -> None:
 
 
 def timed(function: Callable[[], object]) -> float:
-    """Seconds of one call: of this process's CPU time, which other processes do not disturb, or on a GPU
-    of the clock, device work included."""
+    """Seconds of one call: on a CPU this process's CPU time, which other processes do not disturb; on a GPU
+    wall-clock time, with the device's work."""
     clock = time.perf_counter if torch.cuda.is_available() else time.process_time
     started = clock()
     function()
