@@ -23,7 +23,7 @@ from megatron_eqlen.files import step_name
 from megatron_eqlen.hf.folder import HFFolder
 from megatron_eqlen.objectives import dynamic_sampling
 from megatron_eqlen.recipe import BenchmarkRecipe, Recipe
-from megatron_eqlen.replicas import Replicas, agree
+from megatron_eqlen.replicas import Replicas, agree, gather
 from megatron_eqlen.rewards.scoring import reward_metrics
 from megatron_eqlen.rollout.engine import Engine, IdleEngine
 from megatron_eqlen.rollout.harvest import harvest
@@ -33,7 +33,7 @@ from megatron_eqlen.session import Session
 from megatron_eqlen.step import Batch, Step
 from megatron_eqlen.training import distributed
 from megatron_eqlen.training.policy import Policy
-from megatron_eqlen.types import Metrics, Prompt, Rollout, training_order
+from megatron_eqlen.types import Metrics, Prompt, Rollout, rollout_key, training_order
 
 
 class SyncError(RuntimeError):
@@ -148,12 +148,14 @@ class Generator:
         return Batch(rollouts, replicas.combine(metrics) | seconds, position)
 
     def score(self, step: Step, harvested: Batch) -> Batch:
-        """Grade this replica's rollouts, record the grades, and add the other replicas' rollouts."""
+        """Grade this rank's part of its replica's rollouts, add all other ranks', record the grades."""
         with self.session.stage("score") as seconds:
-            self.session.scorer.score(harvested.rollouts)
+            part = self.session.replicas.part(harvested.rollouts)
+            self.session.scorer.score(part)
+            everyone = sorted(gather(part), key=training_order)
             if self.session.replicas.leads:
-                record_grades(self._file(step), harvested.rollouts)
-            everyone = sorted(self.session.replicas.gather(harvested.rollouts), key=training_order)
+                mine = {rollout_key(rollout) for rollout in harvested.rollouts}
+                record_grades(self._file(step), [one for one in everyone if rollout_key(one) in mine])
         scored = Batch(everyone, harvested.metrics | seconds, harvested.data_position)
         return select(scored, step, self.session)
 
@@ -168,7 +170,8 @@ class Generator:
             self.recipe,
             session.tokenizer.eos_token_ids,
             share=session.replicas.share,
-            gather=session.replicas.gather,
+            part=session.replicas.part,
+            gather=gather,
         )
 
     def check(self, first: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from megatron_eqlen.metrics import at_once
+from megatron_eqlen.training import distributed
 from megatron_eqlen.types import Metrics
 
 Item = TypeVar("Item")
@@ -27,25 +28,32 @@ class Replicas:
         self.leads = rank % engine_size == 0
         """Whether this rank records and reports for its replica."""
         self.drives = self.leads or in_step
+        self.graders = slice(rank % engine_size, None, engine_size) if in_step else slice(None)
+        """Which of its replica's rollouts this rank grades."""
 
     def share(self, items: Sequence[Item]) -> list[Item]:
         """This rank's part of ``items``, which are the same on every rank."""
         return list(items[self.mine :: self.count]) if self.drives else []
 
-    def gather(self, items: list[Item]) -> list[Item]:
-        """Every replica's items, in replica order, on every rank."""
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, items if self.leads else [])
-        return [item for part in gathered for item in part]
+    def part(self, items: Sequence[Item]) -> list[Item]:
+        """This rank's part of what its replica made, of which every rank of the replica has all."""
+        return list(items[self.graders])
 
     def combine(self, metrics: Metrics) -> Metrics:
         """The merged metrics of all replicas, from this one's."""
-        return at_once(self.gather([metrics]))
+        return at_once(gather([metrics] if self.leads else []))
+
+
+def gather(items: list[Item]) -> list[Item]:
+    """All ranks' items, in rank order, on every rank."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, items, group=distributed.host())
+    return [item for part in gathered for item in part]
 
 
 def agree(ask: Callable[[], Item]) -> Item:
     """Rank 0's answer, on every rank. Only rank 0 asks: a file may appear between the looks of two ranks, and
     ranks that decide differently would wait for each other for ever."""
     box: list[Any] = [ask() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=0, group=distributed.host())
     return box[0]

@@ -134,7 +134,7 @@ def test_the_manifest_says_what_was_measured(recipe):
 
 def test_replicas_together_give_what_one_gives(recipe):
     alone = run(recipe, AnsweringEngine(ANSWERS))
-    gathered: list[Answers] = []
+    gathered = []
 
     def gather(answers):
         gathered.extend(answers)

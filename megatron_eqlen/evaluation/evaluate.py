@@ -33,13 +33,15 @@ def evaluate(
     recipe: Recipe,
     eos_token_ids: Collection[int],
     share: Callable[[list[Prompt]], list[Prompt]] = _everything,
-    gather: Callable[[list[Answers]], list[Answers]] = _everything,
+    part: Callable[[list], list] = _everything,
+    gather: Callable[[list], list] = _everything,
 ) -> EvaluationResult:
     """Evaluate the engine's weights on ``problems`` with ``recipe.evaluation.samples`` completions each.
 
-    With several engine replicas each answers its ``share`` of the problems, and ``gather`` collects all
-    replicas' answers, in any order. The same weights and recipe give the same result. Raises
-    ValueError where the recipe asks for other sampling than the engine was started with.
+        With several engine replicas each answers its ``share`` of the problems, each of its ranks grades a
+    ``part`` of the answers, and ``gather`` brings all together, in any order. The same weights and recipe
+    give the same result. Raises ValueError where the recipe asks for other sampling than the engine was
+    started with.
     """
     sampling = recipe.model_copy(
         update={
@@ -49,10 +51,12 @@ def evaluate(
         }
     )
     mine = share(problems)
-    groups, _ = harvest(engine, mine, sampling, eos_token_ids, seed=recipe.seed + EVALUATION_SEED)
+    harvested, _ = harvest(engine, mine, sampling, eos_token_ids, seed=recipe.seed + EVALUATION_SEED)
+    groups = part(harvested)
     scorer.score(groups)
-    answers = {one.prompt_id: one for one in gather([_answers(group) for group in groups])}
-    graders = sorted({_grader(group) for group in groups} - {""})
+    gathered = gather([(_answers(group), _grader(group)) for group in groups])
+    answers = {one.prompt_id: one for one, _ in gathered}
+    graders = sorted({grader for _, grader in gathered} - {""})
     return EvaluationResult(
         benchmark=benchmark.name,
         answers=[answers[problem.prompt_id] for problem in problems],

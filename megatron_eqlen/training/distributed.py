@@ -16,6 +16,12 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron_eqlen import layout
 from megatron_eqlen.recipe import ParallelRecipe
 
+HOST_PATIENCE = timedelta(days=7)
+"""How long ranks wait for each other over ``host``: as long as servers generate. A rank that dies closes its
+connections, which ends the wait at once."""
+
+_host: dist.ProcessGroup | None = None
+
 
 def start(parallel: ParallelRecipe, seed: int, timeout: timedelta = timedelta(minutes=30)) -> None:
     """Join the world, split it by ``parallel`` and seed the generators (tensor-parallel ranks differ
@@ -36,10 +42,20 @@ def start(parallel: ParallelRecipe, seed: int, timeout: timedelta = timedelta(mi
         distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    global _host
+    _host = dist.new_group(backend="gloo", timeout=HOST_PATIENCE)
+
+
+def host() -> dist.ProcessGroup | None:
+    """All ranks, for plain objects: gloo on any machine, since NCCL would stage them on every GPU. None, the
+    default group, in a world that ``start`` did not make."""
+    return _host
 
 
 def stop() -> None:
     """Leave the groups that ``start`` made, and the world."""
+    global _host
+    _host = None
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
