@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="eqlen",
         description="Reinforcement learning of reasoning models on equal-length pairs.",
-        epilog="EQLEN_TRACEBACK=1 shows the whole traceback of an error, EQLEN_VERBOSE=1 what libraries say.",
+        epilog="EQLEN_TRACEBACK=1 shows an error's traceback, EQLEN_VERBOSE=1 the output of libraries.",
     )
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
 
@@ -73,13 +73,15 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("run", type=Path, help="run folder")
 
     compare = _add(commands, "compare", _compare, "print runs side by side: accuracy, difference, efficiency")
-    compare.add_argument("runs", type=Path, nargs="+", help="run folders, or folders that hold some")
-    compare.add_argument("--baseline", help="method to compare with (default: the first of the table)")
+    compare.add_argument("runs", type=Path, nargs="+", help="run folders, or folders that contain some")
+    compare.add_argument(
+        "--baseline", help="baseline method (default: the first in the table after the base)"
+    )
     compare.add_argument(
         "--interval",
         choices=("headline", "paper", "t"),
         default="headline",
-        help="headline: over seeds and problems; paper and t: over seeds, problems held fixed",
+        help="headline: resamples seeds and problems; paper and t: seeds only, problems held fixed",
     )
     compare.add_argument("--json", type=Path, metavar="FILE", help="write the tables there, too")
 
@@ -91,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         "--model", type=Path, required=True, help="Hugging Face folder whose tokenizer decodes"
     )
     inspect.add_argument(
-        "--recipe", type=Path, help="what they were trained with (default: the recipe.yaml of their run)"
+        "--recipe", type=Path, help="recipe they were trained with (default: recipe.yaml of their run)"
     )
     inspect.add_argument("--limit", type=int, default=5, help="rollouts to print (default 5)")
     return parser

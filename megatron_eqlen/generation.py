@@ -120,8 +120,8 @@ class Generator:
         if self.source is not None:
             if data_position is None:
                 raise ValueError(
-                    "the checkpoint was made by a run on recorded rollouts, which draws no prompts: go on "
-                    "with --replay, or start from its weights in a folder of their own"
+                    "the checkpoint was made with --replay and holds no data position: continue with "
+                    "--replay, or start a new run from its weights (model.path)"
                 )
             self.source.load_state_dict(data_position)
 
@@ -196,8 +196,8 @@ class Generator:
         if comparable and not mismatch <= rollout.sync_tolerance:  # NaN does not agree either
             raise SyncError(
                 f"the trainer's and the engine's log-probs of the same tokens differ by {mismatch:.2g} on "
-                f"average, rollout.sync_tolerance is {rollout.sync_tolerance}: the weight sync did not take, "
-                f"or the two compute in different precision"
+                f"average, rollout.sync_tolerance is {rollout.sync_tolerance}: the weight sync failed, or "
+                f"the two compute in different precision"
             )
 
     def _file(self, step: Step) -> Path:

@@ -151,14 +151,14 @@ def _check_extent(file: Path, entries: dict[str, Entry], data: int, size: int) -
         )
     if placed and placed[0][1].start != data:
         raise CheckpointError(
-            f"{file}: {placed[0][0]!a}: {placed[0][1].start - data} bytes before it are no one's"
+            f"{file}: {placed[0][0]!a}: {placed[0][1].start - data} bytes before it belong to no tensor"
         )
     for (before, left), (name, right) in pairwise(placed):
         if right.start != left.stop:
             kind = "overlaps" if right.start < left.stop else "leaves a gap after"
             raise CheckpointError(f"{file}: {name!a} {kind} {before!a}")
     if end < size:
-        raise CheckpointError(f"{file}: {size - end} bytes after the last tensor are no one's")
+        raise CheckpointError(f"{file}: {size - end} bytes after the last tensor belong to no tensor")
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{file}: damaged: expected bytes and crc32 of each file")
     for path in sorted(folder.glob("*.distcp")):
         if path.name not in manifest:
-            raise CheckpointError(f"{path}: not in {MANIFEST}: one of them is not this checkpoint's")
+            raise CheckpointError(f"{path}: not in {MANIFEST}: one of the two is another checkpoint's")
     return manifest
 
 

@@ -294,7 +294,7 @@ def _resolve(path: Path) -> Path:
     except UNREADABLE as error:
         raise CheckpointError(f"{path / 'metadata.json'}: cannot be read: {error!r}") from None
     if config is None:
-        raise CheckpointError(f"{path}: no metadata.json: not a Megatron checkpoint, or not a whole one")
+        raise CheckpointError(f"{path}: no metadata.json: not a Megatron checkpoint, or an incomplete one")
     if config.sharded_backend != "torch_dist":
         raise CheckpointError(f"{path}: expected a torch_dist checkpoint, found {config.sharded_backend}")
     return path

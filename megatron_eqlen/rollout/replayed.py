@@ -56,6 +56,6 @@ def check_step(folder: Path, rollouts: Sequence[Rollout], recipe: Recipe, eos: f
 
 def _refuse(folder: Path, expected: str, found: str) -> None:
     raise ReplayError(
-        f"--replay: {folder}: expected {expected}, found {found}: this is another recipe's record, or "
+        f"--replay: {folder}: expected {expected}, found {found}: the record is of another recipe, or "
         f"its run was stopped in the middle"
     )

@@ -137,7 +137,7 @@ def _go_back(to: Path, damaged: dict[str, str], complaint: str | None) -> None:
     for name in damaged:
         aside = unused(to.with_name(f"{name}-damaged"))
         to.with_name(name).rename(aside)
-        logger.warning("%s: set aside, yours to examine or remove", aside)
+        logger.warning("%s: set aside; you may examine or remove it", aside)
     checkpoint_folder.set_latest(to)
     logger.warning("%s: the run goes on from this checkpoint", to)
 

@@ -255,7 +255,7 @@ class Policy:
         problem = first_problem(state_problem(self.chunks, self.optimizer))
         if problem:
             raise NonFiniteError(
-                f"update {self.version + 1} of finite numbers made one that is not: {problem.text}"
+                f"update {self.version + 1} had finite numbers only, but made one that is not: {problem.text}"
             )
 
     def _router_metrics(self) -> Metrics:
