@@ -13,11 +13,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron_eqlen.files import write_text
 from megatron_eqlen.generation import Generator, Replay, Rollouts
 from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe_load import dump
 from megatron_eqlen.run import Run, evaluate
 from megatron_eqlen.session import Session
 from megatron_eqlen.step import Step
+from megatron_eqlen.training import distributed
 from megatron_eqlen.training.policy import Policy
 
 
@@ -50,8 +53,12 @@ def train(recipe: Recipe, replay: Path | None = None) -> None:
 
 
 def harvest_only(recipe: Recipe, out: Path) -> None:
-    """One step's rollouts with the weights that the recipe starts from, scored, under ``out``."""
+    """One step's rollouts with the weights that the recipe starts from, scored, under ``out``, beside the
+    recipe."""
     with Session(recipe) as session:
+        if distributed.is_rank0():
+            out.mkdir(parents=True, exist_ok=True)
+            write_text(out / "recipe.yaml", dump(recipe))
         gather(Generator(session, out, synced=False), Step(number=0, policy_version=0))
 
 

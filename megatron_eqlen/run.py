@@ -134,12 +134,12 @@ class Run:
     def checkpoint_if_due(self, step: Step, policy: Policy) -> None:
         """Save what the next step starts from: every few steps, at the end, and when asked to stop.
 
-        Nothing is saved after a skipped update: the weights may be the cause of its non-finite numbers, and a
-        new checkpoint would push out an older, good one.
+        Nothing is saved after a skipped update while steps remain: the weights may be the cause of its
+        non-finite numbers, and a new checkpoint would push out an older, good one.
         """
         every = self.recipe.checkpoint.every
         due = self.steps // every > self.saved // every or not self.goes_on()
-        if due and policy.skipped_in_a_row:
+        if due and policy.skipped_in_a_row and not self.complete:
             self.session.progress.say(f"no checkpoint after step {self.steps}: its last update was skipped")
         elif due:
             self._save(step, policy)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from megatron_eqlen.files import CheckpointError
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.hf.families import check_folder
-from megatron_eqlen.hf.folder import INDEX, SINGLE, HFFolder
+from megatron_eqlen.hf.folder import INDEX, SINGLE, FolderWriter, HFFolder
 from megatron_eqlen.hf.safetensors_header import read_header
 from megatron_eqlen.rollout.weights import WeightTable
 from tests.tiny_models import save_tiny
@@ -356,3 +356,13 @@ def test_a_head_equal_to_tied_embeddings_is_no_matter(tmp_path, head):
     tied_with_head(tmp_path, head)
     check_folder(HFFolder(tmp_path), read_config(tmp_path))
     assert "lm_head.weight" not in WeightTable.read(tmp_path).shapes
+
+
+def test_a_number_beyond_the_sources_dtype_is_refused_not_written_as_an_infinity(tmp_path):
+    weights = {"a": torch.ones(3), "b": torch.ones(3)}
+    save_file({name: weight.half() for name, weight in weights.items()}, tmp_path / SINGLE)
+    (tmp_path / "out").mkdir()
+    writer = FolderWriter(tmp_path / "out", HFFolder(tmp_path))
+    writer.write("a", torch.tensor([65504.0, -65504.0, 1e-9]))
+    with pytest.raises(CheckpointError, match=r"b: 70000 is beyond torch\.float16, .* \(at most 65504\)"):
+        writer.write("b", torch.tensor([1.0, -70000.0, 2.0]))

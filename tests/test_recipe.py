@@ -43,6 +43,7 @@ def small(**changes):
             "unknown key 'evaluation.benchmarks.1.limits' (nearest: 'evaluation.benchmarks.1.limit')",
         ),
         ({"lr": 1e-3}, "unknown key 'lr' (nearest: 'optimizer.lr')"),
+        ({"rollout": {"temp": 1}}, "unknown key 'rollout.temp' (nearest: 'rollout.temperature')"),
         ({"kl_coeff": 0}, "unknown key 'kl_coeff' (nearest: 'loss.kl_coef')"),
         ({"loss": {"temprature": 1}}, "unknown key 'loss.temprature' (nearest: 'rollout.temperature')"),
         ({"wieght": 1}, "unknown key 'wieght' (nearest: 'data.sources.0.weight')"),
@@ -64,6 +65,10 @@ def small(**changes):
         (
             {"rollout": {"max_num_batched_tokens": 100, "max_response_length": 100}},
             "rollout.max_num_batched_tokens: 100 is less than rollout.max_num_seqs 512",
+        ),
+        (
+            {"rollout": {"temperature": 0.001, "max_response_length": 100}},
+            "rollout.temperature: Input should be greater than or equal to 0.01, found 0.001",
         ),
         (
             {"rollout": {"keep_sampling_mask": True, "top_k": 0, "max_response_length": 100}},

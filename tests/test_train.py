@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from megatron_eqlen.recipe_load import load
+from megatron_eqlen.report.rollouts import recipe_of
 from megatron_eqlen.rollout.recorder import Recorder, read_dump
 from tools.benchmarks.servers import free_ports, start, stop, wait_until_up
 
@@ -149,10 +152,10 @@ def test_two_ranks_train_like_one_on_the_same_streams(home, trained, layout):
         assert column(two, name) == pytest.approx(column(trained, name), rel=1e-5, abs=1e-6), name
 
 
-def streams_that_teach_little(trained: Path, folder: Path) -> Path:
-    """The run's record, but every reward of the first step is 0, and the second has log-probs of NaN."""
+def streams_that_teach_little(trained: Path, folder: Path, spoil_of: dict[int, Callable]) -> Path:
+    """The run's record with the rollouts of some steps, counted from 0, spoiled."""
     shutil.copytree(trained / "streams", folder)
-    for step, spoil in enumerate([lambda one: set_rewards(one, 0.0), nan_logprob]):
+    for step, spoil in spoil_of.items():
         path = folder / f"step-{step:08d}/rank-0.jsonl"
         rollouts = read_dump(path)
         path.unlink()
@@ -163,9 +166,9 @@ def streams_that_teach_little(trained: Path, folder: Path) -> Path:
     return folder
 
 
-def set_rewards(rollout, reward: float) -> None:
+def no_reward(rollout) -> None:
     for segment, _ in rollout.ended():
-        segment.grade.reward = reward
+        segment.grade.reward = 0.0
 
 
 def nan_logprob(rollout) -> None:
@@ -178,7 +181,8 @@ def checkpoints(run_folder: Path) -> list[str]:
 
 
 def test_steps_that_train_nothing_are_said_and_skipped_ones_leave_the_checkpoint(home, trained, tmp_path):
-    replay = ["--replay", str(streams_that_teach_little(trained, tmp_path / "streams"))]
+    spoiled = streams_that_teach_little(trained, tmp_path / "streams", {0: no_reward, 1: nan_logprob})
+    replay = ["--replay", str(spoiled)]
     said = run(command(home, "idle", "checkpoint.keep=3", *replay))
     assert column(home / "idle", "train/updates") == [0, 0, 1]
     assert column(home / "idle", "train/skipped_updates") == [0, 1, 0]
@@ -192,6 +196,18 @@ def test_steps_that_train_nothing_are_said_and_skipped_ones_leave_the_checkpoint
         run(command(home, "strict", "optimizer.max_skipped_updates=0", *replay))
     assert checkpoints(home / "strict") == ["1"]
     assert not (home / "strict/export").exists()
+
+
+def test_a_run_whose_last_update_is_skipped_ends_like_any_other(home, trained, tmp_path):
+    spoiled = streams_that_teach_little(trained, tmp_path / "streams", {STEPS - 1: nan_logprob})
+    again = command(home, "last", "--replay", str(spoiled))
+    assert "WARNING: step 3 trained nothing: 1 updates were skipped" in run(again).stdout
+    assert checkpoints(home / "last") == ["2", "3"]
+    ended = (home / "last/metrics.jsonl").read_bytes()
+    exported = (home / "last/export/model.safetensors").read_bytes()
+    run(again)
+    assert (home / "last/metrics.jsonl").read_bytes() == ended
+    assert (home / "last/export/model.safetensors").read_bytes() == exported
 
 
 def test_killed_at_any_moment_and_started_again_it_ends_the_same(home, trained):
@@ -334,6 +350,7 @@ def test_harvest_without_a_trainer(home):
     out = home / "harvested"
     run(["-m", "megatron_eqlen.cli", "harvest", home / "recipe.yaml", "--out", out])
     assert len(read_dump(out / "step-00000000/rank-0.jsonl")) == 4 * 2
+    assert recipe_of(out) == recipe_of(out / "step-00000000") == load(home / "recipe.yaml")
 
 
 def test_another_model_is_evaluated_on_other_questions(home, trained):

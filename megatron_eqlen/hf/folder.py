@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -110,10 +111,11 @@ class FolderWriter:
         self.missing = set(self.entries)
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Put ``tensor`` in its place, in the source's dtype."""
+        """Put ``tensor`` in its place, in the source's dtype; CheckpointError where it does not fit."""
         entry = self.entries[name]
         if tuple(tensor.shape) != entry.shape:
             raise CheckpointError(f"{name}: expected shape {entry.shape}, found {tuple(tensor.shape)}")
+        _check_range(name, tensor, DTYPES[entry.dtype])
         data = tensor.detach().to("cpu", DTYPES[entry.dtype]).contiguous().view(-1).view(torch.uint8)
         with open(self.path / entry.file, "r+b", buffering=0) as file:
             file.seek(entry.start)
@@ -158,6 +160,17 @@ def read_json(file: Path) -> Any:
         raise ValueError("no such file") from None
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror}") from None
+
+
+def _check_range(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    """A number beyond ``dtype``'s range would become an infinity."""
+    if tensor.dtype == dtype or not tensor.numel():
+        return
+    largest = max(abs(end.item()) for end in torch.aminmax(tensor.detach()))
+    if math.isfinite(largest) and largest > torch.finfo(dtype).max:
+        raise CheckpointError(
+            f"{name}: {largest:g} is beyond {dtype}, the source's dtype (at most {torch.finfo(dtype).max:g})"
+        )
 
 
 def _write_all(handle: int, data: memoryview) -> None:

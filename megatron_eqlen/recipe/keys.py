@@ -14,6 +14,8 @@ SAME_SECTION = 0.1
 """Factor by which a key of the same section is preferred to an equally similar one elsewhere."""
 LEAST_SIMILAR = 0.4
 """Lowest similarity, from 0 to 1, at which a key is suggested."""
+ABBREVIATION = 0.9
+"""Similarity of a key to its first letters, three or more: ``temp`` means ``temperature``, not ``steps``."""
 
 
 def nearest(unknown: Sequence[str | int]) -> str | None:
@@ -24,8 +26,7 @@ def nearest(unknown: Sequence[str | int]) -> str | None:
     section, name = _without_numbers(unknown[:-1]), str(unknown[-1])
 
     def likeness(key: tuple[str, ...]) -> float:
-        alike = difflib.SequenceMatcher(None, name.lower(), key[-1]).ratio()
-        return alike + SAME_SECTION * (_without_numbers(key[:-1]) == section)
+        return _alike(name.lower(), key[-1]) + SAME_SECTION * (_without_numbers(key[:-1]) == section)
 
     best = max(all_keys(), key=lambda key: (likeness(key), -len(key)))
     if likeness(best) < LEAST_SIMILAR:
@@ -33,6 +34,12 @@ def nearest(unknown: Sequence[str | int]) -> str | None:
     if _without_numbers(best[:-1]) == section:
         best = (*map(str, unknown[:-1]), best[-1])
     return ".".join(best)
+
+
+def _alike(name: str, key: str) -> float:
+    """From 0 to 1, for the same name."""
+    ratio = difflib.SequenceMatcher(None, name, key).ratio()
+    return max(ratio, ABBREVIATION) if len(name) >= 3 and key.startswith(name) and name != key else ratio
 
 
 def all_keys(section: type[Section] = Recipe, at: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

@@ -129,7 +129,8 @@ class TreeSamplingRecipe(Section):
 
 class RolloutRecipe(Section):
     engine: Literal["colocated", "server"] = "colocated"
-    temperature: PositiveFloat = 0.6
+    temperature: Annotated[float, Field(ge=0.01)] = 0.6
+    """vLLM raises lower ones to 0.01 without a word."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 0.95
     top_k: int = 20
     """0 or -1: off."""

@@ -89,9 +89,14 @@ def recorded_steps(streams: Path) -> Iterator[tuple[str, list[Rollout]]]:
 
 
 def recipe_of(streams: Path) -> Recipe | None:
-    """The recipe of the run that recorded ``streams`` (as for ``recorded_steps``), if its folder is above."""
-    for folder in streams.resolve().parents:
-        if (folder / "recipe.yaml").is_file() and (folder / "streams").is_dir():
+    """The recipe of the run or harvest that recorded ``streams`` (as for ``recorded_steps``).
+
+    It stands beside the steps, or beside the folder ``streams/`` that holds them.
+    """
+    here = streams.resolve()
+    for folder in (here, *here.parents):
+        recorded = (folder / "streams").is_dir() or any(folder.glob(f"step-*/{FILES}"))
+        if recorded and (folder / "recipe.yaml").is_file():
             return load(folder / "recipe.yaml")
     return None
 

@@ -22,9 +22,6 @@ from megatron_eqlen.types import Metrics
 with importing_vllm():
     from megatron_eqlen.rollout.vllm import engine_core, lifecycle
 
-LOWEST_TEMPERATURE = 0.01
-"""Lowest temperature: vLLM silently raises lower ones to this."""
-
 
 class ColocatedEngine:
     """An ``Engine`` (see there) around vLLM in this process.
@@ -43,11 +40,6 @@ class ColocatedEngine:
         seed: int = 0,
         policy_version: int = 0,
     ) -> None:
-        if rollout.temperature < LOWEST_TEMPERATURE:
-            raise ValueError(
-                f"rollout.temperature: expected at least {LOWEST_TEMPERATURE} "
-                f"(vLLM raises lower ones to it), found {rollout.temperature}"
-            )
         self.weights = WeightTable.read(model_path)
         self.llm = lifecycle.build(str(model_path), rollout, dtype, max_model_len, seed)
         self.params = engine_core.sampling_params(rollout, eos_token_ids)
