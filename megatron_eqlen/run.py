@@ -105,6 +105,8 @@ class Run:
         """Train on ``minibatches``; a step without any update is reported on the screen."""
         with self.session.stage("train") as seconds:
             metrics = policy.update(minibatches)
+        if metrics["train/skipped_updates"]:
+            policy.check_finite()  # no later step mends weights or the optimizer's state, and engines crash
         trained = metrics.get("packing/tokens", 0.0) * self.recipe.loss.epochs
         speed = trained / seconds["time/train"]
         step = step.log(metrics | seconds | {"train/tokens_per_second": speed})

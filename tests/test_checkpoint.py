@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import re
 import shutil
 from pathlib import Path
@@ -248,3 +249,18 @@ def test_what_a_killed_save_left_is_swept_by_the_next_one(saved, checkpoints):
     assert len(names(checkpoints)) == 4 + 2, "a folder in the making and its lock"
     run_ranks(1, save_steps, saved[0], str(checkpoints), (14,), 4)
     assert names(checkpoints) == ["latest", *(f"step-000000{step}" for step in ("04", "08", "12", "14"))]
+
+
+def save_without_another_process(model: str, folder: str) -> None:
+    def refuse() -> int:
+        raise AssertionError("a forked process outlives a killed rank, and holds the lock of its run")
+
+    os.fork = refuse
+    save_steps(model, folder, steps=(4,))
+
+
+def test_no_process_but_the_rank_itself_writes(saved, tmp_path):
+    model, _ = saved
+    run_ranks(1, save_without_another_process, model, str(tmp_path / "checkpoints"))
+    ((position, stored, _, _),) = run_ranks(1, load_newest, model, str(tmp_path / "checkpoints"))
+    assert (position["step"], stored) == (4, 4.0)

@@ -5,6 +5,7 @@ Look here first when Megatron-Core's version changes: every entry names what is 
 
 import logging
 import queue
+import threading
 import types
 import warnings
 from collections.abc import Callable
@@ -72,9 +73,11 @@ def _load_torch_adam(distrib_optimizer: types.ModuleType) -> None:
     optimizer.load_state_dict = load_with_own_steps
 
 
-def _no_manager_process(filesystem_async: types.ModuleType) -> None:
-    """A checkpoint's results pass through a queue in a process of its own, which outlives a killed trainer.
-    Only an asynchronous save needs that; ours write and read the queue in one process."""
+def _write_in_threads(filesystem_async: types.ModuleType) -> None:
+    """A checkpoint is written by forked processes, whose results pass through a queue in one more. They
+    outlive a killed trainer, the forked ones with its locks; only an asynchronous save needs processes."""
+    threads = types.SimpleNamespace(Process=threading.Thread, Queue=queue.Queue, JoinableQueue=queue.Queue)
+    filesystem_async.mp = types.SimpleNamespace(get_context=lambda method: threads)
     filesystem_async._results_queue = queue.Queue()
 
 
@@ -129,7 +132,7 @@ EVERYWHERE: dict[str, Callable[[types.ModuleType], None]] = {
     "megatron.core.transformer.moe.moe_utils": _name_missing_gemm,
     "megatron.core.ssm.gated_delta_net": _allow_gated_delta_net,
     "megatron.core.optimizer.distrib_optimizer": _load_torch_adam,
-    "megatron.core.dist_checkpointing.strategies.filesystem_async": _no_manager_process,
+    "megatron.core.dist_checkpointing.strategies.filesystem_async": _write_in_threads,
 }
 ON_CPU: dict[str, Callable[[types.ModuleType], None]] = {
     "megatron.core.jit": _no_jit,
