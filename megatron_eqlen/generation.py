@@ -23,7 +23,7 @@ from megatron_eqlen.files import step_name
 from megatron_eqlen.hf.folder import HFFolder
 from megatron_eqlen.objectives import dynamic_sampling
 from megatron_eqlen.recipe import BenchmarkRecipe, Recipe
-from megatron_eqlen.replicas import Replicas, agree, gather
+from megatron_eqlen.replicas import Replicas
 from megatron_eqlen.rewards.scoring import reward_metrics
 from megatron_eqlen.rollout.engine import Engine, IdleEngine
 from megatron_eqlen.rollout.harvest import harvest
@@ -32,6 +32,7 @@ from megatron_eqlen.rollout.replayed import check_step, check_steps
 from megatron_eqlen.session import Session
 from megatron_eqlen.step import Batch, Step
 from megatron_eqlen.training import distributed
+from megatron_eqlen.training.distributed import agree, gather
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.types import Metrics, Prompt, Rollout, rollout_key, training_order
 
@@ -68,8 +69,8 @@ class Rollouts(Protocol):
         """Free the accelerator's memory for the trainer."""
         ...
 
-    def load(self, policy: Policy) -> Metrics:
-        """Use the policy's weights for generation from now on; returns the time it took."""
+    def update_weights(self, policy: Policy) -> Metrics:
+        """Bring the policy's weights to the engine; returns the time it took."""
         ...
 
     def check_agreement(self, mismatch: float | None) -> None:
@@ -182,7 +183,7 @@ class Generator:
     def sleep(self) -> None:
         self.engine.sleep()
 
-    def load(self, policy: Policy) -> Metrics:
+    def update_weights(self, policy: Policy) -> Metrics:
         with self.session.stage("sync") as seconds:
             self.engine.wake()
             self.engine.update_weights(policy.weights(), policy.version)
@@ -242,7 +243,7 @@ class Replay:
 
     def sleep(self) -> None: ...
 
-    def load(self, policy: Policy) -> Metrics:
+    def update_weights(self, policy: Policy) -> Metrics:
         return {}
 
     def check_agreement(self, mismatch: float | None) -> None:

@@ -1,12 +1,11 @@
-"""The main loop: what flows from verb to verb.
+"""The main loop: the stages of training, and what one hands to the next.
 
-              ┌── step.add(score(harvest(prompts))), as often as the step wants prompts
-    begin ─► step ─► build_trees ─► update ─► load ─► evaluate ─► end ─► checkpoint
-      ▲                   token trees  │         weights               │
-      └────────────────────────────────┴───────────────────────────────┘
+    begin ─► collect ─► build_trees ─► update ─► update_weights ─► evaluate ─► end ─► checkpoint
+      ▲      rollouts   token trees    policy    engine            every N            │
+      └───────────────────────────────── the next step ───────────────────────────────┘
 
-A ``Session`` lives as long as the process, ``Rollouts`` (an engine or a record) and ``Policy`` with it, a
-``Run`` as long as its folder, a ``Step`` from ``begin`` to ``end``.
+``Session``, ``Policy`` and ``Rollouts`` (an engine, or a run's record) live as long as the process, a ``Run``
+as long as its folder, a ``Step`` from ``begin`` to ``end``.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ def train(recipe: Recipe, replay: Path | None = None) -> None:
         policy = Policy(recipe)
         rollouts = Replay(session, replay) if replay else Generator(session, run.folder.streams)
         run.resume(policy, rollouts)
-        rollouts.load(policy)
+        rollouts.update_weights(policy)
         run.evaluate("before", rollouts)
         while run.goes_on():
-            step = gather(rollouts, run.begin(policy))
+            step = collect(rollouts, run.begin(policy))
             step, trees = run.build_trees(step)
             rollouts.sleep()
             step = run.update(step, policy, trees)
             rollouts.check_agreement(policy.mismatch)
-            step = step.log(rollouts.load(policy))
+            step = step.log(rollouts.update_weights(policy))
             step = run.evaluate_if_due(step, rollouts)
             run.end(step)
             run.checkpoint_if_due(step, policy)
@@ -59,7 +58,7 @@ def harvest_only(recipe: Recipe, out: Path) -> None:
         if distributed.is_rank0():
             out.mkdir(parents=True, exist_ok=True)
             write_text(out / "recipe.yaml", dump(recipe))
-        gather(Generator(session, out, synced=False), Step(number=0, policy_version=0))
+        collect(Generator(session, out, synced=False), Step(number=0, policy_version=0))
 
 
 def evaluate_only(recipe: Recipe, out: Path) -> None:
@@ -68,8 +67,8 @@ def evaluate_only(recipe: Recipe, out: Path) -> None:
         evaluate(session, Generator(session, out.parent, synced=False), out, "model")
 
 
-def gather(rollouts: Rollouts, step: Step) -> Step:
-    """The step with its rollouts, scored."""
+def collect(rollouts: Rollouts, step: Step) -> Step:
+    """The step with its scored rollouts, of as many batches of prompts as it needs."""
     while prompts := rollouts.prompts(step):
         step = step.add(rollouts.score(step, rollouts.harvest(step, prompts)))
     return step

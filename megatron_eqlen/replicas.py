@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from megatron_eqlen.metrics import at_once
-from megatron_eqlen.training import distributed
+from megatron_eqlen.training.distributed import gather
 from megatron_eqlen.types import Metrics
 
 Item = TypeVar("Item")
@@ -42,18 +42,3 @@ class Replicas:
     def combine(self, metrics: Metrics) -> Metrics:
         """The merged metrics of all replicas, from this one's."""
         return at_once(gather([metrics] if self.leads else []))
-
-
-def gather(items: list[Item]) -> list[Item]:
-    """All ranks' items, in rank order, on every rank."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, items, group=distributed.host())
-    return [item for part in gathered for item in part]
-
-
-def agree(ask: Callable[[], Item]) -> Item:
-    """Rank 0's answer, on every rank. Only rank 0 asks: a file may appear between the looks of two ranks, and
-    ranks that decide differently would wait for each other for ever."""
-    box: list[Any] = [ask() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(box, src=0, group=distributed.host())
-    return box[0]

@@ -14,7 +14,6 @@ from megatron_eqlen.generation import Rollouts
 from megatron_eqlen.metrics import UPDATES
 from megatron_eqlen.models.weights import save_hf
 from megatron_eqlen.objectives.build import build_minibatches
-from megatron_eqlen.replicas import agree
 from megatron_eqlen.report.metrics import MetricsWriter, read_metrics
 from megatron_eqlen.report.page import write_page
 from megatron_eqlen.report.trackers import start_trackers
@@ -22,6 +21,7 @@ from megatron_eqlen.run_folder import RunFolder
 from megatron_eqlen.session import Session
 from megatron_eqlen.step import Step
 from megatron_eqlen.training import checkpoint, distributed
+from megatron_eqlen.training.distributed import agree
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.types import Metrics, TokenTree
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_eqlen.replicas import Replicas, gather
+from megatron_eqlen.replicas import Replicas
+from megatron_eqlen.training.distributed import gather
 from megatron_eqlen.types import Grade, Group, Prompt, Segment, training_order
 from tests.distributed import run_ranks
 

@@ -21,7 +21,7 @@ from megatron.core import dist_checkpointing
 
 from megatron_eqlen.files import CheckpointError, new_folder, step_name, step_number, sweep, unused
 from megatron_eqlen.models import checkpoint_folder
-from megatron_eqlen.replicas import agree
+from megatron_eqlen.training.distributed import agree
 from megatron_eqlen.training.policy import Policy
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,9 @@ LOCAL_RANK). Without RANK the process is a world of its own. A default group tha
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,8 @@ from megatron.core import parallel_state, tensor_parallel
 
 from megatron_eqlen import layout
 from megatron_eqlen.recipe import ParallelRecipe
+
+Item = TypeVar("Item")
 
 HOST_PATIENCE = timedelta(days=7)
 """How long ranks wait for each other over ``host``: as long as servers generate. A rank that dies closes its
@@ -69,6 +73,21 @@ def world_size() -> int:
 def is_rank0() -> bool:
     """Whether this process writes the run's files and prints."""
     return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def gather(items: list[Item]) -> list[Item]:
+    """All ranks' items, in rank order, on every rank."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, items, group=host())
+    return [item for part in gathered for item in part]
+
+
+def agree(ask: Callable[[], Item]) -> Item:
+    """Rank 0's answer, on every rank. Only rank 0 asks: a file may appear between the looks of two ranks, and
+    ranks that decide differently would wait for each other for ever."""
+    box: list[Any] = [ask() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box, src=0, group=host())
+    return box[0]
 
 
 def device() -> torch.device:
