@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_eqlen.rewards.math import MathGrader
-from megatron_eqlen.rewards.math_answer import extract_answer, normalize
+from megatron_eqlen.rewards.math_answer import normalize
+from megatron_eqlen.rewards.math_box import extract_answer
 from tools.benchmarks.grade import read_answer_table
 
 
@@ -96,22 +97,23 @@ def test_wrong_answers(grader, gold, answer):
 
 
 def test_two_stage_parsing_reads_what_the_library_reads(monkeypatch):
-    from megatron_eqlen.rewards import math_worker
+    from megatron_eqlen.rewards import math_reading
 
     answers = [normalize(text) for pair in RIGHT + WRONG for text in pair]
     answers += [r"x^{2}+799x-5", r"\frac{", r"2<x\le5", r"A\cup B", r"\binom{5}{2}", "|x-1|"]
     parsed = []
-    for create in (math_worker.create_two_stage_parser, math_worker._create_full_parser):
-        monkeypatch.setattr(math_worker._Latex2Sympy, "create_parser", create)
-        math_worker.read.cache_clear()
-        parsed.append([repr(math_worker.read(answer)) for answer in answers])
+    for create in (math_reading.create_two_stage_parser, math_reading._create_full_parser):
+        monkeypatch.setattr(math_reading._Latex2Sympy, "create_parser", create)
+        math_reading.read.cache_clear()
+        parsed.append([repr(math_reading.read(answer)) for answer in answers])
     assert parsed[0] == parsed[1]
 
 
 def test_a_difference_at_a_point_never_overrules_the_library():
     from math_verify import verify
 
-    from megatron_eqlen.rewards.math_worker import read, surely_different
+    from megatron_eqlen.rewards.math_reading import read
+    from megatron_eqlen.rewards.math_worker import surely_different
 
     answers = sorted({normalize(text) for pair in RIGHT + WRONG for text in pair if "," not in text})
     answers += [

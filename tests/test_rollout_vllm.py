@@ -229,7 +229,7 @@ def test_used_ids_unfinished_requests_and_aborts(engine):
 
 
 def test_what_an_engine_cannot_start_with_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"expected model\.safetensors or model\.safetensors\.index\.json, found neither"):
+    with pytest.raises(ValueError, match=r"expected model\.safetensors or .*, found neither"):
         open_engine(tmp_path)
     with pytest.raises(
         ValueError, match=r"rollout\.kv_cache_gib 1e-05, .* and paths of 256 tokens: No avail"

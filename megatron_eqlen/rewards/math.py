@@ -1,7 +1,7 @@
 """The math grader: is the last boxed answer of a response equal to the gold one?
 
-    response ──extract──► answer ──normalise──► text and unit ──compare──► verdict
-              math_answer          math_answer                here, then math_worker
+    response ──extract──► answer ──normalise──► text with unit ──match──► two texts ──compare──► verdict
+              math_box             math_answer                 math_match          here, then math_worker
 
 ``exact`` compares the normal forms as texts, ``math_verify`` reads both as mathematics, ``either`` uses
 ``math_verify`` where ``exact`` says no. The paper says "exact answer matching".
@@ -17,7 +17,9 @@ from dataclasses import replace
 from importlib.metadata import version
 from typing import Literal
 
-from megatron_eqlen.rewards.math_answer import extract_answer, match_units, normalize
+from megatron_eqlen.rewards.math_answer import normalize
+from megatron_eqlen.rewards.math_box import extract_answer
+from megatron_eqlen.rewards.math_match import match_units
 from megatron_eqlen.rewards.workers import WorkerPool
 from megatron_eqlen.types import Grade
 

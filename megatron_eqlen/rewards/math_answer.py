@@ -1,6 +1,4 @@
-r"""From a response to the text that is compared: the box, then one spelling for what means the same.
-
-    response ──extract_answer──► ``10\,\text{ cm}`` ──normalize──► ``10\unit{cm}`` ──match_units──► ``10``
+r"""One spelling for answers that mean the same: ``10\,\text{ cm}`` ──normalize──► ``10\unit{cm}``.
 
 The normal form is LaTeX without what does not change a value: spaces, sizes, colours, fonts, delimiters.
 Words are ``\text{lowercase}``, a unit stands last as ``\unit{name}``, a list's ``and`` is a comma. What is
@@ -17,9 +15,6 @@ from math import gcd
 
 from megatron_eqlen.rewards.math_units import CURRENCIES, SIZES, is_known, unit_name
 
-LONGEST_TAIL = 32_768
-"""Characters at the end of a response in which the answer is looked for."""
-
 Rules = list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]]
 
 
@@ -32,58 +27,6 @@ def _apply(rules: Rules, text: str) -> str:
         text = pattern.sub(replacement, text)
     return text
 
-
-# --- the box
-
-_MARK = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*(\{)?|\\[{}\\]|[{}]")
-_ARGUMENT = re.compile(
-    r"[+-]?(?:\\[dtc]?frac\s*(?:\{[^{}]*\}|\d)\s*(?:\{[^{}]*\}|\d)|\d+(?:[.,]\d+)*"
-    r"|\\[A-Za-z]+(?:\{[^{}]*\})?|[A-Za-z](?![A-Za-z]))"
-)
-"""The content of a box without braces. TeX would take one token, but people mean the whole number."""
-_SEPARATOR = re.compile(r"(?:[\s$,;&{}]|\\(?:q?quad|text|[,;()\[\]])|and\b|or\b)*")
-
-
-def extract_answer(text: str) -> str | None:
-    """The content of the last balanced, non-empty box after the last ``</think>``; None without one.
-
-    Boxes are ``\\boxed``, ``\\fbox`` and ``\\framebox``, with braces or without. A box in a box belongs to
-    the outer one. Boxes with nothing between them but ``,``, ``and``, ``or`` are one answer, a list: of two
-    answers side by side neither is chosen.
-    """
-    tail = text.rpartition("</think>")[2][-LONGEST_TAIL:]
-    boxes = [box for box in _boxes(tail) if box[1].strip()]
-    if not boxes:
-        return None
-    start, content, _ = boxes.pop()
-    answers = [content.strip()]
-    while boxes and _SEPARATOR.fullmatch(tail, boxes[-1][2], start):
-        start, content, _ = boxes.pop()
-        if content.strip() not in answers:
-            answers.insert(0, content.strip())
-    return ", ".join(answers)
-
-
-def _boxes(text: str) -> list[tuple[int, str, int]]:
-    """(start, content, end) of every outermost box, in order."""
-    opened: list[tuple[int, int]] = []  # of each open brace: start and content of its box, -1 if it has none
-    boxes: list[tuple[int, str, int]] = []
-    for match in _MARK.finditer(text):
-        mark = match.group()
-        if mark == "{" or match.group(1):
-            opened.append((match.start(), match.end()) if match.group(1) else (-1, -1))
-        elif mark == "}" and opened:
-            start, inside = opened.pop()
-            if start >= 0:
-                while boxes and boxes[-1][0] > start:
-                    boxes.pop()
-                boxes.append((start, text[inside : match.start()], match.end()))
-        elif mark.strip()[1:].isalpha() and (argument := _ARGUMENT.match(text, match.end())):
-            boxes.append((match.start(), argument.group(), argument.end()))
-    return boxes
-
-
-# --- one spelling
 
 _ANY = r"(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*"
 """What may stand between braces."""
@@ -329,7 +272,7 @@ def _split_unit(text: str) -> tuple[str, str]:
         sign, before, amount, value, after, degrees, _ = match.groups()
         value = (sign or "") + (amount or value or degrees or "")
         name = CURRENCIES.get(before or after, "degree")
-        return (value, name) if _is_numeric(value) and not _FUNCTION.search(value) else (text, "")
+        return (value, name) if is_numeric(value) and not _FUNCTION.search(value) else (text, "")
     if (match := _BASE.fullmatch(re.sub(r"\\text\{(\w)\}|\s", r"\1", text))) and all(
         int(digit, 16) < int(match[2]) for digit in match[1]
     ):
@@ -339,66 +282,12 @@ def _split_unit(text: str) -> tuple[str, str]:
         name = unit_name(match[2], match[3] or "")
     elif match := _BARE_UNIT.fullmatch(text):
         name = unit_name(match[2], match[3] or "", bare=True)
-    if match and name and (_is_numeric(match[1]) or is_known(name)):
+    if match and name and (is_numeric(match[1]) or is_known(name)):
         return match[1], name
     return text, ""
 
 
-def _is_numeric(text: str) -> bool:
+def is_numeric(text: str) -> bool:
     """No variable and no word in it, or after its last ``=``."""
     text = text.rpartition("=")[2]
     return not _LETTER.search(text.replace(r"\text", "")) and any(map(str.isalnum, text))
-
-
-_UNIT = re.compile(r"(.+)\\unit\{(.*)\}")
-_LETTER_UNIT = re.compile(r"(-?\d+(?:\.\d+)?)[msghlLNJWV]")
-_CHOICE = re.compile(r"\(?([A-Z])[).:]\)?(?!.*(?<![A-Za-z\\])[A-Z](?![A-Za-z]))")
-_CLAUSE = re.compile(r"\\text\{(yes|no|true|false)\}[,:.](.*)")
-_OPPOSITE = {"yes": "no|not|never|false", "true": "no|not|never|false", "no": "yes|true", "false": "yes|true"}
-_RATIO = re.compile(r"\d+(?::\d+)+")
-_TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d)?")
-_CHOICES = re.compile(r"[A-H](?:,[A-H])+")
-
-
-def match_units(gold: str, answer: str) -> tuple[str, str] | None:
-    r"""Two normal forms without their units; None if the units differ.
-
-    A unit that only one side names is taken for the other's: the question may have asked for it. ``5 m``
-    without ``\text`` is a product of a variable unless the other side makes it a length.
-    """
-    gold_value, gold_unit = _parts(gold)
-    value, unit = _parts(answer)
-    if gold_unit and unit:
-        return (gold_value, value) if gold_unit == unit else None
-    if (gold_unit and value.endswith("%")) or (unit and gold_value.endswith("%")):
-        return None
-    if gold == value + unit or answer == gold_value + gold_unit:
-        return gold, gold
-    if not unit and _is_numeric(gold_value) and (letter := _LETTER_UNIT.fullmatch(answer)):
-        return None if gold_unit and answer[-1] != gold_unit else (gold_value, letter[1])
-    return _as_asked(gold_value, value)
-
-
-def _as_asked(gold: str, answer: str) -> tuple[str, str]:
-    """``answer`` brought to the gold's form if the gold is a choice, a word, a ratio or a time of day."""
-    if len(gold) == 1 and gold.isupper() and (choice := _CHOICE.match(answer)):
-        return gold, choice[1]
-    if _CHOICES.fullmatch(answer) and gold.isalpha() and gold.isupper():
-        return gold, answer.replace(",", "")
-    if (clause := _CLAUSE.match(answer)) and not re.search(_OPPOSITE[clause[1]], clause[2], re.IGNORECASE):
-        return gold, rf"\text{{{clause[1]}}}"
-    if _TIME.fullmatch(gold):
-        return gold, answer if answer == gold else ""
-    if _RATIO.fullmatch(answer):  # no number: math-verify would divide
-        return (_reduced(gold), _reduced(answer)) if _RATIO.fullmatch(gold) else (gold, "")
-    return gold, answer
-
-
-def _parts(text: str) -> tuple[str, str]:
-    match = _UNIT.fullmatch(text)
-    return (match[1], match[2]) if match else (text, "")
-
-
-def _reduced(ratio: str) -> str:
-    terms = [int(term) for term in ratio.split(":")]
-    return ":".join(str(term // (gcd(*terms) or 1)) for term in terms)

@@ -5,9 +5,6 @@ r"""Runs inside a math grader's worker: compares two normal forms. It has no tim
 
 The structure of an answer is taken from its text, because math-verify reads ``(3,1)`` as a set and
 ``41=42`` as 42. Values are compared exactly; only a decimal is compared as math-verify does, to six places.
-
-ANTLR's two-stage parse (first SLL, full LL where that fails) makes reading LaTeX 5 times faster; by ANTLR's
-own guarantee a parse that SLL completes is the one LL would give.
 """
 
 from __future__ import annotations
@@ -20,28 +17,17 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-import mpmath
-from antlr4 import PredictionMode
-from antlr4.error.ErrorListener import ErrorListener
-from latex2sympy2_extended import NormalizationConfig, normalize_latex
-from latex2sympy2_extended.latex2sympy2 import ConversionConfig, _Latex2Sympy
 from math_verify import verify
-from sympy import Expr, Float, I, Integer, Pow, Rational, Set, Symbol, Union, binomial, factorial
+from sympy import Expr, Float, Rational
+
+from megatron_eqlen.rewards.math_numbers import as_written, is_huge, number_of
+from megatron_eqlen.rewards.math_reading import read
 
 MEMORY_BYTES = 3 << 30
 """Address space of a worker: ``9^{9^{9^9}}`` must not use up the machine's memory."""
 
-DIGITS = 15
-LARGEST_BITS = 1 << 20
-"""A number of more bits is never computed: it is compared as it is written."""
 DECIMAL_ERROR = 5e-4
 """A decimal has six correct places, and three correct digits: 0.00000002 is not 10^{-8}."""
-CLEAN_UP = NormalizationConfig(
-    basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none"
-)
-"""We handle units ourselves: the library reads the variable in ``2m`` as metres."""
-READING = ConversionConfig(interpret_as_mixed_fractions=False, lowercase_symbols=False)
-"""Mixed numbers were already written as sums."""
 WARM_UP = (
     r"\frac{1}{2}",
     r"-\frac{\pi}{12}+1",
@@ -66,70 +52,8 @@ WARM_UP = (
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that its own timers are off
 
 
-class FullContextNeeded(Exception):
-    """SLL could not read it."""
-
-
-class _Refuse(ErrorListener):
-    def syntaxError(self, *args: Any) -> None:
-        raise FullContextNeeded
-
-
-_create_full_parser = _Latex2Sympy.create_parser
-
-
-def create_two_stage_parser(self: _Latex2Sympy, latex: str) -> Any:
-    """The library's parser, whose ``math`` rule tries SLL first."""
-    parser = _create_full_parser(self, latex)
-    parser.removeErrorListeners()
-    parser.addErrorListener(_Refuse())
-    parser._interp.predictionMode = PredictionMode.SLL
-    first_stage = parser.math
-
-    def math() -> Any:
-        try:
-            return first_stage()
-        except FullContextNeeded:
-            return _create_full_parser(self, latex).math()
-
-    parser.math = math
-    return parser
-
-
-_Latex2Sympy.create_parser = create_two_stage_parser
-
-
-# --- reading
-
-
-@lru_cache(maxsize=4096)
-def read(text: str, is_complex: bool = False) -> Any:
-    """The SymPy object of a normal form without units; None if math-verify cannot read it."""
-    if _TWO_NUMBERS.search(text):
-        return None  # the library would add or multiply them
-    if r"\lor" in text:
-        return _read_union(text.split(r"\lor"), is_complex)
-    try:
-        parser = _Latex2Sympy(is_real=not is_complex, config=READING)
-        value = parser.parse(normalize_latex(_PRODUCT.sub(r"\\cdot ", text), CLEAN_UP))
-        return value.xreplace({Symbol("i", real=False): I}) if is_complex else value
-    except Exception:  # noqa: BLE001  the library raises what it likes on text that is no mathematics
-        return None
-
-
-def _read_union(conditions: list[str], is_complex: bool) -> Set | None:
-    parts = [read(condition, is_complex) for condition in conditions]
-    try:
-        return Union(*(part if isinstance(part, Set) else part.as_set() for part in parts))
-    except (AttributeError, NotImplementedError, TypeError, ValueError):
-        return None
-
-
 # --- structure
 
-_PRODUCT = re.compile(r"(?<=\d)(?=\(|\\(?:binom|frac))")
-"""Where the library would wrongly read a mixed number, for example ``2(3)`` as 5."""
-_TWO_NUMBERS = re.compile(r"\d \d")
 _BRACKETS = r"\\?[{(\[]|\\?[)}\]]"
 _GROUP = re.compile(r"(\\\{|[(\[])(.*)(\\\}|[)\]])", re.DOTALL)
 _EQUALS = r"(?<![<>!:\\])="
@@ -275,12 +199,12 @@ def _conclusions(answer: str, gold: str, is_complex: bool) -> list[str]:
 
 def _is_true(terms: list[str], is_complex: bool) -> bool:
     """Are the numbers among ``terms`` equal?"""
-    numbers = [term for term in terms if _number(read(term, is_complex)) is not None]
+    numbers = [term for term in terms if number_of(read(term, is_complex)) is not None]
     return all(_equal_values(numbers[0], other, is_complex) for other in numbers[1:])
 
 
 def _rounds_to(value: str, rounding: str, is_complex: bool) -> bool:
-    exact, near = _number(read(value, is_complex)), _number(read(rounding, is_complex))
+    exact, near = number_of(read(value, is_complex)), number_of(read(rounding, is_complex))
     decimals = len(rounding.partition(".")[2])
     return exact is not None and near is not None and abs(exact - near) <= 0.51 * 10.0**-decimals
 
@@ -327,7 +251,7 @@ def surely_different(gold: Any, answer: Any) -> bool:
         return False  # names compare as text
     symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
     point = {symbol: Rational(2 * number + 3, 7 * number + 11) for number, symbol in enumerate(symbols)}
-    here, there = _number(gold, point), _number(answer, point)
+    here, there = number_of(gold, point), number_of(answer, point)
     return (
         here is not None
         and there is not None
@@ -338,48 +262,8 @@ def surely_different(gold: Any, answer: Any) -> bool:
 def _only_both_small(gold: Any, answer: Any) -> bool:
     """Whether two numbers differ, though math-verify, which rounds decimals to six places, takes them for
     equal."""
-    here, there = _number(gold), _number(answer)
+    here, there = number_of(gold), number_of(answer)
     return here is not None and there is not None and abs(here - there) > DECIMAL_ERROR * abs(here)
-
-
-def _number(value: Any, point: dict[Symbol, Rational] | None = None) -> mpmath.mpc | None:
-    """The number that ``value`` is (at ``point``), of any size; None if it is none."""
-    if not isinstance(value, Expr) or is_huge(value) or (not point and value.free_symbols):
-        return None
-    try:
-        number = mpmath.mpc((value.subs(point) if point else value).evalf(DIGITS)._to_mpmath(53))
-    except (TypeError, ValueError, OverflowError, AttributeError, ZeroDivisionError):
-        return None
-    return number if mpmath.isfinite(number) else None
-
-
-# --- numbers too large to compute
-
-
-def is_huge(value: Any) -> bool:
-    """Does it hold a number of more than LARGEST_BITS bits, not yet computed?"""
-    return isinstance(value, Expr) and _bits(value) > LARGEST_BITS
-
-
-def _bits(value: Expr) -> float:
-    """About how many bits the largest number in ``value`` has."""
-    if not value.args:
-        return abs(value.p).bit_length() if isinstance(value, Integer) else 64.0
-    bits = [_bits(arg) for arg in value.args if isinstance(arg, Expr)]
-    largest = max(bits, default=64.0)
-    if not isinstance(value, Pow | factorial | binomial) or value.free_symbols or largest > LARGEST_BITS:
-        return largest
-    grows_with = value.exp if isinstance(value, Pow) else value.args[0]
-    size = abs(_number(grows_with) or 0)
-    return float(max(largest, size * (bits[0] if isinstance(value, Pow) else 64)))
-
-
-def as_written(value: Any) -> Any:
-    """A huge expression as nested tuples: small parts computed, sums and products without order."""
-    if not is_huge(value):
-        return value.doit()
-    parts = [as_written(arg) for arg in value.args]
-    return (value.func, *(sorted(parts, key=hash) if value.is_Add or value.is_Mul else parts))
 
 
 # --- the worker

@@ -1,0 +1,49 @@
+"""What number an expression is, of any size. Those too large to compute are compared as they are written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mpmath
+from sympy import Expr, Integer, Pow, Rational, Symbol, binomial, factorial
+
+DIGITS = 15
+LARGEST_BITS = 1 << 20
+"""A number of more bits is never computed: it is compared as it is written."""
+
+
+def number_of(value: Any, point: dict[Symbol, Rational] | None = None) -> mpmath.mpc | None:
+    """The number that ``value`` is (at ``point``), of any size; None if it is none."""
+    if not isinstance(value, Expr) or is_huge(value) or (not point and value.free_symbols):
+        return None
+    try:
+        number = mpmath.mpc((value.subs(point) if point else value).evalf(DIGITS)._to_mpmath(53))
+    except (TypeError, ValueError, OverflowError, AttributeError, ZeroDivisionError):
+        return None
+    return number if mpmath.isfinite(number) else None
+
+
+def is_huge(value: Any) -> bool:
+    """Does it hold a number of more than LARGEST_BITS bits, not yet computed?"""
+    return isinstance(value, Expr) and _bits(value) > LARGEST_BITS
+
+
+def _bits(value: Expr) -> float:
+    """About how many bits the largest number in ``value`` has."""
+    if not value.args:
+        return abs(value.p).bit_length() if isinstance(value, Integer) else 64.0
+    bits = [_bits(arg) for arg in value.args if isinstance(arg, Expr)]
+    largest = max(bits, default=64.0)
+    if not isinstance(value, Pow | factorial | binomial) or value.free_symbols or largest > LARGEST_BITS:
+        return largest
+    grows_with = value.exp if isinstance(value, Pow) else value.args[0]
+    size = abs(number_of(grows_with) or 0)
+    return float(max(largest, size * (bits[0] if isinstance(value, Pow) else 64)))
+
+
+def as_written(value: Any) -> Any:
+    """A huge expression as nested tuples: small parts computed, sums and products without order."""
+    if not is_huge(value):
+        return value.doit()
+    parts = [as_written(arg) for arg in value.args]
+    return (value.func, *(sorted(parts, key=hash) if value.is_Add or value.is_Mul else parts))
