@@ -1,0 +1,50 @@
+"""The picture of the package in docs/architecture.md is true: imports point one way."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import megatron_eqlen
+
+PACKAGE = "megatron_eqlen"
+ROOT = Path(megatron_eqlen.__file__).resolve().parents[1]
+
+
+def rooms() -> dict[str, list[Path]]:
+    """Folders and top-level modules of the package, each with its source files."""
+    folder = ROOT / PACKAGE
+    modules = {file.stem: [file] for file in folder.glob("*.py") if file.stem != "__init__"}
+    packages = {file.parent.name: list(file.parent.rglob("*.py")) for file in folder.glob("*/__init__.py")}
+    return modules | packages
+
+
+def imported(file: Path) -> Iterator[str]:
+    """The rooms that a file imports, also inside its functions."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{name}" for name in names]
+        for name in names:
+            if name.startswith(f"{PACKAGE}."):
+                yield name.split(".")[1]
+
+
+def documented_order() -> list[str]:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    block = text.split("## Imports point one way")[1].split("```\n")[1]
+    return [name for line in block.splitlines() for name in line.split("  ")[0].split()]
+
+
+def test_every_folder_and_module_has_its_place_in_the_order():
+    assert sorted(documented_order()) == sorted(rooms())
+
+
+@pytest.mark.parametrize("room", sorted(rooms()))
+def test_a_room_imports_only_from_those_before_it(room):
+    order = documented_order()
+    earlier = {*order[: order.index(room) + 1]}
+    assert {name for file in rooms()[room] for name in imported(file)} <= earlier
