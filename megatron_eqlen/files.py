@@ -1,6 +1,7 @@
 """Files and folders that appear whole or not at all, and the names of steps on disk.
 
     write_text(path, text), write_json(path, data)    a file in place of what was there
+    read_json(path)                                   what a JSON file holds
     replaced(path)                                    the same for a file that something else writes
     new_folder(path)                                  a folder under a new name
 
@@ -55,6 +56,20 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, data: Any) -> None:
     """Put ``data`` in place of ``path`` as indented JSON."""
     write_text(path, json.dumps(data, indent=1) + "\n")
+
+
+def read_json(file: Path) -> Any:
+    """The content of a JSON file. Raises ValueError with the reason, without the file's name."""
+    try:
+        return json.loads(file.read_bytes().decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not valid JSON: {error}") from None
+    except FileNotFoundError:
+        raise ValueError("no such file") from None
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from None
 
 
 @contextlib.contextmanager

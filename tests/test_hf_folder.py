@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from megatron_eqlen.files import CheckpointError
 from megatron_eqlen.hf.config import read_config
-from megatron_eqlen.hf.families import check_folder
-from megatron_eqlen.hf.folder import INDEX, SINGLE, FolderWriter, HFFolder
-from megatron_eqlen.hf.safetensors_header import read_header
+from megatron_eqlen.hf.folder import DTYPES, INDEX, SINGLE, FolderWriter, HFFolder
+from megatron_eqlen.hf.folder_check import check_folder
+from megatron_eqlen.hf.safetensors_header import ITEM_BYTES, read_header
 from megatron_eqlen.rollout.weights import WeightTable
 from tests.tiny_models import save_tiny
 
@@ -89,10 +89,14 @@ def test_malformed_files_are_named_and_the_library_refuses_them_too(tmp_path, fa
             opened.keys()
 
 
-DTYPES = st.sampled_from(["F32", "BF16", "U8", "I64", "BOOL", "f32", "", None, 4])
+SAMPLED_DTYPES = st.sampled_from(["F32", "BF16", "U8", "I64", "BOOL", "f32", "", None, 4])
 NUMBERS = st.integers(-2, 40) | st.sampled_from([1 << 63, 1.5, None, "4", True])
 ENTRIES = st.fixed_dictionaries(
-    {"dtype": DTYPES, "shape": st.lists(NUMBERS, max_size=3), "data_offsets": st.lists(NUMBERS, max_size=3)}
+    {
+        "dtype": SAMPLED_DTYPES,
+        "shape": st.lists(NUMBERS, max_size=3),
+        "data_offsets": st.lists(NUMBERS, max_size=3),
+    }
 )
 WHOLE = st.lists(st.sampled_from([("F32", 4), ("BF16", 2), ("U8", 1)]), max_size=3)
 
@@ -366,3 +370,7 @@ def test_a_number_beyond_the_sources_dtype_is_refused_not_written_as_an_infinity
     writer.write("a", torch.tensor([65504.0, -65504.0, 1e-9]))
     with pytest.raises(CheckpointError, match=r"b: 70000 is beyond torch\.float16, .* \(at most 65504\)"):
         writer.write("b", torch.tensor([1.0, -70000.0, 2.0]))
+
+
+def test_each_dtype_of_the_format_has_its_size_and_its_dtype_in_pytorch():
+    assert {name: dtype.itemsize for name, dtype in DTYPES.items()} == ITEM_BYTES

@@ -40,6 +40,7 @@ def test_only_a_start_of_vllm_imports_it():
         ["megatron_eqlen.cli"],
         ["megatron_eqlen.report.page", "megatron_eqlen.report.text", "megatron_eqlen.report.compare"],
         ["megatron_eqlen.rollout.harvest"],
+        ["megatron_eqlen.hf.config", "megatron_eqlen.plan"],
     ],
 )
 def test_commands_that_compute_nothing_import_no_torch(modules):

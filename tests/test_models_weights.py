@@ -218,8 +218,8 @@ BROKEN = {
 def test_broken_folders_are_named(published, fault):
     from megatron_eqlen.files import CheckpointError
     from megatron_eqlen.hf.config import read_config
-    from megatron_eqlen.hf.families import check_folder
     from megatron_eqlen.hf.folder import HFFolder
+    from megatron_eqlen.hf.folder_check import check_folder
 
     model = read_config(published)
     damage, message = BROKEN[fault]
@@ -231,8 +231,8 @@ def test_broken_folders_are_named(published, fault):
 def test_another_family_is_refused(published):
     from megatron_eqlen.files import CheckpointError
     from megatron_eqlen.hf.config import read_config
-    from megatron_eqlen.hf.families import check_folder
     from megatron_eqlen.hf.folder import HFFolder
+    from megatron_eqlen.hf.folder_check import check_folder
 
     model = read_config(published)
     tiny_config("qwen3_moe").save_pretrained(published)

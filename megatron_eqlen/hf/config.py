@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_eqlen.files import read_json
 from megatron_eqlen.hf.config_fields import ConfigError, Fields
-from megatron_eqlen.hf.folder import read_json
 
 Family = Literal["qwen3", "qwen3_moe", "qwen3_next"]
 FAMILIES: tuple[Family, ...] = ("qwen3", "qwen3_moe", "qwen3_next")
@@ -30,7 +30,8 @@ class Experts:
     router_aux_loss_coef: float
     """Coefficient of the router's loss. 0 unless the file asks for the router's logits, as in
     Transformers."""
-    shared_expert_intermediate_size: int | None
+    shared_expert_intermediate_size: int
+    """0: there is no shared expert."""
     layers: tuple[bool, ...]
     """Per layer: experts, or a dense feed-forward layer."""
 
@@ -194,9 +195,7 @@ def _experts(fields: Fields, layers: int, shared: bool) -> Experts:
         moe_intermediate_size=fields.get("moe_intermediate_size", int),
         norm_topk_prob=normalised,
         router_aux_loss_coef=fields.get("router_aux_loss_coef", float) if has_loss else 0.0,
-        shared_expert_intermediate_size=(
-            fields.get("shared_expert_intermediate_size", int) if shared else None
-        ),
+        shared_expert_intermediate_size=fields.get("shared_expert_intermediate_size", int) if shared else 0,
         layers=_sparse_layers(fields, layers),
     )
 

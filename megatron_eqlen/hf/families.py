@@ -1,101 +1,22 @@
-"""The model families: which trained tensors each has, by both names, and whether a folder holds them all."""
+"""The model families: which trained tensors each has, by both names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 
-import torch
-from torch import Tensor
-
-from megatron_eqlen.files import CheckpointError
 from megatron_eqlen.hf import qwen3, qwen3_moe, qwen3_next
-from megatron_eqlen.hf.config import ModelConfig, read_config
-from megatron_eqlen.hf.folder import HFFolder, first_few, say_once
-from megatron_eqlen.hf.safetensors_header import DTYPES
+from megatron_eqlen.hf.config import Family, ModelConfig
 from megatron_eqlen.hf.weight_map import Weight
 
-FAMILIES: dict[str, Callable[[ModelConfig], Iterator[Weight]]] = {
+FAMILIES: dict[Family, Callable[[ModelConfig], Iterator[Weight]]] = {
     "qwen3": qwen3.weights,
     "qwen3_moe": qwen3_moe.weights,
     "qwen3_next": qwen3_next.weights,
 }
-
-WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""Dtypes that a trained tensor may have on disk."""
-
-UNTRAINED_PREFIX = "mtp."
-"""Multi-token prediction layers: part of Qwen3-Next's folders, carried through conversion, never trained."""
-
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @cache
 def weight_map(model: ModelConfig) -> tuple[Weight, ...]:
     """Every trained tensor of ``model``, in the model's order."""
     return tuple(FAMILIES[model.model_type](model))
-
-
-def with_tied_head(
-    tensors: Iterable[tuple[str, Tensor]], model: ModelConfig, folder: HFFolder
-) -> Iterator[tuple[str, Tensor]]:
-    """The tensors, plus the embeddings again as output layer if ``folder`` holds both although they are
-    tied."""
-    for name, tensor in tensors:
-        yield name, tensor
-        if name == EMBEDDING and model.tie_word_embeddings and HEAD in folder.entries:
-            yield HEAD, tensor
-
-
-def check_folder(folder: HFFolder, model: ModelConfig) -> dict[str, Weight]:
-    """The weight map by Megatron name, if ``folder`` holds all its tensors in their shapes. Tensors that the
-    model has no use for are named in a warning."""
-    family = read_config(folder.path).model_type
-    if family != model.model_type:
-        raise CheckpointError(f"{folder.path}: expected a {model.model_type} model, found {family}")
-    weights = weight_map(model)
-    for weight in weights:
-        for name, shape in zip(weight.hf, weight.shapes, strict=True):
-            _check_tensor(folder, name, shape)
-    by_name = {weight.megatron: weight for weight in weights}
-    if model.tie_word_embeddings:  # the last pipeline stage keeps a copy
-        by_name["output_layer.weight"] = qwen3.embedding(model)
-        _check_tied(folder, weights[0].shapes[0])
-    _name_unexpected(folder, {name for weight in weights for name in weight.hf} | {HEAD})
-    return by_name
-
-
-def _check_tensor(folder: HFFolder, name: str, shape: tuple[int, ...]) -> None:
-    entry = folder.entries.get(name)
-    if entry is None:
-        raise CheckpointError(f"{folder.path}: {name} is missing")
-    where = f"{folder.path / entry.file}: {name}"
-    if entry.shape != shape:
-        raise CheckpointError(f"{where}: expected shape {shape}, found {entry.shape}")
-    if DTYPES[entry.dtype] not in WEIGHT_DTYPES:
-        raise CheckpointError(
-            f"{where}: {entry.dtype} is not a weight's dtype: expected F32, BF16, F16 or F64 "
-            "(dequantise a quantised model first)"
-        )
-
-
-def _check_tied(folder: HFFolder, shape: tuple[int, int]) -> None:
-    """An output layer beside tied embeddings must be the same. If it differs, Transformers does not tie
-    (``PreTrainedModel.tie_weights``) but vLLM does, so the folder must say which is meant."""
-    if HEAD not in folder.entries:
-        return
-    _check_tensor(folder, HEAD, shape)
-    rows = (folder.tensor(name).split(4096) for name in (EMBEDDING, HEAD))
-    if not all(torch.equal(one.double(), other.double()) for one, other in zip(*rows, strict=True)):
-        raise CheckpointError(
-            f"{folder.path}: config.json has tie_word_embeddings: true, but {HEAD} differs from {EMBEDDING}. "
-            f"Set it to false to use {HEAD}, as Transformers does, or remove that tensor"
-        )
-
-
-def _name_unexpected(folder: HFFolder, expected: set[str]) -> None:
-    unexpected = [
-        name for name in folder.entries if name not in expected and not name.startswith(UNTRAINED_PREFIX)
-    ]
-    if unexpected:
-        say_once(f"{folder.path}: the model has no use for {first_few(unexpected)}: not trained")

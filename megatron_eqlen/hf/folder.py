@@ -22,13 +22,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_eqlen.files import CheckpointError
-from megatron_eqlen.hf.safetensors_header import DTYPES, Entry, read_header, write_header
+from megatron_eqlen.files import CheckpointError, read_json
+from megatron_eqlen.hf.safetensors_header import Entry, read_header, write_header
 
 logger = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""PyTorch's dtype for each of ``safetensors_header.ITEM_BYTES``."""
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".index.json")
 """Ends of the names of files that hold weights, or the index that says which file holds them."""
@@ -119,7 +139,7 @@ class FolderWriter:
         data = tensor.detach().to("cpu", DTYPES[entry.dtype]).contiguous().view(-1).view(torch.uint8)
         with open(self.path / entry.file, "r+b", buffering=0) as file:
             file.seek(entry.start)
-            _write_all(file.fileno(), memoryview(data.numpy()))
+            _write_all(file.fileno(), data.numpy().data)
         self.missing.discard(name)
 
     def finish(self) -> None:
@@ -146,20 +166,6 @@ def say_once(message: str) -> None:
     """Log a warning once per process, and on the first rank only."""
     if int(os.environ.get("RANK", 0)) == 0:
         logger.warning(message)
-
-
-def read_json(file: Path) -> Any:
-    """The content of a JSON file. Raises ValueError with the reason, without the file's name."""
-    try:
-        return json.loads(file.read_bytes().decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8: {error}") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not valid JSON: {error}") from None
-    except FileNotFoundError:
-        raise ValueError("no such file") from None
-    except OSError as error:
-        raise ValueError(f"cannot be read: {error.strerror}") from None
 
 
 def _check_range(name: str, tensor: Tensor, dtype: torch.dtype) -> None:

@@ -7,28 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_eqlen.hf.config import ModelConfig
+from megatron_eqlen.hf.config import DeltaNet, Experts, ModelConfig
 from megatron_eqlen.hf.qwen3 import attention, dense_mlp, embedding, gated_mlp, head, norms
 from megatron_eqlen.hf.qwen3_moe import experts
 from megatron_eqlen.hf.weight_map import DeltaNetInput, Weight
 
 
 def weights(model: ModelConfig) -> Iterator[Weight]:
+    net, moe, hidden = model.delta_net, model.experts, model.hidden_size
+    assert net is not None
+    assert moe is not None
     yield embedding(model)
     for layer in range(model.num_hidden_layers):
         yield from norms(model, layer)
-        yield from delta_net(model, layer) if model.delta_net.layers[layer] else attention(model, layer)
-        if model.experts.layers[layer]:
-            yield from experts(model, layer)
-            yield from shared_expert(model, layer)
+        yield from delta_net(hidden, net, layer) if net.layers[layer] else attention(model, layer)
+        if moe.layers[layer]:
+            yield from experts(hidden, moe, layer)
+            yield from shared_expert(hidden, moe, layer)
         else:
             yield from dense_mlp(model, layer)
     yield from head(model)
 
 
-def delta_net(model: ModelConfig, layer: int) -> Iterator[Weight]:
+def delta_net(hidden: int, net: DeltaNet, layer: int) -> Iterator[Weight]:
     here, there = f"decoder.layers.{layer}.self_attention.", f"model.layers.{layer}.linear_attn."
-    net, hidden = model.delta_net, model.hidden_size
     keys, values = net.num_key_heads * net.key_head_dim, net.num_value_heads * net.value_head_dim
     per_value_head = ((net.num_value_heads,),)
     yield Weight(
@@ -53,9 +55,9 @@ def delta_net(model: ModelConfig, layer: int) -> Iterator[Weight]:
     yield Weight(here + "out_proj.weight", (there + "out_proj.weight",), ((hidden, values),), dim=1)
 
 
-def shared_expert(model: ModelConfig, layer: int) -> Iterator[Weight]:
+def shared_expert(hidden: int, moe: Experts, layer: int) -> Iterator[Weight]:
     here, there = f"decoder.layers.{layer}.mlp.", f"model.layers.{layer}.mlp."
-    hidden, width = model.hidden_size, model.experts.shared_expert_intermediate_size
+    width = moe.shared_expert_intermediate_size
     yield from gated_mlp(here + "shared_experts.", there + "shared_expert.", hidden, width)
     gate = there + "shared_expert_gate.weight"
     yield Weight(here + "shared_experts.gate_weight", (gate,), ((1, hidden),))

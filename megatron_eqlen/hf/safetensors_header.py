@@ -14,30 +14,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import Any, TypeGuard
 
 from megatron_eqlen.files import CheckpointError
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+ITEM_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "C64": 8,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+"""Bytes of one element, by the format's name of its dtype."""
 
 LONGEST = 100_000_000
 """Most bytes of a header, as in the safetensors library."""
@@ -55,7 +40,7 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     @property
     def stop(self) -> int:
@@ -121,9 +106,9 @@ def _entry(file: Path, name: str, item: Any, data: int) -> Entry:
     where = f"{file}: {name!a}"
     if not isinstance(item, dict):
         raise CheckpointError(f"{where}: expected dtype, shape and data_offsets, found {item!a}")
-    dtype, shape, offsets = (item.get(key) for key in ("dtype", "shape", "data_offsets"))
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise CheckpointError(f"{where}: dtype: expected one of {', '.join(DTYPES)}, found {dtype!a}")
+    dtype, shape, offsets = item.get("dtype"), item.get("shape"), item.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise CheckpointError(f"{where}: dtype: expected one of {', '.join(ITEM_BYTES)}, found {dtype!a}")
     if not _are_sizes(shape):
         raise CheckpointError(f"{where}: shape: expected a list of sizes, found {shape!a}")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
@@ -137,7 +122,7 @@ def _entry(file: Path, name: str, item: Any, data: int) -> Entry:
     return entry
 
 
-def _are_sizes(value: Any) -> bool:
+def _are_sizes(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
 
 

@@ -11,11 +11,12 @@ into any parallel layout, for export and for weight sync:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Arrangement(Protocol):
@@ -23,9 +24,11 @@ class Arrangement(Protocol):
 
     def merge(self, parts: list[Tensor]) -> Tensor:
         """Hugging Face's tensors -> Megatron's."""
+        ...
 
     def split(self, tensor: Tensor) -> list[Tensor]:
         """Megatron's tensor -> Hugging Face's."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Stacked:
     """Equal tensors one below the other: ``[gate; up]``."""
 
     def merge(self, parts: list[Tensor]) -> Tensor:
-        return torch.cat(parts)
+        return _cat(parts)
 
     def split(self, tensor: Tensor) -> list[Tensor]:
         return list(tensor.chunk(2))
@@ -68,7 +71,7 @@ class GroupedHeads:
         query = query.view(groups, self.heads_per_group, self._kinds, self.head_dim, hidden)
         query = query.transpose(1, 2).reshape(groups, -1, hidden)
         key, value = (part.view(groups, self.head_dim, hidden) for part in (key, value))
-        return torch.cat((query, key, value), dim=1).view(-1, hidden)
+        return _cat((query, key, value), dim=1).view(-1, hidden)
 
     def split(self, tensor: Tensor) -> list[Tensor]:
         hidden = tensor.shape[-1]
@@ -99,7 +102,7 @@ class DeltaNetInput:
             *qkvz.view(-1, sum(self._qkvz), hidden).split(self._qkvz, dim=1),
             *ba.view(-1, sum(self._ba), hidden).split(self._ba, dim=1),
         ]
-        return torch.cat([section.reshape(-1, hidden) for section in sections])
+        return _cat([section.reshape(-1, hidden) for section in sections])
 
     def split(self, tensor: Tensor) -> list[Tensor]:
         hidden = tensor.shape[-1]
@@ -108,8 +111,8 @@ class DeltaNetInput:
         sections = tensor.split([heads * size for size in sizes])
         by_head = [section.view(heads, -1, hidden) for section in sections]
         return [
-            torch.cat(by_head[:4], dim=1).view(-1, hidden),
-            torch.cat(by_head[4:], dim=1).view(-1, hidden),
+            _cat(by_head[:4], dim=1).view(-1, hidden),
+            _cat(by_head[4:], dim=1).view(-1, hidden),
         ]
 
     @property
@@ -154,7 +157,13 @@ class Weight:
         if self.dim is None or len(parts) == 1:
             return parts[0]
         if not self.sections:
-            return torch.cat(parts, dim=self.dim)
+            return _cat(parts, dim=self.dim)
         local = [section // len(parts) for section in self.sections]
         by_rank = [part.split(local, dim=self.dim) for part in parts]
-        return torch.cat([piece for pieces in zip(*by_rank, strict=True) for piece in pieces], dim=self.dim)
+        return _cat([piece for pieces in zip(*by_rank, strict=True) for piece in pieces], dim=self.dim)
+
+
+def _cat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    import torch  # seconds; to plan, only shapes are asked for
+
+    return torch.cat(tuple(parts), dim)

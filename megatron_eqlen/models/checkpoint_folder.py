@@ -17,8 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from megatron_eqlen.files import CheckpointError, step_number, write_json, write_text
-from megatron_eqlen.hf.folder import read_json
+from megatron_eqlen.files import CheckpointError, read_json, step_number, write_json, write_text
 
 LATEST = "latest"
 MANIFEST = "manifest.json"

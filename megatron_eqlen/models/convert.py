@@ -20,8 +20,9 @@ from torch import Tensor
 
 from megatron_eqlen.files import CheckpointError, new_folder, refuse_existing
 from megatron_eqlen.hf.config import ModelConfig, read_config
-from megatron_eqlen.hf.families import check_folder, weight_map, with_tied_head
+from megatron_eqlen.hf.families import weight_map
 from megatron_eqlen.hf.folder import FolderWriter, HFFolder
+from megatron_eqlen.hf.folder_check import check_folder, with_tied_head
 from megatron_eqlen.models.build import build_model
 from megatron_eqlen.models.megatron_checkpoint import (
     CheckpointLayout,

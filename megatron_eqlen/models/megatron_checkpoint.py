@@ -41,8 +41,8 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from megatron_eqlen.files import CheckpointError
 from megatron_eqlen.hf.config import ModelConfig
-from megatron_eqlen.hf.families import WEIGHT_DTYPES
 from megatron_eqlen.hf.folder import first_few
+from megatron_eqlen.hf.folder_check import WEIGHT_DTYPES
 from megatron_eqlen.models import checkpoint_folder
 from megatron_eqlen.models.build import build_model
 from megatron_eqlen.models.weights import local_parameters

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from megatron_eqlen.files import new_folder, refuse_existing
 from megatron_eqlen.hf.config import ModelConfig
-from megatron_eqlen.hf.families import check_folder, weight_map, with_tied_head
+from megatron_eqlen.hf.families import weight_map
 from megatron_eqlen.hf.folder import FolderWriter, HFFolder
+from megatron_eqlen.hf.folder_check import check_folder, with_tied_head
 from megatron_eqlen.hf.weight_map import Weight
 from megatron_eqlen.models.gpt import PolicyModel
 
