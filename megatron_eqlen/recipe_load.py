@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from megatron_eqlen.recipe import Recipe, RecipeError
 from megatron_eqlen.recipe.keys import nearest
@@ -134,7 +135,7 @@ def _index(at: list, part: str, override: str) -> int:
     return int(part)
 
 
-def _explain(item: dict[str, Any]) -> str:
+def _explain(item: ErrorDetails) -> str:
     key = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
         near = nearest(item["loc"])

@@ -28,8 +28,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.multiprocessing.spawn import spawn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.models.qwen3 import Qwen3Config
@@ -168,7 +168,7 @@ def backward(model: torch.nn.Module, batch: list[Example], pad: int) -> tuple[fl
 
 def average_over_processes(model: torch.nn.Module, loss_sum: float, tokens: int) -> float:
     """Turn every process's summed gradient into the global mean over tokens; returns the global mean loss."""
-    gradients = [parameter.grad for parameter in model.parameters()]
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     flat = torch.cat(
         [torch.tensor([loss_sum, float(tokens)])] + [gradient.flatten() for gradient in gradients]
     )
@@ -278,7 +278,7 @@ def _make(folder: Path, data: Path, warmup: Warmup) -> None:
     if warmup.processes == 1:
         train(0, *arguments)
     else:
-        mp.spawn(train, args=arguments, nprocs=warmup.processes)
+        spawn(train, args=arguments, nprocs=warmup.processes)
     (folder / "rendezvous").unlink(missing_ok=True)
 
 

@@ -16,7 +16,9 @@ from megatron_eqlen.objectives.theory import A_1, A_2, A_3, B_1, B_2
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description="Print Propositions 1 and 2 of the paper as numbers, with their proofs' conditions."
+    )
     parser.add_argument("--policies", type=int, default=100, help="random transformers to average over")
     policies = [theory.TransformerPolicy(seed) for seed in range(parser.parse_args().policies)]
     table = theory.TabularPolicy([A_1, B_1 + A_2, B_1 + B_2 + A_3])

@@ -67,7 +67,7 @@ def write_hf_tokenizer(folder: Path, corpus: Iterable[str], vocab_size: int = 38
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in THINK_TOKENS])
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    _write_companions(folder, tokenizer.token_to_id)
+    _write_companions(folder, lambda token: tokenizer.get_vocab()[token])
 
 
 def _write_companions(folder: Path, token_id: Callable[[str], int]) -> None:

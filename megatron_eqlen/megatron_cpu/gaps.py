@@ -36,12 +36,12 @@ def _name_missing_gemm(moe_utils: types.ModuleType) -> None:
     vars(moe_utils).setdefault("te_general_gemm", None)
 
 
-def _allow_gated_delta_net(gated_delta_net: types.ModuleType) -> None:
+def _allow_gated_delta_net(gated_delta_net: Any) -> None:
     """The constructor demands fla's kernels; our forward (models/gated_delta_net.py) chooses its own."""
     gated_delta_net.HAVE_FLA = True
 
 
-def _load_torch_adam(distrib_optimizer: types.ModuleType) -> None:
+def _load_torch_adam(distrib_optimizer: Any) -> None:
     """Two faults in loading the states of torch's Adam from a distributed checkpoint.
 
     Every state is copied from the loaded tensors, but ``step`` is not one of them (it is kept per
@@ -73,7 +73,7 @@ def _load_torch_adam(distrib_optimizer: types.ModuleType) -> None:
     optimizer.load_state_dict = load_with_own_steps
 
 
-def _write_in_threads(filesystem_async: types.ModuleType) -> None:
+def _write_in_threads(filesystem_async: Any) -> None:
     """A checkpoint is written by forked processes, whose results pass through a queue in one more. They
     outlive a killed trainer, the forked ones with its locks; only an asynchronous save needs processes."""
     threads = types.SimpleNamespace(Process=threading.Thread, Queue=queue.Queue, JoinableQueue=queue.Queue)
@@ -86,7 +86,7 @@ def _no_jit(jit: types.ModuleType) -> None:
     jit.disable_jit_fuser()
 
 
-def _exchange_uneven_parts(mappings: types.ModuleType) -> None:
+def _exchange_uneven_parts(mappings: Any) -> None:
     """gloo gathers and scatters equal parts only; those of experts in tensor parallelism are unequal."""
     gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 

@@ -74,4 +74,4 @@ def _mark_expert_parameters(chunk: PolicyModel) -> None:
     """
     for name, parameter in chunk.named_parameters():
         if ".experts." in name:
-            parameter.allreduce = False
+            parameter.allreduce = False  # pyright: ignore[reportAttributeAccessIssue] (Megatron's mark)

@@ -29,8 +29,8 @@ Manifest = dict[str, dict[str, Any]]
 
 def steps(folder: Path) -> list[Path]:
     """The checkpoints in ``folder``, oldest first."""
-    found = [path for path in folder.glob("step-*") if step_number(path.name) is not None and path.is_dir()]
-    return sorted(found, key=lambda path: step_number(path.name))
+    found = [(step_number(path.name), path) for path in folder.glob("step-*") if path.is_dir()]
+    return [path for _, path in sorted((number, path) for number, path in found if number is not None)]
 
 
 def latest(folder: Path) -> Path | None:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from megatron.core import dist_checkpointing
 from torch import Tensor
 
 from megatron_eqlen.files import CheckpointError, new_folder, refuse_existing
@@ -30,6 +29,7 @@ from megatron_eqlen.models.megatron_checkpoint import (
     CheckpointWriter,
     checkpoint_layout,
     checkpoint_metadata,
+    load_sharded,
 )
 from megatron_eqlen.recipe import ParallelRecipe
 
@@ -126,7 +126,7 @@ def verify_logits(checkpoint: str | Path, folder: str | Path) -> float:
 def _megatron_logits(checkpoint: Path, model: ModelConfig, ids: Tensor) -> Tensor:
     (chunk,) = build_model(model, ParallelRecipe(), torch.float32)
     state = {"model": chunk.sharded_state_dict(metadata=checkpoint_metadata())}
-    chunk.load_state_dict(dist_checkpointing.load(state, str(checkpoint))["model"])
+    chunk.load_state_dict(load_sharded(state, checkpoint)["model"])
     return chunk.eval()(ids, torch.arange(ids.shape[1])[None])
 
 

@@ -35,6 +35,11 @@ CHUNK = 32
 class TreeGatedDeltaNet(GatedDeltaNet):
     """Megatron's GatedDeltaNet, its parameters, sharding and checkpoints, with a forward for token trees."""
 
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -196,7 +201,9 @@ def fla_kernel(dtype: torch.dtype) -> Callable | None:
     elif dtype not in (torch.bfloat16, torch.float16):
         reason = f"fla does not compute in {dtype}"
     else:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+        from fla.ops.gated_delta_rule import (  # pyright: ignore[reportMissingImports] (GPU only)
+            chunk_gated_delta_rule,
+        )
 
         return chunk_gated_delta_rule
     warnings.warn(f"Gated DeltaNet runs in plain torch on this GPU, slowly: {reason}", stacklevel=2)

@@ -13,12 +13,17 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
+from megatron_eqlen.hf.config import ModelConfig
+
 
 class PolicyModel(GPTModel):
     """GPTModel with rotary angles at explicit positions and a language-model head where it is needed.
 
     Parameters, sharding and checkpoints are GPTModel's.
     """
+
+    model_config: ModelConfig
+    """What ``build_model`` made it of."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

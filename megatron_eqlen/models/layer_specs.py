@@ -13,6 +13,8 @@ Transformer Engine fuses a norm into the linear layer after it; the norm's param
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
@@ -22,6 +24,7 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
@@ -48,7 +51,8 @@ def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Transf
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     layers = [_layer(config, modules, number) for number in range(first, first + count)]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=modules.layer_norm(rms_norm=True))
+    norm: Any = modules.layer_norm(rms_norm=True)  # Megatron declares no classes here, and takes them
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
 def _modules(config: TransformerConfig) -> BackendSpecProvider:
@@ -60,25 +64,25 @@ def _modules(config: TransformerConfig) -> BackendSpecProvider:
 
 
 def _layer(config: TransformerConfig, modules: BackendSpecProvider, number: int) -> ModuleSpec:
-    linear = config.linear_attention_freq is not None and config.linear_attention_freq[number]
-    sparse = config.num_moe_experts is not None and config.moe_layer_freq[number]
+    linear = isinstance(config.linear_attention_freq, list) and config.linear_attention_freq[number]
+    sparse = isinstance(config.moe_layer_freq, list) and config.moe_layer_freq[number]
     norm = modules.layer_norm(rms_norm=True)
     fused = modules.fuse_layernorm_and_linear()
+    bias_dropout_add: Any = get_bias_dropout_add  # Megatron declares no functions here, and takes them
     submodules = TransformerLayerSubmodules(
         input_layernorm=IdentityOp if fused else norm,
         self_attention=_delta_net(modules) if linear else _attention(modules),
-        self_attn_bda=get_bias_dropout_add,
+        self_attn_bda=bias_dropout_add,
         pre_mlp_layernorm=IdentityOp if fused and not sparse else norm,
         mlp=_experts(config, modules) if sparse else get_mlp_module_spec_for_backend(backend=modules),
-        mlp_bda=get_bias_dropout_add,
+        mlp_bda=bias_dropout_add,
     )
     return ModuleSpec(module=TransformerLayer, submodules=submodules)
 
 
 def _after_norm(modules: BackendSpecProvider) -> type:
     """The linear layer that follows the input norm, with the norm inside where the backend fuses them."""
-    fused = modules.fuse_layernorm_and_linear()
-    return modules.column_parallel_layer_norm_linear() if fused else modules.column_parallel_linear()
+    return modules.column_parallel_layer_norm_linear() or modules.column_parallel_linear()
 
 
 def _attention(modules: BackendSpecProvider) -> ModuleSpec:
@@ -108,5 +112,6 @@ def _experts(config: TransformerConfig, modules: BackendSpecProvider) -> ModuleS
     spec = get_moe_module_spec_for_backend(
         backend=modules, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
     )
+    assert isinstance(spec.submodules, MoESubmodules)
     spec.submodules.router = PooledRouter
     return spec

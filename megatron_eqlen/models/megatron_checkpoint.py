@@ -17,16 +17,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import torch
-from megatron.core import parallel_state
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, maybe_load_config, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -106,8 +105,16 @@ def checkpoint_layout(model: ModelConfig) -> CheckpointLayout:
         if isinstance(item, ShardedObject):
             layout.objects.append(item.unique_key)
         elif isinstance(item, ShardedTensor):
-            layout.pieces[names[_storage(item.data)]].append(_piece(item))
+            assert item.data is not None
+            layout.pieces[names[_storage(item.data)]].append(_piece(item, item.data))
     return layout
+
+
+def load_sharded(state: dict[str, Any], path: Path) -> dict[str, Any]:
+    """``state``, a sharded state dict, filled from the checkpoint ``path`` by Megatron. Collective."""
+    loaded = dist_checkpointing.load(state, str(path))
+    assert isinstance(loaded, dict)  # a tuple where one asks for the keys that do not match
+    return loaded
 
 
 def checkpoint_metadata() -> dict[str, Any]:
@@ -180,7 +187,7 @@ class CheckpointReader:
         try:
             with open(self.path / stored.relative_path, "rb") as file:
                 view = _create_file_view(file, stored.offset, stored.length)
-                tensor = torch.load(view, map_location="cpu", weights_only=True)
+                tensor = torch.load(cast(BinaryIO, view), map_location="cpu", weights_only=True)
             return _box(tensor, item.storage_offsets, item.lengths)
         except UNREADABLE as error:
             file = self.path / stored.relative_path
@@ -212,7 +219,7 @@ class CheckpointWriter:
 
     def __init__(self, path: Path, layout: CheckpointLayout) -> None:
         self.path, self.layout = path, layout
-        self.tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        self.tensors: dict[str, TensorStorageMetadata] = {}
         self.stored: dict[MetadataIndex, _StorageInfo] = {}
         self.files = 0
         self._open_next()
@@ -231,11 +238,11 @@ class CheckpointWriter:
             self._save(MetadataIndex(piece.key, chunk.offsets), data)
 
     def finish(self) -> None:
-        for key in self.layout.objects:
-            self.tensors[key] = BytesStorageMetadata()
+        objects = {key: BytesStorageMetadata() for key in self.layout.objects}
+        for key in objects:
             self._save(MetadataIndex(key), [None])  # an object is saved as a list, as Megatron does
         self.file.close()
-        metadata = Metadata(state_dict_metadata=self.tensors, storage_data=self.stored)
+        metadata = Metadata(state_dict_metadata={**self.tensors, **objects}, storage_data=self.stored)
         (self.path / ".metadata").write_bytes(pickle.dumps(metadata))
         torch.save({}, self.path / "common.pt")
         save_config(CheckpointingConfig("torch_dist"), str(self.path))
@@ -275,9 +282,9 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _piece(item: ShardedTensor) -> Piece:
+def _piece(item: ShardedTensor, data: Tensor) -> Piece:
     return Piece(
-        start=item.data.storage_offset(),
+        start=int(data.storage_offset()),
         key=item.key,
         size=tuple(item.global_shape),
         offset=tuple(item.global_offset),

@@ -54,7 +54,7 @@ class PooledRouter(TopKRouter):
             return probs
         pool = self.pool if self.pool is not None else self._own_pool(chosen)
         tokens = (pool.sum() / self.topk).clamp_min(1)
-        loss = self.config.num_moe_experts / self.topk * (pool / tokens * scores.sum(0) / tokens).sum()
+        loss = len(pool) / self.topk * (pool / tokens * scores.sum(0) / tokens).sum()
         if self.aux_loss is not None:
             self.aux_loss += loss.detach()
         return MoEAuxLossAutoScaler.apply(probs, coef * loss)
@@ -75,11 +75,12 @@ class RouterPool:
     def counting(self) -> Iterator[None]:
         """Run a forward pass over all rows of a step inside this block; its choices are the pool afterwards.
         Collective."""
-        for router in self.routers:
-            router.counted = router.weight.new_zeros(len(router.weight), dtype=torch.float64)
+        counts = [_zeros_per_expert(router) for router in self.routers]
+        for router, count in zip(self.routers, counts, strict=True):
+            router.counted = count
         yield
         if self.routers:
-            pools = torch.stack([router.counted for router in self.routers])
+            pools = torch.stack(counts)
             dist.all_reduce(pools, group=self.routers[0].tp_dp_cp_group)
             for router, pool in zip(self.routers, pools, strict=True):
                 router.pool, router.counted, router.aux_loss = pool, None, pool.new_zeros(())
@@ -87,7 +88,18 @@ class RouterPool:
     def aux_loss(self) -> float:
         """This rank's part of the loss since the pool was counted, averaged over the model's layers with
         experts: the sum over all ranks is 1 where the load is even."""
-        return sum(float(router.aux_loss) / sum(router.config.moe_layer_freq) for router in self.routers)
+        return sum(_aux_loss(router) for router in self.routers)
+
+
+def _aux_loss(router: PooledRouter) -> float:
+    layers = router.config.moe_layer_freq
+    assert isinstance(layers, list)
+    assert router.aux_loss is not None, "a pool is counted first"
+    return float(router.aux_loss) / sum(layers)
+
+
+def _zeros_per_expert(router: PooledRouter) -> Tensor:
+    return router.weight.new_zeros(len(router.weight), dtype=torch.float64)
 
 
 def _choices(chosen: Tensor) -> Tensor:

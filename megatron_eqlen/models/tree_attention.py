@@ -16,6 +16,7 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
@@ -56,6 +57,7 @@ class TreeAttention(MegatronModule):
             )
         if config.context_parallel_size > 1:
             raise ValueError(f"context_parallel_size: expected 1, found {config.context_parallel_size}")
+        assert config.kv_channels is not None
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
 
     def forward(
@@ -66,17 +68,19 @@ class TreeAttention(MegatronModule):
         attention_mask: Tensor | None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: TreeParams | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """query [s, b, heads, d], key and value [s, b, groups, d] -> [s, b, heads * d].
 
-        ``packed_seq_params`` needs b = 1. ``attention_mask`` is not read: the trees are the mask.
+        ``packed_seq_params``: a row's ``TreeParams``, b = 1; None: b plain causal sequences.
+        ``attention_mask`` is not read: the trees are the mask.
         """
         assert attention_bias is None, "token trees have no attention bias"
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if packed_seq_params is None:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
         else:
+            assert isinstance(packed_seq_params, TreeParams)
             assert query.shape[1] == 1, f"a row of trees is a batch of one, found {query.shape[1]}"
             out = tree_attention(q, k, v, packed_seq_params, self.scale)
         return out.permute(2, 0, 1, 3).flatten(2)

@@ -65,15 +65,15 @@ class RunLevel:
     """[runs] int64, the parent's number within the level before (level 0: empty)."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class TreeParams(PackedSeqParams):
     """A row's trees. Tensors lie on ``device``."""
 
-    position_ids: Tensor | None = None
+    position_ids: Tensor
     """[S] int64, depth on the path; picks the rotary angles."""
-    visible_until: Tensor | None = None
+    visible_until: Tensor
     """[S] int64: k is visible to q iff k <= q < visible_until[k]."""
-    nodes: tuple[RowNode, ...] = ()
+    nodes: tuple[RowNode, ...]
     block_mask: BlockMask | None = None
     """FlexAttention's mask of the row, filled in by the first layer that needs it."""
 

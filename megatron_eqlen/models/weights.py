@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
@@ -27,6 +26,7 @@ from megatron_eqlen.hf.families import weight_map
 from megatron_eqlen.hf.folder import FolderWriter, HFFolder
 from megatron_eqlen.hf.folder_check import check_folder, with_tied_head
 from megatron_eqlen.hf.weight_map import Weight
+from megatron_eqlen.models import groups
 from megatron_eqlen.models.gpt import PolicyModel
 
 FUSED_NORMS = {
@@ -99,8 +99,9 @@ def _config(chunks: Sequence[torch.nn.Module]) -> ModelConfig:
 
 
 def _unwrapped(chunk: torch.nn.Module) -> PolicyModel:
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
+    while isinstance(inner := getattr(chunk, "module", None), torch.nn.Module):
+        chunk = inner
+    assert isinstance(chunk, PolicyModel)
     return chunk
 
 
@@ -114,23 +115,18 @@ def _global_name(chunk: PolicyModel, name: str) -> str:
     rest = re.sub(r"experts\.(linear_fc[12])\.weight(\d+)", r"experts.local_experts.\2.\1.weight", rest)
     expert = re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(.*)", rest)
     if expert:
-        number = int(expert[1]) + _experts_per_rank(chunk.model_config) * _expert_group().rank()
+        number = int(expert[1]) + _experts_per_rank(chunk.model_config) * groups.expert_parallel().rank()
         rest = f"mlp.experts.local_experts.{number}.{expert[2]}"
     return f"decoder.layers.{layer}.{rest}"
 
 
 def _experts_per_rank(model: ModelConfig) -> int:
-    return model.experts.num_experts // _expert_group().size()
-
-
-def _expert_group() -> dist.ProcessGroup:
-    return parallel_state.get_expert_model_parallel_group()
+    assert model.experts is not None
+    return model.experts.num_experts // groups.expert_parallel().size()
 
 
 def _tensor_group(weight: Weight) -> dist.ProcessGroup:
-    if weight.expert is None:
-        return parallel_state.get_tensor_model_parallel_group()
-    return parallel_state.get_expert_tensor_parallel_group()
+    return groups.tensor_parallel() if weight.expert is None else groups.expert_tensor_parallel()
 
 
 def _own_part(tensor: Tensor, weight: Weight) -> Tensor:
@@ -145,7 +141,7 @@ def _own_part(tensor: Tensor, weight: Weight) -> Tensor:
 
 def _stages(local: dict[str, torch.nn.Parameter]) -> dict[str, int]:
     """Which rank of the pipeline group holds a layer, or a tensor outside the layers."""
-    group = parallel_state.get_pipeline_model_parallel_group()
+    group = groups.pipeline_parallel()
     homes: list[set[str]] = [set()] * group.size()
     dist.all_gather_object(homes, {_home(name) for name in local}, group=group)
     return {home: rank for rank, names in enumerate(homes) for home in names}
@@ -160,7 +156,7 @@ def _whole(
 ) -> list[Tensor]:
     """The Hugging Face tensors of ``weight`` on every rank: gathered over TP, sent around EP, then PP."""
     like = next(iter(local.values()))
-    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    pipeline = groups.pipeline_parallel()
     stage = stages[_home(weight.megatron)]
     tensors = None
     if pipeline.rank() == stage:
@@ -168,7 +164,7 @@ def _whole(
             tensors = _gathered(weight, local[weight.megatron])
         if weight.expert is not None:
             owner = weight.expert // _experts_per_rank(model)
-            tensors = _sent(tensors, weight, like, owner, _expert_group())
+            tensors = _sent(tensors, weight, like, owner, groups.expert_parallel())
     return _sent(tensors, weight, like, stage, pipeline)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
@@ -252,7 +253,7 @@ def moments(outcomes: Sequence[tuple[float, float]]) -> Moments:
 
 
 def survivor_advantage(
-    extensions: int, success: float, objective: str = "grpo", suffix_reward: str = "max"
+    extensions: int, success: float, objective: str = "grpo", suffix_reward: Literal["max", "mean"] = "max"
 ) -> Moments:
     """Exact moments of the advantage of B_1 in its own pair when length and prefix say nothing.
 
@@ -265,6 +266,7 @@ def survivor_advantage(
         pairs += [Pair(graded([9], reward), graded([1])) for reward in rest[:-1]]
         stream = Stream(QUESTION, 0, 0, pairs, "max_pairs", tail=graded([9], rest[-1]))
         rewards = pair_rewards(stream, suffix_reward)[0]
+        assert rewards is not None
         right = first + sum(rest)
         probability = success**right * (1 - success) ** (extensions + 1 - right)
         outcomes.append((lookup(objective).advantage(rewards, [1, 1])[1], probability))

@@ -181,7 +181,7 @@ def _check_parents(
     trees: Sequence[TokenTree], index: np.ndarray, local: np.ndarray, parent: np.ndarray
 ) -> None:
     for i in np.flatnonzero((local > 0) & ((parent < 0) | (parent >= local))):
-        tree, node = trees[index[i]], int(local[i])
+        tree, node = trees[int(index[i])], int(local[i])
         where = f"token tree {tree.name!r}, node {node}"
         if not 0 <= parent[i] < len(tree.nodes):
             raise TreeError(

@@ -13,12 +13,16 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_eqlen.files import write_text
 from megatron_eqlen.report.trackers import Tracker
 from megatron_eqlen.types import Metrics
 
 FILE = "metrics.jsonl"
+
+Records = list[dict[str, Any]]
+"""One dict a step: ``step`` (int), ``time`` (Unix seconds) and the metrics (float, None if not finite)."""
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +54,8 @@ class MetricsWriter:
             tracker.finish()
 
 
-def read_metrics(folder: Path) -> list[dict[str, float | None]]:
-    """One dict a step with ``step``, ``time`` (Unix seconds) and the metrics; empty without the file.
+def read_metrics(folder: Path) -> Records:
+    """The record of each step; empty without the file.
 
     A torn last line is left out with a warning. Raises ValueError with file and line for anything else
     that is no record of a step.
@@ -66,7 +70,7 @@ def read_metrics(folder: Path) -> list[dict[str, float | None]]:
     return [_record(line, f"{path}:{number}") for number, line in enumerate(complete.splitlines(), 1)]
 
 
-def _record(line: bytes, where: str) -> dict[str, float | None]:
+def _record(line: bytes, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except ValueError:

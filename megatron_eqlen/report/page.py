@@ -32,13 +32,12 @@ from megatron_eqlen.report.format import (
     compact,
     duration,
 )
-from megatron_eqlen.report.metrics import read_metrics
+from megatron_eqlen.report.metrics import Records, read_metrics
 from megatron_eqlen.report.rollouts import Decode, RolloutView, Training, view
 from megatron_eqlen.rollout.recorder import read_step
 from megatron_eqlen.tokenizer import load_tokenizer
 from megatron_eqlen.types import Rollout
 
-Records = list[dict[str, Any]]
 Names = tuple[str, ...]
 
 CHARTS: dict[str, dict[str, Names]] = {

@@ -66,7 +66,7 @@ class Wandb:
     """
 
     def __init__(self, folder: Path, recipe: Recipe) -> None:
-        import wandb
+        import wandb  # pyright: ignore[reportMissingImports] (optional)
 
         self.run: Any = wandb.init(
             project=recipe.report.wandb_project,
@@ -137,7 +137,7 @@ class Background:
 
 def _check_wandb(project: str) -> None:
     try:
-        import wandb  # noqa: F401
+        import wandb  # noqa: F401  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ValueError(
             f"report.wandb_project: {project!r} needs wandb, which is not installed (pip install wandb)"

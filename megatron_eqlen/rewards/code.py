@@ -96,9 +96,11 @@ class CodeGrader:
         """
         programs = [self._extract(text, gold) for text, gold in zip(texts, golds, strict=True)]
         jobs = list(dict.fromkeys((program, gold) for program, gold in zip(programs, golds, strict=True)))
-        runnable = [job for job in jobs if job[0] is not None and len(job[0]) <= LONGEST_PROGRAM]
+        runnable = [(code, gold) for code, gold in jobs if code is not None and len(code) <= LONGEST_PROGRAM]
         items = [self._item(program, gold) for program, gold in runnable]
-        judged = dict(zip(runnable, self._judge(items), strict=True))
+        judged: dict[tuple[str | None, str], dict[str, Any]] = dict(
+            zip(runnable, self._judge(items), strict=True)
+        )
         return [self._grade(job, judged.get(job)) for job in zip(programs, golds, strict=True)]
 
     def close(self) -> None:

@@ -91,7 +91,8 @@ class CodeTests:
         names = cls.__dataclass_fields__
         if unknown := [name for name in fields if name not in names]:
             raise ValueError(f"unknown {unknown}; expected {list(names)}")
-        return cls(**{"inputs": None, "outputs": None} | fields)
+        held: dict[str, Any] = {"inputs": None, "outputs": None} | fields
+        return cls(**held)
 
     def to_json(self) -> str:
         held = {name: getattr(self, name) for name in self.__dataclass_fields__}

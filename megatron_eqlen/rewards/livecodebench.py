@@ -133,7 +133,8 @@ def _disarm() -> None:
     for owner, names in MISSING_FUNCTIONS.items():
         for name in names.split():
             setattr(owner, name, None)
-    sys.modules.update(dict.fromkeys(MISSING_MODULES))  # None: an import fails
+    for name in MISSING_MODULES:
+        sys.modules[name] = None  # pyright: ignore[reportArgumentType] (documented: an import fails)
 
 
 def _load(code: str) -> Any:
@@ -152,8 +153,9 @@ def _load_program(source: str) -> Callable[[str], tuple[str, str]]:
     body = ast.parse(_without_main_guard(source)).body
     imports = [one for one in body if isinstance(one, ast.Import | ast.ImportFrom)]
     function = ast.parse("def wrapped_function(): pass").body[0]
+    assert isinstance(function, ast.FunctionDef)
     function.body = [one for one in body if one not in imports]
-    module = _load("\n".join([PREAMBLE, ast.unparse(imports), ast.unparse(function)]))
+    module = _load("\n".join([PREAMBLE, _text_of(imports), ast.unparse(function)]))
     return lambda text: ("output", _output(module.wrapped_function, text))
 
 
@@ -161,8 +163,13 @@ def _without_main_guard(source: str) -> str:
     body = ast.parse(source).body
     last = body[-1] if body else None
     if isinstance(last, ast.If) and ast.unparse(last.test) == "__name__ == '__main__'":
-        return ast.unparse(body[:-1]) + "\n" + ast.unparse(last.body)
+        return _text_of(body[:-1]) + "\n" + _text_of(last.body)
     return source
+
+
+def _text_of(statements: list[Any]) -> str:
+    """As LiveCodeBench does, with lists of statements, which ``ast`` does not declare."""
+    return ast.unparse(statements)  # pyright: ignore[reportArgumentType]
 
 
 def _output(program: Callable[[], Any], text: str) -> str:

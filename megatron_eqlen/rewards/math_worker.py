@@ -136,14 +136,18 @@ def equal(gold: str, answer: str, is_complex: bool = False) -> bool:
 
 def _equal_percentages(gold: str, answer: str, is_complex: bool) -> bool:
     """As in math-verify, 50% is 50 and 0.5: a question may ask for either."""
-    numbers = [text.removesuffix(r"\%") for text in (gold, answer)]
-    if equal(*numbers, is_complex):
+    gold_number, answer_number = gold.removesuffix(r"\%"), answer.removesuffix(r"\%")
+    if equal(gold_number, answer_number, is_complex):
         return True
-    hundredths = [
-        number if number == text else rf"\frac{{{number}}}{{100}}"
-        for number, text in zip(numbers, (gold, answer), strict=True)
-    ]
-    return numbers != hundredths and equal(*hundredths, is_complex)
+    if (gold_number, answer_number) == (gold, answer):
+        return False
+    return equal(_hundredths(gold), _hundredths(answer), is_complex)
+
+
+def _hundredths(text: str) -> str:
+    """A percentage as so many hundredths; any other number as it is."""
+    number = text.removesuffix(r"\%")
+    return text if number == text else rf"\frac{{{number}}}{{100}}"
 
 
 def _equal_lists(gold: str, answer: str, is_complex: bool) -> bool:

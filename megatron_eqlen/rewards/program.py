@@ -153,7 +153,7 @@ def run(function: str | None, rules: Rules, token: str) -> NoReturn:
         os._exit(status)  # always: the program must never return into the code that called us
 
 
-def _text_file(descriptor: int, mode: str) -> io.TextIOWrapper:
+def _text_file(descriptor: int, mode: Literal["r", "w"]) -> io.TextIOWrapper:
     return open(descriptor, mode, encoding="utf-8", errors="replace", closefd=False)
 
 
@@ -222,7 +222,7 @@ def _finish() -> None:
             thread.join()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.__stdout__):
-        if not getattr(stream, "closed", True):
+        if stream is not None and not getattr(stream, "closed", True):
             stream.flush()
 
 

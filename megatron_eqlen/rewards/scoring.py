@@ -59,13 +59,14 @@ class Scorer:
         for key, grade in zip(open_keys, grades, strict=True):
             for segment in ended[key]:
                 segment.grade = segment.grade or grade
-        graded = [(prompts[key[0]], segment.grade) for key, segments in ended.items() for segment in segments]
-        metrics = reward_metrics(graded)
+        metrics = reward_metrics(
+            [(prompts[key[0]], segment.grade) for key, segments in ended.items() for segment in segments]
+        )
         return metrics | {"reward/calls": len(open_keys), "reward/seconds": time.monotonic() - started}
 
     def grade_texts(self, texts: Sequence[str], prompts: Sequence[Prompt]) -> list[Grade]:
         """A grade for each response text to its prompt."""
-        grades: list[Grade | None] = [None] * len(texts)
+        grades: dict[int, Grade] = {}
         by_grader: dict[str, list[int]] = defaultdict(list)
         for number, prompt in enumerate(prompts):
             by_grader[prompt.grader].append(number)
@@ -76,9 +77,8 @@ class Scorer:
                 answers = self._grader(name).grade(
                     [texts[n] for n in numbers], [prompts[n].gold for n in numbers]
                 )
-            for number, grade in zip(numbers, answers, strict=True):
-                grades[number] = grade
-        return grades
+            grades |= zip(numbers, answers, strict=True)
+        return [grades[number] for number in range(len(texts))]
 
     def close(self) -> None:
         """End the graders' processes."""
@@ -92,15 +92,16 @@ class Scorer:
         return self._graders[name]
 
     def _grade_by_rubric(self, text: str, prompt: Prompt) -> Grade:
-        if self._rubric is None:
+        rubric = self._reward.rubric
+        if self._rubric is None or rubric is None:
             raise ValueError(
                 f"reward.rubric: expected module:function for prompt {prompt.prompt_id}, found none"
             )
         started = time.monotonic()
         reward = float(self._rubric(prompt.question, text, prompt.gold))
         if not 0.0 <= reward <= 1.0:
-            raise ValueError(f"{self._reward.rubric}: expected a reward in [0, 1], got {reward}")
-        return Grade(reward, "scored", None, self._reward.rubric, time.monotonic() - started)
+            raise ValueError(f"{rubric}: expected a reward in [0, 1], got {reward}")
+        return Grade(reward, "scored", None, rubric, time.monotonic() - started)
 
 
 def make_grader(name: str, reward: RewardRecipe) -> Grader:
@@ -121,8 +122,11 @@ def make_grader(name: str, reward: RewardRecipe) -> Grader:
     raise ValueError(f"grader: expected math, code, rubric or package.module:factory, found {name!r}")
 
 
-def reward_metrics(graded: Sequence[tuple[Prompt, Grade]]) -> Metrics:
-    """Mean and spread of the rewards, per source too, and the share of each verdict."""
+def reward_metrics(ended: Sequence[tuple[Prompt, Grade | None]]) -> Metrics:
+    """Mean and spread of the rewards, per source too, and the share of each verdict, of responses that ended;
+    all have been graded."""
+    graded = [(prompt, grade) for prompt, grade in ended if grade is not None]
+    assert len(graded) == len(ended), "a response that ended has no grade"
     metrics: Metrics = {"reward/ended": len(graded)}
     if not graded:
         return metrics

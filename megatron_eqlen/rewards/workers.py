@@ -92,7 +92,7 @@ class WorkerPool:
         ``seconds`` is the limit of all items or of each: CPU time of the worker, and ``wall_factor`` times it
         on the wall clock; a factor of 1 makes it a limit on the wall clock alone.
         """
-        limits = [seconds] * len(items) if isinstance(seconds, int | float) else list(seconds)
+        limits = [float(seconds)] * len(items) if isinstance(seconds, int | float) else list(seconds)
         answers: dict[int, Item] = {}
         waiting = deque(range(len(items)))
         batch = max(1, min(LARGEST_BATCH, len(items) // (4 * self._size)))

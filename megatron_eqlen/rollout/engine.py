@@ -33,12 +33,20 @@ class StalePolicyError(EngineError):
 
 
 class Engine(Protocol):
-    policy_version: int
-    """Version of the weights in use: the number of optimizer steps that made them."""
-    max_model_len: int
-    """Longest prompt + completion, in tokens."""
-    max_num_seqs: int
-    """Requests decoded at once; more wait in the engine's queue."""
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights in use: the number of optimizer steps that made them."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt + completion, in tokens."""
+        ...
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Requests decoded at once; more wait in the engine's queue."""
+        ...
 
     def submit(self, request_id: str, token_ids: list[int], max_tokens: int, seed: int) -> None:
         """Start a completion of ``token_ids``. Token t of the path is drawn from ``(seed, t)``: a request

@@ -21,6 +21,7 @@ from megatron.core import dist_checkpointing
 
 from megatron_eqlen.files import CheckpointError, new_folder, step_name, step_number, sweep, unused
 from megatron_eqlen.models import checkpoint_folder
+from megatron_eqlen.models.megatron_checkpoint import load_sharded
 from megatron_eqlen.training.distributed import agree
 from megatron_eqlen.training.policy import Policy
 
@@ -42,6 +43,7 @@ def save(folder: Path, step: int, policy: Policy, position: dict[str, Any], keep
         shutil.rmtree(final, ignore_errors=True)  # a leftover: not what ``latest`` names
     with new_folder(final) if dist.get_rank() == 0 else nullcontext() as made:
         partial = agree(lambda: made)
+        assert partial is not None
         _write(partial, step, policy, position)
     if dist.get_rank() == 0:
         checkpoint_folder.set_latest(final)
@@ -60,7 +62,7 @@ def load(folder: Path, policy: Policy) -> dict[str, Any] | None:
     if newest is None:
         return None
     state = policy.sharded_state(is_loading=True)
-    loaded = dist_checkpointing.load(state, str(newest))
+    loaded = load_sharded(state, newest)
     policy.load_state(loaded)
     position = loaded["position"]
     policy.version = position["policy_version"]
@@ -143,13 +145,14 @@ def _go_back(to: Path, damaged: dict[str, str], complaint: str | None) -> None:
 
 
 def _drop_old(folder: Path, step: int, keep: int) -> None:
-    older = [path for path in checkpoint_folder.steps(folder) if step_number(path.name) <= step]
+    older = [path for path in checkpoint_folder.steps(folder) if (step_number(path.name) or 0) <= step]
     for old in older[:-keep]:
         shutil.rmtree(old)
 
 
 def _by_all_ranks(work: Callable[[Collection[str]], Any], names: list[str]) -> list[Any]:
     """``work`` on all names, of which every rank takes its share; all ranks' results."""
-    ranks, results = dist.get_world_size(), [None] * dist.get_world_size()
+    ranks = dist.get_world_size()
+    results: list[Any] = [None] * ranks
     dist.all_gather_object(results, work(names[dist.get_rank() :: ranks]))
     return results

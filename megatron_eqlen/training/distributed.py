@@ -106,4 +106,5 @@ def _join_world(timeout: timedelta) -> None:
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] (documented, not in __all__)
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer import ChainedOptimizer
 
 from megatron_eqlen.metrics import KL_PENALTY, POLICY_LOSS
 from megatron_eqlen.packing.pack import Packing
@@ -61,7 +61,7 @@ def row_problem(plan: Packing, rows: Sequence[Row], losses: Sequence[RowLoss]) -
     return None
 
 
-def state_problem(chunks: list, optimizer: MegatronOptimizer) -> Problem | None:
+def state_problem(chunks: list, optimizer: ChainedOptimizer) -> Problem | None:
     """A weight or a number of the optimizer's state that is not finite, on this rank."""
     if not _all_finite(parameter for _, parameter in _named(chunks)):
         return Problem(1, f"the weight {_first_name(_named(chunks))}")
@@ -71,7 +71,7 @@ def state_problem(chunks: list, optimizer: MegatronOptimizer) -> Problem | None:
     return None
 
 
-def update_problem(optimizer: MegatronOptimizer, lr: float, grad_norm: float) -> Problem | None:
+def update_problem(optimizer: ChainedOptimizer, lr: float, grad_norm: float) -> Problem | None:
     """Whether this step of Adam could take a weight beyond what a float32 holds."""
     reach = _reach(optimizer, lr, grad_norm)
     if reach < LARGEST:
@@ -83,7 +83,7 @@ def gradient_problem(chunks: list, grad_norm: float) -> Problem | None:
     """A norm that is not finite, and a gradient of this rank that made it so."""
     if math.isfinite(grad_norm):
         return None
-    name = _first_name((name, parameter.main_grad) for name, parameter in _named(chunks))
+    name = _first_name((name, _main_grad(parameter)) for name, parameter in _named(chunks))
     if name is None:
         return Problem(4, f"the gradient's norm, {grad_norm}; its parts are finite")
     stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -115,7 +115,7 @@ def _what(row: Row, at: np.ndarray, losses: np.ndarray) -> str:
     raise AssertionError("one of the node's losses is not finite")
 
 
-def _reach(optimizer: MegatronOptimizer, lr: float, grad_norm: float) -> float:
+def _reach(optimizer: ChainedOptimizer, lr: float, grad_norm: float) -> float:
     """Upper bound of any weight after a step: |w| + lr (max(|m|, |g|) / ((1 - beta_1) eps) + decay |w|)."""
     state, reach = _state(optimizer), 0.0
     weight, moment = (max(map(abs, _ends(state.get(kind, [])))) for kind in ("weight", "exp_avg"))
@@ -125,7 +125,7 @@ def _reach(optimizer: MegatronOptimizer, lr: float, grad_norm: float) -> float:
     return reach
 
 
-def _state(optimizer: MegatronOptimizer) -> dict[str, list[torch.Tensor]]:
+def _state(optimizer: ChainedOptimizer) -> dict[str, list[torch.Tensor]]:
     """This rank's main weights and what the optimizer keeps for each, by kind."""
     kinds: dict[str, list[torch.Tensor]] = {}
     for part in optimizer.chained_optimizers:
@@ -141,6 +141,10 @@ def _state(optimizer: MegatronOptimizer) -> dict[str, list[torch.Tensor]]:
 def _named(chunks: list) -> Iterator[tuple[str, torch.nn.Parameter]]:
     for chunk in chunks:
         yield from chunk.named_parameters()
+
+
+def _main_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
+    return parameter.main_grad  # pyright: ignore[reportAttributeAccessIssue] (Megatron's DDP sets it)
 
 
 def _first_name(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:

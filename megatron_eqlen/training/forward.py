@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
+from megatron_eqlen.models import groups
 from megatron_eqlen.models.tree_params import TreeParams
 from megatron_eqlen.training.distributed import device
 from megatron_eqlen.training.logprobs import masked_token_logprobs, token_logprobs
@@ -65,12 +65,12 @@ def _log_probs(
     labels = torch.from_numpy(row.labels[at]).to(device())
     if row.mask_ids is None:
         return token_logprobs(logits, labels, temperature, group)
-    mask = (torch.from_numpy(column).to(device()) for column in (row.mask_ids, row.mask_counts))
-    return masked_token_logprobs(logits, labels, *mask, temperature, group)
+    ids, counts = (torch.from_numpy(column).to(device()) for column in (row.mask_ids, row.mask_counts))
+    return masked_token_logprobs(logits, labels, ids, counts, temperature, group)
 
 
 def _forward_step(temperature: float, result: RowResult, train: bool) -> Callable:
-    group = parallel_state.get_tensor_model_parallel_group()
+    group = groups.tensor_parallel()
 
     def step(data: Iterator[Row], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
         row = next(data)

@@ -140,6 +140,6 @@ def _chunks(logits: torch.Tensor) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, len(logits), step))
 
 
-def _all_reduce(tensor: torch.Tensor, op: dist.ReduceOp, group: dist.ProcessGroup | None) -> None:
+def _all_reduce(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
     if group is not None and group.size() > 1:
         dist.all_reduce(tensor, op, group=group)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    ChainedOptimizer,
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+)
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -40,7 +46,7 @@ def wrap(chunks: list, recipe: Recipe) -> list[DistributedDataParallel]:
 
 def build_optimizer(
     chunks: list[DistributedDataParallel], recipe: Recipe
-) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+) -> tuple[ChainedOptimizer, OptimizerParamScheduler]:
     """AdamW on the distributed optimizer, and the schedule that changes its learning rate once a step."""
     options = recipe.optimizer
     config = chunks[0].config
@@ -58,8 +64,9 @@ def build_optimizer(
             params_dtype=config.params_dtype,
             use_distributed_optimizer=True,
         ),
-        chunks,
+        [*chunks],
     )
+    assert isinstance(optimizer, ChainedOptimizer)
     config.grad_scale_func = optimizer.scale_loss
     updates = (recipe.steps or 0) * recipe.loss.minibatches * recipe.loss.epochs  # 0: a constant rate
     schedule = OptimizerParamScheduler(
@@ -80,11 +87,12 @@ def build_optimizer(
     return optimizer, schedule
 
 
-def init_state(optimizer: DistributedOptimizer) -> None:
+def init_state(optimizer: MegatronOptimizer) -> None:
     """Create Adam's moments as before the first update: zeros. The weights are not changed.
 
     Megatron can neither save nor load an optimizer that has never stepped.
     """
+    assert isinstance(optimizer, DistributedOptimizer)
     groups = optimizer.optimizer.param_groups
     rates = [group["lr"] for group in groups]
     for group in groups:
@@ -99,22 +107,22 @@ def init_state(optimizer: DistributedOptimizer) -> None:
             state["step"].zero_()
 
 
-def gradient_norm(optimizer: MegatronOptimizer) -> float:
+def gradient_norm(optimizer: ChainedOptimizer) -> float:
     """The norm of all gradients of the model, which are then ready for ``take_step``. Collective."""
     optimizer.prepare_grads()
     return float(optimizer.get_grad_norm() or 0.0)
 
 
-def take_step(optimizer: MegatronOptimizer, grad_norm: float) -> None:
+def take_step(optimizer: ChainedOptimizer, grad_norm: float) -> None:
     """Clip the gradients to ``clip_grad`` and update the weights, on all ranks that hold them. Collective."""
     for part in optimizer.chained_optimizers:
         if part.config.clip_grad > 0 and part.get_parameters():
-            clip_grad_by_total_norm_fp32(part.get_parameters(), part.config.clip_grad, grad_norm)
+            clip_grad_by_total_norm_fp32([*part.get_parameters()], part.config.clip_grad, grad_norm)
     optimizer.step_with_ready_grads()
 
 
 @functools.wraps(finalize_model_grads)
-def _sum_model_grads(model: list, num_tokens: object = None, **kwargs: object) -> None:
+def _sum_model_grads(model: list, num_tokens: object = None, **kwargs: Any) -> None:
     """Megatron's gradient reduction without its division by the number of tokens."""
     finalize_model_grads(model, None, **kwargs)
 

@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 
 from megatron_eqlen.hf.cost import pair_cost
 from megatron_eqlen.metrics import MISMATCH, UPDATES, in_turn
+from megatron_eqlen.models import groups
 from megatron_eqlen.models.build import build_model
 from megatron_eqlen.models.megatron_checkpoint import checkpoint_metadata
 from megatron_eqlen.models.pooled_router import RouterPool
@@ -58,7 +59,7 @@ class Minibatch:
 
     @property
     def trains(self) -> bool:
-        return self.plan is None or self.plan.forest.weight.any()
+        return self.plan is None or bool(self.plan.forest.weight.any())
 
 
 class Policy:
@@ -93,7 +94,7 @@ class Policy:
         for batch in batches:
             self._annotate(batch.rows, old=len(batches) * self.recipe.loss.epochs > 1)
         steps = [self._step(batch) for _ in range(self.recipe.loss.epochs) for batch in batches]
-        packed = in_turn([batch.plan.metrics for batch in batches if batch.problem is None])
+        packed = in_turn([batch.plan.metrics for batch in batches if batch.plan is not None])
         metrics = packed | in_turn([skipped(0), *steps])
         self.mismatch = metrics[MISMATCH] if metrics[UPDATES] else None
         return metrics
@@ -200,7 +201,7 @@ class Policy:
         take_step(self.optimizer, grad_norm)
         self._check_updated()
         self.version, self.skipped_in_a_row = self.version + 1, 0
-        reduced = reduce_metrics(losses, parallel_state.get_data_parallel_group()) if losses else {}
+        reduced = reduce_metrics(losses, groups.data_parallel()) if losses else {}
         taken = {
             UPDATES: 1.0,
             "train/grad_norm": grad_norm,
@@ -222,6 +223,7 @@ class Policy:
 
     def _problem(self, batch: Minibatch, losses: list[RowLoss], grad_norm: float) -> Problem | None:
         """Why the step cannot be taken, as far as this rank knows."""
+        assert batch.plan is not None
         lr = max(self.recipe.optimizer.lr, self.recipe.optimizer.min_lr)
         return (
             row_problem(batch.plan, batch.rows, losses)
@@ -268,8 +270,8 @@ class Policy:
     def _loss(
         self, logprobs: torch.Tensor, entropy: torch.Tensor, row: Row, at: np.ndarray
     ) -> tuple[torch.Tensor, RowLoss]:
-        def of(values: np.ndarray | None) -> torch.Tensor | None:
-            return None if values is None else torch.from_numpy(values[at]).to(logprobs.device)
+        def of(values: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(values[at]).to(logprobs.device)
 
         return policy_loss(
             logprobs,
@@ -278,8 +280,8 @@ class Policy:
             advantages=of(row.advantages),
             segment_ids=of(row.segment_ids),
             rollout_logprobs=of(row.rollout_logprobs),
-            old_logprobs=of(row.old_logprobs),
-            ref_logprobs=of(row.ref_logprobs),
+            old_logprobs=None if row.old_logprobs is None else of(row.old_logprobs),
+            ref_logprobs=None if row.ref_logprobs is None else of(row.ref_logprobs),
             objective=self.objective,
             loss=self.recipe.loss,
         )
@@ -292,7 +294,7 @@ def from_last_stage(metrics: Metrics) -> Metrics:
         dist.broadcast_object_list(
             box,
             parallel_state.get_pipeline_model_parallel_last_rank(),
-            group=parallel_state.get_pipeline_model_parallel_group(),
+            group=groups.pipeline_parallel(),
         )
     return box[0]
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_eqlen.metrics import KL_PENALTY, LOSS, MISMATCH, POLICY_LOSS, TOKENS, metric
+from megatron_eqlen.metrics import KL_PENALTY, LOSS, MISMATCH, POLICY_LOSS, TOKENS, Way, metric
 from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.recipe import LossRecipe
 from megatron_eqlen.types import Metrics
@@ -59,8 +59,6 @@ def policy_loss(
     those are looked at. A segment lies whole in one row. ``old_logprobs`` None: this is the batch's first
     and only update, the policy is the old policy. ``ref_logprobs`` are needed where ``loss.kl_coef > 0``.
     """
-    if loss.kl_coef and ref_logprobs is None:
-        raise ValueError(f"loss.kl_coef: {loss.kl_coef} needs the reference model's log-probs, found none")
     at = weights > 0
     logp, entropy, weights, advantages, rollout = (
         x[at].double() for x in (logprobs, entropy, weights, advantages, rollout_logprobs)
@@ -70,9 +68,11 @@ def policy_loss(
     old = rollout if loss.old_logprobs == "rollout" else recomputed
     policy, ratios = _surrogate(logp, old, advantages, segments, objective)
     importance, mismatch = _importance(recomputed, rollout, segments, loss)
-    kl, kl_clamped = (
-        _kl(logp, ref_logprobs[at].double(), loss) if loss.kl_coef else (0 * weights, 0 * weights)
-    )
+    kl, kl_clamped = 0 * weights, 0 * weights
+    if loss.kl_coef:
+        if ref_logprobs is None:
+            raise ValueError(f"loss.kl_coef: {loss.kl_coef} needs the reference's log-probs, found none")
+        kl, kl_clamped = _kl(logp, ref_logprobs[at].double(), loss)
     policy_part, kl_part = weights * importance * policy, weights * kl
     policy_sum, kl_sum = policy_part.sum(), loss.kl_coef * kl_part.sum()
     with torch.no_grad():
@@ -106,7 +106,7 @@ def reduce_metrics(rows: Sequence[RowLoss], group: dist.ProcessGroup | None = No
     largest = dict(zip(names, peaks.tolist(), strict=True))
     if not totals[TOKENS]:
         return dict.fromkeys(totals, 0.0)
-    merged = {"max": largest, "sum": totals}
+    merged: dict[Way, dict[str, float]] = {"max": largest, "sum": totals}
     means = {name: total / totals[TOKENS] for name, total in totals.items()}
     return {name: merged.get(metric(name).merge, means)[name] for name in totals}
 
@@ -156,7 +156,9 @@ def _clipped(
     ratio: torch.Tensor, advantages: torch.Tensor, objective: Objective
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """PPO's clipped loss with separate bounds, and the dual clip."""
-    low, high = 1 - objective.clip_ratio_low, 1 + objective.clip_ratio_high
+    below, above = objective.clip_ratio_low, objective.clip_ratio_high
+    low = -torch.inf if below is None else 1 - below
+    high = torch.inf if above is None else 1 + above
     policy = torch.maximum(-ratio * advantages, -ratio.clamp(low, high) * advantages)
     dual = torch.zeros_like(advantages, dtype=torch.bool)
     if objective.clip_ratio_c is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -11,7 +11,7 @@ import torch
 class ReferenceWeights:
     """A frozen copy of the weights that a model has now, kept in host memory (pinned with CUDA)."""
 
-    def __init__(self, chunks: list[torch.nn.Module]) -> None:
+    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
         self._params = [param for chunk in chunks for param in chunk.parameters()]
         self._copies = [_host_copy(param) for param in self._params]
 
@@ -32,6 +32,6 @@ def _host_copy(param: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _write(params: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+def _write(params: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
     for param, value in zip(params, values, strict=True):
         param.copy_(value)

@@ -39,7 +39,7 @@ def start(
     """A silent server that dies with this process."""
     return subprocess.Popen(
         command,
-        env=os.environ | named() | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} | environ,
+        env=os.environ | named() | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} | dict(environ),
         cwd=cwd,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

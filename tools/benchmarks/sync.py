@@ -60,7 +60,7 @@ def make_model(folder: Path, gigabytes: float) -> Path:
         num_hidden_layers=max(1, round(gigabytes * 1e9 / LAYER_BYTES)), num_attention_heads=16,
         num_key_value_heads=8, head_dim=128, tie_word_embeddings=False, pad_token_id=None,
     )  # fmt: skip
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, max_shard_size="1TB")
+    Qwen3ForCausalLM(config).bfloat16().save_pretrained(folder, max_shard_size="1TB")
     return folder
 
 

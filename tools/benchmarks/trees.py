@@ -235,7 +235,7 @@ def model_config(args: argparse.Namespace) -> ModelConfig:
         moe_intermediate_size=3 * args.hidden // 8,
         norm_topk_prob=True,
         router_aux_loss_coef=0.0,
-        shared_expert_intermediate_size=3 * args.hidden // 8 if linear else None,
+        shared_expert_intermediate_size=3 * args.hidden // 8 if linear else 0,
         layers=(True,) * layers,
     )
     delta_net = DeltaNet(

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from typing import Literal
 
 import numpy as np
 from vllm import LLM, SamplingParams
 from vllm.v1.engine import EngineCoreRequest, FinishReason
+from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.request import Request
 
 from megatron_eqlen.recipe import RolloutRecipe
@@ -30,6 +32,20 @@ def sampling_params(rollout: RolloutRecipe, eos_token_ids: Iterable[int]) -> Sam
         detokenize=False,
         max_tokens=1,
     )
+
+
+FINISHED: dict[FinishReason, Literal["stop", "length"]] = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+}
+"""How a request may end."""
+
+
+def client(llm: LLM) -> InprocClient:
+    """What holds the engine core of an engine in this process."""
+    client = llm.llm_engine.engine_core
+    assert isinstance(client, InprocClient)
+    return client
 
 
 def submit(
@@ -52,7 +68,7 @@ def submit(
         data_parallel_rank=None,
         external_req_id=request_id,
     )
-    core = llm.llm_engine.engine_core.engine_core
+    core = client(llm).engine_core
     request, wave = core.preprocess_add_request(asked)
     core.add_request(request, wave)
     return request
@@ -63,7 +79,7 @@ def step(llm: LLM) -> list[Delta]:
     deltas = []
     for output in llm.llm_engine.engine_core.get_output().outputs:
         reason = output.finish_reason
-        if reason is not None and reason not in (FinishReason.STOP, FinishReason.LENGTH):
+        if reason is not None and reason not in FINISHED:
             raise EngineError(f"request {output.request_id}: vLLM ended it with {reason}")
         chosen = output.new_logprobs
         deltas.append(
@@ -71,7 +87,7 @@ def step(llm: LLM) -> list[Delta]:
                 output.request_id,
                 output.new_token_ids,
                 chosen.logprobs[:, 0].tolist() if chosen else [],
-                None if reason is None else str(reason),
+                None if reason is None else FINISHED[reason],
                 _sampling_mask(chosen.logprob_token_ids) if chosen else None,
                 output.prefill_stats.num_cached_tokens if output.prefill_stats else None,
             )

@@ -24,6 +24,7 @@ from megatron_eqlen.recipe import RolloutRecipe
 from megatron_eqlen.rollout.engine import EngineError
 from megatron_eqlen.rollout.vllm.containment import contained
 from megatron_eqlen.rollout.vllm.engine_args import engine_args
+from megatron_eqlen.rollout.vllm.engine_core import client
 from megatron_eqlen.rollout.vllm.repack import repack
 from megatron_eqlen.rollout.vllm.sampler import PathSampler
 
@@ -65,7 +66,7 @@ def build(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: in
                 f"rollout.gpu_memory_utilization {rollout.gpu_memory_utilization} and paths of "
                 f"{max_model_len} tokens: {error}"
             ) from error
-        llm.llm_engine.engine_core._finalizer.detach()  # ``close`` shuts it down instead
+        client(llm)._finalizer.detach()  # ``close`` shuts it down instead
         runner = _worker_runner(llm)
         runner.sampler = PathSampler(runner, rollout.logprobs_mode == "processed", rollout.mask_width)
     _live_engines += 1
@@ -76,7 +77,7 @@ def close(llm: LLM) -> None:
     """Stop the engine; with the last one, take down vLLM's process groups and no others (its own
     shutdown would take down the trainer's too)."""
     global _live_engines, _owns_process_group
-    core = llm.llm_engine.engine_core.engine_core
+    core = client(llm).engine_core
     with contained():
         core.model_executor.shutdown()
         core.scheduler.shutdown()

@@ -19,7 +19,9 @@ def repack(model: nn.Module) -> list[str]:
             done.append(name)
     head = getattr(model, "lm_head", None)
     embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
-    if None not in (head, embedding) and head is not embedding and head.weight is embedding.weight:
+    if head is None or embedding is None or head is embedding:
+        return done
+    if head.weight is embedding.weight:
         head.quant_method.process_weights_after_loading(head)
         done.append("lm_head")
     return done

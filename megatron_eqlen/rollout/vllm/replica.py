@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import threading
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from typing import Any
 
 import aiohttp
@@ -117,7 +117,9 @@ class ServerReplica:
             text = await response.text()
             return json.loads(text) if text else None
 
-    async def events(self, path: str, body: dict[str, Any], silence: float) -> AsyncIterator[dict[str, Any]]:
+    async def events(
+        self, path: str, body: dict[str, Any], silence: float
+    ) -> AsyncGenerator[dict[str, Any], None]:
         """The server-sent events that answer a POST, as long as none is ``silence`` seconds late."""
         timeout = aiohttp.ClientTimeout(total=None, sock_read=silence)
         async with self.io.session.post(f"{self.url}/{path}", json=body, timeout=timeout) as response:

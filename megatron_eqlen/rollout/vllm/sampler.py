@@ -60,12 +60,13 @@ class PathSampler(Sampler):
         draw = self._uniform(sampling_metadata, len(logits))
         if draw is None:  # vLLM's own dummy run, or another client's request to a server
             return super().forward(logits, sampling_metadata, *args, **kwargs)
+        assert sampling_metadata.temperature is not None
         logits = logits.float() / sampling_metadata.temperature.unsqueeze(1)
         logprobs = logits.log_softmax(-1)
         for processor in sampling_metadata.logitsprocs.argmax_invariant:  # min-p
             logits = processor.apply(logits)
         logits = apply_top_k_top_p(logits, sampling_metadata.top_k, sampling_metadata.top_p)
-        kept = torch.where(logits > -torch.inf, logprobs, -torch.inf).exp()
+        kept = torch.where(logits.gt(-torch.inf), logprobs, -torch.inf).exp()
         if self.mask_width:  # top-k keeps all ties at its limit
             masses, ids = kept.topk(min(self.mask_width, kept.shape[1]))
             kept = torch.zeros_like(kept).scatter(1, ids, masses)

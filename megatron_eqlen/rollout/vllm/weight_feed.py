@@ -61,7 +61,7 @@ class Feed:
                 reception.cancel()
                 await asyncio.wait({reception})
         if len(self.sockets) < self.workers:
-            await self.answer  # raises the server's error
+            await self._answered()  # raises the server's error
             raise ConnectionError(f"expected {self.workers} workers to connect, found {len(self.sockets)}")
 
     async def send(self, frame: Frame) -> None:
@@ -71,7 +71,7 @@ class Feed:
         """Wait until the workers have loaded everything that was sent."""
         await self.send(encode([]))
         await self._with_all(lambda sock: _read(sock, len(DONE)))
-        await self.answer
+        await self._answered()
 
     async def close(self) -> None:
         """Close the connections; workers that still wait for weights fail."""
@@ -90,8 +90,12 @@ class Feed:
                     group.create_task(work(sock))
         except ExceptionGroup as failures:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self.answer, LAST_WORDS)
+                await asyncio.wait_for(self._answered(), LAST_WORDS)
             raise failures.exceptions[0] from None
+
+    async def _answered(self) -> None:
+        assert self.answer is not None, "open comes first"
+        await self.answer
 
     async def _receive(self, listener: socket.socket) -> None:
         """Accept connections, each in a task of its own: a client that is not a worker may stay silent for

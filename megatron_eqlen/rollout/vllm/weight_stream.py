@@ -51,7 +51,7 @@ def receive(sock: socket.socket) -> Iterator[NamedTensors]:
 def read_frame(sock: socket.socket) -> NamedTensors:
     """The next frame's tensors, each in its own memory: vLLM keeps a layer's tensors until the layer is
     complete, which may be some frames later. Raises ConnectionError where the connection ends."""
-    (length,) = LENGTH.unpack(_read(sock, LENGTH.size))
+    (length,) = LENGTH.unpack(_read(sock, LENGTH.size).data)
     header = json.loads(_read(sock, length).tobytes())
     return [(name, _read_tensor(sock, getattr(torch, dtype), shape)) for name, dtype, shape in header]
 
@@ -63,7 +63,7 @@ def _read_tensor(sock: socket.socket, dtype: torch.dtype, shape: list[int]) -> T
 def _read(sock: socket.socket, count: int) -> np.ndarray:
     """[count] uint8. (NumPy asks the kernel for huge pages, PyTorch does not.)"""
     buffer = np.empty(count, np.uint8)
-    rest = memoryview(buffer)
+    rest = buffer.data
     while rest:
         received = sock.recv_into(rest)
         if not received:
@@ -92,5 +92,5 @@ def encode(named_tensors: NamedTensors) -> Frame:
     """Contiguous CPU tensors as a frame; their bytes are not copied."""
     header = [(name, str(t.dtype).removeprefix("torch."), t.shape) for name, t in named_tensors]
     text = json.dumps(header).encode()
-    tensors = [memoryview(t.reshape(-1).view(torch.uint8).numpy()) for _, t in named_tensors]
+    tensors = [t.reshape(-1).view(torch.uint8).numpy().data for _, t in named_tensors]
     return [LENGTH.pack(len(text)) + text, *tensors]

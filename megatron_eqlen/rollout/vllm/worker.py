@@ -66,7 +66,7 @@ class TcpWeightTransfer(WeightTransferEngine[Nothing, Invitation]):
         with weight_stream.connect(**asdict(update_info), rank=self.parallel_config.rank) as connection:
             try:
                 for named_tensors in weight_stream.receive(connection):
-                    self.model.load_weights(named_tensors)
+                    self.model.load_weights(named_tensors)  # pyright: ignore[reportCallIssue] (all have it)
             except OSError as error:
                 logger.warning("weight update broke off: %s", error)
 

@@ -1,0 +1,28 @@
+"""Megatron's process groups of this rank; ``parallel_state`` gives them without types."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from megatron.core import parallel_state
+from torch.distributed import ProcessGroup
+
+
+def tensor_parallel() -> ProcessGroup:
+    return cast(ProcessGroup, parallel_state.get_tensor_model_parallel_group())
+
+
+def pipeline_parallel() -> ProcessGroup:
+    return cast(ProcessGroup, parallel_state.get_pipeline_model_parallel_group())
+
+
+def data_parallel() -> ProcessGroup:
+    return cast(ProcessGroup, parallel_state.get_data_parallel_group())
+
+
+def expert_parallel() -> ProcessGroup:
+    return cast(ProcessGroup, parallel_state.get_expert_model_parallel_group())
+
+
+def expert_tensor_parallel() -> ProcessGroup:
+    return cast(ProcessGroup, parallel_state.get_expert_tensor_parallel_group())
