@@ -54,6 +54,47 @@ def mean(*counts: str) -> Mean:
     return Mean(counts)
 
 
+# Names that several places write or read; one that only its writer knows is spelt out there.
+HARVEST_GENERATED_TOKENS = "harvest/generated_tokens"
+HARVEST_TOKENS_PER_SECOND = "harvest/tokens_per_second"
+HARVEST_SLOT_OCCUPANCY = "harvest/slot_occupancy"
+HARVEST_OVERHEAD_SECONDS_PER_STEP = "harvest/overhead_seconds_per_step"
+HARVEST_FORKS = "harvest/forks"
+HARVEST_RECOMPUTED_TOKENS_PER_FORK = "harvest/recomputed_tokens_per_fork"
+HARVEST_ENDED_RESPONSE_LENGTH = "harvest/ended_response_length"
+HARVEST_PAIRS_PER_STREAM = "harvest/pairs_per_stream"
+HARVEST_SUPERVISED_TOKENS = "harvest/supervised_tokens"
+HARVEST_TRUNCATED_FRACTION = "harvest/truncated_fraction"
+HARVEST_SEGMENT_LENGTH = "harvest/segment_length"
+HARVEST_RESPONSE_LENGTH = "harvest/response_length"
+ENGINE_SYNC_SECONDS = "engine/sync_seconds"
+ENGINE_SYNC_BYTES = "engine/sync_bytes"
+ENGINE_PREEMPTIONS = "engine/preemptions"
+ENGINE_REMOVED_PROBABILITY = "engine/removed_probability"
+REWARD_MEAN = "reward/mean"
+OBJECTIVE_UNITS = "objective/units"
+OBJECTIVE_ZERO_ADVANTAGE_FRACTION = "objective/zero_advantage_fraction"
+OBJECTIVE_EFFECTIVE_SAMPLES = "objective/effective_samples"
+OBJECTIVE_PAIRS_PER_STREAM = "objective/pairs_per_stream"
+OBJECTIVE_SKIP_RATE = "objective/skip_rate"
+OBJECTIVE_SEGMENT_LENGTH_MEAN = "objective/segment_length_mean"
+PACKING_TOKENS = "packing/tokens"
+PACKING_UNIQUE_TOKENS = "packing/unique_tokens"
+PACKING_EXPANDED_TOKENS = "packing/expanded_tokens"
+LOSS_ENTROPY = "loss/entropy"
+LOSS_REF_KL = "loss/ref_kl"
+LOSS_RATIO = "loss/ratio"
+LOSS_CLIP_FRACTION_LOW = "loss/clip_fraction_low"
+LOSS_CLIP_FRACTION_HIGH = "loss/clip_fraction_high"
+LOSS_MISMATCH_KL = "loss/mismatch_kl"
+TRAIN_SKIPPED_UPDATES = "train/skipped_updates"
+TRAIN_GRAD_NORM = "train/grad_norm"
+TRAIN_TOKENS_PER_SECOND = "train/tokens_per_second"
+TIME_STEP = "time/step"
+TIME_GPU_HOURS = "time/gpu_hours"
+STAGES = ("harvest", "score", "trees", "train", "sync", "evaluate", "checkpoint", "export")
+"""The stages of a step, each measured as ``time/NAME``."""
+
 TOKENS, UPDATES = "loss/tokens", "train/updates"
 MISMATCH = "loss/mismatch_mean"
 LOSS, POLICY_LOSS, KL_PENALTY = "loss/total", "loss/policy", "loss/kl_penalty"
@@ -64,46 +105,46 @@ PER_STREAM_OR_COMPLETION = mean("harvest/streams", "harvest/completions")
 DECLARED = (
     # ---- harvest: what one harvest generated --------------------------------------------------------------
     Metric("harvest/seconds", "s", "max", "how long it took", in_turn="sum"),
-    Metric("harvest/generated_tokens", "tokens", "sum", "all that the engine delivered"),
-    Metric("harvest/tokens_per_second", "tokens/s", "sum", "of all replicas", mean("harvest/seconds")),
+    Metric(HARVEST_GENERATED_TOKENS, "tokens", "sum", "all that the engine delivered"),
+    Metric(HARVEST_TOKENS_PER_SECOND, "tokens/s", "sum", "of all replicas", mean("harvest/seconds")),
     Metric("harvest/requests", "requests", "sum", "sent to the engine"),
     Metric("harvest/retries", "requests", "sum", "sent again after a failure"),
     Metric("harvest/engine_steps", "steps", "sum", "decoding steps of all replicas"),
-    Metric("harvest/slot_occupancy", "share", mean("harvest/engine_steps"), "busy ones of max_num_seqs"),
-    Metric("harvest/overhead_seconds_per_step", "s", mean("harvest/engine_steps"), "outside the engine"),
-    Metric("harvest/forks", "tracks", "sum", "tracks that start from an inherited prefix"),
+    Metric(HARVEST_SLOT_OCCUPANCY, "share", mean("harvest/engine_steps"), "busy ones of max_num_seqs"),
+    Metric(HARVEST_OVERHEAD_SECONDS_PER_STEP, "s", mean("harvest/engine_steps"), "outside the engine"),
+    Metric(HARVEST_FORKS, "tracks", "sum", "tracks that start from an inherited prefix"),
     Metric("harvest/forks_prefilled", "tracks", "sum", "those whose cache hits the engine reported"),
     Metric("harvest/fork_prefix_tokens", "tokens", "sum", "prefixes of those"),
     Metric("harvest/fork_cached_tokens", "tokens", "sum", "found in the cache"),
-    Metric("harvest/recomputed_tokens_per_fork", "tokens", mean("harvest/forks_prefilled"), "not found"),
+    Metric(HARVEST_RECOMPUTED_TOKENS_PER_FORK, "tokens", mean("harvest/forks_prefilled"), "not found"),
     Metric("harvest/policy_version", "updates", "last", "optimizer steps behind the engine's weights"),
     Metric("harvest/rollouts", "rollouts", "sum", "streams, groups or sampled trees"),
     Metric("harvest/ended_responses", "responses", "sum", "that ended by themselves"),
-    Metric("harvest/ended_response_length", "tokens", mean("harvest/ended_responses"), "of those"),
+    Metric(HARVEST_ENDED_RESPONSE_LENGTH, "tokens", mean("harvest/ended_responses"), "of those"),
     Metric("harvest/masked_tokens", "tokens", "sum", "recorded with a sampling mask"),
     Metric("harvest/kept_per_token", "tokens", mean("harvest/masked_tokens"), "in a token's mask"),
     Metric("harvest/streams", "streams", "sum", "dual-track subgroups"),
     Metric("harvest/pairs", "pairs", "sum", "equal-length pairs"),
-    Metric("harvest/pairs_per_stream", "pairs", mean("harvest/streams"), "N_k"),
-    Metric("harvest/supervised_tokens", "tokens", "sum", "inside pairs or completions"),
+    Metric(HARVEST_PAIRS_PER_STREAM, "pairs", mean("harvest/streams"), "N_k"),
+    Metric(HARVEST_SUPERVISED_TOKENS, "tokens", "sum", "inside pairs or completions"),
     Metric("harvest/tail_tokens", "tokens", "sum", "after the last pair, never trained"),
     Metric("harvest/both_ended_fraction", "share", mean("harvest/streams"), "streams that ended so"),
     Metric("harvest/max_pairs_fraction", "share", mean("harvest/streams"), "streams that ended so"),
-    Metric("harvest/truncated_fraction", "share", PER_STREAM_OR_COMPLETION, "at the response limit"),
+    Metric(HARVEST_TRUNCATED_FRACTION, "share", PER_STREAM_OR_COMPLETION, "at the response limit"),
     Metric("harvest/budget_fraction", "share", PER_STREAM_OR_COMPLETION, "cut by the token budget"),
-    Metric("harvest/segment_length", "tokens", mean("harvest/pairs"), "of a pair's side"),
+    Metric(HARVEST_SEGMENT_LENGTH, "tokens", mean("harvest/pairs"), "of a pair's side"),
     Metric("harvest/segment_length_max", "tokens", "max", "of a pair's side"),
     Metric("harvest/completions", "completions", "sum", "or steps of sampled trees"),
-    Metric("harvest/response_length", "tokens", mean("harvest/completions"), "of a completion"),
+    Metric(HARVEST_RESPONSE_LENGTH, "tokens", mean("harvest/completions"), "of a completion"),
     Metric("harvest/response_length_max", "tokens", "max", "of a completion"),
-    Metric("engine/sync_seconds", "s", "max", "the last weight sync", in_turn="sum"),
-    Metric("engine/sync_bytes", "bytes", "sum", "received in it"),
-    Metric("engine/preemptions", "requests", "sum", "put back for lack of KV cache"),
-    Metric("engine/removed_probability", "share", mean("harvest/generated_tokens"), "by top-k, top-p, min-p"),
+    Metric(ENGINE_SYNC_SECONDS, "s", "max", "the last weight sync", in_turn="sum"),
+    Metric(ENGINE_SYNC_BYTES, "bytes", "sum", "received in it"),
+    Metric(ENGINE_PREEMPTIONS, "requests", "sum", "put back for lack of KV cache"),
+    Metric(ENGINE_REMOVED_PROBABILITY, "share", mean(HARVEST_GENERATED_TOKENS), "by top-k, top-p, min-p"),
     Metric("engine/live_replicas", "replicas", "sum", "that answer", in_turn="min"),
     # ---- reward: of all responses of the step -------------------------------------------------------------
     Metric("reward/ended", "responses", "sum", "that were graded"),
-    Metric("reward/mean", "reward", mean("reward/ended"), "the verifier's, of a response"),
+    Metric(REWARD_MEAN, "reward", mean("reward/ended"), "the verifier's, of a response"),
     Metric("reward/std", "reward", mean("reward/ended"), "its spread within a batch"),
     Metric("reward/grader_seconds", "s", "sum", "in the graders, of all responses"),
     Metric("reward/verdict/*", "share", mean("reward/ended"), "responses with this verdict"),
@@ -112,33 +153,33 @@ DECLARED = (
     Metric("reward/calls", "responses", "sum", "graded anew"),
     Metric("reward/seconds", "s", "max", "until all were graded", in_turn="sum"),
     # ---- objective: the step's comparison units -----------------------------------------------------------
-    Metric("objective/units", "units", "sum", "pairs, groups, or siblings of sampled trees"),
+    Metric(OBJECTIVE_UNITS, "units", "sum", "pairs, groups, or siblings of sampled trees"),
     Metric("objective/members", "members", "sum", "sides, completions or steps in them"),
     Metric("objective/reward_mean", "reward", mean("objective/members"), "of a member, penalties included"),
     Metric("objective/reward_std", "reward", "last", "of a member"),
     Metric("objective/advantage_mean", "advantage", mean("objective/members"), "of a member"),
     Metric("objective/advantage_std", "advantage", "last", "of a member"),
     Metric("objective/advantage_max", "advantage", "max", "largest absolute one"),
-    Metric("objective/zero_advantage_fraction", "share", mean("objective/units"), "units that teach nothing"),
-    Metric("objective/effective_samples", "members", "sum", "with an advantage: the paper's count"),
-    Metric("objective/effective_per_1k_tokens", "members", mean("harvest/generated_tokens"), "of those"),
+    Metric(OBJECTIVE_ZERO_ADVANTAGE_FRACTION, "share", mean(OBJECTIVE_UNITS), "units that teach nothing"),
+    Metric(OBJECTIVE_EFFECTIVE_SAMPLES, "members", "sum", "with an advantage: the paper's count"),
+    Metric("objective/effective_per_1k_tokens", "members", mean(HARVEST_GENERATED_TOKENS), "of those"),
     Metric("objective/supervised_tokens", "tokens", "sum", "in trained units"),
     Metric("objective/pairs", "pairs", "sum", "with rewards"),
-    Metric("objective/pairs_per_stream", "pairs", mean("harvest/streams"), "the same over streams"),
-    Metric("objective/skip_rate", "share", mean("objective/pairs"), "pairs with equal rewards"),
+    Metric(OBJECTIVE_PAIRS_PER_STREAM, "pairs", mean("harvest/streams"), "the same over streams"),
+    Metric(OBJECTIVE_SKIP_RATE, "share", mean("objective/pairs"), "pairs with equal rewards"),
     Metric("objective/reward_gap_max_mean", "reward", mean("objective/pairs"), "max less mean suffix reward"),
-    Metric("objective/segment_length_mean", "tokens", mean("objective/pairs"), "of a pair's side"),
+    Metric(OBJECTIVE_SEGMENT_LENGTH_MEAN, "tokens", mean("objective/pairs"), "of a pair's side"),
     Metric("objective/segment_length_max", "tokens", "max", "of a pair's side"),
     Metric("objective/filtered_prompts", "prompts", "sum", "that dynamic sampling replaced"),
     # ---- packing: token trees in rows ---------------------------------------------------------------------
     Metric("packing/rows", "rows", "sum", "of all ranks"),
-    Metric("packing/tokens", "tokens", "sum", "positions in use"),
+    Metric(PACKING_TOKENS, "tokens", "sum", "positions in use"),
     Metric("packing/computed_tokens", "tokens", "sum", "positions, padding included"),
-    Metric("packing/unique_tokens", "tokens", "sum", "in trees, without what was pruned"),
+    Metric(PACKING_UNIQUE_TOKENS, "tokens", "sum", "in trees, without what was pruned"),
     Metric("packing/repeated_tokens", "tokens", "sum", "context that cut trees repeat"),
     Metric("packing/pruned_tokens", "tokens", "sum", "that nothing trained sees"),
     Metric("packing/supervised_tokens", "tokens", "sum", "with a weight"),
-    Metric("packing/expanded_tokens", "tokens", "sum", "if every side had its own prefix"),
+    Metric(PACKING_EXPANDED_TOKENS, "tokens", "sum", "if every side had its own prefix"),
     Metric("packing/fill", "share", mean("packing/computed_tokens"), "in use, of those computed"),
     Metric("packing/budget_fill", "share", mean("packing/rows"), "in use, of max_tokens_per_row"),
     Metric("packing/max_over_mean_cost", "ratio", "max", "the slowest rank's work"),
@@ -147,19 +188,19 @@ DECLARED = (
     Metric(POLICY_LOSS, "loss", "sum", "the surrogate's part", PER_UPDATE),
     Metric(KL_PENALTY, "loss", "sum", "the KL penalty's part", PER_UPDATE),
     Metric(LOSS, "loss", "sum", "both", PER_UPDATE),
-    Metric("loss/entropy", "nats", PER_TOKEN, "of the policy"),
-    Metric("loss/ref_kl", "nats", PER_TOKEN, "the chosen estimate of KL(policy || reference)"),
+    Metric(LOSS_ENTROPY, "nats", PER_TOKEN, "of the policy"),
+    Metric(LOSS_REF_KL, "nats", PER_TOKEN, "the chosen estimate of KL(policy || reference)"),
     Metric("loss/policy_kl", "nats", PER_TOKEN, "log-prob before less after the step's updates so far"),
-    Metric("loss/ratio", "ratio", PER_TOKEN, "importance ratio"),
+    Metric(LOSS_RATIO, "ratio", PER_TOKEN, "importance ratio"),
     Metric("loss/ratio_deviation", "ratio", PER_TOKEN, "|ratio - 1|"),
     Metric("loss/ratio_max", "ratio", "max", "largest ratio"),
     Metric("loss/ratio_clamped_fraction", "share", PER_TOKEN, "log-ratio beyond +-20"),
     Metric("loss/kl_clamped_fraction", "share", PER_TOKEN, "exponent of k3 beyond +-20"),
-    Metric("loss/clip_fraction_low", "share", PER_TOKEN, "clipped at the lower bound"),
-    Metric("loss/clip_fraction_high", "share", PER_TOKEN, "clipped at the upper bound"),
+    Metric(LOSS_CLIP_FRACTION_LOW, "share", PER_TOKEN, "clipped at the lower bound"),
+    Metric(LOSS_CLIP_FRACTION_HIGH, "share", PER_TOKEN, "clipped at the upper bound"),
     Metric("loss/clip_fraction_dual", "share", PER_TOKEN, "stopped by the dual clip"),
     Metric("loss/vespo_kernel", "weight", PER_TOKEN, "phi(W)"),
-    Metric("loss/mismatch_kl", "nats", PER_TOKEN, "log-prob of the engine less the trainer's"),
+    Metric(LOSS_MISMATCH_KL, "nats", PER_TOKEN, "log-prob of the engine less the trainer's"),
     Metric(MISMATCH, "nats", PER_TOKEN, "|trainer - engine|"),
     Metric("loss/mismatch_max", "nats", "max", "largest |trainer - engine|"),
     Metric("loss/is_weight", "weight", PER_TOKEN, "truncated importance weight"),
@@ -167,16 +208,16 @@ DECLARED = (
     Metric("router/aux_loss", "loss", "sum", "mean over layers; 1: experts share evenly", PER_UPDATE),
     # ---- train --------------------------------------------------------------------------------------------
     Metric(UPDATES, "updates", "sum", "optimizer steps taken"),
-    Metric("train/skipped_updates", "updates", "sum", "not taken: a number was not finite"),
-    Metric("train/grad_norm", "norm", "max", "before clipping", PER_UPDATE),
+    Metric(TRAIN_SKIPPED_UPDATES, "updates", "sum", "not taken: a number was not finite"),
+    Metric(TRAIN_GRAD_NORM, "norm", "max", "before clipping", PER_UPDATE),
     Metric("train/lr", "rate", "last", "learning rate"),
-    Metric("train/tokens_per_second", "tokens/s", "last", "positions trained, over time/train"),
+    Metric(TRAIN_TOKENS_PER_SECOND, "tokens/s", "last", "positions trained, over time/train"),
     # ---- time: of a step's stages, and evaluation ---------------------------------------------------------
-    Metric("time/step", "s", "max", "the whole step", in_turn="sum"),
-    Metric("time/gpu_hours", "h", "last", "of the run so far, evaluations not counted"),
+    Metric(TIME_STEP, "s", "max", "the whole step", in_turn="sum"),
+    Metric(TIME_GPU_HOURS, "h", "last", "of the run so far, evaluations not counted"),
     *(
         Metric(f"time/{stage}", "s", "max", f"the stage {stage}", in_turn="sum")
-        for stage in ("harvest", "score", "trees", "train", "sync", "evaluate", "checkpoint", "export")
+        for stage in STAGES
     ),
     Metric("evaluation/*", "share", "last", "BENCHMARK/avg@k, pass@k and others"),
 )  # fmt: skip

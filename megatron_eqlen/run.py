@@ -11,7 +11,17 @@ import torch.distributed as dist
 from megatron_eqlen.evaluation.result import EvaluationResult, compare, read_results, write_results
 from megatron_eqlen.files import step_name
 from megatron_eqlen.generation import Rollouts
-from megatron_eqlen.metrics import UPDATES
+from megatron_eqlen.metrics import (
+    HARVEST_GENERATED_TOKENS,
+    OBJECTIVE_EFFECTIVE_SAMPLES,
+    OBJECTIVE_UNITS,
+    PACKING_TOKENS,
+    TIME_GPU_HOURS,
+    TIME_STEP,
+    TRAIN_SKIPPED_UPDATES,
+    TRAIN_TOKENS_PER_SECOND,
+    UPDATES,
+)
 from megatron_eqlen.models.weights import save_hf
 from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.report.metrics import MetricsWriter, read_metrics
@@ -95,9 +105,9 @@ class Run:
         """The step's minibatches of token trees, with advantages and weights; the same on every rank."""
         with self.session.stage("trees") as seconds:
             minibatches, metrics = build_minibatches(step.rollouts, self.recipe)
-        generated = step.metrics.get("harvest/generated_tokens")
+        generated = step.metrics.get(HARVEST_GENERATED_TOKENS)
         if generated:
-            effective = 1000 * metrics["objective/effective_samples"] / generated
+            effective = 1000 * metrics[OBJECTIVE_EFFECTIVE_SAMPLES] / generated
             metrics["objective/effective_per_1k_tokens"] = effective
         return step.log(metrics | seconds), minibatches
 
@@ -105,11 +115,11 @@ class Run:
         """Train on ``minibatches``; a step without any update is reported on the screen."""
         with self.session.stage("train") as seconds:
             metrics = policy.update(minibatches)
-        if metrics["train/skipped_updates"]:
+        if metrics[TRAIN_SKIPPED_UPDATES]:
             policy.check_finite()  # no later step mends weights or the optimizer's state, and engines crash
-        trained = metrics.get("packing/tokens", 0.0) * self.recipe.loss.epochs
+        trained = metrics.get(PACKING_TOKENS, 0.0) * self.recipe.loss.epochs
         speed = trained / seconds["time/train"]
-        step = step.log(metrics | seconds | {"train/tokens_per_second": speed})
+        step = step.log(metrics | seconds | {TRAIN_TOKENS_PER_SECOND: speed})
         if not metrics[UPDATES]:
             self.session.progress.say(f"WARNING: step {step.number + 1} trained nothing: {_why_not(step)}")
         return step
@@ -128,7 +138,7 @@ class Run:
         self.gpu_hours += agree(lambda: worked) * self.recipe.gpus / 3600
         self.steps = step.number + 1
         self.stopping = agree(self.folder.stop.exists)
-        metrics = step.metrics | {"time/step": taken, "time/gpu_hours": self.gpu_hours}
+        metrics = step.metrics | {TIME_STEP: taken, TIME_GPU_HOURS: self.gpu_hours}
         if self.writer is not None:
             self.writer.write(self.steps, metrics)
         self.session.progress.step(self.steps, metrics)
@@ -164,9 +174,9 @@ class Run:
 
 def _why_not(step: Step) -> str:
     """Why no update was taken in ``step``."""
-    if skipped := step.metrics["train/skipped_updates"]:
+    if skipped := step.metrics[TRAIN_SKIPPED_UPDATES]:
         return f"{skipped:.0f} updates were skipped, numbers in them were not finite"
-    units = step.metrics["objective/units"]
+    units = step.metrics[OBJECTIVE_UNITS]
     return f"none of its {units:.0f} comparison units has unequal rewards"
 
 

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 from megatron_eqlen.files import step_name, unused, write_text
+from megatron_eqlen.metrics import TIME_GPU_HOURS
 from megatron_eqlen.recipe import MAY_CHANGE, Recipe, RecipeError, differences, is_under
 from megatron_eqlen.recipe_load import dump, load
 from megatron_eqlen.report.metrics import read_metrics
@@ -57,7 +58,7 @@ class RunFolder:
         if not (evaluated and self.export.exists() and self.report.exists()):
             return False
         last = read_metrics(self.path)[-1]
-        return recipe.budget.ended_by(last["step"], last.get("time/gpu_hours") or 0.0) is not None
+        return recipe.budget.ended_by(last["step"], last.get(TIME_GPU_HOURS) or 0.0) is not None
 
     def reopen(self) -> None:
         """Rename the final evaluation and export of an ended run after its last step, because the run

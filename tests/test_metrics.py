@@ -89,6 +89,17 @@ def test_every_name_in_the_package_is_declared():
                 assert metric(node.value).unit, f"{path}:{node.lineno}"
 
 
+def test_a_name_that_two_places_know_is_a_constant():
+    """Whoever renames it finds every place."""
+    places: dict[str, list[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and is_name(node.value):
+                places.setdefault(node.value, []).append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
+    used = {name: [one for one in at if not one.startswith("metrics.py")] for name, at in places.items()}
+    assert {name: at for name, at in used.items() if len(at) > 1} == {}
+
+
 def is_name(text: str) -> bool:
     stage, slash, rest = text.partition("/")
     return stage in STAGES and bool(slash) and rest.isidentifier()

@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from statistics import fmean, pstdev
 
+from megatron_eqlen.metrics import (
+    OBJECTIVE_EFFECTIVE_SAMPLES,
+    OBJECTIVE_UNITS,
+    OBJECTIVE_ZERO_ADVANTAGE_FRACTION,
+)
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.comparison import ComparisonUnit
@@ -23,10 +28,10 @@ def unit_metrics(units: list[ComparisonUnit], rollouts: Sequence[Rollout], recip
         **_moments("reward", rewards),
         **_moments("advantage", advantages),
         "objective/advantage_max": max(map(abs, advantages), default=0.0),
-        "objective/units": float(len(units)),
+        OBJECTIVE_UNITS: float(len(units)),
         "objective/members": float(len(rewards)),
-        "objective/zero_advantage_fraction": _fraction(not any(unit.advantages) for unit in units),
-        "objective/effective_samples": float(sum(value != 0 for value in advantages)),
+        OBJECTIVE_ZERO_ADVANTAGE_FRACTION: _fraction(not any(unit.advantages) for unit in units),
+        OBJECTIVE_EFFECTIVE_SAMPLES: float(sum(value != 0 for value in advantages)),
         "objective/supervised_tokens": float(
             sum(sum(unit.lengths) for unit in units if unit.trained),
         ),

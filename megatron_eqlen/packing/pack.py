@@ -19,6 +19,7 @@ from typing import Literal
 
 import numpy as np
 
+from megatron_eqlen.metrics import PACKING_EXPANDED_TOKENS, PACKING_TOKENS, PACKING_UNIQUE_TOKENS
 from megatron_eqlen.packing.bins import balance, first_fit_decreasing
 from megatron_eqlen.packing.row import fill_row
 from megatron_eqlen.packing.tree import Forest, leaf_chain_bounds
@@ -92,13 +93,13 @@ class Packing:
         unique = int(forest.length[forest.live].sum())
         return {
             "packing/rows": float(len(rows)),
-            "packing/tokens": float(used),
+            PACKING_TOKENS: float(used),
             "packing/computed_tokens": float(computed),
-            "packing/unique_tokens": float(unique),
+            PACKING_UNIQUE_TOKENS: float(unique),
             "packing/repeated_tokens": float(used - unique),
             "packing/pruned_tokens": float(forest.length[~forest.live].sum()),
             "packing/supervised_tokens": float(forest.length[trained].sum()),
-            "packing/expanded_tokens": float((forest.position + forest.length)[trained].sum()),
+            PACKING_EXPANDED_TOKENS: float((forest.position + forest.length)[trained].sum()),
             "packing/fill": used / computed,
             "packing/budget_fill": used / (len(rows) * self.max_tokens_per_row),
             "packing/max_over_mean_cost": float(costs.max() / costs.mean()) if costs.sum() else 1.0,

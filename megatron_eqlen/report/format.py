@@ -5,14 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-REWARD = ("reward/mean", "objective/reward_mean")
-PAIRS = ("harvest/pairs_per_stream", "objective/pairs_per_stream")
-RESPONSE_LENGTH = ("harvest/ended_response_length", "harvest/response_length")
-MISMATCH_KL = ("loss/mismatch_kl",)
-ROLLOUT_SPEED = ("harvest/tokens_per_second",)
-TRAINING_SPEED = ("train/tokens_per_second",)
-STAGES = ("harvest", "score", "trees", "train", "sync", "evaluate")
-"""The stages of a step, each measured as ``time/NAME``; their sum is nearly ``time/step``."""
+from megatron_eqlen.metrics import (
+    HARVEST_ENDED_RESPONSE_LENGTH,
+    HARVEST_PAIRS_PER_STREAM,
+    HARVEST_RESPONSE_LENGTH,
+    HARVEST_TOKENS_PER_SECOND,
+    LOSS_MISMATCH_KL,
+    OBJECTIVE_PAIRS_PER_STREAM,
+    REWARD_MEAN,
+    TRAIN_TOKENS_PER_SECOND,
+)
+
+REWARD = (REWARD_MEAN, "objective/reward_mean")
+PAIRS = (HARVEST_PAIRS_PER_STREAM, OBJECTIVE_PAIRS_PER_STREAM)
+RESPONSE_LENGTH = (HARVEST_ENDED_RESPONSE_LENGTH, HARVEST_RESPONSE_LENGTH)
+MISMATCH_KL = (LOSS_MISMATCH_KL,)
+ROLLOUT_SPEED = (HARVEST_TOKENS_PER_SECOND,)
+TRAINING_SPEED = (TRAIN_TOKENS_PER_SECOND,)
 
 
 def first_of(metrics: Mapping[str, float], names: tuple[str, ...]) -> float | None:

@@ -17,6 +17,23 @@ from megatron_eqlen.budget import Budget
 from megatron_eqlen.evaluation.result import EvaluationResult, compare, read_results
 from megatron_eqlen.evaluation.statistics import Interval
 from megatron_eqlen.files import write_text
+from megatron_eqlen.metrics import (
+    HARVEST_SEGMENT_LENGTH,
+    HARVEST_TRUNCATED_FRACTION,
+    LOSS_CLIP_FRACTION_HIGH,
+    LOSS_CLIP_FRACTION_LOW,
+    LOSS_ENTROPY,
+    LOSS_REF_KL,
+    OBJECTIVE_SEGMENT_LENGTH_MEAN,
+    OBJECTIVE_SKIP_RATE,
+    OBJECTIVE_ZERO_ADVANTAGE_FRACTION,
+    PACKING_EXPANDED_TOKENS,
+    PACKING_UNIQUE_TOKENS,
+    STAGES,
+    TIME_GPU_HOURS,
+    TIME_STEP,
+    TRAIN_GRAD_NORM,
+)
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe_load import dump, load
 from megatron_eqlen.report.chart import Point, Series, line_chart, stacked_bars
@@ -27,7 +44,6 @@ from megatron_eqlen.report.format import (
     RESPONSE_LENGTH,
     REWARD,
     ROLLOUT_SPEED,
-    STAGES,
     TRAINING_SPEED,
     compact,
     duration,
@@ -45,25 +61,25 @@ CHARTS: dict[str, dict[str, Names]] = {
     "Pairs per stream": {"pairs": PAIRS},
     "Length, tokens": {
         "responses": RESPONSE_LENGTH,
-        "segments": ("harvest/segment_length", "objective/segment_length_mean"),
+        "segments": (HARVEST_SEGMENT_LENGTH, OBJECTIVE_SEGMENT_LENGTH_MEAN),
     },
     "Shares": {
-        "skipped pairs": ("objective/skip_rate",),
-        "no advantage": ("objective/zero_advantage_fraction",),
-        "truncated": ("harvest/truncated_fraction",),
+        "skipped pairs": (OBJECTIVE_SKIP_RATE,),
+        "no advantage": (OBJECTIVE_ZERO_ADVANTAGE_FRACTION,),
+        "truncated": (HARVEST_TRUNCATED_FRACTION,),
     },
-    "Entropy, nats": {"entropy": ("loss/entropy",)},
-    "KL to the reference model": {"KL": ("loss/ref_kl",)},
+    "Entropy, nats": {"entropy": (LOSS_ENTROPY,)},
+    "KL to the reference model": {"KL": (LOSS_REF_KL,)},
     "Mismatch KL, engine to trainer": {"KL": MISMATCH_KL},
-    "Gradient norm": {"norm": ("train/grad_norm",)},
+    "Gradient norm": {"norm": (TRAIN_GRAD_NORM,)},
     "Clipped tokens, share": {
-        "low": ("loss/clip_fraction_low",),
-        "high": ("loss/clip_fraction_high",),
+        "low": (LOSS_CLIP_FRACTION_LOW,),
+        "high": (LOSS_CLIP_FRACTION_HIGH,),
     },
     "Tokens per second": {"rollout": ROLLOUT_SPEED, "training": TRAINING_SPEED},
     "Tokens trained": {
-        "in token trees": ("packing/unique_tokens",),
-        "if every side had its own prefix": ("packing/expanded_tokens",),
+        "in token trees": (PACKING_UNIQUE_TOKENS,),
+        "if every side had its own prefix": (PACKING_EXPANDED_TOKENS,),
     },
 }
 """Each chart's title, with its series and the names of their metrics; what a run did not measure is left
@@ -180,11 +196,11 @@ def facts(records: Records, budget: Budget) -> list[tuple[str, str, str]]:
     for name, metric in (("rollout", ROLLOUT_SPEED), ("training", TRAINING_SPEED)):
         if values := series(records, metric):
             boxes.append((name, f"{compact(fmean(y for _, y in values))} tokens/s", "mean over steps"))
-    if seconds := series(records, ("time/step",)):
+    if seconds := series(records, (TIME_STEP,)):
         total = sum(y for _, y in seconds)
         boxes.append(("step", f"{compact(total / len(seconds))} s", f"{duration(total)} in all steps"))
     if records:
-        steps, hours = records[-1]["step"], records[-1].get("time/gpu_hours") or 0.0
+        steps, hours = records[-1]["step"], records[-1].get(TIME_GPU_HOURS) or 0.0
         boxes.append(("length", budget.outcome(steps, hours), budget.describe()))
     return boxes
 

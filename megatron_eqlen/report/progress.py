@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_eqlen.budget import Budget
+from megatron_eqlen.metrics import TIME_GPU_HOURS, TIME_STEP
 from megatron_eqlen.report.format import (
     MISMATCH_KL,
     PAIRS,
@@ -82,9 +83,9 @@ class Progress:
     def step(self, number: int, metrics: Metrics) -> None:
         """Step ``number`` (counted from 1) is done; ``metrics`` are its own, ``time/step`` in seconds."""
         self.done, self.metrics = number, metrics
-        self.gpu_hours = metrics.get("time/gpu_hours", self.gpu_hours)
-        if "time/step" in metrics:
-            self.step_seconds.append(metrics["time/step"])
+        self.gpu_hours = metrics.get(TIME_GPU_HOURS, self.gpu_hours)
+        if TIME_STEP in metrics:
+            self.step_seconds.append(metrics[TIME_STEP])
         if (reward := first_of(metrics, REWARD)) is not None:
             self.rewards.append(reward)
         if self.redraws:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_eqlen.evaluation.result import EvaluationResult, read_results
+from megatron_eqlen.metrics import HARVEST_GENERATED_TOKENS, OBJECTIVE_EFFECTIVE_SAMPLES, TIME_GPU_HOURS
 from megatron_eqlen.objectives.registry import with_defaults
 from megatron_eqlen.recipe import Recipe, is_under, leaves
 from megatron_eqlen.recipe_load import load
@@ -83,9 +84,9 @@ def read_run(folder: Path) -> RunResult:
         load(folder / "recipe.yaml"),
         _by_benchmark(before) if before.is_file() else {},
         _by_benchmark(folder / AFTER),
-        total("objective/effective_samples"),
-        total("harvest/generated_tokens"),
-        (records[-1].get("time/gpu_hours") or 0.0) if records else 0.0,
+        total(OBJECTIVE_EFFECTIVE_SAMPLES),
+        total(HARVEST_GENERATED_TOKENS),
+        (records[-1].get(TIME_GPU_HOURS) or 0.0) if records else 0.0,
         records[-1]["step"] if records else 0,
     )
 

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
+from megatron_eqlen.metrics import REWARD_MEAN
 from megatron_eqlen.plugins import is_import_path, load_object
 from megatron_eqlen.recipe import RewardRecipe
 from megatron_eqlen.rewards.code import CodeGrader
@@ -131,7 +132,7 @@ def reward_metrics(ended: Sequence[tuple[Prompt, Grade | None]]) -> Metrics:
     if not graded:
         return metrics
     rewards = np.array([grade.reward for _, grade in graded])
-    metrics |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
+    metrics |= {REWARD_MEAN: float(rewards.mean()), "reward/std": float(rewards.std())}
     metrics["reward/grader_seconds"] = sum(grade.seconds for _, grade in graded)
     verdicts = Counter(grade.verdict for _, grade in graded)
     metrics |= {

@@ -6,6 +6,15 @@ import time
 from collections.abc import Callable
 from statistics import fmean
 
+from megatron_eqlen.metrics import (
+    HARVEST_ENDED_RESPONSE_LENGTH,
+    HARVEST_FORKS,
+    HARVEST_GENERATED_TOKENS,
+    HARVEST_OVERHEAD_SECONDS_PER_STEP,
+    HARVEST_RECOMPUTED_TOKENS_PER_FORK,
+    HARVEST_SLOT_OCCUPANCY,
+    HARVEST_TOKENS_PER_SECOND,
+)
 from megatron_eqlen.rollout.engine import Engine
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.sampling.track import Track
@@ -59,18 +68,18 @@ class Meter:
         recomputed = self.fork_prefix_tokens - self.fork_cached_tokens
         metrics: Metrics = {
             "harvest/seconds": seconds,
-            "harvest/generated_tokens": self.generated_tokens,
-            "harvest/tokens_per_second": self.generated_tokens / seconds,
+            HARVEST_GENERATED_TOKENS: self.generated_tokens,
+            HARVEST_TOKENS_PER_SECOND: self.generated_tokens / seconds,
             "harvest/requests": self.requests,
             "harvest/retries": self.retries,
             "harvest/engine_steps": self.steps,
-            "harvest/slot_occupancy": self.deltas / (steps * self.engine.max_num_seqs),
-            "harvest/overhead_seconds_per_step": (seconds - self.engine_seconds) / steps,
-            "harvest/forks": self.forks,
+            HARVEST_SLOT_OCCUPANCY: self.deltas / (steps * self.engine.max_num_seqs),
+            HARVEST_OVERHEAD_SECONDS_PER_STEP: (seconds - self.engine_seconds) / steps,
+            HARVEST_FORKS: self.forks,
             "harvest/forks_prefilled": self.forks_prefilled,
             "harvest/fork_prefix_tokens": self.fork_prefix_tokens,
             "harvest/fork_cached_tokens": self.fork_cached_tokens,
-            "harvest/recomputed_tokens_per_fork": recomputed / max(self.forks_prefilled, 1),
+            HARVEST_RECOMPUTED_TOKENS_PER_FORK: recomputed / max(self.forks_prefilled, 1),
             "harvest/policy_version": self.engine.policy_version,
         }
         return metrics | rollout_metrics(self.rollouts) | self.engine.metrics()
@@ -83,7 +92,7 @@ def rollout_metrics(rollouts: list[Rollout]) -> Metrics:
     ended = [tokens for rollout in rollouts for _, tokens in rollout.ended()]
     metrics: Metrics = {"harvest/rollouts": len(rollouts), "harvest/ended_responses": len(ended)}
     if ended:
-        metrics["harvest/ended_response_length"] = fmean(len(tokens) for tokens in ended)
+        metrics[HARVEST_ENDED_RESPONSE_LENGTH] = fmean(len(tokens) for tokens in ended)
     kept = [len(kept) for one in rollouts for part in one.segments() for kept in part.sampling_mask or ()]
     if kept:
         metrics |= {"harvest/masked_tokens": len(kept), "harvest/kept_per_token": fmean(kept)}

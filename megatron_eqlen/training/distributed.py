@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,7 @@ def start(parallel: ParallelRecipe, seed: int, timeout: timedelta = timedelta(mi
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     global _host
-    _host = dist.new_group(backend="gloo", timeout=HOST_PATIENCE)
+    _host = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=HOST_PATIENCE))
 
 
 def host() -> dist.ProcessGroup | None:

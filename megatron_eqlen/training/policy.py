@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_eqlen.hf.cost import pair_cost
-from megatron_eqlen.metrics import MISMATCH, UPDATES, in_turn
+from megatron_eqlen.metrics import MISMATCH, TRAIN_GRAD_NORM, TRAIN_SKIPPED_UPDATES, UPDATES, in_turn
 from megatron_eqlen.models import groups
 from megatron_eqlen.models.build import build_model
 from megatron_eqlen.models.megatron_checkpoint import checkpoint_metadata
@@ -204,7 +204,7 @@ class Policy:
         reduced = reduce_metrics(losses, groups.data_parallel()) if losses else {}
         taken = {
             UPDATES: 1.0,
-            "train/grad_norm": grad_norm,
+            TRAIN_GRAD_NORM: grad_norm,
             "train/lr": self.optimizer.param_groups[0]["lr"],
         }
         return from_last_stage(reduced) | self._router_metrics() | taken
@@ -300,7 +300,7 @@ def from_last_stage(metrics: Metrics) -> Metrics:
 
 
 def skipped(count: int) -> Metrics:
-    return {UPDATES: 0.0, "train/skipped_updates": float(count)}
+    return {UPDATES: 0.0, TRAIN_SKIPPED_UPDATES: float(count)}
 
 
 def _fill(rows: list[Row], field: str, values: list[np.ndarray]) -> None:

@@ -18,7 +18,21 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_eqlen.metrics import KL_PENALTY, LOSS, MISMATCH, POLICY_LOSS, TOKENS, Way, metric
+from megatron_eqlen.metrics import (
+    KL_PENALTY,
+    LOSS,
+    LOSS_CLIP_FRACTION_HIGH,
+    LOSS_CLIP_FRACTION_LOW,
+    LOSS_ENTROPY,
+    LOSS_MISMATCH_KL,
+    LOSS_RATIO,
+    LOSS_REF_KL,
+    MISMATCH,
+    POLICY_LOSS,
+    TOKENS,
+    Way,
+    metric,
+)
 from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.recipe import LossRecipe
 from megatron_eqlen.types import Metrics
@@ -78,11 +92,11 @@ def policy_loss(
     with torch.no_grad():
         metrics = {
             TOKENS: torch.ones_like(logp),
-            "loss/entropy": entropy,
-            "loss/ref_kl": kl,
+            LOSS_ENTROPY: entropy,
+            LOSS_REF_KL: kl,
             "loss/kl_clamped_fraction": kl_clamped,
             "loss/policy_kl": old - logp,
-            "loss/ratio_max": ratios["loss/ratio"],
+            "loss/ratio_max": ratios[LOSS_RATIO],
             "loss/mismatch_max": (rollout - recomputed).abs(),
             **ratios,
             **mismatch,
@@ -139,7 +153,7 @@ def _surrogate(
     log_ratio, clamped = _clamp(log_ratio)
     ratio = log_ratio.exp()
     metrics = {
-        "loss/ratio": ratio,
+        LOSS_RATIO: ratio,
         "loss/ratio_deviation": (ratio - 1).abs(),
         "loss/ratio_clamped_fraction": clamped,
     }
@@ -166,8 +180,8 @@ def _clipped(
         dual = (advantages < 0) & (policy > ceiling)
         policy = torch.where(dual, ceiling, policy)
     return policy, {
-        "loss/clip_fraction_low": (advantages < 0) & (ratio < low),
-        "loss/clip_fraction_high": (advantages > 0) & (ratio > high),
+        LOSS_CLIP_FRACTION_LOW: (advantages < 0) & (ratio < low),
+        LOSS_CLIP_FRACTION_HIGH: (advantages > 0) & (ratio > high),
         "loss/clip_fraction_dual": dual,
     }
 
@@ -186,7 +200,7 @@ def _importance(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """[n] truncated importance weights min(pi_trainer / pi_rollout, threshold), and mismatch metrics."""
     log_weight = trainer - rollout
-    metrics = {"loss/mismatch_kl": -log_weight, MISMATCH: log_weight.abs()}
+    metrics = {LOSS_MISMATCH_KL: -log_weight, MISMATCH: log_weight.abs()}
     if loss.rollout_is == "none":
         return torch.ones_like(log_weight), metrics
     if loss.rollout_is == "sequence":

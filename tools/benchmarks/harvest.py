@@ -19,6 +19,13 @@ from typing import Any
 
 import torch
 
+from megatron_eqlen.metrics import (
+    HARVEST_FORKS,
+    HARVEST_GENERATED_TOKENS,
+    HARVEST_OVERHEAD_SECONDS_PER_STEP,
+    HARVEST_RECOMPUTED_TOKENS_PER_FORK,
+    HARVEST_SLOT_OCCUPANCY,
+)
 from megatron_eqlen.objectives.units import verifier_rewards
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe_load import parse
@@ -149,13 +156,13 @@ def harvested(
 ) -> dict[str, float]:
     recipe = recipe.model_copy(update={"sampling": sampling})
     rollouts, metrics = harvest(engine, prompts, recipe, eos, seed=0)
-    tokens = metrics["harvest/generated_tokens"]
+    tokens = metrics[HARVEST_GENERATED_TOKENS]
     return {
         "tokens": tokens,
-        "occupancy": metrics["harvest/slot_occupancy"],
-        "forks": metrics["harvest/forks"],
-        "recomputed/fork": metrics["harvest/recomputed_tokens_per_fork"],
-        "overhead ms/step": 1e3 * metrics["harvest/overhead_seconds_per_step"],
+        "occupancy": metrics[HARVEST_SLOT_OCCUPANCY],
+        "forks": metrics[HARVEST_FORKS],
+        "recomputed/fork": metrics[HARVEST_RECOMPUTED_TOKENS_PER_FORK],
+        "overhead ms/step": 1e3 * metrics[HARVEST_OVERHEAD_SECONDS_PER_STEP],
         "effective/1k tok": 1e3 * effective_samples(rollouts, recipe, args.accuracy) / tokens,
     }
 

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megatron_eqlen.metrics import ENGINE_SYNC_SECONDS
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.rollout.engine import Engine
@@ -89,7 +90,7 @@ def measure(name: str, engine: Engine, weights: dict[str, Tensor], repeat: int) 
         before = time.process_time()
         engine.update_weights(iter(weights.items()), version)
         processor.append(time.process_time() - before)
-        seconds.append(engine.metrics()["engine/sync_seconds"])
+        seconds.append(engine.metrics()[ENGINE_SYNC_SECONDS])
     engine.close()
     took = statistics.median(seconds[1:])
     size = sum(weight.nbytes for weight in weights.values()) / 1e9

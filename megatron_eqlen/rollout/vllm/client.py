@@ -20,6 +20,12 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_eqlen.metrics import (
+    ENGINE_PREEMPTIONS,
+    ENGINE_REMOVED_PROBABILITY,
+    ENGINE_SYNC_BYTES,
+    ENGINE_SYNC_SECONDS,
+)
 from megatron_eqlen.recipe import RolloutRecipe
 from megatron_eqlen.rollout.engine import Delta, EngineError, check_request
 from megatron_eqlen.rollout.vllm.generate_api import (
@@ -138,8 +144,8 @@ class ServerEngine:
         self.policy_version, self.weight_version = policy_version, str(policy_version)
         self.pool.start_heartbeats(self.weight_version, self._failed)
         self.sync = {
-            "engine/sync_seconds": time.perf_counter() - start,
-            "engine/sync_bytes": self.weights.bytes_seen,
+            ENGINE_SYNC_SECONDS: time.perf_counter() - start,
+            ENGINE_SYNC_BYTES: self.weights.bytes_seen,
         }
 
     def reset_cache(self) -> None:
@@ -160,8 +166,8 @@ class ServerEngine:
         removed, sampled = (sum(answer["results"][0][i] for answer in answers) for i in (0, 1))
         preemptions = sum(self.pool.each("metrics", lambda replica: replica.new_preemptions()))
         metrics = {
-            "engine/preemptions": preemptions,
-            "engine/removed_probability": removed / max(sampled, 1),
+            ENGINE_PREEMPTIONS: preemptions,
+            ENGINE_REMOVED_PROBABILITY: removed / max(sampled, 1),
             "engine/live_replicas": float(len(self.pool.alive)),
         }
         metrics |= self.sync

@@ -13,6 +13,12 @@ from pathlib import Path
 
 from torch import Tensor
 
+from megatron_eqlen.metrics import (
+    ENGINE_PREEMPTIONS,
+    ENGINE_REMOVED_PROBABILITY,
+    ENGINE_SYNC_BYTES,
+    ENGINE_SYNC_SECONDS,
+)
 from megatron_eqlen.recipe import RolloutRecipe
 from megatron_eqlen.rollout.engine import Delta, EngineError, check_request
 from megatron_eqlen.rollout.vllm.containment import importing_vllm
@@ -93,8 +99,8 @@ class ColocatedEngine:
         self.refusal = None
         self.policy_version = policy_version
         self.sync = {
-            "engine/sync_seconds": time.perf_counter() - start,
-            "engine/sync_bytes": self.weights.bytes_seen,
+            ENGINE_SYNC_SECONDS: time.perf_counter() - start,
+            ENGINE_SYNC_BYTES: self.weights.bytes_seen,
         }
 
     def reset_cache(self) -> None:
@@ -118,8 +124,8 @@ class ColocatedEngine:
     def metrics(self) -> Metrics:
         removed, sampled = lifecycle.removed_mass(self.llm)
         metrics: Metrics = {
-            "engine/preemptions": self.preemptions,
-            "engine/removed_probability": removed / max(sampled, 1),
+            ENGINE_PREEMPTIONS: self.preemptions,
+            ENGINE_REMOVED_PROBABILITY: removed / max(sampled, 1),
             **self.sync,
         }
         self.preemptions = 0

@@ -66,9 +66,10 @@ class PathSampler(Sampler):
         for processor in sampling_metadata.logitsprocs.argmax_invariant:  # min-p
             logits = processor.apply(logits)
         logits = apply_top_k_top_p(logits, sampling_metadata.top_k, sampling_metadata.top_p)
-        kept = torch.where(logits.gt(-torch.inf), logprobs, -torch.inf).exp()
+        kept = torch.where(logits > -torch.inf, logprobs, -torch.inf).exp()
         if self.mask_width:  # top-k keeps all ties at its limit
-            masses, ids = kept.topk(min(self.mask_width, kept.shape[1]))
+            likely = kept.topk(min(self.mask_width, kept.shape[1]))
+            masses, ids = likely.values, likely.indices
             kept = torch.zeros_like(kept).scatter(1, ids, masses)
         cumulative = kept.cumsum(-1, dtype=torch.float64)
         mass = cumulative[:, -1:]
@@ -80,7 +81,7 @@ class PathSampler(Sampler):
         self._count_removed(mass.squeeze(1))
         columns = tokens
         if self.mask_width:
-            columns = torch.cat((tokens, torch.where(masses > 0, ids, tokens)), 1)
+            columns = torch.cat((tokens, torch.where(masses.gt(0), ids, tokens)), 1)
             logprobs = logprobs.expand(-1, columns.shape[1])  # the drawn token's; others are not read
         tokens, columns = tokens.to(torch.int32), columns.to(torch.int32)
         ranks = torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device)  # not read

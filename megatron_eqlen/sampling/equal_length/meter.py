@@ -7,6 +7,14 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Literal, get_args
 
+from megatron_eqlen.metrics import (
+    HARVEST_PAIRS_PER_STREAM,
+    HARVEST_SEGMENT_LENGTH,
+    HARVEST_SUPERVISED_TOKENS,
+    OBJECTIVE_PAIRS_PER_STREAM,
+    OBJECTIVE_SEGMENT_LENGTH_MEAN,
+    OBJECTIVE_SKIP_RATE,
+)
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import ComparisonUnit, all_equal
 from megatron_eqlen.sampling.equal_length.suffix import pair_rewards
@@ -20,14 +28,14 @@ def shape(streams: Sequence[Stream]) -> Metrics:
     metrics: Metrics = {
         "harvest/streams": len(streams),
         "harvest/pairs": len(lengths),
-        "harvest/pairs_per_stream": len(lengths) / len(streams),
-        "harvest/supervised_tokens": 2 * sum(lengths),
+        HARVEST_PAIRS_PER_STREAM: len(lengths) / len(streams),
+        HARVEST_SUPERVISED_TOKENS: 2 * sum(lengths),
         "harvest/tail_tokens": sum(len(stream.tail) for stream in streams if stream.tail is not None),
     }
     for outcome in get_args(Outcome):
         metrics[f"harvest/{outcome}_fraction"] = outcomes[outcome] / len(streams)
     if lengths:
-        metrics["harvest/segment_length"] = fmean(lengths)
+        metrics[HARVEST_SEGMENT_LENGTH] = fmean(lengths)
         metrics["harvest/segment_length_max"] = max(lengths)
     return metrics
 
@@ -40,10 +48,10 @@ def compared(units: Sequence[ComparisonUnit], streams: Sequence[Stream], recipe:
     lengths = [unit.lengths[0] for unit in units]
     return {
         "objective/pairs": float(len(units)),
-        "objective/pairs_per_stream": len(units) / len(streams),
-        "objective/skip_rate": fmean(all_equal(unit.rewards) for unit in units) if units else 0.0,
+        OBJECTIVE_PAIRS_PER_STREAM: len(units) / len(streams),
+        OBJECTIVE_SKIP_RATE: fmean(all_equal(unit.rewards) for unit in units) if units else 0.0,
         "objective/reward_gap_max_mean": _reward_gap(streams, recipe),
-        "objective/segment_length_mean": fmean(lengths) if lengths else 0.0,
+        OBJECTIVE_SEGMENT_LENGTH_MEAN: fmean(lengths) if lengths else 0.0,
         "objective/segment_length_max": float(max(lengths, default=0)),
     }
 

@@ -6,6 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
 
+from megatron_eqlen.metrics import (
+    HARVEST_RESPONSE_LENGTH,
+    HARVEST_SUPERVISED_TOKENS,
+    HARVEST_TRUNCATED_FRACTION,
+)
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import ComparisonUnit
 from megatron_eqlen.types import Group, Metrics, SampledTree
@@ -18,10 +23,10 @@ def shape(rollouts: Sequence[Group] | Sequence[SampledTree]) -> Metrics:
     reasons = Counter(completion.finish_reason for completion in completions)
     return {
         "harvest/completions": len(completions),
-        "harvest/supervised_tokens": sum(lengths),
-        "harvest/response_length": fmean(lengths),
+        HARVEST_SUPERVISED_TOKENS: sum(lengths),
+        HARVEST_RESPONSE_LENGTH: fmean(lengths),
         "harvest/response_length_max": max(lengths),
-        "harvest/truncated_fraction": reasons["length"] / len(completions),
+        HARVEST_TRUNCATED_FRACTION: reasons["length"] / len(completions),
         "harvest/budget_fraction": reasons[None] / len(completions),
     }
 
