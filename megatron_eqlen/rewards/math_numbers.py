@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import mpmath
-from sympy import Expr, Integer, Pow, Rational, Symbol, binomial, factorial
+from sympy import Expr, Integer, Pow, Rational, binomial, factorial
 
 DIGITS = 15
 LARGEST_BITS = 1 << 20
 """A number of more bits is never computed: it is compared as it is written."""
 
 
-def number_of(value: Any, point: dict[Symbol, Rational] | None = None) -> mpmath.mpc | None:
-    """The number that ``value`` is (at ``point``), of any size; None if it is none."""
+def number_of(value: Any, point: dict[Any, Rational] | None = None) -> Any:
+    """The number (mpmath.mpc) that ``value`` is at ``point``, of any size; None if it is none."""
     if not isinstance(value, Expr) or is_huge(value) or (not point and value.free_symbols):
         return None
     try:

@@ -39,9 +39,9 @@ class _Refuse(ErrorListener):
 _create_full_parser = _Latex2Sympy.create_parser
 
 
-def create_two_stage_parser(self: _Latex2Sympy, latex: str) -> Any:
+def create_two_stage_parser(self: _Latex2Sympy, latex_str: str) -> Any:
     """The library's parser, whose ``math`` rule tries SLL first."""
-    parser = _create_full_parser(self, latex)
+    parser = _create_full_parser(self, latex_str)
     parser.removeErrorListeners()
     parser.addErrorListener(_Refuse())
     parser._interp.predictionMode = PredictionMode.SLL
@@ -51,7 +51,7 @@ def create_two_stage_parser(self: _Latex2Sympy, latex: str) -> Any:
         try:
             return first_stage()
         except FullContextNeeded:
-            return _create_full_parser(self, latex).math()
+            return _create_full_parser(self, latex_str).math()
 
     parser.math = math
     return parser
@@ -69,7 +69,7 @@ def read(text: str, is_complex: bool = False) -> Any:
         return _read_union(text.split(r"\lor"), is_complex)
     try:
         parser = _Latex2Sympy(is_real=not is_complex, config=READING)
-        value = parser.parse(normalize_latex(_PRODUCT.sub(r"\\cdot ", text), CLEAN_UP))
+        value: Any = parser.parse(normalize_latex(_PRODUCT.sub(r"\\cdot ", text), CLEAN_UP))
         return value.xreplace({Symbol("i", real=False): I}) if is_complex else value
     except Exception:  # noqa: BLE001  the library raises what it likes on text that is no mathematics
         return None
