@@ -17,6 +17,7 @@ BENCHMARKS = {
     "convert": "speed and memory of conversion to Megatron and back",
     "trees": "forward and backward of token trees against 2N and N + 1 sequences",
     "grade": "answers a second of the math grader and the code sandbox",
+    "host": "the processors' work around a step of the paper's size: harvest, record, share, pack, report",
     "packing": "fill, balance and speed of the packer on simulated streams",
 }
 

@@ -1,0 +1,235 @@
+"""What the processors do around the accelerators: a scripted engine at the paper's size, scaled down.
+
+    harvest ─► record ─► score ─► share ─► trees ─► plan ─► fill        read: a resume; report: a page
+
+Three sizes are measured, each with twice the streams and twice the lengths of the one before, so a cost that
+grows faster than the tokens shows in the fitted exponent, whatever it grows with. The largest size's cost of a
+token is projected to the paper's step: 64 prompts of 8 streams, 60k tokens a stream, in 900 s. Seconds are of
+processor time, all threads; the script's own are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import pickle
+import shutil
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_eqlen.files import step_name
+from megatron_eqlen.objectives.build import build_minibatches
+from megatron_eqlen.packing.pack import plan_rows
+from megatron_eqlen.recipe import Recipe, RewardRecipe
+from megatron_eqlen.recipe_load import dump, parse
+from megatron_eqlen.report.page import write_page
+from megatron_eqlen.rewards.scoring import Scorer
+from megatron_eqlen.rollout.harvest import harvest
+from megatron_eqlen.rollout.recorder import Recorder, read_step, record_grades
+from megatron_eqlen.tokenizer import load_tokenizer
+from megatron_eqlen.types import Grade, Prompt, Rollout
+from tools.benchmarks.scripted import EOS, ScriptedEngine, write_tokenizer
+from tools.benchmarks.table import show
+
+PROMPT_TOKENS = 300
+STEP_SECONDS = 900
+STEP_TOKENS = 31e6
+REPLICAS = 4
+PARTS = {
+    "harvest": 1, "record": 1, "grades": 1, "score": 1, "share": REPLICAS, "trees": REPLICAS,
+    "plan": REPLICAS, "fill": 1, "read": 0, "report": 0,
+}  # fmt: skip
+"""Of which replicas' tokens a rank does it in each step (0: not in each step)."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompts", type=int, default=4, help="of the largest size, 8 streams each")
+    parser.add_argument("--median", type=int, default=6000, help="of response lengths, at the largest size")
+    parser.add_argument("--limit", type=int, default=32768, help="longest response, at the largest size")
+    parser.add_argument("--kept", type=int, default=0, help="tokens in each sampling mask; 0: no masks")
+    parser.add_argument("--requests", type=int, nargs="*", default=[256, 512, 1024], help="in flight at once")
+    parser.add_argument("--json", type=Path)
+
+
+def run(args: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        write_tokenizer(Path(folder) / "model")
+        sizes = [measure(Path(folder), part, args) for part in (4, 2, 1)]
+        steps = [decode_step(Path(folder), requests, args) for requests in args.requests]
+    tokens = sizes[-1].tokens
+    title = f"{tokens / 1e6:.2f} million tokens, masks of {args.kept}"
+    results = [line(name, sizes) for name in sizes[-1].seconds]
+    per_step = sum(result["of a step"] for result in results if PARTS[result["stage"]])
+    show(results, title, None)
+    print(f"in each step: {per_step:.1%} of {STEP_SECONDS} s")
+    size = {name: count / tokens for name, count in sizes[-1].bytes.items()}
+    show([size], "bytes a token", None)
+    if steps:
+        show(steps, "a decode step of harvest(), without the engine", None)
+    if args.json is not None:
+        found = {"stages": results, "of a step": per_step, "bytes a token": size, "decode steps": steps}
+        args.json.write_text(json.dumps({"title": title} | found, indent=1) + "\n", encoding="utf-8")
+
+
+@dataclass
+class Size:
+    """What one size measured."""
+
+    tokens: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    bytes: dict[str, int] = field(default_factory=dict)
+
+
+def line(name: str, sizes: Sequence[Size]) -> dict[str, Any]:
+    """A stage: cost of a token, how it grows, and what it comes to at the paper's size."""
+    seconds = [size.seconds[name] for size in sizes]
+    token = seconds[-1] / sizes[-1].tokens
+    growth = np.polyfit(np.log([size.tokens for size in sizes]), np.log(seconds), 1)[0]
+    projected = token * STEP_TOKENS * (PARTS[name] or 1) / REPLICAS
+    return {
+        "stage": name,
+        "us/token": 1e6 * token,
+        "growth": float(growth),
+        "s at the paper's size": projected,
+        "of a step": projected / STEP_SECONDS,
+    }
+
+
+def measure(folder: Path, part: int, args: argparse.Namespace) -> Size:
+    """Every stage at 1 / ``part`` of the prompts and lengths."""
+    recipe = make_recipe(folder / "model", args.limit // part, args.kept)
+    engine = ScriptedEngine(args.median // part, PROMPT_TOKENS, args.kept)
+    streams = folder / f"run-{part}" / "streams" / step_name(0)
+    prompts = make_prompts(max(1, args.prompts // part))
+    size = Size()
+    rollouts = harvested(engine, prompts, recipe, size)
+    size.tokens = sum(len(segment) for rollout in rollouts for segment in rollout.segments())
+    record(rollouts, streams, size)
+    size.bytes["on disk"] = sum(file.stat().st_size for file in streams.iterdir())
+    train(rollouts, recipe, size)
+    report(streams.parents[1], recipe, size)
+    return size
+
+
+def timed(size: Size, name: str, work: Callable[[], Any]) -> Any:
+    gc.collect()
+    started = time.process_time()
+    result = work()
+    size.seconds[name] = time.process_time() - started
+    return result
+
+
+def harvested(engine: ScriptedEngine, prompts: list[Prompt], recipe: Recipe, size: Size) -> list[Rollout]:
+    rollouts, _ = timed(size, "harvest", lambda: harvest(engine, prompts, recipe, [EOS], seed=0))
+    size.seconds["harvest"] -= engine.seconds
+    return rollouts
+
+
+def record(rollouts: list[Rollout], folder: Path, size: Size) -> None:
+    """To disk and back, grades included."""
+    file = folder / "rank-0.jsonl"
+
+    def write() -> None:
+        with Recorder(file) as recorder:
+            for rollout in rollouts:
+                recorder.write(rollout)
+
+    timed(size, "record", write)
+    scorer = Scorer(RewardRecipe(), load_tokenizer(folder.parents[2] / "model"))
+    timed(size, "score", lambda: scorer.score(rollouts))
+    timed(size, "grades", lambda: record_grades(file, rollouts))
+    timed(size, "read", lambda: read_step(folder))
+
+
+def train(rollouts: list[Rollout], recipe: Recipe, size: Size) -> None:
+    """From one replica's rollouts to filled rows, through what the ranks send each other."""
+
+    def share() -> bytes:
+        sent = pickle.dumps(rollouts)
+        pickle.loads(sent)
+        return sent
+
+    sent = timed(size, "share", share)
+    size.bytes["sent"] = len(sent)
+    size.bytes["in memory"] = resident(sent)
+    (trees,), _ = timed(size, "trees", lambda: build_minibatches(rollouts, recipe))
+    longest = PROMPT_TOKENS + recipe.rollout.max_response_length
+    planned = timed(size, "plan", lambda: plan_rows(trees, longest))
+    timed(size, "fill", lambda: planned.rows(0))
+
+
+def resident(sent: bytes) -> int:
+    """Bytes that the rollouts take where they have arrived."""
+    gc.collect()
+    tracemalloc.start()
+    rollouts = pickle.loads(sent)
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    del rollouts
+    return taken
+
+
+def report(run_folder: Path, recipe: Recipe, size: Size) -> None:
+    """The page of a run of 500 steps, whose first and last step are these streams."""
+    (run_folder / "recipe.yaml").write_text(dump(recipe), encoding="utf-8")
+    first = run_folder / "streams" / step_name(0)
+    shutil.copytree(first, run_folder / "streams" / step_name(499))
+    steps = [{"step": step, "time": step, "reward/mean": 0.5, "time/step": 900} for step in range(1, 501)]
+    lines = "".join(json.dumps(step) + "\n" for step in steps)
+    (run_folder / "metrics.jsonl").write_text(lines, encoding="utf-8")
+    timed(size, "report", lambda: write_page(run_folder))
+
+
+def decode_step(folder: Path, requests: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds of a decode step while all slots are taken, with lengths of 1/16: forks, pairs and ends
+    are then 16 times as frequent, and a fork's prefix as much shorter."""
+    recipe = make_recipe(folder / "model", args.limit // 16, args.kept)
+    engine = ScriptedEngine(args.median // 16, PROMPT_TOKENS, args.kept, max_num_seqs=requests)
+    prompts = make_prompts(math.ceil(requests / recipe.group_size))
+    gc.collect()
+    started = time.process_time()
+    _, metrics = harvest(engine, prompts, recipe, [EOS], seed=0)
+    seconds = time.process_time() - started - engine.seconds
+    in_flight = metrics["harvest/slot_occupancy"] * requests
+    return {
+        "requests": requests,
+        "in flight": in_flight,
+        "ms a step": 1e3 * seconds / metrics["harvest/engine_steps"] * requests / in_flight,
+        "us/token": 1e6 * seconds / metrics["harvest/generated_tokens"],
+    }
+
+
+def make_recipe(model: Path, limit: int, kept: int) -> Recipe:
+    sampling = {"max_response_length": limit, "top_k": kept, "keep_sampling_mask": bool(kept)}
+    rollout = sampling | {"logprobs_mode": "processed" if kept else "raw"}
+    data = {"sources": [{"name": "scripted", "path": "none"}], "max_prompt_length": PROMPT_TOKENS}
+    packing = {"max_tokens_per_row": PROMPT_TOKENS + limit}
+    raw = {"name": "host", "steps": 500, "model": {"path": str(model)}, "data": data, "rollout": rollout}
+    return parse(raw | {"packing": packing}, "host")
+
+
+def make_prompts(count: int) -> list[Prompt]:
+    grader = f"{__name__}:Coin"
+    return [
+        Prompt(f"scripted/{i}", [1 + i] * PROMPT_TOKENS, "?", grader, "", "scripted", i) for i in range(count)
+    ]
+
+
+class Coin:
+    """A grader that costs nothing: half of the responses are right."""
+
+    def __init__(self, reward: RewardRecipe) -> None: ...
+
+    def grade(self, texts: Sequence[str], golds: Sequence[str]) -> list[Grade]:
+        return [Grade(float(len(text) % 2), "scored") for text in texts]
+
+    def close(self) -> None: ...

@@ -1,0 +1,100 @@
+"""An engine that decodes nothing: it gives every request one token a step, at the price of making the deltas."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from megatron_eqlen.rollout.engine import check_request
+from megatron_eqlen.types import Delta, Metrics
+from tools.benchmarks.packing import response_length
+
+VOCABULARY = 32768
+EOS = 0
+
+
+@dataclass(slots=True)
+class _Request:
+    given: int
+    """Tokens delivered."""
+    length: int
+    """Tokens until it ends."""
+    ends: bool
+    """With an end of sequence; else at its limit."""
+
+
+@dataclass
+class ScriptedEngine:
+    """Response lengths are log-normal (sigma 0.8), a fork's given that it is longer than its trunk.
+
+    ``seconds`` is the processor time of its own work, so that a caller's can be told apart.
+    """
+
+    median: int
+    prompt: int
+    """Tokens of every prompt."""
+    kept: int = 0
+    """Tokens in each sampling mask; 0: none is recorded."""
+    max_num_seqs: int = 256
+    max_model_len: int = 1 << 20
+    policy_version: int = 0
+    seconds: float = 0.0
+    requests: dict[str, _Request] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(0)
+        self.tokens = rng.integers(1, VOCABULARY - 64, 1 << 16).tolist()
+        self.logprobs = (-rng.exponential(0.3, 1 << 16)).astype(np.float32).tolist()
+
+    def submit(self, request_id: str, token_ids: list[int], max_tokens: int, seed: int) -> None:
+        check_request(request_id, token_ids, max_tokens, self.max_model_len, VOCABULARY)
+        started = time.process_time()
+        trunk = len(token_ids) - self.prompt
+        length = response_length(np.random.default_rng(seed), self.median, trunk) - trunk
+        self.requests[request_id] = _Request(0, min(length, max_tokens), length <= max_tokens)
+        self.seconds += time.process_time() - started
+
+    def step(self) -> list[Delta]:
+        started = time.process_time()
+        deltas = [self._delta(name, request) for name, request in self.requests.items()]
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                del self.requests[delta.request_id]
+        self.seconds += time.process_time() - started
+        return deltas
+
+    def _delta(self, name: str, request: _Request) -> Delta:
+        place = (request.given * 2654435761 + request.length) & 0xFFFF
+        request.given += 1
+        last = request.given == request.length
+        token = EOS if last and request.ends else self.tokens[place]
+        mask = [tuple(range(token, token + self.kept))] if self.kept else None
+        reason = ("stop" if request.ends else "length") if last else None
+        cached = 0 if request.given == 1 else None
+        return Delta(name, [token], [self.logprobs[place]], reason, mask, cached)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        for name in request_ids:
+            self.requests.pop(name, None)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.requests)
+
+    def metrics(self) -> Metrics:
+        return {}
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer for the script's token ids; each is a word of five letters or so."""
+    words = {f" w{number}": number for number in range(VOCABULARY)}
+    backend = Tokenizer(models.WordLevel(words, unk_token=" w1"))
+    backend.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=" w0").save_pretrained(folder)
+    (folder / "generation_config.json").write_text(f'{{"eos_token_id": {EOS}, "pad_token_id": 1}}')
