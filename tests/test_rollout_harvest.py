@@ -18,6 +18,7 @@ from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.rollout.engine import EngineError, StalePolicyError
 from megatron_eqlen.rollout.harvest import harvest
+from megatron_eqlen.sampling.equal_length.dual_track import DualTrack
 from megatron_eqlen.sampling.track import track_seed
 from megatron_eqlen.types import Delta, Group, Prompt, Rollout, Stream
 
@@ -282,6 +283,24 @@ def test_a_token_budget_ends_the_step_and_keeps_whole_pairs(case, budget):
             assert stream.pairs == whole.pairs[: len(stream.pairs)]
         else:
             assert stream == whole
+
+
+@settings(max_examples=50, deadline=None)
+@given(cases)
+def test_a_harvester_is_asked_where_a_track_ends_and_not_at_every_token(case):
+    """Once for each track that ends, and at most once more while the other one catches up with it."""
+    asked = Counter()
+
+    def count(self):
+        asked[self.prompt.prompt_id, self.index] += 1
+        return may_advance(self)
+
+    may_advance, DualTrack.may_advance = DualTrack.may_advance, count
+    try:
+        _, metrics, _, _ = run_case(case)
+    finally:
+        DualTrack.may_advance = may_advance
+    assert asked.total() <= 2 * (metrics["harvest/requests"] - metrics["harvest/retries"])
 
 
 def test_the_worked_example_of_types():

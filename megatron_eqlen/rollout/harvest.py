@@ -152,29 +152,35 @@ class Driver:
     def launch(self, track: Track, key: Key) -> None:
         self.tracks[track.request_id] = (track, key)
         self.meter.launched(track)
-        self.engine.submit(track.request_id, track.context + track.token_ids, track.remaining, track.seed)
+        self.engine.submit(track.request_id, track.path, track.remaining, track.seed)
 
     def deliver(self, deltas: list[Delta]) -> list[Key]:
         """Hand tokens to their tracks; returns the harvesters that can now decide something."""
         touched: dict[Key, None] = {}
-        self.meter.stepped(len(deltas))
+        tokens = 0
         for delta in deltas:
             entry = self.tracks.get(delta.request_id)
             if entry is None:  # sent before the engine saw the abort
                 continue
             track, key = entry
             _check_delta(track, delta)
-            self.meter.received(track, delta)
-            track.extend(delta)
+            tokens += len(delta.token_ids)
+            if delta.num_cached_tokens is not None:
+                self.meter.prefilled(track, delta.num_cached_tokens)
+            if track.extend(delta) and self.running[key].may_advance():
+                touched[key] = None
             if track.finish_reason is not None:
-                del self.tracks[delta.request_id]
-                if delta.finish_reason is None:
-                    self.engine.abort([delta.request_id])
+                self.leave(delta)
             elif delta.finish_reason is not None:
                 self.retry(track, key, delta)
-            if self.running[key].may_advance():
-                touched[key] = None
+        self.meter.stepped(len(deltas), tokens)
         return list(touched)
+
+    def leave(self, delta: Delta) -> None:
+        """A track has ended; its engine may not know yet."""
+        del self.tracks[delta.request_id]
+        if delta.finish_reason is None:
+            self.engine.abort([delta.request_id])
 
     def retry(self, track: Track, key: Key, delta: Delta) -> None:
         """Submit what is left of a request that the engine gave up or ended early."""
@@ -214,9 +220,11 @@ def _check_delta(track: Track, delta: Delta) -> None:
     tokens = len(delta.token_ids)
     if len(delta.logprobs) != tokens:
         raise _broken(delta, "log-prob", len(delta.logprobs))
-    masked = delta.sampling_mask is not None or track.sampling_mask
-    if masked and len(delta.sampling_mask or ()) != tokens:
-        raise _broken(delta, "sampling mask", len(delta.sampling_mask or ()))
+    mask = delta.sampling_mask
+    if mask is None and not track.sampling_mask:
+        return
+    if len(mask or ()) != tokens:
+        raise _broken(delta, "sampling mask", len(mask or ()))
 
 
 def _broken(delta: Delta, column: str, found: int) -> EngineError:

@@ -48,16 +48,17 @@ class Meter:
         self.requests += 1
         self.forks += track.is_fork and track.attempts == 0
 
-    def stepped(self, deltas: int) -> None:
+    def stepped(self, deltas: int, tokens: int) -> None:
         self.steps += 1
         self.deltas += deltas
+        self.generated_tokens += tokens
 
-    def received(self, track: Track, delta: Delta) -> None:
-        self.generated_tokens += len(delta.token_ids)
-        if delta.num_cached_tokens is not None and track.is_fork and track.attempts == 0:
+    def prefilled(self, track: Track, cached_tokens: int) -> None:
+        """``track``'s prompt is in the KV cache, ``cached_tokens`` of it were before."""
+        if track.is_fork and track.attempts == 0:
             self.forks_prefilled += 1
             self.fork_prefix_tokens += len(track.context)
-            self.fork_cached_tokens += delta.num_cached_tokens
+            self.fork_cached_tokens += cached_tokens
 
     def count(self, rollout: Rollout) -> None:
         self.rollouts.append(rollout)

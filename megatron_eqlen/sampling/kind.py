@@ -35,7 +35,8 @@ class Harvester(Protocol):
     def complete(self) -> bool: ...
     def start(self) -> list[Track]: ...
     def may_advance(self) -> bool:
-        """A cheap check, made at every token, whether ``advance`` can decide anything."""
+        """A cheap check whether ``advance`` can decide anything: made when one of its tracks has ended, or
+        has reached the length that ``Track.awaited`` says."""
         ...
 
     def advance(self) -> list[Track]:

@@ -21,8 +21,8 @@ class Track:
     """A track continues ``context`` by at most ``limit`` tokens."""
 
     __slots__ = (
-        "attempts", "context", "eos_token_ids", "finish_reason", "is_fork", "limit", "logprobs", "name",
-        "sampling_mask", "seed", "token_ids",
+        "attempts", "awaited", "context", "eos_token_ids", "finish_reason", "is_fork", "limit", "logprobs",
+        "name", "sampling_mask", "seed", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -39,6 +39,8 @@ class Track:
         self.seed = track_seed(seed, prompt.prompt_id, index, number)
         self.context = prompt.token_ids + trunk
         self.limit = limit
+        self.awaited = limit
+        """The length at which its harvester may decide something, wherever the track ends."""
         self.eos_token_ids = eos_token_ids
         self.is_fork = bool(trunk)
         self.token_ids: list[int] = []
@@ -60,20 +62,39 @@ class Track:
     def remaining(self) -> int:
         return self.limit - len(self.token_ids)
 
-    def extend(self, delta: Delta) -> None:
-        """Take a delta's tokens up to the track's end."""
-        token_ids, logprobs, mask = delta.token_ids, delta.logprobs, delta.sampling_mask
-        end = self.remaining
-        if not self.eos_token_ids.isdisjoint(token_ids):
-            first = next(i for i, token in enumerate(token_ids) if token in self.eos_token_ids)
-            if first < end:
-                end = first + 1
-                self.finish_reason = "stop"
-        self.token_ids += token_ids[:end]
-        self.logprobs += logprobs[:end]
-        self.sampling_mask += (mask or [])[:end]
-        if self.finish_reason is None and len(self.token_ids) == self.limit:
+    @property
+    def path(self) -> list[int]:
+        """All tokens so far, from the prompt on."""
+        return self.context + self.token_ids if self.token_ids else self.context
+
+    def extend(self, delta: Delta) -> bool:
+        """Take a delta's tokens up to the track's end; whether it ended now or reached ``awaited``.
+
+        Runs once a token of every response, and nearly always nothing ends: that is found out first.
+        """
+        token_ids = self.token_ids
+        token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        if delta.sampling_mask is not None:
+            self.sampling_mask += delta.sampling_mask
+        if len(token_ids) < self.awaited and self.eos_token_ids.isdisjoint(delta.token_ids):
+            return False
+        self._end(first=len(token_ids) - len(delta.token_ids))
+        return True
+
+    def _end(self, first: int) -> None:
+        """Find out whether the track ends at a token from number ``first`` on, and cut what comes after."""
+        self.awaited = self.limit
+        stop = next(
+            (n for n in range(first, len(self.token_ids)) if self.token_ids[n] in self.eos_token_ids),
+            self.limit,
+        )
+        if stop < self.limit:
+            self.finish_reason = "stop"
+        elif len(self.token_ids) >= self.limit:
             self.finish_reason = "length"
+        for column in (self.token_ids, self.logprobs, self.sampling_mask):
+            del column[min(stop + 1, self.limit) :]
 
     def segment(self, start: int, stop: int | None = None) -> Segment:
         """Tokens ``start`` to ``stop`` of this track; the finish reason belongs to its last token."""

@@ -3,9 +3,9 @@
     harvest ─► record ─► score ─► share ─► trees ─► plan ─► fill        read: a resume; report: a page
 
 Three sizes are measured, each with twice the streams and twice the lengths of the one before, so a cost that
-grows faster than the tokens shows in the fitted exponent, whatever it grows with. The largest size's cost of a
-token is projected to the paper's step: 64 prompts of 8 streams, 60k tokens a stream, in 900 s. Seconds are of
-processor time, all threads; the script's own are not counted.
+grows faster than the tokens shows in the fitted exponent, whatever it grows with. The largest size's cost of
+a token is projected to the paper's step: 64 prompts of 8 streams, 60k tokens a stream, in 900 s. Seconds are
+of processor time, all threads; the script's own are not counted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An engine that decodes nothing: it gives every request one token a step, at the price of making the deltas."""
+"""An engine that decodes nothing: every request gets one token a step at the price of making its delta."""
 
 from __future__ import annotations
 

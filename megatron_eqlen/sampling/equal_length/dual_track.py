@@ -108,6 +108,7 @@ class DualTrack:
         other = self.sides[1] if short is self.sides[0] else self.sides[0]
         if len(other) < len(short):
             assert not other.truncated, "a truncated track is as long as any"
+            other.track.awaited = other.start + len(short)
             return []
         return self._inherit(short, other)
 
