@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         help="train on recorded rollouts (a run's streams/ folder), no engine",
     )
 
-    plan = _add(commands, "plan", _plan, "print what a recipe needs: layout, memory, tokens, sbatch script")
+    plan = _add(commands, "plan", _plan, "print what a recipe needs: layout, memory, tokens, sbatch command")
     _add_recipe(plan)
 
     harvest = _add(commands, "harvest", _harvest, "generate and score one step's rollouts, no trainer")

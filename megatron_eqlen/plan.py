@@ -132,7 +132,7 @@ def _model(model: ModelConfig) -> str:
     total = sum(prod(shape) for weight in weight_map(model) for shape in weight.shapes)
     return (
         f"model       {model.model_type}, {total / 1e9:.3f}B parameters, "
-        f"{active_parameters(model) / 1e9:.3f}B at work on a token, {model.num_hidden_layers} layers"
+        f"{active_parameters(model) / 1e9:.3f}B active for a token, {model.num_hidden_layers} layers"
     )
 
 

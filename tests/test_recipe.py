@@ -130,7 +130,7 @@ def test_dry_run_plans_the_papers_models_on_a_machine_without_them(capsys):
     assert "32.762B parameters" in out
     assert "fits" in out
     assert cli.main(["plan", str(RECIPES / "qwen3_next_80b.yaml")]) == 0
-    assert "79.674B parameters, 3.564B at work on a token" in capsys.readouterr().out
+    assert "79.674B parameters, 3.564B active for a token" in capsys.readouterr().out
 
 
 def test_a_run_holds_the_gpus_of_the_servers_it_uses():
