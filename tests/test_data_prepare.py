@@ -12,6 +12,8 @@ import pytest
 from megatron_eqlen.data.prepare import prepare
 from megatron_eqlen.data.prepared import PreparedRows, manifest_path, sha256
 from megatron_eqlen.data.prompts import PromptSource
+from megatron_eqlen.data.rows import Tally
+from megatron_eqlen.data.sources import open_source
 from megatron_eqlen.recipe import DataRecipe, SourceRecipe
 from megatron_eqlen.rewards.math import MathGrader
 
@@ -94,6 +96,20 @@ def test_a_prepared_source_gives_the_same_prompts_as_its_raw_files(raw, prepared
         return found
 
     assert questions("prepared", prepared) == questions("deepmath", raw)
+
+
+@pytest.mark.parametrize(("least", "kept"), [(None, 300), (5, 150), (100, 0)])
+def test_a_prepared_source_is_opened_without_reading_its_golds(prepared, monkeypatch, least, kept):
+    def refuse(rows, group):
+        raise AssertionError("whole rows were read")
+
+    monkeypatch.setattr(PreparedRows, "_group", refuse)
+    source = SourceRecipe(name="s", reader="prepared", path=str(prepared), min_difficulty=least)
+    if kept:
+        assert len(open_source(source, Tally())) == kept
+    else:
+        with pytest.raises(ValueError, match="no usable row"):
+            open_source(source, Tally())
 
 
 def test_a_file_that_is_not_the_manifests_is_refused(prepared, tmp_path):

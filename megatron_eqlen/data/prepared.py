@@ -55,7 +55,7 @@ class PreparedRows(Sequence[Problem]):
 
     def __init__(self, path: Path) -> None:
         self.manifest = read_manifest(path)
-        self._tests_checked = self.manifest.get("tests_checked") == CODE_TESTS_VERSION
+        self.tests_checked = self.manifest.get("tests_checked") == CODE_TESTS_VERSION
         self._file = pq.ParquetFile(path)
         if self._file.schema_arrow.names != SCHEMA.names:
             raise ValueError(
@@ -74,10 +74,16 @@ class PreparedRows(Sequence[Problem]):
             raise IndexError(number)
         group = int(np.searchsorted(self._starts, number, side="right")) - 1
         row = Problem(**self._group(group)[number - int(self._starts[group])])
-        return row if self._tests_checked or row.grader != "code" else replace(row, gold_checked=False)
+        return row if self.tests_checked or row.grader != "code" else replace(row, gold_checked=False)
 
     def __iter__(self) -> Iterator[Problem]:
         return (self[number] for number in range(len(self)))
+
+    def without_golds(self) -> Iterator[Problem]:
+        """The rows in order, their golds left out, which is most of what there is to read."""
+        columns = [name for name in SCHEMA.names if name != "gold"]
+        for batch in self._file.iter_batches(4096, columns=columns):
+            yield from (Problem(**row, gold="") for row in batch.to_pylist())
 
     def row_ids(self) -> list[str]:
         return self._file.read(columns=["row_id"]).column(0).to_pylist()

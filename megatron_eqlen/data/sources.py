@@ -28,17 +28,27 @@ def open_source(source: SourceRecipe, tally: Tally) -> Sequence[Problem]:
 
     Raises ValueError if no row does.
     """
-    if source.reader == "prepared":
-        path = Path(source.path)
-        whole = prepared.PreparedRows(path)
-        kept = {row.row_id for row in _filtered(source, prepared.usable(whole, path, tally), tally)}
-        numbers = [number for number, row_id in enumerate(whole.row_ids()) if row_id in kept]
-        rows: Sequence[Problem] = prepared.Selection(whole, numbers)
-    else:
-        rows = list(read_source(source, tally))
+    rows = _open_prepared(source, tally) if source.reader == "prepared" else list(read_source(source, tally))
     if not rows:
         raise ValueError(f"data source {source.name}: {source.path}: no usable row: {tally.report()}")
     return rows
+
+
+def _open_prepared(source: SourceRecipe, tally: Tally) -> Sequence[Problem]:
+    """All rows of a file that this version prepared, without reading one, where the recipe filters none: it
+    holds no question twice. Filters look at questions, not at golds, which are most of the file."""
+    path = Path(source.path)
+    whole = prepared.PreparedRows(path)
+    if whole.tests_checked and not _has_filters(source):
+        return whole
+    read = whole.without_golds() if whole.tests_checked else prepared.usable(whole, path, tally)
+    kept = {row.row_id for row in _filtered(source, read, tally)}
+    numbers = [number for number, row_id in enumerate(whole.row_ids()) if row_id in kept]
+    return prepared.Selection(whole, numbers)
+
+
+def _has_filters(source: SourceRecipe) -> bool:
+    return any(value is not None for value in (source.min_difficulty, source.max_difficulty, source.exclude))
 
 
 def read_source(source: SourceRecipe, tally: Tally) -> Iterator[Problem]:
