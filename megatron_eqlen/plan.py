@@ -18,6 +18,7 @@ from megatron_eqlen.hf.cost import active_parameters
 from megatron_eqlen.hf.families import weight_map
 from megatron_eqlen.hf.weight_map import Weight
 from megatron_eqlen.objectives.registry import resolve, with_defaults
+from megatron_eqlen.packing.simulated import MEDIAN, repeated_share
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe_checks import where_from
 
@@ -26,6 +27,9 @@ BYTES = {"float32": 4, "bfloat16": 2}
 GRADIENT_BYTES = 4
 OPTIMIZER_BYTES = 12
 """float32 main weight and Adam's two moments."""
+
+WORTH_A_LARGER_BUDGET = 0.05
+"""Share of positions that repeat what another row holds too."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,8 @@ def describe(recipe: Recipe) -> str:
     """The plan as text. Raises LayoutError for a layout that cannot start."""
     model = model_config(recipe)
     layout.check(recipe, model)
-    return "\n".join([_layout(recipe), _model(model), _memory(recipe, model), _work(recipe), _sbatch(recipe)])
+    parts = [_layout(recipe), _model(model), _memory(recipe, model), _work(recipe), _packing(recipe)]
+    return "\n".join([*filter(None, parts), _sbatch(recipe)])
 
 
 def model_config(recipe: Recipe) -> ModelConfig:
@@ -153,6 +158,27 @@ def _work(recipe: Recipe) -> str:
         f"end         {recipe.budget.describe()}\n"
         f"run folder  {recipe.run_folder}"
     )
+
+
+def _packing(recipe: Recipe) -> str:
+    """What cut trunks cost, where it is worth a larger row budget; empty elsewhere."""
+    if recipe.sampling != "equal_length" or recipe.packing.layout != "tree":
+        return ""
+    budget = recipe.packing.max_tokens_per_row
+    share, with_twice = (_repeated(recipe, rows) for rows in (budget, 2 * budget))
+    if share < WORTH_A_LARGER_BUDGET:
+        return ""
+    median = round(MEDIAN * recipe.rollout.max_response_length)
+    return (
+        f"packing     WARNING: about {share:.0%} of the positions repeat trunks that rows of {budget:,} cut; "
+        f"{with_twice:.0%} with\n{' ' * 12}packing.max_tokens_per_row={2 * budget} (the packer on simulated "
+        f"streams, median response {median:,} tokens)"
+    )
+
+
+def _repeated(recipe: Recipe, max_tokens_per_row: int) -> float:
+    limit, prompt = recipe.rollout.max_response_length, recipe.data.max_prompt_length
+    return repeated_share(max_tokens_per_row, limit, prompt)
 
 
 def _objective(recipe: Recipe) -> str:

@@ -1,10 +1,4 @@
-"""The packer on simulated streams of reasoning length: fill, balance, and its own CPU time.
-
-Streams are simulated as the harvester makes them: response lengths are log-normal; the shorter of two
-tracks ends a pair; the survivor goes on and the fork's length is drawn given that it is longer than the
-trunk; a stream ends where both tracks end at once or reach the limit. Half of the pairs have equal
-rewards and carry no weight.
-"""
+"""The packer on simulated streams of reasoning length: fill, balance, and its own CPU time."""
 
 from __future__ import annotations
 
@@ -17,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from megatron_eqlen.packing.pack import plan_rows
-from megatron_eqlen.types import Node, TokenTree
+from megatron_eqlen.packing.simulated import simulated_stream
+from megatron_eqlen.types import TokenTree
 from tools.benchmarks.table import show
 
 
@@ -36,37 +31,12 @@ def run(args: argparse.Namespace) -> None:
     results = []
     for median in args.medians:
         rng = np.random.default_rng(0)
-        trees = [simulated_stream(rng, i, median, args) for i in range(args.streams)]
+        trees = [simulated_stream(rng, i, median, args.limit, args.prompt) for i in range(args.streams)]
         longest = args.prompt + args.limit
         budgets = args.budgets or [longest, 2 * longest]
         results += [measure(trees, median, budget, args) for budget in budgets]
     title = f"{args.streams} streams, data parallel {args.data_parallel}, responses up to {args.limit}"
     show(results, title, args.json)
-
-
-def simulated_stream(
-    rng: np.random.Generator, number: int, median: int, args: argparse.Namespace
-) -> TokenTree:
-    """One stream's token tree (all token ids are 0: the packer's work does not depend on them)."""
-    ends = [response_length(rng, median, 0), response_length(rng, median, 0)]
-    nodes, trunk, length = [Node(-1, [0] * int(rng.integers(64, args.prompt)))], 0, 0
-    while length < min(ends) <= args.limit:
-        side = [0] * (min(ends) - length)
-        weight = float(rng.integers(0, 2))
-        nodes += [Node(trunk, side, sign, weight, [0.0] * len(side)) for sign in (1.0, -1.0)]
-        trunk, length = len(nodes) - 1, min(ends)
-        ends = [max(ends), response_length(rng, median, length)]
-    return TokenTree(f"stream {number}", nodes)
-
-
-def response_length(rng: np.random.Generator, median: int, longer_than: int) -> int:
-    """Log-normal with sigma 0.8, given that it is longer."""
-    while True:
-        draws = median * rng.lognormal(0.0, 0.8, 1000)
-        longer = draws[draws > longer_than + 1]
-        if longer.size:
-            return int(longer[0])
-        median = int(median * 1.5)
 
 
 def fewest_rows(tokens: float, budget: int, ranks: int) -> int:

@@ -11,9 +11,9 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from megatron_eqlen.packing.simulated import response_length
 from megatron_eqlen.rollout.engine import check_request
 from megatron_eqlen.types import Delta, Metrics
-from tools.benchmarks.packing import response_length
 
 VOCABULARY = 32768
 EOS = 0

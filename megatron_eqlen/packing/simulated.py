@@ -1,0 +1,57 @@
+"""Simulated streams of equal-length pairs: what packing depends on is known before anything is generated.
+
+Streams are simulated as the harvester makes them: response lengths are log-normal; the shorter of two
+tracks ends a pair; the survivor goes on and the fork's length is drawn given that it is longer than the
+trunk; a stream ends where both tracks end at once or reach the limit. Half of the pairs have equal
+rewards and carry no weight.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_eqlen.packing.pack import plan_rows
+from megatron_eqlen.types import Node, TokenTree
+
+MEDIAN = 6000 / 32768
+"""Median of response lengths, as a share of the limit; an assumption, as is sigma."""
+SIGMA = 0.8
+SHORTEST_PROMPT = 64
+
+
+def repeated_share(max_tokens_per_row: int, limit: int, prompt: int, streams: int = 128) -> float:
+    """Share of the rows' positions that repeat a trunk that was cut: the real packer on simulated streams.
+
+    ``limit`` and ``prompt``: tokens of the longest response and prompt.
+    """
+    rng = np.random.default_rng(0)
+    median = max(1, round(MEDIAN * limit))
+    trees = [simulated_stream(rng, number, median, limit, prompt) for number in range(streams)]
+    metrics = plan_rows(trees, max_tokens_per_row).metrics
+    return metrics["packing/repeated_tokens"] / max(metrics["packing/tokens"], 1)
+
+
+def simulated_stream(
+    rng: np.random.Generator, number: int, median: int, limit: int, prompt: int
+) -> TokenTree:
+    """One stream's token tree (zero tokens: the packer's work does not depend on their values)."""
+    ends = [response_length(rng, median, 0), response_length(rng, median, 0)]
+    root = [0] * int(rng.integers(min(SHORTEST_PROMPT, prompt), prompt + 1))
+    nodes, trunk, length = [Node(-1, root)], 0, 0
+    while length < min(ends) <= limit:
+        side = [0] * (min(ends) - length)
+        weight = float(rng.integers(0, 2))
+        nodes += [Node(trunk, side, sign, weight, [0.0] * len(side)) for sign in (1.0, -1.0)]
+        trunk, length = len(nodes) - 1, min(ends)
+        ends = [max(ends), response_length(rng, median, length)]
+    return TokenTree(f"stream {number}", nodes)
+
+
+def response_length(rng: np.random.Generator, median: int, longer_than: int) -> int:
+    """Log-normal, given that it is longer."""
+    while True:
+        draws = median * rng.lognormal(0.0, SIGMA, 1000)
+        longer = draws[draws > longer_than + 1]
+        if longer.size:
+            return int(longer[0])
+        median = int(median * 1.5) + 1
