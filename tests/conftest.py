@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests import jobs
 from tests.processes import adopt_orphans, command_line, descendants, within
 
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor/compile_worker")
@@ -18,6 +19,7 @@ def no_process_is_left_over() -> Iterator[None]:
     """Set up before and torn down after every other fixture."""
     adopt_orphans()
     yield
+    jobs.stop_server()
     within(10, lambda: not leftovers())
     assert leftovers() == []
 

@@ -25,8 +25,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ["torch.distributed", "transformers.models.auto.modeling_auto", "megatron_eqlen.models.build"]
-
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Any]:
     """``[function(*args) on rank 0, on rank 1, ...]``. The default process group is ready inside.
@@ -35,7 +33,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     counts as a failure.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(["tests.rank_imports"])
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         ranks = [_spawn(context, rank, world_size, store, function, args) for rank in range(world_size)]

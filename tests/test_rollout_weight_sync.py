@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +14,7 @@ from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.rollout.engine import EngineError
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.types import Prompt
+from tests import jobs
 from tests.rollout_kit import CHANGES, DTYPES, folder, generate, open_engine, requests
 
 
@@ -111,50 +108,13 @@ def test_wrong_weights_are_named_and_the_engine_refuses_to_go_on():
     engine.close()
 
 
-RANK = """
-import json, sys
-import torch.distributed as dist
-from pathlib import Path
-from safetensors.torch import load_file
-from tests.rollout_kit import generate, open_engine, requests
-
-rank, old, new = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
-dist.init_process_group("gloo", init_method="file://" + sys.argv[4], rank=rank, world_size=2)
-for size in (1, 2):
-    engine = open_engine(old, temperature=1.0, tensor_parallel=size)
-    generate(engine, requests(4 if size == 2 else 2 + 5 * rank))
-    engine.update_weights(iter(load_file(new / "model.safetensors").items()), 1)
-    out = generate(engine, requests(8))
-    every = [None, None]
-    dist.all_gather_object(every, out)
-    assert every[0] == every[1]
-    engine.close()
-    dist.barrier()  # the trainer's group must have survived
-    if rank == 0:
-        print(json.dumps(out))
-"""
-
-
-def test_two_ranks_are_two_replicas_or_one_split_engine(tmp_path):
+def test_two_ranks_are_two_replicas_or_one_split_engine():
     """Beside a process group that is there already; both like one process on its own."""
-    arguments = [str(folder("qwen3", 0)), str(folder("qwen3", 1)), str(tmp_path / "store")]
-    environ = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), *arguments],
-            stdout=subprocess.PIPE,
-            env=environ,
-            text=True,
-            cwd=Path(__file__).parents[1],
-        )
-        for rank in range(2)
-    ]
-    output = [rank.communicate()[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0]
+    rank0 = jobs.run("-m", "tests.vllm_ranks", folder("qwen3", 0), folder("qwen3", 1), ranks=2)
     single = open_engine(folder("qwen3", 1), temperature=1.0)
     expected = generate(single, requests(8))
     single.close()
-    for found in map(json.loads, output[0].splitlines()):
+    for found in map(json.loads, rank0.stdout.splitlines()[-2:]):
         for name, (tokens, logprobs, reason, _) in expected.items():
             assert found[name][0] == tokens
             assert found[name][2] == reason

@@ -7,12 +7,11 @@ import json
 import math
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +21,10 @@ from transformers import AutoModelForCausalLM
 from megatron_eqlen.recipe_load import load
 from megatron_eqlen.report.rollouts import recipe_of
 from megatron_eqlen.rollout.recorder import Recorder, read_dump
-from tools.benchmarks.servers import free_ports, start, stop, wait_until_up
+from tests.jobs import ROOT, run, start, start_ranks
+from tests.processes import within
+from tools.benchmarks import servers
 
-ROOT = Path(__file__).parent.parent
 STEPS = 3
 
 
@@ -32,10 +32,10 @@ STEPS = 3
 def home(tmp_path_factory) -> Path:
     """A folder with a random tiny model, its data and a recipe."""
     folder = tmp_path_factory.mktemp("train")
-    run([ROOT / "tools/make_arithmetic.py", "--out", folder / "data", "--train", "60", "--test", "4"])
+    run("tools/make_arithmetic.py", "--out", folder / "data", "--train", "60", "--test", "4")
     data = folder / "data/train.parquet"
     model = ["--out", folder / "base", "--steps", "0", "--processes", "1"]
-    run([ROOT / "tools/make_tiny_model.py", "--data", data, *model])
+    run("tools/make_tiny_model.py", "--data", data, *model)
     rows = [{"question": f"Compute ${n}+1$.", "answer": str(n + 1), "grader": "rubric"} for n in range(40)]
     (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "recipe.yaml").write_text(
@@ -69,23 +69,9 @@ def trained(home) -> Path:
     return train(home, "one")
 
 
-def run(command: list, **kwargs) -> subprocess.CompletedProcess:
-    result = subprocess.run(
-        [sys.executable, *map(str, command)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-        **kwargs,
-    )
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
-    return result
-
-
-def train(home: Path, name: str, *arguments: str) -> Path:
-    run(command(home, name, *arguments))
+def train(home: Path, name: str, *arguments: str, ranks: int = 1) -> Path:
+    processes = f"cluster.processes_per_node={ranks}"
+    run(*command(home, name, processes, *arguments), ranks=ranks)
     return home / name
 
 
@@ -141,13 +127,13 @@ def test_the_export_is_the_trained_model_for_transformers(home, trained):
 
 def test_a_finished_run_is_left_as_it_is(home, trained):
     before = (trained / "metrics.jsonl").read_bytes()
-    assert "complete; see" in run(command(home, "one")).stdout, "it looks before it starts an engine"
+    assert "complete; see" in run(*command(home, "one")).stdout, "it looks before it starts an engine"
     assert (trained / "metrics.jsonl").read_bytes() == before
 
 
 @pytest.mark.parametrize("layout", ["parallel.tensor=2", "parallel.tensor=1"])
 def test_two_ranks_train_like_one_on_the_same_streams(home, trained, layout):
-    two = train(home, layout, layout, "cluster.processes_per_node=2", "--replay", str(trained / "streams"))
+    two = train(home, layout, layout, "--replay", str(trained / "streams"), ranks=2)
     for name in ("loss/total", "loss/policy", "loss/ref_kl", "loss/entropy", "train/grad_norm"):
         assert column(two, name) == pytest.approx(column(trained, name), rel=1e-5, abs=1e-6), name
 
@@ -183,7 +169,7 @@ def checkpoints(run_folder: Path) -> list[str]:
 def test_steps_that_train_nothing_are_said_and_skipped_ones_leave_the_checkpoint(home, trained, tmp_path):
     spoiled = streams_that_teach_little(trained, tmp_path / "streams", {0: no_reward, 1: nan_logprob})
     replay = ["--replay", str(spoiled)]
-    said = run(command(home, "idle", "checkpoint.keep=3", *replay))
+    said = run(*command(home, "idle", "checkpoint.keep=3", *replay))
     assert column(home / "idle", "train/updates") == [0, 0, 1]
     assert column(home / "idle", "train/skipped_updates") == [0, 1, 0]
     assert "WARNING: step 1 trained nothing: none of its" in said.stdout
@@ -193,7 +179,7 @@ def test_steps_that_train_nothing_are_said_and_skipped_ones_leave_the_checkpoint
     assert "the rollout_logprob of token 0 is nan" in said.stderr
     assert checkpoints(home / "idle") == ["1", "3"]
     with pytest.raises(AssertionError, match="1 updates in a row could not be taken"):
-        run(command(home, "strict", "optimizer.max_skipped_updates=0", *replay))
+        run(*command(home, "strict", "optimizer.max_skipped_updates=0", *replay))
     assert checkpoints(home / "strict") == ["1"]
     assert not (home / "strict/export").exists()
 
@@ -201,52 +187,58 @@ def test_steps_that_train_nothing_are_said_and_skipped_ones_leave_the_checkpoint
 def test_a_run_whose_last_update_is_skipped_ends_like_any_other(home, trained, tmp_path):
     spoiled = streams_that_teach_little(trained, tmp_path / "streams", {STEPS - 1: nan_logprob})
     again = command(home, "last", "--replay", str(spoiled))
-    assert "WARNING: step 3 trained nothing: 1 updates were skipped" in run(again).stdout
+    assert "WARNING: step 3 trained nothing: 1 updates were skipped" in run(*again).stdout
     assert checkpoints(home / "last") == ["2", "3"]
     ended = (home / "last/metrics.jsonl").read_bytes()
     exported = (home / "last/export/model.safetensors").read_bytes()
-    run(again)
+    run(*again)
     assert (home / "last/metrics.jsonl").read_bytes() == ended
     assert (home / "last/export/model.safetensors").read_bytes() == exported
 
 
 def test_killed_at_any_moment_and_started_again_it_ends_the_same(home, trained):
+    """Once the launcher alone, with what `eqlen` itself starts; once the ranks."""
     folder = home / "killed"
-    for taken in (1, 2):
-        start_and_kill(home, folder, after_steps=taken)
-    train(home, "killed", "cluster.processes_per_node=2")
-    assert column(folder, "step") == [1, 2, 3]
-    assert column(folder, "loss/total") == pytest.approx(column(trained, "loss/total"), rel=1e-4, abs=1e-6)
-
-
-def start_and_kill(home: Path, folder: Path, after_steps: int) -> None:
-    """SIGKILL to the launcher alone, as soon as that many steps are in the metrics."""
-    process = subprocess.Popen(
-        [sys.executable, *map(str, command(home, folder.name, "cluster.processes_per_node=2"))],
+    two = command(home, "killed", "cluster.processes_per_node=2")
+    launcher = subprocess.Popen(
+        [sys.executable, *map(str, two)],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    deadline = time.monotonic() + 300
-    while not (folder / "metrics.jsonl").exists() or len(metrics(folder)) < after_steps:
-        assert process.poll() is None, "it ended before it was killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    wait_for_steps(folder, 1, launcher)
+    launcher.kill()
+    launcher.wait()
+    ranks = start_ranks(2, *two)
+    wait_for_steps(folder, 2, *ranks)
+    for rank in ranks:
+        rank.kill()
+    train(home, "killed", ranks=2)
+    assert column(folder, "step") == [1, 2, 3]
+    assert column(folder, "loss/total") == pytest.approx(column(trained, "loss/total"), rel=1e-4, abs=1e-6)
+
+
+def wait_for_steps(folder: Path, count: int, *processes: Any) -> None:
+    """Until that many steps are in the metrics."""
+
+    def there() -> bool:
+        assert all(process.poll() is None for process in processes), "it ended before its time"
+        return (folder / "metrics.jsonl").exists() and len(metrics(folder)) >= count
+
+    assert within(300, there)
 
 
 def test_with_a_server_two_ranks_train_like_one_with_the_engine_inside(home, trained):
-    port = str(*free_ports(1))
+    port = str(*servers.free_ports(1))
     module = ["-m", "megatron_eqlen.rollout.vllm.server", home / "recipe.yaml", "--port", port]
-    server = start([sys.executable, *module], {"OMP_NUM_THREADS": "1"}, cwd=ROOT)
+    server = servers.start([sys.executable, *module], {"OMP_NUM_THREADS": "1"}, cwd=ROOT)
     try:
-        wait_until_up(f"http://127.0.0.1:{port}", server)
+        servers.wait_until_up(f"http://127.0.0.1:{port}", server)
         engine = ["rollout.engine=server", f"rollout.servers=[http://127.0.0.1:{port}]"]
-        folder = train(home, "server", *engine, "cluster.processes_per_node=2")
+        folder = train(home, "server", *engine, ranks=2)
     finally:
-        stop(server)
+        servers.stop(server)
     assert column(folder, "loss/total") == pytest.approx(column(trained, "loss/total"), rel=1e-4, abs=1e-6)
     assert max(column(folder, "loss/mismatch_max")) < 1e-4
     assert column(folder, "engine/live_replicas") == [1, 1, 1]
@@ -291,18 +283,10 @@ def test_sampled_trees_train(home):
 
 def test_a_stop_file_ends_the_run_with_a_checkpoint_and_the_run_goes_on_later(home):
     folder = home / "stopped"
-    process = subprocess.Popen(
-        [sys.executable, *map(str, command(home, "stopped", "steps=200", "checkpoint.every=100"))],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    while not (folder / "metrics.jsonl").exists() or not metrics(folder):
-        assert process.poll() is None
-        time.sleep(0.05)
+    job = start(*command(home, "stopped", "steps=200", "checkpoint.every=100"))
+    wait_for_steps(folder, 1, job)
     (folder / "STOP").touch()
-    assert process.wait(timeout=120) == 0
+    assert job.wait() == 0
     done = len(metrics(folder))
     assert (folder / "checkpoints/latest").read_text().strip() == f"step-{done:08d}"
     assert not (folder / "export").exists()
@@ -330,7 +314,7 @@ def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(home, trained
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
-    said = run(command(home, "damaged", "steps=4")).stderr
+    said = run(*command(home, "damaged", "steps=4")).stderr
     assert f"{data}: damaged: expected crc32" in said
     assert "step-00000002: the run goes on from this checkpoint" in said
     assert column(folder, "step") == [1, 2, 3, 4]
@@ -348,7 +332,7 @@ def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(home, trained
 
 def test_harvest_without_a_trainer(home):
     out = home / "harvested"
-    run(["-m", "megatron_eqlen.cli", "harvest", home / "recipe.yaml", "--out", out])
+    run("-m", "megatron_eqlen.cli", "harvest", home / "recipe.yaml", "--out", out)
     assert len(read_dump(out / "step-00000000/rank-0.jsonl")) == 4 * 2
     assert recipe_of(out) == recipe_of(out / "step-00000000") == load(home / "recipe.yaml")
 
@@ -357,6 +341,6 @@ def test_another_model_is_evaluated_on_other_questions(home, trained):
     out = home / "evaluation.json"
     arguments = [home / "recipe.yaml", f"run_dir={trained}", "evaluation.benchmarks.0.limit=2"]
     model = ["--model", trained / "export", "--out", out]
-    run(["-m", "megatron_eqlen.cli", "evaluate", *arguments, *model])
+    run("-m", "megatron_eqlen.cli", "evaluate", *arguments, *model)
     (result,) = json.loads(out.read_text())
     assert len(result["answers"]) == 2
