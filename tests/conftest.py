@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests import jobs
-from tests.processes import adopt_orphans, command_line, descendants, within
+from tests.kit import jobs
+from tests.kit.processes import adopt_orphans, command_line, descendants, within
 
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor/compile_worker")
 """Libraries' own processes, which serve this one to its end and go with it."""

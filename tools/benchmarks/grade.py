@@ -5,8 +5,9 @@ differently, wrong, or both. ``grouped`` has 16 samples a prompt, which share an
 none to share; ``math_verify`` sends every one of those through the parser. CPU time of the workers is
 measured beside the wall clock, so that the numbers mean something on a busy machine too.
 
-Agreement: tests/math_answers.jsonl holds answers with a person's verdict. The table counts how often our
-verdict agrees with it, and that of plain math-verify, used on the whole response as its documentation shows.
+Agreement: tests/tables/math_answers.jsonl holds answers with a person's verdict. The table counts how often
+our verdict agrees with it, and that of plain math-verify, used on the whole response as its documentation
+shows.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from megatron_eqlen.rewards.math import MathGrader, MathRule
 from megatron_eqlen.types import Grade
 from tools.benchmarks.table import show
 
-ANSWER_TABLE = Path(__file__).resolve().parents[2] / "tests" / "math_answers.jsonl"
+ANSWER_TABLE = Path(__file__).resolve().parents[2] / "tests" / "tables" / "math_answers.jsonl"
 SAMPLES_PER_PROMPT = 16
 ANSWERS_PER_PROMPT = 5
 

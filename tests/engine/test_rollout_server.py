@@ -1,0 +1,495 @@
+"""vLLM servers: two real ones against the in-process engine, and a scripted one for what goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+import threading
+
+import numpy as np
+import pytest
+import torch
+from aiohttp import web
+from safetensors.torch import load_file
+
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe_load import parse
+from megatron_eqlen.rollout.engine import Engine, EngineError
+from megatron_eqlen.rollout.harvest import harvest
+from megatron_eqlen.rollout.vllm import client, pool
+from megatron_eqlen.rollout.vllm.client import ServerEngine
+from megatron_eqlen.rollout.vllm.weight_stream import HELLO, connect, encode, read_frame, receive
+from megatron_eqlen.types import Prompt, Rollout
+from tests.kit.processes import are_gone, command_line, descendants, within
+from tests.kit.rollout_kit import folder
+from tools.benchmarks.servers import free_ports, running, stop
+
+EOS = range(1, 7)
+NORM = "model.norm.weight"
+PROMPTS = [Prompt(f"p{i}", [5 + i, 6, 7] * 14, "", "math", "") for i in range(6)]
+
+
+def make_recipe(urls: list[str], **over) -> Recipe:
+    rollout = {"max_response_length": 150, "temperature": 1.0, "max_num_seqs": 16, "kv_cache_gib": 0.1}
+    return parse(
+        {
+            "name": "t", "steps": 1, "group_size": 4,
+            "model": {"path": str(folder("qwen3")), "dtype": "float32"},
+            "data": {"sources": [{"name": "s", "path": "none"}], "max_prompt_length": 50},
+            "rollout": rollout | {"engine": "server", "servers": urls} | over,
+        },
+        "test",
+    )  # fmt: skip
+
+
+def open_local(recipe: Recipe) -> Engine:
+    from megatron_eqlen.rollout.vllm.colocated import ColocatedEngine
+
+    return ColocatedEngine(recipe.model.path, recipe.rollout, "float32", EOS, 200)
+
+
+def open_engine(recipe: Recipe) -> ServerEngine:
+    return ServerEngine(recipe.model.path, recipe.rollout, EOS, 200)
+
+
+@pytest.fixture(scope="module")
+def servers():
+    """Two real servers: {url: process}."""
+    environ = {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+    with running(make_recipe(["http://unknown"]), 2, **environ) as started:
+        yield started
+
+
+def assert_same(found: list[Rollout], expected: list[Rollout]) -> None:
+    """Same tokens and outcomes; log-probs up to what batches of other sizes round differently."""
+    assert [(r.prompt_id, r.index, r.outcome, len(r.pairs)) for r in found] == [
+        (r.prompt_id, r.index, r.outcome, len(r.pairs)) for r in expected
+    ]
+    for one, other in zip(found, expected, strict=True):
+        for a, b in zip(one.segments(), other.segments(), strict=True):
+            assert (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason)
+            assert a.sampling_mask == b.sampling_mask
+            assert np.abs(np.array(a.logprobs) - np.array(b.logprobs)).max() < 2e-5
+
+
+def test_sampling_masks_come_from_servers_that_were_started_without(servers):
+    sampling = {"keep_sampling_mask": True, "logprobs_mode": "processed", "top_k": 12, "top_p": 0.8}
+    recipe = make_recipe(list(servers), **sampling)
+    local = open_local(recipe)
+    remote = open_engine(recipe)
+    expected, _ = harvest(local, PROMPTS[:2], recipe, EOS, seed=1)
+    found, metrics = harvest(remote, PROMPTS[:2], recipe, EOS, seed=1)
+    assert_same(found, expected)
+    assert 1 < metrics["harvest/kept_per_token"] <= 12
+    remote.close()
+    local.close()
+
+
+def begin_a_sync_and_die(engine: ServerEngine) -> None:
+    """What a trainer leaves behind that is killed when a layer has some of its new weights."""
+    name = "model.layers.0.self_attn.q_proj.weight"
+    weight = load_file(folder("qwen3", 2) / "model.safetensors")[name]
+    engine.pool.post("start_weight_update")
+    feed = engine._feed(engine.pool.replicas[0])
+    engine.pool.io.run(feed.open())
+    engine.pool.io.run(feed.send(encode([(name, weight)])))
+    engine.pool.io.run(feed.close())
+
+
+def test_two_servers_harvest_what_one_process_does_through_a_sync_and_a_death(servers, monkeypatch):
+    monkeypatch.setattr(client, "BUCKET_BYTES", 20_000)  # layers are split between several
+    recipe = make_recipe(list(servers))
+    weights = load_file(folder("qwen3", 1) / "model.safetensors")
+    local = open_local(recipe)
+    remote = open_engine(recipe)
+
+    expected, _ = harvest(local, PROMPTS, recipe, EOS, seed=1)
+    found, metrics = harvest(remote, PROMPTS, recipe, EOS, seed=1)
+    assert_same(found, expected)
+    assert metrics["engine/live_replicas"] == 2
+    assert 0 <= metrics["harvest/recomputed_tokens_per_fork"] <= recipe.rollout.block_size
+    assert metrics["engine/removed_probability"] > 0
+    assert metrics["engine/preemptions"] == 0
+
+    begin_a_sync_and_die(remote)
+    for engine in (local, remote):
+        engine.update_weights(iter(weights.items()), 1)
+    expected, _ = harvest(local, PROMPTS, recipe, EOS, seed=2)
+    completed = []
+
+    def kill_one(rollout: Rollout) -> None:
+        if not completed:
+            stop(next(iter(servers.values())))
+        completed.append(rollout)
+
+    found, metrics = harvest(remote, PROMPTS, recipe, EOS, seed=2, on_complete=kill_one)
+    assert_same(found, expected)
+    assert len(completed) == len(expected)
+    assert {stream.policy_version for stream in found} == {1}
+    assert metrics["engine/live_replicas"] == 1
+    assert metrics["engine/sync_bytes"] == sum(w.numel() * w.element_size() for w in weights.values())
+    assert metrics["harvest/retries"] > 0
+
+    with pytest.raises(ValueError, match="missing"):
+        remote.update_weights(iter(list(weights.items())[:3]), 2)
+    with pytest.raises(ValueError, match=r"expected shape \[64\], found \[63\]"):
+        remote.update_weights(iter((weights | {NORM: weights[NORM][1:]}).items()), 2)
+    with pytest.raises(EngineError, match="failed half way"):
+        remote.submit("x", [5], 1, 0)
+    remote.update_weights(iter(weights.items()), 1)
+    assert_same(harvest(remote, PROMPTS[:1], recipe, EOS, seed=2)[0], expected[:2])
+    remote.close()
+    local.close()
+
+
+class Fake:
+    """An HTTP server that answers like vLLM, then misbehaves as ``behaviour`` says."""
+
+    def __init__(self, behaviour: str = "good") -> None:
+        self.behaviour = behaviour
+        self.version = "default"
+        self.max_model_len = 256
+        self.asked = 0
+        self.preempted = 0
+        self.frames: list[dict[str, torch.Tensor]] = []
+        self.strangers: list[socket.socket] = []
+        self.closed = threading.Event()
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self._serve, daemon=True)
+        (self.port,) = free_ports(1)
+        self.up = threading.Event()
+        self.thread.start()
+        self.up.wait()
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def _serve(self) -> None:
+        app = web.Application(client_max_size=2**30)
+        app.router.add_get("/weight_info", self.weight_info)
+        app.router.add_get("/metrics", self.metrics)
+        app.router.add_post("/inference/v1/generate", self.generate)
+        app.router.add_post("/{name}", self.control)
+        runner = web.AppRunner(app)
+        self.loop.run_until_complete(runner.setup())
+        self.loop.run_until_complete(web.TCPSite(runner, "127.0.0.1", self.port).start())
+        self.up.set()
+        self.loop.run_forever()
+
+    async def weight_info(self, request):
+        return web.json_response({"weight_version": self.version})
+
+    async def metrics(self, request):
+        lines = [f'vllm:num_preemptions_total{{engine="{i}"}} {self.preempted}.0' for i in range(2)]
+        return web.Response(text="\n".join(["# HELP vllm:num_preemptions_total ...", *lines, "a 1.0"]))
+
+    async def control(self, request):
+        body = await request.json() if request.can_read_body else {}
+        if request.match_info["name"] == "update_weights":
+            return await self.update_weights(request, body["update_info"])
+        if body and body.get("method") == "eqlen_setup":
+            return web.json_response({"results": [{"vocab_size": 96, "max_model_len": self.max_model_len}]})
+        if body and body.get("method") == "eqlen_removed_mass":
+            return web.json_response({"results": [[0.0, 0]]})
+        if request.match_info["name"] == "finish_weight_update":
+            self.version = body["weight_version"]
+        return web.json_response({})
+
+    async def update_weights(self, request, invitation):
+        if self.behaviour == "deny":
+            return web.Response(status=500, text="no such layer")
+        if self.behaviour == "crowded":
+            self.visit(invitation)
+        await asyncio.to_thread(self.load, invitation)
+        if self.behaviour == "die":
+            request.transport.abort()
+        return web.json_response({})
+
+    def visit(self, invitation):
+        """Come before the worker, without the nonce: silent, short and wrong."""
+        for hello in (b"", b"GET / HTTP/1.1"[: HELLO.size - 1], b"x" * HELLO.size):
+            stranger = socket.create_connection((invitation["host"], invitation["port"]))
+            stranger.sendall(hello)
+            self.strangers.append(stranger)
+
+    def load(self, invitation):
+        self.frames = []
+        with connect(**invitation, rank=0) as sock:
+            for frame in receive(sock):
+                self.frames.append(dict(frame))
+                if self.behaviour == "stall":
+                    self.closed.wait()
+                if self.behaviour in ("die", "stall"):
+                    return
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: tensor for frame in self.frames for name, tensor in frame.items()}
+
+    async def generate(self, request):
+        """Counts up from the last token, two tokens an event, to the limit or to 90, the end."""
+        body = await request.json()
+        self.asked += 1
+        if self.behaviour == "refuse":
+            return web.Response(status=500, text="out of memory")
+        response = web.StreamResponse()
+        await response.prepare(request)
+        start = body["token_ids"][-1] + 1
+        tokens = list(range(start, min(91, start + body["sampling_params"]["max_tokens"])))
+        if self.behaviour == "short":
+            tokens = tokens[:3]
+        if self.behaviour == "hang":
+            await asyncio.sleep(60)
+        for i in range(0, len(tokens), 2):
+            part = tokens[i : i + 2]
+            if self.behaviour == "break" and i >= 4:
+                request.transport.abort()
+                return response
+            if self.behaviour == "slow":
+                await asyncio.sleep(0.2)
+            reason = "length" if i + 2 >= len(tokens) else None
+            content = [{"logprob": -0.5} for _ in part]
+            await self.send(
+                response, [{"token_ids": part, "finish_reason": reason, "logprobs": {"content": content}}]
+            )
+        await self.send(response, [])
+        return response
+
+    @staticmethod
+    async def send(response, choices) -> None:
+        await response.write(f"data: {json.dumps({'choices': choices, 'usage': {}})}\n\n".encode())
+
+    def close(self) -> None:
+        self.closed.set()
+        for stranger in self.strangers:
+            stranger.close()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+
+
+@pytest.fixture
+def fake():
+    made = []
+
+    def make(behaviour: str = "good") -> Fake:
+        made.append(Fake(behaviour))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+PROMPT = [Prompt("p", [60], "", "math", "")]
+
+
+def harvest_independent(fakes: list[Fake], during=None, **over):
+    recipe = make_recipe([fake.url for fake in fakes], **over).model_copy(update={"sampling": "independent"})
+    engine = open_engine(recipe)
+    try:
+        if during is not None:
+            during(engine)
+        rollouts, metrics = harvest(engine, PROMPT, recipe, {90}, seed=0)
+        return [completion.token_ids for completion in rollouts[0].completions], metrics
+    finally:
+        engine.close()
+
+
+COUNTED = [list(range(61, 91))] * 4
+
+
+@pytest.mark.parametrize("behaviour", ["refuse", "break", "hang"])
+def test_a_replica_that_fails_is_left_and_nothing_is_lost(fake, behaviour, caplog):
+    bad, good = fake(behaviour), fake()
+    found, metrics = harvest_independent([bad, good], request_timeout=2 if behaviour == "hang" else 600)
+    assert found == COUNTED
+    assert metrics["engine/live_replicas"] == 1
+    assert metrics["harvest/retries"] == 4
+    assert "dead until the next weight sync" in caplog.text
+
+
+def test_an_answer_with_fewer_tokens_is_continued(fake):
+    found, metrics = harvest_independent([fake("short")], max_response_length=6)
+    assert found == [list(range(61, 67))] * 4
+    assert metrics["harvest/retries"] == 4
+
+
+def test_a_replica_that_restarted_with_old_weights_is_noticed(fake, monkeypatch, caplog):
+    monkeypatch.setattr(pool, "HEARTBEAT", 0.05)
+    slow, good = fake("slow"), fake()
+
+    def restart(engine):
+        engine.update_weights(iter(load_file(folder("qwen3", 1) / "model.safetensors").items()), 7)
+        slow.version = "default"
+
+    found, metrics = harvest_independent([slow, good], restart)
+    assert found == COUNTED
+    assert metrics["harvest/retries"] == 4
+    assert "expected weights '7', found 'default'" in caplog.text
+
+
+def test_servers_that_do_not_fit_are_refused(fake):
+    with pytest.raises(EngineError, match=r"none is alive of http://127\.0\.0\.1:1, "):
+        open_engine(make_recipe(["http://127.0.0.1:1", "http://127.0.0.1:2"]))
+    old = fake()
+    old.version = "12"
+    with pytest.raises(EngineError, match="none is alive"):
+        open_engine(make_recipe([old.url]))
+    short = fake()
+    short.max_model_len = 100
+    with pytest.raises(EngineError, match="--max-model-len of at least 200, found 100"):
+        open_engine(make_recipe([short.url]))
+    both = [fake("refuse"), fake("refuse")]
+    with pytest.raises(EngineError, match="none is alive"):
+        harvest_independent(both)
+
+
+def new_weights() -> dict[str, torch.Tensor]:
+    return load_file(folder("qwen3", 1) / "model.safetensors")
+
+
+def assert_bits_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert list(found) == list(expected)
+    for name, tensor in found.items():
+        assert (tensor.dtype, tensor.shape) == (expected[name].dtype, expected[name].shape)
+        assert torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (tensor, expected[name])))
+
+
+@pytest.fixture
+def open_fakes(fake, monkeypatch):
+    """Fakes that behave like this, and an engine over them whose syncs take many frames."""
+    monkeypatch.setattr(client, "BUCKET_BYTES", 20_000)
+    engines = []
+
+    def make(*behaviours: str, **over) -> tuple[ServerEngine, list[Fake]]:
+        fakes = [fake(behaviour) for behaviour in behaviours]
+        engines.append(open_engine(make_recipe([one.url for one in fakes], **over)))
+        return engines[-1], fakes
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def test_tensors_of_any_dtype_and_shape_cross_the_wire():
+    here, there = socket.socketpair()
+    sent = {
+        "scalar": torch.tensor(-2.5, dtype=torch.bfloat16),
+        "bytes": torch.arange(3, dtype=torch.uint8),
+        "after an odd number of bytes": torch.tensor([[1.5], [float("nan")]]),
+        "float8": torch.tensor([1.0, -448.0]).to(torch.float8_e4m3fn),
+        "bool": torch.tensor([True, False]),
+    }
+    for part in encode(list(sent.items())):
+        here.sendall(part)
+    assert_bits_equal(dict(read_frame(there)), sent)
+    here.close()
+    with pytest.raises(ConnectionError, match="hung up in the middle"):
+        read_frame(there)
+    there.close()
+
+
+def test_a_sync_brings_every_replica_the_same_bits_in_many_frames(open_fakes):
+    engine, fakes = open_fakes("good", "good")
+    dtypes = (torch.bfloat16, torch.float32, torch.float16)
+    weights = {name: w.to(dtypes[i % 3]) for i, (name, w) in enumerate(new_weights().items())}
+    weights[NORM] = torch.arange(128, dtype=torch.bfloat16)[::2]  # not contiguous
+    engine.update_weights(iter(weights.items()), 3)
+    for one in fakes:
+        assert_bits_equal(one.weights, weights)
+        assert len(one.frames) > 5
+        assert all(len(frame) == 1 or sum(w.nbytes for w in frame.values()) <= 20_000 for frame in one.frames)
+        assert one.version == "3"
+    assert engine.metrics()["engine/sync_bytes"] == sum(w.nbytes for w in weights.values())
+
+
+def test_a_wrong_weight_leaves_the_servers_refusing_until_a_good_sync(open_fakes):
+    engine, (one,) = open_fakes("good")
+    good = new_weights()
+    with pytest.raises(ValueError, match=rf"weight '{NORM}': expected shape \[64\], found \[63\]"):
+        engine.update_weights(iter((good | {NORM: good[NORM][1:]}).items()), 1)
+    assert len(one.weights) < len(good)
+    assert engine.policy_version == 0
+    with pytest.raises(EngineError, match="failed half way"):
+        engine.submit("x", [5], 1, 0)
+    engine.update_weights(iter(good.items()), 1)
+    assert_bits_equal(one.weights, good)
+    assert engine.policy_version == 1
+    engine.submit("x", [5], 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "reason"),
+    [
+        ("die", "(sending weights|update_weights): .*(reset|pipe|disconnected|hung up)"),
+        ("stall", r"(sending weights|update_weights): silent for 2 s"),
+        ("deny", "waiting for its workers: HTTP 500 from /update_weights: no such layer"),
+    ],
+)
+def test_a_replica_that_fails_in_a_sync_is_left_out_and_the_others_get_all(
+    open_fakes, behaviour, reason, caplog
+):
+    engine, (bad, good) = open_fakes(behaviour, "good", request_timeout=4)
+    weights = new_weights()
+    engine.update_weights(iter(weights.items()), 1)
+    assert_bits_equal(good.weights, weights)
+    assert len(bad.weights) < len(weights)
+    assert engine.metrics()["engine/live_replicas"] == 1
+    assert re.search(f"{bad.url}: dead until the next weight sync.*{reason}", caplog.text, re.IGNORECASE)
+    bad.behaviour = "good"
+    engine.update_weights(iter(weights.items()), 2)
+    assert_bits_equal(bad.weights, weights)
+    assert engine.metrics()["engine/live_replicas"] == 2
+
+
+def test_the_stream_is_read_to_its_end_even_when_all_replicas_die(open_fakes):
+    """Other ranks take part in exporting the weights."""
+    engine, _ = open_fakes("die", "die")
+    stream = iter(new_weights().items())
+    with pytest.raises(EngineError, match="none is alive"):
+        engine.update_weights(stream, 1)
+    assert next(stream, None) is None
+    with pytest.raises(EngineError, match="failed half way"):
+        engine.submit("x", [5], 1, 0)
+
+
+def test_strangers_without_the_nonce_get_nothing(open_fakes):
+    engine, (one, other) = open_fakes("crowded", "good", request_timeout=20)
+    engine.update_weights(iter(new_weights().items()), 1)
+    assert_bits_equal(one.weights, new_weights())
+    assert_bits_equal(other.weights, new_weights())
+    assert [stranger.recv(1) for stranger in one.strangers] == [b""] * 3
+
+
+def test_preemptions_are_counted_since_the_last_call(open_fakes):
+    engine, (one, other) = open_fakes("good", "good")
+    one.preempted, other.preempted = 3, 4
+    assert engine.metrics()["engine/preemptions"] == 2 * 7
+    other.preempted = 1  # restarted
+    assert engine.metrics()["engine/preemptions"] == 2 * 1
+    assert engine.metrics()["engine/preemptions"] == 0
+
+
+def test_what_was_said_of_a_replica_before_a_sync_is_void_after_it(open_fakes):
+    engine, _ = open_fakes("good", "good")
+    engine.arrivals.put(client.Failure(engine.pool.replicas[0], "heartbeat: slow"))
+    engine.update_weights(iter(new_weights().items()), 1)
+    assert engine.step() == []
+    assert engine.metrics()["engine/live_replicas"] == 2
+
+
+def test_a_replica_that_stays_away_is_named_once(open_fakes, caplog):
+    engine, _ = open_fakes("good", "good")
+    gone = engine.pool.replicas[1]
+    gone.url = f"http://127.0.0.1:{free_ports(1)[0]}"
+    for version in (1, 2, 3):
+        engine.update_weights(iter(new_weights().items()), version)
+    assert caplog.text.count(f"{gone.url}: left out") == 1
+
+
+def test_the_engine_of_a_server_that_is_killed_dies_with_it(servers):
+    process = next(process for process in servers.values() if process.poll() is None)
+    engine = descendants(process.pid)
+    assert any("EngineCore" in command_line(pid) for pid in engine)
+    process.kill()
+    process.wait()
+    assert within(10, are_gone(engine))

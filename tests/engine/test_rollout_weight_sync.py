@@ -1,0 +1,121 @@
+"""Weight syncs against a freshly loaded engine, for every family and across ranks."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from megatron_eqlen.recipe_load import parse
+from megatron_eqlen.rollout.engine import EngineError
+from megatron_eqlen.rollout.harvest import harvest
+from megatron_eqlen.types import Prompt
+from tests.kit import jobs
+from tests.kit.rollout_kit import CHANGES, DTYPES, folder, generate, open_engine, requests
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_after_a_sync_the_engine_is_a_freshly_loaded_one(kind):
+    dtype = DTYPES.get(kind, "float32")
+    engine = open_engine(folder(kind, 0), dtype, temperature=1.0)
+    before = generate(engine, requests(16))
+    weights = load_file(folder(kind, 1) / "model.safetensors")
+    engine.sleep()
+    with pytest.raises(EngineError, match="update_weights must come first"):
+        engine.submit("x", [5], 1, 0)
+    engine.wake()
+    engine.update_weights(iter(weights.items()), policy_version=4)
+    assert engine.policy_version == 4
+    after = generate(engine, requests(16))
+    metrics = engine.metrics()
+    assert metrics["engine/sync_bytes"] == sum(w.numel() * w.element_size() for w in weights.values())
+    assert metrics["engine/sync_seconds"] > 0
+    engine.close()
+    fresh = open_engine(folder(kind, 1), dtype, temperature=1.0)
+    assert after == generate(fresh, requests(16)), "log-probs, tokens, and cached prefixes"
+    assert after != before
+    fresh.close()
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_every_family_is_harvested_and_its_logprobs_are_transformers(kind):
+    """In float32 to 5e-5; Gated DeltaNet in bfloat16 as near as Transformers' own bfloat16 is."""
+    dtype = DTYPES.get(kind, "float32")
+    eos = range(1, 7)
+    engine = open_engine(folder(kind), dtype, eos, temperature=1.0)
+    prompts = [Prompt(f"p{i}", [5 + i, 6, 7] * 14, "", "math", "") for i in range(4)]
+    recipe = parse(
+        {
+            "name": "t", "steps": 1, "group_size": 4, "model": {"path": "none"},
+            "data": {"sources": [{"name": "s", "path": "none"}], "max_prompt_length": 50},
+            "rollout": {"max_response_length": 150, "temperature": 1.0, "max_num_seqs": 64},
+        },
+        "test",
+    )  # fmt: skip
+    streams, metrics = harvest(engine, prompts, recipe, eos, seed=3)
+    engine.close()
+    assert len(streams) == 8
+    assert sum(len(stream.pairs) for stream in streams) > 16
+    paths = [(s.prompt_id, tokens) for s in streams for _, tokens in s.ended()]
+    assert all(tokens[-1] in eos and len(tokens) <= 150 for _, tokens in paths)
+    errors, noise = [], []
+    model = AutoModelForCausalLM.from_pretrained(folder(kind), dtype=torch.float32)
+    rough = AutoModelForCausalLM.from_pretrained(folder(kind), dtype=torch.bfloat16)
+    for stream in streams:
+        context = next(p.token_ids for p in prompts if p.prompt_id == stream.prompt_id)
+        for number, pair in enumerate(stream.pairs):
+            for side in (pair.a, pair.b):
+                path = context + stream.trunk_token_ids(number) + side.token_ids
+                index = torch.tensor(side.token_ids).unsqueeze(1)
+                with torch.no_grad():
+                    exact, near = (
+                        m(torch.tensor([path])).logits[0, -len(side) - 1 : -1].float().log_softmax(-1)
+                        for m in (model, rough)
+                    )
+                exact, near = exact.gather(1, index)[:, 0], near.gather(1, index)[:, 0]
+                errors.append((exact - torch.tensor(side.logprobs)).abs())
+                noise.append((exact - near).abs())
+    errors, noise = torch.cat(errors), torch.cat(noise)
+    if dtype == "float32":
+        assert errors.max() < 5e-5
+        assert metrics["harvest/recomputed_tokens_per_fork"] <= 32
+    else:
+        assert errors.mean() < 1.5 * noise.mean()
+        # The state of a Gated DeltaNet is cached at the ends of large blocks only.
+        assert metrics["harvest/recomputed_tokens_per_fork"] > 32
+
+
+def test_wrong_weights_are_named_and_the_engine_refuses_to_go_on():
+    engine = open_engine(folder("qwen3"))
+    good = load_file(folder("qwen3", 1) / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    for weights, message in (
+        (good | {name: good[name][:-1]}, rf"weight '{name}': expected shape \[96, 64\], found \[95, 64\]"),
+        (good | {"model.layers.0.mlp.upproj.weight": good[name]}, rf"nearest: '{name}'"),
+        ({k: v for k, v in good.items() if k != name}, rf"1 of 25 missing, for example '{name}'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.update_weights(iter(weights.items()), 1)
+        assert engine.policy_version == 0
+        with pytest.raises(EngineError, match="failed half way"):
+            engine.submit("x", [5], 1, 0)
+    engine.update_weights(iter(good.items()), 1)
+    assert generate(engine, requests(2))
+    engine.close()
+
+
+def test_two_ranks_are_two_replicas_or_one_split_engine():
+    """Beside a process group that is there already; both like one process on its own."""
+    rank0 = jobs.run("-m", "tests.kit.vllm_ranks", folder("qwen3", 0), folder("qwen3", 1), ranks=2)
+    single = open_engine(folder("qwen3", 1), temperature=1.0)
+    expected = generate(single, requests(8))
+    single.close()
+    for found in map(json.loads, rank0.stdout.splitlines()[-2:]):
+        for name, (tokens, logprobs, reason, _) in expected.items():
+            assert found[name][0] == tokens
+            assert found[name][2] == reason
+            assert np.abs(np.array(found[name][1]) - np.array(logprobs)).max() < 2e-5

@@ -1,0 +1,46 @@
+"""What a command imports before it knows that it needs it: seconds of every start."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.kit import ROOT
+
+
+def imported_by(modules: list[str]) -> set[str]:
+    """The packages that a fresh interpreter has loaded after importing ``modules``."""
+    statements = [f"import {module}" for module in modules]
+    script = "\n".join(
+        [*statements, "import sys", "print(*(name for name in sys.modules if '.' not in name))"]
+    )
+    command = [sys.executable, "-c", script]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(ended.stdout.splitlines()[-1].split())
+
+
+def test_only_a_start_of_vllm_imports_it():
+    assert "vllm" not in imported_by(
+        [
+            "megatron_eqlen.loop",
+            "megatron_eqlen.plan",
+            "megatron_eqlen.rollout.vllm.client",
+            "tools.benchmarks.harvest",
+            "tools.benchmarks.servers",
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        ["megatron_eqlen.cli"],
+        ["megatron_eqlen.report.page", "megatron_eqlen.report.text", "megatron_eqlen.report.compare"],
+        ["megatron_eqlen.rollout.harvest"],
+        ["megatron_eqlen.hf.config", "megatron_eqlen.plan"],
+    ],
+)
+def test_commands_that_compute_nothing_import_no_torch(modules):
+    assert not imported_by(modules) & {"torch", "vllm", "transformers", "megatron"}

@@ -1,0 +1,95 @@
+"""Run a function on N gloo ranks, each a process of its own, and collect what each returns.
+
+    def add(value):                       # at the top level of a test module
+        total = torch.tensor(value)
+        dist.all_reduce(total)
+        return total.item()
+
+    assert run_ranks(2, add, 3) == [6, 6]
+
+The ranks are forked from a server that has imported the heavy libraries once, so a call costs little
+more than its work. Results come back by pickle: return plain data or tensors.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Any]:
+    """``[function(*args) on rank 0, on rank 1, ...]``. The default process group is ready inside.
+
+    Raises RuntimeError with the first failing rank's traceback. ``timeout``: seconds after which a hang
+    counts as a failure.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.kit.rank_imports"])
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        ranks = [_spawn(context, rank, world_size, store, function, args) for rank in range(world_size)]
+        try:
+            return _collect([pipe for _, pipe in ranks], time.monotonic() + timeout)
+        finally:
+            for process, _ in ranks:
+                process.kill()
+                process.join()
+
+
+def _spawn(context: Any, rank: int, world_size: int, store: str, function: Callable, args: tuple) -> tuple:
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_rank_main, args=(theirs, rank, world_size, store, function, args))
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
+    results: dict[Connection, Any] = {}
+    while len(results) < len(pipes):
+        waiting = [pipe for pipe in pipes if pipe not in results]
+        ready = multiprocessing.connection.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RuntimeError(f"ranks {[pipes.index(pipe) for pipe in waiting]} did not answer in time")
+        for pipe in ready:
+            results[pipe] = _answer(pipes.index(pipe), pipe)
+    return [results[pipe] for pipe in pipes]
+
+
+def _answer(rank: int, pipe: Connection) -> Any:
+    try:
+        failure, result = pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        raise RuntimeError(f"rank {rank} died without an answer") from None
+    if failure:
+        raise RuntimeError(f"rank {rank} failed:\n{failure}")
+    return result
+
+
+def _rank_main(
+    pipe: Connection, rank: int, world_size: int, store: str, function: Callable, args: tuple
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+        message = (None, function(*args))
+    except BaseException:  # noqa: BLE001  whatever it is, the test must see it
+        message = (traceback.format_exc(), None)
+    for helper in multiprocessing.active_children():  # Megatron's checkpointing starts one
+        helper.kill()
+    pipe.send_bytes(pickle.dumps(message))
+    sys.stdout.flush()
+    os._exit(0)  # peers may be gone or stuck: no farewell from the process group

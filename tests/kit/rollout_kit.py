@@ -1,0 +1,82 @@
+"""What the tests of the vLLM engines share: tiny models, engines, requests, and the reference."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron_eqlen.recipe import RolloutRecipe
+from tests.kit.tiny_models import FAMILIES, save_tiny
+
+if TYPE_CHECKING:
+    from megatron_eqlen.rollout.vllm.colocated import ColocatedEngine
+
+EOS = [1, 2]
+MAX_LEN = 256
+CHANGES = {
+    "qwen3": {"head_dim": 32, "num_hidden_layers": 2},
+    "tied": {"head_dim": 32, "num_hidden_layers": 2, "tie_word_embeddings": True},
+    "qwen3_moe": {"head_dim": 32, "num_hidden_layers": 2, "num_experts": 4},
+    "qwen3_next": {
+        "head_dim": 32,
+        "num_experts": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    },
+}
+DTYPES = {"qwen3_next": "bfloat16"}  # the only one vLLM's CPU build has for Gated DeltaNet
+
+
+_models = tempfile.TemporaryDirectory(prefix="tiny-models-")
+
+
+@functools.cache
+def folder(kind: str, seed: int = 0) -> Path:
+    """A tiny model on disk, until the process ends."""
+    path = Path(_models.name) / f"{kind}-{seed}"
+    save_tiny(path, kind if kind in FAMILIES else "qwen3", seed=seed, **CHANGES[kind])
+    return path
+
+
+def make_rollout(**over) -> RolloutRecipe:
+    return RolloutRecipe(**{"max_num_seqs": 64, "kv_cache_gib": 0.1, "max_response_length": 60} | over)
+
+
+def open_engine(path: Path, dtype: str = "float32", eos=EOS, **over) -> ColocatedEngine:
+    from megatron_eqlen.rollout.vllm.colocated import ColocatedEngine  # many of the kit's users start none
+
+    return ColocatedEngine(path, make_rollout(**over), dtype, eos, MAX_LEN)
+
+
+def generate(
+    engine, requests: dict[str, tuple[list[int], int, int]]
+) -> dict[str, tuple[list, list, str, int]]:
+    """{id: (context, max_tokens, seed)} -> {id: (tokens, logprobs, finish_reason, cached)}"""
+    for name, (context, max_tokens, seed) in requests.items():
+        engine.submit(name, context, max_tokens, seed)
+    out = {name: ([], [], None, 0) for name in requests}
+    while engine.has_unfinished:
+        for delta in engine.step():
+            tokens, logprobs, _, cached = out[delta.request_id]
+            out[delta.request_id] = (
+                tokens + delta.token_ids, logprobs + delta.logprobs, delta.finish_reason,
+                cached + (delta.num_cached_tokens or 0),
+            )  # fmt: skip
+    return out
+
+
+def requests(count: int, max_tokens: int = 60) -> dict[str, tuple[list[int], int, int]]:
+    return {f"r{i}": ([5 + i % 80, 6, 7, 8 + i % 9] * 12, max_tokens, 1000 + i) for i in range(count)}
+
+
+def reference_logits(path: Path, context: list[int], tokens: list[int], dtype=torch.float32) -> torch.Tensor:
+    """[tokens, vocabulary] float32"""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    with torch.no_grad():
+        logits = model(torch.tensor([context + tokens])).logits[0, len(context) - 1 : -1]
+    return logits.float()

@@ -1,0 +1,59 @@
+"""Optimizer steps of a real ``Policy`` on a tiny model, on any number of gloo ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe_load import parse
+from megatron_eqlen.training.distributed import start
+from megatron_eqlen.training.policy import Policy
+from megatron_eqlen.types import Metrics, TokenTree
+from tests.kit.tree_samples import stream
+
+ROW = 24
+"""Positions of a row: one tree of ``one_tree_a_row``."""
+
+
+def recipe_of(folder: str, changes: dict[str, Any]) -> Recipe:
+    """A recipe for updates alone; ``changes`` are whole sections."""
+    plain: dict[str, Any] = {
+        "name": "t", "steps": 4, "model": {"path": folder, "dtype": "float32"},
+        "data": {"sources": [{"name": "s", "path": "none"}], "max_prompt_length": 4},
+        "rollout": {"max_response_length": 20, "temperature": 1.0},
+        "packing": {"max_tokens_per_row": ROW}, "optimizer": {"lr": 1e-3, "warmup_steps": 0},
+        "loss": {"kl_coef": 0.1, "epochs": 2},
+    }  # fmt: skip
+    return parse(plain | changes, "test")
+
+
+def one_tree_a_row(count: int) -> list[TokenTree]:
+    """Streams of two pairs, as long as a row."""
+    rng = np.random.default_rng(count)
+    return [stream(rng, 3, [8, 3]) for _ in range(count)]
+
+
+def build_policy(folder: str, changes: dict[str, Any] | None = None) -> Policy:
+    """On a rank of a world; the groups stay, the process ends."""
+    recipe = recipe_of(folder, changes or {})
+    start(recipe.parallel, seed=1)
+    return Policy(recipe)
+
+
+def weights_of(policy: Policy) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in policy.weights()}
+
+
+def update(
+    folder: str, minibatches: list[list[TokenTree]], changes: dict[str, Any] | None = None
+) -> tuple[Metrics, dict[str, torch.Tensor]]:
+    """Metrics and weights after one ``Policy.update``."""
+    policy = build_policy(folder, changes)
+    return policy.update(minibatches), weights_of(policy)
+
+
+def layout(processes: int, **parallel: Any) -> dict[str, Any]:
+    return {"parallel": parallel, "cluster": {"processes_per_node": processes}}

@@ -1,0 +1,218 @@
+"""tools/prepare_data.py and the prepared reader: what it keeps, what it says, and that it stays bounded."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megatron_eqlen.data.prepare import prepare
+from megatron_eqlen.data.prepared import PreparedRows, manifest_path, sha256
+from megatron_eqlen.data.prompts import PromptSource
+from megatron_eqlen.data.rows import Tally
+from megatron_eqlen.data.sources import open_source
+from megatron_eqlen.recipe import DataRecipe, SourceRecipe
+from megatron_eqlen.rewards.math import MathGrader
+from tests.kit import ROOT
+
+
+class Words:
+    """A tokenizer of one token a word."""
+
+    def apply_chat_template(self, messages, enable_thinking=None):
+        return [1 for message in messages for _ in message["content"].split()]
+
+
+def write_deepmath(path: Path, rows: list[tuple[str, str, float]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    questions, answers, difficulties = zip(*rows, strict=True)
+    columns = {"question": questions, "final_answer": answers, "difficulty": difficulties}
+    columns |= {name: ["t"] * len(rows) for name in ("topic", "r1_solution_1")}
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory) -> Path:
+    rows = [(f"What is {i} + {i}?", str(2 * i), float(i % 10)) for i in range(300)]
+    rows += [("What is 1 + 1?", "2", 1.0), ("Bad gold?", "\\frac{", 1.0), ("Hard?", "5", 99.0)]
+    return write_deepmath(tmp_path_factory.mktemp("raw") / "data" / "train-00000.parquet", rows)
+
+
+@pytest.fixture(scope="module")
+def prepared(raw) -> Path:
+    """Made by the real command."""
+    out = raw.parent.parent / "prepared" / "deepmath.parquet"
+    command = [
+        sys.executable,
+        ROOT / "tools" / "prepare_data.py",
+        "--reader",
+        "deepmath",
+        "--path",
+        raw.parent,
+    ]
+    done = subprocess.run(
+        [*command, "--out", out, "--max-difficulty", "10"],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "left out: unparseable_gold" in done.stdout
+    return out
+
+
+def test_the_manifest_says_what_happened(raw, prepared):
+    manifest = json.loads(manifest_path(prepared).read_text())
+    assert manifest["rows"] == 300
+    assert manifest["dropped"] == {"difficulty": 1, "duplicate": 1, "unparseable_gold": 1}
+    assert manifest["sha256"] == sha256(prepared)
+    assert manifest["inputs"] == {str(raw): sha256(raw)}
+    assert manifest["source"]["max_difficulty"] == 10.0
+    assert manifest["grader"] == MathGrader().name
+
+
+def test_prepared_rows_are_random_access_in_bounded_memory(prepared):
+    rows = PreparedRows(prepared)
+    for number in (299, 0, 64, 63, 200):
+        assert rows[number].question == f"What is {number} + {number}?"
+        assert rows[number].gold_checked
+    assert len(rows._groups) <= 8
+    assert [row.row_id for row in rows] == rows.row_ids()
+    with pytest.raises(IndexError):
+        rows[300]
+
+
+def test_a_prepared_source_gives_the_same_prompts_as_its_raw_files(raw, prepared):
+    def questions(reader: str, path: Path) -> set[str]:
+        source = SourceRecipe(name="s", reader=reader, path=str(path), min_difficulty=5, max_difficulty=10)
+        prompts = PromptSource(DataRecipe(sources=[source]), Words(), 0)
+        found = {prompt.question for prompt in prompts.next(150)}
+        prompts.close()
+        return found
+
+    assert questions("prepared", prepared) == questions("deepmath", raw)
+
+
+@pytest.mark.parametrize(("least", "kept"), [(None, 300), (5, 150), (100, 0)])
+def test_a_prepared_source_is_opened_without_reading_its_golds(prepared, monkeypatch, least, kept):
+    def refuse(rows, group):
+        raise AssertionError("whole rows were read")
+
+    monkeypatch.setattr(PreparedRows, "_group", refuse)
+    source = SourceRecipe(name="s", reader="prepared", path=str(prepared), min_difficulty=least)
+    if kept:
+        assert len(open_source(source, Tally())) == kept
+    else:
+        with pytest.raises(ValueError, match="no usable row"):
+            open_source(source, Tally())
+
+
+def test_a_file_that_is_not_the_manifests_is_refused(prepared, tmp_path):
+    copy = tmp_path / prepared.name
+    copy.write_bytes(prepared.read_bytes())
+    with pytest.raises(ValueError, match=r"expected a prepared file and deepmath\.parquet\.manifest\.json"):
+        PreparedRows(copy)
+    manifest = json.loads(manifest_path(prepared).read_text()) | {"sha256": "0" * 64}
+    manifest_path(copy).write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match="prepare it again"):
+        PreparedRows(copy)
+
+
+def test_prompt_length_is_measured(raw, tmp_path):
+    source = SourceRecipe(name="s", path=str(raw))
+    manifest = prepare(source, tmp_path / "out.parquet", MathGrader("exact"), Words(), max_prompt_length=4)
+    assert manifest["dropped"]["too_long"] == 300
+    assert manifest["rows"] == 2  # "Bad gold?" (the exact rule needs no parser) and "Hard?"
+
+
+def test_nothing_is_left_behind_when_no_row_is_kept(raw, tmp_path):
+    source = SourceRecipe(name="s", path=str(raw), min_difficulty=1000.0)
+    with pytest.raises(ValueError, match=r"no usable row.*difficulty': 303"):
+        prepare(source, tmp_path / "out.parquet", MathGrader("exact"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_reading_streams(tmp_path, monkeypatch):
+    """Rows reach the writer while most of the file is unread."""
+    from megatron_eqlen.data import rows as reading
+
+    rows = [(f"Question number {i}?", str(i), 1.0) for i in range(4000)]
+    file = write_deepmath(tmp_path / "train-0.parquet", rows)
+    taken, plain = [], reading.text_field
+    monkeypatch.setattr(
+        "megatron_eqlen.data.deepmath.text_field",
+        lambda record, name: taken.append(name) or plain(record, name),
+    )
+    seen = []
+    prepare(
+        SourceRecipe(name="s", path=str(file)),
+        tmp_path / "out.parquet",
+        MathGrader("exact"),
+        progress=lambda tally: seen.append((tally.kept, len(taken))),
+    )
+    assert all(read - kept <= 512 for kept, read in seen)
+    assert seen[-1] == (4000, 4000)
+
+
+class Killed(BaseException):
+    pass
+
+
+class DyingGrader:
+    """Checks golds by text, and dies at its ``last``-th batch as a killed process would."""
+
+    name = "exact-2"
+
+    def __init__(self, last: int | None = None) -> None:
+        self.last, self.asked = last, 0
+
+    def check_golds(self, golds):
+        if self.asked == self.last:
+            raise Killed
+        self.asked += 1
+        return ["unparseable_gold" if "frac" in gold else None for gold in golds]
+
+
+@pytest.fixture
+def four_chunks(tmp_path) -> SourceRecipe:
+    rows = [(f"Question number {i}?", "\\frac{" if i % 7 == 0 else str(i), 1.0) for i in range(1000)]
+    return SourceRecipe(name="s", path=str(write_deepmath(tmp_path / "train-0.parquet", rows)))
+
+
+@pytest.mark.parametrize("last", range(4))
+def test_a_killed_run_goes_on_and_gives_the_same_file_bit_for_bit(four_chunks, tmp_path, last, caplog):
+    whole = prepare(four_chunks, tmp_path / "whole.parquet", DyingGrader(), Words(), 100)
+    out = tmp_path / "out.parquet"
+    with pytest.raises(Killed):
+        prepare(four_chunks, out, DyingGrader(last), Words(), 100)
+    log = out.with_name("out.parquet.checks.jsonl")
+    log.write_bytes(log.read_bytes() + b'[null, ["unparse')  # cut off while it was written
+    out.with_name("out.parquet.unfinished").write_bytes(b"PAR1 and no end")
+    assert not out.exists()
+    again = DyingGrader()
+    assert prepare(four_chunks, out, again, Words(), 100) == whole
+    assert again.asked == 4 - last
+    assert sha256(out) == sha256(tmp_path / "whole.parquet")
+    assert not log.exists()
+    assert last == 0 or f"going on after {last * 256} rows" in caplog.text
+
+
+def test_what_is_complete_is_not_prepared_again(four_chunks, tmp_path, caplog):
+    manifest = prepare(four_chunks, tmp_path / "out.parquet", DyingGrader())
+    assert prepare(four_chunks, tmp_path / "out.parquet", DyingGrader(0)) == manifest
+    assert "complete already" in caplog.text
+
+
+def test_a_changed_input_starts_again_and_says_so(four_chunks, tmp_path, caplog):
+    out = tmp_path / "out.parquet"
+    with pytest.raises(Killed):
+        prepare(four_chunks, out, DyingGrader(2))
+    write_deepmath(tmp_path / "train-0.parquet", [(f"Other {i}?", str(i), 1.0) for i in range(600)])
+    again = DyingGrader()
+    assert prepare(four_chunks, out, again)["rows"] == 600
+    assert again.asked == 3
+    assert "made from other inputs or settings: starting again" in caplog.text

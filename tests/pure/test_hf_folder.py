@@ -1,0 +1,376 @@
+"""Hugging Face folders are read as Transformers and the safetensors library read them, and bad ones named."""
+
+import json
+import logging
+import struct
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from megatron_eqlen.files import CheckpointError
+from megatron_eqlen.hf.config import read_config
+from megatron_eqlen.hf.folder import DTYPES, INDEX, SINGLE, FolderWriter, HFFolder
+from megatron_eqlen.hf.folder_check import check_folder
+from megatron_eqlen.hf.safetensors_header import ITEM_BYTES, read_header
+from megatron_eqlen.rollout.weights import WeightTable
+from tests.kit.tiny_models import save_tiny
+
+
+def write_file(file, header, data: bytes = b"") -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def tensor(start: int, stop: int, dtype: object = "U8", shape: object = None) -> dict:
+    return {
+        "dtype": dtype,
+        "shape": [stop - start] if shape is None else shape,
+        "data_offsets": [start, stop],
+    }
+
+
+MALFORMED = {
+    "an empty file": (b"", "not a safetensors file, or truncated"),
+    "a header longer than the file": (
+        struct.pack("<Q", 1 << 60) + b"{}",
+        "not a safetensors file, or truncated",
+    ),
+    "a header that is not UTF-8": (b'{"\xff": 1}', "not a safetensors file: 'utf-8'"),
+    "a header in UTF-16": ("{}".encode("utf-16"), "not a safetensors file"),
+    "a header that is no JSON": (b"{", "not a safetensors file"),
+    "a header that is a list": ([], "not a safetensors file: expected a JSON object"),
+    "a deep header": (b"[" * 200_000, "not a safetensors file"),
+    "a long number": (b'{"w": ' + b"9" * 5000 + b"}", "not a safetensors file"),
+    "half a character": (b'{"\\ud800": 1}', "not a safetensors file"),
+    "a tensor that is a number": ({"w": 3}, "'w': expected dtype, shape and data_offsets"),
+    "a tensor without a shape": ({"w": {"dtype": "U8", "data_offsets": [0, 8]}}, "'w': shape: .* found None"),
+    "a dtype that is a number": ({"w": tensor(0, 8, dtype=8)}, "'w': dtype: expected one of F64, .* found 8"),
+    "an unknown dtype": ({"w": tensor(0, 8, dtype="F6")}, "'w': dtype: expected one of F64, .* found 'F6'"),
+    "a dtype that is a list": ({"w": tensor(0, 8, dtype=[])}, "'w': dtype: expected"),
+    "a negative size": ({"w": tensor(0, 8, shape=[-8, -1])}, r"'w': shape: .* found \[-8, -1\]"),
+    "a size that is true": ({"w": tensor(0, 8, shape=[8, True])}, "'w': shape: "),
+    "a size that is a fraction": ({"w": tensor(0, 8, shape=[8.0])}, "'w': shape: "),
+    "negative offsets": ({"w": tensor(-8, 0)}, r"'w': data_offsets: .* found \[-8, 0\]"),
+    "offsets in reverse": ({"w": tensor(8, 0, shape=[8])}, "'w': data_offsets: "),
+    "one offset": ({"w": {"dtype": "U8", "shape": [8], "data_offsets": [8]}}, "'w': data_offsets: "),
+    "text as offsets": ({"w": {"dtype": "U8", "shape": [8], "data_offsets": "08"}}, "'w': data_offsets: "),
+    "another size": ({"w": tensor(0, 8, "F32", [8])}, r"'w': shape \[8\] of F32 has 32 bytes, .* have 8"),
+    "a huge size": ({"w": tensor(0, 8, shape=[1 << 62, 1 << 62])}, "'w': shape"),
+    "an end outside of the file": ({"w": tensor(0, 16)}, "truncated: 'w' ends at byte"),
+    "overlapping tensors": ({"v": tensor(0, 6), "w": tensor(4, 8)}, "'w' overlaps 'v'"),
+    "the same place twice": ({"v": tensor(0, 8), "w": tensor(0, 8)}, "'w' overlaps 'v'"),
+    "a gap": ({"v": tensor(0, 2), "w": tensor(4, 8)}, "'w' leaves a gap after 'v'"),
+    "a gap at the start": ({"w": tensor(4, 8)}, "'w': 4 bytes before it"),
+    "bytes at the end": ({"w": tensor(0, 4)}, "4 bytes after the last tensor"),
+    "a name that comes twice": (
+        b'{"w": %b, "w": %b}' % ((json.dumps(tensor(0, 8)).encode(),) * 2),
+        "not a safetensors file: 'w' comes twice",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", MALFORMED)
+def test_malformed_files_are_named_and_the_library_refuses_them_too(tmp_path, fault):
+    header, message = MALFORMED[fault]
+    file = tmp_path / "model.safetensors"
+    if isinstance(header, bytes) and (not header or header[:1] == b"\0"):
+        file.write_bytes(header)
+    else:
+        write_file(file, header, bytes(8))
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: {message}"):
+        read_header(file)
+    if fault != "a name that comes twice":  # the library takes the last
+        with pytest.raises(SafetensorError), safe_open(file, "pt") as opened:
+            opened.keys()
+
+
+SAMPLED_DTYPES = st.sampled_from(["F32", "BF16", "U8", "I64", "BOOL", "f32", "", None, 4])
+NUMBERS = st.integers(-2, 40) | st.sampled_from([1 << 63, 1.5, None, "4", True])
+ENTRIES = st.fixed_dictionaries(
+    {
+        "dtype": SAMPLED_DTYPES,
+        "shape": st.lists(NUMBERS, max_size=3),
+        "data_offsets": st.lists(NUMBERS, max_size=3),
+    }
+)
+WHOLE = st.lists(st.sampled_from([("F32", 4), ("BF16", 2), ("U8", 1)]), max_size=3)
+
+
+@given(header=st.dictionaries(st.sampled_from("abc"), ENTRIES, max_size=3), size=st.integers(0, 64))
+@settings(max_examples=300, deadline=None)
+def test_any_header_is_read_or_refused_as_by_the_library(tmp_path_factory, header, size):
+    agrees_with_the_library(tmp_path_factory, header, size)
+
+
+@given(dtypes=WHOLE, cut=st.integers(-1, 1), moved=st.integers(-1, 1), at=st.integers(0, 5))
+@settings(max_examples=200, deadline=None)
+def test_headers_that_are_nearly_right_are_too(tmp_path_factory, dtypes, cut, moved, at):
+    header, end = {}, 0
+    for name, (dtype, size) in zip("abc", dtypes, strict=False):
+        header[name] = {"dtype": dtype, "shape": [3], "data_offsets": [end, end + 3 * size]}
+        end += 3 * size
+    ends = [one["data_offsets"] for one in header.values()]
+    if at // 2 < len(ends):
+        ends[at // 2][at % 2] += moved
+    agrees_with_the_library(tmp_path_factory, header, max(0, end + cut))
+
+
+def agrees_with_the_library(tmp_path_factory, header: dict, size: int) -> None:
+    file = tmp_path_factory.getbasetemp() / "any.safetensors"
+    write_file(file, header, bytes(size))
+    try:
+        with safe_open(file, "pt") as opened:
+            expected = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+    except SafetensorError:
+        expected = None
+    try:
+        found = {name: entry.shape for name, entry in read_header(file).items()}
+    except CheckpointError:
+        found = None
+    assert found == expected
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    save_tiny(tmp_path / "hf", "qwen3", num_hidden_layers=2)
+    return tmp_path / "hf"
+
+
+def shard(folder, scale: float = 1.0) -> None:
+    """Save the folder's weights, scaled, as two files with an index."""
+    tensors = {name: one * scale for name, one in load_file(folder / SINGLE).items()}
+    halves = {f"model-0000{n + 1}-of-00002.safetensors": sorted(tensors)[n::2] for n in range(2)}
+    for file, here in halves.items():
+        save_file({name: tensors[name] for name in here}, folder / file, metadata={"format": "pt"})
+    weight_map = {name: file for file, here in halves.items() for name in here}
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def test_a_folder_saved_twice_is_read_as_transformers_reads_it(tiny, caplog):
+    shard(tiny, scale=0.5)
+    theirs = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32).state_dict()
+    with caplog.at_level(logging.WARNING):
+        folder = HFFolder(tiny)
+    assert f"{tiny / INDEX}: ignored as stale" in caplog.text
+    for name in folder.entries:
+        assert torch.equal(folder.tensor(name), theirs[name]), name
+
+
+def test_a_folder_that_vllm_reads_otherwise_is_named(tiny, caplog):
+    HFFolder(tiny).check_vllm_reads_the_same()
+    shard(tiny, scale=0.5)
+    with pytest.raises(
+        CheckpointError, match=r"vLLM would load model-00001-of-00002\.safetensors, model-00002"
+    ):
+        HFFolder(tiny).check_vllm_reads_the_same()
+    (tiny / SINGLE).unlink()
+    HFFolder(tiny).check_vllm_reads_the_same()
+    (tiny / "adapter.safetensors").write_bytes(b"")
+    HFFolder(tiny).check_vllm_reads_the_same()
+
+
+@pytest.mark.parametrize(
+    "files",
+    [["model.safetensors"], ["model.safetensors", "extra.safetensors"], ["a.safetensors", "b.safetensors"]],
+)
+@pytest.mark.parametrize("indexed", [0, 1, 2])
+def test_vllms_own_choice_of_files_is_known(tmp_path, files, indexed):
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    for number, file in enumerate(files):
+        save_file({f"w{number}": torch.zeros(2)}, tmp_path / file)
+    if indexed:
+        weight_map = {f"w{number}": file for number, file in enumerate(files[:indexed])}
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    if files[0] == SINGLE or indexed:
+        folder = HFFolder(tmp_path)
+        theirs = DefaultModelLoader(LoadConfig())._prepare_weights(str(tmp_path), None, None, False, None)[1]
+        try:
+            folder.check_vllm_reads_the_same()
+            same = True
+        except CheckpointError:
+            same = False
+        assert same == ({tmp_path / file for file in folder.files} == set(map(type(tmp_path), theirs)))
+
+
+def change_index(change):
+    def damage(folder) -> None:
+        shard(folder)
+        (folder / SINGLE).unlink()
+        index = json.loads((folder / INDEX).read_text())
+        (folder / INDEX).write_text(json.dumps(change(index)))
+
+    return damage
+
+
+def mapped(**changes):
+    return change_index(lambda index: {"weight_map": index["weight_map"] | changes})
+
+
+def duplicate(folder) -> None:
+    mapped()(folder)
+    second = folder / "model-00002-of-00002.safetensors"
+    one = load_file(folder / "model-00001-of-00002.safetensors")["lm_head.weight"]
+    save_file(load_file(second) | {"lm_head.weight": one}, second)
+
+
+BAD_INDEX = {
+    "a list": (change_index(lambda index: [index]), "no weight_map"),
+    "no map": (change_index(lambda index: {"weight_map": None}), "no weight_map"),
+    "an empty map": (change_index(lambda index: {"weight_map": {}}), "no weight_map"),
+    "a map of numbers": (mapped(w=3), "'w': expected the name of a file beside it, found 3"),
+    "a file elsewhere": (mapped(w="../model.safetensors"), r"'w': expected the name .*, found '\.\./model"),
+    "a file in a folder": (mapped(w="a/b.safetensors"), "'w': expected the name of a file beside it"),
+    "a file with a zero": (mapped(w="a\0b"), "'w': expected the name of a file beside it"),
+    "a missing file": (mapped(w="gone.safetensors"), r"gone\.safetensors: no such file"),
+    "a missing tensor": (mapped(w="model-00001-of-00002.safetensors"), "model-00001.*: w is missing"),
+    "another file's tensor": (
+        mapped(**{"lm_head.weight": "model-00002-of-00002.safetensors"}),
+        "model-00002.*: lm_head.weight is missing, though",
+    ),
+    "a tensor in two files": (duplicate, "lm_head.weight is in model-00001.* already"),
+    "neither": (lambda folder: (folder / SINGLE).unlink(), "expected model.safetensors or .*, found neither"),
+    "not UTF-8": (
+        lambda folder: (mapped()(folder), (folder / INDEX).write_bytes(b'{"\xff": 1}')),
+        "index.json: not UTF-8",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", BAD_INDEX)
+def test_bad_indices_are_named(tiny, fault):
+    damage, message = BAD_INDEX[fault]
+    damage(tiny)
+    with pytest.raises(CheckpointError, match=message):
+        HFFolder(tiny)
+
+
+def rewrite(folder, **changes) -> None:
+    tensors = load_file(folder / SINGLE)
+    save_file(tensors | changes, folder / SINGLE, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.int32, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.complex64]
+)
+def test_dtypes_that_no_weight_has_are_refused(tiny, dtype):
+    rewrite(tiny, **{"model.norm.weight": torch.ones(64).to(dtype)})
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors: model\.norm\.weight: .* is not a weight's dtype"
+    ):
+        check_folder(HFFolder(tiny), read_config(tiny))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_floating_point_dtypes_are_read(tiny, dtype):
+    norm = torch.randn(64).to(dtype)
+    rewrite(tiny, **{"model.norm.weight": norm})
+    check_folder(folder := HFFolder(tiny), read_config(tiny))
+    assert torch.equal(folder.tensor("model.norm.weight"), norm)
+
+
+def test_tensors_that_nothing_expects_are_named_once_and_do_not_stop_a_sync(tiny, caplog):
+    extra = {f"extra.{number}": torch.zeros(3, dtype=torch.int64) for number in range(5)}
+    rewrite(tiny, **extra, **{"mtp.norm.weight": torch.zeros(3)})
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            table = WeightTable.read(tiny)
+    assert [record.message for record in caplog.records] == [
+        f"{tiny}: the model has no use for extra.0, extra.1, extra.2 and 2 more: not trained"
+    ]
+    assert not any(name.startswith(("extra", "mtp")) for name in table.shapes)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_sync_brings_what_is_trained_and_nothing_else(tmp_path, tied):
+    model = save_tiny(tmp_path, "qwen3", num_hidden_layers=2, tie_word_embeddings=tied)
+    weights = dict(model.named_parameters())
+    table = WeightTable.read(tmp_path)
+    assert dict(table.check(weights.items())) == weights
+    with pytest.raises(
+        ValueError, match=r"weight 'model\.norm\.bias': not one of .*nearest: 'model\.norm\.weight'"
+    ):
+        list(table.check((weights | {"model.norm.bias": torch.zeros(64)}).items()))
+    weights.pop("model.norm.weight")
+    with pytest.raises(ValueError, match=r"weights: 1 of \d+ missing, for example 'model\.norm\.weight'"):
+        list(table.check(weights.items()))
+
+
+def fuse_experts(folder, model) -> None:
+    """Write the experts as Transformers 5 holds them in memory."""
+    fused = {name: one.contiguous() for name, one in model.state_dict().items()}
+    assert any(name.endswith("experts.gate_up_proj") for name in fused)
+    save_file(fused, folder / SINGLE, metadata={"format": "pt"})
+
+
+def test_a_folder_with_fused_experts_takes_part_in_weight_sync(tmp_path):
+    model = save_tiny(tmp_path, "qwen3_moe")
+    single = load_file(tmp_path / SINGLE)
+    fuse_experts(tmp_path, model)
+    assert WeightTable.read(tmp_path).shapes == {name: tuple(one.shape) for name, one in single.items()}
+    assert dict(WeightTable.read(tmp_path).check(single.items())).keys() == single.keys()
+
+
+def test_an_index_of_fused_experts_is_understood(tmp_path):
+    model = save_tiny(tmp_path, "qwen3_moe")
+    single = load_file(tmp_path / SINGLE)
+    fuse_experts(tmp_path, model)
+    shard(tmp_path)
+    (tmp_path / SINGLE).unlink()
+    folder = HFFolder(tmp_path)
+    assert all(torch.equal(folder.tensor(name), one) for name, one in single.items())
+
+
+@pytest.mark.parametrize("shape", [(8,), (64, 64), (8, 63, 64), (2, 4, 64, 64)])
+def test_fused_experts_of_another_rank_are_named(tmp_path, shape):
+    model = save_tiny(tmp_path, "qwen3_moe")
+    fuse_experts(tmp_path, model)
+    rewrite(tmp_path, **{"model.layers.1.mlp.experts.gate_up_proj": torch.zeros(shape)})
+    with pytest.raises(
+        CheckpointError, match=r"layers\.1\.mlp\.experts\.gate_up_proj: expected shape \[experts, 2 x"
+    ):
+        HFFolder(tmp_path)
+
+
+def tied_with_head(folder, head) -> None:
+    save_tiny(folder, "qwen3", num_hidden_layers=2, tie_word_embeddings=True)
+    rewrite(folder, **{"lm_head.weight": head(load_file(folder / SINGLE)["model.embed_tokens.weight"])})
+
+
+@pytest.mark.parametrize("head", [torch.zeros_like, lambda one: one.bfloat16(), lambda one: one + 1e-6])
+def test_a_head_that_differs_from_tied_embeddings_is_refused_by_name(tmp_path, head):
+    """Transformers would not tie them, vLLM would: trainer and engine must be one model."""
+    tied_with_head(tmp_path, head)
+    for read in (
+        lambda: check_folder(HFFolder(tmp_path), read_config(tmp_path)),
+        lambda: WeightTable.read(tmp_path),
+    ):
+        with pytest.raises(CheckpointError, match=r"tie_word_embeddings: true, but lm_head\.weight differs"):
+            read()
+
+
+@pytest.mark.parametrize("head", [torch.clone, lambda one: one.double()])
+def test_a_head_equal_to_tied_embeddings_is_no_matter(tmp_path, head):
+    tied_with_head(tmp_path, head)
+    check_folder(HFFolder(tmp_path), read_config(tmp_path))
+    assert "lm_head.weight" not in WeightTable.read(tmp_path).shapes
+
+
+def test_a_number_beyond_the_sources_dtype_is_refused_not_written_as_an_infinity(tmp_path):
+    weights = {"a": torch.ones(3), "b": torch.ones(3)}
+    save_file({name: weight.half() for name, weight in weights.items()}, tmp_path / SINGLE)
+    (tmp_path / "out").mkdir()
+    writer = FolderWriter(tmp_path / "out", HFFolder(tmp_path))
+    writer.write("a", torch.tensor([65504.0, -65504.0, 1e-9]))
+    with pytest.raises(CheckpointError, match=r"b: 70000 is beyond torch\.float16, .* \(at most 65504\)"):
+        writer.write("b", torch.tensor([1.0, -70000.0, 2.0]))
+
+
+def test_each_dtype_of_the_format_has_its_size_and_its_dtype_in_pytorch():
+    assert {name: dtype.itemsize for name, dtype in DTYPES.items()} == ITEM_BYTES

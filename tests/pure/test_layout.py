@@ -1,0 +1,287 @@
+"""Layouts: what is approved can be built by Megatron-Core and vLLM, and what is refused cannot."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from hypothesis import assume, example, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_eqlen import cli, layout
+from megatron_eqlen.hf.config import ModelConfig, parse_config
+from megatron_eqlen.hf.families import weight_map
+from megatron_eqlen.models.build import build_model
+from megatron_eqlen.models.weights import local_parameters
+from megatron_eqlen.recipe import ParallelRecipe, RolloutRecipe
+from tests.kit import ROOT
+from tests.kit.tiny_models import FAMILIES, tiny_config
+
+RECIPES = ROOT / "recipes"
+PARALLEL = ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor")
+
+
+def size(*often: int) -> st.SearchStrategy[int]:
+    """Mostly one of ``often``, which many layouts divide."""
+    return st.sampled_from(often) | st.integers(1, max(often))
+
+
+@st.composite
+def configs(draw) -> dict:
+    """config.json of a tiny model whose own numbers agree, of any family."""
+    family = draw(st.sampled_from(FAMILIES))
+    groups, keys = draw(size(2, 4, 6)), draw(size(2, 4, 6))
+    sizes = {
+        "num_key_value_heads": groups,
+        "num_attention_heads": groups * draw(st.integers(1, 3)),
+        "num_hidden_layers": draw(size(4, 8, 12)),
+        "vocab_size": draw(size(48, 96)),
+        "intermediate_size": draw(size(24, 48)),
+        "hidden_size": 32,  # vLLM has kernels for experts on CPUs at multiples of 32
+        "head_dim": 8,
+    }
+    if family != "qwen3":
+        experts = draw(st.sampled_from([2, 4, 6, 8]))
+        sizes |= {"num_experts": experts, "moe_intermediate_size": draw(size(12))}
+    if family == "qwen3_moe":
+        sizes["mlp_only_layers"] = draw(st.sampled_from([[], [0]])) if sizes["num_hidden_layers"] > 1 else []
+    if family == "qwen3_next":
+        sizes |= {"linear_num_key_heads": keys, "linear_num_value_heads": keys * draw(st.integers(1, 2))}
+        sizes |= {"shared_expert_intermediate_size": draw(size(12))}
+    return tiny_config(family, **sizes).to_dict() | {"router_aux_loss_coef": 0.0}
+
+
+parallels = st.fixed_dictionaries(
+    {key: st.sampled_from([1, 1, 2, 3, 4]) for key in PARALLEL if key != "virtual_pipeline"}
+    | {"virtual_pipeline": st.sampled_from([None, None, 2, 3])}
+)
+
+
+@contextmanager
+def fake_world(size: int, rank: int):
+    """One of ``size`` processes that are not there: groups and models are made, nothing is sent."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def megatron_builds(parallel: ParallelRecipe, processes: int, rank: int, model: ModelConfig) -> bool:
+    """Whether Megatron-Core, with our rules switched off, makes its groups and this rank's model, and each
+    parameter has the size that the weight map reads for it."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    with fake_world(processes, rank), pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(layout, "require", list)
+        try:
+            parallel_state.initialize_model_parallel(
+                parallel.tensor,
+                parallel.pipeline,
+                parallel.virtual_pipeline,
+                expert_model_parallel_size=parallel.expert,
+                expert_tensor_parallel_size=parallel.expert_tensor,
+                create_gloo_process_groups=False,
+            )
+            tensor_parallel.model_parallel_cuda_manual_seed(1)
+            with torch.device("meta"):
+                chunks = build_model(model, parallel, torch.float32)
+            return sizes_match(chunks, parallel, model)
+        except (RuntimeError, ValueError, AssertionError, ZeroDivisionError):
+            return False
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+def sizes_match(chunks: list, parallel: ParallelRecipe, model: ModelConfig) -> bool:
+    """Whether a rank's parts of the file, as Megatron arranges them, have the shapes of its parameters."""
+    weights = {weight.megatron: weight for weight in weight_map(model)}
+    for name, parameter in local_parameters(chunks).items():
+        weight = weights[name]
+        ranks = parallel.tensor if weight.expert is None else parallel.expert_tensor
+        parts = []
+        for shape in map(list, weight.shapes):
+            if weight.dim is not None:
+                ranges = weight.local_ranges(tuple(shape), 0, ranks)
+                shape[weight.dim] = sum(stop - start for start, stop in ranges)
+            parts.append(torch.empty(shape, device="meta"))
+        if weight.arrangement.merge(parts).shape != parameter.shape:
+            return False
+    return True
+
+
+def uses_what_it_has(model: ModelConfig, parallel: ParallelRecipe) -> bool:
+    """Megatron-Core lets expert parallelism of no experts and the sizes of no layer pass; we refuse them."""
+    if model.experts is None:
+        return parallel.expert == parallel.expert_tensor == 1
+    return not (model.delta_net and all(model.delta_net.layers))
+
+
+@hypothesis_settings(max_examples=300, deadline=None)
+@given(raw=configs(), keys=parallels, data_parallel=st.sampled_from([1, 1, 2, 3]))
+def test_a_layout_is_approved_if_and_only_if_megatron_can_build_it(raw, keys, data_parallel):
+    parallel, model = ParallelRecipe(**keys), parse_config(raw, "tiny")
+    assume(uses_what_it_has(model, parallel))
+    processes = parallel.tensor * parallel.pipeline * data_parallel
+    problems = [*layout.groups(parallel, processes), *layout.weights(parallel, model)]
+    first_of_stages = range(0, processes, processes // parallel.pipeline)
+    builds = all(megatron_builds(parallel, processes, rank, model) for rank in first_of_stages)
+    assert builds == (not problems), problems
+
+
+REFUSED = {
+    "tensor against key-value heads": (
+        "qwen3",
+        {"parallel.tensor": 4},
+        "parallel.tensor: 4 does not divide the model's num_key_value_heads 2",
+    ),
+    "tensor against linear heads": (
+        "qwen3_next",
+        {"parallel.tensor": 2, "parallel.sequence": False},
+        "parallel.sequence: false with parallel.tensor 2",
+    ),
+    "tensor and pipeline against processes": (
+        "qwen3",
+        {"parallel.pipeline": 3},
+        "parallel: tensor 1 x pipeline 3 = 3 does not divide the 4 processes",
+    ),
+    "experts against processes": (
+        "qwen3_moe",
+        {"parallel.expert": 8},
+        "parallel: expert_tensor 1 x expert 8 x pipeline 1 = 8 does not divide the 4 processes",
+    ),
+    "experts against the model": (
+        "qwen3_moe",
+        {"parallel.expert": 3, "cluster.processes_per_node": 3},
+        "parallel.expert: 3 does not divide the model's num_experts 8",
+    ),
+    "experts that are not there": ("qwen3", {"parallel.expert": 2}, "a qwen3 model has no experts"),
+    "layers": (
+        "qwen3",
+        {"parallel.pipeline": 2, "parallel.virtual_pipeline": 4},
+        "parallel.pipeline 2 x parallel.virtual_pipeline 4 = 8 does not divide the model's num_hidden_layers",
+    ),
+    "virtual stages without stages": (
+        "qwen3",
+        {"parallel.virtual_pipeline": 2},
+        "parallel.virtual_pipeline: 2 stages a rank need parallel.pipeline of at least 2, found 1",
+    ),
+    "an engine across machines": (
+        "qwen3",
+        {"rollout.tensor_parallel": 8, "cluster.nodes": 2},
+        "rollout.tensor_parallel: 8 does not divide cluster.processes_per_node 4",
+    ),
+    "an engine's heads": (
+        "qwen3_next",
+        {"rollout.tensor_parallel": 4},
+        "rollout.tensor_parallel: 4 does not divide the model's linear_num_key_heads 2",
+    ),
+    "paths": (
+        "qwen3",
+        {"rollout.max_response_length": 500},
+        "data.max_prompt_length 100 + rollout.max_response_length 500 = 600 is more than the model's "
+        "max_position_embeddings 512",
+    ),
+}
+
+
+def write_recipe(folder: Path, family: str) -> Path:
+    (folder / "model").mkdir(exist_ok=True)
+    (folder / "model/config.json").write_text(json.dumps(tiny_config(family).to_dict()))
+    (folder / "data.jsonl").write_text("")
+    recipe = {
+        "name": "layout",
+        "steps": 3,
+        "run_dir": str(folder / "run"),
+        "model": {"path": str(folder / "model")},
+        "data": {"sources": [{"name": "a", "path": str(folder / "data.jsonl")}], "max_prompt_length": 100},
+        "rollout": {"max_response_length": 100},
+        "cluster": {"processes_per_node": 4},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return folder / "recipe.yaml"
+
+
+def overrides(keys: dict) -> list[str]:
+    return [f"{key}={json.dumps(value)}" for key, value in keys.items()]
+
+
+def outcome(capsys, *arguments: str) -> str:
+    """What a command says of the recipe; empty where it accepts it."""
+    status, said = cli.main(list(arguments)), capsys.readouterr()
+    assert status in (0, 2)
+    assert bool(status) == (said.err != "")
+    return said.err.partition(": ")[2]
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_plan_and_start_refuse_with_the_same_words_before_any_process(case, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("megatron_eqlen.launch.launch", lambda *_: pytest.fail("ranks were started"))
+    family, keys, message = REFUSED[case]
+    recipe = str(write_recipe(tmp_path, family))
+    planned = outcome(capsys, "plan", recipe, *overrides(keys))
+    assert message in planned
+    assert outcome(capsys, "train", recipe, *overrides(keys)) == planned
+    assert outcome(capsys, "train", recipe, *overrides(keys), "--dry-run") == planned
+    assert outcome(capsys, "harvest", recipe, *overrides(keys), "--out", str(tmp_path / "out")) == planned
+    assert not (tmp_path / "run").exists()
+
+
+@hypothesis_settings(max_examples=150, deadline=None)
+@given(
+    family=st.sampled_from(FAMILIES),
+    keys=parallels,
+    engine=st.integers(1, 5),
+    nodes=st.integers(1, 3),
+    per_node=st.integers(1, 6),
+)
+@example("qwen3_moe", dict.fromkeys(PARALLEL, 1) | {"virtual_pipeline": None, "pipeline": 5}, 1, 1, 5)
+def test_what_plan_approves_is_launched_and_nothing_else(
+    tmp_path_factory, family, keys, engine, nodes, per_node
+):
+    """For any small numbers; and no message but one line."""
+    recipe = str(write_recipe(tmp_path_factory.mktemp("any"), family))
+    all_keys = {f"parallel.{key}": value for key, value in keys.items()}
+    all_keys |= {
+        "rollout.tensor_parallel": engine,
+        "cluster.nodes": nodes,
+        "cluster.processes_per_node": per_node,
+    }
+    launched = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RANK", raising=False)
+        patch.setattr(cli, "_start", lambda *_: launched.append(1) or 0)
+        planned = cli.main(["plan", recipe, *overrides(all_keys)])
+        started = cli.main(["train", recipe, *overrides(all_keys)])
+    assert planned == started
+    assert bool(launched) == (planned == 0)
+
+
+def test_the_papers_model_is_refused_where_it_cannot_start(capsys):
+    refused = {
+        "parallel.tensor=16": "num_key_value_heads 2",
+        "parallel.expert=32": "expert 32 x pipeline 2 = 64 does not divide the 32 processes",
+        "parallel.expert=3": "= 6 does not divide the 32 processes",
+        "cluster.nodes=2": "expert 16 x pipeline 2 = 32 does not divide the 16 processes",
+        "parallel.pipeline=5": "tensor 2 x pipeline 5 = 10 does not divide the 32 processes",
+    }
+    for override, message in refused.items():
+        assert message in outcome(capsys, "plan", str(RECIPES / "qwen3_next_80b.yaml"), override)
+
+
+def test_the_engine_copies_key_value_heads_and_no_others():
+    """vLLM's rule: fewer key-value heads than ranks are copied; Megatron's weights are not."""
+    model = parse_config(
+        tiny_config("qwen3", num_attention_heads=12, num_key_value_heads=3, vocab_size=192).to_dict(), "tiny"
+    )
+    accepted = [n for n in range(1, 13) if not list(layout.engine(RolloutRecipe(tensor_parallel=n), model))]
+    assert accepted == [1, 3, 6, 12]
+    divided = [n for n in range(1, 13) if not list(layout.weights(ParallelRecipe(tensor=n), model))]
+    assert divided == [1, 3]

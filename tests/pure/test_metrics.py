@@ -1,0 +1,105 @@
+"""Metrics become one in the way that is declared beside their name, and no name is undeclared."""
+
+import ast
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_eqlen.metrics import DECLARED, Mean, MetricError, at_once, check, in_turn, metric
+from megatron_eqlen.rollout.meter import rollout_metrics
+from megatron_eqlen.types import Group, Pair, Segment, Stream
+from tests.kit import ROOT
+
+PACKAGE = ROOT / "megatron_eqlen"
+STAGES = {one.name.split("/")[0] for one in DECLARED} - {"evaluation"}
+
+
+def segment(length: int, finish_reason: str | None = "stop") -> Segment:
+    return Segment(list(range(length)), [0.0] * length, finish_reason)
+
+
+def stream(*lengths: int) -> Stream:
+    pairs = [Pair(segment(length), segment(length, None)) for length in lengths]
+    return Stream("p", 0, 0, pairs, "truncated", segment(3, "length"))
+
+
+rollouts = st.one_of(
+    st.lists(st.lists(st.integers(1, 9), max_size=4).map(lambda lengths: stream(*lengths)), max_size=5),
+    st.lists(
+        st.lists(st.integers(1, 9), min_size=1, max_size=4).map(
+            lambda lengths: Group("p", 0, [segment(n, "stop" if n % 2 else "length") for n in lengths])
+        ),
+        max_size=5,
+    ),
+)
+
+
+@given(rollouts, st.integers(0, 5))
+def test_two_replicas_together_report_what_one_would(rollouts, cut):
+    """Sums, maxima, and means of whatever each counts, wherever the rollouts are divided."""
+    parts = [rollout_metrics(rollouts[:cut]), rollout_metrics(rollouts[cut:])]
+    for merge in (at_once, in_turn):
+        assert merge(parts) == pytest.approx(rollout_metrics(rollouts))
+
+
+def test_maxima_are_not_averaged():
+    parts = [{"objective/segment_length_max": 3.0}, {"objective/segment_length_max": 9.0}]
+    assert at_once(parts) == in_turn(parts) == {"objective/segment_length_max": 9.0}
+
+
+def test_seconds_overlap_at_once_and_add_up_in_turn():
+    parts = [
+        {"harvest/seconds": 1.0, "harvest/generated_tokens": 100, "harvest/tokens_per_second": 100.0},
+        {"harvest/seconds": 3.0, "harvest/generated_tokens": 60, "harvest/tokens_per_second": 20.0},
+    ]
+    assert at_once(parts) == {
+        "harvest/seconds": 3.0, "harvest/generated_tokens": 160, "harvest/tokens_per_second": 120.0,
+    }  # fmt: skip
+    assert in_turn(parts) == {
+        "harvest/seconds": 4.0, "harvest/generated_tokens": 160, "harvest/tokens_per_second": 40.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("values", [(math.nan, 1.0), (1.0, math.nan)])
+@pytest.mark.parametrize("name", ["loss/ratio_max", "loss/policy", "train/lr", "engine/live_replicas"])
+def test_no_merge_loses_a_nan(name, values):
+    for merge in (at_once, in_turn):
+        assert math.isnan(merge([{name: value} for value in values])[name])
+
+
+def test_an_undeclared_name_is_an_error_that_names_the_nearest():
+    with pytest.raises(MetricError, match=r"'harvest/pair' is not declared .*nearest: 'harvest/pairs'"):
+        check({"harvest/pairs": 1.0, "harvest/pair": 1.0})
+    assert metric("reward/source/a/b/mean").merge == Mean(("reward/source/a/b/ended",))
+
+
+def test_every_weight_is_itself_a_declared_sum():
+    ways = [way for one in DECLARED for way in (one.merge, one.in_turn) if isinstance(way, Mean)]
+    for count in {count.replace("*", "any") for way in ways for count in way.counts}:
+        assert "sum" in (metric(count).merge, metric(count).in_turn), count
+
+
+def test_every_name_in_the_package_is_declared():
+    """A report that looks for a metric that nobody writes shows nothing and says nothing."""
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and is_name(node.value):
+                assert metric(node.value).unit, f"{path}:{node.lineno}"
+
+
+def test_a_name_that_two_places_know_is_a_constant():
+    """Whoever renames it finds every place."""
+    places: dict[str, list[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and is_name(node.value):
+                places.setdefault(node.value, []).append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
+    used = {name: [one for one in at if not one.startswith("metrics.py")] for name, at in places.items()}
+    assert {name: at for name, at in used.items() if len(at) > 1} == {}
+
+
+def is_name(text: str) -> bool:
+    stage, slash, rest = text.partition("/")
+    return stage in STAGES and bool(slash) and rest.isidentifier()

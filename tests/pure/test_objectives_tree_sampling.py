@@ -1,0 +1,94 @@
+"""Tree sampling grows the tree that its recipe describes, whatever order tokens arrive in."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_eqlen.objectives.dynamic_sampling import filter_groups
+from megatron_eqlen.sampling.tree.branching import TreeSampling
+from megatron_eqlen.sampling.tree.compare import step_rewards
+from megatron_eqlen.types import Delta, Grade, Prompt, SampledTree, Segment
+from tests.pure.test_objectives_build import recipe
+
+EOS = 0
+PROMPT = Prompt("q", [1, 2], "?", "math", "1")
+
+
+def sampled(branching, depth, step_tokens, limit, seed, order):
+    """Drives the unit as the harvest does; tokens depend on a track's seed, arrival on ``order``."""
+    settings = recipe(
+        sampling="tree",
+        objective="treerpo",
+        rollout__max_response_length=limit,
+        tree_sampling__branching=branching,
+        tree_sampling__depth=depth,
+        tree_sampling__step_tokens=step_tokens,
+    )
+    unit = TreeSampling(PROMPT, settings, frozenset({EOS}), seed)
+    arrival = np.random.default_rng(order)
+    running = [(track, np.random.default_rng(track.seed)) for track in unit.start()]
+    while not unit.complete:
+        track, tokens = running[arrival.integers(len(running))]
+        chunk = tokens.integers(0, 6, size=int(tokens.integers(1, 4))).tolist()
+        track.extend(Delta(track.request_id, chunk, [-1.0] * len(chunk)))
+        running = [(t, r) for t, r in running if t.finish_reason is None]
+        if unit.may_advance():
+            running += [(t, np.random.default_rng(t.seed)) for t in unit.advance()]
+    return unit.rollout(policy_version=3)
+
+
+@given(
+    branching=st.integers(2, 3),
+    depth=st.integers(1, 3),
+    step_tokens=st.integers(1, 6),
+    limit=st.integers(3, 14),
+    seed=st.integers(0, 9),
+)
+@settings(max_examples=30, deadline=None)
+def test_the_tree_has_its_recipes_shape(branching, depth, step_tokens, limit, seed):
+    tree = sampled(branching, depth, step_tokens, limit, seed, order=0)
+    assert tree == sampled(branching, depth, step_tokens, limit, seed, order=1)
+    children = {i: [c for c, p in enumerate(tree.parents) if p == i] for i in range(-1, len(tree.steps))}
+    assert len(children.pop(-1)) == branching
+    for i, step in enumerate(tree.steps):
+        level = len(list(ancestors(tree, i)))
+        response = tree.response(i)
+        assert tree.parents[i] < i
+        assert len(response) <= limit
+        assert (step.finish_reason is None) == bool(children[i])
+        if children[i]:
+            assert len(children[i]) == branching
+            assert len(step) == step_tokens
+            assert level < depth
+        if step.finish_reason == "stop":
+            assert response.index(EOS) == len(response) - 1
+        elif not children[i]:
+            assert len(response) == limit
+
+
+def ancestors(tree, step):
+    while step >= 0:
+        yield step
+        step = tree.parents[step]
+
+
+def test_rewards_are_means_of_leaves_below_and_unknown_where_the_budget_cut():
+    def step(reward=None, finish_reason=None):
+        grade = None if reward is None else Grade(reward, "")
+        return Segment([5], [-1.0], finish_reason or (None if reward is None else "stop"), grade)
+
+    steps = [step(), step(1.0), step(1.0), step(finish_reason="length"), step()]
+    tree = SampledTree(PROMPT, 0, steps, [-1, -1, 0, 0, -1])
+    assert step_rewards(tree) == [0.5, 1.0, 1.0, 0.0, None]
+    settings = recipe(sampling="tree", objective="treerpo")
+    assert filter_groups([tree], settings) == (["q"], [])
+    equal = SampledTree(PROMPT, 0, [step(1.0), step(1.0)], [-1, -1])
+    assert filter_groups([equal], settings) == ([], ["q"])
+
+
+def test_ended_responses_are_whole_paths():
+    tree = sampled(2, 3, 4, 12, seed=4, order=0)
+    for segment, response in tree.ended():
+        assert response[-len(segment) :] == segment.token_ids
+        assert response.count(EOS) == 1
+    assert list(tree.segments()) == tree.steps

@@ -1,0 +1,217 @@
+"""Recipes: strict keys, composition, overrides, checks that show the arithmetic, and a dry run's plan."""
+
+import pytest
+import yaml
+
+from megatron_eqlen import cli
+from megatron_eqlen.objectives.registry import OBJECTIVES, resolve, with_defaults
+from megatron_eqlen.recipe import RecipeError
+from megatron_eqlen.recipe_load import dump, load, parse
+from megatron_eqlen.run_folder import RunFolder
+from tests.kit import ROOT
+
+RECIPES = ROOT / "recipes"
+SMALL = {
+    "name": "small",
+    "steps": 3,
+    "model": {"path": "m"},
+    "data": {"sources": [{"name": "a", "path": "b"}], "max_prompt_length": 100},
+    "rollout": {"max_response_length": 100},
+}
+
+
+def small(**changes):
+    return parse(SMALL | changes, "test")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"objetive": "grpo"}, "unknown key 'objetive' (nearest: 'objective')"),
+        ({"loss": {"clip_ratio": 0.2}}, "unknown key 'loss.clip_ratio' (nearest: 'loss.clip_ratio_"),
+        (
+            {"data": {"sources": [{"name": "a", "path": "b", "wieght": 2}]}},
+            "unknown key 'data.sources.0.wieght' (nearest: 'data.sources.0.weight')",
+        ),
+        (
+            {
+                "evaluation": {
+                    "benchmarks": [{"name": "a", "path": "b"}, {"name": "a", "path": "b", "limits": 2}]
+                }
+            },
+            "unknown key 'evaluation.benchmarks.1.limits' (nearest: 'evaluation.benchmarks.1.limit')",
+        ),
+        ({"lr": 1e-3}, "unknown key 'lr' (nearest: 'optimizer.lr')"),
+        ({"rollout": {"temp": 1}}, "unknown key 'rollout.temp' (nearest: 'rollout.temperature')"),
+        ({"kl_coeff": 0}, "unknown key 'kl_coeff' (nearest: 'loss.kl_coef')"),
+        ({"loss": {"temprature": 1}}, "unknown key 'loss.temprature' (nearest: 'rollout.temperature')"),
+        ({"wieght": 1}, "unknown key 'wieght' (nearest: 'data.sources.0.weight')"),
+        ({"losses": {"kl_coef": 0}}, "unknown key 'losses' (nearest: 'loss')"),
+        ({"zzzzzzz": 1}, "unknown key 'zzzzzzz'"),
+        ({"steps": 0}, "steps: Input should be greater than 0, found 0"),
+        ({"objective": "gpo"}, "objective: 'gpo' is not one of"),
+        ({"group_size": 7}, "group_size: 7 is odd"),
+        (
+            {"packing": {"max_tokens_per_row": 150}},
+            "data.max_prompt_length 100 + rollout.max_response_length 100 = 200",
+        ),
+        (
+            {"parallel": {"tensor": 3}},
+            "tensor 3 x pipeline 1 = 3 does not divide the 1 processes (cluster.nodes x",
+        ),
+        ({"equal_length": {"prefix_in_gradient": True}}, "needs packing.layout: expanded"),
+        ({"rollout": {"engine": "server", "max_response_length": 100}}, "rollout.servers"),
+        (
+            {"rollout": {"max_num_batched_tokens": 100, "max_response_length": 100}},
+            "rollout.max_num_batched_tokens: 100 is less than rollout.max_num_seqs 512",
+        ),
+        (
+            {"rollout": {"temperature": 0.001, "max_response_length": 100}},
+            "rollout.temperature: Input should be greater than or equal to 0.01, found 0.001",
+        ),
+        (
+            {"rollout": {"keep_sampling_mask": True, "top_k": 0, "max_response_length": 100}},
+            "rollout.keep_sampling_mask: true needs rollout.top_k >= 1",
+        ),
+        (
+            {"rollout": {"keep_sampling_mask": True, "max_response_length": 100}},
+            "needs rollout.logprobs_mode: processed (both are of the kept tokens alone), found raw",
+        ),
+    ],
+)
+def test_a_mistake_is_an_error_that_names_the_key(changes, message):
+    with pytest.raises(RecipeError) as error:
+        small(**changes)
+    assert message in str(error.value)
+
+
+def test_missing_key_is_named():
+    with pytest.raises(RecipeError, match=r"missing key 'data\.sources'"):
+        parse(SMALL | {"data": {}}, "test")
+
+
+def test_extends_merges_sections_and_overrides_win(tmp_path):
+    (tmp_path / "base.yaml").write_text("steps: 5\nmodel: {path: m, dtype: float32}\noptimizer: {lr: 1e-6}\n")
+    (tmp_path / "child.yaml").write_text(
+        "extends: base.yaml\nname: child\nmodel: {path: other}\ndata: {sources: [{name: a, path: b}]}\n"
+    )
+    recipe = load(tmp_path / "child.yaml", ["optimizer.warmup_steps=3", "data.sources.0.path=c", "seed=4"])
+    assert (recipe.steps, recipe.model.path, recipe.model.dtype) == (5, "other", "float32")
+    assert recipe.optimizer.lr == 1e-6, "PyYAML alone reads 1e-6 as text"
+    assert (recipe.optimizer.warmup_steps, recipe.data.sources[0].path, recipe.seed) == (3, "c", 4)
+
+
+def test_a_recipe_that_extends_itself_is_refused(tmp_path):
+    (tmp_path / "a.yaml").write_text("extends: b.yaml\n")
+    (tmp_path / "b.yaml").write_text("extends: a.yaml\n")
+    with pytest.raises(RecipeError, match="extends itself"):
+        load(tmp_path / "a.yaml")
+
+
+@pytest.mark.parametrize("override", ["steps", "=3", "steps.more=3", "data.sources.9.path=x"])
+def test_a_bad_override_is_named(tmp_path, override):
+    path = tmp_path / "r.yaml"
+    path.write_text(dump(small()))
+    with pytest.raises(RecipeError, match="override"):
+        load(path, [override])
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_recipes_load_and_their_dump_is_the_same_recipe(path, tmp_path):
+    recipe = load(path)
+    (tmp_path / "dump.yaml").write_text(dump(recipe))
+    assert load(tmp_path / "dump.yaml") == recipe
+
+
+def test_dry_run_plans_the_papers_models_on_a_machine_without_them(capsys):
+    assert cli.main(["train", str(RECIPES / "qwen3_32b.yaml"), "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "32.762B parameters" in out
+    assert "fits" in out
+    assert cli.main(["plan", str(RECIPES / "qwen3_next_80b.yaml")]) == 0
+    assert "79.674B parameters, 3.564B active for a token" in capsys.readouterr().out
+
+
+def test_a_run_holds_the_gpus_of_the_servers_it_uses():
+    rollout = {"max_response_length": 100, "tensor_parallel": 4, "servers": ["http://a", "http://b"]}
+    cluster = {"nodes": 2, "processes_per_node": 8}
+    assert small(rollout=rollout | {"engine": "server"}, cluster=cluster).gpus == 16 + 2 * 4
+    assert small(rollout=rollout, cluster=cluster).gpus == 16
+
+
+def test_plan_says_that_the_papers_gpus_do_not_hold_full_adam_state(capsys):
+    cli.main(["plan", str(RECIPES / "qwen3_32b.yaml"), "cluster.nodes=1"])
+    assert "DOES NOT FIT" in capsys.readouterr().out
+
+
+def test_command_line_mistakes_are_one_line(capsys):
+    assert cli.main(["train", str(RECIPES / "tiny_cpu.yaml"), "objetive=grpo"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "nearest: 'objective'" in error
+
+
+def test_missing_inputs_are_named_before_anything_starts(capsys, tmp_path):
+    changes = [f"model.path={tmp_path}/none", f"run_dir={tmp_path}/run"]
+    assert cli.main(["train", str(RECIPES / "tiny_cpu.yaml"), *changes]) == 2
+    assert f"model.path: {tmp_path}/none does not exist" in capsys.readouterr().err
+
+
+def test_runs_of_different_methods_and_seeds_have_their_own_folders():
+    folders = {
+        str(small(**changes).run_folder)
+        for changes in ({}, {"objective": "rloo"}, {"sampling": "independent"}, {"seed": 1})
+    }
+    assert len(folders) == 4
+
+
+def test_a_run_folder_belongs_to_one_recipe(tmp_path):
+    recipe = small(run_dir=str(tmp_path / "run"))
+    RunFolder(recipe).open(recipe)
+    longer = small(run_dir=str(tmp_path / "run"), steps=9)
+    RunFolder(longer).check(longer)
+    older = tmp_path / "run" / "recipe.yaml"  # written before there was a key
+    older.write_text(older.read_text().replace("  keep_sampling_mask: false\n", ""))
+    RunFolder(recipe).check(recipe)
+    other = small(run_dir=str(tmp_path / "run"), optimizer={"lr": 1.0})
+    with pytest.raises(RecipeError, match=r"optimizer.lr: 1e-06 -> 1.0"):
+        RunFolder(other).check(other)
+
+
+def test_a_run_folder_is_written_by_one_run_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_eqlen.run_folder.LOCK_PATIENCE", 0.0)
+    recipe = small(run_dir=str(tmp_path / "run"))
+    first = RunFolder(recipe)
+    first.open(recipe)
+    with pytest.raises(RecipeError, match="another run is writing"):
+        RunFolder(recipe).open(recipe)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_defaults_written_out_are_the_same_objective(name):
+    """And the recipe that says them all is one that loads."""
+    before = small(objective=name, sampling="tree" if name == "treerpo" else "independent")
+    after = with_defaults(before)
+    assert resolve(after) == resolve(before)
+    assert parse(yaml.safe_load(dump(after)), "dump") == after
+
+
+def test_plan_prints_the_objectives_defaults_and_not_null(capsys):
+    recipe, changes = str(RECIPES / "qwen3_32b.yaml"), ["objective=dapo", "sampling=independent"]
+    assert cli.main(["plan", recipe, *changes]) == 0
+    printed, _, plan = capsys.readouterr().out.partition("layout      ")
+    loss = yaml.safe_load(printed)["loss"]
+    expected = {
+        "clip_ratio_low": 0.2,
+        "clip_ratio_high": 0.28,
+        "clip_ratio_c": 10.0,
+        "loss_agg_mode": "token-mean",
+        "overlong_buffer": 4096,
+        "overlong_factor": 1.0,
+        "dynamic_sampling": True,
+    }
+    assert {key: loss[key] for key in expected} == expected
+    (line,) = (line for line in plan.splitlines() if line.startswith("objective"))
+    assert "clip_ratio_c 10.0, " in line
+    assert "overlong_buffer 4096, overlong_factor 1.0, dynamic_sampling true" in line
+    assert "null" not in line

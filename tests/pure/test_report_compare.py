@@ -1,0 +1,167 @@
+"""``eqlen compare``: run folders in, the paper's tables out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_eqlen import cli
+from megatron_eqlen.evaluation.result import Answers, EvaluationResult, write_results
+from tests.kit.report_runs import recipe, write_run
+
+PROBLEMS, SAMPLES = 20, 4
+
+
+def result(right: int, benchmark: str = "aime25", questions: str = "q") -> EvaluationResult:
+    """``right`` of 20 problems are solved by every sample."""
+    answers = [
+        Answers(f"{questions}{i}", [float(i < right)] * SAMPLES, ["correct"] * SAMPLES, [9] * SAMPLES)
+        for i in range(PROBLEMS)
+    ]
+    return EvaluationResult(benchmark, answers, {"question_ids": [one.prompt_id for one in answers]})
+
+
+def make_run(
+    home: Path, seed: int, right: int | None, questions: str = "q", hours: float = 0.5, **changes
+) -> Path:
+    """A run of 2 steps: 30 effective samples of 2,000 tokens in ``hours`` GPU hours each."""
+    run = recipe(Path("models/Tiny-1B"), seed=seed, **{"steps": 2} | changes)
+    folder = write_run(home / f"{run.method}-seed{seed}", run)
+    write_results(folder / "evaluation/before.json", [result(10, questions=questions)])
+    if right is not None:
+        write_results(folder / "evaluation/after.json", [result(right, questions=questions)])
+    records = [
+        {
+            "step": step, "time": 0.0, "objective/effective_samples": 30.0,
+            "harvest/generated_tokens": 2000.0, "time/gpu_hours": hours * step,
+        }
+        for step in (1, 2)
+    ]  # fmt: skip
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+def rows(text: str) -> list[list[str]]:
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if "|" in line
+    ]
+
+
+def test_methods_side_by_side(tmp_path, capsys):
+    for seed, right in enumerate((11, 13)):
+        make_run(tmp_path, seed, right, sampling="independent")
+    for seed, right in enumerate((15, 17)):
+        make_run(tmp_path, seed, right)
+    make_run(tmp_path, 0, 14, equal_length={"suffix_reward": "mean"})
+    make_run(tmp_path, 5, None)
+    out = tmp_path / "tables.json"
+    assert cli.main(["compare", str(tmp_path), "--json", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert f"{tmp_path}/eqlen-grpo-seed5: left out, it has not ended" in text
+    tables = json.loads(out.read_text())
+    accuracy = {row["method"]: row for row in tables["accuracy"]}
+    assert list(accuracy) == ["base", "grpo", "eqlen-grpo", "eqlen-grpo-mean-reward"]
+    means = {method: round(row["aime25"]["mean"], 6) for method, row in accuracy.items()}
+    assert means == {"base": 0.5, "grpo": 0.6, "eqlen-grpo": 0.8, "eqlen-grpo-mean-reward": 0.7}
+    assert [row["seeds"] for row in tables["accuracy"]] == [None, 2, 2, 1]
+    difference = {row["points above grpo"]: row["aime25"] for row in tables["difference"]}
+    assert difference["eqlen-grpo"]["mean"] == pytest.approx(0.2)
+    assert difference["eqlen-grpo"]["low"] > 0
+    (grpo, eqlen, _) = tables["efficiency"]
+    assert (grpo["effective samples"], grpo["GPU hours"], grpo["samples / GPU hour"]) == (60, 1, 60)
+    assert (grpo["samples / 1k tokens"], grpo["equal lengths"], eqlen["equal lengths"]) == (15, False, True)
+    printed = rows(text)
+    assert ["method", "seeds", "aime25"] in printed
+    assert next(row for row in printed if row[0] == "eqlen-grpo")[2].startswith("80.0% [")
+
+
+def test_the_papers_interval_holds_problems_fixed(tmp_path, capsys):
+    for seed in range(2):
+        make_run(tmp_path, seed, 15)
+    cli.main(["compare", str(tmp_path), "--interval", "paper"])
+    assert "75.0% [75.0, 75.0]" in capsys.readouterr().out
+
+
+def test_two_models_have_columns_of_their_own(tmp_path):
+    make_run(tmp_path / "a", 0, 12)
+    other = make_run(tmp_path / "b", 0, 16)
+    text = (other / "recipe.yaml").read_text().replace("Tiny-1B", "Tiny-2B")
+    (other / "recipe.yaml").write_text(text)
+    out = tmp_path / "tables.json"
+    cli.main(["compare", str(tmp_path), "--json", str(out)])
+    (_, row) = json.loads(out.read_text())["accuracy"]
+    assert np.allclose([row["Tiny-1B aime25"]["mean"], row["Tiny-2B aime25"]["mean"]], [0.6, 0.8])
+
+
+def test_what_cannot_be_compared_is_named(tmp_path, capsys):
+    assert cli.main(["compare", str(tmp_path)]) == 2
+    assert "expected a run that has ended, found none" in capsys.readouterr().err
+    make_run(tmp_path / "a", 0, 12)
+    make_run(tmp_path / "b", 0, 16)
+    assert cli.main(["compare", str(tmp_path)]) == 2
+    assert "to differ in their seed, found 0 twice" in capsys.readouterr().err
+    assert cli.main(["compare", str(tmp_path / "a"), "--baseline", "dapo"]) == 2
+    assert "--baseline: expected one of base, eqlen-grpo, found 'dapo'" in capsys.readouterr().err
+    make_run(tmp_path / "a", 1, 16, questions="other")
+    assert cli.main(["compare", str(tmp_path / "a")]) == 2
+    assert "aime25: the results are of different questions" in capsys.readouterr().err
+
+
+def tables_of(tmp_path: Path) -> dict:
+    out = tmp_path / "tables.json"
+    assert cli.main(["compare", str(tmp_path), "--json", str(out)]) == 0
+    return json.loads(out.read_text())
+
+
+def test_runs_of_two_recipes_are_two_methods_named_by_what_differs(tmp_path):
+    """Whatever their folders and names are; seeds of one recipe stay one method."""
+    for seed, right in ((0, 11), (1, 13)):
+        make_run(tmp_path / "small", seed, right, group_size=4)
+        make_run(tmp_path / "large", seed, right + 4, group_size=8, name="other", optimizer={"lr": 1e-3})
+    make_run(tmp_path, 0, 10, sampling="independent")
+    tables = tables_of(tmp_path)
+    assert [(row["method"], row["seeds"]) for row in tables["accuracy"]] == [
+        ("base", None),
+        ("grpo", 1),
+        ("eqlen-grpo (group_size=8, optimizer.lr=0.001)", 2),
+        ("eqlen-grpo (group_size=4, optimizer.lr=1e-06)", 2),
+    ]
+    assert [row["tracks"] for row in tables["efficiency"]] == [4, 8, 4]
+
+
+def test_a_default_written_out_is_no_difference(tmp_path):
+    make_run(tmp_path / "a", 0, 11)
+    make_run(
+        tmp_path / "b", 1, 11, loss={"clip_ratio_low": 0.2}, cluster={"nodes": 2}, evaluation={"every": 1}
+    )
+    assert [row["method"] for row in tables_of(tmp_path)["accuracy"]] == ["base", "eqlen-grpo"]
+
+
+def test_equal_budgets_need_no_word(tmp_path):
+    make_run(tmp_path, 0, 11)
+    make_run(tmp_path, 0, 11, sampling="independent", hours=0.52)
+    assert tables_of(tmp_path)["notes"] == []
+
+
+def test_unequal_budgets_and_runs_cut_short_are_said(tmp_path, capsys):
+    make_run(tmp_path, 0, 11, steps=2, gpu_hours=4.0)
+    make_run(tmp_path, 0, 11, sampling="independent", steps=40, hours=0.7)
+    assert tables_of(tmp_path)["notes"] == [
+        "grpo seed 0 is not at its end: 2 of 40 steps",
+        "eqlen-grpo seed 0 was cut short of its GPU hours: 2 of 2 steps, 1 of 4 GPU hours (ended by steps)",
+        "Unequal budgets (means over runs): grpo 1.4 GPU hours in 2 steps; eqlen-grpo 1 GPU hours in 2 steps",
+    ]
+    assert "was cut short of its GPU hours" in capsys.readouterr().out
+
+
+def test_seeds_of_unequal_limits_are_not_pooled(tmp_path):
+    make_run(tmp_path, 0, 11, steps=2)
+    make_run(tmp_path, 1, 11, steps=3)
+    assert [row["method"] for row in tables_of(tmp_path)["accuracy"]] == [
+        "base",
+        "eqlen-grpo (steps=2)",
+        "eqlen-grpo (steps=3)",
+    ]

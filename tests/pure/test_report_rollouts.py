@@ -1,0 +1,254 @@
+"""Rollouts for people: what the views, drawings and the terminal say of types.py's worked example."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from megatron_eqlen.objectives.build import build_minibatches
+from megatron_eqlen.recipe_load import load
+from megatron_eqlen.report.drawing import draw
+from megatron_eqlen.report.rollouts import RolloutView, Training, view
+from megatron_eqlen.report.text import print_rollouts
+from megatron_eqlen.types import Pair, Stream
+from tests.kit.report_runs import (
+    RIGHT,
+    WRONG,
+    example_group,
+    example_stream,
+    example_tree,
+    make_tokenizer,
+    prompt,
+    recipe,
+    segment,
+    write_run,
+)
+
+
+def as_ids(token_ids: list[int]) -> str:
+    return " ".join(map(str, token_ids))
+
+
+def look(rollout, sampling="equal_length", **changes):
+    """A rollout that was trained alone."""
+    return view(rollout, as_ids, Training([rollout], recipe(Path("model"), sampling=sampling, **changes)))
+
+
+def boxes(svg: str) -> dict[str, tuple[float, float]]:
+    """Label: left edge and width."""
+    root = ET.fromstring(svg)
+    found = {}
+    for group in root.iter("g"):
+        rect = group.find("rect")
+        label = group.find("title").text.split(":")[0]
+        found[label] = float(rect.get("x")), float(rect.get("width"))
+    return found
+
+
+def test_a_stream_shows_what_each_side_inherits_and_how_it_is_rewarded():
+    seen = look(example_stream())
+    assert seen.question == "What is 3 + 4?"
+    assert seen.title == "stream 0, 2 pairs, max pairs"
+    sides = [side for pair in seen.pairs for side in (pair.a, pair.b)]
+    assert [(s.label, s.before, s.text, s.inherited, s.reward, s.role) for s in sides] == [
+        ("A1", "", "5 9", 0, 0.0, "lowered"),
+        ("B1", "", "6 7", 0, 1.0, "raised"),
+        ("A2", "6 7", "8 9", 2, 1.0, "raised"),
+        ("B2", "6 7", "4 4", 2, 0.0, "lowered"),
+    ]
+    assert uses(seen) == ["trained"] * 4 + ["not trained"]
+    (tail,) = seen.segments
+    assert (tail.label, tail.before, tail.inherited, tail.role) == ("tail", "6 7 4 4", 4, "plain")
+
+
+def uses(seen: RolloutView) -> list[str]:
+    return [side.use for pair in seen.pairs for side in (pair.a, pair.b)] + [s.use for s in seen.segments]
+
+
+def test_equal_rewards_are_skipped_and_dropped_pairs_not_trained():
+    stream = example_stream()
+    stream.pairs[1].a.grade = WRONG
+    assert uses(look(stream)) == ["skipped"] * 4 + ["not trained"]
+    unfinished = dataclasses.replace(stream, tail=None)
+    assert (
+        uses(look(unfinished, equal_length={"unfinished": "drop"})) == ["skipped"] * 2 + ["not trained"] * 2
+    )
+
+
+def test_a_b_side_shows_the_reward_that_the_run_gave_it():
+    """B_1 is extended by A_2, which is right, and by the tail, which is wrong."""
+    stream = example_stream()
+    assert look(stream).pairs[0].b.reward == 1.0
+    seen = look(stream, equal_length={"suffix_reward": "mean"})
+    assert seen.pairs[0].b.reward == 0.5
+    assert [pair.b.role for pair in seen.pairs] == ["raised", "lowered"]
+
+
+def test_pairs_that_a_single_pair_run_leaves_out_are_not_called_trained():
+    seen = look(example_stream(), equal_length={"single_pair": True})
+    assert uses(seen) == ["trained"] * 2 + ["not trained"] * 3
+    assert [pair.a.role for pair in seen.pairs] == ["lowered", "plain"]
+
+
+def test_unscored_rollouts_have_no_rewards():
+    stream, group = example_stream(), example_group()
+    stream.pairs[1].a.grade = None
+    group.completions[1].grade = None
+    assert {(pair.a.use, pair.a.role) for pair in look(stream).pairs} == {("not scored", "plain")}
+    assert {(one.use, one.role) for one in look(group, "independent").segments} == {("not scored", "plain")}
+
+
+def test_a_group_is_compared_with_its_mean_and_truncated_counts_as_wrong():
+    seen = look(example_group(), "independent")
+    assert [(one.reward, one.role, one.end) for one in seen.segments] == [
+        (1.0, "raised", "stop"),
+        (0.0, "lowered", "stop"),
+        (0.0, "lowered", "length"),
+    ]
+
+
+def test_what_the_budget_cut_off_is_not_trained_and_moves_nowhere():
+    group = example_group()
+    group.completions[2] = dataclasses.replace(group.completions[2], finish_reason=None)
+    seen = look(group, "independent")
+    assert [(one.reward, one.role, one.use) for one in seen.segments] == [
+        (1.0, "raised", "trained"),
+        (0.0, "lowered", "trained"),
+        (None, "plain", "not trained"),
+    ]
+
+
+def test_a_group_without_an_advantage_is_skipped_unless_a_kl_penalty_trains_it():
+    group = example_group()
+    group.completions[0].grade = WRONG
+    for kl_coef, use in ((0.0, "skipped"), (0.1, "trained")):
+        seen = look(group, "independent", loss={"kl_coef": kl_coef})
+        assert {(one.role, one.use) for one in seen.segments} == {("equal", use)}
+
+
+def test_prompts_that_dynamic_sampling_dropped_are_not_trained():
+    dull = dataclasses.replace(example_group(), prompt=prompt(9))
+    dull.completions[0].grade = WRONG
+    group = example_group()
+    changes = {"sampling": "independent", "objective": "dapo"}
+    training = Training([dull, group], recipe(Path("model"), **changes))
+    assert uses(view(dull, as_ids, training)) == ["not trained"] * 3
+    assert uses(view(group, as_ids, training)) == ["trained"] * 3
+
+
+def test_roles_and_uses_are_those_of_the_trees_that_are_trained():
+    """Whatever the objective, a segment's tokens are trained upwards exactly where their node's product of
+    weight and advantage is positive."""
+    rollouts = [example_stream(), dataclasses.replace(example_stream(), index=1)]
+    rollouts[1].pairs[0].a.grade = RIGHT
+    for objective in ("grpo", "dr_grpo", "dler", "rloo", "gspo"):
+        asked = recipe(Path("model"), objective=objective)
+        training = Training(rollouts, asked)
+        (trees,), _ = build_minibatches(rollouts, asked)
+        for rollout, tree in zip(rollouts, trees, strict=True):
+            sides = [side for pair in rollout.pairs for side in (pair.a, pair.b)]
+            for side, node in zip(sides, tree.nodes[1:], strict=True):
+                assert node.token_ids == side.token_ids
+                push = np.sign(node.weight * node.advantage)
+                assert training.of(side)[1] == {1: "raised", -1: "lowered", 0: "equal"}[push]
+                assert (training.of(side)[2] == "trained") == (node.weight > 0)
+
+
+def test_a_tree_names_the_step_that_each_step_continues():
+    seen = look(example_tree(), "tree", objective="treerpo")
+    assert [one.role for one in seen.segments] == ["equal", "raised", "lowered"]
+    assert [(one.label, one.before, one.inherited) for one in seen.segments] == [
+        ("step 0", "", 0),
+        ("step 1 after step 0", "5 6", 2),
+        ("step 2 after step 0", "5 6", 2),
+    ]
+    assert set(boxes(draw(seen))) == {"the prompt", "step 0", "step 1 after step 0", "step 2 after step 0"}
+
+
+def test_a_leaf_is_drawn_below_its_other_side_at_the_same_width():
+    found = boxes(draw(look(example_stream())))
+    assert found["A1"] == found["B1"]
+    assert found["A2"] == found["B2"]
+    assert found["A2"][0] > found["A1"][0] + found["A1"][1]
+    assert found["tail"][0] > found["B2"][0]
+
+
+def test_widths_of_completions_are_their_lengths():
+    found = boxes(draw(look(example_group(), "independent")))
+    assert found["completion 1"][1] + 2 == pytest.approx(2 * (found["completion 0"][1] + 2), abs=0.3)
+
+
+# ---- eqlen inspect ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    make_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path, model):
+    tokenizer = make_tokenizer(model)
+    stream = Stream(prompt(1), 0, 0, [], "both_ended")
+    right, wrong = (
+        segment(tokenizer, text, g) for text, g in (("it is seven", RIGHT), ("is it seven", WRONG))
+    )
+    stream.pairs = [Pair(wrong, right)]
+    other = dataclasses.replace(example_stream(), prompt=prompt(2))
+    return write_run(
+        tmp_path,
+        recipe(model),
+        {"step-00000000": [stream, other], "step-00000004": [example_stream()]},
+    )
+
+
+def printed(path, model, limit=10, recipe=None) -> str:
+    console = Console(file=io.StringIO(), width=160, highlight=False)
+    print_rollouts(path, model, limit, recipe, console)
+    return console.file.getvalue()
+
+
+def test_inspect_prints_text_rewards_and_outcome(run, model):
+    text = printed(run / "streams" / "step-00000000" / "rank-0.jsonl", model)
+    assert re.search(r"sums/a\.parquet#1 +stream 0, 1 pair, both ended", text)
+    assert re.search(r"A1 +reward 0, wrong: <b>8</b>, stop, \d+ tokens, trained\n +is it seven", text)
+    assert re.search(r"B1 +reward 1, correct: 7, stop, \d+ tokens, trained\n +it is seven", text)
+
+
+def test_inspect_shows_what_the_run_trained_by_its_own_recipe(tmp_path, model):
+    mean = recipe(model, equal_length={"suffix_reward": "mean"})
+    run = write_run(tmp_path, mean, {"step-00000000": [example_stream()]})
+    assert re.search(r"B1 +reward 0\.5", printed(run / "streams", model))
+
+
+def test_inspect_of_rollouts_without_a_run_says_that_training_is_not_known(tmp_path, model, run):
+    (run / "recipe.yaml").rename(tmp_path / "moved.yaml")
+    text = printed(run / "streams", model)
+    assert "what was trained is not known" in text
+    assert "trained\n" not in text
+    known = printed(run / "streams", model, recipe=load(tmp_path / "moved.yaml"))
+    assert "trained\n" in known
+
+
+def test_inspect_reads_a_file_a_step_or_all_steps(run, model):
+    streams = run / "streams"
+    paths = (streams / "step-00000000" / "rank-0.jsonl", streams / "step-00000000", streams)
+    assert [printed(path, model).count("sums/a.parquet#") for path in paths] == [2, 2, 3]
+    assert printed(streams, model, limit=2).count("sums/a.parquet#") == 2
+
+
+@pytest.mark.parametrize("name", ["nothing", "empty", "file.jsonl"])
+def test_inspect_names_a_path_without_rollouts(tmp_path, model, name):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file.jsonl").touch()
+    with pytest.raises(ValueError, match=f"{name}: expected"):
+        printed(tmp_path / name, model)

@@ -1,0 +1,301 @@
+"""The math grader: what counts as right, and that nothing a model writes can hang or crash it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_eqlen.rewards.math import MathGrader
+from megatron_eqlen.rewards.math_answer import normalize
+from megatron_eqlen.rewards.math_box import extract_answer
+from tests.kit import ROOT
+from tools.benchmarks.grade import read_answer_table
+
+
+@pytest.fixture(scope="module")
+def grader():
+    grader = MathGrader("either", workers=2, timeout=1.5)
+    yield grader
+    grader.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"so \boxed{5}", "5"),
+        (r"\boxed{4} no, \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\boxed{4}</think>\boxed{5}", "5"),
+        (r"<think>a</think>b</think>\boxed{5}", "5"),
+        (r"\boxed{4}</think> I do not know", None),
+        (r"\boxed{5} and \boxed{6", "5"),
+        (r"\boxed{x and \boxed{5}", "5"),
+        (r"\boxed{1 + \boxed{2}}", r"1 + \boxed{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed {5}", "5"),
+        (r"}}} {{{ \boxed{5} }}}", "5"),
+        (r"\boxed{}", None),
+        ("the answer is 5", None),
+        (r"\boxed 42, so", "42"),
+        (r"$\boxed \frac{1}{2}$", r"\frac{1}{2}"),
+        (r"\fbox{42}", "42"),
+        (r"\boxed{41} or \boxed{42}", "41, 42"),
+        (r"$\boxed{1}$ and $\boxed{2}$", "1, 2"),
+        (r"\boxed{42}, that is \boxed{42}", "42"),
+        ("", None),
+    ],
+)
+def test_the_last_balanced_box_after_thinking(text, answer):
+    assert extract_answer(text) == answer
+
+
+RIGHT = [
+    ("70", "070"),
+    ("5", "5."),
+    ("1234", "1,234"),
+    ("1234", r"1{,}234"),
+    (r"\frac{1}{2}", "0.5"),
+    (r"\frac{1}{2}", r"\dfrac{1}{2}"),
+    ("e", "e"),
+    ("Yes", r"\text{yes}"),
+    ("No", "no"),
+    (r"\sqrt{8}", r"2\sqrt{2}"),
+    (r"\{1,2\}", r"\{2, 1\}"),
+    (r"(1,2)", r"\left( 1,\, 2 \right)"),
+    ("x^2+2x+1", "(x+1)^2"),
+    (r"\infty", r"\infty"),
+    ("5", "x=5"),
+    ("10", r"10\text{ cm}"),
+    ("10", r"\boxed{10}"),
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}"),
+]
+WRONG = [
+    ("5", "6"),
+    ("Yes", "No"),
+    ("Yes", "seY"),  # the same letters: math-verify alone takes a bare word for a product of symbols
+    ("11/2", "1 1/2"),
+    (r"\frac{1}{3}", "0.33"),
+    ("5", "5, 6"),
+    (r"\{1,2\}", "1"),
+    ("3", "-3"),
+    ("[0,1)", "(0,1]"),
+]
+
+
+@pytest.mark.parametrize(("gold", "answer"), RIGHT)
+def test_right_answers_in_other_words(grader, gold, answer):
+    (grade,) = grader.grade([rf"thus \boxed{{{answer}}}"], [gold])
+    assert (grade.verdict, grade.reward) == ("correct", 1.0)
+
+
+@pytest.mark.parametrize(("gold", "answer"), WRONG)
+def test_wrong_answers(grader, gold, answer):
+    (grade,) = grader.grade([rf"thus \boxed{{{answer}}}"], [gold])
+    assert (grade.verdict, grade.reward) == ("wrong", 0.0)
+
+
+def test_two_stage_parsing_reads_what_the_library_reads(monkeypatch):
+    from megatron_eqlen.rewards import math_reading
+
+    answers = [normalize(text) for pair in RIGHT + WRONG for text in pair]
+    answers += [r"x^{2}+799x-5", r"\frac{", r"2<x\le5", r"A\cup B", r"\binom{5}{2}", "|x-1|"]
+    parsed = []
+    for create in (math_reading.create_two_stage_parser, math_reading._create_full_parser):
+        monkeypatch.setattr(math_reading._Latex2Sympy, "create_parser", create)
+        math_reading.read.cache_clear()
+        parsed.append([repr(math_reading.read(answer)) for answer in answers])
+    assert parsed[0] == parsed[1]
+
+
+def test_a_difference_at_a_point_never_overrules_the_library():
+    from math_verify import verify
+
+    from megatron_eqlen.rewards.math_reading import read
+    from megatron_eqlen.rewards.math_worker import surely_different
+
+    answers = sorted({normalize(text) for pair in RIGHT + WRONG for text in pair if "," not in text})
+    answers += [
+        "0.333333",
+        "x",
+        "x^{2}",
+        r"\sqrt{x^{2}}",
+        r"e^{\pi}",
+        "-1",
+        "2^{2000}",
+        "2^{2000}+1",
+        "2^{2001}",
+    ]
+    values = [value for value in map(read, answers) if value is not None]
+    caught = [(gold, answer) for gold in values for answer in values if surely_different(gold, answer)]
+    assert len(caught) > 150
+    wrongly = [pair for pair in caught[::7] if verify(*pair, timeout_seconds=None)]
+    assert wrongly == []
+
+
+def test_rules_differ_where_they_should():
+    exact, verify = MathGrader("exact"), MathGrader("math_verify", workers=1)
+    texts, golds = [r"\boxed{0.5}", r"\boxed{\dfrac12}", r"\boxed{7}"], [r"\frac{1}{2}", r"\frac12", "7"]
+    assert [grade.reward for grade in exact.grade(texts, golds)] == [0.0, 1.0, 1.0]
+    assert [grade.reward for grade in verify.grade(texts, golds)] == [1.0, 1.0, 1.0]
+    assert exact.name == "exact-2"
+    assert verify.name == "math_verify-2+math_verify-0.9.0"
+    verify.close()
+
+
+def test_a_grade_says_what_it_saw(grader):
+    (grade,) = grader.grade(["so \\boxed{1 +\n 1}"], ["3"])
+    assert (grade.answer, grade.grader) == ("1 + 1", "either-2+math_verify-0.9.0")
+    assert grade.seconds > 0
+
+
+TABLE = read_answer_table()
+KNOWN_DIFFERENCES = {
+    ("10", r"\boxed{10\,\Omega}"),  # a letter of Greek is a variable
+    (r"\text{May 5, 2024}", r"\boxed{may 5, 2024}"),  # three small letters are variables
+    ("15", r"\boxed{15 \frac{m}{s}}"),  # letters of a fraction are variables
+    ("15", r"\boxed{15\,\frac{\text{m}}{\text{s}}}"),
+    ("-1<x<3", r"\boxed{3>x>-1}"),  # math-verify compares the parts in order
+    (r"\mathrm{GL}_n(\mathbb{R})", r"\boxed{GL_n(\mathbb{R})}"),  # names of groups compare as text
+}
+"""Right answers that we call wrong. There is no wrong answer that we call right."""
+
+
+@pytest.fixture(scope="module")
+def table_grades(grader):
+    return grader.grade([case.response for case in TABLE], [case.gold for case in TABLE])
+
+
+def test_the_table_of_answers_is_graded_as_people_grade_it(table_grades):
+    """Numbers, units, words, sets, equations, unicode, hedges: see tests/tables/math_answers.jsonl."""
+    graded = zip(TABLE, table_grades, strict=True)
+    differ = {(case.gold, case.response) for case, grade in graded if grade.reward != case.right}
+    assert differ == KNOWN_DIFFERENCES
+
+
+def test_every_gold_of_the_table_equals_itself(grader):
+    golds = sorted({case.gold for case in TABLE})
+    assert [reason for reason in grader.check_golds(golds) if reason] == []
+    grades = grader.grade([rf"\boxed{{{gold}}}" for gold in golds], golds)
+    assert {grade.verdict for grade in grades} == {"correct"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "verdict"),
+    [("2^{2023}", "wrong"), ("4^{1012}", "correct"), ("2^{2024}+1", "wrong"), (r"10^{10^{10}}", "wrong")],
+)
+def test_integers_beyond_floating_point_are_compared_exactly(grader, answer, verdict):
+    (grade,) = grader.grade([rf"\boxed{{{answer}}}"], ["2^{2024}"])
+    assert grade.verdict == verdict
+
+
+def test_an_answer_that_shows_nothing_is_no_answer(grader):
+    texts = [r"\boxed{\phantom{42}}", r"\boxed{\ }", r"\boxed{\text{}}", r"\boxed{\cancel{42}}"]
+    assert [grade.verdict for grade in grader.grade(texts, ["42"] * 4)] == ["no_answer"] * 4
+
+
+def test_what_an_answer_quotes_is_not_searched_for_another(grader):
+    """math-verify's own search finds ``final answer is $42$`` inside a box."""
+    (grade,) = grader.grade([r"\boxed{43 final answer is $42$ I hope}"], ["42"])
+    assert grade.reward == 0.0
+
+
+ADVERSARIAL = {
+    "nested boxes": r"\boxed{" * 3000 + "5" + "}" * 3000,
+    "unclosed boxes": r"\boxed{" * 1_500_000,
+    "10 MB of output": "x" * 10_000_000 + r"\boxed{6}",
+    "10 MB of braces": "{}" * 5_000_000 + r"\boxed{6}",
+    "a 10 MB answer": r"\boxed{" + "9" * 10_000_000 + "}",
+    "huge powers": r"\boxed{9^{9^{9^{9^{9}}}}}",
+    "huge factorial": r"\boxed{(10^{10})!}",
+    "parentheses": r"\boxed{" + "(" * 900 + "5" + ")" * 900 + "}",
+    "fractions": r"\boxed{" + r"\frac{1}{" * 150 + "2" + "}" * 150 + "}",
+    "a sum": r"\boxed{\sum_{k=1}^{10^{12}} k^{k}}",
+    "an integral": r"\boxed{\int_0^1 \frac{x^{99} \sin(x^{77})}{\ln(1+x^{55})} dx}",
+    "control characters": "\\boxed{\x00\x1b[2J\ud7ff}",
+    "text wrappers": r"\boxed{" + r"\text{" * 300 + "5" + "}" * 300 + "}",
+    "format strings": r"\boxed{%s{0}{{}}}",
+    "code": r"\boxed{__import__('os').system('true')}",
+}
+
+
+FIVE_IN_DISGUISE = {"nested boxes", "parentheses", "text wrappers"}
+
+
+def test_no_answer_hangs_or_crashes_the_grader(grader):
+    """Every one gets a verdict, and the next ordinary answer is graded as ever."""
+    grades = grader.grade(list(ADVERSARIAL.values()), ["5"] * len(ADVERSARIAL))
+    verdicts = dict(zip(ADVERSARIAL, (grade.verdict for grade in grades), strict=True))
+    assert verdicts["nested boxes"] in ("correct", "no_answer", "unparseable")  # cut to the last characters
+    assert verdicts["unclosed boxes"] == "no_answer"
+    assert verdicts["10 MB of output"] == verdicts["10 MB of braces"] == "wrong"
+    assert verdicts["huge powers"] in ("timeout", "wrong", "unparseable")
+    assert all(
+        grade.reward == 0.0 for grade, name in zip(grades, ADVERSARIAL, strict=True) if "box" not in name
+    )
+    (after,) = grader.grade([r"\boxed{\frac{2}{4}}"], [r"\frac{1}{2}"])
+    assert after.verdict == "correct"
+
+
+def test_unusable_golds_are_told_apart(grader):
+    golds = ["5", r"\frac{3}{4}", "Yes", r"\infty", r"\frac{", "{{{", "", "9" * 3000, r"x^2 + y^2 = 1"]
+    reasons = grader.check_golds(golds)
+    assert reasons[:4] == [None] * 4
+    assert reasons[4] == reasons[5] == reasons[6] == reasons[7] == "unparseable_gold"
+    assert reasons[8] is None
+
+
+def test_workers_are_clean_processes(grader, monkeypatch):
+    """No torch, vLLM or Megatron in them, and none of the trainer's environment."""
+    monkeypatch.setenv("SECRET_TOKEN", "hunter2")
+    fresh = MathGrader("math_verify", workers=1)
+    fresh.grade([r"\boxed{5}"], ["5"])
+    (worker,) = fresh._pool._workers
+    environment = Path(f"/proc/{worker.pid}/environ").read_bytes()
+    libraries = Path(f"/proc/{worker.pid}/maps").read_text()
+    assert b"hunter2" not in environment
+    assert "torch" not in libraries
+    fresh.close()
+    assert not Path(f"/proc/{worker.pid}").exists()
+
+
+def test_workers_end_with_the_trainer():
+    """A trainer that is killed takes its graders with it, even one busy with a pathological answer."""
+    script = (
+        "from megatron_eqlen.rewards.math import MathGrader\n"
+        "grader = MathGrader(workers=1, timeout=600)\n"
+        "grader.grade([r'\\boxed{2x}'], ['5'])\n"
+        "print(grader._pool._host.pid, grader._pool._workers[0].pid, flush=True)\n"
+        "grader.grade([r'\\boxed{' + '(' * 900 + '}'], ['5'])\n"
+    )
+    root = str(ROOT)
+    environment = os.environ | {"PYTHONPATH": root}
+    trainer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=environment)
+    pids = [int(pid) for pid in trainer.stdout.readline().split()]
+    time.sleep(0.3)
+    trainer.send_signal(signal.SIGKILL)
+    trainer.wait()
+    deadline = time.monotonic() + 30
+    while any(_alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(_alive(pid) for pid in pids)
+
+
+def _alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_the_same_answer_is_verified_once(grader, monkeypatch):
+    grader.grade([r"\boxed{2y}"] * 3, ["3y"] * 3)
+    asked = []
+    monkeypatch.setattr(grader, "_ask", lambda items: asked.extend(items) or [])
+    assert [grade.verdict for grade in grader.grade([r"\boxed{2y}"] * 2, ["3y"] * 2)] == ["wrong"] * 2
+    assert asked == []
+
+
+@pytest.mark.parametrize("text", ["5", "-5", "0", "-0", "007", "1,234,567", "x + 1", "A", "no"])
+def test_normalize_is_idempotent(text):
+    assert normalize(normalize(text)) == normalize(text)

@@ -1,0 +1,84 @@
+"""Run folders: a function of the recipe, apart for all that tells two experiments apart, and readable."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_eqlen.recipe import MAY_CHANGE, differences, is_under
+from megatron_eqlen.recipe_load import dump, load
+from tests.kit import ROOT
+
+TINY = ROOT / "recipes/tiny_cpu.yaml"
+
+VALUES = {
+    "group_size": ["8", "4"],
+    "seed": ["0", "7"],
+    "objective": ["grpo", "rloo"],
+    "sampling": ["equal_length", "independent"],
+    "equal_length.suffix_reward": ["max", "mean"],
+    "loss.kl_coef": ["0.002", "0.0", "0"],
+    "optimizer.lr": ["3e-4", "1e-3"],
+    "model.path": ["runs/tiny/base", "a/b", "a_b", '"8"', "a,seed=7"],
+    "data.sources.0.path": ["x", "y"],
+    "reward.rubric": ["null", '"null"', "m:f"],
+    "rollout.keep_sampling_mask": ["false"],
+    "data.sources": ["[{name: arithmetic, path: x}]", "[{name: a, path: x}, {name: b, path: y}]"],
+    "steps": ["30", "5"],
+    "cluster.processes_per_node": ["2", "1"],
+}
+overrides = st.lists(st.sampled_from(sorted(VALUES)), unique=True, max_size=4).flatmap(
+    lambda keys: st.tuples(*(st.sampled_from([f"{key}={value}" for value in VALUES[key]]) for key in keys))
+)
+
+
+@pytest.mark.parametrize(
+    ("given_", "folder"),
+    [
+        ((), "eqlen-grpo-seed0"),
+        (("group_size=8", "steps=3", "cluster.processes_per_node=1"), "eqlen-grpo-seed0"),
+        (("group_size=4",), "eqlen-grpo-group_size=4-seed0"),
+        (("loss.kl_coef=0", "group_size=4", "seed=2"), "eqlen-grpo-group_size=4,loss.kl_coef=0.0-seed2"),
+        (("objective=dapo", "sampling=independent"), "dapo-seed0"),
+        (("equal_length.single_pair=true",), "eqlen-grpo-single-pair-seed0"),
+    ],
+)
+def test_a_folders_name_says_what_the_command_line_changed(given_, folder):
+    assert load(TINY, given_).run_folder == Path("runs/tiny_cpu") / folder
+
+
+@settings(max_examples=200, deadline=None)
+@given(first=overrides, second=overrides)
+def test_two_recipes_share_a_folder_only_if_one_may_go_on_as_the_other(first, second):
+    one, other = load(TINY, first), load(TINY, second)
+    found = differences(one.model_dump(mode="json"), other.model_dump(mode="json"))
+    apart = [key for key in found if not is_under(key, MAY_CHANGE)]
+    assert (one.run_folder != other.run_folder) == bool(apart), apart
+
+
+@settings(max_examples=50, deadline=None)
+@given(keys=overrides)
+def test_the_resolved_recipe_names_the_same_folder(tmp_path_factory, keys):
+    recipe = load(TINY, keys)
+    file = tmp_path_factory.mktemp("dump") / "recipe.yaml"
+    file.write_text(dump(recipe))
+    assert load(file) == recipe
+    assert load(file, ["steps=9"]).run_folder == recipe.run_folder
+
+
+def test_names_stay_short_enough_for_a_folder():
+    many = [f"model.path={'m' * 300}", "data.instruction=" + "x" * 300]
+    names = {load(TINY, keys).run_folder.name for keys in itertools.permutations(many)}
+    assert len(names) == 1
+    assert len(names.pop()) < 200
+
+
+def test_a_file_that_is_complete_only_with_its_overrides_is_named_by_them(tmp_path):
+    file = tmp_path / "base.yaml"
+    file.write_text("name: base\nsteps: 3\ndata: {sources: [{name: a, path: b}], max_prompt_length: 10}\n")
+    keys = ["rollout.max_response_length=10", "model.path=m"]
+    assert load(file, keys).run_name == "eqlen-grpo-model.path=m,rollout.max_response_length=10-seed0"

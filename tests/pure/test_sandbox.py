@@ -1,0 +1,449 @@
+"""The sandbox under attack: no attack succeeds, and none slows or spoils the next job.
+
+Everything runs through one real sandbox of the strongest kind this machine offers. A machine without
+Landlock or seccomp fails the strict tests: it could not run strict recipes either.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import secrets
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from megatron_eqlen.rewards import code, landlock, seccomp
+from megatron_eqlen.rewards.code import WORKER_MODULE, CodeGrader, offered_isolation
+from megatron_eqlen.rewards.program import Isolation, Limits
+from megatron_eqlen.rewards.sandbox import Execution, Sandbox
+from megatron_eqlen.rewards.sandbox_folder import EmptyFolder
+from megatron_eqlen.rewards.sandbox_probe import shortcoming
+from megatron_eqlen.rewards.seccomp import MACHINES, build_filter
+from megatron_eqlen.rewards.workers import WorkerPool
+from tests.kit.processes import are_gone, descendants, within
+
+LIMITS = Limits(cpu_seconds=1, wall_seconds=20, memory_mb=512, output_bytes=1 << 20)
+SECRET = "the-parents-secret"
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    """A worker with a sandbox, forked from a clean process as in training."""
+    os.environ["SECRET_TOKEN"] = SECRET
+    pool = WorkerPool(WORKER_MODULE, 1, {"isolation": vars(offered_isolation())})
+    run(pool, "pass")  # the worker starts with its first job
+    yield pool
+    pool.close()
+    del os.environ["SECRET_TOKEN"]
+
+
+def run(
+    sandbox: WorkerPool, program: str, stdin: str = "", limits: Limits = LIMITS, function: str | None = None
+) -> Execution:
+    item = {"program": program, "stdin": stdin, "limits": vars(limits), "function": function}
+    (answer,) = sandbox.map([item], 120.0, wall_factor=1.0)
+    assert "status" in answer, answer
+    return Execution(**answer)
+
+
+def test_isolation_is_strict_here():
+    assert offered_isolation().strict
+    assert "rlimits + landlock + seccomp" in str(offered_isolation())
+
+
+PROGRAMS = {
+    "input and print": "a, b = map(int, input().split())\nprint(a + b)",
+    "repeated readline": (
+        "import sys\nread = sys.stdin.buffer.readline\nprint(sum(map(int, read().split())))\nread()"
+    ),
+    "iterating stdin": "import sys\nfor line in sys.stdin:\n    print(sum(map(int, line.split())))",
+    "stdout.buffer": "import sys\nsys.stdout.buffer.write(b'%d' % sum(map(int, sys.stdin.read().split())))",
+    "os.read and os.write": "import os\nos.write(1, str(sum(map(int, os.read(0, 99).split()))).encode())",
+    "open(0)": "print(sum(map(int, open(0).read().split())))",
+    "top-level global": "global x\nx = sum(map(int, input().split()))\ndef f():\n    return x\nprint(f())",
+    "main guard": (
+        "def main():\n    print(sum(map(int, input().split())))\nif __name__ == '__main__':\n    main()"
+    ),
+    "sys.exit": "import sys\nprint(sum(map(int, input().split())))\nsys.exit(0)",
+    "exit without newline": "print(sum(map(int, input().split())), end='')\nexit()",
+    "threads with a big stack": (
+        "import threading, sys\nsys.setrecursionlimit(10**6)\nthreading.stack_size(2**26)\n"
+        "def depth(n):\n    return n and depth(n - 1)\n"
+        "def main():\n    depth(50000)\n    print(sum(map(int, input().split())))\n"
+        "threading.Thread(target=main).start()"
+    ),
+    "dataclass and typing": (
+        "from dataclasses import dataclass\nfrom typing import List\n@dataclass\nclass P:\n    x: List[int]\n"
+        "print(sum(P(list(map(int, input().split()))).x))"
+    ),
+    "numpy": "import numpy as np\nprint(np.array(input().split(), dtype=int).sum())",
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_honest_programs_work(sandbox, name):
+    ended = run(sandbox, PROGRAMS[name], "2 3\n", Limits(10, 60, 1024))
+    assert (ended.status, ended.stdout.strip()) == ("finished", "5"), ended.error
+
+
+def test_a_function_gets_its_arguments_and_returns_a_value(sandbox):
+    source = "class Solution:\n    def pair(self, a, b):\n        print('noise')\n        return (a, b)\n"
+    assert run(sandbox, source, '1\n[2, "x"]', function="pair").result == '[1, [2, "x"]]'
+    assert run(sandbox, "def f(a):\n    return {a}", "1", function="f").status == "runtime_error"
+    assert run(sandbox, "x = 1", "1", function="f").status == "runtime_error"
+
+
+ENDINGS = {
+    "compile_error": "def f(:\n",
+    "runtime_error": "1 / 0",
+    "time_limit": "while True:\n    pass",
+    "memory_limit": "x = [0] * 10**10",
+    "output_limit": "while True:\n    print('x' * 10000)",
+}
+
+
+@pytest.mark.parametrize("status", ENDINGS)
+def test_each_ending_has_its_name(sandbox, status):
+    assert run(sandbox, ENDINGS[status]).status == status
+
+
+def test_a_runtime_error_shows_the_programs_own_lines(sandbox):
+    ended = run(sandbox, "def f():\n    raise KeyError('lost')\nf()")
+    assert "KeyError: 'lost'" in ended.error
+    assert "megatron_eqlen" not in ended.error
+
+
+def test_nothing_of_one_program_is_left_for_the_next(sandbox):
+    """Neither its text, nor its input, nor what it changed in the interpreter."""
+    run(
+        sandbox,
+        "import json, builtins\nMARK = 'mark-of-the-first'\nbuiltins.print = json.dumps = None",
+        "stdin-1",
+    )
+    hunt = (
+        "import gc, sys\n"
+        "found = [o for o in gc.get_objects() if 'mark-of-' + 'the-first' in repr(type(o) is str and o)]\n"
+        "import json\nprint(json.dumps(len(found)), input())"
+    )
+    assert run(sandbox, hunt, "2").stdout == "0 2\n"
+
+
+def succeeded(name: str) -> str:
+    return f"print('succeeded: {name}')"
+
+
+ATTACKS = {
+    "fork bomb": "import os\nwhile True:\n    os.fork()",
+    "thread bomb": (
+        "import threading, time\nwhile True:\n    threading.Thread(target=time.sleep, args=(9,)).start()"
+    ),
+    "memory bomb": "x = []\nwhile True:\n    x.append(bytearray(10**7))",
+    "endless output": "import os\nwhile True:\n    os.write(1, b'x' * 65536)",
+    "endless errors": "import os\nwhile True:\n    os.write(2, b'x' * 65536)",
+    "sleeping": "import time\ntime.sleep(3600)",
+    "ignoring signals": (
+        "import signal\nfor s in range(1, 65):\n    try:\n        signal.signal(s, signal.SIG_IGN)\n"
+        "    except (OSError, ValueError):\n        pass\nwhile True:\n    pass"
+    ),
+    "raising its limits": (
+        "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (999, 999))\n" + succeeded("limits")
+    ),
+    "exec": "import os\nos.execv('/bin/sh', ['sh', '-c', 'echo succeeded: exec'])",
+    "subprocess": "import subprocess\nprint('succeeded', subprocess.check_output(['id']))",
+    "daemon": "import os\nif os.fork() == 0:\n    os.setsid()\n    while True:\n        pass",
+    "environment": f"import os\nprint('succeeded' if {SECRET!r} in str(os.environ) else '')",
+    "parent's environment": "import os\nprint('succeeded', open(f'/proc/{os.getppid()}/environ').read())",
+    "own old environment": "print('succeeded', open('/proc/self/environ').read())",
+    "parent's memory": "import os\nprint('succeeded', open(f'/proc/{os.getppid()}/mem', 'rb'))",
+    "passwd": "print('succeeded', open('/etc/passwd').read())",
+    "home": "import os\nprint('succeeded', os.listdir(os.path.expanduser('~root')))",
+    "root folder": "import os\nprint('succeeded', os.listdir('/'))",
+    "writing here": "open('file', 'w')\n" + succeeded("write"),
+    "writing to tmp": "open('/tmp/from-the-sandbox', 'w')\n" + succeeded("write"),
+    "writing to the library": "import json\nopen(json.__file__, 'a')\n" + succeeded("write"),
+    "deleting": "import os, json\nos.remove(json.__file__)\n" + succeeded("delete"),
+    "rm -r": "import shutil\nshutil.rmtree('/work')\n" + succeeded("delete"),
+    "chmod": "import os\nos.chmod('.', 0o777)\n" + succeeded("chmod"),
+    "tcp": "import socket\nsocket.create_connection(('127.0.0.1', PORT))\n" + succeeded("tcp"),
+    "udp": "import socket\nsocket.socket(type=socket.SOCK_DGRAM)\n" + succeeded("udp"),
+    "unix socket": "import socket\nsocket.socket(socket.AF_UNIX)\n" + succeeded("unix"),
+    "inherited descriptors": (
+        "import os\nfor fd in range(5, 4096):\n    try:\n        os.fstat(fd)\n"
+        "        print('succeeded', fd)\n    except OSError:\n        pass"
+    ),
+    "killing the parent": "import os\nos.kill(os.getppid(), 9)\n" + succeeded("kill"),
+    "killing everyone": "import os\nos.kill(-1, 9)\n" + succeeded("kill"),
+    "ptrace": (
+        "import ctypes, os\nlibc = ctypes.CDLL(None)\nr = libc.ptrace(16, os.getppid(), 0, 0)\n"
+        "print('succeeded' if r == 0 else '')"
+    ),
+    "user namespace": (
+        "import ctypes\nprint('succeeded' if ctypes.CDLL(None).unshare(0x10000000) == 0 else '')"
+    ),
+    "io_uring": "import ctypes\nprint('succeeded' if ctypes.CDLL(None).syscall(425, 1, 0) >= 0 else '')",
+    "a pipe that kills the parent": (
+        "import os\nfrom fcntl import fcntl, F_SETOWN, F_SETFL\nready, told = os.pipe()\n"
+        "fcntl(ready, F_SETOWN, os.getppid())\nfcntl(ready, 10, 9)\nfcntl(ready, F_SETFL, os.O_ASYNC)\n"
+        "os.write(told, b'x')\n" + succeeded("fcntl")
+    ),
+    "a pipe that kills the parent, by ioctl": (
+        "import fcntl, os, struct\nready, told = os.pipe()\n"
+        "fcntl.ioctl(ready, 0x8901, struct.pack('i', os.getppid()))\n"
+        "fcntl.ioctl(ready, 0x5452, struct.pack('i', 1))\nos.write(told, b'x')\n" + succeeded("ioctl")
+    ),
+    "an owner and its thread": (
+        "import fcntl, os, struct\nready, told = os.pipe()\n"
+        "fcntl.fcntl(ready, 15, struct.pack('ii', 1, os.getppid()))\n" + succeeded("fcntl")
+    ),
+    "locking a library": (
+        "import fcntl, json\nfcntl.lockf(open(json.__file__), fcntl.LOCK_SH)\n" + succeeded("lock")
+    ),
+    "sealing its output": "import fcntl\nfcntl.fcntl(1, fcntl.F_ADD_SEALS, 15)\n" + succeeded("seal"),
+    "poisoning a shared page": (
+        "import ctypes\nprint('succeeded' if ctypes.CDLL(None).madvise(0, 0, 100) == 0 else '')"
+    ),
+    "a network namespace for a thread": (
+        "import ctypes\nlibc = ctypes.CDLL(None)\nr = libc.syscall(56, 0x40010f00, 0, 0, 0, 0)\n"
+        "print('succeeded' if r >= 0 else '')"
+    ),
+    "becoming root": "import os\nos.setuid(0)\n" + succeeded("root"),
+    "a forged report": 'import os\nos.write(4, b\'{"result": 5, "error": []}\')',
+    "a garbage report": "import os\nos.write(4, b'[' * 100000)",
+    "exit status 0 after nothing": "import os\nos._exit(0)",
+}
+
+
+WITHOUT_SIGNAL_SCOPES = """
+import json, os, sys
+from megatron_eqlen.rewards import landlock
+from megatron_eqlen.rewards.program import Isolation, Limits
+from megatron_eqlen.rewards.sandbox import Sandbox
+from megatron_eqlen.rewards.sandbox_folder import EmptyFolder
+from megatron_eqlen.rewards.sandbox_probe import shortcoming
+landlock.SCOPE_ABI = 1 << 30
+isolation = Isolation(True, True, False)
+with Sandbox(isolation) as sandbox:
+    runs = [sandbox.run(attack, "", Limits(1, 3, 256, 1 << 20)).stdout for attack in json.load(sys.stdin)]
+print(json.dumps([runs, shortcoming(isolation)]))
+"""
+
+
+def test_no_attack_succeeds_where_landlock_has_no_signal_scopes():
+    """As on kernels before 6.12, where only the system-call filter stands between a program and a signal."""
+    attacks = [text for name, text in ATTACKS.items() if "kill" in name or "pipe" in name or "owner" in name]
+    command = [sys.executable, "-P", "-c", WITHOUT_SIGNAL_SCOPES]
+    ended = subprocess.run(command, input=json.dumps(attacks), capture_output=True, text=True, check=True)
+    assert json.loads(ended.stdout) == [[""] * len(attacks), None]
+
+
+@pytest.mark.parametrize("hole", ["fcntl", "madvise", "clone", "prctl", "timer_create", "kill"])
+def test_a_machine_whose_filter_has_a_hole_is_not_called_strict(monkeypatch, hole):
+    numbers = {"fcntl": 72, "madvise": 28, "clone": 56, "prctl": 157, "timer_create": 222, "kill": 62}
+    plain = seccomp.X86_64.plain | {hole: numbers[hole]}
+    monkeypatch.setitem(seccomp.MACHINES, "x86_64", dataclasses.replace(seccomp.X86_64, plain=plain))
+    monkeypatch.setattr(landlock, "SCOPE_ABI", 1 << 30)
+    assert "a program" in shortcoming(Isolation(True, True, False))
+
+
+def test_a_program_that_runs_as_root_has_no_capability(caplog):
+    """Seen from outside, in /proc; and it is a warning that it runs as root."""
+    with Sandbox(Isolation(True, True, False)) as sandbox, ThreadPoolExecutor() as threads:
+        sleeper = threads.submit(sandbox.run, "import time\ntime.sleep(2)", "", Limits(9, 9, 256))
+        time.sleep(1.0)
+        (pid,) = Path(f"/proc/{sandbox._zygote}/task/{sandbox._zygote}/children").read_text().split()
+        status = Path(f"/proc/{pid}/status").read_text()
+        assert sleeper.result().status == "finished"
+    sets = re.findall(r"Cap(?:Inh|Prm|Eff|Bnd|Amb):\s*([0-9a-f]+)", status)
+    assert sets[:3] + sets[4:] == ["0" * 16] * 4
+    assert sets[3] == "0" * 16 or os.geteuid() != 0
+    assert "NoNewPrivs:\t1" in status
+
+
+def test_programs_that_run_as_root_are_a_warning(monkeypatch, caplog):
+    monkeypatch.setattr(code, "offered_isolation", lambda: Isolation(True, True, drop_user=False))
+    monkeypatch.setattr(code, "WorkerPool", lambda *_: None)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    CodeGrader()._start()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "root without capabilities (programs run as root: nobody cannot read" in caplog.text
+
+
+def processes() -> set[int]:
+    """Pids of every live process that descends from this one."""
+    return descendants(os.getpid())
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_attacks_fail_and_the_next_job_runs(sandbox, name):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        before = processes()
+        port = str(server.getsockname()[1])
+        ended = run(sandbox, ATTACKS[name].replace("PORT", port), limits=Limits(1, 3, 256, 1 << 20))
+        assert "succeeded" not in ended.stdout
+        assert processes() <= before
+    assert not Path("/tmp/from-the-sandbox").exists()
+    after = run(sandbox, "print(int(input()) + 1)", "1")
+    assert (after.status, after.stdout) == ("finished", "2\n")
+
+
+def test_expected_outputs_are_not_in_the_programs_memory(sandbox):
+    """The zygote is forked before any test arrives: a search through all objects finds no output."""
+    hunt = (
+        "import gc, re\n"
+        "text = ' '.join(repr(o) for o in gc.get_objects() if type(o) in (dict, list, tuple))\n"
+        "print(*re.findall('expected-[0-9a-f]{32}', text) or ['nothing'])"
+    )
+    tests = json.dumps({"inputs": [""], "outputs": [f"expected-{secrets.token_hex(16)}"]})
+    item = {"program": hunt, "tests": tests, "limits": vars(Limits(20, 60, 1024))}
+    (judged,) = sandbox.map([item], 120.0, wall_factor=1.0)
+    assert judged["verdict"] == "wrong_answer"
+    assert "found 'nothing" in judged["detail"]
+
+
+def test_a_killed_worker_takes_its_program_with_it():
+    before = processes()
+    pool = WorkerPool(WORKER_MODULE, 1, {"isolation": vars(offered_isolation())})
+    item = {
+        "program": "while True:\n    pass",
+        "tests": '{"inputs": [""], "outputs": [""]}',
+        "limits": vars(Limits(50, 50, 256)),
+    }
+    (answer,) = pool.map([item], 1.5, wall_factor=1.0)
+    assert answer["timeout"]
+    pool.close()
+    assert within(20, lambda: processes() <= before)
+
+
+TRAINER = """
+import os, time
+from megatron_eqlen.rewards.code import WORKER_MODULE
+from megatron_eqlen.rewards.workers import WorkerPool
+limits = {"cpu_seconds": 100, "wall_seconds": 100, "memory_mb": 256}
+item = {"program": "import time\\nprint(1)\\ntime.sleep(99)", "stdin": "", "limits": limits}
+pool = WorkerPool(WORKER_MODULE, 1, {"isolation": {"landlock": True, "seccomp": True, "drop_user": False}})
+keeper = os.fork()  # a child that holds the trainer's end of every socket
+if keeper == 0:
+    time.sleep(60)
+    os._exit(0)
+print(keeper, flush=True)
+pool.map([item], 100.0, 1.0)
+"""
+
+
+@pytest.mark.parametrize("victim", ["trainer", "host", "worker", "zygote"])
+def test_what_a_killed_process_started_dies_with_it(victim):
+    """trainer > host > worker > zygote > program, and a process that keeps the sockets open."""
+    command = [sys.executable, "-P", "-c", TRAINER]
+    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    try:
+        assert within(30, lambda: deepest_chain(trainer.pid, 5) is not None)
+        chain = deepest_chain(trainer.pid, 5)
+        at = ["trainer", "host", "worker", "zygote"].index(victim)
+        os.kill(chain[at], signal.SIGKILL)
+        if victim == "trainer":
+            trainer.wait()
+        assert within(20, are_gone(chain[at + 1 :]))
+    finally:
+        trainer.kill()
+        trainer.wait()
+        os.kill(int(trainer.stdout.readline()), signal.SIGKILL)
+
+
+def deepest_chain(pid: int, length: int) -> list[int] | None:
+    """A line of descent of ``length`` processes from ``pid`` on."""
+    if length == 1:
+        return [pid]
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    chains = (deepest_chain(int(child), length - 1) for child in children)
+    return next(([pid, *chain] for chain in chains if chain), None)
+
+
+def test_folders_of_killed_processes_are_swept_at_the_next_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "not-ours").mkdir()
+    child = os.fork()
+    if child == 0:
+        EmptyFolder()
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    (left,) = tmp_path.glob("eqlen-sandbox-*")
+    mine = EmptyFolder()
+    other = EmptyFolder()  # a second one leaves the first alone
+    assert not left.exists()
+    assert Path(mine.path).exists()
+    for folder in (mine, other):
+        folder.remove()
+        folder.unlock()
+    assert [path.name for path in tmp_path.iterdir()] == ["not-ours"]
+
+
+def emulate(program: bytes, number: int, arguments: tuple[int, ...] = (), arch: int = 0xC000003E) -> int:
+    """What a classic-BPF program returns for a system call: an interpreter of the five instructions used."""
+    data = struct.pack("=IIQ6Q", number, arch, 0, *(*arguments, *[0] * (6 - len(arguments))))
+    at, value = 0, 0
+    while True:
+        code, if_true, if_false, constant = struct.unpack_from("=HBBI", program, 8 * at)
+        at += 1
+        if code == 0x20:
+            (value,) = struct.unpack_from("=I", data, constant)
+        elif code == 0x06:
+            return constant
+        else:
+            test = {0x15: value == constant, 0x35: value >= constant, 0x45: bool(value & constant)}[code]
+            at += if_true if test else if_false
+
+
+ALLOWED, DENIED, KILLED, NO_SUCH = 0x7FFF0000, 0x00050001, 0x80000000, 0x00050026
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_filter_of_every_machine(machine):
+    """By emulation, so that the aarch64 filter is checked here too."""
+    calls = MACHINES[machine]
+    arch = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}[machine]
+    openat = {"x86_64": 257, "aarch64": 56}[machine]
+    socket_call, execve, kill = {"x86_64": (41, 59, 62), "aarch64": (198, 221, 129)}[machine]
+    program = build_filter(calls, pid=77)
+
+    def verdict(number, *arguments, arch=arch):
+        return emulate(program, number, arguments, arch)
+
+    for number in calls.plain.values():
+        assert verdict(number) == ALLOWED
+    for number in (socket_call, execve, kill, 999):
+        assert verdict(number) == DENIED
+    assert verdict(openat, 0, 0, os.O_RDONLY | os.O_CLOEXEC) == ALLOWED
+    for flags in (os.O_WRONLY, os.O_RDWR, os.O_CREAT, os.O_TRUNC):
+        assert verdict(openat, 0, 0, flags) == DENIED
+    assert verdict(calls.clone, 0x10000 | 0x100) == ALLOWED
+    for flags in (17, 0x10000 | 17, 0x10000 | 0x40000000, 0x10000 | 0x8000):
+        assert verdict(calls.clone, flags) == DENIED
+    harmless = {0: 9, 1030: 9, 1: 0, 2: 1, 3: 0, 4: os.O_NONBLOCK | os.O_APPEND, 5: 0}
+    for command, value in harmless.items():
+        assert verdict(calls.fcntl, 0, command, value) == ALLOWED
+    for command in set(range(2048)) - set(harmless):
+        assert verdict(calls.fcntl, 0, command, 0) == DENIED
+    assert verdict(calls.fcntl, 0, 4, 0x2000 | os.O_NONBLOCK) == DENIED
+    for advice, expected in {4: ALLOWED, 14: ALLOWED, 100: DENIED, 101: DENIED}.items():
+        assert verdict(calls.madvise, 0, 0, advice) == expected
+    assert verdict(435) == NO_SUCH
+    assert [verdict(calls.tgkill, pid) for pid in (77, 1)] == [ALLOWED, DENIED]
+    assert [verdict(calls.prlimit64, pid) for pid in (0, 77, 1)] == [ALLOWED, ALLOWED, DENIED]
+    assert verdict(calls.ioctl, 0, 0x5401) == ALLOWED
+    for request in (0x5412, 0x5452, 0x8901, 0x8902):
+        assert verdict(calls.ioctl, 0, request) == DENIED
+    assert verdict(0, arch=0x40000003) == KILLED
+    if machine == "x86_64":
+        assert verdict(0x40000000) == KILLED

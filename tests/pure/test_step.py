@@ -1,0 +1,35 @@
+"""A step is a value: what one verb learns is in the step that it returns, and nowhere else."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_eqlen.metrics import MetricError
+from megatron_eqlen.step import Batch, Step
+from tests.kit.report_runs import example_group, example_stream
+
+
+def test_two_steps_exist_at_once_and_neither_sees_the_other():
+    first, second = Step(0, policy_version=0), Step(1, policy_version=0)
+    fuller = first.add(Batch([example_stream()], {"harvest/generated_tokens": 9}, {"drawn": 1}))
+    other = second.add(Batch([example_group()], {"harvest/generated_tokens": 6}, {"drawn": 2}))
+    fuller = fuller.log({"time/train": 1.0})
+    assert (first.rollouts, first.metrics, first.prompts) == ((), {}, 0)
+    assert fuller.metrics == {"harvest/generated_tokens": 9, "time/train": 1.0}
+    assert other.metrics == {"harvest/generated_tokens": 6}
+    assert (fuller.name, other.name) == ("step-00000000", "step-00000001")
+    assert (fuller.data_position, other.data_position) == ({"drawn": 1}, {"drawn": 2})
+
+
+def test_batches_of_a_step_follow_one_another_and_add_up():
+    step = Step(0, policy_version=0)
+    for tokens, seconds in ((9, 1.0), (6, 2.0)):
+        metrics = {"harvest/generated_tokens": tokens, "time/harvest": seconds}
+        step = step.add(Batch([example_stream()], metrics, None))
+    assert step.metrics == {"harvest/generated_tokens": 15, "time/harvest": 3.0}
+    assert (len(step.rollouts), step.prompts) == (2, 1)
+
+
+def test_a_metric_that_nothing_declares_is_an_error():
+    with pytest.raises(MetricError, match="harvest/generated_tokns"):
+        Step(0, 0).add(Batch([], {"harvest/generated_tokns": 1.0}, None)).metrics  # noqa: B018

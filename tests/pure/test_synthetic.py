@@ -1,0 +1,222 @@
+"""The arithmetic task, its tokenizers and the tiny models that imitate it."""
+
+import hashlib
+import importlib.util
+import json
+import random
+import re
+import sys
+import unicodedata
+from collections import Counter
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from megatron_eqlen.data import deepmath
+from megatron_eqlen.data.rows import Tally
+from megatron_eqlen.data.synthetic import (
+    LARGEST_RESULT,
+    SCHEMA,
+    STYLES,
+    demonstrate,
+    draw_chain,
+    make_rows,
+    write_rows,
+)
+from megatron_eqlen.data.tokenizer_maker import write_hf_tokenizer, write_sentencepiece_tokenizer
+from megatron_eqlen.rewards.math import MathGrader
+from megatron_eqlen.tokenizer import load_tokenizer
+from tests.kit import ROOT
+
+TOOLS = ROOT / "tools"
+SOLUTIONS = ("r1_solution_1", "r1_solution_2", "r1_solution_3")
+
+
+def load_tool(name: str):
+    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look it up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return make_rows(300, seed=0)
+
+
+@pytest.fixture(scope="module", params=["hf", "sentencepiece"])
+def tokenizer(request, rows, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    write = write_hf_tokenizer if request.param == "hf" else write_sentencepiece_tokenizer
+    write(folder, [f"{row['question']}\n{row['r1_solution_1']}" for row in rows])
+    return load_tokenizer(folder)
+
+
+def test_the_answer_is_what_python_computes(rows):
+    for row in rows:
+        expression = re.fullmatch(r"Compute \$([-+0-9]+)\$\.", row["question"]).group(1)
+        assert eval(expression) == int(row["final_answer"])  # digits and signs only, matched above
+
+
+def test_every_line_of_every_demonstration_is_right(rows):
+    for line in {line for row in rows for name in SOLUTIONS for line in row[name].splitlines()}:
+        if match := re.fullmatch(r"([-+0-9]+)=(\d+)", line):
+            assert eval(match.group(1)) == int(match.group(2))
+            assert int(match.group(2)) <= LARGEST_RESULT
+        else:
+            assert line == "Check:" or re.fullmatch(r"\\boxed\{\d+\}", line)
+
+
+def test_the_real_reader_and_grader_take_the_file(rows, tmp_path):
+    write_rows(tmp_path / "train.parquet", rows[:40])
+    assert pq.read_schema(tmp_path / "train.parquet").equals(SCHEMA)
+    tally = Tally()
+    read = list(deepmath.read(tmp_path / "train.parquet", tally))
+    assert [(row.question, row.gold) for row in read] == [
+        (row["question"], row["final_answer"]) for row in rows[:40]
+    ]
+    assert not tally.dropped
+    grader = MathGrader("math_verify", workers=1)
+    try:
+        grades = grader.grade([row["r1_solution_1"] for row in rows[:40]], [row.gold for row in read])
+        assert {grade.verdict for grade in grades} == {"correct"}
+        wrong = grader.grade([f"\\boxed{{{int(read[0].gold) + 1}}}"], [read[0].gold])
+        assert wrong[0].verdict == "wrong"
+    finally:
+        grader.close()
+
+
+def test_styles_of_one_question_differ_widely_in_length():
+    rng = random.Random(0)
+    chain = draw_chain(rng, 5)
+    lengths = [len(demonstrate(chain, style, rng)) for style in STYLES]
+    assert lengths == sorted(lengths)
+    assert lengths[-1] > 4 * lengths[0]
+
+
+def test_rows_are_distinct_and_a_function_of_the_seed(rows):
+    assert make_rows(300, seed=0) == rows
+    assert make_rows(300, seed=1) != rows
+    assert max(Counter(row["question"] for row in rows).values()) == 1
+
+
+def test_impossible_sizes_are_named():
+    with pytest.raises(ValueError, match="found 5, 4"):
+        make_rows(10, 0, min_operands=5, max_operands=4)
+    with pytest.raises(ValueError, match="expected at most about"):
+        make_rows(1000, 0, min_operands=1, max_operands=1)
+
+
+@settings(max_examples=30, deadline=None)
+@given(text=st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=40))
+def test_any_text_survives_the_byte_level_tokenizer(text, byte_level):
+    assert byte_level.decode(byte_level.encode(text)) == unicodedata.normalize("NFC", text)
+
+
+@pytest.fixture(scope="module")
+def byte_level(rows, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("byte-level")
+    write_hf_tokenizer(folder, [row["r1_solution_1"] for row in rows])
+    return load_tokenizer(folder)
+
+
+def test_digits_are_single_tokens_and_demonstrations_survive(tokenizer, rows):
+    assert len(tokenizer.encode("123456")) == 6
+    for row in rows[:50]:
+        assert tokenizer.decode(tokenizer.encode(row["r1_solution_3"])) == row["r1_solution_3"]
+
+
+def test_a_prompt_is_a_qwen_chat_turn(tokenizer):
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "1+1"}])
+    expected = "<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n"
+    assert ids == tokenizer.encode(expected)
+    assert len(ids) < 15
+    closed = tokenizer.apply_chat_template([{"role": "user", "content": "1+1"}], enable_thinking=False)
+    assert tokenizer.decode(closed[len(ids) :]) == "<think>\n\n</think>\n\n"
+
+
+def test_the_end_of_sequence_is_a_set_of_two_added_tokens(tokenizer):
+    ends = [tokenizer.encode(text) for text in ("<|im_end|>", "<|endoftext|>")]
+    assert sorted(map(len, ends)) == [1, 1]
+    assert tokenizer.eos_token_ids == {ends[0][0], ends[1][0]}
+    assert len(tokenizer.encode("</think>")) == 1
+
+
+def test_a_vocabulary_without_room_for_bytes_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="found 200"):
+        write_hf_tokenizer(tmp_path, ["a"], vocab_size=200)
+
+
+@pytest.fixture(scope="module")
+def tool():
+    return load_tool("make_tiny_model")
+
+
+@pytest.fixture(scope="module")
+def data(rows, tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "train.parquet"
+    write_rows(path, rows)
+    return path
+
+
+def warmup(tool, **changes):
+    defaults = {"family": "qwen3", "tokenizer": "hf", "steps": 2, "batch_size": 8, "lr": 3e-3}
+    return tool.Warmup(**defaults | {"muon_lr": 3e-2, "seed": 0, "processes": 1} | changes)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [("qwen3", "hf"), ("qwen3_moe", "sentencepiece"), ("qwen3_next", "hf")]
+)
+def test_a_tiny_model_loads_and_fits_its_tokenizer(tool, data, tmp_path, family, kind):
+    tool.make(tmp_path / "model", data, warmup(tool, family=family, tokenizer=kind))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    tokenizer = load_tokenizer(tmp_path / "model")
+    assert model.config.model_type == family
+    assert tokenizer.vocab_size <= model.config.vocab_size
+    assert set(model.generation_config.eos_token_id) == tokenizer.eos_token_ids
+    assert torch.isfinite(model(torch.tensor([tokenizer.encode("1+1=2")])).logits).all()
+
+
+def test_the_same_arguments_give_the_same_weights_and_are_not_made_twice(tool, data, tmp_path, capsys):
+    for name in ("first", "second"):
+        tool.make(tmp_path / name, data, warmup(tool))
+    hashes = {
+        hashlib.sha256((tmp_path / name / "model.safetensors").read_bytes()).hexdigest()
+        for name in ("first", "second")
+    }
+    assert len(hashes) == 1
+    modified = (tmp_path / "first" / "model.safetensors").stat().st_mtime_ns
+    tool.make(tmp_path / "first", data, warmup(tool))
+    assert (tmp_path / "first" / "model.safetensors").stat().st_mtime_ns == modified
+    assert "left as it is" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="other arguments"):
+        tool.make(tmp_path / "first", data, warmup(tool, seed=1))
+    assert json.loads((tmp_path / "first" / "made_by.json").read_text())["seed"] == 0
+
+
+def test_another_files_columns_are_named(tool, tmp_path):
+    write_rows(tmp_path / "train.parquet", make_rows(2, seed=0))
+    table = pq.read_table(tmp_path / "train.parquet").drop_columns("r1_solution_2")
+    pq.write_table(table, tmp_path / "other.parquet")
+    with pytest.raises(ValueError, match=r"other\.parquet: .* missing \['r1_solution_2'\]"):
+        tool.read_texts(tmp_path / "other.parquet")
+
+
+def test_gradients_of_two_shares_add_up_to_the_whole(tool, data, tmp_path):
+    write_hf_tokenizer(tmp_path, ["1+1=2"])
+    examples = tool.draw_examples(tool.read_texts(data), 8, load_tokenizer(tmp_path), seed=0)
+    model = AutoModelForCausalLM.from_config(tool.make_config("qwen3"), dtype=torch.float64)
+
+    def gradient(*shares):
+        model.zero_grad()
+        tokens = sum(tool.backward(model, share, pad=0)[1] for share in shares)
+        return torch.cat([p.grad.flatten() for p in model.parameters()]), tokens
+
+    whole, tokens = gradient(examples)
+    parts, same_tokens = gradient(examples[0::2], examples[1::2])
+    assert tokens == same_tokens == sum(len(one.token_ids) - one.prompt_length for one in examples)
+    torch.testing.assert_close(parts, whole, rtol=1e-10, atol=1e-12)

@@ -1,0 +1,262 @@
+"""Attention and Gated DeltaNet on trees against a dense mask and a token-by-token recurrence, in float64."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention.flex_attention import flex_attention
+
+from megatron_eqlen.models.gated_delta_net import (
+    chunked_delta_rule,
+    run_by_run_delta_rule,
+    tree_convolution,
+    tree_delta_rule,
+)
+from megatron_eqlen.models.tree_attention import (
+    BLOCK,
+    block_visibility,
+    chain_tree_attention,
+    flex_tree_attention,
+    tree_block_mask,
+)
+from megatron_eqlen.models.tree_params import TreeParams
+from megatron_eqlen.packing.pack import pack
+from megatron_eqlen.types import Row
+from tests.kit.tree_samples import forest, paths, visible
+
+torch.set_num_threads(1)
+
+
+def rows(budget: int = 300, **options) -> list[Row]:
+    return pack(forest(0), budget, multiple_of=4, **options)[0]
+
+
+ROWS = rows() + rows(260, full_rows=True) + rows(layout="expanded") + pack([], 8, multiple_of=8)[0]
+
+
+@pytest.fixture(params=ROWS, ids=lambda row: f"{len(row.nodes)}nodes{len(row.input_ids)}")
+def row(request) -> Row:
+    return request.param
+
+
+def normal(seed: int, *shape: int, device: str = "cpu") -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, dtype=torch.float64, generator=generator).to(device).requires_grad_()
+
+
+def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: np.ndarray) -> torch.Tensor:
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~torch.from_numpy(mask).to(q.device), float("-inf"))
+    return scores.softmax(-1) @ v
+
+
+def assert_equal_with_gradients(ours, reference, inputs, used: int, tolerance: float) -> None:
+    """Outputs [.., used, ..] on dimension 2, and the gradients of a random weighted sum of them."""
+    weights = normal(9, *reference.shape).detach().to(reference.device)
+    for out in (ours, reference):
+        assert out.shape == reference.shape
+    torch.testing.assert_close(ours[:, :, :used], reference[:, :, :used], rtol=tolerance, atol=tolerance)
+    gradients = [
+        torch.autograd.grad((out * weights)[:, :, :used].sum(), inputs, retain_graph=True, allow_unused=True)
+        for out in (ours, reference)
+    ]
+    for mine, theirs in zip(*gradients, strict=True):
+        assert mine is not None, "every input stays in the graph, also in a row of padding"
+        expected = torch.zeros_like(mine) if theirs is None else theirs
+        torch.testing.assert_close(mine, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("heads", "groups", "size"), [(4, 2, 8), (2, 1, 256)])
+def test_chains_equal_the_dense_mask(row, heads, groups, size, monkeypatch):
+    monkeypatch.setattr("megatron_eqlen.models.tree_attention.QUERIES", 16)
+    length = len(row.input_ids)
+    q, k, v = (normal(i, 1, n, length, size) for i, n in enumerate((heads, groups, groups)))
+    ours = chain_tree_attention(q, k, v, TreeParams.from_row(row, "cpu"), size**-0.5)
+    assert_equal_with_gradients(
+        ours, dense_attention(q, k, v, visible(row)), [q, k, v], row.num_tokens, 1e-12
+    )
+
+
+def test_chains_cover_the_row_once(row):
+    chains = TreeParams.from_row(row, "cpu").chains
+    assert [at for chain in chains for at in range(chain.start, chain.end)] == list(range(len(row.input_ids)))
+    for chain in chains:
+        if chain.start < row.num_tokens:
+            seen = [at for start, end in chain.prefix for at in range(start, end)]
+            assert seen == paths(row)[chain.start][:-1].tolist()
+
+
+@pytest.mark.parametrize("budget", [300, 384, 1000])
+@pytest.mark.parametrize("layout", ["tree", "expanded"])
+def test_block_mask_is_bit_equal_to_the_dense_rule(budget, layout):
+    """Also where S is no multiple of the block, and where a row is padded far beyond its trees."""
+    for row in pack(forest(1), budget, full_rows=budget == 384, layout=layout)[0]:
+        until = torch.from_numpy(row.visible_until)
+        partial, full = block_visibility(until)
+        assert not (partial & full).any()
+        length = len(until)
+        at = np.arange(partial.shape[0] * BLOCK)
+        rule = np.zeros((len(at), len(at)), dtype=bool)
+        rule[:length, :length] = visible(row)
+        blocks = rule.reshape(len(partial), BLOCK, len(partial), BLOCK).swapaxes(1, 2)
+        some, every = blocks.any((2, 3)), blocks.all((2, 3))
+        assert (full.numpy() == (every & ~np.eye(len(every), dtype=bool))).all()
+        assert ((partial | full).numpy() == some).all()
+        mask = tree_block_mask(until)
+        assert (mask.to_dense()[0, 0].bool().numpy() == some).all()
+        at = torch.arange(length)
+        assert (mask.mask_mod(0, 0, at[:, None], at[None]).numpy() == visible(row)).all()
+
+
+def naive_delta_rule(q, k, v, g, beta, row: Row) -> torch.Tensor:
+    """The recurrence as written, each position from the state of the one before it on its path."""
+    states, outputs = {}, []
+    for path in paths(row):
+        t = int(path[-1])
+        state = (
+            states[int(path[-2])]
+            if len(path) > 1
+            else torch.zeros_like(k[:, 0, :, :, None] * v[:, 0, :, None])
+        )
+        state = state * g[:, t].exp()[..., None, None]
+        read = (k[:, t, :, :, None] * state).sum(-2)
+        state = state + k[:, t, :, :, None] * ((v[:, t] - read) * beta[:, t, :, None])[:, :, None]
+        states[t] = state
+        outputs.append((q[:, t, :, :, None] * state).sum(-2) * q.shape[-1] ** -0.5)
+    outputs += [0 * v[:, 0]] * (len(row.input_ids) - row.num_tokens)
+    return torch.stack(outputs, 1)
+
+
+def delta_inputs(length: int, heads: int = 2, key: int = 8, value: int = 6) -> list[torch.Tensor]:
+    q, k = (normal(i, 1, length, heads, key) for i in (0, 1))
+    v, g, beta = normal(2, 1, length, heads, value), normal(3, 1, length, heads), normal(4, 1, length, heads)
+    return [q, k, v, g, beta]
+
+
+def activated(q, k, v, g, beta):
+    q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
+    return q, k, v, -torch.nn.functional.softplus(g), beta.sigmoid()
+
+
+@pytest.mark.parametrize("size", [4, 64])
+def test_chunked_delta_rule_equals_the_recurrence(row, size):
+    inputs = delta_inputs(len(row.input_ids))
+    ours = chunked_delta_rule(*activated(*inputs), TreeParams.from_row(row, "cpu"), size)
+    reference = naive_delta_rule(*activated(*inputs), row)
+    swap = (out.swapaxes(1, 2) for out in (ours, reference))
+    assert_equal_with_gradients(*swap, inputs, row.num_tokens, 1e-11)
+
+
+def sequential_kernel(q, k, v, g, beta, initial_state, output_final_state, cu_seqlens):
+    """fla's signature and shapes, one position after the other."""
+    outputs, states = [], []
+    for sequence, (start, end) in enumerate(pairwise(cu_seqlens)):
+        state = q.new_zeros(*q.shape[2:], v.shape[-1]) if initial_state is None else initial_state[sequence]
+        for t in range(start, end):
+            state = state * g[0, t].exp()[:, None, None]
+            new = (v[0, t] - (k[0, t, :, :, None] * state).sum(-2)) * beta[0, t, :, None]
+            state = state + k[0, t, :, :, None] * new[:, None]
+            outputs.append((q[0, t, :, :, None] * state).sum(-2) * q.shape[-1] ** -0.5)
+        states.append(state)
+    return torch.stack(outputs)[None], torch.stack(states) if output_final_state else None
+
+
+def test_run_by_run_delta_rule_equals_the_recurrence(row):
+    """The plumbing of the GPU path, with a stand-in of the kernel's signature."""
+    inputs = delta_inputs(len(row.input_ids))
+    tree = TreeParams.from_row(row, "cpu")
+    ours = run_by_run_delta_rule(*activated(*inputs), tree, sequential_kernel)
+    reference = naive_delta_rule(*activated(*inputs), row)
+    swap = (out.swapaxes(1, 2) for out in (ours, reference))
+    assert_equal_with_gradients(*swap, inputs, row.num_tokens, 1e-11)
+
+
+def test_convolution_follows_the_path(row):
+    width, channels = 4, 5
+    x, weight = normal(0, 1, len(row.input_ids), channels), normal(1, channels, 1, width)
+    ours = tree_convolution(x, weight, TreeParams.from_row(row, "cpu"))
+    reference = 0 * x * weight[:, 0, 0]
+    for path in paths(row):
+        window = path[-width:]
+        taps = weight[:, 0, width - len(window) :].T
+        reference[0, path[-1]] = (x[0, window.tolist()] * taps).sum(0)
+    assert_equal_with_gradients(ours[:, None], reference[:, None], [x, weight], row.num_tokens, 1e-12)
+
+
+def test_runs_join_only_children():
+    """Nothing forks off inside an expanded sequence: one run, one state, however many nodes it has."""
+    for row in rows(layout="expanded"):
+        tree = TreeParams.from_row(row, "cpu")
+        assert all(run.parent == -1 for run in tree.runs)
+        assert len(tree.runs) <= len(row.nodes) + 1
+
+
+def test_flex_attention_compiles_once_for_all_rows(monkeypatch):
+    """The GPU path, traced and run without its kernel: rows of many lengths share one graph."""
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(flex_attention, dynamic=True, backend=counter)
+    monkeypatch.setattr("megatron_eqlen.models.tree_attention._compiled_flex_attention", lambda: compiled)
+    for row in rows(260) + rows(384, full_rows=True) + rows(336, layout="expanded") + rows(1000):
+        length = len(row.input_ids)
+        q, k, v = (normal(i, 1, heads, length, 8).detach() for i, heads in enumerate((4, 2, 2)))
+        ours = flex_tree_attention(q, k, v, TreeParams.from_row(row, "cpu"), 8**-0.5)
+        torch.testing.assert_close(ours, dense_attention(q, k, v, visible(row)), rtol=1e-12, atol=1e-12)
+    assert counter.frame_count == 1
+
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.gpu
+@gpu
+@pytest.mark.parametrize(("heads", "groups", "size"), [(4, 2, 64), (4, 1, 256)])
+def test_flex_attention_equals_the_dense_mask(row, heads, groups, size):
+    length = len(row.input_ids)
+    q, k, v = (normal(i, 1, n, length, size, device="cuda") for i, n in enumerate((heads, groups, groups)))
+    halves = [x.detach().to(torch.bfloat16).requires_grad_() for x in (q, k, v)]
+    ours = flex_tree_attention(*halves, TreeParams.from_row(row, "cuda"), size**-0.5)
+    rounded = [x.detach().double().requires_grad_() for x in halves]
+    reference = dense_attention(*rounded, visible(row))
+    weights = normal(9, *reference.shape, device="cuda").detach()
+    weights[:, :, row.num_tokens :] = 0
+    mine = torch.autograd.grad((ours.double() * weights).sum(), halves)
+    theirs = torch.autograd.grad((reference * weights).sum(), rounded)
+    for a, b in zip((ours * (weights != 0), *mine), (reference * (weights != 0), *theirs), strict=True):
+        assert (a.double() - b).norm() <= 1e-2 * b.norm()
+
+
+@pytest.mark.gpu
+@gpu
+def test_flex_kernel_compiles_once_for_all_rows():
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    compiled = []
+    for row in rows(384, full_rows=True) + rows(512, full_rows=True) + rows(1024, full_rows=True):
+        q, k, v = (normal(i, 1, 2, len(row.input_ids), 64, device="cuda").bfloat16() for i in range(3))
+        flex_tree_attention(q, k, v, TreeParams.from_row(row, "cuda"), 0.125)
+        compiled.append(counters["stats"]["unique_graphs"])
+    assert compiled[0] == compiled[-1]
+
+
+@pytest.mark.gpu
+@gpu
+def test_delta_rule_on_gpu_equals_the_recurrence(row):
+    """Through fla's kernel where it is installed, else in plain torch."""
+    exact = [
+        x.detach().bfloat16().double().requires_grad_() for x in delta_inputs(len(row.input_ids), 4, 64, 64)
+    ]
+    halves = [x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in exact]
+    ours = tree_delta_rule(*activated(*halves), TreeParams.from_row(row, "cuda"))
+    reference = naive_delta_rule(*activated(*exact), row)
+    weights = normal(9, *reference.shape).detach()
+    weights[:, row.num_tokens :] = 0
+    mine = torch.autograd.grad((ours.cpu().double() * weights).sum(), halves)
+    theirs = torch.autograd.grad((reference * weights).sum(), exact)
+    pairs = zip((ours.cpu() * (weights != 0), *mine), (reference * (weights != 0), *theirs), strict=True)
+    for a, b in pairs:
+        assert (a.cpu().double() - b).norm() <= 2e-2 * b.norm()

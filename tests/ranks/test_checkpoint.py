@@ -1,0 +1,266 @@
+"""A run's checkpoints: any damage is found, named, and costs no more than the steps since the one before."""
+
+import json
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_eqlen.files import CheckpointError
+from tests.kit.distributed import run_ranks
+from tests.kit.tiny_models import save_tiny
+
+STEPS = (4, 8, 12)
+
+
+def policy_of(model: str):
+    from megatron.core import parallel_state
+
+    from megatron_eqlen.recipe_load import parse
+    from megatron_eqlen.training.distributed import start
+    from megatron_eqlen.training.policy import Policy
+
+    recipe = parse(
+        {
+            "name": "checkpoint", "steps": 1, "model": {"path": model, "dtype": "float32"},
+            "data": {"sources": [{"name": "none", "path": "none"}], "max_prompt_length": 16},
+            "rollout": {"max_response_length": 16},
+        },
+        "test",
+    )  # fmt: skip
+    if not parallel_state.is_initialized():
+        start(recipe.parallel, recipe.seed)
+    return Policy(recipe)
+
+
+def weight(policy) -> float:
+    """The first element of the last norm, which ``save_steps`` sets to the step."""
+    return float(dict(policy.chunks[0].named_parameters())["decoder.final_layernorm.weight"].detach()[0])
+
+
+def save_steps(model: str, folder: str, steps: tuple[int, ...] = STEPS, keep: int = 3) -> None:
+    from megatron_eqlen.training import checkpoint
+
+    policy = policy_of(model)
+    for step in steps:
+        with torch.no_grad():
+            dict(policy.chunks[0].named_parameters())["decoder.final_layernorm.weight"].fill_(step)
+        policy.version = 10 * step
+        checkpoint.save(Path(folder), step, policy, {"data": f"at {step}"}, keep)
+
+
+def load_newest(model: str, folder: str) -> tuple[dict | None, float, int, list[str]]:
+    """(position, weight, policy version, warnings) on each rank, or the CheckpointError's message."""
+    from megatron_eqlen.training import checkpoint
+
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    logging.getLogger("megatron_eqlen").addHandler(handler)
+    policy = policy_of(model)
+    try:
+        position = checkpoint.load(Path(folder), policy)
+    except CheckpointError as error:
+        return str(error)
+    return position, weight(policy), policy.version, heard
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """(model, checkpoints of steps 4, 8 and 12 that two ranks wrote)"""
+    folder = tmp_path_factory.mktemp("saved")
+    save_tiny(folder / "hf", "qwen3", num_hidden_layers=2)
+    run_ranks(2, save_steps, str(folder / "hf"), str(folder / "checkpoints"))
+    return str(folder / "hf"), folder / "checkpoints"
+
+
+@pytest.fixture
+def checkpoints(tmp_path, saved):
+    return shutil.copytree(saved[1], tmp_path / "checkpoints")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_is_saved_comes_back_on_another_number_of_ranks(saved, checkpoints):
+    assert names(checkpoints) == ["latest", "step-00000004", "step-00000008", "step-00000012"]
+    for found in run_ranks(1, load_newest, saved[0], str(checkpoints)):
+        assert found == ({"step": 12, "policy_version": 120, "data": "at 12"}, 12.0, 120, [])
+
+
+def data_file(checkpoint: Path) -> Path:
+    return max(checkpoint.glob("*.distcp"), key=lambda file: file.stat().st_size)
+
+
+def flip(file: Path, at: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+DAMAGES = {
+    "a flipped bit": (lambda path: flip(data_file(path), 3000), r"\.distcp: damaged: expected crc32"),
+    "the last bit": (lambda path: flip(data_file(path), -1), r"\.distcp: damaged: expected crc32"),
+    "a flipped bit of the metadata": (lambda path: flip(path / ".metadata", 20), r"\.metadata: damaged"),
+    "a flipped bit beside the tensors": (lambda path: flip(path / "common.pt", 500), r"common\.pt: damaged"),
+    "a lost byte": (lambda path: cut(data_file(path)), r"\.distcp: truncated: expected \d+ bytes, found \d+"),
+    "a lost file": (lambda path: data_file(path).unlink(), r"\.distcp: no such file"),
+    "a lost manifest": (lambda path: (path / "manifest.json").unlink(), r"manifest\.json: no such file"),
+    "half a manifest": (lambda path: cut(path / "manifest.json"), r"manifest\.json: not valid JSON"),
+    "nothing left": (
+        lambda path: [file.unlink() for file in path.iterdir()],
+        r"manifest\.json: no such file",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(saved, checkpoints, damage):
+    hurt, message = DAMAGES[damage]
+    if damage == "half a manifest":
+        cut(checkpoints / "step-00000012" / "manifest.json")
+    hurt(checkpoints / "step-00000012")
+    ranks = run_ranks(2, load_newest, saved[0], str(checkpoints))
+    for position, norm, version, _ in ranks:
+        assert (position["step"], position["data"], norm, version) == (8, "at 8", 8.0, 80)
+    heard = ranks[0][3]
+    assert re.search(rf"checkpoints/step-00000012/.*{message}", heard[0])
+    assert "step-00000012-damaged: set aside" in heard[1]
+    assert "step-00000008: the run goes on from this checkpoint" in heard[2]
+    assert ranks[1][3] == [], "said once"
+    assert names(checkpoints) == ["latest", "step-00000004", "step-00000008", "step-00000012-damaged"]
+    assert (checkpoints / "latest").read_text() == "step-00000008\n"
+
+
+def go_on(model: str, folder: str) -> list[str]:
+    """Resume, go on to the same step, twice; the names on disk in the end."""
+    load_newest(model, folder)
+    save_steps(model, folder, (12,), keep=2)
+    return names(Path(folder))
+
+
+def test_a_run_goes_on_past_the_damage_and_the_damaged_one_stays_for_its_owner(saved, checkpoints):
+    for _ in range(2):
+        cut(data_file(checkpoints / "step-00000012"))
+        run_ranks(1, go_on, saved[0], str(checkpoints))
+    aside = ["step-00000012-damaged", "step-00000012-damaged-2"]
+    assert names(checkpoints) == ["latest", "step-00000008", "step-00000012", *aside]
+    assert run_ranks(1, load_newest, saved[0], str(checkpoints))[0][0]["step"] == 12
+
+
+def test_two_damaged_ones_are_passed_over_and_three_are_an_error_that_changes_nothing(saved, checkpoints):
+    for step in ("12", "08", "04"):
+        flip(data_file(checkpoints / f"step-000000{step}"), 5000)
+    before = names(checkpoints)
+    (error,) = run_ranks(1, load_newest, saved[0], str(checkpoints))
+    assert [f"step-000000{step}/" in error for step in ("12", "08", "04")] == [True] * 3
+    assert names(checkpoints) == before
+    flip(data_file(checkpoints / "step-00000004"), 5000)
+    (found,) = run_ranks(1, load_newest, saved[0], str(checkpoints))
+    assert found[0]["step"] == 4
+
+
+POINTERS = {
+    "empty": b"",
+    "names nothing": b"step-00000016\n",
+    "names a way out": b"../../checkpoints",
+    "binary": b"\xff\xfe",
+    "missing": None,
+}
+
+
+@pytest.mark.parametrize("pointer", POINTERS)
+def test_a_broken_pointer_is_named_and_the_newest_checkpoint_is_used(saved, checkpoints, pointer):
+    (checkpoints / "latest").unlink()
+    if POINTERS[pointer] is not None:
+        (checkpoints / "latest").write_bytes(POINTERS[pointer])
+    ((position, _, _, heard),) = run_ranks(1, load_newest, saved[0], str(checkpoints))
+    assert position["step"] == 12
+    assert heard[0].startswith(f"{checkpoints}/latest: ")
+    assert (checkpoints / "latest").read_text() == "step-00000012\n"
+
+
+def test_a_pointer_alone_is_an_error_and_an_empty_folder_is_a_start(saved, tmp_path):
+    assert run_ranks(1, load_newest, saved[0], str(tmp_path / "none"))[0][0] is None
+    (tmp_path / "latest").write_text("step-00000016\n")
+    assert "latest: names 'step-00000016'" in run_ranks(1, load_newest, saved[0], str(tmp_path))[0]
+
+
+def test_an_older_checkpoint_that_the_pointer_names_is_in_force(saved, checkpoints):
+    """Between the rename of a checkpoint and that of the pointer a run may be killed."""
+    (checkpoints / "latest").write_text("step-00000008\n")
+    ((position, *_, heard),) = run_ranks(1, load_newest, saved[0], str(checkpoints))
+    assert (position["step"], heard) == (8, [])
+    run_ranks(1, go_on, saved[0], str(checkpoints))
+    assert run_ranks(1, load_newest, saved[0], str(checkpoints))[0][0]["step"] == 12
+
+
+def test_the_manifest_lists_every_file(checkpoints):
+    for checkpoint in checkpoints.glob("step-*"):
+        listed = json.loads((checkpoint / "manifest.json").read_text())
+        assert listed.keys() | {"manifest.json"} == set(names(checkpoint))
+
+
+def save_before_training(model: str, folder: str) -> bool:
+    """Whether a run whose steps trained nothing is saved and loaded without a changed bit."""
+    from megatron_eqlen.training import checkpoint
+
+    policy = policy_of(model)
+    before = {name: one.clone() for name, one in policy.weights()}
+    checkpoint.save(Path(folder), 1, policy, {}, keep=1)
+    policy = policy_of(model)
+    checkpoint.load(Path(folder), policy)
+    moments = [
+        value
+        for one in policy.optimizer.chained_optimizers
+        for state in one.optimizer.state.values()
+        for value in (state["step"], state["exp_avg"], state["exp_avg_sq"])
+    ]
+    same = all(torch.equal(one, before[name]) for name, one in policy.weights())
+    return same and len(moments) > 0 and not any(value.any() for value in moments)
+
+
+def test_a_run_that_has_trained_nothing_yet_is_saved_too(saved, tmp_path):
+    assert run_ranks(2, save_before_training, saved[0], str(tmp_path)) == [True, True]
+
+
+def die_while_saving(model: str, folder: str) -> None:
+    import os
+    import signal
+
+    from megatron_eqlen.models import checkpoint_folder
+
+    checkpoint_folder.write_manifest = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    save_steps(model, folder, (16,))
+
+
+def test_what_a_killed_save_left_is_swept_by_the_next_one(saved, checkpoints):
+    with pytest.raises(RuntimeError, match="died without an answer"):
+        run_ranks(1, die_while_saving, saved[0], str(checkpoints))
+    assert len(names(checkpoints)) == 4 + 2, "a folder in the making and its lock"
+    run_ranks(1, save_steps, saved[0], str(checkpoints), (14,), 4)
+    assert names(checkpoints) == ["latest", *(f"step-000000{step}" for step in ("04", "08", "12", "14"))]
+
+
+def save_without_another_process(model: str, folder: str) -> None:
+    def refuse() -> int:
+        raise AssertionError("a forked process outlives a killed rank, and holds the lock of its run")
+
+    os.fork = refuse
+    save_steps(model, folder, steps=(4,))
+
+
+def test_no_process_but_the_rank_itself_writes(saved, tmp_path):
+    model, _ = saved
+    run_ranks(1, save_without_another_process, model, str(tmp_path / "checkpoints"))
+    ((position, stored, _, _),) = run_ranks(1, load_newest, model, str(tmp_path / "checkpoints"))
+    assert (position["step"], stored) == (4, 4.0)

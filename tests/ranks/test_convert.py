@@ -1,0 +1,450 @@
+"""The converters: exact for every layout, atomic, and clear about bad input."""
+
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.kit import ROOT
+from tests.kit.distributed import run_ranks
+from tests.kit.tiny_models import save_tiny
+
+TOOLS = ROOT / "tools"
+LAYOUTS = {
+    "qwen3": (4, {"tensor": 2, "pipeline": 2}),
+    "qwen3_next": (2, {"tensor": 2, "expert": 2}),
+}
+
+
+def build(folder: str, layout: dict) -> list:
+    from megatron_eqlen.models.build import build_model
+    from megatron_eqlen.recipe import ParallelRecipe
+    from megatron_eqlen.training.distributed import start
+
+    parallel = ParallelRecipe(**layout)
+    start(parallel, seed=1)
+    return build_model(folder, parallel, torch.float32)
+
+
+def state_of(chunks: list) -> dict:
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return {"model": chunks[0].sharded_state_dict(metadata={"dp_cp_group": group})}
+
+
+def save_with_megatron(folder: str, layout: dict, checkpoint: str) -> None:
+    """What training does: load the folder in a layout, save with Megatron's own checkpointing."""
+    import torch.distributed as dist
+    from megatron.core import dist_checkpointing
+
+    from megatron_eqlen.models.weights import load_hf
+
+    chunks = build(folder, layout)
+    load_hf(chunks, folder)
+    if dist.get_rank() == 0:
+        Path(checkpoint).mkdir()
+    dist.barrier()
+    dist_checkpointing.save(state_of(chunks), checkpoint)
+
+
+def load_with_megatron(folder: str, layout: dict, checkpoint: str) -> bool:
+    """On each rank: whether Megatron's own loader gives the folder's weights."""
+    from megatron.core import dist_checkpointing
+
+    from megatron_eqlen.models.weights import export_hf
+
+    chunks = build(folder, layout)
+    chunks[0].load_state_dict(dist_checkpointing.load(state_of(chunks), checkpoint)["model"])
+    stored = load_file(f"{folder}/model.safetensors")
+    return all(torch.equal(tensor, stored[name]) for name, tensor in export_hf(chunks))
+
+
+def start_alone() -> None:
+    from megatron_eqlen.recipe import ParallelRecipe
+    from megatron_eqlen.training.distributed import start
+
+    start(ParallelRecipe(), seed=1)
+
+
+def to_megatron(source: str, out: str) -> None:
+    from megatron_eqlen.models.convert import hf_to_megatron
+
+    start_alone()
+    hf_to_megatron(source, out)
+
+
+def to_hf(checkpoint: str, source: str, out: str) -> None:
+    from megatron_eqlen.models.convert import megatron_to_hf
+
+    start_alone()
+    megatron_to_hf(checkpoint, source, out)
+
+
+def verify(checkpoint: str, folder: str) -> tuple[str, float]:
+    from megatron_eqlen.models.convert import verify_hash, verify_logits
+
+    start_alone()
+    return verify_hash(checkpoint, folder), verify_logits(checkpoint, folder)
+
+
+@pytest.mark.parametrize("family", LAYOUTS)
+def test_a_checkpoint_of_any_layout_becomes_the_folder_again(tmp_path, family):
+    source, checkpoint, out = tmp_path / "hf", tmp_path / "trained", tmp_path / "out"
+    save_tiny(source, family)
+    world_size, layout = LAYOUTS[family]
+    run_ranks(world_size, save_with_megatron, str(source), layout, str(checkpoint))
+    run_ranks(1, to_hf, str(checkpoint), str(source), str(out))
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == {
+        file.name: file.read_bytes() for file in source.iterdir()
+    }
+
+
+@pytest.mark.parametrize("family", LAYOUTS)
+def test_a_converted_folder_loads_with_megatron_in_any_layout(tmp_path, family):
+    source, out = tmp_path / "hf", tmp_path / "out"
+    save_tiny(source, family)
+    run_ranks(1, to_megatron, str(source), str(out))
+    world_size, layout = LAYOUTS[family]
+    assert all(run_ranks(world_size, load_with_megatron, str(source), layout, str(out)))
+    digest, error = run_ranks(1, verify, str(out), str(source))[0]
+    assert len(digest) == 64
+    assert error <= 1e-4
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    """(Hugging Face folder, its checkpoint)"""
+    folder = tmp_path_factory.mktemp("converted")
+    save_tiny(folder / "hf", "qwen3", num_hidden_layers=2)
+    run_ranks(1, to_megatron, str(folder / "hf"), str(folder / "megatron"))
+    return folder / "hf", folder / "megatron"
+
+
+def interrupted(source: str, out: str) -> bool:
+    """Whether a conversion that dies half-way leaves nothing, and a second one is whole."""
+    from megatron_eqlen.models.convert import hf_to_megatron, megatron_to_hf
+
+    start_alone()
+    calls = []
+
+    def die(nbytes: int) -> None:
+        calls.append(nbytes)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+
+    back = out + "-back"
+    for convert, target in (
+        (lambda progress: hf_to_megatron(source, out, progress), out),
+        (lambda progress: megatron_to_hf(out, source, back, progress), back),
+    ):
+        calls.clear()
+        with pytest.raises(KeyboardInterrupt):
+            convert(die)
+        assert not list(Path(target).parent.glob(f"*{Path(target).name}*"))
+        convert(lambda nbytes: None)
+    return Path(back, "model.safetensors").read_bytes() == Path(source, "model.safetensors").read_bytes()
+
+
+def test_an_interrupted_conversion_leaves_nothing(tmp_path, converted):
+    assert run_ranks(1, interrupted, str(converted[0]), str(tmp_path / "out")) == [True]
+
+
+def copied(folder: Path, to: Path) -> Path:
+    to.mkdir()
+    for file in folder.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    return to
+
+
+def truncate(checkpoint: Path) -> None:
+    (file,) = checkpoint.glob("*.distcp")
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def flip(file: Path, at: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[at % len(data)] ^= 4
+    file.write_bytes(data)
+
+
+def without_manifest(damage):
+    def both(checkpoint: Path) -> None:
+        (checkpoint / "manifest.json").unlink()
+        damage(checkpoint)
+
+    return both
+
+
+def remove(name: str):
+    return lambda path: next(path.glob(name)).unlink()
+
+
+def put(name: str, data: bytes):
+    return lambda path: (path / name).write_bytes(data)
+
+
+BROKEN = {
+    "truncated": (truncate, r"__0_0\.distcp: truncated: expected \d+ bytes, found \d+"),
+    "longer": (lambda path: put("common.pt", (path / "common.pt").read_bytes() + b"?")(path), "too long"),
+    "missing data": (remove("*.distcp"), r"__0_0\.distcp: no such file"),
+    "missing metadata": (remove(".metadata"), r"\.metadata: no such file"),
+    "broken metadata": (put(".metadata", b"?"), r"\.metadata: truncated"),
+    "not a checkpoint": (remove("metadata.json"), r"no metadata\.json"),
+    "not JSON": (put("metadata.json", b"{"), r"metadata\.json: cannot be read"),
+    "half a manifest": (put("manifest.json", b'{"common.pt": {"by'), r"manifest\.json: not valid JSON"),
+    "another manifest": (put("manifest.json", b'{"common.pt": 3}'), r"manifest\.json: damaged"),
+    "a list as manifest": (put("manifest.json", b"[]"), r"manifest\.json: damaged"),
+    "an empty manifest": (put("manifest.json", b"{}"), r"__0_0\.distcp: not in manifest\.json"),
+    "foreign, truncated": (without_manifest(truncate), r"__0_0\.distcp: truncated: expected \d+ bytes"),
+    "foreign, missing data": (without_manifest(remove("*.distcp")), r"__0_0\.distcp: no such file"),
+    "foreign, missing metadata": (without_manifest(remove(".metadata")), r"\.metadata: cannot be read"),
+    "foreign, broken metadata": (without_manifest(put(".metadata", b"?")), r"\.metadata: cannot be read"),
+    "foreign, other metadata": (without_manifest(put(".metadata", b"N.")), r"\.metadata: cannot be read"),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_broken_checkpoints_are_named(tmp_path, converted, fault):
+    from megatron_eqlen.files import CheckpointError
+    from megatron_eqlen.models.megatron_checkpoint import CheckpointReader
+
+    damage, message = BROKEN[fault]
+    checkpoint = copied(converted[1], tmp_path / "checkpoint")
+    damage(checkpoint)
+    with pytest.raises(CheckpointError, match=message):
+        CheckpointReader(checkpoint)
+
+
+@pytest.mark.parametrize("at", [100, 5_000, 100_003, -3])
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "common.pt", "metadata.json"])
+def test_a_flipped_bit_is_found_and_its_file_named(tmp_path, converted, file, at):
+    from megatron_eqlen.files import CheckpointError
+    from megatron_eqlen.models.megatron_checkpoint import CheckpointReader
+
+    checkpoint = copied(converted[1], tmp_path / "checkpoint")
+    CheckpointReader(checkpoint)
+    flip(checkpoint / file, at)
+    with pytest.raises(CheckpointError, match=re.escape(str(checkpoint / file))):
+        CheckpointReader(checkpoint)
+
+
+POINTERS = {
+    "empty": (b"", "names '', which is not there .there are: step-00000004."),
+    "gone": (b"step-00000008\n", "names 'step-00000008', which is not there"),
+    "elsewhere": (b"../checkpoints/step-00000004", "names '../"),
+    "not UTF-8": (b"\xff", "latest: not UTF-8"),
+}
+
+
+@pytest.mark.parametrize("fault", POINTERS)
+def test_a_broken_pointer_to_the_newest_checkpoint_is_named(tmp_path, converted, fault):
+    from megatron_eqlen.files import CheckpointError
+    from megatron_eqlen.models.megatron_checkpoint import CheckpointReader
+
+    copied(converted[1], tmp_path / "step-00000004")
+    (tmp_path / "latest").write_text("step-00000004\n")
+    assert CheckpointReader(tmp_path).path == tmp_path / "step-00000004"
+    data, message = POINTERS[fault]
+    (tmp_path / "latest").write_bytes(data)
+    with pytest.raises(CheckpointError, match=message):
+        CheckpointReader(tmp_path)
+
+
+def test_a_checkpoint_with_a_head_is_not_exported_as_a_tied_model(tmp_path, converted):
+    """The head would be lost, and what is left would verify."""
+    save_tiny(tmp_path / "tied", "qwen3", num_hidden_layers=2, tie_word_embeddings=True)
+    with pytest.raises(RuntimeError, match=r"the model has no place for output_layer\.weight"):
+        run_ranks(1, to_hf, str(converted[1]), str(tmp_path / "tied"), str(tmp_path / "out"))
+    with pytest.raises(RuntimeError, match=r"the model has no place for output_layer\.weight"):
+        run_ranks(1, verify, str(converted[1]), str(tmp_path / "tied"))
+    assert {path.name for path in tmp_path.iterdir()} == {"tied"}
+
+
+def test_a_tied_checkpoint_of_two_stages_becomes_the_folder_again(tmp_path):
+    """The last stage has a copy of the embeddings, which is no head of its own."""
+    source, checkpoint, out = tmp_path / "hf", tmp_path / "trained", tmp_path / "out"
+    save_tiny(source, "qwen3", tie_word_embeddings=True)
+    run_ranks(2, save_with_megatron, str(source), {"pipeline": 2}, str(checkpoint))
+    run_ranks(1, to_hf, str(checkpoint), str(source), str(out))
+    assert (out / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+
+
+def test_a_source_with_fewer_layers_does_not_shorten_a_model(tmp_path):
+    for layers, name in ((4, "long"), (2, "short")):
+        save_tiny(tmp_path / name, "qwen3_next", num_hidden_layers=layers, layer_types=None)
+    run_ranks(1, to_megatron, str(tmp_path / "long"), str(tmp_path / "megatron"))
+    with pytest.raises(RuntimeError, match=r"CheckpointError: .*megatron: "):
+        run_ranks(1, to_hf, str(tmp_path / "megatron"), str(tmp_path / "short"), str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def with_integers(checkpoint: str, source: str, out: str) -> None:
+    """A checkpoint whose writer was told that one weight is of integers."""
+    from megatron_eqlen.hf.config import read_config
+    from megatron_eqlen.models.megatron_checkpoint import (
+        CheckpointReader,
+        CheckpointWriter,
+        checkpoint_layout,
+    )
+
+    start_alone()
+    reader, layout = CheckpointReader(checkpoint), checkpoint_layout(read_config(source))
+    Path(out).mkdir()
+    writer = CheckpointWriter(Path(out), layout)
+    for name in layout.pieces:
+        parameter = reader.parameter(layout, name)
+        writer.write(name, parameter.int() if name == "decoder.final_layernorm.weight" else parameter)
+    writer.finish()
+    CheckpointReader(out).check(layout)
+
+
+def test_integers_in_a_checkpoint_are_no_weights(tmp_path, converted):
+    with pytest.raises(RuntimeError, match=r"final_layernorm.weight: torch.int32 is not a weight's dtype"):
+        run_ranks(1, with_integers, str(converted[1]), str(converted[0]), str(tmp_path / "out"))
+
+
+def test_another_models_checkpoint_is_refused_before_anything_is_written(tmp_path, converted):
+    save_tiny(tmp_path / "wider", "qwen3", num_hidden_layers=2, intermediate_size=128)
+    with pytest.raises(RuntimeError, match=r"linear_fc1.weight: expected shape .*, found"):
+        run_ranks(1, to_hf, str(converted[1]), str(tmp_path / "wider"), str(tmp_path / "out"))
+    assert {path.name for path in tmp_path.iterdir()} == {"wider"}
+
+
+def changed_by_one_bit(checkpoint: str, source: str, folder: str) -> str:
+    from megatron_eqlen.files import CheckpointError
+    from megatron_eqlen.hf.folder import HFFolder
+    from megatron_eqlen.models.convert import verify_hash
+
+    start_alone()
+    copied(Path(source), Path(folder))
+    entry = HFFolder(folder).entries["model.layers.1.mlp.up_proj.weight"]
+    with open(Path(folder, entry.file), "r+b") as file:
+        file.seek(entry.start + 100)
+        byte = file.read(1)[0]
+        file.seek(entry.start + 100)
+        file.write(bytes([byte ^ 1]))
+    try:
+        verify_hash(checkpoint, folder)
+    except CheckpointError as error:
+        return str(error)
+    return "nothing found"
+
+
+def test_verification_finds_one_changed_bit(tmp_path, converted):
+    source, checkpoint = converted
+    (found,) = run_ranks(1, changed_by_one_bit, str(checkpoint), str(source), str(tmp_path / "changed"))
+    assert "model.layers.1.mlp.up_proj.weight differs" in found
+
+
+def command(name: str, *args: str) -> tuple[int, str, str]:
+    """(exit status, stdout, stderr) of a converter's command."""
+    import contextlib
+    import io
+
+    from megatron_eqlen import convert_command
+
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        status = getattr(convert_command, name)(list(args))
+    return status, out.getvalue(), err.getvalue()
+
+
+def test_the_commands_convert_verify_and_explain(tmp_path, converted):
+    source, there, back = (str(path) for path in (converted[0], tmp_path / "megatron", tmp_path / "hf"))
+    status, out, err = run_ranks(1, command, "hf_to_megatron", source, there, "--verify", "logits")[0]
+    assert status == 0, err
+    assert "same weights: sha256" in out
+    assert "same logits" in out
+    arguments = ("megatron_to_hf", there, back, "--source", source, "--verify")
+    status, _, err = run_ranks(1, command, *arguments)[0]
+    assert status == 0, err
+    assert Path(back, "model.safetensors").read_bytes() == Path(source, "model.safetensors").read_bytes()
+    status, _, err = run_ranks(1, command, *arguments)[0]
+    assert status == 2
+    assert "exists already" in err
+    assert "Traceback" not in err
+
+
+def bad_source(folder: Path, damage: str) -> Path:
+    save_tiny(folder, "qwen3", num_hidden_layers=2)
+    tensors = load_file(folder / "model.safetensors")
+    if damage == "config":
+        (folder / "config.json").write_bytes(b'{"model_type": "\xff"}')
+    if damage == "integers":
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].int()
+        save_file(tensors, folder / "model.safetensors")
+    if damage == "header":
+        flip(folder / "model.safetensors", 3)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("config", r"config\.json: not UTF-8"),
+        ("integers", r"model\.safetensors: model\.norm\.weight: I32 is not a weight's dtype"),
+        ("header", r"model\.safetensors: not a safetensors file, or truncated"),
+    ],
+)
+def test_a_source_that_is_no_model_is_explained_and_leaves_nothing(tmp_path, converted, damage, message):
+    source, out = str(bad_source(tmp_path / "bad", damage)), str(tmp_path / "out")
+    for arguments in (
+        ("hf_to_megatron", source, out, "--verify"),
+        ("megatron_to_hf", str(converted[1]), out, "--source", source, "--verify"),
+    ):
+        status, _, err = run_ranks(1, command, *arguments)[0]
+        assert status == 2
+        assert re.search(message, err)
+        assert {path.name for path in tmp_path.iterdir()} == {"bad"}
+
+
+def convert_and_stall(source: str, out: str) -> None:
+    from megatron_eqlen.models.convert import hf_to_megatron
+
+    start_alone()
+
+    def stall(nbytes: int) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    hf_to_megatron(source, out, stall)
+
+
+def test_a_conversion_killed_with_9_is_swept_by_the_next_and_a_users_folder_is_not(tmp_path, converted):
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "precious").touch()
+    with pytest.raises(RuntimeError, match="died without an answer"):
+        run_ranks(1, convert_and_stall, str(converted[0]), str(tmp_path / "out"))
+    assert len(list(tmp_path.glob(".out.*.partial"))) == 1
+    run_ranks(1, to_megatron, str(converted[0]), str(tmp_path / "out"))
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "out.partial"}
+    assert (tmp_path / "out.partial" / "precious").exists()
+
+
+def script(name: str, *args: str) -> tuple[int, str]:
+    """(exit status, stderr) of a script in tools/, run as from the shell."""
+    import contextlib
+    import io
+    import runpy
+
+    sys.argv = [name, *args]
+    with contextlib.redirect_stderr(io.StringIO()) as err, pytest.raises(SystemExit) as exit_:
+        runpy.run_path(str(TOOLS / name), run_name="__main__")
+    return exit_.value.code, err.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("convert_hf_to_megatron.py", ("nowhere", "out")),
+        ("convert_megatron_to_hf.py", ("nowhere", "out", "--source", "nowhere")),
+    ],
+)
+def test_the_tools_name_a_missing_folder(name, arguments):
+    status, err = run_ranks(1, script, name, *arguments)[0]
+    assert status == 2
+    assert err.strip().splitlines()[-1] == f"{name}: nowhere: no such folder"

@@ -1,0 +1,145 @@
+"""The import hook: what is rewritten, that nothing else changes, and the gaps it closes."""
+
+import ast
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_eqlen.megatron_cpu import cuda_namespace, gaps, source
+from tests.kit.distributed import run_ranks
+
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA nothing is rewritten")
+
+REWRITTEN = {
+    "torch.cuda.current_device()": torch.device("cpu"),
+    "torch.zeros(2, device='cuda:0').device": torch.device("cpu"),
+    "torch.zeros(2, device=torch.cuda.current_device()).cuda().device": torch.device("cpu"),
+    "torch.zeros(2).cuda(non_blocking=True).device.type": "cpu",
+    "torch.zeros(2).is_cuda": True,
+    "torch.cuda.Stream() == torch.cuda.current_stream()": True,
+    "torch.cuda.is_available()": False,
+    "'torch.cuda.FloatTensor'": "torch.FloatTensor",
+    "'no cuda here'": "no cuda here",
+}
+
+
+@needs_no_gpu
+@pytest.mark.parametrize("expression", REWRITTEN)
+def test_cuda_means_cpu(expression):
+    module = f'"""Docstring."""\nfrom __future__ import annotations\nimport torch\nvalue = {expression}\n'
+    scope: dict = {}
+    exec(compile(source.without_cuda(module.encode(), "example.py"), "example.py", "exec"), scope)
+    assert scope["value"] == REWRITTEN[expression]
+
+
+def test_a_rewritten_module_keeps_docstring_future_imports_and_lines():
+    text = b'"""Docstring."""\nfrom __future__ import annotations\nfrom torch.cuda import Stream\nx = 1\n'
+    tree = source.without_cuda(text, "example.py")
+    assert ast.get_docstring(tree) == "Docstring."
+    assert tree.body[1].module == "__future__"
+    assert tree.body[-2].module == cuda_namespace.__name__
+    assert tree.body[-1].lineno == 4
+
+
+def outside() -> tuple[bool, bool]:
+    """(torch.cuda is torch's own, Megatron's is the namespace) after Megatron's import."""
+    import megatron.core.parallel_state as megatron
+
+    ours = vars(megatron)[source.ALIAS] is cuda_namespace
+    return torch.cuda.Stream.__module__.startswith("torch") and torch.cuda.is_available() is False, ours
+
+
+@needs_no_gpu
+def test_only_megatron_sees_the_namespace():
+    assert run_ranks(1, outside) == [(True, True)]
+
+
+def test_importing_megatron_first_is_an_error_not_a_surprise():
+    code = "import sys; sys.modules['megatron.core'] = sys; import megatron_eqlen.models"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "megatron.core was imported before megatron_eqlen" in result.stderr
+
+
+def test_another_megatron_version_is_said_aloud():
+    with pytest.warns(UserWarning, match=r"Megatron-Core 0\.99 found; its gaps are known for 0\.16\.1"):
+        gaps.close(SimpleNamespace(__name__="megatron.core", __version__="0.99"), on_cpu=False)
+
+
+def test_a_gap_that_does_not_exist_is_not_closed():
+    """With Transformer Engine the router has its kernel already."""
+    module = SimpleNamespace(__name__="megatron.core.transformer.moe.moe_utils", te_general_gemm="kernel")
+    gaps.close(module, on_cpu=False)
+    assert module.te_general_gemm == "kernel"
+
+
+def adam_after_reload(scratch: str) -> tuple[list[float], bool]:
+    """(steps that each parameter's Adam counts after one more update, whether states came back)."""
+    import tempfile
+
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    from megatron_eqlen.hf.config import parse_config
+    from megatron_eqlen.models.build import build_model
+    from megatron_eqlen.recipe import ParallelRecipe
+    from megatron_eqlen.training.distributed import start
+    from tests.kit.tiny_models import tiny_config
+
+    parallel = ParallelRecipe()
+    start(parallel, seed=1)
+    config = parse_config(tiny_config("qwen3", num_hidden_layers=1).to_dict(), "tiny")
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": False,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+
+    def make():
+        (chunk,) = build_model(config, parallel, torch.float32)
+        for parameter in chunk.parameters():
+            torch.nn.init.normal_(parameter)
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True)
+        model = DistributedDataParallel(chunk.config, ddp, chunk)
+        options = OptimizerConfig(optimizer="adam", lr=0.1, use_distributed_optimizer=True)
+        return model, get_megatron_optimizer(options, [model])
+
+    def step(model, optimizer):
+        for parameter in model.parameters():
+            parameter.main_grad.fill_(0.5)
+        optimizer.step()
+
+    def states(optimizer):
+        (inner,) = optimizer.chained_optimizers
+        return list(inner.optimizer.state.values())
+
+    model, optimizer = make()
+    step(model, optimizer)
+    folder = tempfile.mkdtemp(dir=scratch)
+    state = {"model": model.module.sharded_state_dict(metadata=metadata)}
+    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=False, metadata=metadata)
+    dist_checkpointing.save(state, folder)
+
+    other, reloaded = make()
+    for inner in reloaded.chained_optimizers:
+        inner._init_optimizer_states_with_dummy_values()
+    state = {"model": other.module.sharded_state_dict(metadata=metadata)}
+    state["optimizer"] = reloaded.sharded_state_dict(state, is_loading=True, metadata=metadata)
+    reloaded.load_state_dict(dist_checkpointing.load(state, folder)["optimizer"])
+    came_back = all(
+        torch.equal(ours["exp_avg"], theirs["exp_avg"])
+        for ours, theirs in zip(states(reloaded), states(optimizer), strict=True)
+    )
+    step(other, reloaded)
+    return [float(state["step"]) for state in states(reloaded)], came_back
+
+
+def test_adam_counts_each_step_once_after_a_reload(tmp_path):
+    steps, came_back = run_ranks(1, adam_after_reload, str(tmp_path))[0]
+    assert came_back
+    assert steps == [2.0] * len(steps)

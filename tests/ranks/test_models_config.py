@@ -1,0 +1,270 @@
+"""config.json decides everything: its own fields, both spellings, and a clear word where it cannot work."""
+
+import json
+import math
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_eqlen import hf
+from megatron_eqlen.hf.config import ConfigError, parse_config, read_config
+from megatron_eqlen.hf.cost import active_parameters, pair_cost
+from megatron_eqlen.hf.families import weight_map
+from megatron_eqlen.models.config import gpt_arguments, transformer_config
+from megatron_eqlen.recipe import ParallelRecipe
+from tests.kit.distributed import run_ranks
+from tests.kit.tiny_models import FAMILIES, tiny_config
+
+SHIPPED = Path(hf.__file__).parent / "configs"
+PARAMETERS = {"qwen3-32b": 32.762, "qwen3-next-80b-a3b-thinking": 79.674}
+"""In billions, of the published checkpoints without the multi-token prediction layer."""
+
+
+def saved(tmp_path, family: str, **changes) -> dict:
+    """What Transformers writes for a tiny model."""
+    tiny_config(family, **changes).save_pretrained(tmp_path)
+    return json.loads((tmp_path / "config.json").read_text())
+
+
+def count_on_meta(name: str) -> int:
+    from megatron_eqlen.models.build import build_model
+    from megatron_eqlen.training.distributed import start
+
+    start(ParallelRecipe(), seed=1)
+    with torch.device("meta"):
+        chunks = build_model(SHIPPED / f"{name}.json", ParallelRecipe(), torch.bfloat16)
+    return sum(parameter.numel() for parameter in chunks[0].parameters())
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_the_real_models_have_their_published_size(name):
+    assert run_ranks(1, count_on_meta, name)[0] / 1e9 == pytest.approx(PARAMETERS[name], abs=5e-4)
+    weights = weight_map(read_config(SHIPPED / f"{name}.json"))
+    mapped = sum(math.prod(shape) for weight in weights for shape in weight.shapes)
+    assert mapped / 1e9 == pytest.approx(PARAMETERS[name], abs=5e-4)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_the_shipped_files_are_understood_whole(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = read_config(SHIPPED / f"{name}.json")
+    next_ = name.startswith("qwen3-next")
+    assert gpt_arguments(model)["rotary_base"] == (1e7 if next_ else 1e6)
+    assert gpt_arguments(model)["rotary_percent"] == (0.25 if next_ else 1.0)
+    if next_:
+        assert sum(model.delta_net.layers) == 36
+        assert model.delta_net.layers[:4] == (True, True, True, False)
+        assert sum(model.experts.layers) == 48
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_old_and_new_spellings_are_one_model(tmp_path, family):
+    new = saved(tmp_path, family)
+    rope = new["rope_parameters"]
+    old = {key: value for key, value in new.items() if key != "rope_parameters"}
+    old["rope_theta"] = rope["rope_theta"]
+    if "num_local_experts" in old:
+        old["num_experts"] = old.pop("num_local_experts")
+    if family == "qwen3_next":
+        del old["layer_types"]
+        old["full_attention_interval"] = 4
+    assert parse_config(old, "old") == parse_config(new, "new")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_field_has_a_default(tmp_path, family):
+    """Every field that is read is needed, except those whose absence the families' files allow."""
+    whole = saved(tmp_path, family)
+    model = parse_config(whole, "whole")
+    optional = {"head_dim"} if family == "qwen3_moe" else set()
+    named_otherwise = {"rope_parameters": "rope_theta", "layer_types": "full_attention_interval"}
+    for name in set(whole) - optional:
+        rest = {key: value for key, value in whole.items() if key != name}
+        found = parsed_or_error(rest)
+        assert found == model or named_otherwise.get(name, name) in str(found), name
+
+
+def parsed_or_error(raw: dict) -> object:
+    try:
+        return parse_config(raw, "rest")
+    except ConfigError as error:
+        return error
+
+
+REFUSED = {
+    "attention_bias": (True, "qwen3"),
+    "hidden_act": ("gelu", "qwen3"),
+    "attention_dropout": (0.1, "qwen3_moe"),
+    "use_sliding_window": (True, "qwen3_moe"),
+    "rope_scaling": ({"rope_type": "yarn", "factor": 4.0}, "qwen3"),
+    "rope_parameters": ({"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, "qwen3"),
+    "quantization_config": ({"quant_method": "fp8"}, "qwen3_next"),
+    "layer_types": (["sliding_attention"] * 4, "qwen3"),
+    "model_type": ("llama", "qwen3"),
+    "num_attention_heads": ("many", "qwen3"),
+    "num_hidden_layers": (0, "qwen3"),
+    "partial_rotary_factor": (0.5, "qwen3"),
+    "rope_theta": (5.0, "qwen3"),
+    "num_key_value_heads": (None, "qwen3"),
+    "vocab_size": (10**400, "qwen3"),
+    "rms_norm_eps": (float("nan"), "qwen3"),
+    "rope_parameters.rope_theta": ("big", "qwen3"),
+    "rope_parameters.factor": (2.0, "qwen3_moe"),
+    "rope_parameters.rope_type": (["default"], "qwen3_moe"),
+    "output_router_logits": ("yes", "qwen3_moe"),
+    "num_experts": (4, "qwen3_moe"),
+}
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_what_changes_the_result_and_is_not_supported_is_named(tmp_path, field):
+    value, family = REFUSED[field]
+    raw = saved(tmp_path, family)
+    outer, _, inner = field.partition(".")
+    raw |= {outer: raw[outer] | {inner: value}} if inner else {field: value}
+    with pytest.raises(ConfigError, match=rf"here.json: {outer}.*{inner}"):
+        parse_config(raw, "here.json")
+
+
+SIZES = {
+    "query heads": (
+        "qwen3",
+        {"num_attention_heads": 6, "num_key_value_heads": 4},
+        "num_key_value_heads 4, found 6",
+    ),
+    "more key-value heads": ("qwen3", {"num_key_value_heads": 8}, "num_attention_heads: .* 8, found 4"),
+    "an odd head": ("qwen3", {"head_dim": 15}, "head_dim x partial_rotary_factor: .* of 2, found 15"),
+    "an odd rotation": ("qwen3_next", {"head_dim": 20}, "head_dim x partial_rotary_factor: .* of 2, found 5"),
+    "no rotation": ("qwen3_next", {"head_dim": 2}, "head_dim x partial_rotary_factor: .* of 2, found 0"),
+    "linear heads": (
+        "qwen3_next",
+        {"linear_num_key_heads": 2, "linear_num_value_heads": 5},
+        "linear_num_value_heads: expected a multiple of linear_num_key_heads 2, found 5",
+    ),
+    "experts of a token": (
+        "qwen3_moe",
+        {"num_experts_per_tok": 9},
+        "num_experts_per_tok: .* num_experts 8, found 9",
+    ),
+    "no sparse layer": (
+        "qwen3_moe",
+        {"decoder_sparse_step": 5},
+        "decoder_sparse_step 5, .* none of 4 layers",
+    ),
+    "only dense layers": (
+        "qwen3_next",
+        {"mlp_only_layers": [0, 1, 2, 3]},
+        "mlp_only_layers .0, 1, 2, 3.: none of 4",
+    ),
+    "dense layers by name": (
+        "qwen3_moe",
+        {"mlp_only_layers": ["first"]},
+        "mlp_only_layers: .* found 'first'",
+    ),
+    "too few kinds": (
+        "qwen3",
+        {"layer_types": ["full_attention"] * 3},
+        "num_hidden_layers 4 entries, found 3",
+    ),
+    "too many kinds": (
+        "qwen3_next",
+        {"layer_types": ["full_attention"] * 5},
+        "num_hidden_layers 4 .*, found 5",
+    ),
+    "a kind of kinds": (
+        "qwen3",
+        {"layer_types": [["full_attention"]] * 4},
+        "layer_types: .'full_attention'. is not",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_numbers_that_no_model_can_have_are_refused_by_key_and_number(tmp_path, case):
+    family, changes, message = SIZES[case]
+    with pytest.raises(ConfigError, match=f"here.json: .*{message}"):
+        parse_config(saved(tmp_path, family) | changes, "here.json")
+
+
+@pytest.mark.parametrize(
+    ("family", "field"),
+    [
+        ("qwen3_moe", "mlp_only_layers"),
+        ("qwen3_next", "mlp_only_layers"),
+        ("qwen3", "layer_types"),
+        ("qwen3_next", "layer_types"),
+        ("qwen3", "rope_scaling"),
+        ("qwen3_moe", "output_router_logits"),
+    ],
+)
+def test_null_means_what_transformers_takes_it_for(tmp_path, family, field):
+    raw = saved(tmp_path, family)
+    interval = {"full_attention_interval": 4} if family == "qwen3_next" else {}
+    assert parse_config(raw | interval | {field: None}, "null") == parse_config(raw, "whole")
+
+
+def test_an_unsupported_family_is_told_where_a_new_one_is_added(tmp_path):
+    with pytest.raises(ConfigError, match=r"qwen3_next, found .llama. .*hf/families\.py"):
+        parse_config(saved(tmp_path, "qwen3") | {"model_type": "llama"}, "here.json")
+
+
+def test_an_unknown_field_is_said_aloud(tmp_path):
+    raw = saved(tmp_path, "qwen3") | {"logit_softcap": 30.0}
+    with pytest.warns(UserWarning, match="unknown fields are ignored: logit_softcap"):
+        parse_config(raw, "here.json")
+
+
+UNREADABLE = {
+    "half": (b"{", "not valid JSON"),
+    "not UTF-8": (b'{"model_type": "\xff"}', "not UTF-8"),
+    "UTF-16": ("{}".encode("utf-16"), "not UTF-8"),
+    "a list": (b"[]", "expected a JSON object, found a list"),
+    "a number": (b"3", "expected a JSON object, found a int"),
+    "nothing": (b"", "not valid JSON"),
+    "an empty object": (b"{}", "missing field 'model_type'"),
+    "deep": (b"[" * 200_000, "not valid JSON"),
+    "a long number": (b'{"model_type": ' + b"9" * 5000 + b"}", "not valid JSON"),
+}
+
+
+@pytest.mark.parametrize("fault", UNREADABLE)
+def test_unreadable_files_are_named(tmp_path, fault):
+    with pytest.raises(ConfigError, match=r"config\.json: no such file"):
+        read_config(tmp_path)
+    data, message = UNREADABLE[fault]
+    (tmp_path / "config.json").write_bytes(data)
+    with pytest.raises(ConfigError, match=rf"config\.json: {message}"):
+        read_config(tmp_path)
+
+
+IMPOSSIBLE = {
+    "more ranks than key-value heads": ("qwen3", {"tensor": 4}, "num_key_value_heads 2"),
+    "layers that do not divide": ("qwen3", {"pipeline": 3}, "num_hidden_layers 4"),
+    "experts that do not divide": ("qwen3_moe", {"expert": 3}, "num_experts 8"),
+    "experts of a dense model": ("qwen3", {"expert": 2}, "has no experts"),
+    "experts without sequence parallelism": (
+        "qwen3_moe",
+        {"tensor": 2, "sequence": False},
+        "sequence: false",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", IMPOSSIBLE)
+def test_layouts_that_do_not_fit_are_refused_with_the_numbers(tmp_path, case):
+    family, layout, message = IMPOSSIBLE[case]
+    model = parse_config(saved(tmp_path, family), "tiny")
+    with pytest.raises(ValueError, match=message):
+        transformer_config(model, ParallelRecipe(**layout), torch.float32)
+
+
+@pytest.mark.parametrize(("name", "billions", "pairs"), [("qwen3-32b", 31.98, 3.28e-5), (
+    "qwen3-next-80b-a3b-thinking", 3.56, 2.76e-5)])  # fmt: skip
+def test_the_cost_of_the_papers_models(name, billions, pairs):
+    """A3B: 3 billion without the head. Only 12 of Qwen3-Next's 48 layers have attention."""
+    model = read_config(SHIPPED / f"{name}.json")
+    assert active_parameters(model) / 1e9 == pytest.approx(billions, abs=0.01)
+    assert pair_cost(model) == pytest.approx(pairs, rel=0.01)

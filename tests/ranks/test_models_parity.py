@@ -1,0 +1,198 @@
+"""Logits and gradients of our models against Transformers' own implementation, in every layout."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kit.distributed import run_ranks
+from tests.kit.tiny_models import FAMILIES, save_tiny
+
+ROWS, LENGTH = 4, 24
+MAX_LOGIT_ERROR = 1e-4
+MAX_GRADIENT_ERROR = 2e-4  # of the tensor's largest gradient
+
+LAYOUTS = {
+    "tp2": (2, {"tensor": 2}),
+    "tp2-sp": (2, {"tensor": 2, "sequence": True}),
+    "pp2": (2, {"pipeline": 2}),
+    "pp2-vpp2": (2, {"pipeline": 2, "virtual_pipeline": 2}),
+    "dp2": (2, {}),
+    "ep2": (2, {"expert": 2}),
+    "tp2-ep2": (2, {"tensor": 2, "expert": 2}),
+    "tp2-etp2": (2, {"tensor": 2, "expert_tensor": 2}),
+    "ep2-etp2": (4, {"expert": 2, "expert_tensor": 2}),
+    "tp2-pp2": (4, {"tensor": 2, "pipeline": 2}),
+    "tp2-ep2-dp2": (4, {"tensor": 2, "expert": 2, "recompute": "full"}),
+}
+DENSE = ("tp2", "tp2-sp", "pp2", "pp2-vpp2", "dp2", "tp2-pp2")
+SPARSE = ("tp2", "pp2", "ep2", "tp2-ep2", "tp2-etp2", "ep2-etp2", "tp2-pp2", "tp2-ep2-dp2")
+CASES = [("qwen3", layout) for layout in DENSE]
+CASES += [(family, layout) for family in FAMILIES[1:] for layout in SPARSE]
+
+
+def make_rows(vocab: int = 96) -> tuple[Tensor, Tensor, Tensor]:
+    """(input_ids, labels, weights), each [ROWS, LENGTH]: the loss is -sum(weight * log p(label))."""
+    generator = torch.Generator().manual_seed(5)
+    ids, labels = (torch.randint(0, vocab, (ROWS, LENGTH), generator=generator) for _ in range(2))
+    return ids, labels, torch.rand(ROWS, LENGTH, generator=generator)
+
+
+def weighted_loss(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    return -(logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0] * weights).sum()
+
+
+def reference(model) -> tuple[Tensor, dict[str, Tensor]]:
+    """(logits, gradients by name) of Transformers' model, fused experts taken apart."""
+    ids, labels, weights = make_rows()
+    logits = model(ids).logits
+    weighted_loss(logits, labels, weights).backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if name.endswith("experts.gate_up_proj"):
+            for expert, both in enumerate(parameter.grad):
+                prefix = name.removesuffix("gate_up_proj") + f"{expert}."
+                gradients[prefix + "gate_proj.weight"], gradients[prefix + "up_proj.weight"] = both.chunk(2)
+        elif name.endswith("experts.down_proj"):
+            for expert, down in enumerate(parameter.grad):
+                gradients[name.removesuffix("down_proj") + f"{expert}.down_proj.weight"] = down
+        else:
+            gradients[name] = parameter.grad
+    return logits.detach(), gradients
+
+
+def our_pass(folder: str, layout: dict) -> tuple[dict[int, Tensor], dict[str, Tensor]]:
+    """On each rank: (row -> logits where this rank has them, all gradients under Hugging Face names)."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    from megatron_eqlen.models.build import build_model
+    from megatron_eqlen.models.weights import export_hf, load_hf
+    from megatron_eqlen.recipe import ParallelRecipe
+    from megatron_eqlen.training.distributed import start
+
+    parallel = ParallelRecipe(**layout)
+    start(parallel, seed=1)
+    chunks = build_model(folder, parallel, torch.float32)
+    load_hf(chunks, folder)
+    config = chunks[0].config
+    config.finalize_model_grads_func = lambda model, tokens, **kwargs: finalize_model_grads(model, **kwargs)
+    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=False)
+    chunks = [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]
+
+    ids, labels, weights = make_rows()
+    dp, dp_rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    rows = range(dp_rank, ROWS, dp)
+    kept = {}
+
+    def step(data, model):
+        row = next(data)
+        output = model(ids[row : row + 1], torch.arange(LENGTH)[None], None)
+
+        def loss(logits):
+            whole = gather_from_tensor_model_parallel_region(logits)
+            kept[row] = whole.detach()
+            return weighted_loss(whole[0], labels[row], weights[row]), torch.tensor(1), {}
+
+        return output, loss
+
+    get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=[iter(rows) for _ in chunks] if len(chunks) > 1 else iter(rows),
+        model=chunks if len(chunks) > 1 else chunks[0],
+        num_microbatches=len(rows),
+        seq_length=LENGTH,
+        micro_batch_size=1,
+    )
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameter.data = parameter.main_grad.to(parameter.dtype)
+    gradients = {name: tensor.clone() for name, tensor in export_hf(chunks)}
+    return kept, gradients if dist.get_rank() == 0 else {}
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory):
+    """family -> (folder, logits, gradients)"""
+    made = {}
+    for family in FAMILIES:
+        folder = tmp_path_factory.mktemp(family)
+        made[family] = (str(folder), *reference(save_tiny(folder, family)))
+    return made
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_every_layout_computes_what_transformers_computes(references, family, layout):
+    folder, logits, gradients = references[family]
+    world_size, keys = LAYOUTS[layout]
+    ranks = run_ranks(world_size, our_pass, folder, keys)
+    rows = {row: ours for kept, _ in ranks for row, ours in kept.items()}
+    assert sorted(rows) == list(range(ROWS))
+    for row, ours in rows.items():
+        torch.testing.assert_close(ours[0], logits[row], atol=MAX_LOGIT_ERROR, rtol=0)
+    assert_same_gradients(ranks[0][1], gradients)
+
+
+def assert_same_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        scale = expected.abs().max()
+        assert scale > 0, f"{name}: no gradient to compare"
+        error = (ours[name] - expected).abs().max() / scale
+        assert error < MAX_GRADIENT_ERROR, f"{name}: relative gradient error {error:.1e}"
+
+
+SHAPES = {
+    "three heads, one key-value head": ("qwen3", {"num_attention_heads": 3, "num_key_value_heads": 1}),
+    "five heads, no sharing": ("qwen3", {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 8}),
+    "four heads a group": ("qwen3", {"num_attention_heads": 8, "num_key_value_heads": 2}),
+    "tied": ("qwen3", {"tie_word_embeddings": True}),
+    "short rope": ("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}),
+    "long rope, odd vocabulary": (
+        "qwen3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}, "vocab_size": 101},
+    ),
+    "router weights as they are": ("qwen3_moe", {"norm_topk_prob": False}),
+    "some layers dense": ("qwen3_moe", {"mlp_only_layers": [0], "decoder_sparse_step": 2}),
+    "tied experts model": ("qwen3_moe", {"tie_word_embeddings": True, "num_experts_per_tok": 3}),
+    "five heads in next": ("qwen3_next", {"num_attention_heads": 5, "num_key_value_heads": 1}),
+    "equal key and value heads": ("qwen3_next", {"linear_num_value_heads": 2, "linear_conv_kernel_dim": 3}),
+    "half rotary": (
+        "qwen3_next",
+        {
+            "partial_rotary_factor": 0.5,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e7,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
+    "attention first": (
+        "qwen3_next",
+        {"layer_types": ["full_attention", "linear_attention", "full_attention", "linear_attention"]},
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_computes_what_transformers_computes(tmp_path, shape):
+    family, changes = SHAPES[shape]
+    logits, gradients = reference(save_tiny(tmp_path, family, **changes))
+    kept, ours = run_ranks(1, our_pass, str(tmp_path), {})[0]
+    for row in range(ROWS):
+        torch.testing.assert_close(kept[row][0], logits[row], atol=MAX_LOGIT_ERROR, rtol=0)
+    assert_same_gradients(ours, gradients)
+
+
+def test_tied_embeddings_are_trained_as_one_across_a_pipeline(tmp_path):
+    logits, gradients = reference(save_tiny(tmp_path, "qwen3", tie_word_embeddings=True))
+    ranks = run_ranks(2, our_pass, str(tmp_path), {"pipeline": 2})
+    torch.testing.assert_close(ranks[1][0][0][0], logits[0], atol=MAX_LOGIT_ERROR, rtol=0)
+    assert_same_gradients(ranks[0][1], gradients)

@@ -1,0 +1,276 @@
+"""Weights move between Hugging Face folders and every parallel layout without a changed bit."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.kit.distributed import run_ranks
+from tests.kit.tiny_models import FAMILIES, save_tiny, tiny_config
+
+LAYOUTS = {
+    "qwen3": [
+        (2, {"tensor": 2}),
+        (4, {"tensor": 2, "pipeline": 2}),
+        (2, {"pipeline": 2, "virtual_pipeline": 2}),
+    ],
+    "qwen3_moe": [(2, {"tensor": 2, "expert": 2}), (4, {"pipeline": 2, "expert": 2})],
+    "qwen3_next": [(2, {"tensor": 2, "expert": 2}), (4, {"tensor": 2, "pipeline": 2, "expert": 2})],
+}
+CASES = [(family, world, layout) for family in FAMILIES for world, layout in LAYOUTS[family]]
+
+
+def build(folder: str, layout: dict, dtype: torch.dtype = torch.float32) -> list:
+    from megatron_eqlen.models.build import build_model
+    from megatron_eqlen.recipe import ParallelRecipe
+    from megatron_eqlen.training.distributed import start
+
+    parallel = ParallelRecipe(**layout)
+    start(parallel, seed=1)
+    return build_model(folder, parallel, dtype)
+
+
+def load_and_save(folder: str, layout: dict, out: str, dtype: torch.dtype) -> set[str]:
+    """On each rank: the names that the export gave this rank whole and equal to the file."""
+    from megatron_eqlen.models.weights import export_hf, load_hf, save_hf
+
+    chunks = build(folder, layout, dtype)
+    load_hf(chunks, folder)
+    save_hf(chunks, folder, out)
+    stored = load_file(f"{folder}/model.safetensors") if out.endswith("one-file") else None
+    return {name for name, tensor in export_hf(chunks) if stored is None or torch.equal(tensor, stored[name])}
+
+
+def load(folder: str, layout: dict) -> None:
+    from megatron_eqlen.models.weights import load_hf
+
+    load_hf(build(folder, layout), folder)
+
+
+@pytest.mark.parametrize(("family", "world_size", "layout"), CASES)
+def test_round_trip_is_exact_on_every_rank(tmp_path, family, world_size, layout):
+    source, out = tmp_path / "hf", tmp_path / "one-file"
+    save_tiny(source, family)
+    exported = run_ranks(world_size, load_and_save, str(source), layout, str(out), torch.float32)
+    names = set(load_file(source / "model.safetensors"))
+    assert all(rank == names for rank in exported)
+    assert (out / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+
+
+@pytest.fixture
+def published(tmp_path):
+    """A bfloat16 Qwen3-Next folder as it is published: sharded, with an MTP layer and a tokenizer's files."""
+    folder = tmp_path / "published"
+    save_tiny(folder, "qwen3_next")
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
+    tensors["mtp.layers.0.self_attn.q_proj.weight"] = torch.randn(7, 5).bfloat16()
+    tensors["mtp.pre_fc_norm_embedding.weight"] = torch.randn(11)
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    shards = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, here in shards.items():
+        save_file({name: tensors[name] for name in here}, folder / file, metadata={"format": "pt"})
+    index = {
+        "metadata": {"total_size": 1},
+        "weight_map": {name: file for file, here in shards.items() for name in here},
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        (folder / file).write_text(f"contents of {file}")
+    return folder
+
+
+def contents(folder) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_a_published_folder_comes_back_file_by_file(tmp_path, published):
+    """Shards, index, dtypes, tokenizer, generation settings, chat template and the untrained MTP layer."""
+    out = tmp_path / "out"
+    layout = {"tensor": 2, "expert": 2}
+    run_ranks(2, load_and_save, str(published), layout, str(out), torch.bfloat16)
+    assert contents(out) == contents(published)
+
+
+def test_transformers_loads_what_is_written(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = save_tiny(tmp_path / "hf", "qwen3_next")
+    run_ranks(1, load_and_save, str(tmp_path / "hf"), {}, str(tmp_path / "one-file"), torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "one-file", dtype=torch.float32)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
+def test_fused_experts_are_read_and_written_one_by_one(tmp_path):
+    """Transformers 5 fuses experts in memory; a folder may hold them so too."""
+    model = save_tiny(tmp_path / "hf", "qwen3_moe")
+    per_expert = load_file(tmp_path / "hf" / "model.safetensors")
+    assert any(".experts.0." in name for name in per_expert), "Transformers writes experts one by one"
+    fused = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    assert any(name.endswith("experts.gate_up_proj") for name in fused)
+    save_file(fused, tmp_path / "hf" / "model.safetensors")
+    run_ranks(2, load_and_save, str(tmp_path / "hf"), {"expert": 2}, str(tmp_path / "out"), torch.float32)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == per_expert.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in per_expert.items())
+
+
+def test_a_head_stored_beside_tied_embeddings_follows_them(tmp_path):
+    source = tmp_path / "hf"
+    save_tiny(source, "qwen3", tie_word_embeddings=True)
+    tensors = load_file(source / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    run_ranks(2, load_change_and_save, str(source), {"pipeline": 2}, str(tmp_path / "out"))
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(written["model.embed_tokens.weight"], tensors["model.embed_tokens.weight"] + 1)
+    assert torch.equal(written["lm_head.weight"], written["model.embed_tokens.weight"])
+
+
+def load_change_and_save(folder: str, layout: dict, out: str) -> None:
+    """Training, in short: every weight changes."""
+    from megatron_eqlen.models.weights import load_hf, save_hf
+
+    chunks = build(folder, layout)
+    load_hf(chunks, folder)
+    with torch.no_grad():
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter.add_(1)
+    save_hf(chunks, folder, out)
+
+
+def logits(folder: str, ids: torch.Tensor) -> torch.Tensor:
+    from megatron_eqlen.models.weights import load_hf
+
+    (chunk,) = chunks = build(folder, {})
+    load_hf(chunks, folder)
+    with torch.no_grad():
+        return chunk.eval()(ids, torch.arange(ids.shape[1])[None])
+
+
+def test_a_head_that_differs_is_used_as_by_transformers_once_the_config_is_not_tied(tmp_path):
+    """Transformers does not tie them in spite of the config. Here the folder is refused by name (vLLM would
+    tie them), and the change that the message asks for gives Transformers' logits."""
+    from transformers import AutoModelForCausalLM
+
+    save_tiny(tmp_path, "qwen3", tie_word_embeddings=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = torch.randn(96, 64)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    ids = torch.arange(20)[None]
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()(ids).logits
+    with pytest.raises(RuntimeError, match=r"tie_word_embeddings: true, but lm_head\.weight differs"):
+        run_ranks(1, load, str(tmp_path), {})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    (ours,) = run_ranks(1, logits, str(tmp_path), ids)
+    assert (ours - theirs).abs().max() < 1e-4
+
+
+def truncate(folder, file="model-00002-of-00002.safetensors") -> None:
+    data = (folder / file).read_bytes()
+    (folder / file).write_bytes(data[:-10])
+
+
+def reshape(folder) -> None:
+    name = "model.embed_tokens.weight"
+    file = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"][name]
+    tensors = load_file(folder / file)
+    save_file(tensors | {name: tensors[name][:-1].contiguous()}, folder / file)
+
+
+def drop(folder) -> None:
+    index = folder / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    del weight_map["model.norm.weight"]
+    for file in set(weight_map.values()):
+        tensors = load_file(folder / file)
+        tensors.pop("model.norm.weight", None)
+        save_file(tensors, folder / file)
+    index.write_text(json.dumps({"weight_map": weight_map}))
+
+
+BROKEN = {
+    "missing shard": (
+        lambda folder: (folder / "model-00001-of-00002.safetensors").unlink(),
+        "model-00001-of-00002.safetensors: no such file",
+    ),
+    "truncated": (truncate, "model-00002-of-00002.safetensors: truncated: "),
+    "not safetensors": (
+        lambda folder: (folder / "model-00001-of-00002.safetensors").write_text("<html>not found</html>"),
+        "not a safetensors file",
+    ),
+    "wrong shape": (reshape, r"expected shape \(.*\), found \("),
+    "missing tensor": (drop, "model.norm.weight is missing"),
+    "index without map": (
+        lambda folder: (folder / "model.safetensors.index.json").write_text("{}"),
+        "not an index of safetensors files",
+    ),
+    "no folder": (shutil.rmtree, "no such"),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_broken_folders_are_named(published, fault):
+    from megatron_eqlen.files import CheckpointError
+    from megatron_eqlen.hf.config import read_config
+    from megatron_eqlen.hf.folder import HFFolder
+    from megatron_eqlen.hf.folder_check import check_folder
+
+    model = read_config(published)
+    damage, message = BROKEN[fault]
+    damage(published)
+    with pytest.raises(CheckpointError, match=message):
+        check_folder(HFFolder(published), model)
+
+
+def test_another_family_is_refused(published):
+    from megatron_eqlen.files import CheckpointError
+    from megatron_eqlen.hf.config import read_config
+    from megatron_eqlen.hf.folder import HFFolder
+    from megatron_eqlen.hf.folder_check import check_folder
+
+    model = read_config(published)
+    tiny_config("qwen3_moe").save_pretrained(published)
+    with pytest.raises(CheckpointError, match="expected a qwen3_next model, found qwen3_moe"):
+        check_folder(HFFolder(published), model)
+
+
+def test_existing_output_is_left_alone(tmp_path, published):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine").write_text("precious")
+    with pytest.raises(RuntimeError, match="exists already"):
+        run_ranks(1, load_and_save, str(published), {}, str(out), torch.bfloat16)
+    assert contents(out) == {"mine": b"precious"}
+
+
+TRANSFORMER_ENGINE_NAMES = {
+    "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight": "decoder.layers.2.input_layernorm.weight",
+    "decoder.layers.1.self_attention.in_proj.layer_norm_weight": "decoder.layers.3.input_layernorm.weight",
+    "decoder.layers.1.mlp.linear_fc1.layer_norm_weight": "decoder.layers.3.pre_mlp_layernorm.weight",
+    "decoder.layers.0.mlp.experts.linear_fc2.weight3": (
+        "decoder.layers.2.mlp.experts.local_experts.7.linear_fc2.weight"
+    ),
+    "decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight": (
+        "decoder.layers.2.mlp.experts.local_experts.5.linear_fc1.weight"
+    ),
+    "decoder.final_layernorm.weight": "decoder.final_layernorm.weight",
+}
+
+
+def names_on_the_last_rank(folder: str) -> dict[str, str]:
+    from megatron_eqlen.models.weights import _global_name
+
+    (chunk,) = build(folder, {"pipeline": 2, "expert": 2})
+    return {name: _global_name(chunk, name) for name in TRANSFORMER_ENGINE_NAMES}
+
+
+def test_names_of_both_layer_specs_lead_to_the_same_map(tmp_path):
+    """On the second of two pipeline stages, the second of two expert ranks: four layers, eight experts."""
+    tiny_config("qwen3_moe").save_pretrained(tmp_path)
+    assert run_ranks(4, names_on_the_last_rank, str(tmp_path))[3] == TRANSFORMER_ENGINE_NAMES

@@ -1,0 +1,107 @@
+"""The same loss, gradient and metrics for any packing, micro-batch split and parallel layout."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_eqlen.objectives.registry import lookup
+from megatron_eqlen.packing.pack import pack
+from megatron_eqlen.recipe import LossRecipe
+from megatron_eqlen.training.logprobs import token_logprobs
+from megatron_eqlen.training.policy_loss import policy_loss, reduce_metrics
+from tests.kit.distributed import run_ranks
+from tests.kit.tree_samples import VOCABULARY, forest
+
+LOSS = LossRecipe(kl_coef=0.05, rollout_is="sequence")
+LAYOUTS = [(200, 1, "tree"), (200, 2, "tree"), (2000, 1, "tree"), (300, 3, "tree"), (200, 1, "expanded")]
+
+
+def noise(row, salt):
+    """[S] numbers that depend on a position's path alone, and so not on the layout."""
+    key = row.labels * 7919 + row.position_ids * 104729 + np.rint(row.weights * 1e9).astype(np.int64) * 31
+    return np.sin(key * (salt + 1.0))
+
+
+def train(rows, objective):
+    """Loss, gradient on a vocabulary table, and metrics of one rank's rows, one micro-batch at a time."""
+    table = torch.linspace(-3, -0.1, VOCABULARY, dtype=torch.float64, requires_grad=True)
+    total, logs = 0.0, []
+    for row in rows:
+        logprobs = table[torch.from_numpy(row.labels)] + torch.from_numpy(noise(row, 0))
+        columns = {
+            "weights": row.weights,
+            "advantages": row.advantages,
+            "segment_ids": row.segment_ids,
+            "rollout_logprobs": row.rollout_logprobs,
+            "old_logprobs": logprobs.detach().numpy() + 1e-3 * noise(row, 1),
+            "ref_logprobs": logprobs.detach().numpy() + 0.2 * noise(row, 2),
+        }
+        columns = {name: torch.from_numpy(values) for name, values in columns.items()}
+        loss, log = policy_loss(logprobs, logprobs.detach(), **columns, objective=objective, loss=LOSS)
+        loss.backward()
+        total += loss.item()
+        logs.append(log)
+    return total, table.grad, logs
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "vespo", "rloo"])
+def test_packing_and_micro_batches_change_nothing(name):
+    objective = lookup(name)
+    results = []
+    for budget, ranks, layout in LAYOUTS:
+        parts = [train(rows, objective) for rows in pack(forest(3), budget, ranks, layout=layout)]
+        logs = [log for _, _, rank in parts for log in rank]
+        results.append((sum(p[0] for p in parts), sum(p[1] for p in parts), reduce_metrics(logs)))
+    loss, gradient, metrics = results[0]
+    assert metrics["loss/is_truncated_fraction"] > 0
+    for other_loss, other_gradient, other_metrics in results[1:]:
+        assert other_loss == pytest.approx(loss, rel=1e-13)
+        torch.testing.assert_close(other_gradient, gradient, rtol=1e-12, atol=1e-15)
+        assert other_metrics == pytest.approx(metrics, rel=1e-12, abs=1e-15)
+
+
+def data_parallel_metrics(name):
+    rows = pack(forest(3), 200, dist.get_world_size())[dist.get_rank()]
+    _, _, logs = train(rows, lookup(name))
+    return reduce_metrics(logs, dist.group.WORLD)
+
+
+def tensor_parallel_logprobs(dtype, vocab_size):
+    """This rank's log-probs, entropy and its slice of the logits' gradient."""
+    logits = full_logits(dtype)
+    width = logits.shape[-1] // dist.get_world_size()
+    mine = logits[:, dist.get_rank() * width :][:, :width].contiguous().requires_grad_()
+    logprobs, entropy = token_logprobs(mine, full_labels(), 0.6, dist.group.WORLD, vocab_size)
+    (logprobs * torch.arange(len(logprobs))).sum().backward()
+    return logprobs.detach(), entropy, mine.grad
+
+
+def full_logits(dtype):
+    return (torch.randn(9, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 5).to(dtype)
+
+
+def full_labels():
+    return torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 0])
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 3e-6)])
+@pytest.mark.parametrize("vocab_size", [None, 8])  # 8 of 12 columns on 3 ranks: the last has padding alone
+def test_vocabulary_parallel_logprobs_are_those_of_one_process(dtype, tolerance, vocab_size):
+    ranks = run_ranks(3, tensor_parallel_logprobs, dtype, vocab_size)
+    whole = full_logits(dtype).double().requires_grad_()
+    expected = (whole[:, :vocab_size] / 0.6).log_softmax(-1)
+    chosen = expected.gather(-1, full_labels()[:, None])[:, 0]
+    (chosen * torch.arange(9)).sum().backward()
+    for logprobs, entropy, _ in ranks:
+        torch.testing.assert_close(logprobs.double(), chosen.detach(), atol=tolerance, rtol=0)
+        exact = -(expected.exp() * expected).sum(-1).detach()
+        torch.testing.assert_close(entropy.double(), exact, atol=tolerance, rtol=0)
+    gradient = torch.cat([grad for _, _, grad in ranks], -1)
+    torch.testing.assert_close(gradient.double(), whole.grad, atol=10 * tolerance, rtol=0)
+
+
+def test_metrics_reduced_over_ranks_are_those_of_one_process():
+    _, _, logs = train(pack(forest(3), 200)[0], lookup("gspo"))
+    for metrics in run_ranks(2, data_parallel_metrics, "gspo"):
+        assert metrics == pytest.approx(reduce_metrics(logs), rel=1e-12, abs=1e-15)

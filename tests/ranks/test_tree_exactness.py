@@ -1,0 +1,195 @@
+"""One loss and one gradient: as token trees, as 2N or N + 1 sequences, and in any parallel layout.
+
+The reference is Megatron's model on plain causal sequences built from the trees' paths; the packer and
+the tree kernels have no part in it. Everything runs in float64. Megatron's router computes its softmax in
+float32 whatever the model's dtype, which bounds what can be asked of the router's own gradient in models
+with experts; the experts that it chooses are compared exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_eqlen.models.tree_params import TreeParams
+from megatron_eqlen.packing.pack import pack
+from megatron_eqlen.recipe import ParallelRecipe
+from megatron_eqlen.training.distributed import start, stop
+from megatron_eqlen.types import TokenTree
+from tests.kit.distributed import run_ranks
+from tests.kit.tiny_models import save_tiny
+from tests.kit.tree_samples import forest, paths
+from tests.kit.tree_training import (
+    Trained,
+    build,
+    gradients,
+    record_experts,
+    train_sequences,
+    train_trees,
+    worst_difference,
+)
+
+torch.set_num_threads(1)
+
+MODELS = {
+    "dense": ("qwen3", {"num_hidden_layers": 2}),
+    "delta_net": ("qwen3_next", {"mlp_only_layers": [0, 1, 2, 3]}),
+    "moe": ("qwen3_moe", {"num_hidden_layers": 2}),
+    "next": ("qwen3_next", {}),
+}
+TOLERANCE = {"dense": 1e-12, "delta_net": 1e-12, "moe": 2e-7, "next": 2e-7}
+BUDGET = 400
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    for name, (family, changes) in MODELS.items():
+        save_tiny(root / name, family, **changes)
+    return {name: root / name for name in MODELS}
+
+
+@pytest.fixture(scope="module")
+def whole(folders) -> dict[str, Trained]:
+    """All trees in as few rows as they fit into, in one process."""
+    return {name: train_trees(folder, forest(0), BUDGET) for name, folder in folders.items()}
+
+
+def assert_same(name: str, ours: Trained, reference: Trained) -> None:
+    assert ours.loss == pytest.approx(reference.loss, rel=1e-12)
+    difference, weight = worst_difference(ours, reference)
+    assert difference <= TOLERANCE[name], f"{weight}: {difference}"
+
+
+def path_to(tree: TokenTree, node: int, supervised: set[int]) -> tuple[list[int], np.ndarray]:
+    """Tokens from the prompt to the node's end, and weight x advantage of those of ``supervised`` nodes."""
+    tokens, factors = [], []
+    while node >= 0:
+        at = tree.nodes[node]
+        factor = at.weight * at.advantage if node in supervised else 0.0
+        tokens = at.token_ids + tokens
+        factors = [factor] * len(at.token_ids) + factors
+        node = at.parent
+    return tokens, np.array(factors[1:])
+
+
+def each_side_alone(trees: list[TokenTree]) -> Iterator[tuple[list[int], np.ndarray]]:
+    """2N: a sequence for each supervised node."""
+    for tree in trees:
+        for i, node in enumerate(tree.nodes):
+            if node.weight:
+                yield path_to(tree, i, {i})
+
+
+def each_leaf_path(trees: list[TokenTree]) -> Iterator[tuple[list[int], np.ndarray]]:
+    """N + 1: a sequence for each leaf; a node is trained in the first one that passes it."""
+    for tree in trees:
+        left = {i for i, node in enumerate(tree.nodes) if node.weight}
+        for leaf in set(range(len(tree.nodes))) - {node.parent for node in tree.nodes}:
+            path, node = set(), leaf
+            while node >= 0:
+                path.add(node)
+                node = tree.nodes[node].parent
+            if left & path:
+                yield path_to(tree, leaf, left & path)
+                left -= path
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("sequences", [each_side_alone, each_leaf_path])
+def test_trees_equal_plain_sequences(name, sequences, folders, whole):
+    start(ParallelRecipe(), seed=1)
+    reference = train_sequences(build(folders[name], ParallelRecipe()), sequences(forest(0)))
+    stop()
+    assert_same(name, whole[name], reference)
+
+
+ROWS = {
+    "expanded": {"layout": "expanded"},
+    "cut": {"budget": 190},  # about the longest path
+    "wide": {"budget": 1000, "full_rows": True},
+    "recompute": {"layers": {"recompute": "full"}},
+    "recompute_attention": {"layers": {"recompute": "selective"}},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("rows", ROWS)
+def test_gradients_do_not_depend_on_the_rows(name, rows, folders, whole):
+    """Nor on the order of the trees."""
+    options = {"budget": BUDGET} | ROWS[rows]
+    assert_same(name, train_trees(folders[name], forest(0)[::-1], **options), whole[name])
+
+
+PARALLEL = [
+    ("dense", {"tensor": 2}),
+    ("dense", {"tensor": 2, "sequence": True, "pipeline": 2}),
+    ("delta_net", {"tensor": 2}),
+    ("delta_net", {"pipeline": 2, "virtual_pipeline": 2, "recompute": "full"}),
+    ("moe", {"expert": 2}),
+    ("moe", {"expert_tensor": 2}),
+    ("moe", {"tensor": 2, "expert": 2}),
+    ("next", {"tensor": 2, "expert": 2}),
+    ("next", {}),  # data parallel
+]
+
+
+@pytest.mark.parametrize(("name", "layers"), PARALLEL, ids=str)
+def test_gradients_do_not_depend_on_the_parallel_layout(name, layers, folders, whole):
+    ranks = max(2, layers.get("tensor", 1) * layers.get("pipeline", 1))
+    for trained in run_ranks(ranks, train_trees, folders[name], forest(0), BUDGET, "tree", layers):
+        assert_same(name, trained, whole[name])
+
+
+def test_the_head_is_computed_where_supervised_alone(folders):
+    """The same logits there, and the same gradient of every weight, as from logits everywhere."""
+    start(ParallelRecipe(), seed=1)
+    (model,) = chunks = build(folders["dense"], ParallelRecipe())
+    row = pack(forest(0), BUDGET)[0][0]
+    at = torch.from_numpy(np.flatnonzero(row.weights > 0))
+    found = []
+    for supervised in (at, None):
+        model.zero_grad_buffer()
+        ids, positions = torch.from_numpy(row.input_ids)[None], torch.from_numpy(row.position_ids)[None]
+        logits = model(
+            ids, positions, None, packed_seq_params=TreeParams.from_row(row), supervised=supervised
+        )
+        logits = logits[0] if supervised is not None else logits[0, at]
+        loss = logits.square().sum()
+        loss.backward()
+        found.append(Trained(loss.item(), gradients(chunks)))
+    assert len(at) < len(row.input_ids)
+    assert_same("dense", *found)
+    stop()
+
+
+def test_a_rank_without_a_tree_takes_part(folders):
+    """One tree for two ranks: the other rank's row is padding, and its experts still serve the first."""
+    trees = forest(0)[:1]
+    alone = train_trees(folders["next"], trees, BUDGET)
+    for trained in run_ranks(2, train_trees, folders["next"], trees, BUDGET, "tree", {"expert": 2}):
+        assert_same("next", trained, alone)
+
+
+@pytest.mark.parametrize("name", ["moe", "next"])
+def test_every_token_goes_to_the_same_experts(name, folders):
+    """Tree and plain sequences, layer by layer, to the bit."""
+    start(ParallelRecipe(), seed=1)
+    (model,) = chunks = build(folders[name], ParallelRecipe())
+    choices = record_experts(chunks)
+    for row in pack(forest(0), BUDGET)[0]:
+        ids, positions = torch.from_numpy(row.input_ids), torch.from_numpy(row.position_ids)
+        choices.clear()
+        model(ids[None], positions[None], None, packed_seq_params=TreeParams.from_row(row))
+        in_tree = [choice.clone() for choice in choices]
+        for node in row.nodes:
+            path = torch.from_numpy(paths(row)[node.start + node.length - 1])
+            choices.clear()
+            model(ids[path][None], torch.arange(len(path))[None], None)
+            for tree_choice, plain_choice in zip(in_tree, choices, strict=True):
+                assert (tree_choice[path] == plain_choice).all()
+    stop()

@@ -1,0 +1,214 @@
+"""An optimizer step with a number that is not finite is not taken, on any rank, wherever it comes from."""
+
+import copy
+import logging
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_eqlen.training import checkpoint
+from megatron_eqlen.training.finite import NonFiniteError
+from tests.kit.distributed import run_ranks
+from tests.kit.tiny_models import save_tiny
+from tests.kit.updates import build_policy, layout, one_tree_a_row
+
+TREES = one_tree_a_row(3)
+NODE = f"{TREES[1].name!r}, node 2"
+NAN = math.nan
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny")
+    save_tiny(path, "qwen3", num_hidden_layers=2)
+    return str(path)
+
+
+# ---- faults: each changes a policy or the trees and returns how to take it back --------------------------
+
+
+def in_a_tree(change):
+    """The trees with a fault in one of them."""
+    trees = copy.deepcopy(TREES)
+    change(trees[1].nodes[2])
+    return trees
+
+
+def nan_logprob(node):
+    node.rollout_logprobs[1] = NAN
+
+
+def infinite_advantage(node):
+    node.advantage = -math.inf
+
+
+def in_a_column(policy, column, value):
+    """On the rank that trains the tree: a number of its row, after packing."""
+    annotate = policy._annotate
+
+    def spoiled(rows, old):
+        annotate(rows, old)
+        for row in rows:
+            at = [i for i, weight in enumerate(row.weights) if weight == TREES[1].nodes[2].weight]
+            numbers = getattr(row, column)
+            if at and numbers is not None:  # a stage before the last has none
+                numbers[at[3]] = value
+
+    policy._annotate = spoiled
+    return lambda: setattr(policy, "_annotate", annotate)
+
+
+def in_a_gradient(policy):
+    """On the last rank alone."""
+    if dist.get_rank() != dist.get_world_size() - 1:
+        return lambda: None
+    parameter = next(p for name, p in policy.chunks[0].named_parameters() if "linear_fc1" in name)
+    return parameter.register_hook(lambda gradient: gradient * NAN).remove
+
+
+def in_a_loss(policy):
+    """Of one row, on the pipeline stage that computes losses; the gradient stays finite."""
+    loss = policy._loss
+
+    def spoiled(logprobs, entropy, row, at):
+        value, log = loss(logprobs, entropy, row, at)
+        return value + (math.inf if TREES[1].nodes[2].weight in row.weights else 0.0), spoil(log)
+
+    def spoil(log):
+        log.metrics["loss/policy"] += math.inf
+        return log
+
+    policy._loss = spoiled
+    return lambda: setattr(policy, "_loss", loss)
+
+
+def in_the_state(policy, kind, value):
+    """One number of the optimizer's, on the first rank alone."""
+    part = policy.optimizer.chained_optimizers[0]
+    state = next(iter(part.state.values()))[kind].view(-1)
+    before = state[0].item()
+    if dist.get_rank() == 0:
+        state[0] = value
+    return lambda: state[:1].fill_(before)
+
+
+def in_a_weight(policy):
+    """Of a token that nothing trains, on the first rank alone."""
+    weight = next(policy.chunks[0].parameters()).data.view(-1)
+    before = weight[-1].item()
+    if dist.get_rank() == 0:
+        weight[-1] = NAN
+    return lambda: weight[-1:].fill_(before)
+
+
+FAULTS = {
+    "rollout_logprob": (lambda policy: None, in_a_tree(nan_logprob), NODE + ": the rollout_logprob"),
+    "advantage": (lambda policy: None, in_a_tree(infinite_advantage), NODE + ": the advantage"),
+    "ref_logprob": (lambda p: in_a_column(p, "ref_logprobs", NAN), TREES, NODE + ": ref_logprobs of"),
+    "old_logprob": (lambda p: in_a_column(p, "old_logprobs", NAN), TREES, NODE + ": old_logprobs of"),
+    "late_advantage": (lambda p: in_a_column(p, "advantages", math.inf), TREES, "advantages of token"),
+    "gradient": (in_a_gradient, TREES, "linear_fc1.weight on rank"),
+    "loss": (in_a_loss, TREES, "row "),
+    "exp_avg": (lambda p: in_the_state(p, "exp_avg", NAN), TREES, "the optimizer's exp_avg"),
+    "exp_avg_sq": (lambda p: in_the_state(p, "exp_avg_sq", -1.0), TREES, "the optimizer's exp_avg_sq"),
+    "exp_avg_sq inf": (lambda p: in_the_state(p, "exp_avg_sq", math.inf), TREES, "exp_avg_sq"),
+    "weight": (in_a_weight, TREES, "the "),
+}  # fmt: skip
+
+
+def state_of(policy) -> list:
+    """Everything that an update changes, copied: weights, the optimizer's state, the schedule."""
+    tensors = [p.detach().clone() for p in policy.chunks[0].parameters()]
+    for part in policy.optimizer.chained_optimizers:
+        for kept in part.state.values():
+            tensors += [value.clone() for value in kept.values() if isinstance(value, torch.Tensor)]
+    return [*tensors, torch.tensor([policy.version, policy.schedule.num_steps])]
+
+
+def unchanged(before: list, policy) -> bool:
+    now = state_of(policy)
+    return all(torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5)) for a, b in zip(before, now, strict=True))
+
+
+def try_all_faults(folder: str, changes: dict) -> dict:
+    """For each fault: (metrics, whether all stayed, what was logged, metrics of a good step after)."""
+    policy = build_policy(folder, changes)
+    policy.update([TREES])
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("megatron_eqlen").addHandler(handler)
+    found = {}
+    for name, (inject, trees, _) in FAULTS.items():
+        messages.clear()
+        take_back = inject(policy)
+        before = state_of(policy)
+        metrics = policy.update([trees])
+        same = all(
+            torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5))
+            for a, b in zip(before, state_of(policy), strict=True)
+        )
+        assert policy.mismatch is None
+        if take_back is not None:
+            take_back()
+        found[name] = metrics, same, list(messages), policy.update([TREES])
+    return found
+
+
+LAYOUTS = {
+    "one": layout(1),
+    "data parallel": layout(2),
+    "pipeline": layout(2, pipeline=2),
+    "tensor": layout(2, tensor=2),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_nothing_changes_on_any_rank_and_the_next_good_step_is_taken(folder, name):
+    changes = LAYOUTS[name] | {"optimizer": {"lr": 1e-4, "warmup_steps": 0, "max_skipped_updates": 2}}
+    ranks = run_ranks(changes["cluster"]["processes_per_node"], try_all_faults, folder, changes)
+    for rank, found in enumerate(ranks):
+        for fault, (metrics, same, messages, after) in found.items():
+            assert same, f"{fault} changed rank {rank}"
+            assert (metrics["train/updates"], metrics["train/skipped_updates"]) == (0, 2), fault
+            assert "loss/policy" not in metrics, "numbers of a step that was not taken"
+            assert (after["train/updates"], after["train/skipped_updates"]) == (2, 0), fault
+            assert math.isfinite(after["loss/policy"])
+            assert len(messages) == (2 if rank == 0 else 0), "said once for each update"
+            assert all(FAULTS[fault][2] in message for message in messages), (fault, messages)
+
+
+def until_the_end(folder: str, checkpoints: Path) -> tuple:
+    """A checkpoint, then faults to the end: (the error, that of another save, the step and state loaded)."""
+    policy = build_policy(folder, layout(2) | {"optimizer": {"lr": 1e-4, "max_skipped_updates": 3}})
+    policy.update([TREES])
+    checkpoint.save(checkpoints, 1, policy, {}, keep=2)
+    good = state_of(policy)
+    in_the_state(policy, "exp_avg", NAN)
+    with pytest.raises(NonFiniteError, match="not finite: the optimizer's exp_avg") as refused:
+        checkpoint.save(checkpoints, 2, policy, {}, keep=2)
+    policy.update([TREES])
+    with pytest.raises(NonFiniteError) as error:
+        policy.update([TREES])
+    position = checkpoint.load(checkpoints, policy)
+    return str(error.value), str(refused.value), position["step"], unchanged(good, policy)
+
+
+def test_after_some_in_a_row_the_run_ends_and_the_last_checkpoint_stands(folder, tmp_path):
+    for error, _, step, same in run_ranks(2, until_the_end, folder, tmp_path):
+        assert "4 updates in a row could not be taken, optimizer.max_skipped_updates is 3" in error
+        assert (step, same) == (1, True)
+
+
+def with_an_absurd_rate(folder: str) -> tuple:
+    policy = build_policy(folder, {"optimizer": {"lr": 1e38, "warmup_steps": 0}})
+    before = state_of(policy)
+    metrics = policy.update([TREES])
+    return metrics["train/skipped_updates"], unchanged(before, policy)
+
+
+def test_an_update_beyond_float32_is_not_taken(folder):
+    assert run_ranks(1, with_an_absurd_rate, folder) == [(2, True)]
