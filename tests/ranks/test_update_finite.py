@@ -3,12 +3,16 @@
 import copy
 import logging
 import math
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_eqlen.run import Run
+from megatron_eqlen.step import Step
 from megatron_eqlen.training import checkpoint
 from megatron_eqlen.training.finite import NonFiniteError
 from tests.kit.distributed import run_ranks
@@ -212,3 +216,20 @@ def with_an_absurd_rate(folder: str) -> tuple:
 
 def test_an_update_beyond_float32_is_not_taken(folder):
     assert run_ranks(1, with_an_absurd_rate, folder) == [(2, True)]
+
+
+def in_a_run(folder: str) -> str:
+    """What a run says after an update that found a weight which is not a number."""
+    policy = build_policy(folder)
+    in_a_weight(policy)
+    run = object.__new__(Run)
+    run.recipe, run.session = policy.recipe, SimpleNamespace(stage=lambda name: nullcontext({}))
+    with pytest.raises(NonFiniteError) as error:
+        run.update(Step(0, 0), policy, [TREES])
+    return str(error.value)
+
+
+def test_a_run_ends_before_its_engine_gets_a_weight_that_is_not_finite(folder):
+    """No later step mends it, and vLLM crashes on it."""
+    (error,) = run_ranks(1, in_a_run, folder)
+    assert "not finite: the weight" in error
