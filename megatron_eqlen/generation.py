@@ -27,7 +27,7 @@ from megatron_eqlen.replicas import Replicas
 from megatron_eqlen.rewards.scoring import reward_metrics
 from megatron_eqlen.rollout.engine import Engine, IdleEngine
 from megatron_eqlen.rollout.harvest import harvest
-from megatron_eqlen.rollout.recorder import Recorder, read_step, record_grades
+from megatron_eqlen.rollout.recorder import Recorder, read_step, record_grades, set_aside_stale
 from megatron_eqlen.rollout.replayed import check_step, check_steps
 from megatron_eqlen.session import Session
 from megatron_eqlen.step import Batch, Step
@@ -133,6 +133,8 @@ class Generator:
         them."""
         replicas, mine = self.session.replicas, self.session.replicas.share(prompts)
         asked = {prompt.prompt_id for prompt in mine}
+        if not step.batches:
+            agree(lambda: set_aside_stale(self.streams / step.name, step.policy_version))
         done = [one for one in read_step(self.streams / step.name) if one.prompt_id in asked]
         with ExitStack() as files, self.session.stage("harvest") as seconds:
             recorder = files.enter_context(Recorder(self._file(step))) if replicas.leads else None

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from pydantic import TypeAdapter
 
-from megatron_eqlen.files import replaced
+from megatron_eqlen.files import replaced, unused
 from megatron_eqlen.sampling import KINDS, kind_of
 from megatron_eqlen.types import Prompt, Rollout, rollout_key, training_order
 
@@ -100,6 +100,24 @@ def read_step(folder: Path) -> list[Rollout]:
         for rollout in read_dump(path):
             found.setdefault(rollout_key(rollout), rollout)
     return sorted(found.values(), key=training_order)
+
+
+def set_aside_stale(folder: Path, policy_version: int) -> None:
+    """Rename a step's record if weights of another version generated it.
+
+    So it is where a run has gone back to a checkpoint, and an update that was skipped before was taken now.
+    """
+    found = {rollout.policy_version for rollout in read_step(folder)}
+    if found - {policy_version}:
+        aside = unused(folder.with_name(f"stale-{folder.name}"))
+        folder.rename(aside)
+        logger.warning(
+            "%s: generated with policy version %s, but this run is at %d: set aside as %s",
+            folder,
+            ", ".join(map(str, sorted(found))),
+            policy_version,
+            aside.name,
+        )
 
 
 def to_json(rollout: Rollout) -> dict[str, Any]:

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from megatron_eqlen.rollout.recorder import Recorder, read_dump
-from megatron_eqlen.types import Grade, Group, Pair, Prompt, Segment, Stream, rollout_key
+from megatron_eqlen.rollout.recorder import Recorder, read_dump, read_step, set_aside_stale
+from megatron_eqlen.types import Grade, Group, Pair, Prompt, Segment, Stream, rollout_key, training_order
 
 
 def prompt(name: str, number: int = 0) -> Prompt:
@@ -93,3 +93,19 @@ def test_a_line_that_is_no_rollout_is_named(tmp_path, line, message):
         file.write(line + "\n")
     with pytest.raises(ValueError, match=message):
         read_dump(path)
+
+
+def test_what_weights_of_another_version_generated_is_set_aside(tmp_path, caplog):
+    """After a resume an update that was skipped may be taken: what is recorded of later steps is stale."""
+    folder = tmp_path / "step-00000003"
+    set_aside_stale(folder, 3)  # nothing is recorded yet
+    with Recorder(folder / "rank-0.jsonl") as recorder:
+        recorder.write(GROUP)
+    set_aside_stale(folder, GROUP.policy_version)
+    assert read_step(folder) == [GROUP]
+    with Recorder(folder / "rank-1.jsonl") as recorder:
+        recorder.write(STREAM)
+    set_aside_stale(folder, GROUP.policy_version)
+    assert read_step(folder) == []
+    assert read_step(tmp_path / "stale-step-00000003") == sorted([GROUP, STREAM], key=training_order)
+    assert "generated with policy version 0, 5, but this run is at 0" in caplog.text
