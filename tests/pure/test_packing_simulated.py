@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from megatron_eqlen.packing.simulated import repeated_share
 from megatron_eqlen.plan import describe
 from megatron_eqlen.recipe_load import load
+from tests.kit import ROOT
 
-RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "qwen3_32b.yaml"
+RECIPE = ROOT / "recipes" / "qwen3_32b.yaml"
 
 
 def test_rows_of_one_path_cut_a_fifth_to_a_third_and_rows_of_two_paths_hold_whole_streams():
