@@ -12,7 +12,7 @@ from collections import Counter
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
@@ -114,6 +114,7 @@ def test_impossible_sizes_are_named():
 @settings(max_examples=30, deadline=None)
 @given(text=st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=40))
 def test_any_text_survives_the_byte_level_tokenizer(text, byte_level):
+    assume("<|" not in text)  # a special token's name is that token
     assert byte_level.decode(byte_level.encode(text)) == unicodedata.normalize("NFC", text)
 
 
