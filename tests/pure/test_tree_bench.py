@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from tools.benchmarks import packing, trees
+from tools.benchmarks import host, packing, trees
 
 
 def run(benchmark, tmp_path, *options: str) -> list[dict]:
@@ -45,3 +45,9 @@ def test_packing_of_simulated_streams(tmp_path):
         assert 0.9 < result["fill"] <= 1
         assert 1 <= result["max/mean cost"] < 1.2
         assert result["expanded/tree"] > 1
+
+
+def test_the_host_benchmark_shows_a_quadratic_cost_as_one_and_projects_the_largest_size():
+    sizes = [host.Size(tokens, {"trees": tokens**2}) for tokens in (10, 40, 160)]
+    assert host.line("trees", sizes)["growth"] == pytest.approx(2)
+    assert host.line("trees", sizes)["s at the paper's size"] == pytest.approx(160 * host.STEP_TOKENS)

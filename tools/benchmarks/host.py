@@ -34,7 +34,7 @@ from megatron_eqlen.recipe_load import dump, parse
 from megatron_eqlen.report.page import write_page
 from megatron_eqlen.rewards.scoring import Scorer
 from megatron_eqlen.rollout.harvest import harvest
-from megatron_eqlen.rollout.recorder import Recorder, read_step, record_grades
+from megatron_eqlen.rollout.recorder import FILES, Recorder, read_step, record_grades
 from megatron_eqlen.tokenizer import load_tokenizer
 from megatron_eqlen.types import Grade, Prompt, Rollout
 from tools.benchmarks.scripted import EOS, ScriptedEngine, write_tokenizer
@@ -136,7 +136,7 @@ def harvested(engine: ScriptedEngine, prompts: list[Prompt], recipe: Recipe, siz
 
 def record(rollouts: list[Rollout], folder: Path, size: Size) -> None:
     """To disk and back, grades included."""
-    file = folder / "rank-0.jsonl"
+    file = folder / FILES.replace("*", "0")
 
     def write() -> None:
         with Recorder(file) as recorder:
