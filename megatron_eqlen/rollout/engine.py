@@ -35,7 +35,9 @@ class StalePolicyError(EngineError):
     """Tokens or weights of another policy version than the one asked for."""
 
 
-class Engine(Protocol):
+class Decoder(Protocol):
+    """What a harvest asks for: completions."""
+
     @property
     def policy_version(self) -> int:
         """Version of the weights in use: the number of optimizer steps that made them."""
@@ -69,6 +71,14 @@ class Engine(Protocol):
     @property
     def has_unfinished(self) -> bool: ...
 
+    def metrics(self) -> Metrics:
+        """Counters since the last call, named ``engine/...``."""
+        ...
+
+
+class Engine(Decoder, Protocol):
+    """What training asks for besides: weights and memory."""
+
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Load every weight of the model, by Hugging Face name, and reset the prefix cache. Requires
         that no request is unfinished. Raises ValueError for unknown, missing or misshapen weights;
@@ -88,10 +98,6 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None: ...
-
-    def metrics(self) -> Metrics:
-        """Counters since the last call, named ``engine/...``."""
-        ...
 
 
 def check_request(

@@ -15,7 +15,7 @@ from megatron_eqlen.metrics import (
     HARVEST_SLOT_OCCUPANCY,
     HARVEST_TOKENS_PER_SECOND,
 )
-from megatron_eqlen.rollout.engine import Engine
+from megatron_eqlen.rollout.engine import Decoder
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.types import Delta, Metrics, Rollout
@@ -28,7 +28,7 @@ class Meter:
     (or completions): the rest are tails, and head starts that never became part of a pair.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Decoder) -> None:
         self.engine = engine
         self.generated_tokens = 0
         self.requests = self.forks = self.retries = 0
