@@ -80,6 +80,7 @@ OBJECTIVE_SKIP_RATE = "objective/skip_rate"
 OBJECTIVE_SEGMENT_LENGTH_MEAN = "objective/segment_length_mean"
 PACKING_TOKENS = "packing/tokens"
 PACKING_UNIQUE_TOKENS = "packing/unique_tokens"
+PACKING_REPEATED_TOKENS = "packing/repeated_tokens"
 PACKING_EXPANDED_TOKENS = "packing/expanded_tokens"
 LOSS_ENTROPY = "loss/entropy"
 LOSS_REF_KL = "loss/ref_kl"
@@ -176,7 +177,7 @@ DECLARED = (
     Metric(PACKING_TOKENS, "tokens", "sum", "positions in use"),
     Metric("packing/computed_tokens", "tokens", "sum", "positions, padding included"),
     Metric(PACKING_UNIQUE_TOKENS, "tokens", "sum", "in trees, without what was pruned"),
-    Metric("packing/repeated_tokens", "tokens", "sum", "context that cut trees repeat"),
+    Metric(PACKING_REPEATED_TOKENS, "tokens", "sum", "context that cut trees repeat"),
     Metric("packing/pruned_tokens", "tokens", "sum", "not needed by any trained token"),
     Metric("packing/supervised_tokens", "tokens", "sum", "with a weight"),
     Metric(PACKING_EXPANDED_TOKENS, "tokens", "sum", "if every side had its own prefix"),

@@ -19,7 +19,12 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_eqlen.metrics import PACKING_EXPANDED_TOKENS, PACKING_TOKENS, PACKING_UNIQUE_TOKENS
+from megatron_eqlen.metrics import (
+    PACKING_EXPANDED_TOKENS,
+    PACKING_REPEATED_TOKENS,
+    PACKING_TOKENS,
+    PACKING_UNIQUE_TOKENS,
+)
 from megatron_eqlen.packing.bins import balance, first_fit_decreasing
 from megatron_eqlen.packing.row import fill_row
 from megatron_eqlen.packing.tree import Forest, leaf_chain_bounds
@@ -96,7 +101,7 @@ class Packing:
             PACKING_TOKENS: float(used),
             "packing/computed_tokens": float(computed),
             PACKING_UNIQUE_TOKENS: float(unique),
-            "packing/repeated_tokens": float(used - unique),
+            PACKING_REPEATED_TOKENS: float(used - unique),
             "packing/pruned_tokens": float(forest.length[~forest.live].sum()),
             "packing/supervised_tokens": float(forest.length[trained].sum()),
             PACKING_EXPANDED_TOKENS: float((forest.position + forest.length)[trained].sum()),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from megatron_eqlen.metrics import PACKING_REPEATED_TOKENS, PACKING_TOKENS
 from megatron_eqlen.packing.pack import plan_rows
 from megatron_eqlen.types import Node, TokenTree
 
@@ -28,7 +29,7 @@ def repeated_share(max_tokens_per_row: int, limit: int, prompt: int, streams: in
     median = max(1, round(MEDIAN * limit))
     trees = [simulated_stream(rng, number, median, limit, prompt) for number in range(streams)]
     metrics = plan_rows(trees, max_tokens_per_row).metrics
-    return metrics["packing/repeated_tokens"] / max(metrics["packing/tokens"], 1)
+    return metrics[PACKING_REPEATED_TOKENS] / max(metrics[PACKING_TOKENS], 1)
 
 
 def simulated_stream(
