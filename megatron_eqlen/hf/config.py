@@ -204,13 +204,7 @@ def _sparse_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
     step, dense = fields.get("decoder_sparse_step", int), fields.get_or_null("mlp_only_layers", list, [])
     if odd := [layer for layer in dense if type(layer) is not int]:
         raise ConfigError(f"{fields.where}: mlp_only_layers: expected numbers of layers, found {odd[0]!r}")
-    sparse = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
-    if not any(sparse):
-        raise ConfigError(
-            f"{fields.where}: decoder_sparse_step {step}, mlp_only_layers {dense}: "
-            f"none of {layers} layers has experts"
-        )
-    return sparse
+    return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
 
 
 def _delta_net(fields: Fields, layers: int) -> DeltaNet:

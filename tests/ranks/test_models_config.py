@@ -149,16 +149,6 @@ SIZES = {
         {"num_experts_per_tok": 9},
         "num_experts_per_tok: .* num_experts 8, found 9",
     ),
-    "no sparse layer": (
-        "qwen3_moe",
-        {"decoder_sparse_step": 5},
-        "decoder_sparse_step 5, .* none of 4 layers",
-    ),
-    "only dense layers": (
-        "qwen3_next",
-        {"mlp_only_layers": [0, 1, 2, 3]},
-        "mlp_only_layers .0, 1, 2, 3.: none of 4",
-    ),
     "dense layers by name": (
         "qwen3_moe",
         {"mlp_only_layers": ["first"]},
