@@ -21,6 +21,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
 
 
 def _spawn(context: Any, rank: int, world_size: int, store: str, function: Callable, args: tuple) -> tuple:
-    ours, theirs = context.Pipe(duplex=False)
+    ours, theirs = context.Pipe()
     process = context.Process(target=_rank_main, args=(theirs, rank, world_size, store, function, args))
     process.start()
     theirs.close()
@@ -92,4 +93,6 @@ def _rank_main(
         helper.kill()
     pipe.send_bytes(pickle.dumps(message))
     sys.stdout.flush()
+    with suppress(EOFError):  # peers may still be connecting to this rank: it stays until all have answered
+        pipe.recv()
     os._exit(0)  # peers may be gone or stuck: no farewell from the process group
