@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
 
     inspect = _add(commands, "inspect", _inspect, "print recorded rollouts as text")
     inspect.add_argument(
-        "streams", type=Path, help="a run's streams/ folder, one of its steps, or a .jsonl file"
+        "streams", type=Path, help="a run's streams/ folder, one of its steps, or an .arrow file"
     )
     inspect.add_argument(
         "--model", type=Path, required=True, help="Hugging Face folder whose tokenizer decodes"

@@ -27,7 +27,14 @@ from megatron_eqlen.replicas import Replicas
 from megatron_eqlen.rewards.scoring import reward_metrics
 from megatron_eqlen.rollout.engine import Engine, IdleEngine
 from megatron_eqlen.rollout.harvest import harvest
-from megatron_eqlen.rollout.recorder import Recorder, read_step, record_grades, set_aside_stale
+from megatron_eqlen.rollout.recorder import (
+    Recorder,
+    read_files,
+    read_step,
+    record_grades,
+    set_aside_stale,
+    step_files,
+)
 from megatron_eqlen.rollout.replayed import check_step, check_steps
 from megatron_eqlen.session import Session
 from megatron_eqlen.step import Batch, Step
@@ -105,6 +112,9 @@ class Generator:
             self.recipe, session.tokenizer.eos_token_ids, session.replicas, syncs_first=synced
         )
         session.ends_with(self.engine.close)
+        self.left: tuple[int | None, list[Path]] = None, []
+        """A step's number, and what an attempt at it that was cut short has recorded. What this process
+        generates for the step's later prompts needs no reading."""
 
     # ---- prompts ------------------------------------------------------------------------------------
 
@@ -133,9 +143,10 @@ class Generator:
         them."""
         replicas, mine = self.session.replicas, self.session.replicas.share(prompts)
         asked = {prompt.prompt_id for prompt in mine}
-        if not step.batches:
+        if self.left[0] != step.number:
             agree(lambda: set_aside_stale(self.streams / step.name, step.policy_version))
-        done = [one for one in read_step(self.streams / step.name) if one.prompt_id in asked]
+            self.left = step.number, step_files(self.streams / step.name)
+        done = read_files(self.left[1], asked)
         with ExitStack() as files, self.session.stage("harvest") as seconds:
             recorder = files.enter_context(Recorder(self._file(step))) if replicas.leads else None
             rollouts, metrics = harvest(
@@ -204,7 +215,7 @@ class Generator:
             )
 
     def _file(self, step: Step) -> Path:
-        return self.streams / step.name / f"rank-{dist.get_rank()}.jsonl"
+        return self.streams / step.name / f"rank-{dist.get_rank()}.arrow"
 
 
 class Replay:

@@ -8,6 +8,7 @@ from megatron_eqlen import layout
 from megatron_eqlen.objectives.checks import check_combination
 from megatron_eqlen.plugins import is_import_path, load_object
 from megatron_eqlen.recipe import Recipe, RecipeError, RewardRecipe, RolloutRecipe
+from megatron_eqlen.types import WIDEST_MASK
 
 
 def check(recipe: Recipe) -> None:
@@ -92,10 +93,10 @@ def _check_engine(rollout: RolloutRecipe) -> None:
 def _check_sampling_mask(rollout: RolloutRecipe) -> None:
     if not rollout.keep_sampling_mask:
         return
-    if rollout.top_k < 1:
+    if not 1 <= rollout.top_k <= WIDEST_MASK:
         raise ValueError(
-            f"rollout.keep_sampling_mask: true needs rollout.top_k >= 1 (it bounds what is recorded of each "
-            f"token), found {rollout.top_k}"
+            f"rollout.keep_sampling_mask: true needs rollout.top_k from 1 to {WIDEST_MASK} (it bounds what "
+            f"is recorded of each token), found {rollout.top_k}"
         )
     if rollout.logprobs_mode != "processed":
         raise ValueError(

@@ -9,8 +9,11 @@ from __future__ import annotations
 import json
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 log = logging.getLogger(__name__)
 
@@ -25,15 +28,16 @@ class Tokenizer(ABC):
         self.folder = folder
         self.eos_token_ids = eos_token_ids
         self.pad_token_id = pad_token_id
-        self._ends = eos_token_ids | {pad_token_id}
+        self._ends = np.array(sorted(eos_token_ids | {pad_token_id}))
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``; special tokens written out in it become their ids, none are added."""
 
-    def decode(self, token_ids: list[int]) -> str:
+    def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """Text of ``token_ids`` without end-of-sequence and padding tokens; ``</think>`` is kept."""
-        return self._decode([token for token in token_ids if token not in self._ends])
+        ids = np.asarray(token_ids, np.int64)
+        return self._decode(ids[~np.isin(ids, self._ends)].tolist())
 
     def apply_chat_template(self, messages: list[Message], enable_thinking: bool | None = None) -> list[int]:
         """Token ids of ``messages`` up to where the assistant's answer starts.

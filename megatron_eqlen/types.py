@@ -16,14 +16,19 @@ children of ``B_1``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import chain
+from typing import Any, Literal
 
 import numpy as np
 
-SamplingMask = list[tuple[int, ...]]
-"""For each token the ids that top-k, top-p and min-p kept there, ascending; the token is one of them."""
+TokenIds = np.ndarray
+"""[L] int32, one-dimensional and not to be written to: segments of one path may share memory. Where a record
+is made, any sequence of whole numbers will do."""
+
+Logprobs = np.ndarray
+"""[L] float32, as ``TokenIds``; the engine computes them in this precision."""
 
 FinishReason = Literal["stop", "length"]
 """``stop``: the last token is in the end-of-sequence set. ``length``: the path reached its limit."""
@@ -31,6 +36,67 @@ FinishReason = Literal["stop", "length"]
 Outcome = Literal["both_ended", "truncated", "max_pairs", "budget"]
 """Why a stream is complete: both tracks ended at one position; no track can end any more;
 ``max_pairs`` were harvested (the survivor was finished alone); the step's token budget ran out."""
+
+
+class _Arrays:
+    """Equality for dataclasses with arrays."""
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented
+        return all(_equal(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))  # type: ignore[arg-type]
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return np.array_equal(one, other)
+    return one is other or bool(one == other)
+
+
+WIDEST_MASK = 255
+"""Most ids that the sampling mask of a token can hold."""
+
+
+@dataclass(eq=False, slots=True)
+class SamplingMask(_Arrays):
+    """For each of L tokens the ids that top-k, top-p and min-p kept there; the token is one of them."""
+
+    ids: np.ndarray
+    """[m] int32, those of the first token, ascending, then those of the second, ..."""
+    counts: np.ndarray
+    """[L] uint8, how many of ``ids`` each token has."""
+
+    @classmethod
+    def of(cls, kept: Iterable[Sequence[int]]) -> SamplingMask:
+        """From the kept ids of each token."""
+        kept = list(kept)
+        counts = np.fromiter(map(len, kept), np.uint8, len(kept))
+        return cls(np.fromiter(chain.from_iterable(kept), np.int32, int(counts.sum())), counts)
+
+    @classmethod
+    def joined(cls, masks: Sequence[SamplingMask]) -> SamplingMask:
+        """Of consecutive pieces of a path."""
+        if len(masks) == 1:
+            return masks[0]
+        return cls(joined([mask.ids for mask in masks]), joined([mask.counts for mask in masks]))
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        """Each token's ids."""
+        return iter(np.split(self.ids, np.cumsum(self.counts, dtype=np.int64)[:-1]) if len(self) else ())
+
+
+def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Consecutive pieces as one array; a single piece is not copied."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _mask(kept: SamplingMask | Iterable[Sequence[int]] | None) -> SamplingMask | None:
+    return kept if kept is None or isinstance(kept, SamplingMask) else SamplingMask.of(kept)
 
 
 @dataclass(frozen=True)
@@ -55,7 +121,7 @@ class Prompt:
 
 @dataclass(slots=True)
 class Delta:
-    """New tokens of one request since its last delta."""
+    """New tokens of one request since its last delta: one or a few, so plain lists."""
 
     request_id: str
     token_ids: list[int]
@@ -64,8 +130,8 @@ class Delta:
     finish_reason: Literal["stop", "length", "lost"] | None = None
     """None: more will come. ``lost``: the engine gave the request up (a replica died); the tokens
     delivered so far are valid and the caller submits the rest again."""
-    sampling_mask: SamplingMask | None = None
-    """With ``rollout.keep_sampling_mask``: same length as ``token_ids``."""
+    sampling_mask: list[Sequence[int]] | None = None
+    """With ``rollout.keep_sampling_mask``: for each token the ids that were kept there, ascending."""
     num_cached_tokens: int | None = None
     """In one of a request's deltas: prompt tokens whose KV came from the prefix cache."""
 
@@ -87,12 +153,12 @@ class Grade:
     """More about the verdict, for example the first failing test of a program."""
 
 
-@dataclass
-class Segment:
+@dataclass(eq=False)
+class Segment(_Arrays):
     """New tokens of one track: a side of a pair, a whole completion, or a trunk's tail."""
 
-    token_ids: list[int]
-    logprobs: list[float]
+    token_ids: TokenIds
+    logprobs: Logprobs
     """The engine's log-probs of ``token_ids`` (rollout_logprobs), natural log, same length."""
     finish_reason: FinishReason | None = None
     """None where the track went on beyond this segment."""
@@ -102,8 +168,16 @@ class Segment:
     sampling_mask: SamplingMask | None = None
     """Same length as ``token_ids``, with ``rollout.keep_sampling_mask``."""
 
+    def __post_init__(self) -> None:
+        self.token_ids = np.asarray(self.token_ids, np.int32)
+        self.logprobs = np.asarray(self.logprobs, np.float32)
+        self.sampling_mask = _mask(self.sampling_mask)
+
     def __len__(self) -> int:
         return len(self.token_ids)
+
+
+NO_TOKENS = np.zeros(0, np.int32)
 
 
 @dataclass
@@ -135,20 +209,21 @@ class Stream:
     def prompt_id(self) -> str:
         return self.prompt.prompt_id
 
-    def trunk_token_ids(self, pairs: int) -> list[int]:
+    def trunk_token_ids(self, pairs: int) -> TokenIds:
         """Token ids of ``B_1 .. B_pairs``: the inherited prefix after the prompt."""
-        return [token for pair in self.pairs[:pairs] for token in pair.b.token_ids]
+        return joined([NO_TOKENS, *(pair.b.token_ids for pair in self.pairs[:pairs])])
 
-    def ended(self) -> Iterator[tuple[Segment, list[int]]]:
+    def ended(self) -> Iterator[tuple[Segment, TokenIds]]:
         """Every segment that ends a response, with the whole response's token ids."""
-        prefix: list[int] = []
+        trunk = self.trunk_token_ids(len(self.pairs))
+        end = 0
         for pair in self.pairs:
-            yield pair.a, prefix + pair.a.token_ids
-            prefix = prefix + pair.b.token_ids
+            yield pair.a, np.concatenate((trunk[:end], pair.a.token_ids))
+            end += len(pair.b)
             if pair.b.finish_reason == "stop":
-                yield pair.b, prefix
+                yield pair.b, trunk[:end]
         if self.tail is not None and self.tail.finish_reason == "stop":
-            yield self.tail, prefix + self.tail.token_ids
+            yield self.tail, np.concatenate((trunk, self.tail.token_ids))
 
     def segments(self) -> Iterator[Segment]:
         for pair in self.pairs:
@@ -172,7 +247,7 @@ class Group:
     def prompt_id(self) -> str:
         return self.prompt.prompt_id
 
-    def ended(self) -> Iterator[tuple[Segment, list[int]]]:
+    def ended(self) -> Iterator[tuple[Segment, TokenIds]]:
         """Every completion that ended by itself, with its token ids."""
         for completion in self.completions:
             if completion.finish_reason == "stop":
@@ -200,12 +275,15 @@ class SampledTree:
     def prompt_id(self) -> str:
         return self.prompt.prompt_id
 
-    def response(self, step: int) -> list[int]:
-        """Token ids from after the prompt to the end of a step."""
-        parent = self.parents[step]
-        return (self.response(parent) if parent >= 0 else []) + self.steps[step].token_ids
+    def path(self, step: int) -> list[Segment]:
+        """The steps from after the prompt down to this one; none for -1."""
+        return [*self.path(self.parents[step]), self.steps[step]] if step >= 0 else []
 
-    def ended(self) -> Iterator[tuple[Segment, list[int]]]:
+    def response(self, step: int) -> TokenIds:
+        """Token ids from after the prompt to the end of a step."""
+        return joined([NO_TOKENS, *(one.token_ids for one in self.path(step))])
+
+    def ended(self) -> Iterator[tuple[Segment, TokenIds]]:
         """Every step that ends a response, with the whole response's token ids."""
         for number, step in enumerate(self.steps):
             if step.finish_reason == "stop":
@@ -228,22 +306,31 @@ def training_order(rollout: Rollout) -> tuple[int, int]:
     return rollout.prompt.number, rollout.index
 
 
-@dataclass
-class Node:
+@dataclass(eq=False)
+class Node(_Arrays):
     """One node of a token tree: ``token_ids`` continue the parent's path."""
 
     parent: int
     """Index of the parent in ``TokenTree.nodes``, -1 for the root; always before this node."""
-    token_ids: list[int]
+    token_ids: TokenIds
     """The root's are the whole prompt (at least one token)."""
     advantage: float = 0.0
     weight: float = 0.0
     """Weight of every token of this node in the loss: already holds every 1/L, 1/N_k, 2/G and 1/P,
     so that the loss is a plain sum. 0: not supervised (context only)."""
-    rollout_logprobs: list[float] | None = None
+    rollout_logprobs: Logprobs | None = None
     """The engine's, same length as ``token_ids``, where ``weight > 0``."""
     sampling_mask: SamplingMask | None = None
     """Same length as ``token_ids``: log-probs are normalised over these alone. None: the vocabulary."""
+
+    def __post_init__(self) -> None:
+        self.token_ids = np.asarray(self.token_ids, np.int32)
+        if self.rollout_logprobs is not None:
+            self.rollout_logprobs = np.asarray(self.rollout_logprobs, np.float32)
+        self.sampling_mask = _mask(self.sampling_mask)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
 
 
 @dataclass

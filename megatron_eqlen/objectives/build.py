@@ -125,8 +125,8 @@ def _set_weights(batch: _Batch, recipe: Recipe, objective: Objective) -> None:
         members = batch.rollouts[unit.prompt_id] * counted[unit.rollout] * len(unit.nodes)
         sequence = 1 / (len(batch.rollouts) * members)
         for node in unit.nodes:
-            if node.token_ids:
-                node.weight = token_weight(sequence, len(node.token_ids), unit.prompt_id, size)
+            if len(node):
+                node.weight = token_weight(sequence, len(node), unit.prompt_id, size)
 
 
 def _size(batch: _Batch, recipe: Recipe) -> BatchSize:

@@ -102,8 +102,8 @@ def _picked(logits: torch.Tensor, response: Sequence[int]) -> torch.Tensor:
 def graded(token_ids: Sequence[int], reward: float | None = None) -> Segment:
     """A segment that ended with this reward, or that went on (None)."""
     if reward is None:
-        return Segment(list(token_ids), [0.0] * len(token_ids))
-    return Segment(list(token_ids), [0.0] * len(token_ids), "stop", Grade(reward, ""))
+        return Segment(token_ids, [0.0] * len(token_ids))
+    return Segment(token_ids, [0.0] * len(token_ids), "stop", Grade(reward, ""))
 
 
 def grpo_group(*responses: tuple[Sequence[int], float]) -> Group:
@@ -153,7 +153,7 @@ def surrogate(policy: nn.Module, trees: Iterable[TokenTree]) -> torch.Tensor:
     for tree in trees:
         paths: list[list[int]] = [[]]
         for node in tree.nodes[1:]:
-            paths.append(paths[node.parent] + node.token_ids)
+            paths.append(paths[node.parent] + node.token_ids.tolist())
             if node.weight:
                 logprobs = policy(paths[-1])[-len(node.token_ids) :]
                 total = total - node.weight * node.advantage * logprobs.sum()
@@ -185,7 +185,7 @@ def direct_coefficient(rollout: Rollout, prefix: Sequence[int], prefix_in_gradie
         paths: list[list[int]] = [[]]
         for node in tree.nodes[1:]:
             start = len(paths[node.parent])
-            paths.append(paths[node.parent] + node.token_ids)
+            paths.append(paths[node.parent] + node.token_ids.tolist())
             if start < len(prefix) and paths[-1][: len(prefix)] == list(prefix):
                 total += node.weight * node.advantage
     return total

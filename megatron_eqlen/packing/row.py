@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain
-
 import numpy as np
 
 from megatron_eqlen.packing.tree import Forest, TreeError, check_logprobs
-from megatron_eqlen.types import Row, RowNode
+from megatron_eqlen.types import Row, RowNode, SamplingMask
 
 
 def fill_row(forest: Forest, nodes: np.ndarray, supervised: np.ndarray, length: int) -> Row:
@@ -85,13 +82,10 @@ def _row_nodes(forest: Forest, nodes: np.ndarray, above: np.ndarray, starts: np.
 
 def _labels(forest: Forest, nodes: np.ndarray, used: int) -> np.ndarray:
     """[used] int64: the nodes' tokens; a root's without its first."""
-    tokens: Sequence[Sequence[int]] = [forest.nodes[node].token_ids for node in nodes]
-    roots = forest.parent[nodes] < 0
-    labels = np.fromiter(
-        chain.from_iterable(ids[1:] if root else ids for ids, root in zip(tokens, roots, strict=True)),
-        np.int64,
-        used,
-    )
+    roots = (forest.parent[nodes] < 0).tolist()
+    tokens = [forest.nodes[node].token_ids[root:] for node, root in zip(nodes, roots, strict=True)]
+    labels = np.concatenate([np.zeros(0, np.int64), *tokens])
+    assert len(labels) == used
     if used and labels.min() < 0:
         node = int(
             nodes[np.searchsorted(np.cumsum(forest.length[nodes]), int(np.argmin(labels)), side="right")]
@@ -120,10 +114,7 @@ def _inputs(
 
 def _logprobs(forest: Forest, nodes: np.ndarray) -> np.ndarray:
     """The rollout log-probs of ``nodes``, one after the other. Raises TreeError where one is not finite."""
-    count = int(forest.length[nodes].sum())
-    values = np.fromiter(
-        chain.from_iterable(forest.nodes[node].rollout_logprobs for node in nodes), np.float64, count
-    )
+    values = np.concatenate([np.zeros(0), *(forest.nodes[node].rollout_logprobs for node in nodes)])
     if not np.isfinite(values).all():
         for node in nodes:
             check_logprobs(forest, int(node))
@@ -133,16 +124,15 @@ def _logprobs(forest: Forest, nodes: np.ndarray) -> np.ndarray:
 def _mask(forest: Forest, nodes: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The kept tokens of ``nodes``, one token after the other, and how many each has. Raises TreeError where
     a token is not among its own."""
-    sets = list(chain.from_iterable(forest.nodes[node].sampling_mask for node in nodes))
-    counts = np.fromiter(map(len, sets), np.int64, len(sets))
-    ids = np.fromiter(chain.from_iterable(sets), np.int64, int(counts.sum()))
-    owner = np.repeat(np.arange(len(sets)), counts)
-    found = np.bincount(owner[ids == labels[owner]], minlength=len(sets)) > 0
+    kept = SamplingMask.joined([forest.nodes[node].sampling_mask for node in nodes])
+    ids, counts = kept.ids.astype(np.int64), kept.counts.astype(np.int64)
+    owner = np.repeat(np.arange(len(kept)), counts)
+    found = np.bincount(owner[ids == labels[owner]], minlength=len(kept)) > 0
     if not found.all():
         token = int(np.argmin(found))
         node = int(nodes[np.searchsorted(np.cumsum(forest.length[nodes]), token, side="right")])
         raise TreeError(
             f"{forest.where(node)}: expected the token {labels[token]} in its sampling mask, "
-            f"found {list(sets[token])}"
+            f"found {list(kept)[token].tolist()}"
         )
     return ids, counts

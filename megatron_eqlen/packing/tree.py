@@ -10,7 +10,6 @@ millions of tokens; token ids are touched only when rows are filled). It relies 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -54,7 +53,7 @@ class Forest:
         first = np.repeat(np.cumsum(counts) - counts, counts)
         local = np.arange(len(nodes)) - first
         parent = np.fromiter((node.parent for node in nodes), np.int64, len(nodes))
-        length = np.fromiter((len(node.token_ids) for node in nodes), np.int64, len(nodes))
+        length = np.fromiter(map(len, nodes), np.int64, len(nodes))
         weight = np.fromiter((node.weight for node in nodes), np.float64, len(nodes))
         _check_parents(trees, index, local, parent)
         _check_values(trees, index, local, length, weight)
@@ -238,6 +237,7 @@ def _check_values(
 
 def check_logprobs(forest: Forest, node: int) -> None:
     """Raises TreeError where one of the node's rollout log-probs is not finite."""
-    for i, value in enumerate(forest.nodes[node].rollout_logprobs or ()):
-        if not math.isfinite(value):
-            raise NonFiniteTreeError(f"{forest.where(node)}: the rollout_logprob of token {i} is {value}")
+    logprobs = forest.nodes[node].rollout_logprobs
+    assert logprobs is not None
+    for i in np.flatnonzero(~np.isfinite(logprobs)):
+        raise NonFiniteTreeError(f"{forest.where(node)}: the rollout_logprob of token {i} is {logprobs[i]}")

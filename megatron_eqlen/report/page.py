@@ -50,7 +50,7 @@ from megatron_eqlen.report.format import (
 )
 from megatron_eqlen.report.metrics import Records, read_metrics
 from megatron_eqlen.report.rollouts import Decode, RolloutView, Training, view
-from megatron_eqlen.rollout.recorder import read_step
+from megatron_eqlen.rollout.recorder import FILES, read_step
 from megatron_eqlen.tokenizer import load_tokenizer
 from megatron_eqlen.types import Rollout
 
@@ -274,7 +274,7 @@ def find_decoder(model: Path) -> tuple[Decode, str]:
 
 def read_steps(folder: Path, recipe: Recipe, decode: Decode) -> list[StepView]:
     """A few rollouts of the first and of the last recorded step."""
-    steps = sorted({file.parent for file in folder.glob("step-[0-9]*/rank-*.jsonl")})
+    steps = sorted({file.parent for file in folder.glob(f"step-[0-9]*/{FILES}")})
     return [_read_step(step, recipe, decode) for step in dict.fromkeys([*steps[:1], *steps[-1:]])]
 
 

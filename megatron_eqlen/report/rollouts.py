@@ -15,9 +15,9 @@ from megatron_eqlen.recipe_load import load
 from megatron_eqlen.rollout.recorder import FILES, read_dump, read_step
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.sampling.picture import Placed
-from megatron_eqlen.types import Rollout, Segment
+from megatron_eqlen.types import Rollout, Segment, TokenIds
 
-Decode = Callable[[list[int]], str]
+Decode = Callable[[TokenIds], str]
 
 Role = Literal["raised", "lowered", "equal", "plain"]
 """What training does to its probability, by its advantage. ``equal``: compared, but without an advantage;
@@ -70,7 +70,7 @@ class RolloutView:
 
 
 def recorded_steps(streams: Path) -> Iterator[tuple[str, list[Rollout]]]:
-    """(name, rollouts) of a ``.jsonl`` file, of one step's folder, or of the steps of a ``streams/`` folder.
+    """(name, rollouts) of a ``.arrow`` file, of one step's folder, or of the steps of a ``streams/`` folder.
 
     Raises ValueError naming the path if there are none.
     """
@@ -82,7 +82,7 @@ def recorded_steps(streams: Path) -> Iterator[tuple[str, list[Rollout]]]:
     if not folders:
         found = "neither" if streams.is_dir() else "no such file or folder"
         raise ValueError(
-            f"{streams}: expected a .jsonl file, or a folder with {FILES} or step-*/{FILES}, found {found}"
+            f"{streams}: expected a .arrow file, or a folder with {FILES} or step-*/{FILES}, found {found}"
         )
     for folder in folders:
         yield folder.name, read_step(folder)

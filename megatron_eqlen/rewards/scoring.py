@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from hashlib import blake2b
 from typing import Protocol
 
 import numpy as np
@@ -48,22 +49,24 @@ class Scorer:
     def score(self, rollouts: Iterable[Rollout]) -> Metrics:
         """Fill ``grade`` of every segment that ends a response; a grade that is already there is kept."""
         started = time.monotonic()
-        ended: dict[tuple[str, tuple[int, ...]], list[Segment]] = defaultdict(list)
+        ended: dict[tuple[str, bytes], list[Segment]] = defaultdict(list)
         prompts: dict[str, Prompt] = {}
+        texts: dict[tuple[str, bytes], str] = {}
         for rollout in rollouts:
             prompts[rollout.prompt_id] = rollout.prompt
             for segment, response in rollout.ended():
-                ended[rollout.prompt_id, tuple(response)].append(segment)
-        open_keys = [key for key, segments in ended.items() if any(one.grade is None for one in segments)]
-        texts = [self._tokenizer.decode(list(response)) for _, response in open_keys]
-        grades = self.grade_texts(texts, [prompts[prompt_id] for prompt_id, _ in open_keys])
-        for key, grade in zip(open_keys, grades, strict=True):
+                key = rollout.prompt_id, blake2b(response).digest()
+                ended[key].append(segment)
+                if segment.grade is None and key not in texts:
+                    texts[key] = self._tokenizer.decode(response)
+        grades = self.grade_texts(list(texts.values()), [prompts[prompt_id] for prompt_id, _ in texts])
+        for key, grade in zip(texts, grades, strict=True):
             for segment in ended[key]:
                 segment.grade = segment.grade or grade
         metrics = reward_metrics(
             [(prompts[key[0]], segment.grade) for key, segments in ended.items() for segment in segments]
         )
-        return metrics | {"reward/calls": len(open_keys), "reward/seconds": time.monotonic() - started}
+        return metrics | {"reward/calls": len(texts), "reward/seconds": time.monotonic() - started}
 
     def grade_texts(self, texts: Sequence[str], prompts: Sequence[Prompt]) -> list[Grade]:
         """A grade for each response text to its prompt."""

@@ -221,7 +221,7 @@ def _check_delta(track: Track, delta: Delta) -> None:
     if len(delta.logprobs) != tokens:
         raise _broken(delta, "log-prob", len(delta.logprobs))
     mask = delta.sampling_mask
-    if mask is None and not track.sampling_mask:
+    if mask is None and not track.mask_counts:
         return
     if len(mask or ()) != tokens:
         raise _broken(delta, "sampling mask", len(mask or ()))

@@ -90,13 +90,14 @@ def rollout_metrics(rollouts: list[Rollout]) -> Metrics:
     """The shape of what was harvested: pairs, lengths, outcomes. Empty for no rollouts."""
     if not rollouts:
         return {}
-    ended = [tokens for rollout in rollouts for _, tokens in rollout.ended()]
+    ended = [len(tokens) for rollout in rollouts for _, tokens in rollout.ended()]
     metrics: Metrics = {"harvest/rollouts": len(rollouts), "harvest/ended_responses": len(ended)}
     if ended:
-        metrics[HARVEST_ENDED_RESPONSE_LENGTH] = fmean(len(tokens) for tokens in ended)
-    kept = [len(kept) for one in rollouts for part in one.segments() for kept in part.sampling_mask or ()]
-    if kept:
-        metrics |= {"harvest/masked_tokens": len(kept), "harvest/kept_per_token": fmean(kept)}
+        metrics[HARVEST_ENDED_RESPONSE_LENGTH] = fmean(ended)
+    masks = [part.sampling_mask for one in rollouts for part in one.segments() if part.sampling_mask]
+    if masked := sum(map(len, masks)):
+        kept = sum(len(mask.ids) for mask in masks)
+        metrics |= {"harvest/masked_tokens": masked, "harvest/kept_per_token": kept / masked}
     for kind in dict.fromkeys(map(kind_of, rollouts)):
         metrics |= kind.shape([rollout for rollout in rollouts if kind_of(rollout) is kind])
     return metrics

@@ -1,65 +1,108 @@
-"""Rollouts on disk, one JSON line each, written as they complete.
+"""Rollouts on disk, written by a thread of its own as they complete.
 
-    {"type": "header", "version": 2}
-    {"type": "prompt", "prompt_id": "deepmath/a.parquet#17", ...}     before the first rollout that answers it
-    {"type": "equal_length", "prompt": "deepmath/a.parquet#17", ...}
+    step-00000012/rank-0.arrow            what a rank recorded: an Arrow IPC stream, zstd (``record_format``)
+    step-00000012/rank-0-2.arrow          of the rank's next attempt at the step, or next batch of prompts
+    step-00000012/grades-rank-0.arrow     grades, once they are known; nothing is written twice
 
-A line is handed to the operating system whole, in one write, so a process killed at any moment leaves at
-most one torn last line; reading drops it, and so does the next ``Recorder`` of the same file before it
-appends. Numbers are written so that they read back identically.
+A record batch is written per rollout (or for those that completed meanwhile), so a process killed at any
+moment loses what was being written, and leaves a torn batch at the file's end; reading drops it. A file
+that was closed ends with a checksum, which is looked at before anything is read from it.
 """
 
 from __future__ import annotations
 
-import json
+import io
 import logging
 import os
-from collections.abc import Iterable
-from dataclasses import asdict
-from functools import cache
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
+from queue import Empty, SimpleQueue
+from typing import Any
 
-from pydantic import TypeAdapter
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from megatron_eqlen.files import replaced, unused
-from megatron_eqlen.sampling import KINDS, kind_of
-from megatron_eqlen.types import Prompt, Rollout, rollout_key, training_order
+from megatron_eqlen.rollout.record_format import (
+    END,
+    GRADES,
+    PROMPT,
+    SEGMENTS,
+    VERSION,
+    VERSION_KEY,
+    Assembly,
+    Row,
+    from_batch,
+    grade_rows,
+    grades_of,
+    prompt_row,
+    rollout_rows,
+    to_batch,
+)
+from megatron_eqlen.types import Grade, Rollout, training_order
 
-VERSION = 2
-"""Version of the format. Files of version 1 have no header, and hold ids of prompts but not the prompts."""
-
-FILES = "rank-*.jsonl"
-"""Files in a step's folder, one for each rank that records."""
+FILES = "rank-*.arrow"
+"""In a step's folder."""
+GRADE_FILES = "grades-*.arrow"
+OLD_FILES = "rank-*.jsonl"
+"""Of versions before 3."""
+OLD_VERSION = "2 or older (JSON lines)"
+CONTINUES = b"\xff\xff\xff\xff"
+"""What every message of an Arrow IPC stream begins with."""
+CLOSED = b"eqlenend"
+"""After the end of the stream of a file that was closed; then comes the CRC-32 of all before."""
 
 logger = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Appends rollouts to ``path``; makes the folder, and continues a file that a crash left behind."""
+    """Records rollouts in a new file: ``path``, or ``NAME-2`` ... where that exists. Makes the folder.
+
+    What the thread could not write (a full disk, say) is raised by the next ``write`` or by ``close``.
+    """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = open(self.path, "ab+", buffering=0)  # noqa: SIM115 (closed by close)
-        lines = _whole_lines(self.path, self.file)
-        self.file.truncate(sum(map(len, lines)))
-        self.prompts = set(_Dump(self.path, lines).prompts) if lines else set()
-        """Ids of the prompts that the file holds."""
-        if not lines:
-            self._append({"type": "header", "version": VERSION})
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = unused(path)
+        self._file = _Sink(self.path)
+        self._stream = pa.ipc.new_stream(
+            pa.PythonFile(self._file, mode="w"),
+            SEGMENTS,
+            options=pa.ipc.IpcWriteOptions(compression="zstd"),
+        )
+        self._prompts: set[str] = set()
+        """Ids of those that the file holds."""
+        self._queue: SimpleQueue[list[Row]] = SimpleQueue()
+        self._thread = ThreadPoolExecutor(1, "recorder")
+        self._writing: Future[None] | None = None
+        self._write_batch([])  # the schema
 
     def write(self, rollout: Rollout) -> None:
-        """Append one rollout, with the grades it has by now, after its prompt."""
-        if rollout.prompt_id not in self.prompts:
-            self._append({"type": "prompt"} | asdict(rollout.prompt))
-            self.prompts.add(rollout.prompt_id)
-        self._append(to_json(rollout))
+        """Record one rollout, without grades, after its prompt. Its arrays must not be changed any more."""
+        rows = rollout_rows(rollout)
+        if rollout.prompt_id not in self._prompts:
+            self._prompts.add(rollout.prompt_id)
+            rows = [prompt_row(rollout.prompt), *rows]
+        if self._writing is not None and self._writing.done():
+            self._writing.result()
+        self._queue.put(rows)
+        self._writing = self._thread.submit(self._drain)
 
     def close(self) -> None:
         """Wait until everything is on the disk (a crash of the machine, not only of the process)."""
-        os.fsync(self.file.fileno())
-        self.file.close()
+        try:
+            self._thread.shutdown()
+            if self._writing is not None:
+                self._writing.result()
+            self._check()
+            self._stream.close()
+            self._file.write(CLOSED + _crc_bytes(self._file.crc))
+            os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
 
     def __enter__(self) -> Recorder:
         return self
@@ -67,39 +110,101 @@ class Recorder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _append(self, record: dict[str, Any]) -> None:
-        line = memoryview(json.dumps(record).encode() + b"\n")
-        while line:  # a full disk raises; a signal may shorten a write
-            line = line[self.file.write(line) :]
+    def _drain(self) -> None:
+        """Write what is waiting, as one batch."""
+        rows: list[Row] = []
+        try:
+            while True:
+                rows += self._queue.get_nowait()
+        except Empty:
+            if rows:
+                self._write_batch(rows)
+
+    def _write_batch(self, rows: list[Row]) -> None:
+        self._check()
+        self._stream.write_batch(to_batch(rows))
+
+    def _check(self) -> None:
+        if self._file.failed is not None:
+            raise self._file.failed
 
 
-def read_dump(path: str | Path) -> list[Rollout]:
-    """The rollouts of a file, in the order they were written. A torn last line is dropped with a warning.
+class _Sink(io.RawIOBase):
+    """A new file that counts its CRC-32."""
 
-    Raises ValueError with file and line for anything else that is not a rollout, and for a file of another
-    version of the format.
-    """
-    path = Path(path)
-    with path.open("rb") as file:
-        return _Dump(path, _whole_lines(path, file)).rollouts
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "xb", buffering=0)  # noqa: SIM115 (closed by close)
+        self.crc = 0
+        self.failed: OSError | None = None
+        """After which nothing may follow."""
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self.crc = zlib.crc32(view, self.crc)
+        rest = view
+        try:
+            while rest:  # a signal or a full disk may shorten a write
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            self.failed = error
+            raise
+        return len(view)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def record(path: str | Path, rollouts: Sequence[Rollout]) -> None:
+    """Record rollouts that are complete, with their grades."""
+    with Recorder(path) as recorder:
+        for rollout in rollouts:
+            recorder.write(rollout)
+    record_grades(Path(path), rollouts)
 
 
 def record_grades(path: Path, graded: Iterable[Rollout]) -> None:
-    """Replace the raw records by graded rollouts, atomically: a crash leaves the old file or the new one."""
-    rollouts = {rollout_key(rollout): rollout for rollout in read_dump(path)}
-    rollouts |= {rollout_key(rollout): rollout for rollout in graded}
-    with replaced(path) as partial, Recorder(partial) as recorder:
-        for rollout in rollouts.values():
-            recorder.write(rollout)
+    """Write the grades of rollouts that were recorded in ``path`` to a file beside it."""
+    rows = grade_rows(graded)
+    with replaced(unused(path.with_name(f"grades-{path.name}"))) as partial:
+        options = pa.ipc.IpcWriteOptions(compression="zstd")
+        with pa.ipc.new_file(str(partial), GRADES, options=options) as file:
+            file.write_table(pa.Table.from_pylist(rows, GRADES))
 
 
-def read_step(folder: Path) -> list[Rollout]:
-    """The rollouts of a step's folder, whichever ranks recorded them, in training order; each once."""
-    found: dict[tuple[str, int], Rollout] = {}
-    for path in sorted(folder.glob(FILES)):
-        for rollout in read_dump(path):
-            found.setdefault(rollout_key(rollout), rollout)
-    return sorted(found.values(), key=training_order)
+def read_dump(path: str | Path) -> list[Rollout]:
+    """The rollouts of a file with the grades beside it, in the order in which they were completed.
+
+    A torn end is dropped with a warning. Raises ValueError, naming the file, where it is damaged, is no
+    record of rollouts, or is of another version of the format.
+    """
+    path = Path(path)
+    return _assemble([path], read_grades(path.parent))
+
+
+def read_step(folder: Path, prompt_ids: Collection[str] | None = None) -> list[Rollout]:
+    """The rollouts of a step's folder, whichever ranks recorded them, in training order; each once.
+
+    ``prompt_ids``: only theirs. Files that hold none of them are not read.
+    """
+    return read_files(step_files(folder), prompt_ids)
+
+
+def read_files(files: Sequence[Path], prompt_ids: Collection[str] | None = None) -> list[Rollout]:
+    """As ``read_step``, of some of a step's files."""
+    if prompt_ids is not None:
+        files = [path for path in files if _names(path) & set(prompt_ids)]
+    if not files:
+        return []
+    rollouts = _assemble(files, read_grades(files[0].parent))
+    wanted = [one for one in rollouts if prompt_ids is None or one.prompt_id in prompt_ids]
+    return sorted(wanted, key=training_order)
 
 
 def set_aside_stale(folder: Path, policy_version: int) -> None:
@@ -120,60 +225,124 @@ def set_aside_stale(folder: Path, policy_version: int) -> None:
         )
 
 
-def to_json(rollout: Rollout) -> dict[str, Any]:
-    """The rollout under the name of its sampling kind, with its prompt's id in place of its prompt."""
-    kind = kind_of(rollout)
-    fields = _adapter(kind.rollout).dump_python(rollout, exclude={"prompt"})
-    return {"type": kind.name, "prompt": rollout.prompt_id} | fields
+def step_files(folder: Path) -> list[Path]:
+    """A step's recorded files. Raises ValueError where they are of an older version."""
+    if old := sorted(folder.glob(OLD_FILES)):
+        raise _other_version(old[0], OLD_VERSION)
+    return _in_order(folder.glob(FILES))
 
 
-def from_json(record: dict[str, Any], prompts: dict[str, Prompt]) -> Rollout:
-    """The inverse of ``to_json``; ValueError or KeyError for a record that is not one."""
-    kind = record["type"]
-    if kind not in KINDS:
-        raise ValueError(f"type: expected {', '.join(KINDS)}, found {kind!r}")
-    fields = {name: value for name, value in record.items() if name != "type"}
-    return _adapter(KINDS[kind].rollout).validate_python(fields | {"prompt": prompts[record["prompt"]]})
+def _in_order(files: Iterable[Path]) -> list[Path]:
+    """``rank-0``, ``rank-1``, ``rank-0-2``: first attempts first."""
+    return sorted(files, key=lambda path: (len(path.name), path.name))
 
 
-@cache
-def _adapter(record: type) -> TypeAdapter:
-    return TypeAdapter(record)
+def read_grades(folder: Path) -> dict[tuple[str, int, int], Grade]:
+    """All grades of a step's folder, by prompt_id, index and number of the segment."""
+    grades: dict[tuple[str, int, int], Grade] = {}
+    for path in _in_order(folder.glob(GRADE_FILES)):
+        table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+        _check_version(path, table.schema)
+        grades = grades_of(table.to_pylist()) | grades
+    return grades
 
 
-class _Dump:
-    """Reads the lines of a file: header, prompts, rollouts."""
+def read_streams(path: str | Path) -> Iterator[pa.Table]:
+    """Recorded segments for a notebook: a table for each file of ``path``, which is a file, a step's folder
+    or a run's ``streams/`` folder.
 
-    def __init__(self, path: Path, lines: Iterable[bytes]) -> None:
-        self.prompts: dict[str, Prompt] = {}
-        self.rollouts: list[Rollout] = []
-        for number, line in enumerate(lines, 1):
-            try:
-                self._take(json.loads(line), first=number == 1)
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f"{path}:{number}: expected a rollout, found {line[:80]!r} ({error})"
-                ) from None
-
-    def _take(self, record: dict[str, Any], first: bool) -> None:
-        kind = record["type"]
-        if (first, kind) == (True, "header") and record["version"] == VERSION:
-            return
-        if first:
-            found = record["version"] if kind == "header" else 1
-            raise ValueError(f"format: expected version {VERSION}, found {found}")
-        if kind == "prompt":
-            prompt = Prompt(**{name: value for name, value in record.items() if name != "type"})
-            self.prompts[prompt.prompt_id] = prompt
-        else:
-            self.rollouts.append(from_json(record, self.prompts))
+    Columns are those of ``record_format.SEGMENTS`` up to ``mask_counts``, then ``step`` (the folder's name)
+    and ``reward`` and ``verdict``, null where a segment ends no graded response.
+    """
+    path = Path(path)
+    files = (
+        [path]
+        if path.is_file()
+        else [*step_files(path)]
+        or [file for folder in sorted(path.glob("step-*")) for file in step_files(folder)]
+    )
+    for file in files:
+        yield _table(file)
 
 
-def _whole_lines(path: Path, file: BinaryIO) -> list[bytes]:
-    """The lines of a file, without a torn last one."""
-    file.seek(0)
-    data = file.read()
-    complete = data[: data.rfind(b"\n") + 1]
-    if len(complete) < len(data):
-        logger.warning("%s: dropped a torn last line of %d bytes", path, len(data) - len(complete))
-    return complete.splitlines(keepends=True)
+def _table(path: Path) -> pa.Table:
+    table = pa.Table.from_batches(list(_batches(path)), SEGMENTS)
+    table = table.filter(pc.invert(pc.is_in(table["role"], pa.array([PROMPT, END]))))
+    table = table.select(SEGMENTS.names[: SEGMENTS.names.index("question")])
+    grades, keys = read_grades(path.parent), ("prompt_id", "index", "number")
+    found = [grades.get(key) for key in zip(*(table[name].to_pylist() for name in keys), strict=True)]
+    for name, values in {
+        "step": [path.parent.name] * len(found),
+        "reward": [grade and grade.reward for grade in found],
+        "verdict": [grade and grade.verdict for grade in found],
+    }.items():
+        table = table.append_column(name, pa.array(values, pa.float64() if name == "reward" else pa.string()))
+    return table
+
+
+# ---- reading ---------------------------------------------------------------------------------------------
+
+
+def _assemble(files: Sequence[Path], grades: dict[tuple[str, int, int], Grade]) -> list[Rollout]:
+    assembly = Assembly(grades)
+    for path in files:
+        for batch in _batches(path):
+            for row in from_batch(batch):
+                assembly.take(row)
+    return list(assembly.rollouts.values())
+
+
+def _names(path: Path) -> set[str]:
+    """Ids of the prompts in a file; no other column is decompressed."""
+    options = pa.ipc.IpcReadOptions(included_fields=[SEGMENTS.get_field_index("prompt_id")])
+    return {name for batch in _batches(path, options) for name in pc.unique(batch.column(0)).to_pylist()}
+
+
+def _batches(path: Path, options: pa.ipc.IpcReadOptions | None = None) -> Iterator[pa.RecordBatch]:
+    """The whole batches of a file."""
+    data = _mapped(path)
+    source, end = pa.BufferReader(pa.py_buffer(data)), 0
+    try:
+        stream = pa.ipc.open_stream(source, options=options)
+        _check_version(path, stream.schema)
+        for batch in stream:
+            end = source.tell()
+            yield batch
+    except (pa.ArrowException, OSError):  # the torn end; what is whole was checked before
+        pass
+    if not _closed(data) and end < len(data):
+        logger.warning("%s: dropped a torn end of %d bytes", path, len(data) - end)
+
+
+def _mapped(path: Path) -> memoryview:
+    """The file's bytes. Raises ValueError where they are no record, or not what was written."""
+    if path.suffix == ".jsonl":
+        raise _other_version(path, OLD_VERSION)
+    data = memoryview(pa.memory_map(str(path)).read_buffer() if path.stat().st_size else b"").cast("B")
+    if data[:4] != CONTINUES[: len(data)]:
+        raise ValueError(f"{path}: expected rollouts (an Arrow IPC stream), found {bytes(data[:20])!r}")
+    if _closed(data) and data[-4:] != _crc_bytes(zlib.crc32(data[: -len(CLOSED) - 4])):
+        raise ValueError(f"{path}: damaged: expected the checksum that its end holds, found another")
+    return data
+
+
+def _closed(data: memoryview) -> bool:
+    """Whether the file was written to its end."""
+    return data[-len(CLOSED) - 4 : -4] == CLOSED
+
+
+def _crc_bytes(crc: int) -> bytes:
+    return crc.to_bytes(4, "little")
+
+
+def _check_version(path: Path, schema: pa.Schema) -> None:
+    found = (schema.metadata or {}).get(VERSION_KEY.encode(), b"none").decode()
+    if found != str(VERSION):
+        raise _other_version(path, found)
+
+
+def _other_version(path: Path, found: str) -> ValueError:
+    return ValueError(
+        f"{path}: expected recorded rollouts of format version {VERSION} ({FILES}), found version {found}: "
+        f"read it with the release that wrote it, or remove it and the step is generated again"
+    )

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from megatron_eqlen.types import FinishReason, Node, Prompt, Segment
+import numpy as np
+
+from megatron_eqlen.types import FinishReason, Node, Prompt, SamplingMask, Segment, joined
 
 EQUAL_REWARDS = 1e-9
 """Rewards closer than this are equal: a mean of rewards carries round-off, and dividing by a standard
@@ -41,7 +43,7 @@ class ComparisonUnit:
 
     @property
     def lengths(self) -> list[int]:
-        return [len(node.token_ids) for node in self.nodes]
+        return [len(node) for node in self.nodes]
 
 
 def all_equal(rewards: Sequence[float]) -> bool:
@@ -62,7 +64,7 @@ def graded(segment: Segment, prompt_id: str) -> float:
 
 
 def root(prompt: Prompt) -> Node:
-    return Node(-1, prompt.token_ids)
+    return Node(-1, np.asarray(prompt.token_ids, np.int32))
 
 
 def node(parent: int, *segments: Segment) -> Node:
@@ -70,7 +72,7 @@ def node(parent: int, *segments: Segment) -> Node:
     masks = [segment.sampling_mask for segment in segments if segment.sampling_mask is not None]
     return Node(
         parent,
-        [token for segment in segments for token in segment.token_ids],
-        rollout_logprobs=[value for segment in segments for value in segment.logprobs],
-        sampling_mask=[kept for mask in masks for kept in mask] if masks else None,
+        joined([segment.token_ids for segment in segments]),
+        rollout_logprobs=joined([segment.logprobs for segment in segments]),
+        sampling_mask=SamplingMask.joined(masks) if masks else None,
     )

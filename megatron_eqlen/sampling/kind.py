@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty
 from megatron_eqlen.sampling.picture import Picture
+from megatron_eqlen.sampling.record import Head, Part
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.types import Metrics, Prompt, Rollout, TokenTree
 
@@ -62,6 +63,10 @@ class SamplingKind:
     compare: Callable[[Any, Recipe, Penalty], tuple[TokenTree, list[ComparisonUnit]]]
     """(scored rollout, recipe, length penalty) -> its token tree and the units over the tree's nodes."""
     picture: Callable[[Any], Picture]
+    parts: Callable[[Any], list[Part]]
+    """How a rollout is recorded: its segments, flat."""
+    join: Callable[[Head, Sequence[Part]], Any]
+    """The rollout from its parts."""
     shape: Callable[[Sequence[Any]], Metrics]
     """Rollouts of this kind (at least one) -> ``harvest/...`` metrics: how many, how long, how they ended."""
     compared: Callable[[Sequence[ComparisonUnit], Sequence[Any], Recipe], Metrics]

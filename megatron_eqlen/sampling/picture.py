@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron_eqlen.types import Segment
+from megatron_eqlen.types import Segment, TokenIds
 
 
 @dataclass(frozen=True)
@@ -14,8 +14,8 @@ class Placed:
     label: str
     """``A1``, ``B1``, ``tail``, ``completion 3``, ``step 2 after step 0``."""
     segment: Segment
-    inherited: list[int]
-    """Token ids between the prompt and the segment."""
+    inherited: TokenIds
+    """Between the prompt and the segment."""
 
 
 @dataclass(frozen=True)

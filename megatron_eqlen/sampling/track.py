@@ -7,6 +7,9 @@ the end-of-sequence set, ``length`` when the path is full. Whatever an engine se
 from __future__ import annotations
 
 import hashlib
+from array import array
+
+import numpy as np
 
 from megatron_eqlen.types import Delta, FinishReason, Prompt, SamplingMask, Segment
 
@@ -18,11 +21,15 @@ def track_seed(seed: int, prompt_id: str, index: int, number: int) -> int:
 
 
 class Track:
-    """A track continues ``context`` by at most ``limit`` tokens."""
+    """A track continues ``context`` by at most ``limit`` tokens.
+
+    Tokens are collected in ``array.array``s of the records' types: 8 bytes a token where lists take 72, and
+    nearly as fast to append to.
+    """
 
     __slots__ = (
         "attempts", "awaited", "context", "eos_token_ids", "finish_reason", "is_fork", "limit", "logprobs",
-        "name", "sampling_mask", "seed", "token_ids",
+        "mask_counts", "mask_ids", "name", "seed", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -43,10 +50,11 @@ class Track:
         """The length at which its harvester may decide something, wherever the track ends."""
         self.eos_token_ids = eos_token_ids
         self.is_fork = bool(trunk)
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.sampling_mask: SamplingMask = []
-        """As long as ``token_ids``, or empty where the engine records none."""
+        self.token_ids = array("i")
+        self.logprobs = array("f")
+        self.mask_ids = array("i")
+        self.mask_counts = array("B")
+        """As long as ``token_ids``, or empty where the engine records no sampling mask."""
         self.finish_reason: FinishReason | None = None
         self.attempts = 0
 
@@ -59,27 +67,27 @@ class Track:
         return self.name if self.attempts == 0 else f"{self.name}~{self.attempts}"
 
     @property
-    def remaining(self) -> int:
-        return self.limit - len(self.token_ids)
+    def path(self) -> list[int]:
+        """All its token ids, from the prompt's first on."""
+        return self.context + self.token_ids.tolist()
 
     @property
-    def path(self) -> list[int]:
-        """All tokens so far, from the prompt on."""
-        return self.context + self.token_ids if self.token_ids else self.context
+    def remaining(self) -> int:
+        return self.limit - len(self.token_ids)
 
     def extend(self, delta: Delta) -> bool:
         """Take a delta's tokens up to the track's end; whether it ended now or reached ``awaited``.
 
         Runs once a token of every response, and nearly always nothing ends: that is found out first.
         """
-        token_ids = self.token_ids
-        token_ids += delta.token_ids
-        self.logprobs += delta.logprobs
-        if delta.sampling_mask is not None:
-            self.sampling_mask += delta.sampling_mask
-        if len(token_ids) < self.awaited and self.eos_token_ids.isdisjoint(delta.token_ids):
+        self.token_ids.fromlist(delta.token_ids)
+        self.logprobs.fromlist(delta.logprobs)
+        for kept in delta.sampling_mask or ():
+            self.mask_ids.extend(kept)
+            self.mask_counts.append(len(kept))
+        if len(self.token_ids) < self.awaited and self.eos_token_ids.isdisjoint(delta.token_ids):
             return False
-        self._end(first=len(token_ids) - len(delta.token_ids))
+        self._end(first=len(self.token_ids) - len(delta.token_ids))
         return True
 
     def _end(self, first: int) -> None:
@@ -93,15 +101,22 @@ class Track:
             self.finish_reason = "stop"
         elif len(self.token_ids) >= self.limit:
             self.finish_reason = "length"
-        for column in (self.token_ids, self.logprobs, self.sampling_mask):
-            del column[min(stop + 1, self.limit) :]
+        end = min(stop + 1, self.limit)
+        del self.mask_ids[len(self.mask_ids) - sum(self.mask_counts[end:]) :]
+        for column in (self.token_ids, self.logprobs, self.mask_counts):
+            del column[end:]
 
     def segment(self, start: int, stop: int | None = None) -> Segment:
         """Tokens ``start`` to ``stop`` of this track; the finish reason belongs to its last token."""
         stop = len(self.token_ids) if stop is None else stop
         return Segment(
-            self.token_ids[start:stop],
-            self.logprobs[start:stop],
+            np.frombuffer(self.token_ids[start:stop], np.int32),
+            np.frombuffer(self.logprobs[start:stop], np.float32),
             self.finish_reason if stop == len(self.token_ids) else None,
-            sampling_mask=self.sampling_mask[start:stop] or None,
+            sampling_mask=self._mask(start, stop) if self.mask_counts else None,
         )
+
+    def _mask(self, start: int, stop: int) -> SamplingMask:
+        before, within = sum(self.mask_counts[:start]), sum(self.mask_counts[start:stop])
+        ids, counts = self.mask_ids[before : before + within], self.mask_counts[start:stop]
+        return SamplingMask(np.frombuffer(ids, np.int32), np.frombuffer(counts, np.uint8))

@@ -289,7 +289,7 @@ def harvest_independent(fakes: list[Fake], during=None, **over):
         if during is not None:
             during(engine)
         rollouts, metrics = harvest(engine, PROMPT, recipe, {90}, seed=0)
-        return [completion.token_ids for completion in rollouts[0].completions], metrics
+        return [completion.token_ids.tolist() for completion in rollouts[0].completions], metrics
     finally:
         engine.close()
 

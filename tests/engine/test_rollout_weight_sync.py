@@ -69,8 +69,8 @@ def test_every_family_is_harvested_and_its_logprobs_are_transformers(kind):
         context = next(p.token_ids for p in prompts if p.prompt_id == stream.prompt_id)
         for number, pair in enumerate(stream.pairs):
             for side in (pair.a, pair.b):
-                path = context + stream.trunk_token_ids(number) + side.token_ids
-                index = torch.tensor(side.token_ids).unsqueeze(1)
+                path = [*context, *stream.trunk_token_ids(number).tolist(), *side.token_ids.tolist()]
+                index = torch.tensor(side.token_ids.tolist()).unsqueeze(1)
                 with torch.no_grad():
                     exact, near = (
                         m(torch.tensor([path])).logits[0, -len(side) - 1 : -1].float().log_softmax(-1)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -20,7 +21,8 @@ from transformers import AutoModelForCausalLM
 
 from megatron_eqlen.recipe_load import load
 from megatron_eqlen.report.rollouts import recipe_of
-from megatron_eqlen.rollout.recorder import Recorder, read_dump
+from megatron_eqlen.rollout import recorder
+from megatron_eqlen.rollout.recorder import read_dump, read_step
 from tests.kit import ROOT
 from tests.kit.jobs import run, start, start_ranks
 from tests.kit.processes import within
@@ -100,7 +102,7 @@ def test_trainer_and_engine_agree_at_every_step(trained):
 
 def test_every_rollout_is_recorded_with_its_grades(trained):
     for step in range(STEPS):
-        rollouts = read_dump(trained / f"streams/step-{step:08d}/rank-0.jsonl")
+        rollouts = read_dump(trained / f"streams/step-{step:08d}/rank-0.arrow")
         assert len(rollouts) == 4 * 2
         assert {rollout.policy_version for rollout in rollouts} == {step}
         assert all(segment.grade is not None for rollout in rollouts for segment, _ in rollout.ended())
@@ -143,13 +145,13 @@ def streams_that_teach_little(trained: Path, folder: Path, spoil_of: dict[int, C
     """The run's record with the rollouts of some steps, counted from 0, spoiled."""
     shutil.copytree(trained / "streams", folder)
     for step, spoil in spoil_of.items():
-        path = folder / f"step-{step:08d}/rank-0.jsonl"
+        path = folder / f"step-{step:08d}/rank-0.arrow"
         rollouts = read_dump(path)
         path.unlink()
-        with Recorder(path) as recorder:
-            for rollout in rollouts:
-                spoil(rollout)
-                recorder.write(rollout)
+        path.with_name("grades-rank-0.arrow").unlink()
+        for rollout in rollouts:
+            spoil(rollout)
+        recorder.record(path, rollouts)
     return folder
 
 
@@ -160,7 +162,7 @@ def no_reward(rollout) -> None:
 
 def nan_logprob(rollout) -> None:
     for segment in rollout.segments():
-        segment.logprobs[0] = math.nan
+        segment.logprobs = np.where(np.arange(len(segment)) == 0, np.float32(math.nan), segment.logprobs)
 
 
 def checkpoints(run_folder: Path) -> list[str]:
@@ -257,7 +259,7 @@ def test_dynamic_sampling_refills_the_step_with_prompts_that_teach(home):
     folder = train(home, "dapo", "objective=dapo", "steps=1", "loss.max_num_gen_batches=5", rubric)
     (record,) = metrics(folder)
     assert record["objective/filtered_prompts"] > 0
-    recorded = read_dump(folder / "streams/step-00000000/rank-0.jsonl")
+    recorded = read_step(folder / "streams/step-00000000")
     trained_on = {rollout.prompt_id for rollout in recorded}
     assert len(trained_on) > 4, "more prompts than one batch were sampled"
     assert record["harvest/rollouts"] == len(recorded), "of all batches"
@@ -272,7 +274,7 @@ def test_with_the_sampling_mask_the_trainer_computes_the_distribution_that_was_s
     assert min(column(folder, "engine/removed_probability")) > 0.5
     assert all(1 < kept <= 5 for kept in column(folder, "harvest/kept_per_token"))
     assert min(column(folder, "train/grad_norm")) > 0
-    segments = [one for r in read_dump(folder / "streams/step-00000001/rank-0.jsonl") for one in r.segments()]
+    segments = [one for r in read_dump(folder / "streams/step-00000001/rank-0.arrow") for one in r.segments()]
     for segment in segments:
         assert all(t in kept for t, kept in zip(segment.token_ids, segment.sampling_mask, strict=True))
 
@@ -334,7 +336,7 @@ def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(home, trained
 def test_harvest_without_a_trainer(home):
     out = home / "harvested"
     run("-m", "megatron_eqlen.cli", "harvest", home / "recipe.yaml", "--out", out)
-    assert len(read_dump(out / "step-00000000/rank-0.jsonl")) == 4 * 2
+    assert len(read_dump(out / "step-00000000/rank-0.arrow")) == 4 * 2
     assert recipe_of(out) == recipe_of(out / "step-00000000") == load(home / "recipe.yaml")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron_eqlen.data.tokenizer_maker import write_hf_tokenizer
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe_load import dump, parse
-from megatron_eqlen.rollout.recorder import Recorder
+from megatron_eqlen.rollout.recorder import record
 from megatron_eqlen.tokenizer import Tokenizer, load_tokenizer
 from megatron_eqlen.types import Grade, Group, Pair, Prompt, Rollout, SampledTree, Segment, Stream
 
@@ -74,7 +74,5 @@ def write_run(folder: Path, recipe: Recipe, streams: dict[str, list[Rollout]] | 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "recipe.yaml").write_text(dump(recipe), encoding="utf-8")
     for step, rollouts in (streams or {}).items():
-        with Recorder(folder / "streams" / step / "rank-0.jsonl") as recorder:
-            for rollout in rollouts:
-                recorder.write(rollout)
+        record(folder / "streams" / step / "rank-0.arrow", rollouts)
     return folder

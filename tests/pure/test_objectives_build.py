@@ -1,12 +1,13 @@
 """Advantages and weights of token trees, on the worked example of types.py and on groups."""
 
+import numpy as np
 import pytest
 
 from megatron_eqlen.objectives.build import build_minibatches, build_trees
 from megatron_eqlen.objectives.dynamic_sampling import filter_groups
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.recipe_load import parse
-from megatron_eqlen.types import Grade, Group, Pair, Prompt, Segment, Stream
+from megatron_eqlen.types import Grade, Group, Pair, Prompt, SamplingMask, Segment, Stream
 
 QUESTION = Prompt("q", [1, 2], "?", "math", "1")
 
@@ -62,9 +63,9 @@ def build(rollouts, **keys):
 
 def test_a_stream_becomes_a_caterpillar():
     (tree,), _ = build([worked_example()])
-    assert [node.token_ids for node in tree.nodes] == [[1, 2], [5, 9], [6, 7], [8, 9], [4, 4]]
+    assert [node.token_ids.tolist() for node in tree.nodes] == [[1, 2], [5, 9], [6, 7], [8, 9], [4, 4]]
     assert [node.parent for node in tree.nodes] == [-1, 0, 0, 2, 2]
-    assert tree.nodes[3].rollout_logprobs == [-0.5, -0.5]
+    assert tree.nodes[3].rollout_logprobs.tolist() == [-0.5, -0.5]
 
 
 def test_the_worked_example_has_the_weights_of_eq_5_and_6():
@@ -92,10 +93,16 @@ def test_the_mean_reward_ablation_reports_the_gap_to_max():
 
 def test_single_pair_and_prefix_in_gradient():
     (tree,), _ = build([worked_example()], equal_length__single_pair=True)
-    assert [node.token_ids for node in tree.nodes] == [[1, 2], [5, 9], [6, 7]]
+    assert [node.token_ids.tolist() for node in tree.nodes] == [[1, 2], [5, 9], [6, 7]]
     assert tree.nodes[1].weight == 1 / 4
     (tree,), _ = build([worked_example()], equal_length__prefix_in_gradient=True, packing__layout="expanded")
-    assert [node.token_ids for node in tree.nodes] == [[1, 2], [5, 9], [6, 7], [6, 7, 8, 9], [6, 7, 4, 4]]
+    assert [node.token_ids.tolist() for node in tree.nodes] == [
+        [1, 2],
+        [5, 9],
+        [6, 7],
+        [6, 7, 8, 9],
+        [6, 7, 4, 4],
+    ]
     assert [node.parent for node in tree.nodes] == [-1, 0, 0, 0, 0]
     assert [node.weight for node in tree.nodes] == [0, 1 / 8, 1 / 8, 1 / 16, 1 / 16]
 
@@ -192,11 +199,11 @@ def test_sampling_masks_go_with_their_tokens_and_must_be_what_the_recipe_says():
     with pytest.raises(ValueError, match="keep_sampling_mask: true, found a rollout recorded without"):
         build([stream], **masked)
     for one in stream.segments():
-        one.sampling_mask = [(token, token + 10) for token in one.token_ids]
+        one.sampling_mask = SamplingMask.of((token, token + 10) for token in one.token_ids)
     for changes in ({}, {"equal_length__prefix_in_gradient": True, "packing__layout": "expanded"}):
         (tree,), _ = build([stream], **masked, **changes)
         for node in tree.nodes[1:]:
-            assert node.sampling_mask == [(token, token + 10) for token in node.token_ids]
+            assert node.sampling_mask == SamplingMask.of((token, token + 10) for token in node.token_ids)
     with pytest.raises(ValueError, match="keep_sampling_mask: false, found a rollout recorded with"):
         build([stream])
 
@@ -214,6 +221,6 @@ def test_a_completion_that_the_budget_cut_off_is_in_no_unit():
 
 def test_sides_of_unequal_length_are_refused_by_name():
     stream = worked_example()
-    stream.pairs[1].b.token_ids.append(3)
+    stream.pairs[1].b.token_ids = np.array([4, 4, 3], np.int32)
     with pytest.raises(ValueError, match=r"stream q/0: pair 1: .* found 2 and 3 tokens"):
         build([stream])

@@ -47,7 +47,7 @@ class Tokens:
             self.new.append(new)
             self.old.append(new + self.scale * self.random.normal())
             self.ref.append(new + 0.3 * self.random.normal())
-            self.rollout.append(self.old[-1] + 0.5 * self.random.normal())
+            self.rollout.append(float(np.float32(self.old[-1] + 0.5 * self.random.normal())))
         grade = None if reward is None else Grade(reward, "")
         finish_reason = finish_reason or (None if reward is None else "stop")
         return Segment(list(range(first, first + length)), self.rollout[first:], finish_reason, grade)
@@ -392,7 +392,7 @@ def test_pairs_follow_eq_5_and_eq_6(name, keys, shapes, scale, seed):
                 prefix = stream.trunk_token_ids(i) if whole else []
                 advantages = advantages_of(name, list(rewards[i]), [len(pair.a)] * 2)
                 for side, advantage in zip((pair.a, pair.b), advantages, strict=True):
-                    ids = prefix + side.token_ids
+                    ids = [*prefix, *side.token_ids]
                     factor = response_factor(name, len(ids), total)
                     if name not in ("dapo", "vespo"):
                         factor /= 2 * count * len(subgroups) * len(prompts)

@@ -52,7 +52,7 @@ def test_the_tree_has_its_recipes_shape(branching, depth, step_tokens, limit, se
     assert len(children.pop(-1)) == branching
     for i, step in enumerate(tree.steps):
         level = len(list(ancestors(tree, i)))
-        response = tree.response(i)
+        response = tree.response(i).tolist()
         assert tree.parents[i] < i
         assert len(response) <= limit
         assert (step.finish_reason is None) == bool(children[i])
@@ -89,6 +89,6 @@ def test_rewards_are_means_of_leaves_below_and_unknown_where_the_budget_cut():
 def test_ended_responses_are_whole_paths():
     tree = sampled(2, 3, 4, 12, seed=4, order=0)
     for segment, response in tree.ended():
-        assert response[-len(segment) :] == segment.token_ids
-        assert response.count(EOS) == 1
+        assert response[-len(segment) :].tolist() == segment.token_ids.tolist()
+        assert response.tolist().count(EOS) == 1
     assert list(tree.segments()) == tree.steps

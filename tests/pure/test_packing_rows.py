@@ -34,7 +34,7 @@ forests = st.lists(token_trees(), min_size=1, max_size=6)
 def path_tokens(tree: TokenTree, node: int) -> list[int]:
     """Every token from the prompt's first to the node's last."""
     above = tree.nodes[node].parent
-    return (path_tokens(tree, above) if above >= 0 else []) + tree.nodes[node].token_ids
+    return (path_tokens(tree, above) if above >= 0 else []) + tree.nodes[node].token_ids.tolist()
 
 
 def longest_path(trees: list[TokenTree]) -> int:
@@ -47,8 +47,8 @@ def what_is_trained(trees: list[TokenTree]) -> list[tuple]:
     for tree in trees:
         for node in tree.nodes:
             before = path_tokens(tree, node.parent) if node.parent >= 0 else []
-            for j, token in enumerate(node.token_ids if node.weight else []):
-                prefix = tuple(before + node.token_ids[:j])
+            for j, token in enumerate(node.token_ids.tolist() if node.weight else []):
+                prefix = tuple(before + node.token_ids[:j].tolist())
                 facts.append((prefix, token, node.advantage, node.weight, node.rollout_logprobs[j]))
     return sorted(facts)
 

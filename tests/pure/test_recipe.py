@@ -71,7 +71,7 @@ def small(**changes):
         ),
         (
             {"rollout": {"keep_sampling_mask": True, "top_k": 0, "max_response_length": 100}},
-            "rollout.keep_sampling_mask: true needs rollout.top_k >= 1",
+            "rollout.keep_sampling_mask: true needs rollout.top_k from 1 to 255",
         ),
         (
             {"rollout": {"keep_sampling_mask": True, "max_response_length": 100}},

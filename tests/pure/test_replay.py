@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_eqlen.rollout.recorder import Recorder, read_step
+from megatron_eqlen.rollout import recorder
+from megatron_eqlen.rollout.recorder import read_step
 from megatron_eqlen.rollout.replayed import ReplayError, check_step, check_steps
 from megatron_eqlen.types import Prompt, Rollout
 from tests.kit.report_runs import example_group, example_stream, recipe
@@ -23,9 +24,7 @@ def streams_of(prompts: int, each: int) -> list[Rollout]:
 
 
 def record(home: Path, step: int, rollouts: list[Rollout]) -> Path:
-    with Recorder(home / f"step-{step:08d}" / "rank-0.jsonl") as recorder:
-        for rollout in rollouts:
-            recorder.write(rollout)
+    recorder.record(home / f"step-{step:08d}" / "rank-0.arrow", rollouts)
     return home / f"step-{step:08d}"
 
 

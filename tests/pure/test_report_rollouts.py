@@ -155,7 +155,7 @@ def test_roles_and_uses_are_those_of_the_trees_that_are_trained():
         for rollout, tree in zip(rollouts, trees, strict=True):
             sides = [side for pair in rollout.pairs for side in (pair.a, pair.b)]
             for side, node in zip(sides, tree.nodes[1:], strict=True):
-                assert node.token_ids == side.token_ids
+                assert node.token_ids.tolist() == side.token_ids.tolist()
                 push = np.sign(node.weight * node.advantage)
                 assert training.of(side)[1] == {1: "raised", -1: "lowered", 0: "equal"}[push]
                 assert (training.of(side)[2] == "trained") == (node.weight > 0)
@@ -218,7 +218,7 @@ def printed(path, model, limit=10, recipe=None) -> str:
 
 
 def test_inspect_prints_text_rewards_and_outcome(run, model):
-    text = printed(run / "streams" / "step-00000000" / "rank-0.jsonl", model)
+    text = printed(run / "streams" / "step-00000000" / "rank-0.arrow", model)
     assert re.search(r"sums/a\.parquet#1 +stream 0, 1 pair, both ended", text)
     assert re.search(r"A1 +reward 0, wrong: <b>8</b>, stop, \d+ tokens, trained\n +is it seven", text)
     assert re.search(r"B1 +reward 1, correct: 7, stop, \d+ tokens, trained\n +it is seven", text)
@@ -241,14 +241,15 @@ def test_inspect_of_rollouts_without_a_run_says_that_training_is_not_known(tmp_p
 
 def test_inspect_reads_a_file_a_step_or_all_steps(run, model):
     streams = run / "streams"
-    paths = (streams / "step-00000000" / "rank-0.jsonl", streams / "step-00000000", streams)
+    paths = (streams / "step-00000000" / "rank-0.arrow", streams / "step-00000000", streams)
     assert [printed(path, model).count("sums/a.parquet#") for path in paths] == [2, 2, 3]
     assert printed(streams, model, limit=2).count("sums/a.parquet#") == 2
 
 
-@pytest.mark.parametrize("name", ["nothing", "empty", "file.jsonl"])
+@pytest.mark.parametrize("name", ["nothing", "empty", "file.jsonl", "file.arrow"])
 def test_inspect_names_a_path_without_rollouts(tmp_path, model, name):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file.jsonl").touch()
+    (tmp_path / "file.arrow").write_text("no rollouts")
     with pytest.raises(ValueError, match=f"{name}: expected"):
         printed(tmp_path / name, model)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +20,7 @@ from megatron_eqlen.rollout.engine import EngineError, StalePolicyError
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.sampling.equal_length.dual_track import DualTrack
 from megatron_eqlen.sampling.track import track_seed
-from megatron_eqlen.types import Delta, Group, Prompt, Rollout, Stream
+from megatron_eqlen.types import Delta, Group, Prompt, Rollout, SamplingMask, Stream
 
 EOS = {8, 9}
 
@@ -149,9 +149,9 @@ def reference_stream(prompt: Prompt, index: int, recipe: Recipe, seed: int, end:
 
 def shape(stream: Stream) -> dict:
     return {
-        "pairs": [(pair.a.token_ids, pair.b.token_ids) for pair in stream.pairs],
+        "pairs": [(pair.a.token_ids.tolist(), pair.b.token_ids.tolist()) for pair in stream.pairs],
         "outcome": stream.outcome,
-        "tail": stream.tail.token_ids if stream.tail else [],
+        "tail": stream.tail.token_ids.tolist() if stream.tail else [],
     }
 
 
@@ -172,8 +172,9 @@ def check_logprobs(rollout: Rollout, start: int) -> None:
             paths.append(rollout.tail)
             offsets.append(base)
     for segment, offset in zip(paths, offsets, strict=True):
-        assert segment.logprobs == [-(offset + i) / 7 for i in range(len(segment))]
-        assert segment.sampling_mask == [(token, token + 100) for token in segment.token_ids]
+        logprobs = [-(offset + i) / 7 for i in range(len(segment))]
+        kept = SamplingMask.of((token, token + 100) for token in segment.token_ids)
+        assert segment == replace(segment, logprobs=logprobs, sampling_mask=kept)
 
 
 cases = st.fixed_dictionaries(
@@ -232,7 +233,7 @@ def test_pairs_are_equally_long_and_no_token_is_lost_or_used_twice(case):
             assert len(pair.a) == len(pair.b) > 0
             assert pair.a.finish_reason == "stop"
             assert pair.a.token_ids[-1] in EOS
-            assert not EOS & set(pair.a.token_ids[:-1] + pair.b.token_ids[:-1])
+            assert not EOS & {*pair.a.token_ids[:-1], *pair.b.token_ids[:-1]}
             assert (pair.b.token_ids[-1] in EOS) == (pair.b.finish_reason == "stop")
         assert sum(len(pair.b) for pair in stream.pairs) <= case["limit"]
         check_logprobs(stream, start=2)
@@ -255,7 +256,7 @@ def test_independent_completions(case):
         for number, completion in enumerate(group.completions):
             seed = track_seed(case["seed"], prompt.prompt_id, 0, number)
             full = continuation(prompt.token_ids, seed, case["end"])
-            assert completion.token_ids == full[: case["limit"]]
+            assert completion.token_ids.tolist() == full[: case["limit"]]
             ended = completion.token_ids[-1] in EOS
             assert completion.finish_reason == ("stop" if ended else "length")
     assert metrics["harvest/generated_tokens"] == sum(len(s) for g in rollouts for s in g.segments())

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-import logging
 import os
+import pickle
+import resource
 import signal
 import subprocess
 import sys
 
+import numpy as np
+import pyarrow as pa
 import pytest
 
-from megatron_eqlen.rollout.recorder import Recorder, read_dump, read_step, set_aside_stale
-from megatron_eqlen.types import Grade, Group, Pair, Prompt, Segment, Stream, rollout_key, training_order
+from megatron_eqlen.rollout.recorder import (
+    Recorder,
+    read_dump,
+    read_step,
+    read_streams,
+    record,
+    record_grades,
+)
+from megatron_eqlen.types import Grade, Group, Pair, Prompt, SampledTree, Segment, Stream, rollout_key, training_order
 
 
 def prompt(name: str, number: int = 0) -> Prompt:
@@ -22,89 +32,153 @@ GRADE = Grade(0.5, "correct", "\\frac{1}{3} – π", "math_verify-0.9.0", 0.1 + 
 STREAM = Stream(
     Prompt("deepmath/a.parquet#17", [1, 2], "¿x?", "math", "3", "deepmath", 4), 2, 5,
     [Pair(Segment([1, 9], [-0.1, -1e-9 / 3], "stop", GRADE), Segment([3, 4], [-1 / 3, -12.0]))],
-    "truncated", Segment([7], [-2.5e-300], "length"),
+    "truncated", Segment([7], [-np.inf], "length"),
 )  # fmt: skip
 GROUP = Group(prompt("p"), 0, [
     Segment([1], [-0.5], "stop", sampling_mask=[(1, 4)]),
     Segment([2, 2], [-0.1, -0.7], sampling_mask=[(2,), (0, 2, 9)]),
 ])  # fmt: skip
+TREE = SampledTree(prompt("t", 9), 3, [Segment([4], [-1.0]), Segment([5], [-2.0], "stop", GRADE)], [-1, 0])
+EMPTY = Stream(prompt("q"), 0, 0, [], "budget")
 
 
-def test_rollouts_read_back_identically(tmp_path):
-    path = tmp_path / "run" / "streams" / "step-000001.jsonl"
+def test_rollouts_and_grades_read_back_identically(tmp_path):
+    path = tmp_path / "step-00000001" / "rank-0.arrow"
+    record(path, [STREAM, GROUP, TREE])
+    assert read_dump(path) == [STREAM, GROUP, TREE]
+    assert read_dump(path) != [STREAM, TREE, GROUP]
+    assert [rollout_key(r) for r in read_dump(path)] == [("deepmath/a.parquet#17", 2), ("p", 0), ("t", 0)]
+
+
+def test_every_attempt_at_a_step_has_a_file_of_its_own(tmp_path):
+    path = tmp_path / "rank-0.arrow"
+    for rollouts in ([STREAM], [TREE], [EMPTY, STREAM]):
+        record(path, rollouts)
+    assert sorted(one.name for one in tmp_path.glob("rank*")) == [
+        "rank-0-2.arrow", "rank-0-3.arrow", "rank-0.arrow",
+    ]  # fmt: skip
+    assert read_step(tmp_path) == [EMPTY, STREAM, TREE], "in training order, each once"
+    assert read_step(tmp_path, {"q", "t"}) == [EMPTY, TREE]
+
+
+def test_grades_are_a_file_of_their_own_and_nothing_is_rewritten(tmp_path):
+    path = tmp_path / "rank-0.arrow"
     with Recorder(path) as recorder:
         recorder.write(STREAM)
-        recorder.write(GROUP)
-    with Recorder(path) as recorder:
-        recorder.write(Stream(prompt("q"), 0, 0, [], "budget"))
-    assert read_dump(path) == [STREAM, GROUP, Stream(prompt("q"), 0, 0, [], "budget")]
-    assert [rollout_key(r) for r in read_dump(path)] == [("deepmath/a.parquet#17", 2), ("p", 0), ("q", 0)]
+    before = path.read_bytes()
+    assert all(segment.grade is None for segment in read_dump(path)[0].segments())
+    record_grades(path, [STREAM])
+    assert read_dump(path) == [STREAM]
+    assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("cut", [1, 7, 60])
-def test_a_torn_last_line_is_dropped_aloud_and_the_file_goes_on(tmp_path, caplog, cut):
-    path = tmp_path / "dump.jsonl"
-    with Recorder(path) as recorder:
-        recorder.write(GROUP)
-        recorder.write(STREAM)
-    path.write_bytes(path.read_bytes()[:-cut])
-    with caplog.at_level(logging.WARNING):
-        assert read_dump(path) == [GROUP]
-    assert "dropped a torn last line" in caplog.text
-    with Recorder(path) as recorder:
-        recorder.write(STREAM)
-    assert read_dump(path) == [GROUP, STREAM]
+def test_cut_at_any_byte_a_file_holds_its_whole_batches(tmp_path, caplog):
+    path = tmp_path / "rank-0.arrow"
+    record(path, [GROUP, EMPTY])
+    data, rollouts = path.read_bytes(), [GROUP, EMPTY]
+    for size in range(0, len(data), 13):
+        path.write_bytes(data[:size])
+        found = read_dump(path)
+        assert found == rollouts[: len(found)]
+    assert "dropped a torn end of" in caplog.text
 
 
-def test_kill_9_loses_nothing_that_was_written(tmp_path):
-    path = tmp_path / "dump.jsonl"
+def test_a_flipped_bit_is_found(tmp_path):
+    path = tmp_path / "rank-0.arrow"
+    record(path, [GROUP, STREAM])
+    data = path.read_bytes()
+    for at in range(4, len(data) - 20, 97):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+        with pytest.raises(ValueError, match=r"rank-0\.arrow: damaged: expected the checksum"):
+            read_dump(path)
+
+
+def test_kill_9_loses_nothing_that_was_written(tmp_path, caplog):
     script = f"""
-import sys
+import time
 from megatron_eqlen.rollout.recorder import Recorder
 from megatron_eqlen.types import Group, Prompt, Segment
-recorder = Recorder({str(path)!r})
+recorder = Recorder({str(tmp_path / "rank-0.arrow")!r})
 for i in range(10**9):
-    prompt = Prompt(str(i), [1], "?", "math", "1")
+    prompt = Prompt(str(i), [1], "?", "math", "1", number=i)
     recorder.write(Group(prompt, 0, [Segment(list(range(50)), [-0.5] * 50, "stop")]))
     if i == 20:
+        time.sleep(1)
         print("written", flush=True)
 """
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"written\n"
         os.kill(process.pid, signal.SIGKILL)
-    rollouts = read_dump(path)
+    rollouts = read_step(tmp_path)
     assert len(rollouts) > 20
     assert [rollout.prompt_id for rollout in rollouts] == [str(i) for i in range(len(rollouts))]
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{}", r"dump.jsonl:4: expected a rollout"),
-        ('{"type": "star", "prompt": "p"}', "expected equal_length, independent, tree, found 'star'"),
-        ("nonsense", "dump.jsonl:4"),
-    ],
-)
-def test_a_line_that_is_no_rollout_is_named(tmp_path, line, message):
-    path = tmp_path / "dump.jsonl"
-    with Recorder(path) as recorder:
-        recorder.write(GROUP)
-    with path.open("a") as file:
-        file.write(line + "\n")
-    with pytest.raises(ValueError, match=message):
-        read_dump(path)
+def test_a_full_disk_is_an_error_of_the_next_rollout_or_of_the_end(tmp_path):
+    path = tmp_path / "rank-0.arrow"
+    recorder = Recorder(path)
+    recorder.write(GROUP)
+    recorder._thread.submit(int).result()  # it is written now
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 100, limits[1]))
+    try:
+        recorder.write(STREAM)
+        with pytest.raises(OSError, match="File too large"):
+            recorder.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert read_dump(path) == [GROUP], "what was whole stays"
+
+
+def test_what_is_no_record_or_of_another_version_is_refused_in_words(tmp_path):
+    (tmp_path / "notes.arrow").write_text("nonsense")
+    with pytest.raises(ValueError, match=r"notes\.arrow: expected rollouts .*found b'nonsense'"):
+        read_dump(tmp_path / "notes.arrow")
+    with pa.ipc.new_stream(str(tmp_path / "rank-7.arrow"), pa.schema({"a": pa.int32()})) as stream:
+        stream.write_table(pa.table({"a": pa.array([1], pa.int32())}))
+    with pytest.raises(ValueError, match=r"rank-7\.arrow: expected .* version 3 .*, found version none"):
+        read_step(tmp_path)
+    (tmp_path / "rank-0.jsonl").write_text('{"type": "header", "version": 2}\n')
+    with pytest.raises(ValueError, match=r"rank-0\.jsonl: .* version 3 .*, found version 2 or older"):
+        read_step(tmp_path)
+
+
+def test_a_notebook_reads_segments_with_their_rewards(tmp_path):
+    record(tmp_path / "step-00000004" / "rank-0.arrow", [STREAM, GROUP])
+    (table,) = read_streams(tmp_path)
+    assert table["role"].to_pylist() == ["a", "b", "tail", "completion", "completion"]
+    assert table["token_ids"].to_pylist() == [[1, 9], [3, 4], [7], [1], [2, 2]]
+    assert table["reward"].to_pylist() == [0.5, None, None, None, None]
+    assert set(table["step"].to_pylist()) == {"step-00000004"}
+
+
+@pytest.mark.parametrize("rollout", [STREAM, GROUP, TREE])
+def test_pickled_rollouts_are_equal(rollout):
+    assert pickle.loads(pickle.dumps(rollout)) == rollout
+
+
+def test_a_recorded_token_takes_at_most_9_bytes_in_memory_and_6_on_disk(tmp_path):
+    """Of a model's tokens: log-probs are 4 random bytes, ids fall off as words do."""
+    random = np.random.default_rng(0)
+    ids = np.minimum(random.zipf(1.3, 200_000), 150_000)
+    group = Group(prompt("p"), 0, [Segment(ids, -random.exponential(1, len(ids)).astype(np.float32), "stop")])
+    path = tmp_path / "rank-0.arrow"
+    record(path, [group])
+    (segment,) = read_dump(path)[0].segments()
+    assert segment.token_ids.nbytes + segment.logprobs.nbytes == 8 * len(segment)
+    assert path.stat().st_size < 6 * len(segment)
 
 
 def test_what_weights_of_another_version_generated_is_set_aside(tmp_path, caplog):
     """After a resume an update that was skipped may be taken: what is recorded of later steps is stale."""
     folder = tmp_path / "step-00000003"
     set_aside_stale(folder, 3)  # nothing is recorded yet
-    with Recorder(folder / "rank-0.jsonl") as recorder:
-        recorder.write(GROUP)
+    record(folder / "rank-0.arrow", [GROUP])
     set_aside_stale(folder, GROUP.policy_version)
     assert read_step(folder) == [GROUP]
-    with Recorder(folder / "rank-1.jsonl") as recorder:
-        recorder.write(STREAM)
+    record(folder / "rank-1.arrow", [STREAM])
     set_aside_stale(folder, GROUP.policy_version)
     assert read_step(folder) == []
     assert read_step(tmp_path / "stale-step-00000003") == sorted([GROUP, STREAM], key=training_order)

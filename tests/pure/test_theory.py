@@ -85,7 +85,7 @@ def test_the_surrogate_is_the_loss_that_training_takes():
     trees = trees_of(eqlen_stream())
     expected = gradient(policy, surrogate(policy, trees))
     (row,) = pack(trees, 16)[0]
-    responses = {tuple(n.token_ids): path for n, path in nodes_and_paths(trees[0]) if n.weight}
+    responses = {tuple(n.token_ids.tolist()): path for n, path in nodes_and_paths(trees[0]) if n.weight}
     settings = recipe("equal_length")
     logprobs = torch.cat([policy(path)[-len(ids) :] for ids, path in responses.items()])
     place = {token: i for i, token in enumerate(t for ids in responses for t in ids)}
@@ -104,7 +104,7 @@ def test_the_surrogate_is_the_loss_that_training_takes():
 def nodes_and_paths(tree):
     paths = [[]]
     for node in tree.nodes[1:]:
-        paths.append(paths[node.parent] + node.token_ids)
+        paths.append(paths[node.parent] + node.token_ids.tolist())
     return zip(tree.nodes, paths, strict=True)
 
 

@@ -71,7 +71,7 @@ def path_to(tree: TokenTree, node: int, supervised: set[int]) -> tuple[list[int]
     while node >= 0:
         at = tree.nodes[node]
         factor = at.weight * at.advantage if node in supervised else 0.0
-        tokens = at.token_ids + tokens
+        tokens = at.token_ids.tolist() + tokens
         factors = [factor] * len(at.token_ids) + factors
         node = at.parent
     return tokens, np.array(factors[1:])

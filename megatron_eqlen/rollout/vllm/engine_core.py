@@ -17,7 +17,6 @@ from vllm.v1.request import Request
 
 from megatron_eqlen.recipe import RolloutRecipe
 from megatron_eqlen.rollout.engine import SEED, Delta, EngineError
-from megatron_eqlen.types import SamplingMask
 
 
 def sampling_params(rollout: RolloutRecipe, eos_token_ids: Iterable[int]) -> SamplingParams:
@@ -95,11 +94,11 @@ def step(llm: LLM) -> list[Delta]:
     return deltas
 
 
-def _sampling_mask(columns: np.ndarray) -> SamplingMask | None:
+def _sampling_mask(columns: np.ndarray) -> list[Sequence[int]] | None:
     """From ``PathSampler``'s [tokens, 1 + width]; None where it records no mask."""
     if columns.shape[1] == 1:
         return None
-    return [tuple(sorted(set(row))) for row in columns.tolist()]
+    return [sorted(set(row)) for row in columns.tolist()]
 
 
 def abort(llm: LLM, request_ids: list[str]) -> None:

@@ -136,7 +136,7 @@ class DualTrack:
         if pair.b.finish_reason == "stop":
             self.outcome = "both_ended"
             return []
-        self.trunk += pair.b.token_ids
+        self.trunk += pair.b.token_ids.tolist()
         other.start += length
         self.sides = [other]
         if len(self.trunk) == self.limit:

@@ -4,7 +4,8 @@ from megatron_eqlen.sampling.independent.compare import compare
 from megatron_eqlen.sampling.independent.group import harvesters
 from megatron_eqlen.sampling.independent.meter import nothing_more, shape
 from megatron_eqlen.sampling.independent.picture import picture
+from megatron_eqlen.sampling.independent.record import join, parts
 from megatron_eqlen.sampling.kind import SamplingKind
 from megatron_eqlen.types import Group
 
-KIND = SamplingKind("independent", Group, harvesters, compare, picture, shape, nothing_more)
+KIND = SamplingKind("independent", Group, harvesters, compare, picture, parts, join, shape, nothing_more)

@@ -49,7 +49,7 @@ class TreeSampling:
         for number in sorted(n for n in self.open if self.tracks[n].finish_reason is not None):
             self.open.remove(number)
             track = self.tracks[number]
-            response = track.context[len(self.prompt.token_ids) :] + track.token_ids
+            response = track.path[len(self.prompt.token_ids) :]
             depth = self._depth(number)
             if track.finish_reason == "length" and depth < self.depth and len(response) < self.limit:
                 self.continued.add(number)

@@ -38,7 +38,7 @@ def step_rewards(tree: SampledTree, penalty: Penalty = no_penalty) -> list[float
         value = None
         if tree.steps[i].finish_reason is not None:
             value = reward(tree.steps[i], tree.prompt_id)
-            value += penalty(len(tree.response(i)), tree.steps[i].finish_reason)
+            value += penalty(sum(map(len, tree.path(i))), tree.steps[i].finish_reason)
         elif below[i]:
             value = fmean(below[i])
         rewards[i] = value

@@ -10,5 +10,5 @@ def picture(tree: SampledTree) -> Picture:
     segments = []
     for number, (step, parent) in enumerate(zip(tree.steps, tree.parents, strict=True)):
         label = f"step {number}" + (f" after step {parent}" if parent >= 0 else "")
-        segments.append(Placed(label, step, tree.response(parent) if parent >= 0 else []))
+        segments.append(Placed(label, step, tree.response(parent)))
     return Picture(f"tree of {count(len(segments), 'step')}", segments=segments)

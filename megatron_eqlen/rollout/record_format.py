@@ -1,0 +1,215 @@
+"""Recorded rollouts as rows of an Arrow table: what each column means, and the way there and back.
+
+    role        row
+    prompt      a prompt, before the first rollout that answers it
+    a b tail    segments of a stream; ``completion``: of a group; ``step``: of a sampled tree
+    end         the rollout is complete; rows of a rollout without it are left out when they are read
+
+Segments of a rollout are numbered in their order; a grade (in a file of its own) belongs to a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from megatron_eqlen.sampling import KINDS, kind_of
+from megatron_eqlen.sampling.record import Head, Part
+from megatron_eqlen.types import NO_TOKENS, Grade, Prompt, Rollout, SamplingMask, Segment, rollout_key
+
+VERSION = 3
+"""Of the format. Version 2 and files without one are JSON lines."""
+
+VERSION_KEY = "eqlen.version"
+
+PROMPT, END = "prompt", "end"
+
+SEGMENTS = pa.schema(
+    {
+        "role": pa.string(),
+        "prompt_id": pa.string(),
+        "kind": pa.string(),  # of sampling
+        "index": pa.int32(),  # which of the prompt's rollouts
+        "policy_version": pa.int64(),
+        "number": pa.int32(),  # of the segment in its rollout
+        "parent": pa.int32(),  # number of the step that a step continues
+        "finish_reason": pa.string(),
+        "outcome": pa.string(),  # in the row ``end`` of a stream
+        "token_ids": pa.list_(pa.int32()),
+        "logprobs": pa.list_(pa.float32()),
+        "mask_ids": pa.list_(pa.int32()),
+        "mask_counts": pa.list_(pa.uint8()),
+        "question": pa.string(),  # from here on in the row ``prompt``
+        "grader": pa.string(),
+        "gold": pa.string(),
+        "source": pa.string(),
+        "prompt_number": pa.int64(),
+    },
+    metadata={VERSION_KEY: str(VERSION)},
+)
+
+GRADES = pa.schema(
+    {
+        "prompt_id": pa.string(),
+        "index": pa.int32(),
+        "number": pa.int32(),
+        "reward": pa.float64(),
+        "verdict": pa.string(),
+        "answer": pa.string(),
+        "grader": pa.string(),
+        "seconds": pa.float64(),
+        "detail": pa.string(),
+    },
+    metadata={VERSION_KEY: str(VERSION)},
+)
+
+GradeKey = tuple[str, int, int]
+"""(prompt_id, index, number) of a segment."""
+
+Row = dict[str, Any]
+"""Columns of ``SEGMENTS``; those that are not there are null."""
+
+
+def prompt_row(prompt: Prompt) -> Row:
+    row = asdict(prompt)
+    row |= {"role": PROMPT, "prompt_number": row.pop("number")}
+    return row | {"token_ids": np.asarray(prompt.token_ids, np.int32)}
+
+
+def rollout_rows(rollout: Rollout) -> list[Row]:
+    """Its segments and its end."""
+    kind = kind_of(rollout)
+    head = {
+        "prompt_id": rollout.prompt_id,
+        "kind": kind.name,
+        "index": rollout.index,
+        "policy_version": rollout.policy_version,
+    }
+    rows = [head | _part_row(number, part) for number, part in enumerate(kind.parts(rollout))]
+    return [*rows, head | {"role": END, "outcome": getattr(rollout, "outcome", None)}]
+
+
+def _part_row(number: int, part: Part) -> Row:
+    segment, mask = part.segment, part.segment.sampling_mask
+    return {
+        "role": part.role,
+        "number": number,
+        "parent": part.parent,
+        "finish_reason": segment.finish_reason,
+        "token_ids": segment.token_ids,
+        "logprobs": segment.logprobs,
+        "mask_ids": None if mask is None else mask.ids,
+        "mask_counts": None if mask is None else mask.counts,
+    }
+
+
+def to_batch(rows: list[Row]) -> pa.RecordBatch:
+    """The rows as columns; token arrays are copied once."""
+    return pa.record_batch([_column(column, rows) for column in SEGMENTS], schema=SEGMENTS)
+
+
+def _column(column: pa.Field, rows: list[Row]) -> pa.Array:
+    values = [row.get(column.name) for row in rows]
+    if not pa.types.is_list(column.type):
+        return pa.array(values, column.type)
+    dtype = column.type.value_type.to_pandas_dtype()
+    missing = [value is None for value in values]
+    arrays = [np.zeros(0, dtype) if value is None else value for value in values]
+    offsets = np.cumsum([0, *map(len, arrays)], dtype=np.int32)
+    mask = pa.array(missing) if any(missing) else None
+    return pa.ListArray.from_arrays(
+        pa.array(offsets), pa.array(np.concatenate([np.zeros(0, dtype), *arrays])), mask=mask
+    )
+
+
+def from_batch(batch: pa.RecordBatch) -> Iterator[Row]:
+    """The inverse of ``to_batch``. Token arrays are views of the batch."""
+    names = batch.schema.names
+    columns = [_values(batch.column(name)) for name in names]
+    for values in zip(*columns, strict=True):
+        yield dict(zip(names, values, strict=True))
+
+
+def _values(column: pa.Array) -> Iterable[Any]:
+    if not pa.types.is_list(column.type):
+        return column.to_pylist()
+    items = column.values.to_numpy(zero_copy_only=True)
+    ends = column.offsets.to_numpy().tolist()
+    present = column.is_valid().to_pylist()
+    pieces = zip(present, ends[:-1], ends[1:], strict=True)
+    return [items[start:end] if there else None for there, start, end in pieces]
+
+
+@dataclass
+class Assembly:
+    """Rollouts from rows, as their ends come."""
+
+    grades: dict[GradeKey, Grade] = field(default_factory=dict)
+    prompts: dict[str, Prompt] = field(default_factory=dict)
+    rollouts: dict[tuple[str, int], Rollout] = field(default_factory=dict)
+    """Complete ones; of two of one key the first."""
+    _open: dict[tuple[str, int], list[Part]] = field(default_factory=dict)
+
+    def take(self, row: Row) -> None:
+        """Raises ValueError or KeyError for a row that has no place."""
+        key = row["prompt_id"], row["index"]
+        if row["role"] == PROMPT:
+            self.prompts[row["prompt_id"]] = _prompt(row)
+        elif row["role"] == END:
+            head = Head(self.prompts[key[0]], key[1], row["policy_version"], row["outcome"])
+            self.rollouts.setdefault(key, _kind(row["kind"]).join(head, self._open.pop(key, [])))
+        else:
+            self._open.setdefault(key, []).append(self._part(row))
+
+    def _part(self, row: Row) -> Part:
+        ids, counts = row["mask_ids"], row["mask_counts"]
+        segment = Segment(
+            row["token_ids"],
+            row["logprobs"],
+            row["finish_reason"],
+            self.grades.get((row["prompt_id"], row["index"], row["number"])),
+            None if counts is None else SamplingMask(NO_TOKENS if ids is None else ids, counts),
+        )
+        return Part(row["role"], segment, row["parent"])
+
+
+def _kind(name: str) -> Any:
+    if name not in KINDS:
+        raise ValueError(f"kind: expected {', '.join(KINDS)}, found {name!r}")
+    return KINDS[name]
+
+
+def _prompt(row: Row) -> Prompt:
+    return Prompt(
+        prompt_id=row["prompt_id"],
+        token_ids=row["token_ids"].tolist(),
+        question=row["question"],
+        grader=row["grader"],
+        gold=row["gold"],
+        source=row["source"],
+        number=row["prompt_number"],
+    )
+
+
+def grade_rows(rollouts: Iterable[Rollout]) -> list[Row]:
+    """The grades of ``rollouts``."""
+    return [
+        dict(zip(("prompt_id", "index", "number"), (*rollout_key(rollout), number), strict=True))
+        | asdict(part.segment.grade)
+        for rollout in rollouts
+        for number, part in enumerate(kind_of(rollout).parts(rollout))
+        if part.segment.grade is not None
+    ]
+
+
+def grades_of(rows: Iterable[Row]) -> dict[GradeKey, Grade]:
+    """The inverse of ``grade_rows``."""
+    keys = ("prompt_id", "index", "number")
+    return {
+        tuple(row[key] for key in keys): Grade(**{k: v for k, v in row.items() if k not in keys})
+        for row in rows
+    }

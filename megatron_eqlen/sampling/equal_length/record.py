@@ -1,0 +1,28 @@
+"""A stream's parts: the two sides of each pair in turn, then the tail."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_eqlen.sampling.record import Head, Part
+from megatron_eqlen.types import Pair, Stream
+
+
+def parts(stream: Stream) -> list[Part]:
+    sides = [part for pair in stream.pairs for part in (Part("a", pair.a), Part("b", pair.b))]
+    return sides + ([Part("tail", stream.tail)] if stream.tail is not None else [])
+
+
+def join(head: Head, parts: Sequence[Part]) -> Stream:
+    """The inverse of ``parts``."""
+    segments: dict[str, list] = {"a": [], "b": [], "tail": []}
+    for part in parts:
+        segments[part.role].append(part.segment)
+    return Stream(
+        prompt=head.prompt,
+        index=head.index,
+        policy_version=head.policy_version,
+        pairs=[Pair(a, b) for a, b in zip(segments["a"], segments["b"], strict=True)],
+        outcome=head.outcome,
+        tail=segments["tail"][0] if segments["tail"] else None,
+    )

@@ -1,0 +1,29 @@
+"""A rollout as a flat list of parts: how it goes to disk and comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_eqlen.types import Prompt, Segment
+
+
+@dataclass(frozen=True)
+class Part:
+    """A segment and what it is in its rollout."""
+
+    role: str
+    """``a``, ``b``, ``tail``, ``completion`` or ``step``."""
+    segment: Segment
+    parent: int = -1
+    """Number of the step that a ``step`` continues."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a rollout is besides its parts."""
+
+    prompt: Prompt
+    index: int
+    policy_version: int
+    outcome: str | None = None
+    """A stream's."""
