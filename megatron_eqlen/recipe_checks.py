@@ -18,6 +18,7 @@ def check(recipe: Recipe) -> None:
     _check_sampling(recipe)
     _check_engine(recipe.rollout)
     _check_sampling_mask(recipe.rollout)
+    _check_keep_streams(recipe)
     layout.check(recipe)
     _check_reward(recipe.reward)
     check_combination(recipe)
@@ -103,6 +104,11 @@ def _check_sampling_mask(rollout: RolloutRecipe) -> None:
             "rollout.keep_sampling_mask: true needs rollout.logprobs_mode: processed (both are of the kept "
             f"tokens alone), found {rollout.logprobs_mode}"
         )
+
+
+def _check_keep_streams(recipe: Recipe) -> None:
+    if recipe.report.keep_streams == "evaluations" and not recipe.evaluation.every:
+        raise ValueError("report.keep_streams: evaluations needs evaluation.every >= 1, found 0")
 
 
 def _check_plugins(recipe: Recipe) -> None:

@@ -163,6 +163,8 @@ class Run:
         position = {"data": agree(lambda: step.data_position), "gpu_hours": self.gpu_hours}
         checkpoint.save(self.folder.checkpoints, self.steps, policy, position, self.recipe.checkpoint.keep)
         self.saved = self.steps
+        if distributed.is_rank0():
+            self.folder.remove_old_streams(self.recipe, self.saved)
 
     # ---- evaluation ---------------------------------------------------------------------------------
 

@@ -14,10 +14,11 @@ runs/NAME/METHOD-seedN/     (eqlen-grpo-group_size=8-seed0: with what the comman
 from __future__ import annotations
 
 import fcntl
+import shutil
 import time
 from pathlib import Path
 
-from megatron_eqlen.files import step_name, unused, write_text
+from megatron_eqlen.files import step_name, step_number, unused, write_text
 from megatron_eqlen.metrics import TIME_GPU_HOURS
 from megatron_eqlen.recipe import MAY_CHANGE, Recipe, RecipeError, differences, is_under
 from megatron_eqlen.recipe_load import dump, load
@@ -59,6 +60,18 @@ class RunFolder:
             return False
         last = read_metrics(self.path)[-1]
         return recipe.budget.ended_by(last["step"], last.get(TIME_GPU_HOURS) or 0.0) is not None
+
+    def remove_old_streams(self, recipe: Recipe, saved: int) -> None:
+        """Remove what was recorded of steps that ``report.keep_streams`` does not name; steps after the
+        checkpoint of step ``saved`` stay, since a resumed run reads them again."""
+        keep, every = recipe.report.keep_streams, recipe.evaluation.every
+        for folder in self.streams.glob("step-*"):
+            number = step_number(folder.name)
+            if number is None or number >= saved or keep == "all":
+                continue
+            named = (number + 1) % every == 0 if keep == "evaluations" else number >= saved - keep
+            if not named:
+                shutil.rmtree(folder)
 
     def reopen(self) -> None:
         """Rename the final evaluation and export of an ended run after its last step, because the run

@@ -282,6 +282,9 @@ class EvaluationRecipe(Section):
 
 class ReportRecipe(Section):
     wandb_project: str | None = None
+    keep_streams: Literal["all", "evaluations"] | PositiveInt = "all"
+    """Which steps' recorded rollouts stay: of all steps, of those that were evaluated, or of the newest N.
+    Others are removed once a checkpoint from after them is saved."""
 
 
 class ClusterRecipe(Section):

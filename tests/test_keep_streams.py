@@ -1,0 +1,46 @@
+"""Recorded rollouts of old steps are removed as ``report.keep_streams`` says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_eqlen.files import step_name
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe_load import parse
+from megatron_eqlen.run_folder import RunFolder
+
+
+def make_recipe(folder: Path, keep: str | int, every: int) -> Recipe:
+    return parse(
+        {
+            "name": "test",
+            "steps": 9,
+            "run_dir": str(folder),
+            "model": {"path": "none"},
+            "data": {"sources": [{"name": "s", "path": "none"}]},
+            "report": {"keep_streams": keep},
+            "evaluation": {"every": every},
+        },
+        "test",
+    )
+
+
+@pytest.mark.parametrize(
+    ("keep", "left"),
+    [("all", range(8)), (1, [5, 6, 7]), (4, [2, 3, 4, 5, 6, 7]), ("evaluations", [2, 5, 6, 7])],
+)
+def test_steps_that_are_named_stay_and_those_that_a_resumed_run_reads(tmp_path, keep, left):
+    recipe = make_recipe(tmp_path, keep, every=3)
+    folder = RunFolder(recipe)
+    for number in range(8):
+        (folder.streams / step_name(number)).mkdir(parents=True)
+    (folder.streams / "notes").mkdir()
+    folder.remove_old_streams(recipe, saved=6)
+    assert sorted(path.name for path in folder.streams.iterdir()) == ["notes", *map(step_name, left)]
+
+
+def test_evaluations_that_never_are_keep_nothing_so_they_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"report\.keep_streams: evaluations needs evaluation\.every >= 1"):
+        make_recipe(tmp_path, "evaluations", every=0)
