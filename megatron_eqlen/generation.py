@@ -144,8 +144,9 @@ class Generator:
         replicas, mine = self.session.replicas, self.session.replicas.share(prompts)
         asked = {prompt.prompt_id for prompt in mine}
         if self.left[0] != step.number:
+        if self.left[0] != step.number:
             agree(lambda: set_aside_stale(self.streams / step.name, step.policy_version))
-            self.left = step.number, step_files(self.streams / step.name)
+            self.left = step.number, agree(lambda: step_files(self.streams / step.name))
         done = read_files(self.left[1], asked)
         with ExitStack() as files, self.session.stage("harvest") as seconds:
             recorder = files.enter_context(Recorder(self._file(step))) if replicas.leads else None

@@ -94,11 +94,11 @@ def step(llm: LLM) -> list[Delta]:
     return deltas
 
 
-def _sampling_mask(columns: np.ndarray) -> list[Sequence[int]] | None:
+def _sampling_mask(columns: np.ndarray) -> list[tuple[int, ...]] | None:
     """From ``PathSampler``'s [tokens, 1 + width]; None where it records no mask."""
     if columns.shape[1] == 1:
         return None
-    return [sorted(set(row)) for row in columns.tolist()]
+    return [tuple(sorted(set(row))) for row in columns.tolist()]
 
 
 def abort(llm: LLM, request_ids: list[str]) -> None:
