@@ -144,7 +144,6 @@ class Generator:
         replicas, mine = self.session.replicas, self.session.replicas.share(prompts)
         asked = {prompt.prompt_id for prompt in mine}
         if self.left[0] != step.number:
-        if self.left[0] != step.number:
             agree(lambda: set_aside_stale(self.streams / step.name, step.policy_version))
             self.left = step.number, agree(lambda: step_files(self.streams / step.name))
         done = read_files(self.left[1], asked)

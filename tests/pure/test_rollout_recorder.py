@@ -20,8 +20,19 @@ from megatron_eqlen.rollout.recorder import (
     read_streams,
     record,
     record_grades,
+    set_aside_stale,
 )
-from megatron_eqlen.types import Grade, Group, Pair, Prompt, SampledTree, Segment, Stream, rollout_key, training_order
+from megatron_eqlen.types import (
+    Grade,
+    Group,
+    Pair,
+    Prompt,
+    SampledTree,
+    Segment,
+    Stream,
+    rollout_key,
+    training_order,
+)
 
 
 def prompt(name: str, number: int = 0) -> Prompt:
