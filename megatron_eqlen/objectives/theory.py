@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -101,9 +102,10 @@ def _picked(logits: torch.Tensor, response: Sequence[int]) -> torch.Tensor:
 
 def graded(token_ids: Sequence[int], reward: float | None = None) -> Segment:
     """A segment that ended with this reward, or that went on (None)."""
+    tokens, logprobs = np.array(token_ids, np.int32), np.zeros(len(token_ids), np.float32)
     if reward is None:
-        return Segment(token_ids, [0.0] * len(token_ids))
-    return Segment(token_ids, [0.0] * len(token_ids), "stop", Grade(reward, ""))
+        return Segment(tokens, logprobs)
+    return Segment(tokens, logprobs, "stop", Grade(reward, ""))
 
 
 def grpo_group(*responses: tuple[Sequence[int], float]) -> Group:

@@ -37,12 +37,13 @@ def simulated_stream(
 ) -> TokenTree:
     """One stream's token tree (zero tokens: the packer's work does not depend on their values)."""
     ends = [response_length(rng, median, 0), response_length(rng, median, 0)]
-    root = [0] * int(rng.integers(min(SHORTEST_PROMPT, prompt), prompt + 1))
+    root = np.zeros(int(rng.integers(min(SHORTEST_PROMPT, prompt), prompt + 1)), np.int32)
     nodes, trunk, length = [Node(-1, root)], 0, 0
     while length < min(ends) <= limit:
-        side = [0] * (min(ends) - length)
+        side = np.zeros(min(ends) - length, np.int32)
+        logprobs = np.zeros(len(side), np.float32)
         weight = float(rng.integers(0, 2))
-        nodes += [Node(trunk, side, sign, weight, [0.0] * len(side)) for sign in (1.0, -1.0)]
+        nodes += [Node(trunk, side, sign, weight, logprobs) for sign in (1.0, -1.0)]
         trunk, length = len(nodes) - 1, min(ends)
         ends = [max(ends), response_length(rng, median, length)]
     return TokenTree(f"stream {number}", nodes)

@@ -55,7 +55,7 @@ class Scorer:
         for rollout in rollouts:
             prompts[rollout.prompt_id] = rollout.prompt
             for segment, response in rollout.ended():
-                key = rollout.prompt_id, blake2b(response).digest()
+                key = rollout.prompt_id, blake2b(response.tobytes()).digest()
                 ended[key].append(segment)
                 if segment.grade is None and key not in texts:
                     texts[key] = self._tokenizer.decode(response)

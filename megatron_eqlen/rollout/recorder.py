@@ -22,7 +22,6 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from megatron_eqlen.files import replaced, unused
 from megatron_eqlen.rollout.record_format import (
@@ -267,7 +266,8 @@ def read_streams(path: str | Path) -> Iterator[pa.Table]:
 
 def _table(path: Path) -> pa.Table:
     table = pa.Table.from_batches(list(_batches(path)), SEGMENTS)
-    table = table.filter(pc.invert(pc.is_in(table["role"], pa.array([PROMPT, END]))))
+    roles = table["role"].to_pylist()
+    table = table.filter(pa.array([role not in (PROMPT, END) for role in roles]))
     table = table.select(SEGMENTS.names[: SEGMENTS.names.index("question")])
     grades, keys = read_grades(path.parent), ("prompt_id", "index", "number")
     found = [grades.get(key) for key in zip(*(table[name].to_pylist() for name in keys), strict=True)]
@@ -295,7 +295,7 @@ def _assemble(files: Sequence[Path], grades: dict[tuple[str, int, int], Grade]) 
 def _names(path: Path) -> set[str]:
     """Ids of the prompts in a file; no other column is decompressed."""
     options = pa.ipc.IpcReadOptions(included_fields=[SEGMENTS.get_field_index("prompt_id")])
-    return {name for batch in _batches(path, options) for name in pc.unique(batch.column(0)).to_pylist()}
+    return {name for batch in _batches(path, options) for name in batch.column(0).unique().to_pylist()}
 
 
 def _batches(path: Path, options: pa.ipc.IpcReadOptions | None = None) -> Iterator[pa.RecordBatch]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_eqlen.types import Prompt, Segment
+from megatron_eqlen.types import Outcome, Prompt, Segment
 
 
 @dataclass(frozen=True)
@@ -25,5 +25,5 @@ class Head:
     prompt: Prompt
     index: int
     policy_version: int
-    outcome: str | None = None
+    outcome: Outcome | None = None
     """A stream's."""

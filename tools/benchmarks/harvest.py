@@ -172,7 +172,7 @@ def effective_samples(rollouts: list[Rollout], recipe: Recipe, accuracy: float) 
     count = 0
     for rollout in rollouts:
         for segment, response in rollout.ended():
-            segment.grade = Grade(float(coin(response) < accuracy), "simulated")
+            segment.grade = Grade(float(coin(response.tolist()) < accuracy), "simulated")
         units = verifier_rewards(rollout, recipe)
         count += sum(len(rewards) for rewards in units if not all_equal(rewards))
     return count

@@ -15,6 +15,7 @@ def parts(stream: Stream) -> list[Part]:
 
 def join(head: Head, parts: Sequence[Part]) -> Stream:
     """The inverse of ``parts``."""
+    assert head.outcome is not None, "a stream's record has an outcome"
     segments: dict[str, list] = {"a": [], "b": [], "tail": []}
     for part in parts:
         segments[part.role].append(part.segment)
