@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_eqlen.types import Node, Row, TokenTree
+from megatron_eqlen.types import Node, Row, SamplingMask, TokenTree
 
 VOCABULARY = 96
 
@@ -65,9 +65,9 @@ def masked(trees: list[TokenTree], seed: int = 0) -> list[TokenTree]:
     """The same trees; each token was drawn from itself and up to five others."""
     rng = np.random.default_rng(seed)
     for one in (node for tree in trees for node in tree.nodes[1:]):
-        one.sampling_mask = [
-            tuple(sorted({token, *tokens(rng, int(rng.integers(0, 6)))})) for token in one.token_ids
-        ]
+        one.sampling_mask = SamplingMask.of(
+            sorted({int(token), *tokens(rng, int(rng.integers(0, 6)))}) for token in one.token_ids
+        )
     return trees
 
 
