@@ -1,21 +1,42 @@
-"""Each thing that users add is one file of their own, in a package of their own, named in the recipe."""
+"""Each thing that can be added is where the READMEs say, and nothing else needs to know of it.
+
+Objectives, readers and graders are one file of a user's own, named in the recipe. A sampling kind and a model
+family are added to this package: here for the length of a test.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import random
 import sys
 
 import pytest
+import torch
 
+from megatron_eqlen import layout
 from megatron_eqlen.data.prompts import PromptSource
 from megatron_eqlen.data.tokenizer_maker import write_hf_tokenizer
+from megatron_eqlen.hf import config, families, qwen3_moe
+from megatron_eqlen.hf.config import ConfigError, read_config
+from megatron_eqlen.hf.cost import active_parameters
+from megatron_eqlen.hf.folder import HFFolder
+from megatron_eqlen.hf.folder_check import check_folder
+from megatron_eqlen.models.config import transformer_config
 from megatron_eqlen.objectives.build import build_trees
 from megatron_eqlen.objectives.registry import resolve
-from megatron_eqlen.recipe import Recipe, RecipeError
+from megatron_eqlen.plugins import load_object
+from megatron_eqlen.recipe import ParallelRecipe, Recipe, RecipeError
 from megatron_eqlen.recipe_load import parse
+from megatron_eqlen.report.rollouts import Unknown, view
 from megatron_eqlen.rewards.scoring import Scorer
+from megatron_eqlen.rollout.harvest import harvest
+from megatron_eqlen.rollout.recorder import FILES, Recorder, read_step
+from megatron_eqlen.sampling import KINDS
+from megatron_eqlen.sampling.kind import SamplingKind
 from megatron_eqlen.tokenizer import load_tokenizer
-from megatron_eqlen.types import Grade, Group, Prompt, Segment
+from megatron_eqlen.types import Delta, Grade, Group, Prompt, Segment
+from tests.kit.tiny_models import save_tiny
 
 OBJECTIVE = """
 from megatron_eqlen.objectives.objective import Objective
@@ -144,3 +165,150 @@ def test_rows_cannot_name_code(package):
 def group(rewards: list[float]) -> Group:
     completions = [Segment([5, 9], [-1.0, -1.0], "stop", Grade(reward, "scored")) for reward in rewards]
     return Group(Prompt("q", [1, 2], "?", "math", "1"), 0, completions)
+
+
+# ---- a sampling kind: its rollout, its folder, its line in KINDS, its name in the schema ------------------
+
+KIND = """
+from dataclasses import dataclass
+
+from megatron_eqlen.sampling.comparison import ComparisonUnit, graded, node, root
+from megatron_eqlen.sampling.independent.group import IndependentGroup
+from megatron_eqlen.sampling.kind import SamplingKind
+from megatron_eqlen.sampling.picture import Picture, Placed
+from megatron_eqlen.sampling.record import Part
+from megatron_eqlen.types import Prompt, Segment, TokenTree
+
+
+@dataclass
+class Duel:
+    prompt: Prompt
+    policy_version: int
+    sides: list
+    index: int = 0
+
+    @property
+    def prompt_id(self):
+        return self.prompt.prompt_id
+
+    def ended(self):
+        return ((side, side.token_ids) for side in self.sides if side.finish_reason == "stop")
+
+    def segments(self):
+        return iter(self.sides)
+
+
+class Duellists(IndependentGroup):
+    def rollout(self, policy_version):
+        return Duel(self.prompt, policy_version, [track.segment(0) for track in self.tracks])
+
+
+def harvesters(prompts, recipe, eos_token_ids, seed):
+    limit = recipe.rollout.max_response_length
+    return [Duellists(prompt, 2, limit, eos_token_ids, seed) for prompt in prompts]
+
+
+def compare(duel, recipe, penalty):
+    nodes = [node(0, side) for side in duel.sides]
+    rewards = [graded(side, duel.prompt_id) if side.finish_reason == "stop" else 0.0 for side in duel.sides]
+    unit = ComparisonUnit(duel.prompt_id, duel.sides, nodes, rewards, skip_equal=True)
+    return TokenTree(duel.prompt_id, [root(duel.prompt), *nodes]), [unit]
+
+
+def picture(duel):
+    sides = [Placed(name, side, []) for name, side in zip("LR", duel.sides)]
+    return Picture("a duel", [tuple(sides)])
+
+
+def parts(duel):
+    return [Part("side", side) for side in duel.sides]
+
+
+def join(head, parts):
+    return Duel(head.prompt, head.policy_version, [part.segment for part in parts], head.index)
+
+
+def shape(duels):
+    return {"harvest/completions": 2 * len(duels)}
+
+
+def compared(units, duels, recipe):
+    return {"objective/pairs": len(units)}
+
+
+DUEL = SamplingKind("duel", Duel, harvesters, compare, picture, parts, join, shape, compared)
+"""
+
+
+def test_a_sampling_kind_is_a_folder_and_a_line(package, tmp_path, monkeypatch):
+    (package / "mine" / "duel.py").write_text(KIND)
+    kind = load_object("mine.duel:DUEL", "test", SamplingKind)
+    monkeypatch.setitem(KINDS, kind.name, kind)
+    mine = recipe(rollout={"max_response_length": 8, "keep_sampling_mask": False}).model_copy(
+        update={"sampling": "duel"}
+    )
+    prompts = [Prompt(f"q{number}", [1, 2], "?", "math", "1", number=number) for number in range(3)]
+    engine = Scripted(random.Random(0))
+    rollouts, metrics = harvest(engine, prompts, mine, {9}, seed=0)
+    assert [len(rollout.sides) for rollout in rollouts] == [2, 2, 2]
+    assert metrics["harvest/completions"] == 6
+    for rollout in rollouts:
+        for number, (segment, _) in enumerate(rollout.ended()):
+            segment.grade = Grade(float(number), "scored")
+    with Recorder(tmp_path / "step-00000000" / FILES.replace("*", "0")) as recorder:
+        for rollout in rollouts:
+            recorder.write(rollout)
+    recorded = read_step(tmp_path / "step-00000000")
+    assert [one.prompt_id for one in recorded] == ["q0", "q1", "q2"]
+    assert [one.sides for one in recorded] == [
+        [dataclasses.replace(side, grade=None) for side in rollout.sides] for rollout in rollouts
+    ]
+    trees, metrics = build_trees(rollouts, mine)
+    assert len(trees) == metrics["objective/pairs"] == 3
+    seen = view(rollouts[0], str, Unknown())
+    assert (seen.title, [(pair.a.label, pair.b.label) for pair in seen.pairs]) == ("a duel", [("L", "R")])
+
+
+class Scripted:
+    """Ends every request at once with token 9; sampling masks are off."""
+
+    max_model_len, max_num_seqs, policy_version = 64, 8, 0
+
+    def __init__(self, chaos: random.Random) -> None:
+        self.requests: list[str] = []
+
+    def submit(self, request_id, token_ids, max_tokens, seed):
+        self.requests.append(request_id)
+
+    def step(self):
+        deltas = [Delta(name, [5, 9], [-0.5, -0.25], "stop") for name in self.requests]
+        self.requests = []
+        return deltas
+
+    def abort(self, request_ids):
+        assert not list(request_ids)
+
+    def metrics(self):
+        return {}
+
+
+# ---- a model family: its weights and its line in FAMILIES, its name and layer types in hf/config.py --------
+
+
+def test_a_model_family_is_its_weights_and_its_lines(tmp_path, monkeypatch):
+    save_tiny(tmp_path, "qwen3_moe")
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"model_type": "again_moe"}))
+    with pytest.raises(ConfigError, match=r"expected one of .*, found 'again_moe'"):
+        read_config(tmp_path)
+    monkeypatch.setattr(config, "FAMILIES", (*config.FAMILIES, "again_moe"))
+    monkeypatch.setitem(config.LAYER_TYPES, "again_moe", {"full_attention"})
+    monkeypatch.setitem(families.FAMILIES, "again_moe", qwen3_moe.weights)
+    model = read_config(tmp_path)
+    by_name = check_folder(HFFolder(tmp_path), model)
+    assert "embedding.word_embeddings.weight" in by_name
+    assert not list(layout.weights(ParallelRecipe(expert=2), model))
+    assert active_parameters(model) > 0
+    assert model.experts is not None
+    megatron = transformer_config(model, ParallelRecipe(), torch.float32)
+    assert megatron.num_moe_experts == model.experts.num_experts
