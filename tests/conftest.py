@@ -1,17 +1,34 @@
-"""What holds for the whole suite: no process that a test started is left when it ends."""
+"""What holds for the whole suite: which tests share a worker, and that no process that a test started is left
+when it ends."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.kit import jobs
 from tests.kit.processes import adopt_orphans, command_line, descendants, within
 
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor/compile_worker")
 """Libraries' own processes, which serve this one to its end and go with it."""
+
+
+class ByFolderOrFile(LoadScopeScheduling):
+    """A worker gets whole files, for the sake of their fixtures; of the tests that fork from a warm process
+    (``tests.kit.jobs``), which takes 15 CPU-seconds to start, the whole folder."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        _, folder, *_ = nodeid.split("/")
+        return folder if folder in ("engine", "job") else nodeid.split("::")[0]
+
+
+@pytest.hookimpl(optionalhook=True)  # without xdist, or with -p no:xdist, nobody asks
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFolderOrFile:
+    return ByFolderOrFile(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -15,17 +15,20 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file
 
+from megatron_eqlen.lifeline import named
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.rollout.engine import Engine, EngineError
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.vllm import client, pool
 from megatron_eqlen.rollout.vllm.client import ServerEngine
+from megatron_eqlen.rollout.vllm.server import server_command
 from megatron_eqlen.rollout.vllm.weight_stream import HELLO, connect, encode, read_frame, receive
 from megatron_eqlen.types import Prompt, Rollout
+from tests.kit import jobs
 from tests.kit.processes import are_gone, command_line, descendants, within
 from tests.kit.rollout_kit import folder
-from tools.benchmarks.servers import free_ports, running, stop
+from tools.benchmarks.servers import ENVIRON, free_ports, wait_until_up
 
 EOS = range(1, 7)
 NORM = "model.norm.weight"
@@ -57,10 +60,18 @@ def open_engine(recipe: Recipe) -> ServerEngine:
 
 @pytest.fixture(scope="module")
 def servers():
-    """Two real servers: {url: process}."""
-    environ = {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
-    with running(make_recipe(["http://unknown"]), 2, **environ) as started:
+    """Two real servers: {url: process}. (``tests/job`` has one that starts as a user starts it.)"""
+    started = {}
+    try:
+        for port in free_ports(2):
+            (_, *command), environ = server_command(make_recipe(["http://unknown"]), port, "127.0.0.1")
+            started[f"http://127.0.0.1:{port}"] = jobs.start(*command, **named(), **ENVIRON, **environ)
+        for url, process in started.items():
+            wait_until_up(url, process)
         yield started
+    finally:
+        for process in started.values():
+            process.kill()
 
 
 def assert_same(found: list[Rollout], expected: list[Rollout]) -> None:
@@ -121,7 +132,7 @@ def test_two_servers_harvest_what_one_process_does_through_a_sync_and_a_death(se
 
     def kill_one(rollout: Rollout) -> None:
         if not completed:
-            stop(next(iter(servers.values())))
+            next(iter(servers.values())).kill()
         completed.append(rollout)
 
     found, metrics = harvest(remote, PROMPTS, recipe, EOS, seed=2, on_complete=kill_one)

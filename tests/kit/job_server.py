@@ -13,6 +13,7 @@ import os
 import random
 import runpy
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ PRELOADED = (
     "megatron_eqlen.run",
     "vllm.v1.worker.cpu_worker",  # it and the model are imported when an engine starts
     "vllm.model_executor.models.qwen3",
+    "vllm.entrypoints.launchers.api_server.entry",
 )
 """Modules that start no threads and keep no state that jobs could share."""
 
@@ -42,9 +44,12 @@ def fork_orphan() -> int:
     """``os.fork`` of a process whose parent has ended: it becomes a child of the tests, who adopt orphans."""
     ours, theirs = os.pipe()
     if (middle := os.fork()) == 0:
+        parent = os.getpid()
         if (pid := os.fork()) == 0:
             os.close(ours)
             os.close(theirs)
+            while os.getppid() == parent:  # it ends now; a job may look who its launcher is
+                time.sleep(0.001)
             return 0
         os.write(theirs, str(pid).encode())
         os._exit(0)

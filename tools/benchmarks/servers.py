@@ -11,10 +11,18 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from megatron_eqlen.lifeline import named
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout.vllm.server import server_command
+
+ENVIRON = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+"""Several on one machine must not bind their threads to the same cores."""
+
+
+class Process(Protocol):
+    def poll(self) -> int | None: ...
 
 
 @contextmanager
@@ -39,14 +47,14 @@ def start(
     """A silent server that dies with this process."""
     return subprocess.Popen(
         command,
-        env=os.environ | named() | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} | dict(environ),
+        env=os.environ | named() | ENVIRON | dict(environ),
         cwd=cwd,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
 
 
-def wait_until_up(url: str, process: subprocess.Popen) -> None:
+def wait_until_up(url: str, process: Process) -> None:
     """Raises RuntimeError if the server stops instead."""
     while process.poll() is None:
         try:
