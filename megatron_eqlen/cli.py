@@ -21,7 +21,7 @@ OVERRIDES_HELP = "override a recipe key, for example objective=dapo loss.kl_coef
 
 def main(argv: list[str] | None = None) -> int:
     """Run one ``eqlen`` command; returns its exit status. User mistakes end with one line on stderr."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parse(argv)
     quiet()
     try:
         return arguments.command(arguments)
@@ -31,6 +31,18 @@ def main(argv: list[str] | None = None) -> int:
         rank = f"rank {os.environ['RANK']}: " if os.environ.get("RANK", "0") != "0" else ""
         print(f"eqlen {arguments.name}: {rank}{error}", file=sys.stderr)
         return 2
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    """Overrides may stand before, between and after options; argparse alone takes only the first of them."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    strange = [text for text in rest if text.startswith("-") or "=" not in text]
+    if strange or (rest and "overrides" not in arguments):
+        parser.error(f"{arguments.name}: unrecognized arguments: {' '.join(strange or rest)}")
+    if rest:
+        arguments.overrides += rest
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:

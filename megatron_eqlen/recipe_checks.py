@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from megatron_eqlen import layout
@@ -13,6 +14,7 @@ from megatron_eqlen.types import WIDEST_MASK
 
 def check(recipe: Recipe) -> None:
     """Raise ValueError, with the arithmetic, for keys that contradict each other."""
+    _check_name(recipe.name)
     _check_end(recipe)
     _check_row_budget(recipe)
     _check_sampling(recipe)
@@ -41,6 +43,15 @@ def where_from(recipe: Recipe) -> str:
     """The end of a message about missing inputs: the command that makes them, if the recipe has
     ``inputs_from``."""
     return f" ({recipe.inputs_from} makes what this recipe reads: run it first)" if recipe.inputs_from else ""
+
+
+def _check_name(name: str) -> None:
+    """The name becomes a folder under ``runs/``."""
+    if name in (".", "..") or not re.fullmatch(r"[\w.,=+@ -]{1,100}", name):
+        raise ValueError(
+            f"name: expected 1 to 100 letters, digits or any of ' _-.,=+@' (it names a folder under runs/), "
+            f"found {name!r}"
+        )
 
 
 def _check_end(recipe: Recipe) -> None:

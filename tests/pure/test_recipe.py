@@ -48,6 +48,9 @@ def small(**changes):
         ({"wieght": 1}, "unknown key 'wieght' (nearest: 'data.sources.0.weight')"),
         ({"losses": {"kl_coef": 0}}, "unknown key 'losses' (nearest: 'loss')"),
         ({"zzzzzzz": 1}, "unknown key 'zzzzzzz'"),
+        ({"name": "../../x"}, "name: expected 1 to 100 letters, digits"),
+        ({"name": ".."}, "found '..'"),
+        ({"name": ""}, "found ''"),
         ({"steps": 0}, "steps: Input should be greater than 0, found 0"),
         ({"objective": "gpo"}, "objective: 'gpo' is not one of"),
         ({"group_size": 7}, "group_size: 7 is odd"),
@@ -149,6 +152,23 @@ def test_command_line_mistakes_are_one_line(capsys):
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "nearest: 'objective'" in error
+
+
+def test_overrides_may_stand_after_options(capsys):
+    recipe = str(RECIPES / "qwen3_32b.yaml")
+    for words in (["--dry-run", "seed=3", "steps=4"], ["seed=3", "--dry-run", "steps=4"]):
+        assert cli.main(["train", recipe, *words]) == 0
+        out = capsys.readouterr().out
+        assert "seed: 3\n" in out
+        assert "steps: 4\n" in out
+    for words in (
+        ["train", recipe, "--dry-run", "seed"],
+        ["train", recipe, "--sed=3"],
+        ["report", "run", "a=b"],
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(words)
+        assert f"{words[0]}: unrecognized arguments: {words[-1]}\n" in capsys.readouterr().err
 
 
 def test_missing_inputs_are_named_before_anything_starts(capsys, tmp_path):

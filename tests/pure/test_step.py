@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 
 from megatron_eqlen.metrics import MetricError
+from megatron_eqlen.recipe_load import load
+from megatron_eqlen.run import Run
+from megatron_eqlen.session import Session
 from megatron_eqlen.step import Batch, Step
+from megatron_eqlen.training.policy import Policy
+from tests.kit import ROOT
 from tests.kit.report_runs import example_group, example_stream
 
 
@@ -33,3 +41,14 @@ def test_batches_of_a_step_follow_one_another_and_add_up():
 def test_a_metric_that_nothing_declares_is_an_error():
     with pytest.raises(MetricError, match="harvest/generated_tokns"):
         Step(0, 0).add(Batch([], {"harvest/generated_tokns": 1.0}, None)).metrics  # noqa: B018
+
+
+def test_a_step_that_begins_while_another_is_open_has_the_next_number(tmp_path):
+    recipe = load(ROOT / "recipes/tiny_cpu.yaml", [f"run_dir={tmp_path}"])
+    run = Run(cast(Session, SimpleNamespace(recipe=recipe)))
+    policy = cast(Policy, SimpleNamespace(version=5))
+    assert [(step.number, step.policy_version) for step in (run.begin(policy), run.begin(policy))] == [
+        (0, 5),
+        (1, 5),
+    ]
+    assert run.steps == 0, "begun, not done"
