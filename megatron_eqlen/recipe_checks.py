@@ -21,6 +21,7 @@ def check(recipe: Recipe) -> None:
     _check_engine(recipe.rollout)
     _check_sampling_mask(recipe.rollout)
     _check_keep_streams(recipe)
+    _check_memory(recipe)
     layout.check(recipe)
     _check_reward(recipe.reward)
     check_combination(recipe)
@@ -120,6 +121,29 @@ def _check_sampling_mask(rollout: RolloutRecipe) -> None:
 def _check_keep_streams(recipe: Recipe) -> None:
     if recipe.report.keep_streams == "evaluations" and not recipe.evaluation.every:
         raise ValueError("report.keep_streams: evaluations needs evaluation.every >= 1, found 0")
+
+
+def _check_memory(recipe: Recipe) -> None:
+    optimizer, park = recipe.optimizer, recipe.rollout.park_trainer
+    if recipe.rollout.engine == "server" and park not in (None, "none"):
+        raise ValueError(
+            f"rollout.park_trainer: {park} makes room for a colocated engine, found rollout.engine: server"
+        )
+    low = [key for key in ("precision", "grad_dtype") if getattr(optimizer, key) == "bfloat16"]
+    if low and recipe.model.dtype != "bfloat16":
+        raise ValueError(
+            f"optimizer.{low[0]}: bfloat16 needs model.dtype: bfloat16, found {recipe.model.dtype}"
+        )
+    if optimizer.offload and optimizer.precision != "float32":
+        raise ValueError(
+            "optimizer.precision: bfloat16 is for a state that stays on the GPU, found optimizer.offload: true, "
+            "which keeps it in host memory, in float32: leave one out"
+        )
+    if recipe.checkpoint.resharding == "any" and optimizer.precision != "float32":
+        raise ValueError(
+            "checkpoint.resharding: any needs optimizer.precision: float32, found bfloat16 (Megatron-Core "
+            "gathers main weights in float32 only)"
+        )
 
 
 def _check_plugins(recipe: Recipe) -> None:

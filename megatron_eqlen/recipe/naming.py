@@ -11,6 +11,7 @@ MAY_CHANGE = (
     "steps",
     "gpu_hours",
     "cluster",
+    "parallel",
     "checkpoint",
     "report",
     "evaluation",
@@ -18,8 +19,11 @@ MAY_CHANGE = (
     "variant",
     "inputs_from",
     "rollout.servers",
+    "rollout.park_trainer",
+    "optimizer.offload",
 )
-"""Keys that may change when a run is resumed; any other change would mix two experiments in one folder."""
+"""Keys that may change when a run is resumed: where and how it runs, not what it computes. Any other change
+would mix two experiments in one folder."""
 NAMED_ELSEWHERE = ("name", "seed", "objective", "sampling")
 """Keys that are part of the run folder's path in any case."""
 ABLATIONS = (

@@ -152,6 +152,10 @@ class RolloutRecipe(Section):
     gpu_memory_utilization: Fraction = 0.85
     kv_cache_gib: PositiveFloat | None = None
     """Fixed size of the KV cache (the CPU engine needs one; default there: 1)."""
+    park_trainer: Literal["none", "state", "all"] | None = None
+    """What the trainer gives up on the GPU while the engine is awake. ``state``: gradients, and the
+    optimizer's state, which goes to host memory; ``all``: the weights too, except for weight syncs.
+    Default: ``state`` with a colocated engine, ``none`` with servers."""
     servers: list[str] = []
     """``engine: server``: base URLs of the replicas."""
     request_timeout: PositiveFloat = 600.0
@@ -164,6 +168,11 @@ class RolloutRecipe(Section):
     def mask_width(self) -> int:
         """Most tokens that the sampling mask of a token can hold; 0: none is recorded."""
         return self.top_k if self.keep_sampling_mask else 0
+
+    @property
+    def parked(self) -> Literal["none", "state", "all"]:
+        """``park_trainer``, or its default."""
+        return self.park_trainer or ("state" if self.engine == "colocated" else "none")
 
 
 class RewardRecipe(Section):
@@ -229,6 +238,14 @@ class OptimizerRecipe(Section):
     """Our choice."""
     clip_grad: NonNegativeFloat = 1.0
     """Global gradient norm; 0 is off."""
+    offload: bool = False
+    """Main weights and Adam's moments live in host memory, where they are updated."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Of what the optimizer keeps on the GPU. ``bfloat16``: moments in bfloat16, and of each float32 main
+    weight only the 16 bits that the model's weight lacks: 6 bytes a parameter, not 12. Needs a GPU and
+    Transformer Engine."""
+    grad_dtype: Literal["float32", "bfloat16"] = "float32"
+    """In which gradients are summed, over rows and over ranks; ``bfloat16`` rounds each sum."""
     max_skipped_updates: NonNegativeInt = 3
     """An update with a loss, gradient or weight that is not finite is skipped; more than this many in a row
     end the run, and no checkpoint is written meanwhile."""
@@ -257,6 +274,11 @@ class CheckpointRecipe(Section):
     every: PositiveInt = 10
     keep: PositiveInt = 2
     """The newest this many stay."""
+    resharding: Literal["data_parallel", "any"] = "data_parallel"
+    """Layouts that can resume from a checkpoint. ``data_parallel``: the same ``parallel`` section on any
+    number of nodes; every rank writes what it holds. ``any``: all, but ranks gather the optimizer's state."""
+    background: bool = True
+    """Write while the next step generates; its update waits if the disk is slower than that."""
 
 
 class BenchmarkRecipe(Section):

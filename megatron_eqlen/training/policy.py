@@ -66,6 +66,7 @@ class Policy:
     """Built with the weights at ``recipe.model.path``, which are also those of the reference model."""
 
     def __init__(self, recipe: Recipe) -> None:
+        _refuse_unfinished(recipe)
         self.recipe = recipe
         self.objective = resolve(recipe)
         self.chunks = build_model(recipe.model.path, recipe.parallel, DTYPES[recipe.model.dtype])
@@ -285,6 +286,19 @@ class Policy:
             objective=self.objective,
             loss=self.recipe.loss,
         )
+
+
+def _refuse_unfinished(recipe: Recipe) -> None:
+    optimizer = recipe.optimizer
+    for key, asked in {
+        "rollout.park_trainer": recipe.rollout.park_trainer == "all",
+        "optimizer.offload": optimizer.offload,
+        "optimizer.precision": optimizer.precision != "float32",
+        "optimizer.grad_dtype": optimizer.grad_dtype != "float32",
+        "checkpoint.resharding": recipe.checkpoint.resharding != "data_parallel",
+    }.items():
+        if asked:
+            raise ValueError(f"{key}: only its default works in this version")
 
 
 def from_last_stage(metrics: Metrics) -> Metrics:

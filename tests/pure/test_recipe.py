@@ -80,6 +80,29 @@ def small(**changes):
             {"rollout": {"keep_sampling_mask": True, "max_response_length": 100}},
             "needs rollout.logprobs_mode: processed (both are of the kept tokens alone), found raw",
         ),
+        (
+            {
+                "rollout": {
+                    "engine": "server",
+                    "servers": ["http://a"],
+                    "max_response_length": 100,
+                    "park_trainer": "all",
+                }
+            },
+            "rollout.park_trainer: all makes room for a colocated engine, found rollout.engine: server",
+        ),
+        (
+            {"model": {"path": "m", "dtype": "float32"}, "optimizer": {"grad_dtype": "bfloat16"}},
+            "optimizer.grad_dtype: bfloat16 needs model.dtype: bfloat16, found float32",
+        ),
+        (
+            {"optimizer": {"offload": True, "precision": "bfloat16"}},
+            "optimizer.precision: bfloat16 is for a state that stays on the GPU",
+        ),
+        (
+            {"optimizer": {"precision": "bfloat16"}, "checkpoint": {"resharding": "any"}},
+            "checkpoint.resharding: any needs optimizer.precision: float32",
+        ),
     ],
 )
 def test_a_mistake_is_an_error_that_names_the_key(changes, message):
