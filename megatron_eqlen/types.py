@@ -17,7 +17,7 @@ children of ``B_1``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import chain
 from typing import Any, Literal
 
@@ -270,6 +270,12 @@ class SampledTree:
     """Index in ``steps`` of the step that this one continues, -1 for the prompt."""
     index: int = 0
     """A prompt has one tree."""
+    numbers: list[int] = field(default_factory=list)
+    """Each step's number in the whole N-ary heap, which names it before all steps are known, ascending.
+    Default: as they lie in ``steps``."""
+
+    def __post_init__(self) -> None:
+        self.numbers = self.numbers or list(range(len(self.steps)))
 
     @property
     def prompt_id(self) -> str:

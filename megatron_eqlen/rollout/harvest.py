@@ -21,6 +21,7 @@ from megatron_eqlen.rollout.engine import Decoder, EngineError, StalePolicyError
 from megatron_eqlen.rollout.meter import Meter
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.kind import Harvester
+from megatron_eqlen.sampling.record import Part
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.types import Delta, Metrics, Prompt, Rollout, rollout_key
 
@@ -39,12 +40,15 @@ def harvest(
     eos_token_ids: Collection[int],
     seed: int,
     on_complete: Callable[[Rollout], None] | None = None,
+    on_part: Callable[[Harvester, Part], None] | None = None,
     done: Iterable[Rollout] = (),
 ) -> tuple[list[Rollout], Metrics]:
     """Harvest ``recipe.group_size`` tracks or completions for every prompt.
 
     ``seed`` differs from step to step; a track's own seed is a stable hash of it, the prompt's id and
-    the track's number. ``on_complete`` is called with each rollout as it completes. ``done`` are
+    the track's number. ``on_part`` is called with each part of a rollout as it becomes final, and
+    ``on_complete`` with each rollout as it completes, after its last part: both in this thread, between two
+    decode steps, so they must return at once. ``done`` are
     rollouts of this step that an earlier attempt recorded: they are returned, not generated again.
 
     Returns the rollouts in the order of ``prompts`` (and of stream numbers), and the step's metrics
@@ -70,8 +74,11 @@ def harvest(
             on_complete(rollout)
 
     todo = {key: one for key, one in harvesters.items() if key not in finished}
-    Driver(engine, recipe, meter, collect).run(todo)
+    Driver(engine, recipe, meter, on_part or _nothing, collect).run(todo)
     return [finished[key] for key in harvesters if key in finished], meter.metrics()
+
+
+def _nothing(harvester: Harvester, part: Part) -> None: ...
 
 
 def _check_version(rollout: Rollout, engine: Decoder) -> None:
@@ -107,10 +114,12 @@ class Driver:
         engine: Decoder,
         recipe: Recipe,
         meter: Meter,
+        announce: Callable[[Harvester, Part], None],
         collect: Callable[[Key, Rollout], None],
     ) -> None:
         self.engine = engine
         self.meter = meter
+        self.announce = announce
         self.collect = collect
         self.budget = recipe.rollout.tokens_per_step
         self.timeout = recipe.rollout.request_timeout
@@ -167,7 +176,7 @@ class Driver:
             tokens += len(delta.token_ids)
             if delta.num_cached_tokens is not None:
                 self.meter.prefilled(track, delta.num_cached_tokens)
-            if track.extend(delta) and self.running[key].may_advance():
+            if track.extend(delta):
                 touched[key] = None
             if track.finish_reason is not None:
                 self.leave(delta)
@@ -197,13 +206,18 @@ class Driver:
     def advance(self, keys: list[Key]) -> None:
         for key in keys:
             harvester = self.running[key]
+            known = len(harvester.parts)
             for track in harvester.advance():
                 self.launch(track, key)
-            if harvester.complete:
-                self.finish(key)
+            self.settle(key, harvester, known)
 
-    def finish(self, key: Key) -> None:
-        self.collect(key, self.running.pop(key).rollout(self.version))
+    def settle(self, key: Key, harvester: Harvester, known: int) -> None:
+        """Announce what became final beyond the ``known`` first parts."""
+        for part in harvester.parts[known:]:
+            self.announce(harvester, part)
+        if harvester.complete:
+            del self.running[key]
+            self.collect(key, harvester.rollout(self.version))
 
     def cut(self) -> None:
         """The token budget ran out: complete what runs, start nothing more."""
@@ -211,8 +225,9 @@ class Driver:
         self.tracks.clear()
         self.waiting.clear()
         for key, harvester in list(self.running.items()):
+            known = len(harvester.parts)
             harvester.cut()
-            self.finish(key)
+            self.settle(key, harvester, known)
 
 
 def _check_delta(track: Track, delta: Delta) -> None:

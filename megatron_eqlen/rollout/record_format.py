@@ -5,7 +5,7 @@
     a b tail    segments of a stream; ``completion``: of a group; ``step``: of a sampled tree
     end         the rollout is complete; rows of a rollout without it are left out when they are read
 
-Segments of a rollout are numbered in their order; a grade (in a file of its own) belongs to a number.
+Segments of a rollout are numbered (``Part.number``); a grade (in a file of its own) belongs to a number.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SEGMENTS = pa.schema(
         "index": pa.int32(),  # which of the prompt's rollouts
         "policy_version": pa.int64(),
         "number": pa.int32(),  # of the segment in its rollout
-        "parent": pa.int32(),  # number of the step that a step continues
+        "parent": pa.int32(),  # number of the step that a step continues, -1 for the prompt
         "finish_reason": pa.string(),
         "outcome": pa.string(),  # in the row ``end`` of a stream
         "token_ids": pa.list_(pa.int32()),
@@ -89,15 +89,15 @@ def rollout_rows(rollout: Rollout) -> list[Row]:
         "index": rollout.index,
         "policy_version": rollout.policy_version,
     }
-    rows = [head | _part_row(number, part) for number, part in enumerate(kind.parts(rollout))]
+    rows = [head | _part_row(part) for part in kind.parts(rollout)]
     return [*rows, head | {"role": END, "outcome": getattr(rollout, "outcome", None)}]
 
 
-def _part_row(number: int, part: Part) -> Row:
+def _part_row(part: Part) -> Row:
     segment, mask = part.segment, part.segment.sampling_mask
     return {
         "role": part.role,
-        "number": number,
+        "number": part.number,
         "parent": part.parent,
         "finish_reason": segment.finish_reason,
         "token_ids": segment.token_ids,
@@ -174,7 +174,7 @@ class Assembly:
             self.grades.get((row["prompt_id"], row["index"], row["number"])),
             None if counts is None else SamplingMask(NO_TOKENS if ids is None else ids, counts),
         )
-        return Part(row["role"], segment, row["parent"])
+        return Part(row["role"], row["number"], segment, row["parent"])
 
 
 def _kind(name: str) -> Any:
@@ -198,10 +198,10 @@ def _prompt(row: Row) -> Prompt:
 def grade_rows(rollouts: Iterable[Rollout]) -> list[Row]:
     """The grades of ``rollouts``."""
     return [
-        dict(zip(("prompt_id", "index", "number"), (*rollout_key(rollout), number), strict=True))
+        dict(zip(("prompt_id", "index", "number"), (*rollout_key(rollout), part.number), strict=True))
         | asdict(part.segment.grade)
         for rollout in rollouts
-        for number, part in enumerate(kind_of(rollout).parts(rollout))
+        for part in kind_of(rollout).parts(rollout)
         if part.segment.grade is not None
     ]
 

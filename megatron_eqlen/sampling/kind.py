@@ -18,7 +18,7 @@ from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty
 from megatron_eqlen.sampling.picture import Picture
 from megatron_eqlen.sampling.record import Head, Part
 from megatron_eqlen.sampling.track import Track
-from megatron_eqlen.types import Metrics, Prompt, Rollout, TokenTree
+from megatron_eqlen.types import Metrics, Prompt, Rollout, TokenIds, TokenTree
 
 
 class Harvester(Protocol):
@@ -31,24 +31,28 @@ class Harvester(Protocol):
     prompt: Prompt
     index: int
     """Which of the prompt's rollouts it becomes."""
+    parts: list[Part]
+    """What is final of it, as it becomes so; nothing here changes any more."""
 
     @property
     def complete(self) -> bool: ...
     def start(self) -> list[Track]: ...
-    def may_advance(self) -> bool:
-        """A cheap check whether ``advance`` can decide anything: made when one of its tracks has ended, or
-        has reached the length that ``Track.awaited`` says."""
-        ...
-
     def advance(self) -> list[Track]:
-        """Use the new tokens of the tracks; returns tracks to launch."""
+        """Use the new tokens of the tracks; returns tracks to launch. Asked when one of its tracks has ended,
+        or has reached the length that ``Track.awaited`` says."""
         ...
 
     def cut(self) -> None:
         """The budget ran out: complete with what is there."""
         ...
 
-    def rollout(self, policy_version: int) -> Rollout: ...
+    def response(self, part: Part) -> TokenIds:
+        """Token ids from after the prompt to the end of one of ``parts``. May be asked from any thread."""
+        ...
+
+    def rollout(self, policy_version: int) -> Rollout:
+        """Its parts, joined, once it is complete."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""A rollout as a flat list of parts: how it goes to disk and comes back."""
+"""A rollout as a flat list of parts: how it is harvested, goes to disk and comes back."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_eqlen.types import Outcome, Prompt, Segment
@@ -13,9 +14,15 @@ class Part:
 
     role: str
     """``a``, ``b``, ``tail``, ``completion`` or ``step``."""
+    number: int
+    """Names it in its rollout, whichever part becomes final first: the same in every harvest."""
     segment: Segment
     parent: int = -1
     """Number of the step that a ``step`` continues."""
+
+
+def in_order(parts: Sequence[Part]) -> list[Part]:
+    return sorted(parts, key=lambda part: part.number)
 
 
 @dataclass(frozen=True)

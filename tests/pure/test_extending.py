@@ -176,7 +176,7 @@ from megatron_eqlen.sampling.comparison import ComparisonUnit, graded, node, roo
 from megatron_eqlen.sampling.independent.group import IndependentGroup
 from megatron_eqlen.sampling.kind import SamplingKind
 from megatron_eqlen.sampling.picture import Picture, Placed
-from megatron_eqlen.sampling.record import Part
+from megatron_eqlen.sampling.record import Head, Part, in_order
 from megatron_eqlen.types import Prompt, Segment, TokenTree
 
 
@@ -200,7 +200,7 @@ class Duel:
 
 class Duellists(IndependentGroup):
     def rollout(self, policy_version):
-        return Duel(self.prompt, policy_version, [track.segment(0) for track in self.tracks])
+        return join(Head(self.prompt, self.index, policy_version), self.parts)
 
 
 def harvesters(prompts, recipe, eos_token_ids, seed):
@@ -221,11 +221,11 @@ def picture(duel):
 
 
 def parts(duel):
-    return [Part("side", side) for side in duel.sides]
+    return [Part("side", number, side) for number, side in enumerate(duel.sides)]
 
 
 def join(head, parts):
-    return Duel(head.prompt, head.policy_version, [part.segment for part in parts], head.index)
+    return Duel(head.prompt, head.policy_version, [part.segment for part in in_order(parts)], head.index)
 
 
 def shape(duels):

@@ -7,7 +7,7 @@ below harvests it the paper's way, in lockstep, written independently of the har
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -18,9 +18,12 @@ from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.rollout.engine import EngineError, StalePolicyError
 from megatron_eqlen.rollout.harvest import harvest
+from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.sampling.equal_length.dual_track import DualTrack
+from megatron_eqlen.sampling.kind import Harvester
+from megatron_eqlen.sampling.record import Part
 from megatron_eqlen.sampling.track import track_seed
-from megatron_eqlen.types import Delta, Group, Prompt, Rollout, SamplingMask, Stream
+from megatron_eqlen.types import Delta, Group, Prompt, Rollout, SamplingMask, Stream, rollout_key
 
 EOS = {8, 9}
 
@@ -286,6 +289,46 @@ def test_a_token_budget_ends_the_step_and_keeps_whole_pairs(case, budget):
             assert stream == whole
 
 
+@settings(max_examples=100, deadline=None)
+@given(cases, st.sampled_from(["equal_length", "independent", "tree"]), st.sampled_from([None, 20, 80]))
+def test_parts_are_announced_as_they_become_final_and_make_up_the_rollout(case, sampling, budget):
+    """Each once, with its response; a kind's own ``parts`` and ``ended`` say which there are."""
+    announced: dict[tuple[str, int], dict[int, tuple[Part, list[int]]]] = defaultdict(dict)
+    complete = []
+
+    def hear(harvester: Harvester, part: Part) -> None:
+        key = harvester.prompt.prompt_id, harvester.index
+        assert key not in complete
+        assert part.number not in announced[key]
+        announced[key][part.number] = part, harvester.response(part).tolist()
+
+    recipe = make_recipe(
+        sampling=sampling,
+        rollout={"max_response_length": case["limit"], "tokens_per_step": budget},
+        equal_length={"max_pairs": case["max_pairs"]},
+        **({"objective": "treerpo"} if sampling == "tree" else {}),
+    )
+    engine = ScriptedEngine(random.Random(case["chaos"]), case["end"])
+    rollouts, _ = harvest(
+        engine,
+        make_prompts(3),
+        recipe,
+        EOS,
+        case["seed"],
+        lambda one: complete.append(rollout_key(one)),
+        hear,
+    )
+    for rollout in rollouts:
+        heard = announced[rollout_key(rollout)]
+        parts = kind_of(rollout).parts(rollout)
+        assert [heard[number][0] for number in sorted(heard)] == parts
+        responses = {id(segment): tokens.tolist() for segment, tokens in rollout.ended()}
+        for part, response in heard.values():
+            if part.segment.finish_reason == "stop":
+                assert responses.pop(id(part.segment)) == response
+        assert not responses
+
+
 @settings(max_examples=50, deadline=None)
 @given(cases)
 def test_a_harvester_is_asked_where_a_track_ends_and_not_at_every_token(case):
@@ -294,13 +337,13 @@ def test_a_harvester_is_asked_where_a_track_ends_and_not_at_every_token(case):
 
     def count(self):
         asked[self.prompt.prompt_id, self.index] += 1
-        return may_advance(self)
+        return advance(self)
 
-    may_advance, DualTrack.may_advance = DualTrack.may_advance, count
+    advance, DualTrack.advance = DualTrack.advance, count
     try:
         _, metrics, _, _ = run_case(case)
     finally:
-        DualTrack.may_advance = may_advance
+        DualTrack.advance = advance
     assert asked.total() <= 2 * (metrics["harvest/requests"] - metrics["harvest/retries"])
 
 
@@ -368,11 +411,11 @@ def test_done_rollouts_are_returned_and_not_generated_again():
 def test_weights_that_change_under_a_harvest_are_noticed():
     engine = ScriptedEngine(random.Random(0))
 
-    def sync(_: Rollout) -> None:
+    def sync(harvester: Harvester, part: Part) -> None:
         engine.policy_version += 1
 
     with pytest.raises(StalePolicyError):
-        harvest(engine, make_prompts(2), make_recipe(), EOS, 0, on_complete=sync)
+        harvest(engine, make_prompts(2), make_recipe(), EOS, 0, on_part=sync)
     assert not engine.requests
 
 

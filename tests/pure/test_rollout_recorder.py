@@ -49,7 +49,9 @@ GROUP = Group(prompt("p"), 0, [
     Segment([1], [-0.5], "stop", sampling_mask=[(1, 4)]),
     Segment([2, 2], [-0.1, -0.7], sampling_mask=[(2,), (0, 2, 9)]),
 ])  # fmt: skip
-TREE = SampledTree(prompt("t", 9), 3, [Segment([4], [-1.0]), Segment([5], [-2.0], "stop", GRADE)], [-1, 0])
+TREE = SampledTree(
+    prompt("t", 9), 3, [Segment([4], [-1.0]), Segment([5], [-2.0], "stop", GRADE)], [-1, 0], numbers=[1, 4]
+)  # fmt: skip
 EMPTY = Stream(prompt("q"), 0, 0, [], "budget")
 
 

@@ -17,8 +17,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.sampling.equal_length.record import join
+from megatron_eqlen.sampling.record import Head, Part
 from megatron_eqlen.sampling.track import Track
-from megatron_eqlen.types import Outcome, Pair, Prompt, Segment, Stream
+from megatron_eqlen.types import Outcome, Prompt, Segment, Stream, TokenIds, joined
 
 
 class Side:
@@ -76,7 +78,8 @@ class DualTrack:
         self.seed = seed
         self.max_pairs = max_pairs
         self.trunk: list[int] = []
-        self.pairs: list[Pair] = []
+        self.parts: list[Part] = []
+        """a and b of each pair, then the tail."""
         self.sides: list[Side] = []
         """The trunk's track first; alone once ``max_pairs`` are there."""
         self.outcome: Outcome | None = None
@@ -89,20 +92,16 @@ class DualTrack:
     def start(self) -> list[Track]:
         return [self._launch(), self._launch()]
 
-    def may_advance(self) -> bool:
-        """Whether a track has finished, without which nothing can be decided."""
-        return any(side.track.finish_reason is not None for side in self.sides)
-
     def advance(self) -> list[Track]:
         """Cut the next pair if its length is certain; returns the fork to launch, if any."""
         if len(self.sides) == 1:
             if self.sides[0].track.finish_reason is not None:
-                self.outcome = "max_pairs"
+                self._complete("max_pairs")
             return []
         ended = [side for side in self.sides if side.ended]
         if not ended:
             if all(side.truncated for side in self.sides):
-                self.outcome = "truncated"
+                self._complete("truncated")
             return []
         short = min(ended, key=len)
         other = self.sides[1] if short is self.sides[0] else self.sides[0]
@@ -113,39 +112,44 @@ class DualTrack:
         return self._inherit(short, other)
 
     def cut(self) -> None:
-        self.outcome = "budget"
+        self._complete("budget")
+
+    def response(self, part: Part) -> TokenIds:
+        trunk = [one.segment.token_ids for one in self.parts[: part.number] if one.role == "b"]
+        return joined([*trunk, part.segment.token_ids])
 
     def rollout(self, policy_version: int) -> Stream:
-        assert self.outcome is not None
-        tail = self.sides[0].segment() if self.outcome != "both_ended" else None
-        return Stream(
-            prompt=self.prompt,
-            index=self.index,
-            policy_version=policy_version,
-            pairs=self.pairs,
-            outcome=self.outcome,
-            tail=tail if tail is not None and len(tail) else None,
-        )
+        return join(Head(self.prompt, self.index, policy_version, self.outcome), self.parts)
 
     def _inherit(self, short: Side, other: Side) -> list[Track]:
         """``short`` is A_i, as much of ``other`` is B_i; go on after B_i."""
         length = len(short)
-        pair = Pair(a=short.segment(), b=other.segment(length))
-        assert len(pair.a) == len(pair.b) > 0
-        self.pairs.append(pair)
-        if pair.b.finish_reason == "stop":
-            self.outcome = "both_ended"
-            return []
-        self.trunk += pair.b.token_ids.tolist()
+        a, b = short.segment(), other.segment(length)
+        assert len(a) == len(b) > 0
+        self._add("a", a)
+        self._add("b", b)
         other.start += length
         self.sides = [other]
+        if b.finish_reason == "stop":
+            self._complete("both_ended")
+            return []
+        self.trunk += b.token_ids.tolist()
         if len(self.trunk) == self.limit:
-            self.outcome = "truncated"
-        elif len(self.pairs) == self.max_pairs:
+            self._complete("truncated")
+        elif len(self.parts) // 2 == self.max_pairs:
             self.advance()  # the survivor may have finished already
         else:
             return [self._launch()]
         return []
+
+    def _add(self, role: str, segment: Segment) -> None:
+        self.parts.append(Part(role, len(self.parts), segment))
+
+    def _complete(self, outcome: Outcome) -> None:
+        """What the trunk's track has left is the tail."""
+        self.outcome = outcome
+        if len(self.sides[0]):
+            self._add("tail", self.sides[0].segment())
 
     def _launch(self) -> Track:
         track = Track(

@@ -9,8 +9,9 @@ from megatron_eqlen.types import Pair, Stream
 
 
 def parts(stream: Stream) -> list[Part]:
-    sides = [part for pair in stream.pairs for part in (Part("a", pair.a), Part("b", pair.b))]
-    return sides + ([Part("tail", stream.tail)] if stream.tail is not None else [])
+    named = [named for pair in stream.pairs for named in (("a", pair.a), ("b", pair.b))]
+    named += [("tail", stream.tail)] if stream.tail is not None else []
+    return [Part(role, number, segment) for number, (role, segment) in enumerate(named)]
 
 
 def join(head: Head, parts: Sequence[Part]) -> Stream:

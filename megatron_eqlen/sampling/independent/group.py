@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.sampling.independent.record import join
+from megatron_eqlen.sampling.record import Head, Part
 from megatron_eqlen.sampling.track import Track
-from megatron_eqlen.types import Group, Prompt
+from megatron_eqlen.types import Group, Prompt, TokenIds
 
 
 def harvesters(
@@ -26,27 +28,30 @@ class IndependentGroup:
         self, prompt: Prompt, group_size: int, limit: int, eos_token_ids: frozenset[int], seed: int
     ) -> None:
         self.prompt = prompt
-        self.tracks = [
-            Track(prompt, 0, number, [], limit, eos_token_ids, seed) for number in range(group_size)
-        ]
-        self.complete = False
+        self.open = {
+            number: Track(prompt, 0, number, [], limit, eos_token_ids, seed) for number in range(group_size)
+        }
+        self.parts: list[Part] = []
+
+    @property
+    def complete(self) -> bool:
+        return not self.open
 
     def start(self) -> list[Track]:
-        return self.tracks
-
-    def may_advance(self) -> bool:
-        return all(track.finish_reason is not None for track in self.tracks)
+        return list(self.open.values())
 
     def advance(self) -> list[Track]:
-        self.complete = self.may_advance()
+        self._end([number for number, track in self.open.items() if track.finish_reason is not None])
         return []
 
     def cut(self) -> None:
-        self.complete = True
+        self._end(list(self.open))
+
+    def response(self, part: Part) -> TokenIds:
+        return part.segment.token_ids
 
     def rollout(self, policy_version: int) -> Group:
-        return Group(
-            prompt=self.prompt,
-            policy_version=policy_version,
-            completions=[track.segment(0) for track in self.tracks],
-        )
+        return join(Head(self.prompt, self.index, policy_version), self.parts)
+
+    def _end(self, numbers: list[int]) -> None:
+        self.parts += [Part("completion", number, self.open.pop(number).segment(0)) for number in numbers]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_eqlen.sampling.record import Head, Part
+from megatron_eqlen.sampling.record import Head, Part, in_order
 from megatron_eqlen.types import Group
 
 
 def parts(group: Group) -> list[Part]:
-    return [Part("completion", completion) for completion in group.completions]
+    return [Part("completion", number, completion) for number, completion in enumerate(group.completions)]
 
 
 def join(head: Head, parts: Sequence[Part]) -> Group:
-    """The inverse of ``parts``."""
-    return Group(head.prompt, head.policy_version, [part.segment for part in parts], head.index)
+    """The inverse of ``parts``, which may come in any order."""
+    return Group(head.prompt, head.policy_version, [one.segment for one in in_order(parts)], head.index)

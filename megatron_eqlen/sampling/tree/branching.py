@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.sampling.record import Head, Part
 from megatron_eqlen.sampling.track import Track
-from megatron_eqlen.types import Prompt, SampledTree, Segment
+from megatron_eqlen.sampling.tree.record import join
+from megatron_eqlen.types import Prompt, SampledTree, Segment, TokenIds, joined
 
 
 def harvesters(
@@ -32,54 +34,50 @@ class TreeSampling:
         self.prompt, self.eos_token_ids, self.seed = prompt, eos_token_ids, seed
         self.branching, self.depth = tree.branching, tree.depth
         self.step_tokens = tree.step_tokens or max(1, self.limit // tree.depth)
-        self.tracks: dict[int, Track] = {}
-        self.open: set[int] = set()
-        self.continued: set[int] = set()
-        self.complete = False
+        self.open: dict[int, Track] = {}
+        self.parts: list[Part] = []
+
+    @property
+    def complete(self) -> bool:
+        return not self.open
 
     def start(self) -> list[Track]:
         return self._continue(-1, [], depth=1)
 
-    def may_advance(self) -> bool:
-        return any(self.tracks[number].finish_reason is not None for number in self.open)
-
     def advance(self) -> list[Track]:
         """Continue the steps that reached their length; a tree without open steps is complete."""
         launched: list[Track] = []
-        for number in sorted(n for n in self.open if self.tracks[n].finish_reason is not None):
-            self.open.remove(number)
-            track = self.tracks[number]
+        for number in sorted(n for n, track in self.open.items() if track.finish_reason is not None):
+            track = self.open.pop(number)
+            step = self._add(number, track)
             response = track.path[len(self.prompt.token_ids) :]
             depth = self._depth(number)
             if track.finish_reason == "length" and depth < self.depth and len(response) < self.limit:
-                self.continued.add(number)
+                step.finish_reason = None
                 launched += self._continue(number, response, depth + 1)
-        self.complete = not self.open
         return launched
 
     def cut(self) -> None:
-        self.complete = True
+        for number, track in sorted(self.open.items()):
+            if len(track):
+                self._add(number, track)
+        self.open.clear()
+
+    def response(self, part: Part) -> TokenIds:
+        before = next((one for one in self.parts if one.number == part.parent), None)
+        above = [] if before is None else [self.response(before)]
+        return joined([*above, part.segment.token_ids])
 
     def rollout(self, policy_version: int) -> SampledTree:
-        order = sorted(number for number, track in self.tracks.items() if len(track))
-        place = {number: i for i, number in enumerate(order)}
-        return SampledTree(
-            prompt=self.prompt,
-            policy_version=policy_version,
-            steps=[self._step(number) for number in order],
-            parents=[place.get(self._parent(number), -1) for number in order],
-        )
+        return join(Head(self.prompt, self.index, policy_version), self.parts)
 
     def _continue(self, parent: int, response: list[int], depth: int) -> list[Track]:
         room = self.limit - len(response)
         limit = room if depth == self.depth else min(self.step_tokens, room)
         first = (parent + 1) * self.branching
         for number in range(first, first + self.branching):
-            self.tracks[number] = Track(
-                self.prompt, 0, number, response, limit, self.eos_token_ids, self.seed
-            )
-            self.open.add(number)
-        return [self.tracks[number] for number in range(first, first + self.branching)]
+            self.open[number] = Track(self.prompt, 0, number, response, limit, self.eos_token_ids, self.seed)
+        return [self.open[number] for number in range(first, first + self.branching)]
 
     def _parent(self, number: int) -> int:
         return number // self.branching - 1
@@ -87,8 +85,7 @@ class TreeSampling:
     def _depth(self, number: int) -> int:
         return 1 if number < self.branching else 1 + self._depth(self._parent(number))
 
-    def _step(self, number: int) -> Segment:
-        step = self.tracks[number].segment(0)
-        if number in self.continued:
-            step.finish_reason = None
+    def _add(self, number: int, track: Track) -> Segment:
+        step = track.segment(0)
+        self.parts.append(Part("step", number, step, self._parent(number)))
         return step

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_eqlen.sampling.record import Head, Part
+from megatron_eqlen.sampling.record import Head, Part, in_order
 from megatron_eqlen.types import SampledTree
 
 
 def parts(tree: SampledTree) -> list[Part]:
-    return [Part("step", step, parent) for step, parent in zip(tree.steps, tree.parents, strict=True)]
+    above = [-1 if parent < 0 else tree.numbers[parent] for parent in tree.parents]
+    return [
+        Part("step", number, step, parent)
+        for number, step, parent in zip(tree.numbers, tree.steps, above, strict=True)
+    ]
 
 
 def join(head: Head, parts: Sequence[Part]) -> SampledTree:
-    """The inverse of ``parts``."""
-    steps, parents = [part.segment for part in parts], [part.parent for part in parts]
-    return SampledTree(head.prompt, head.policy_version, steps, parents, head.index)
+    """The inverse of ``parts``, which may come in any order."""
+    parts = in_order(parts)
+    place = {part.number: i for i, part in enumerate(parts)}
+    return SampledTree(
+        prompt=head.prompt,
+        policy_version=head.policy_version,
+        steps=[part.segment for part in parts],
+        parents=[place.get(part.parent, -1) for part in parts],
+        index=head.index,
+        numbers=list(place),
+    )
