@@ -136,8 +136,8 @@ def _check_memory(recipe: Recipe) -> None:
         )
     if optimizer.offload and optimizer.precision != "float32":
         raise ValueError(
-            "optimizer.precision: bfloat16 is for a state that stays on the GPU, found optimizer.offload: true, "
-            "which keeps it in host memory, in float32: leave one out"
+            "optimizer.precision: bfloat16 is for a state that stays on the GPU; optimizer.offload: true "
+            "keeps it in host memory, in float32: leave one out"
         )
     if recipe.checkpoint.resharding == "any" and optimizer.precision != "float32":
         raise ValueError(
