@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn, cast
 
 import numpy as np
 
@@ -53,6 +53,35 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         return np.array_equal(one, other)
     return one is other or bool(one == other)
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Stands in for an array that was not read, or that another rank holds: its length is known here, its
+    numbers are not."""
+
+    length: int
+
+    @classmethod
+    def of(cls, array: np.ndarray) -> np.ndarray:
+        """What a skeleton has in place of ``array``; fields of records are annotated as the arrays that they
+        hold elsewhere."""
+        return cast(np.ndarray, cls(len(array)))
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, part: slice) -> Elsewhere:
+        return Elsewhere(len(range(self.length)[part])) if isinstance(part, slice) else self._refuse()
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise AssertionError(f"an array of {self.length} numbers was read where only its length is known")
+
+    __array__ = __iter__ = _refuse
+
+
+def _array(values: Any, dtype: type) -> np.ndarray:
+    return cast(np.ndarray, values) if isinstance(values, Elsewhere) else np.asarray(values, dtype)
 
 
 WIDEST_MASK = 255
@@ -92,7 +121,11 @@ class SamplingMask(_Arrays):
 
 def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """Consecutive pieces as one array; a single piece is not copied."""
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    if len(arrays) == 1:
+        return arrays[0]
+    if any(isinstance(array, Elsewhere) for array in arrays):
+        return cast(np.ndarray, Elsewhere(sum(map(len, arrays))))
+    return np.concatenate(arrays)
 
 
 def _mask(kept: SamplingMask | Iterable[Sequence[int]] | None) -> SamplingMask | None:
@@ -169,8 +202,8 @@ class Segment(_Arrays):
     """Same length as ``token_ids``, with ``rollout.keep_sampling_mask``."""
 
     def __post_init__(self) -> None:
-        self.token_ids = np.asarray(self.token_ids, np.int32)
-        self.logprobs = np.asarray(self.logprobs, np.float32)
+        self.token_ids = _array(self.token_ids, np.int32)
+        self.logprobs = _array(self.logprobs, np.float32)
         self.sampling_mask = _mask(self.sampling_mask)
 
     def __len__(self) -> int:
@@ -218,12 +251,12 @@ class Stream:
         trunk = self.trunk_token_ids(len(self.pairs))
         end = 0
         for pair in self.pairs:
-            yield pair.a, np.concatenate((trunk[:end], pair.a.token_ids))
+            yield pair.a, joined([trunk[:end], pair.a.token_ids])
             end += len(pair.b)
             if pair.b.finish_reason == "stop":
                 yield pair.b, trunk[:end]
         if self.tail is not None and self.tail.finish_reason == "stop":
-            yield self.tail, np.concatenate((trunk, self.tail.token_ids))
+            yield self.tail, joined([trunk, self.tail.token_ids])
 
     def segments(self) -> Iterator[Segment]:
         for pair in self.pairs:
@@ -301,9 +334,11 @@ class SampledTree:
 
 Rollout = Stream | Group | SampledTree
 
+RolloutKey = tuple[str, int]
+"""Identifies a rollout: its prompt's id, and its number among the prompt's rollouts."""
 
-def rollout_key(rollout: Rollout) -> tuple[str, int]:
-    """Identifies a rollout: its prompt's id, and its number among the prompt's rollouts."""
+
+def rollout_key(rollout: Rollout) -> RolloutKey:
     return rollout.prompt_id, rollout.index
 
 
@@ -330,9 +365,9 @@ class Node(_Arrays):
     """Same length as ``token_ids``: log-probs are normalised over these alone. None: the vocabulary."""
 
     def __post_init__(self) -> None:
-        self.token_ids = np.asarray(self.token_ids, np.int32)
+        self.token_ids = _array(self.token_ids, np.int32)
         if self.rollout_logprobs is not None:
-            self.rollout_logprobs = np.asarray(self.rollout_logprobs, np.float32)
+            self.rollout_logprobs = _array(self.rollout_logprobs, np.float32)
         self.sampling_mask = _mask(self.sampling_mask)
 
     def __len__(self) -> int:

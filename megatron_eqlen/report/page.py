@@ -50,7 +50,7 @@ from megatron_eqlen.report.format import (
 )
 from megatron_eqlen.report.metrics import Records, read_metrics
 from megatron_eqlen.report.rollouts import Decode, RolloutView, Training, view
-from megatron_eqlen.rollout.recorder import FILES, read_step
+from megatron_eqlen.rollout.recorder import FILES, fill_token_ids, read_skeletons, step_files
 from megatron_eqlen.tokenizer import load_tokenizer
 from megatron_eqlen.types import Rollout
 
@@ -279,9 +279,12 @@ def read_steps(folder: Path, recipe: Recipe, decode: Decode) -> list[StepView]:
 
 
 def _read_step(folder: Path, recipe: Recipe, decode: Decode) -> StepView:
-    rollouts = read_step(folder)
+    files = step_files(folder)
+    rollouts = read_skeletons(files)
     training = Training(rollouts, recipe)
-    views = [view(rollout, decode, training) for rollout in _choose(rollouts, training)]
+    shown = _choose(rollouts, training)
+    fill_token_ids(shown, files)
+    views = [view(rollout, decode, training) for rollout in shown]
     return StepView(int(folder.name.removeprefix("step-")) + 1, folder.name, views)
 
 

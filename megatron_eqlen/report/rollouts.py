@@ -12,7 +12,7 @@ from megatron_eqlen.objectives.build import weighted_units
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe_load import load
-from megatron_eqlen.rollout.recorder import FILES, read_dump, read_step
+from megatron_eqlen.rollout.recorder import FILES, step_files
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.sampling.picture import Placed
 from megatron_eqlen.types import Rollout, Segment, TokenIds
@@ -69,13 +69,13 @@ class RolloutView:
     """What is not part of a pair."""
 
 
-def recorded_steps(streams: Path) -> Iterator[tuple[str, list[Rollout]]]:
-    """(name, rollouts) of a ``.arrow`` file, of one step's folder, or of the steps of a ``streams/`` folder.
+def recorded_steps(streams: Path) -> Iterator[tuple[str, list[Path]]]:
+    """(name, files) of a ``.arrow`` file, of one step's folder, or of the steps of a ``streams/`` folder.
 
     Raises ValueError naming the path if there are none.
     """
     if streams.is_file():
-        yield streams.name, read_dump(streams)
+        yield streams.name, [streams]
         return
     files = [*streams.glob(FILES), *streams.glob(f"step-*/{FILES}")]
     folders = sorted({file.parent for file in files})
@@ -85,7 +85,7 @@ def recorded_steps(streams: Path) -> Iterator[tuple[str, list[Rollout]]]:
             f"{streams}: expected a .arrow file, or a folder with {FILES} or step-*/{FILES}, found {found}"
         )
     for folder in folders:
-        yield folder.name, read_step(folder)
+        yield folder.name, step_files(folder)
 
 
 def recipe_of(streams: Path) -> Recipe | None:
@@ -103,7 +103,7 @@ def recipe_of(streams: Path) -> Recipe | None:
 
 class Training:
     """What was trained of a step's ``rollouts``, found with the functions of training itself and the run's
-    recipe."""
+    recipe. Skeletons will do."""
 
     def __init__(self, rollouts: Sequence[Rollout], recipe: Recipe) -> None:
         self.scored = all(segment.grade for rollout in rollouts for segment, _ in rollout.ended())

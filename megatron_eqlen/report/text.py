@@ -20,6 +20,7 @@ from megatron_eqlen.report.rollouts import (
     recorded_steps,
     view,
 )
+from megatron_eqlen.rollout.recorder import fill_token_ids, read_skeletons
 from megatron_eqlen.tokenizer import load_tokenizer
 
 STYLES = {"raised": "green", "lowered": "red", "equal": "yellow", "plain": "default"}
@@ -45,13 +46,16 @@ def print_rollouts(
         )
     decode = load_tokenizer(model).decode
     left = limit
-    for name, rollouts in recorded_steps(streams):
+    for name, files in recorded_steps(streams):
+        rollouts = read_skeletons(files)
         if rollouts and streams.is_dir():
             console.rule(name, characters="─")
         training = Unknown() if recipe is None else Training(rollouts, recipe)
-        for rollout in rollouts[:left]:
+        shown = rollouts[:left]
+        fill_token_ids(shown, files)
+        for rollout in shown:
             _print(console, view(rollout, decode, training))
-        left -= len(rollouts[:left])
+        left -= len(shown)
         if not left:
             return
     if left == limit:

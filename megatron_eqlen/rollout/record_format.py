@@ -19,9 +19,18 @@ import pyarrow as pa
 
 from megatron_eqlen.sampling import KINDS, kind_of
 from megatron_eqlen.sampling.record import Head, Part
-from megatron_eqlen.types import NO_TOKENS, Grade, Prompt, Rollout, SamplingMask, Segment, rollout_key
+from megatron_eqlen.types import (
+    NO_TOKENS,
+    Elsewhere,
+    Grade,
+    Prompt,
+    Rollout,
+    SamplingMask,
+    Segment,
+    rollout_key,
+)
 
-VERSION = 3
+VERSION = 4
 """Of the format. Version 2 and files without one are JSON lines."""
 
 VERSION_KEY = "eqlen.version"
@@ -39,6 +48,8 @@ SEGMENTS = pa.schema(
         "parent": pa.int32(),  # number of the step that a step continues, -1 for the prompt
         "finish_reason": pa.string(),
         "outcome": pa.string(),  # in the row ``end`` of a stream
+        "tokens": pa.int32(),  # how many
+        "kept": pa.int32(),  # ids of all of the segment's sampling masks, null without masks
         "token_ids": pa.list_(pa.int32()),
         "logprobs": pa.list_(pa.float32()),
         "mask_ids": pa.list_(pa.int32()),
@@ -67,6 +78,12 @@ GRADES = pa.schema(
     metadata={VERSION_KEY: str(VERSION)},
 )
 
+ARRAYS = ("token_ids", "logprobs", "mask_ids", "mask_counts")
+"""Nearly all that a record holds."""
+
+SKELETON = tuple(name for name in SEGMENTS.names if name not in (*ARRAYS, "gold"))
+"""What is read to look rollouts through: no arrays, and no golds, which may be long texts of tests."""
+
 GradeKey = tuple[str, int, int]
 """(prompt_id, index, number) of a segment."""
 
@@ -76,7 +93,7 @@ Row = dict[str, Any]
 
 def prompt_row(prompt: Prompt) -> Row:
     row = asdict(prompt)
-    row |= {"role": PROMPT, "prompt_number": row.pop("number")}
+    row |= {"role": PROMPT, "prompt_number": row.pop("number"), "tokens": len(prompt.token_ids)}
     return row | {"token_ids": np.asarray(prompt.token_ids, np.int32)}
 
 
@@ -100,6 +117,8 @@ def _part_row(part: Part) -> Row:
         "number": part.number,
         "parent": part.parent,
         "finish_reason": segment.finish_reason,
+        "tokens": len(segment),
+        "kept": None if mask is None else len(mask.ids),
         "token_ids": segment.token_ids,
         "logprobs": segment.logprobs,
         "mask_ids": None if mask is None else mask.ids,
@@ -127,11 +146,21 @@ def _column(column: pa.Field, rows: list[Row]) -> pa.Array:
 
 
 def from_batch(batch: pa.RecordBatch) -> Iterator[Row]:
-    """The inverse of ``to_batch``. Token arrays are views of the batch."""
+    """The inverse of ``to_batch``. Token arrays are views of the batch; those that it lacks are
+    ``Elsewhere``."""
     names = batch.schema.names
     columns = [_values(batch.column(name)) for name in names]
+    whole = set(ARRAYS) <= set(names)
     for values in zip(*columns, strict=True):
-        yield dict(zip(names, values, strict=True))
+        row = dict(zip(names, values, strict=True))
+        yield row if whole else _left_out(row) | row
+
+
+def _left_out(row: Row) -> Row:
+    """What stands for the columns that were not read."""
+    tokens, kept = (None if row[name] is None else Elsewhere(row[name]) for name in ("tokens", "kept"))
+    counts = None if kept is None else tokens
+    return {"token_ids": tokens, "logprobs": tokens, "mask_ids": kept, "mask_counts": counts, "gold": ""}
 
 
 def _values(column: pa.Array) -> Iterable[Any]:
@@ -186,7 +215,7 @@ def _kind(name: str) -> Any:
 def _prompt(row: Row) -> Prompt:
     return Prompt(
         prompt_id=row["prompt_id"],
-        token_ids=row["token_ids"].tolist(),
+        token_ids=[] if isinstance(row["token_ids"], Elsewhere) else row["token_ids"].tolist(),
         question=row["question"],
         grader=row["grader"],
         gold=row["gold"],

@@ -29,6 +29,7 @@ from megatron_eqlen.rollout.record_format import (
     GRADES,
     PROMPT,
     SEGMENTS,
+    SKELETON,
     VERSION,
     VERSION_KEY,
     Assembly,
@@ -40,7 +41,7 @@ from megatron_eqlen.rollout.record_format import (
     rollout_rows,
     to_batch,
 )
-from megatron_eqlen.types import Grade, Rollout, training_order
+from megatron_eqlen.types import Grade, Rollout, rollout_key, training_order
 
 FILES = "rank-*.arrow"
 """In a step's folder."""
@@ -52,6 +53,9 @@ CONTINUES = b"\xff\xff\xff\xff"
 """What every message of an Arrow IPC stream begins with."""
 CLOSED = b"eqlenend"
 """After the end of the stream of a file that was closed; then comes the CRC-32 of all before."""
+
+RowKey = tuple[str, int | None]
+"""(prompt_id, index of the rollout), or None for the prompt itself."""
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +188,7 @@ def read_dump(path: str | Path) -> list[Rollout]:
     record of rollouts, or is of another version of the format.
     """
     path = Path(path)
-    return _assemble([path], read_grades(path.parent))
+    return _assemble([path])
 
 
 def read_step(folder: Path, prompt_ids: Collection[str] | None = None) -> list[Rollout]:
@@ -199,11 +203,29 @@ def read_files(files: Sequence[Path], prompt_ids: Collection[str] | None = None)
     """As ``read_step``, of some of a step's files."""
     if prompt_ids is not None:
         files = [path for path in files if _names(path) & set(prompt_ids)]
-    if not files:
-        return []
-    rollouts = _assemble(files, read_grades(files[0].parent))
-    wanted = [one for one in rollouts if prompt_ids is None or one.prompt_id in prompt_ids]
-    return sorted(wanted, key=training_order)
+    rollouts = _assemble(files)
+    return _in_training_order(one for one in rollouts if prompt_ids is None or one.prompt_id in prompt_ids)
+
+
+def read_skeletons(files: Sequence[Path]) -> list[Rollout]:
+    """The rollouts of some of a step's files without arrays: lengths, grades and finish reasons, as
+    ``read_files``. It costs what their number costs, not their tokens: checksums are not looked at. Prompts
+    have neither tokens nor golds."""
+    return _in_training_order(_assemble(files, SKELETON))
+
+
+def fill_token_ids(skeletons: Sequence[Rollout], files: Sequence[Path]) -> None:
+    """Read the token ids of some of the rollouts that ``read_skeletons`` found in ``files``."""
+    rows: set[RowKey] = {row for one in skeletons for row in (rollout_key(one), (one.prompt_id, None))}
+    whole = {rollout_key(one): one for one in _assemble(files, (*SKELETON, "token_ids"), rows)}
+    for skeleton in skeletons:
+        segments = zip(skeleton.segments(), whole[rollout_key(skeleton)].segments(), strict=True)
+        for segment, found in segments:
+            segment.token_ids = found.token_ids
+
+
+def _in_training_order(rollouts: Iterable[Rollout]) -> list[Rollout]:
+    return sorted(rollouts, key=training_order)
 
 
 def set_aside_stale(folder: Path, policy_version: int) -> None:
@@ -211,7 +233,7 @@ def set_aside_stale(folder: Path, policy_version: int) -> None:
 
     So it is where a run has gone back to a checkpoint, and an update that was skipped before was taken now.
     """
-    found = {rollout.policy_version for rollout in read_step(folder)}
+    found = {rollout.policy_version for rollout in read_skeletons(step_files(folder))}
     if found - {policy_version}:
         aside = unused(folder.with_name(f"stale-{folder.name}"))
         folder.rename(aside)
@@ -283,35 +305,76 @@ def _table(path: Path) -> pa.Table:
 # ---- reading ---------------------------------------------------------------------------------------------
 
 
-def _assemble(files: Sequence[Path], grades: dict[tuple[str, int, int], Grade]) -> list[Rollout]:
-    assembly = Assembly(grades)
+def _assemble(
+    files: Sequence[Path], columns: Sequence[str] | None = None, wanted: set[RowKey] | None = None
+) -> list[Rollout]:
+    """The rollouts of files of one folder, of all or only the ``wanted`` rows."""
+    assembly = Assembly(read_grades(files[0].parent) if files else {})
     for path in files:
-        for batch in _batches(path):
+        for batch in _batches(path, columns, None if wanted is None else _places(path, wanted)):
             for row in from_batch(batch):
-                assembly.take(row)
+                if wanted is None or (row["prompt_id"], row["index"]) in wanted:
+                    assembly.take(row)
     return list(assembly.rollouts.values())
 
 
 def _names(path: Path) -> set[str]:
     """Ids of the prompts in a file; no other column is decompressed."""
-    options = pa.ipc.IpcReadOptions(included_fields=[SEGMENTS.get_field_index("prompt_id")])
-    return {name for batch in _batches(path, options) for name in batch.column(0).unique().to_pylist()}
+    return {name for batch in _batches(path, ["prompt_id"]) for name in batch.column(0).unique().to_pylist()}
 
 
-def _batches(path: Path, options: pa.ipc.IpcReadOptions | None = None) -> Iterator[pa.RecordBatch]:
-    """The whole batches of a file."""
+def _places(path: Path, wanted: set[RowKey]) -> list[int]:
+    """Where the batches begin that hold any of the rows."""
+    return [
+        place
+        for place, batch in _placed(path, ["prompt_id", "index"])
+        if not wanted.isdisjoint(zip(*(column.to_pylist() for column in batch.columns), strict=True))
+    ]
+
+
+def _batches(
+    path: Path, columns: Sequence[str] | None = None, places: Iterable[int] | None = None
+) -> Iterator[pa.RecordBatch]:
+    """As ``_placed``, without the places."""
+    return (batch for _, batch in _placed(path, columns, places))
+
+
+def _placed(
+    path: Path, columns: Sequence[str] | None = None, places: Iterable[int] | None = None
+) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """The whole batches of a file, each after the place where it begins.
+
+    ``columns``: only these, from what of the file they need; without it everything, if the file's checksum
+    is right. ``places``: only the batches that begin there.
+    """
     data = _mapped(path)
+    if columns is None:
+        _check_crc(path, data)
     source, end = pa.BufferReader(pa.py_buffer(data)), 0
+    wanted = SEGMENTS.names if columns is None else columns
+    fields = [number for number, name in enumerate(SEGMENTS.names) if name in wanted]
     try:
-        stream = pa.ipc.open_stream(source, options=options)
-        _check_version(path, stream.schema)
-        for batch in stream:
+        _check_version(path, pa.ipc.read_schema(source))
+        source.seek(0)
+        stream = pa.ipc.open_stream(source, options=pa.ipc.IpcReadOptions(included_fields=fields))
+        for place in _each(source) if places is None else places:
+            source.seek(place)
+            batch = stream.read_next_batch()
             end = source.tell()
-            yield batch
-    except (pa.ArrowException, OSError):  # the torn end; what is whole was checked before
+            yield place, batch
+    except StopIteration:
         pass
-    if not _closed(data) and end < len(data):
+    except (pa.ArrowException, OSError) as error:
+        if _closed(data):
+            raise ValueError(f"{path}: damaged: {error}") from None
+    if places is None and not _closed(data) and end < len(data):
         logger.warning("%s: dropped a torn end of %d bytes", path, len(data) - end)
+
+
+def _each(source: pa.BufferReader) -> Iterator[int]:
+    """Where a stream of batches is, time and again."""
+    while True:
+        yield source.tell()
 
 
 def _mapped(path: Path) -> memoryview:
@@ -321,9 +384,12 @@ def _mapped(path: Path) -> memoryview:
     data = memoryview(pa.memory_map(str(path)).read_buffer() if path.stat().st_size else b"").cast("B")
     if data[:4] != CONTINUES[: len(data)]:
         raise ValueError(f"{path}: expected rollouts (an Arrow IPC stream), found {bytes(data[:20])!r}")
+    return data
+
+
+def _check_crc(path: Path, data: memoryview) -> None:
     if _closed(data) and data[-4:] != _crc_bytes(zlib.crc32(data[: -len(CLOSED) - 4])):
         raise ValueError(f"{path}: damaged: expected the checksum that its end holds, found another")
-    return data
 
 
 def _closed(data: memoryview) -> bool:

@@ -15,12 +15,15 @@ import pytest
 
 from megatron_eqlen.rollout.recorder import (
     Recorder,
+    fill_token_ids,
     read_dump,
+    read_skeletons,
     read_step,
     read_streams,
     record,
     record_grades,
     set_aside_stale,
+    step_files,
 )
 from megatron_eqlen.types import (
     Grade,
@@ -151,10 +154,10 @@ def test_what_is_no_record_or_of_another_version_is_refused_in_words(tmp_path):
         read_dump(tmp_path / "notes.arrow")
     with pa.ipc.new_stream(str(tmp_path / "rank-7.arrow"), pa.schema({"a": pa.int32()})) as stream:
         stream.write_table(pa.table({"a": pa.array([1], pa.int32())}))
-    with pytest.raises(ValueError, match=r"rank-7\.arrow: expected .* version 3 .*, found version none"):
+    with pytest.raises(ValueError, match=r"rank-7\.arrow: expected .* version 4 .*, found version none"):
         read_step(tmp_path)
     (tmp_path / "rank-0.jsonl").write_text('{"type": "header", "version": 2}\n')
-    with pytest.raises(ValueError, match=r"rank-0\.jsonl: .* version 3 .*, found version 2 or older"):
+    with pytest.raises(ValueError, match=r"rank-0\.jsonl: .* version 4 .*, found version 2 or older"):
         read_step(tmp_path)
 
 
@@ -165,6 +168,48 @@ def test_a_notebook_reads_segments_with_their_rewards(tmp_path):
     assert table["token_ids"].to_pylist() == [[1, 9], [3, 4], [7], [1], [2, 2]]
     assert table["reward"].to_pylist() == [0.5, None, None, None, None]
     assert set(table["step"].to_pylist()) == {"step-00000004"}
+
+
+def shape(rollout) -> list:
+    """All that is decided from without arrays."""
+    facts = [(len(s), s.finish_reason, s.grade, s.sampling_mask is not None) for s in rollout.segments()]
+    ended = [(s.finish_reason, len(response)) for s, response in rollout.ended()]
+    return [rollout_key(rollout), training_order(rollout), rollout.policy_version, facts, ended]
+
+
+def test_skeletons_have_everything_but_arrays(tmp_path):
+    path = tmp_path / "rank-0.arrow"
+    rollouts = [GROUP, STREAM, TREE, EMPTY]
+    record(path, rollouts)
+    found = read_skeletons([path])
+    assert list(map(shape, found)) == list(map(shape, sorted(rollouts, key=training_order)))
+    masks = [s.sampling_mask for one in found for s in one.segments() if s.sampling_mask]
+    assert [(len(mask), len(mask.ids)) for mask in masks] == [(1, 2), (2, 4)]
+    for used in (np.asarray, list, lambda array: array[0]):
+        with pytest.raises(AssertionError, match="an array of 1 numbers was read where only its length"):
+            used(next(found[0].segments()).token_ids)
+
+
+def test_skeletons_read_no_arrays_and_token_ids_only_of_those_who_are_asked_for(tmp_path):
+    """Arrays are damaged here, and only who reads them finds out."""
+    noise = np.random.default_rng(0).integers(0, 1 << 30, 100_000)
+    long = Group(prompt("p"), 0, [Segment(noise, np.zeros(len(noise)), "stop", GRADE)])
+    with Recorder(tmp_path / "rank-0.arrow") as recorder:
+        for rollout in (long, STREAM):
+            recorder.write(rollout)
+            recorder._thread.submit(int).result()  # so each is a batch of its own
+    data = bytearray((tmp_path / "rank-0.arrow").read_bytes())
+    data[100_000:300_000] = bytes(200_000)
+    (tmp_path / "rank-0.arrow").write_bytes(data)
+    skeletons = read_skeletons(step_files(tmp_path))
+    assert [rollout_key(one) for one in skeletons] == [rollout_key(long), rollout_key(STREAM)]
+    fill_token_ids(skeletons[1:], step_files(tmp_path))
+    found, written = ([s.token_ids.tolist() for s in one.segments()] for one in (skeletons[1], STREAM))
+    assert found == written
+    with pytest.raises(ValueError, match=r"rank-0\.arrow: damaged"):
+        fill_token_ids(skeletons, step_files(tmp_path))
+    with pytest.raises(ValueError, match=r"rank-0\.arrow: damaged"):
+        read_step(tmp_path)
 
 
 @pytest.mark.parametrize("rollout", [STREAM, GROUP, TREE])
