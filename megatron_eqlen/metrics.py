@@ -204,8 +204,11 @@ DECLARED = (
     Metric(LOSS_MISMATCH_KL, "nats", PER_TOKEN, "log-prob of the engine less the trainer's"),
     Metric(MISMATCH, "nats", PER_TOKEN, "|trainer - engine|"),
     Metric("loss/mismatch_max", "nats", "max", "largest |trainer - engine|"),
-    Metric("loss/is_weight", "weight", PER_TOKEN, "truncated importance weight"),
-    Metric("loss/is_truncated_fraction", "share", PER_TOKEN, "weights that were truncated"),
+    Metric("loss/mismatch_k3", "nats", PER_TOKEN, "k3 estimate of KL(engine || trainer)"),
+    Metric("loss/mismatch_chi2", "chi2", PER_TOKEN, "(trainer / engine)^2 - 1"),
+    Metric("loss/is_weight", "weight", PER_TOKEN, "importance weight as used"),
+    Metric("loss/is_truncated_fraction", "share", PER_TOKEN, "weights beyond rollout_is_threshold"),
+    Metric("loss/rs_masked_fraction", "share", PER_TOKEN, "without gradient by rollout_rs or the veto"),
     Metric("router/aux_loss", "loss", "sum", "mean over layers; 1: experts share evenly", PER_UPDATE),
     # ---- train --------------------------------------------------------------------------------------------
     Metric(UPDATES, "updates", "sum", "optimizer steps taken"),

@@ -88,6 +88,11 @@ def _check_ratio(recipe: Recipe, objective: Objective) -> None:
             "loss.old_logprobs: rollout needs rollout.logprobs_mode: raw: log-probs after top-k and top-p "
             "are of another distribution than the trainer's, and ratios would not start at 1"
         )
+    for name, bound in (loss.rollout_rs or {}).items():
+        if isinstance(bound, tuple) and not name.endswith("k1"):
+            raise ValueError(
+                f"loss.rollout_rs.{name}: expected one number, an upper bound in nats, found {list(bound)}"
+            )
     if loss.old_logprobs == "rollout" and loss.rollout_is != "none":
         raise ValueError(
             f"loss.rollout_is: {loss.rollout_is} corrects old log-probs that the trainer recomputed; with "

@@ -23,6 +23,15 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 
+def _ascending(band: tuple[float, float]) -> tuple[float, float]:
+    if band[0] > band[1]:
+        raise ValueError(f"expected [low, high], found {list(band)}")
+    return band
+
+
+Band = Annotated[tuple[PositiveFloat, PositiveFloat], AfterValidator(_ascending)]
+"""``[low, high]``, both above 0."""
+
 AggregationName = Literal[
     "seq-mean-token-mean",
     "seq-mean-token-sum",
@@ -31,6 +40,14 @@ AggregationName = Literal[
     "prompt-mean-token-mean",
 ]
 """verl's ``loss_agg_mode``; ``objectives.aggregation`` says what each does."""
+
+RejectionName = Literal[
+    "token_k1", "token_k2", "token_k3",
+    "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
+    "seq_mean_k1", "seq_mean_k2", "seq_mean_k3",
+    "seq_max_k2", "seq_max_k3",
+]  # fmt: skip
+"""verl's ``rollout_rs`` options; ``training.mismatch`` says what each does."""
 
 
 class RecipeError(ValueError):
@@ -208,8 +225,14 @@ class LossRecipe(Section):
     """Our choice (the paper names none)."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
     rollout_is: Literal["none", "token", "sequence"] = "none"
-    """Truncated importance sampling for the train-inference mismatch."""
-    rollout_is_threshold: PositiveFloat = 2.0
+    """Importance weights for the train-inference mismatch, of each token or of its segment as a whole."""
+    rollout_is_threshold: PositiveFloat | Band = 2.0
+    """One number truncates weights; with ``[low, high]`` weights outside give no gradient (IcePop)."""
+    rollout_rs: dict[RejectionName, PositiveFloat | Band] | None = None
+    """Tokens or segments beyond a bound give no gradient. Of ``k1`` it is of the ratio engine / trainer,
+    ``[low, high]``, or one number for ``[1 / number, number]``; of ``k2`` and ``k3`` it is in nats."""
+    rollout_token_veto_threshold: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """A segment with a token whose ratio trainer / engine is below this gives no gradient; 1e-4, say."""
     minibatches: PositiveInt = 1
     """Optimizer steps per harvest (our choice: 1, on-policy)."""
     epochs: PositiveInt = 1

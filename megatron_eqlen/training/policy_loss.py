@@ -1,17 +1,16 @@
 """The policy loss of every objective: a plain weighted sum over supervised tokens.
 
-    loss = sum_t weight_t x (importance_t x policy_t + kl_coef x kl_t)
+    loss = sum_t weight_t x (importance_t x policy_t + kept_t x kl_coef x kl_t)
 
 ``policy_t`` is the clipped (or soft, or plain) surrogate of the token's advantage, ``kl_t`` the estimate of
-the divergence from the reference model, ``importance_t`` the truncated correction of the train-inference
-mismatch. The weights hold every averaging factor, so the number is the same for any packing, micro-batch
-split and parallel layout; nothing is divided here, and nothing may be divided after. All arithmetic is
-float64: a row has few numbers, and sums over rows then differ by round-off only.
+the divergence from the reference model, ``importance_t`` and ``kept_t`` the correction of the train-inference
+mismatch (``mismatch``). The weights hold every averaging factor, so the number is the same for any packing,
+micro-batch split and parallel layout; nothing is divided here, and nothing may be divided after. All
+arithmetic is float64: a row has few numbers, and sums over rows then differ by round-off only.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,10 +23,8 @@ from megatron_eqlen.metrics import (
     LOSS_CLIP_FRACTION_HIGH,
     LOSS_CLIP_FRACTION_LOW,
     LOSS_ENTROPY,
-    LOSS_MISMATCH_KL,
     LOSS_RATIO,
     LOSS_REF_KL,
-    MISMATCH,
     POLICY_LOSS,
     TOKENS,
     Way,
@@ -35,6 +32,8 @@ from megatron_eqlen.metrics import (
 )
 from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.recipe import LossRecipe
+from megatron_eqlen.training.mismatch import correct
+from megatron_eqlen.training.segments import Segments
 from megatron_eqlen.types import Metrics
 
 EXPONENT_LIMIT = 20.0
@@ -77,17 +76,17 @@ def policy_loss(
     logp, entropy, weights, advantages, rollout = (
         x[at].double() for x in (logprobs, entropy, weights, advantages, rollout_logprobs)
     )
-    segments = _Segments(segment_ids[at])
+    segments = Segments(segment_ids[at])
     recomputed = logp.detach() if old_logprobs is None else old_logprobs[at].double()
     old = rollout if loss.old_logprobs == "rollout" else recomputed
     policy, ratios = _surrogate(logp, old, advantages, segments, objective)
-    importance, mismatch = _importance(recomputed, rollout, segments, loss)
+    correction = correct(recomputed, rollout, segments, loss)
     kl, kl_clamped = 0 * weights, 0 * weights
     if loss.kl_coef:
         if ref_logprobs is None:
             raise ValueError(f"loss.kl_coef: {loss.kl_coef} needs the reference's log-probs, found none")
         kl, kl_clamped = _kl(logp, ref_logprobs[at].double(), loss)
-    policy_part, kl_part = weights * importance * policy, weights * kl
+    policy_part, kl_part = weights * correction.importance * policy, weights * correction.kept * kl
     policy_sum, kl_sum = policy_part.sum(), loss.kl_coef * kl_part.sum()
     with torch.no_grad():
         metrics = {
@@ -97,9 +96,8 @@ def policy_loss(
             "loss/kl_clamped_fraction": kl_clamped,
             "loss/policy_kl": old - logp,
             "loss/ratio_max": ratios[LOSS_RATIO],
-            "loss/mismatch_max": (rollout - recomputed).abs(),
             **ratios,
-            **mismatch,
+            **correction.metrics,
         }
         of_row = {name: _of_row(name, values) for name, values in metrics.items()}
         of_row |= {POLICY_LOSS: policy_sum.detach().clone(), KL_PENALTY: kl_sum.detach().clone()}
@@ -129,25 +127,13 @@ def _of_row(name: str, values: torch.Tensor) -> torch.Tensor:
     return _largest(values) if metric(name).merge == "max" else values.detach().double().sum()
 
 
-class _Segments:
-    """Sums over the tokens of each segment, repeated for every token of the segment."""
-
-    def __init__(self, segment_ids: torch.Tensor) -> None:
-        _, self.number, counts = torch.unique(segment_ids, return_inverse=True, return_counts=True)
-        self.count = len(counts)
-        self.length = counts[self.number]
-
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        return values.new_zeros(self.count).index_add(0, self.number, values)[self.number]
-
-
 def _surrogate(
-    logp: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, segments: _Segments, objective: Objective
+    logp: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, segments: Segments, objective: Objective
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """[n] loss of each token before its weight, and the ratio's metrics."""
     log_ratio = logp - old
     if objective.ratio == "sequence":
-        log_ratio = segments.sum(log_ratio) / segments.length
+        log_ratio = segments.mean(log_ratio)
     if objective.ratio == "vespo":
         log_ratio = segments.sum(log_ratio)
     log_ratio, clamped = _clamp(log_ratio)
@@ -193,21 +179,6 @@ def _vespo_kernel(log_weight: torch.Tensor, advantages: torch.Tensor, objective:
     k = torch.where(positive, k_plus, k_minus)
     lam = torch.where(positive, lam_plus, lam_minus)
     return (k * log_weight + lam * (1 - log_weight.exp())).exp()
-
-
-def _importance(
-    trainer: torch.Tensor, rollout: torch.Tensor, segments: _Segments, loss: LossRecipe
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """[n] truncated importance weights min(pi_trainer / pi_rollout, threshold), and mismatch metrics."""
-    log_weight = trainer - rollout
-    metrics = {LOSS_MISMATCH_KL: -log_weight, MISMATCH: log_weight.abs()}
-    if loss.rollout_is == "none":
-        return torch.ones_like(log_weight), metrics
-    if loss.rollout_is == "sequence":
-        log_weight = segments.sum(log_weight)
-    limit = math.log(loss.rollout_is_threshold)
-    weight = log_weight.clamp(max=limit).exp()
-    return weight, metrics | {"loss/is_weight": weight, "loss/is_truncated_fraction": log_weight > limit}
 
 
 def _kl(logp: torch.Tensor, ref: torch.Tensor, loss: LossRecipe) -> tuple[torch.Tensor, torch.Tensor]:

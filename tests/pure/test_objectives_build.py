@@ -156,6 +156,12 @@ def test_an_unscored_response_is_refused_by_name():
         ({"loss__gr3_alpha": 0.1}, "only objective: gr3"),
         ({"loss__overlong_factor": 0.5}, "set loss.overlong_buffer"),
         ({"objective": "vespo", "loss__rollout_is": "token"}, "takes an importance weight already"),
+        (
+            {"loss__rollout_rs": {"seq_max_k2": [0.5, 2]}},
+            r"rollout_rs.seq_max_k2: expected one number.*\[0.5, 2.0\]",
+        ),
+        ({"loss__rollout_rs": {"seq_max_k1": 2}}, "seq_max_k1"),
+        ({"loss__rollout_is_threshold": [2, 1]}, r"expected \[low, high\], found \[2.0, 1.0\]"),
         ({"equal_length__single_pair": True, "equal_length__max_pairs": 3}, "stops after one pair"),
         ({"sampling": "tree"}, "belong together"),
     ],

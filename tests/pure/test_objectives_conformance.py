@@ -278,6 +278,75 @@ def test_truncated_importance_sampling(level, shapes, seed):
     np.testing.assert_allclose(our_gradient(groups, tokens, settings), expected, rtol=1e-9, atol=1e-14)
 
 
+def divergence(kind, log_rho):
+    """The estimates of http://joschu.net/blog/kl-approx.html with r = trainer / engine, as verl has them."""
+    return {"k1": -log_rho, "k2": 0.5 * log_rho**2, "k3": math.exp(log_rho) - 1 - log_rho}[kind]
+
+
+def is_kept(option, bound, log_rhos, token):
+    """Whether verl's rollout_rs ``option`` keeps a token of a sequence, in plain loops."""
+    level, kind = option.rsplit("_", 1)
+    values = [divergence(kind, x) for x in log_rhos]
+    value = {
+        "token": values[token],
+        "seq_sum": sum(values),
+        "seq_mean": sum(values) / len(values),
+        "seq_max": max(values),
+    }[level]
+    if kind != "k1":
+        return value <= bound
+    low, high = bound if isinstance(bound, list) else (1 / bound, bound)
+    return math.log(low) <= value <= math.log(high)
+
+
+bands = st.one_of(st.floats(1.05, 3), st.tuples(st.floats(0.2, 1), st.floats(1, 3)).map(list))
+upper_bounds = st.floats(0.01, 1.0)
+rejections = st.fixed_dictionaries(
+    {},
+    optional={f"{level}_k1": bands for level in ("token", "seq_sum", "seq_mean")}
+    | {
+        f"{level}_{k}": upper_bounds
+        for level in ("token", "seq_sum", "seq_mean", "seq_max")
+        for k in ("k2", "k3")
+    },
+)
+
+
+@given(
+    shapes=st.lists(lengths_and_rewards, min_size=1, max_size=2),
+    seed=st.integers(0, 99),
+    level=st.sampled_from(["none", "token", "sequence"]),
+    band=st.tuples(st.floats(0.1, 1), st.floats(1, 4)).map(list),
+    rejected=rejections,
+    veto=st.sampled_from([None, 0.3, 0.7]),
+)
+@settings(max_examples=150, deadline=None)
+def test_tokens_and_segments_beyond_their_bounds_give_no_gradient(shapes, seed, level, band, rejected, veto):
+    tokens = Tokens(0.1, seed)
+    groups = sample_groups(shapes, tokens)
+    expected = np.zeros(len(tokens.new))
+    for group in groups:
+        rewards = [c.grade.reward if c.grade else 0.0 for c in group.completions]
+        for completion, advantage in zip(group.completions, standardized(rewards), strict=True):
+            ids = completion.token_ids
+            log_rhos = [tokens.old[i] - tokens.rollout[i] for i in ids]
+            vetoed = veto is not None and min(log_rhos) < math.log(veto)
+            policy = sequence_slopes("grpo", tokens, ids, advantage)
+            factor = len(groups) * len(group.completions) * len(ids)
+            for n, i in enumerate(ids):
+                rho = {"none": 1.0, "token": math.exp(log_rhos[n]), "sequence": math.exp(sum(log_rhos))}[
+                    level
+                ]
+                weight = rho if level == "none" or band[0] <= rho <= band[1] else 0.0
+                if vetoed or not all(is_kept(name, x, log_rhos, n) for name, x in rejected.items()):
+                    continue
+                kl_slope = 1 - math.exp(tokens.ref[i] - tokens.new[i])
+                expected[i] = (-weight * policy[n] + 0.07 * kl_slope) / factor
+    keys = {"rollout_is": level, "rollout_is_threshold": band, "rollout_rs": rejected or None}
+    settings_ = recipe("independent", "grpo", kl_coef=0.07, rollout_token_veto_threshold=veto, **keys)
+    np.testing.assert_allclose(our_gradient(groups, tokens, settings_), expected, rtol=1e-9, atol=1e-14)
+
+
 @pytest.mark.parametrize(
     ("name", "keys", "low", "high", "dual"),
     [

@@ -8,7 +8,9 @@ import torch
 from megatron_eqlen.objectives.registry import lookup
 from megatron_eqlen.recipe import LossRecipe
 from megatron_eqlen.training.logprobs import masked_token_logprobs, token_logprobs
+from megatron_eqlen.training.mismatch import correct
 from megatron_eqlen.training.policy_loss import policy_loss, reduce_metrics
+from megatron_eqlen.training.segments import Segments
 
 N = 6
 
@@ -164,3 +166,21 @@ def test_exponents_are_clamped_to_20_as_in_verl_and_counted(distance):
     metrics = reduce_metrics([log])
     clamped = float(inside != distance)
     assert metrics["loss/ratio_clamped_fraction"] == metrics["loss/kl_clamped_fraction"] == clamped
+
+
+def test_the_mismatch_is_measured_as_defined():
+    engine = torch.tensor([-1.0, -2.0, -0.5, -3.0], dtype=torch.float64)
+    trainer = torch.tensor([-1.1, -1.5, -0.5, -4.0], dtype=torch.float64)
+    rho = (trainer - engine).exp()
+    loss = LossRecipe(rollout_rs={"seq_max_k2": 0.2}, rollout_is="token", rollout_is_threshold=(0.5, 1.5))
+    found = correct(trainer, engine, Segments(torch.tensor([0, 0, 1, 1])), loss)
+    assert found.kept.tolist() == [1, 1, 0, 0], (
+        "1/2 log² rho is at most 0.125 in the first, 0.5 in the second"
+    )
+    torch.testing.assert_close(found.importance, torch.stack([rho[0], *torch.zeros(3).double()]))
+    means = {name: values.double().mean().item() for name, values in found.metrics.items()}
+    assert means["loss/mismatch_kl"] == pytest.approx((0.1 - 0.5 + 0 + 1) / 4)
+    assert means["loss/mismatch_k3"] == pytest.approx((rho - 1 - rho.log()).mean().item())
+    assert means["loss/mismatch_chi2"] == pytest.approx((rho.square() - 1).mean().item())
+    assert means["loss/is_truncated_fraction"] == 2 / 4, "e^0.5 and e^-1"
+    assert means["loss/rs_masked_fraction"] == 2 / 4

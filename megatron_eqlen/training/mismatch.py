@@ -1,0 +1,111 @@
+"""The mismatch of trainer and engine: how large it is, and what the loss does about it.
+
+    rho_t = pi_trainer(y_t) / pi_engine(y_t)        of the weights that sampled, in two programs
+
+    rollout_is         importance_t = rho_t, or the product of its segment
+                         one threshold: min(importance, threshold)   (truncated importance sampling)
+                         [low, high]:   0 outside of the band        (IcePop, arXiv 2510.18855)
+    rollout_rs         tokens or segments whose divergence is beyond its bound give no gradient
+                         (masked importance sampling; verl 0.8, ``rollout_corr_helper.py``, has the names)
+    rollout_token_veto_threshold
+                       a segment with any rho_t below it gives no gradient (verl's, before 0.7)
+
+What gives no gradient stays in the averages: weights hold every factor before the loss is known, so a
+rejected token counts as a token with gradient 0. (verl leaves it out of the number it divides by.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megatron_eqlen.metrics import LOSS_MISMATCH_KL, MISMATCH
+from megatron_eqlen.recipe import LossRecipe
+from megatron_eqlen.training.segments import Segments
+
+RATIO_LIMIT = 20.0
+"""log rho is clamped to +-20 before it is compared or exponentiated, as in verl."""
+
+DIVERGENCES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "k1": lambda log_rho: -log_rho,
+    "k2": lambda log_rho: log_rho.square() / 2,
+    "k3": lambda log_rho: log_rho.exp() - 1 - log_rho,
+}
+"""Estimates of KL(engine || trainer) at a token."""
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What the policy's loss and the KL penalty of each token are multiplied by; no gradient flows here."""
+
+    importance: torch.Tensor
+    """[n] float64, of the policy's loss; ``kept`` is in it."""
+    kept: torch.Tensor
+    """[n] float64: 0 where a token gives no gradient at all, else 1."""
+    metrics: dict[str, torch.Tensor]
+    """[n] each."""
+
+
+def correct(trainer: torch.Tensor, engine: torch.Tensor, segments: Segments, loss: LossRecipe) -> Correction:
+    """The correction of supervised tokens; both log-probs are [n] float64."""
+    difference = trainer - engine
+    log_rho = difference.clamp(-RATIO_LIMIT, RATIO_LIMIT)
+    metrics = {
+        LOSS_MISMATCH_KL: -difference,
+        MISMATCH: difference.abs(),
+        "loss/mismatch_max": difference.abs(),
+        "loss/mismatch_k3": DIVERGENCES["k3"](log_rho),
+        "loss/mismatch_chi2": (2 * log_rho).exp() - 1,
+    }
+    importance, of_importance = _importance(log_rho, segments, loss)
+    kept, of_kept = _kept(log_rho, segments, loss)
+    return Correction(importance * kept, kept, metrics | of_importance | of_kept)
+
+
+def _importance(
+    log_rho: torch.Tensor, segments: Segments, loss: LossRecipe
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    if loss.rollout_is == "none":
+        return torch.ones_like(log_rho), {}
+    if loss.rollout_is == "sequence":
+        log_rho = segments.sum(log_rho).clamp(-RATIO_LIMIT, RATIO_LIMIT)
+    raw = log_rho.exp()
+    threshold = loss.rollout_is_threshold
+    if isinstance(threshold, tuple):
+        beyond = (raw < threshold[0]) | (raw > threshold[1])
+        weight = raw.masked_fill(beyond, 0.0)
+    else:
+        beyond = raw > threshold
+        weight = raw.clamp(max=threshold)
+    return weight, {"loss/is_weight": weight, "loss/is_truncated_fraction": beyond}
+
+
+def _kept(
+    log_rho: torch.Tensor, segments: Segments, loss: LossRecipe
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    kept = torch.ones_like(log_rho, dtype=torch.bool)
+    if not loss.rollout_rs and loss.rollout_token_veto_threshold is None:
+        return kept.to(log_rho), {}
+    for name, bound in (loss.rollout_rs or {}).items():
+        kept &= _within(name, bound, log_rho, segments)
+    if loss.rollout_token_veto_threshold is not None:
+        kept &= segments.max(-log_rho) <= -math.log(loss.rollout_token_veto_threshold)
+    return kept.to(log_rho), {"loss/rs_masked_fraction": ~kept}
+
+
+def _within(
+    name: str, bound: float | tuple[float, float], log_rho: torch.Tensor, segments: Segments
+) -> torch.Tensor:
+    """[n] bool: what the option ``name`` (``token_k1``, ``seq_mean_k3``, ...) keeps."""
+    level, _, estimate = name.rpartition("_")
+    divergence = DIVERGENCES[estimate](log_rho)
+    if level != "token":
+        divergence = {"sum": segments.sum, "mean": segments.mean, "max": segments.max}[level[4:]](divergence)
+    if isinstance(bound, tuple):
+        return (divergence >= math.log(bound[0])) & (divergence <= math.log(bound[1]))
+    if estimate == "k1":
+        return divergence.abs() <= abs(math.log(bound))
+    return divergence <= bound

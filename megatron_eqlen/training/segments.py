@@ -1,0 +1,26 @@
+"""Statistics of each segment's tokens, repeated for every token of the segment."""
+
+from __future__ import annotations
+
+import torch
+
+
+class Segments:
+    """The sequences that tokens belong to: sides of pairs, completions, or steps of sampled trees."""
+
+    def __init__(self, segment_ids: torch.Tensor) -> None:
+        """segment_ids: [n] int64, the same for tokens of the same segment."""
+        _, self.number, counts = torch.unique(segment_ids, return_inverse=True, return_counts=True)
+        self.count = len(counts)
+        self.length = counts[self.number]
+        """[n] int64"""
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        return values.new_zeros(self.count).index_add(0, self.number, values)[self.number]
+
+    def mean(self, values: torch.Tensor) -> torch.Tensor:
+        return self.sum(values) / self.length
+
+    def max(self, values: torch.Tensor) -> torch.Tensor:
+        lowest = values.new_full((self.count,), -torch.inf)
+        return lowest.scatter_reduce(0, self.number, values, "amax")[self.number]
