@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,8 +38,9 @@ class PolicyModel(GPTModel):
         attention_mask: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
         supervised: Tensor | None = None,
+        head: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Logits on the last pipeline stage, hidden states on the others.
+        """Hidden states; on the last pipeline stage logits, or what ``head`` makes of its hidden states.
 
         Args:
             input_ids: [b, s] int64. Needed on every stage, for the sizes.
@@ -46,9 +48,12 @@ class PolicyModel(GPTModel):
             packed_seq_params: a row's token trees (``TreeParams``, b = 1); None: plain causal sequences.
             supervised: [n] int64, the positions of the loss (b = 1); None: all. The head is computed, and
                 the router's auxiliary loss counts, only there.
+            head: called instead of the output layer, with hidden states [n or s, hidden] (b = 1), the same on
+                every tensor-parallel rank, and the output layer's weight [vocab / TP, hidden].
 
         Returns:
-            [b, n or s, vocab / TP] in the model's dtype, or [s (/ TP with sequence parallel), b, hidden].
+            [b, n or s, vocab / TP] in the model's dtype, or what ``head`` returned, or
+            [s (/ TP with sequence parallel), b, hidden].
         """
         assert supervised is None or input_ids.shape[0] == 1, "supervised positions need a batch of one row"
         embedded = (
@@ -61,7 +66,16 @@ class PolicyModel(GPTModel):
             packed_seq_params=packed_seq_params,
             padding_mask=self._left_out(supervised, input_ids),
         )
-        return self._logits(hidden, supervised) if self.post_process else hidden
+        if not self.post_process:
+            return hidden
+        hidden = self._chosen(hidden, supervised)
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        assert weight is not None
+        if head is not None:
+            return head(hidden[:, 0], weight)
+        logits, _ = self.output_layer(hidden, weight=weight)
+        return logits.transpose(0, 1).contiguous()
 
     def _rotary_angles(self, positions: Tensor) -> Tensor:
         """[s] -> [s, 1, 1, rotary dim] float32."""
@@ -79,16 +93,10 @@ class PolicyModel(GPTModel):
             left_out = scatter_to_sequence_parallel_region(left_out, group=self.pg_collection.tp)
         return left_out[None]
 
-    def _logits(self, hidden: Tensor, supervised: Tensor | None) -> Tensor:
-        """[s (/ TP), b, hidden] -> [b, n or s, vocab / TP]."""
+    def _chosen(self, hidden: Tensor, supervised: Tensor | None) -> Tensor:
+        """[s (/ TP), b, hidden] -> [n or s, b, hidden], on every tensor-parallel rank."""
         if self.config.sequence_parallel:  # only split here: the head's own backward pass sums over TP
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
-        if supervised is not None:
-            hidden = hidden.index_select(0, supervised)
-        tied = self.share_embeddings_and_output_weights
-        logits, _ = self.output_layer(
-            hidden, weight=self.shared_embedding_or_output_weight() if tied else None
-        )
-        return logits.transpose(0, 1).contiguous()
+        return hidden if supervised is None else hidden.index_select(0, supervised)

@@ -291,6 +291,9 @@ class PackingRecipe(Section):
     max_tokens_per_row: PositiveInt = 36864
     """Budget of a row (a micro-batch); at least the longest path, max_prompt_length + max_response_length."""
     layout: Literal["tree", "expanded"] = "tree"
+    logits_chunk: Annotated[int, Field(ge=64, multiple_of=8)] = 8192
+    """Supervised tokens whose logits exist at once; a row with more takes them chunk by chunk, and computes
+    them once more in the backward pass."""
 
 
 class CheckpointRecipe(Section):

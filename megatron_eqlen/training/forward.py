@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
 from megatron_eqlen.models import groups
 from megatron_eqlen.models.tree_params import TreeParams
 from megatron_eqlen.training.distributed import device
-from megatron_eqlen.training.logprobs import masked_token_logprobs, token_logprobs
+from megatron_eqlen.training.head import Head
 from megatron_eqlen.types import Row
 
 RowResult = Callable[[torch.Tensor, torch.Tensor, Row, np.ndarray], Any]
@@ -33,15 +32,22 @@ def supervised_positions(row: Row) -> np.ndarray:
 
 
 def run_rows(
-    chunks: list, rows: list[Row], temperature: float, result: RowResult, *, train: bool
+    chunks: list,
+    rows: list[Row],
+    temperature: float,
+    result: RowResult,
+    *,
+    train: bool,
+    logits_chunk: int | None = None,
 ) -> list[Any]:
     """One pass over this data-parallel rank's rows, through every pipeline stage.
 
     With ``train``, ``result`` returns (loss, log) and gradients accumulate, undivided: the weights of
     a row hold every factor. Returns what ``result`` gave per row (its log, with ``train``) on the last
     pipeline stage and an empty list elsewhere. Every rank of a pipeline passes the same rows.
+    ``logits_chunk``: supervised tokens whose logits exist at once; None: a row's.
     """
-    step = _forward_step(temperature, result, train)
+    step = _forward_step(temperature, result, train, logits_chunk)
     iterators = [iter(rows) for _ in chunks]
     single = len(chunks) == 1
     with torch.set_grad_enabled(train):
@@ -58,35 +64,24 @@ def run_rows(
     return list(results)
 
 
-def _log_probs(
-    logits: torch.Tensor, row: Row, at: np.ndarray, temperature: float, group: dist.ProcessGroup
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """([n], [n]): log-probs of the supervised labels and entropy, of the distribution that is trained."""
-    labels = torch.from_numpy(row.labels[at]).to(device())
-    if row.mask_ids is None:
-        return token_logprobs(logits, labels, temperature, group)
-    ids, counts = (torch.from_numpy(column).to(device()) for column in (row.mask_ids, row.mask_counts))
-    return masked_token_logprobs(logits, labels, ids, counts, temperature, group)
-
-
-def _forward_step(temperature: float, result: RowResult, train: bool) -> Callable:
+def _forward_step(temperature: float, result: RowResult, train: bool, logits_chunk: int | None) -> Callable:
     group = groups.tensor_parallel()
 
     def step(data: Iterator[Row], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
         row = next(data)
         at = supervised_positions(row)
-        index = torch.from_numpy(at).to(device())
         output = model(
             torch.from_numpy(row.input_ids)[None].to(device()),
             torch.from_numpy(row.position_ids)[None].to(device()),
             None,
             packed_seq_params=TreeParams.from_row(row),
-            supervised=index,
+            supervised=torch.from_numpy(at).to(device()),
+            head=Head.of(row, at, temperature, group, logits_chunk or max(1, len(at)), device()),
         )
 
-        def reduce(logits: torch.Tensor, non_loss_data: bool = False) -> Any:
-            logprobs, entropy = _log_probs(logits[0], row, at, temperature, group)
-            got = result(logprobs, entropy, row, at)
+        def reduce(output: torch.Tensor, non_loss_data: bool = False) -> Any:
+            logprobs, entropy = output
+            got = result(logprobs, entropy.detach(), row, at)
             if not train:
                 return got
             loss, log = got

@@ -1,9 +1,9 @@
 """Log-probs of labels and entropy from logits whose vocabulary is split over tensor-parallel ranks.
 
-Two all-reduces in the forward pass, none in the backward pass. Apart from the logits, which are not
-overwritten, nothing of their size is stored: both passes work on chunks of tokens, and only one chunk at a
-time is cast to a wider dtype. float32 accumulates bfloat16, float16 and float32 logits; float64 logits stay
-float64.
+Two all-reduces in the forward pass, none in the backward pass. The logits are not overwritten. Besides them
+and their gradient nothing of their size is stored: both passes work on a few tokens at a time, and at most
+two tensors of BLOCK_ELEMENTS numbers are in a wider dtype. float32 accumulates bfloat16, float16 and float32
+logits; float64 logits stay float64. (How many logits there are at once is bounded in ``head.py``.)
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-CHUNK_ELEMENTS = 1 << 26
-"""Number of logits that are cast at once: 256 MiB of float32."""
+BLOCK_ELEMENTS = 1 << 25
+"""Number of logits that are cast at once: two such tensors of float32 are 256 MiB."""
 
 
 def token_logprobs(
@@ -62,13 +62,10 @@ class _TokenLogprobs(torch.autograd.Function):
             peak = logits[:, :real].amax(-1).to(kind) / temperature
         _all_reduce(peak, dist.ReduceOp.MAX, group)
         sums = torch.zeros(3, len(logits), dtype=kind, device=logits.device)
-        for rows in _chunks(logits):
-            shifted = logits[rows, :real].to(kind) / temperature - peak[rows, None]
-            weight = shifted.exp()
-            sums[0, rows] = weight.sum(-1)
-            sums[1, rows] = (weight * shifted).sum(-1)
-            if real:
-                sums[2, rows] = shifted.gather(-1, local[rows, None])[:, 0] * mine[rows]
+        for rows in _blocks(logits):
+            shifted = _scaled(logits[rows, :real], kind, temperature).sub_(peak[rows, None])
+            sums[:, rows] = _sums(shifted, local[rows], mine[rows])
+            del shifted  # before the next block is cast
         _all_reduce(sums, dist.ReduceOp.SUM, group)
         total, weighted, label = sums
         log_total = total.log()
@@ -83,11 +80,12 @@ class _TokenLogprobs(torch.autograd.Function):
         logits, local, mine, log_total = ctx.saved_tensors
         grad_logits = torch.zeros_like(logits)
         scale = (grad / ctx.temperature).to(log_total.dtype)
-        for rows in _chunks(logits) if ctx.real else ():
-            log_p = logits[rows, : ctx.real].to(log_total.dtype) / ctx.temperature - log_total[rows, None]
-            slope = log_p.exp_().mul_(-scale[rows, None])
+        for rows in _blocks(logits) if ctx.real else ():
+            log_p = _scaled(logits[rows, : ctx.real], log_total.dtype, ctx.temperature)
+            slope = log_p.sub_(log_total[rows, None]).exp_().mul_(-scale[rows, None])
             slope.scatter_add_(-1, local[rows, None], (scale[rows] * mine[rows])[:, None])
-            grad_logits[rows, : ctx.real] = slope.to(logits.dtype)
+            grad_logits[rows, : ctx.real] = slope  # cast on the way
+            del log_p, slope
         return grad_logits, None, None, None, None
 
 
@@ -135,8 +133,23 @@ def _local_columns(
     return real, (labels - first).clamp(0, max(real - 1, 0)), mine
 
 
-def _chunks(logits: torch.Tensor) -> Iterator[slice]:
-    step = max(1, CHUNK_ELEMENTS // logits.shape[-1])
+def _scaled(logits: torch.Tensor, kind: torch.dtype, temperature: float) -> torch.Tensor:
+    """A copy of ``logits`` in ``kind``, divided by the temperature."""
+    return logits.to(kind, copy=True).div_(temperature)
+
+
+def _sums(shifted: torch.Tensor, local: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
+    """[3, tokens]: sums of exp(shifted) and of exp(shifted) x shifted, and the label's (0 on other ranks).
+    ``shifted`` is overwritten."""
+    label = (
+        shifted.gather(-1, local[:, None])[:, 0] * mine if shifted.shape[-1] else shifted.new_zeros(len(mine))
+    )
+    weight = shifted.exp()
+    return torch.stack((weight.sum(-1), shifted.mul_(weight).sum(-1), label))
+
+
+def _blocks(logits: torch.Tensor) -> Iterator[slice]:
+    step = max(1, BLOCK_ELEMENTS // logits.shape[-1])
     return (slice(start, start + step) for start in range(0, len(logits), step))
 
 

@@ -36,7 +36,7 @@ from megatron_eqlen.training.finite import (
     state_problem,
     update_problem,
 )
-from megatron_eqlen.training.forward import microbatch_multiple, run_rows
+from megatron_eqlen.training.forward import RowResult, microbatch_multiple, run_rows
 from megatron_eqlen.training.optimizer import build_optimizer, gradient_norm, init_state, take_step, wrap
 from megatron_eqlen.training.policy_loss import RowLoss, policy_loss, reduce_metrics
 from megatron_eqlen.training.reference import ReferenceWeights
@@ -181,13 +181,14 @@ class Policy:
 
     def _log_probs(self, rows: list[Row]) -> list[np.ndarray]:
         """For each row [n] float64, at its supervised positions; empty except on the last pipeline stage."""
-        return run_rows(
-            self.model,
-            rows,
-            self.recipe.rollout.temperature,
-            lambda logprobs, entropy, row, at: logprobs.double().cpu().numpy(),
-            train=False,
+        return self._run(
+            rows, lambda logprobs, entropy, row, at: logprobs.double().cpu().numpy(), train=False
         )
+
+    def _run(self, rows: list[Row], result: RowResult, *, train: bool) -> list[Any]:
+        """``run_rows`` as the recipe says."""
+        temperature, logits_chunk = self.recipe.rollout.temperature, self.recipe.packing.logits_chunk
+        return run_rows(self.model, rows, temperature, result, train=train, logits_chunk=logits_chunk)
 
     def _step(self, batch: Minibatch) -> Metrics:
         """One optimizer step with this rank's rows, or none."""
@@ -216,11 +217,10 @@ class Policy:
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        temperature = self.recipe.rollout.temperature
         if self.router_pool is not None:
             with self.router_pool.counting():
-                run_rows(self.model, rows, temperature, lambda *_: None, train=False)
-        return run_rows(self.model, rows, temperature, self._loss, train=True)
+                self._run(rows, lambda *_: None, train=False)
+        return self._run(rows, self._loss, train=True)
 
     def _problem(self, batch: Minibatch, losses: list[RowLoss], grad_norm: float) -> Problem | None:
         """Why the step cannot be taken, as far as this rank knows."""

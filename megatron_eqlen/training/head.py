@@ -1,0 +1,124 @@
+"""The LM head and its log-probs. However long a row is, only a chunk of its logits exists at once.
+
+A row of up to ``packing.logits_chunk`` supervised tokens goes through Megatron's linear layer, and its logits
+are kept for the backward pass. A longer one is cut into chunks of nearly equal length, and the backward pass
+computes each chunk's logits again.
+
+Log-probs and the gradients of hidden states are computed token by token: chunks change no bit of them, as far
+as the matrix product treats rows alike whatever their number (MKL does from 16 rows on; cuBLAS may not). The
+weight's gradient is a sum over tokens, which chunks add up in another order: into ``main_grad``, as if every
+chunk were a micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
+from torch import Tensor
+
+from megatron_eqlen.training.logprobs import masked_token_logprobs, token_logprobs
+from megatron_eqlen.types import Row
+
+UNIT = 8
+"""Chunks begin at multiples of this, where kernels of matrix products do."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """What turns the hidden states of a row's supervised tokens into log-probs."""
+
+    labels: Tensor
+    """[n] int64"""
+    mask: tuple[Tensor, Tensor] | None
+    """The tokens that sampling kept: ids and counts, as ``masked_token_logprobs`` takes them."""
+    mask_ends: np.ndarray | None
+    """[n + 1] int64, where each token's ids start in the mask, and where the last one's end."""
+    temperature: float
+    group: dist.ProcessGroup
+    """The tensor-parallel group."""
+    chunk: int
+    """Most tokens whose logits exist at once; a multiple of UNIT, or at least the row's."""
+
+    @classmethod
+    def of(
+        cls,
+        row: Row,
+        at: np.ndarray,
+        temperature: float,
+        group: dist.ProcessGroup,
+        chunk: int,
+        device: torch.device,
+    ) -> Head:
+        """``at`` [n] int64: the supervised positions."""
+        labels = torch.from_numpy(row.labels[at]).to(device)
+        if row.mask_ids is None or row.mask_counts is None:
+            return cls(labels, None, None, temperature, group, chunk)
+        mask = (torch.from_numpy(row.mask_ids).to(device), torch.from_numpy(row.mask_counts).to(device))
+        return cls(labels, mask, np.cumsum([0, *row.mask_counts]), temperature, group, chunk)
+
+    def __call__(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """hidden [n, h], the same on every tensor-parallel rank; weight [V / TP, h] -> [2, n] log-probs and
+        entropy, of the distribution that is trained. The entropy has no gradient."""
+        if len(hidden) > self.chunk:
+            return _ChunkedHead.apply(hidden, weight, self)
+        parallel = self.group.size() > 1
+        logits = linear_with_grad_accumulation_and_async_allreduce(
+            hidden, weight, None, False, parallel, False, tp_group=self.group
+        )
+        return torch.stack(self.logprobs(logits, slice(0, len(hidden))))
+
+    def logprobs(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        """([m], [m]): log-probs and entropy of the tokens ``rows``, whose logits are [m, V / TP]."""
+        labels = self.labels[rows]
+        if self.mask is None or self.mask_ends is None:
+            return token_logprobs(logits, labels, self.temperature, self.group)
+        ids, counts = self.mask
+        kept = ids[self.mask_ends[rows.start] : self.mask_ends[rows.stop]]
+        return masked_token_logprobs(logits, labels, kept, counts[rows], self.temperature, self.group)
+
+    def chunks(self) -> list[slice]:
+        """All tokens in as few pieces as ``chunk`` allows, of nearly equal length."""
+        tokens = len(self.labels)
+        units, count = -(-tokens // UNIT), -(-tokens // self.chunk)
+        ends = [min(units * i // count * UNIT, tokens) for i in range(count + 1)]
+        return [slice(start, end) for start, end in pairwise(ends)]
+
+
+class _ChunkedHead(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, head: Head) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.head, ctx.main_grad = head, getattr(weight, "main_grad", None)
+        parts = [torch.stack(head.logprobs(hidden[rows] @ weight.t(), rows)) for rows in head.chunks()]
+        return torch.cat(parts, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        hidden, weight = ctx.saved_tensors
+        total = ctx.main_grad
+        if total is None:  # not in Megatron's DDP
+            total = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+        grad_hidden = torch.empty_like(hidden)
+        for rows in ctx.head.chunks():
+            grad_logits = _grad_logits(ctx.head, hidden[rows] @ weight.t(), rows, grad[0, rows])
+            torch.matmul(grad_logits, weight, out=grad_hidden[rows])
+            total.add_(grad_logits.t() @ hidden[rows])
+            del grad_logits
+        if ctx.head.group.size() > 1:
+            dist.all_reduce(grad_hidden, group=ctx.head.group)
+        if ctx.main_grad is None:
+            return grad_hidden, total.to(weight.dtype), None
+        # DDP waits for the weight's gradient, and adds it to main_grad: nothing more
+        return grad_hidden, weight.new_zeros(()).expand_as(weight), None
+
+
+def _grad_logits(head: Head, logits: Tensor, rows: slice, grad: Tensor) -> Tensor:
+    with torch.enable_grad():
+        logprobs, _ = head.logprobs(logits.requires_grad_(), rows)
+    return torch.autograd.grad(logprobs, logits, grad)[0]
