@@ -79,6 +79,7 @@ def memory(recipe: Recipe, model: ModelConfig) -> Memory:
     expert_ranks = world // (parallel.expert_tensor * parallel.expert * parallel.pipeline)
     split = 1 if parallel.sequence is False else parallel.tensor  # on GPUs sequence parallel is the default
     tokens = recipe.packing.max_tokens_per_row
+    chunk = min(tokens, recipe.packing.logits_chunk)
     layers = model.num_hidden_layers // parallel.pipeline
     kept = 1 if parallel.recompute == "full" else 17
     return Memory(
@@ -91,7 +92,7 @@ def memory(recipe: Recipe, model: ModelConfig) -> Memory:
         * (kept * layers * parallel.pipeline + 34)
         / split
         / 1e9,
-        logits=2 * tokens * model.vocab_size * width / parallel.tensor / 1e9,
+        logits=2 * chunk * model.vocab_size * width / parallel.tensor / 1e9,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -23,16 +25,21 @@ TOKENS, HIDDEN, VOCABULARY = 203, 64, 96
 DTYPES = {"float64": 1e-14, "float32": 1e-6, "bfloat16": 1e-2}
 
 
+def everyone() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
 def head(chunk: int, with_masks: bool) -> Head:
     rng = np.random.default_rng(0)
     labels = rng.integers(0, VOCABULARY, TOKENS)
     if not with_masks:
-        return Head(torch.from_numpy(labels), None, None, 0.6, dist.group.WORLD, chunk)
+        return Head(torch.from_numpy(labels), None, None, 0.6, everyone(), chunk)
     kept = [np.unique([label, *rng.integers(0, VOCABULARY, rng.integers(0, 6))]) for label in labels]
     counts = np.array([len(ids) for ids in kept])
     mask = torch.from_numpy(np.concatenate(kept)), torch.from_numpy(counts)
     ends = np.cumsum([0, *counts])
-    return Head(torch.from_numpy(labels), mask, ends, 0.6, dist.group.WORLD, chunk)
+    return Head(torch.from_numpy(labels), mask, ends, 0.6, everyone(), chunk)
 
 
 def through_the_head(name: str, chunk: int, with_masks: bool) -> list[torch.Tensor]:
@@ -78,7 +85,7 @@ def peaks() -> list[int]:
     hidden, weight = torch.randn(4096, 16).bfloat16(), torch.randn(2048, 16).bfloat16()
 
     def run(chunk: int, train: bool) -> None:
-        one = Head(labels, None, None, 1.0, dist.group.WORLD, chunk)
+        one = Head(labels, None, None, 1.0, everyone(), chunk)
         if not train:
             with torch.no_grad():
                 one(hidden, weight)
@@ -101,7 +108,7 @@ def test_the_peak_is_a_chunks_and_not_the_rows():
     assert forward <= logits * 256 / 4096 + blocks + 4096 * 8 * 8
 
 
-def train(folder: str, layers: dict, with_masks: bool) -> None:
+def train(folder: Path, layers: dict, with_masks: bool) -> None:
     """On each rank: a real model with its head in chunks, against the whole row."""
     parallel = ParallelRecipe(**layers)
     start(parallel, seed=1)
@@ -139,4 +146,4 @@ def train(folder: str, layers: dict, with_masks: bool) -> None:
 def test_a_model_trains_the_same_in_chunks(tmp_path, layers, tied, with_masks):
     """Bit for bit, but for the gradient of the head's own weight (and of embeddings that are tied to it)."""
     save_tiny(tmp_path, "qwen3", num_hidden_layers=2, tie_word_embeddings=tied)
-    run_ranks(2, train, str(tmp_path), layers, with_masks)
+    run_ranks(2, train, tmp_path, layers, with_masks)

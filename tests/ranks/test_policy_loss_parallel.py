@@ -23,7 +23,7 @@ LAYOUTS = {
 }
 
 
-def train(folder, layers, budget, with_masks):
+def train(folder, layers, budget, with_masks, logits_chunk=None):
     """GSPO with KL and truncated importance sampling: (metrics or None before the last stage, gradients)."""
     from megatron.core import parallel_state  # after megatron_eqlen, which makes it run on CPU
 
@@ -48,7 +48,7 @@ def train(folder, layers, budget, with_masks):
             loss=LOSS,
         )
 
-    logs = run_rows(model, rows, 0.6, loss, train=True)
+    logs = run_rows(model, rows, 0.6, loss, train=True, logits_chunk=logits_chunk)
     metrics = reduce_metrics(logs, parallel_state.get_data_parallel_group()) if logs else None
     result = metrics, gradients(model)
     stop()
@@ -71,7 +71,7 @@ def one_process(folder):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_gives_the_loss_of_one_process(folder, one_process, name, with_masks):
     world, layers = LAYOUTS[name]
-    ranks = run_ranks(world, train, folder, layers, 200, with_masks)
+    ranks = run_ranks(world, train, folder, layers, 200, with_masks, 64)
     expected_metrics, expected = one_process[with_masks]
     reported = [metrics for metrics, _ in ranks if metrics is not None]
     assert reported
