@@ -9,6 +9,7 @@ benchmark of 30 problems.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -31,7 +32,8 @@ class Interval:
 
 def crossed_bootstrap(scores: np.ndarray, seed: int = 0) -> Interval:
     """The headline: percentile bootstrap that resamples replicates and problems independently."""
-    means = _crossed_means(_checked(scores), np.random.default_rng(seed))
+    replicates, problems = _draw_weights(_checked(scores).shape, seed)
+    means = _crossed_means(scores, replicates, problems)
     return _interval(float(scores.mean()), means, "crossed bootstrap over replicates and problems")
 
 
@@ -61,9 +63,9 @@ def paired_difference(before: np.ndarray, after: np.ndarray, seed: int = 0) -> I
     before, after = _checked(before), _checked(after)
     if before.shape[1] != after.shape[1]:
         raise ValueError(f"paired difference: {before.shape[1]} problems before, {after.shape[1]} after")
-    rng = np.random.default_rng(seed)
-    problems = _draw_weights(before.shape[1], rng)
-    draws = _crossed_means(after, rng, problems) - _crossed_means(before, rng, problems)
+    counts = (before.shape[1], after.shape[0], before.shape[0])
+    problems, ours, theirs = _draw_weights(counts, seed)
+    draws = _crossed_means(after, ours, problems) - _crossed_means(before, theirs, problems)
     return _interval(float(after.mean() - before.mean()), draws, "problem-paired crossed bootstrap")
 
 
@@ -99,18 +101,23 @@ def _checked(scores: np.ndarray) -> np.ndarray:
     return scores
 
 
-def _crossed_means(
-    scores: np.ndarray, rng: np.random.Generator, problems: np.ndarray | None = None
-) -> np.ndarray:
-    """[DRAWS] means of redrawn replicates and problems; ``problems`` fixes the drawn problems' weights."""
-    replicates = _draw_weights(scores.shape[0], rng)
-    problems = _draw_weights(scores.shape[1], rng) if problems is None else problems
+def _crossed_means(scores: np.ndarray, replicates: np.ndarray, problems: np.ndarray) -> np.ndarray:
+    """[DRAWS] means of redrawn replicates and problems, whose weights are given."""
     return ((replicates @ scores) * problems).sum(axis=1)
 
 
-def _draw_weights(count: int, rng: np.random.Generator) -> np.ndarray:
-    """[DRAWS, count]: how often each item is drawn, over ``count``."""
-    return rng.multinomial(count, np.full(count, 1 / count), size=DRAWS) / count
+def _draw_weights(counts: tuple[int, ...], seed: int) -> list[np.ndarray]:
+    """For each count [DRAWS, count] float64: how often each item is drawn, over ``count``."""
+    return [drawn / drawn.shape[1] for drawn in _draws(counts, seed)]
+
+
+@lru_cache(maxsize=16)
+def _draws(counts: tuple[int, ...], seed: int) -> list[np.ndarray]:
+    """[DRAWS, count] int16, how often each item is drawn. All evaluations of a run's page need the same
+    few."""
+    rng = np.random.default_rng(seed)
+    draws = (rng.multinomial(count, np.full(count, 1 / count), size=DRAWS) for count in counts)
+    return [drawn.astype(np.int16) for drawn in draws]
 
 
 def _interval(mean: float, draws: np.ndarray, method: str) -> Interval:

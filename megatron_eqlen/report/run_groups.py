@@ -6,7 +6,7 @@ If recipes of one method differ, each counts as a method of its own, named by th
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -67,8 +67,17 @@ class Group:
 
 def run_folders(folders: Sequence[Path]) -> list[Path]:
     """The run folders among and below ``folders``."""
-    found = [recipe.parent for folder in folders for recipe in sorted(folder.rglob("recipe.yaml"))]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(found for folder in folders for found in _runs_in(folder)))
+
+
+def _runs_in(folder: Path) -> Iterator[Path]:
+    """What a run holds is not searched: its streams and checkpoints may be a hundred thousand files."""
+    if (folder / "recipe.yaml").is_file():
+        yield folder
+    elif folder.is_dir():
+        for inner in sorted(folder.iterdir()):
+            if not inner.is_symlink():
+                yield from _runs_in(inner)
 
 
 def read_run(folder: Path) -> RunResult:

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_eqlen import cli
 from megatron_eqlen.evaluation.result import Answers, EvaluationResult, write_results
+from megatron_eqlen.report.run_groups import run_folders
 from tests.kit.report_runs import recipe, write_run
 
 PROBLEMS, SAMPLES = 20, 4
@@ -165,3 +166,12 @@ def test_seeds_of_unequal_limits_are_not_pooled(tmp_path):
         "eqlen-grpo (steps=2)",
         "eqlen-grpo (steps=3)",
     ]
+
+
+def test_runs_are_found_at_any_depth_but_not_inside_of_runs(tmp_path):
+    found = [make_run(tmp_path / "a" / "b", 0, 11), make_run(tmp_path / "c", 1, 11)]
+    (found[0] / "checkpoints").mkdir()
+    (found[0] / "checkpoints" / "recipe.yaml").write_text("name: a copy")
+    (tmp_path / "again").symlink_to(tmp_path)
+    assert run_folders([tmp_path]) == found
+    assert run_folders([found[1], tmp_path]) == [found[1], found[0]]
