@@ -66,14 +66,11 @@ def prepare(
         return manifest
     limit = max_prompt_length if tokenizer else None
     with CheckLog(out.with_name(out.name + ".checks.jsonl"), request) as checks:
-        tally, digest = _write(
+        tally, known_by = _write(
             source, out, lambda rows: check_rows(rows, grader, tokenizer, limit), checks, progress
         )
-    manifest = {
-        "sha256": digest,
-        "rows": tally.kept,
-        "dropped": dict(sorted(tally.dropped.items())),
-    } | request
+    counts = {"rows": tally.kept, "dropped": dict(sorted(tally.dropped.items()))}
+    manifest = known_by | counts | request
     write_whole(manifest_path(out), json.dumps(manifest, indent=2) + "\n")
     checks.path.unlink()
     return manifest
@@ -85,8 +82,8 @@ def _write(
     check: Callable[[list[Problem]], list[Refusal | None]],
     checks: CheckLog,
     progress: Callable[[Tally], None],
-) -> tuple[Tally, str]:
-    """Write the rows that pass; returns the counts and the file's sha256."""
+) -> tuple[Tally, dict[str, str]]:
+    """Write the rows that pass; returns the counts and what the file is known by."""
     tally = Tally()
     writer = PreparedWriter(out)
     try:
@@ -113,7 +110,8 @@ def _finished(out: Path, request: dict[str, Any]) -> dict[str, Any] | None:
         manifest = read_manifest(out)
     except ValueError:
         return None
-    return manifest if all(manifest.get(key) == value for key, value in request.items()) else None
+    same = all(manifest.get(key) == value for key, value in request.items())
+    return manifest if same and sha256(out) == manifest["sha256"] else None
 
 
 def check_rows(

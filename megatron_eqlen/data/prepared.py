@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -32,8 +34,12 @@ SCHEMA = pa.schema(
 )
 """The fields of a Problem."""
 ROWS_PER_GROUP = 64
-"""Rows in a row group: one random access decodes so many."""
+"""Most rows in a row group: one random access decodes so many."""
+CHARACTERS_PER_GROUP = 4 << 20
+"""Of golds, after which a row group ends: some problems have megabytes of tests."""
 GROUPS_KEPT = 8
+FOOTER_END = 8
+"""Bytes at the end of a parquet file: the length of its footer, and the format's name."""
 
 assert SCHEMA.names == [field.name for field in fields(Problem)]
 
@@ -47,6 +53,17 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def fingerprint(path: Path) -> str:
+    """sha256 of a parquet file's size and footer, which says where everything in it lies. Pages have
+    checksums of their own, so that a file needs not be read to be known."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(-min(size, FOOTER_END), os.SEEK_END)
+        footer = int.from_bytes(file.read(4), "little")
+        file.seek(-min(size, FOOTER_END + footer), os.SEEK_END)
+        return hashlib.sha256(size.to_bytes(8, "little") + file.read()).hexdigest()
+
+
 class PreparedRows(Sequence[Problem]):
     """The rows of a prepared file, a few row groups of them in memory at a time.
 
@@ -56,7 +73,8 @@ class PreparedRows(Sequence[Problem]):
     def __init__(self, path: Path) -> None:
         self.manifest = read_manifest(path)
         self.tests_checked = self.manifest.get("tests_checked") == CODE_TESTS_VERSION
-        self._file = pq.ParquetFile(path)
+        self._path = path
+        self._file = pq.ParquetFile(path, page_checksum_verification=True)
         if self._file.schema_arrow.names != SCHEMA.names:
             raise ValueError(
                 f"{path}: expected columns {SCHEMA.names}, found {self._file.schema_arrow.names}"
@@ -82,15 +100,26 @@ class PreparedRows(Sequence[Problem]):
     def without_golds(self) -> Iterator[Problem]:
         """The rows in order, their golds left out, which is most of what there is to read."""
         columns = [name for name in SCHEMA.names if name != "gold"]
-        for batch in self._file.iter_batches(4096, columns=columns):
-            yield from (Problem(**row, gold="") for row in batch.to_pylist())
+        with self._reading():
+            for batch in self._file.iter_batches(4096, columns=columns):
+                yield from (Problem(**row, gold="") for row in batch.to_pylist())
 
     def row_ids(self) -> list[str]:
-        return self._file.read(columns=["row_id"]).column(0).to_pylist()
+        with self._reading():
+            return self._file.read(columns=["row_id"]).column(0).to_pylist()
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Pages are checked as they are read."""
+        try:
+            yield
+        except (pa.ArrowException, OSError) as error:
+            raise ValueError(f"{self._path}: damaged: {error}: prepare it again") from None
 
     def _group(self, group: int) -> list[dict[str, Any]]:
         if group not in self._groups:
-            self._groups[group] = self._file.read_row_group(group).to_pylist()
+            with self._reading():
+                self._groups[group] = self._file.read_row_group(group).to_pylist()
         self._groups.move_to_end(group)
         while len(self._groups) > GROUPS_KEPT:
             self._groups.popitem(last=False)
@@ -129,7 +158,10 @@ def usable(rows: PreparedRows, path: Path, tally: Tally) -> Iterator[Problem]:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a prepared file. Raises ValueError if it is missing or describes another file."""
+    """The manifest of a prepared file. Raises ValueError if it is missing or describes another file.
+
+    Where the manifest has no fingerprint (of an earlier version) the whole file is read to know it.
+    """
     file = manifest_path(path)
     if not path.is_file() or not file.is_file():
         raise ValueError(
@@ -141,10 +173,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise ValueError(f"{file}: {error}") from None
     if not isinstance(manifest, dict) or "sha256" not in manifest:
         raise ValueError(f"{file}: expected a manifest with sha256, found another JSON value")
-    if (found := sha256(path)) != manifest["sha256"]:
-        raise ValueError(
-            f"{path}: sha256 {found} is not the manifest's {manifest['sha256']}: prepare it again"
-        )
+    name, digest = ("fingerprint", fingerprint) if "fingerprint" in manifest else ("sha256", sha256)
+    if (found := digest(path)) != manifest[name]:
+        raise ValueError(f"{path}: {name} {found} is not the manifest's {manifest[name]}: prepare it again")
     return manifest
 
 
@@ -161,20 +192,24 @@ class PreparedWriter:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._unfinished = path.with_name(path.name + ".unfinished")
-        self._writer = pq.ParquetWriter(self._unfinished, SCHEMA, compression="zstd")
+        self._writer = pq.ParquetWriter(
+            self._unfinished, SCHEMA, compression="zstd", write_statistics=False, write_page_checksum=True
+        )
         self._rows: list[dict[str, Any]] = []
+        self._characters = 0
 
     def write(self, row: Problem) -> None:
         self._rows.append(asdict(row))
-        if len(self._rows) == ROWS_PER_GROUP:
+        self._characters += len(row.gold)
+        if len(self._rows) == ROWS_PER_GROUP or self._characters >= CHARACTERS_PER_GROUP:
             self._flush()
 
-    def finish(self) -> str:
-        """Close and name the file; returns its sha256."""
+    def finish(self) -> dict[str, str]:
+        """Close and name the file; returns what its manifest says to know it by."""
         self._flush()
         self._writer.close()
         self._unfinished.rename(self._path)
-        return sha256(self._path)
+        return {"sha256": sha256(self._path), "fingerprint": fingerprint(self._path)}
 
     def abandon(self) -> None:
         self._writer.close()
@@ -183,4 +218,4 @@ class PreparedWriter:
     def _flush(self) -> None:
         if self._rows:
             self._writer.write_table(pa.Table.from_pylist(self._rows, schema=SCHEMA))
-            self._rows = []
+            self._rows, self._characters = [], 0

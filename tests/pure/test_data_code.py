@@ -203,7 +203,7 @@ def test_bad_tests_in_files_prepared_by_an_earlier_version_are_left_out(tmp_path
     writer = PreparedWriter(path)
     for number, tests in enumerate([*BAD_TESTS, GOOD_TESTS]):
         writer.write(Problem(f"r#{number}", "q", json.dumps(tests), "code", gold_checked=True))
-    manifest = {"sha256": writer.finish()}
+    manifest = {"sha256": writer.finish()["sha256"]}
     manifest_path(path).write_text(json.dumps(manifest))
     source, tally = SourceRecipe(name="s", reader="prepared", path=str(path)), Tally()
     (kept,) = open_source(source, tally)

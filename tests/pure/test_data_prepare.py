@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_eqlen.data.prepare import prepare
-from megatron_eqlen.data.prepared import PreparedRows, manifest_path, sha256
+from megatron_eqlen.data.prepared import PreparedRows, PreparedWriter, manifest_path, sha256
 from megatron_eqlen.data.prompts import PromptSource
-from megatron_eqlen.data.rows import Tally
+from megatron_eqlen.data.rows import Problem, Tally
 from megatron_eqlen.data.sources import open_source
 from megatron_eqlen.recipe import DataRecipe, SourceRecipe
 from megatron_eqlen.rewards.math import MathGrader
@@ -116,10 +116,45 @@ def test_a_file_that_is_not_the_manifests_is_refused(prepared, tmp_path):
     copy.write_bytes(prepared.read_bytes())
     with pytest.raises(ValueError, match=r"expected a prepared file and deepmath\.parquet\.manifest\.json"):
         PreparedRows(copy)
-    manifest = json.loads(manifest_path(prepared).read_text()) | {"sha256": "0" * 64}
+    manifest = json.loads(manifest_path(prepared).read_text())
     manifest_path(copy).write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match="prepare it again"):
+    assert len(PreparedRows(copy)) == 300
+    data = copy.read_bytes()
+    for other in (data[:-100], data[:100] + data[101:], data + b"PAR1", b"PAR1", b""):
+        copy.write_bytes(other)
+        with pytest.raises(ValueError, match=r"fingerprint .* is not the manifest's .*: prepare it again"):
+            PreparedRows(copy)
+    del manifest["fingerprint"]  # as an earlier version wrote it
+    manifest_path(copy).write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=r"sha256 .* is not the manifest's .*: prepare it again"):
         PreparedRows(copy)
+    copy.write_bytes(data)
+    assert len(PreparedRows(copy)) == 300
+
+
+def test_damage_is_found_where_it_is_read_and_opening_reads_the_index_alone(prepared, tmp_path):
+    copy = tmp_path / prepared.name
+    data = bytearray(prepared.read_bytes())
+    data[200] ^= 4
+    copy.write_bytes(data)
+    manifest_path(copy).write_bytes(manifest_path(prepared).read_bytes())
+    rows = PreparedRows(copy)
+    assert rows[299].question == "What is 299 + 299?"
+    with pytest.raises(ValueError, match=r"deepmath\.parquet: damaged: .*: prepare it again"):
+        rows[0]
+    with pytest.raises(ValueError, match=r"deepmath\.parquet: damaged"):
+        list(rows.without_golds())
+
+
+def test_a_row_group_ends_early_where_golds_are_long(tmp_path):
+    """One random access decodes a row group: 64 problems with megabytes of tests would be too much."""
+    writer = PreparedWriter(tmp_path / "long.parquet")
+    for number in range(10):
+        writer.write(Problem(f"r#{number}", "?", "x" * (3 << 20), "code", None, None, True))
+    manifest_path(tmp_path / "long.parquet").write_text(json.dumps(writer.finish()))
+    groups = pq.read_metadata(tmp_path / "long.parquet")
+    assert [groups.row_group(n).num_rows for n in range(groups.num_row_groups)] == [2] * 5
+    assert [row.row_id for row in PreparedRows(tmp_path / "long.parquet")] == [f"r#{n}" for n in range(10)]
 
 
 def test_prompt_length_is_measured(raw, tmp_path):
