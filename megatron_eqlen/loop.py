@@ -4,6 +4,9 @@
       ▲      rollouts   token trees    policy    engine            every N            │
       └───────────────────────────────── the next step ───────────────────────────────┘
 
+Trainer and engine share GPUs: the engine sleeps while the trainer has its memory, and the trainer is parked
+while the engine is awake (``phases.py`` has the table).
+
 ``Session``, ``Policy`` and ``Rollouts`` (an engine, or a run's record) live as long as the process, a ``Run``
 as long as its folder, a ``Step`` from ``begin`` to ``end``.
 """
@@ -31,15 +34,19 @@ def train(recipe: Recipe, replay: Path | None = None) -> None:
     with Session(recipe) as session:
         run = Run(session)
         policy = Policy(recipe)
+        run.load(policy)
+        policy.park()  # the engine is built where it will live: in what the trainer leaves free
         rollouts = Replay(session, replay) if replay else Generator(session, run.folder.streams)
-        run.resume(policy, rollouts)
+        run.resume(rollouts)
         rollouts.update_weights(policy)
         run.evaluate("before", rollouts)
         while run.goes_on():
             step = collect(rollouts, run.begin(policy))
             step, trees = run.build_trees(step)
             rollouts.sleep()
+            step = step.log(policy.unpark())
             step = run.update(step, policy, trees)
+            step = step.log(policy.park())
             rollouts.check_agreement(policy.mismatch)
             step = step.log(rollouts.update_weights(policy))
             step = run.evaluate_if_due(step, rollouts)

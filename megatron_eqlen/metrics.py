@@ -91,9 +91,13 @@ LOSS_MISMATCH_KL = "loss/mismatch_kl"
 TRAIN_SKIPPED_UPDATES = "train/skipped_updates"
 TRAIN_GRAD_NORM = "train/grad_norm"
 TRAIN_TOKENS_PER_SECOND = "train/tokens_per_second"
+TIME_PARK, TIME_UNPARK = "time/park", "time/unpark"
+PARKED_BYTES = "memory/parked_bytes"
 TIME_STEP = "time/step"
 TIME_GPU_HOURS = "time/gpu_hours"
-STAGES = ("harvest", "score", "trees", "train", "sync", "evaluate", "checkpoint", "export")
+STAGES = (
+    "harvest", "score", "trees", "unpark", "train", "park", "sync", "evaluate", "checkpoint", "export",
+)  # fmt: skip
 """The stages of a step, each measured as ``time/NAME``."""
 
 TOKENS, UPDATES = "loss/tokens", "train/updates"
@@ -216,6 +220,8 @@ DECLARED = (
     Metric(TRAIN_GRAD_NORM, "norm", "max", "before clipping", PER_UPDATE),
     Metric("train/lr", "rate", "last", "learning rate"),
     Metric(TRAIN_TOKENS_PER_SECOND, "tokens/s", "last", "positions trained, over time/train"),
+    # ---- memory: of the trainer's on one GPU --------------------------------------------------------------
+    Metric(PARKED_BYTES, "bytes", "max", "freed on rank 0's GPU while the engine is awake"),
     # ---- time: of a step's stages, and evaluation ---------------------------------------------------------
     Metric(TIME_STEP, "s", "max", "the whole step", in_turn="sum"),
     Metric(TIME_GPU_HOURS, "h", "last", "of the run so far, evaluations not counted"),

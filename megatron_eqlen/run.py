@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -22,7 +23,6 @@ from megatron_eqlen.metrics import (
     TRAIN_TOKENS_PER_SECOND,
     UPDATES,
 )
-from megatron_eqlen.models.weights import save_hf
 from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.report.metrics import MetricsWriter, read_metrics
 from megatron_eqlen.report.page import write_page
@@ -49,6 +49,8 @@ class Run:
         """Steps done, and steps begun: more than one may be under way."""
         self.saved = 0
         """Steps taken when the newest checkpoint was saved."""
+        self.position: dict[str, Any] | None = None
+        """What the checkpoint that was loaded holds beside the policy."""
         self.gpu_hours = 0.0
         """GPU hours of the steps so far, evaluations not counted."""
         self.stopping = False
@@ -56,13 +58,17 @@ class Run:
 
     # ---- beginning and end --------------------------------------------------------------------------
 
-    def resume(self, policy: Policy, rollouts: Rollouts) -> None:
-        """Go on from the newest checkpoint, or from the start."""
-        position = checkpoint.load(self.folder.checkpoints, policy)
-        if position is not None:
-            self.steps, self.gpu_hours = position["step"], position.get("gpu_hours", 0.0)
+    def load(self, policy: Policy) -> None:
+        """Bring the policy and this run to the newest checkpoint, or leave them at the start."""
+        self.position = checkpoint.load(self.folder.checkpoints, policy)
+        if self.position is not None:
+            self.steps, self.gpu_hours = self.position["step"], self.position.get("gpu_hours", 0.0)
             self.saved = self.begun = self.steps
-            rollouts.go_to(position["data"])
+
+    def resume(self, rollouts: Rollouts) -> None:
+        """Go on from there."""
+        if self.position is not None:
+            rollouts.go_to(self.position["data"])
         if not self.complete:
             rollouts.check(first=self.steps)
         if distributed.is_rank0():
@@ -85,7 +91,7 @@ class Run:
         """The trained model as a Hugging Face folder."""
         if not agree(self.folder.export.exists):
             with self.session.stage("export"):
-                save_hf(policy.chunks, self.recipe.model.path, self.folder.export)
+                policy.export(self.folder.export)
 
     def report(self) -> None:
         """Write report.html and print its path, as the last line of the run."""

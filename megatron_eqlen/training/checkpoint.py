@@ -44,7 +44,8 @@ def save(folder: Path, step: int, policy: Policy, position: dict[str, Any], keep
     with new_folder(final) if dist.get_rank() == 0 else nullcontext() as made:
         partial = agree(lambda: made)
         assert partial is not None
-        _write(partial, step, policy, position)
+        with policy.memory.readable():
+            _write(partial, step, policy, position)
     if dist.get_rank() == 0:
         checkpoint_folder.set_latest(final)
         _drop_old(folder, step, keep)

@@ -67,6 +67,8 @@ def build_optimizer(
         [*chunks],
     )
     assert isinstance(optimizer, ChainedOptimizer)
+    for part in optimizer.chained_optimizers:
+        _init_state(part)
     config.grad_scale_func = optimizer.scale_loss
     updates = (recipe.steps or 0) * recipe.loss.minibatches * recipe.loss.epochs  # 0: a constant rate
     schedule = OptimizerParamScheduler(
@@ -87,10 +89,10 @@ def build_optimizer(
     return optimizer, schedule
 
 
-def init_state(optimizer: MegatronOptimizer) -> None:
+def _init_state(optimizer: MegatronOptimizer) -> None:
     """Create Adam's moments as before the first update: zeros. The weights are not changed.
 
-    Megatron can neither save nor load an optimizer that has never stepped.
+    They take their memory now, and Megatron can neither save nor load an optimizer that has never stepped.
     """
     assert isinstance(optimizer, DistributedOptimizer)
     groups = optimizer.optimizer.param_groups

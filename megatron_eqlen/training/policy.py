@@ -6,8 +6,10 @@ trees ─► pack ─► (old and reference log-probs) ─► forward, loss, bac
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,12 +18,21 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_eqlen.hf.cost import pair_cost
-from megatron_eqlen.metrics import MISMATCH, TRAIN_GRAD_NORM, TRAIN_SKIPPED_UPDATES, UPDATES, in_turn
+from megatron_eqlen.metrics import (
+    MISMATCH,
+    PARKED_BYTES,
+    TIME_PARK,
+    TIME_UNPARK,
+    TRAIN_GRAD_NORM,
+    TRAIN_SKIPPED_UPDATES,
+    UPDATES,
+    in_turn,
+)
 from megatron_eqlen.models import groups
 from megatron_eqlen.models.build import build_model
 from megatron_eqlen.models.megatron_checkpoint import checkpoint_metadata
 from megatron_eqlen.models.pooled_router import RouterPool
-from megatron_eqlen.models.weights import export_hf, load_hf
+from megatron_eqlen.models.weights import export_hf, load_hf, save_hf
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.packing.pack import Packing, plan_rows
 from megatron_eqlen.packing.tree import NonFiniteTreeError
@@ -37,7 +48,8 @@ from megatron_eqlen.training.finite import (
     update_problem,
 )
 from megatron_eqlen.training.forward import RowResult, microbatch_multiple, run_rows
-from megatron_eqlen.training.optimizer import build_optimizer, gradient_norm, init_state, take_step, wrap
+from megatron_eqlen.training.memory import TrainerMemory
+from megatron_eqlen.training.optimizer import build_optimizer, gradient_norm, take_step, wrap
 from megatron_eqlen.training.policy_loss import RowLoss, policy_loss, reduce_metrics
 from megatron_eqlen.training.reference import ReferenceWeights
 from megatron_eqlen.types import Metrics, Row, TokenTree
@@ -74,6 +86,7 @@ class Policy:
         self.reference = ReferenceWeights(self.chunks) if recipe.loss.kl_coef else None
         self.model = wrap(self.chunks, recipe)
         self.optimizer, self.schedule = build_optimizer(self.model, recipe)
+        self.memory = TrainerMemory(self.chunks, self.model, self.optimizer, recipe.rollout.parked)
         self.router_pool = RouterPool(self.chunks) if self.chunks[0].config.moe_aux_loss_coeff else None
         self.pair_cost = pair_cost(self.chunks[0].model_config)
         self.version = 0
@@ -83,6 +96,20 @@ class Policy:
         self.mismatch: float | None = None
         """Mean |trainer - engine| log-prob of the tokens of the newest ``update``; None: it took no step."""
 
+    def park(self) -> Metrics:
+        """Make room for the engine, as ``rollout.park_trainer`` says. ``weights`` and checkpoints work all
+        the same; ``update`` needs ``unpark``. Returns the time it took and the bytes that it freed."""
+        started, before = time.perf_counter(), sum(self.memory.on_device().values())
+        self.memory.park()
+        freed = before - sum(self.memory.on_device().values())
+        return {TIME_PARK: time.perf_counter() - started, PARKED_BYTES: float(freed)}
+
+    def unpark(self) -> Metrics:
+        """Take back what ``park`` gave up, bit for bit; gradients are zeros. Returns the time it took."""
+        started = time.perf_counter()
+        self.memory.unpark()
+        return {TIME_UNPARK: time.perf_counter() - started}
+
     def update(self, minibatches: list[list[TokenTree]]) -> Metrics:
         """Train on the step's trees: one optimizer step for each minibatch, ``loss.epochs`` times over.
 
@@ -91,6 +118,7 @@ class Policy:
         weights, optimizer and schedule stay as they were. Metrics are merged over the steps that were taken.
         Raises NonFiniteError after more than ``optimizer.max_skipped_updates`` skipped steps in a row.
         """
+        assert not self.memory.away, "parked"
         batches = [batch for batch in map(self._prepare, minibatches) if batch.trains]
         for batch in batches:
             self._annotate(batch.rows, old=len(batches) * self.recipe.loss.epochs > 1)
@@ -102,13 +130,20 @@ class Policy:
 
     def check_finite(self) -> None:
         """Raise NonFiniteError, on every rank, if a weight or the optimizer's state is not finite on any."""
-        problem = first_problem(state_problem(self.chunks, self.optimizer))
+        with self.memory.readable():
+            problem = first_problem(state_problem(self.chunks, self.optimizer))
         if problem:
             raise NonFiniteError(f"not finite: {problem.text}")
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All weights by Hugging Face name, whole, one by one. Collective over model-parallel ranks."""
-        return export_hf(self.chunks)
+        with self.memory.weights.resident():
+            yield from export_hf(self.chunks)
+
+    def export(self, folder: Path) -> None:
+        """Write the weights to ``folder`` as a Hugging Face folder. Collective."""
+        with self.memory.weights.resident():
+            save_hf(self.chunks, self.recipe.model.path, folder)
 
     def checkpoint_metadata(self) -> dict[str, Any]:
         """How Megatron lays out a checkpoint: one that any parallel layout can read."""
@@ -126,9 +161,6 @@ class Policy:
             self._chunk_key(number): chunk.sharded_state_dict(metadata=metadata)
             for number, chunk in enumerate(self.chunks)
         }
-        for optimizer in self.optimizer.chained_optimizers:
-            if is_loading or not optimizer.optimizer.state:
-                init_state(optimizer)
         state["optimizer"] = self.optimizer.sharded_state_dict(
             state, is_loading=is_loading, metadata=metadata
         )
@@ -291,7 +323,6 @@ class Policy:
 def _refuse_unfinished(recipe: Recipe) -> None:
     optimizer = recipe.optimizer
     for key, asked in {
-        "rollout.park_trainer": recipe.rollout.park_trainer == "all",
         "optimizer.offload": optimizer.offload,
         "optimizer.precision": optimizer.precision != "float32",
         "optimizer.grad_dtype": optimizer.grad_dtype != "float32",

@@ -1,0 +1,118 @@
+"""Device memory that the trainer gives up for a while and takes back bit for bit.
+
+    parked.park()          the numbers go to host memory, the device's memory is free
+    parked.readable()      meanwhile: the tensors read what lies on the host
+    parked.unpark()        the numbers are back
+
+The storage under the tensors is emptied, the tensors stay. Whatever refers to them or to views of them
+(Megatron's buckets, the optimizer's shards, autograd's hooks) is right again after ``unpark``.
+
+Megatron-Core's own ``optimizer.offload_to_cpu`` is not used: it gives each tensor new memory, so that shards
+that are views of the model's weights no longer are, and it brings a host optimizer's state to the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor, UntypedStorage
+
+
+class Parked:
+    """The storages under some tensors, on the device or parked in host memory.
+
+    ``tensors``: asked for at each parking, since an optimizer may replace its own. ``keep``: whether their
+    numbers matter; otherwise they are zeros after ``unpark``, and need no host memory.
+    """
+
+    def __init__(self, tensors: Callable[[], Iterable[Tensor]], keep: bool = True) -> None:
+        self._ask, self._keep = tensors, keep
+        self._tensors: list[Tensor] = []
+        self._storages: dict[int, UntypedStorage] = {}
+        self._sizes: dict[int, int] = {}
+        self._copies: dict[int, Tensor] = {}
+        """Host memory by storage; it is kept for the next parking, since pinning is slow."""
+        self.away = False
+
+    @torch.no_grad()
+    def park(self) -> None:
+        """Free the device's memory. No effect while parked."""
+        if self.away:
+            return
+        self._tensors = [tensor for tensor in self._ask() if tensor.numel()]
+        self._storages = {memory_of(tensor): tensor.untyped_storage() for tensor in self._tensors}
+        self._sizes = {key: storage.nbytes() for key, storage in self._storages.items()}
+        if self._keep:
+            self._copies = {key: self._copy(key) for key in self._storages}
+        self._empty()
+
+    @torch.no_grad()
+    def unpark(self) -> None:
+        """Take the memory back, with its numbers. No effect unless parked."""
+        if not self.away:
+            return
+        for key, storage in self._storages.items():
+            storage.resize_(self._sizes[key])
+            whole = _bytes(storage)
+            whole.copy_(self._copies[key], non_blocking=True) if self._keep else whole.zero_()
+        self.away = False
+
+    @contextlib.contextmanager
+    def readable(self) -> Iterator[None]:
+        """Inside, parked tensors read their numbers where they lie on the host. Writing is not allowed."""
+        own = [(tensor, tensor.data) for tensor in self._tensors] if self.away else []
+        for tensor, on_device in own:
+            copy = self._copies[memory_of(on_device)].untyped_storage()
+            like = torch.empty(0, dtype=tensor.dtype)
+            tensor.data = like.set_(copy, on_device.storage_offset(), on_device.size(), on_device.stride())
+        try:
+            yield
+        finally:
+            for tensor, on_device in own:
+                tensor.data = on_device
+
+    @contextlib.contextmanager
+    def resident(self) -> Iterator[None]:
+        """Inside, the numbers are on the device, where they may only be read; then where they were before."""
+        away = self.away
+        self.unpark()
+        try:
+            yield
+        finally:
+            if away:
+                self._empty()  # the copies on the host are still right
+
+    def _empty(self) -> None:
+        """Free the memory for other allocators, too, once the device has done what it was told."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        for storage in self._storages.values():
+            storage.resize_(0)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        self.away = True
+
+    def _copy(self, key: int) -> Tensor:
+        """The storage's bytes on the host."""
+        storage, copy = self._storages[key], self._copies.get(key)
+        if copy is None or copy.numel() != storage.nbytes():
+            pin = storage.device.type == "cuda"
+            copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin)
+        return copy.copy_(_bytes(storage), non_blocking=True)
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the memory under these tensors; what several share counts once."""
+    storages = {memory_of(tensor): tensor.untyped_storage() for tensor in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Names the memory under a tensor; tensors with the same name share it."""
+    return tensor.untyped_storage()._cdata
+
+
+def _bytes(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,0 +1,156 @@
+"""A trainer that is parked between its updates computes bit for bit what one that never is does."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_eqlen.phases import phases
+from megatron_eqlen.training import checkpoint
+from megatron_eqlen.training.parking import memory_of
+from megatron_eqlen.training.policy import Policy
+from tests.kit.distributed import run_ranks
+from tests.kit.tiny_models import save_tiny
+from tests.kit.updates import build_policy, layout, one_tree_a_row, recipe_of
+
+BFLOAT16 = {"dtype": "bfloat16"}
+LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "TP 2, float32": ("qwen3", "float32", {"tensor": 2}),
+    "TP 2, bfloat16": ("qwen3", "bfloat16", {"tensor": 2}),
+    "PP 2, bfloat16": ("qwen3", "bfloat16", {"pipeline": 2}),
+    "VPP 2, float32": ("qwen3", "float32", {"pipeline": 2, "virtual_pipeline": 2}),
+    "DP 2, float32": ("qwen3", "float32", {}),
+    "DP 2, bfloat16": ("qwen3", "bfloat16", {"overlap_grad_reduce": True}),
+    "EP 2, bfloat16": ("qwen3_moe", "bfloat16", {"expert": 2}),
+    "EP 2, float32": ("qwen3_moe", "float32", {"expert": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny")
+    for family in ("qwen3", "qwen3_moe"):
+        save_tiny(path / family, family)
+    return path
+
+
+def changes_of(name: str, folders: Path, park: str) -> tuple[str, dict[str, Any]]:
+    family, dtype, parallel = LAYOUTS[name]
+    folder = str(folders / family)
+    rollout = {"max_response_length": 20, "temperature": 1.0, "park_trainer": park}
+    return folder, layout(2, **parallel) | {"model": {"path": folder, "dtype": dtype}, "rollout": rollout}
+
+
+def numbers(policy: Policy) -> list[torch.Tensor]:
+    """Weights, main weights and all that the optimizer keeps, of this rank."""
+    found = [parameter for chunk in policy.chunks for parameter in chunk.parameters()]
+    for part in policy.optimizer.chained_optimizers:
+        for group in part.param_groups:
+            for main in group["params"]:
+                found += [main, *part.state[main].values()]
+    return [tensor.detach().clone() for tensor in found]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def is_wired(policy: Policy) -> bool:
+    """Whether weights and gradients lie in Megatron's buffers, and its buckets are views of those."""
+    return all(
+        memory_of(parameter) == memory_of(buffer.param_data) == memory_of(bucket.param_data)
+        and memory_of(parameter.main_grad) == memory_of(buffer.grad_data) == memory_of(bucket.grad_data)
+        for chunk in policy.model
+        for buffer in (*vars(chunk)["buffers"], *vars(chunk)["expert_parallel_buffers"])
+        for bucket in buffer.buckets
+        for parameter in bucket.params_list
+    )
+
+
+def park_between_updates(folder: str, changes: dict[str, Any]) -> list[str]:
+    """What is wrong with a policy that is parked between updates, beside one that is not."""
+    kept, parked = build_policy(folder, changes), Policy(recipe_of(folder, changes))
+    wrong = []
+    for step in range(3):
+        for _ in range(2):
+            before = numbers(parked)
+            sent = {name: tensor.clone() for name, tensor in parked.weights()}
+            parked.park()
+            parked.park()  # no effect
+            with parked.memory.readable():
+                wrong += [] if same(numbers(parked), before) else [f"unreadable while parked, step {step}"]
+            again = {name: tensor.clone() for name, tensor in parked.weights()}
+            wrong += [] if same([*sent.values()], [*again.values()]) else [f"other weights sent, step {step}"]
+            parked.unpark()
+            parked.unpark()
+            wrong += [] if same(numbers(parked), before) else [f"not restored, step {step}"]
+        wrong += [] if is_wired(parked) else [f"buffers are not shared any more, step {step}"]
+        for policy in (kept, parked):
+            policy.update([one_tree_a_row(3)])
+        wrong += [f"no update, step {step}"] if same(numbers(parked), before) else []
+        wrong += [] if same(numbers(kept), numbers(parked)) else [f"another update, step {step}"]
+    return wrong
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_parked_trainer_makes_the_same_updates_bit_for_bit(folders, name):
+    folder, changes = changes_of(name, folders, "all")
+    assert run_ranks(2, park_between_updates, folder, changes) == [[], []]
+
+
+def parts_by_phase(folder: str, changes: dict[str, Any]) -> dict[str, set[str]]:
+    """The trainer's parts that have bytes on the device."""
+    policy = build_policy(folder, changes)
+
+    def parts() -> set[str]:
+        return {part for part, count in policy.memory.on_device().items() if count}
+
+    found = {"load": parts()}
+    policy.update([one_tree_a_row(3)])
+    policy.park()
+    found["generate"] = parts()
+    for _ in policy.weights():
+        found["sync"] = parts()
+    found["evaluate"] = parts()
+    policy.unpark()
+    policy.update([one_tree_a_row(3)])
+    return found | {"train": parts()}
+
+
+@pytest.mark.parametrize("park", ["none", "state", "all"])
+@pytest.mark.parametrize("name", ["DP 2, bfloat16", "EP 2, float32"])
+def test_the_table_of_phases_says_what_has_bytes_on_the_device(folders, name, park):
+    folder, changes = changes_of(name, folders, park)
+    table = {phase.name: set(phase.parts) for phase in phases(recipe_of(folder, changes))}
+    for found in run_ranks(2, parts_by_phase, folder, changes):
+        for phase, parts in found.items():
+            assert parts == table[phase] & {"weights", "gradients", "optimizer"}, phase
+
+
+def save_parked(folder: str, changes: dict[str, Any], checkpoints: str) -> list[torch.Tensor]:
+    policy = build_policy(folder, changes)
+    policy.update([one_tree_a_row(3)])
+    policy.park()
+    checkpoint.save(Path(checkpoints), 1, policy, {}, keep=1)
+    policy.unpark()
+    policy.update([one_tree_a_row(3)])
+    return numbers(policy)
+
+
+def resume_parked(folder: str, changes: dict[str, Any], checkpoints: str) -> list[torch.Tensor]:
+    policy = build_policy(folder, changes)
+    checkpoint.load(Path(checkpoints), policy)
+    policy.park()
+    policy.unpark()
+    policy.update([one_tree_a_row(3)])
+    return numbers(policy)
+
+
+@pytest.mark.parametrize("name", ["TP 2, bfloat16", "VPP 2, float32", "DP 2, float32", "EP 2, bfloat16"])
+def test_a_checkpoint_of_a_parked_trainer_resumes_bit_for_bit(folders, tmp_path, name):
+    folder, changes = changes_of(name, folders, "all")
+    went_on = run_ranks(2, save_parked, folder, changes, str(tmp_path))
+    resumed = run_ranks(2, resume_parked, folder, changes, str(tmp_path))
+    for one, other in zip(went_on, resumed, strict=True):
+        assert same(one, other)
