@@ -23,7 +23,7 @@ from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.vllm import client, pool
 from megatron_eqlen.rollout.vllm.client import ServerEngine
 from megatron_eqlen.rollout.vllm.server import server_command
-from megatron_eqlen.rollout.vllm.weight_stream import HELLO, connect, encode, read_frame, receive
+from megatron_eqlen.rollout.vllm.weight_stream import HELLO, connect, encode, receive
 from megatron_eqlen.types import Prompt, Rollout
 from tests.kit import jobs
 from tests.kit.processes import are_gone, command_line, descendants, within
@@ -225,7 +225,7 @@ class Fake:
 
     def load(self, invitation):
         self.frames = []
-        with connect(**invitation, rank=0) as sock:
+        with connect(**invitation) as sock:
             for frame in receive(sock):
                 self.frames.append(dict(frame))
                 if self.behaviour == "stall":
@@ -392,10 +392,11 @@ def test_tensors_of_any_dtype_and_shape_cross_the_wire():
     }
     for part in encode(list(sent.items())):
         here.sendall(part)
-    assert_bits_equal(dict(read_frame(there)), sent)
+    frames = receive(there)
+    assert_bits_equal(dict(next(frames)), sent)
     here.close()
     with pytest.raises(ConnectionError, match="hung up in the middle"):
-        read_frame(there)
+        next(frames)
     there.close()
 
 
@@ -410,7 +411,9 @@ def test_a_sync_brings_every_replica_the_same_bits_in_many_frames(open_fakes):
         assert len(one.frames) > 5
         assert all(len(frame) == 1 or sum(w.nbytes for w in frame.values()) <= 20_000 for frame in one.frames)
         assert one.version == "3"
-    assert engine.metrics()["engine/sync_bytes"] == sum(w.nbytes for w in weights.values())
+    metrics = engine.metrics()
+    assert metrics["engine/sync_bytes"] == sum(w.nbytes for w in weights.values())
+    assert 2.0 <= metrics["engine/sync_sent_bytes"] / metrics["engine/sync_bytes"] < 2.1, "to each, once"
 
 
 def test_a_wrong_weight_leaves_the_servers_refusing_until_a_good_sync(open_fakes):

@@ -2,7 +2,7 @@
 
     step ◄── queue ◄── one stream of server-sent events per request ◄── replica 1, 2, ...
                  ◄── one heartbeat per replica: alive, and with the weights we sent?
-    update_weights ──► one TCP connection per worker of each replica (``weight_feed``)
+    update_weights ──► one TCP connection per node of each replica (``weight_feed``)
 
 Requests of a replica that dies (``pool``) come back as ``lost`` with all their tokens kept, and the
 harvester submits the rest to another replica. Nothing here imports vLLM.
@@ -25,6 +25,7 @@ from megatron_eqlen.metrics import (
     ENGINE_REMOVED_PROBABILITY,
     ENGINE_SYNC_BYTES,
     ENGINE_SYNC_SECONDS,
+    ENGINE_SYNC_SENT_BYTES,
 )
 from megatron_eqlen.recipe import RolloutRecipe
 from megatron_eqlen.rollout.engine import Delta, EngineError, check_request
@@ -84,6 +85,8 @@ class ServerEngine:
         self.vocab_size = 0
         self.refusal = "update_weights must come first" if syncs_first else None
         self.sync: Metrics = {}
+        self.sent_bytes = 0
+        """By the last weight sync, to all replicas."""
         self.pool = ReplicaPool(rollout.servers, silence=rollout.request_timeout / 2)
         try:
             self._connect(any_weights=syncs_first)
@@ -146,6 +149,7 @@ class ServerEngine:
         self.sync = {
             ENGINE_SYNC_SECONDS: time.perf_counter() - start,
             ENGINE_SYNC_BYTES: self.weights.bytes_seen,
+            ENGINE_SYNC_SENT_BYTES: self.sent_bytes,
         }
 
     def reset_cache(self) -> None:
@@ -270,6 +274,7 @@ class ServerEngine:
                 self.pool.settle("sending weights", sending)
                 self.pool.each("update_weights", lambda replica: feeds[replica].finish())
         finally:
+            self.sent_bytes = sum(feed.sent_bytes for feed in feeds.values())
             for feed in feeds.values():
                 self.pool.io.run(feed.close())
 

@@ -1,7 +1,7 @@
 """The trainer's end of a weight sync, for one replica (``weight_stream`` is what goes over the wire).
 
     open    HTTP POST ──► server            where to connect, and with which nonce
-                          workers ──► hello
+                          workers ──► hello     (one of each node: ``weight_relay``)
     send    frame ──► workers               as often as there are weights
     finish  last frame ──► workers
                           workers ──► done; server ──► answer to the POST
@@ -42,8 +42,10 @@ class Feed:
         self.workers = workers
         self.timeout = timeout
         self.nonce = secrets.token_bytes(NONCE_BYTES)
-        self.sockets: dict[int, socket.socket] = {}
-        """By rank."""
+        self.sockets: list[socket.socket] = []
+        self.reached = 0
+        """Workers behind these connections."""
+        self.sent_bytes = 0
         self.met = asyncio.Event()
         self.answer: asyncio.Task[Any] | None = None
 
@@ -60,12 +62,13 @@ class Feed:
             finally:
                 reception.cancel()
                 await asyncio.wait({reception})
-        if len(self.sockets) < self.workers:
+        if self.reached < self.workers:
             await self._answered()  # raises the server's error
-            raise ConnectionError(f"expected {self.workers} workers to connect, found {len(self.sockets)}")
+            raise ConnectionError(f"expected {self.workers} workers to connect, found {self.reached}")
 
     async def send(self, frame: Frame) -> None:
         await self._with_all(lambda sock: _send(sock, frame))
+        self.sent_bytes += len(self.sockets) * sum(map(len, frame))
 
     async def finish(self) -> None:
         """Wait until the workers have loaded everything that was sent."""
@@ -75,7 +78,7 @@ class Feed:
 
     async def close(self) -> None:
         """Close the connections; workers that still wait for weights fail."""
-        for sock in self.sockets.values():
+        for sock in self.sockets:
             sock.close()
         if self.answer is not None:
             self.answer.cancel()
@@ -86,7 +89,7 @@ class Feed:
         one."""
         try:
             async with asyncio.TaskGroup() as group:
-                for sock in self.sockets.values():
+                for sock in self.sockets:
                     group.create_task(work(sock))
         except ExceptionGroup as failures:
             with suppress(TimeoutError):
@@ -109,11 +112,12 @@ class Feed:
         """Keep a connection that sends the nonce; close any other."""
         with suppress(OSError), ExitStack() as stranger:
             stranger.enter_context(sock)
-            nonce, rank = HELLO.unpack(await _read(sock, HELLO.size))
+            nonce, workers = HELLO.unpack(await _read(sock, HELLO.size))
             if secrets.compare_digest(nonce, self.nonce):
                 stranger.pop_all()
-                self.sockets[rank] = sock
-                if len(self.sockets) == self.workers:
+                self.sockets.append(sock)
+                self.reached += workers
+                if self.reached == self.workers:
                     self.met.set()
 
 

@@ -1,10 +1,10 @@
 """Weights over TCP: what the trainer and a server's workers say to each other during a sync.
 
-    worker  ──► hello: nonce, rank
+    worker  ──► hello: nonce, and for how many workers of its node it receives (``weight_relay``)
     trainer ──► frame: JSON [[name, dtype, shape], ...], then the bytes of these tensors one after the other
             ──► frame ...
             ──► frame of no tensors: that was all, or the trainer gave up
-    worker  ──► done: everything is loaded
+    worker  ──► done: everything is loaded, by all of them
 
 A connection that ends earlier broke. Nothing here depends on vLLM.
 """
@@ -16,6 +16,8 @@ import math
 import socket
 import struct
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -27,49 +29,89 @@ Frame = list[bytes | memoryview]
 
 NONCE_BYTES = 16
 HELLO = struct.Struct(f"!{NONCE_BYTES}sI")
-"""Format of the hello: nonce and rank."""
+"""Format of the hello: nonce, number of workers."""
 LENGTH = struct.Struct("!I")
 """Format of a frame's length: the number of bytes of JSON that follow."""
 DONE = b"done"
+ALIGNMENT = 64
+"""Of a tensor's first byte in the memory of a frame."""
 
 
-def connect(host: str, port: int, nonce: str, timeout: float, rank: int) -> socket.socket:
+@dataclass(frozen=True)
+class Header:
+    """What a frame holds, and where each tensor lies in the memory that it is received into."""
+
+    text: bytes
+    """JSON [[name, dtype, shape], ...]"""
+
+    @cached_property
+    def entries(self) -> list[tuple[str, torch.dtype, list[int]]]:
+        return [(name, getattr(torch, dtype), shape) for name, dtype, shape in json.loads(self.text)]
+
+    @cached_property
+    def places(self) -> list[slice]:
+        """Bytes of each tensor."""
+        places, end = [], 0
+        for _, dtype, shape in self.entries:
+            start = -(-end // ALIGNMENT) * ALIGNMENT
+            end = start + math.prod(shape) * dtype.itemsize
+            places.append(slice(start, end))
+        return places
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory for all tensors; at least 1, because nothing smaller can be mapped."""
+        return max(1, self.places[-1].stop if self.places else 0)
+
+    def tensors(self, memory: np.ndarray) -> NamedTensors:
+        """Views of ``memory``, [size] uint8."""
+        return [
+            (name, torch.from_numpy(memory[place]).view(dtype).reshape(shape))
+            for (name, dtype, shape), place in zip(self.entries, self.places, strict=True)
+        ]
+
+
+def connect(host: str, port: int, nonce: str, timeout: float, workers: int = 1) -> socket.socket:
     """A worker's connection, which fails after ``timeout`` seconds of silence. Raises OSError."""
     sock = socket.create_connection((host, port), timeout)
-    sock.sendall(HELLO.pack(bytes.fromhex(nonce), rank))
+    sock.sendall(HELLO.pack(bytes.fromhex(nonce), workers))
     return sock
 
 
 def receive(sock: socket.socket) -> Iterator[NamedTensors]:
     """The weights, frame by frame. Asking for the next frame means that the last one is loaded. Raises
     OSError."""
-    while named_tensors := read_frame(sock):
-        yield named_tensors
+    while (header := read_header(sock)).entries:
+        memory = np.empty(header.size, np.uint8)  # NumPy asks the kernel for huge pages, PyTorch does not
+        fill(sock, header, memory)
+        yield header.tensors(memory)
     sock.sendall(DONE)
 
 
-def read_frame(sock: socket.socket) -> NamedTensors:
-    """The next frame's tensors, each in its own memory: vLLM keeps a layer's tensors until the layer is
-    complete, which may be some frames later. Raises ConnectionError where the connection ends."""
-    (length,) = LENGTH.unpack(_read(sock, LENGTH.size).data)
-    header = json.loads(_read(sock, length).tobytes())
-    return [(name, _read_tensor(sock, getattr(torch, dtype), shape)) for name, dtype, shape in header]
+def read_header(sock: socket.socket) -> Header:
+    """Raises ConnectionError where the connection ends."""
+    (length,) = LENGTH.unpack(read(sock, LENGTH.size))
+    return Header(read(sock, length))
 
 
-def _read_tensor(sock: socket.socket, dtype: torch.dtype, shape: list[int]) -> Tensor:
-    return torch.from_numpy(_read(sock, math.prod(shape) * dtype.itemsize)).view(dtype).reshape(shape)
+def fill(sock: socket.socket, header: Header, memory: np.ndarray) -> None:
+    """Read a frame's tensors into ``memory``, [header.size] uint8."""
+    for place in header.places:
+        _read_into(sock, memory[place].data)
 
 
-def _read(sock: socket.socket, count: int) -> np.ndarray:
-    """[count] uint8. (NumPy asks the kernel for huge pages, PyTorch does not.)"""
-    buffer = np.empty(count, np.uint8)
-    rest = buffer.data
+def read(sock: socket.socket, count: int) -> bytes:
+    data = bytearray(count)
+    _read_into(sock, memoryview(data))
+    return bytes(data)
+
+
+def _read_into(sock: socket.socket, rest: memoryview) -> None:
     while rest:
         received = sock.recv_into(rest)
         if not received:
-            raise ConnectionError("the trainer hung up in the middle of the weights")
+            raise ConnectionError("the sender hung up in the middle of the weights")
         rest = rest[received:]
-    return buffer
 
 
 def buckets(named_tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[NamedTensors]:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
+import torch.distributed as dist
+from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -18,9 +21,9 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from megatron_eqlen.rollout.vllm import weight_stream
 from megatron_eqlen.rollout.vllm.repack import repack
 from megatron_eqlen.rollout.vllm.sampler import PathSampler
+from megatron_eqlen.rollout.vllm.weight_relay import Neighbours, node_name, receive_on_node
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +56,14 @@ class TcpWeightTransfer(WeightTransferEngine[Nothing, Invitation]):
     def init_transfer_engine(self, init_info: Nothing) -> None:
         pass
 
+    @cached_property
+    def neighbours(self) -> Neighbours:
+        """Collective over the server's workers, when it is asked for first."""
+        group = get_world_group()
+        nodes: list[Any] = [None] * group.world_size
+        dist.all_gather_object(nodes, node_name(), group=group.cpu_group)
+        return Neighbours(group.rank_in_group, nodes)
+
     def start_weight_update(self) -> None:
         # After an interrupted sync some layers still wait for the rest of their weights, and vLLM would mix
         # the new ones with those. After a complete sync this has no effect.
@@ -63,12 +74,11 @@ class TcpWeightTransfer(WeightTransferEngine[Nothing, Invitation]):
         """Load the weights as they arrive. A broken connection is logged, not raised. The trainer notices by
         itself (it gets no ``done``), or is dead. But if one rank raised here, vLLM would read the other
         ranks' answers to this call as answers to its next call, and the next trainer's sync would fail."""
-        with weight_stream.connect(**asdict(update_info), rank=self.parallel_config.rank) as connection:
-            try:
-                for named_tensors in weight_stream.receive(connection):
-                    self.model.load_weights(named_tensors)  # pyright: ignore[reportCallIssue] (all have it)
-            except OSError as error:
-                logger.warning("weight update broke off: %s", error)
+        try:
+            for named_tensors in receive_on_node(self.neighbours, **asdict(update_info)):
+                self.model.load_weights(named_tensors)  # pyright: ignore[reportCallIssue] (all have it)
+        except OSError as error:
+            logger.warning("weight update broke off: %s", error)
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
