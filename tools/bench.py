@@ -18,6 +18,7 @@ BENCHMARKS = {
     "trees": "forward and backward of token trees against 2N and N + 1 sequences",
     "grade": "answers a second of the math grader and the code sandbox",
     "host": "the processors' work around a step of the paper's size: harvest, record, share, pack, report",
+    "sampler": "drawing a batch's next tokens: top-k first against the whole vocabulary",
     "packing": "fill, balance and speed of the packer on simulated streams",
 }
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 import os
 import random
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from vllm import SamplingParams
 
-from megatron_eqlen.rollout.engine import SEED, EngineError
-from megatron_eqlen.rollout.vllm.sampler import PathSampler, uniform
+from megatron_eqlen.rollout.engine import EngineError
+from megatron_eqlen.rollout.vllm.sampler import uniform
 from megatron_eqlen.sampling.track import track_seed
 from tests.kit.rollout_kit import EOS, folder, generate, open_engine, reference_logits, requests
 
@@ -92,34 +90,6 @@ def test_the_sampling_mask_is_the_kept_set():
         logits = reference_logits(folder("qwen3"), context, tokens[name]) / sampling["temperature"]
         kept = kept_set(logits, 12, 0.9, 0.02)
         assert masks[name] == [tuple(row.nonzero()[:, 0].tolist()) for row in kept]
-
-
-def test_of_equal_logits_at_the_border_the_mask_holds_top_k_and_no_more():
-    """vLLM's top-k keeps all of them; what is recorded must be what was drawn from."""
-    requests = {
-        str(row): SimpleNamespace(sampling_params=SamplingParams(extra_args={SEED: row})) for row in range(64)
-    }
-    runner = SimpleNamespace(
-        device="cpu",
-        requests=requests,
-        input_batch=SimpleNamespace(req_ids=list(requests), num_tokens_no_spec=np.arange(64)),
-        discard_request_mask=SimpleNamespace(np=np.zeros(64, bool)),
-    )
-    metadata = SimpleNamespace(
-        temperature=torch.ones(64), top_p=None, top_k=torch.full((64,), 3),
-        logitsprocs=SimpleNamespace(argmax_invariant=[]),
-    )  # fmt: skip
-    logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 1.0, 0.0]]).repeat(64, 1)
-    output = PathSampler(runner, processed=True, mask_width=3).forward(logits, metadata)
-    columns = output.logprobs_tensors.logprob_token_ids.tolist()
-    mass = torch.tensor([2.0, 1.0, 1.0]).log_softmax(0)
-    for (drawn, *kept), logprob in zip(columns, output.logprobs_tensors.logprobs, strict=True):
-        assert len(set(kept)) == 3
-        assert drawn in kept
-        assert 0 in kept
-        assert 5 not in kept
-        assert logprob[0].item() == pytest.approx(mass[0 if drawn == 0 else 1].item(), abs=1e-6)
-    assert len({drawn for drawn, *_ in columns}) == 3
 
 
 def test_draws_follow_the_kept_distribution(engine):

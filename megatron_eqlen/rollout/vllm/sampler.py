@@ -18,6 +18,9 @@ from vllm.v1.sample.sampler import Sampler
 
 from megatron_eqlen.rollout.engine import SEED
 
+TIES = 64
+"""Top-k keeps all tokens that tie at its limit; of more than this many some are dropped."""
+
 
 @dataclass
 class _Rows:
@@ -26,6 +29,8 @@ class _Rows:
     metadata: SamplingMetadata
     seeds: np.ndarray | None
     """[rows] uint64; None where a row has no seed."""
+    most_kept: int | None
+    """Most tokens that top-k keeps of a row, ties included; None where it is off for one."""
 
 
 class PathSampler(Sampler):
@@ -38,6 +43,9 @@ class PathSampler(Sampler):
 
     Log-probs are ``log_softmax(logits / temperature)`` at the token; ``processed`` ones are normalized
     over the kept set instead: greater by minus the log of the kept mass.
+
+    Where top-k is on, all after the log-softmax looks at its tokens alone and not at the vocabulary; in
+    float64 the sums are the same.
 
     With ``mask_width`` the kept set is returned in the field that vLLM has for the ids of the most likely
     tokens: the drawn token, then ``mask_width`` kept ones; if fewer were kept, the drawn token fills the
@@ -63,25 +71,28 @@ class PathSampler(Sampler):
         assert sampling_metadata.temperature is not None
         logits = logits.float() / sampling_metadata.temperature.unsqueeze(1)
         logprobs = logits.log_softmax(-1)
+        ids = self._candidates(logits)
+        if ids is not None:
+            logits, logprobs = logits.gather(1, ids), logprobs.gather(1, ids)
         for processor in sampling_metadata.logitsprocs.argmax_invariant:  # min-p
             logits = processor.apply(logits)
         logits = apply_top_k_top_p(logits, sampling_metadata.top_k, sampling_metadata.top_p)
         kept = torch.where(logits > -torch.inf, logprobs, -torch.inf).exp()
-        if self.mask_width:  # top-k keeps all ties at its limit
-            likely = kept.topk(min(self.mask_width, kept.shape[1]))
-            masses, ids = likely.values, likely.indices
-            kept = torch.zeros_like(kept).scatter(1, ids, masses)
+        if self.mask_width:  # of ties at top-k's limit those with the lowest ids
+            masses, likely = kept.sort(descending=True, stable=True)
+            masses, likely = masses[:, : self.mask_width], likely[:, : self.mask_width]
+            kept = torch.zeros_like(kept).scatter(1, likely, masses)
         cumulative = kept.cumsum(-1, dtype=torch.float64)
         mass = cumulative[:, -1:]
         draws = torch.from_numpy(draw).to(logits.device, non_blocking=True)
-        tokens = torch.searchsorted(cumulative, draws.unsqueeze(1) * mass, right=True)
-        logprobs = logprobs.gather(1, tokens)
+        drawn = torch.searchsorted(cumulative, draws.unsqueeze(1) * mass, right=True)
+        tokens, logprobs = _at(ids, drawn), logprobs.gather(1, drawn)
         if self.processed:
             logprobs = logprobs - mass.log().float()
         self._count_removed(mass.squeeze(1))
         columns = tokens
         if self.mask_width:
-            columns = torch.cat((tokens, torch.where(masses.gt(0), ids, tokens)), 1)
+            columns = torch.cat((tokens, torch.where(masses.gt(0), _at(ids, likely), tokens)), 1)
             logprobs = logprobs.expand(-1, columns.shape[1])  # the drawn token's; others are not read
         tokens, columns = tokens.to(torch.int32), columns.to(torch.int32)
         ranks = torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device)  # not read
@@ -93,20 +104,31 @@ class PathSampler(Sampler):
         self.sampled = 0
         return total
 
+    def _candidates(self, logits: Tensor) -> Tensor | None:
+        """[rows, c] int64: the tokens that top-k may keep, by ascending id; None: any of the vocabulary."""
+        assert self.rows is not None
+        most = self.rows.most_kept
+        if most is None or most >= logits.shape[1]:
+            return None
+        return logits.topk(most, sorted=False).indices.sort().values
+
     def _uniform(self, metadata: SamplingMetadata, rows: int) -> np.ndarray | None:
         """[rows] float64 in [0, 1): a hash of each row's seed and path length; None where one has no seed."""
         if self.rows is None or self.rows.metadata is not metadata:
-            self.rows = _Rows(metadata, self._seeds(rows))
+            self.rows = self._rows(metadata, rows)
         if self.rows.seeds is None:
             return None
         lengths = self.runner.input_batch.num_tokens_no_spec[:rows]
         return uniform(self.rows.seeds, lengths.astype(np.uint64))
 
-    def _seeds(self, rows: int) -> np.ndarray | None:
-        """[rows] uint64"""
-        requests = [self.runner.requests[request_id] for request_id in self.runner.input_batch.req_ids]
-        seeds = [(request.sampling_params.extra_args or {}).get(SEED) for request in requests]
-        return np.array(seeds, dtype=np.uint64) if len(seeds) == rows and None not in seeds else None
+    def _rows(self, metadata: SamplingMetadata, rows: int) -> _Rows:
+        params = [self.runner.requests[name].sampling_params for name in self.runner.input_batch.req_ids]
+        seeds = [(one.extra_args or {}).get(SEED) for one in params]
+        if len(seeds) != rows or None in seeds:
+            return _Rows(metadata, None, None)
+        limits = [one.top_k for one in params]
+        most_kept = None if min(limits) < 1 else max(limits) + TIES
+        return _Rows(metadata, np.array(seeds, dtype=np.uint64), most_kept)
 
     def _count_removed(self, mass: Tensor) -> None:
         """``mass`` [rows] float64. Rows that are still in their prefill are not counted: vLLM discards their
@@ -116,6 +138,11 @@ class PathSampler(Sampler):
             mass = mass[torch.from_numpy(counted).to(mass.device)]
         self.removed += (1 - mass).clamp(min=0).sum()
         self.sampled += int(counted.sum())
+
+
+def _at(ids: Tensor | None, columns: Tensor) -> Tensor:
+    """The token ids of ``columns``, which are columns of ``ids`` or else of the vocabulary."""
+    return columns if ids is None else ids.gather(1, columns)
 
 
 def uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:

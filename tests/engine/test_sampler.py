@@ -1,0 +1,101 @@
+"""``PathSampler`` alone, on logits that are made up: what it keeps, draws and records."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm import SamplingParams
+
+from megatron_eqlen.rollout.engine import SEED
+from megatron_eqlen.rollout.vllm import sampler
+from megatron_eqlen.rollout.vllm.sampler import PathSampler
+from tools.benchmarks.sampler import batch
+
+
+def draw(logits: torch.Tensor, requests: dict[str, SamplingParams], **options: Any) -> list[torch.Tensor]:
+    """[drawn and recorded tokens, their log-probs, the mass that was removed]"""
+    runner, metadata = batch(requests, logits.shape[1])
+    one = PathSampler(runner, **options)
+    out = one.forward(logits.clone(), metadata)
+    assert out.logprobs_tensors is not None
+    return [out.logprobs_tensors.logprob_token_ids, out.logprobs_tensors.logprobs, one.removed]
+
+
+def requests(rows: int, **sampling: Any) -> dict[str, SamplingParams]:
+    return {str(row): SamplingParams(extra_args={SEED: row}, **sampling) for row in range(rows)}
+
+
+def both_ways(logits: torch.Tensor, asked: dict[str, SamplingParams], **options: Any) -> list[tuple]:
+    """What top-k first and the whole vocabulary give: tokens, log-probs and removed mass of each."""
+    ours = draw(logits, asked, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler, "TIES", logits.shape[1])  # then every token is a candidate
+        whole = draw(logits, asked, **options)
+    return [*zip(ours, whole, strict=True)]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    rounded=st.booleans(),
+    top_k=st.integers(1, 60),
+    top_p=st.sampled_from([1.0, 0.95, 0.5, 1e-3]),
+    min_p=st.sampled_from([0.0, 0.02, 0.9]),
+    processed=st.booleans(),
+    record=st.booleans(),
+)
+def test_top_k_first_draws_what_the_whole_vocabulary_draws(
+    seed, rounded, top_k, top_p, min_p, processed, record
+):
+    """Bit for bit: tokens, log-probs, masks and removed mass. Rounded logits tie, which top-k keeps; which of
+    them top-p removes vLLM's sort leaves open, so there it is off."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(16, 700, generator=generator)
+    logits = logits.bfloat16() if rounded else logits
+    asked = requests(16, top_k=top_k, top_p=1.0 if rounded else top_p, min_p=min_p, temperature=0.7)
+    options = {"processed": processed, "mask_width": top_k if record else 0}
+    assert all(torch.equal(mine, theirs) for mine, theirs in both_ways(logits, asked, **options))
+
+
+def test_of_ties_at_the_border_of_top_p_as_many_are_kept():
+    logits = 3 * torch.randn(64, 700, generator=torch.Generator().manual_seed(0)).bfloat16()
+    asked = requests(64, top_k=20, top_p=0.9)
+    tokens, _, removed = both_ways(logits, asked, processed=False, mask_width=20)
+    kept = [
+        [sorted(row[[*set(ids)]].tolist()) for row, ids in zip(logits, columns.tolist(), strict=True)]
+        for columns in tokens
+    ]
+    assert kept[0] == kept[1]
+    torch.testing.assert_close(*removed)
+
+
+@pytest.mark.parametrize("top_k", [-1, 5])
+def test_without_top_k_any_token_can_be_drawn(top_k):
+    asked = requests(400) | {"last": SamplingParams(extra_args={SEED: 400}, top_k=top_k)}
+    tokens = draw(torch.zeros(401, 100), asked, processed=False)[0][:, 0]
+    assert len(set(tokens[:400].tolist())) > 90
+
+
+def test_of_equal_logits_at_the_border_the_mask_holds_top_k_and_no_more():
+    """vLLM's top-k keeps all of them; what is recorded must be what was drawn from."""
+    logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 1.0, 0.0]]).repeat(64, 1)
+    columns, logprobs, _ = draw(logits, requests(64, top_k=3), processed=True, mask_width=3)
+    mass = torch.tensor([2.0, 1.0, 1.0]).log_softmax(0)
+    for (drawn, *kept), logprob in zip(columns.tolist(), logprobs, strict=True):
+        assert sorted(kept) == [0, 1, 2]
+        assert drawn in kept
+        assert logprob[0].item() == pytest.approx(mass[0 if drawn == 0 else 1].item(), abs=1e-6)
+    assert len({drawn for drawn, *_ in columns.tolist()}) == 3
+
+
+def test_more_ties_than_are_kept_leave_a_distribution():
+    """All of 500 tokens tie: what is drawn is among those that are kept, at their log-prob."""
+    tokens, logprobs, removed = draw(torch.zeros(300, 500), requests(300, top_k=20), processed=True)
+    assert len(set(tokens[:, 0].tolist())) <= 20 + sampler.TIES
+    np.testing.assert_allclose(logprobs[:, 0].exp().numpy(), 1 / (20 + sampler.TIES), rtol=1e-5)
+    assert removed.item() == pytest.approx(300 * (1 - (20 + sampler.TIES) / 500))

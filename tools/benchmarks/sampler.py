@@ -1,0 +1,105 @@
+"""A decode step's sampling on made-up logits of Qwen3's vocabulary, one table line for each batch size.
+
+``all``: log-softmax, then masks, sums and draws over the whole vocabulary. ``top-k first``: the same draws
+from the tokens of top-k alone. ``log-softmax``: what both need.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.v1.sample.logits_processor import BatchUpdate, MinPLogitsProcessor
+
+from megatron_eqlen.rollout.engine import SEED
+from megatron_eqlen.rollout.vllm import sampler
+from tools.benchmarks.table import show
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--vocabulary", type=int, default=151936)
+    parser.add_argument("--top-k", type=int, default=20)
+    parser.add_argument("--top-p", type=float, default=0.95)
+    parser.add_argument("--repeats", type=int, default=3, help="the fastest counts")
+    parser.add_argument("--json", type=Path)
+
+
+def run(args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    title = f"ms a step, top-k {args.top_k}, top-p {args.top_p}, {args.vocabulary} logits a row"
+    show([measure(rows, args) for rows in args.rows], title, args.json)
+
+
+def measure(rows: int, args: argparse.Namespace) -> dict[str, Any]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(rows, args.vocabulary, generator=generator).to(device, torch.bfloat16)
+    limits = {"top_k": args.top_k, "top_p": args.top_p, "temperature": 0.6}
+    requests = {str(row): SamplingParams(extra_args={SEED: row}, **limits) for row in range(rows)}
+    runner, metadata = batch(requests, args.vocabulary, device)
+    one = sampler.PathSampler(runner, processed=False)
+    top_k_first = timed(lambda: one.forward(logits, metadata), args.repeats)
+    with mock.patch.object(sampler, "TIES", args.vocabulary):
+        plain = sampler.PathSampler(runner, processed=False)
+        everything = timed(lambda: plain.forward(logits, metadata), args.repeats)
+    return {
+        "rows": rows,
+        "all": everything,
+        "top-k first": top_k_first,
+        "log-softmax": timed(lambda: logits.float().log_softmax(-1), args.repeats),
+        "all / top-k first": everything / top_k_first,
+    }
+
+
+def timed(work: Callable[[], object], repeats: int) -> float:
+    """Milliseconds of the fastest call: of this process's CPU time, or on a GPU of wall-clock time."""
+    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
+    seconds = []
+    for _ in range(repeats + 1):  # the first one warms up
+        began = clock()
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds.append(clock() - began)
+    return 1e3 * min(seconds[1:])
+
+
+def batch(requests: dict[str, SamplingParams], vocabulary: int, device: str = "cpu") -> tuple[Any, Any]:
+    """What vLLM's model runner hands to its sampler: (runner, metadata).
+
+    A request has as many tokens as its place says. Top-k that is off is the vocabulary's size to vLLM; no
+    tensor comes where a limit is off for all.
+    """
+    params = list(requests.values())
+    runner = SimpleNamespace(
+        device=device,
+        requests={name: SimpleNamespace(sampling_params=one) for name, one in requests.items()},
+        input_batch=SimpleNamespace(req_ids=list(requests), num_tokens_no_spec=np.arange(len(params))),
+        discard_request_mask=SimpleNamespace(np=np.zeros(len(params), bool)),
+    )
+    top_k = [one.top_k if one.top_k > 0 else vocabulary for one in params]
+    top_p = [one.top_p for one in params]
+    metadata = SimpleNamespace(
+        temperature=torch.tensor([one.temperature for one in params], device=device),
+        top_p=torch.tensor(top_p, device=device) if min(top_p) < 1 else None,
+        top_k=torch.tensor(top_k, dtype=torch.int32, device=device) if min(top_k) < vocabulary else None,
+        logitsprocs=SimpleNamespace(argmax_invariant=[_min_p(params, device)]),
+    )
+    return runner, metadata
+
+
+def _min_p(params: list[SamplingParams], device: str) -> MinPLogitsProcessor:
+    config: Any = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=len(params)))
+    processor = MinPLogitsProcessor(config, torch.device(device), is_pin_memory=False)
+    added: Any = [(row, one, None, []) for row, one in enumerate(params)]
+    processor.update_state(BatchUpdate(batch_size=len(params), removed=[], added=added, moved=[]))
+    return processor
