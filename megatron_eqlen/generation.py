@@ -1,9 +1,9 @@
 """Where a step's scored rollouts come from: an engine, or a run's record.
 
-    prompts ─► harvest (this replica's share) ─► score (all replicas' rollouts, graded) ─► Step.add
+    prompts ─► harvest (this replica's share) ─► score (skeletons of all replicas', graded) ─► Step.add
 
-Prompts are split over the engine replicas for generation and scoring; afterwards every rank has all
-rollouts of the step.
+Prompts are split over the engine replicas for generation, and a replica's rollouts over its ranks for
+scoring; afterwards every rank has the rollouts that it graded, and skeletons of all others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_eqlen.files import step_name
 from megatron_eqlen.hf.folder import HFFolder
 from megatron_eqlen.objectives import dynamic_sampling
 from megatron_eqlen.recipe import BenchmarkRecipe, Recipe
-from megatron_eqlen.replicas import Replicas
+from megatron_eqlen.replicas import Replicas, shared
 from megatron_eqlen.rewards.scoring import reward_metrics
 from megatron_eqlen.rollout.engine import Engine, IdleEngine
 from megatron_eqlen.rollout.harvest import harvest
@@ -41,7 +41,7 @@ from megatron_eqlen.step import Batch, Step
 from megatron_eqlen.training import distributed
 from megatron_eqlen.training.distributed import agree, gather
 from megatron_eqlen.training.policy import Policy
-from megatron_eqlen.types import Metrics, Prompt, Rollout, rollout_key, training_order
+from megatron_eqlen.types import Metrics, Prompt, Rollout, rollout_key
 
 
 class SyncError(RuntimeError):
@@ -159,14 +159,14 @@ class Generator:
                 done=done,
             )
         position = self.source.state_dict() if self.source is not None else None
-        return Batch(rollouts, replicas.combine(metrics) | seconds, position)
+        return Batch(rollouts, replicas.combine(metrics) | seconds, position, prompts)
 
     def score(self, step: Step, harvested: Batch) -> Batch:
-        """Grade this rank's part of its replica's rollouts, add all other ranks', record the grades."""
+        """Grade this rank's part of its replica's rollouts, learn of all others, record the grades."""
         with self.session.stage("score") as seconds:
             part = self.session.replicas.part(harvested.rollouts)
             self.session.scorer.score(part)
-            everyone = sorted(gather(part), key=training_order)
+            everyone = shared(part, harvested.prompts)
             if self.session.replicas.leads:
                 mine = {rollout_key(rollout) for rollout in harvested.rollouts}
                 record_grades(self._file(step), [one for one in everyone if rollout_key(one) in mine])
@@ -273,7 +273,7 @@ def select(scored: Batch, step: Step, session: Session) -> Batch:
     beyond ``data.prompts_per_step``."""
     rollouts, recipe = scored.rollouts, session.recipe
     metrics = scored.metrics | reward_metrics(
-        [(one.prompt, s.grade) for one in rollouts for s, _ in one.ended()]
+        [(one.prompt, s.grade) for one in rollouts for s in one.segments() if s.finish_reason == "stop"]
     )
     if session.objective.dynamic_sampling:
         room = recipe.data.prompts_per_step - step.prompts

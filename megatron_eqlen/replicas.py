@@ -1,4 +1,4 @@
-"""Which rank drives which engine replica, and how the replicas' results are gathered."""
+"""Which rank drives which engine replica, and what all ranks learn of the replicas' results."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from megatron_eqlen.metrics import at_once
+from megatron_eqlen.sampling.skeleton import skeleton, with_prompt
 from megatron_eqlen.training.distributed import gather
-from megatron_eqlen.types import Metrics
+from megatron_eqlen.types import Metrics, Prompt, Rollout, rollout_key, training_order
 
 Item = TypeVar("Item")
 
@@ -42,3 +43,17 @@ class Replicas:
     def combine(self, metrics: Metrics) -> Metrics:
         """The merged metrics of all replicas, from this one's."""
         return at_once(gather([metrics] if self.leads else []))
+
+
+def shared(part: Sequence[Rollout], prompts: Sequence[Prompt]) -> list[Rollout]:
+    """All ranks' rollouts in training order, from this rank's ``part`` of them. Collective.
+
+    This rank becomes the home of its part's arrays; of the others it gets skeletons. ``prompts``: all ranks'.
+    """
+    rank, by_id = dist.get_rank(), {prompt.prompt_id: prompt for prompt in prompts}
+    for segment in (segment for rollout in part for segment in rollout.segments()):
+        segment.home = rank
+    whole = {rollout_key(rollout): rollout for rollout in part}
+    everyones = gather([skeleton(rollout) for rollout in part])
+    rollouts = (whole.get(rollout_key(bare)) or with_prompt(bare, by_id) for bare in everyones)
+    return sorted(rollouts, key=training_order)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_eqlen.files import step_name
 from megatron_eqlen.metrics import check, in_turn
-from megatron_eqlen.types import Metrics, Rollout
+from megatron_eqlen.types import Metrics, Prompt, Rollout
 
 
 @dataclass(frozen=True)
@@ -20,10 +21,13 @@ class Batch:
     """The rollouts of some of a step's prompts."""
 
     rollouts: list[Rollout]
-    """After ``harvest`` this replica's share; after ``score`` all replicas', graded, in training order."""
+    """After ``harvest`` this replica's share; after ``score`` all replicas', graded, in training order, those
+    that other ranks graded as skeletons."""
     metrics: Metrics
     data_position: dict[str, Any] | None
     """Where the data source stands after these prompts; on rank 0 alone."""
+    prompts: Sequence[Prompt] = ()
+    """All replicas', the same on every rank."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class Step:
     started: float = field(default_factory=time.perf_counter)
     rollouts: tuple[Rollout, ...] = ()
     """Those of all engine replicas, scored, in training order; with dynamic sampling only those that are
-    kept."""
+    kept. Whole on the rank that graded them, elsewhere skeletons."""
     batches: tuple[Metrics, ...] = ()
     """Metrics of generation and scoring, for each batch of prompts."""
     measured: Metrics = field(default_factory=dict)

@@ -2,6 +2,10 @@
 
     Prompt ──harvest──► Rollout ──score──► (grades filled in) ──objective──► TokenTree ──pack──► Row
 
+After scoring, a rank holds the arrays of the rollouts that it graded; of the others it has skeletons, the
+same records with ``Elsewhere`` in place of arrays. What needs only lengths and grades is decided alike on all
+ranks.
+
 A worked example, used throughout the tests. The prompt is ``q = [1, 2]`` and 9 ends a response::
 
     track 1:  5 9                    track 2:  6 7 8 9
@@ -111,6 +115,15 @@ class SamplingMask(_Arrays):
             return masks[0]
         return cls(joined([mask.ids for mask in masks]), joined([mask.counts for mask in masks]))
 
+    @classmethod
+    def empty(cls, ids: int, tokens: int) -> SamplingMask:
+        """With room for ``ids`` kept ids of ``tokens`` tokens, to be filled."""
+        return cls(np.empty(ids, np.int32), np.empty(tokens, np.uint8))
+
+    def bare(self) -> SamplingMask:
+        """What a skeleton has in its place."""
+        return SamplingMask(Elsewhere.of(self.ids), Elsewhere.of(self.counts))
+
     def __len__(self) -> int:
         return len(self.counts)
 
@@ -200,6 +213,8 @@ class Segment(_Arrays):
     this segment ends (everything after the prompt on its path)."""
     sampling_mask: SamplingMask | None = None
     """Same length as ``token_ids``, with ``rollout.keep_sampling_mask``."""
+    home: int | None = None
+    """The rank that holds the arrays. None: every rank that has it."""
 
     def __post_init__(self) -> None:
         self.token_ids = _array(self.token_ids, np.int32)
@@ -363,6 +378,8 @@ class Node(_Arrays):
     """The engine's, same length as ``token_ids``, where ``weight > 0``."""
     sampling_mask: SamplingMask | None = None
     """Same length as ``token_ids``: log-probs are normalised over these alone. None: the vocabulary."""
+    home: int | None = None
+    """As its segments'."""
 
     def __post_init__(self) -> None:
         self.token_ids = _array(self.token_ids, np.int32)

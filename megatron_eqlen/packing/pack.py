@@ -2,6 +2,8 @@
 
     trees ─Forest.of─► nodes ─prune, cut─► parts ─balance─► ranks ─first-fit─► RowPlans ─fill_row─► Rows
 
+Planning needs skeletons only; filling needs the arrays of the nodes that are in the row.
+
 A part is a whole tree, or as many of its leaf chains as fit into a row together with the ancestors they
 need; a repeated ancestor is context only, so every supervised token is in exactly one row. ``expanded``
 makes a part of each supervised node with its whole prefix: the naive layout, kept as the reference.
@@ -25,6 +27,7 @@ from megatron_eqlen.metrics import (
     PACKING_TOKENS,
     PACKING_UNIQUE_TOKENS,
 )
+from megatron_eqlen.packing.arrays import check_loss_arrays, check_tokens
 from megatron_eqlen.packing.bins import balance, first_fit_decreasing
 from megatron_eqlen.packing.row import fill_row
 from megatron_eqlen.packing.tree import Forest, leaf_chain_bounds
@@ -54,6 +57,16 @@ class RowPlan:
     used: int
     """Positions that the parts take."""
 
+    @property
+    def nodes(self) -> np.ndarray:
+        """[m] int64, forest indices in row order; a node that several parts need is there for each."""
+        return np.concatenate([np.zeros(0, np.int64), *(part.nodes for part in self.parts)])
+
+    @property
+    def supervised(self) -> np.ndarray:
+        """[m] bool, which of them are trained here unless their weight is 0."""
+        return np.concatenate([np.zeros(0, bool), *(part.supervised for part in self.parts)])
+
 
 @dataclass(frozen=True)
 class Packing:
@@ -67,14 +80,28 @@ class Packing:
     pair_cost: float
 
     def rows(self, rank: int) -> list[Row]:
-        """The filled rows of one data-parallel rank."""
+        """The filled rows of one data-parallel rank, all at once. Raises TreeError where a node's arrays
+        hold what cannot be trained on."""
+        self.check_arrays(rank)
         return [self.fill(row) for row in self.ranks[rank]]
 
-    def fill(self, row: RowPlan) -> Row:
-        """One row's arrays."""
-        nodes = np.concatenate([np.zeros(0, np.int64), *(part.nodes for part in row.parts)])
-        supervised = np.concatenate([np.zeros(0, bool), *(part.supervised for part in row.parts)])
-        return fill_row(self.forest, nodes, supervised, self.length(row))
+    def fill(self, row: RowPlan, for_loss: bool = True) -> Row:
+        """One row's arrays; ``for_loss`` as in ``fill_row``."""
+        return fill_row(self.forest, row.nodes, row.supervised, self.length(row), for_loss)
+
+    def needed(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
+        """The nodes in a data-parallel rank's rows and those of them that it trains: [n] and [m] int64,
+        ascending forest indices."""
+        nodes = np.concatenate([row.nodes for row in self.ranks[rank]])
+        supervised = np.concatenate([row.supervised for row in self.ranks[rank]])
+        return np.unique(nodes), np.unique(nodes[supervised & (self.forest.weight[nodes] > 0)])
+
+    def check_arrays(self, rank: int, for_loss: bool = True) -> None:
+        """Raises TreeError where a node that the rank's rows need has arrays that cannot be trained on."""
+        nodes, trained = self.needed(rank)
+        check_tokens(self.forest, nodes)
+        if for_loss:
+            check_loss_arrays(self.forest, trained)
 
     def length(self, row: RowPlan) -> int:
         """The row's S: what it uses, or all of the budget; rounded up to ``multiple_of``."""

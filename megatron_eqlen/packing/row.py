@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_eqlen.packing.tree import Forest, TreeError, check_logprobs
+from megatron_eqlen.packing.tree import Forest
 from megatron_eqlen.types import Row, RowNode, SamplingMask
 
 
-def fill_row(forest: Forest, nodes: np.ndarray, supervised: np.ndarray, length: int) -> Row:
+def fill_row(
+    forest: Forest, nodes: np.ndarray, supervised: np.ndarray, length: int, for_loss: bool = True
+) -> Row:
     """Lays out ``nodes`` one after the other and pads to ``length`` positions.
 
     ``nodes`` [m] int64 are forest indices of whole or partial trees in depth-first order, ancestors
     included; ``supervised`` [m] bool says which of them are trained here (the others are context).
+    ``for_loss``: fill in what only the loss reads, rollout log-probs and sampling masks.
     """
     lengths = forest.length[nodes]
     starts = np.cumsum(lengths) - lengths
@@ -41,9 +44,9 @@ def fill_row(forest: Forest, nodes: np.ndarray, supervised: np.ndarray, length: 
     advantage = np.fromiter((forest.nodes[node].advantage for node in nodes), np.float64, len(nodes))
     row.advantages[:used] = np.repeat(np.where(trained, advantage, 0.0), lengths)
     row.weights[:used] = np.repeat(np.where(trained, forest.weight[nodes], 0.0), lengths)
-    row.rollout_logprobs[row.segment_ids >= 0] = _logprobs(forest, nodes[trained])
-    if any(forest.nodes[node].sampling_mask is not None for node in nodes[trained]):
-        row.mask_ids, row.mask_counts = _mask(forest, nodes[trained], row.labels[row.segment_ids >= 0])
+    if for_loss:
+        row.rollout_logprobs[row.segment_ids >= 0] = _logprobs(forest, nodes[trained])
+        row.mask_ids, row.mask_counts = _mask(forest, nodes[trained])
     return row
 
 
@@ -86,11 +89,6 @@ def _labels(forest: Forest, nodes: np.ndarray, used: int) -> np.ndarray:
     tokens = [forest.nodes[node].token_ids[root:] for node, root in zip(nodes, roots, strict=True)]
     labels = np.concatenate([np.zeros(0, np.int64), *tokens])
     assert len(labels) == used
-    if used and labels.min() < 0:
-        node = int(
-            nodes[np.searchsorted(np.cumsum(forest.length[nodes]), int(np.argmin(labels)), side="right")]
-        )
-        raise TreeError(f"{forest.where(node)}: expected token ids >= 0, found {labels.min()}")
     return labels
 
 
@@ -113,26 +111,14 @@ def _inputs(
 
 
 def _logprobs(forest: Forest, nodes: np.ndarray) -> np.ndarray:
-    """The rollout log-probs of ``nodes``, one after the other. Raises TreeError where one is not finite."""
-    values = np.concatenate([np.zeros(0), *(forest.nodes[node].rollout_logprobs for node in nodes)])
-    if not np.isfinite(values).all():
-        for node in nodes:
-            check_logprobs(forest, int(node))
-    return values
+    """The rollout log-probs of ``nodes``, one after the other."""
+    return np.concatenate([np.zeros(0), *(forest.nodes[node].rollout_logprobs for node in nodes)])
 
 
-def _mask(forest: Forest, nodes: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The kept tokens of ``nodes``, one token after the other, and how many each has. Raises TreeError where
-    a token is not among its own."""
-    kept = SamplingMask.joined([forest.nodes[node].sampling_mask for node in nodes])
-    ids, counts = kept.ids.astype(np.int64), kept.counts.astype(np.int64)
-    owner = np.repeat(np.arange(len(kept)), counts)
-    found = np.bincount(owner[ids == labels[owner]], minlength=len(kept)) > 0
-    if not found.all():
-        token = int(np.argmin(found))
-        node = int(nodes[np.searchsorted(np.cumsum(forest.length[nodes]), token, side="right")])
-        raise TreeError(
-            f"{forest.where(node)}: expected the token {labels[token]} in its sampling mask, "
-            f"found {list(kept)[token].tolist()}"
-        )
-    return ids, counts
+def _mask(forest: Forest, nodes: np.ndarray) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
+    """The kept tokens of ``nodes``, one token after the other, and how many each has; None without masks."""
+    masks = [forest.nodes[node].sampling_mask for node in nodes]
+    if not any(mask is not None for mask in masks):
+        return None, None
+    kept = SamplingMask.joined([mask for mask in masks if mask is not None])
+    return kept.ids.astype(np.int64), kept.counts.astype(np.int64)

@@ -1,7 +1,8 @@
 """Token trees as one flat forest: checked, pruned, and put in row order.
 
 ``Forest.of(trees)`` reads every node once into arrays (a batch has a few ten thousand nodes and
-millions of tokens; token ids are touched only when rows are filled). It relies on three exact facts:
+millions of tokens). It reads how many tokens there are, not which, so skeletons will do. It relies on three
+exact facts:
 
 * A node without a supervised node at or below it changes no loss and no gradient: it is pruned.
 * Restricting depth-first order to a set of nodes that holds all its ancestors is depth-first order again.
@@ -41,6 +42,8 @@ class Forest:
     """int64, positions in a row: number of tokens, one less for a root."""
     weight: np.ndarray
     """float64"""
+    home: np.ndarray
+    """int64, the rank that holds the node's arrays, -1 where every rank does."""
 
     @classmethod
     def of(cls, trees: Sequence[TokenTree]) -> Forest:
@@ -57,9 +60,9 @@ class Forest:
         weight = np.fromiter((node.weight for node in nodes), np.float64, len(nodes))
         _check_parents(trees, index, local, parent)
         _check_values(trees, index, local, length, weight)
-        return cls(
-            names, nodes, index, np.where(parent < 0, -1, parent + first), length - (local == 0), weight
-        )
+        home = np.fromiter((-1 if node.home is None else node.home for node in nodes), np.int64, len(nodes))
+        above = np.where(parent < 0, -1, parent + first)
+        return cls(names, nodes, index, above, length - (local == 0), weight, home)
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -233,11 +236,3 @@ def _check_values(
             detail = "" if found is None else f", found {found[i]}"
             error = NonFiniteTreeError if wrong is infinite[0] else TreeError
             raise error(f"token tree {trees[index[i]].name!r}, node {local[i]}: {problem}{detail}")
-
-
-def check_logprobs(forest: Forest, node: int) -> None:
-    """Raises TreeError where one of the node's rollout log-probs is not finite."""
-    logprobs = forest.nodes[node].rollout_logprobs
-    assert logprobs is not None
-    for i in np.flatnonzero(~np.isfinite(logprobs)):
-        raise NonFiniteTreeError(f"{forest.where(node)}: the rollout_logprob of token {i} is {logprobs[i]}")

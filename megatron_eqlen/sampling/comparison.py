@@ -75,4 +75,5 @@ def node(parent: int, *segments: Segment) -> Node:
         joined([segment.token_ids for segment in segments]),
         rollout_logprobs=joined([segment.logprobs for segment in segments]),
         sampling_mask=SamplingMask.joined(masks) if masks else None,
+        home=segments[0].home,
     )

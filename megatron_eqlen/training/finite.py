@@ -19,9 +19,10 @@ from megatron.core.optimizer import ChainedOptimizer
 
 from megatron_eqlen.metrics import KL_PENALTY, POLICY_LOSS
 from megatron_eqlen.packing.pack import Packing
-from megatron_eqlen.training.distributed import device
+from megatron_eqlen.training.distributed import device, gather
 from megatron_eqlen.training.forward import supervised_positions
 from megatron_eqlen.training.policy_loss import RowLoss
+from megatron_eqlen.training.rows import Rows
 from megatron_eqlen.types import Row
 
 LARGEST = 3e38
@@ -46,18 +47,16 @@ def first_problem(mine: Problem | None) -> Problem | None:
     dist.all_reduce(found)
     if not found:
         return None
-    everyones: list[Problem | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
-    return min(problem for problem in everyones if problem is not None)
+    return min(problem for problem in gather([mine]) if problem is not None)
 
 
-def row_problem(plan: Packing, rows: Sequence[Row], losses: Sequence[RowLoss]) -> Problem | None:
+def row_problem(rows: Rows, losses: Sequence[RowLoss]) -> Problem | None:
     """The first of this rank's rows whose loss is not finite; ``losses`` is empty except on the last pipeline
     stage."""
-    for number, (row, loss) in enumerate(zip(rows, losses, strict=False)):
+    for number, loss in enumerate(losses):
         if not torch.isfinite(loss.metrics[POLICY_LOSS] + loss.metrics[KL_PENALTY]):
-            rank = parallel_state.get_data_parallel_rank()
-            return Problem(0, f"row {number} of data-parallel rank {rank}, {_where(plan, row, loss)}")
+            rank, where = parallel_state.get_data_parallel_rank(), _where(rows.planned, rows[number], loss)
+            return Problem(0, f"row {number} of data-parallel rank {rank}, {where}")
     return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ def supervised_positions(row: Row) -> np.ndarray:
 
 def run_rows(
     chunks: list,
-    rows: list[Row],
+    rows: Sequence[Row],
     temperature: float,
     result: RowResult,
     *,

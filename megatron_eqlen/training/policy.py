@@ -1,6 +1,6 @@
 """The policy: the Megatron model in training, with its optimizer and its reference weights.
 
-trees ─► pack ─► (old and reference log-probs) ─► forward, loss, backward ─► optimizer step
+trees ─► plan ─► exchange ─► (old and reference log-probs) ─► forward, loss, backward ─► optimizer step
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.packing.pack import Packing, plan_rows
 from megatron_eqlen.packing.tree import NonFiniteTreeError
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.training.distributed import device, is_rank0
+from megatron_eqlen.training.distributed import device, gather, is_rank0
+from megatron_eqlen.training.exchange import Seat, exchange
 from megatron_eqlen.training.finite import (
     NonFiniteError,
     Problem,
@@ -52,6 +53,7 @@ from megatron_eqlen.training.memory import TrainerMemory
 from megatron_eqlen.training.optimizer import build_optimizer, gradient_norm, take_step, wrap
 from megatron_eqlen.training.policy_loss import RowLoss, policy_loss, reduce_metrics
 from megatron_eqlen.training.reference import ReferenceWeights
+from megatron_eqlen.training.rows import Rows
 from megatron_eqlen.types import Metrics, Row, TokenTree
 
 logger = logging.getLogger(__name__)
@@ -63,15 +65,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class Minibatch:
     """What one optimizer step trains on."""
 
-    plan: Packing | None
-    """None if there is a problem."""
-    rows: list[Row]
-    """This rank's rows."""
+    rows: Rows | None
+    """This rank's. None if there is a problem."""
     problem: Problem | None = None
 
     @property
     def trains(self) -> bool:
-        return self.plan is None or bool(self.plan.forest.weight.any())
+        return self.rows is None or bool(self.rows.planned.forest.weight.any())
 
 
 class Policy:
@@ -89,6 +89,11 @@ class Policy:
         self.memory = TrainerMemory(self.chunks, self.model, self.optimizer, recipe.rollout.parked)
         self.router_pool = RouterPool(self.chunks) if self.chunks[0].config.moe_aux_loss_coeff else None
         self.pair_cost = pair_cost(self.chunks[0].model_config)
+        self.seat = Seat(
+            parallel_state.get_data_parallel_rank(),
+            parallel_state.is_pipeline_last_stage(ignore_virtual=True),
+        )
+        self.seats = gather([self.seat])
         self.version = 0
         """Optimizer steps taken."""
         self.skipped_in_a_row = 0
@@ -113,17 +118,19 @@ class Policy:
     def update(self, minibatches: list[list[TokenTree]]) -> Metrics:
         """Train on the step's trees: one optimizer step for each minibatch, ``loss.epochs`` times over.
 
-        Every rank passes the same trees and trains the rows that the packer gives it. Minibatches without a
+        Every rank passes the same trees, as skeletons where the arrays have another home, and trains the rows
+        that the packer gives it; arrays that it lacks come from their homes. Minibatches without a
         supervised token are left out. A step with a number that is not finite is not taken, on any rank:
         weights, optimizer and schedule stay as they were. Metrics are merged over the steps that were taken.
         Raises NonFiniteError after more than ``optimizer.max_skipped_updates`` skipped steps in a row.
         """
         assert not self.memory.away, "parked"
         batches = [batch for batch in map(self._prepare, minibatches) if batch.trains]
-        for batch in batches:
-            self._annotate(batch.rows, old=len(batches) * self.recipe.loss.epochs > 1)
+        every_rows = [batch.rows for batch in batches if batch.rows is not None]
+        for rows in every_rows:
+            self._annotate(rows, old=len(batches) * self.recipe.loss.epochs > 1)
         steps = [self._step(batch) for _ in range(self.recipe.loss.epochs) for batch in batches]
-        packed = in_turn([batch.plan.metrics for batch in batches if batch.plan is not None])
+        packed = in_turn([rows.planned.metrics for rows in every_rows])
         metrics = packed | in_turn([skipped(0), *steps])
         self.mismatch = metrics[MISMATCH] if metrics[UPDATES] else None
         return metrics
@@ -194,24 +201,21 @@ class Policy:
         """Prepare a minibatch. If any rank finds a number in it that is not finite, it has a problem on every
         rank."""
         try:
-            packed = self._pack(trees)
-            batch = Minibatch(packed, packed.rows(parallel_state.get_data_parallel_rank()))
+            batch = Minibatch(Rows(exchange(self._pack(trees), self.seats), *self.seat))
         except NonFiniteTreeError as error:
-            batch = Minibatch(None, [], Problem(0, str(error)))
+            batch = Minibatch(None, Problem(0, str(error)))
         problem = first_problem(batch.problem)
-        return Minibatch(None, [], problem) if problem else batch
+        return Minibatch(None, problem) if problem else batch
 
-    def _annotate(self, rows: list[Row], old: bool) -> None:
-        """Fill in old and reference log-probs where the loss needs them."""
-        if not rows:
-            return
+    def _annotate(self, rows: Rows, old: bool) -> None:
+        """Find old and reference log-probs where the loss needs them."""
         if old:
-            _fill(rows, "old_logprobs", self._log_probs(rows))
+            rows.old_logprobs = self._log_probs(rows)
         if self.reference is not None:
             with self.reference.swapped_in():
-                _fill(rows, "ref_logprobs", self._log_probs(rows))
+                rows.ref_logprobs = self._log_probs(rows)
 
-    def _log_probs(self, rows: list[Row]) -> list[np.ndarray]:
+    def _log_probs(self, rows: Rows) -> list[np.ndarray]:
         """For each row [n] float64, at its supervised positions; empty except on the last pipeline stage."""
         return self._run(
             rows, lambda logprobs, entropy, row, at: logprobs.double().cpu().numpy(), train=False
@@ -226,9 +230,10 @@ class Policy:
         """One optimizer step with this rank's rows, or none."""
         if batch.problem:
             return self._skip(batch.problem)
+        assert batch.rows is not None
         losses = self._backward(batch.rows)
         grad_norm = gradient_norm(self.optimizer)
-        problem = first_problem(self._problem(batch, losses, grad_norm))
+        problem = first_problem(self._problem(batch.rows, losses, grad_norm))
         if problem:
             return self._skip(problem)
         self.schedule.step(increment=1)  # before the update, or the first one's learning rate is 0
@@ -243,7 +248,7 @@ class Policy:
         }
         return from_last_stage(reduced) | self._router_metrics() | taken
 
-    def _backward(self, rows: list[Row]) -> list[RowLoss]:
+    def _backward(self, rows: Rows) -> list[RowLoss]:
         """Compute the gradients of the rows' loss; returns each row's loss and metrics, on the last pipeline
         stage."""
         for chunk in self.model:
@@ -254,12 +259,11 @@ class Policy:
                 self._run(rows, lambda *_: None, train=False)
         return self._run(rows, self._loss, train=True)
 
-    def _problem(self, batch: Minibatch, losses: list[RowLoss], grad_norm: float) -> Problem | None:
+    def _problem(self, rows: Rows, losses: list[RowLoss], grad_norm: float) -> Problem | None:
         """Why the step cannot be taken, as far as this rank knows."""
-        assert batch.plan is not None
         lr = max(self.recipe.optimizer.lr, self.recipe.optimizer.min_lr)
         return (
-            row_problem(batch.plan, batch.rows, losses)
+            row_problem(rows, losses)
             or state_problem(self.chunks, self.optimizer)
             or gradient_problem(self.chunks, grad_norm)
             or update_problem(self.optimizer, lr, grad_norm)
@@ -346,11 +350,3 @@ def from_last_stage(metrics: Metrics) -> Metrics:
 
 def skipped(count: int) -> Metrics:
     return {UPDATES: 0.0, TRAIN_SKIPPED_UPDATES: float(count)}
-
-
-def _fill(rows: list[Row], field: str, values: list[np.ndarray]) -> None:
-    """``values`` are empty on pipeline stages that do not compute the loss."""
-    for row, logprobs in zip(rows, values, strict=False):
-        column = np.zeros(len(row.labels))
-        column[row.weights > 0] = logprobs
-        setattr(row, field, column)

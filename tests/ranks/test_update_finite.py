@@ -15,6 +15,7 @@ from megatron_eqlen.run import Run
 from megatron_eqlen.step import Step
 from megatron_eqlen.training import checkpoint
 from megatron_eqlen.training.finite import NonFiniteError
+from megatron_eqlen.training.rows import Rows
 from tests.kit.distributed import run_ranks
 from tests.kit.tiny_models import save_tiny
 from tests.kit.updates import build_policy, layout, one_tree_a_row
@@ -51,18 +52,18 @@ def infinite_advantage(node):
 
 def in_a_column(policy, column, value):
     """On the rank that trains the tree: a number of its row, after packing."""
-    annotate = policy._annotate
+    read = Rows.__getitem__
 
-    def spoiled(rows, old):
-        annotate(rows, old)
-        for row in rows:
-            at = [i for i, weight in enumerate(row.weights) if weight == TREES[1].nodes[2].weight]
-            numbers = getattr(row, column)
-            if at and numbers is not None:  # a stage before the last has none
-                numbers[at[3]] = value
+    def spoiled(rows, number):
+        row = read(rows, number)
+        at = [i for i, weight in enumerate(row.weights) if weight == TREES[1].nodes[2].weight]
+        numbers = getattr(row, column)
+        if at and numbers is not None:  # a stage before the last has none
+            numbers[at[3]] = value
+        return row
 
-    policy._annotate = spoiled
-    return lambda: setattr(policy, "_annotate", annotate)
+    Rows.__getitem__ = spoiled
+    return lambda: setattr(Rows, "__getitem__", read)
 
 
 def in_a_gradient(policy):

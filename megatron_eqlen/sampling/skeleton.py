@@ -1,0 +1,37 @@
+"""A rollout without its arrays: what is decided of it needs lengths, grades and finish reasons only."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron_eqlen.sampling import kind_of
+from megatron_eqlen.sampling.record import Head
+from megatron_eqlen.types import Elsewhere, Prompt, Rollout, Segment
+
+
+def skeleton(rollout: Rollout) -> Rollout:
+    """What other ranks than its home know of a rollout: a few hundred bytes a segment, whatever its length.
+
+    Of the prompt only the id is left; ``with_prompt`` gives it back.
+    """
+    kind = kind_of(rollout)
+    prompt = Prompt(rollout.prompt_id, [], "", "", "")
+    head = Head(prompt, rollout.index, rollout.policy_version, getattr(rollout, "outcome", None))
+    return kind.join(
+        head, [dataclasses.replace(part, segment=_bare(part.segment)) for part in kind.parts(rollout)]
+    )
+
+
+def with_prompt(bare: Rollout, prompts: dict[str, Prompt]) -> Rollout:
+    """The skeleton with its whole prompt: every rank has the step's prompts, whose golds may be megabytes."""
+    return dataclasses.replace(bare, prompt=prompts[bare.prompt_id])
+
+
+def _bare(segment: Segment) -> Segment:
+    mask = segment.sampling_mask
+    return dataclasses.replace(
+        segment,
+        token_ids=Elsewhere.of(segment.token_ids),
+        logprobs=Elsewhere.of(segment.logprobs),
+        sampling_mask=None if mask is None else mask.bare(),
+    )

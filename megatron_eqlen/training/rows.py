@@ -1,0 +1,50 @@
+"""The rows that this rank trains, each filled when it is read, so that few are in memory at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import overload
+
+import numpy as np
+
+from megatron_eqlen.packing.pack import Packing
+from megatron_eqlen.types import Row
+
+
+class Rows(Sequence[Row]):
+    """Rows of a data-parallel rank, with old and reference log-probs once those are known.
+
+    Raises TreeError where an array of a node cannot be trained on.
+    """
+
+    def __init__(self, planned: Packing, rank: int, for_loss: bool) -> None:
+        planned.check_arrays(rank, for_loss)
+        self.planned, self._plans, self._for_loss = planned, planned.ranks[rank], for_loss
+        self.old_logprobs: list[np.ndarray] = []
+        """For each row [n] float64, at its supervised positions; empty where not needed."""
+        self.ref_logprobs: list[np.ndarray] = []
+        """As ``old_logprobs``."""
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    @overload
+    def __getitem__(self, at: int) -> Row: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Row]: ...
+    def __getitem__(self, at: int | slice) -> Row | list[Row]:
+        if isinstance(at, slice):
+            return [self[number] for number in range(*at.indices(len(self)))]
+        row = self.planned.fill(self._plans[at], self._for_loss)
+        if self.old_logprobs:
+            row.old_logprobs = _column(row, self.old_logprobs[at])
+        if self.ref_logprobs:
+            row.ref_logprobs = _column(row, self.ref_logprobs[at])
+        return row
+
+
+def _column(row: Row, logprobs: np.ndarray) -> np.ndarray:
+    """[S] float64 from values at the supervised positions."""
+    column = np.zeros(len(row.labels))
+    column[row.weights > 0] = logprobs
+    return column
