@@ -1,0 +1,201 @@
+"""Ranks that know skeletons of each other's rollouts train what ranks that know everything train."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_eqlen.objectives.build import build_minibatches
+from megatron_eqlen.packing.pack import Packing, plan_rows
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.replicas import shared
+from megatron_eqlen.sampling.skeleton import skeleton
+from megatron_eqlen.training import exchange as module
+from megatron_eqlen.training.exchange import Seat, exchange
+from megatron_eqlen.training.rows import Rows
+from megatron_eqlen.types import (
+    Elsewhere,
+    Grade,
+    Group,
+    Node,
+    Pair,
+    Prompt,
+    Rollout,
+    SampledTree,
+    SamplingMask,
+    Segment,
+    Stream,
+)
+from tests.kit.distributed import run_ranks
+from tests.kit.tiny_models import save_tiny
+from tests.kit.updates import build_policy, layout, recipe_of, weights_of
+
+LONGEST = 40
+
+
+# ---- rollouts of every kind ------------------------------------------------------------------------------
+
+
+def segment(rng: np.random.Generator, length: int, masks: bool, ended: bool) -> Segment:
+    tokens = rng.integers(3, 90, length)
+    mask = [sorted({int(t), *rng.integers(3, 90, rng.integers(0, 6)).tolist()}) for t in tokens]
+    grade = Grade(float(rng.integers(0, 2)), "scored") if ended else None
+    logprobs = -rng.exponential(1.0, length)
+    return Segment(tokens, logprobs, "stop" if ended else None, grade, SamplingMask.of(mask) if masks else None)
+
+
+def rollouts_of(seed: int, sampling: str, masks: bool) -> list[Rollout]:
+    """Of three prompts, the first of one token."""
+    rng = np.random.default_rng(seed)
+    prompts = [Prompt(f"q{n}", [1] * (1 + 2 * n), "?", "math", "7" * 1000, number=n) for n in range(3)]
+    made: list[Rollout] = []
+    for prompt in prompts:
+        if sampling == "equal_length":
+            for index in range(2):
+                lengths = rng.integers(1, 9, rng.integers(0, 5)).tolist()
+                pairs = [Pair(segment(rng, n, masks, True), segment(rng, n, masks, False)) for n in lengths]
+                tail = segment(rng, 3, masks, bool(rng.integers(2)))
+                made.append(Stream(prompt, index, 0, pairs, "both_ended", tail))
+        elif sampling == "independent":
+            ends = [segment(rng, int(rng.integers(1, 20)), masks, True) for _ in range(4)]
+            made.append(Group(prompt, 0, ends))
+        else:
+            steps = [segment(rng, int(rng.integers(1, 9)), masks, n > 1) for n in range(6)]
+            made.append(SampledTree(prompt, 0, steps, [-1, -1, 0, 0, 1, 1]))
+    return made
+
+
+def recipe(sampling: str, masks: bool, **changes: Any) -> Recipe:
+    kept = {"keep_sampling_mask": masks, "top_k": 6 if masks else 0}
+    mode = "processed" if masks else "raw"
+    return recipe_of(
+        "model",
+        {
+            "sampling": sampling,
+            "objective": "treerpo" if sampling == "tree" else "grpo",
+            "rollout": {"max_response_length": LONGEST, "temperature": 1.0, "logprobs_mode": mode} | kept,
+            "packing": {"max_tokens_per_row": 2 * LONGEST},
+        }
+        | changes,
+    )
+
+
+# ---- the exchange ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    seed: int
+    sampling: str
+    masks: bool
+    rows: str
+    stages: int
+    tensor: int
+    one_home: bool
+    """Rank 0 has graded everything, as with servers."""
+
+
+cases = st.builds(
+    Case,
+    seed=st.integers(0, 10**6),
+    sampling=st.sampled_from(["equal_length", "independent", "tree"]),
+    masks=st.booleans(),
+    rows=st.sampled_from(["tree", "expanded"]),
+    stages=st.sampled_from([1, 2]),
+    tensor=st.sampled_from([1, 2]),
+    one_home=st.booleans(),
+)
+
+
+def seats_of(world: int, case: Case) -> list[Seat]:
+    """Tensor-parallel ranks next to each other, pipeline stages furthest apart, as Megatron's are."""
+    tensor = case.tensor if world % case.tensor == 0 else 1
+    stages = case.stages if world % (case.stages * tensor) == 0 else 1
+    ranks = product(range(stages), range(world // (stages * tensor)), range(tensor))
+    return [Seat(index, stage == stages - 1) for stage, index, _ in ranks]
+
+
+def planned_of(rollouts: list[Rollout], case: Case, ranks: int) -> tuple[list[Packing], dict[str, float]]:
+    mine = recipe(case.sampling, case.masks)
+    minibatches, metrics = build_minibatches(rollouts, mine)
+    budget = 2 * LONGEST
+    return [plan_rows(trees, budget, ranks, 1, case.rows) for trees in minibatches], metrics  # type: ignore
+
+
+def arrays_of(node: Node) -> Iterator[np.ndarray]:
+    mask = node.sampling_mask
+    for array in (node.token_ids, node.rollout_logprobs, *((mask.ids, mask.counts) if mask else ())):
+        if array is not None and not isinstance(array, Elsewhere):
+            yield array
+
+
+def same(one: Any, other: Any) -> bool:
+    """Bit for bit."""
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and one.tobytes() == other.tobytes()
+    return one == other
+
+
+def try_cases(cases: list[Case]) -> list[int]:
+    """Bytes that this rank has received in each; asserts what must hold of the rest."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    module.CHUNK = 61  # so that arrays are cut anywhere
+    received = []
+    for case in cases:
+        everything = rollouts_of(case.seed, case.sampling, case.masks)
+        rng = np.random.default_rng(case.seed)
+        homes = np.zeros(len(everything)) if case.one_home else rng.integers(0, world, len(everything))
+        part = [copy.deepcopy(one) for one, home in zip(everything, homes, strict=True) if home == rank]
+        seats = seats_of(world, case)
+        seat = seats[rank]
+        ranks = 1 + max(seat.data_parallel for seat in seats)
+        known = shared(part, list({one.prompt_id: one.prompt for one in everything}.values()))
+        expected, metrics = planned_of(everything, case, ranks)
+        plans, found = planned_of(known, case, ranks)
+        assert metrics == found
+        received.append(0)
+        for whole, plan in zip(expected, plans, strict=True):
+            assert whole.metrics == plan.metrics
+            before = sum(array.nbytes for node in plan.forest.nodes for array in arrays_of(node))
+            plan = exchange(plan, seats)
+            check_held(plan, whole, seat, rank)
+            held = sum(array.nbytes for node in plan.forest.nodes for array in arrays_of(node))
+            received[-1] += held - before
+            rows = Rows(plan, *seat)
+            wanted = [whole.fill(row, seat.for_loss) for row in whole.ranks[seat.data_parallel]]
+            assert len(rows) == len(wanted)
+            for row, full in zip(rows, wanted, strict=True):
+                assert all(same(getattr(row, name), getattr(full, name)) for name in vars(full))
+    return received
+
+
+def check_held(plan: Packing, whole: Packing, seat: Seat, rank: int) -> None:
+    """A node's arrays are here if this is their home or if its rows need them, and not otherwise."""
+    needed, trained = (set(nodes.tolist()) for nodes in whole.needed(seat.data_parallel))
+    for number, node in enumerate(plan.forest.nodes):
+        if node.home is None:
+            continue  # a prompt
+        tokens, *loss = (not isinstance(array, Elsewhere) for array in (node.token_ids, node.rollout_logprobs))
+        assert tokens == (node.home == rank or number in needed)
+        assert loss == [node.home == rank or (number in trained and seat.for_loss)]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_rank_fills_the_rows_of_full_rollouts_and_holds_no_other_arrays(world):
+    @settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @given(st.lists(cases, min_size=10, max_size=10))
+    def check(cases):
+        received = np.array(run_ranks(world, try_cases, cases))
+        assert received.any() == (world > 1)
+
+    check()
