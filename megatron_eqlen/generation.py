@@ -30,6 +30,8 @@ from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.recorder import (
     Recorder,
     read_files,
+    read_prompts,
+    read_skeletons,
     read_step,
     record_grades,
     set_aside_stale,
@@ -41,7 +43,7 @@ from megatron_eqlen.step import Batch, Step
 from megatron_eqlen.training import distributed
 from megatron_eqlen.training.distributed import agree, gather
 from megatron_eqlen.training.policy import Policy
-from megatron_eqlen.types import Metrics, Prompt, Rollout, rollout_key
+from megatron_eqlen.types import Metrics, Prompt, rollout_key
 
 
 class SyncError(RuntimeError):
@@ -219,7 +221,7 @@ class Generator:
 
 
 class Replay:
-    """Rollouts that a run recorded, instead of an engine; every rank reads all of them."""
+    """Rollouts that a run recorded, instead of an engine; each rank reads a share of them."""
 
     benchmarks: Sequence[BenchmarkRecipe] = ()
 
@@ -230,29 +232,31 @@ class Replay:
         """All prompts of the recorded step. Raises ReplayError if the record does not fit the recipe."""
         if step.batches:
             return []
-        return list({one.prompt_id: one.prompt for one in self._read(step.number)}.values())
+        self._check_step(step.number)
+        return agree(lambda: read_prompts(step_files(self.streams / step.name)))
 
     def harvest(self, step: Step, prompts: list[Prompt]) -> Batch:
         with self.session.stage("harvest") as seconds:
-            rollouts = read_step(self.streams / step.name)
-        return Batch(rollouts, seconds, data_position=None)
+            mine = prompts[dist.get_rank() :: dist.get_world_size()]
+            rollouts = read_step(self.streams / step.name, {prompt.prompt_id for prompt in mine})
+        return Batch(rollouts, seconds, None, prompts)
 
     def check(self, first: int) -> None:
         """Raise ReplayError unless every step from ``first`` on is recorded and the first fits the recipe."""
         check_steps(self.streams, first, self.recipe.steps)
-        self._read(first)
+        self._check_step(first)
 
-    def _read(self, number: int) -> list[Rollout]:
+    def _check_step(self, number: int) -> None:
         folder = self.streams / step_name(number)
-        rollouts = read_step(folder)
+        rollouts = read_skeletons(step_files(folder))
         check_step(folder, rollouts, self.recipe, self.session.tokenizer.eos_token_ids)
-        return rollouts
 
     def score(self, step: Step, harvested: Batch) -> Batch:
         """Grade only the responses without a recorded grade."""
         with self.session.stage("score") as seconds:
             self.session.scorer.score(harvested.rollouts)
-        return select(Batch(harvested.rollouts, harvested.metrics | seconds, None), step, self.session)
+            everyone = shared(harvested.rollouts, harvested.prompts)
+        return select(Batch(everyone, harvested.metrics | seconds, None), step, self.session)
 
     def sleep(self) -> None: ...
 

@@ -41,7 +41,7 @@ from megatron_eqlen.rollout.record_format import (
     rollout_rows,
     to_batch,
 )
-from megatron_eqlen.types import Grade, Rollout, rollout_key, training_order
+from megatron_eqlen.types import Grade, Prompt, Rollout, rollout_key, training_order
 
 FILES = "rank-*.arrow"
 """In a step's folder."""
@@ -212,6 +212,17 @@ def read_skeletons(files: Sequence[Path]) -> list[Rollout]:
     ``read_files``. It costs what their number costs, not their tokens: checksums are not looked at. Prompts
     have neither tokens nor golds."""
     return _in_training_order(_assemble(files, SKELETON))
+
+
+def read_prompts(files: Sequence[Path]) -> list[Prompt]:
+    """The whole prompts of some of a step's files, in the order in which they were drawn."""
+    assembly, columns = Assembly(), (*SKELETON, "token_ids", "gold")
+    for path in files:
+        for batch in _batches(path, columns, _places(path, {(name, None) for name in _names(path)})):
+            for row in from_batch(batch):
+                if row["role"] == PROMPT:
+                    assembly.take(row)
+    return sorted(assembly.prompts.values(), key=lambda prompt: prompt.number)
 
 
 def fill_token_ids(skeletons: Sequence[Rollout], files: Sequence[Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -19,9 +20,10 @@ from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.packing.pack import Packing, plan_rows
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.replicas import shared
-from megatron_eqlen.sampling.skeleton import skeleton
 from megatron_eqlen.training import exchange as module
+from megatron_eqlen.training.distributed import start
 from megatron_eqlen.training.exchange import Seat, exchange
+from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.training.rows import Rows
 from megatron_eqlen.types import (
     Elsewhere,
@@ -38,7 +40,7 @@ from megatron_eqlen.types import (
 )
 from tests.kit.distributed import run_ranks
 from tests.kit.tiny_models import save_tiny
-from tests.kit.updates import build_policy, layout, recipe_of, weights_of
+from tests.kit.updates import layout, recipe_of, weights_of
 
 LONGEST = 40
 
@@ -50,8 +52,8 @@ def segment(rng: np.random.Generator, length: int, masks: bool, ended: bool) -> 
     tokens = rng.integers(3, 90, length)
     mask = [sorted({int(t), *rng.integers(3, 90, rng.integers(0, 6)).tolist()}) for t in tokens]
     grade = Grade(float(rng.integers(0, 2)), "scored") if ended else None
-    logprobs = -rng.exponential(1.0, length)
-    return Segment(tokens, logprobs, "stop" if ended else None, grade, SamplingMask.of(mask) if masks else None)
+    kept = SamplingMask.of(mask) if masks else None
+    return Segment(tokens, -rng.exponential(1.0, length), "stop" if ended else None, grade, kept)
 
 
 def rollouts_of(seed: int, sampling: str, masks: bool) -> list[Rollout]:
@@ -75,11 +77,11 @@ def rollouts_of(seed: int, sampling: str, masks: bool) -> list[Rollout]:
     return made
 
 
-def recipe(sampling: str, masks: bool, **changes: Any) -> Recipe:
+def recipe(sampling: str, masks: bool, folder: str = "model", **changes: Any) -> Recipe:
     kept = {"keep_sampling_mask": masks, "top_k": 6 if masks else 0}
     mode = "processed" if masks else "raw"
     return recipe_of(
-        "model",
+        folder,
         {
             "sampling": sampling,
             "objective": "treerpo" if sampling == "tree" else "grpo",
@@ -185,9 +187,9 @@ def check_held(plan: Packing, whole: Packing, seat: Seat, rank: int) -> None:
     for number, node in enumerate(plan.forest.nodes):
         if node.home is None:
             continue  # a prompt
-        tokens, *loss = (not isinstance(array, Elsewhere) for array in (node.token_ids, node.rollout_logprobs))
-        assert tokens == (node.home == rank or number in needed)
-        assert loss == [node.home == rank or (number in trained and seat.for_loss)]
+        tokens, loss = node.token_ids, node.rollout_logprobs
+        assert isinstance(tokens, Elsewhere) != (node.home == rank or number in needed)
+        assert isinstance(loss, Elsewhere) != (node.home == rank or (number in trained and seat.for_loss))
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -199,3 +201,71 @@ def test_every_rank_fills_the_rows_of_full_rollouts_and_holds_no_other_arrays(wo
         assert received.any() == (world > 1)
 
     check()
+
+
+# ---- an update -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny")
+    save_tiny(path, "qwen3", num_hidden_layers=2)
+    return str(path)
+
+
+def whole_and_shared(folder: str, sections: dict[str, Any], one_home: bool) -> list[tuple[Any, dict]]:
+    """Metrics and weights after an update on everything, and after one on what this rank knows."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    mine = recipe("equal_length", True, folder, **sections)
+    start(mine.parallel, seed=1)
+    everything = rollouts_of(5, "equal_length", masks=True)
+    part = everything if one_home else everything[rank::world]
+    part = [copy.deepcopy(one) for one in part if rank == 0 or not one_home]
+    known = shared(part, [one.prompt for one in everything])
+    results = []
+    for rollouts in (everything, known):
+        policy = Policy(mine)
+        metrics = policy.update(build_minibatches(rollouts, mine)[0])
+        results.append((metrics, weights_of(policy)))
+    return results
+
+
+@pytest.mark.parametrize(
+    ("layers", "one_home"),
+    [({}, False), ({"tensor": 2}, False), ({"pipeline": 2}, False), ({}, True)],
+    ids=["data parallel", "tensor parallel", "pipeline", "servers"],
+)
+def test_an_update_is_the_same_bit_for_bit(folder, layers, one_home):
+    """With masks, old and reference log-probs, and two minibatches."""
+    sections = layout(2, **layers) | {"loss": {"kl_coef": 0.1, "epochs": 2, "minibatches": 2}}
+    for (metrics, weights), (found, moved) in run_ranks(2, whole_and_shared, folder, sections, one_home):
+        assert metrics["train/updates"] == 4
+        assert metrics == found
+        assert all(torch.equal(moved[name], weight) for name, weight in weights.items())
+
+
+def with_a_bad_logprob(folder: str, sections: dict[str, Any]) -> tuple[float, list[str]]:
+    """The last rank's last rollout has one; (skipped updates, what was logged)."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    mine = recipe("equal_length", False, folder, **sections)
+    start(mine.parallel, seed=1)
+    everything = rollouts_of(5, "equal_length", masks=False)
+    part = everything[rank::world]
+    for one in part[-1].segments() if rank == world - 1 else ():
+        one.logprobs[0] = np.nan
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("megatron_eqlen").addHandler(handler)
+    known = shared(part, [one.prompt for one in everything])
+    metrics = Policy(mine).update(build_minibatches(known, mine)[0])
+    return metrics["train/skipped_updates"], messages
+
+
+@pytest.mark.parametrize("layers", [{}, {"pipeline": 2}], ids=["data parallel", "pipeline"])
+def test_a_bad_number_is_named_on_whichever_rank_it_is(folder, layers):
+    sections = layout(2, **layers) | {"optimizer": {"lr": 1e-3, "max_skipped_updates": 9}}
+    (skipped, messages), (also, _) = run_ranks(2, with_a_bad_logprob, folder, sections)
+    assert skipped == also == 2
+    assert all("token tree 'q2/1', node" in one for one in messages), messages
+    assert all("the rollout_logprob of token 0 is nan" in one for one in messages), messages

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_eqlen.replicas import Replicas
-from megatron_eqlen.training.distributed import gather
-from megatron_eqlen.types import Grade, Group, Prompt, Segment, training_order
+from megatron_eqlen.replicas import Replicas, shared
+from megatron_eqlen.types import Grade, Group, Prompt, Segment
 from tests.kit.distributed import run_ranks
 
 PROMPTS = [Prompt(f"q{number}", [1], "?", "math", "1", number=number) for number in range(7)]
@@ -21,7 +20,7 @@ def harvest_and_grade(engine_size: int, in_step: bool) -> tuple[list[str], list[
     part = replicas.part(harvested)
     for group in part:
         group.completions[0].grade = Grade(1.0, "correct", grader=f"rank {dist.get_rank()}")
-    everyone = sorted(gather(part), key=training_order)
+    everyone = shared(part, PROMPTS)
     return (
         [group.prompt_id for group in harvested],
         [(group.prompt_id, group.completions[0].grade.grader) for group in everyone],
