@@ -221,7 +221,7 @@ class Policy:
             rows, lambda logprobs, entropy, row, at: logprobs.double().cpu().numpy(), train=False
         )
 
-    def _run(self, rows: list[Row], result: RowResult, *, train: bool) -> list[Any]:
+    def _run(self, rows: Rows, result: RowResult, *, train: bool) -> list[Any]:
         """``run_rows`` as the recipe says."""
         temperature, logits_chunk = self.recipe.rollout.temperature, self.recipe.packing.logits_chunk
         return run_rows(self.model, rows, temperature, result, train=train, logits_chunk=logits_chunk)
