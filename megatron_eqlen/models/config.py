@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 
-from megatron_eqlen import layout
+from megatron_eqlen import layout, packages
 from megatron_eqlen.hf.config import DeltaNet, Experts, ModelConfig
 from megatron_eqlen.recipe import ParallelRecipe
 
@@ -72,8 +71,8 @@ def sequence_parallel(model: ModelConfig, parallel: ParallelRecipe) -> bool:
 
 
 def uses_transformer_engine() -> bool:
-    """Transformer Engine's layers run where it is installed and there is a GPU for them."""
-    return torch.cuda.is_available() and find_spec("transformer_engine") is not None
+    """Transformer Engine's layers run where it imports and there is a GPU for them."""
+    return torch.cuda.is_available() and packages.usable(packages.TRANSFORMER_ENGINE)
 
 
 def _execution_fields(parallel: ParallelRecipe, dtype: torch.dtype, sequence: bool) -> dict[str, Any]:

@@ -16,7 +16,6 @@ down together, level by level, so a shared prefix is computed once and gradients
 
 from __future__ import annotations
 
-import importlib.util
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -26,6 +25,7 @@ import torch.nn.functional as F
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from torch import Tensor
 
+from megatron_eqlen import packages
 from megatron_eqlen.models.tree_params import Chunks, TreeParams
 
 CHUNK = 32
@@ -195,19 +195,18 @@ def run_by_run_delta_rule(
 
 @cache
 def fla_kernel(dtype: torch.dtype) -> Callable | None:
-    """fla's chunked kernel, where the package is installed and computes in ``dtype``; else says so once."""
-    if importlib.util.find_spec("fla") is None:
-        reason = "fla (flash-linear-attention) is not installed"
-    elif dtype not in (torch.bfloat16, torch.float16):
-        reason = f"fla does not compute in {dtype}"
-    else:
-        from fla.ops.gated_delta_rule import (  # pyright: ignore[reportMissingImports] (GPU only)
-            chunk_gated_delta_rule,
-        )
+    """fla's chunked kernel, where the package imports and computes in ``dtype``; else says so once."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        text = f"Gated DeltaNet runs in plain torch on this GPU, slowly: fla does not compute in {dtype}"
+        warnings.warn(text, stacklevel=2)
+        return None
+    if not packages.usable(packages.FLA):
+        return None
+    from fla.ops.gated_delta_rule import (  # pyright: ignore[reportMissingImports] (GPU only)
+        chunk_gated_delta_rule,
+    )
 
-        return chunk_gated_delta_rule
-    warnings.warn(f"Gated DeltaNet runs in plain torch on this GPU, slowly: {reason}", stacklevel=2)
-    return None
+    return chunk_gated_delta_rule
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -63,6 +63,17 @@ def test_importing_megatron_first_is_an_error_not_a_surprise():
     assert "megatron.core was imported before megatron_eqlen" in result.stderr
 
 
+def test_broken_optional_packages_are_said_and_do_not_stop_the_import(tmp_path):
+    """Megatron-Core itself would end with the OSError."""
+    for name in ("transformer_engine", "fla", "apex"):
+        tmp_path.joinpath(f"{name}.py").write_text(f"raise OSError('lib{name}.so: no such file')")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import megatron_eqlen.models.build"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    for name in ("transformer_engine", "fla", "apex"):
+        assert result.stderr.count(f"(OSError: lib{name}.so: no such file)") == 1
+
+
 def test_another_megatron_version_is_said_aloud():
     with pytest.warns(UserWarning, match=r"Megatron-Core 0\.99 found; its gaps are known for 0\.16\.1"):
         gaps.close(SimpleNamespace(__name__="megatron.core", __version__="0.99"), on_cpu=False)
