@@ -20,6 +20,8 @@ case "$*" in
     "-m venv"*) rm -rf .venv; mkdir -p .venv/bin; cp "$0" .venv/bin/python; call="venv" ;;
     *"import torch; assert"*) call="check torch" ;;
     *"import torch"*) call="import torch" ;;
+    *_base_executable*) echo "$BASE"; exit ;;
+    *"sys.version,"*) echo "3.12 $0"; exit ;;
     *sysconfig*) echo "$HEADERS"; exit ;;
     "-m "*) call="${{*//$PWD\\//}}"; call="${{call#-m pip --disable-pip-version-check --quiet }}" ;;
     *) exec {sys.executable} "$@" ;;
@@ -53,7 +55,8 @@ class Machine:
         }.items():
             self.command(name, text)
         (folder / "Python.h").touch()
-        self.environ = {"PYTHON": str(self.bin / "python"), "HEADERS": str(folder)}
+        python = str(self.bin / "python")
+        self.environ = {"PYTHON": python, "BASE": python, "HEADERS": str(folder)}
 
     def command(self, name: str, text: str) -> None:
         (self.bin / name).write_text(text)
@@ -88,6 +91,12 @@ def test_transformer_engine_is_built_against_the_torch_that_was_installed_before
 def test_without_arguments_a_new_environment_is_for_cpus(machine):
     packages = "install --no-deps --no-compile -r tools/requirements-cpu.txt"
     assert machine.calls() == ["venv", packages, "import torch", PACKAGE]
+    assert machine.calls() == []
+
+
+def test_an_activated_environment_is_found_ready(machine):
+    machine.calls()
+    machine.environ["PYTHON"] = str(machine.folder / ".venv/bin/python")
     assert machine.calls() == []
 
 
