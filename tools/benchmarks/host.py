@@ -1,6 +1,6 @@
 """What the processors do around the accelerators: a scripted engine at the paper's size, scaled down.
 
-    harvest ─► record ─► score ─► share ─► trees ─► plan ─► fill        read: a resume; report: a page
+    harvest ─► record ─► score ─► share ─► trees ─► plan ─► exchange ─► fill   read: a resume; report: a page
 
 Three sizes are measured, each with twice the streams and twice the lengths of the one before, so a cost that
 grows faster than the tokens shows in the fitted exponent, whatever it grows with. The largest size's cost of
@@ -35,8 +35,10 @@ from megatron_eqlen.report.page import write_page
 from megatron_eqlen.rewards.scoring import Scorer
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.recorder import FILES, Recorder, read_step, record_grades
+from megatron_eqlen.sampling.skeleton import skeleton
 from megatron_eqlen.tokenizer import load_tokenizer
 from megatron_eqlen.types import Grade, Prompt, Rollout
+from tools.benchmarks import sharing
 from tools.benchmarks.scripted import EOS, ScriptedEngine, write_tokenizer
 from tools.benchmarks.table import show
 
@@ -46,7 +48,7 @@ STEP_TOKENS = 31e6
 REPLICAS = 4
 PARTS = {
     "harvest": 1, "record": 1, "grades": 1, "score": 1, "share": REPLICAS, "trees": REPLICAS,
-    "plan": REPLICAS, "fill": 1, "read": 0, "report": 0,
+    "plan": REPLICAS, "exchange": 1, "fill": 1, "read": 0, "report": 0,
 }  # fmt: skip
 """Of which replicas' tokens a rank does it in each step (0: not in each step)."""
 
@@ -152,23 +154,16 @@ def record(rollouts: list[Rollout], folder: Path, size: Size) -> None:
 
 def train(rollouts: list[Rollout], recipe: Recipe, size: Size) -> None:
     """From one replica's rollouts to filled rows, through what the ranks send each other."""
-
-    def share() -> bytes:
-        sent = pickle.dumps(rollouts)
-        pickle.loads(sent)
-        return sent
-
-    sent = timed(size, "share", share)
-    size.bytes["sent"] = len(sent)
-    size.bytes["in memory"] = resident(sent)
+    size.bytes["skeletons"] = len(pickle.dumps([skeleton(rollout) for rollout in rollouts]))
+    size.bytes["in memory"] = resident(pickle.dumps(rollouts))
+    size.seconds |= sharing.measure(rollouts, recipe)
     (trees,), _ = timed(size, "trees", lambda: build_minibatches(rollouts, recipe))
-    longest = PROMPT_TOKENS + recipe.rollout.max_response_length
-    planned = timed(size, "plan", lambda: plan_rows(trees, longest))
+    planned = timed(size, "plan", lambda: plan_rows(trees, recipe.packing.max_tokens_per_row))
     timed(size, "fill", lambda: planned.rows(0))
 
 
 def resident(sent: bytes) -> int:
-    """Bytes that the rollouts take where they have arrived."""
+    """Bytes that the rollouts take."""
     gc.collect()
     tracemalloc.start()
     rollouts = pickle.loads(sent)
