@@ -5,7 +5,8 @@
     save_hf(chunks, source, out)      a folder that Transformers and vLLM load
 
 All three follow the family's weight map (qwen3.py, qwen3_moe.py, qwen3_next.py). They copy bits and never
-compute: a round trip through any layout is exact. Peak extra memory: the two largest tensors.
+compute: a round trip through any layout is exact. Peak extra memory: the two largest tensors, and of the
+export twice ``SENT_AT_ONCE`` where it is more.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 
 import torch
@@ -28,6 +31,10 @@ from megatron_eqlen.hf.folder_check import check_folder, with_tied_head
 from megatron_eqlen.hf.weight_map import Weight
 from megatron_eqlen.models import groups
 from megatron_eqlen.models.gpt import PolicyModel
+
+SENT_AT_ONCE = 256 * 2**20
+"""Bytes of consecutive weights that a rank sends in one message; a larger weight goes alone. (One by one, the
+experts of an 80B model are 147,000 broadcasts of 2 MB.)"""
 
 FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -60,9 +67,10 @@ def export_hf(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]
     tensor may share memory with the model: copy what is to be kept.
     """
     model, local = _config(chunks), local_parameters(chunks)
-    stages = _stages(local)
-    for weight in weight_map(model):
-        yield from zip(weight.hf, _whole(model, weight, local, stages), strict=True)
+    like = next(iter(local.values()))
+    for batch in _batches(model, _stages(local), like.element_size()):
+        names = [name for weight in batch.weights for name in weight.hf]
+        yield from zip(names, _whole(batch, local, like), strict=True)
 
 
 def save_hf(chunks: Sequence[torch.nn.Module], source: str | Path, out: str | Path) -> None:
@@ -151,21 +159,50 @@ def _home(name: str) -> str:
     return ".".join(name.split(".")[:3]) if name.startswith("decoder.layers.") else name
 
 
-def _whole(
-    model: ModelConfig, weight: Weight, local: dict[str, torch.nn.Parameter], stages: dict[str, int]
-) -> list[Tensor]:
-    """The Hugging Face tensors of ``weight`` on every rank: gathered over TP, sent around EP, then PP."""
-    like = next(iter(local.values()))
+@dataclass
+class _Batch:
+    """Weights that follow one another in the model and that the same rank sends."""
+
+    stage: int
+    """Rank of the pipeline group that has them."""
+    owner: int | None
+    """Rank of the expert-parallel group that has them; None: all have."""
+    weights: list[Weight] = field(default_factory=list)
+    size: int = 0
+    """Bytes."""
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        return [shape for weight in self.weights for shape in weight.shapes]
+
+
+def _batches(model: ModelConfig, stages: dict[str, int], element_size: int) -> Iterator[_Batch]:
+    """The model's weights in order, as many at once as ``SENT_AT_ONCE`` allows."""
+    batch: _Batch | None = None
+    for weight in weight_map(model):
+        stage = stages[_home(weight.megatron)]
+        owner = None if weight.expert is None else weight.expert // _experts_per_rank(model)
+        size = element_size * sum(map(prod, weight.shapes))
+        if batch is None or (batch.stage, batch.owner) != (stage, owner) or batch.size + size > SENT_AT_ONCE:
+            if batch is not None:
+                yield batch
+            batch = _Batch(stage, owner)
+        batch.weights.append(weight)
+        batch.size += size
+    if batch is not None:
+        yield batch
+
+
+def _whole(batch: _Batch, local: dict[str, torch.nn.Parameter], like: Tensor) -> list[Tensor]:
+    """The batch's Hugging Face tensors on every rank: gathered over TP, sent around EP, then PP."""
     pipeline = groups.pipeline_parallel()
-    stage = stages[_home(weight.megatron)]
     tensors = None
-    if pipeline.rank() == stage:
-        if weight.megatron in local:
-            tensors = _gathered(weight, local[weight.megatron])
-        if weight.expert is not None:
-            owner = weight.expert // _experts_per_rank(model)
-            tensors = _sent(tensors, weight, like, owner, groups.expert_parallel())
-    return _sent(tensors, weight, like, stage, pipeline)
+    if pipeline.rank() == batch.stage:
+        if batch.weights[0].megatron in local:
+            tensors = [t for weight in batch.weights for t in _gathered(weight, local[weight.megatron])]
+        if batch.owner is not None:
+            tensors = _sent(tensors, batch.shapes, like, batch.owner, groups.expert_parallel())
+    return _sent(tensors, batch.shapes, like, batch.stage, pipeline)
 
 
 def _gathered(weight: Weight, parameter: Tensor) -> list[Tensor]:
@@ -182,14 +219,22 @@ def _gathered(weight: Weight, parameter: Tensor) -> list[Tensor]:
 
 
 def _sent(
-    tensors: list[Tensor] | None, weight: Weight, like: Tensor, owner: int, group: dist.ProcessGroup
+    tensors: list[Tensor] | None,
+    shapes: list[tuple[int, ...]],
+    like: Tensor,
+    owner: int,
+    group: dist.ProcessGroup,
 ) -> list[Tensor]:
-    """``tensors`` of the group's rank ``owner``, on every rank of the group."""
+    """``tensors`` of the group's rank ``owner``, on every rank of the group, in one message."""
     if group.size() == 1:
         assert tensors is not None
         return tensors
-    if tensors is None:
-        tensors = [torch.empty(shape, dtype=like.dtype, device=like.device) for shape in weight.shapes]
-    for tensor in tensors:
-        dist.broadcast(tensor, group_src=owner, group=group)
-    return tensors
+    sizes = [prod(shape) for shape in shapes]
+    if group.rank() == owner:
+        assert tensors is not None
+        assert {tensor.dtype for tensor in tensors} == {like.dtype}
+        message = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    else:
+        message = torch.empty(sum(sizes), dtype=like.dtype, device=like.device)
+    dist.broadcast(message, group_src=owner, group=group)
+    return [part.view(shape) for part, shape in zip(message.split(sizes), shapes, strict=True)]

@@ -2,9 +2,11 @@
 
 import json
 import shutil
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from tests.kit.distributed import run_ranks
@@ -57,6 +59,30 @@ def test_round_trip_is_exact_on_every_rank(tmp_path, family, world_size, layout)
     names = set(load_file(source / "model.safetensors"))
     assert all(rank == names for rank in exported)
     assert (out / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+
+
+def broadcasts_and_names(folder: str, layout: dict, sent_at_once: int) -> tuple[int, set[str]]:
+    """How many messages an export takes, and which tensors it gives equal to the file's."""
+    from megatron_eqlen.models import weights
+
+    sent = []
+    broadcast = dist.broadcast
+    weights.SENT_AT_ONCE = sent_at_once
+    chunks = build(folder, layout)
+    weights.load_hf(chunks, folder)
+    with mock.patch.object(dist, "broadcast", lambda *a, **k: (sent.append(1), broadcast(*a, **k))):
+        exported = list(weights.export_hf(chunks))
+    stored = load_file(f"{folder}/model.safetensors")
+    return len(sent), {name for name, tensor in exported if torch.equal(tensor, stored[name])}
+
+
+def test_an_export_sends_many_weights_in_one_message_and_the_same_bits(tmp_path):
+    save_tiny(tmp_path, "qwen3_moe")
+    names = set(load_file(tmp_path / "model.safetensors"))
+    layout = {"pipeline": 2, "expert": 2}
+    alone, together = (run_ranks(4, broadcasts_and_names, str(tmp_path), layout, n) for n in (1, 2**30))
+    assert [found for _, found in alone + together] == 8 * [names]
+    assert max(count for count, _ in together) * 3 < min(count for count, _ in alone)
 
 
 @pytest.fixture

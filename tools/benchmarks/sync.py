@@ -1,7 +1,7 @@
 """Weight syncs of a random Qwen3: into the engine in this process, and into servers on this machine.
 
 The first measures vLLM's own reload; the additional time of servers is the transfer. ``--replicas``
-servers get the same weights at once.
+servers get the same weights at once, each split over ``--tensor-parallel`` workers of this node.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_eqlen.metrics import ENGINE_SYNC_SECONDS
+from megatron_eqlen.metrics import ENGINE_SYNC_SECONDS, ENGINE_SYNC_SENT_BYTES
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.rollout.engine import Engine
@@ -33,6 +33,7 @@ MAX_LEN = 128
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="workers of a server")
     parser.add_argument("--repeat", type=int, default=3, help="medians of so many syncs count")
     parser.add_argument("--json", type=Path)
 
@@ -42,11 +43,13 @@ def run(args: argparse.Namespace) -> None:
         model = make_model(Path(folder), args.gigabytes)
         weights = load_file(model / "model.safetensors")
         results = [measure("in this process", colocated(model), weights, args.repeat)]
-        with running(make_recipe(model, []), max(args.replicas)) as servers:
+        workers = args.tensor_parallel
+        with running(make_recipe(model, [], workers), max(args.replicas)) as servers:
             for count in args.replicas:
-                recipe = make_recipe(model, list(servers)[:count])
+                recipe = make_recipe(model, list(servers)[:count], workers)
                 engine = ServerEngine(model, recipe.rollout, [1], MAX_LEN, syncs_first=True)
-                results.append(measure(f"{count} server(s)", engine, weights, args.repeat))
+                what = f"{count} server(s) of {workers}"
+                results.append(measure(what, engine, weights, args.repeat, count * workers))
     size = sum(weight.nbytes for weight in weights.values()) / 1e9
     show(results, f"{size:.2f} GB bfloat16, {torch.get_num_threads()} thread(s)", args.json)
 
@@ -65,8 +68,8 @@ def make_model(folder: Path, gigabytes: float) -> Path:
     return folder
 
 
-def make_recipe(model: Path, urls: list[str]) -> Recipe:
-    engine = {"engine": "server", "servers": urls} if urls else {}
+def make_recipe(model: Path, urls: list[str], workers: int = 1) -> Recipe:
+    engine = {"tensor_parallel": workers} | ({"engine": "server", "servers": urls} if urls else {})
     return parse(
         {
             "name": "bench", "steps": 1, "model": {"path": str(model)},
@@ -83,14 +86,18 @@ def colocated(model: Path) -> Engine:
     return ColocatedEngine(model, make_recipe(model, []).rollout, "bfloat16", [1], MAX_LEN)
 
 
-def measure(name: str, engine: Engine, weights: dict[str, Tensor], repeat: int) -> dict[str, Any]:
+def measure(
+    name: str, engine: Engine, weights: dict[str, Tensor], repeat: int, workers: int = 1
+) -> dict[str, Any]:
     """Medians of ``repeat`` syncs after one that warms up."""
-    seconds, processor = [], []
+    seconds, processor, sent = [], [], 0.0
     for version in range(1, repeat + 2):
         before = time.process_time()
         engine.update_weights(iter(weights.items()), version)
         processor.append(time.process_time() - before)
-        seconds.append(engine.metrics()[ENGINE_SYNC_SECONDS])
+        metrics = engine.metrics()
+        seconds.append(metrics[ENGINE_SYNC_SECONDS])
+        sent = metrics.get(ENGINE_SYNC_SENT_BYTES, 0.0)
     engine.close()
     took = statistics.median(seconds[1:])
     size = sum(weight.nbytes for weight in weights.values()) / 1e9
@@ -99,4 +106,6 @@ def measure(name: str, engine: Engine, weights: dict[str, Tensor], repeat: int) 
         "seconds": took,
         "GB/s": size / took,
         "trainer's CPU seconds": statistics.median(processor[1:]),
+        "GB sent": sent / 1e9,
+        "GB sent per worker": sent / 1e9 / workers,
     }
