@@ -19,6 +19,7 @@ MAY_CHANGE = (
     "variant",
     "inputs_from",
     "rollout.servers",
+    "rollout.sync",
     "rollout.park_trainer",
     "optimizer.offload",
 )

@@ -175,6 +175,9 @@ class RolloutRecipe(Section):
     Default: ``state`` with a colocated engine, ``none`` with servers."""
     servers: list[str] = []
     """``engine: server``: base URLs of the replicas."""
+    sync: Literal["tcp", "nccl"] = "tcp"
+    """How weights reach servers: over TCP, once for each node; or by NCCL, where trainer and servers share a
+    fabric (servers must be started with the same value)."""
     request_timeout: PositiveFloat = 600.0
     """Seconds without progress after which an engine counts as hung."""
     sync_tolerance: PositiveFloat = 0.05

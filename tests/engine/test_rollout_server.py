@@ -20,7 +20,7 @@ from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.rollout.engine import Engine, EngineError
 from megatron_eqlen.rollout.harvest import harvest
-from megatron_eqlen.rollout.vllm import client, pool
+from megatron_eqlen.rollout.vllm import client, pool, tcp_sender
 from megatron_eqlen.rollout.vllm.client import ServerEngine
 from megatron_eqlen.rollout.vllm.server import server_command
 from megatron_eqlen.rollout.vllm.weight_stream import HELLO, connect, encode, receive
@@ -103,14 +103,15 @@ def begin_a_sync_and_die(engine: ServerEngine) -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
     weight = load_file(folder("qwen3", 2) / "model.safetensors")[name]
     engine.pool.post("start_weight_update")
-    feed = engine._feed(engine.pool.replicas[0])
+    assert isinstance(engine.sender, tcp_sender.TcpSender)
+    feed = engine.sender._feed(engine.pool.replicas[0])
     engine.pool.io.run(feed.open())
     engine.pool.io.run(feed.send(encode([(name, weight)])))
     engine.pool.io.run(feed.close())
 
 
 def test_two_servers_harvest_what_one_process_does_through_a_sync_and_a_death(servers, monkeypatch):
-    monkeypatch.setattr(client, "BUCKET_BYTES", 20_000)  # layers are split between several
+    monkeypatch.setattr(tcp_sender, "BUCKET_BYTES", 20_000)  # layers are split between several
     recipe = make_recipe(list(servers))
     weights = load_file(folder("qwen3", 1) / "model.safetensors")
     local = open_local(recipe)
@@ -163,6 +164,8 @@ class Fake:
         self.version = "default"
         self.max_model_len = 256
         self.asked = 0
+        self.posted: dict[str, dict] = {}
+        """The last body of each control."""
         self.preempted = 0
         self.frames: list[dict[str, torch.Tensor]] = []
         self.strangers: list[socket.socket] = []
@@ -196,7 +199,8 @@ class Fake:
 
     async def control(self, request):
         body = await request.json() if request.can_read_body else {}
-        if request.match_info["name"] == "update_weights":
+        self.posted[request.match_info["name"]] = body
+        if request.match_info["name"] == "update_weights" and "host" in body["update_info"]:
             return await self.update_weights(request, body["update_info"])
         if body and body.get("method") == "eqlen_setup":
             return web.json_response({"results": [{"vocab_size": 96, "max_model_len": self.max_model_len}]})
@@ -368,7 +372,7 @@ def assert_bits_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.
 @pytest.fixture
 def open_fakes(fake, monkeypatch):
     """Fakes that behave like this, and an engine over them whose syncs take many frames."""
-    monkeypatch.setattr(client, "BUCKET_BYTES", 20_000)
+    monkeypatch.setattr(tcp_sender, "BUCKET_BYTES", 20_000)
     engines = []
 
     def make(*behaviours: str, **over) -> tuple[ServerEngine, list[Fake]]:
@@ -464,6 +468,53 @@ def test_the_stream_is_read_to_its_end_even_when_all_replicas_die(open_fakes):
     assert next(stream, None) is None
     with pytest.raises(EngineError, match="failed half way"):
         engine.submit("x", [5], 1, 0)
+
+
+def test_nccl_without_a_gpu_is_refused(fake):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(EngineError, match=r"nccl sends from GPU to GPU.*use rollout\.sync: tcp"):
+        open_engine(make_recipe([fake().url], sync="nccl"))
+
+
+@pytest.fixture
+def without_nccl(monkeypatch) -> list[dict]:
+    """``NcclSender`` up to NCCL itself: the places where it would meet the workers; a broadcast reads the
+    stream."""
+    from megatron_eqlen.rollout.vllm import nccl_sender
+
+    places: list[dict] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(nccl_sender, "trainer_init", places.append)
+    monkeypatch.setattr(nccl_sender, "packed_nccl_broadcast_producer", lambda iterator, **_: list(iterator))
+    return places
+
+
+def test_with_nccl_every_worker_has_a_rank_and_knows_what_comes(open_fakes, without_nccl):
+    from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
+
+    engine, fakes = open_fakes("good", "good", sync="nccl")
+    for one, workers in zip(engine.pool.replicas, (2, 3), strict=True):
+        one.workers = workers
+    engine.sender._meet()
+    infos = [
+        NCCLWeightTransferInitInfo(**one.posted["init_weight_transfer_engine"]["init_info"]) for one in fakes
+    ]
+    assert [(info.rank_offset, info.world_size) for info in infos] == [(1, 6), (3, 6)]
+    assert {(info.master_address, info.master_port) for info in infos} == {
+        (place["master_address"], place["master_port"]) for place in without_nccl
+    }
+    stored = new_weights()
+    weights = {name: stored[name] for name in engine.weights.shapes}
+    assert engine.sender.send(iter(weights.items())) == sum(w.nbytes for w in weights.values())
+    for one in fakes:
+        announced = NCCLWeightTransferUpdateInfo(**one.posted["update_weights"]["update_info"])
+        assert announced.names == list(weights)
+        assert announced.shapes == [list(w.shape) for w in weights.values()]
+        assert set(announced.dtype_names) == {"float32"}
+    with pytest.raises(EngineError, match=r"expected 'model\.embed_tokens\.weight'"):
+        engine.sender.send(reversed(weights.items()))
 
 
 def test_strangers_without_the_nonce_get_nothing(open_fakes):

@@ -75,6 +75,7 @@ def make_recipe(model: Path, urls: list[str], workers: int = 1) -> Recipe:
             "name": "bench", "steps": 1, "model": {"path": str(model)},
             "data": {"sources": [{"name": "none", "path": "none"}], "max_prompt_length": MAX_LEN // 2},
             "rollout": {"max_response_length": MAX_LEN // 2, "max_num_seqs": 8, "kv_cache_gib": 0.1} | engine,
+            "cluster": {"processes_per_node": workers},
         },
         "bench sync",
     )  # fmt: skip

@@ -2,17 +2,17 @@
 
     step ◄── queue ◄── one stream of server-sent events per request ◄── replica 1, 2, ...
                  ◄── one heartbeat per replica: alive, and with the weights we sent?
-    update_weights ──► one TCP connection per node of each replica (``weight_feed``)
+    update_weights ──► one TCP connection per node of each replica (``tcp_sender``), or NCCL (``nccl_sender``)
 
 Requests of a replica that dies (``pool``) come back as ``lost`` with all their tokens kept, and the
-harvester submits the rest to another replica. Nothing here imports vLLM.
+harvester submits the rest to another replica. Nothing here imports vLLM, unless NCCL sends the weights.
 """
 
 from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Collection, Coroutine, Iterable
+from collections.abc import Collection, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,15 +36,12 @@ from megatron_eqlen.rollout.vllm.generate_api import (
     request_body,
     sampling_params,
 )
-from megatron_eqlen.rollout.vllm.pool import Calls, ReplicaPool
+from megatron_eqlen.rollout.vllm.pool import ReplicaPool
 from megatron_eqlen.rollout.vllm.replica import ReplicaError, ServerReplica, words
-from megatron_eqlen.rollout.vllm.weight_feed import Feed
-from megatron_eqlen.rollout.vllm.weight_stream import buckets, encode
+from megatron_eqlen.rollout.vllm.tcp_sender import TcpSender, WeightSender
 from megatron_eqlen.rollout.weights import WeightTable
 from megatron_eqlen.types import Metrics
 
-BUCKET_BYTES = 64 * 2**20
-"""Weights that a sync sends at once; a larger tensor goes alone."""
 UNTOUCHED = "default"
 """vLLM's name for the version of weights that were loaded at start."""
 
@@ -89,6 +86,7 @@ class ServerEngine:
         """By the last weight sync, to all replicas."""
         self.pool = ReplicaPool(rollout.servers, silence=rollout.request_timeout / 2)
         try:
+            self.sender = self._sender()
             self._connect(any_weights=syncs_first)
         except EngineError:
             self.close()
@@ -231,6 +229,13 @@ class ServerEngine:
 
     # ---- weights ------------------------------------------------------------------------------------
 
+    def _sender(self) -> WeightSender:
+        if self.rollout.sync == "tcp":
+            return TcpSender(self.pool, self.rollout.request_timeout)
+        from megatron_eqlen.rollout.vllm.nccl_sender import NcclSender  # imports vLLM
+
+        return NcclSender(self.pool, self.weights.shapes, self.rollout.request_timeout)
+
     def _connect(self, any_weights: bool = False) -> None:
         """Set up every replica that answers and has the right weights (or any weights, before a sync)."""
         expected = None if any_weights else self.weight_version
@@ -253,33 +258,7 @@ class ServerEngine:
         self.pool.stop_heartbeats()
         self.pool.post("start_weight_update")
         try:
-            self._stream_weights(named_tensors)
+            self.sent_bytes = self.sender.send(named_tensors)
         finally:
             self.pool.post("finish_weight_update", {"weight_version": weight_version})
         self.pool.post("reset_prefix_cache")
-
-    def _stream_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Send weights to the workers of all live replicas at once; while one part is sent the next is
-        fetched."""
-        feeds = {replica: self._feed(replica) for replica in self.pool.alive}
-        sending: Calls = {}
-        try:
-            self.pool.each("waiting for its workers", lambda replica: feeds[replica].open())
-            try:
-                for bucket in buckets(named_tensors, BUCKET_BYTES):
-                    self.pool.settle("sending weights", sending)
-                    frame = encode(bucket)
-                    sending = self.pool.start(lambda replica, frame=frame: feeds[replica].send(frame))
-            finally:  # the stream failed: the workers must not wait for more weights
-                self.pool.settle("sending weights", sending)
-                self.pool.each("update_weights", lambda replica: feeds[replica].finish())
-        finally:
-            self.sent_bytes = sum(feed.sent_bytes for feed in feeds.values())
-            for feed in feeds.values():
-                self.pool.io.run(feed.close())
-
-    def _feed(self, replica: ServerReplica) -> Feed:
-        def post(invitation: dict[str, Any]) -> Coroutine:
-            return replica.post("update_weights", {"update_info": invitation})
-
-        return Feed(replica.url, replica.workers, self.rollout.request_timeout, post)

@@ -32,7 +32,7 @@ def server_command(recipe: Recipe, port: int, host: str = "0.0.0.0") -> tuple[li
         "uvicorn_log_level": "info" if VERBOSE in os.environ else "warning",
         "max_logprobs": max(rollout.top_k, 20),  # sampling masks come as these
         "worker_extension_cls": "megatron_eqlen.rollout.vllm.worker.WorkerExtension",
-        "weight_transfer_config": {"backend": "eqlen_tcp"},
+        "weight_transfer_config": {"backend": f"eqlen_{rollout.sync}"},
     }
     environ = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
     return [sys.executable, "-m", "megatron_eqlen.rollout.vllm.serve", *as_flags(flags)], environ

@@ -1,7 +1,7 @@
-"""What this package adds to a vLLM server: its sampler, and weights that arrive over TCP.
+"""What this package adds to a vLLM server: its sampler, and weights from the trainer.
 
 Loaded inside the server's workers by ``--worker-extension-cls`` (see ``server.server_command``);
-importing it registers the weight-transfer backend named ``BACKEND``.
+importing it registers the weight-transfer backends ``eqlen_tcp`` and ``eqlen_nccl`` (``rollout.sync``).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from megatron_eqlen.rollout.vllm.repack import repack
@@ -26,8 +27,6 @@ from megatron_eqlen.rollout.vllm.sampler import PathSampler
 from megatron_eqlen.rollout.vllm.weight_relay import Neighbours, node_name, receive_on_node
 
 logger = logging.getLogger(__name__)
-
-BACKEND = "eqlen_tcp"
 
 
 @dataclass
@@ -47,8 +46,25 @@ class Invitation(WeightTransferUpdateInfo):
     """Seconds that the trainer may be silent."""
 
 
-class TcpWeightTransfer(WeightTransferEngine[Nothing, Invitation]):
-    """vLLM's layerwise reload, fed frame by frame."""
+class _Reload:
+    """vLLM's layerwise reload of a whole model, whichever way the weights come."""
+
+    model: Any
+    model_config: Any
+
+    def start_weight_update(self) -> None:
+        # After an interrupted sync some layers still wait for the rest of their weights, and vLLM would mix
+        # the new ones with those. After a complete sync this has no effect.
+        finalize_layerwise_reload(self.model, self.model_config)
+        initialize_layerwise_reload(self.model)
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        repack(self.model)
+
+
+class TcpWeightTransfer(_Reload, WeightTransferEngine[Nothing, Invitation]):
+    """Fed frame by frame."""
 
     init_info_cls = Nothing
     update_info_cls = Invitation
@@ -64,32 +80,27 @@ class TcpWeightTransfer(WeightTransferEngine[Nothing, Invitation]):
         dist.all_gather_object(nodes, node_name(), group=group.cpu_group)
         return Neighbours(group.rank_in_group, nodes)
 
-    def start_weight_update(self) -> None:
-        # After an interrupted sync some layers still wait for the rest of their weights, and vLLM would mix
-        # the new ones with those. After a complete sync this has no effect.
-        finalize_layerwise_reload(self.model, self.model_config)
-        initialize_layerwise_reload(self.model)
-
     def receive_weights(self, update_info: Invitation) -> None:
         """Load the weights as they arrive. A broken connection is logged, not raised. The trainer notices by
         itself (it gets no ``done``), or is dead. But if one rank raised here, vLLM would read the other
         ranks' answers to this call as answers to its next call, and the next trainer's sync would fail."""
         try:
             for named_tensors in receive_on_node(self.neighbours, **asdict(update_info)):
-                self.model.load_weights(named_tensors)  # pyright: ignore[reportCallIssue] (all have it)
+                self.model.load_weights(named_tensors)
         except OSError as error:
             logger.warning("weight update broke off: %s", error)
-
-    def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
-        repack(self.model)
 
     def shutdown(self) -> None:
         pass
 
 
-if BACKEND not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(BACKEND, TcpWeightTransfer)
+class NcclWeightTransfer(_Reload, NCCLWeightTransferEngine):
+    """vLLM's own, fed by ``nccl_sender``."""
+
+
+for name, engine in {"eqlen_tcp": TcpWeightTransfer, "eqlen_nccl": NcclWeightTransfer}.items():
+    if name not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(name, engine)
 
 
 class WorkerExtension:
