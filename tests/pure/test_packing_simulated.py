@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from megatron_eqlen.packing.simulated import repeated_share
+from megatron_eqlen.metrics import PACKING_REPEATED_TOKENS, PACKING_TOKENS
+from megatron_eqlen.objectives.build import build_trees
+from megatron_eqlen.packing.pack import plan_rows
+from megatron_eqlen.packing.simulated import MEDIAN, repeated_share
 from megatron_eqlen.plan import describe
 from megatron_eqlen.recipe_load import load
+from megatron_eqlen.rollout.harvest import harvest
+from megatron_eqlen.types import Grade, Prompt
 from tests.kit import ROOT
+from tools.benchmarks.scripted import EOS, ScriptedEngine
 
 RECIPE = ROOT / "recipes" / "qwen3_32b.yaml"
 
@@ -15,6 +22,24 @@ RECIPE = ROOT / "recipes" / "qwen3_32b.yaml"
 def test_rows_of_one_path_cut_a_fifth_to_a_third_and_rows_of_two_paths_hold_whole_streams():
     assert 0.15 < repeated_share(36864, limit=32768, prompt=2048) < 0.35
     assert repeated_share(4 * 34816, limit=32768, prompt=2048) == 0
+
+
+def test_the_foretold_share_is_that_of_streams_that_the_harvester_makes():
+    limit, prompt = 320, 8
+    budget = round(1.06 * (limit + prompt))
+    keys = ["model.path=.", f"rollout.max_response_length={limit}", f"data.max_prompt_length={prompt}"]
+    recipe = load(RECIPE, [*keys, f"packing.max_tokens_per_row={budget}", "loss.kl_coef=0"])
+    prompts = [Prompt(str(n), [1] * prompt, "?", "math", "", number=n) for n in range(16)]
+    engine = ScriptedEngine(round(MEDIAN * limit), prompt)
+    streams, _ = harvest(engine, prompts, recipe, [EOS], seed=0)
+    coin = np.random.default_rng(0)
+    for segment in (segment for stream in streams for segment, _ in stream.ended()):
+        segment.grade = Grade(float(coin.integers(2)), "scored")
+    trees, _ = build_trees(streams, recipe)
+    metrics = plan_rows(trees, budget).metrics
+    measured = metrics[PACKING_REPEATED_TOKENS] / metrics[PACKING_TOKENS]
+    assert measured > 0.1
+    assert measured == pytest.approx(repeated_share(budget, limit, prompt), abs=0.04)
 
 
 @pytest.mark.parametrize(("budget", "warned"), [(36864, True), (139264, False)])

@@ -1,11 +1,12 @@
 """What the processors do around the accelerators: a scripted engine at the paper's size, scaled down.
 
-    harvest ─► record ─► score ─► share ─► trees ─► plan ─► exchange ─► fill   read: a resume; report: a page
+    harvest ─► record ─► score ─► share ─► trees ─► plan ─► exchange ─► fill       read: a resume
 
 Three sizes are measured, each with twice the streams and twice the lengths of the one before, so a cost that
 grows faster than the tokens shows in the fitted exponent, whatever it grows with. The largest size's cost of
 a token is projected to the paper's step: 64 prompts of 8 streams, 60k tokens a stream, in 900 s. Seconds are
-of processor time, all threads; the script's own are not counted.
+of processor time, all threads; the script's own are not counted. Commands that read a run are measured as
+they are called, where the recorded steps are of the paper's size.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import gc
 import json
 import math
 import pickle
-import shutil
 import tempfile
 import time
 import tracemalloc
@@ -30,25 +30,24 @@ from megatron_eqlen.files import step_name
 from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.packing.pack import plan_rows
 from megatron_eqlen.recipe import Recipe, RewardRecipe
-from megatron_eqlen.recipe_load import dump, parse
-from megatron_eqlen.report.page import write_page
+from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.rewards.scoring import Scorer
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.recorder import FILES, Recorder, read_step, record_grades
 from megatron_eqlen.sampling.skeleton import skeleton
 from megatron_eqlen.tokenizer import load_tokenizer
 from megatron_eqlen.types import Grade, Prompt, Rollout
-from tools.benchmarks import sharing
+from tools.benchmarks import run_commands, sharing
 from tools.benchmarks.scripted import EOS, ScriptedEngine, write_tokenizer
 from tools.benchmarks.table import show
 
 PROMPT_TOKENS = 300
 STEP_SECONDS = 900
-STEP_TOKENS = 31e6
+STEP_TOKENS = 31_000_000
 REPLICAS = 4
 PARTS = {
     "harvest": 1, "record": 1, "grades": 1, "score": 1, "share": REPLICAS, "trees": REPLICAS,
-    "plan": REPLICAS, "exchange": 1, "fill": 1, "read": 0, "report": 0,
+    "plan": REPLICAS, "exchange": 1, "fill": 1, "read": 0,
 }  # fmt: skip
 """Of which replicas' tokens a rank does it in each step (0: not in each step)."""
 
@@ -58,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--median", type=int, default=6000, help="of response lengths, at the largest size")
     parser.add_argument("--limit", type=int, default=32768, help="longest response, at the largest size")
     parser.add_argument("--kept", type=int, default=0, help="tokens in each sampling mask; 0: no masks")
+    parser.add_argument("--step-tokens", type=int, default=STEP_TOKENS, help="of a step that commands read")
     parser.add_argument("--requests", type=int, nargs="*", default=[256, 512, 1024], help="in flight at once")
     parser.add_argument("--json", type=Path)
 
@@ -66,6 +66,8 @@ def run(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder) / "model")
         sizes = [measure(Path(folder), part, args) for part in (4, 2, 1)]
+        recipe = make_recipe(Path(folder) / "model", args.limit, args.kept)
+        commands = run_commands.measure(Path(folder) / "runs", sizes[-1].rollouts, recipe, args.step_tokens)
         steps = [decode_step(Path(folder), requests, args) for requests in args.requests]
     tokens = sizes[-1].tokens
     title = f"{tokens / 1e6:.2f} million tokens, masks of {args.kept}"
@@ -75,10 +77,13 @@ def run(args: argparse.Namespace) -> None:
     print(f"in each step: {per_step:.1%} of {STEP_SECONDS} s")
     size = {name: count / tokens for name, count in sizes[-1].bytes.items()}
     show([size], "bytes a token", None)
+    million = args.step_tokens / 1e6
+    show(commands, f"commands that read a run whose steps are of {million:.3g} million tokens", None)
     if steps:
         show(steps, "a decode step of harvest(), without the engine", None)
     if args.json is not None:
-        found = {"stages": results, "of a step": per_step, "bytes a token": size, "decode steps": steps}
+        found = {"stages": results, "of a step": per_step, "bytes a token": size, "commands": commands}
+        found["decode steps"] = steps
         args.json.write_text(json.dumps({"title": title} | found, indent=1) + "\n", encoding="utf-8")
 
 
@@ -89,6 +94,7 @@ class Size:
     tokens: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     bytes: dict[str, int] = field(default_factory=dict)
+    rollouts: list[Rollout] = field(default_factory=list)
 
 
 def line(name: str, sizes: Sequence[Size]) -> dict[str, Any]:
@@ -113,12 +119,11 @@ def measure(folder: Path, part: int, args: argparse.Namespace) -> Size:
     streams = folder / f"run-{part}" / "streams" / step_name(0)
     prompts = make_prompts(max(1, args.prompts // part))
     size = Size()
-    rollouts = harvested(engine, prompts, recipe, size)
+    rollouts = size.rollouts = harvested(engine, prompts, recipe, size)
     size.tokens = sum(len(segment) for rollout in rollouts for segment in rollout.segments())
     record(rollouts, streams, size)
     size.bytes["on disk"] = sum(file.stat().st_size for file in streams.iterdir())
     train(rollouts, recipe, size)
-    report(streams.parents[1], recipe, size)
     return size
 
 
@@ -171,17 +176,6 @@ def resident(sent: bytes) -> int:
     tracemalloc.stop()
     del rollouts
     return taken
-
-
-def report(run_folder: Path, recipe: Recipe, size: Size) -> None:
-    """The page of a run of 500 steps, whose first and last step are these streams."""
-    (run_folder / "recipe.yaml").write_text(dump(recipe), encoding="utf-8")
-    first = run_folder / "streams" / step_name(0)
-    shutil.copytree(first, run_folder / "streams" / step_name(499))
-    steps = [{"step": step, "time": step, "reward/mean": 0.5, "time/step": 900} for step in range(1, 501)]
-    lines = "".join(json.dumps(step) + "\n" for step in steps)
-    (run_folder / "metrics.jsonl").write_text(lines, encoding="utf-8")
-    timed(size, "report", lambda: write_page(run_folder))
 
 
 def decode_step(folder: Path, requests: int, args: argparse.Namespace) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from megatron_eqlen.types import Delta, Metrics
 
 VOCABULARY = 32768
 EOS = 0
+POOL = 1 << 16
+"""Tokens that are drawn beforehand."""
 
 
 @dataclass(slots=True)
@@ -27,11 +29,15 @@ class _Request:
     """Tokens until it ends."""
     ends: bool
     """With an end of sequence; else at its limit."""
+    stride: int
+    """Odd, of its steps through the pool: no two requests tell the same story, which compression would
+    find out."""
 
 
 @dataclass
 class ScriptedEngine:
-    """Response lengths are log-normal (sigma 0.8), a fork's given that it is longer than its trunk.
+    """Response lengths are log-normal (sigma 0.8), a fork's given that it is longer than its trunk. Ids fall
+    off as words do, masks are random.
 
     ``seconds`` is the processor time of its own work, so that a caller's can be told apart.
     """
@@ -49,15 +55,18 @@ class ScriptedEngine:
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng(0)
-        self.tokens = rng.integers(1, VOCABULARY - 64, 1 << 16).tolist()
-        self.logprobs = (-rng.exponential(0.3, 1 << 16)).astype(np.float32).tolist()
+        tokens = np.minimum(rng.zipf(1.3, POOL), VOCABULARY - 1)
+        self.tokens = tokens.tolist()
+        self.logprobs = (-rng.exponential(0.3, POOL)).astype(np.float32).tolist()
+        self.masks = _masks(tokens, self.kept, rng) if self.kept else []
 
     def submit(self, request_id: str, token_ids: list[int], max_tokens: int, seed: int) -> None:
         check_request(request_id, token_ids, max_tokens, self.max_model_len, VOCABULARY)
         started = time.process_time()
         trunk = len(token_ids) - self.prompt
         length = response_length(np.random.default_rng(seed), self.median, trunk) - trunk
-        self.requests[request_id] = _Request(0, min(length, max_tokens), length <= max_tokens)
+        ends, stride = length <= max_tokens, 2 * (seed % POOL) + 1
+        self.requests[request_id] = _Request(0, min(length, max_tokens), ends, stride)
         self.seconds += time.process_time() - started
 
     def step(self) -> list[Delta]:
@@ -70,11 +79,12 @@ class ScriptedEngine:
         return deltas
 
     def _delta(self, name: str, request: _Request) -> Delta:
-        place = (request.given * 2654435761 + request.length) & 0xFFFF
+        place = (request.given * request.stride) % POOL
         request.given += 1
         last = request.given == request.length
-        token = EOS if last and request.ends else self.tokens[place]
-        mask = [tuple(range(token, token + self.kept))] if self.kept else None
+        ended = last and request.ends
+        token = EOS if ended else self.tokens[place]
+        mask = [(EOS,) if ended else self.masks[place]] if self.kept else None
         reason = ("stop" if request.ends else "length") if last else None
         cached = 0 if request.given == 1 else None
         return Delta(name, [token], [self.logprobs[place]], reason, mask, cached)
@@ -89,6 +99,14 @@ class ScriptedEngine:
 
     def metrics(self) -> Metrics:
         return {}
+
+
+def _masks(tokens: np.ndarray, kept: int, rng: np.random.Generator) -> list[tuple[int, ...]]:
+    """For each token ``kept`` ids, ascending, one of them the token."""
+    ids = np.sort(rng.integers(1, VOCABULARY - kept, (len(tokens), kept)), axis=1) + np.arange(kept)
+    places = np.minimum((ids < tokens[:, None]).sum(axis=1), kept - 1)
+    ids[np.arange(len(tokens)), places] = tokens
+    return list(map(tuple, ids.tolist()))
 
 
 def write_tokenizer(folder: Path) -> None:
