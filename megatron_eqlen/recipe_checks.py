@@ -129,10 +129,11 @@ def _check_memory(recipe: Recipe) -> None:
         raise ValueError(
             f"rollout.park_trainer: {park} makes room for a colocated engine, found rollout.engine: server"
         )
-    low = [key for key in ("precision", "grad_dtype") if getattr(optimizer, key) == "bfloat16"]
-    if low and recipe.model.dtype != "bfloat16":
+    saving = {"offload": True, "precision": "bfloat16", "grad_dtype": "bfloat16"}
+    asked = [f"{key}: {value}" for key, value in saving.items() if getattr(optimizer, key) == value]
+    if asked and recipe.model.dtype != "bfloat16":
         raise ValueError(
-            f"optimizer.{low[0]}: bfloat16 needs model.dtype: bfloat16, found {recipe.model.dtype}"
+            f"optimizer.{asked[0].lower()} needs model.dtype: bfloat16, found {recipe.model.dtype}"
         )
     if optimizer.offload and optimizer.precision != "float32":
         raise ValueError(

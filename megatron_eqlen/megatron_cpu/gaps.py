@@ -31,6 +31,16 @@ def _check_version(core: types.ModuleType) -> None:
         )
 
 
+def _answer_without_transformer_engine(utils: Any) -> None:
+    """``is_te_min_version`` compares the version None: TypeError, for a host optimizer too."""
+    is_te_min_version = utils.is_te_min_version
+
+    def is_installed_and_new(version: str, check_equality: bool = True) -> bool:
+        return utils.get_te_version() is not None and is_te_min_version(version, check_equality)
+
+    utils.is_te_min_version = is_installed_and_new
+
+
 def _name_missing_gemm(moe_utils: types.ModuleType) -> None:
     """The router reads ``te_general_gemm``, which is unbound without Transformer Engine."""
     vars(moe_utils).setdefault("te_general_gemm", None)
@@ -41,12 +51,13 @@ def _allow_gated_delta_net(gated_delta_net: Any) -> None:
     gated_delta_net.HAVE_FLA = True
 
 
-def _load_torch_adam(distrib_optimizer: Any) -> None:
-    """Two faults in loading the states of torch's Adam from a distributed checkpoint.
+def _load_states_in_place(distrib_optimizer: Any) -> None:
+    """Faults in loading the states of torch's Adam, on the device or on the host, from a checkpoint.
 
     Every state is copied from the loaded tensors, but ``step`` is not one of them (it is kept per
     parameter group): KeyError. Then the one loaded ``step`` tensor is shared by all parameters, so
-    each of the N parameters advances it and Adam's bias correction is silently N steps ahead.
+    each of the N parameters advances it and Adam's bias correction is silently N steps ahead. A host
+    optimizer gets the loaded main weight as an entry of its state, while it computes with another tensor.
     """
     optimizer = distrib_optimizer.DistributedOptimizer
     set_states, load_state_dict = optimizer._set_main_param_and_optimizer_states, optimizer.load_state_dict
@@ -54,14 +65,17 @@ def _load_torch_adam(distrib_optimizer: Any) -> None:
     def set_loaded_states(
         self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]
     ) -> None:
-        if self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
-            set_states(self, model_param, tensors)
+        on_host = isinstance(self.optimizer, distrib_optimizer.HybridDeviceOptimizer)
+        if self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 and not on_host:
+            kinds = ("param", "exp_avg", "exp_avg_sq")
+            set_states(self, model_param, {kind: tensors[kind] for kind in kinds})
             return
         group, order = self.model_param_group_index_map[model_param]
-        main_param = self.optimizer.param_groups[group]["params"][order]
-        states = {"param": main_param, **self.optimizer.state[main_param]}
-        for key, tensor in tensors.items():
-            states[key].copy_(tensor)
+        param = self.optimizer.param_groups[group]["params"][order]
+        main = self.optimizer.param_to_inner_param[param] if on_host else param
+        states = {"param": main, **self.optimizer.state[param]}
+        for kind in ("param", "exp_avg", "exp_avg_sq"):
+            states[kind].data.copy_(tensors[kind])
 
     def load_with_own_steps(self: Any, state_dict: dict[str, Any]) -> None:
         load_state_dict(self, state_dict)
@@ -71,6 +85,19 @@ def _load_torch_adam(distrib_optimizer: Any) -> None:
 
     optimizer._set_main_param_and_optimizer_states = set_loaded_states
     optimizer.load_state_dict = load_with_own_steps
+
+
+def _hold_main_weights_once(hybrid_optimizer: Any) -> None:
+    """After loading, a host optimizer's state holds main weights that it does not compute with, and they take
+    as much memory again until the next update."""
+    update_main_weights = hybrid_optimizer.HybridDeviceOptimizer._update_fp32_params_by_new_state
+
+    def update_and_forget(self: Any) -> None:
+        update_main_weights(self)
+        for param, state in self.state.items():
+            state["master_param"] = self.param_to_inner_param[param]
+
+    hybrid_optimizer.HybridDeviceOptimizer._update_fp32_params_by_new_state = update_and_forget
 
 
 def _write_in_threads(filesystem_async: Any) -> None:
@@ -112,6 +139,21 @@ def _exchange_uneven_parts(mappings: Any) -> None:
     mappings._reduce_scatter_along_first_dim = reduce_and_take
 
 
+def _copy_to_the_same_device(hybrid_optimizer: Any) -> None:
+    """A host optimizer asks ``is_cuda`` which tensors are its copies; here all tensors lie on the host."""
+
+    def copies(self: Any, offload_fraction: float) -> tuple[list, list, dict, dict, dict]:
+        assert offload_fraction == 1
+        groups, copy_of = [], {}
+        for group in self.param_groups:
+            copy_of |= {param: param.detach().clone().float() for param in group["params"]}
+            if group["params"]:
+                groups.append(group | {"params": [copy_of[param] for param in group["params"]]})
+        return groups, [], copy_of, {copy: param for param, copy in copy_of.items()}, dict(copy_of)
+
+    hybrid_optimizer.HybridDeviceOptimizer._get_sub_optimizer_param_groups = copies
+
+
 def quiet() -> None:
     """Silence what is meant on a CPU: no Apex, no Transformer Engine, no CUDA graphs, seeds that set the
     CPU's generator. Call before ``megatron.core`` is imported."""
@@ -129,12 +171,15 @@ def quiet() -> None:
 
 EVERYWHERE: dict[str, Callable[[types.ModuleType], None]] = {
     "megatron.core": _check_version,
+    "megatron.core.utils": _answer_without_transformer_engine,
     "megatron.core.transformer.moe.moe_utils": _name_missing_gemm,
     "megatron.core.ssm.gated_delta_net": _allow_gated_delta_net,
-    "megatron.core.optimizer.distrib_optimizer": _load_torch_adam,
+    "megatron.core.optimizer.distrib_optimizer": _load_states_in_place,
+    "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": _hold_main_weights_once,
     "megatron.core.dist_checkpointing.strategies.filesystem_async": _write_in_threads,
 }
 ON_CPU: dict[str, Callable[[types.ModuleType], None]] = {
     "megatron.core.jit": _no_jit,
     "megatron.core.tensor_parallel.mappings": _exchange_uneven_parts,
+    "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": _copy_to_the_same_device,
 }

@@ -265,7 +265,7 @@ class OptimizerRecipe(Section):
     clip_grad: NonNegativeFloat = 1.0
     """Global gradient norm; 0 is off."""
     offload: bool = False
-    """Main weights and Adam's moments live in host memory, where they are updated."""
+    """Main weights and Adam's moments live in host memory, where they are updated: 16 bytes a parameter."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Of what the optimizer keeps on the GPU. ``bfloat16``: moments in bfloat16, and of each float32 main
     weight only the 16 bits that the model's weight lacks: 6 bytes a parameter, not 12. Needs a GPU and

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
+import torch
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -12,15 +17,16 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer import (
     ChainedOptimizer,
-    MegatronOptimizer,
     OptimizerConfig,
     get_megatron_optimizer,
 )
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.utils import is_te_min_version
 
-from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.models.config import uses_transformer_engine
+from megatron_eqlen.recipe import OptimizerRecipe, Recipe
+from megatron_eqlen.training.optimizer_state import init_state
 
 
 def wrap(chunks: list, recipe: Recipe) -> list[DistributedDataParallel]:
@@ -29,7 +35,7 @@ def wrap(chunks: list, recipe: Recipe) -> list[DistributedDataParallel]:
     config = chunks[0].config
     assert config.calculate_per_token_loss, "gradients must be sums: token weights hold every factor"
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=recipe.optimizer.grad_dtype == "float32",
         use_distributed_optimizer=True,
         overlap_grad_reduce=overlap,
     )
@@ -47,9 +53,14 @@ def wrap(chunks: list, recipe: Recipe) -> list[DistributedDataParallel]:
 def build_optimizer(
     chunks: list[DistributedDataParallel], recipe: Recipe
 ) -> tuple[ChainedOptimizer, OptimizerParamScheduler]:
-    """AdamW on the distributed optimizer, and the schedule that changes its learning rate once a step."""
+    """AdamW on the distributed optimizer, and the schedule that changes its learning rate once a step.
+
+    Raises ValueError for ``optimizer.precision: bfloat16`` where there is no Transformer Engine.
+    """
     options = recipe.optimizer
     config = chunks[0].config
+    if options.precision == "bfloat16":
+        _require_transformer_engine()
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -63,12 +74,13 @@ def build_optimizer(
             bf16=recipe.model.dtype == "bfloat16",
             params_dtype=config.params_dtype,
             use_distributed_optimizer=True,
+            **_where_and_how(options),
         ),
         [*chunks],
     )
     assert isinstance(optimizer, ChainedOptimizer)
     for part in optimizer.chained_optimizers:
-        _init_state(part)
+        init_state(part)
     config.grad_scale_func = optimizer.scale_loss
     updates = (recipe.steps or 0) * recipe.loss.minibatches * recipe.loss.epochs  # 0: a constant rate
     schedule = OptimizerParamScheduler(
@@ -89,24 +101,40 @@ def build_optimizer(
     return optimizer, schedule
 
 
-def _init_state(optimizer: MegatronOptimizer) -> None:
-    """Create Adam's moments as before the first update: zeros. The weights are not changed.
+def _where_and_how(options: OptimizerRecipe) -> dict[str, Any]:
+    """Megatron's options for where the optimizer's state lies and how it is kept.
 
-    They take their memory now, and Megatron can neither save nor load an optimizer that has never stepped.
+    Its "precision-aware" optimizer reads gradients where DDP has summed them, in their dtype, and keeps main
+    weights itself. A host optimizer needs that too: otherwise main weights are on the GPU as well.
     """
-    assert isinstance(optimizer, DistributedOptimizer)
-    groups = optimizer.optimizer.param_groups
-    rates = [group["lr"] for group in groups]
-    for group in groups:
-        group["lr"] = 0.0  # and no weight decay
-    optimizer._init_optimizer_states_with_dummy_values()
-    for group, rate in zip(groups, rates, strict=True):
-        group["lr"] = rate
-        if "step" in group:  # Transformer Engine's Adam counts here, torch's in each state
-            group["step"] = 0
-    for state in optimizer.optimizer.state.values():
-        if "step" in state:
-            state["step"].zero_()
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    aware = {"use_precision_aware_optimizer": True, "main_grads_dtype": dtypes[options.grad_dtype]}
+    if options.offload:
+        pinned = torch.cuda.is_available()
+        return aware | {
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": 1.0,
+            "overlap_cpu_optimizer_d2h_h2d": True,
+            "pin_cpu_grads": pinned,
+            "pin_cpu_params": pinned,
+        }
+    if options.precision == "bfloat16":
+        moments = dtypes[options.precision]
+        return aware | {
+            "exp_avg_dtype": moments,
+            "exp_avg_sq_dtype": moments,
+            "main_params_dtype": torch.float32,
+            "store_param_remainders": True,
+        }
+    return {}
+
+
+def _require_transformer_engine() -> None:
+    if not uses_transformer_engine() or not is_te_min_version("2.1.0"):
+        raise ValueError(
+            "optimizer.precision: bfloat16 needs a GPU and Transformer Engine 2.1 or newer; without them "
+            "optimizer.offload: true keeps the state off the GPU"
+        )
 
 
 def gradient_norm(optimizer: ChainedOptimizer) -> float:
@@ -119,8 +147,28 @@ def take_step(optimizer: ChainedOptimizer, grad_norm: float) -> None:
     """Clip the gradients to ``clip_grad`` and update the weights, on all ranks that hold them. Collective."""
     for part in optimizer.chained_optimizers:
         if part.config.clip_grad > 0 and part.get_parameters():
-            clip_grad_by_total_norm_fp32([*part.get_parameters()], part.config.clip_grad, grad_norm)
-    optimizer.step_with_ready_grads()
+            clip_grad_by_total_norm_fp32(
+                [*part.get_parameters()],
+                part.config.clip_grad,
+                grad_norm,
+                use_decoupled_grad=part.config.use_precision_aware_optimizer,
+            )
+    on_host = any(part.config.optimizer_cpu_offload for part in optimizer.chained_optimizers)
+    with all_cores() if on_host else nullcontext():
+        optimizer.step_with_ready_grads()
+
+
+@contextlib.contextmanager
+def all_cores() -> Iterator[None]:
+    """Inside, torch computes with this rank's share of the machine's cores. Launchers leave a rank one
+    thread, which is right for a GPU's rank until it updates billions of weights on the host."""
+    before = torch.get_num_threads()
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(max(before, len(os.sched_getaffinity(0)) // ranks))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @functools.wraps(finalize_model_grads)

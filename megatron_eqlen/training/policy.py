@@ -37,6 +37,7 @@ from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.packing.pack import Packing, plan_rows
 from megatron_eqlen.packing.tree import NonFiniteTreeError
 from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.training import optimizer_state
 from megatron_eqlen.training.distributed import device, gather, is_rank0
 from megatron_eqlen.training.exchange import Seat, exchange
 from megatron_eqlen.training.finite import (
@@ -178,7 +179,7 @@ class Policy:
         """The inverse of ``sharded_state``, after Megatron has filled it."""
         for number, chunk in enumerate(self.chunks):
             chunk.load_state_dict(state[self._chunk_key(number)], strict=True)
-        self.optimizer.load_state_dict(state["optimizer"])
+        optimizer_state.load_state(self.optimizer, state["optimizer"])
         self.schedule.num_steps = 0  # Megatron adds what it loads
         self.schedule.load_state_dict(state["schedule"])
 
@@ -325,11 +326,7 @@ class Policy:
 
 
 def _refuse_unfinished(recipe: Recipe) -> None:
-    optimizer = recipe.optimizer
     for key, asked in {
-        "optimizer.offload": optimizer.offload,
-        "optimizer.precision": optimizer.precision != "float32",
-        "optimizer.grad_dtype": optimizer.grad_dtype != "float32",
         "checkpoint.resharding": recipe.checkpoint.resharding != "data_parallel",
     }.items():
         if asked:

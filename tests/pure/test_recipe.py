@@ -96,6 +96,10 @@ def small(**changes):
             "optimizer.grad_dtype: bfloat16 needs model.dtype: bfloat16, found float32",
         ),
         (
+            {"model": {"path": "m", "dtype": "float32"}, "optimizer": {"offload": True}},
+            "optimizer.offload: true needs model.dtype: bfloat16, found float32",
+        ),
+        (
             {"optimizer": {"offload": True, "precision": "bfloat16"}},
             "optimizer.precision: bfloat16 is for a state that stays on the GPU",
         ),
