@@ -19,8 +19,19 @@ def active_parameters(model: ModelConfig) -> float:
     )
 
 
+def attention_layers(model: ModelConfig) -> int:
+    """Layers whose cost grows with what a token sees; the others have a state of fixed size."""
+    return model.num_hidden_layers - (sum(model.delta_net.layers) if model.delta_net else 0)
+
+
+def forward_flops(model: ModelConfig, context: float) -> float:
+    """Floating-point operations of the forward pass of a token that sees ``context`` tokens: 2 x active
+    parameters, and 4 x layers x heads x head_dim of each pair; Gated DeltaNet's recurrence is left out."""
+    pairs = 4 * attention_layers(model) * model.num_attention_heads * model.head_dim
+    return 2 * active_parameters(model) + pairs * context
+
+
 def pair_cost(model: ModelConfig) -> float:
     """Floating-point operations of one visible (query, key) pair in all attention layers, over those of one
     position in all linear layers: 4 x layers x heads x head_dim against 2 x active parameters."""
-    layers = model.num_hidden_layers - (sum(model.delta_net.layers) if model.delta_net else 0)
-    return 2 * layers * model.num_attention_heads * model.head_dim / active_parameters(model)
+    return 2 * attention_layers(model) * model.num_attention_heads * model.head_dim / active_parameters(model)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +16,13 @@ from hypothesis import strategies as st
 
 from megatron_eqlen import layout
 from megatron_eqlen.hf.config import parse_config
+from megatron_eqlen.plan import engine
+from megatron_eqlen.plan.memory import memory
+from megatron_eqlen.plan.model import model_config
 from megatron_eqlen.recipe import RolloutRecipe
+from megatron_eqlen.recipe_load import load
 from megatron_eqlen.rollout.vllm.containment import contained, importing_vllm
+from tests.kit import ROOT
 from tests.pure.test_layout import configs
 
 ARCHITECTURES = {
@@ -38,8 +45,8 @@ def group():
         parallel_state.destroy_distributed_environment()
 
 
-def vllm_builds(folder: Path, ranks: int, parallel_state) -> bool:
-    """Whether vLLM makes its configuration and model for one of ``ranks`` tensor-parallel ranks."""
+def vllm_parameters(folder: Path, ranks: int, parallel_state) -> int | None:
+    """Of the model that vLLM makes for one of ``ranks`` tensor-parallel ranks; None where it makes none."""
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
@@ -54,15 +61,15 @@ def vllm_builds(folder: Path, ranks: int, parallel_state) -> bool:
             parallel_state.initialize_model_parallel(1, backend="gloo")
             parallel_state._TP.world_size = ranks
             with torch.device("meta"):
-                initialize_model(config)
+                built = initialize_model(config)
     except (ValueError, AssertionError):
-        return False
+        return None
     finally:
         parallel_state.destroy_model_parallel()
-    return True
+    return sum(parameter.numel() for parameter in built.parameters())
 
 
-def test_an_engine_is_approved_if_and_only_if_vllm_builds_it(group, tmp_path_factory):
+def test_an_engine_is_approved_if_and_only_if_vllm_builds_it_with_as_many_parameters(group, tmp_path_factory):
     folder = tmp_path_factory.mktemp("vllm")
 
     @hypothesis_settings(max_examples=40, deadline=None, database=None)
@@ -75,6 +82,32 @@ def test_an_engine_is_approved_if_and_only_if_vllm_builds_it(group, tmp_path_fac
         raw = raw | {"architectures": [ARCHITECTURES[raw["model_type"]]]}
         (folder / "config.json").write_text(json.dumps(raw))
         problems = list(layout.engine(RolloutRecipe(tensor_parallel=ranks), model))
-        assert vllm_builds(folder, ranks, group) == (not problems), problems
+        found = vllm_parameters(folder, ranks, group)
+        assert (found is not None) == (not problems), problems
+        assert found is None or found == engine.parameters(model, ranks)
 
     check()
+
+
+def test_vllm_asks_for_the_same_share_of_the_gpu():
+    """The pinned vLLM's own check, on a GPU of which the trainer holds what the plan says."""
+    from vllm.v1.worker.utils import request_memory
+
+    recipe = load(ROOT / "recipes/qwen3_32b.yaml")
+    need = memory(recipe, model_config(recipe))
+    held = sum(need.parts[part] for part in need.table["start"] if part not in ("engine", "kv_cache"))
+
+    def asks(utilization: float, free: float) -> bool:
+        gpu: Any = SimpleNamespace(total_memory=int(need.total), free_memory=int(free), device_="cuda:0")
+        config: Any = SimpleNamespace(gpu_memory_utilization=utilization)
+        try:
+            return request_memory(gpu, config) > 0
+        except ValueError:
+            return False
+
+    for percent in range(50, 100):
+        utilization = percent / 100
+        changed = load(ROOT / "recipes/qwen3_32b.yaml", [f"rollout.gpu_memory_utilization={utilization}"])
+        problems = memory(changed, model_config(changed)).problems()
+        refused = any("vLLM wants" in problem for problem in problems)
+        assert asks(utilization, need.total - held) == (not refused), utilization

@@ -20,6 +20,7 @@ from megatron_eqlen.hf.config import ModelConfig, parse_config
 from megatron_eqlen.hf.families import weight_map
 from megatron_eqlen.models.build import build_model
 from megatron_eqlen.models.weights import local_parameters
+from megatron_eqlen.plan.parameters import held
 from megatron_eqlen.recipe import ParallelRecipe, RolloutRecipe
 from tests.kit import ROOT
 from tests.kit.tiny_models import FAMILIES, tiny_config
@@ -93,7 +94,10 @@ def megatron_builds(parallel: ParallelRecipe, processes: int, rank: int, model: 
             tensor_parallel.model_parallel_cuda_manual_seed(1)
             with torch.device("meta"):
                 chunks = build_model(model, parallel, torch.float32)
-            return sizes_match(chunks, parallel, model)
+            if not sizes_match(chunks, parallel, model):
+                return False
+            assert_plan_counts(chunks, parallel, processes, model)
+            return True
         except (RuntimeError, ValueError, AssertionError, ZeroDivisionError):
             return False
         finally:
@@ -115,6 +119,20 @@ def sizes_match(chunks: list, parallel: ParallelRecipe, model: ModelConfig) -> b
         if weight.arrangement.merge(parts).shape != parameter.shape:
             return False
     return True
+
+
+class WrongPlan(Exception):
+    """The plan counts other parameters than a rank has."""
+
+
+def assert_plan_counts(chunks: list, parallel: ParallelRecipe, processes: int, model: ModelConfig) -> None:
+    from megatron.core import parallel_state
+
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    real = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
+    planned = held(model, parallel, processes)[stage].parameters
+    if planned != real:
+        raise WrongPlan(f"stage {stage}: planned {planned} parameters, found {real}")
 
 
 def uses_what_it_has(model: ModelConfig, parallel: ParallelRecipe) -> bool:
@@ -273,7 +291,7 @@ def test_the_papers_model_is_refused_where_it_cannot_start(capsys):
         "parallel.pipeline=5": "tensor 2 x pipeline 5 = 10 does not divide the 32 processes",
     }
     for override, message in refused.items():
-        assert message in outcome(capsys, "plan", str(RECIPES / "qwen3_next_80b.yaml"), override)
+        assert message in outcome(capsys, "plan", str(RECIPES / "qwen3_next_80b_h100x32.yaml"), override)
 
 
 def test_the_engine_copies_key_value_heads_and_no_others():

@@ -1,0 +1,255 @@
+"""Bytes that autograd keeps for the backward pass of one row, and what the pass needs beside them.
+
+The terms follow the modules' own code, tensor by tensor: ``models/layer_specs.py`` says which modules a layer
+has, Megatron-Core and ``models/`` what they save. Three kinds of module save something else on a GPU than
+without one (``Kernels``); the tests count the latter on real models. A row is taken to be full.
+
+b: bytes of a number in the model's dtype. wide: of one in at least float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_eqlen.hf.config import DeltaNet, ModelConfig
+from megatron_eqlen.recipe import ParallelRecipe, Recipe
+
+BYTES = {"float32": 4, "bfloat16": 2}
+WIDE = 4
+CPU_CHUNK = 32
+"""``models.gated_delta_net.CHUNK``."""
+FLA_CHUNK = 64
+"""Positions of a chunk in fla's kernel, which saves the chunk's triangular matrix."""
+LOSS_PIECE = 1 << 28
+"""Bytes of the logits that ``training.logprobs`` casts to float32 at once (its CHUNK_ELEMENTS)."""
+ROUTING_IMBALANCE = 1.25
+"""Tokens at the busiest expert-parallel rank over the mean; an allowance."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Whose modules run."""
+
+    transformer_engine: bool
+    """Its norms keep their input in the model's dtype; plain torch's two copies in float32."""
+    fla: bool
+    """The delta rule by fla, or in plain torch."""
+
+
+GPU = Kernels(transformer_engine=True, fla=True)
+CPU = Kernels(transformer_engine=False, fla=False)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of one rank of one pipeline stage, at the moment that needs most."""
+
+    kept: float
+    """What the forward passes of all rows that are under way keep until their backward passes."""
+    layer: float
+    """What one recomputed layer keeps; 0 without ``parallel.recompute: full``."""
+    head: float
+    """What the final norm and the language-model head of the last stage keep."""
+    loss: float
+    """Last stage: a chunk's logits that are not kept, their gradient and copies in float32, and the gradients
+    of the head's input and weight."""
+    passing: float
+    """Gradients, gathered inputs and dispatched tokens of one layer; an estimate."""
+
+    @property
+    def saved(self) -> float:
+        """The most that autograd keeps at one time."""
+        return self.kept + max(self.layer, self.head)
+
+    @property
+    def peak(self) -> float:
+        return self.kept + max(self.layer + self.passing, self.head + self.loss)
+
+
+def activations(
+    recipe: Recipe,
+    model: ModelConfig,
+    stage: int,
+    *,
+    sequence: bool,
+    kernels: Kernels = GPU,
+    imbalance: float = ROUTING_IMBALANCE,
+    rows: int | None = None,
+) -> Activations:
+    """Of pipeline stage ``stage``. ``sequence``: whether sequence parallelism is on. ``rows``: of a
+    data-parallel rank in one minibatch; None: enough to fill the pipeline."""
+    parallel = recipe.parallel
+    row = Row(
+        model, parallel, recipe.packing.max_tokens_per_row, BYTES[recipe.model.dtype], sequence, kernels
+    )
+    virtual = parallel.virtual_pipeline or 1
+    per_chunk = model.num_hidden_layers // (parallel.pipeline * virtual)
+    chunks = [range(first, first + per_chunk) for first in _first_layers(parallel, stage, per_chunk)]
+    saved = [row.layer(number, imbalance) for chunk in chunks for number in chunk]
+    passing = max(row.passing(number, imbalance) for chunk in chunks for number in chunk)
+    under_way = _under_way(parallel, stage, rows) / virtual
+    """Forward passes through all of this stage's layers whose backward pass is still to come."""
+    boundary = row.boundary if parallel.pipeline > 1 else 0.0  # a stage's output waits for its gradient
+    full = parallel.recompute == "full"
+    of_layers = len(saved) * row.boundary if full else sum(saved)
+    last = stage == parallel.pipeline - 1
+    return Activations(
+        kept=under_way * (of_layers + boundary * virtual),
+        layer=max(saved) if full else 0.0,
+        head=row.head(recipe.packing.logits_chunk) if last else 0.0,
+        loss=row.loss(recipe.packing.logits_chunk) if last else 0.0,
+        passing=passing,
+    )
+
+
+def _first_layers(parallel: ParallelRecipe, stage: int, per_chunk: int) -> list[int]:
+    """Of each of a stage's chunks."""
+    return [
+        (number * parallel.pipeline + stage) * per_chunk for number in range(parallel.virtual_pipeline or 1)
+    ]
+
+
+def _under_way(parallel: ParallelRecipe, stage: int, rows: int | None) -> int:
+    """Chunks with a forward pass whose backward pass is still to come, at most: those of the warm-up of
+    Megatron's schedules, and one more (pipeline_parallel/schedules.py)."""
+    pipeline, virtual = parallel.pipeline, parallel.virtual_pipeline
+    if virtual:
+        most = 2 * (pipeline - stage - 1) + (virtual - 1) * pipeline + 1
+        return most if rows is None else min(most, rows * virtual)
+    return pipeline - stage if rows is None else min(pipeline - stage, rows)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of ``tokens`` on one rank."""
+
+    model: ModelConfig
+    parallel: ParallelRecipe
+    tokens: int
+    b: int
+    sequence: bool
+    kernels: Kernels
+
+    @cached_property
+    def shard(self) -> float:
+        """Tokens between the tensor-parallel parts."""
+        return self.tokens / self.parallel.tensor if self.sequence else self.tokens
+
+    @cached_property
+    def boundary(self) -> float:
+        """The hidden states between two layers."""
+        return self.shard * self.model.hidden_size * self.b
+
+    def layer(self, number: int, imbalance: float) -> float:
+        """What autograd keeps of one layer."""
+        net, experts = self.model.delta_net, self.model.experts
+        mixer = self._delta_net(net) if net and net.layers[number] else self._attention()
+        sparse = experts is not None and experts.layers[number]
+        mlp = self._experts(imbalance) if sparse else self._gated_mlp(self.model.intermediate_size)
+        norms = 2 * self._norm(self.shard, self.model.hidden_size)
+        return norms + 2 * self.boundary + mixer + mlp  # each norm's output is the next linear's input
+
+    def passing(self, number: int, imbalance: float) -> float:
+        """Beside what is kept: the gradients of a layer's widest part, and with sequence parallelism a linear
+        layer's input for the whole row, and its gradient."""
+        whole = 2 * self.tokens * self.model.hidden_size * self.b if self.sequence else 0.0
+        experts, net = self.model.experts, self.model.delta_net
+        if experts and experts.layers[number]:
+            routed = self._routed(imbalance)
+            width = experts.moe_intermediate_size / self.parallel.expert_tensor
+            mlp = routed * self.b * (3 * self.model.hidden_size + 4 * width)  # sent, received, their gradient
+        else:
+            mlp = 4 * self.tokens * self.b * self.model.intermediate_size / self.parallel.tensor
+        mixer = 0.0
+        if net and net.layers[number]:  # q and k of all value heads in float32, and the gradients
+            heads = net.num_value_heads / self.parallel.tensor
+            mixer = self.tokens * heads * WIDE * (4 * net.key_head_dim + 2 * net.value_head_dim)
+        return whole + max(mlp, mixer)
+
+    def head(self, chunk: int) -> float:
+        """The final norm, the head's input, and the logits of a row that is one chunk (training/head.py). All
+        tokens are taken to be supervised."""
+        hidden = self.model.hidden_size
+        logits = self._logits(self.tokens) if self.tokens <= chunk else 0.0
+        return self._norm(self.shard, hidden) + self.tokens * hidden * self.b + logits
+
+    def loss(self, chunk: int) -> float:
+        """Beside what ``head`` keeps: a chunk's logits and their gradient, four pieces of them in float32
+        (training/logprobs.py), and the gradients of the head's input and weight."""
+        logits = self._logits(min(self.tokens, chunk))
+        weight = self._logits(self.model.hidden_size)
+        recomputed = logits if self.tokens > chunk else 0.0
+        passing = recomputed + logits + 4 * LOSS_PIECE
+        return passing + weight + self.tokens * self.model.hidden_size * self.b
+
+    def _logits(self, tokens: int) -> float:
+        return tokens * self.b * self.model.vocab_size / self.parallel.tensor
+
+    def _norm(self, rows: float, width: float, heads: float = 1, input_is_kept: bool = False) -> float:
+        """One RMSNorm over ``heads`` groups in each of ``rows`` rows; its output is counted elsewhere."""
+        if self.kernels.transformer_engine:
+            return rows * (self.b * width + WIDE * heads)
+        return self._plain_norm(rows, width, heads, input_is_kept)
+
+    def _plain_norm(self, rows: float, width: float, heads: float, input_is_kept: bool = False) -> float:
+        copies = 1 if input_is_kept and self.b == WIDE else 2
+        return rows * WIDE * (copies * width + heads)
+
+    def _attention(self) -> float:
+        model, tensor = self.model, self.parallel.tensor
+        query = model.num_attention_heads * model.head_dim / tensor
+        key = model.num_key_value_heads * model.head_dim / tensor
+        heads, groups = model.num_attention_heads / tensor, model.num_key_value_heads / tensor
+        projected = query * (2 if model.gated_attention else 1) + 2 * key
+        rotary = 4 * model.head_dim * model.partial_rotary_factor
+        rotated, output = query + key, 2 * query  # the output twice: it is copied into another order
+        kept = self.b * (projected + rotary + rotated + output)  # the values are a view of the projection
+        kept += WIDE * heads  # log-sum-exp
+        if model.gated_attention:
+            kept += query * (self.b + WIDE)
+        norms = self._norm(self.tokens, query, heads) + self._norm(self.tokens, key, groups, True)
+        return self.tokens * kept + norms
+
+    def _gated_mlp(self, width: int) -> float:
+        """gate|up, silu(gate), up, their product; the norm and its output are counted in ``layer``."""
+        return self.tokens * self.b * 5 * width / self.parallel.tensor
+
+    def _experts(self, imbalance: float) -> float:
+        experts = self.model.experts
+        assert experts is not None
+        router = self.shard * (5 * experts.num_experts + 20 * experts.num_experts_per_tok)
+        width = 6 * experts.moe_intermediate_size / self.parallel.expert_tensor
+        routed = self._routed(imbalance) * (self.b * (self.model.hidden_size + width) + WIDE)
+        if not experts.shared_expert_intermediate_size:
+            return router + routed
+        shared = self._gated_mlp(experts.shared_expert_intermediate_size)
+        return router + routed + shared + self.boundary + self.shard * self.b
+
+    def _routed(self, imbalance: float) -> float:
+        """Tokens that this rank's experts get."""
+        experts, parallel = self.model.experts, self.parallel
+        assert experts is not None
+        busiest = imbalance if parallel.expert > 1 else 1.0
+        return self.shard * experts.num_experts_per_tok * parallel.expert_tensor * busiest
+
+    def _delta_net(self, net: DeltaNet) -> float:
+        tensor = self.parallel.tensor
+        heads = net.num_value_heads / tensor
+        keys, values = net.num_key_heads * net.key_head_dim / tensor, heads * net.value_head_dim
+        mixed = 2 * keys + values
+        kept = self.b * 2 * mixed + heads * (self.b + 2 * WIDE)  # the convolution and its output; beta, decay
+        kept += WIDE * 2 * (keys + net.num_key_heads / tensor) if self.b < WIDE else WIDE * mixed
+        kept += values * (WIDE + 3 * self.b)  # the gate, its silu, the normed output, their product
+        rule = self._fla_rule if self.kernels.fla else self._plain_rule
+        return self.tokens * (kept + rule(net, heads)) + self._plain_norm(self.tokens, values, heads)
+
+    def _plain_rule(self, net: DeltaNet, heads: float) -> float:
+        """``chunked_delta_rule``: five matrices of a chunk and the copies of q, k, v around them, float32."""
+        key, value = net.key_head_dim, net.value_head_dim
+        return heads * WIDE * (5 * CPU_CHUNK + 12 * key + 4 * value + key * value / CPU_CHUNK)
+
+    def _fla_rule(self, net: DeltaNet, heads: float) -> float:
+        """q, k, v, the chunks' triangular matrix, decay, beta, and the output before it is put in order."""
+        key, value = net.key_head_dim, net.value_head_dim
+        return heads * (self.b * (2 * key + 2 * value + FLA_CHUNK) + WIDE + self.b)

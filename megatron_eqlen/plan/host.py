@@ -1,0 +1,82 @@
+"""Bytes of host memory that a node needs, and of disk that a run fills."""
+
+from __future__ import annotations
+
+import math
+
+from megatron_eqlen.hf.config import ModelConfig
+from megatron_eqlen.phases import on_host
+from megatron_eqlen.plan.activations import BYTES
+from megatron_eqlen.plan.parameters import Held, total
+from megatron_eqlen.plan.trainer import MAIN_WEIGHT, MOMENTS, Trainer, optimizer_bytes
+from megatron_eqlen.plan.workload import Workload
+from megatron_eqlen.recipe import Recipe
+
+PROCESS = 6e9
+"""A rank without the parts that are counted: Python, PyTorch, vLLM, the data; an allowance."""
+TOKEN = 8
+"""Of a generated token: its id and its log-prob."""
+TOKEN_ON_DISK = 5.8
+"""Of a recorded token, compressed; measured on drawn ids and log-probs."""
+COPIES = 2
+"""Of a rollout on its node: where it was generated and where it is trained; an allowance."""
+
+
+def host_parts(recipe: Recipe, model: ModelConfig, stages: list[Trainer], work: Workload) -> dict[str, float]:
+    """Of one node, its ranks on the pipeline stage that holds most."""
+    cluster, optimizer, kept = recipe.cluster, recipe.optimizer, on_host(recipe)
+    most = max(stages, key=lambda stage: stage.parameters.elements)
+    rank, width = most.parameters, BYTES[recipe.model.dtype]
+    parts = dict.fromkeys(("optimizer", "weights", "reference", "checkpoint", "rollouts"), 0.0)
+    if optimizer.offload:  # Megatron pins weights and gradients, the moments are not pinned
+        parts["optimizer"] = 2 * pinned(rank, MAIN_WEIGHT, sharded=True) + MOMENTS * rank.shard
+    elif "optimizer" in kept:
+        tensors = 3 if recipe.model.dtype == "bfloat16" else 2
+        parts["optimizer"] = tensors * pinned(rank, optimizer_bytes(recipe) // tensors, sharded=True)
+    if "weights" in kept:  # a block for each of Megatron's buffers
+        parts["weights"] = sum(power_of_two(width * buffer.elements) for buffer in rank.buffers)
+    if "reference" in kept:  # and the policy's weights, while those of the reference are swapped in
+        parts["reference"] = 2 * pinned(rank, width, sharded=False)
+    parts = {name: cluster.processes_per_node * size for name, size in parts.items()}
+    if recipe.checkpoint.background:
+        parts["checkpoint"] = checkpoint_bytes(recipe, model) / cluster.nodes
+    parts["rollouts"] = COPIES * work.generated * token_bytes(recipe) / cluster.nodes
+    parts["processes"] = cluster.processes_per_node * PROCESS
+    return parts
+
+
+def pinned(rank: Held, each: int, *, sharded: bool) -> float:
+    """Bytes of a pinned copy of each parameter, ``each`` bytes a number; sharded: of the part that one
+    data-parallel rank updates."""
+    return sum(
+        power_of_two(each * size / (buffer.ranks if sharded else 1))
+        for buffer in rank.buffers
+        for size in (*buffer.sizes, buffer.shared_embedding)
+        if size
+    )
+
+
+def power_of_two(size: float) -> float:
+    """PyTorch pins memory in blocks of these sizes (ATen/core/CachingHostAllocator.h) unless
+    ``PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb`` is set."""
+    return 2.0 ** math.ceil(math.log2(size))
+
+
+def checkpoint_bytes(recipe: Recipe, model: ModelConfig) -> float:
+    """Weights and the optimizer's state, each parameter once."""
+    return total(model) * (BYTES[recipe.model.dtype] + optimizer_bytes(recipe))
+
+
+def export_bytes(recipe: Recipe, model: ModelConfig) -> float:
+    return total(model) * BYTES[recipe.model.dtype]
+
+
+def token_bytes(recipe: Recipe) -> float:
+    """Of a generated token in memory; with sampling masks as many kept ids as top-k allows, at most."""
+    width = recipe.rollout.mask_width
+    return TOKEN + (4 * width + 1 if width else 0)
+
+
+def recorded_bytes(recipe: Recipe, work: Workload) -> float:
+    """Of one step's recorded rollouts."""
+    return work.generated * (TOKEN_ON_DISK + token_bytes(recipe) - TOKEN)

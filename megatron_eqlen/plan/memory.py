@@ -1,0 +1,104 @@
+"""The GPU's memory, phase by phase: what ``phases.py`` says is there, in bytes, and whether it fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_eqlen.hf.config import ModelConfig
+from megatron_eqlen.phases import phases
+from megatron_eqlen.plan import engine
+from megatron_eqlen.plan.activations import Activations
+from megatron_eqlen.plan.trainer import Trainer, sent_tensors, trainer
+from megatron_eqlen.recipe import Recipe
+
+RUNTIME = 1.5e9
+"""CUDA's context, NCCL, cuBLAS; an allowance."""
+UNUSABLE = 0.05
+"""Share of the GPU that fragmentation takes; an allowance."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of one GPU, on the pipeline stage that needs most."""
+
+    recipe: Recipe
+    stages: list[Trainer]
+    activations: Activations
+    parts: dict[str, float]
+    """Bytes of each part of ``phases.Part``, and of ``runtime``."""
+    table: dict[str, tuple[str, ...]]
+    """For each phase the parts that are on the GPU."""
+
+    @property
+    def total(self) -> float:
+        return self.recipe.cluster.gpu_memory_gib * engine.GIB
+
+    @property
+    def usable(self) -> float:
+        return (1 - UNUSABLE) * self.total
+
+    @cached_property
+    def phases(self) -> dict[str, float]:
+        """Bytes live in each phase."""
+        return {phase: sum(self.parts[part] for part in parts) for phase, parts in self.table.items()}
+
+    @property
+    def peak(self) -> float:
+        return max(self.phases.values())
+
+    def problems(self) -> list[str]:
+        """Why the recipe does not fit; none: it does."""
+        found = [
+            f"{phase}: {_gb(need)} of {_gb(self.usable)} usable"
+            for phase, need in self.phases.items()
+            if need > self.usable
+        ]
+        if self.recipe.rollout.engine == "colocated":
+            found += self._engine_problems()
+        return found
+
+    def _engine_problems(self) -> list[str]:
+        beside = sum(self.parts[part] for part in self.table["start"] if part not in ("engine", "kv_cache"))
+        wanted = engine.requested(self.recipe)
+        if wanted > self.total - beside:
+            share = self.recipe.rollout.gpu_memory_utilization
+            return [
+                f"start: vLLM wants {_gb(wanted)} free (rollout.gpu_memory_utilization {share}), found "
+                f"{_gb(self.total - beside)}"
+            ]
+        return []
+
+
+def memory(recipe: Recipe, model: ModelConfig) -> Memory:
+    """Call ``layout.check`` first."""
+    stages = trainer(recipe, model)
+    most = max(stages, key=lambda stage: stage.total)
+    return Memory(recipe, stages, most.activations, _parts(recipe, model, most), _table(recipe))
+
+
+def _parts(recipe: Recipe, model: ModelConfig, rank: Trainer) -> dict[str, float]:
+    parts = {
+        "runtime": RUNTIME,
+        "weights": rank.weights,
+        "gradients": rank.gradients,
+        "optimizer": rank.optimizer,
+        "activations": rank.activations.peak,
+        "sent_tensors": sent_tensors(recipe, model),
+        "gathered_optimizer": rank.parameters.elements * 4.0,
+    }
+    if recipe.rollout.engine == "colocated":
+        parts |= {
+            "engine": engine.weights(recipe, model) + engine.WORKSPACE,
+            "kv_cache": max(engine.kv_cache(recipe, model), 0.0),
+            "sleeping_engine": engine.ASLEEP,
+        }
+    return parts
+
+
+def _table(recipe: Recipe) -> dict[str, tuple[str, ...]]:
+    return {phase.name: ("runtime", *phase.parts) for phase in phases(recipe)}
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.1f} GB"

@@ -1,0 +1,175 @@
+"""How many parameters one GPU holds, in Megatron-Core's buffers with their padding.
+
+Megatron's DDP lays the weights of a model chunk in one buffer and their gradients in another; experts have
+buffers of their own, whose data-parallel groups differ. With the distributed optimizer each parameter starts
+at a multiple of 64 elements, and each bucket ends at a multiple of 128 and of the data-parallel size, since
+each rank owns one equal part of every bucket (megatron/core/distributed/param_and_grad_buffer.py).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+
+from megatron_eqlen.hf.config import ModelConfig
+from megatron_eqlen.hf.families import weight_map
+from megatron_eqlen.recipe import ParallelRecipe
+
+PARAMETER_START = 64
+BUCKET_END = 128
+BUCKET_ELEMENTS = 40_000_000
+"""Least size of a bucket whose reduction overlaps with the backward pass, or a million for each rank."""
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One of Megatron's parameter buffers, as one rank holds it."""
+
+    sizes: tuple[int, ...]
+    """Elements of each parameter, in the order of the model."""
+    ranks: int
+    """Size of the data-parallel group that shares the optimizer's state."""
+    bucket_elements: int | None = None
+    """None: one bucket."""
+    shared_embedding: int = 0
+    """Elements of a tied embedding that two pipeline stages hold: a bucket of its own."""
+
+    @property
+    def parameters(self) -> int:
+        return sum(self.sizes) + self.shared_embedding
+
+    @property
+    def buckets(self) -> list[int]:
+        """Elements of each, padding included."""
+        buckets, end = [], 0
+        for size in reversed(self.sizes):
+            end = _round_up(end, PARAMETER_START) + size
+            if self.bucket_elements is not None and end >= self.bucket_elements:
+                buckets.append(self._bucket(end))
+                end = 0
+        if end:
+            buckets.append(self._bucket(end))
+        return buckets + ([self._bucket(self.shared_embedding)] if self.shared_embedding else [])
+
+    @property
+    def elements(self) -> int:
+        """Of the weights' buffer, and of the gradients'."""
+        return sum(self.buckets)
+
+    @property
+    def shard(self) -> int:
+        """Most parameters that one rank of the group updates: its part of every bucket. Where padding lies in
+        it, a rank updates fewer."""
+        return sum(bucket // self.ranks for bucket in self.buckets)
+
+    def _bucket(self, end: int) -> int:
+        return _round_up(end, math.lcm(self.ranks, BUCKET_END))
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank of one pipeline stage holds, as long as the policy lives."""
+
+    buffers: tuple[Buffer, ...]
+
+    @property
+    def elements(self) -> int:
+        return sum(buffer.elements for buffer in self.buffers)
+
+    @property
+    def parameters(self) -> int:
+        return sum(buffer.parameters for buffer in self.buffers)
+
+    @property
+    def shard(self) -> int:
+        return sum(buffer.shard for buffer in self.buffers)
+
+
+def total(model: ModelConfig) -> int:
+    """All parameters of a model; a tied head is not counted again."""
+    return sum(piece.elements * (piece.experts or 1) for piece in _pieces(model))
+
+
+def held(model: ModelConfig, parallel: ParallelRecipe, processes: int) -> list[Held]:
+    """For each pipeline stage what one of its ranks holds. Call ``layout.check`` first."""
+    virtual = parallel.virtual_pipeline or 1
+    per_chunk = model.num_hidden_layers // (parallel.pipeline * virtual)
+    dense_ranks = processes // (parallel.tensor * parallel.pipeline)
+    expert_ranks = processes // (parallel.expert_tensor * parallel.expert * parallel.pipeline)
+    stages = []
+    for stage in range(parallel.pipeline):
+        buffers = []
+        for number in range(virtual):
+            first = (number * parallel.pipeline + stage) * per_chunk
+            here = [piece for piece in _pieces(model) if _lies_in(piece, model, first, per_chunk)]
+            dense = tuple(_local(piece, parallel) for piece in here if not piece.experts)
+            experts = tuple(
+                _local(piece, parallel)
+                for piece in here
+                for _ in range((piece.experts or 0) // parallel.expert)
+            )
+            shared = 0
+            if model.tie_word_embeddings and parallel.pipeline > 1:
+                if first == 0:
+                    dense, shared = dense[1:], dense[0]
+                elif first + per_chunk == model.num_hidden_layers:
+                    shared = model.vocab_size * model.hidden_size // parallel.tensor
+            split = parallel.overlap_grad_reduce and stage == 0 and number == 0
+            least = max(BUCKET_ELEMENTS, 1_000_000 * dense_ranks) if split else None
+            buffers.append(Buffer(dense, dense_ranks, least, shared))
+            if experts:
+                buffers.append(Buffer(experts, expert_ranks, least))
+        stages.append(Held(tuple(buffers)))
+    return stages
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One parameter of the model, or the same one of all experts of a layer."""
+
+    name: str
+    layer: int | None
+    elements: int
+    divided: bool
+    """Whether tensor parallelism divides it."""
+    experts: int | None
+
+
+@cache
+def _pieces(model: ModelConfig) -> tuple[_Piece, ...]:
+    pieces = []
+    for weight in weight_map(model):
+        if weight.expert:
+            continue  # its sizes are those of expert 0
+        layer = re.search(r"layers\.(\d+)\.", weight.megatron)
+        pieces.append(
+            _Piece(
+                weight.megatron,
+                int(layer[1]) if layer else None,
+                sum(map(prod, weight.shapes)),
+                weight.dim is not None,
+                model.experts.num_experts if model.experts and weight.expert == 0 else None,
+            )
+        )
+    return tuple(pieces)
+
+
+def _lies_in(piece: _Piece, model: ModelConfig, first: int, layers: int) -> bool:
+    if piece.layer is not None:
+        return first <= piece.layer < first + layers
+    if piece.name.startswith("embedding"):
+        return first == 0
+    return first + layers == model.num_hidden_layers
+
+
+def _local(piece: _Piece, parallel: ParallelRecipe) -> int:
+    if not piece.divided:
+        return piece.elements
+    return piece.elements // (parallel.expert_tensor if piece.experts else parallel.tensor)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -1,0 +1,107 @@
+"""Tokens a second and hours a step: estimated from a GPU's data sheet and stated shares of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_eqlen.hf.config import ModelConfig
+from megatron_eqlen.hf.cost import active_parameters, forward_flops
+from megatron_eqlen.plan import engine
+from megatron_eqlen.plan.activations import BYTES
+from megatron_eqlen.plan.workload import Workload
+from megatron_eqlen.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """From its maker's data sheet."""
+
+    name: str
+    memory_gib: float
+    flops: float
+    """A second, dense, in bfloat16."""
+    bandwidth: float
+    """Bytes a second of its memory."""
+
+
+GPUS = (
+    Gpu("RTX 4090", 24, 165e12, 1.01e12),
+    Gpu("A100", 80, 312e12, 2.04e12),
+    Gpu("H100", 80, 989e12, 3.35e12),
+)
+TRAINING = {"dense": 0.28, "experts": 0.12}
+"""Share of the FLOPs that training reaches."""
+DECODING_BANDWIDTH, DECODING_FLOPS = 0.6, 0.4
+"""Shares that decoding reaches."""
+STEP_FLOOR = 0.012
+"""Seconds of a decode step at least: scheduling and sampling on the host."""
+ASSUMPTIONS = (
+    f"{TRAINING['dense']:.0%} of the FLOPs in training ({TRAINING['experts']:.0%} with experts), decoding at "
+    f"{DECODING_BANDWIDTH:.0%} of the bandwidth, {1e3 * STEP_FLOOR:.0f} ms a decode step at least; responses "
+    "log-normal, median 18% of the limit; graders and evaluations not counted"
+)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of one step on ``gpu``."""
+
+    gpu: Gpu
+    generation: float
+    """Seconds."""
+    training: float
+    tokens_per_second: float
+    """Generated tokens over the whole step, of all GPUs."""
+
+    @property
+    def seconds(self) -> float:
+        return self.generation + self.training
+
+
+def speeds(recipe: Recipe, model: ModelConfig, work: Workload) -> list[Speed]:
+    """On each known GPU of the recipe's size, the smallest that is large enough."""
+    enough = [gpu.memory_gib for gpu in GPUS if gpu.memory_gib >= recipe.cluster.gpu_memory_gib]
+    return [speed(recipe, model, work, gpu) for gpu in GPUS if enough and gpu.memory_gib == min(enough)]
+
+
+def speed(recipe: Recipe, model: ModelConfig, work: Workload, gpu: Gpu) -> Speed:
+    generation = _generation_seconds(recipe, model, work, gpu)
+    training = _training_seconds(recipe, model, work, gpu)
+    return Speed(gpu, generation, training, work.generated / (generation + training))
+
+
+def _training_seconds(recipe: Recipe, model: ModelConfig, work: Workload, gpu: Gpu) -> float:
+    """Passes: forward, backward (as two), recomputation, and forward for reference and old log-probs."""
+    updates = recipe.loss.minibatches * recipe.loss.epochs
+    passes = 3.0 * recipe.loss.epochs + (recipe.parallel.recompute == "full") * recipe.loss.epochs
+    passes += (recipe.loss.kl_coef > 0) + (updates > 1)
+    flops = passes * work.trained * forward_flops(model, work.context)
+    reached = TRAINING["experts" if model.experts else "dense"] * gpu.flops
+    return flops / (recipe.world_size * reached)
+
+
+def _generation_seconds(recipe: Recipe, model: ModelConfig, work: Workload, gpu: Gpu) -> float:
+    """All tokens at full batches, and the longest response's steps where that is longer."""
+    servers = recipe.rollout.engine == "server"
+    ranks = recipe.rollout.tensor_parallel
+    replicas = len(recipe.rollout.servers) if servers else recipe.world_size // ranks
+    batch = max(1.0, min(work.tracks / replicas, engine.sequences_at_once(recipe, model, work.context)))
+    read = _weights_read(recipe, model, batch) + batch * work.context * engine.kv_bytes_per_token(
+        recipe, model
+    )
+    read += 2 * batch * engine.state_bytes_per_sequence(recipe, model)
+    flops = batch * forward_flops(model, work.context) / ranks
+    step = max(read / (DECODING_BANDWIDTH * gpu.bandwidth), flops / (DECODING_FLOPS * gpu.flops), STEP_FLOOR)
+    full = work.generated / (replicas * batch) * step
+    return max(full, recipe.rollout.max_response_length * STEP_FLOOR)
+
+
+def _weights_read(recipe: Recipe, model: ModelConfig, batch: float) -> float:
+    """Bytes of weights that a decode step reads on one GPU: of the experts those that some token chose."""
+    whole = engine.weights(recipe, model)
+    if model.experts is None:
+        return whole
+    share = model.experts.num_experts_per_tok / model.experts.num_experts
+    touched = 1 - (1 - share) ** batch
+    active = active_parameters(model) * BYTES[recipe.model.dtype] / recipe.rollout.tensor_parallel
+    return active + touched * max(whole - active, 0.0)

@@ -1,0 +1,170 @@
+"""The plan as text: what ``eqlen plan`` and ``--dry-run`` print. GB are decimal."""
+
+from __future__ import annotations
+
+import json
+
+from megatron_eqlen import layout
+from megatron_eqlen.hf.config import ModelConfig
+from megatron_eqlen.hf.cost import active_parameters
+from megatron_eqlen.objectives.registry import resolve, with_defaults
+from megatron_eqlen.packing.simulated import MEDIAN, repeated_share
+from megatron_eqlen.plan.host import checkpoint_bytes, export_bytes, host_parts, recorded_bytes
+from megatron_eqlen.plan.memory import Memory, memory
+from megatron_eqlen.plan.model import model_config
+from megatron_eqlen.plan.parameters import total
+from megatron_eqlen.plan.speed import ASSUMPTIONS, speeds
+from megatron_eqlen.plan.workload import Workload, workload
+from megatron_eqlen.recipe import Recipe
+
+WORTH_A_LARGER_BUDGET = 0.05
+"""Share of positions that repeat what another row holds too."""
+
+
+def describe(recipe: Recipe) -> str:
+    """The plan as text. Raises LayoutError for a layout that cannot start."""
+    model = model_config(recipe)
+    layout.check(recipe, model)
+    need, work = memory(recipe, model), workload(recipe)
+    parts = [
+        _layout(recipe), _model(model), _memory(need), _activations(need), _host(recipe, model, need, work),
+        _work(recipe), _speed(recipe, model, work), _packing(recipe), _sbatch(recipe),
+    ]  # fmt: skip
+    return "\n".join(filter(None, parts))
+
+
+def _layout(recipe: Recipe) -> str:
+    parallel, cluster = recipe.parallel, recipe.cluster
+    data = recipe.world_size // (parallel.tensor * parallel.pipeline)
+    engine, servers = recipe.rollout.tensor_parallel, recipe.rollout.servers
+    engines = (
+        f"{len(servers)} servers"
+        if recipe.rollout.engine == "server"
+        else f"{recipe.world_size // engine} engines"
+    )
+    return (
+        f"layout      {cluster.nodes} nodes x {cluster.processes_per_node} = {recipe.world_size} processes = "
+        f"TP {parallel.tensor} x PP {parallel.pipeline} x DP {data}; EP {parallel.expert}; "
+        f"{engines} of TP {engine}"
+    )
+
+
+def _model(model: ModelConfig) -> str:
+    return (
+        f"model       {model.model_type}, {total(model) / 1e9:.3f}B parameters, "
+        f"{active_parameters(model) / 1e9:.3f}B active for a token, {model.num_hidden_layers} layers"
+    )
+
+
+def _memory(need: Memory) -> str:
+    """A line for each part, in the phases that hold it, and the verdict."""
+    phases = [*need.table]
+    rows = [["GB of a GPU", *phases]]
+    for part, size in need.parts.items():
+        cells = [f"{size / 1e9:.2f}" if part in need.table[phase] else "" for phase in phases]
+        if any(cells):
+            rows.append([part.replace("_", " "), *cells])
+    rows.append(["all", *(f"{need.phases[phase] / 1e9:.2f}" for phase in phases)])
+    problems = need.problems()
+    verdict = "fits" if not problems else "DOES NOT FIT: " + "; ".join(problems)
+    head = f"memory      {need.peak / 1e9:.1f} of {need.total / 1e9:.1f} GB a GPU, {verdict}"
+    return "\n".join([head, *_aligned(rows)])
+
+
+def _activations(need: Memory) -> str:
+    at = need.activations
+    parts = {
+        "layers' inputs and outputs": at.kept, "one layer": at.layer, "passing": at.passing,
+        "head": at.head, "loss": at.loss,
+    }  # fmt: skip
+    return "activations " + ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items()) + " GB"
+
+
+def _host(recipe: Recipe, model: ModelConfig, need: Memory, work: Workload) -> str:
+    parts = host_parts(recipe, model, need.stages, work)
+    named = ", ".join(f"{name} {size / 1e9:.0f}" for name, size in parts.items() if size)
+    disk = (
+        f"disk        {checkpoint_bytes(recipe, model) / 1e9:.0f} GB a checkpoint, at most "
+        f"{recipe.checkpoint.keep + 1} at a time; {recorded_bytes(recipe, work) / 1e9:.2f} GB of rollouts a "
+        f"step; export {export_bytes(recipe, model) / 1e9:.0f} GB"
+    )
+    return f"host        {sum(parts.values()) / 1e9:.0f} GB a node ({named})\n{disk}"
+
+
+def _speed(recipe: Recipe, model: ModelConfig, work: Workload) -> str:
+    """Empty where no known GPU has the recipe's size."""
+    lines = [
+        f"estimate    {one.gpu.name}: {one.tokens_per_second:,.0f} tokens/s, {one.seconds / 3600:.2f} hours "
+        f"a step (generation {one.generation / 3600:.2f}, training {one.training / 3600:.2f})"
+        for one in speeds(recipe, model, work)
+    ]
+    return "\n".join([*lines, f"{' ' * 12}not measured; {ASSUMPTIONS}"]) if lines else ""
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        " " * 12 + "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
+        for row in rows
+    ]
+
+
+def _work(recipe: Recipe) -> str:
+    tracks = recipe.data.prompts_per_step * recipe.group_size
+    longest = tracks * recipe.rollout.max_response_length
+    return (
+        f"step        {recipe.data.prompts_per_step} prompts x {recipe.group_size} tracks, "
+        f"at most {longest:,} tokens decoded at once; rows of {recipe.packing.max_tokens_per_row:,}\n"
+        f"objective   {_objective(recipe)}\n"
+        f"end         {recipe.budget.describe()}\n"
+        f"run folder  {recipe.run_folder}"
+    )
+
+
+def _packing(recipe: Recipe) -> str:
+    """What cut trunks cost, where it is worth a larger row budget; empty elsewhere."""
+    if recipe.sampling != "equal_length" or recipe.packing.layout != "tree":
+        return ""
+    budget = recipe.packing.max_tokens_per_row
+    share, with_twice = (_repeated(recipe, rows) for rows in (budget, 2 * budget))
+    if share < WORTH_A_LARGER_BUDGET:
+        return ""
+    median = round(MEDIAN * recipe.rollout.max_response_length)
+    return (
+        f"packing     WARNING: about {share:.0%} of the positions repeat trunks that rows of {budget:,} cut; "
+        f"{with_twice:.0%} with\n{' ' * 12}packing.max_tokens_per_row={2 * budget} (the packer on simulated "
+        f"streams, median response {median:,} tokens)"
+    )
+
+
+def _repeated(recipe: Recipe, max_tokens_per_row: int) -> float:
+    limit, prompt = recipe.rollout.max_response_length, recipe.data.max_prompt_length
+    return repeated_share(max_tokens_per_row, limit, prompt)
+
+
+def _objective(recipe: Recipe) -> str:
+    """The method's parts, and every key of ``loss`` that means something for it, defaults included."""
+    objective = resolve(recipe)
+    parts = [f"advantage {objective.advantage_name}", f"ratio {objective.ratio}"]
+    if objective.ratio == "vespo":
+        parts.append(f"(k, lambda) {objective.vespo_positive} above, {objective.vespo_negative} below")
+    keys = with_defaults(recipe).loss.model_dump(mode="json")
+    parts += [f"{key} {_text(value)}" for key, value in keys.items() if value is not None]
+    return f"{recipe.method}: " + ", ".join(parts)
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _sbatch(recipe: Recipe) -> str:
+    cluster = recipe.cluster
+    options = [
+        f"--job-name={recipe.name}",
+        f"--nodes={cluster.nodes}",
+        f"--gpus-per-node={cluster.processes_per_node}",
+        f"--time={cluster.time}",
+        *([f"--partition={cluster.partition}"] if cluster.partition else []),
+        *([f"--account={cluster.account}"] if cluster.account else []),
+    ]
+    return f"submit      sbatch {' '.join(options)} slurm/train.sbatch RECIPE [KEY=VALUE ...]"

@@ -1,0 +1,135 @@
+"""The plan: every shipped recipe fits and is in the README; each phase's verdict; what the engine wants."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from megatron_eqlen.hf.config import read_config
+from megatron_eqlen.hf.families import weight_map
+from megatron_eqlen.plan import engine
+from megatron_eqlen.plan.memory import Memory, memory
+from megatron_eqlen.plan.model import KNOWN_MODELS, model_config
+from megatron_eqlen.plan.parameters import Buffer, total
+from megatron_eqlen.plan.table import HEAD, row
+from megatron_eqlen.plan.text import describe
+from megatron_eqlen.recipe_load import load
+from tests.kit import ROOT
+
+RECIPES = sorted(path for path in (ROOT / "recipes").glob("qwen3*.yaml"))
+PUBLISHED = {
+    "qwen3-0.6b": 0.596,
+    "qwen3-4b": 4.022,
+    "qwen3-8b": 8.191,
+    "qwen3-30b-a3b": 30.532,
+    "qwen3-32b": 32.762,
+    "qwen3-next-80b-a3b-thinking": 79.674,
+}
+"""Billions of parameters."""
+
+
+def planned(file: str, *overrides: str) -> Memory:
+    recipe = load(ROOT / "recipes" / file, overrides)
+    return memory(recipe, model_config(recipe))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_shipped_recipe_fits_and_its_line_in_the_readme_is_what_the_plan_says(path: Path):
+    recipe = load(path)
+    assert memory(recipe, model_config(recipe)).problems() == []
+    readme = (ROOT / "README.md").read_text().splitlines()
+    assert HEAD in readme
+    assert row(path.name, recipe) in readme
+
+
+def test_shipped_configurations_have_the_published_numbers_of_parameters():
+    files = sorted(KNOWN_MODELS.glob("*.json"))
+    assert {file.stem: round(total(read_config(file)) / 1e9, 3) for file in files} == PUBLISHED
+
+
+def test_every_parameter_of_the_weight_map_is_counted_once():
+    for file in KNOWN_MODELS.glob("*.json"):
+        model = read_config(file)
+        assert total(model) == sum(prod(shape) for weight in weight_map(model) for shape in weight.shapes)
+
+
+def test_the_papers_recipes_are_planned_on_the_papers_machines():
+    for file, gpus in (("qwen3_32b.yaml", 8), ("qwen3_next_80b.yaml", 16)):
+        recipe = load(ROOT / "recipes" / file)
+        assert recipe.world_size == gpus
+        need = planned(file)
+        assert need.total == 80 * 2**30
+        without = planned(file, "optimizer.offload=false")
+        assert without.problems(), "full Adam state does not fit there"
+
+
+@pytest.mark.parametrize(
+    ("file", "gigabytes"),
+    [
+        ("qwen3_32b.yaml", {"weights": 8.2, "gradients": 16.4, "optimizer": 49.2}),
+        ("qwen3_next_80b.yaml", {"weights": 10.9, "gradients": 21.7, "optimizer": 59.8}),
+    ],
+)
+def test_the_trainers_parts_are_those_of_a_count_by_hand(file, gigabytes):
+    parts = planned(file).parts
+    assert {name: round(parts[name] / 1e9, 1) for name in gigabytes} == gigabytes
+
+
+def test_only_what_is_parked_leaves_the_gpu_while_the_engine_generates():
+    by_parking = {
+        park: planned("qwen3_32b_h100x32.yaml", f"rollout.park_trainer={park}")
+        for park in ("none", "state", "all")
+    }
+    none, state, everything = (need.phases["generate"] for need in by_parking.values())
+    parts = by_parking["none"].parts
+    assert none - state == pytest.approx(parts["gradients"] + parts["optimizer"])
+    assert state - everything == pytest.approx(parts["weights"])
+    assert len({need.phases["train"] for need in by_parking.values()}) == 1
+
+
+def test_a_trainer_that_is_not_parked_leaves_vllm_too_little_to_start():
+    """``request_memory`` wants its share of the GPU free, whatever size the KV cache is given."""
+    for overrides in ((), ("rollout.kv_cache_gib=20",)):
+        need = planned("qwen3_32b.yaml", "rollout.park_trainer=none", *overrides)
+        assert any(problem.startswith("start: vLLM wants 68.7 GB free") for problem in need.problems())
+
+
+@pytest.mark.parametrize(
+    ("heads", "ranks", "bytes_per_token"), [(8, 1, 262144), (8, 8, 32768), (2, 8, 32768), (2, 1, 65536)]
+)
+def test_the_kv_cache_of_a_token_is_that_of_its_heads_and_fewer_heads_than_ranks_are_copied(
+    heads, ranks, bytes_per_token
+):
+    recipe = load(ROOT / "recipes/qwen3_32b.yaml", [f"rollout.tensor_parallel={ranks}"])
+    model = replace(model_config(recipe), num_key_value_heads=heads)
+    assert engine.kv_bytes_per_token(recipe, model) == bytes_per_token
+
+
+def test_buckets_begin_and_end_where_megatron_aligns_them():
+    one = Buffer(sizes=(100, 10, 70), ranks=3)
+    assert one.buckets == [384], "70, from 128: 10, from 192: 100, to a multiple of 384"
+    split = Buffer(sizes=(100, 10, 70), ranks=3, bucket_elements=60)
+    assert split.buckets == [384, 384], "70 fills one; 10 and, from 64, 100 the other"
+    tied = Buffer(sizes=(100,), ranks=2, shared_embedding=30)
+    assert tied.buckets == [128, 128]
+
+
+def test_the_plan_says_what_is_estimated_and_what_it_assumes():
+    text = describe(load(ROOT / "recipes/qwen3_30b_a3b.yaml"))
+    for line in (
+        "memory      ",
+        "activations ",
+        "host        ",
+        "disk        ",
+        "estimate    H100: ",
+        "not measured; ",
+    ):
+        assert line in text
+
+
+def test_a_gpu_too_small_is_refused_in_the_phase_that_does_not_fit():
+    need = planned("qwen3_0.6b.yaml", "cluster.gpu_memory_gib=16")
+    assert [problem.split(":")[0] for problem in need.problems()] == ["train"]

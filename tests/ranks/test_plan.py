@@ -1,0 +1,194 @@
+"""What the plan counts is what Megatron allocates and what autograd keeps, on real models in real layouts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_eqlen.hf.config import read_config
+from megatron_eqlen.plan.activations import CPU, activations
+from megatron_eqlen.plan.trainer import optimizer_bytes, trainer
+from megatron_eqlen.recipe_load import parse
+from megatron_eqlen.types import Node, TokenTree
+from tests.kit.distributed import run_ranks
+from tests.kit.tiny_models import save_tiny
+
+ROW = 256
+ROWS = 4
+"""Of each data-parallel rank."""
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str
+    ranks: int
+    parallel: dict[str, Any] = field(default_factory=dict)
+    dtype: str = "bfloat16"
+    model: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "dense, data parallel": Case("qwen3", 2),
+    "dense, odd sizes, three data-parallel ranks": Case(
+        "qwen3", 3, dtype="float32", model={"hidden_size": 60, "intermediate_size": 90, "vocab_size": 101}
+    ),
+    "dense, tensor parallel": Case("qwen3", 2, {"tensor": 2}, "float32"),
+    "dense, sequence parallel": Case("qwen3", 2, {"tensor": 2, "sequence": True}),
+    "dense, tied, pipeline": Case("qwen3", 2, {"pipeline": 2}, model={"tie_word_embeddings": True}),
+    "dense, virtual pipeline, overlapped": Case(
+        "qwen3", 4, {"pipeline": 2, "virtual_pipeline": 2, "overlap_grad_reduce": True}, "float32"
+    ),
+    "dense, recomputed": Case("qwen3", 1, {"recompute": "full"}),
+    "dense, recomputed, pipeline": Case("qwen3", 2, {"recompute": "full", "pipeline": 2}),
+    "experts": Case("qwen3_moe", 2, {"expert": 2}),
+    "experts, some layers dense, tensor parallel": Case(
+        "qwen3_moe", 4, {"tensor": 2, "expert": 2}, "float32", {"mlp_only_layers": [1]}
+    ),
+    "experts cut in two, recomputed": Case(
+        "qwen3_moe", 2, {"tensor": 2, "expert_tensor": 2, "recompute": "full"}
+    ),
+    "hybrid": Case("qwen3_next", 1, dtype="float32"),
+    "hybrid, tensor, expert and pipeline parallel": Case(
+        "qwen3_next", 4, {"tensor": 2, "pipeline": 2, "expert": 2}, model={"num_hidden_layers": 8}
+    ),
+    "hybrid, recomputed": Case("qwen3_next", 1, {"recompute": "full"}),
+}
+
+
+def recipe_of(folder: str, case: Case):
+    """A recipe whose rows are one chunk of the head."""
+    return parse(
+        {
+            "name": "plan", "steps": 1, "model": {"path": folder, "dtype": case.dtype},
+            "data": {"sources": [{"name": "s", "path": "none"}], "max_prompt_length": 6},
+            "rollout": {"max_response_length": ROW - 6, "temperature": 1.0},
+            "packing": {"max_tokens_per_row": ROW}, "loss": {"kl_coef": 0.0},
+            "parallel": case.parallel, "cluster": {"processes_per_node": case.ranks},
+        },
+        "test",
+    )  # fmt: skip
+
+
+def causal_rows(count: int) -> list[TokenTree]:
+    """Trees of one path, each as long as a row: forks would make the CPU's attention copy their prefixes."""
+    generator = torch.Generator().manual_seed(0)
+    trees = []
+    for number in range(count):
+        tokens = torch.randint(0, 90, (ROW + 1,), generator=generator, dtype=torch.int32)
+        prompt, answer = tokens.split([3, ROW - 2])
+        side = Node(0, answer.numpy(), 1.0, 1 / count, np.full(len(answer), -1.0, np.float32))
+        trees.append(TokenTree(str(number), [Node(-1, prompt.numpy()), side]))
+    return trees
+
+
+class Saved:
+    """What autograd keeps now and kept at most, each storage once; parameters are not counted."""
+
+    def __init__(self, ignored: set[int]) -> None:
+        self.ignored = ignored
+        self.holders: dict[int, int] = {}
+        self.bytes = self.most = 0
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: Kept(self, tensor), lambda kept: kept.tensor
+        ):
+            yield
+
+
+class Kept:
+    def __init__(self, saved: Saved, tensor: torch.Tensor) -> None:
+        self.saved, self.tensor = saved, tensor
+        storage = tensor.untyped_storage()
+        self.key, self.size = storage.data_ptr(), storage.nbytes()
+        if self.key in saved.ignored:
+            self.size = 0
+        count = saved.holders.get(self.key, 0)
+        saved.holders[self.key] = count + 1
+        if not count:
+            saved.bytes += self.size
+            saved.most = max(saved.most, saved.bytes)
+
+    def __del__(self) -> None:
+        self.saved.holders[self.key] -= 1
+        if not self.saved.holders[self.key]:
+            self.saved.bytes -= self.size
+
+
+def measure(folder: str, case: Case) -> dict[str, Any]:
+    """What this rank really holds, in bytes, and its pipeline stage."""
+    from megatron.core import parallel_state
+
+    from megatron_eqlen.training.distributed import start
+    from megatron_eqlen.training.policy import Policy
+
+    recipe = recipe_of(folder, case)
+    start(recipe.parallel, seed=1)
+    policy = Policy(recipe)
+    model: list[Any] = [*policy.model]  # Megatron's ``buffers`` is not torch's method
+    buffers = [buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    weights = {buffer.param_data.untyped_storage().data_ptr() for buffer in buffers}
+    saved = Saved(weights)
+    trees = causal_rows(ROWS * parallel_state.get_data_parallel_world_size())
+    rows = policy._prepare(trees).rows
+    assert rows is not None
+    assert [row.num_tokens for row in rows] == [ROW] * ROWS
+    with saved.watching():
+        policy._backward(rows)
+    return {
+        "stage": parallel_state.get_pipeline_model_parallel_rank(),
+        "weights": sum(buffer.param_data.nbytes for buffer in buffers),
+        "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
+        "optimizer": sum(
+            tensor.nbytes
+            for part in policy.optimizer.chained_optimizers
+            for parameter, state in part.optimizer.state.items()
+            for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"])
+            if tensor.untyped_storage().data_ptr() not in weights
+        ),
+        "saved": saved.most,
+    }
+
+
+@pytest.fixture(scope="module", params=CASES)
+def planned_and_real(request, tmp_path_factory):
+    """(recipe, model, what every rank measured)."""
+    case, folder = CASES[request.param], tmp_path_factory.mktemp("plan")
+    save_tiny(folder, case.family, **case.model)
+    ranks = run_ranks(case.ranks, measure, str(folder), case)
+    return recipe_of(str(folder), case), read_config(folder), ranks
+
+
+def test_weights_and_gradients_are_those_of_megatrons_buffers(planned_and_real):
+    recipe, model, ranks = planned_and_real
+    stages = trainer(recipe, model)
+    for rank in ranks:
+        planned = stages[rank["stage"]]
+        assert (planned.weights, planned.gradients) == (rank["weights"], rank["gradients"])
+
+
+def test_the_optimizers_state_is_that_of_every_parameter_once_and_a_shard_bounds_it(planned_and_real):
+    recipe, model, ranks = planned_and_real
+    stages, each = trainer(recipe, model), optimizer_bytes(recipe)
+    for number, stage in enumerate(stages):
+        here = [rank["optimizer"] for rank in ranks if rank["stage"] == number]
+        padding = stage.parameters.elements - stage.parameters.parameters
+        assert max(here) <= stage.optimizer <= max(here) + each * padding
+        whole = sum(len(here) // buffer.ranks * buffer.parameters for buffer in stage.parameters.buffers)
+        assert sum(here) == each * whole
+
+
+def test_what_autograd_keeps_is_within_a_tenth_of_the_plan(planned_and_real):
+    recipe, model, ranks = planned_and_real
+    for stage in range(recipe.parallel.pipeline):
+        here = [rank["saved"] for rank in ranks if rank["stage"] == stage]
+        sequence = recipe.parallel.tensor > 1 and bool(recipe.parallel.sequence or model.experts)
+        planned = activations(recipe, model, stage, sequence=sequence, kernels=CPU, imbalance=1.0, rows=ROWS)
+        assert sum(here) / len(here) == pytest.approx(planned.saved, rel=0.1)
