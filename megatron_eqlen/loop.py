@@ -52,6 +52,7 @@ def train(recipe: Recipe, replay: Path | None = None) -> None:
             step = run.evaluate_if_due(step, rollouts)
             run.end(step)
             run.checkpoint_if_due(step, policy)
+            del step, trees  # their arrays go before those of the next step come
         if run.complete:
             run.evaluate("after", rollouts)
             run.export(policy)

@@ -247,7 +247,7 @@ class Policy:
             TRAIN_GRAD_NORM: grad_norm,
             "train/lr": self.optimizer.param_groups[0]["lr"],
         }
-        return from_last_stage(reduced) | self._router_metrics() | taken
+        return self._of_last_stage(reduced) | self._router_metrics() | taken
 
     def _backward(self, rows: Rows) -> list[RowLoss]:
         """Compute the gradients of the rows' loss; returns each row's loss and metrics, on the last pipeline
@@ -298,6 +298,10 @@ class Policy:
                 f"update {self.version + 1} had finite numbers only, but made one that is not: {problem.text}"
             )
 
+    def _of_last_stage(self, metrics: Metrics) -> Metrics:
+        """What the last pipeline stage has measured, on every stage; the same on all of its ranks."""
+        return gather([metrics])[[seat.for_loss for seat in self.seats].index(True)]
+
     def _router_metrics(self) -> Metrics:
         if self.router_pool is None:
             return {}
@@ -331,18 +335,6 @@ def _refuse_unfinished(recipe: Recipe) -> None:
     }.items():
         if asked:
             raise ValueError(f"{key}: only its default works in this version")
-
-
-def from_last_stage(metrics: Metrics) -> Metrics:
-    """The last pipeline stage's value, on every stage."""
-    box = [metrics]
-    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        dist.broadcast_object_list(
-            box,
-            parallel_state.get_pipeline_model_parallel_last_rank(),
-            group=groups.pipeline_parallel(),
-        )
-    return box[0]
 
 
 def skipped(count: int) -> Metrics:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -168,17 +169,33 @@ def try_cases(cases: list[Case]) -> list[int]:
         received.append(0)
         for whole, plan in zip(expected, plans, strict=True):
             assert whole.metrics == plan.metrics
-            before = sum(array.nbytes for node in plan.forest.nodes for array in arrays_of(node))
+            before = held(plan)
             plan = exchange(plan, seats)
             check_held(plan, whole, seat, rank)
-            held = sum(array.nbytes for node in plan.forest.nodes for array in arrays_of(node))
-            received[-1] += held - before
+            assert held(plan) - before == lacked(whole, plan.forest.home, seat, rank)
+            received[-1] += held(plan) - before
             rows = Rows(plan, *seat)
             wanted = [whole.fill(row, seat.for_loss) for row in whole.ranks[seat.data_parallel]]
             assert len(rows) == len(wanted)
             for row, full in zip(rows, wanted, strict=True):
                 assert all(same(getattr(row, name), getattr(full, name)) for name in vars(full))
     return received
+
+
+def held(plan: Packing) -> int:
+    """Bytes of nodes' arrays."""
+    return sum(array.nbytes for node in plan.forest.nodes for array in arrays_of(node))
+
+
+def lacked(whole: Packing, home: np.ndarray, seat: Seat, rank: int) -> int:
+    """Bytes that a rank's rows need and whose home is another: 4 + 4 a token, and those of its mask."""
+    needed, trained = whole.needed(seat.data_parallel)
+    apart = (home >= 0) & (home != rank)
+    tokens = sum(4 * len(whole.forest.nodes[node]) for node in needed[apart[needed]])
+    masks = [whole.forest.nodes[node].sampling_mask for node in trained[apart[trained]]]
+    kept = sum(4 * len(mask.ids) + len(mask) for mask in masks if mask is not None)
+    loss = sum(4 * len(whole.forest.nodes[node]) for node in trained[apart[trained]]) + kept
+    return tokens + (loss if seat.for_loss else 0)
 
 
 def check_held(plan: Packing, whole: Packing, seat: Seat, rank: int) -> None:
@@ -226,6 +243,8 @@ def whole_and_shared(folder: str, sections: dict[str, Any], one_home: bool) -> l
     for rollouts in (everything, known):
         policy = Policy(mine)
         metrics = policy.update(build_minibatches(rollouts, mine)[0])
+        gc.collect()
+        assert not any(isinstance(one, Packing) for one in gc.get_objects()), "arrays outlive the update"
         results.append((metrics, weights_of(policy)))
     return results
 
