@@ -181,7 +181,7 @@ def average_over_processes(model: torch.nn.Module, loss_sum: float, tokens: int)
 
 
 def make_optimizers(model: torch.nn.Module, warmup: Warmup) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers (3x fewer steps than AdamW here), AdamW for the rest."""
+    """Muon for the matrices inside the layers (far fewer steps than with AdamW), AdamW for the rest."""
     inner = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name]
     inside = set(map(id, inner))
     outer = [parameter for parameter in model.parameters() if id(parameter) not in inside]

@@ -12,8 +12,8 @@ from megatron_eqlen.megatron_cpu import gaps, source
 class MegatronLoader(importlib.machinery.SourceFileLoader):
     """Compiles a rewritten module if ``rewrite``, then closes the module's gaps.
 
-    Rewritten code is compiled anew in every process (about a second for all that training needs):
-    in Python's own cache a process with CUDA would find it.
+    Rewritten code is compiled anew in every process: in Python's own cache a process with CUDA would find
+    it.
     """
 
     def __init__(self, name: str, path: str, rewrite: bool) -> None:

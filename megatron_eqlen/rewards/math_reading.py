@@ -1,7 +1,7 @@
 """LaTeX in normal form -> SymPy, with math-verify's parser.
 
-ANTLR's two-stage parse (first SLL, full LL where that fails) makes reading LaTeX 5 times faster; by ANTLR's
-own guarantee a parse that SLL completes is the one LL would give.
+ANTLR's two-stage parse (first SLL, full LL where that fails) is several times faster than LL alone; by
+ANTLR's own guarantee a parse that SLL completes is the one LL would give.
 """
 
 from __future__ import annotations
