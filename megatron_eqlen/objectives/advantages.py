@@ -37,6 +37,11 @@ def rloo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
     return [value * n / (n - 1) for value in dr_grpo(rewards, lengths)]
 
 
+def reward(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
+    """r itself: REINFORCE++ compares with the whole batch only (``whiten``)."""
+    return list(rewards)
+
+
 @dataclass(frozen=True)
 class Gr3:
     """GR3: r / (1 + alpha x length / mean length of the unit), less the mean of these."""
@@ -49,11 +54,17 @@ class Gr3:
         return dr_grpo(scaled, lengths)
 
 
-def whiten(groups: list[list[float]]) -> list[list[float]]:
-    """DLER's batch normalisation: centred advantages over their population std in the whole batch.
+def whiten(groups: list[list[float]], centre: bool) -> list[list[float]]:
+    """Batch normalisation: advantages over their population std in the whole batch; with ``centre`` their
+    mean is subtracted before.
 
-    The batch's mean is zero because every group's is; subtracting its round-off would move exact zeros.
+    Without ``centre`` the groups must be centred (DLER, REINFORCE++ with baseline): the batch's mean is zero
+    then, and subtracting its round-off would move exact zeros.
     """
     flat = [value for group in groups for value in group]
+    if centre and flat:
+        mean = flat[0] if all_equal(flat) else fmean(flat)
+        groups = [[value - mean for value in group] for group in groups]
+        flat = [value for group in groups for value in group]
     std = math.sqrt(fmean(value * value for value in flat)) if flat else 0.0
     return [[value / std for value in group] for group in groups] if std else groups

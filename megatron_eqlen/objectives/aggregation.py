@@ -1,4 +1,5 @@
-"""How the tokens of a batch are averaged, by verl's ``loss_agg_mode`` names: the weight of each token."""
+"""How the tokens of a batch are averaged: the weight of each token, by verl's ``loss_agg_mode`` names where it
+has one."""
 
 from __future__ import annotations
 
@@ -17,16 +18,30 @@ class BatchSize:
     max_response_length: int
 
 
-Aggregation = Callable[[float, int, str, BatchSize], float]
-"""(weight of the whole sequence, its length, its prompt's id, the batch) -> weight of each of its tokens."""
+@dataclass(frozen=True)
+class Member:
+    """A sequence of a comparison unit."""
+
+    weight: float
+    """Of the whole sequence."""
+    length: int
+    prompt_id: str
+    alike: int
+    """Members of its unit whose advantages have the same sign (+, 0, -), itself included."""
+    alike_tokens: int
+    """Tokens of those."""
+
+
+Aggregation = Callable[[Member, BatchSize], float]
+"""The weight of each of the member's tokens."""
 
 AGGREGATIONS: dict[str, Aggregation] = {
-    "seq-mean-token-mean": lambda sequence, length, prompt, batch: sequence / length,
-    "seq-mean-token-sum": lambda sequence, length, prompt, batch: sequence,
-    "seq-mean-token-sum-norm": lambda sequence, length, prompt, batch: sequence / batch.max_response_length,
-    "token-mean": lambda sequence, length, prompt, batch: 1 / batch.tokens,
-    "prompt-mean-token-mean": lambda sequence, length, prompt, batch: (
-        1 / (batch.prompts * batch.tokens_of_prompt[prompt])
-    ),
+    "seq-mean-token-mean": lambda one, batch: one.weight / one.length,
+    "seq-mean-token-sum": lambda one, batch: one.weight,
+    "seq-mean-token-sum-norm": lambda one, batch: one.weight / batch.max_response_length,
+    "token-mean": lambda one, batch: 1 / batch.tokens,
+    "prompt-mean-token-mean": lambda one, batch: 1 / (batch.prompts * batch.tokens_of_prompt[one.prompt_id]),
+    "balanced-token-mean": lambda one, batch: one.weight * one.alike / one.alike_tokens,
 }
-"""``prompt-mean-token-mean`` is DAPO's equation as printed."""
+"""``prompt-mean-token-mean`` is DAPO's equation as printed. ``balanced-token-mean`` is Balanced Aggregation
+(arXiv 2605.04077): token means of the positive and of the negative members, weighted by how many they are."""

@@ -16,8 +16,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from megatron_eqlen.objectives.advantages import whiten
-from megatron_eqlen.objectives.aggregation import AGGREGATIONS, BatchSize
+from megatron_eqlen.objectives.aggregation import AGGREGATIONS, BatchSize, Member
 from megatron_eqlen.objectives.metrics import unit_metrics
 from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.objectives.registry import resolve
@@ -100,8 +102,8 @@ def _compare(rollouts: Sequence[Rollout], recipe: Recipe, objective: Objective) 
 
 def _set_advantages(units: list[ComparisonUnit], objective: Objective) -> None:
     advantages = [objective.advantage(unit.rewards, unit.lengths) for unit in units]
-    if objective.whitened:
-        advantages = whiten(advantages)
+    if objective.whitened is not None:
+        advantages = whiten(advantages, centre=objective.whitened == "standardize")
     for unit, values in zip(units, advantages, strict=True):
         unit.advantages = values
         for node, value in zip(unit.nodes, values, strict=True):
@@ -124,9 +126,21 @@ def _set_weights(batch: _Batch, recipe: Recipe, objective: Objective) -> None:
             continue
         members = batch.rollouts[unit.prompt_id] * counted[unit.rollout] * len(unit.nodes)
         sequence = 1 / (len(batch.rollouts) * members)
-        for node in unit.nodes:
+        alike, tokens = _alike(unit)
+        for node, advantage in zip(unit.nodes, unit.advantages, strict=True):
             if len(node):
-                node.weight = token_weight(sequence, len(node), unit.prompt_id, size)
+                sign = np.sign(advantage)
+                member = Member(sequence, len(node), unit.prompt_id, alike[sign], tokens[sign])
+                node.weight = token_weight(member, size)
+
+
+def _alike(unit: ComparisonUnit) -> tuple[Counter[float], Counter[float]]:
+    """How many members have an advantage of each sign, and how many tokens these have."""
+    signs = np.sign(unit.advantages).tolist()
+    tokens: Counter[float] = Counter()
+    for sign, length in zip(signs, unit.lengths, strict=True):
+        tokens[sign] += length
+    return Counter(signs), tokens
 
 
 def _size(batch: _Batch, recipe: Recipe) -> BatchSize:

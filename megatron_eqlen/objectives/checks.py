@@ -57,6 +57,11 @@ def _check_clip(recipe: Recipe, objective: Objective) -> None:
         raise ValueError(
             f"loss.clip_ratio_low: {low}: 1 - {low} is below zero, where no ratio lies; expected at most 1"
         )
+    if objective.ratio == "cispo" and recipe.loss.clip_ratio_c is not None:
+        raise ValueError(
+            f"loss.clip_ratio_c: {recipe.loss.clip_ratio_c} bounds a clipped loss; cispo clips only the weight "
+            f"in front of log pi: leave it out"
+        )
     if objective.clip_ratio_c is not None and not objective.clips:
         raise ValueError(
             f"loss.clip_ratio_c: {objective.clip_ratio_c} bounds a clipped ratio, and "

@@ -11,7 +11,7 @@ from megatron_eqlen.recipe import AggregationName
 Estimator = Callable[[Sequence[float], Sequence[int]], list[float]]
 """(rewards, lengths in tokens) of a unit's members -> their advantages; see ``advantages``."""
 
-Ratio = Literal["token", "sequence", "none", "vespo"]
+Ratio = Literal["token", "sequence", "none", "vespo", "cispo"]
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,16 @@ class Objective:
     """How tokens are averaged."""
     ratio: Ratio
     """``token``: clipped ratio of each token. ``sequence``: clipped geometric mean over the segment.
-    ``none``: plain -A log pi. ``vespo``: the detached kernel phi(W) in front of -A log pi."""
+    ``none``: plain -A log pi. ``vespo``: the detached kernel phi(W) in front of -A log pi. ``cispo``: the
+    clipped ratio of each token, detached, in front of -A log pi."""
     clip_ratio_low: float | None = None
     """The ratio is clipped below 1 - this; None: not clipped."""
     clip_ratio_high: float | None = None
     clip_ratio_c: float | None = None
     """Dual clip: with a negative advantage the loss of a token is at most -c x advantage."""
-    whitened: bool = False
-    """Advantages are divided by their population std in the whole batch (DLER)."""
+    whitened: Literal["scale", "standardize"] | None = None
+    """``scale``: advantages are divided by their population std in the whole batch (DLER, REINFORCE++ with
+    baseline). ``standardize``: the batch's mean is subtracted before (REINFORCE++)."""
     overlong_buffer: int = 0
     """Tokens before max_response_length where the length penalty starts; 0: no penalty."""
     overlong_factor: float = 1.0

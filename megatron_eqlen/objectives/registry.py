@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 from typing import Any
 
-from megatron_eqlen.objectives.advantages import Gr3, dr_grpo, grpo, rloo
+from megatron_eqlen.objectives.advantages import Gr3, dr_grpo, grpo, reward, rloo
 from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.plugins import is_import_path, load_object
 from megatron_eqlen.recipe import Recipe
@@ -40,10 +40,17 @@ OBJECTIVES = {
         Objective("rloo", rloo, "seq-mean-token-mean", "none"),
         Objective("gr3", Gr3(), "seq-mean-token-mean", "token", 0.2, 0.2),
         Objective("vespo", dr_grpo, "token-mean", "vespo"),
-        Objective("dler", dr_grpo, "token-mean", "token", 0.2, 0.28, whitened=True, dynamic_sampling=True),
+        Objective("dler", dr_grpo, "token-mean", "token", 0.2, 0.28, whitened="scale", dynamic_sampling=True),
         Objective("treerpo", dr_grpo, "seq-mean-token-mean", "token", 0.2, 0.2),
+        Objective("ba", grpo, "balanced-token-mean", "token", 0.2, 0.2),
+        Objective("cispo", grpo, "token-mean", "cispo", 1.0, 4.0),
+        Objective("reinforce_pp", reward, "token-mean", "token", 0.2, 0.2, whitened="standardize"),
+        Objective("reinforce_pp_baseline", dr_grpo, "token-mean", "token", 0.2, 0.2, whitened="scale"),
     ]
 }
+
+WITHOUT_EQUATIONS = ("p_gspo", "t2t", "lspo")
+"""Methods that the paper names and that have no complete public equation."""
 
 
 def lookup(name: str) -> Objective:
@@ -53,6 +60,8 @@ def lookup(name: str) -> Objective:
     """
     if is_import_path(name):
         return load_object(name, "objective", Objective)
+    if name.lower().replace("-", "_") in WITHOUT_EQUATIONS:
+        raise ValueError(f"objective: {name} is not here, because its full equations are not public")
     if name not in OBJECTIVES:
         near = difflib.get_close_matches(name, OBJECTIVES, n=1, cutoff=0.0)[0]
         raise ValueError(f"objective: {name!r} is not one of {', '.join(OBJECTIVES)} (nearest: {near!r})")

@@ -38,8 +38,9 @@ AggregationName = Literal[
     "seq-mean-token-sum-norm",
     "token-mean",
     "prompt-mean-token-mean",
+    "balanced-token-mean",
 ]
-"""verl's ``loss_agg_mode``; ``objectives.aggregation`` says what each does."""
+"""verl's ``loss_agg_mode``, and two more; ``objectives.aggregation`` says what each does."""
 
 RejectionName = Literal[
     "token_k1", "token_k2", "token_k3",

@@ -11,6 +11,7 @@ arithmetic is float64: a row has few numbers, and sums over rows then differ by 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -148,6 +149,10 @@ def _surrogate(
     if objective.ratio == "vespo":
         kernel = _vespo_kernel(log_ratio.detach(), advantages, objective)
         return -kernel * advantages * logp, metrics | {"loss/vespo_kernel": kernel}
+    if objective.ratio == "cispo":
+        low, high = _bounds(objective)
+        clips = _clip_fractions(ratio, advantages, low, high)
+        return -ratio.detach().clamp(low, high) * advantages * logp, metrics | clips
     policy, clips = _clipped(ratio, advantages, objective)
     return policy, metrics | clips
 
@@ -156,19 +161,28 @@ def _clipped(
     ratio: torch.Tensor, advantages: torch.Tensor, objective: Objective
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """PPO's clipped loss with separate bounds, and the dual clip."""
-    below, above = objective.clip_ratio_low, objective.clip_ratio_high
-    low = -torch.inf if below is None else 1 - below
-    high = torch.inf if above is None else 1 + above
+    low, high = _bounds(objective)
     policy = torch.maximum(-ratio * advantages, -ratio.clamp(low, high) * advantages)
     dual = torch.zeros_like(advantages, dtype=torch.bool)
     if objective.clip_ratio_c is not None:
         ceiling = -objective.clip_ratio_c * advantages
         dual = (advantages < 0) & (policy > ceiling)
         policy = torch.where(dual, ceiling, policy)
-    return policy, {
+    return policy, _clip_fractions(ratio, advantages, low, high) | {"loss/clip_fraction_dual": dual}
+
+
+def _bounds(objective: Objective) -> tuple[float, float]:
+    """Of the ratio."""
+    below, above = objective.clip_ratio_low, objective.clip_ratio_high
+    return -math.inf if below is None else 1 - below, math.inf if above is None else 1 + above
+
+
+def _clip_fractions(
+    ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float
+) -> dict[str, torch.Tensor]:
+    return {
         LOSS_CLIP_FRACTION_LOW: (advantages < 0) & (ratio < low),
         LOSS_CLIP_FRACTION_HIGH: (advantages > 0) & (ratio > high),
-        "loss/clip_fraction_dual": dual,
     }
 
 

@@ -157,7 +157,7 @@ def log_ratios(tokens, ids):
 def sequence_slopes(name, tokens, ids, advantage):
     """For each token of a response: d surrogate / d log pi(token), before any averaging over responses."""
     ratios = log_ratios(tokens, ids)
-    if name in ("grpo", "dr_grpo", "gr3", "treerpo"):
+    if name in ("grpo", "dr_grpo", "gr3", "treerpo", "ba", "reinforce_pp", "reinforce_pp_baseline"):
         return [clip_slope(math.exp(x), advantage, 0.2, 0.2) for x in ratios]
     if name == "dapo":
         return [clip_slope(math.exp(x), advantage, 0.2, 0.28, 10.0) for x in ratios]
@@ -169,6 +169,8 @@ def sequence_slopes(name, tokens, ids, advantage):
         return [clip_slope(s, advantage, low, high) / len(ids)] * len(ids)
     if name == "rloo":
         return [advantage] * len(ids)
+    if name == "cispo":  # Eq. 4 and 5 of MiniMax-M1: sg(clip(r)) A log pi; no lower bound, r at most 5
+        return [min(math.exp(min(max(x, -20), 20)), 5.0) * advantage for x in ratios]
     assert name == "vespo"
     k, lam = (2, 3) if advantage >= 0 else (3, 2)
     w = math.exp(min(max(sum(ratios), -20), 20))
@@ -176,16 +178,21 @@ def sequence_slopes(name, tokens, ids, advantage):
 
 
 def advantages_of(name, rewards, lengths):
-    if name in ("grpo", "dapo", "gspo", "luspo"):
+    if name in ("grpo", "dapo", "gspo", "luspo", "ba", "cispo"):
         return standardized(rewards)
+    if name == "reinforce_pp":
+        return rewards
     if name == "rloo":
         return leave_one_out(rewards)
     return gr3(rewards, lengths) if name == "gr3" else centred(rewards)
 
 
+TOKEN_MEANS = ("dapo", "dler", "vespo", "cispo", "reinforce_pp", "reinforce_pp_baseline")
+
+
 def response_factor(name, length, total):
     """What multiplies a token's slope besides 1/G and 1/P; token means divide by all tokens instead."""
-    if name in ("dapo", "dler", "vespo"):
+    if name in TOKEN_MEANS:
         return 1 / total
     return {"dr_grpo": 1 / LONGEST, "gspo": 1.0, "luspo": length}.get(name, 1 / length)
 
@@ -208,7 +215,13 @@ def sample_groups(shapes, tokens):
     return groups
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "gspo", "luspo", "rloo", "gr3", "vespo", "dler"])
+INDEPENDENT = [
+    *("grpo", "dr_grpo", "dapo", "gspo", "luspo", "rloo", "gr3", "vespo", "dler"),
+    *("cispo", "reinforce_pp", "reinforce_pp_baseline"),
+]
+
+
+@pytest.mark.parametrize("name", INDEPENDENT)
 @given(shapes=st.lists(lengths_and_rewards, min_size=1, max_size=3), scale=scales, seed=st.integers(0, 99))
 @THOROUGH
 def test_groups_follow_their_equation(name, shapes, scale, seed):
@@ -223,19 +236,40 @@ def test_groups_follow_their_equation(name, shapes, scale, seed):
         if name == "dapo":
             rewards = [r + overlong(n) for r, n in zip(rewards, lengths, strict=True)]
         scored.append(advantages_of(name, rewards, lengths))
-    if name == "dler":
-        flat = [a for group in scored for a in group]
-        std = math.sqrt(sum(a * a for a in flat) / len(flat))
-        scored = [[a / std if std else 0.0 for a in group] for group in scored]
+    if name in ("dler", "reinforce_pp", "reinforce_pp_baseline"):  # the batch's mean and std
+        flat = np.array([a for group in scored for a in group])
+        std = flat.std() if np.ptp(flat) > 1e-9 else 0.0
+        scored = [[(a - flat.mean()) / std if std else 0.0 for a in group] for group in scored]
     total = sum(len(c) for group in groups for c in group.completions)
     for group, advantages in zip(groups, scored, strict=True):
         for completion, advantage in zip(group.completions, advantages, strict=True):
             factor = response_factor(name, len(completion), total)
-            if name not in ("dapo", "dler", "vespo"):
+            if name not in TOKEN_MEANS:
                 factor /= len(groups) * len(group.completions)
             slopes = sequence_slopes(name, tokens, completion.token_ids, advantage)
             expected[completion.token_ids] = -factor * np.array(slopes)
     np.testing.assert_allclose(our_gradient(groups, tokens, settings), expected, rtol=1e-8, atol=1e-14)
+
+
+@given(shapes=st.lists(lengths_and_rewards, min_size=1, max_size=3), scale=scales, seed=st.integers(0, 99))
+@THOROUGH
+def test_balanced_aggregation_follows_its_equation(shapes, scale, seed):
+    """Of each group: |S+| / G times the token mean over S+, and the same of S- (arXiv 2605.04077)."""
+    tokens = Tokens(scale, seed)
+    groups = sample_groups(shapes, tokens)
+    expected = np.zeros(len(tokens.new))
+    for group in groups:
+        rewards = [c.grade.reward if c.grade else 0.0 for c in group.completions]
+        advantages = standardized(rewards)
+        for sign in (1, -1):
+            subset = [i for i, a in enumerate(advantages) if a * sign > 0]
+            total = sum(len(group.completions[i]) for i in subset)
+            for i in subset:
+                ids = group.completions[i].token_ids
+                slopes = np.array(sequence_slopes("ba", tokens, ids, advantages[i]))
+                expected[ids] = -slopes / total * len(subset) / len(group.completions) / len(groups)
+    found = our_gradient(groups, tokens, recipe("independent", "ba"))
+    np.testing.assert_allclose(found, expected, rtol=1e-8, atol=1e-14)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
@@ -437,6 +471,8 @@ def per_prompt(streams):
         ("luspo", {}),
         ("dapo", {"overlong_buffer": 0}),
         ("vespo", {}),
+        ("ba", {}),
+        ("cispo", {}),
     ],
 )
 @given(shapes=st.lists(stream_shape, min_size=1, max_size=4), scale=scales, seed=st.integers(0, 99))
@@ -463,7 +499,7 @@ def test_pairs_follow_eq_5_and_eq_6(name, keys, shapes, scale, seed):
                 for side, advantage in zip((pair.a, pair.b), advantages, strict=True):
                     ids = [*prefix, *side.token_ids]
                     factor = response_factor(name, len(ids), total)
-                    if name not in ("dapo", "vespo"):
+                    if name not in TOKEN_MEANS:
                         factor /= 2 * count * len(subgroups) * len(prompts)
                     slopes = sequence_slopes(name, tokens, ids, advantage)
                     expected[ids] -= factor * np.array(slopes)
