@@ -1,5 +1,4 @@
-"""How the tokens of a batch are averaged: the weight of each token, by verl's ``loss_agg_mode`` names where it
-has one."""
+"""How the tokens of a batch are averaged: the weight of each token, by verl's ``loss_agg_mode`` names."""
 
 from __future__ import annotations
 

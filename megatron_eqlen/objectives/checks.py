@@ -59,8 +59,8 @@ def _check_clip(recipe: Recipe, objective: Objective) -> None:
         )
     if objective.ratio == "cispo" and recipe.loss.clip_ratio_c is not None:
         raise ValueError(
-            f"loss.clip_ratio_c: {recipe.loss.clip_ratio_c} bounds a clipped loss; cispo clips only the weight "
-            f"in front of log pi: leave it out"
+            f"loss.clip_ratio_c: {recipe.loss.clip_ratio_c} bounds a clipped loss; cispo clips only the "
+            f"weight in front of log pi: leave it out"
         )
     if objective.clip_ratio_c is not None and not objective.clips:
         raise ValueError(
