@@ -29,7 +29,8 @@ def main(argv: list[str] | None = None) -> int:
         if os.environ.get("EQLEN_TRACEBACK"):
             raise
         rank = f"rank {os.environ['RANK']}: " if os.environ.get("RANK", "0") != "0" else ""
-        print(f"eqlen {arguments.name}: {rank}{error}", file=sys.stderr)
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
+        print(f"eqlen {arguments.name}: {rank}{error}{notes}", file=sys.stderr)
         return 2
 
 

@@ -21,6 +21,7 @@ from megatron_eqlen.evaluation.evaluate import evaluate
 from megatron_eqlen.evaluation.result import EvaluationResult
 from megatron_eqlen.files import step_name
 from megatron_eqlen.hf.folder import HFFolder
+from megatron_eqlen.metrics import at_once
 from megatron_eqlen.objectives import dynamic_sampling
 from megatron_eqlen.recipe import BenchmarkRecipe, Recipe
 from megatron_eqlen.replicas import Replicas, shared
@@ -149,6 +150,7 @@ class Generator:
             agree(lambda: set_aside_stale(self.streams / step.name, step.policy_version))
             self.left = step.number, agree(lambda: step_files(self.streams / step.name))
         done = read_files(self.left[1], asked)
+        self.session.scorer.begin_ended(replicas.part(done))
         with ExitStack() as files, self.session.stage("harvest") as seconds:
             recorder = files.enter_context(Recorder(self._file(step))) if replicas.leads else None
             rollouts, metrics = harvest(
@@ -158,6 +160,7 @@ class Generator:
                 self.session.tokenizer.eos_token_ids,
                 seed=zlib.crc32(f"{self.recipe.seed}/{step.number}".encode()),
                 on_complete=recorder.write if recorder is not None else None,
+                on_part=self.session.begin_grading,
                 done=done,
             )
         position = self.source.state_dict() if self.source is not None else None
@@ -167,11 +170,12 @@ class Generator:
         """Grade this rank's part of its replica's rollouts, learn of all others, record the grades."""
         with self.session.stage("score") as seconds:
             part = self.session.replicas.part(harvested.rollouts)
-            self.session.scorer.score(part)
+            graded = self.session.scorer.score(part, self.recipe.reward.step_timeout)
             everyone = shared(part, harvested.prompts)
             if self.session.replicas.leads:
                 mine = {rollout_key(rollout) for rollout in harvested.rollouts}
                 record_grades(self._file(step), [one for one in everyone if rollout_key(one) in mine])
+            seconds |= at_once(gather([graded]))
         scored = Batch(everyone, harvested.metrics | seconds, harvested.data_position)
         return select(scored, step, self.session)
 
@@ -186,7 +190,7 @@ class Generator:
             self.recipe,
             session.tokenizer.eos_token_ids,
             share=session.replicas.share,
-            part=session.replicas.part,
+            grades=session.replicas.grades,
             gather=gather,
         )
 
@@ -254,8 +258,9 @@ class Replay:
     def score(self, step: Step, harvested: Batch) -> Batch:
         """Grade only the responses without a recorded grade."""
         with self.session.stage("score") as seconds:
-            self.session.scorer.score(harvested.rollouts)
+            graded = self.session.scorer.score(harvested.rollouts, self.recipe.reward.step_timeout)
             everyone = shared(harvested.rollouts, harvested.prompts)
+            seconds |= at_once(gather([graded]))
         return select(Batch(everyone, harvested.metrics | seconds, None), step, self.session)
 
     def sleep(self) -> None: ...

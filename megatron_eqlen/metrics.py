@@ -159,6 +159,9 @@ DECLARED = (
     Metric("reward/source/*/mean", "reward", mean("reward/source/*/ended"), "of a response"),
     Metric("reward/calls", "responses", "sum", "responses graded in this step"),
     Metric("reward/seconds", "s", "max", "until all were graded", in_turn="sum"),
+    Metric("reward/wait_seconds", "s", "max", "of these, waiting for grader processes", in_turn="sum"),
+    Metric("reward/hidden_seconds", "s", "sum", "in the graders, over before the harvest was"),
+    Metric("reward/cut_off", "responses", "sum", "without a verdict within reward.step_timeout"),
     # ---- objective: the step's comparison units -----------------------------------------------------------
     Metric(OBJECTIVE_UNITS, "units", "sum", "pairs, groups, or siblings of sampled trees"),
     Metric("objective/members", "members", "sum", "sides, completions or steps in them"),

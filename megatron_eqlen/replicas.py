@@ -13,6 +13,7 @@ from megatron_eqlen.training.distributed import gather
 from megatron_eqlen.types import Metrics, Prompt, Rollout, rollout_key, training_order
 
 Item = TypeVar("Item")
+Some = TypeVar("Some", bound=Rollout)
 
 
 class Replicas:
@@ -29,16 +30,21 @@ class Replicas:
         self.leads = rank % engine_size == 0
         """Whether this rank records and reports for its replica."""
         self.drives = self.leads or in_step
-        self.graders = slice(rank % engine_size, None, engine_size) if in_step else slice(None)
-        """Which of its replica's rollouts this rank grades."""
+        self.place, self.graders = (rank % engine_size, engine_size) if in_step else (0, 1)
+        """This rank's number among those of its replica that grade, and how many they are."""
 
     def share(self, items: Sequence[Item]) -> list[Item]:
         """This rank's part of ``items``, which are the same on every rank."""
         return list(items[self.mine :: self.count]) if self.drives else []
 
-    def part(self, items: Sequence[Item]) -> list[Item]:
-        """This rank's part of what its replica made, of which every rank of the replica has all."""
-        return list(items[self.graders])
+    def grades(self, prompt: Prompt, index: int) -> bool:
+        """Whether this rank grades a prompt's rollout number ``index``, if its replica generates it. Known
+        beforehand, so that a response can be graded when it ends."""
+        return (prompt.number // self.count + index) % self.graders == self.place
+
+    def part(self, rollouts: Sequence[Some]) -> list[Some]:
+        """Those that this rank grades of its replica's, which every rank of the replica has."""
+        return [one for one in rollouts if self.grades(one.prompt, one.index)]
 
     def combine(self, metrics: Metrics) -> Metrics:
         """The merged metrics of all replicas, from this one's."""

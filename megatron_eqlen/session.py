@@ -14,6 +14,8 @@ from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.replicas import Replicas
 from megatron_eqlen.report.progress import Progress
 from megatron_eqlen.rewards.scoring import Scorer
+from megatron_eqlen.sampling.kind import Harvester
+from megatron_eqlen.sampling.record import Part
 from megatron_eqlen.tokenizer import load_tokenizer
 from megatron_eqlen.training import distributed
 from megatron_eqlen.types import Metrics
@@ -35,10 +37,12 @@ class Session:
         self.objective = resolve(recipe)
         self.replicas = engine_replicas(recipe)
         self.tokenizer = load_tokenizer(recipe.model.path)
-        self.scorer = Scorer(recipe.reward, self.tokenizer)
+        self.scorer = Scorer(recipe.reward, self.tokenizer, recipe.cluster.processes_per_node)
         self.ends_with(self.scorer.close)
         self.progress = Progress(recipe.budget, f"{recipe.name} {recipe.method}", show=distributed.is_rank0())
         self.ends_with(self.progress.close)
+        if recipe.reward.workers is None:
+            self.progress.say(f"reward.workers: {self.scorer.workers}, the cores of a rank")
 
     def __enter__(self) -> Session:
         return self
@@ -49,6 +53,11 @@ class Session:
     def ends_with(self, close: Callable[[], None]) -> None:
         """Call ``close`` when the session ends."""
         self._ends.callback(close)
+
+    def begin_grading(self, harvester: Harvester, part: Part) -> None:
+        """Start grading the response that ``part`` ends, if it ends one and this rank grades it."""
+        if self.replicas.grades(harvester.prompt, harvester.index):
+            self.scorer.begin_part(harvester, part)
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[Metrics]:

@@ -10,10 +10,13 @@ import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from megatron_eqlen.byte_pieces import BytePieces, byte_pieces
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +31,7 @@ class Tokenizer(ABC):
         self.folder = folder
         self.eos_token_ids = eos_token_ids
         self.pad_token_id = pad_token_id
-        self._ends = np.array(sorted(eos_token_ids | {pad_token_id}))
+        self._silent = sorted(eos_token_ids | {pad_token_id})
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -37,7 +40,12 @@ class Tokenizer(ABC):
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """Text of ``token_ids`` without end-of-sequence and padding tokens; ``</think>`` is kept."""
         ids = np.asarray(token_ids, np.int64)
-        return self._decode(ids[~np.isin(ids, self._ends)].tolist())
+        return self._decode(ids[~np.isin(ids, self._silent)].tolist())
+
+    def decode_end(self, token_ids: Sequence[int] | np.ndarray, after: str, longest: int) -> str:
+        """What follows the last ``after`` in ``decode(token_ids)``, or all of it without one; of that at most
+        the last ``longest`` characters."""
+        return self.decode(token_ids).rpartition(after)[2][-longest:]
 
     def apply_chat_template(self, messages: list[Message], enable_thinking: bool | None = None) -> list[int]:
         """Token ids of ``messages`` up to where the assistant's answer starts.
@@ -93,6 +101,20 @@ class HuggingFaceTokenizer(Tokenizer):
     @property
     def chat_template(self) -> str | None:
         return self._backend.chat_template
+
+    @cached_property
+    def _pieces(self) -> BytePieces | None:
+        return byte_pieces(getattr(self._backend, "backend_tokenizer", None), self._silent)
+
+    def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
+        if self._pieces is None:
+            return super().decode(token_ids)
+        return self._pieces.decode(token_ids)
+
+    def decode_end(self, token_ids: Sequence[int] | np.ndarray, after: str, longest: int) -> str:
+        if self._pieces is None:
+            return super().decode_end(token_ids, after, longest)
+        return self._pieces.decode_end(token_ids, after, longest)
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._backend.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -14,6 +14,8 @@ from megatron_eqlen.recipe import BenchmarkRecipe, Recipe
 from megatron_eqlen.rewards.scoring import Scorer
 from megatron_eqlen.rollout.engine import Engine
 from megatron_eqlen.rollout.harvest import harvest
+from megatron_eqlen.sampling.kind import Harvester
+from megatron_eqlen.sampling.record import Part
 from megatron_eqlen.types import Group, Prompt, Segment
 
 EVALUATION_SEED = 20_000_003
@@ -25,6 +27,10 @@ def _everything(items: list) -> list:
     return items
 
 
+def _grades_all(prompt: Prompt, index: int) -> bool:
+    return True
+
+
 def evaluate(
     engine: Engine,
     benchmark: BenchmarkRecipe,
@@ -33,15 +39,15 @@ def evaluate(
     recipe: Recipe,
     eos_token_ids: Collection[int],
     share: Callable[[list[Prompt]], list[Prompt]] = _everything,
-    part: Callable[[list], list] = _everything,
+    grades: Callable[[Prompt, int], bool] = _grades_all,
     gather: Callable[[list], list] = _everything,
 ) -> EvaluationResult:
     """Evaluate the engine's weights on ``problems`` with ``recipe.evaluation.samples`` completions each.
 
-        With several engine replicas each answers its ``share`` of the problems, each of its ranks grades a
-    ``part`` of the answers, and ``gather`` brings all together, in any order. The same weights and recipe
-    give the same result. Raises ValueError where the recipe asks for other sampling than the engine was
-    started with.
+    With several engine replicas each answers its ``share`` of the problems, each of its ranks ``grades`` some
+    of them, and ``gather`` brings all together, in any order. Grading goes on while others are answered, and
+    every verdict is waited for. The same weights and recipe give the same result. Raises ValueError where the
+    recipe asks for other sampling than the engine was started with.
     """
     sampling = recipe.model_copy(
         update={
@@ -50,9 +56,14 @@ def evaluate(
             "rollout": recipe.rollout.model_copy(update={"tokens_per_step": None}),
         }
     )
-    mine = share(problems)
-    harvested, _ = harvest(engine, mine, sampling, eos_token_ids, seed=recipe.seed + EVALUATION_SEED)
-    groups = part(harvested)
+
+    def begin(harvester: Harvester, part: Part) -> None:
+        if grades(harvester.prompt, harvester.index):
+            scorer.begin_part(harvester, part)
+
+    seed = recipe.seed + EVALUATION_SEED
+    harvested, _ = harvest(engine, share(problems), sampling, eos_token_ids, seed, on_part=begin)
+    groups = [one for one in harvested if isinstance(one, Group) and grades(one.prompt, one.index)]
     scorer.score(groups)
     gathered = gather([(_answers(group), _grader(group)) for group in groups])
     answers = {one.prompt_id: one for one, _ in gathered}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from megatron_eqlen import layout
+from megatron_eqlen.cores import cores_per_rank
 from megatron_eqlen.hf.config import ModelConfig
 from megatron_eqlen.hf.cost import active_parameters
 from megatron_eqlen.objectives.registry import resolve, with_defaults
@@ -116,9 +117,17 @@ def _work(recipe: Recipe) -> str:
         f"step        {recipe.data.prompts_per_step} prompts x {recipe.group_size} tracks, "
         f"at most {longest:,} tokens decoded at once; rows of {recipe.packing.max_tokens_per_row:,}\n"
         f"objective   {_objective(recipe)}\n"
+        f"graders     {_graders(recipe)}\n"
         f"end         {recipe.budget.describe()}\n"
         f"run folder  {recipe.run_folder}"
     )
+
+
+def _graders(recipe: Recipe) -> str:
+    if recipe.reward.workers is not None:
+        return f"{recipe.reward.workers} processes a rank (reward.workers)"
+    here = cores_per_rank(recipe.cluster.processes_per_node)
+    return f"as many processes a rank as it has cores: {here} on a node like this one (reward.workers)"
 
 
 def _packing(recipe: Recipe) -> str:

@@ -198,8 +198,12 @@ class RolloutRecipe(Section):
 
 class RewardRecipe(Section):
     math_rule: Literal["exact", "math_verify", "either"] = "either"
-    workers: PositiveInt = 2
-    """Grader processes."""
+    workers: PositiveInt | None = None
+    """Grader processes of a rank, for each grader that it uses. None: as many as the rank has processor cores
+    (affinity, cgroup quota and SLURM's share counted)."""
+    step_timeout: PositiveFloat = 1800.0
+    """Seconds that a step waits for grader processes after its harvest; responses without a verdict by then
+    count as ``timeout``. An evaluation waits for all."""
     timeout: PositiveFloat = 5.0
     """Seconds a math answer may take."""
     code_timeout: PositiveFloat = 6.0

@@ -13,14 +13,18 @@ import logging
 import re
 import sys
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import asdict
 from functools import lru_cache
 from typing import Any, Literal
+from weakref import WeakValueDictionary
 
 from megatron_eqlen.rewards.code_tests import CodeTests
+from megatron_eqlen.rewards.grader import Asked, Known, Pending
 from megatron_eqlen.rewards.program import Isolation, Limits
 from megatron_eqlen.rewards.sandbox import EXTRA_SECONDS, SandboxError
 from megatron_eqlen.rewards.sandbox_server import SandboxServer
+from megatron_eqlen.rewards.thinking import answer_section
 from megatron_eqlen.rewards.workers import WorkerPool
 from megatron_eqlen.types import Grade
 
@@ -30,7 +34,11 @@ VERSION = 2
 """Raised whenever a change here or in ``code_tests`` changes a verdict."""
 LONGEST_PROGRAM = 100_000
 """Characters."""
+LONGEST_SECTION = 4 * LONGEST_PROGRAM
+"""Characters at the end of a response in which the program is looked for."""
 AS_ROOT = f" (programs run as root: nobody cannot read Python's folder {sys.prefix} or its parents)"
+ATTEMPTS = 2
+"""A sandbox that fails on a program is not the program's fault, at first."""
 WORKER_MODULE = "megatron_eqlen.rewards.code_worker"
 
 _FENCE = re.compile(r"^[ \t]*+(?P<fence>`{3,}+|~{3,}+)(?P<info>[^\n`]*+)$\n?", re.MULTILINE)
@@ -43,7 +51,7 @@ def extract_program(text: str) -> str | None:
     A fence is three or more backticks or tildes; it ends with at least as many. A fence that never ends holds
     no answer, nor does one that is interrupted by a new ``` ```python ``` line.
     """
-    answer = text.rpartition("</think>")[2][-4 * LONGEST_PROGRAM :]
+    answer = answer_section(text, LONGEST_SECTION)
     program, opened = None, None
     for line in _FENCE.finditer(answer):
         if opened is None or (_PYTHON.match(line["info"]) and line["fence"][0] == opened["fence"][0]):
@@ -55,7 +63,7 @@ def extract_program(text: str) -> str | None:
 
 def extract_as_livecodebench(text: str) -> str | None:
     """As LiveCodeBench's ``extract_code``: the lines between the last two that hold three backticks."""
-    lines = text.rpartition("</think>")[2].split("\n")
+    lines = answer_section(text, sys.maxsize).split("\n")
     fences = [number for number, line in enumerate(lines) if "```" in line]
     return "\n".join(lines[fences[-2] + 1 : fences[-1]]) if len(fences) > 1 else None
 
@@ -80,12 +88,33 @@ class CodeGrader:
         self._lcb_strict = lcb_strict
         self._server = SandboxServer(sandbox_url, workers) if sandbox_url else None
         self._pool: WorkerPool | None = None
+        self._asked: WeakValueDictionary[tuple[str, str], Asked] = WeakValueDictionary()
+        """Grades that somebody waits for, by program and tests."""
         self.isolation: Isolation | None = None
         """The isolation in force; None before the sandbox starts."""
 
     @property
     def name(self) -> str:
         return f"code-{VERSION}" + "-lcb_strict" * self._lcb_strict + "@server" * (self._server is not None)
+
+    @property
+    def longest(self) -> int:
+        """LiveCodeBench's checker reads an answer of any length."""
+        return sys.maxsize if self._lcb_strict else LONGEST_SECTION
+
+    def begin(self, text: str, gold: str) -> Pending:
+        """Start grading a response; a program whose grade somebody still waits for is not run again."""
+        program = self._extract(text, gold)
+        if program is None:
+            return Known(Grade(0.0, "no_answer", None, self.name))
+        shown = f"{len(program)} characters of Python"
+        if len(program) > LONGEST_PROGRAM:
+            longer = f"longer than {LONGEST_PROGRAM} characters"
+            return Known(Grade(0.0, "compile_error", shown, self.name, detail=longer))
+        if (asked := self._asked.get((program, gold))) is None:
+            asked = Asked(self._judge(self._item(program, gold)), lambda answer: self._grade(shown, answer))
+            self._asked[program, gold] = asked
+        return asked
 
     def grade(self, texts: Sequence[str], golds: Sequence[str]) -> list[Grade]:
         """A grade for each response against its tests; reward 1 only if all pass.
@@ -94,19 +123,19 @@ class CodeGrader:
         compile_error, no_answer. ``Grade.detail`` names the first failing test. Raises SandboxError if no
         verdict can be given.
         """
-        programs = [self._extract(text, gold) for text, gold in zip(texts, golds, strict=True)]
-        jobs = list(dict.fromkeys((program, gold) for program, gold in zip(programs, golds, strict=True)))
-        runnable = [(code, gold) for code, gold in jobs if code is not None and len(code) <= LONGEST_PROGRAM]
-        items = [self._item(program, gold) for program, gold in runnable]
-        judged: dict[tuple[str | None, str], dict[str, Any]] = dict(
-            zip(runnable, self._judge(items), strict=True)
-        )
-        return [self._grade(job, judged.get(job)) for job in zip(programs, golds, strict=True)]
+        begun = [self.begin(text, gold) for text, gold in zip(texts, golds, strict=True)]
+        return [pending.result() for pending in begun]
+
+    def cut(self) -> None:
+        """Give up what was begun and has no grade."""
+        self._asked.clear()
+        for judge in filter(None, (self._pool, self._server)):
+            judge.cut()
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
+        for judge in filter(None, (self._pool, self._server)):
+            judge.close()
+        self._pool = None
 
     def _extract(self, text: str, gold: str) -> str | None:
         strict = self._lcb_strict and _parse_tests(gold).livecodebench
@@ -119,21 +148,12 @@ class CodeGrader:
         limits = Limits(cpu_seconds=cpu, wall_seconds=4 * cpu + 2, memory_mb=memory)
         return {"program": program, "tests": gold, "limits": asdict(limits), "lcb_strict": self._lcb_strict}
 
-    def _judge(self, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        if not items:
-            return []
+    def _judge(self, item: dict[str, Any]) -> Future[dict[str, Any]]:
         if self._server is not None:
-            return [asdict(judgement) for judgement in self._server.judge(items)]
+            return self._server.submit(item)
         if self._pool is None:
             self._pool = self._start()
-        answers = self._pool.map(items, [_longest(item) for item in items], wall_factor=1.0)
-        again = [number for number, answer in enumerate(answers) if "verdict" not in answer]
-        if again:
-            log.warning("code sandbox: %s; %d programs tried again", answers[again[0]], len(again))
-            retried = self._pool.map([items[n] for n in again], [_longest(items[n]) for n in again], 1.0)
-            for number, answer in zip(again, retried, strict=True):
-                answers[number] = answer if "verdict" in answer else _failed_twice(answer)
-        return answers
+        return self._pool.submit(item, _longest(item), wall_factor=1.0, attempts=ATTEMPTS)
 
     def _start(self) -> WorkerPool:
         """Find out which isolation works; refuse too little; log what is in force."""
@@ -148,17 +168,11 @@ class CodeGrader:
         log.log(level, "code sandbox: %s%s", self.isolation, AS_ROOT if as_root else "")
         return WorkerPool(WORKER_MODULE, self._workers, {"isolation": asdict(self.isolation)})
 
-    def _grade(self, job: tuple[str | None, str], judged: dict[str, Any] | None) -> Grade:
-        program, _ = job
-        if program is None:
-            return Grade(0.0, "no_answer", None, self.name)
-        shown = f"{len(program)} characters of Python"
-        if judged is None:
-            return Grade(
-                0.0, "compile_error", shown, self.name, detail=f"longer than {LONGEST_PROGRAM} characters"
-            )
-        passed = judged["verdict"] == "passed"
-        return Grade(float(passed), judged["verdict"], shown, self.name, judged["seconds"], judged["detail"])
+    def _grade(self, shown: str, answer: dict[str, Any]) -> Grade:
+        if "verdict" not in answer:
+            raise SandboxError(f"code sandbox: no verdict on a program in {ATTEMPTS} attempts: {answer}")
+        passed = answer["verdict"] == "passed"
+        return Grade(float(passed), answer["verdict"], shown, self.name, answer["seconds"], answer["detail"])
 
 
 @lru_cache(maxsize=1)
@@ -183,7 +197,3 @@ def _longest(item: dict[str, Any]) -> float:
     """Seconds after which the worker itself must be stuck, not its program."""
     tests = _parse_tests(item["tests"])
     return len(tests.inputs) * (item["limits"]["wall_seconds"] + 1.0) + EXTRA_SECONDS
-
-
-def _failed_twice(answer: dict[str, Any]) -> dict[str, Any]:
-    raise SandboxError(f"code sandbox: no verdict on a program in two attempts: {answer}")

@@ -13,12 +13,12 @@ import logging
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib.metadata import version
 from typing import Literal
 
+from megatron_eqlen.rewards.grader import Asked, Known, Pending
 from megatron_eqlen.rewards.math_answer import normalize
-from megatron_eqlen.rewards.math_box import extract_answer
+from megatron_eqlen.rewards.math_box import LONGEST_TAIL, extract_answer
 from megatron_eqlen.rewards.math_match import match_units
 from megatron_eqlen.rewards.workers import WorkerPool
 from megatron_eqlen.types import Grade
@@ -29,9 +29,13 @@ MathRule = Literal["exact", "math_verify", "either"]
 
 RULES_VERSION = 2
 """Raised whenever our own rules change a verdict: extraction, normal form, units, structure."""
+LIBRARY = version("math-verify")
 LONGEST_ANSWER = 2_000
 """Characters; a longer answer counts as unparseable."""
 MEMO_SIZE = 100_000
+WORKER_MODULE = "megatron_eqlen.rewards.math_worker"
+LARGEST_BATCH = 64
+"""Answers that a worker is sent at once: most take less than a message does."""
 
 _INTEGER = re.compile(r"-?\d+")
 _PLAIN_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d+)?|\\frac\{[+-]?\d+\}\{[1-9]\d*\}|\d+/[1-9]\d*)")
@@ -43,31 +47,45 @@ class MathGrader:
     ``timeout``: seconds an answer may take. The processes start with the first answer that needs them.
     """
 
+    longest = LONGEST_TAIL
+
     def __init__(self, rule: MathRule = "either", workers: int = 2, timeout: float = 5.0) -> None:
         self.rule = rule
         self._workers = workers
         self._timeout = timeout
         self._pool: WorkerPool | None = None
-        self._memo: OrderedDict[tuple[str, str], Grade] = OrderedDict()
+        self._memo: OrderedDict[tuple[str, str], Pending] = OrderedDict()
 
     @property
     def name(self) -> str:
         """The rule with its versions; recorded with every grade."""
-        return f"{self.rule}-{RULES_VERSION}" + (
-            "" if self.rule == "exact" else f"+math_verify-{version('math-verify')}"
-        )
+        return f"{self.rule}-{RULES_VERSION}" + ("" if self.rule == "exact" else f"+math_verify-{LIBRARY}")
+
+    def begin(self, text: str, gold: str) -> Pending:
+        """Start grading a response."""
+        answer = extract_answer(text)
+        if answer is None:
+            return Known(Grade(0.0, "no_answer", None, self.name))
+        key = gold, answer
+        if key not in self._memo:
+            self._memo[key] = self._compare(gold, answer)
+            if len(self._memo) > MEMO_SIZE:
+                self._memo.popitem(last=False)
+        self._memo.move_to_end(key)
+        return self._memo[key]
 
     def grade(self, texts: Sequence[str], golds: Sequence[str]) -> list[Grade]:
         """A grade for each response text against its gold: correct, wrong, no_answer, unparseable or
         timeout.
         """
-        answers = [extract_answer(text) for text in texts]
-        keys = [(gold, answer) for gold, answer in zip(golds, answers, strict=True) if answer is not None]
-        self._verify(keys)
-        return [
-            Grade(0.0, "no_answer", None, self.name) if answer is None else self._recall(gold, answer)
-            for gold, answer in zip(golds, answers, strict=True)
-        ]
+        begun = [self.begin(text, gold) for text, gold in zip(texts, golds, strict=True)]
+        return [pending.result() for pending in begun]
+
+    def cut(self) -> None:
+        """Give up what was begun and has no grade."""
+        self._memo = OrderedDict((key, grade) for key, grade in self._memo.items() if grade.done())
+        if self._pool is not None:
+            self._pool.cut()
 
     def check_golds(self, golds: Sequence[str]) -> list[str | None]:
         """For each gold None if it can be graded against, or the reason why not.
@@ -79,7 +97,8 @@ class MathGrader:
         if self.rule == "exact":
             return [reasons[gold] for gold in golds]
         wanted = [gold for gold, reason in reasons.items() if not (reason or _PLAIN_NUMBER.fullmatch(gold))]
-        checks = self._ask([_question(gold, gold) for gold in wanted])
+        questions = [_question(gold, gold) for gold in wanted]
+        checks = self._start().map(questions, self._timeout) if questions else []
         reasons |= {gold: _gold_reason(check) for gold, check in zip(wanted, checks, strict=True)}
         return [reasons[gold] for gold in golds]
 
@@ -88,25 +107,11 @@ class MathGrader:
             self._pool.close()
             self._pool = None
 
-    def _recall(self, gold: str, answer: str) -> Grade:
-        return replace(self._memo[gold, answer])
-
-    def _verify(self, keys: Sequence[tuple[str, str]]) -> None:
-        """Compute and remember the verdicts of ``keys``; then drop the oldest beyond MEMO_SIZE, but none of
-        ``keys``."""
-        questions = {}
-        for key in dict.fromkeys(keys):
-            if key in self._memo:
-                self._memo.move_to_end(key)
-            elif (verdict := self._compare_texts(*key)) is not None:
-                self._memo[key] = self._grade(verdict, key[1])
-            else:
-                questions[key] = _question(*key)
-        replies = self._ask(list(questions.values()))
-        for (gold, answer), reply in zip(questions, replies, strict=True):
-            self._memo[gold, answer] = self._grade(self._verdict(reply), answer, reply["seconds"])
-        while len(self._memo) > max(MEMO_SIZE, len(set(keys))):
-            self._memo.popitem(last=False)
+    def _compare(self, gold: str, answer: str) -> Pending:
+        if (verdict := self._compare_texts(gold, answer)) is not None:
+            return Known(self._grade(verdict, answer))
+        reply = self._start().submit(_question(gold, answer), self._timeout)
+        return Asked(reply, lambda reply: self._grade(self._verdict(reply, answer), answer, reply["seconds"]))
 
     def _compare_texts(self, gold: str, answer: str) -> str | None:
         """The verdict where no worker is needed, else None."""
@@ -129,25 +134,21 @@ class MathGrader:
         shown = line if len(line) <= 200 else line[:197] + "..."
         return Grade(float(verdict == "correct"), verdict, shown, self.name, seconds)
 
-    def _verdict(self, reply: dict) -> str:
+    def _verdict(self, reply: dict, answer: str) -> str:
         if "timeout" in reply:
             return "timeout"
+        if "failure" in reply:
+            log.warning("math grader: %s on %.200r", reply["failure"], answer)
         if "failure" in reply or (self.rule == "math_verify" and not reply["parsed"]):
             return "unparseable"
         if reply["correct"]:
             return "correct"
         return "wrong" if reply["parsed"] else "unparseable"
 
-    def _ask(self, items: list[dict[str, str]]) -> list[dict]:
-        if not items:
-            return []
+    def _start(self) -> WorkerPool:
         if self._pool is None:
-            self._pool = WorkerPool("megatron_eqlen.rewards.math_worker", self._workers)
-        replies = self._pool.map(items, self._timeout)
-        for item, reply in zip(items, replies, strict=True):
-            if "failure" in reply:
-                log.warning("math grader: %s on %.200r", reply["failure"], item["answer"])
-        return replies
+            self._pool = WorkerPool(WORKER_MODULE, self._workers, batch=LARGEST_BATCH)
+        return self._pool
 
 
 def _question(gold: str, answer: str) -> dict[str, str]:

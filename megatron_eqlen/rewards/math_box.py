@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from megatron_eqlen.rewards.thinking import answer_section
+
 LONGEST_TAIL = 32_768
 """Characters at the end of a response in which the answer is looked for."""
 
@@ -23,7 +25,7 @@ def extract_answer(text: str) -> str | None:
     the outer one. Boxes with nothing between them but ``,``, ``and``, ``or`` are one answer, a list: of two
     answers side by side neither is chosen.
     """
-    tail = text.rpartition("</think>")[2][-LONGEST_TAIL:]
+    tail = answer_section(text, LONGEST_TAIL)
     boxes = [box for box in _boxes(tail) if box[1].strip()]
     if not boxes:
         return None

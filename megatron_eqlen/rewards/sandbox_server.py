@@ -13,12 +13,12 @@ import secrets
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
 from typing import Any
 
 from megatron_eqlen.rewards.code_tests import CodeTests
-from megatron_eqlen.rewards.judge import Judgement, judge
+from megatron_eqlen.rewards.judge import judge
 from megatron_eqlen.rewards.livecodebench import LARGEST_INTEGER_TEXT, PREAMBLE
 from megatron_eqlen.rewards.program import REPORT_TEXT, Limits, Rules
 from megatron_eqlen.rewards.sandbox import Execution, SandboxError
@@ -57,12 +57,22 @@ class SandboxServer:
 
     def __init__(self, url: str, workers: int) -> None:
         self._url = url.rstrip("/") + "/run_code"
-        self._threads = workers * REQUESTS_PER_WORKER
+        self._size = workers * REQUESTS_PER_WORKER
+        self._threads: ThreadPoolExecutor | None = None
 
-    def judge(self, items: Sequence[dict[str, Any]]) -> list[Judgement]:
-        """A judgement for each ``{"program", "tests", "limits"}``."""
-        with ThreadPoolExecutor(self._threads) as threads:
-            return list(threads.map(self._judge_one, items))
+    def submit(self, item: dict[str, Any]) -> Future[dict[str, Any]]:
+        """A Judgement's fields, later, for a ``{"program", "tests", "limits"}``."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(self._size, "sandbox-server")
+        return self._threads.submit(self._judge, item)
+
+    def cut(self) -> None:
+        """Give up what was submitted; what the server is at, it ends."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            self._threads = None
+
+    close = cut
 
     def run(
         self,
@@ -93,8 +103,9 @@ class SandboxServer:
             )
         return Execution(run.status, run.stdout, value.strip(), "", run.seconds)
 
-    def _judge_one(self, item: dict[str, Any]) -> Judgement:
-        return judge(item["program"], CodeTests.from_json(item["tests"]), Limits(**item["limits"]), self.run)
+    def _judge(self, item: dict[str, Any]) -> dict[str, Any]:
+        tests, limits = CodeTests.from_json(item["tests"]), Limits(**item["limits"])
+        return asdict(judge(item["program"], tests, limits, self.run))
 
     def _post(self, body: dict[str, Any]) -> dict[str, Any]:
         request = urllib.request.Request(

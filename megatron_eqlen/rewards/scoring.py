@@ -1,75 +1,129 @@
 """Scoring: every response that ended gets its verifier's grade, once.
 
-rollouts ──► ended responses ──decode──► grader of the prompt ──► Segment.grade
+a response ends ──begin──► background: decode, grade ──┐
+the harvest ends ─► score: what is not begun yet ──────┴──► Segment.grade
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from hashlib import blake2b
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
+from megatron_eqlen.cores import cores_per_rank
 from megatron_eqlen.metrics import REWARD_MEAN
 from megatron_eqlen.plugins import is_import_path, load_object
 from megatron_eqlen.recipe import RewardRecipe
+from megatron_eqlen.rewards.background import Background, Key, naming, response_key
 from megatron_eqlen.rewards.code import CodeGrader
+from megatron_eqlen.rewards.grader import BackgroundGrader, Grader
 from megatron_eqlen.rewards.math import MathGrader
+from megatron_eqlen.rewards.thinking import END_OF_THINKING, answer_section
+from megatron_eqlen.sampling.kind import Harvester
+from megatron_eqlen.sampling.record import Part
 from megatron_eqlen.tokenizer import Tokenizer
-from megatron_eqlen.types import Grade, Metrics, Prompt, Rollout, Segment
+from megatron_eqlen.types import Grade, Metrics, Prompt, Rollout, Segment, TokenIds
+
+log = logging.getLogger(__name__)
 
 Rubric = Callable[[str, str, str], float]
 """``rubric(question, response, gold)`` gives a reward in [0, 1]."""
 
 
-class Grader(Protocol):
-    """What a factory named by import path returns, called with the recipe's ``reward`` section."""
+class Decoder(Protocol):
+    """All that scoring needs of a tokenizer; a ``Tokenizer`` can also decode a response's end alone."""
 
-    def grade(self, texts: Sequence[str], golds: Sequence[str]) -> list[Grade]:
-        """A grade for each response text against its gold, in order."""
-        ...
+    def decode(self, token_ids: TokenIds) -> str: ...
 
-    def close(self) -> None:
-        """End processes, if it has any."""
-        ...
+
+@dataclass(frozen=True)
+class _Ended:
+    """A segment that ends a response, and the response."""
+
+    key: Key
+    prompt: Prompt
+    response: TokenIds
+    segment: Segment
 
 
 class Scorer:
-    """Sends each response to its prompt's grader."""
+    """Sends each response to its prompt's grader: when it ends (``begin``), or with all others (``score``).
 
-    def __init__(self, reward: RewardRecipe, tokenizer: Tokenizer) -> None:
-        self._reward = reward
+    Only a ``BackgroundGrader`` works beside generation. A rubric, and any other grader, is code that runs in
+    this process: it would take the processor from whoever drives the engine. It waits for ``score``, whose
+    thread calls it.
+    """
+
+    def __init__(self, reward: RewardRecipe, tokenizer: Decoder, ranks_on_node: int = 1) -> None:
+        self.workers = reward.workers or cores_per_rank(ranks_on_node)
+        """Processes of each grader."""
+        self._reward = reward.model_copy(update={"workers": self.workers})
         self._tokenizer = tokenizer
         self._graders: dict[str, Grader] = {}
         self._rubric = load_object(reward.rubric, "reward.rubric") if reward.rubric else None
+        self._background = Background(self._decode_end)
 
-    def score(self, rollouts: Iterable[Rollout]) -> Metrics:
-        """Fill ``grade`` of every segment that ends a response; a grade that is already there is kept."""
+    def begin(self, prompt: Prompt, response: TokenIds) -> None:
+        """Start grading a response that has just ended, if its grader can beside generation."""
+        self._begin(response_key(prompt, response), prompt, response)
+
+    def begin_part(self, harvester: Harvester, part: Part) -> None:
+        """``begin`` the response that ``part`` ends, if it ends one."""
+        if part.segment.finish_reason == "stop":
+            self.begin(harvester.prompt, harvester.response(part))
+
+    def begin_ended(self, rollouts: Iterable[Rollout]) -> None:
+        """``begin`` every response of ``rollouts`` that has no grade."""
+        for one in _ended(rollouts):
+            if one.segment.grade is None:
+                self._begin(one.key, one.prompt, one.response)
+
+    def score(self, rollouts: Iterable[Rollout], seconds: float = math.inf) -> Metrics:
+        """Fill ``grade`` of every segment that ends a response; a grade that is already there is kept.
+
+        Waits at most ``seconds`` for graders that work in the background; what has no grade then gets 0, as
+        ``timeout``. What was begun and is not among ``rollouts`` is given up. Raises what a grader raised,
+        with a note that names the prompt.
+        """
         started = time.monotonic()
-        ended: dict[tuple[str, bytes], list[Segment]] = defaultdict(list)
-        prompts: dict[str, Prompt] = {}
-        texts: dict[tuple[str, bytes], str] = {}
-        for rollout in rollouts:
-            prompts[rollout.prompt_id] = rollout.prompt
-            for segment, response in rollout.ended():
-                key = rollout.prompt_id, blake2b(response.tobytes()).digest()
-                ended[key].append(segment)
-                if segment.grade is None and key not in texts:
-                    texts[key] = self._tokenizer.decode(response)
-        grades = self.grade_texts(list(texts.values()), [prompts[prompt_id] for prompt_id, _ in texts])
-        for key, grade in zip(texts, grades, strict=True):
-            for segment in ended[key]:
-                segment.grade = segment.grade or grade
-        metrics = reward_metrics(
-            [(prompts[key[0]], segment.grade) for key, segments in ended.items() for segment in segments]
-        )
-        return metrics | {"reward/calls": len(texts), "reward/seconds": time.monotonic() - started}
+        ended = list(_ended(rollouts))
+        ungraded = {one.key: one for one in ended if one.segment.grade is None}
+        try:
+            hidden = sum(grade.seconds for grade in self._background.ready(ungraded))
+            for key, one in ungraded.items():
+                self._begin(key, one.prompt, one.response)
+            grades = self._grade_now([one for key, one in ungraded.items() if key not in self._background])
+            waiting = time.monotonic()
+            late = self._collect([key for key in ungraded if key not in grades], grades, seconds)
+            waited = time.monotonic() - waiting
+        finally:
+            self._background.give_up()
+        if late:
+            log.warning(
+                "%d of %d responses have no verdict %g s after the harvest (reward.step_timeout): they count "
+                "as timeout, with reward 0",
+                late,
+                len(ungraded),
+                seconds,
+            )
+        for one in ended:
+            one.segment.grade = one.segment.grade or grades[one.key]
+        return reward_metrics([(one.prompt, one.segment.grade) for one in ended]) | {
+            "reward/calls": len(ungraded),
+            "reward/seconds": time.monotonic() - started,
+            "reward/wait_seconds": waited,
+            "reward/hidden_seconds": hidden,
+            "reward/cut_off": late,
+        }
 
     def grade_texts(self, texts: Sequence[str], prompts: Sequence[Prompt]) -> list[Grade]:
-        """A grade for each response text to its prompt."""
+        """A grade for each response text to its prompt, by this thread."""
         grades: dict[int, Grade] = {}
         by_grader: dict[str, list[int]] = defaultdict(list)
         for number, prompt in enumerate(prompts):
@@ -85,10 +139,36 @@ class Scorer:
         return [grades[number] for number in range(len(texts))]
 
     def close(self) -> None:
-        """End the graders' processes."""
+        """Give up what was begun; end the graders' processes."""
+        self._background.close()
         for grader in self._graders.values():
             grader.close()
         self._graders.clear()
+
+    def _begin(self, key: Key, prompt: Prompt, response: TokenIds) -> None:
+        if prompt.grader != "rubric" and isinstance(grader := self._grader(prompt.grader), BackgroundGrader):
+            self._background.begin(key, grader, prompt, response)
+
+    def _decode_end(self, response: TokenIds, longest: int) -> str:
+        if isinstance(self._tokenizer, Tokenizer):
+            return self._tokenizer.decode_end(response, END_OF_THINKING, longest)
+        return answer_section(self._tokenizer.decode(response), longest)
+
+    def _grade_now(self, responses: Sequence[_Ended]) -> dict[Key, Grade]:
+        texts = [self._tokenizer.decode(one.response) for one in responses]
+        grades = self.grade_texts(texts, [one.prompt for one in responses])
+        return {one.key: grade for one, grade in zip(responses, grades, strict=True)}
+
+    def _collect(self, begun: Sequence[Key], grades: dict[Key, Grade], seconds: float) -> int:
+        """Wait for what was begun, at most ``seconds`` in all; returns for how many that was too short."""
+        deadline, late = time.monotonic() + seconds, 0
+        for key in begun:
+            grade = self._background.grade(key, deadline)
+            late += grade is None
+            grades[key] = grade or self._background.timeout(
+                key, f"no verdict {seconds:g} s after the harvest"
+            )
+        return late
 
     def _grader(self, name: str) -> Grader:
         if name not in self._graders:
@@ -102,14 +182,22 @@ class Scorer:
                 f"reward.rubric: expected module:function for prompt {prompt.prompt_id}, found none"
             )
         started = time.monotonic()
-        reward = float(self._rubric(prompt.question, text, prompt.gold))
-        if not 0.0 <= reward <= 1.0:
-            raise ValueError(f"{rubric}: expected a reward in [0, 1], got {reward}")
+        with naming(prompt.prompt_id):
+            reward = float(self._rubric(prompt.question, text, prompt.gold))
+            if not 0.0 <= reward <= 1.0:
+                raise ValueError(f"{rubric}: expected a reward in [0, 1], got {reward}")
         return Grade(reward, "scored", None, rubric, time.monotonic() - started)
+
+
+def _ended(rollouts: Iterable[Rollout]) -> Iterator[_Ended]:
+    for rollout in rollouts:
+        for segment, response in rollout.ended():
+            yield _Ended(response_key(rollout.prompt, response), rollout.prompt, response, segment)
 
 
 def make_grader(name: str, reward: RewardRecipe) -> Grader:
     """Make the grader called ``name``. Raises ValueError if there is none."""
+    assert reward.workers is not None, "the scorer has asked the machine"
     if name == "math":
         return MathGrader(reward.math_rule, reward.workers, reward.timeout)
     if name == "code":

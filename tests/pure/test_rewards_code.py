@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import tracemalloc
+from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -340,10 +341,13 @@ def test_a_server_that_does_not_answer_is_not_a_wrong_answer(monkeypatch):
 
 def test_a_sandbox_that_fails_twice_is_not_a_wrong_answer(monkeypatch):
     class Broken:
-        def map(self, items, seconds, wall_factor):
-            return [{"failure": "SandboxError: fork"}] * len(items)
+        def submit(self, item, seconds, wall_factor, attempts):
+            assert attempts == 2
+            answer = Future()
+            answer.set_result({"failure": "SandboxError: fork", "seconds": 0.1})
+            return answer
 
     grader = CodeGrader()
     monkeypatch.setattr(grader, "_pool", Broken())
-    with pytest.raises(SandboxError, match="no verdict on a program in two attempts"):
+    with pytest.raises(SandboxError, match="no verdict on a program in 2 attempts"):
         grader.grade([fenced("x")], [ADD])

@@ -71,13 +71,10 @@ def test_equal_responses_are_graded_once_and_old_grades_stay(scorer, monkeypatch
     streams = [make_stream(0), make_stream(1)]
     kept = Grade(0.25, "wrong")
     streams[0].pairs[0].a.grade = kept
-    asked = []
-    plain = scorer.grade_texts
-    monkeypatch.setattr(
-        scorer, "grade_texts", lambda texts, prompts: asked.extend(texts) or plain(texts, prompts)
-    )
+    decoded = []
+    monkeypatch.setattr(Letters, "decode", lambda self, tokens: decoded.append(tokens) or "x")
     assert scorer.score(streams)["reward/calls"] == 3
-    assert len(asked) == 3
+    assert len(decoded) == 3
     assert streams[0].pairs[0].a.grade is kept
     assert scorer.score(streams)["reward/calls"] == 0
 

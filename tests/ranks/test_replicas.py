@@ -4,41 +4,66 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_eqlen.recipe import RewardRecipe
 from megatron_eqlen.replicas import Replicas, shared
-from megatron_eqlen.types import Grade, Group, Prompt, Segment
+from megatron_eqlen.rewards.scoring import Scorer
+from megatron_eqlen.types import Group, Prompt, Segment
 from tests.kit.distributed import run_ranks
 
-PROMPTS = [Prompt(f"q{number}", [1], "?", "math", "1", number=number) for number in range(7)]
+PROMPTS = [Prompt(f"q{number}", [1], "?", "math", f"{number}", number=number) for number in range(7)]
+END = 0
 
 
-def harvest_and_grade(engine_size: int, in_step: bool) -> tuple[list[str], list[tuple[str, str]], list[str]]:
-    """(what this rank has harvested, what it graded, everyone's with the grade's maker)."""
-    import torch.distributed as dist
+class Letters:
+    """A tokenizer whose token ids are code points; it knows what it was asked."""
 
-    replicas = Replicas(engine_size, in_step)
-    harvested = [Group(prompt, 0, [Segment([9], [0.0], "stop")]) for prompt in replicas.share(PROMPTS)]
+    def __init__(self) -> None:
+        self.decoded: list[str] = []
+
+    def decode(self, token_ids):
+        self.decoded.append("".join(chr(token) for token in token_ids if token != END))
+        return self.decoded[-1]
+
+
+def generated(prompt: Prompt, index: int) -> Group:
+    tokens = [*map(ord, rf"{prompt.prompt_id}/{index}: \boxed{{{prompt.number + index}}}"), END]
+    return Group(prompt, 0, [Segment(tokens, [0.0] * len(tokens), "stop")], index)
+
+
+def harvest_and_grade(engine_size: int, in_step: bool, rollouts: int) -> tuple[list, list, list]:
+    """(what this rank has harvested, what it graded, everyone's with the verdict)."""
+    replicas, letters = Replicas(engine_size, in_step), Letters()
+    scorer = Scorer(RewardRecipe(math_rule="exact", workers=1), letters)
+    harvested = []
+    for group in (generated(one, n) for one in replicas.share(PROMPTS) for n in range(rollouts)):
+        harvested.append(group)
+        if replicas.grades(group.prompt, group.index):  # as it ends; the last are left to the end
+            scorer.begin_ended([group] if group.prompt.number < 5 else [])
     part = replicas.part(harvested)
-    for group in part:
-        group.completions[0].grade = Grade(1.0, "correct", grader=f"rank {dist.get_rank()}")
+    scorer.score(part)
+    scorer.close()
     everyone = shared(part, PROMPTS)
     return (
-        [group.prompt_id for group in harvested],
-        [(group.prompt_id, group.completions[0].grade.grader) for group in everyone],
-        [group.prompt_id for group in part],
+        [(group.prompt_id, group.index) for group in harvested],
+        [text.partition(":")[0] for text in letters.decoded],
+        [(group.prompt_id, group.index, group.completions[0].grade.verdict) for group in everyone],
     )
 
 
+@pytest.mark.parametrize("rollouts", [1, 2])
 @pytest.mark.parametrize(
     ("ranks", "engine_size", "in_step"),
     [(2, 2, True), (2, 1, True), (4, 2, True), (2, 2, False)],
     ids=["one replica of two", "two replicas", "two replicas of two", "servers, driven by the first rank"],
 )
-def test_every_response_is_graded_once_and_reaches_every_rank(ranks, engine_size, in_step):
-    answers = run_ranks(ranks, harvest_and_grade, engine_size, in_step)
-    graded = [prompt for _, _, part in answers for prompt in part]
-    assert sorted(graded) == [prompt.prompt_id for prompt in PROMPTS]
-    assert all(everyone == answers[0][1] for _, everyone, _ in answers)
-    assert [prompt for prompt, _ in answers[0][1]] == [prompt.prompt_id for prompt in PROMPTS]
+def test_every_response_is_graded_once_and_reaches_every_rank(ranks, engine_size, in_step, rollouts):
+    answers = run_ranks(ranks, harvest_and_grade, engine_size, in_step, rollouts)
+    all_of_them = [(one.prompt_id, n) for one in PROMPTS for n in range(rollouts)]
+    assert sorted(name for _, graded, _ in answers for name in graded) == sorted(
+        f"{prompt_id}/{n}" for prompt_id, n in all_of_them
+    )
+    verdicts = [(*one, "wrong" if one[1] else "correct") for one in all_of_them]
+    assert [everyone for _, _, everyone in answers] == [verdicts] * ranks
     if in_step and engine_size == 2:
         assert answers[0][0] == answers[1][0], "both ranks of a replica hold all that it harvested"
-        assert abs(len(answers[0][2]) - len(answers[1][2])) <= 1, "and share the grading"
+        assert abs(len(answers[0][1]) - len(answers[1][1])) <= 1, "and share the grading"

@@ -1,0 +1,59 @@
+"""How many processor cores this process may use: what the scheduler, the container and SLURM leave of the
+machine's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+
+PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+
+
+def cores_per_rank(ranks_on_node: int, environ: Mapping[str, str] = os.environ) -> int:
+    """The cores of one rank where ``ranks_on_node`` of them share the node; at least 1.
+
+    ``SLURM_CPUS_PER_TASK`` is what one task has, which is a rank (srun) or the launcher of several
+    (torchrun).
+    """
+    share = usable_cores() // ranks_on_node
+    if (task := environ.get("SLURM_CPUS_PER_TASK", "")).isdigit():
+        ranks_in_task = -(-ranks_on_node // _tasks_on_node(environ))
+        share = min(usable_cores(), int(task)) // ranks_in_task
+    return max(1, share)
+
+
+def usable_cores() -> int:
+    """Cores of this process's affinity, or less where a cgroup's quota allows less; at least 1."""
+    return max(1, min([len(os.sched_getaffinity(0)), *(int(quota) for quota in cgroup_quotas())]))
+
+
+def cgroup_quotas(proc: Path = PROC, cgroups: Path = CGROUPS) -> Iterator[float]:
+    """Cores that the quotas of this process's cgroup and of those around it allow, version 2 and 1."""
+    mine = proc / "self" / "cgroup"
+    for line in mine.read_text().splitlines() if mine.is_file() else ():  # none: a kernel without cgroups
+        _, controllers, path = line.split(":", 2)
+        root = cgroups if not controllers else cgroups / controllers
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        for folder in (PurePosixPath(path), *PurePosixPath(path).parents):
+            if quota := _quota(root / folder.relative_to("/")):
+                yield quota
+
+
+def _quota(folder: Path) -> float | None:
+    """Cores; None without a quota, and for a folder that this process cannot see (its container's root)."""
+    if (both := folder / "cpu.max").is_file():
+        quota, period = both.read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    if (quota_file := folder / "cpu.cfs_quota_us").is_file():
+        quota = int(quota_file.read_text())
+        return None if quota < 0 else quota / int((folder / "cpu.cfs_period_us").read_text())
+    return None
+
+
+def _tasks_on_node(environ: Mapping[str, str]) -> int:
+    """``8(x2),4`` is SLURM's way to write 8 tasks on each of two nodes and 4 on a third."""
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or "1"
+    return max(int(part.partition("(")[0]) for part in tasks.split(","))

@@ -1,0 +1,46 @@
+"""A grader that works in the background and does what a response says (``tests.kit.handlers``), named by
+import path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_eqlen.recipe import RewardRecipe
+from megatron_eqlen.rewards.grader import Asked, Pending
+from megatron_eqlen.rewards.workers import WorkerPool
+from megatron_eqlen.types import Grade
+
+LOG = ""
+"""File in which items note that they began; a test sets it."""
+
+
+class Obedient:
+    """A response ``NAME: WHAT`` is graded once its worker has done WHAT; right if the gold is NAME."""
+
+    name, longest = "obedient-1", 100
+
+    def __init__(self, reward: RewardRecipe) -> None:
+        self._pool = WorkerPool("tests.kit.handlers", reward.workers or 1, {"log": LOG})
+
+    def begin(self, text: str, gold: str) -> Pending:
+        name, _, what = text.partition(": ")
+        if what == "refuse":
+            raise ValueError(f"{name} is refused")
+
+        def read(answer: dict[str, Any]) -> Grade:
+            if "name" not in answer:
+                raise RuntimeError(f"no verdict: {answer['failure']}")
+            return Grade(float(name == gold), "done", answer["name"], self.name, answer["seconds"])
+
+        return Asked(self._pool.submit({"name": name, "do": what}, 600.0), read)
+
+    def grade(self, texts: Sequence[str], golds: Sequence[str]) -> list[Grade]:
+        begun = [self.begin(text, gold) for text, gold in zip(texts, golds, strict=True)]
+        return [pending.result() for pending in begun]
+
+    def cut(self) -> None:
+        self._pool.cut()
+
+    def close(self) -> None:
+        self._pool.close()

@@ -1,0 +1,67 @@
+"""How many grader processes a rank starts: what the scheduler, the container and SLURM leave it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from megatron_eqlen import cores
+from megatron_eqlen.cores import cgroup_quotas, cores_per_rank, usable_cores
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine that leaves this process so many cores."""
+
+    def have(affinity: int, *quotas: float) -> None:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(affinity)))
+        monkeypatch.setattr(cores, "cgroup_quotas", lambda: iter(quotas))
+
+    return have
+
+
+@pytest.mark.parametrize(
+    ("affinity", "quotas", "usable"),
+    [(96, [], 96), (96, [12.0], 12), (4, [12.0], 4), (96, [12.0, 2.5], 2), (8, [0.5], 1)],
+)
+def test_a_container_may_use_fewer_cores_than_the_machine_has(machine, affinity, quotas, usable):
+    machine(affinity, *quotas)
+    assert usable_cores() == usable
+
+
+@pytest.mark.parametrize(
+    ("affinity", "ranks", "slurm", "each"),
+    [
+        (96, 8, {}, 12),
+        (2, 8, {}, 1),
+        (96, 8, {"CPUS_PER_TASK": "64", "TASKS_PER_NODE": "1(x4)"}, 8),  # one torchrun a node
+        (96, 8, {"CPUS_PER_TASK": "12", "TASKS_PER_NODE": "8(x4)"}, 12),  # a task is a rank, seen unbound
+        (12, 8, {"CPUS_PER_TASK": "12", "TASKS_PER_NODE": "8(x4)"}, 12),  # and bound to its cores
+        (96, 8, {"CPUS_PER_TASK": "6", "TASKS_PER_NODE": "1", "STEP_TASKS_PER_NODE": "8(x3),4"}, 6),
+        (96, 4, {"CPUS_PER_TASK": "64", "TASKS_PER_NODE": "2(x2)"}, 32),
+        (16, 1, {"CPUS_PER_TASK": "32"}, 16),
+        (16, 4, {"CPUS_PER_TASK": "2", "TASKS_PER_NODE": "1"}, 1),
+    ],
+)
+def test_ranks_share_a_node_or_a_slurm_task(machine, affinity, ranks, slurm, each):
+    machine(affinity)
+    assert cores_per_rank(ranks, {f"SLURM_{name}": value for name, value in slurm.items()}) == each
+
+
+def test_quotas_of_the_cgroups_around_a_process_count_in_both_versions(tmp_path):
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+    files = {
+        proc / "self/cgroup": "3:cpu,cpuacct:/job/step\n2:memory:/elsewhere\n0::/slice/pod\n",
+        cgroups / "slice/pod/cpu.max": "max 100000\n",
+        cgroups / "slice/cpu.max": "250000 100000\n",
+        cgroups / "cpu,cpuacct/job/step/cpu.cfs_quota_us": "-1\n",
+        cgroups / "cpu,cpuacct/cpu.cfs_quota_us": "600000\n",
+        cgroups / "cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+        cgroups / "memory/elsewhere/cpu.max": "1 100000\n",
+    }
+    for path, text in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert sorted(cgroup_quotas(proc, cgroups)) == [2.5, 6.0]
+    assert list(cgroup_quotas(tmp_path / "none", cgroups)) == []

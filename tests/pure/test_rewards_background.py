@@ -1,0 +1,250 @@
+"""Grading begins when a response ends: what overlaps, what is waited for, and what goes wrong meanwhile."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_eqlen.evaluation.evaluate import evaluate
+from megatron_eqlen.recipe import RewardRecipe
+from megatron_eqlen.recipe_load import parse
+from megatron_eqlen.rewards.grader import BackgroundGrader
+from megatron_eqlen.rewards.scoring import Scorer, make_grader
+from megatron_eqlen.rollout.harvest import harvest
+from megatron_eqlen.types import Delta, Grade, Group, Prompt, Segment
+from tests.kit import slow_graders
+from tests.kit.processes import are_gone, descendants, within
+
+END = 0
+OBEDIENT = "tests.kit.slow_graders:Obedient"
+
+
+class Letters:
+    """A tokenizer whose token ids are code points."""
+
+    def decode(self, token_ids):
+        return "".join(chr(token) for token in token_ids if token != END)
+
+
+class OneByOne:
+    """An engine that ends the requests one after the other, each when ``may_end(number)`` is true."""
+
+    max_model_len, max_num_seqs, policy_version = 200, 64, 0
+
+    def __init__(self, texts, may_end) -> None:
+        self.texts, self.may_end = texts, may_end
+        self.requests: list[str] = []
+        self.ended = 0
+
+    def submit(self, request_id, token_ids, max_tokens, seed):
+        self.requests.append(request_id)
+
+    def step(self):
+        if not within(30, lambda: self.may_end(self.ended)):
+            raise AssertionError(f"nothing that completion {self.ended} may wait for happened")
+        tokens = tokens_of(self.texts[self.ended])
+        self.ended += 1
+        return [Delta(self.requests[self.ended - 1], tokens, [0.0] * len(tokens), "stop")]
+
+    def abort(self, request_ids): ...
+
+    def metrics(self):
+        return {}
+
+
+def tokens_of(text: str) -> list[int]:
+    return [*map(ord, text), END]
+
+
+def ending(text: str) -> Segment:
+    return Segment(tokens_of(text), [0.0] * len(tokens_of(text)), "stop")
+
+
+def prompt(grader: str = OBEDIENT, name: str = "q#7") -> Prompt:
+    return Prompt(name, [1], "?", grader, "right", "sums")
+
+
+def group(*texts: str, grader: str = OBEDIENT) -> Group:
+    return Group(prompt(grader), 0, [ending(text) for text in texts])
+
+
+def verdicts(one: Group) -> list[tuple[str, float] | None]:
+    return [seg.grade and (seg.grade.verdict, seg.grade.reward) for seg in one.completions]
+
+
+@pytest.fixture
+def begun(tmp_path, monkeypatch):
+    """The items that graders have begun."""
+    monkeypatch.setattr(slow_graders, "LOG", str(tmp_path / "log"))
+    (tmp_path / "log").touch()
+    return lambda: [line.split()[0] for line in (tmp_path / "log").read_text().splitlines()]
+
+
+@pytest.fixture
+def scorer(begun):
+    scorer = Scorer(RewardRecipe(workers=1), Letters())
+    yield scorer
+    scorer.close()
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    (tmp_path / "test.parquet").write_bytes(b"")
+    keys = {
+        "name": "t", "steps": 1, "group_size": 3, "sampling": "independent", "model": {"path": "none"},
+        "data": {"sources": [{"name": "s", "path": "none"}], "max_prompt_length": 8},
+        "rollout": {"max_response_length": 100}, "packing": {"max_tokens_per_row": 128},
+        "evaluation": {"samples": 3, "benchmarks": [{"name": "sums", "path": f"{tmp_path}/test.parquet"}]},
+    }  # fmt: skip
+    return parse(keys, "test")
+
+
+def test_a_response_is_graded_while_others_are_generated(scorer, begun, recipe, tmp_path):
+    """The second ends only after the grading of the first began, the third after that of the second; the
+    grading of the third ends only after the harvest."""
+    gate, after = tmp_path / "gate", tmp_path / "after"
+    texts = ["wrong", f"right: wait {gate}", f"last: wait {after}"]
+
+    def may_end(number: int) -> bool:
+        if number == 2:
+            gate.touch()
+        return begun() == ["wrong", "right"][:number]
+
+    rollouts, _ = harvest(OneByOne(texts, may_end), [prompt()], recipe, {END}, 0, on_part=scorer.begin_part)
+    after.touch()
+    metrics = scorer.score(rollouts, seconds=60.0)
+    assert verdicts(rollouts[0]) == [("done", 0.0), ("done", 1.0), ("done", 0.0)]
+    assert begun() == ["wrong", "right", "last"]
+    assert metrics["reward/calls"] == metrics["reward/ended"] == 3
+    assert metrics["reward/cut_off"] == 0
+    assert metrics["reward/hidden_seconds"] >= rollouts[0].completions[0].grade.seconds > 0
+
+
+def test_an_evaluation_grades_while_it_generates(scorer, begun, recipe):
+    engine = OneByOne(["a", "right", "b"], lambda number: begun() == ["a", "right"][:number])
+    result = evaluate(engine, recipe.evaluation.benchmarks[0], [prompt()], scorer, recipe, {END})
+    assert result.answers[0].rewards == [0.0, 1.0, 0.0]
+
+
+def test_a_rank_grades_only_what_it_was_given(scorer, begun, recipe):
+    scorer.begin_ended([group("begun before")])
+    one = group("right")
+    assert scorer.score([one])["reward/calls"] == 1
+    assert verdicts(one) == [("done", 1.0)]
+
+
+def test_what_has_no_verdict_in_time_is_a_timeout_and_said_once(scorer, begun, caplog):
+    quick, stuck = group("right", "other"), group("right: loop", "behind", "right: loop")
+    scorer.begin_ended([quick])
+    assert within(30, lambda: len(begun()) == 2)
+    metrics = scorer.score([quick, stuck], seconds=0.3)
+    assert verdicts(quick) == [("done", 1.0), ("done", 0.0)]
+    assert verdicts(stuck) == [("timeout", 0.0)] * 3
+    assert metrics["reward/cut_off"] == 2, "equal responses are one"
+    assert metrics["reward/verdict/timeout"] == 3 / 5
+    assert stuck.completions[0].grade == Grade(
+        0.0, "timeout", None, "obedient-1", detail="no verdict 0.3 s after the harvest"
+    )
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "2 of 4 responses have no verdict 0.3 s after the harvest (reward.step_timeout)" in caplog.text
+    after = group("right")
+    assert scorer.score([after])["reward/cut_off"] == 0
+    assert verdicts(after) == [("done", 1.0)], "the stuck program was killed"
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [("x: die", RuntimeError, "no verdict: the worker died"), ("x: refuse", ValueError, "x is refused")],
+)
+def test_what_goes_wrong_in_the_background_is_raised_once_with_the_prompts_id(scorer, text, error, message):
+    scorer.begin_ended([group("right", text)])
+    for _ in "12":
+        with pytest.raises(error, match=message) as raised:
+            scorer.score([group("right", text)])
+        assert raised.value.__notes__ == ["while an answer to prompt q#7 was graded"]
+    assert scorer.score([group("right")])["reward/mean"] == 1.0, "nothing is left of it"
+
+
+def test_equal_responses_are_begun_once_and_recorded_grades_are_kept(scorer, begun):
+    kept, one, other = Grade(0.25, "kept"), group("right", "x"), group("right", "x")
+    one.completions[1].grade = kept
+    scorer.begin_ended([one, other])
+    scorer.begin_ended([other])
+    assert scorer.score([one, other])["reward/calls"] == 2
+    assert sorted(begun()) == ["right", "x"]
+    assert one.completions[1].grade is kept
+    assert verdicts(other) == [("done", 1.0), ("done", 0.0)]
+
+
+def test_closing_while_responses_are_graded_leaves_no_process(begun):
+    before = descendants(os.getpid())
+    scorer = Scorer(RewardRecipe(workers=2), Letters())
+    scorer.begin_ended([group("a: loop", "b: loop", "c: loop")])
+    assert within(30, lambda: len(begun()) == 2)
+    started = descendants(os.getpid()) - before
+    scorer.close()
+    assert len(started) == 3
+    assert within(20, are_gone(started))
+
+
+CALLS: list[str] = []
+
+
+class Plain:
+    """A grader that can only grade."""
+
+    def __init__(self, reward: RewardRecipe) -> None:
+        CALLS.append(f"made for {reward.workers} workers")
+
+    def grade(self, texts, golds):
+        CALLS.append(",".join(texts))
+        return [Grade(1.0, "scored") for _ in texts]
+
+    def close(self): ...
+
+
+def rubric(question: str, response: str, gold: str) -> float:
+    CALLS.append(response)
+    return 2.0 if response == "too good" else 1.0
+
+
+def test_code_of_this_process_is_called_when_the_harvest_is_over(begun):
+    CALLS.clear()
+    scorer = Scorer(RewardRecipe(workers=3, rubric=f"{__name__}:rubric"), Letters())
+    rollouts = [group("a", "b", grader=f"{__name__}:Plain"), group("c", grader="rubric")]
+    scorer.begin_ended(rollouts)
+    assert CALLS == ["made for 3 workers"]
+    assert scorer.score(rollouts)["reward/calls"] == 3
+    assert CALLS == ["made for 3 workers", "a,b", "c"]
+    with pytest.raises(ValueError, match=r"expected a reward in \[0, 1\], got 2") as raised:
+        scorer.score([group("too good", grader="rubric")])
+    assert "q#7" in raised.value.__notes__[0]
+    scorer.close()
+
+
+def test_which_graders_work_in_the_background():
+    reward = RewardRecipe(workers=1)
+    assert isinstance(make_grader("math", reward), BackgroundGrader)
+    assert isinstance(make_grader("code", reward), BackgroundGrader)
+    assert not isinstance(make_grader(f"{__name__}:Plain", reward), BackgroundGrader)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    texts=st.lists(st.sampled_from([r"\boxed{5}", r"\boxed{6}", "x</think>", "5", r"\boxed{5}</think>"])),
+    early=st.lists(st.booleans(), min_size=5),
+)
+def test_grades_do_not_depend_on_when_grading_began(texts, early):
+    at_once, in_parts = (
+        [Group(Prompt(f"q{n}", [1], "?", "math", "5"), 0, [ending(text)]) for n, text in enumerate(texts)]
+        for _ in "12"
+    )
+    scorer = Scorer(RewardRecipe(math_rule="exact", workers=1), Letters())
+    scorer.score(at_once)
+    scorer.begin_ended([one for one, now in zip(in_parts, early * len(texts), strict=False) if now])
+    scorer.score(in_parts)
+    scorer.close()
+    assert in_parts == at_once

@@ -1,0 +1,128 @@
+"""The pool of grader processes: what is asked first, what one item may do to the others, and how it ends."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import CancelledError
+from pathlib import Path
+
+import pytest
+
+from megatron_eqlen.rewards.workers import PoolEndedError, WorkerPool
+from tests.kit.processes import are_gone, within
+
+HANDLERS = "tests.kit.handlers"
+
+
+@pytest.fixture
+def begun(tmp_path):
+    return tmp_path / "begun"
+
+
+@pytest.fixture
+def make_pool(begun):
+    pools = []
+
+    def make(workers: int = 1, batch: int = 1) -> WorkerPool:
+        pools.append(WorkerPool(HANDLERS, workers, {"log": str(begun)}, batch))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+def names(begun: Path) -> list[str]:
+    """Of the items that began, in order."""
+    return [line.split()[0] for line in begun.read_text().splitlines()]
+
+
+def workers(begun: Path) -> list[int]:
+    return [int(line.split()[1]) for line in begun.read_text().splitlines()]
+
+
+def test_the_longest_limit_begins_first_and_equal_ones_as_they_came(make_pool, begun, tmp_path):
+    pool, gate = make_pool(), tmp_path / "gate"
+    first = pool.submit({"name": "gate", "do": f"wait {gate}"}, 60.0)
+    limits = {"a": 1.0, "b": 5.0, "c": 3.0, "d": 5.0}
+    answers = [pool.submit({"name": name}, limit) for name, limit in limits.items()]
+    gate.touch()
+    assert first.result()["name"] == "gate"
+    assert [answer.result()["name"] for answer in answers] == ["a", "b", "c", "d"]
+    assert names(begun) == ["gate", "b", "d", "c", "a"]
+
+
+def test_an_endless_loop_holds_up_one_worker_only(make_pool, begun):
+    pool = make_pool(workers=2)
+    loop = pool.submit({"name": "loop", "do": "loop"}, 60.0)
+    others = [pool.submit({"name": f"{n}"}, 1.0) for n in range(20)]
+    assert [other.result()["name"] for other in others] == [f"{n}" for n in range(20)]
+    assert not loop.done()
+
+
+@pytest.mark.parametrize("batch", [1, 64])
+def test_an_item_that_times_out_fails_or_kills_its_worker_costs_the_others_nothing(make_pool, batch):
+    pool = make_pool(batch=batch)
+    items = [{"name": f"{n}", "do": {3: "loop", 5: "raise", 8: "die"}.get(n, "")} for n in range(40)]
+    answers = pool.map(items, 0.2)
+    assert answers[3].keys() == {"timeout", "seconds"}
+    assert answers[5]["failure"] == "ValueError: 5"
+    assert answers[8]["failure"] == "the worker died"
+    assert all(answers[n]["name"] == f"{n}" for n in range(40) if n not in (3, 5, 8))
+
+
+def test_an_item_whose_worker_dies_is_asked_again_as_often_as_it_may(make_pool, tmp_path):
+    pool = make_pool()
+    items = {"once": f"die-once {tmp_path / 'died'}", "always": "die", "slow": "loop"}
+    once, always, slow = (
+        pool.submit({"name": name, "do": do}, 0.2, attempts=2) for name, do in items.items()
+    )
+    assert once.result()["name"] == "once"
+    assert always.result()["failure"] == "the worker died"
+    assert slow.result()["timeout"]
+
+
+def test_what_is_cut_is_cancelled_and_its_worker_killed_and_the_next_item_is_answered(make_pool, begun):
+    pool = make_pool()
+    running, waiting = (pool.submit({"name": name, "do": "loop"}, 600.0) for name in ("running", "waiting"))
+    after = pool.submit({"name": "before"}, 1.0)
+    pool.cut()
+    for answer in (running, waiting, after):
+        with pytest.raises(CancelledError):
+            answer.result()
+    assert pool.submit({"name": "next"}, 5.0).result()["name"] == "next"
+    assert "waiting" not in names(begun)
+    assert within(20, are_gone(workers(begun)[:-1]))
+
+
+def test_a_pool_that_is_closed_while_items_are_under_way_leaves_no_process_and_no_thread(begun):
+    pool = WorkerPool(HANDLERS, 2, {"log": str(begun)})
+    answers = [pool.submit({"name": f"{n}", "do": "loop"}, 600.0) for n in range(4)]
+    assert within(30, lambda: begun.exists() and len(workers(begun)) == 2)
+    pool.close()
+    for answer in answers:
+        with pytest.raises(PoolEndedError, match="the pool was closed"):
+            answer.result()
+    assert are_gone([*workers(begun), pool._host.pid])()
+    assert HANDLERS not in {thread.name for thread in threading.enumerate()}
+    with pytest.raises(PoolEndedError, match="the pool was closed"):
+        pool.submit({"name": "late"}, 1.0)
+
+
+def test_a_pool_can_be_closed_before_its_host_has_started():
+    pool = WorkerPool(HANDLERS, 1)
+    answer = pool.submit({"name": "early"}, 1.0)
+    pool.close()
+    with pytest.raises(PoolEndedError):
+        answer.result()
+
+
+def test_a_host_that_cannot_start_is_the_error_of_every_item():
+    pool = WorkerPool("tests.kit.no_such_module", 1)
+    answers = [pool.submit({"name": f"{n}"}, 1.0) for n in range(3)]
+    for answer in answers:
+        with pytest.raises(RuntimeError, match="the grader host ended with status 1"):
+            answer.result()
+    with pytest.raises(PoolEndedError, match="the grader host ended with status 1"):
+        pool.submit({"name": "late"}, 1.0)
+    pool.close()
