@@ -8,6 +8,8 @@ measured beside the wall clock, so that the numbers mean something on a busy mac
 Agreement: tests/tables/math_answers.jsonl holds answers with a person's verdict. The table counts how often
 our verdict agrees with it, and that of plain math-verify, used on the whole response as its documentation
 shows.
+
+Grading beside generation, and what decoding costs: see grade_hidden.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from megatron_eqlen.rewards.code import CodeGrader
 from megatron_eqlen.rewards.code_tests import CodeTests
 from megatron_eqlen.rewards.math import MathGrader, MathRule
 from megatron_eqlen.types import Grade
+from tools.benchmarks import grade_hidden
 from tools.benchmarks.table import show
 
 ANSWER_TABLE = Path(__file__).resolve().parents[2] / "tests" / "tables" / "math_answers.jsonl"
@@ -38,6 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--answers", type=int, default=4096)
     parser.add_argument("--programs", type=int, default=256)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--responses", type=int, default=512, help="of the simulated harvest")
+    parser.add_argument("--seconds", type=float, default=20.0, help="that it takes")
     parser.add_argument("--table", type=Path, default=ANSWER_TABLE, help="answers with a person's verdict")
     parser.add_argument("--differences", action="store_true", help="print each answer judged differently")
     parser.add_argument("--json", type=Path)
@@ -52,6 +57,7 @@ def run(args: argparse.Namespace) -> None:
         measure_code(args),
     ]
     show(results, f"graders, {args.workers} workers", args.json)
+    grade_hidden.run(args)
 
 
 @dataclass(frozen=True)
