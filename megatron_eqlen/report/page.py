@@ -50,7 +50,7 @@ from megatron_eqlen.report.format import (
 )
 from megatron_eqlen.report.metrics import Records, read_metrics
 from megatron_eqlen.report.rollouts import Decode, RolloutView, Training, view
-from megatron_eqlen.rollout.recorder import FILES, fill_token_ids, read_skeletons, step_files
+from megatron_eqlen.rollout.recorder import fill_token_ids, read_skeletons, step_files
 from megatron_eqlen.tokenizer import load_tokenizer
 from megatron_eqlen.types import Rollout
 
@@ -274,8 +274,9 @@ def find_decoder(model: Path) -> tuple[Decode, str]:
 
 def read_steps(folder: Path, recipe: Recipe, decode: Decode) -> list[StepView]:
     """A few rollouts of the first and of the last recorded step."""
-    steps = sorted({file.parent for file in folder.glob(f"step-[0-9]*/{FILES}")})
-    return [_read_step(step, recipe, decode) for step in dict.fromkeys([*steps[:1], *steps[-1:]])]
+    steps = sorted(folder.glob("step-[0-9]*"))
+    ends = [next(filter(step_files, order), None) for order in (steps, reversed(steps))]
+    return [_read_step(step, recipe, decode) for step in dict.fromkeys(ends) if step is not None]
 
 
 def _read_step(folder: Path, recipe: Recipe, decode: Decode) -> StepView:

@@ -77,15 +77,16 @@ def recorded_steps(streams: Path) -> Iterator[tuple[str, list[Path]]]:
     if streams.is_file():
         yield streams.name, [streams]
         return
-    files = [*streams.glob(FILES), *streams.glob(f"step-*/{FILES}")]
-    folders = sorted({file.parent for file in files})
-    if not folders:
+    folders = [streams] if any(streams.glob(FILES)) else sorted(streams.glob("step-*"))
+    steps = ((folder.name, files) for folder in folders if (files := step_files(folder)))
+    first = next(steps, None)
+    if first is None:
         found = "neither" if streams.is_dir() else "no such file or folder"
         raise ValueError(
             f"{streams}: expected a .arrow file, or a folder with {FILES} or step-*/{FILES}, found {found}"
         )
-    for folder in folders:
-        yield folder.name, step_files(folder)
+    yield first
+    yield from steps
 
 
 def recipe_of(streams: Path) -> Recipe | None:
