@@ -6,9 +6,12 @@ disk, said in one line.
 
 from __future__ import annotations
 
+import os
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks: everything here is done on the CPU
+
 import argparse
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path

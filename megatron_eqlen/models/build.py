@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
+from torch.overrides import TorchFunctionMode
 
 from megatron_eqlen.hf.config import ModelConfig, read_config
 from megatron_eqlen.models.config import gpt_arguments, transformer_config
@@ -28,13 +31,43 @@ def build_model(
 
     ``model``: a Hugging Face folder, a config.json, or a ``ModelConfig``. ``overrides``: TransformerConfig
     fields. Megatron's groups must have been started with the same ``parallel``. Chunks keep the model's
-    configuration as ``chunk.model_config``; under ``torch.device("meta")`` they take no memory.
+    configuration as ``chunk.model_config``.
     """
     if not isinstance(model, ModelConfig):
         model = read_config(model)
     config = transformer_config(model, parallel, dtype, **overrides)
     stages = range(parallel.virtual_pipeline) if parallel.virtual_pipeline else [None]
     return [_chunk(model, config, stage) for stage in stages]
+
+
+def build_meta_model(model: ModelConfig) -> PolicyModel:
+    """The whole model in plain torch modules on the meta device: names and shapes.
+
+    Megatron's groups must have been started without any parallelism.
+    """
+    plain = {"transformer_impl": "local", "moe_grouped_gemm": False, "use_cpu_initialization": True}
+    with meta_device():
+        (chunk,) = build_model(model, ParallelRecipe(), torch.float32, **plain)
+    return chunk
+
+
+@contextlib.contextmanager
+def meta_device() -> Iterator[None]:
+    """Models built inside take no memory on any device."""
+    with torch.device("meta"), _NamedDevicesAreMeta():
+        yield
+
+
+class _NamedDevicesAreMeta(TorchFunctionMode):
+    """``torch.device("meta")`` is a default, and Megatron names the current GPU in places."""
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") is not None:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
 
 
 def _chunk(model: ModelConfig, config: Any, vp_stage: int | None) -> PolicyModel:
@@ -50,7 +83,7 @@ def _chunk(model: ModelConfig, config: Any, vp_stage: int | None) -> PolicyModel
     chunk.model_config = model
     _mark_tensor_parallel_parameters(chunk)
     _mark_expert_parameters(chunk)
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and not next(chunk.parameters()).is_meta:
         chunk.cuda()
     return chunk
 

@@ -37,6 +37,14 @@ from megatron_eqlen.models.norms import RMSNorm
 from megatron_eqlen.models.pooled_router import PooledRouter
 from megatron_eqlen.models.tree_attention import TreeAttention
 
+FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "self_attention.in_proj.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+"""How the names of a layer's norms begin: fused into the linear layer after them -> on their own. Checkpoints
+have the fused names whatever the modules are; weight maps have the others."""
+
 
 class TorchModules(LocalSpecProvider):
     """Plain torch modules that work on every device, with sequence-parallel and zero-centred norms."""
@@ -76,8 +84,17 @@ def _layer(config: TransformerConfig, modules: BackendSpecProvider, number: int)
         pre_mlp_layernorm=IdentityOp if fused and not sparse else norm,
         mlp=_experts(config, modules) if sparse else get_mlp_module_spec_for_backend(backend=modules),
         mlp_bda=bias_dropout_add,
+        sharded_state_dict_keys_map={} if fused else _checkpoint_names(bool(linear), bool(sparse)),
     )
     return ModuleSpec(module=TransformerLayer, submodules=submodules)
+
+
+def _checkpoint_names(linear: bool, sparse: bool) -> dict[str, str]:
+    """For a layer whose norms are modules of their own."""
+    fused = [f"self_attention.{'in_proj' if linear else 'linear_qkv'}.layer_norm_"]
+    if not sparse:  # the router is not fused with the norm before it
+        fused.append("mlp.linear_fc1.layer_norm_")
+    return {FUSED_NORMS[name]: name for name in fused}
 
 
 def _after_norm(modules: BackendSpecProvider) -> type:

@@ -22,7 +22,12 @@ from typing import Any, BinaryIO, cast
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, maybe_load_config, save_config
-from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.dict_utils import (
+    dict_list_map_inplace,
+    extract_matching_values,
+    merge,
+    nested_values,
+)
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
@@ -43,9 +48,8 @@ from megatron_eqlen.hf.config import ModelConfig
 from megatron_eqlen.hf.folder import first_few
 from megatron_eqlen.hf.folder_check import WEIGHT_DTYPES
 from megatron_eqlen.models import checkpoint_folder
-from megatron_eqlen.models.build import build_model
+from megatron_eqlen.models.build import build_meta_model
 from megatron_eqlen.models.weights import local_parameters
-from megatron_eqlen.recipe import ParallelRecipe
 
 logger = logging.getLogger(__name__)
 
@@ -93,8 +97,7 @@ class CheckpointLayout:
 def checkpoint_layout(model: ModelConfig) -> CheckpointLayout:
     """The layout of ``model``'s checkpoint, from Megatron. Its groups must be started, without any
     parallelism."""
-    with torch.device("meta"):
-        (chunk,) = build_model(model, ParallelRecipe(), torch.float32)
+    chunk = build_meta_model(model)
     parameters = local_parameters([chunk])
     names = {_storage(parameter): name for name, parameter in parameters.items()}
     state = chunk.sharded_state_dict(metadata=checkpoint_metadata())
@@ -111,10 +114,21 @@ def checkpoint_layout(model: ModelConfig) -> CheckpointLayout:
 
 
 def load_sharded(state: dict[str, Any], path: Path) -> dict[str, Any]:
-    """``state``, a sharded state dict, filled from the checkpoint ``path`` by Megatron. Collective."""
-    loaded = dist_checkpointing.load(state, str(path))
+    """``state``, a sharded state dict, filled from the checkpoint ``path`` by Megatron. Collective.
+
+    Modules' extra states are None: Transformer Engine keeps those of fp8 there, which is not used here, and
+    saves them for modules that have none elsewhere.
+    """
+    extra, kept = extract_matching_values(state, _is_extra_state)
+    dict_list_map_inplace(lambda _: None, extra)
+    loaded = dist_checkpointing.load(kept, str(path))
     assert isinstance(loaded, dict)  # a tuple where one asks for the keys that do not match
+    merge(loaded, extra)
     return loaded
+
+
+def _is_extra_state(item: object) -> bool:
+    return isinstance(item, ShardedObject) and item.key.endswith("_extra_state")
 
 
 def checkpoint_metadata() -> dict[str, Any]:

@@ -31,17 +31,11 @@ from megatron_eqlen.hf.folder_check import check_folder, with_tied_head
 from megatron_eqlen.hf.weight_map import Weight
 from megatron_eqlen.models import groups
 from megatron_eqlen.models.gpt import PolicyModel
+from megatron_eqlen.models.layer_specs import FUSED_NORMS
 
 SENT_AT_ONCE = 256 * 2**20
 """Bytes of consecutive weights that a rank sends in one message; a larger weight goes alone. (One by one, the
 experts of an 80B model are 147,000 broadcasts of 2 MB.)"""
-
-FUSED_NORMS = {
-    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-    "self_attention.in_proj.layer_norm_weight": "input_layernorm.weight",
-    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
-}
-"""Transformer Engine's names of norms inside a layer -> the names in the weight maps."""
 
 
 @torch.no_grad()
@@ -119,7 +113,10 @@ def _global_name(chunk: PolicyModel, name: str) -> str:
     if in_layer is None:
         return name
     layer = int(in_layer[1]) + get_transformer_layer_offset(chunk.config, vp_stage=chunk.vp_stage)
-    rest = FUSED_NORMS.get(in_layer[2], in_layer[2])
+    rest = in_layer[2]
+    for fused, alone in FUSED_NORMS.items():
+        if rest.startswith(fused):
+            rest = alone + rest.removeprefix(fused)
     rest = re.sub(r"experts\.(linear_fc[12])\.weight(\d+)", r"experts.local_experts.\2.\1.weight", rest)
     expert = re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(.*)", rest)
     if expert:

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_eqlen import cli, layout
 from megatron_eqlen.hf.config import ModelConfig, parse_config
 from megatron_eqlen.hf.families import weight_map
-from megatron_eqlen.models.build import build_model
+from megatron_eqlen.models.build import build_model, meta_device
 from megatron_eqlen.models.weights import local_parameters
 from megatron_eqlen.plan.parameters import held
 from megatron_eqlen.recipe import ParallelRecipe, RolloutRecipe
@@ -92,7 +92,7 @@ def megatron_builds(parallel: ParallelRecipe, processes: int, rank: int, model: 
                 create_gloo_process_groups=False,
             )
             tensor_parallel.model_parallel_cuda_manual_seed(1)
-            with torch.device("meta"):
+            with meta_device():
                 chunks = build_model(model, parallel, torch.float32)
             if not sizes_match(chunks, parallel, model):
                 return False

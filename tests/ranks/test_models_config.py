@@ -29,11 +29,11 @@ def saved(tmp_path, family: str, **changes) -> dict:
 
 
 def count_on_meta(name: str) -> int:
-    from megatron_eqlen.models.build import build_model
+    from megatron_eqlen.models.build import build_model, meta_device
     from megatron_eqlen.training.distributed import start
 
     start(ParallelRecipe(), seed=1)
-    with torch.device("meta"):
+    with meta_device():
         chunks = build_model(SHIPPED / f"{name}.json", ParallelRecipe(), torch.bfloat16)
     return sum(parameter.numel() for parameter in chunks[0].parameters())
 

@@ -1,6 +1,9 @@
 """Conversion both ways on a model of a few GB made on the spot: speed against raw read and write of the same
 bytes, and peak memory against the two largest tensors.
 
+``qwen3_next_80b`` has as many tensors as the 80B, each a 32nd of its length and width: what conversion needs
+there beside the two largest tensors, which are 622 MB each in the real one.
+
 Raw is a plain copy of the same files in 16 MiB blocks. All writes end with fsync. Memory is the process's
 peak resident set minus what it held before, so pages of mapped files count as well.
 """
@@ -21,6 +24,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from megatron_eqlen import hf
 from megatron_eqlen.hf.config import parse_config
 from megatron_eqlen.hf.families import weight_map
 from megatron_eqlen.hf.folder import INDEX, HFFolder
@@ -62,12 +66,22 @@ SPARSE = DENSE | {
     "shared_expert_intermediate_size": 512,
     "norm_topk_prob": True,
 }
+THIN_80B = {
+    "vocab_size": 4748,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "head_dim": 8,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4,
+}
+SHIPPED_80B = Path(hf.__file__).parent / "configs" / "qwen3-next-80b-a3b-thinking.json"
+FAMILIES = ["qwen3", "qwen3_next", "qwen3_next_80b"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--families", nargs="+", choices=["qwen3", "qwen3_next"], default=["qwen3", "qwen3_next"]
-    )
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
     parser.add_argument("--gigabytes", type=float, default=3.0, help="size of the model, in bfloat16")
     parser.add_argument("--folder", type=Path, help="where to work; needs five times the size")
     parser.add_argument("--json", type=Path)
@@ -101,6 +115,7 @@ def measure(folder: Path, family: str, gigabytes: float) -> list[dict[str, Any]]
             {
                 "family": family,
                 "direction": direction,
+                "tensors": len(HFFolder(source).entries),
                 "GB": size / 1e9,
                 "GB/s": size / 1e9 / seconds,
                 "raw GB/s": size / 1e9 / raw,
@@ -116,21 +131,30 @@ def measure(folder: Path, family: str, gigabytes: float) -> list[dict[str, Any]]
 def make_model(folder: Path, family: str, gigabytes: float) -> None:
     """A Hugging Face folder with random bits, at least ``gigabytes``, in shards of about 1 GB."""
     folder.mkdir()
+    raw = model_config(family, gigabytes)
+    (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    shard: dict[str, torch.Tensor] = {}
+    weight_files: dict[str, str] = {}
+    nbytes = 0
+    for weight in weight_map(parse_config(raw, "benchmark")):
+        for name, shape in zip(weight.hf, weight.shapes, strict=True):
+            shard[name] = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16).view(torch.bfloat16)
+            nbytes += shard[name].nbytes
+        if nbytes > SHARD:
+            save_shard(folder, shard, weight_files)
+            nbytes = 0
+    save_shard(folder, shard, weight_files)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_files}), encoding="utf-8")
+
+
+def model_config(family: str, gigabytes: float) -> dict[str, Any]:
+    if family == "qwen3_next_80b":
+        return json.loads(SHIPPED_80B.read_text(encoding="utf-8")) | THIN_80B
     raw = DENSE if family == "qwen3" else SPARSE
     layers = 4
     while model_bytes(raw | {"num_hidden_layers": layers}) < gigabytes * 1e9:
         layers += 4
-    raw = raw | {"num_hidden_layers": layers}
-    (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
-    shard: dict[str, torch.Tensor] = {}
-    weight_files: dict[str, str] = {}
-    for weight in weight_map(parse_config(raw, "benchmark")):
-        for name, shape in zip(weight.hf, weight.shapes, strict=True):
-            shard[name] = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16).view(torch.bfloat16)
-        if sum(tensor.nbytes for tensor in shard.values()) > SHARD:
-            save_shard(folder, shard, weight_files)
-    save_shard(folder, shard, weight_files)
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_files}), encoding="utf-8")
+    return raw | {"num_hidden_layers": layers}
 
 
 def save_shard(folder: Path, shard: dict[str, torch.Tensor], weight_files: dict[str, str]) -> None:

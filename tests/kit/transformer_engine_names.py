@@ -1,0 +1,125 @@
+"""A stand-in for Transformer Engine that knows what its modules call their parameters, and nothing else.
+
+Megatron-Core's own classes around it decide how a checkpoint names and cuts these parameters. The names are
+those of Transformer Engine 2.20 (``pytorch/module/{linear,layernorm_linear,grouped_linear}.py``,
+``pytorch/ops/op.py`` for norms); where it is installed, a test compares them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+import types
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from typing import Any, ClassVar
+
+import torch
+
+RELOADED = (
+    "megatron.core.extensions.transformer_engine",
+    "megatron.core.extensions.transformer_engine_spec_provider",
+    "megatron.core.transformer.moe.experts",
+)
+
+
+class _Module(torch.nn.Module):
+    """Every module has an extra state, which is empty without fp8."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: torch.Tensor | None) -> None:
+        assert state is None or state.numel() == 0
+
+    def add(self, name: str, *shape: int) -> None:
+        self.register_parameter(name, torch.nn.Parameter(torch.zeros(*shape)))
+
+
+def _local(kwargs: dict[str, Any]) -> tuple[int, int]:
+    """[out, in] of this tensor-parallel rank."""
+    rows, columns = kwargs["out_features"], kwargs["in_features"]
+    parts = kwargs["tp_size"]
+    if kwargs["parallel_mode"] == "column":
+        rows //= parts
+    if kwargs["parallel_mode"] == "row":
+        columns //= parts
+    return rows, columns
+
+
+class Linear(_Module):
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__()
+        self.parallel_mode, self.use_bias = kwargs["parallel_mode"], kwargs["bias"]
+        self.add("weight", *_local(kwargs))
+
+
+class LayerNormLinear(_Module):
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__()
+        self.use_bias = kwargs["bias"]
+        self.add("layer_norm_weight", kwargs["in_features"])
+        self.add("weight", *_local(kwargs))
+
+
+class GroupedLinear(_Module):
+    fp8, fp8_calibration = False, False
+    fp8_meta: ClassVar[dict[str, bool]] = {"fp8_checkpoint": False}
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__()
+        self.num_gemms, self.use_bias = kwargs["num_gemms"], kwargs["bias"]
+        for number in range(self.num_gemms):
+            self.add(f"weight{number}", *_local(kwargs))
+
+    def init_fp8_metadata(self, num_gemms: int) -> None:
+        pass
+
+
+class RMSNorm(_Module):
+    def __init__(self, hidden_size: int, **kwargs: Any) -> None:
+        super().__init__()
+        self.add("weight", hidden_size)
+
+
+class _Package(types.ModuleType):
+    """Has every name: classes are empty modules, all else is a package again."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        found = _Package(f"{self.__name__}.{name}") if name[0].islower() else type(name, (_Module,), {})
+        setattr(self, name, found)
+        return found
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Imports any module of the package."""
+
+    def __init__(self, package: _Package) -> None:
+        self.package = package
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if fullname.partition(".")[0] != self.package.__name__:
+            return None
+        return ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        return functools.reduce(getattr, spec.name.split(".")[1:], self.package)
+
+    def exec_module(self, module: types.ModuleType) -> None: ...
+
+
+def stand_in() -> None:
+    """From here on Megatron-Core finds Transformer Engine in this process; call in a process of its own."""
+    package = _Package("transformer_engine")
+    package.__version__ = "2.20.2"
+    for module in (Linear, LayerNormLinear, GroupedLinear, RMSNorm):
+        setattr(package.pytorch, module.__name__, module)
+    sys.meta_path.insert(0, _Finder(package))
+    for name in RELOADED:
+        importlib.reload(importlib.import_module(name))

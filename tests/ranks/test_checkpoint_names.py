@@ -1,0 +1,105 @@
+"""Checkpoints have one set of names and shapes, with Transformer Engine's modules and without."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kit.distributed import run_ranks
+from tests.kit.tiny_models import FAMILIES, save_tiny
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "qwen3": {"tensor": 2},
+    "qwen3_moe": {"tensor": 2, "expert": 2},
+    "qwen3_next": {"tensor": 2, "expert": 2},
+}
+
+
+def build(folder: Path, layout: dict[str, Any], engine: bool) -> list:
+    from megatron_eqlen.models import config
+    from megatron_eqlen.models.build import build_model
+    from megatron_eqlen.recipe import ParallelRecipe
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config, "uses_transformer_engine", lambda: engine)
+        return build_model(folder, ParallelRecipe(**layout), torch.float32)
+
+
+def sharded(chunks: list) -> dict[str, Any]:
+    from megatron_eqlen.models.megatron_checkpoint import checkpoint_metadata
+
+    return chunks[0].sharded_state_dict(metadata=checkpoint_metadata())
+
+
+def tensors(chunks: list) -> set[tuple]:
+    """(key, whole shape, this part's shape and offset, replica) of every tensor that is saved."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+    state = sharded(chunks)
+    apply_factories(state)
+    parts = [item for item in nested_values(state) if isinstance(item, ShardedTensor)]
+    return {
+        (part.key, part.global_shape, part.global_offset, part.local_shape, part.replica_id) for part in parts
+    }
+
+
+def both(folder: Path, layout: dict[str, Any], checkpoint: Path) -> None:
+    """On each rank: the same tensors; what one model saved, the other loads."""
+    import torch.distributed as dist
+    from megatron.core import dist_checkpointing
+
+    from megatron_eqlen.models.megatron_checkpoint import load_sharded
+    from megatron_eqlen.models.weights import load_hf, local_parameters
+    from megatron_eqlen.recipe import ParallelRecipe
+    from megatron_eqlen.training.distributed import start
+    from tests.kit.transformer_engine_names import stand_in
+
+    start(ParallelRecipe(**layout), seed=1)
+    plain = build(folder, layout, engine=False)
+    stand_in()
+    fused = build(folder, layout, engine=True)
+    assert any(name.endswith("layer_norm_weight") for name, _ in fused[0].named_parameters())
+    assert tensors(fused) == tensors(plain)
+    load_hf(plain, folder)
+    expected = {name: value.detach().clone() for name, value in local_parameters(plain).items()}
+    for source, target, path in ((plain, fused, checkpoint / "a"), (fused, plain, checkpoint / "b")):
+        if dist.get_rank() == 0:
+            path.mkdir(parents=True)
+        dist.barrier()
+        dist_checkpointing.save(sharded(source), str(path))
+        for parameter in target[0].parameters():
+            parameter.data.zero_()
+        target[0].load_state_dict(load_sharded(sharded(target), path), strict=True)
+        found = local_parameters(target)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformer_engines_modules_and_plain_ones_share_checkpoints(tmp_path, family):
+    save_tiny(tmp_path / "hf", family)
+    run_ranks(2, both, tmp_path / "hf", LAYOUTS[family], tmp_path / "checkpoints")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not (torch.cuda.is_available() and find_spec("transformer_engine")), reason="needs both")
+def test_the_stand_in_has_transformer_engines_names():
+    import transformer_engine.pytorch as real  # pyright: ignore[reportMissingImports]
+
+    from tests.kit import transformer_engine_names as ours
+
+    size: dict[str, Any] = {"in_features": 16, "out_features": 32, "bias": False}
+    one: dict[str, Any] = {"tp_size": 1, "parallel_mode": None}
+    pairs = [
+        (real.Linear(**size), ours.Linear(**size, **one)),
+        (real.LayerNormLinear(**size, normalization="RMSNorm"), ours.LayerNormLinear(**size, **one)),
+        (real.GroupedLinear(num_gemms=2, **size), ours.GroupedLinear(num_gemms=2, **size, **one)),
+        (real.RMSNorm(hidden_size=16), ours.RMSNorm(16)),
+    ]
+    for theirs, mine in pairs:
+        assert theirs.state_dict().keys() == mine.state_dict().keys()
