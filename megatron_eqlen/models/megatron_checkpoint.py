@@ -120,6 +120,7 @@ def load_sharded(state: dict[str, Any], path: Path) -> dict[str, Any]:
     saves them for modules that have none elsewhere.
     """
     extra, kept = extract_matching_values(state, _is_extra_state)
+    assert isinstance(kept, dict)  # as ``state`` is
     dict_list_map_inplace(lambda _: None, extra)
     loaded = dist_checkpointing.load(kept, str(path))
     assert isinstance(loaded, dict)  # a tuple where one asks for the keys that do not match
