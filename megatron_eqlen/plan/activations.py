@@ -21,8 +21,8 @@ CPU_CHUNK = 32
 """``models.gated_delta_net.CHUNK``."""
 FLA_CHUNK = 64
 """Positions of a chunk in fla's kernel, which saves the chunk's triangular matrix."""
-LOSS_PIECE = 1 << 28
-"""Bytes of the logits that ``training.logprobs`` casts to float32 at once (its CHUNK_ELEMENTS)."""
+LOSS_BLOCK = 1 << 27
+"""Bytes of ``training.logprobs.BLOCK_ELEMENTS`` in float32."""
 ROUTING_IMBALANCE = 1.25
 """Tokens at the busiest expert-parallel rank over the mean; an allowance."""
 
@@ -52,8 +52,7 @@ class Activations:
     head: float
     """What the final norm and the language-model head of the last stage keep."""
     loss: float
-    """Last stage: a chunk's logits that are not kept, their gradient and copies in float32, and the gradients
-    of the head's input and weight."""
+    """What the language-model head and the loss of the last stage need beside that."""
     passing: float
     """Gradients, gathered inputs and dispatched tokens of one layer; an estimate."""
 
@@ -175,13 +174,14 @@ class Row:
         return self._norm(self.shard, hidden) + self.tokens * hidden * self.b + logits
 
     def loss(self, chunk: int) -> float:
-        """Beside what ``head`` keeps: a chunk's logits and their gradient, four pieces of them in float32
-        (training/logprobs.py), and the gradients of the head's input and weight."""
+        """Beside what ``head`` keeps. Forward: a chunk's logits and two blocks of them in float32. Backward:
+        the gradient of the logits, with a block, then with the gradients of the head's weight and input."""
+        hidden = self.model.hidden_size
         logits = self._logits(min(self.tokens, chunk))
-        weight = self._logits(self.model.hidden_size)
+        block = min(LOSS_BLOCK, logits * WIDE / self.b)
+        gradients = self._logits(hidden) + self.tokens * hidden * self.b
         recomputed = logits if self.tokens > chunk else 0.0
-        passing = recomputed + logits + 4 * LOSS_PIECE
-        return passing + weight + self.tokens * self.model.hidden_size * self.b
+        return recomputed + max(2 * block, logits + max(block, gradients))
 
     def _logits(self, tokens: int) -> float:
         return tokens * self.b * self.model.vocab_size / self.parallel.tensor

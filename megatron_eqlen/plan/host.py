@@ -28,8 +28,9 @@ def host_parts(recipe: Recipe, model: ModelConfig, stages: list[Trainer], work: 
     most = max(stages, key=lambda stage: stage.parameters.elements)
     rank, width = most.parameters, BYTES[recipe.model.dtype]
     parts = dict.fromkeys(("optimizer", "weights", "reference", "checkpoint", "rollouts"), 0.0)
-    if optimizer.offload:  # Megatron pins weights and gradients, the moments are not pinned
-        parts["optimizer"] = 2 * pinned(rank, MAIN_WEIGHT, sharded=True) + MOMENTS * rank.shard
+    if optimizer.offload:  # Megatron pins the gradients that it copies to the host, in float32
+        state = (MAIN_WEIGHT + MOMENTS) * rank.shard
+        parts["optimizer"] = state + pinned(rank, MAIN_WEIGHT, sharded=True)
     elif "optimizer" in kept:
         tensors = 3 if recipe.model.dtype == "bfloat16" else 2
         parts["optimizer"] = tensors * pinned(rank, optimizer_bytes(recipe) // tensors, sharded=True)

@@ -83,7 +83,7 @@ def _parts(recipe: Recipe, model: ModelConfig, rank: Trainer) -> dict[str, float
         "weights": rank.weights,
         "gradients": rank.gradients,
         "optimizer": rank.optimizer,
-        "activations": rank.activations.peak,
+        "activations": rank.passing,
         "sent_tensors": sent_tensors(recipe, model),
         "gathered_optimizer": rank.parameters.elements * 4.0,
     }

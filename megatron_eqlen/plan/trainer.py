@@ -16,6 +16,9 @@ MAIN_WEIGHT, MOMENTS = 4, 8
 PRECISION_AWARE = 6
 """Two moments in bfloat16, and the 16 bits of the main weight that the model's weight lacks."""
 
+SENT_AT_ONCE = 256 * 2**20
+"""``models.weights.SENT_AT_ONCE``."""
+
 
 @dataclass(frozen=True)
 class Trainer:
@@ -25,12 +28,19 @@ class Trainer:
     gradients: float
     optimizer: float
     """Main weights and moments, on the GPU or on the host."""
+    copied_gradients: float
+    """A float32 copy of bfloat16 gradients, during an update."""
     activations: Activations
     parameters: Held
 
     @property
+    def passing(self) -> float:
+        """The most that a row's passes, or an update after them, need beside what stays."""
+        return max(self.activations.peak, self.copied_gradients)
+
+    @property
     def total(self) -> float:
-        return self.weights + self.gradients + self.optimizer + self.activations.peak
+        return self.weights + self.gradients + self.optimizer + self.passing
 
 
 def trainer(recipe: Recipe, model: ModelConfig, kernels: Kernels = GPU) -> list[Trainer]:
@@ -42,6 +52,7 @@ def trainer(recipe: Recipe, model: ModelConfig, kernels: Kernels = GPU) -> list[
             weights=rank.elements * BYTES[recipe.model.dtype],
             gradients=rank.elements * BYTES[optimizer.grad_dtype],
             optimizer=rank.shard * optimizer_bytes(recipe),
+            copied_gradients=MAIN_WEIGHT * rank.shard if _copies_gradients(recipe) else 0.0,
             activations=activations(recipe, model, stage, sequence=sequence, kernels=kernels),
             parameters=rank,
         )
@@ -56,7 +67,14 @@ def optimizer_bytes(recipe: Recipe) -> int:
     return MOMENTS + (MAIN_WEIGHT if recipe.model.dtype == "bfloat16" else 0)
 
 
+def _copies_gradients(recipe: Recipe) -> bool:
+    """Megatron's optimizers that hold their own main weights read gradients in any dtype."""
+    optimizer = recipe.optimizer
+    aware = optimizer.offload or optimizer.precision == "bfloat16"
+    return optimizer.grad_dtype == "bfloat16" and not aware
+
+
 def sent_tensors(recipe: Recipe, model: ModelConfig) -> float:
-    """The two largest Hugging Face tensors, whole."""
+    """The two largest Hugging Face tensors, whole, or two messages of an export (models/weights.py)."""
     sizes = sorted({prod(shape) for weight in weight_map(model) for shape in weight.shapes})
-    return sum(sizes[-2:]) * BYTES[recipe.model.dtype]
+    return max(sum(sizes[-2:]) * BYTES[recipe.model.dtype], 2 * SENT_AT_ONCE)

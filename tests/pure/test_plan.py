@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -43,6 +44,17 @@ def test_a_shipped_recipe_fits_and_its_line_in_the_readme_is_what_the_plan_says(
     readme = (ROOT / "README.md").read_text().splitlines()
     assert HEAD in readme
     assert row(path.name, recipe) in readme
+
+
+def test_a_recipe_that_says_how_much_host_memory_it_needs_says_what_the_plan_says():
+    said = {
+        path.name: int(found[1])
+        for path in RECIPES
+        if (found := re.search(r"needs\s(\d+) GB", path.read_text().replace("\n# ", " ")))
+    }
+    assert said.keys() == {"qwen3_30b_a3b.yaml", "qwen3_32b.yaml", "qwen3_next_80b.yaml"}
+    for file, gigabytes in said.items():
+        assert f"| {gigabytes} |" in row(file, load(ROOT / "recipes" / file))
 
 
 def test_shipped_configurations_have_the_published_numbers_of_parameters():

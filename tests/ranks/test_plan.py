@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron_eqlen.hf.config import read_config
-from megatron_eqlen.plan.activations import CPU, activations
-from megatron_eqlen.plan.trainer import optimizer_bytes, trainer
+from megatron_eqlen.plan.activations import CPU, CPU_CHUNK, LOSS_BLOCK, activations
+from megatron_eqlen.plan.trainer import SENT_AT_ONCE, optimizer_bytes, trainer
 from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.types import Node, TokenTree
 from tests.kit.distributed import run_ranks
@@ -31,10 +35,13 @@ class Case:
     parallel: dict[str, Any] = field(default_factory=dict)
     dtype: str = "bfloat16"
     model: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
 
 
 CASES = {
     "dense, data parallel": Case("qwen3", 2),
+    "dense, state on the host": Case("qwen3", 2, optimizer={"offload": True}),
+    "dense, gradients in bfloat16": Case("qwen3", 2, optimizer={"grad_dtype": "bfloat16"}),
     "dense, odd sizes, three data-parallel ranks": Case(
         "qwen3", 3, dtype="float32", model={"hidden_size": 60, "intermediate_size": 90, "vocab_size": 101}
     ),
@@ -61,27 +68,28 @@ CASES = {
 }
 
 
-def recipe_of(folder: str, case: Case):
+def recipe_of(folder: str, case: Case, row: int = ROW):
     """A recipe whose rows are one chunk of the head."""
     return parse(
         {
             "name": "plan", "steps": 1, "model": {"path": folder, "dtype": case.dtype},
             "data": {"sources": [{"name": "s", "path": "none"}], "max_prompt_length": 6},
-            "rollout": {"max_response_length": ROW - 6, "temperature": 1.0},
-            "packing": {"max_tokens_per_row": ROW}, "loss": {"kl_coef": 0.0},
-            "parallel": case.parallel, "cluster": {"processes_per_node": case.ranks},
+            "rollout": {"max_response_length": row - 6, "temperature": 1.0},
+            "packing": {"max_tokens_per_row": row}, "loss": {"kl_coef": 0.0},
+            "optimizer": case.optimizer, "parallel": case.parallel,
+            "cluster": {"processes_per_node": case.ranks},
         },
         "test",
     )  # fmt: skip
 
 
-def causal_rows(count: int) -> list[TokenTree]:
+def causal_rows(count: int, row: int = ROW) -> list[TokenTree]:
     """Trees of one path, each as long as a row: forks would make the CPU's attention copy their prefixes."""
     generator = torch.Generator().manual_seed(0)
     trees = []
     for number in range(count):
-        tokens = torch.randint(0, 90, (ROW + 1,), generator=generator, dtype=torch.int32)
-        prompt, answer = tokens.split([3, ROW - 2])
+        tokens = torch.randint(0, 90, (row + 1,), generator=generator, dtype=torch.int32)
+        prompt, answer = tokens.split([3, row - 2])
         side = Node(0, answer.numpy(), 1.0, 1 / count, np.full(len(answer), -1.0, np.float32))
         trees.append(TokenTree(str(number), [Node(-1, prompt.numpy()), side]))
     return trees
@@ -122,6 +130,48 @@ class Kept:
             self.saved.bytes -= self.size
 
 
+class Live(TorchDispatchMode):
+    """Bytes of the tensors made inside and still alive, at most; ``before``: memory that was there."""
+
+    def __init__(self, before: set[int]) -> None:
+        super().__init__()
+        self.before = before
+        self.sizes: dict[int, int] = {}
+        self.bytes = self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(results):
+            if isinstance(tensor, torch.Tensor):
+                self._add(tensor.untyped_storage())
+        return results
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self.sizes and key not in self.before:
+            self.sizes[key] = storage.nbytes()
+            self.bytes += storage.nbytes()
+            self.most = max(self.most, self.bytes)
+            weakref.finalize(storage, self._remove, key)
+
+    def _remove(self, key: int) -> None:
+        self.bytes -= self.sizes.pop(key)
+
+
+def host_state(policy: Any) -> int:
+    """Bytes of main weights and moments of an optimizer on the host."""
+    parts = [part.optimizer for part in policy.optimizer.chained_optimizers]
+    copies = [copy for part in parts for copy in getattr(part, "cpu_copys_map_gpu_param", {})]
+    moments = [
+        tensor
+        for part in parts
+        for hosted in getattr(part, "cpu_optimizers", [])
+        for state in hosted.state.values()
+        for tensor in (state["exp_avg"], state["exp_avg_sq"])
+    ]
+    return sum(tensor.nbytes for tensor in (*copies, *moments))
+
+
 def measure(folder: str, case: Case) -> dict[str, Any]:
     """What this rank really holds, in bytes, and its pipeline stage."""
     from megatron.core import parallel_state
@@ -144,15 +194,8 @@ def measure(folder: str, case: Case) -> dict[str, Any]:
         policy._backward(rows)
     return {
         "stage": parallel_state.get_pipeline_model_parallel_rank(),
-        "weights": sum(buffer.param_data.nbytes for buffer in buffers),
-        "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
-        "optimizer": sum(
-            tensor.nbytes
-            for part in policy.optimizer.chained_optimizers
-            for parameter, state in part.optimizer.state.items()
-            for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"])
-            if tensor.untyped_storage().data_ptr() not in weights
-        ),
+        **policy.memory.on_device(),
+        "host": host_state(policy),
         "saved": saved.most,
     }
 
@@ -178,11 +221,13 @@ def test_the_optimizers_state_is_that_of_every_parameter_once_and_a_shard_bounds
     recipe, model, ranks = planned_and_real
     stages, each = trainer(recipe, model), optimizer_bytes(recipe)
     for number, stage in enumerate(stages):
-        here = [rank["optimizer"] for rank in ranks if rank["stage"] == number]
+        here = [rank["optimizer"] + rank["host"] for rank in ranks if rank["stage"] == number]
         padding = stage.parameters.elements - stage.parameters.parameters
         assert max(here) <= stage.optimizer <= max(here) + each * padding
         whole = sum(len(here) // buffer.ranks * buffer.parameters for buffer in stage.parameters.buffers)
         assert sum(here) == each * whole
+        if recipe.optimizer.offload:
+            assert {rank["optimizer"] for rank in ranks} == {0}
 
 
 def test_what_autograd_keeps_is_within_a_tenth_of_the_plan(planned_and_real):
@@ -192,3 +237,65 @@ def test_what_autograd_keeps_is_within_a_tenth_of_the_plan(planned_and_real):
         sequence = recipe.parallel.tensor > 1 and bool(recipe.parallel.sequence or model.experts)
         planned = activations(recipe, model, stage, sequence=sequence, kernels=CPU, imbalance=1.0, rows=ROWS)
         assert sum(here) / len(here) == pytest.approx(planned.saved, rel=0.1)
+
+
+WIDE: dict[str, Any] = {
+    "hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 32,
+    "num_hidden_layers": 2, "vocab_size": 96,
+}  # fmt: skip
+"""Layers beside which nothing else counts."""
+MANY: dict[str, Any] = {"moe_intermediate_size": 256, "num_experts_per_tok": 4}
+LINEAR: dict[str, Any] = {
+    "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32, "shared_expert_intermediate_size": 256, "full_attention_interval": 2,
+}  # fmt: skip
+PEAKS = {
+    "dense": Case("qwen3", 1, {"recompute": "full"}, model=WIDE),
+    "dense, sequence parallel": Case(
+        "qwen3", 2, {"recompute": "full", "tensor": 2, "sequence": True}, "float32", WIDE
+    ),
+    "experts": Case("qwen3_moe", 1, {"recompute": "full"}, model=WIDE | MANY),
+    "experts, tensor and expert parallel": Case(
+        "qwen3_moe", 2, {"recompute": "full", "tensor": 2, "expert": 2}, model=WIDE | MANY
+    ),
+    "hybrid": Case("qwen3_next", 1, {"recompute": "full"}, model=WIDE | MANY | LINEAR),
+    "a large vocabulary": Case("qwen3", 1, {"recompute": "full"}, model=WIDE | {"vocab_size": 8192}),
+}
+LONG = 1024
+
+
+def measure_peak(folder: str, case: Case) -> int:
+    """The most bytes that the passes of a row need on this rank, beside what lives as long as the policy."""
+    from megatron.core import parallel_state
+
+    from megatron_eqlen.training.distributed import start
+    from megatron_eqlen.training.policy import Policy
+
+    recipe = recipe_of(folder, case, LONG)
+    start(recipe.parallel, seed=1)
+    policy = Policy(recipe)
+    rows = policy._prepare(causal_rows(parallel_state.get_data_parallel_world_size(), LONG)).rows
+    assert rows is not None
+    tensors = [found for found in gc.get_objects() if isinstance(found, torch.Tensor)]
+    with Live({tensor.untyped_storage()._cdata for tensor in tensors}) as live:
+        policy._backward(rows)
+    return live.most
+
+
+@pytest.mark.parametrize("name", PEAKS)
+def test_a_row_never_needs_more_than_the_plan_says_and_not_much_less(name, tmp_path):
+    case = PEAKS[name]
+    save_tiny(tmp_path, case.family, **case.model)
+    recipe, model = recipe_of(str(tmp_path), case, LONG), read_config(tmp_path)
+    planned = activations(recipe, model, 0, sequence=case.parallel.get("tensor", 1) > 1, kernels=CPU, rows=1)
+    most = max(run_ranks(case.ranks, measure_peak, str(tmp_path), case))
+    assert 0.75 * planned.peak < most < 1.01 * planned.peak
+
+
+def test_the_plan_knows_the_sizes_of_chunks_blocks_and_messages():
+    from megatron_eqlen.models import weights
+    from megatron_eqlen.models.gated_delta_net import CHUNK
+    from megatron_eqlen.training.logprobs import BLOCK_ELEMENTS
+
+    real = (CHUNK, BLOCK_ELEMENTS * torch.float32.itemsize, weights.SENT_AT_ONCE)
+    assert real == (CPU_CHUNK, LOSS_BLOCK, SENT_AT_ONCE)
