@@ -37,7 +37,7 @@ class Session:
         self.objective = resolve(recipe)
         self.replicas = engine_replicas(recipe)
         self.tokenizer = load_tokenizer(recipe.model.path)
-        self.scorer = Scorer(recipe.reward, self.tokenizer, recipe.cluster.processes_per_node)
+        self.scorer = Scorer(recipe.reward, self.tokenizer, recipe.graders_on_node)
         self.ends_with(self.scorer.close)
         self.progress = Progress(recipe.budget, f"{recipe.name} {recipe.method}", show=distributed.is_rank0())
         self.ends_with(self.progress.close)

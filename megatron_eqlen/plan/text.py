@@ -126,7 +126,7 @@ def _work(recipe: Recipe) -> str:
 def _graders(recipe: Recipe) -> str:
     if recipe.reward.workers is not None:
         return f"{recipe.reward.workers} processes a rank (reward.workers)"
-    here = cores_per_rank(recipe.cluster.processes_per_node)
+    here = cores_per_rank(recipe.graders_on_node)
     return f"as many processes a rank as it has cores: {here} on a node like this one (reward.workers)"
 
 

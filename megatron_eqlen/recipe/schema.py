@@ -417,6 +417,11 @@ class Recipe(Section):
         return "-".join(["eqlen", objective, *(name for name, on in ablations.items() if on)])
 
     @property
+    def graders_on_node(self) -> int:
+        """Ranks of a node that grade: servers are driven by rank 0 alone, which has their responses."""
+        return 1 if self.rollout.engine == "server" else self.cluster.processes_per_node
+
+    @property
     def world_size(self) -> int:
         return self.cluster.nodes * self.cluster.processes_per_node
 

@@ -60,9 +60,9 @@ class Scorer:
     thread calls it.
     """
 
-    def __init__(self, reward: RewardRecipe, tokenizer: Decoder, ranks_on_node: int = 1) -> None:
-        self.workers = reward.workers or cores_per_rank(ranks_on_node)
-        """Processes of each grader."""
+    def __init__(self, reward: RewardRecipe, tokenizer: Decoder, graders_on_node: int = 1) -> None:
+        self.workers = reward.workers or cores_per_rank(graders_on_node)
+        """Processes of each grader of this rank, one of ``graders_on_node`` that share the node's cores."""
         self._reward = reward.model_copy(update={"workers": self.workers})
         self._tokenizer = tokenizer
         self._graders: dict[str, Grader] = {}

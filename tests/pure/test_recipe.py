@@ -1,9 +1,11 @@
 """Recipes: strict keys, composition, overrides, checks that show the arithmetic, and a dry run's plan."""
 
+import os
+
 import pytest
 import yaml
 
-from megatron_eqlen import cli
+from megatron_eqlen import cli, cores
 from megatron_eqlen.objectives.registry import OBJECTIVES, resolve, with_defaults
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.recipe_load import dump, load, parse
@@ -172,6 +174,32 @@ def test_a_run_holds_the_gpus_of_the_servers_it_uses():
 def test_plan_says_that_the_papers_gpus_do_not_hold_full_adam_state(capsys):
     cli.main(["plan", str(RECIPES / "qwen3_32b.yaml"), "optimizer.offload=false"])
     assert "DOES NOT FIT: train: " in capsys.readouterr().out
+
+
+def test_plan_says_how_many_processes_grade(capsys, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(96)))
+    monkeypatch.setattr(cores, "cgroup_quotas", list)
+    monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
+    said = {"": "12 on a node like this one", "reward.workers=5": "5 processes a rank"}
+    said["rollout.engine=server"] = "96 on a node like this one"  # rank 0 alone grades
+    for change, text in said.items():
+        servers = ['rollout.servers=["http://a"]'] if "server" in change else []
+        assert cli.main(["plan", str(RECIPES / "qwen3_32b.yaml"), *change.split(), *servers]) == 0
+        (line,) = [one for one in capsys.readouterr().out.splitlines() if one.startswith("graders ")]
+        assert text in line
+
+
+def test_an_errors_notes_are_printed(capsys, monkeypatch):
+    def fail(arguments):
+        error = ValueError("x is refused")
+        error.add_note("while an answer to prompt q#7 was graded")
+        raise error
+
+    monkeypatch.setattr(cli, "_plan", fail)
+    assert cli.main(["plan", "recipe"]) == 2
+    assert capsys.readouterr().err == (
+        "eqlen plan: x is refused (while an answer to prompt q#7 was graded)\n"
+    )
 
 
 def test_command_line_mistakes_are_one_line(capsys):

@@ -101,7 +101,7 @@ def measure(
         for number, (grader, gold, answer) in enumerate(problems)
     ]
     scorer = Scorer(RewardRecipe(workers=args.workers), tokenizer)
-    scorer.score([groups.pop()])  # processes start
+    scorer.score([groups.pop(0)])  # processes start
     seconds = drive(groups, args.seconds, scorer if beside else None)
     started = time.perf_counter()
     metrics = scorer.score(groups)
