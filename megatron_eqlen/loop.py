@@ -44,6 +44,7 @@ def train(recipe: Recipe, replay: Path | None = None) -> None:
             step = collect(rollouts, run.begin(policy))
             step, trees = run.build_trees(step)
             rollouts.sleep()
+            step = step.log(run.finish_checkpoint())
             step = step.log(policy.unpark())
             step = run.update(step, policy, trees)
             step = step.log(policy.park())

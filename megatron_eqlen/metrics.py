@@ -92,7 +92,9 @@ LOSS_MISMATCH_KL = "loss/mismatch_kl"
 TRAIN_SKIPPED_UPDATES = "train/skipped_updates"
 TRAIN_GRAD_NORM = "train/grad_norm"
 TRAIN_TOKENS_PER_SECOND = "train/tokens_per_second"
-TIME_PARK, TIME_UNPARK = "time/park", "time/unpark"
+CHECKPOINT_BYTES = "checkpoint/bytes"
+CHECKPOINT_WRITE_SECONDS = "checkpoint/write_seconds"
+TIME_PARK, TIME_UNPARK, TIME_CHECKPOINT = "time/park", "time/unpark", "time/checkpoint"
 PARKED_BYTES = "memory/parked_bytes"
 TIME_STEP = "time/step"
 TIME_GPU_HOURS = "time/gpu_hours"
@@ -225,6 +227,9 @@ DECLARED = (
     Metric(TRAIN_GRAD_NORM, "norm", "max", "before clipping", PER_UPDATE),
     Metric("train/lr", "rate", "last", "learning rate"),
     Metric(TRAIN_TOKENS_PER_SECOND, "tokens/s", "last", "positions trained, over time/train"),
+    # ---- checkpoint: logged with the step in which it was finished ----------------------------------------
+    Metric(CHECKPOINT_BYTES, "bytes", "last", "of all its files"),
+    Metric(CHECKPOINT_WRITE_SECONDS, "s", "last", "in the background, of the slowest rank"),
     # ---- memory: of the trainer's on one GPU --------------------------------------------------------------
     Metric(PARKED_BYTES, "bytes", "max", "freed on rank 0's GPU while the engine is awake"),
     # ---- time: of a step's stages, and evaluation ---------------------------------------------------------

@@ -17,6 +17,7 @@ from megatron_eqlen.metrics import (
     OBJECTIVE_EFFECTIVE_SAMPLES,
     OBJECTIVE_UNITS,
     PACKING_TOKENS,
+    TIME_CHECKPOINT,
     TIME_GPU_HOURS,
     TIME_STEP,
     TRAIN_SKIPPED_UPDATES,
@@ -48,7 +49,11 @@ class Run:
         self.steps = self.begun = 0
         """Steps done, and steps begun: more than one may be under way."""
         self.saved = 0
-        """Steps taken when the newest checkpoint was saved."""
+        """Steps taken when the newest checkpoint was begun."""
+        self.saving: checkpoint.Saving | None = None
+        """The checkpoint that is being written."""
+        self.saving_seconds = 0.0
+        """How long its beginning took."""
         self.position: dict[str, Any] | None = None
         """What the checkpoint that was loaded holds beside the policy."""
         self.gpu_hours = 0.0
@@ -164,13 +169,27 @@ class Run:
         if self.stopping and distributed.is_rank0():
             self.folder.stop.unlink(missing_ok=True)  # served; the same command resumes the run
 
-    def _save(self, step: Step, policy: Policy) -> None:
-        self.session.progress.stage("checkpoint")
-        position = {"data": agree(lambda: step.data_position), "gpu_hours": self.gpu_hours}
-        checkpoint.save(self.folder.checkpoints, self.steps, policy, position, self.recipe.checkpoint.keep)
-        self.saved = self.steps
+    def finish_checkpoint(self) -> Metrics:
+        """Put a checkpoint that is being written in force; the next update changes what it is read from."""
+        if self.saving is None:
+            return {}
+        with self.session.stage("checkpoint") as seconds:
+            metrics = self.saving.finish()
+        self.saving = None
         if distributed.is_rank0():
             self.folder.remove_old_streams(self.recipe, self.saved)
+        return metrics | {TIME_CHECKPOINT: seconds[TIME_CHECKPOINT] + self.saving_seconds}
+
+    def _save(self, step: Step, policy: Policy) -> None:
+        position = {"data": agree(lambda: step.data_position), "gpu_hours": self.gpu_hours}
+        options = self.recipe.checkpoint
+        with self.session.stage("checkpoint") as seconds:
+            self.saving = checkpoint.begin(
+                self.folder.checkpoints, self.steps, policy, position, options.keep
+            )
+        self.saved, self.saving_seconds = self.steps, seconds[TIME_CHECKPOINT]
+        if not options.background or not self.goes_on():
+            self.finish_checkpoint()
 
     # ---- evaluation ---------------------------------------------------------------------------------
 

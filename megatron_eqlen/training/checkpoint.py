@@ -1,35 +1,97 @@
-"""Checkpoints of a run: written whole or not at all, read back in any parallel layout.
+"""Checkpoints of a run: written whole or not at all, in the background.
+
+    saving = begin(folder, step, policy, ...)    the state is being written, and must not change until ...
+    saving.finish()                              ... the checkpoint is in force
 
 A checkpoint is a folder ``checkpoints/step-00000012`` that appears by one rename after every file in it
 is on disk, with a manifest of its files' sizes and checksums. ``checkpoints/latest`` names the newest; it is
 replaced atomically afterwards. If a run is killed at any moment, ``latest`` still names the previous
 checkpoint. If a checkpoint is damaged, the one before it is used.
+
+Every rank writes what it holds, in a thread: a process would outlive a killed rank, and keep its locks.
+Weights on the device are copied for it. The optimizer's state is read where it lies on the host, parked or
+offloaded, so that no second copy of it needs room; that is why ``finish`` comes before the next update.
 """
 
 from __future__ import annotations
 
 import logging
 import shutil
+import threading
+import time
 from collections.abc import Callable, Collection
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
 from megatron_eqlen.files import CheckpointError, new_folder, step_name, step_number, sweep, unused
+from megatron_eqlen.metrics import CHECKPOINT_BYTES, CHECKPOINT_WRITE_SECONDS
 from megatron_eqlen.models import checkpoint_folder
 from megatron_eqlen.models.megatron_checkpoint import load_sharded
-from megatron_eqlen.training.distributed import agree
+from megatron_eqlen.training import sharded_state
+from megatron_eqlen.training.distributed import agree, gather
 from megatron_eqlen.training.policy import Policy
+from megatron_eqlen.types import Metrics
 
 logger = logging.getLogger(__name__)
 
 
-def save(folder: Path, step: int, policy: Policy, position: dict[str, Any], keep: int) -> Path:
-    """Write ``step``'s checkpoint under ``folder`` and drop all but the ``keep`` newest. Collective.
+class Saving:
+    """A checkpoint that is being written; ``made`` renames its folder ``partial`` to ``final`` at the end."""
+
+    def __init__(self, final: Path, partial: Path, made: ExitStack, request: AsyncRequest, keep: int) -> None:
+        self.final, self._partial, self._made, self._keep = final, partial, made, keep
+        self._request = request
+        self._seconds = 0.0
+        self._written: checkpoint_folder.Manifest = {}
+        self._failure: Exception | None = None
+        arguments = [*request.async_fn_args]
+        if request.preload_fn is not None:
+            arguments[1] = request.preload_fn()  # what lies on the device, copied
+        self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> Metrics:
+        """Wait until every rank has written its part, and put the checkpoint in force. Collective."""
+        self._thread.join()
+        with self._made:
+            if failures := gather([str(self._failure)] if self._failure else []):
+                raise CheckpointError(f"{self.final}: could not be written: {failures[0]}")
+            for finalize in self._request.finalize_fns:
+                finalize()
+            parts = gather([(self._seconds, self._written)])
+            manifest = {name: one for _, part in parts for name, one in part.items()}
+            if dist.get_rank() == 0:
+                others = set(checkpoint_folder.file_names(self._partial)) - manifest.keys()
+                manifest |= checkpoint_folder.describe(self._partial, others)
+                checkpoint_folder.write_manifest(self._partial, manifest)
+        if dist.get_rank() == 0:
+            checkpoint_folder.set_latest(self.final)
+            _drop_old(self.final, self._keep)
+        size = agree(lambda: sum(one["bytes"] for one in manifest.values()))
+        return {CHECKPOINT_BYTES: float(size), CHECKPOINT_WRITE_SECONDS: max(seconds for seconds, _ in parts)}
+
+    def _write(self, *arguments: Any) -> None:
+        """This rank's files, and their checksums."""
+        started = time.perf_counter()
+        try:
+            if self._request.async_fn is not None:
+                self._request.async_fn(*arguments, **self._request.async_fn_kwargs)
+            own = [file.name for file in self._partial.glob(f"__{dist.get_rank()}_*")]
+            self._written = checkpoint_folder.describe(self._partial, own)
+        except Exception as error:  # noqa: BLE001  ``finish`` raises it, on every rank
+            self._failure = error
+        self._seconds = time.perf_counter() - started
+
+
+def begin(folder: Path, step: int, policy: Policy, position: dict[str, Any], keep: int) -> Saving | None:
+    """Begin to write ``step``'s checkpoint under ``folder``; in the end all but the ``keep`` newest are
+    dropped. None if it is there already. Collective.
 
     ``position`` is plain data beside the model: where the data source is, for example. Raises NonFiniteError
     instead of writing a state with numbers that are not finite.
@@ -37,50 +99,49 @@ def save(folder: Path, step: int, policy: Policy, position: dict[str, Any], keep
     policy.check_finite()
     final = folder / step_name(step)
     if agree(lambda: _in_force(folder) == final):
-        return final
+        return None
+    made = ExitStack()
     if dist.get_rank() == 0:
         sweep(folder)
         shutil.rmtree(final, ignore_errors=True)  # a leftover: not what ``latest`` names
-    with new_folder(final) if dist.get_rank() == 0 else nullcontext() as made:
-        partial = agree(lambda: made)
-        assert partial is not None
-        with policy.memory.readable():
-            _write(partial, step, policy, position)
-    if dist.get_rank() == 0:
-        checkpoint_folder.set_latest(final)
-        _drop_old(folder, step, keep)
-    dist.barrier()
-    return final
+    partial = agree(lambda: made.enter_context(new_folder(final)))
+    with policy.memory.readable():
+        state = sharded_state.of(policy)
+        state["position"] = {"step": step, "policy_version": policy.version, **position}
+        state["rng"] = torch.get_rng_state()
+        content = sharded_state.content(policy)
+        request = dist_checkpointing.save(
+            state, str(partial), content_metadata=content, async_sharded_save=True
+        )
+        assert request is not None
+        return Saving(final, partial, made, request, keep)
+
+
+def save(folder: Path, step: int, policy: Policy, position: dict[str, Any], keep: int) -> None:
+    """Write ``step``'s checkpoint and wait for it. Collective."""
+    if saving := begin(folder, step, policy, position, keep):
+        saving.finish()
 
 
 def load(folder: Path, policy: Policy) -> dict[str, Any] | None:
     """Restore ``policy`` from the newest checkpoint that is whole. Collective.
 
     Damaged ones are named in a warning and set aside as ``step-00000012-damaged``. Returns the checkpoint's
-    position, None where there is no checkpoint. Raises CheckpointError where there are only damaged ones.
+    position, None where there is no checkpoint. Raises CheckpointError where there are only damaged ones, or
+    where the newest is bound to another layout.
     """
     newest = _newest_whole(folder)
     if newest is None:
         return None
-    state = policy.sharded_state(is_loading=True)
-    loaded = load_sharded(state, newest)
-    policy.load_state(loaded)
+    saved = agree(lambda: dist_checkpointing.load_content_metadata(str(newest)))
+    assert saved is not None
+    sharded_state.check_layout(newest, saved, policy)
+    loaded = load_sharded(sharded_state.like(policy, saved), newest)
+    sharded_state.load(policy, loaded)
     position = loaded["position"]
     policy.version = position["policy_version"]
     torch.set_rng_state(loaded["rng"])
     return position
-
-
-def _write(partial: Path, step: int, policy: Policy, position: dict[str, Any]) -> None:
-    state = policy.sharded_state(is_loading=False)
-    state["position"] = {"step": step, "policy_version": policy.version, **position}
-    state["rng"] = torch.get_rng_state()
-    dist_checkpointing.save(state, str(partial), content_metadata=policy.checkpoint_metadata())
-    dist.barrier()
-    names = agree(lambda: checkpoint_folder.file_names(partial))
-    parts = _by_all_ranks(lambda mine: checkpoint_folder.describe(partial, mine), names)
-    if dist.get_rank() == 0:
-        checkpoint_folder.write_manifest(partial, {name: one for part in parts for name, one in part.items()})
 
 
 def _in_force(folder: Path) -> Path | None:
@@ -145,8 +206,10 @@ def _go_back(to: Path, damaged: dict[str, str], complaint: str | None) -> None:
     logger.warning("%s: the run goes on from this checkpoint", to)
 
 
-def _drop_old(folder: Path, step: int, keep: int) -> None:
-    older = [path for path in checkpoint_folder.steps(folder) if (step_number(path.name) or 0) <= step]
+def _drop_old(newest: Path, keep: int) -> None:
+    step = step_number(newest.name) or 0
+    there = checkpoint_folder.steps(newest.parent)
+    older = [path for path in there if (step_number(path.name) or 0) <= step]
     for old in older[:-keep]:
         shutil.rmtree(old)
 

@@ -30,14 +30,12 @@ from megatron_eqlen.metrics import (
 )
 from megatron_eqlen.models import groups
 from megatron_eqlen.models.build import build_model
-from megatron_eqlen.models.megatron_checkpoint import checkpoint_metadata
 from megatron_eqlen.models.pooled_router import RouterPool
 from megatron_eqlen.models.weights import export_hf, load_hf, save_hf
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.packing.pack import Packing, plan_rows
 from megatron_eqlen.packing.tree import NonFiniteTreeError
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.training import optimizer_state
 from megatron_eqlen.training.distributed import device, gather, is_rank0
 from megatron_eqlen.training.exchange import Seat, exchange
 from megatron_eqlen.training.finite import (
@@ -79,7 +77,6 @@ class Policy:
     """Built with the weights at ``recipe.model.path``, which are also those of the reference model."""
 
     def __init__(self, recipe: Recipe) -> None:
-        _refuse_unfinished(recipe)
         self.recipe = recipe
         self.objective = resolve(recipe)
         self.chunks = build_model(recipe.model.path, recipe.parallel, DTYPES[recipe.model.dtype])
@@ -152,39 +149,6 @@ class Policy:
         """Write the weights to ``folder`` as a Hugging Face folder. Collective."""
         with self.memory.weights.resident():
             save_hf(self.chunks, self.recipe.model.path, folder)
-
-    def checkpoint_metadata(self) -> dict[str, Any]:
-        """How Megatron lays out a checkpoint: one that any parallel layout can read."""
-        return {
-            **checkpoint_metadata(),
-            "distrib_optim_sharding_type": "fully_reshardable",
-            "distrib_optim_fully_reshardable_mem_efficient": False,
-            "chained_optim_avoid_prefix": True,
-        }
-
-    def sharded_state(self, is_loading: bool) -> dict[str, Any]:
-        """Model, optimizer and schedule as Megatron's sharded state dict."""
-        metadata = self.checkpoint_metadata()
-        state: dict[str, Any] = {
-            self._chunk_key(number): chunk.sharded_state_dict(metadata=metadata)
-            for number, chunk in enumerate(self.chunks)
-        }
-        state["optimizer"] = self.optimizer.sharded_state_dict(
-            state, is_loading=is_loading, metadata=metadata
-        )
-        state["schedule"] = self.schedule.state_dict()
-        return state
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """The inverse of ``sharded_state``, after Megatron has filled it."""
-        for number, chunk in enumerate(self.chunks):
-            chunk.load_state_dict(state[self._chunk_key(number)], strict=True)
-        optimizer_state.load_state(self.optimizer, state["optimizer"])
-        self.schedule.num_steps = 0  # Megatron adds what it loads
-        self.schedule.load_state_dict(state["schedule"])
-
-    def _chunk_key(self, number: int) -> str:
-        return "model" if len(self.chunks) == 1 else f"model{number}"
 
     def _pack(self, trees: list[TokenTree]) -> Packing:
         config = self.chunks[0].config
@@ -327,14 +291,6 @@ class Policy:
             objective=self.objective,
             loss=self.recipe.loss,
         )
-
-
-def _refuse_unfinished(recipe: Recipe) -> None:
-    for key, asked in {
-        "checkpoint.resharding": recipe.checkpoint.resharding != "data_parallel",
-    }.items():
-        if asked:
-            raise ValueError(f"{key}: only its default works in this version")
 
 
 def skipped(count: int) -> Metrics:

@@ -1,0 +1,99 @@
+"""A policy's state as Megatron's sharded state dict, in one of the two layouts of ``checkpoint.resharding``.
+
+``data_parallel``: the optimizer's state as it lies in Megatron's buckets. No rank gathers anything; layouts
+whose buckets hold the same weights can read it: those that differ in the number of data-parallel ranks only.
+``any``: as tensors of the model. The first data-parallel rank gathers the state, in host memory.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron_eqlen.files import CheckpointError
+from megatron_eqlen.models.megatron_checkpoint import checkpoint_metadata
+from megatron_eqlen.training import optimizer_state
+from megatron_eqlen.training.policy import Policy
+
+SHARDING = {"data_parallel": "dp_reshardable", "any": "fully_reshardable"}
+"""``checkpoint.resharding`` -> Megatron's name."""
+
+
+def content(policy: Policy) -> dict[str, Any]:
+    """What a checkpoint says of itself: Megatron's options, and the layout that it may be bound to."""
+    resharding = policy.recipe.checkpoint.resharding
+    return _metadata(SHARDING[resharding]) | {"bound_to": _bucket_layout(policy)}
+
+
+def of(policy: Policy) -> dict[str, Any]:
+    """The state to save; ``policy.memory`` must be readable."""
+    return _build(policy, SHARDING[policy.recipe.checkpoint.resharding], is_loading=False)
+
+
+def like(policy: Policy, saved: dict[str, Any]) -> dict[str, Any]:
+    """The state to load a checkpoint into. ``saved``: its ``content``."""
+    return _build(policy, saved["distrib_optim_sharding_type"], is_loading=True)
+
+
+def load(policy: Policy, state: dict[str, Any]) -> None:
+    """Give the policy the numbers of a state dict that Megatron has filled."""
+    for number, chunk in enumerate(policy.chunks):
+        chunk.load_state_dict(state[_chunk_key(policy, number)], strict=True)
+    optimizer_state.load_state(policy.optimizer, state["optimizer"])
+    policy.schedule.num_steps = 0  # Megatron adds what it loads
+    policy.schedule.load_state_dict(state["schedule"])
+
+
+def check_layout(path: Path, saved: dict[str, Any], policy: Policy) -> None:
+    """Raise CheckpointError if ``path`` is bound to another layout than the policy's. ``saved``: its
+    ``content``."""
+    if saved["distrib_optim_sharding_type"] != SHARDING["data_parallel"]:
+        return
+    ours, theirs = _bucket_layout(policy), saved["bound_to"]
+    different = [f"{key} {theirs[key]} (now {ours[key]})" for key in ours if ours[key] != theirs[key]]
+    if different:
+        raise CheckpointError(
+            f"{path}: was saved with {', '.join(different)}, and as checkpoint.resharding: data_parallel, "
+            f"which binds it to that. To change the layout, resume once as it was with "
+            f"checkpoint.resharding=any, end that with a file STOP in the run folder, then resume as you wish"
+        )
+
+
+def _build(policy: Policy, sharding: str, is_loading: bool) -> dict[str, Any]:
+    metadata = _metadata(sharding)
+    state: dict[str, Any] = {
+        _chunk_key(policy, number): chunk.sharded_state_dict(metadata=metadata)
+        for number, chunk in enumerate(policy.chunks)
+    }
+    optimizer = policy.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
+    for part in [optimizer] if "optimizer" in optimizer else optimizer.values():
+        if part["param_state"] is None:  # another rank gathered it
+            del part["param_state"]
+    state["optimizer"] = optimizer
+    state["schedule"] = policy.schedule.state_dict()
+    return state
+
+
+def _metadata(sharding: str) -> dict[str, Any]:
+    return {
+        **checkpoint_metadata(),
+        "distrib_optim_sharding_type": sharding,
+        "distrib_optim_fully_reshardable_mem_efficient": True,  # on the host, by one rank
+        "chained_optim_avoid_prefix": True,
+    }
+
+
+def _bucket_layout(policy: Policy) -> dict[str, Any]:
+    """All that decides which weights lie in which of Megatron's buckets, and where."""
+    recipe = policy.recipe
+    sizes = ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor", "overlap_grad_reduce")
+    return {
+        **{f"parallel.{key}": getattr(recipe.parallel, key) for key in sizes},
+        "model.dtype": recipe.model.dtype,
+        "optimizer.grad_dtype": recipe.optimizer.grad_dtype,
+        "bucket size": policy.model[0].ddp_config.bucket_size,
+    }
+
+
+def _chunk_key(policy: Policy, number: int) -> str:
+    return "model" if len(policy.chunks) == 1 else f"model{number}"

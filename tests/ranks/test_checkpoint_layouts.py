@@ -1,0 +1,226 @@
+"""Which layouts read which checkpoints, and what a save in the background may and may not do."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_eqlen.files import CheckpointError
+from megatron_eqlen.metrics import CHECKPOINT_BYTES
+from megatron_eqlen.models import checkpoint_folder
+from megatron_eqlen.training import checkpoint
+from megatron_eqlen.training.policy import Policy
+from tests.kit.distributed import run_ranks
+from tests.kit.tiny_models import save_tiny
+from tests.kit.updates import build_policy, layout, one_tree_a_row
+
+ANY, BOUND = {"resharding": "any"}, {"resharding": "data_parallel"}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny")
+    for family in ("qwen3", "qwen3_moe"):
+        save_tiny(path / family, family)
+    return path
+
+
+def policy_of(folder: str, processes: int, parallel: dict[str, Any], options: dict[str, Any]) -> Policy:
+    model = {"path": folder, "dtype": "bfloat16"}
+    return build_policy(folder, layout(processes, **parallel) | {"model": model, "checkpoint": options})
+
+
+def carry_on(
+    folder: str, processes: int, parallel: dict[str, Any], source: str, updates: int, *saves: tuple[dict, str]
+) -> str:
+    """Load ``source``, if any, update, and save with the options of each of ``saves``; or the refusal."""
+    policy = policy_of(folder, processes, parallel, BOUND)
+    if source:
+        try:
+            checkpoint.load(Path(source), policy)
+        except CheckpointError as error:
+            return str(error)
+    for _ in range(updates):
+        policy.update([one_tree_a_row(3)])
+    policy.park()
+    for options, target in saves:
+        section = policy.recipe.checkpoint.model_copy(update=options)
+        policy.recipe = policy.recipe.model_copy(update={"checkpoint": section})
+        checkpoint.save(Path(target), 1, policy, {}, keep=1)
+    return ""
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint that is bound to no layout, whole, by the model's names."""
+    (step,) = checkpoint_folder.steps(folder)
+    run_tensors = run_ranks(1, plain_tensors, str(step))[0]
+    assert any("exp_avg_sq" in name for name in run_tensors)
+    return run_tensors
+
+
+def plain_tensors(step: str) -> dict[str, torch.Tensor]:
+    from megatron.core import dist_checkpointing
+
+    found = dist_checkpointing.load_plain_tensors(step)
+    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+SAME_BUCKETS = {
+    "DP 2 -> DP 1": ("qwen3", 2, {}, 1, {}),
+    "DP 1 -> DP 2": ("qwen3", 1, {}, 2, {}),
+    "DP 2 -> DP 3": ("qwen3", 2, {}, 3, {}),
+    "TP 2 -> TP 2, DP 2": ("qwen3", 2, {"tensor": 2}, 4, {"tensor": 2}),
+    "overlapped buckets, DP 2 -> DP 1": (
+        "qwen3", 2, {"overlap_grad_reduce": True}, 1, {"overlap_grad_reduce": True}
+    ),
+    "EP 2 -> EP 2, expert DP 2": ("qwen3_moe", 2, {"expert": 2}, 4, {"expert": 2}),
+}  # fmt: skip
+OTHER_BUCKETS = {
+    "TP 2 -> TP 1": ("qwen3", 2, {"tensor": 2}, 1, {}, "parallel.tensor 2 (now 1)"),
+    "DP 2 -> PP 2": ("qwen3", 2, {}, 2, {"pipeline": 2}, "parallel.pipeline 1 (now 2)"),
+    "PP 2 -> VPP 2": (
+        "qwen3", 2, {"pipeline": 2}, 2, {"pipeline": 2, "virtual_pipeline": 2},
+        "parallel.virtual_pipeline None (now 2)",
+    ),
+    "EP 2 -> EP 1": ("qwen3_moe", 2, {"expert": 2}, 1, {}, "parallel.expert 2 (now 1)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAME_BUCKETS)
+def test_a_bound_checkpoint_is_read_by_any_number_of_data_parallel_ranks(folders, tmp_path, name):
+    family, processes, parallel, others, other_parallel = SAME_BUCKETS[name]
+    folder, there = str(folders / family), [str(tmp_path / part) for part in "abc"]
+    saves = ((BOUND, there[0]), (ANY, there[1]))
+    run_ranks(processes, carry_on, folder, processes, parallel, "", 2, *saves)
+    run_ranks(others, carry_on, folder, others, other_parallel, there[0], 0, (ANY, there[2]))
+    expected, found = tensors(Path(there[1])), tensors(Path(there[2]))
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+@pytest.mark.parametrize("name", OTHER_BUCKETS)
+def test_another_layout_refuses_a_bound_checkpoint_and_reads_the_other_kind(folders, tmp_path, name):
+    family, processes, parallel, others, other_parallel, difference = OTHER_BUCKETS[name]
+    folder, there = str(folders / family), [str(tmp_path / part) for part in "abc"]
+    saves = ((BOUND, there[0]), (ANY, there[1]))
+    run_ranks(processes, carry_on, folder, processes, parallel, "", 2, *saves)
+    for refusal in run_ranks(others, carry_on, folder, others, other_parallel, there[0], 0):
+        assert f"step-00000001: was saved with {difference}" in refusal
+        assert "resume once as it was with checkpoint.resharding=any" in refusal
+    run_ranks(others, carry_on, folder, others, other_parallel, there[1], 0, (ANY, there[2]))
+    expected, found = tensors(Path(there[1])), tensors(Path(there[2]))
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+def test_every_rank_writes_its_share_of_a_bound_checkpoint(folders, tmp_path):
+    folder = str(folders / "qwen3")
+    run_ranks(2, carry_on, folder, 2, {}, "", 1, (BOUND, str(tmp_path)))
+    (step,) = checkpoint_folder.steps(tmp_path)
+    sizes = [sum(file.stat().st_size for file in step.glob(f"__{rank}_*")) for rank in range(2)]
+    weights = (folders / "qwen3" / "model.safetensors").stat().st_size // 2  # float32 there
+    half = 12 / 2 * weights / 2  # of main weights and moments; torch's headers come on top
+    assert half < sizes[1] < 1.2 * half
+    assert weights < sizes[0] - sizes[1] < 1.5 * weights, "the weights besides"
+
+
+def hold_writers(until: threading.Event, fails_on: int | None = None) -> None:
+    """Let this rank's writer wait, and fail on one rank."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    write = FileSystemWriterAsync.write_preloaded_data_multiproc
+
+    def held(*arguments: Any, **options: Any) -> None:
+        assert until.wait(60)
+        if dist.get_rank() == fails_on:
+            raise OSError(28, "No space left on device")
+        write(*arguments, **options)
+
+    FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(held)
+
+
+def numbers(policy: Policy) -> list[torch.Tensor]:
+    found = [parameter for chunk in policy.chunks for parameter in chunk.parameters()]
+    for part in policy.optimizer.chained_optimizers:
+        for main, state in part.optimizer.state.items():
+            found += [main, state["exp_avg"], state["exp_avg_sq"]]
+    return [tensor.detach().clone() for tensor in found]
+
+
+def save_while_generating(folder: str, checkpoints: str, park: str, offload: bool) -> list[str]:
+    """What is wrong with a save that goes on while weights are sent."""
+    rollout = {"max_response_length": 20, "temperature": 1.0, "park_trainer": park}
+    sections = {"rollout": rollout, "optimizer": {"lr": 1e-3, "warmup_steps": 0, "offload": offload}}
+    model = {"path": folder, "dtype": "bfloat16"}
+    policy, go = build_policy(folder, layout(2) | sections | {"model": model}), threading.Event()
+    checkpoint.save(Path(checkpoints), 1, policy, {}, keep=2)
+    policy.update([one_tree_a_row(3)])
+    saved = numbers(policy)
+    policy.park()
+    hold_writers(go)
+    saving = checkpoint.begin(Path(checkpoints), 2, policy, {}, keep=2)
+    assert saving is not None
+    sent = sum(tensor.numel() for _, tensor in policy.weights())
+    latest = checkpoint_folder.latest(Path(checkpoints))
+    wrong = [] if latest and latest.name == "step-00000001" else [f"in force too early: {latest}"]
+    go.set()
+    size = saving.finish()[CHECKPOINT_BYTES]
+    step = checkpoint_folder.latest(Path(checkpoints))
+    assert step is not None
+    files = sum(file.stat().st_size for file in step.iterdir() if file.name != checkpoint_folder.MANIFEST)
+    wrong += [] if size == files and sent else [f"{size} bytes, not {files}"]
+    policy.unpark()
+    policy.update([one_tree_a_row(3)])
+    checkpoint.load(Path(checkpoints), policy)
+    same = all(map(torch.equal, numbers(policy), saved))
+    return wrong + ([] if same and step.name == "step-00000002" else ["other numbers came back"])
+
+
+@pytest.mark.parametrize(
+    ("park", "offload"), [("none", False), ("state", False), ("all", False), ("state", True)]
+)
+def test_a_save_in_the_background_is_in_force_when_it_is_whole(folders, tmp_path, park, offload):
+    folder = str(folders / "qwen3")
+    assert run_ranks(2, save_while_generating, folder, str(tmp_path), park, offload) == [[], []]
+
+
+def fail_on_rank_1(folder: str, checkpoints: str) -> tuple[str, list[str]]:
+    policy, go = policy_of(folder, 2, {}, BOUND), threading.Event()
+    checkpoint.save(Path(checkpoints), 1, policy, {}, keep=2)
+    hold_writers(go, fails_on=1)
+    saving = checkpoint.begin(Path(checkpoints), 2, policy, {}, keep=2)
+    assert saving is not None
+    go.set()
+    try:
+        saving.finish()
+    except CheckpointError as error:
+        dist.barrier()
+        return str(error), sorted(path.name for path in Path(checkpoints).iterdir())
+    return "", []
+
+
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_one_before(folders, tmp_path):
+    for message, left in run_ranks(2, fail_on_rank_1, str(folders / "qwen3"), str(tmp_path)):
+        assert "step-00000002: could not be written: [Errno 28] No space left on device" in message
+        assert left == ["latest", "step-00000001"]
+
+
+def die_while_generating(folder: str, checkpoints: str) -> None:
+    policy = policy_of(folder, 1, {}, BOUND)
+    checkpoint.save(Path(checkpoints), 1, policy, {}, keep=2)
+    hold_writers(threading.Event())
+    checkpoint.begin(Path(checkpoints), 2, policy, {}, keep=2)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_is_killed_while_it_writes_leaves_the_checkpoint_before(folders, tmp_path):
+    folder = str(folders / "qwen3")
+    with pytest.raises(RuntimeError, match="died without an answer"):
+        run_ranks(1, die_while_generating, folder, str(tmp_path))
+    assert (tmp_path / "latest").read_text() == "step-00000001\n"
+    run_ranks(1, carry_on, folder, 1, {}, str(tmp_path), 0)
+    assert [path.name for path in checkpoint_folder.steps(tmp_path)] == ["step-00000001"]
