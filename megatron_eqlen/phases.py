@@ -32,14 +32,12 @@ Part = Literal[
     "optimizer",
     "activations",
     "sent_tensors",
-    "gathered_optimizer",
     "engine",
     "kv_cache",
     "sleeping_engine",
 ]
 """``optimizer``: main weights and Adam's moments. ``activations``: those of a row, with logits and loss.
-``sent_tensors``: the two largest ones, whole. ``gathered_optimizer``: one bucket of it, whole, for
-``checkpoint.resharding: any``. ``engine``: its weights and graphs."""
+``sent_tensors``: the two largest ones, whole. ``engine``: its weights and graphs."""
 
 HostPart = Literal["optimizer", "weights", "reference"]
 """``reference``: the reference model's weights, and the policy's while those are swapped in."""
@@ -68,7 +66,6 @@ def phases(recipe: Recipe) -> list[Phase]:
     awake: list[Part] = ["engine", "kv_cache"] if colocated else []
     woken: list[Part] = ["engine"] if colocated else []
     asleep: list[Part] = ["sleeping_engine"] if colocated else []
-    gathered: list[Part] = ["gathered_optimizer"] if recipe.checkpoint.resharding == "any" else []
     return [
         Phase("load", (*trainer,)),
         Phase("start", (*kept, *awake)),
@@ -76,7 +73,7 @@ def phases(recipe: Recipe) -> list[Phase]:
         Phase("evaluate", (*kept, *awake)),
         Phase("generate", (*kept, *awake)),
         Phase("train", (*trainer, "activations", *asleep)),
-        Phase("checkpoint", (*kept, *gathered, *awake)),
+        Phase("checkpoint", (*kept, *awake)),
     ]
 
 

@@ -39,8 +39,7 @@ def host_parts(recipe: Recipe, model: ModelConfig, stages: list[Trainer], work: 
     if "reference" in kept:  # and the policy's weights, while those of the reference are swapped in
         parts["reference"] = 2 * pinned(rank, width, sharded=False)
     parts = {name: cluster.processes_per_node * size for name, size in parts.items()}
-    if recipe.checkpoint.background:
-        parts["checkpoint"] = checkpoint_bytes(recipe, model) / cluster.nodes
+    parts["checkpoint"] = staged_bytes(recipe, model, rank)
     parts["rollouts"] = COPIES * work.generated * token_bytes(recipe) / cluster.nodes
     parts["processes"] = cluster.processes_per_node * PROCESS
     return parts
@@ -66,6 +65,16 @@ def power_of_two(size: float) -> float:
 def checkpoint_bytes(recipe: Recipe, model: ModelConfig) -> float:
     """Weights and the optimizer's state, each parameter once."""
     return total(model) * (BYTES[recipe.model.dtype] + optimizer_bytes(recipe))
+
+
+def staged_bytes(recipe: Recipe, model: ModelConfig, rank: Held) -> float:
+    """Of a node, while a checkpoint is written: copies of the weights, each parameter of the model at most
+    once. The optimizer's state is written from where it lies, unless it is on the GPU or gathered."""
+    each = BYTES[recipe.model.dtype]
+    stays = recipe.rollout.parked == "none" and not recipe.optimizer.offload
+    if stays or recipe.checkpoint.resharding == "any":
+        each += optimizer_bytes(recipe)
+    return each * min(total(model), recipe.cluster.processes_per_node * rank.elements)
 
 
 def export_bytes(recipe: Recipe, model: ModelConfig) -> float:

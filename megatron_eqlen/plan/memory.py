@@ -85,7 +85,6 @@ def _parts(recipe: Recipe, model: ModelConfig, rank: Trainer) -> dict[str, float
         "optimizer": rank.optimizer,
         "activations": rank.passing,
         "sent_tensors": sent_tensors(recipe, model),
-        "gathered_optimizer": rank.parameters.elements * 4.0,
     }
     if recipe.rollout.engine == "colocated":
         parts |= {
