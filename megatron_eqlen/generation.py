@@ -30,11 +30,13 @@ from megatron_eqlen.rollout.engine import Engine, IdleEngine
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.recorder import (
     Recorder,
-    read_files,
+    left_files,
+    read_left,
     read_prompts,
     read_skeletons,
     read_step,
     record_grades,
+    remove_journals,
     set_aside_stale,
     step_files,
 )
@@ -148,9 +150,9 @@ class Generator:
         asked = {prompt.prompt_id for prompt in mine}
         if self.left[0] != step.number:
             agree(lambda: set_aside_stale(self.streams / step.name, step.policy_version))
-            self.left = step.number, agree(lambda: step_files(self.streams / step.name))
-        done = read_files(self.left[1], asked)
-        self.session.scorer.begin_ended(replicas.part(done))
+            self.left = step.number, agree(lambda: left_files(self.streams / step.name))
+        left = read_left(self.left[1], asked)
+        self.session.scorer.begin_ended(replicas.part(left.rollouts))
         with ExitStack() as files, self.session.stage("harvest") as seconds:
             recorder = files.enter_context(Recorder(self._file(step))) if replicas.leads else None
             rollouts, metrics = harvest(
@@ -159,12 +161,17 @@ class Generator:
                 one_replicas_share(self.recipe, replicas),
                 self.session.tokenizer.eos_token_ids,
                 seed=zlib.crc32(f"{self.recipe.seed}/{step.number}".encode()),
-                on_complete=recorder.write if recorder is not None else None,
                 on_part=self.session.begin_grading,
-                done=done,
+                recorder=recorder,
+                done=left.rollouts,
+                known=left.tracks,
+                generated_before=left.generated_tokens,
             )
         position = self.source.state_dict() if self.source is not None else None
-        return Batch(rollouts, replicas.combine(metrics) | seconds, position, prompts)
+        combined = replicas.combine(metrics)  # every rank has read what is removed now
+        if distributed.is_rank0():
+            remove_journals(self.left[1], [prompt.prompt_id for prompt in prompts])
+        return Batch(rollouts, combined | seconds, position, prompts)
 
     def score(self, step: Step, harvested: Batch) -> Batch:
         """Grade this rank's part of its replica's rollouts, learn of all others, record the grades."""

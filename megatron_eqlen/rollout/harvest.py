@@ -7,14 +7,16 @@
 A harvester (``sampling.kind``) sees only token sequences; the driver here owns the engine: it admits
 harvesters while the engine has free slots, hands each its tokens, submits its forks at once, submits lost
 requests again, and stops at the token budget. What is harvested does not depend on the order in which tokens
-arrive (unless the budget cuts it off).
+arrive (unless the budget cuts it off). So a harvest that was killed goes on from the tokens that were
+recorded: its tracks start with them.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout.engine import Decoder, EngineError, StalePolicyError
@@ -22,8 +24,11 @@ from megatron_eqlen.rollout.meter import Meter
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.kind import Harvester
 from megatron_eqlen.sampling.record import Part
-from megatron_eqlen.sampling.track import Track
-from megatron_eqlen.types import Delta, Metrics, Prompt, Rollout, rollout_key
+from megatron_eqlen.sampling.track import Track, rollout_of
+from megatron_eqlen.types import Delta, Metrics, Prompt, Rollout, Segment, rollout_key
+
+if TYPE_CHECKING:
+    from megatron_eqlen.rollout.recorder import Recorder  # pyarrow takes long to import
 
 MAX_ATTEMPTS = 4
 """Attempts per track. A track that is lost so often means that the engine fails."""
@@ -41,15 +46,22 @@ def harvest(
     seed: int,
     on_complete: Callable[[Rollout], None] | None = None,
     on_part: Callable[[Harvester, Part], None] | None = None,
+    recorder: Recorder | None = None,
     done: Iterable[Rollout] = (),
+    known: Mapping[str, Segment] | None = None,
+    generated_before: int = 0,
 ) -> tuple[list[Rollout], Metrics]:
     """Harvest ``recipe.group_size`` tracks or completions for every prompt.
 
     ``seed`` differs from step to step; a track's own seed is a stable hash of it, the prompt's id and
     the track's number. ``on_part`` is called with each part of a rollout as it becomes final, and
     ``on_complete`` with each rollout as it completes, after its last part: both in this thread, between two
-    decode steps, so they must return at once. ``done`` are
-    rollouts of this step that an earlier attempt recorded: they are returned, not generated again.
+    decode steps, so they must return at once. ``recorder`` records rollouts, and the tokens of those that are
+    not complete.
+
+    The rest is what earlier attempts at this harvest have recorded (``recorder.Left``): ``done`` are complete
+    rollouts, returned and not generated again; ``known`` are tokens of tracks, by ``Track.name``, after which
+    the engine goes on; ``generated_before`` tokens of the budget are spent.
 
     Returns the rollouts in the order of ``prompts`` (and of stream numbers), and the step's metrics
     (of what was generated now). Rollouts that did not start before the token budget was spent are not in the
@@ -74,7 +86,10 @@ def harvest(
             on_complete(rollout)
 
     todo = {key: one for key, one in harvesters.items() if key not in finished}
-    Driver(engine, recipe, meter, on_part or _nothing, collect).run(todo)
+    driver = Driver(
+        engine, recipe, meter, on_part or _nothing, collect, recorder, known or {}, generated_before
+    )
+    driver.run(todo)
     return [finished[key] for key in harvesters if key in finished], meter.metrics()
 
 
@@ -116,23 +131,39 @@ class Driver:
         meter: Meter,
         announce: Callable[[Harvester, Part], None],
         collect: Callable[[Key, Rollout], None],
+        recorder: Recorder | None,
+        known: Mapping[str, Segment],
+        generated_before: int,
     ) -> None:
         self.engine = engine
         self.meter = meter
         self.announce = announce
         self.collect = collect
+        self.recorder = recorder
+        self.known = known
+        self.generated_before = generated_before
         self.budget = recipe.rollout.tokens_per_step
         self.timeout = recipe.rollout.request_timeout
         self.version = engine.policy_version
         self.waiting: deque[tuple[Key, Harvester]] = deque()
         self.running: dict[Key, Harvester] = {}
         self.tracks: dict[str, tuple[Track, Key]] = {}
+        self.generated: Counter[Key] = Counter()
+        """Tokens of the tracks of what runs that have ended."""
 
     def run(self, harvesters: dict[Key, Harvester]) -> None:
-        self.waiting.extend(harvesters.items())
+        started = {rollout_of(name) for name in self.known}
+        self.waiting.extend((key, one) for key, one in harvesters.items() if key not in started)
         last_progress = time.monotonic()
         try:
+            for key in harvesters:  # all at once, as they were when their tokens were recorded
+                if key in started:
+                    self.begin(key, harvesters[key])
+                    self.advance([key])
             while self.waiting or self.running:
+                if self.budget is not None and self.spent() >= self.budget:
+                    self.cut()
+                    break
                 self.admit()
                 deltas = self.meter.timed(self.engine.step)
                 self.advance(self.deliver(deltas))
@@ -144,8 +175,8 @@ class Driver:
                         f"no token for {self.timeout:.0f} s (rollout.request_timeout) with "
                         f"{len(self.tracks)} requests in flight"
                     )
-                if self.budget is not None and self.meter.generated_tokens >= self.budget:
-                    self.cut()
+                self.record()
+            self.record(ended=True)
         finally:
             self.engine.abort(list(self.tracks))
 
@@ -153,12 +184,25 @@ class Driver:
         """Start harvesters while the engine has free slots. The rest wait here, not in the engine's queue:
         there a fork would wait behind them, and its prefix might be evicted from the cache meanwhile."""
         while self.waiting and len(self.tracks) < self.engine.max_num_seqs:
-            key, harvester = self.waiting.popleft()
-            self.running[key] = harvester
-            for track in harvester.start():
-                self.launch(track, key)
+            self.begin(*self.waiting.popleft())
+
+    def begin(self, key: Key, harvester: Harvester) -> None:
+        self.running[key] = harvester
+        for track in harvester.start():
+            self.launch(track, key)
 
     def launch(self, track: Track, key: Key) -> None:
+        """Submit a new track after the tokens that an earlier attempt got, or take it as ended."""
+        if track.name in self.known:
+            track.resume(self.known[track.name])
+        if self.recorder is not None:
+            self.recorder.follow(track)
+        if track.finish_reason is None:
+            self.submit(track, key)
+        else:
+            self.generated[key] += len(track)
+
+    def submit(self, track: Track, key: Key) -> None:
         self.tracks[track.request_id] = (track, key)
         self.meter.launched(track)
         self.engine.submit(track.request_id, track.path, track.remaining, track.seed)
@@ -179,6 +223,7 @@ class Driver:
             if track.extend(delta):
                 touched[key] = None
             if track.finish_reason is not None:
+                self.generated[key] += len(track)
                 self.leave(delta)
             elif delta.finish_reason is not None:
                 self.retry(track, key, delta)
@@ -201,33 +246,46 @@ class Driver:
                 f"request {delta.request_id}: finish_reason {delta.finish_reason!r} after "
                 f"{len(track)} of {track.limit} tokens without an end of sequence, {track.attempts} times"
             )
-        self.launch(track, key)
+        self.submit(track, key)
 
     def advance(self, keys: list[Key]) -> None:
         for key in keys:
             harvester = self.running[key]
-            known = len(harvester.parts)
-            for track in harvester.advance():
-                self.launch(track, key)
-            self.settle(key, harvester, known)
+            before = len(harvester.parts)
+            while launched := harvester.advance():  # whose tokens may be known
+                for track in launched:
+                    self.launch(track, key)
+            self.settle(key, harvester, before)
 
-    def settle(self, key: Key, harvester: Harvester, known: int) -> None:
-        """Announce what became final beyond the ``known`` first parts."""
-        for part in harvester.parts[known:]:
+    def settle(self, key: Key, harvester: Harvester, before: int) -> None:
+        """Announce the parts that became final, after the ``before`` first ones, and the rollout's end."""
+        for part in harvester.parts[before:]:
             self.announce(harvester, part)
         if harvester.complete:
             del self.running[key]
-            self.collect(key, harvester.rollout(self.version))
+            rollout, generated = harvester.rollout(self.version), self.generated.pop(key, 0)
+            self.collect(key, rollout)
+            if self.recorder is not None:
+                self.recorder.complete(rollout, generated)
+
+    def spent(self) -> int:
+        return self.generated_before + self.meter.generated_tokens
+
+    def record(self, ended: bool = False) -> None:
+        if self.recorder is not None:
+            self.recorder.tick(self.version, ended)
 
     def cut(self) -> None:
         """The token budget ran out: complete what runs, start nothing more."""
         self.engine.abort(list(self.tracks))
+        for track, key in self.tracks.values():
+            self.generated[key] += len(track)
         self.tracks.clear()
         self.waiting.clear()
         for key, harvester in list(self.running.items()):
-            known = len(harvester.parts)
+            before = len(harvester.parts)
             harvester.cut()
-            self.settle(key, harvester, known)
+            self.settle(key, harvester, before)
 
 
 def _check_delta(track: Track, delta: Delta) -> None:

@@ -46,7 +46,7 @@ class Meter:
 
     def launched(self, track: Track) -> None:
         self.requests += 1
-        self.forks += track.is_fork and track.attempts == 0
+        self.forks += _is_new_fork(track)
 
     def stepped(self, deltas: int, tokens: int) -> None:
         self.steps += 1
@@ -55,7 +55,7 @@ class Meter:
 
     def prefilled(self, track: Track, cached_tokens: int) -> None:
         """``track``'s prompt is in the KV cache, ``cached_tokens`` of it were before."""
-        if track.is_fork and track.attempts == 0:
+        if _is_new_fork(track):
             self.forks_prefilled += 1
             self.fork_prefix_tokens += len(track.context)
             self.fork_cached_tokens += cached_tokens
@@ -84,6 +84,11 @@ class Meter:
             "harvest/policy_version": self.engine.policy_version,
         }
         return metrics | rollout_metrics(self.rollouts) | self.engine.metrics()
+
+
+def _is_new_fork(track: Track) -> bool:
+    """Whether its prefix may be in the cache: not that of a track that goes on in another process."""
+    return track.is_fork and track.attempts == 0 and len(track) == 0
 
 
 def rollout_metrics(rollouts: list[Rollout]) -> Metrics:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from megatron_eqlen.rollout.arrow_log import VERSION, VERSION_KEY
 from megatron_eqlen.sampling import KINDS, kind_of
 from megatron_eqlen.sampling.record import Head, Part
 from megatron_eqlen.types import (
@@ -25,15 +26,11 @@ from megatron_eqlen.types import (
     Grade,
     Prompt,
     Rollout,
+    RolloutKey,
     SamplingMask,
     Segment,
     rollout_key,
 )
-
-VERSION = 4
-"""Of the format. Version 2 and files without one are JSON lines."""
-
-VERSION_KEY = "eqlen.version"
 
 PROMPT, END = "prompt", "end"
 
@@ -48,6 +45,7 @@ SEGMENTS = pa.schema(
         "parent": pa.int32(),  # number of the step that a step continues, -1 for the prompt
         "finish_reason": pa.string(),
         "outcome": pa.string(),  # in the row ``end`` of a stream
+        "generated_tokens": pa.int64(),  # in the row ``end``: of all tracks, those in no part included
         "tokens": pa.int32(),  # how many
         "kept": pa.int32(),  # ids of all of the segment's sampling masks, null without masks
         "token_ids": pa.list_(pa.int32()),
@@ -97,8 +95,8 @@ def prompt_row(prompt: Prompt) -> Row:
     return row | {"token_ids": np.asarray(prompt.token_ids, np.int32)}
 
 
-def rollout_rows(rollout: Rollout) -> list[Row]:
-    """Its segments and its end."""
+def rollout_rows(rollout: Rollout, generated_tokens: int | None = None) -> list[Row]:
+    """Its segments and its end. ``generated_tokens`` are those of its tracks, if that is known."""
     kind = kind_of(rollout)
     head = {
         "prompt_id": rollout.prompt_id,
@@ -107,7 +105,8 @@ def rollout_rows(rollout: Rollout) -> list[Row]:
         "policy_version": rollout.policy_version,
     }
     rows = [head | _part_row(part) for part in kind.parts(rollout)]
-    return [*rows, head | {"role": END, "outcome": getattr(rollout, "outcome", None)}]
+    end = {"role": END, "outcome": getattr(rollout, "outcome", None), "generated_tokens": generated_tokens}
+    return [*rows, head | end]
 
 
 def _part_row(part: Part) -> Row:
@@ -181,6 +180,8 @@ class Assembly:
     prompts: dict[str, Prompt] = field(default_factory=dict)
     rollouts: dict[tuple[str, int], Rollout] = field(default_factory=dict)
     """Complete ones; of two of one key the first."""
+    generated_tokens: dict[RolloutKey, int] = field(default_factory=dict)
+    """Those that were generated for them, where that is known."""
     _open: dict[tuple[str, int], list[Part]] = field(default_factory=dict)
 
     def take(self, row: Row) -> None:
@@ -191,6 +192,7 @@ class Assembly:
         elif row["role"] == END:
             head = Head(self.prompts[key[0]], key[1], row["policy_version"], row["outcome"])
             self.rollouts.setdefault(key, _kind(row["kind"]).join(head, self._open.pop(key, [])))
+            self.generated_tokens.setdefault(key, row["generated_tokens"] or 0)
         else:
             self._open.setdefault(key, []).append(self._part(row))
 

@@ -1,37 +1,43 @@
-"""Rollouts on disk, written by a thread of its own as they complete.
+"""A step's rollouts on disk, written by a thread of its own while they are harvested.
 
-    step-00000012/rank-0.arrow            what a rank recorded: an Arrow IPC stream, zstd (``record_format``)
+    step-00000012/rank-0.arrow            what a rank recorded: complete rollouts (``record_format``)
     step-00000012/rank-0-2.arrow          of the rank's next attempt at the step, or next batch of prompts
+    step-00000012/journal-rank-0.arrow    tokens of unfinished ones (``journal``), while the harvest goes on
     step-00000012/grades-rank-0.arrow     grades, once they are known; nothing is written twice
 
-A record batch is written per rollout (or for those that completed meanwhile), so a process killed at any
-moment loses what was being written, and leaves a torn batch at the file's end; reading drops it. A file
-that was closed ends with a checksum, which is looked at before anything is read from it.
+A process killed at any moment loses what was not yet written: at most ``INTERVAL`` seconds of tokens.
 """
 
 from __future__ import annotations
 
-import io
 import logging
-import os
-import zlib
+import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
 
 import pyarrow as pa
 
 from megatron_eqlen.files import replaced, unused
+from megatron_eqlen.rollout import journal
+from megatron_eqlen.rollout.arrow_log import (
+    OLD_VERSION,
+    ArrowLog,
+    batches,
+    check_version,
+    other_version,
+    placed,
+    values,
+)
+from megatron_eqlen.rollout.journal import Journal, News
 from megatron_eqlen.rollout.record_format import (
     END,
     GRADES,
     PROMPT,
     SEGMENTS,
     SKELETON,
-    VERSION,
-    VERSION_KEY,
     Assembly,
     Row,
     from_batch,
@@ -41,18 +47,18 @@ from megatron_eqlen.rollout.record_format import (
     rollout_rows,
     to_batch,
 )
-from megatron_eqlen.types import Grade, Prompt, Rollout, rollout_key, training_order
+from megatron_eqlen.sampling.track import Track, rollout_of
+from megatron_eqlen.types import Grade, Prompt, Rollout, Segment, rollout_key, training_order
 
 FILES = "rank-*.arrow"
 """In a step's folder."""
+JOURNALS = f"{journal.PREFIX}{FILES}"
 GRADE_FILES = "grades-*.arrow"
 OLD_FILES = "rank-*.jsonl"
 """Of versions before 3."""
-OLD_VERSION = "2 or older (JSON lines)"
-CONTINUES = b"\xff\xff\xff\xff"
-"""What every message of an Arrow IPC stream begins with."""
-CLOSED = b"eqlenend"
-"""After the end of the stream of a file that was closed; then comes the CRC-32 of all before."""
+
+INTERVAL = 2.0
+"""Seconds between two looks at the tracks of a harvest."""
 
 RowKey = tuple[str, int | None]
 """(prompt_id, index of the rollout), or None for the prompt itself."""
@@ -63,105 +69,102 @@ logger = logging.getLogger(__name__)
 class Recorder:
     """Records rollouts in a new file: ``path``, or ``NAME-2`` ... where that exists. Makes the folder.
 
-    What the thread could not write (a full disk, say) is raised by the next ``write`` or by ``close``.
+    ``write`` records a rollout at once. A harvest calls ``follow``, ``complete`` and ``tick`` instead: they
+    record its tracks' tokens as well, every ``INTERVAL`` seconds, and each time all that there is after one
+    decode step, so that the next attempt goes on from a moment that there was.
+
+    What the thread could not write (a full disk, say) is raised by a later call, ``close`` at the latest.
     """
 
     def __init__(self, path: str | Path) -> None:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = unused(path)
-        self._file = _Sink(self.path)
-        self._stream = pa.ipc.new_stream(
-            pa.PythonFile(self._file, mode="w"),
-            SEGMENTS,
-            options=pa.ipc.IpcWriteOptions(compression="zstd"),
-        )
+        self._file = ArrowLog(self.path, SEGMENTS)
+        self._journal = Journal(self.path.with_name(journal.PREFIX + self.path.name))
         self._prompts: set[str] = set()
         """Ids of those that the file holds."""
-        self._queue: SimpleQueue[list[Row]] = SimpleQueue()
+        self._complete: list[Row] = []
+        """Rows of rollouts that wait for the next tick."""
+        self._due = time.monotonic() + INTERVAL
+        self._queue: SimpleQueue[tuple[list[News], int, list[Row]]] = SimpleQueue()
         self._thread = ThreadPoolExecutor(1, "recorder")
         self._writing: Future[None] | None = None
-        self._write_batch([])  # the schema
 
     def write(self, rollout: Rollout) -> None:
         """Record one rollout, without grades, after its prompt. Its arrays must not be changed any more."""
-        rows = rollout_rows(rollout)
-        if rollout.prompt_id not in self._prompts:
-            self._prompts.add(rollout.prompt_id)
-            rows = [prompt_row(rollout.prompt), *rows]
-        if self._writing is not None and self._writing.done():
-            self._writing.result()
-        self._queue.put(rows)
-        self._writing = self._thread.submit(self._drain)
+        self._put([], rollout.policy_version, self._rows(rollout, None))
+
+    def follow(self, track: Track) -> None:
+        """Record the track's tokens, those that it has and those to come."""
+        self._journal.follow(track)
+
+    def complete(self, rollout: Rollout, generated_tokens: int) -> None:
+        """Record a rollout with the next tick. ``generated_tokens``: of all its tracks."""
+        self._complete += self._rows(rollout, generated_tokens)
+
+    def tick(self, policy_version: int, ended: bool = False) -> None:
+        """Between two decode steps: record what is new if ``INTERVAL`` is over, or the harvest has
+        ``ended``."""
+        now = time.monotonic()
+        if now >= self._due or ended:
+            self._due = now + INTERVAL
+            news, rows = self._journal.news(), self._complete
+            self._complete = []
+            if news or rows:
+                self._put(news, policy_version, rows)
 
     def close(self) -> None:
-        """Wait until everything is on the disk (a crash of the machine, not only of the process)."""
+        """Wait until everything is on the disk. There are no unfinished rollouts: the journal goes."""
         try:
-            self._thread.shutdown()
-            if self._writing is not None:
-                self._writing.result()
-            self._check()
-            self._stream.close()
-            self._file.write(CLOSED + _crc_bytes(self._file.crc))
-            os.fsync(self._file.fileno())
-        finally:
-            self._file.close()
+            self._stop()
+        except BaseException:
+            self._file.abandon()
+            raise
+        self._file.close()
+        self._journal.remove()
 
     def __enter__(self) -> Recorder:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._thread.shutdown()
+            self._file.abandon()
+            self._journal.abandon()
+
+    def _stop(self) -> None:
+        self._thread.shutdown()
+        if self._writing is not None:
+            self._writing.result()
+
+    def _rows(self, rollout: Rollout, generated_tokens: int | None) -> list[Row]:
+        rows = rollout_rows(rollout, generated_tokens)
+        if rollout.prompt_id not in self._prompts:
+            self._prompts.add(rollout.prompt_id)
+            rows = [prompt_row(rollout.prompt), *rows]
+        return rows
+
+    def _put(self, news: list[News], policy_version: int, rows: list[Row]) -> None:
+        if self._writing is not None and self._writing.done():
+            self._writing.result()
+        self._queue.put((news, policy_version, rows))
+        self._writing = self._thread.submit(self._drain)
 
     def _drain(self) -> None:
-        """Write what is waiting, as one batch."""
+        """Write what is waiting, rollouts after the tokens that they and the others had then: what is
+        complete on disk is never ahead of the journal."""
         rows: list[Row] = []
         try:
             while True:
-                rows += self._queue.get_nowait()
+                news, policy_version, complete = self._queue.get_nowait()
+                self._journal.write(news, policy_version)
+                rows += complete
         except Empty:
             if rows:
-                self._write_batch(rows)
-
-    def _write_batch(self, rows: list[Row]) -> None:
-        self._check()
-        self._stream.write_batch(to_batch(rows))
-
-    def _check(self) -> None:
-        if self._file.failed is not None:
-            raise self._file.failed
-
-
-class _Sink(io.RawIOBase):
-    """A new file that counts its CRC-32."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = open(path, "xb", buffering=0)  # noqa: SIM115 (closed by close)
-        self.crc = 0
-        self.failed: OSError | None = None
-        """After which nothing may follow."""
-
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self._file.fileno()
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        self.crc = zlib.crc32(view, self.crc)
-        rest = view
-        try:
-            while rest:  # a signal or a full disk may shorten a write
-                rest = rest[self._file.write(rest) :]
-        except OSError as error:
-            self.failed = error
-            raise
-        return len(view)
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
+                self._file.write(to_batch(rows))
 
 
 def record(path: str | Path, rollouts: Sequence[Rollout]) -> None:
@@ -188,7 +191,7 @@ def read_dump(path: str | Path) -> list[Rollout]:
     record of rollouts, or is of another version of the format.
     """
     path = Path(path)
-    return _assemble([path])
+    return list(_assembled([path]).rollouts.values())
 
 
 def read_step(folder: Path, prompt_ids: Collection[str] | None = None) -> list[Rollout]:
@@ -196,29 +199,22 @@ def read_step(folder: Path, prompt_ids: Collection[str] | None = None) -> list[R
 
     ``prompt_ids``: only theirs. Files that hold none of them are not read.
     """
-    return read_files(step_files(folder), prompt_ids)
-
-
-def read_files(files: Sequence[Path], prompt_ids: Collection[str] | None = None) -> list[Rollout]:
-    """As ``read_step``, of some of a step's files."""
-    if prompt_ids is not None:
-        files = [path for path in files if _names(path) & set(prompt_ids)]
-    rollouts = _assemble(files)
-    return _in_training_order(one for one in rollouts if prompt_ids is None or one.prompt_id in prompt_ids)
+    return _in_training_order(_assembled(_naming(step_files(folder), prompt_ids), prompt_ids=prompt_ids))
 
 
 def read_skeletons(files: Sequence[Path]) -> list[Rollout]:
     """The rollouts of some of a step's files without arrays: lengths, grades and finish reasons, as
-    ``read_files``. It costs what their number costs, not their tokens: checksums are not looked at. Prompts
+    ``read_step``. It costs what their number costs, not their tokens: checksums are not looked at. Prompts
     have neither tokens nor golds."""
-    return _in_training_order(_assemble(files, SKELETON))
+    return _in_training_order(_assembled(files, SKELETON))
 
 
 def read_prompts(files: Sequence[Path]) -> list[Prompt]:
     """The whole prompts of some of a step's files, in the order in which they were drawn."""
     assembly, columns = Assembly(), (*SKELETON, "token_ids", "gold")
     for path in files:
-        for batch in _batches(path, columns, _places(path, {(name, None) for name in _names(path)})):
+        named: set[RowKey] = {(name, None) for name in values(path, SEGMENTS, "prompt_id")}
+        for batch in batches(path, SEGMENTS, columns, _places(path, named)):
             for row in from_batch(batch):
                 if row["role"] == PROMPT:
                     assembly.take(row)
@@ -228,15 +224,49 @@ def read_prompts(files: Sequence[Path]) -> list[Prompt]:
 def fill_token_ids(skeletons: Sequence[Rollout], files: Sequence[Path]) -> None:
     """Read the token ids of some of the rollouts that ``read_skeletons`` found in ``files``."""
     rows: set[RowKey] = {row for one in skeletons for row in (rollout_key(one), (one.prompt_id, None))}
-    whole = {rollout_key(one): one for one in _assemble(files, (*SKELETON, "token_ids"), rows)}
+    whole = _assembled(files, (*SKELETON, "token_ids"), rows).rollouts
     for skeleton in skeletons:
         segments = zip(skeleton.segments(), whole[rollout_key(skeleton)].segments(), strict=True)
         for segment, found in segments:
             segment.token_ids = found.token_ids
 
 
-def _in_training_order(rollouts: Iterable[Rollout]) -> list[Rollout]:
-    return sorted(rollouts, key=training_order)
+@dataclass
+class Left:
+    """What earlier attempts at a step have recorded of some prompts."""
+
+    rollouts: list[Rollout] = field(default_factory=list)
+    """Complete, in training order."""
+    tracks: dict[str, Segment] = field(default_factory=dict)
+    """Tokens of unfinished ones, by ``Track.name``."""
+    generated_tokens: int = 0
+    """Of all these: they count towards ``rollout.tokens_per_step``."""
+
+
+def read_left(files: Sequence[Path], prompt_ids: Collection[str]) -> Left:
+    """What ``left_files`` hold of ``prompt_ids``."""
+    recorded = [path for path in files if not _is_journal(path)]
+    assembly = _assembled(_naming(recorded, prompt_ids), prompt_ids=prompt_ids)
+    tracks = {
+        name: known
+        for name, known in journal.read_journals(filter(_is_journal, files), prompt_ids).items()
+        if rollout_of(name) not in assembly.rollouts
+    }
+    generated = sum(assembly.generated_tokens.values()) + sum(map(len, tracks.values()))
+    return Left(_in_training_order(assembly), tracks, generated)
+
+
+def left_files(folder: Path) -> list[Path]:
+    """A step's files of rollouts and its journals."""
+    return step_files(folder) + _in_order(folder.glob(JOURNALS))
+
+
+def remove_journals(files: Iterable[Path], prompt_ids: Collection[str]) -> None:
+    """Remove the journals among ``files`` that hold no others' than ``prompt_ids``', whose rollouts are
+    complete."""
+    for path in filter(_is_journal, files):
+        if journal.prompts_of(path).issubset(prompt_ids):
+            path.unlink(missing_ok=True)
 
 
 def set_aside_stale(folder: Path, policy_version: int) -> None:
@@ -244,7 +274,10 @@ def set_aside_stale(folder: Path, policy_version: int) -> None:
 
     So it is where a run has gone back to a checkpoint, and an update that was skipped before was taken now.
     """
-    found = {rollout.policy_version for rollout in read_skeletons(step_files(folder))}
+    found = set[int]()
+    for path in left_files(folder):
+        schema = journal.SCHEMA if _is_journal(path) else SEGMENTS
+        found |= values(path, schema, "policy_version") - {None}  # prompts have none
     if found - {policy_version}:
         aside = unused(folder.with_name(f"stale-{folder.name}"))
         folder.rename(aside)
@@ -260,8 +293,12 @@ def set_aside_stale(folder: Path, policy_version: int) -> None:
 def step_files(folder: Path) -> list[Path]:
     """A step's recorded files. Raises ValueError where they are of an older version."""
     if old := sorted(folder.glob(OLD_FILES)):
-        raise _other_version(old[0], OLD_VERSION)
+        raise other_version(old[0], OLD_VERSION)
     return _in_order(folder.glob(FILES))
+
+
+def _is_journal(path: Path) -> bool:
+    return path.name.startswith(journal.PREFIX)
 
 
 def _in_order(files: Iterable[Path]) -> list[Path]:
@@ -274,7 +311,7 @@ def read_grades(folder: Path) -> dict[tuple[str, int, int], Grade]:
     grades: dict[tuple[str, int, int], Grade] = {}
     for path in _in_order(folder.glob(GRADE_FILES)):
         table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
-        _check_version(path, table.schema)
+        check_version(path, table.schema)
         grades = grades_of(table.to_pylist()) | grades
     return grades
 
@@ -298,128 +335,53 @@ def read_streams(path: str | Path) -> Iterator[pa.Table]:
 
 
 def _table(path: Path) -> pa.Table:
-    table = pa.Table.from_batches(list(_batches(path)), SEGMENTS)
+    table = pa.Table.from_batches(list(batches(path, SEGMENTS)), SEGMENTS)
     roles = table["role"].to_pylist()
     table = table.filter(pa.array([role not in (PROMPT, END) for role in roles]))
     table = table.select(SEGMENTS.names[: SEGMENTS.names.index("question")])
     grades, keys = read_grades(path.parent), ("prompt_id", "index", "number")
     found = [grades.get(key) for key in zip(*(table[name].to_pylist() for name in keys), strict=True)]
-    for name, values in {
+    for name, column in {
         "step": [path.parent.name] * len(found),
         "reward": [grade and grade.reward for grade in found],
         "verdict": [grade and grade.verdict for grade in found],
     }.items():
-        table = table.append_column(name, pa.array(values, pa.float64() if name == "reward" else pa.string()))
+        table = table.append_column(name, pa.array(column, pa.float64() if name == "reward" else pa.string()))
     return table
 
 
-# ---- reading ---------------------------------------------------------------------------------------------
+def _in_training_order(assembly: Assembly) -> list[Rollout]:
+    return sorted(assembly.rollouts.values(), key=training_order)
 
 
-def _assemble(
-    files: Sequence[Path], columns: Sequence[str] | None = None, wanted: set[RowKey] | None = None
-) -> list[Rollout]:
-    """The rollouts of files of one folder, of all or only the ``wanted`` rows."""
+def _naming(files: Sequence[Path], prompt_ids: Collection[str] | None) -> list[Path]:
+    """The files that hold any of ``prompt_ids``."""
+    if prompt_ids is None:
+        return list(files)
+    return [path for path in files if not values(path, SEGMENTS, "prompt_id").isdisjoint(prompt_ids)]
+
+
+def _assembled(
+    files: Sequence[Path],
+    columns: Sequence[str] | None = None,
+    wanted: set[RowKey] | None = None,
+    prompt_ids: Collection[str] | None = None,
+) -> Assembly:
+    """What the files of one folder hold: all of it, only the ``wanted`` rows, or those of some prompts."""
     assembly = Assembly(read_grades(files[0].parent) if files else {})
     for path in files:
-        for batch in _batches(path, columns, None if wanted is None else _places(path, wanted)):
+        for batch in batches(path, SEGMENTS, columns, None if wanted is None else _places(path, wanted)):
             for row in from_batch(batch):
-                if wanted is None or (row["prompt_id"], row["index"]) in wanted:
+                asked = prompt_ids is None or row["prompt_id"] in prompt_ids
+                if asked and (wanted is None or (row["prompt_id"], row["index"]) in wanted):
                     assembly.take(row)
-    return list(assembly.rollouts.values())
-
-
-def _names(path: Path) -> set[str]:
-    """Ids of the prompts in a file; no other column is decompressed."""
-    return {name for batch in _batches(path, ["prompt_id"]) for name in batch.column(0).unique().to_pylist()}
+    return assembly
 
 
 def _places(path: Path, wanted: set[RowKey]) -> list[int]:
     """Where the batches begin that hold any of the rows."""
     return [
         place
-        for place, batch in _placed(path, ["prompt_id", "index"])
+        for place, batch in placed(path, SEGMENTS, ["prompt_id", "index"])
         if not wanted.isdisjoint(zip(*(column.to_pylist() for column in batch.columns), strict=True))
     ]
-
-
-def _batches(
-    path: Path, columns: Sequence[str] | None = None, places: Iterable[int] | None = None
-) -> Iterator[pa.RecordBatch]:
-    """As ``_placed``, without the places."""
-    return (batch for _, batch in _placed(path, columns, places))
-
-
-def _placed(
-    path: Path, columns: Sequence[str] | None = None, places: Iterable[int] | None = None
-) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """The whole batches of a file, each after the place where it begins.
-
-    ``columns``: only these, from what of the file they need; without it everything, if the file's checksum
-    is right. ``places``: only the batches that begin there.
-    """
-    data = _mapped(path)
-    if columns is None:
-        _check_crc(path, data)
-    source, end = pa.BufferReader(pa.py_buffer(data)), 0
-    wanted = SEGMENTS.names if columns is None else columns
-    fields = [number for number, name in enumerate(SEGMENTS.names) if name in wanted]
-    try:
-        _check_version(path, pa.ipc.read_schema(source))
-        source.seek(0)
-        stream = pa.ipc.open_stream(source, options=pa.ipc.IpcReadOptions(included_fields=fields))
-        for place in _each(source) if places is None else places:
-            source.seek(place)
-            batch = stream.read_next_batch()
-            end = source.tell()
-            yield place, batch
-    except StopIteration:
-        pass
-    except (pa.ArrowException, OSError) as error:
-        if _closed(data):
-            raise ValueError(f"{path}: damaged: {error}") from None
-    if places is None and not _closed(data) and end < len(data):
-        logger.warning("%s: dropped a torn end of %d bytes", path, len(data) - end)
-
-
-def _each(source: pa.BufferReader) -> Iterator[int]:
-    """Where a stream of batches is, time and again."""
-    while True:
-        yield source.tell()
-
-
-def _mapped(path: Path) -> memoryview:
-    """The file's bytes. Raises ValueError where they are no record, or not what was written."""
-    if path.suffix == ".jsonl":
-        raise _other_version(path, OLD_VERSION)
-    data = memoryview(pa.memory_map(str(path)).read_buffer() if path.stat().st_size else b"").cast("B")
-    if data[:4] != CONTINUES[: len(data)]:
-        raise ValueError(f"{path}: expected rollouts (an Arrow IPC stream), found {bytes(data[:20])!r}")
-    return data
-
-
-def _check_crc(path: Path, data: memoryview) -> None:
-    if _closed(data) and data[-4:] != _crc_bytes(zlib.crc32(data[: -len(CLOSED) - 4])):
-        raise ValueError(f"{path}: damaged: expected the checksum that its end holds, found another")
-
-
-def _closed(data: memoryview) -> bool:
-    """Whether the file was written to its end."""
-    return data[-len(CLOSED) - 4 : -4] == CLOSED
-
-
-def _crc_bytes(crc: int) -> bytes:
-    return crc.to_bytes(4, "little")
-
-
-def _check_version(path: Path, schema: pa.Schema) -> None:
-    found = (schema.metadata or {}).get(VERSION_KEY.encode(), b"none").decode()
-    if found != str(VERSION):
-        raise _other_version(path, found)
-
-
-def _other_version(path: Path, found: str) -> ValueError:
-    return ValueError(
-        f"{path}: expected recorded rollouts of format version {VERSION} ({FILES}), found version {found}: "
-        f"read it with the release that wrote it, or remove it and the step is generated again"
-    )

@@ -20,6 +20,12 @@ def track_seed(seed: int, prompt_id: str, index: int, number: int) -> int:
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest()) >> 1
 
 
+def rollout_of(name: str) -> tuple[str, int]:
+    """The prompt's id and the rollout's number of a ``Track.name``."""
+    prompt_id, index, _ = name.rsplit("/", 2)
+    return prompt_id, int(index)
+
+
 class Track:
     """A track continues ``context`` by at most ``limit`` tokens.
 
@@ -29,7 +35,7 @@ class Track:
 
     __slots__ = (
         "attempts", "awaited", "context", "eos_token_ids", "finish_reason", "is_fork", "limit", "logprobs",
-        "mask_counts", "mask_ids", "name", "seed", "token_ids",
+        "mask_counts", "mask_ids", "name", "prompt_id", "seed", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -42,6 +48,7 @@ class Track:
         eos_token_ids: frozenset[int],
         seed: int,
     ) -> None:
+        self.prompt_id = prompt.prompt_id
         self.name = f"{prompt.prompt_id}/{index}/{number}"
         self.seed = track_seed(seed, prompt.prompt_id, index, number)
         self.context = prompt.token_ids + trunk
@@ -90,6 +97,15 @@ class Track:
         self._end(first=len(self.token_ids) - len(delta.token_ids))
         return True
 
+    def resume(self, known: Segment) -> None:
+        """Take the tokens that an earlier attempt at this track got."""
+        self.token_ids.frombytes(known.token_ids.tobytes())
+        self.logprobs.frombytes(known.logprobs.tobytes())
+        if known.sampling_mask is not None:
+            self.mask_ids.frombytes(known.sampling_mask.ids.tobytes())
+            self.mask_counts.frombytes(known.sampling_mask.counts.tobytes())
+        self._end(first=0)
+
     def _end(self, first: int) -> None:
         """Find out whether the track ends at a token from number ``first`` on, and cut what comes after."""
         self.awaited = self.limit
@@ -117,6 +133,10 @@ class Track:
         )
 
     def _mask(self, start: int, stop: int) -> SamplingMask:
-        before, within = sum(self.mask_counts[:start]), sum(self.mask_counts[start:stop])
+        before, within = _sum(self.mask_counts[:start]), _sum(self.mask_counts[start:stop])
         ids, counts = self.mask_ids[before : before + within], self.mask_counts[start:stop]
         return SamplingMask(np.frombuffer(ids, np.int32), np.frombuffer(counts, np.uint8))
+
+
+def _sum(counts: array) -> int:
+    return int(np.frombuffer(counts, np.uint8).sum(dtype=np.int64))

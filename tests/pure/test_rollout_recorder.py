@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +17,9 @@ import pytest
 from megatron_eqlen.rollout.recorder import (
     Recorder,
     fill_token_ids,
+    left_files,
     read_dump,
+    read_left,
     read_skeletons,
     read_step,
     read_streams,
@@ -25,7 +28,9 @@ from megatron_eqlen.rollout.recorder import (
     set_aside_stale,
     step_files,
 )
+from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.types import (
+    Delta,
     Grade,
     Group,
     Pair,
@@ -154,10 +159,10 @@ def test_what_is_no_record_or_of_another_version_is_refused_in_words(tmp_path):
         read_dump(tmp_path / "notes.arrow")
     with pa.ipc.new_stream(str(tmp_path / "rank-7.arrow"), pa.schema({"a": pa.int32()})) as stream:
         stream.write_table(pa.table({"a": pa.array([1], pa.int32())}))
-    with pytest.raises(ValueError, match=r"rank-7\.arrow: expected .* version 4 .*, found version none"):
+    with pytest.raises(ValueError, match=r"rank-7\.arrow: expected .* version 5, found version none"):
         read_step(tmp_path)
     (tmp_path / "rank-0.jsonl").write_text('{"type": "header", "version": 2}\n')
-    with pytest.raises(ValueError, match=r"rank-0\.jsonl: .* version 4 .*, found version 2 or older"):
+    with pytest.raises(ValueError, match=r"rank-0\.jsonl: .* version 5, found version 2 or older"):
         read_step(tmp_path)
 
 
@@ -241,3 +246,53 @@ def test_what_weights_of_another_version_generated_is_set_aside(tmp_path, caplog
     assert read_step(folder) == []
     assert read_step(tmp_path / "stale-step-00000003") == sorted([GROUP, STREAM], key=training_order)
     assert "generated with policy version 0, 5, but this run is at 0" in caplog.text
+
+
+def grown(track: Track, tokens: list[int], masks: bool) -> Track:
+    for token in tokens:
+        kept = [(token, token + 1)] if masks else None
+        track.extend(Delta(track.request_id, [token], [-token / 7], sampling_mask=kept))
+    return track
+
+
+@pytest.mark.parametrize("masks", [True, False])
+def test_cut_at_any_byte_a_journal_holds_what_all_tracks_had_at_one_moment(tmp_path, masks):
+    tracks = [Track(prompt("a/b", 1), 0, number, [], 99, frozenset([9]), 0) for number in range(2)]
+    recorder = Recorder(tmp_path / "rank-0.arrow")
+    for track in tracks:
+        recorder.follow(track)
+    moments: list[dict[str, Segment]] = [{}]
+    for tokens in ([1, 2], [3], [], [4, 5, 9]):
+        for track in tracks[: 1 + len(tokens) % 2]:
+            grown(track, tokens, masks)
+        recorder.tick(7, ended=True)
+        recorder._thread.submit(int).result()  # it is written now
+        moments.append({one.name: replace(one.segment(0), finish_reason=None) for one in tracks if len(one)})
+    journal = tmp_path / "journal-rank-0.arrow"
+    data = journal.read_bytes()
+    seen = []
+    for size in (*range(0, len(data), 37), len(data)):
+        journal.write_bytes(data[:size])
+        left = read_left(left_files(tmp_path), ["a/b"])
+        seen.append(moments.index(left.tracks))
+        assert left.generated_tokens == sum(map(len, left.tracks.values()))
+        assert read_left(left_files(tmp_path), ["a"]).tracks == {}
+    assert seen == sorted(seen)
+    assert set(seen) == {0, 1, 2, 4}, "nothing is written where there is no news"
+    set_aside_stale(tmp_path, 7)
+    assert journal.exists()
+    recorder.close()
+    assert not journal.exists()
+
+
+def test_a_journal_of_another_version_is_set_aside_too(tmp_path):
+    folder = tmp_path / "step-00000003"
+    recorder = Recorder(folder / "rank-0.arrow")
+    recorder.follow(grown(Track(prompt("a"), 0, 0, [], 99, frozenset([9]), 0), [1, 2], masks=False))
+    recorder.tick(policy_version=2, ended=True)
+    recorder._thread.submit(int).result()
+    set_aside_stale(folder, 3)
+    assert [path.name for path in (tmp_path / "stale-step-00000003").glob("journal-*")] == [
+        "journal-rank-0.arrow"
+    ]
+    assert left_files(folder) == []

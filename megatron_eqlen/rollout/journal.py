@@ -1,0 +1,172 @@
+"""Tokens of unfinished rollouts on disk, so that a harvest that is killed loses its last seconds only.
+
+    step-00000012/journal-rank-0.arrow     beside rank-0.arrow; removed when the harvest has ended
+
+A row holds the tokens that one track got since its last row; a batch, those of all tracks at one moment. What
+a harvester makes depends on the tokens of its tracks alone, so they are all that is recorded: a new attempt
+gives its tracks the tokens that they had, its harvesters cut the same parts, and the engine goes on where the
+tokens end.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from megatron_eqlen.rollout.arrow_log import VERSION, VERSION_KEY, ArrowLog, batches, values
+from megatron_eqlen.sampling.track import Track
+from megatron_eqlen.types import SamplingMask, Segment, joined
+
+PREFIX = "journal-"
+"""Then the name of the file of rollouts."""
+
+SCHEMA = pa.schema(
+    {
+        "prompt_id": pa.string(),
+        "track": pa.string(),  # Track.name
+        "policy_version": pa.int64(),
+        "token_ids": pa.list_(pa.int32()),
+        "logprobs": pa.list_(pa.float32()),
+        "mask_ids": pa.list_(pa.int32()),
+        "mask_counts": pa.list_(pa.uint8()),
+    },
+    metadata={VERSION_KEY: str(VERSION)},
+)
+
+
+class News(NamedTuple):
+    """Tokens ``start`` to ``stop`` of a track, and where their mask's ids lie."""
+
+    track: Track
+    start: int
+    stop: int
+    mask_start: int
+    mask_stop: int
+
+
+class Journal:
+    """Writes a new file; there is none before the first news.
+
+    ``news`` is called where tracks grow and costs no more than a look at each; ``write`` copies the tokens,
+    in a thread of its own: a track only ever grows, so what was news stays as it is.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: ArrowLog | None = None
+        self._followed: dict[Track, tuple[int, int]] = {}
+        """How many tokens, and how many ids of their masks, were news already."""
+
+    def follow(self, track: Track) -> None:
+        """All tokens of ``track``, those that it has and those to come, are news until it has ended."""
+        self._followed.setdefault(track, (0, 0))
+
+    def news(self) -> list[News]:
+        """What the tracks got since the last call."""
+        found = [
+            News(track, start, len(track.token_ids), mask_start, len(track.mask_ids))
+            for track, (start, mask_start) in self._followed.items()
+            if len(track.token_ids) > start
+        ]
+        self._followed |= {one.track: (one.stop, one.mask_stop) for one in found}
+        for one in found:
+            if one.track.finish_reason is not None:
+                del self._followed[one.track]
+        return found
+
+    def write(self, news: Sequence[News], policy_version: int) -> None:
+        if not news:
+            return
+        if self._file is None:
+            self._file = ArrowLog(self.path, SCHEMA)
+        self._file.write(_batch(news, policy_version))
+
+    def abandon(self) -> None:
+        """Leave what is there to the next attempt."""
+        if self._file is not None:
+            self._file.abandon()
+
+    def remove(self) -> None:
+        self.abandon()
+        self.path.unlink(missing_ok=True)
+
+
+def _batch(news: Sequence[News], policy_version: int) -> pa.RecordBatch:
+    tokens = [one.stop - one.start for one in news]
+    masks = [one.mask_stop - one.mask_start for one in news]
+    columns = {
+        "prompt_id": pa.array([one.track.prompt_id for one in news]),
+        "track": pa.array([one.track.name for one in news]),
+        "policy_version": pa.array(np.full(len(news), policy_version)),
+        "token_ids": _lists("i", tokens, (one.track.token_ids[one.start : one.stop] for one in news)),
+        "logprobs": _lists("f", tokens, (one.track.logprobs[one.start : one.stop] for one in news)),
+    }
+    if any(masks):
+        kept = (one.track.mask_ids[one.mask_start : one.mask_stop] for one in news)
+        columns["mask_ids"] = _lists("i", masks, kept)
+        counts = (one.track.mask_counts[one.start : one.stop] for one in news)
+        columns["mask_counts"] = _lists("B", tokens, counts)
+    return pa.record_batch(
+        [columns.get(field.name, pa.nulls(len(news), field.type)) for field in SCHEMA], schema=SCHEMA
+    )
+
+
+def _lists(typecode: str, lengths: list[int], pieces: Iterable[array]) -> pa.Array:
+    """One list for each piece."""
+    together = array(typecode)
+    for piece in pieces:
+        together.extend(piece)
+    offsets = np.cumsum([0, *lengths], dtype=np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.frombuffer(together, typecode)))
+
+
+# ---- reading ---------------------------------------------------------------------------------------------
+
+
+def read_journals(files: Iterable[Path], prompt_ids: Collection[str]) -> dict[str, Segment]:
+    """Tokens of the tracks of ``prompt_ids``, by the track's name; of two attempts, the one that got
+    further. Files that hold none of them are not read."""
+    found: dict[str, Segment] = {}
+    for path in files:
+        if not prompts_of(path).isdisjoint(prompt_ids):
+            for name, track in _tracks(path, prompt_ids).items():
+                found[name] = max(found.get(name, track), track, key=len)
+    return found
+
+
+def prompts_of(path: Path) -> set[str]:
+    """Ids of the prompts whose tracks a journal holds; none if it was removed."""
+    return values(path, SCHEMA, "prompt_id") if path.exists() else set()
+
+
+def _tracks(path: Path, prompt_ids: Collection[str]) -> dict[str, Segment]:
+    pieces: dict[str, list[Segment]] = {}
+    for batch in batches(path, SCHEMA):
+        names = zip(batch["prompt_id"].to_pylist(), batch["track"].to_pylist(), strict=True)
+        rows = zip(*(_rows(batch[name]) for name in SCHEMA.names[3:]), strict=True)
+        for (prompt_id, name), (ids, logprobs, mask_ids, counts) in zip(names, rows, strict=True):
+            if prompt_id in prompt_ids:
+                mask = None if counts is None else SamplingMask(mask_ids, counts)
+                pieces.setdefault(name, []).append(Segment(ids, logprobs, sampling_mask=mask))
+    return {name: _whole(segments) for name, segments in pieces.items()}
+
+
+def _rows(column: pa.Array) -> list[Any]:
+    """Arrays, views of the batch; None where the engine recorded no masks."""
+    if column.null_count:
+        return [None] * len(column)
+    return np.split(column.values.to_numpy(), column.offsets.to_numpy()[1:-1])[: len(column)]
+
+
+def _whole(pieces: Sequence[Segment]) -> Segment:
+    masks = [piece.sampling_mask for piece in pieces if piece.sampling_mask is not None]
+    return Segment(
+        joined([piece.token_ids for piece in pieces]),
+        joined([piece.logprobs for piece in pieces]),
+        sampling_mask=SamplingMask.joined(masks) if masks else None,
+    )

@@ -1,0 +1,183 @@
+"""A harvest that is killed, again and again, ends as one that was not: the scripted engine of
+``test_rollout_harvest``, a real recorder, and a disk that stops at any batch."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import tempfile
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from pathlib import Path
+from unittest.mock import patch
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.rollout import recorder as recorder_module
+from megatron_eqlen.rollout.arrow_log import ArrowLog
+from megatron_eqlen.rollout.harvest import harvest
+from megatron_eqlen.rollout.recorder import (
+    JOURNALS,
+    Left,
+    Recorder,
+    left_files,
+    read_left,
+    read_step,
+    remove_journals,
+)
+from megatron_eqlen.sampling import kind_of
+from megatron_eqlen.types import Metrics, Rollout, rollout_key
+from tests.pure.test_rollout_harvest import EOS, ScriptedEngine, make_prompts, make_recipe
+
+PROMPTS = [replace(prompt, number=number) for number, prompt in enumerate(make_prompts(4))]
+NAMES = [prompt.prompt_id for prompt in PROMPTS]
+
+
+class Killed(Exception):
+    pass
+
+
+@dataclass
+class Mortal(ScriptedEngine):
+    """Dies after so many steps."""
+
+    life: int = 10**9
+    masks: bool = True
+
+    def _delta(self, name):
+        delta = super()._delta(name)
+        return delta if self.masks else replace(delta, sampling_mask=None)
+
+    def step(self):
+        self.age()
+        return super().step()
+
+    def age(self):
+        self.life -= 1
+        if self.life < 0:
+            raise Killed
+
+
+@dataclass
+class Lockstep(Mortal):
+    """Gives each request one token a step, so what a budget leaves is the same in every run."""
+
+    max_chunk: int = 1
+
+    def step(self):
+        self.age()
+        return [self._delta(name) for name in list(self.requests)]
+
+
+class Stopping:
+    """A disk that takes so many batches and no more, as when the process is killed between two."""
+
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
+
+    def write(self, log: ArrowLog, batch) -> None:
+        self.batches -= 1
+        if self.batches >= 0:
+            write(log, batch)
+
+
+write = ArrowLog.write
+
+
+def attempt(folder: Path, engine: Mortal, recipe: Recipe, seed: int) -> tuple[list[Rollout], Metrics, Left]:
+    files = left_files(folder)
+    left = read_left(files, NAMES)
+    announced = defaultdict(list)
+    with Recorder(folder / "rank-0.arrow") as recorder:
+        rollouts, metrics = harvest(
+            engine, PROMPTS, recipe, EOS, seed, recorder=recorder, done=left.rollouts, known=left.tracks,
+            generated_before=left.generated_tokens,
+            on_part=lambda one, part: announced[one.prompt.prompt_id, one.index].append(part),
+        )  # fmt: skip
+    remove_journals(files, NAMES)
+    for one in rollouts:
+        if rollout_key(one) not in map(rollout_key, left.rollouts):  # those that were recorded, too
+            heard = sorted(announced[rollout_key(one)], key=lambda part: part.number)
+            assert heard == kind_of(one).parts(one)
+    return rollouts, metrics, left
+
+
+cases = st.fixed_dictionaries(
+    {
+        "sampling": st.sampled_from(["equal_length", "independent", "tree"]),
+        "seed": st.integers(0, 2**32),
+        "end": st.sampled_from([0.02, 0.1, 0.3, 0.7]),
+        "limit": st.integers(1, 24),
+        "max_pairs": st.sampled_from([None, 1, 2]),
+        "max_num_seqs": st.integers(1, 12),
+        "masks": st.booleans(),
+        "budget": st.sampled_from([None, None, 10, 50, 90]),
+    }
+)
+kills = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60), st.integers(0, 2**16)), max_size=4)
+
+
+def recipe_of(case: dict) -> Recipe:
+    kind = {"sampling": case["sampling"]}
+    if case["sampling"] == "tree":
+        kind |= {"objective": "treerpo", "tree_sampling": {"branching": 2, "depth": 3}}
+    return make_recipe(
+        rollout={
+            "max_response_length": case["limit"],
+            "max_num_seqs": case["max_num_seqs"],
+            "tokens_per_step": case["budget"],
+        },
+        equal_length={"max_pairs": case["max_pairs"]},
+        **kind,
+    )
+
+
+def engine_of(case: dict, chaos: int, life: int = 10**9) -> Mortal:
+    """With a budget, what is harvested depends on the order in which tokens arrive: it must be one order."""
+    slots, masks = case["max_num_seqs"], case["masks"]
+    if case["budget"] is None:
+        chance = random.Random(chaos)
+        return Mortal(chance, case["end"], loss=0.05, max_num_seqs=slots, life=life, masks=masks)
+    return Lockstep(random.Random(0), case["end"], max_num_seqs=slots, life=life, masks=masks)
+
+
+@settings(max_examples=200, deadline=None)
+@given(cases, kills, st.sampled_from([0.0, 0.0, 0.0005]))
+def test_killed_at_any_batch_and_any_step_a_harvest_ends_as_if_it_had_not_been(case, kills, interval):
+    recipe = recipe_of(case)
+    want, _ = harvest(engine_of(case, 0), PROMPTS, recipe, EOS, case["seed"])
+    with tempfile.TemporaryDirectory() as home, patch.object(recorder_module, "INTERVAL", interval):
+        folder = Path(home) / "step-00000000"
+        for life, batches, chaos in kills:
+            disk = Stopping(batches)
+            with patch.object(ArrowLog, "write", lambda log, batch, disk=disk: disk.write(log, batch)):
+                try:
+                    attempt(folder, engine_of(case, chaos, life), recipe, case["seed"])
+                except Killed:
+                    pass
+                else:
+                    if disk.batches < 0:  # it was not killed: no disk is like that
+                        return
+        found, _, _ = attempt(folder, engine_of(case, 99), recipe, case["seed"])
+        assert found == want
+        assert read_step(folder) == want
+        assert not list(folder.glob(JOURNALS))
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases, st.integers(1, 40))
+def test_no_token_that_was_recorded_is_generated_again(case, life):
+    recipe = recipe_of(case | {"budget": None})
+    case = case | {"budget": 1}  # one token a step and nothing lost
+    _, whole = harvest(engine_of(case, 0), PROMPTS, recipe, EOS, case["seed"])
+    with tempfile.TemporaryDirectory() as home, patch.object(recorder_module, "INTERVAL", 0.0):
+        folder = Path(home) / "step-00000000"
+        killed = engine_of(case, 0, life)
+        with contextlib.suppress(Killed):
+            attempt(folder, killed, recipe, case["seed"])
+        delivered = sum(killed.delivered.values())
+        _, rest, left = attempt(folder, engine_of(case, 0), recipe, case["seed"])
+    assert left.generated_tokens == delivered
+    assert rest["harvest/generated_tokens"] == whole["harvest/generated_tokens"] - delivered
