@@ -33,7 +33,7 @@ from megatron_eqlen.recipe import Recipe, RewardRecipe
 from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.rewards.scoring import Scorer
 from megatron_eqlen.rollout.harvest import harvest
-from megatron_eqlen.rollout.recorder import FILES, Recorder, read_step, record_grades
+from megatron_eqlen.rollout.recorder import FILES, INTERVAL, Recorder, read_step, record_grades
 from megatron_eqlen.sampling.skeleton import skeleton
 from megatron_eqlen.tokenizer import load_tokenizer
 from megatron_eqlen.types import Grade, Prompt, Rollout
@@ -43,6 +43,7 @@ from tools.benchmarks.table import show
 
 PROMPT_TOKENS = 300
 STEP_SECONDS = 900
+DECODE_SECONDS = 0.025
 STEP_TOKENS = 31_000_000
 REPLICAS = 4
 PARTS = {
@@ -180,21 +181,35 @@ def resident(sent: bytes) -> int:
 
 def decode_step(folder: Path, requests: int, args: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds of a decode step while all slots are taken, with lengths of 1/16: forks, pairs and ends
-    are then 16 times as frequent, and a fork's prefix as much shorter."""
+    are then 16 times as frequent, and a fork's prefix as much shorter. It is recorded as it goes."""
     recipe = make_recipe(folder / "model", args.limit // 16, args.kept)
     engine = ScriptedEngine(args.median // 16, PROMPT_TOKENS, args.kept, max_num_seqs=requests)
     prompts = make_prompts(math.ceil(requests / recipe.group_size))
     gc.collect()
-    started = time.process_time()
-    _, metrics = harvest(engine, prompts, recipe, [EOS], seed=0)
-    seconds = time.process_time() - started - engine.seconds
+    with tempfile.TemporaryDirectory() as home, EverySoManySteps(Path(home) / "rank-0.arrow") as recorder:
+        everything, driver = time.process_time(), time.thread_time()
+        _, metrics = harvest(engine, prompts, recipe, [EOS], seed=0, recorder=recorder)
+        everything, driver = time.process_time() - everything, time.thread_time() - driver
     in_flight = metrics["harvest/slot_occupancy"] * requests
+    step = 1e3 / metrics["harvest/engine_steps"] * requests / in_flight
+    own = driver - engine.seconds
     return {
         "requests": requests,
         "in flight": in_flight,
-        "ms a step": 1e3 * seconds / metrics["harvest/engine_steps"] * requests / in_flight,
-        "us/token": 1e6 * seconds / metrics["harvest/generated_tokens"],
+        "ms a step": own * step,
+        "us/token": 1e6 * own / metrics["harvest/generated_tokens"],
+        "recorder's thread": (everything - driver) * step,
     }
+
+
+class EverySoManySteps(Recorder):
+    """Looks at the tracks as often as it would if a decode step took ``DECODE_SECONDS``."""
+
+    steps = 0
+
+    def tick(self, policy_version: int, ended: bool = False) -> None:
+        self.steps += 1
+        super().tick(policy_version, ended or self.steps % round(INTERVAL / DECODE_SECONDS) == 0)
 
 
 def make_recipe(model: Path, limit: int, kept: int) -> Recipe:

@@ -39,7 +39,7 @@ class ScriptedEngine:
     """Response lengths are log-normal (sigma 0.8), a fork's given that it is longer than its trunk. Ids fall
     off as words do, masks are random.
 
-    ``seconds`` is the processor time of its own work, so that a caller's can be told apart.
+    ``seconds`` is the processor time of its own work, so that the rest of its thread's can be told apart.
     """
 
     median: int
@@ -62,20 +62,20 @@ class ScriptedEngine:
 
     def submit(self, request_id: str, token_ids: list[int], max_tokens: int, seed: int) -> None:
         check_request(request_id, token_ids, max_tokens, self.max_model_len, VOCABULARY)
-        started = time.process_time()
+        started = time.thread_time()
         trunk = len(token_ids) - self.prompt
         length = response_length(np.random.default_rng(seed), self.median, trunk) - trunk
         ends, stride = length <= max_tokens, 2 * (seed % POOL) + 1
         self.requests[request_id] = _Request(0, min(length, max_tokens), ends, stride)
-        self.seconds += time.process_time() - started
+        self.seconds += time.thread_time() - started
 
     def step(self) -> list[Delta]:
-        started = time.process_time()
+        started = time.thread_time()
         deltas = [self._delta(name, request) for name, request in self.requests.items()]
         for delta in deltas:
             if delta.finish_reason is not None:
                 del self.requests[delta.request_id]
-        self.seconds += time.process_time() - started
+        self.seconds += time.thread_time() - started
         return deltas
 
     def _delta(self, name: str, request: _Request) -> Delta:
