@@ -150,8 +150,8 @@ class Row:
         return norms + 2 * self.boundary + mixer + mlp  # each norm's output is the next linear's input
 
     def passing(self, number: int, imbalance: float) -> float:
-        """Beside what is kept: the gradients of a layer's widest part, and with sequence parallelism a linear
-        layer's input for the whole row, and its gradient."""
+        """Beside what is kept: the gradients of a layer's widest part, and with sequence parallelism an input
+        of a linear layer for the whole row, with its gradient."""
         whole = 2 * self.tokens * self.model.hidden_size * self.b if self.sequence else 0.0
         experts, net = self.model.experts, self.model.delta_net
         if experts and experts.layers[number]:
@@ -160,11 +160,17 @@ class Row:
             mlp = routed * self.b * (3 * self.model.hidden_size + 4 * width)  # sent, received, their gradient
         else:
             mlp = 4 * self.tokens * self.b * self.model.intermediate_size / self.parallel.tensor
-        mixer = 0.0
-        if net and net.layers[number]:  # q and k of all value heads in float32, and the gradients
-            heads = net.num_value_heads / self.parallel.tensor
-            mixer = self.tokens * heads * WIDE * (4 * net.key_head_dim + 2 * net.value_head_dim)
+        mixer = self._rule_passing(net) if net and net.layers[number] else 0.0
         return whole + max(mlp, mixer)
+
+    def _rule_passing(self, net: DeltaNet) -> float:
+        """Of the delta rule: q and k of all value heads in float32 with their gradients; or what fla's
+        backward pass makes at once: w, u, states, their gradients and those of q, k and v."""
+        key, value = net.key_head_dim, net.value_head_dim
+        wide = WIDE * (4 * key + 2 * value)
+        states = 2 * key * value / FLA_CHUNK
+        kernel = self.b * (6 * key + 4 * value + states) if self.kernels.fla else 0.0
+        return self.tokens * net.num_value_heads / self.parallel.tensor * max(wide, kernel)
 
     def head(self, chunk: int) -> float:
         """The final norm, the head's input, and the logits of a row that is one chunk (training/head.py). All
@@ -218,7 +224,8 @@ class Row:
     def _experts(self, imbalance: float) -> float:
         experts = self.model.experts
         assert experts is not None
-        router = self.shard * (5 * experts.num_experts + 20 * experts.num_experts_per_tok)
+        scores = 10 if experts.router_aux_loss_coef else 5  # with a loss the probabilities of all experts
+        router = self.shard * (scores * experts.num_experts + 20 * experts.num_experts_per_tok)
         width = 6 * experts.moe_intermediate_size / self.parallel.expert_tensor
         routed = self._routed(imbalance) * (self.b * (self.model.hidden_size + width) + WIDE)
         if not experts.shared_expert_intermediate_size:
