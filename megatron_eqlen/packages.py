@@ -75,9 +75,9 @@ TRANSFORMER_ENGINE = Package(
 FLA = Package(
     "fla",
     ("flash-linear-attention",),
-    "Gated DeltaNet's kernel on GPUs (Qwen3-Next)",
+    "Gated DeltaNet's kernels on GPUs (Qwen3-Next)",
     without="Gated DeltaNet runs in plain torch, slowly",
-    modules=("fla.modules.l2norm", "fla.ops.gated_delta_rule"),
+    modules=("fla.modules.l2norm", "fla.modules.causal_conv1d", "fla.ops.gated_delta_rule"),
 )
 APEX = Package(
     "apex",

@@ -10,8 +10,8 @@ down together, level by level, so a shared prefix is computed once and gradients
 
 * CPU: ``chunked_delta_rule``. Runs are cut into chunks; what happens inside a chunk does not depend on
   the state and is computed for all of them at once, so a level costs two small matrix products.
-* CUDA with fla, in half precision: ``run_by_run_delta_rule``, one variable-length kernel call for each
-  depth of runs.
+* CUDA with fla, in half precision: fla's convolution, and ``run_by_run_delta_rule``, one variable-length
+  kernel call for each depth of runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from torch import Tensor
 
 from megatron_eqlen import packages
-from megatron_eqlen.models.tree_params import Chunks, TreeParams
+from megatron_eqlen.models.tree_params import KERNEL_CHUNK, Chunks, TreeParams
 
 CHUNK = 32
 """Positions of a chunk."""
@@ -69,13 +69,10 @@ class TreeGatedDeltaNet(GatedDeltaNet):
         return mixed, gate.unflatten(-1, (-1, self.value_head_dim)), beta.sigmoid(), decay
 
     def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q|k|v -> normalised q and k [b, s, H, d_k] and v [b, s, H, d_v], H the value heads."""
+        """q|k|v -> normalised q and k [b, s, K, d_k] and v [b, s, H, d_v], K key and H value heads."""
         sizes = [self.qk_dim, self.qk_dim, self.v_dim]
         query, key, value = mixed.split([size // self.tp_size for size in sizes], dim=-1)
         query, key = (_l2_norm(x.unflatten(-1, (-1, self.key_head_dim))) for x in (query, key))
-        group = self.num_value_heads // self.num_key_heads
-        if group > 1:
-            query, key = (x.repeat_interleave(group, dim=2) for x in (query, key))
         return query, key, value.unflatten(-1, (-1, self.value_head_dim))
 
 
@@ -86,7 +83,7 @@ def tree_convolution(x: Tensor, weight: Tensor, tree: TreeParams) -> Tensor:
     on their own windows.
     """
     width = weight.shape[-1]
-    flat = F.conv1d(F.pad(x.transpose(1, 2), (width - 1, 0)), weight, groups=weight.shape[0]).transpose(1, 2)
+    flat = _row_convolution(x, weight)
     at, windows = tree.seams(width)
     if not len(at):
         return flat
@@ -95,11 +92,19 @@ def tree_convolution(x: Tensor, weight: Tensor, tree: TreeParams) -> Tensor:
     return flat.index_copy(1, at, seams)
 
 
+def _row_convolution(x: Tensor, weight: Tensor) -> Tensor:
+    """Causal depthwise convolution along the row, trees or not."""
+    if x.is_cuda and (kernel := fla_convolution(x.dtype)):
+        return kernel(x, weight.squeeze(1))[0]
+    padded = F.pad(x.transpose(1, 2), (weight.shape[-1] - 1, 0))
+    return F.conv1d(padded, weight, groups=weight.shape[0]).transpose(1, 2)
+
+
 def tree_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, tree: TreeParams) -> Tensor:
     """The recurrence of the module's docstring along every path.
 
-    q, k [b, S, H, d_k] with unit length, v [b, S, H, d_v], log decay g and beta [b, S, H] -> [b, S, H, d_v]
-    in v's dtype.
+    q, k [b, S, K, d_k] with unit length, v [b, S, H, d_v], log decay g and beta [b, S, H] -> [b, S, H, d_v]
+    in v's dtype. Each key head serves H / K value heads.
     """
     if q.is_cuda and q.shape[0] == 1 and (kernel := fla_kernel(v.dtype)):
         return run_by_run_delta_rule(q.to(v.dtype), k.to(v.dtype), v, g, beta, tree, kernel)
@@ -110,6 +115,7 @@ def chunked_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, tree: TreeParams, size: int = CHUNK
 ) -> Tensor:
     """The recurrence in plain torch, in at least float32."""
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
     chunks = tree.chunks(size)
     q, k, v_, g, beta = (
         _to_chunks(_wide(x), chunks.positions, size) for x in (q, k, v, g[..., None], beta[..., None])
@@ -187,6 +193,8 @@ def run_by_run_delta_rule(
             initial_state=None if state is None else state.index_select(0, level.parents),
             output_final_state=not last,
             cu_seqlens=level.cu_seqlens,
+            chunk_indices=level.chunk_indices,
+            chunk_size=KERNEL_CHUNK,
         )
         outputs.append(out)
     order = torch.cat([level.positions for level in tree.run_levels])
@@ -207,6 +215,16 @@ def fla_kernel(dtype: torch.dtype) -> Callable | None:
     )
 
     return chunk_gated_delta_rule
+
+
+@cache
+def fla_convolution(dtype: torch.dtype) -> Callable | None:
+    """fla's causal convolution, where ``fla_kernel`` is."""
+    if fla_kernel(dtype) is None:
+        return None
+    from fla.modules.causal_conv1d import causal_conv1d  # pyright: ignore[reportMissingImports] (GPU only)
+
+    return causal_conv1d
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -4,8 +4,8 @@ Two implementations of the same rule, chosen by ``tree_attention``:
 
 * CPU: scaled dot-product attention chain by chain, each on its prefix's keys and its own.
 * CUDA: FlexAttention. Which blocks of keys a block of queries sees, in full or in part, follows from the
-  block's smallest and largest ``visible_until``, so the mask costs (S / 128)^2 and one compiled kernel
-  serves every row.
+  block's smallest and largest ``visible_until``, so the mask costs (S / 128)^2. One compiled kernel serves
+  rows of all lengths that are whole blocks, as rows in training are; one more all others.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -129,12 +130,19 @@ def flex_tree_attention(q: Tensor, k: Tensor, v: Tensor, tree: TreeParams, scale
     """One FlexAttention call for the row."""
     if tree.block_mask is None:
         tree.block_mask = tree_block_mask(tree.visible_until)
-    return _compiled_flex_attention()(q, k, v, block_mask=tree.block_mask, scale=scale, enable_gqa=True)
+    compiled = _compiled_flex_attention(len(tree) % BLOCK == 0)
+    return compiled(q, k, v, block_mask=tree.block_mask, scale=scale, enable_gqa=True)
 
 
 @cache
-def _compiled_flex_attention() -> Callable[..., Tensor]:
-    return torch.compile(flex_attention, dynamic=True)
+def _compiled_flex_attention(whole_blocks: bool) -> Callable[..., Tensor]:
+    return torch.compile(whole_block_attention if whole_blocks else flex_attention, dynamic=True)
+
+
+def whole_block_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """``flex_attention`` that knows, whatever S is, that no block is cut: its kernel then checks no edges."""
+    torch._check(q.shape[2] % BLOCK == 0)
+    return cast(Tensor, flex_attention(q, k, v, **options))
 
 
 def tree_block_mask(visible_until: Tensor) -> BlockMask:

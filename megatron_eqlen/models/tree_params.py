@@ -1,4 +1,5 @@
-"""What a model's layers need to know about a row's trees; computed once for each row, shared by all layers.
+"""What a model's layers need to know about a row's trees; computed on the host once for each row, when the
+first layer asks, and shared by all layers.
 
 ``TreeParams`` is a Megatron ``PackedSeqParams``, so that it travels unchanged through recompute and
 pipeline stages to attention and Gated DeltaNet. Pieces of a row, from small to large:
@@ -26,6 +27,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from megatron_eqlen.types import Row, RowNode
+
+KERNEL_CHUNK = 64
+"""Positions that a kernel for runs of any length takes at a time."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,8 @@ class RunLevel:
     """[t] int64, row positions, run after run."""
     cu_seqlens: Tensor
     """[runs + 1] int64, where each run starts in ``positions``."""
+    chunk_indices: Tensor
+    """[chunks, 2] int64: the runs cut into chunks of KERNEL_CHUNK; each one's run, and its place there."""
     parents: Tensor
     """[runs] int64, the parent's number within the level before (level 0: empty)."""
 
@@ -167,11 +173,21 @@ class TreeParams(PackedSeqParams):
         return previous
 
     def seams(self, width: int) -> tuple[Tensor, Tensor]:
-        """Where a window of ``width`` positions on the path is not the row's last ``width`` positions.
+        """Where a window of ``width`` positions on the path is not the row's last ``width`` positions; found
+        once for each width.
 
         Returns [m] int64 positions, and [m, width] int64 their windows, the position itself last, S where
         the path has no such position. The row's start, where both windows are empty, is left out.
         """
+        if width not in self._seams:
+            self._seams[width] = self._find_seams(width)
+        return self._seams[width]
+
+    @cached_property
+    def _seams(self) -> dict[int, tuple[Tensor, Tensor]]:
+        return {}
+
+    def _find_seams(self, width: int) -> tuple[Tensor, Tensor]:
         none = len(self)
         starts = np.array([run.start for run in self.runs], dtype=np.int64)
         near = np.unique((starts[:, None] + np.arange(width - 1)).ravel())
@@ -185,7 +201,16 @@ class TreeParams(PackedSeqParams):
         return torch.from_numpy(near[apart]).to(self.device), torch.from_numpy(window[apart]).to(self.device)
 
     def chunks(self, size: int) -> Chunks:
-        """Runs cut into chunks of ``size`` positions."""
+        """Runs cut into chunks of ``size`` positions; cut once for each size."""
+        if size not in self._chunks:
+            self._chunks[size] = self._cut(size)
+        return self._chunks[size]
+
+    @cached_property
+    def _chunks(self) -> dict[int, Chunks]:
+        return {}
+
+    def _cut(self, size: int) -> Chunks:
         lengths = np.array([run.length for run in self.runs], dtype=np.int64)
         starts = np.array([run.start for run in self.runs], dtype=np.int64)
         counts = -(-lengths // size)
@@ -245,10 +270,14 @@ class TreeParams(PackedSeqParams):
 
     def _run_level(self, runs: list[RowNode], number: list[int]) -> RunLevel:
         spans = [np.arange(run.start, run.start + run.length) for run in runs]
-        lengths = np.cumsum([0, *(run.length for run in runs)])
+        lengths = np.array([run.length for run in runs], dtype=np.int64)
+        counts = -(-lengths // KERNEL_CHUNK)
+        owner = np.repeat(np.arange(len(runs)), counts)
+        place = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
         parents = np.array([number[run.parent] for run in runs if run.parent >= 0], dtype=np.int64)
         return RunLevel(
             positions=torch.from_numpy(np.concatenate(spans)).to(self.device),
-            cu_seqlens=torch.from_numpy(lengths).to(self.device),
+            cu_seqlens=torch.from_numpy(np.append(0, np.cumsum(lengths))).to(self.device),
+            chunk_indices=torch.from_numpy(np.stack((owner, place), axis=1)).to(self.device),
             parents=torch.from_numpy(parents).to(self.device),
         )

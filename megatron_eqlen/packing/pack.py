@@ -176,8 +176,8 @@ def plan_rows(
 
     Every rank gets equally many rows, at least one and a multiple of ``row_count_multiple_of`` (the pipeline
     size with a virtual pipeline); rows without a tree are padding alone. A row is as long as its tokens, or
-    ``max_tokens_per_row`` with ``full_rows``, rounded up to ``multiple_of`` (the tensor parallel size with
-    sequence parallel). Raises TreeError on a bad tree or a path over the budget.
+    ``max_tokens_per_row`` with ``full_rows``, rounded up to ``multiple_of`` (in training
+    ``forward.row_multiple``). Raises TreeError on a bad tree or a path over the budget.
     """
     forest = Forest.of(trees)
     forest.check_budget(max_tokens_per_row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
 from megatron_eqlen.models import groups
+from megatron_eqlen.models.tree_attention import BLOCK
 from megatron_eqlen.models.tree_params import TreeParams
 from megatron_eqlen.training.distributed import device
 from megatron_eqlen.training.head import Head
@@ -24,6 +26,13 @@ def microbatch_multiple(config: TransformerConfig) -> int:
     """The number of rows must be a multiple of this: Megatron's interleaved schedule processes micro-batches
     in groups of the pipeline's size; other schedules take any number."""
     return config.pipeline_model_parallel_size if config.virtual_pipeline_model_parallel_size else 1
+
+
+def row_multiple(config: TransformerConfig) -> int:
+    """A row's length must be a multiple of this: sequence parallelism splits it over ranks, and attention on
+    GPUs computes it in blocks."""
+    ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    return math.lcm(ranks, BLOCK) if torch.cuda.is_available() else ranks
 
 
 def supervised_positions(row: Row) -> np.ndarray:

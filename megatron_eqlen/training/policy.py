@@ -47,7 +47,7 @@ from megatron_eqlen.training.finite import (
     state_problem,
     update_problem,
 )
-from megatron_eqlen.training.forward import RowResult, microbatch_multiple, run_rows
+from megatron_eqlen.training.forward import RowResult, microbatch_multiple, row_multiple, run_rows
 from megatron_eqlen.training.memory import TrainerMemory
 from megatron_eqlen.training.optimizer import build_optimizer, gradient_norm, take_step, wrap
 from megatron_eqlen.training.policy_loss import RowLoss, policy_loss, reduce_metrics
@@ -156,7 +156,7 @@ class Policy:
             trees,
             self.recipe.packing.max_tokens_per_row,
             parallel_state.get_data_parallel_world_size(),
-            config.tensor_model_parallel_size if config.sequence_parallel else 1,
+            row_multiple(config),
             self.recipe.packing.layout,
             pair_cost=self.pair_cost,
             row_count_multiple_of=microbatch_multiple(config),

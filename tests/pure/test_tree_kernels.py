@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import sympy
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.sizevars import SizeVarAllocator
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils._sympy.functions import Mod
 
+from megatron_eqlen.models import tree_attention
 from megatron_eqlen.models.gated_delta_net import (
     chunked_delta_rule,
     run_by_run_delta_rule,
@@ -22,20 +28,25 @@ from megatron_eqlen.models.tree_attention import (
     chain_tree_attention,
     flex_tree_attention,
     tree_block_mask,
+    whole_block_attention,
 )
 from megatron_eqlen.models.tree_params import TreeParams
 from megatron_eqlen.packing.pack import pack
+from megatron_eqlen.training.forward import row_multiple
 from megatron_eqlen.types import Row
 from tests.kit.tree_samples import forest, paths, visible
 
 torch.set_num_threads(1)
 
 
-def rows(budget: int = 300, **options) -> list[Row]:
-    return pack(forest(0), budget, multiple_of=4, **options)[0]
+def rows(budget: int = 300, multiple_of: int = 4, **options) -> list[Row]:
+    return pack(forest(0), budget, multiple_of=multiple_of, **options)[0]
 
 
 ROWS = rows() + rows(260, full_rows=True) + rows(layout="expanded") + pack([], 8, multiple_of=8)[0]
+
+WHOLE_BLOCKS = [row for budget in (384, 640, 1024) for row in rows(budget, BLOCK, full_rows=True)]
+"""Rows of one block alone would have a kernel of their own: sizes of 1 are special to torch.compile."""
 
 
 @pytest.fixture(params=ROWS, ids=lambda row: f"{len(row.nodes)}nodes{len(row.input_ids)}")
@@ -115,6 +126,7 @@ def test_block_mask_is_bit_equal_to_the_dense_rule(budget, layout):
 
 def naive_delta_rule(q, k, v, g, beta, row: Row) -> torch.Tensor:
     """The recurrence as written, each position from the state of the one before it on its path."""
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
     states, outputs = {}, []
     for path in paths(row):
         t = int(path[-1])
@@ -132,8 +144,9 @@ def naive_delta_rule(q, k, v, g, beta, row: Row) -> torch.Tensor:
     return torch.stack(outputs, 1)
 
 
-def delta_inputs(length: int, heads: int = 2, key: int = 8, value: int = 6) -> list[torch.Tensor]:
-    q, k = (normal(i, 1, length, heads, key) for i in (0, 1))
+def delta_inputs(length: int, heads: int = 4, key: int = 8, value: int = 6) -> list[torch.Tensor]:
+    """Two value heads for each key head."""
+    q, k = (normal(i, 1, length, heads // 2, key) for i in (0, 1))
     v, g, beta = normal(2, 1, length, heads, value), normal(3, 1, length, heads), normal(4, 1, length, heads)
     return [q, k, v, g, beta]
 
@@ -152,8 +165,12 @@ def test_chunked_delta_rule_equals_the_recurrence(row, size):
     assert_equal_with_gradients(*swap, inputs, row.num_tokens, 1e-11)
 
 
-def sequential_kernel(q, k, v, g, beta, initial_state, output_final_state, cu_seqlens):
+def sequential_kernel(
+    q, k, v, g, beta, initial_state, output_final_state, cu_seqlens, chunk_indices, chunk_size
+):
     """fla's signature and shapes, one position after the other."""
+    assert torch.equal(chunk_indices, chunks_of(cu_seqlens, chunk_size))
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
     outputs, states = [], []
     for sequence, (start, end) in enumerate(pairwise(cu_seqlens)):
         state = q.new_zeros(*q.shape[2:], v.shape[-1]) if initial_state is None else initial_state[sequence]
@@ -164,6 +181,13 @@ def sequential_kernel(q, k, v, g, beta, initial_state, output_final_state, cu_se
             outputs.append((q[0, t, :, :, None] * state).sum(-2) * q.shape[-1] ** -0.5)
         states.append(state)
     return torch.stack(outputs)[None], torch.stack(states) if output_final_state else None
+
+
+def chunks_of(cu_seqlens: torch.Tensor, size: int) -> torch.Tensor:
+    """What fla works out (and waits for the GPU to do so) where it is not given the chunks: each one's
+    sequence, and its number there."""
+    counts = [-(-length // size) for length in cu_seqlens.diff().tolist()]
+    return torch.tensor([(number, i) for number, count in enumerate(counts) for i in range(count)])
 
 
 def test_run_by_run_delta_rule_equals_the_recurrence(row):
@@ -196,17 +220,70 @@ def test_runs_join_only_children():
         assert len(tree.runs) <= len(row.nodes) + 1
 
 
-def test_flex_attention_compiles_once_for_all_rows(monkeypatch):
-    """The GPU path, traced and run without its kernel: rows of many lengths share one graph."""
-    counter = CompileCounterWithBackend("eager")
-    compiled = torch.compile(flex_attention, dynamic=True, backend=counter)
-    monkeypatch.setattr("megatron_eqlen.models.tree_attention._compiled_flex_attention", lambda: compiled)
-    for row in rows(260) + rows(384, full_rows=True) + rows(336, layout="expanded") + rows(1000):
-        length = len(row.input_ids)
-        q, k, v = (normal(i, 1, heads, length, 8).detach() for i, heads in enumerate((4, 2, 2)))
-        ours = flex_tree_attention(q, k, v, TreeParams.from_row(row, "cpu"), 8**-0.5)
-        torch.testing.assert_close(ours, dense_attention(q, k, v, visible(row)), rtol=1e-12, atol=1e-12)
-    assert counter.frame_count == 1
+@pytest.mark.parametrize("size", [4, 32])
+def test_later_layers_find_what_the_first_worked_out_on_the_host(row, size, monkeypatch):
+    tree = TreeParams.from_row(row, "cpu")
+    inputs = [x.detach() for x in delta_inputs(len(row.input_ids))]
+    x, weight = normal(0, 1, len(row.input_ids), 3).detach(), normal(1, 3, 1, 4).detach()
+
+    def layer() -> list[torch.Tensor]:
+        return [
+            tree_convolution(x, weight, tree),
+            chunked_delta_rule(*activated(*inputs), tree, size),
+            run_by_run_delta_rule(*activated(*inputs), tree, sequential_kernel),
+        ]
+
+    first = layer()
+    monkeypatch.setattr(torch, "from_numpy", lambda array: pytest.fail("worked out again"))
+    assert all(torch.equal(a, b) for a, b in zip(layer(), first, strict=True))
+
+
+class Graphs:
+    """A compiler's back end that runs graphs as they are; ``cut``: for each of them, whether it must reckon
+    with a last block that is not whole (then FlexAttention's kernel checks the edges of all)."""
+
+    def __init__(self) -> None:
+        self.cut: list[bool] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list) -> Any:
+        values = (node.meta.get("example_value") for node in graph.graph.nodes if node.op == "placeholder")
+        length = next(
+            value.shape[2] for value in values if isinstance(value, torch.Tensor) and value.dim() == 4
+        )
+        sizes = SizeVarAllocator(length.node.shape_env)
+        self.cut.append(not sizes.statically_known_true(sympy.Eq(Mod(length.node.expr, BLOCK), 0)))
+        return graph
+
+    def attend(self, function: Callable, rows: list[Row], monkeypatch: pytest.MonkeyPatch) -> None:
+        compiled = torch.compile(function, dynamic=True, backend=self)
+        monkeypatch.setattr(tree_attention, "_compiled_flex_attention", lambda whole_blocks: compiled)
+        for row in rows:
+            length = len(row.input_ids)
+            q, k, v = (normal(i, 1, heads, length, 8).detach() for i, heads in enumerate((4, 2, 2)))
+            ours = flex_tree_attention(q, k, v, TreeParams.from_row(row, "cpu"), 8**-0.5)
+            expected = dense_attention(q, k, v, visible(row))
+            torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_one_kernel_serves_rows_of_any_length(monkeypatch):
+    """The GPU path, traced and run without its kernel."""
+    graphs = Graphs()
+    lengths = rows(260) + rows(384, full_rows=True) + rows(336, layout="expanded") + rows(1000)
+    graphs.attend(flex_attention, lengths, monkeypatch)
+    assert graphs.cut == [True]
+
+
+def test_one_kernel_without_edges_serves_all_rows_of_whole_blocks(monkeypatch):
+    graphs = Graphs()
+    graphs.attend(whole_block_attention, WHOLE_BLOCKS, monkeypatch)
+    assert graphs.cut == [False]
+
+
+@pytest.mark.parametrize(("gpu", "ranks", "multiple"), [(True, 8, 128), (True, 3, 384), (False, 8, 8)])
+def test_rows_are_whole_blocks_on_gpus_alone(gpu, ranks, multiple, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    config: Any = SimpleNamespace(tensor_model_parallel_size=ranks, sequence_parallel=True)
+    assert row_multiple(config) == multiple
 
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -236,7 +313,7 @@ def test_flex_kernel_compiles_once_for_all_rows():
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     compiled = []
-    for row in rows(384, full_rows=True) + rows(512, full_rows=True) + rows(1024, full_rows=True):
+    for row in WHOLE_BLOCKS:
         q, k, v = (normal(i, 1, 2, len(row.input_ids), 64, device="cuda").bfloat16() for i in range(3))
         flex_tree_attention(q, k, v, TreeParams.from_row(row, "cuda"), 0.125)
         compiled.append(counters["stats"]["unique_graphs"])
@@ -260,3 +337,38 @@ def test_delta_rule_on_gpu_equals_the_recurrence(row):
     pairs = zip((ours.cpu() * (weights != 0), *mine), (reference * (weights != 0), *theirs), strict=True)
     for a, b in pairs:
         assert (a.cpu().double() - b).norm() <= 2e-2 * b.norm()
+
+
+@pytest.mark.gpu
+@gpu
+def test_convolution_on_gpu_follows_the_path(row):
+    """Through fla's kernel where it is installed, else torch's."""
+    exact = [normal(0, 1, len(row.input_ids), 64), normal(1, 64, 1, 4)]
+    exact = [x.detach().bfloat16().double().requires_grad_() for x in exact]
+    halves = [x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in exact]
+    ours = tree_convolution(*halves, TreeParams.from_row(row, "cuda"))
+    reference = tree_convolution(*exact, TreeParams.from_row(row, "cpu"))
+    weights = normal(9, *reference.shape).detach()
+    weights[:, row.num_tokens :] = 0
+    mine = torch.autograd.grad((ours.cpu().double() * weights).sum(), halves)
+    theirs = torch.autograd.grad((reference * weights).sum(), exact)
+    pairs = zip((ours.cpu() * (weights != 0), *mine), (reference * (weights != 0), *theirs), strict=True)
+    for a, b in pairs:
+        assert (a.cpu().double() - b).norm() <= 1e-2 * b.norm()
+
+
+@pytest.mark.gpu
+@gpu
+def test_a_second_layer_does_not_wait_for_the_gpu(row):
+    """Whatever is read back from the device is an error then (fla caches little, and asks for each level)."""
+    halves = [x.detach().to("cuda", torch.bfloat16) for x in delta_inputs(len(row.input_ids), 4, 64, 64)]
+    shapes = [(1, len(row.input_ids), 64), (64, 1, 4)]
+    x, weight = (normal(i, *shape).to("cuda", torch.bfloat16) for i, shape in enumerate(shapes))
+    tree = TreeParams.from_row(row, "cuda")
+    for first in (True, False):
+        torch.cuda.set_sync_debug_mode("default" if first else "error")
+        try:
+            tree_convolution(x, weight, tree)
+            tree_delta_rule(*activated(*halves), tree)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
