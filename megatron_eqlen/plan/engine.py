@@ -20,8 +20,8 @@ GIB = 2**30
 WORKSPACE = 3e9
 """CUDA graphs, and the workspace of a forward pass of ``max_num_batched_tokens``; an allowance."""
 ASLEEP = 3.5e9
-"""What ``sleep(level=2)`` leaves: graphs, NCCL buffers, workspaces; an allowance. With the CUDA context 5 GB,
-the upper end of what users of vLLM's sleep mode report (2 to 5)."""
+"""What ``sleep(level=2)`` leaves: graphs, NCCL buffers, workspaces; an allowance. With the CUDA context
+4 GB, of the 2 to 5 that users of vLLM's sleep mode report."""
 STATE_BYTES = 4
 """Of a number of Gated DeltaNet's state."""
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megatron_eqlen.hf.config import ModelConfig
 from megatron_eqlen.hf.cost import active_parameters, forward_flops
+from megatron_eqlen.packing.simulated import MEDIAN
 from megatron_eqlen.plan import engine
 from megatron_eqlen.plan.activations import BYTES
 from megatron_eqlen.plan.workload import Workload
@@ -22,24 +23,28 @@ class Gpu:
     """A second, dense, in bfloat16."""
     bandwidth: float
     """Bytes a second of its memory."""
+    training: float
+    """Share of the FLOPs that the passes of a dense model reach, recomputation counted; an assumption."""
 
 
 GPUS = (
-    Gpu("RTX 4090", 24, 165e12, 1.01e12),
-    Gpu("A100", 80, 312e12, 2.04e12),
-    Gpu("H100", 80, 989e12, 3.35e12),
+    Gpu("RTX 4090", 24, 165e12, 1.01e12, 0.40),
+    Gpu("A100", 80, 312e12, 2.04e12, 0.45),
+    Gpu("H100", 80, 989e12, 3.35e12, 0.33),
 )
-TRAINING = {"dense": 0.28, "experts": 0.12}
-"""Share of the FLOPs that training reaches."""
+EXPERTS = 0.4
+"""Of that share, with experts: small matrices, and tokens sent between ranks; an assumption."""
 DECODING_BANDWIDTH, DECODING_FLOPS = 0.6, 0.4
 """Shares that decoding reaches."""
 STEP_FLOOR = 0.012
 """Seconds of a decode step at least: scheduling and sampling on the host."""
+_REACHED = ", ".join(f"{gpu.training:.0%} ({gpu.name})" for gpu in GPUS)
 ASSUMPTIONS = (
-    f"{TRAINING['dense']:.0%} of the FLOPs in training ({TRAINING['experts']:.0%} with experts), decoding at "
-    f"{DECODING_BANDWIDTH:.0%} of the bandwidth, {1e3 * STEP_FLOOR:.0f} ms a decode step at least; responses "
-    "log-normal, median 18% of the limit; graders and evaluations not counted"
+    f"training reaches {_REACHED} of the FLOPs, with experts {EXPERTS:.0%} of that;",
+    f"decoding {DECODING_BANDWIDTH:.0%} of the bandwidth, a step takes {1e3 * STEP_FLOOR:.0f} ms at least;",
+    f"responses are log-normal, their median {MEDIAN:.0%} of the limit; no graders, no evaluations",
 )
+"""Lines."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ def _training_seconds(recipe: Recipe, model: ModelConfig, work: Workload, gpu: G
     passes = 3.0 * recipe.loss.epochs + (recipe.parallel.recompute == "full") * recipe.loss.epochs
     passes += (recipe.loss.kl_coef > 0) + (updates > 1)
     flops = passes * work.trained * forward_flops(model, work.context)
-    reached = TRAINING["experts" if model.experts else "dense"] * gpu.flops
+    reached = gpu.training * (EXPERTS if model.experts else 1.0) * gpu.flops
     return flops / (recipe.world_size * reached)
 
 
@@ -85,7 +90,7 @@ def _generation_seconds(recipe: Recipe, model: ModelConfig, work: Workload, gpu:
     servers = recipe.rollout.engine == "server"
     ranks = recipe.rollout.tensor_parallel
     replicas = len(recipe.rollout.servers) if servers else recipe.world_size // ranks
-    batch = max(1.0, min(work.tracks / replicas, engine.sequences_at_once(recipe, model, work.context)))
+    batch = max(1.0, min(work.tracks / replicas, engine.sequences_at_once(recipe, model, work.cached)))
     read = _weights_read(recipe, model, batch) + batch * work.context * engine.kv_bytes_per_token(
         recipe, model
     )

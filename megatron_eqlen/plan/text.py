@@ -99,7 +99,8 @@ def _speed(recipe: Recipe, model: ModelConfig, work: Workload) -> str:
         f"a step (generation {one.generation / 3600:.2f}, training {one.training / 3600:.2f})"
         for one in speeds(recipe, model, work)
     ]
-    return "\n".join([*lines, f"{' ' * 12}not measured; {ASSUMPTIONS}"]) if lines else ""
+    assumed = [" " * 12 + line for line in ("not measured; assumed:", *ASSUMPTIONS)]
+    return "\n".join([*lines, *assumed]) if lines else ""
 
 
 def _aligned(rows: list[list[str]]) -> list[str]:

@@ -26,35 +26,43 @@ class Workload:
     """Positions of all rows; trunks that rows cut are not repeated."""
     context: float
     """Tokens that a token sees, on average."""
+    cached: float
+    """Of these, those in the KV cache for it: two tracks of a stream share their trunk."""
 
 
 def workload(recipe: Recipe) -> Workload:
     prompts = recipe.data.prompts_per_step
     sizes = recipe.rollout.max_response_length, recipe.data.max_prompt_length
     if recipe.sampling == "equal_length":
-        generated, trained, context = _stream(*sizes)
+        generated, trained, context, cached = _stream(*sizes)
         rollouts = prompts * recipe.streams_per_prompt
     else:  # also for sampled trees: each of their leaves ends a response
         generated, trained, context = _response(*sizes)
+        cached = context
         rollouts = prompts * recipe.group_size
-    return Workload(prompts * recipe.group_size, rollouts * generated, rollouts * trained, context)
+    return Workload(prompts * recipe.group_size, rollouts * generated, rollouts * trained, context, cached)
 
 
 @cache
-def _stream(limit: int, prompt: int) -> tuple[float, float, float]:
-    """Of a stream of equal-length pairs: tokens, positions in rows, tokens that a token sees."""
+def _stream(limit: int, prompt: int) -> tuple[float, float, float, float]:
+    """Of a stream of equal-length pairs: tokens, positions in rows, tokens that a token sees, and its part of
+    the KV cache."""
     rng = np.random.default_rng(0)
     median = max(1, round(MEDIAN * limit))
     forest = Forest.of([simulated_stream(rng, number, median, limit, prompt) for number in range(SAMPLES)])
     generated = forest.length[forest.parent >= 0].sum()
-    seen = (forest.position + forest.length / 2) * forest.length
-    trained = forest.length[forest.live].sum()
-    return generated / SAMPLES, trained / SAMPLES, seen[forest.live].sum() / max(trained, 1)
+    live = forest.live
+    trained = forest.length[live].sum()
+    own, above = (
+        (forest.length**2)[live].sum() / 2 / trained,
+        (forest.position * forest.length)[live].sum() / trained,
+    )
+    return generated / SAMPLES, trained / SAMPLES, above + own, above / 2 + own
 
 
 @cache
 def _response(limit: int, prompt: int) -> tuple[float, float, float]:
-    """The same of an independent response."""
+    """The same of an independent response, which shares no more than its prompt."""
     rng = np.random.default_rng(0)
     median = max(1, round(MEDIAN * limit))
     lengths = np.array([min(response_length(rng, median, 0), limit) for _ in range(SAMPLES)])
