@@ -1,5 +1,6 @@
 """Where the optimizer's state lies and how gradients are summed: what that changes, and what it does not."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,21 @@ def test_bfloat16_gradients_take_half_the_memory_and_their_norm_is_right_to_thei
             assert (ratio, full_ratio) == (1.0, 2.0), "bytes of gradients over those of bfloat16 weights"
             assert state == (0 if offload else full_state)
             assert norm == pytest.approx(full_norm, rel=0.02)
+
+
+def test_a_host_optimizer_computes_with_this_ranks_share_of_the_cores(monkeypatch):
+    """Launchers give a rank one thread."""
+    from megatron_eqlen.training.optimizer import all_cores
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(12))
+    before = torch.get_num_threads()
+    for ranks, threads in (("4", 3), ("12", 1), ("100", 1)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        torch.set_num_threads(1)
+        with all_cores():
+            assert torch.get_num_threads() == threads
+        assert torch.get_num_threads() == 1
+    torch.set_num_threads(before)
 
 
 def test_what_needs_transformer_engine_is_refused_without_it(folders):

@@ -1,0 +1,115 @@
+"""The main loop's order: who has the GPU when. The verbs themselves are tested where they live."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_eqlen import loop
+from megatron_eqlen.phases import phases
+from megatron_eqlen.recipe_load import parse
+from megatron_eqlen.step import Step
+
+STEPS = 3
+
+
+class Recorded:
+    """An object of the loop whose verbs only write themselves down."""
+
+    def __init__(self, name: str, calls: list[str], answers: dict[str, Any]) -> None:
+        self.name, self.calls, self.answers = name, calls, answers
+
+    def __getattr__(self, verb: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            self.calls.append(f"{self.name}.{verb}")
+            answer = self.answers.get(verb, {})
+            return answer(*arguments) if callable(answer) else answer
+
+        return self.answers[verb] if verb in ("folder", "complete", "mismatch") else call
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[str]:
+    """The verbs of a run of three steps, in their order."""
+    calls: list[str] = []
+    step = Step(0, 0)
+    left = iter([True] * STEPS + [False])
+    run = Recorded(
+        "run",
+        calls,
+        {
+            "folder": SimpleNamespace(streams=None),
+            "complete": True,
+            "goes_on": lambda: next(left),
+            "begin": lambda policy: step,
+            "build_trees": lambda step: (step, []),
+            "update": lambda step, policy, trees: step,
+            "evaluate_if_due": lambda step, rollouts: step,
+        },
+    )
+    rollouts = Recorded("engine", calls, {"prompts": []})
+    policy = Recorded("policy", calls, {"mismatch": None})
+
+    class NoSession:
+        def __init__(self, recipe: Any) -> None: ...
+        def __enter__(self) -> None: ...
+        def __exit__(self, *_: object) -> None: ...
+
+    def built(name: str, what: Any) -> Any:
+        return lambda *arguments: calls.append(f"{name}.build") or what
+
+    monkeypatch.setattr(loop, "Session", NoSession)
+    monkeypatch.setattr(loop, "Run", lambda session: run)
+    monkeypatch.setattr(loop, "Policy", built("policy", policy))
+    monkeypatch.setattr(loop, "Generator", built("engine", rollouts))
+    loop.train(recipe())
+    return calls
+
+
+def recipe() -> Any:
+    return parse(
+        {
+            "name": "t", "steps": STEPS, "model": {"path": "m"},
+            "data": {"sources": [{"name": "a", "path": "b"}]},
+        },
+        "test",
+    )  # fmt: skip
+
+
+def test_the_trainer_is_parked_whenever_the_engine_is_awake(calls):
+    awake = parked = False
+    for call in calls:
+        parked = {"policy.park": True, "policy.unpark": False}.get(call, parked)
+        awake = {"engine.build": True, "engine.update_weights": True, "engine.sleep": False}.get(call, awake)
+        assert parked or not awake, call
+        if call == "run.update":
+            assert not parked
+            assert not awake
+        if call in ("engine.prompts", "run.evaluate", "run.evaluate_if_due"):
+            assert awake, call
+    assert calls.count("run.update") == STEPS
+
+
+def test_the_phases_of_a_run_come_in_the_order_of_the_loop(calls):
+    phase_of = {
+        "run.load": "load",
+        "engine.build": "start",
+        "engine.update_weights": "sync",
+        "run.evaluate": "evaluate",
+        "engine.prompts": "generate",
+        "run.update": "train",
+        "run.checkpoint_if_due": "checkpoint",
+    }
+    seen = list(dict.fromkeys(phase_of[call] for call in calls if call in phase_of))
+    assert seen == [phase.name for phase in phases(recipe())]
+
+
+def test_a_checkpoint_is_in_force_before_what_it_is_written_from_changes(calls):
+    being_written = False
+    for call in calls:
+        if call == "run.checkpoint_if_due":
+            being_written = True  # ``Run`` waits for the last one itself
+        elif call == "run.finish_checkpoint":
+            being_written = False
+        assert not (being_written and call in ("policy.unpark", "run.update")), call
+    assert calls.count("run.finish_checkpoint") == STEPS
