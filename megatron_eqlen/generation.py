@@ -166,6 +166,7 @@ class Generator:
                 done=left.rollouts,
                 known=left.tracks,
                 generated_before=left.generated_tokens,
+                whole=replicas.keeps,
             )
         position = self.source.state_dict() if self.source is not None else None
         combined = replicas.combine(metrics)  # every rank has read what is removed now

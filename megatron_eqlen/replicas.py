@@ -42,6 +42,10 @@ class Replicas:
         beforehand, so that a response can be graded when it ends."""
         return (prompt.number // self.count + index) % self.graders == self.place
 
+    def keeps(self, prompt: Prompt, index: int) -> bool:
+        """Whether this rank needs a rollout's log-probs and masks: it records or grades it."""
+        return self.leads or self.grades(prompt, index)
+
     def part(self, rollouts: Sequence[Some]) -> list[Some]:
         """Those that this rank grades of its replica's, which every rank of the replica has."""
         return [one for one in rollouts if self.grades(one.prompt, one.index)]

@@ -31,6 +31,11 @@ def _grades_all(prompt: Prompt, index: int) -> bool:
     return True
 
 
+def _only_tokens(prompt: Prompt, index: int) -> bool:
+    """Nothing here reads log-probs or sampling masks."""
+    return False
+
+
 def evaluate(
     engine: Engine,
     benchmark: BenchmarkRecipe,
@@ -62,7 +67,9 @@ def evaluate(
             scorer.begin_part(harvester, part)
 
     seed = recipe.seed + EVALUATION_SEED
-    harvested, _ = harvest(engine, share(problems), sampling, eos_token_ids, seed, on_part=begin)
+    harvested, _ = harvest(
+        engine, share(problems), sampling, eos_token_ids, seed, on_part=begin, whole=_only_tokens
+    )
     groups = [one for one in harvested if isinstance(one, Group) and grades(one.prompt, one.index)]
     scorer.score(groups)
     gathered = gather([(_answers(group), _grader(group)) for group in groups])

@@ -50,6 +50,7 @@ def harvest(
     done: Iterable[Rollout] = (),
     known: Mapping[str, Segment] | None = None,
     generated_before: int = 0,
+    whole: Callable[[Prompt, int], bool] | None = None,
 ) -> tuple[list[Rollout], Metrics]:
     """Harvest ``recipe.group_size`` tracks or completions for every prompt.
 
@@ -62,6 +63,9 @@ def harvest(
     The rest is what earlier attempts at this harvest have recorded (``recorder.Left``): ``done`` are complete
     rollouts, returned and not generated again; ``known`` are tokens of tracks, by ``Track.name``, after which
     the engine goes on; ``generated_before`` tokens of the budget are spent.
+
+    ``whole``: of which rollouts (prompt and number) log-probs and sampling masks are kept, by default of all.
+    Of the others the rank holds token ids, which forks need.
 
     Returns the rollouts in the order of ``prompts`` (and of stream numbers), and the step's metrics
     (of what was generated now). Rollouts that did not start before the token budget was spent are not in the
@@ -87,13 +91,25 @@ def harvest(
 
     todo = {key: one for key, one in harvesters.items() if key not in finished}
     driver = Driver(
-        engine, recipe, meter, on_part or _nothing, collect, recorder, known or {}, generated_before
+        engine,
+        recipe,
+        meter,
+        on_part or _nothing,
+        collect,
+        recorder,
+        known or {},
+        generated_before,
+        whole or _all,
     )
     driver.run(todo)
     return [finished[key] for key in harvesters if key in finished], meter.metrics()
 
 
 def _nothing(harvester: Harvester, part: Part) -> None: ...
+
+
+def _all(prompt: Prompt, index: int) -> bool:
+    return True
 
 
 def _check_version(rollout: Rollout, engine: Decoder) -> None:
@@ -134,6 +150,7 @@ class Driver:
         recorder: Recorder | None,
         known: Mapping[str, Segment],
         generated_before: int,
+        whole: Callable[[Prompt, int], bool],
     ) -> None:
         self.engine = engine
         self.meter = meter
@@ -142,6 +159,7 @@ class Driver:
         self.recorder = recorder
         self.known = known
         self.generated_before = generated_before
+        self.whole = whole
         self.budget = recipe.rollout.tokens_per_step
         self.timeout = recipe.rollout.request_timeout
         self.version = engine.policy_version
@@ -193,6 +211,7 @@ class Driver:
 
     def launch(self, track: Track, key: Key) -> None:
         """Submit a new track after the tokens that an earlier attempt got, or take it as ended."""
+        track.whole = self.whole(self.running[key].prompt, key[1])
         if track.name in self.known:
             track.resume(self.known[track.name])
         if self.recorder is not None:

@@ -11,7 +11,7 @@ from array import array
 
 import numpy as np
 
-from megatron_eqlen.types import Delta, FinishReason, Prompt, SamplingMask, Segment
+from megatron_eqlen.types import Delta, Elsewhere, FinishReason, Prompt, SamplingMask, Segment
 
 
 def track_seed(seed: int, prompt_id: str, index: int, number: int) -> int:
@@ -35,7 +35,7 @@ class Track:
 
     __slots__ = (
         "attempts", "awaited", "context", "eos_token_ids", "finish_reason", "is_fork", "limit", "logprobs",
-        "mask_counts", "mask_ids", "name", "prompt_id", "seed", "token_ids",
+        "mask_counts", "mask_ids", "name", "prompt_id", "seed", "token_ids", "whole",
     )  # fmt: skip
 
     def __init__(
@@ -62,6 +62,8 @@ class Track:
         self.mask_ids = array("i")
         self.mask_counts = array("B")
         """As long as ``token_ids``, or empty where the engine records no sampling mask."""
+        self.whole = True
+        """Whether log-probs and masks are kept: a rank that neither records nor trains with them does not."""
         self.finish_reason: FinishReason | None = None
         self.attempts = 0
 
@@ -88,10 +90,11 @@ class Track:
         Runs once a token of every response, and nearly always nothing ends: that is found out first.
         """
         self.token_ids.fromlist(delta.token_ids)
-        self.logprobs.fromlist(delta.logprobs)
-        for kept in delta.sampling_mask or ():
-            self.mask_ids.extend(kept)
-            self.mask_counts.append(len(kept))
+        if self.whole:
+            self.logprobs.fromlist(delta.logprobs)
+            for kept in delta.sampling_mask or ():
+                self.mask_ids.extend(kept)
+                self.mask_counts.append(len(kept))
         if len(self.token_ids) < self.awaited and self.eos_token_ids.isdisjoint(delta.token_ids):
             return False
         self._end(first=len(self.token_ids) - len(delta.token_ids))
@@ -100,8 +103,9 @@ class Track:
     def resume(self, known: Segment) -> None:
         """Take the tokens that an earlier attempt at this track got."""
         self.token_ids.frombytes(known.token_ids.tobytes())
-        self.logprobs.frombytes(known.logprobs.tobytes())
-        if known.sampling_mask is not None:
+        if self.whole:
+            self.logprobs.frombytes(known.logprobs.tobytes())
+        if self.whole and known.sampling_mask is not None:
             self.mask_ids.frombytes(known.sampling_mask.ids.tobytes())
             self.mask_counts.frombytes(known.sampling_mask.counts.tobytes())
         self._end(first=0)
@@ -125,9 +129,10 @@ class Track:
     def segment(self, start: int, stop: int | None = None) -> Segment:
         """Tokens ``start`` to ``stop`` of this track; the finish reason belongs to its last token."""
         stop = len(self.token_ids) if stop is None else stop
+        token_ids = np.frombuffer(self.token_ids[start:stop], np.int32)
         return Segment(
-            np.frombuffer(self.token_ids[start:stop], np.int32),
-            np.frombuffer(self.logprobs[start:stop], np.float32),
+            token_ids,
+            np.frombuffer(self.logprobs[start:stop], np.float32) if self.whole else Elsewhere.of(token_ids),
             self.finish_reason if stop == len(self.token_ids) else None,
             sampling_mask=self._mask(start, stop) if self.mask_counts else None,
         )

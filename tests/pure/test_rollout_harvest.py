@@ -23,7 +23,7 @@ from megatron_eqlen.sampling.equal_length.dual_track import DualTrack
 from megatron_eqlen.sampling.kind import Harvester
 from megatron_eqlen.sampling.record import Part
 from megatron_eqlen.sampling.track import track_seed
-from megatron_eqlen.types import Delta, Group, Prompt, Rollout, SamplingMask, Stream, rollout_key
+from megatron_eqlen.types import Delta, Elsewhere, Group, Prompt, Rollout, SamplingMask, Stream, rollout_key
 
 EOS = {8, 9}
 
@@ -287,6 +287,31 @@ def test_a_token_budget_ends_the_step_and_keeps_whole_pairs(case, budget):
             assert stream.pairs == whole.pairs[: len(stream.pairs)]
         else:
             assert stream == whole
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases, st.sampled_from(["equal_length", "independent", "tree"]), st.sampled_from([None, 40]))
+def test_of_rollouts_that_another_rank_keeps_there_are_token_ids_alone(case, sampling, budget):
+    recipe = make_recipe(
+        sampling=sampling,
+        rollout={"max_response_length": case["limit"], "tokens_per_step": budget},
+        **({"objective": "treerpo"} if sampling == "tree" else {}),
+    )
+
+    def harvested(whole=None) -> list[Rollout]:
+        engine = ScriptedEngine(random.Random(case["chaos"]), case["end"], case["loss"])
+        return harvest(engine, make_prompts(3), recipe, EOS, case["seed"], whole=whole)[0]
+
+    def mine(prompt: Prompt, index: int) -> bool:
+        return (prompt.token_ids[1] + index) % 2 == 0
+
+    for found, full in zip(harvested(mine), harvested(), strict=True):
+        if mine(found.prompt, found.index):
+            assert found == full
+            continue
+        for segment, wanted in zip(found.segments(), full.segments(), strict=True):
+            bare = replace(wanted, logprobs=Elsewhere.of(wanted.logprobs), sampling_mask=None)
+            assert segment == bare
 
 
 @settings(max_examples=100, deadline=None)
