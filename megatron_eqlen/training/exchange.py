@@ -12,7 +12,8 @@ Host memory. A token takes 4 bytes of ids and 4 of log-prob, with a mask of 20 a
 of 31M tokens over 4 nodes of 8 ranks (TP 8, DP 4; 7.75M tokens to a data-parallel index, 0.97M graded by
 each rank), in bytes a node:
 
-    while a replica of 8 ranks generates     8 x 7.75M x 89    = 5.5 GB
+    while a replica of 8 ranks generates     3 GB: one rank records all, the others keep log-probs and masks
+                                             of their parts alone (``Replicas.keeps``, ``bench.py host``)
     after grading                            8 x 0.97M x 89    = 0.7 GB
     while the step is trained                8 x 7.75M x 89    = 5.5 GB more, less what is skipped
     on the way                               8 x 2 x 7 x CHUNK = 0.1 GB

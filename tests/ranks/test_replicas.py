@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
+import torch.distributed as dist
 
 from megatron_eqlen.recipe import RewardRecipe
 from megatron_eqlen.replicas import Replicas, shared
 from megatron_eqlen.rewards.scoring import Scorer
-from megatron_eqlen.types import Group, Prompt, Segment
+from megatron_eqlen.rollout.harvest import harvest
+from megatron_eqlen.types import Grade, Group, Prompt, Rollout, Segment
 from tests.kit.distributed import run_ranks
+from tools.benchmarks.host import make_prompts, make_recipe
+from tools.benchmarks.scripted import EOS, ScriptedEngine
 
 PROMPTS = [Prompt(f"q{number}", [1], "?", "math", f"{number}", number=number) for number in range(7)]
 END = 0
@@ -67,3 +75,37 @@ def test_every_response_is_graded_once_and_reaches_every_rank(ranks, engine_size
     if in_step and engine_size == 2:
         assert answers[0][0] == answers[1][0], "both ranks of a replica hold all that it harvested"
         assert abs(len(answers[0][1]) - len(answers[1][1])) <= 1, "and share the grading"
+
+
+def harvest_in_step(model: Path) -> tuple[list[bool], list[bool]]:
+    """Of each rollout after scoring: whether it is whole on this rank, whether it is what was sampled."""
+    prompts, recipe, replicas = make_prompts(2), make_recipe(model, 64, kept=3), Replicas(2)
+
+    def harvested(whole: Callable[[Prompt, int], bool] | None) -> list[Rollout]:
+        engine = ScriptedEngine(20, len(prompts[0].token_ids), kept=3)
+        return harvest(engine, replicas.share(prompts), recipe, [EOS], seed=0, whole=whole)[0]
+
+    part = replicas.part(harvested(replicas.keeps))
+    for segment in (segment for rollout in part for segment in rollout.segments()):
+        segment.grade = Grade(1.0, "scored") if segment.finish_reason == "stop" else None
+    everyone = shared(part, prompts)
+    mine = [all(s.home == dist.get_rank() for s in one.segments()) for one in everyone]
+    same = [
+        plain(found) == plain(wanted) if whole else len(found) == len(wanted)
+        for one, full, whole in zip(everyone, harvested(None), mine, strict=True)
+        for found, wanted in zip(one.segments(), full.segments(), strict=True)
+    ]
+    return mine, same
+
+
+def plain(segment: Segment) -> Segment:
+    return replace(segment, grade=None, home=None)
+
+
+def test_ranks_of_a_replica_that_keep_parts_of_a_harvest_have_it_all_together(tmp_path):
+    """With sampling masks; the first rank records, so it keeps everything until then."""
+    (first, same), (second, also) = run_ranks(2, harvest_in_step, tmp_path)
+    assert first == [not whole for whole in second]
+    assert sum(first) == sum(second) > 0
+    assert all(same)
+    assert all(also)

@@ -46,6 +46,8 @@ STEP_SECONDS = 900
 DECODE_SECONDS = 0.025
 STEP_TOKENS = 31_000_000
 REPLICAS = 4
+RANKS = 8
+"""Of a replica, on one node."""
 PARTS = {
     "harvest": 1, "record": 1, "grades": 1, "score": 1, "share": REPLICAS, "trees": REPLICAS,
     "plan": REPLICAS, "exchange": 1, "fill": 1, "read": 0,
@@ -69,6 +71,7 @@ def run(args: argparse.Namespace) -> None:
         sizes = [measure(Path(folder), part, args) for part in (4, 2, 1)]
         recipe = make_recipe(Path(folder) / "model", args.limit, args.kept)
         commands = run_commands.measure(Path(folder) / "runs", sizes[-1].rollouts, recipe, args.step_tokens)
+        held = harvest_peak(Path(folder), args)
         steps = [decode_step(Path(folder), requests, args) for requests in args.requests]
     tokens = sizes[-1].tokens
     title = f"{tokens / 1e6:.2f} million tokens, masks of {args.kept}"
@@ -78,13 +81,14 @@ def run(args: argparse.Namespace) -> None:
     print(f"in each step: {per_step:.1%} of {STEP_SECONDS} s")
     size = {name: count / tokens for name, count in sizes[-1].bytes.items()}
     show([size], "bytes a token", None)
+    show([held], f"bytes a token at the peak of a harvest, by {RANKS} ranks in step", None)
     million = args.step_tokens / 1e6
     show(commands, f"commands that read a run whose steps are of {million:.3g} million tokens", None)
     if steps:
         show(steps, "a decode step of harvest(), without the engine", None)
     if args.json is not None:
         found = {"stages": results, "of a step": per_step, "bytes a token": size, "commands": commands}
-        found["decode steps"] = steps
+        found |= {"harvest peak": held, "decode steps": steps}
         args.json.write_text(json.dumps({"title": title} | found, indent=1) + "\n", encoding="utf-8")
 
 
@@ -177,6 +181,25 @@ def resident(sent: bytes) -> int:
     tracemalloc.stop()
     del rollouts
     return taken
+
+
+def harvest_peak(folder: Path, args: argparse.Namespace) -> dict[str, float]:
+    """Bytes a token of a replica's rank that records, of one that only grades its part, and of the node."""
+    recipe = make_recipe(folder / "model", args.limit // 4, args.kept)
+
+    def peak(whole: Callable[[Prompt, int], bool]) -> float:
+        engine = ScriptedEngine(args.median // 4, PROMPT_TOKENS, args.kept)
+        gc.collect()
+        tracemalloc.start()
+        rollouts, _ = harvest(engine, make_prompts(2), recipe, [EOS], seed=0, whole=whole)
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return most / sum(len(segment) for rollout in rollouts for segment in rollout.segments())
+
+    records = peak(lambda prompt, index: True)
+    grades = peak(lambda prompt, index: (prompt.number + index) % RANKS == 0)
+    paper = (records + (RANKS - 1) * grades) * STEP_TOKENS / REPLICAS
+    return {"it records": records, "it grades": grades, "GB a node at the paper's size": paper / 1e9}
 
 
 def decode_step(folder: Path, requests: int, args: argparse.Namespace) -> dict[str, Any]:
