@@ -18,8 +18,6 @@ TOKEN = 8
 """Of a generated token: its id and its log-prob."""
 TOKEN_ON_DISK = 5.8
 """Of a recorded token, compressed; measured on drawn ids and log-probs."""
-COPIES = 2
-"""Of a rollout on its node: where it was generated and where it is trained; an allowance."""
 
 
 def host_parts(recipe: Recipe, model: ModelConfig, stages: list[Trainer], work: Workload) -> dict[str, float]:
@@ -40,7 +38,8 @@ def host_parts(recipe: Recipe, model: ModelConfig, stages: list[Trainer], work: 
         parts["reference"] = 2 * pinned(rank, width, sharded=False)
     parts = {name: cluster.processes_per_node * size for name, size in parts.items()}
     parts["checkpoint"] = staged_bytes(recipe, model, rank)
-    parts["rollouts"] = COPIES * work.generated * token_bytes(recipe) / cluster.nodes
+    copies = 1 + recipe.parallel.tensor * recipe.parallel.pipeline  # graded on one rank, trained on these
+    parts["rollouts"] = copies * work.generated * token_bytes(recipe) / cluster.nodes
     parts["processes"] = cluster.processes_per_node * PROCESS
     return parts
 
