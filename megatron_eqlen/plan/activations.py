@@ -20,7 +20,7 @@ WIDE = 4
 CPU_CHUNK = 32
 """``models.gated_delta_net.CHUNK``."""
 FLA_CHUNK = 64
-"""Positions of a chunk in fla's kernel, which saves the chunk's triangular matrix."""
+"""``models.tree_params.KERNEL_CHUNK``: fla saves a triangular matrix of each chunk."""
 LOSS_BLOCK = 1 << 27
 """Bytes of ``training.logprobs.BLOCK_ELEMENTS`` in float32."""
 ROUTING_IMBALANCE = 1.25
@@ -164,13 +164,13 @@ class Row:
         return whole + max(mlp, mixer)
 
     def _rule_passing(self, net: DeltaNet) -> float:
-        """Of the delta rule: q and k of all value heads in float32 with their gradients; or what fla's
-        backward pass makes at once: w, u, states, their gradients and those of q, k and v."""
+        """Of the delta rule. fla's backward pass makes w, u, states, their gradients and those of q, k and v;
+        plain torch copies q and k for all value heads in float32, and makes their gradients."""
         key, value = net.key_head_dim, net.value_head_dim
-        wide = WIDE * (4 * key + 2 * value)
         states = 2 * key * value / FLA_CHUNK
-        kernel = self.b * (6 * key + 4 * value + states) if self.kernels.fla else 0.0
-        return self.tokens * net.num_value_heads / self.parallel.tensor * max(wide, kernel)
+        fla = self.b * (6 * key + 4 * value + states)
+        plain = WIDE * (4 * key + 2 * value)
+        return self.tokens * net.num_value_heads / self.parallel.tensor * (fla if self.kernels.fla else plain)
 
     def head(self, chunk: int) -> float:
         """The final norm, the head's input, and the logits of a row that is one chunk (training/head.py). All
@@ -258,5 +258,5 @@ class Row:
 
     def _fla_rule(self, net: DeltaNet, heads: float) -> float:
         """q, k, v, the chunks' triangular matrix, decay, beta, and the output before it is put in order."""
-        key, value = net.key_head_dim, net.value_head_dim
-        return heads * (self.b * (2 * key + 2 * value + FLA_CHUNK) + WIDE + self.b)
+        keys = net.num_key_heads * net.key_head_dim / self.parallel.tensor
+        return self.b * 2 * keys + heads * (self.b * (2 * net.value_head_dim + FLA_CHUNK) + WIDE + self.b)

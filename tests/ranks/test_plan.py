@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_eqlen.hf.config import read_config
-from megatron_eqlen.plan.activations import CPU, CPU_CHUNK, LOSS_BLOCK, activations
+from megatron_eqlen.plan.activations import CPU, CPU_CHUNK, FLA_CHUNK, LOSS_BLOCK, activations
 from megatron_eqlen.plan.trainer import SENT_AT_ONCE, optimizer_bytes, trainer
 from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.types import Node, TokenTree
@@ -298,7 +298,9 @@ def test_a_row_never_needs_more_than_the_plan_says_and_not_much_less(name, tmp_p
 def test_the_plan_knows_the_sizes_of_chunks_blocks_and_messages():
     from megatron_eqlen.models import weights
     from megatron_eqlen.models.gated_delta_net import CHUNK
+    from megatron_eqlen.models.tree_params import KERNEL_CHUNK
     from megatron_eqlen.training.logprobs import BLOCK_ELEMENTS
 
-    real = (CHUNK, BLOCK_ELEMENTS * torch.float32.itemsize, weights.SENT_AT_ONCE)
-    assert real == (CPU_CHUNK, LOSS_BLOCK, SENT_AT_ONCE)
+    block = BLOCK_ELEMENTS * torch.float32.itemsize
+    real = (CHUNK, KERNEL_CHUNK, block, weights.SENT_AT_ONCE)
+    assert real == (CPU_CHUNK, FLA_CHUNK, LOSS_BLOCK, SENT_AT_ONCE)
