@@ -82,6 +82,9 @@ ARRAYS = ("token_ids", "logprobs", "mask_ids", "mask_counts")
 SKELETON = tuple(name for name in SEGMENTS.names if name not in (*ARRAYS, "gold"))
 """What is read to look rollouts through: no arrays, and no golds, which may be long texts of tests."""
 
+BATCH_TOKENS = 1 << 18
+"""A batch is copied to be written, and read as a whole: all streams of a step may end in one moment."""
+
 GradeKey = tuple[str, int, int]
 """(prompt_id, index, number) of a segment."""
 
@@ -123,6 +126,19 @@ def _part_row(part: Part) -> Row:
         "mask_ids": None if mask is None else mask.ids,
         "mask_counts": None if mask is None else mask.counts,
     }
+
+
+def portions(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """The rows in lists of ``BATCH_TOKENS`` tokens or a few more."""
+    portion, tokens = [], 0
+    for row in rows:
+        portion.append(row)
+        tokens += row.get("tokens") or 0
+        if tokens >= BATCH_TOKENS:
+            yield portion
+            portion, tokens = [], 0
+    if portion:
+        yield portion
 
 
 def to_batch(rows: list[Row]) -> pa.RecordBatch:

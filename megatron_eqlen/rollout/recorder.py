@@ -43,6 +43,7 @@ from megatron_eqlen.rollout.record_format import (
     from_batch,
     grade_rows,
     grades_of,
+    portions,
     prompt_row,
     rollout_rows,
     to_batch,
@@ -163,8 +164,8 @@ class Recorder:
                 self._journal.write(news, policy_version)
                 rows += complete
         except Empty:
-            if rows:
-                self._file.write(to_batch(rows))
+            for portion in portions(rows):
+                self._file.write(to_batch(portion))
 
 
 def record(path: str | Path, rollouts: Sequence[Rollout]) -> None:

@@ -12,8 +12,11 @@ from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
+from megatron_eqlen.rollout.arrow_log import batches
+from megatron_eqlen.rollout.record_format import BATCH_TOKENS, SEGMENTS
 from megatron_eqlen.rollout.recorder import (
     Recorder,
     fill_token_ids,
@@ -215,6 +218,21 @@ def test_skeletons_read_no_arrays_and_token_ids_only_of_those_who_are_asked_for(
         fill_token_ids(skeletons, step_files(tmp_path))
     with pytest.raises(ValueError, match=r"rank-0\.arrow: damaged"):
         read_step(tmp_path)
+
+
+def test_a_batch_is_small_however_much_completes_at_once(tmp_path):
+    """All streams of a step may end in one moment; their batch must not need the step's memory again."""
+    path = tmp_path / "rank-0.arrow"
+    segments = [Segment(np.full(90_000, n), np.zeros(90_000), "stop") for n in range(10)]
+    long = [Group(prompt(str(n), n), 0, segments[2 * n : 2 * n + 2]) for n in range(5)]
+    with Recorder(path) as recorder:
+        for rollout in long:
+            recorder.complete(rollout, 180_000)
+        recorder.tick(policy_version=0, ended=True)
+    sizes = [pc.sum(batch["tokens"]).as_py() or 0 for batch in batches(path, SEGMENTS)]
+    assert sum(sizes) == 900_000 + 5, "five prompts of a token"
+    assert max(sizes) < BATCH_TOKENS + 90_000
+    assert read_dump(path) == long
 
 
 @pytest.mark.parametrize("rollout", [STREAM, GROUP, TREE])

@@ -1,6 +1,6 @@
 """What the processors do around the accelerators: a scripted engine at the paper's size, scaled down.
 
-    harvest ─► record ─► score ─► share ─► trees ─► plan ─► exchange ─► fill       read: a resume
+    harvest, record ─► score ─► share ─► trees ─► plan ─► exchange ─► fill        read: a resume
 
 Three sizes are measured, each with twice the streams and twice the lengths of the one before, so a cost that
 grows faster than the tokens shows in the fitted exponent, whatever it grows with. The largest size's cost of
@@ -49,10 +49,11 @@ REPLICAS = 4
 RANKS = 8
 """Of a replica, on one node."""
 PARTS = {
-    "harvest": 1, "record": 1, "grades": 1, "score": 1, "share": REPLICAS, "trees": REPLICAS,
+    "harvest": 1, "record": 0, "grades": 1, "score": 1, "share": REPLICAS, "trees": REPLICAS,
     "plan": REPLICAS, "exchange": 1, "fill": 1, "read": 0,
 }  # fmt: skip
-"""Of which replicas' tokens a rank does it in each step (0: not in each step)."""
+"""Of which replicas' tokens a rank does it in each step. 0: of one, not in each step or as a part of
+``harvest``."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -141,7 +142,13 @@ def timed(size: Size, name: str, work: Callable[[], Any]) -> Any:
 
 
 def harvested(engine: ScriptedEngine, prompts: list[Prompt], recipe: Recipe, size: Size) -> list[Rollout]:
-    rollouts, _ = timed(size, "harvest", lambda: harvest(engine, prompts, recipe, [EOS], seed=0))
+    """Recorded as it goes, the tokens of unfinished rollouts included."""
+
+    def work() -> list[Rollout]:
+        with tempfile.TemporaryDirectory() as home, EverySoManySteps(Path(home) / "rank-0.arrow") as recorder:
+            return harvest(engine, prompts, recipe, [EOS], seed=0, recorder=recorder)[0]
+
+    rollouts = timed(size, "harvest", work)
     size.seconds["harvest"] -= engine.seconds
     return rollouts
 
