@@ -62,8 +62,8 @@ def power_of_two(size: float) -> float:
 
 
 def checkpoint_bytes(recipe: Recipe, model: ModelConfig) -> float:
-    """Weights and the optimizer's state, each parameter once."""
-    return total(model) * (BYTES[recipe.model.dtype] + optimizer_bytes(recipe))
+    """Weights, and in float32 main weights (also of a float32 model) and moments: each parameter once."""
+    return total(model) * (BYTES[recipe.model.dtype] + MAIN_WEIGHT + MOMENTS)
 
 
 def staged_bytes(recipe: Recipe, model: ModelConfig, rank: Held) -> float:

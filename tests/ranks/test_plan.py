@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.plan.activations import CPU, CPU_CHUNK, FLA_CHUNK, LOSS_BLOCK, activations
+from megatron_eqlen.plan.host import checkpoint_bytes
 from megatron_eqlen.plan.trainer import SENT_AT_ONCE, optimizer_bytes, trainer
 from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.types import Node, TokenTree
@@ -293,6 +295,32 @@ def test_a_row_never_needs_more_than_the_plan_says_and_not_much_less(name, tmp_p
     planned = activations(recipe, model, 0, sequence=case.parallel.get("tensor", 1) > 1, kernels=CPU, rows=1)
     most = max(run_ranks(case.ranks, measure_peak, str(tmp_path), case))
     assert 0.75 * planned.peak < most < 1.01 * planned.peak
+
+
+def save(folder: str, case: Case, out: str) -> None:
+    from megatron_eqlen.training import checkpoint
+    from megatron_eqlen.training.distributed import start
+    from megatron_eqlen.training.policy import Policy
+
+    recipe = recipe_of(folder, case)
+    start(recipe.parallel, seed=1)
+    checkpoint.save(Path(out), 1, Policy(recipe), {}, keep=2)
+
+
+LARGE = {
+    "dense": Case("qwen3", 2, {"tensor": 2}, "float32", WIDE),
+    "experts": Case("qwen3_moe", 2, {"expert": 2}, model=WIDE | MANY),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_checkpoint_is_as_large_as_planned(name, tmp_path):
+    case = LARGE[name]
+    save_tiny(tmp_path / "model", case.family, **case.model)
+    run_ranks(case.ranks, save, str(tmp_path / "model"), case, str(tmp_path / "checkpoints"))
+    files = (tmp_path / "checkpoints").rglob("*.distcp")
+    planned = checkpoint_bytes(recipe_of(str(tmp_path), case), read_config(tmp_path / "model"))
+    assert sum(file.stat().st_size for file in files) == pytest.approx(planned, rel=0.02)
 
 
 def test_the_plan_knows_the_sizes_of_chunks_blocks_and_messages():
