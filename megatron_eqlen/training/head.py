@@ -60,7 +60,7 @@ class Head:
         if row.mask_ids is None or row.mask_counts is None:
             return cls(labels, None, None, temperature, group, chunk)
         mask = (torch.from_numpy(row.mask_ids).to(device), torch.from_numpy(row.mask_counts).to(device))
-        return cls(labels, mask, np.cumsum([0, *row.mask_counts]), temperature, group, chunk)
+        return cls(labels, mask, np.append(0, np.cumsum(row.mask_counts)), temperature, group, chunk)
 
     def __call__(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """hidden [n, h], the same on every tensor-parallel rank; weight [V / TP, h] -> [2, n] log-probs and
