@@ -176,8 +176,9 @@ class Delta:
     finish_reason: Literal["stop", "length", "lost"] | None = None
     """None: more will come. ``lost``: the engine gave the request up (a replica died); the tokens
     delivered so far are valid and the caller submits the rest again."""
-    sampling_mask: list[tuple[int, ...]] | None = None
-    """With ``rollout.keep_sampling_mask``: for each token the ids that were kept there, ascending."""
+    sampling_mask: Sequence[Sequence[int]] | None = None
+    """With ``rollout.keep_sampling_mask``: for each token the ids that were kept there, ascending. An
+    ``array("i")`` is taken over fastest."""
     num_cached_tokens: int | None = None
     """In one of a request's deltas: prompt tokens whose KV came from the prefix cache."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,12 +102,12 @@ class ScriptedEngine:
         return {}
 
 
-def _masks(tokens: np.ndarray, kept: int, rng: np.random.Generator) -> list[tuple[int, ...]]:
+def _masks(tokens: np.ndarray, kept: int, rng: np.random.Generator) -> list[array[int]]:
     """For each token ``kept`` ids, ascending, one of them the token."""
     ids = np.sort(rng.integers(1, VOCABULARY - kept, (len(tokens), kept)), axis=1) + np.arange(kept)
     places = np.minimum((ids < tokens[:, None]).sum(axis=1), kept - 1)
     ids[np.arange(len(tokens)), places] = tokens
-    return list(map(tuple, ids.tolist()))
+    return [array("i", row) for row in ids.tolist()]
 
 
 def write_tokenizer(folder: Path) -> None:

@@ -6,13 +6,16 @@ Written for vLLM 0.31 and its V1 engine.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Literal
 
 import numpy as np
 from vllm import LLM, SamplingParams
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import InprocClient
+from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
 
 from megatron_eqlen.recipe import RolloutRecipe
@@ -76,7 +79,9 @@ def submit(
 def step(llm: LLM) -> list[Delta]:
     """One engine step. Raises EngineError if the engine ended a request with an error."""
     deltas = []
-    for output in llm.llm_engine.engine_core.get_output().outputs:
+    outputs = llm.llm_engine.engine_core.get_output().outputs
+    masks = _sampling_masks([output.new_logprobs for output in outputs])
+    for output, mask in zip(outputs, masks, strict=True):
         reason = output.finish_reason
         if reason is not None and reason not in FINISHED:
             raise EngineError(f"request {output.request_id}: vLLM ended it with {reason}")
@@ -87,18 +92,26 @@ def step(llm: LLM) -> list[Delta]:
                 output.new_token_ids,
                 chosen.logprobs[:, 0].tolist() if chosen else [],
                 None if reason is None else FINISHED[reason],
-                _sampling_mask(chosen.logprob_token_ids) if chosen else None,
+                mask,
                 output.prefill_stats.num_cached_tokens if output.prefill_stats else None,
             )
         )
     return deltas
 
 
-def _sampling_mask(columns: np.ndarray) -> list[tuple[int, ...]] | None:
-    """From ``PathSampler``'s [tokens, 1 + width]; None where it records no mask."""
-    if columns.shape[1] == 1:
-        return None
-    return [tuple(sorted(set(row))) for row in columns.tolist()]
+def _sampling_masks(chosen: Sequence[LogprobsLists | None]) -> list[list[array[int]] | None]:
+    """Of each request of a step, all at once, from ``PathSampler``'s [tokens, 1 + width]; None where it
+    records no mask."""
+    columns = [one.logprob_token_ids for one in chosen if one is not None]
+    if not columns or columns[0].shape[1] == 1:
+        return [None] * len(chosen)
+    ids = np.sort(np.concatenate(columns), axis=1)
+    first = np.ones(ids.shape, bool)
+    first[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    together = array("i", ids[first].astype(np.int32).tobytes())
+    ends = np.cumsum(first.sum(axis=1)).tolist()
+    tokens = (together[start:end] for start, end in zip([0, *ends], ends, strict=False))
+    return [None if one is None else list(islice(tokens, len(one.logprob_token_ids))) for one in chosen]
 
 
 def abort(llm: LLM, request_ids: list[str]) -> None:
