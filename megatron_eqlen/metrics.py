@@ -114,6 +114,7 @@ DECLARED = (
     # ---- harvest: what one harvest generated --------------------------------------------------------------
     Metric("harvest/seconds", "s", "max", "how long it took", in_turn="sum"),
     Metric(HARVEST_GENERATED_TOKENS, "tokens", "sum", "all that the engine delivered"),
+    Metric("harvest/resumed_tokens", "tokens", "sum", "of these, recorded by an attempt that was killed"),
     Metric(HARVEST_TOKENS_PER_SECOND, "tokens/s", "sum", "of all replicas", mean("harvest/seconds")),
     Metric("harvest/requests", "requests", "sum", "sent to the engine"),
     Metric("harvest/retries", "requests", "sum", "sent again after a failure"),

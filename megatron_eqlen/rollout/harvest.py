@@ -54,23 +54,22 @@ def harvest(
 ) -> tuple[list[Rollout], Metrics]:
     """Harvest ``recipe.group_size`` tracks or completions for every prompt.
 
-    ``seed`` differs from step to step; a track's own seed is a stable hash of it, the prompt's id and
-    the track's number. ``on_part`` is called with each part of a rollout as it becomes final, and
-    ``on_complete`` with each rollout as it completes, after its last part: both in this thread, between two
-    decode steps, so they must return at once. ``recorder`` records rollouts, and the tokens of those that are
-    not complete.
+    ``seed`` differs from step to step; a track's own seed is a stable hash of it, the prompt's id and the
+    track's number. ``on_part`` is called with each part of a rollout as it becomes final, and ``on_complete``
+    with each rollout as it completes, after its last part: both in this thread, between two decode steps, so
+    they must return at once. ``recorder`` records rollouts, and the tokens of those that are not complete.
 
     The rest is what earlier attempts at this harvest have recorded (``recorder.Left``): ``done`` are complete
     rollouts, returned and not generated again; ``known`` are tokens of tracks, by ``Track.name``, after which
-    the engine goes on; ``generated_before`` tokens of the budget are spent.
+    the engine goes on; ``generated_before`` tokens were generated for all of them.
 
     ``whole``: of which rollouts (prompt and number) log-probs and sampling masks are kept, by default of all.
     Of the others the rank holds token ids, which forks need.
 
-    Returns the rollouts in the order of ``prompts`` (and of stream numbers), and the step's metrics
-    (of what was generated now). Rollouts that did not start before the token budget was spent are not in the
-    list. Raises
-    ValueError for prompts that do not fit and EngineError for an engine that died or hangs.
+    Returns the rollouts in the order of ``prompts`` (and of stream numbers), and the metrics of the whole
+    harvest, except for requests and speeds, which are this attempt's. Rollouts that did not start before the
+    token budget was spent are not in the list. Raises ValueError for prompts that do not fit and EngineError
+    for an engine that died or hangs.
     """
     check_prompts(prompts, recipe, engine.max_model_len)
     finished = {rollout_key(rollout): rollout for rollout in done}
@@ -80,7 +79,9 @@ def harvest(
         (one.prompt.prompt_id, one.index): one
         for one in KINDS[recipe.sampling].harvesters(prompts, recipe, frozenset(eos_token_ids), seed)
     }
-    meter = Meter(engine)
+    meter = Meter(engine, generated_before)
+    for rollout in finished.values():
+        meter.count(rollout)
 
     def collect(key: Key, rollout: Rollout) -> None:
         _check_version(rollout, engine)
@@ -90,17 +91,7 @@ def harvest(
             on_complete(rollout)
 
     todo = {key: one for key, one in harvesters.items() if key not in finished}
-    driver = Driver(
-        engine,
-        recipe,
-        meter,
-        on_part or _nothing,
-        collect,
-        recorder,
-        known or {},
-        generated_before,
-        whole or _all,
-    )
+    driver = Driver(engine, recipe, meter, on_part or _nothing, collect, recorder, known or {}, whole or _all)
     driver.run(todo)
     return [finished[key] for key in harvesters if key in finished], meter.metrics()
 
@@ -149,7 +140,6 @@ class Driver:
         collect: Callable[[Key, Rollout], None],
         recorder: Recorder | None,
         known: Mapping[str, Segment],
-        generated_before: int,
         whole: Callable[[Prompt, int], bool],
     ) -> None:
         self.engine = engine
@@ -158,7 +148,6 @@ class Driver:
         self.collect = collect
         self.recorder = recorder
         self.known = known
-        self.generated_before = generated_before
         self.whole = whole
         self.budget = recipe.rollout.tokens_per_step
         self.timeout = recipe.rollout.request_timeout
@@ -179,7 +168,7 @@ class Driver:
                     self.begin(key, harvesters[key])
                     self.advance([key])
             while self.waiting or self.running:
-                if self.budget is not None and self.spent() >= self.budget:
+                if self.budget is not None and self.meter.generated_tokens >= self.budget:
                     self.cut()
                     break
                 self.admit()
@@ -286,9 +275,6 @@ class Driver:
             self.collect(key, rollout)
             if self.recorder is not None:
                 self.recorder.complete(rollout, generated)
-
-    def spent(self) -> int:
-        return self.generated_before + self.meter.generated_tokens
 
     def record(self, ended: bool = False) -> None:
         if self.recorder is not None:

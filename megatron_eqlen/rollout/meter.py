@@ -25,12 +25,13 @@ class Meter:
     """Counts while the driver runs; ``metrics()`` at the end.
 
     ``generated_tokens`` are all tokens the engine delivered, ``supervised_tokens`` those inside pairs
-    (or completions): the rest are tails, and head starts that never became part of a pair.
+    (or completions): the rest are tails, and head starts that never became part of a pair. Both are of all
+    attempts at the harvest: ``resumed_tokens`` were generated before this one.
     """
 
-    def __init__(self, engine: Decoder) -> None:
+    def __init__(self, engine: Decoder, resumed_tokens: int = 0) -> None:
         self.engine = engine
-        self.generated_tokens = 0
+        self.generated_tokens = self.resumed_tokens = resumed_tokens
         self.requests = self.forks = self.retries = 0
         self.fork_prefix_tokens = self.fork_cached_tokens = self.forks_prefilled = 0
         self.steps = self.deltas = 0
@@ -70,7 +71,8 @@ class Meter:
         metrics: Metrics = {
             "harvest/seconds": seconds,
             HARVEST_GENERATED_TOKENS: self.generated_tokens,
-            HARVEST_TOKENS_PER_SECOND: self.generated_tokens / seconds,
+            "harvest/resumed_tokens": self.resumed_tokens,
+            HARVEST_TOKENS_PER_SECOND: (self.generated_tokens - self.resumed_tokens) / seconds,
             "harvest/requests": self.requests,
             "harvest/retries": self.retries,
             "harvest/engine_steps": self.steps,

@@ -77,8 +77,8 @@ class Track:
 
     @property
     def path(self) -> list[int]:
-        """All its token ids, from the prompt's first on."""
-        return self.context + self.token_ids.tolist()
+        """All its token ids, from the prompt's first on; not to be written to."""
+        return self.context + self.token_ids.tolist() if self.token_ids else self.context
 
     @property
     def remaining(self) -> int:

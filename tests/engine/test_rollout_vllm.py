@@ -11,10 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_eqlen.rollout import recorder
 from megatron_eqlen.rollout.engine import EngineError
+from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.vllm.sampler import uniform
 from megatron_eqlen.sampling.track import track_seed
+from megatron_eqlen.types import Prompt
 from tests.kit.rollout_kit import EOS, folder, generate, open_engine, reference_logits, requests
+from tests.pure.test_rollout_harvest import make_recipe
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +125,46 @@ def test_a_path_depends_on_its_seed_alone(engine):
     assert alone[0][:cut] + rest[0] == alone[0]
     other = generate(engine, {"r7": (context, length, seed + 1)})["r7"]
     assert other[0] != alone[0]
+
+
+def test_a_harvest_that_was_killed_goes_on_bit_for_bit(engine, tmp_path, monkeypatch):
+    """With the real engine: it computes the tokens that were recorded in one prefill, and decoded them
+    before."""
+    recipe = make_recipe(rollout={"max_response_length": 60, "max_num_seqs": 64})
+    prompts = [Prompt(f"p{i}", [5 + i, 6, 7, 8] * 5, "?", "math", "1", number=i) for i in range(6)]
+    want, whole = harvest(engine, prompts, recipe, EOS, seed=3)
+    engine.reset_cache()
+    monkeypatch.setattr(recorder, "INTERVAL", 0.0)
+    monkeypatch.setattr(engine, "step", mortal(engine.step, 40))
+    with pytest.raises(Killed), recorder.Recorder(tmp_path / "rank-0.arrow") as killed:
+        harvest(engine, prompts, recipe, EOS, seed=3, recorder=killed)
+    monkeypatch.undo()
+    engine.reset_cache()
+    left = recorder.read_left(recorder.left_files(tmp_path), [prompt.prompt_id for prompt in prompts])
+    assert len(left.tracks) > 12
+    assert left.generated_tokens > 0.5 * whole["harvest/generated_tokens"]
+    found, rest = harvest(
+        engine, prompts, recipe, EOS, seed=3, done=left.rollouts, known=left.tracks,
+        generated_before=left.generated_tokens,
+    )  # fmt: skip
+    assert found == want
+    assert rest["harvest/generated_tokens"] == whole["harvest/generated_tokens"]
+
+
+class Killed(Exception):
+    pass
+
+
+def mortal(step, life):
+    """``step``, for so many times."""
+    steps = iter(range(life))
+
+    def next_step():
+        if next(steps, None) is None:
+            raise Killed
+        return step()
+
+    return next_step
 
 
 def test_a_prefill_in_several_steps_changes_nothing(engine):
