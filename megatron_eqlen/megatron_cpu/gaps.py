@@ -57,7 +57,7 @@ def _load_states_in_place(distrib_optimizer: Any) -> None:
     Every state is copied from the loaded tensors, but ``step`` is not one of them (it is kept per
     parameter group): KeyError. Then the one loaded ``step`` tensor is shared by all parameters, so
     each of the N parameters advances it and Adam's bias correction is silently N steps ahead. A host
-    optimizer gets the loaded main weight as an entry of its state, while it computes with another tensor.
+    optimizer takes the loaded tensors for its own, some of which are small views of whole weights.
     """
     optimizer = distrib_optimizer.DistributedOptimizer
     set_states, load_state_dict = optimizer._set_main_param_and_optimizer_states, optimizer.load_state_dict

@@ -53,7 +53,7 @@ class Saving:
         arguments = [*request.async_fn_args]
         if request.preload_fn is not None:
             arguments[1] = request.preload_fn()  # what lies on the device, copied
-        self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
+        self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint")
         self._thread.start()
 
     def finish(self) -> Metrics:

@@ -79,8 +79,9 @@ def build_optimizer(
         [*chunks],
     )
     assert isinstance(optimizer, ChainedOptimizer)
-    for part in optimizer.chained_optimizers:
-        init_state(part)
+    with all_cores():
+        for part in optimizer.chained_optimizers:
+            init_state(part)
     config.grad_scale_func = optimizer.scale_loss
     updates = (recipe.steps or 0) * recipe.loss.minibatches * recipe.loss.epochs  # 0: a constant rate
     schedule = OptimizerParamScheduler(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_eqlen.training import checkpoint
+from megatron_eqlen.training.parking import storage_bytes
 from megatron_eqlen.training.policy import Policy
 from tests.kit.distributed import run_ranks
 from tests.kit.tiny_models import save_tiny
@@ -50,6 +51,25 @@ def main_weights(policy: Policy) -> list[torch.Tensor]:
 
 def weights(policy: Policy) -> list[torch.Tensor]:
     return [parameter.detach().clone() for chunk in policy.chunks for parameter in chunk.parameters()]
+
+
+def held_on_host(policy: Policy) -> tuple[int, int]:
+    """(bytes of the memory under a host optimizer's main weights and moments, bytes that they need)"""
+    found = []
+    for part in policy.optimizer.chained_optimizers:
+        host: Any = part.optimizer
+        for parameter, state in host.state.items():
+            main = host.param_to_inner_param[parameter]
+            found += [main, state["master_param"], state["exp_avg"], state["exp_avg_sq"]]
+    return storage_bytes(found), sum(tensor.nbytes for tensor in {id(one): one for one in found}.values())
+
+
+def loaded_on_host(folder: str, changes: dict[str, Any], load: str) -> tuple[int, int, int]:
+    """What a host optimizer holds after loading and needs, and what one that has loaded nothing holds."""
+    policy = build_policy(folder, changes | {"optimizer": HOST | {"warmup_steps": 0}})
+    new, _ = held_on_host(policy)
+    checkpoint.load(Path(load), policy)
+    return *held_on_host(policy), new
 
 
 def train(
@@ -101,14 +121,22 @@ def test_updates_on_the_host_are_those_on_the_device(folders, name):
 
 
 @pytest.mark.parametrize(("first", "then"), [(HOST, DEVICE), (DEVICE, HOST), (HOST, HOST)])
-@pytest.mark.parametrize("name", ["DP 2", "EP 2"])
-def test_a_checkpoint_goes_over_between_host_and_device_bit_for_bit(folders, tmp_path, name, first, then):
+@pytest.mark.parametrize(
+    ("name", "resharding"), [("DP 2", "data_parallel"), ("EP 2", "data_parallel"), ("DP 2", "any")]
+)
+def test_a_checkpoint_goes_over_between_host_and_device_bit_for_bit(
+    folders, tmp_path, name, resharding, first, then
+):
     folder, changes = changes_of(folders, name)
+    changes |= {"checkpoint": {"resharding": resharding}}
     saved = run_ranks(2, train, folder, changes, first, "", str(tmp_path))
     loaded = run_ranks(2, train, folder, changes, then, str(tmp_path), "", 0)
     for (mains, model, steps, _), (again, model_again, steps_again, _) in zip(saved, loaded, strict=True):
         assert all(map(torch.equal, [*mains, *model], [*again, *model_again]))
         assert steps == steps_again == [4.0] * len(steps)
+    if then is HOST:
+        for held, needed, new in run_ranks(2, loaded_on_host, folder, changes, str(tmp_path)):
+            assert held == needed == new
     if first is then:
         went_on = run_ranks(2, train, folder, changes, first, "", "", 3)
         resumed = run_ranks(2, train, folder, changes, first, str(tmp_path), "", 1)
