@@ -216,7 +216,4 @@ def _drop_old(newest: Path, keep: int) -> None:
 
 def _by_all_ranks(work: Callable[[Collection[str]], Any], names: list[str]) -> list[Any]:
     """``work`` on all names, of which every rank takes its share; all ranks' results."""
-    ranks = dist.get_world_size()
-    results: list[Any] = [None] * ranks
-    dist.all_gather_object(results, work(names[dist.get_rank() :: ranks]))
-    return results
+    return gather([work(names[dist.get_rank() :: dist.get_world_size()])])
