@@ -116,6 +116,12 @@ def test_the_run_folder_is_complete(trained):
         "step-00000002",
         "step-00000003",
     ]
+    first, *later = metrics(trained)
+    assert first.get("checkpoint/bytes") is None
+    for record in later:  # the checkpoint of the step before, in force before this step's update
+        assert record["checkpoint/bytes"] > 1e5
+        assert record["time/checkpoint"] > 0
+        assert record["memory/parked_bytes"] > 1e5
 
 
 def test_the_export_is_the_trained_model_for_transformers(home, trained):
