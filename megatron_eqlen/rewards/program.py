@@ -77,9 +77,9 @@ def readable_paths() -> list[str]:
     return [*SYSTEM_PATHS, *SYSTEM_FILES, *{sys.prefix, sys.base_prefix, os.path.dirname(os.__file__)}]
 
 
-def enter(limits: Limits, isolation: Isolation, folder: str) -> None:
-    """Give up every right; ``folder`` (empty, not writable) becomes the working directory."""
-    zygote = os.getppid()
+def enter(limits: Limits, isolation: Isolation, folder: str, zygote: int) -> None:
+    """Give up every right, and die with the process ``zygote``; ``folder`` (empty, not writable) becomes the
+    working directory."""
     os.setsid()
     os.chdir(folder)
     os.umask(0o077)

@@ -151,6 +151,7 @@ def _serve(connection: socket.socket, isolation: Isolation, folder: EmptyFolder)
     """The zygote: fork, wait, clean up, answer; end with the worker."""
     _close_all_but(connection.fileno(), folder.lock)  # do not keep the worker's open
     prctl(SET_CHILD_SUBREAPER, 1)  # processes that a program leaves behind become our children
+    zygote = os.getpid()  # a program that asked for its parent might find this process gone already
     while True:
         request, descriptors, _, _ = socket.recv_fds(connection, LARGEST_REQUEST, 5)
         if not request:
@@ -166,7 +167,7 @@ def _serve(connection: socket.socket, isolation: Isolation, folder: EmptyFolder)
             connection.send(json.dumps({"failed": f"fork: {error}"}).encode())
             continue
         if pid == 0:
-            _become_program(descriptors, told, limits, isolation, folder.path, asked)
+            _become_program(zygote, descriptors, told, limits, isolation, folder.path, asked)
         os.close(told)
         for descriptor in descriptors:
             os.close(descriptor)
@@ -186,7 +187,13 @@ def _close_all_but(*kept: int) -> None:
 
 
 def _become_program(
-    descriptors: list[int], told: int, limits: Limits, isolation: Isolation, folder: str, asked: dict
+    zygote: int,
+    descriptors: list[int],
+    told: int,
+    limits: Limits,
+    isolation: Isolation,
+    folder: str,
+    asked: dict,
 ) -> None:
     """In the child: lock down, run, exit. A failure before the program starts counts as the sandbox's."""
     try:
@@ -196,7 +203,7 @@ def _become_program(
             os.dup2(descriptor, target)
         told = os.dup2(spare, 5)
         os.closerange(6, 1 << 12)
-        program.enter(limits, isolation, folder)
+        program.enter(limits, isolation, folder, zygote)
     except BaseException as error:  # noqa: BLE001 - told to the parent, who raises it
         os.write(told, f"cannot isolate: {type(error).__name__}: {error}"[:500].encode())
         os._exit(1)
