@@ -17,13 +17,17 @@ HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "to
 """Libraries' own processes, which serve this one to its end and go with it."""
 
 
+LONGEST = "tests/job/test_train.py"
+
+
 class ByFolderOrFile(LoadScopeScheduling):
     """A worker gets whole files, for the sake of their fixtures; of the tests that fork from a warm process
-    (``tests.kit.jobs``), which takes 15 CPU-seconds to start, the whole folder."""
+    (``tests.kit.jobs``), which takes 15 CPU-seconds to start, the whole folder, but for the longest file."""
 
     def _split_scope(self, nodeid: str) -> str:
-        _, folder, *_ = nodeid.split("/")
-        return folder if folder in ("engine", "job") else nodeid.split("::")[0]
+        file = nodeid.split("::")[0]
+        folder = file.split("/")[1]
+        return folder if folder in ("engine", "job") and file != LONGEST else file
 
 
 @pytest.hookimpl(optionalhook=True)  # without xdist, or with -p no:xdist, nobody asks

@@ -1,0 +1,133 @@
+"""Runs that stop, are killed, skip updates or lose a checkpoint, and go on."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.kit import ROOT
+from tests.kit.jobs import run, start, start_ranks
+from tests.kit.train_runs import (
+    STEPS,
+    checkpoints,
+    column,
+    command,
+    metrics,
+    nan_logprob,
+    no_reward,
+    streams_that_teach_little,
+    train,
+    wait_for_steps,
+)
+
+
+def test_a_finished_run_is_left_as_it_is(home, trained):
+    before = (trained / "metrics.jsonl").read_bytes()
+    assert "complete; see" in run(*command(home, "one")).stdout, "it looks before it starts an engine"
+    assert (trained / "metrics.jsonl").read_bytes() == before
+
+
+def test_steps_that_train_nothing_are_said_and_skipped_ones_leave_the_checkpoint(home, trained, tmp_path):
+    spoiled = streams_that_teach_little(trained, tmp_path / "streams", {0: no_reward, 1: nan_logprob})
+    replay = ["--replay", str(spoiled)]
+    said = run(*command(home, "idle", "checkpoint.keep=3", *replay))
+    assert column(home / "idle", "train/updates") == [0, 0, 1]
+    assert column(home / "idle", "train/skipped_updates") == [0, 1, 0]
+    assert "WARNING: step 1 trained nothing: none of its" in said.stdout
+    assert "WARNING: step 2 trained nothing: 1 updates were skipped" in said.stdout
+    assert "no checkpoint after step 2" in said.stdout
+    assert "WARNING: 2 of 3 steps trained nothing" in said.stdout
+    assert "the rollout_logprob of token 0 is nan" in said.stderr
+    assert checkpoints(home / "idle") == ["1", "3"]
+    with pytest.raises(AssertionError, match="1 updates in a row could not be taken"):
+        run(*command(home, "strict", "optimizer.max_skipped_updates=0", *replay))
+    assert checkpoints(home / "strict") == ["1"]
+    assert not (home / "strict/export").exists()
+
+
+def test_a_run_whose_last_update_is_skipped_ends_like_any_other(home, trained, tmp_path):
+    spoiled = streams_that_teach_little(trained, tmp_path / "streams", {STEPS - 1: nan_logprob})
+    again = command(home, "last", "--replay", str(spoiled))
+    assert "WARNING: step 3 trained nothing: 1 updates were skipped" in run(*again).stdout
+    assert checkpoints(home / "last") == ["2", "3"]
+    ended = (home / "last/metrics.jsonl").read_bytes()
+    exported = (home / "last/export/model.safetensors").read_bytes()
+    run(*again)
+    assert (home / "last/metrics.jsonl").read_bytes() == ended
+    assert (home / "last/export/model.safetensors").read_bytes() == exported
+
+
+def test_killed_at_any_moment_and_started_again_it_ends_the_same(home, trained):
+    """Once the launcher alone, with what `eqlen` itself starts; once the ranks."""
+    folder = home / "killed"
+    two = command(home, "killed", "cluster.processes_per_node=2")
+    launcher = subprocess.Popen(
+        [sys.executable, *map(str, two)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    wait_for_steps(folder, 1, launcher)
+    launcher.kill()
+    launcher.wait()
+    ranks = start_ranks(2, *two)
+    wait_for_steps(folder, 2, *ranks)
+    for rank in ranks:
+        rank.kill()
+    train(home, "killed", ranks=2)
+    assert column(folder, "step") == [1, 2, 3]
+    assert column(folder, "loss/total") == pytest.approx(column(trained, "loss/total"), rel=1e-4, abs=1e-6)
+
+
+def test_a_stop_file_ends_the_run_with_a_checkpoint_and_the_run_goes_on_later(home):
+    folder = home / "stopped"
+    job = start(*command(home, "stopped", "steps=200", "checkpoint.every=100"))
+    wait_for_steps(folder, 1, job)
+    (folder / "STOP").touch()
+    assert job.wait() == 0
+    done = len(metrics(folder))
+    assert (folder / "checkpoints/latest").read_text().strip() == f"step-{done:08d}"
+    assert not (folder / "export").exists()
+
+
+def test_a_run_ends_with_its_gpu_hours_and_goes_on_with_more_to_the_same_bits(home, trained):
+    folder = train(home, "budget", "gpu_hours=1e-6")
+    assert column(folder, "step") == [1]
+    ended = (folder / "evaluation/after.json").read_bytes()
+    train(home, "budget", "gpu_hours=1")
+    assert column(folder, "step") == [1, 2, 3]
+    assert 1e-6 < column(folder, "time/gpu_hours")[0] < column(folder, "time/gpu_hours")[2]
+    assert (folder / "evaluation/step-00000001.json").read_bytes() == ended, "nothing earned is lost"
+    assert (folder / "export-step-00000001/model.safetensors").is_file()
+    assert (folder / "evaluation/after.json").read_bytes() != ended
+    weights = [load_file(run / "export/model.safetensors") for run in (folder, trained)]
+    for name, weight in weights[0].items():
+        assert torch.equal(weight, weights[1][name]), name
+
+
+def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(home, trained):
+    """The run was complete at step 3: what it ended with stays step 3's, though it goes back to step 2."""
+    folder = shutil.copytree(trained, home / "damaged")
+    data = max((folder / "checkpoints/step-00000003").glob("*.distcp"), key=lambda file: file.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    said = run(*command(home, "damaged", "steps=4")).stderr
+    assert f"{data}: damaged: expected crc32" in said
+    assert "step-00000002: the run goes on from this checkpoint" in said
+    assert column(folder, "step") == [1, 2, 3, 4]
+    for name in ("loss/total", "train/grad_norm", "reward/mean"):
+        assert column(folder, name)[:3] == column(trained, name), "step 3 is taken again on its own rollouts"
+    assert sorted(path.name for path in (folder / "checkpoints").glob("step-*")) == [
+        "step-00000003",
+        "step-00000003-damaged",
+        "step-00000004",
+    ]
+    ended = (trained / "evaluation/after.json").read_bytes()
+    assert (folder / "evaluation/step-00000003.json").read_bytes() == ended
+    assert (folder / "export-step-00000003/model.safetensors").is_file()
