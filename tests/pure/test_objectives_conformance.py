@@ -236,10 +236,11 @@ def test_groups_follow_their_equation(name, shapes, scale, seed):
         if name == "dapo":
             rewards = [r + overlong(n) for r, n in zip(rewards, lengths, strict=True)]
         scored.append(advantages_of(name, rewards, lengths))
-    if name in ("dler", "reinforce_pp", "reinforce_pp_baseline"):  # the batch's mean and std
+    if name in ("dler", "reinforce_pp", "reinforce_pp_baseline"):  # over the batch
         flat = np.array([a for group in scored for a in group])
-        std = flat.std() if np.ptp(flat) > 1e-9 else 0.0
-        scored = [[(a - flat.mean()) / std if std else 0.0 for a in group] for group in scored]
+        mean = flat.mean() if name == "reinforce_pp" else 0.0
+        std = math.sqrt(((flat - mean) ** 2).mean()) if np.ptp(flat) > 1e-9 else 0.0
+        scored = [[(a - mean) / std if std else 0.0 for a in group] for group in scored]
     total = sum(len(c) for group in groups for c in group.completions)
     for group, advantages in zip(groups, scored, strict=True):
         for completion, advantage in zip(group.completions, advantages, strict=True):
