@@ -109,4 +109,5 @@ def measure(
         "trainer's CPU seconds": statistics.median(processor[1:]),
         "GB sent": sent / 1e9,
         "GB sent per worker": sent / 1e9 / workers,
+        "copies sent": sent / 1e9 / size,
     }

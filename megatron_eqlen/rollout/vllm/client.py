@@ -234,7 +234,7 @@ class ServerEngine:
             return TcpSender(self.pool, self.rollout.request_timeout)
         from megatron_eqlen.rollout.vllm.nccl_sender import NcclSender  # imports vLLM
 
-        return NcclSender(self.pool, self.weights.shapes, self.rollout.request_timeout)
+        return NcclSender(self.pool, self.weights.shapes)
 
     def _connect(self, any_weights: bool = False) -> None:
         """Set up every replica that answers and has the right weights (or any weights, before a sync)."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
-from itertools import accumulate
+from itertools import accumulate, chain
+from math import prod
 from typing import Any
 
 import torch
@@ -38,14 +39,13 @@ class NcclSender:
     on a machine without a GPU.
     """
 
-    def __init__(self, pool: ReplicaPool, shapes: dict[str, tuple[int, ...]], timeout: float) -> None:
+    def __init__(self, pool: ReplicaPool, shapes: dict[str, tuple[int, ...]]) -> None:
         if not torch.cuda.is_available():
             raise EngineError(
                 "rollout.sync: nccl sends from GPU to GPU, and this process has no GPU: use rollout.sync: tcp"
             )
         self.pool = pool
         self.shapes = shapes
-        self.timeout = timeout
         self.members: list[ServerReplica] = []
         self.group: Any = None
 
@@ -54,13 +54,10 @@ class NcclSender:
             self._meet()
         stream = self._in_order(iter(named_tensors))
         first = next(stream)
-        receiving = self.pool.start(
-            lambda replica: replica.post(
-                "update_weights", {"update_info": self._announcement(first[1].dtype)}
-            )
-        )
+        announcement = {"update_info": self._announcement(first[1].dtype)}
+        receiving = self.pool.start(lambda replica: replica.post("update_weights", announcement))
         packed_nccl_broadcast_producer(
-            iterator=_chain(first, stream),
+            iterator=chain([first], stream),
             group=self.group,
             src=0,
             post_iter_func=lambda item: item[1],
@@ -68,13 +65,13 @@ class NcclSender:
             num_buffers=BUFFERS,
         )
         self.pool.settle("update_weights", receiving)
-        return self.sent_bytes
+        return first[1].dtype.itemsize * sum(map(prod, self.shapes.values()))
 
     def _meet(self) -> None:
         """Make the group: this process is its rank 0, then come the workers, replica by replica."""
         self.members = self.pool.alive
         counts = [replica.workers for replica in self.members]
-        first_ranks = [1, *accumulate(counts, initial=1)][1:]
+        first_ranks = accumulate(counts, initial=1)
         with self.pool.io.run(listen_towards(self.members[0].url)) as listener:
             host, port = listener.getsockname()[:2]
         place = {"master_address": host, "master_port": port, "world_size": 1 + sum(counts)}
@@ -101,12 +98,11 @@ class NcclSender:
 
     def _in_order(self, named_tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The same stream. Workers cut it by what was announced, so order and dtype must be those."""
-        self.sent_bytes, dtype = 0, None
+        dtype = None
         for expected, (name, tensor) in zip(self.shapes, named_tensors, strict=False):
             dtype = dtype or tensor.dtype
             if (name, tensor.dtype) != (expected, dtype):
                 raise EngineError(f"weight {name!r}: expected {expected!r} of {dtype}, found {tensor.dtype}")
-            self.sent_bytes += tensor.nbytes
             yield name, tensor
         for _ in named_tensors:  # it checks that nothing is missing or left over at its end
             raise EngineError("weights: more were sent than announced")
@@ -121,8 +117,3 @@ def _worker_info(place: dict[str, Any], first_rank: int) -> NCCLWeightTransferIn
         packed_buffer_size_bytes=BUFFER_BYTES,
         packed_num_buffers=BUFFERS,
     )
-
-
-def _chain(first: tuple[str, Tensor], rest: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    yield first
-    yield from rest
