@@ -24,6 +24,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import is_te_min_version
 
+from megatron_eqlen.cores import cores_per_rank
 from megatron_eqlen.models.config import uses_transformer_engine
 from megatron_eqlen.recipe import OptimizerRecipe, Recipe
 from megatron_eqlen.training.optimizer_state import init_state
@@ -164,8 +165,7 @@ def all_cores() -> Iterator[None]:
     """Inside, torch computes with this rank's share of the machine's cores. Launchers leave a rank one
     thread, which is right for a GPU's rank until it updates billions of weights on the host."""
     before = torch.get_num_threads()
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(max(before, len(os.sched_getaffinity(0)) // ranks))
+    torch.set_num_threads(max(before, cores_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))))
     try:
         yield
     finally:

@@ -16,18 +16,9 @@ from megatron_eqlen.models import checkpoint_folder
 from megatron_eqlen.training import checkpoint
 from megatron_eqlen.training.policy import Policy
 from tests.kit.distributed import run_ranks
-from tests.kit.tiny_models import save_tiny
 from tests.kit.updates import build_policy, layout, one_tree_a_row
 
 ANY, BOUND = {"resharding": "any"}, {"resharding": "data_parallel"}
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tiny")
-    for family in ("qwen3", "qwen3_moe"):
-        save_tiny(path / family, family)
-    return path
 
 
 def policy_of(folder: str, processes: int, parallel: dict[str, Any], options: dict[str, Any]) -> Policy:

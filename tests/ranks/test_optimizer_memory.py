@@ -1,17 +1,16 @@
 """Where the optimizer's state lies and how gradients are summed: what that changes, and what it does not."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_eqlen import cores
 from megatron_eqlen.training import checkpoint
 from megatron_eqlen.training.parking import storage_bytes
 from megatron_eqlen.training.policy import Policy
 from tests.kit.distributed import run_ranks
-from tests.kit.tiny_models import save_tiny
 from tests.kit.updates import build_policy, layout, one_tree_a_row
 
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -22,14 +21,6 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "TP 2, DeltaNet": ("qwen3_next", {"tensor": 2}),
 }
 HOST, DEVICE = {"lr": 1e-3, "offload": True}, {"lr": 1e-3}
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tiny")
-    for family in ("qwen3", "qwen3_moe", "qwen3_next"):
-        save_tiny(path / family, family)
-    return path
 
 
 def changes_of(folders: Path, name: str) -> tuple[str, dict[str, Any]]:
@@ -171,7 +162,8 @@ def test_a_host_optimizer_computes_with_this_ranks_share_of_the_cores(monkeypatc
     """Launchers give a rank one thread."""
     from megatron_eqlen.training.optimizer import all_cores
 
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(12))
+    monkeypatch.setattr(cores, "usable_cores", lambda: 12)
+    monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
     before = torch.get_num_threads()
     for ranks, threads in (("4", 3), ("12", 1), ("100", 1)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)

@@ -11,7 +11,6 @@ from megatron_eqlen.training import checkpoint
 from megatron_eqlen.training.parking import memory_of
 from megatron_eqlen.training.policy import Policy
 from tests.kit.distributed import run_ranks
-from tests.kit.tiny_models import save_tiny
 from tests.kit.updates import build_policy, layout, one_tree_a_row, recipe_of
 
 BFLOAT16 = {"dtype": "bfloat16"}
@@ -25,14 +24,6 @@ LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "EP 2, bfloat16": ("qwen3_moe", "bfloat16", {"expert": 2}),
     "EP 2, float32": ("qwen3_moe", "float32", {"expert": 2}),
 }
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tiny")
-    for family in ("qwen3", "qwen3_moe"):
-        save_tiny(path / family, family)
-    return path
 
 
 def changes_of(name: str, folders: Path, park: str) -> tuple[str, dict[str, Any]]:

@@ -1,0 +1,18 @@
+"""What tests of ranks share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.kit.tiny_models import FAMILIES, save_tiny
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model of each family, by its name; only to be read."""
+    path = tmp_path_factory.mktemp("tiny")
+    for family in FAMILIES:
+        save_tiny(path / family, family)
+    return path
