@@ -205,6 +205,14 @@ lengths_and_rewards = st.lists(
 scales = st.sampled_from([0.0, 1e-4, 0.3, 60.0])
 
 
+def of_grpo(groups):
+    """Of each completion: its token ids, its advantage, and what GRPO divides its tokens by."""
+    for group in groups:
+        rewards = [c.grade.reward if c.grade else 0.0 for c in group.completions]
+        for completion, advantage in zip(group.completions, standardized(rewards), strict=True):
+            yield completion.token_ids, advantage, len(groups) * len(group.completions) * len(completion)
+
+
 def sample_groups(shapes, tokens):
     groups = []
     for number, shape in enumerate(shapes):
@@ -280,14 +288,11 @@ def test_the_kl_penalty_of_grpo(estimator, shapes, seed):
     tokens = Tokens(0.0, seed)
     groups = sample_groups(shapes, tokens)
     expected = np.zeros(len(tokens.new))
-    for group in groups:
-        rewards = [c.grade.reward if c.grade else 0.0 for c in group.completions]
-        for completion, advantage in zip(group.completions, standardized(rewards), strict=True):
-            for i in completion.token_ids:
-                difference = tokens.new[i] - tokens.ref[i]
-                slope = {"k1": 1.0, "k2": difference, "k3": 1 - math.exp(-difference)}[estimator]
-                factor = len(groups) * len(group.completions) * len(completion)
-                expected[i] = (-advantage + 0.07 * slope) / factor
+    for ids, advantage, factor in of_grpo(groups):
+        for i in ids:
+            difference = tokens.new[i] - tokens.ref[i]
+            slope = {"k1": 1.0, "k2": difference, "k3": 1 - math.exp(-difference)}[estimator]
+            expected[i] = (-advantage + 0.07 * slope) / factor
     settings = recipe("independent", "grpo", kl_coef=0.07, kl_estimator=estimator)
     np.testing.assert_allclose(our_gradient(groups, tokens, settings), expected, rtol=1e-9, atol=1e-14)
 
@@ -299,16 +304,12 @@ def test_truncated_importance_sampling(level, shapes, seed):
     tokens = Tokens(0.1, seed)
     groups = sample_groups(shapes, tokens)
     expected = np.zeros(len(tokens.new))
-    for group in groups:
-        rewards = [c.grade.reward if c.grade else 0.0 for c in group.completions]
-        for completion, advantage in zip(group.completions, standardized(rewards), strict=True):
-            ids = completion.token_ids
-            mismatch = [tokens.old[i] - tokens.rollout[i] for i in ids]
-            whole = min(math.exp(sum(mismatch)), 1.5)
-            weights = [min(math.exp(x), 1.5) if level == "token" else whole for x in mismatch]
-            slopes = sequence_slopes("grpo", tokens, ids, advantage)
-            factor = len(groups) * len(group.completions) * len(ids)
-            expected[ids] = [-w * s / factor for w, s in zip(weights, slopes, strict=True)]
+    for ids, advantage, factor in of_grpo(groups):
+        mismatch = [tokens.old[i] - tokens.rollout[i] for i in ids]
+        whole = min(math.exp(sum(mismatch)), 1.5)
+        weights = [min(math.exp(x), 1.5) if level == "token" else whole for x in mismatch]
+        slopes = sequence_slopes("grpo", tokens, ids, advantage)
+        expected[ids] = [-w * s / factor for w, s in zip(weights, slopes, strict=True)]
     settings = recipe("independent", "grpo", rollout_is=level, rollout_is_threshold=1.5)
     np.testing.assert_allclose(our_gradient(groups, tokens, settings), expected, rtol=1e-9, atol=1e-14)
 
@@ -360,23 +361,17 @@ def test_tokens_and_segments_beyond_their_bounds_give_no_gradient(shapes, seed, 
     tokens = Tokens(0.1, seed)
     groups = sample_groups(shapes, tokens)
     expected = np.zeros(len(tokens.new))
-    for group in groups:
-        rewards = [c.grade.reward if c.grade else 0.0 for c in group.completions]
-        for completion, advantage in zip(group.completions, standardized(rewards), strict=True):
-            ids = completion.token_ids
-            log_rhos = [tokens.old[i] - tokens.rollout[i] for i in ids]
-            vetoed = veto is not None and min(log_rhos) < math.log(veto)
-            policy = sequence_slopes("grpo", tokens, ids, advantage)
-            factor = len(groups) * len(group.completions) * len(ids)
-            for n, i in enumerate(ids):
-                rho = {"none": 1.0, "token": math.exp(log_rhos[n]), "sequence": math.exp(sum(log_rhos))}[
-                    level
-                ]
-                weight = rho if level == "none" or band[0] <= rho <= band[1] else 0.0
-                if vetoed or not all(is_kept(name, x, log_rhos, n) for name, x in rejected.items()):
-                    continue
-                kl_slope = 1 - math.exp(tokens.ref[i] - tokens.new[i])
-                expected[i] = (-weight * policy[n] + 0.07 * kl_slope) / factor
+    for ids, advantage, factor in of_grpo(groups):
+        log_rhos = [tokens.old[i] - tokens.rollout[i] for i in ids]
+        vetoed = veto is not None and min(log_rhos) < math.log(veto)
+        policy = sequence_slopes("grpo", tokens, ids, advantage)
+        for n, i in enumerate(ids):
+            rho = {"none": 1.0, "token": math.exp(log_rhos[n]), "sequence": math.exp(sum(log_rhos))}[level]
+            weight = rho if level == "none" or band[0] <= rho <= band[1] else 0.0
+            if vetoed or not all(is_kept(name, x, log_rhos, n) for name, x in rejected.items()):
+                continue
+            kl_slope = 1 - math.exp(tokens.ref[i] - tokens.new[i])
+            expected[i] = (-weight * policy[n] + 0.07 * kl_slope) / factor
     keys = {"rollout_is": level, "rollout_is_threshold": band, "rollout_rs": rejected or None}
     settings_ = recipe("independent", "grpo", kl_coef=0.07, rollout_token_veto_threshold=veto, **keys)
     np.testing.assert_allclose(our_gradient(groups, tokens, settings_), expected, rtol=1e-9, atol=1e-14)

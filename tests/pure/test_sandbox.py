@@ -23,7 +23,7 @@ import pytest
 
 from megatron_eqlen.rewards import code, landlock, seccomp
 from megatron_eqlen.rewards.code import WORKER_MODULE, CodeGrader, offered_isolation
-from megatron_eqlen.rewards.program import Isolation, Limits
+from megatron_eqlen.rewards.program import Isolation, Limits, enter
 from megatron_eqlen.rewards.sandbox import Execution, Sandbox
 from megatron_eqlen.rewards.sandbox_folder import EmptyFolder
 from megatron_eqlen.rewards.sandbox_probe import shortcoming
@@ -356,6 +356,17 @@ def test_what_a_killed_process_started_dies_with_it(victim):
         trainer.kill()
         trainer.wait()
         os.kill(int(trainer.stdout.readline()), signal.SIGKILL)
+
+
+def test_a_program_whose_zygote_is_gone_already_does_not_run(tmp_path):
+    """It may be gone before the program looks for its parent, and then any process may be that."""
+    if (pid := os.fork()) == 0:
+        try:
+            another = os.getpid()  # nobody's own parent
+            enter(Limits(9, 9, 1 << 20), Isolation(False, False, False), str(tmp_path), zygote=another)
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
 
 
 def deepest_chain(pid: int, length: int) -> list[int] | None:

@@ -320,6 +320,17 @@ def test_flex_kernel_compiles_once_for_all_rows():
     assert compiled[0] == compiled[-1]
 
 
+def assert_close(ours, reference, our_inputs, inputs, tokens, tolerance):
+    """Values of the row's tokens, and the gradients of all inputs, in the norm."""
+    weights = normal(9, *reference.shape).detach()
+    weights[:, tokens:] = 0
+    mine = torch.autograd.grad((ours.cpu().double() * weights).sum(), our_inputs)
+    theirs = torch.autograd.grad((reference * weights).sum(), inputs)
+    pairs = zip((ours.cpu() * (weights != 0), *mine), (reference * (weights != 0), *theirs), strict=True)
+    for a, b in pairs:
+        assert (a.cpu().double() - b).norm() <= tolerance * b.norm()
+
+
 @pytest.mark.gpu
 @gpu
 def test_delta_rule_on_gpu_equals_the_recurrence(row):
@@ -330,13 +341,7 @@ def test_delta_rule_on_gpu_equals_the_recurrence(row):
     halves = [x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in exact]
     ours = tree_delta_rule(*activated(*halves), TreeParams.from_row(row, "cuda"))
     reference = naive_delta_rule(*activated(*exact), row)
-    weights = normal(9, *reference.shape).detach()
-    weights[:, row.num_tokens :] = 0
-    mine = torch.autograd.grad((ours.cpu().double() * weights).sum(), halves)
-    theirs = torch.autograd.grad((reference * weights).sum(), exact)
-    pairs = zip((ours.cpu() * (weights != 0), *mine), (reference * (weights != 0), *theirs), strict=True)
-    for a, b in pairs:
-        assert (a.cpu().double() - b).norm() <= 2e-2 * b.norm()
+    assert_close(ours, reference, halves, exact, row.num_tokens, tolerance=2e-2)
 
 
 @pytest.mark.gpu
@@ -348,13 +353,7 @@ def test_convolution_on_gpu_follows_the_path(row):
     halves = [x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in exact]
     ours = tree_convolution(*halves, TreeParams.from_row(row, "cuda"))
     reference = tree_convolution(*exact, TreeParams.from_row(row, "cpu"))
-    weights = normal(9, *reference.shape).detach()
-    weights[:, row.num_tokens :] = 0
-    mine = torch.autograd.grad((ours.cpu().double() * weights).sum(), halves)
-    theirs = torch.autograd.grad((reference * weights).sum(), exact)
-    pairs = zip((ours.cpu() * (weights != 0), *mine), (reference * (weights != 0), *theirs), strict=True)
-    for a, b in pairs:
-        assert (a.cpu().double() - b).norm() <= 1e-2 * b.norm()
+    assert_close(ours, reference, halves, exact, row.num_tokens, tolerance=1e-2)
 
 
 @pytest.mark.gpu
