@@ -21,7 +21,7 @@ children of ``B_1``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from typing import Any, Literal, NoReturn, cast
 
@@ -33,6 +33,12 @@ is made, any sequence of whole numbers will do."""
 
 Logprobs = np.ndarray
 """[L] float32, as ``TokenIds``; the engine computes them in this precision."""
+
+Routes = np.ndarray
+"""[L, moe_layers, top_k] uint8, or uint16 where a layer has more than 256 experts: the experts that each MoE
+layer chose, in the model's order of layers, dense ones left out. Row i belongs to label i: it is what was chosen
+where token i was predicted, at the position whose input is the token before it on its path. So L tokens have L
+rows wherever their path forks, and a prompt ``q``, whose first token nothing predicts, has ``len(q) - 1``."""
 
 FinishReason = Literal["stop", "length"]
 """``stop``: the last token is in the end-of-sequence set. ``length``: the path reached its limit."""
@@ -65,18 +71,31 @@ class Elsewhere:
     numbers are not."""
 
     length: int
+    row: tuple[int, ...] = ()
+    """Of routes: ``shape[1:]``."""
+    dtype: str = ""
+    """Of routes, whose type depends on the model."""
 
     @classmethod
     def of(cls, array: np.ndarray) -> np.ndarray:
         """What a skeleton has in place of ``array``; fields of records are annotated as the arrays that they
         hold elsewhere."""
-        return cast(np.ndarray, cls(len(array)))
+        if isinstance(array, cls):
+            return array
+        known = cls(len(array), array.shape[1:], array.dtype.name) if array.ndim > 1 else cls(len(array))
+        return cast(np.ndarray, known)
 
     def __len__(self) -> int:
         return self.length
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.length, *self.row
+
     def __getitem__(self, part: slice) -> Elsewhere:
-        return Elsewhere(len(range(self.length)[part])) if isinstance(part, slice) else self._refuse()
+        if not isinstance(part, slice):
+            self._refuse()
+        return replace(self, length=len(range(self.length)[part]))
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise AssertionError(f"an array of {self.length} numbers was read where only its length is known")
@@ -136,8 +155,9 @@ def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """Consecutive pieces as one array; a single piece is not copied."""
     if len(arrays) == 1:
         return arrays[0]
-    if any(isinstance(array, Elsewhere) for array in arrays):
-        return cast(np.ndarray, Elsewhere(sum(map(len, arrays))))
+    for array in arrays:
+        if isinstance(array, Elsewhere):
+            return cast(np.ndarray, replace(array, length=sum(map(len, arrays))))
     return np.concatenate(arrays)
 
 
@@ -216,6 +236,8 @@ class Segment(_Arrays):
     """Same length as ``token_ids``, with ``rollout.keep_sampling_mask``."""
     home: int | None = None
     """The rank that holds the arrays. None: every rank that has it."""
+    routes: Routes | None = None
+    """Same length as ``token_ids``, with ``rollout.keep_routes``."""
 
     def __post_init__(self) -> None:
         self.token_ids = _array(self.token_ids, np.int32)
@@ -239,8 +261,8 @@ class Pair:
     """The side that joined the trunk; ``stop`` too if both ended at this position."""
 
 
-@dataclass
-class Stream:
+@dataclass(eq=False)
+class Stream(_Arrays):
     """What one dual-track subgroup (2 of the G tracks) harvested."""
 
     prompt: Prompt
@@ -253,6 +275,8 @@ class Stream:
     tail: Segment | None = None
     """What the trunk track generated after the last pair (the invalid suffix, never trained).
     If it ended (``stop``) its grade still counts as an extension of every B."""
+    prompt_routes: Routes | None = None
+    """[len(prompt.token_ids) - 1, moe_layers, top_k], with ``rollout.keep_routes``."""
 
     @property
     def prompt_id(self) -> str:
@@ -282,8 +306,8 @@ class Stream:
             yield self.tail
 
 
-@dataclass
-class Group:
+@dataclass(eq=False)
+class Group(_Arrays):
     """G independent completions of one prompt (``sampling: independent``)."""
 
     prompt: Prompt
@@ -291,6 +315,8 @@ class Group:
     completions: list[Segment]
     index: int = 0
     """A prompt has one group."""
+    prompt_routes: Routes | None = None
+    """[len(prompt.token_ids) - 1, moe_layers, top_k], with ``rollout.keep_routes``."""
 
     @property
     def prompt_id(self) -> str:
@@ -306,8 +332,8 @@ class Group:
         yield from self.completions
 
 
-@dataclass
-class SampledTree:
+@dataclass(eq=False)
+class SampledTree(_Arrays):
     """Step-wise branching of one prompt (``sampling: tree``): every step that did not end a response was
     continued several times. Lists are aligned; a step comes after the step it continues."""
 
@@ -322,6 +348,8 @@ class SampledTree:
     numbers: list[int] = field(default_factory=list)
     """Each step's number in the whole N-ary heap, which names it before all steps are known, ascending.
     Default: as they lie in ``steps``."""
+    prompt_routes: Routes | None = None
+    """[len(prompt.token_ids) - 1, moe_layers, top_k], with ``rollout.keep_routes``."""
 
     def __post_init__(self) -> None:
         self.numbers = self.numbers or list(range(len(self.steps)))
@@ -381,6 +409,8 @@ class Node(_Arrays):
     """Same length as ``token_ids``: log-probs are normalised over these alone. None: the vocabulary."""
     home: int | None = None
     """As its segments'."""
+    routes: Routes | None = None
+    """Same length as ``token_ids``, the root's one less. None: the trainer's routers choose."""
 
     def __post_init__(self) -> None:
         self.token_ids = _array(self.token_ids, np.int32)
