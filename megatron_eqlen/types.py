@@ -48,6 +48,11 @@ Outcome = Literal["both_ended", "truncated", "max_pairs", "budget"]
 ``max_pairs`` were harvested (the survivor was finished alone); the step's token budget ran out."""
 
 
+Versions = tuple[tuple[int, int], ...]
+"""Which weights sampled a piece of a path, as runs of tokens of one policy version: (first token, version) of
+each, the first from token 0 on. Nearly always one run; none where nobody recorded it."""
+
+
 class _Arrays:
     """Equality for dataclasses with arrays."""
 
@@ -161,6 +166,28 @@ def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate(arrays)
 
 
+def versions_within(runs: Sequence[tuple[int, int]], start: int, stop: int) -> Versions:
+    """Of tokens ``start`` to ``stop`` of a path with these runs."""
+    ends = [first for first, _ in runs[1:]] + [stop] * bool(runs)
+    return tuple(
+        (max(first - start, 0), version)
+        for (first, version), end in zip(runs, ends, strict=True)
+        if first < stop and start < end
+    )
+
+
+def joined_versions(pieces: Iterable[tuple[int, Versions]]) -> Versions:
+    """Of consecutive pieces, each with its length."""
+    runs: list[tuple[int, int]] = []
+    start = 0
+    for length, versions in pieces:
+        for first, version in versions:
+            if not runs or runs[-1][1] != version:
+                runs.append((start + first, version))
+        start += length
+    return tuple(runs)
+
+
 def _mask(kept: SamplingMask | Iterable[Sequence[int]] | None) -> SamplingMask | None:
     return kept if kept is None or isinstance(kept, SamplingMask) else SamplingMask.of(kept)
 
@@ -201,6 +228,8 @@ class Delta:
     ``array("i")`` is taken over fastest."""
     num_cached_tokens: int | None = None
     """In one of a request's deltas: prompt tokens whose KV came from the prefix cache."""
+    policy_version: int | None = None
+    """Of the weights that sampled these tokens. None: the engine's ``policy_version`` when it gave them."""
 
 
 @dataclass
@@ -238,6 +267,8 @@ class Segment(_Arrays):
     """The rank that holds the arrays. None: every rank that has it."""
     routes: Routes | None = None
     """Same length as ``token_ids``, with ``rollout.keep_routes``."""
+    versions: Versions = ()
+    """Which weights sampled ``token_ids``."""
 
     def __post_init__(self) -> None:
         self.token_ids = _array(self.token_ids, np.int32)
@@ -269,7 +300,8 @@ class Stream(_Arrays):
     index: int
     """Which of the prompt's G/2 subgroups this is."""
     policy_version: int
-    """The weights that generated it: the number of optimizer steps taken before."""
+    """The engine's weights when it was complete: the number of optimizer steps that made them. Those that
+    sampled each token: ``Segment.versions``."""
     pairs: list[Pair]
     outcome: Outcome
     tail: Segment | None = None

@@ -19,7 +19,7 @@ from typing import Any
 
 import pyarrow as pa
 
-VERSION = 5
+VERSION = 6
 """Of the format of recorded rollouts."""
 OLD_VERSION = "2 or older (JSON lines)"
 

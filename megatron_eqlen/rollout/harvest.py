@@ -228,7 +228,8 @@ class Driver:
             tokens += len(delta.token_ids)
             if delta.num_cached_tokens is not None:
                 self.meter.prefilled(track, delta.num_cached_tokens)
-            if track.extend(delta):
+            version = self.engine.policy_version if delta.policy_version is None else delta.policy_version
+            if track.extend(delta, version):
                 touched[key] = None
             if track.finish_reason is not None:
                 self.generated[key] += len(track)
@@ -278,7 +279,7 @@ class Driver:
 
     def record(self, ended: bool = False) -> None:
         if self.recorder is not None:
-            self.recorder.tick(self.version, ended)
+            self.recorder.tick(ended)
 
     def cut(self) -> None:
         """The token budget ran out: complete what runs, start nothing more."""

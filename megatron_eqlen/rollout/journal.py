@@ -2,16 +2,16 @@
 
     step-00000012/journal-rank-0.arrow     beside rank-0.arrow; removed when the harvest has ended
 
-A row holds the tokens that one track got since its last row; a batch, those of all tracks at one moment. What
-a harvester makes depends on the tokens of its tracks alone, so they are all that is recorded: a new attempt
-gives its tracks the tokens that they had, its harvesters cut the same parts, and the engine goes on where the
-tokens end.
+A row holds the tokens that one track got since its last row, those of each policy version in a row of their
+own; a batch, those of all tracks at one moment. What a harvester makes depends on the tokens of its tracks
+alone, so they are all that is recorded: a new attempt gives its tracks the tokens that they had, its
+harvesters cut the same parts, and the engine goes on where the tokens end.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from megatron_eqlen.rollout.arrow_log import VERSION, VERSION_KEY, ArrowLog, batches, values
 from megatron_eqlen.sampling.track import Track
-from megatron_eqlen.types import SamplingMask, Segment, joined
+from megatron_eqlen.types import SamplingMask, Segment, joined, joined_versions
 
 PREFIX = "journal-"
 """Then the name of the file of rollouts."""
@@ -40,13 +40,14 @@ SCHEMA = pa.schema(
 
 
 class News(NamedTuple):
-    """Tokens ``start`` to ``stop`` of a track, and where their mask's ids lie."""
+    """Tokens ``start`` to ``stop`` of a track, of one policy version, and where their mask's ids lie."""
 
     track: Track
     start: int
     stop: int
     mask_start: int
     mask_stop: int
+    policy_version: int
 
 
 class Journal:
@@ -69,22 +70,23 @@ class Journal:
     def news(self) -> list[News]:
         """What the tracks got since the last call."""
         found = [
-            News(track, start, len(track.token_ids), mask_start, len(track.mask_ids))
+            one
             for track, (start, mask_start) in self._followed.items()
             if len(track.token_ids) > start
+            for one in _news(track, start, mask_start)
         ]
         self._followed |= {one.track: (one.stop, one.mask_stop) for one in found}
         for one in found:
             if one.track.finish_reason is not None:
-                del self._followed[one.track]
+                self._followed.pop(one.track, None)
         return found
 
-    def write(self, news: Sequence[News], policy_version: int) -> None:
+    def write(self, news: Sequence[News]) -> None:
         if not news:
             return
         if self._file is None:
             self._file = ArrowLog(self.path, SCHEMA)
-        self._file.write(_batch(news, policy_version))
+        self._file.write(_batch(news))
 
     def abandon(self) -> None:
         """Leave what is there to the next attempt."""
@@ -96,13 +98,23 @@ class Journal:
         self.path.unlink(missing_ok=True)
 
 
-def _batch(news: Sequence[News], policy_version: int) -> pa.RecordBatch:
+def _news(track: Track, start: int, mask_start: int) -> Iterator[News]:
+    """All tokens of ``track`` from ``start`` on."""
+    runs = track.versions(start, len(track.token_ids))
+    ends = [*(start + first for first, _ in runs[1:]), len(track.token_ids)]
+    for (_, version), stop in zip(runs, ends, strict=True):
+        mask_stop = mask_start + sum(track.mask_counts[start:stop])
+        yield News(track, start, stop, mask_start, mask_stop, version)
+        start, mask_start = stop, mask_stop
+
+
+def _batch(news: Sequence[News]) -> pa.RecordBatch:
     tokens = [one.stop - one.start for one in news]
     masks = [one.mask_stop - one.mask_start for one in news]
     columns = {
         "prompt_id": pa.array([one.track.prompt_id for one in news]),
         "track": pa.array([one.track.name for one in news]),
-        "policy_version": pa.array(np.full(len(news), policy_version)),
+        "policy_version": pa.array([one.policy_version for one in news]),
         "token_ids": _lists("i", tokens, (one.track.token_ids[one.start : one.stop] for one in news)),
         "logprobs": _lists("f", tokens, (one.track.logprobs[one.start : one.stop] for one in news)),
     }
@@ -148,11 +160,13 @@ def _tracks(path: Path, prompt_ids: Collection[str]) -> dict[str, Segment]:
     pieces: dict[str, list[Segment]] = {}
     for batch in batches(path, SCHEMA):
         names = zip(batch["prompt_id"].to_pylist(), batch["track"].to_pylist(), strict=True)
-        rows = zip(*(_rows(batch[name]) for name in SCHEMA.names[3:]), strict=True)
-        for (prompt_id, name), (ids, logprobs, mask_ids, counts) in zip(names, rows, strict=True):
+        versions = batch["policy_version"].to_pylist()
+        rows = zip(versions, *(_rows(batch[name]) for name in SCHEMA.names[3:]), strict=True)
+        for (prompt_id, name), (version, ids, logprobs, mask_ids, counts) in zip(names, rows, strict=True):
             if prompt_id in prompt_ids:
                 mask = None if counts is None else SamplingMask(mask_ids, counts)
-                pieces.setdefault(name, []).append(Segment(ids, logprobs, sampling_mask=mask))
+                piece = Segment(ids, logprobs, sampling_mask=mask, versions=((0, version),))
+                pieces.setdefault(name, []).append(piece)
     return {name: _whole(segments) for name, segments in pieces.items()}
 
 
@@ -169,4 +183,5 @@ def _whole(pieces: Sequence[Segment]) -> Segment:
         joined([piece.token_ids for piece in pieces]),
         joined([piece.logprobs for piece in pieces]),
         sampling_mask=SamplingMask.joined(masks) if masks else None,
+        versions=joined_versions((len(piece), piece.versions) for piece in pieces),
     )

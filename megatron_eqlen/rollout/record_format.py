@@ -29,6 +29,7 @@ from megatron_eqlen.types import (
     RolloutKey,
     SamplingMask,
     Segment,
+    Versions,
     rollout_key,
 )
 
@@ -40,7 +41,8 @@ SEGMENTS = pa.schema(
         "prompt_id": pa.string(),
         "kind": pa.string(),  # of sampling
         "index": pa.int32(),  # which of the prompt's rollouts
-        "policy_version": pa.int64(),
+        "policy_version": pa.int64(),  # of the rollout
+        "versions": pa.list_(pa.int64()),  # of the segment's tokens: first token, version, first token, ...
         "number": pa.int32(),  # of the segment in its rollout
         "parent": pa.int32(),  # number of the step that a step continues, -1 for the prompt
         "finish_reason": pa.string(),
@@ -119,6 +121,7 @@ def _part_row(part: Part) -> Row:
         "number": part.number,
         "parent": part.parent,
         "finish_reason": segment.finish_reason,
+        "versions": np.asarray(segment.versions, np.int64).reshape(-1),
         "tokens": len(segment),
         "kept": None if mask is None else len(mask.ids),
         "token_ids": segment.token_ids,
@@ -220,8 +223,13 @@ class Assembly:
             row["finish_reason"],
             self.grades.get((row["prompt_id"], row["index"], row["number"])),
             None if counts is None else SamplingMask(NO_TOKENS if ids is None else ids, counts),
+            versions=_runs(row["versions"].tolist()),
         )
         return Part(row["role"], row["number"], segment, row["parent"])
+
+
+def _runs(numbers: list[int]) -> Versions:
+    return tuple(zip(numbers[::2], numbers[1::2], strict=True))
 
 
 def _kind(name: str) -> Any:

@@ -88,13 +88,13 @@ class Recorder:
         self._complete: list[Row] = []
         """Rows of rollouts that wait for the next tick."""
         self._due = time.monotonic() + INTERVAL
-        self._queue: SimpleQueue[tuple[list[News], int, list[Row]]] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[list[News], list[Row]]] = SimpleQueue()
         self._thread = ThreadPoolExecutor(1, "recorder")
         self._writing: Future[None] | None = None
 
     def write(self, rollout: Rollout) -> None:
         """Record one rollout, without grades, after its prompt. Its arrays must not be changed any more."""
-        self._put([], rollout.policy_version, self._rows(rollout, None))
+        self._put([], self._rows(rollout, None))
 
     def follow(self, track: Track) -> None:
         """Record the track's tokens, those that it has and those to come."""
@@ -104,7 +104,7 @@ class Recorder:
         """Record a rollout with the next tick. ``generated_tokens``: of all its tracks."""
         self._complete += self._rows(rollout, generated_tokens)
 
-    def tick(self, policy_version: int, ended: bool = False) -> None:
+    def tick(self, ended: bool = False) -> None:
         """Between two decode steps: record what is new if ``INTERVAL`` is over, or the harvest has
         ``ended``."""
         now = time.monotonic()
@@ -113,7 +113,7 @@ class Recorder:
             news, rows = self._journal.news(), self._complete
             self._complete = []
             if news or rows:
-                self._put(news, policy_version, rows)
+                self._put(news, rows)
 
     def close(self) -> None:
         """Wait until everything is on the disk. There are no unfinished rollouts: the journal goes."""
@@ -148,10 +148,10 @@ class Recorder:
             rows = [prompt_row(rollout.prompt), *rows]
         return rows
 
-    def _put(self, news: list[News], policy_version: int, rows: list[Row]) -> None:
+    def _put(self, news: list[News], rows: list[Row]) -> None:
         if self._writing is not None and self._writing.done():
             self._writing.result()
-        self._queue.put((news, policy_version, rows))
+        self._queue.put((news, rows))
         self._writing = self._thread.submit(self._drain)
 
     def _drain(self) -> None:
@@ -160,8 +160,8 @@ class Recorder:
         rows: list[Row] = []
         try:
             while True:
-                news, policy_version, complete = self._queue.get_nowait()
-                self._journal.write(news, policy_version)
+                news, complete = self._queue.get_nowait()
+                self._journal.write(news)
                 rows += complete
         except Empty:
             for portion in portions(rows):

@@ -11,7 +11,16 @@ from array import array
 
 import numpy as np
 
-from megatron_eqlen.types import Delta, Elsewhere, FinishReason, Prompt, SamplingMask, Segment
+from megatron_eqlen.types import (
+    Delta,
+    Elsewhere,
+    FinishReason,
+    Prompt,
+    SamplingMask,
+    Segment,
+    Versions,
+    versions_within,
+)
 
 
 def track_seed(seed: int, prompt_id: str, index: int, number: int) -> int:
@@ -35,7 +44,7 @@ class Track:
 
     __slots__ = (
         "attempts", "awaited", "context", "eos_token_ids", "finish_reason", "is_fork", "limit", "logprobs",
-        "mask_counts", "mask_ids", "name", "prompt_id", "seed", "token_ids", "whole",
+        "mask_counts", "mask_ids", "name", "prompt_id", "runs", "seed", "token_ids", "whole",
     )  # fmt: skip
 
     def __init__(
@@ -62,6 +71,8 @@ class Track:
         self.mask_ids = array("i")
         self.mask_counts = array("B")
         """As long as ``token_ids``, or empty where the engine records no sampling mask."""
+        self.runs: list[tuple[int, int]] = []
+        """``types.Versions`` of its tokens."""
         self.whole = True
         """Whether log-probs and masks are kept: a rank that neither records nor trains with them does not."""
         self.finish_reason: FinishReason | None = None
@@ -84,11 +95,14 @@ class Track:
     def remaining(self) -> int:
         return self.limit - len(self.token_ids)
 
-    def extend(self, delta: Delta) -> bool:
-        """Take a delta's tokens up to the track's end; whether it ended now or reached ``awaited``.
+    def extend(self, delta: Delta, version: int) -> bool:
+        """Take a delta's tokens, sampled by weights of ``version``, up to the track's end; whether it ended
+        now or reached ``awaited``.
 
         Runs once a token of every response, and nearly always nothing ends: that is found out first.
         """
+        if not self.runs or self.runs[-1][1] != version:
+            self.runs.append((len(self.token_ids), version))
         self.token_ids.fromlist(delta.token_ids)
         if self.whole:
             self.logprobs.fromlist(delta.logprobs)
@@ -103,6 +117,7 @@ class Track:
     def resume(self, known: Segment) -> None:
         """Take the tokens that an earlier attempt at this track got."""
         self.token_ids.frombytes(known.token_ids.tobytes())
+        self.runs = list(known.versions)
         if self.whole:
             self.logprobs.frombytes(known.logprobs.tobytes())
         if self.whole and known.sampling_mask is not None:
@@ -125,6 +140,7 @@ class Track:
         del self.mask_ids[len(self.mask_ids) - sum(self.mask_counts[end:]) :]
         for column in (self.token_ids, self.logprobs, self.mask_counts):
             del column[end:]
+        self.runs = list(self.versions(0, end))
 
     def segment(self, start: int, stop: int | None = None) -> Segment:
         """Tokens ``start`` to ``stop`` of this track; the finish reason belongs to its last token."""
@@ -135,7 +151,12 @@ class Track:
             np.frombuffer(self.logprobs[start:stop], np.float32) if self.whole else Elsewhere.of(token_ids),
             self.finish_reason if stop == len(self.token_ids) else None,
             sampling_mask=self._mask(start, stop) if self.mask_counts else None,
+            versions=self.versions(start, stop),
         )
+
+    def versions(self, start: int, stop: int) -> Versions:
+        """Of tokens ``start`` to ``stop``."""
+        return versions_within(self.runs, start, stop)
 
     def _mask(self, start: int, stop: int) -> SamplingMask:
         before, within = _sum(self.mask_counts[:start]), _sum(self.mask_counts[start:stop])

@@ -30,7 +30,7 @@ def sampled(branching, depth, step_tokens, limit, seed, order):
     while not unit.complete:
         track, tokens = running[arrival.integers(len(running))]
         chunk = tokens.integers(0, 6, size=int(tokens.integers(1, 4))).tolist()
-        track.extend(Delta(track.request_id, chunk, [-1.0] * len(chunk)))
+        track.extend(Delta(track.request_id, chunk, [-1.0] * len(chunk)), 3)
         running = [(t, r) for t, r in running if t.finish_reason is None]
         running += [(t, np.random.default_rng(t.seed)) for t in unit.advance()]
     return unit.rollout(policy_version=3)

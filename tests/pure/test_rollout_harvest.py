@@ -64,6 +64,8 @@ class ScriptedEngine:
     max_model_len: int = 64
     max_num_seqs: int = 6
     policy_version: int = 3
+    version_tokens: int | None = None
+    """Weights change after so many tokens of each path; None: never."""
     max_chunk: int = 5
     max_losses: int = 3
     losses: Counter = field(default_factory=Counter)
@@ -89,6 +91,10 @@ class ScriptedEngine:
         tokens, start = self.requests[name]
         first = self.delivered[name]
         last = min(first + self.chaos.randint(1, self.max_chunk), len(tokens))
+        version = None
+        if self.version_tokens is not None:
+            runs, beyond = divmod(start + first, self.version_tokens)
+            version, last = self.policy_version + runs, min(last, first + self.version_tokens - beyond)
         self.delivered[name] = last
         chunk = tokens[first:last]
         reason = None
@@ -101,7 +107,8 @@ class ScriptedEngine:
             del self.requests[name]
         logprobs = [-(start + first + i) / 7 for i in range(len(chunk))]
         mask = [(token, token + 100) for token in chunk]
-        return Delta(name, chunk, logprobs, reason, mask, start - start % 4 if first == 0 else None)
+        cached = start - start % 4 if first == 0 else None
+        return Delta(name, chunk, logprobs, reason, mask, cached, version)
 
     def abort(self, request_ids):
         for name in request_ids:

@@ -58,7 +58,7 @@ STREAM = Stream(
 )  # fmt: skip
 GROUP = Group(prompt("p"), 0, [
     Segment([1], [-0.5], "stop", sampling_mask=[(1, 4)]),
-    Segment([2, 2], [-0.1, -0.7], sampling_mask=[(2,), (0, 2, 9)]),
+    Segment([2, 2], [-0.1, -0.7], sampling_mask=[(2,), (0, 2, 9)], versions=((0, 3), (1, 1 << 40))),
 ])  # fmt: skip
 TREE = SampledTree(
     prompt("t", 9), 3, [Segment([4], [-1.0]), Segment([5], [-2.0], "stop", GRADE)], [-1, 0], numbers=[1, 4]
@@ -162,10 +162,10 @@ def test_what_is_no_record_or_of_another_version_is_refused_in_words(tmp_path):
         read_dump(tmp_path / "notes.arrow")
     with pa.ipc.new_stream(str(tmp_path / "rank-7.arrow"), pa.schema({"a": pa.int32()})) as stream:
         stream.write_table(pa.table({"a": pa.array([1], pa.int32())}))
-    with pytest.raises(ValueError, match=r"rank-7\.arrow: expected .* version 5, found version none"):
+    with pytest.raises(ValueError, match=r"rank-7\.arrow: expected .* version 6, found version none"):
         read_step(tmp_path)
     (tmp_path / "rank-0.jsonl").write_text('{"type": "header", "version": 2}\n')
-    with pytest.raises(ValueError, match=r"rank-0\.jsonl: .* version 5, found version 2 or older"):
+    with pytest.raises(ValueError, match=r"rank-0\.jsonl: .* version 6, found version 2 or older"):
         read_step(tmp_path)
 
 
@@ -228,7 +228,7 @@ def test_a_batch_is_small_however_much_completes_at_once(tmp_path):
     with Recorder(path) as recorder:
         for rollout in long:
             recorder.complete(rollout, 180_000)
-        recorder.tick(policy_version=0, ended=True)
+        recorder.tick(ended=True)
     sizes = [pc.sum(batch["tokens"]).as_py() or 0 for batch in batches(path, SEGMENTS)]
     assert sum(sizes) == 900_000 + 5, "five prompts of a token"
     assert max(sizes) < BATCH_TOKENS + 90_000
@@ -266,10 +266,10 @@ def test_what_weights_of_another_version_generated_is_set_aside(tmp_path, caplog
     assert "generated with policy version 0, 5, but this run is at 0" in caplog.text
 
 
-def grown(track: Track, tokens: list[int], masks: bool) -> Track:
+def grown(track: Track, tokens: list[int], masks: bool, version: int = 7) -> Track:
     for token in tokens:
         kept = [(token, token + 1)] if masks else None
-        track.extend(Delta(track.request_id, [token], [-token / 7], sampling_mask=kept))
+        track.extend(Delta(track.request_id, [token], [-token / 7], sampling_mask=kept), version)
     return track
 
 
@@ -282,8 +282,9 @@ def test_cut_at_any_byte_a_journal_holds_what_all_tracks_had_at_one_moment(tmp_p
     moments: list[dict[str, Segment]] = [{}]
     for tokens in ([1, 2], [3], [], [4, 5, 9]):
         for track in tracks[: 1 + len(tokens) % 2]:
-            grown(track, tokens, masks)
-        recorder.tick(7, ended=True)
+            grown(track, tokens[:1], masks)
+            grown(track, tokens[1:], masks, version=8)  # weights change between two looks at the tracks
+        recorder.tick(ended=True)
         recorder._thread.submit(int).result()  # it is written now
         moments.append({one.name: replace(one.segment(0), finish_reason=None) for one in tracks if len(one)})
     journal = tmp_path / "journal-rank-0.arrow"
@@ -297,8 +298,6 @@ def test_cut_at_any_byte_a_journal_holds_what_all_tracks_had_at_one_moment(tmp_p
         assert read_left(left_files(tmp_path), ["a"]).tracks == {}
     assert seen == sorted(seen)
     assert set(seen) == {0, 1, 2, 4}, "nothing is written where there is no news"
-    set_aside_stale(tmp_path, 7)
-    assert journal.exists()
     recorder.close()
     assert not journal.exists()
 
@@ -306,8 +305,8 @@ def test_cut_at_any_byte_a_journal_holds_what_all_tracks_had_at_one_moment(tmp_p
 def test_a_journal_of_another_version_is_set_aside_too(tmp_path):
     folder = tmp_path / "step-00000003"
     recorder = Recorder(folder / "rank-0.arrow")
-    recorder.follow(grown(Track(prompt("a"), 0, 0, [], 99, frozenset([9]), 0), [1, 2], masks=False))
-    recorder.tick(policy_version=2, ended=True)
+    recorder.follow(grown(Track(prompt("a"), 0, 0, [], 99, frozenset([9]), 0), [1, 2], False, 2))
+    recorder.tick(ended=True)
     recorder._thread.submit(int).result()
     set_aside_stale(folder, 3)
     assert [path.name for path in (tmp_path / "stale-step-00000003").glob("journal-*")] == [

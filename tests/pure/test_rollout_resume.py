@@ -8,9 +8,11 @@ import random
 import tempfile
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -113,6 +115,7 @@ cases = st.fixed_dictionaries(
         "max_pairs": st.sampled_from([None, 1, 2]),
         "max_num_seqs": st.integers(1, 12),
         "masks": st.booleans(),
+        "version_tokens": st.sampled_from([None, 1, 5]),
         "budget": st.sampled_from([None, None, 10, 50, 90]),
     }
 )
@@ -136,11 +139,16 @@ def recipe_of(case: dict) -> Recipe:
 
 def engine_of(case: dict, chaos: int, life: int = 10**9) -> Mortal:
     """With a budget, what is harvested depends on the order in which tokens arrive: it must be one order."""
-    slots, masks = case["max_num_seqs"], case["masks"]
+    slots, masks, versions = case["max_num_seqs"], case["masks"], case["version_tokens"]
     if case["budget"] is None:
         chance = random.Random(chaos)
-        return Mortal(chance, case["end"], loss=0.05, max_num_seqs=slots, life=life, masks=masks)
-    return Lockstep(random.Random(0), case["end"], max_num_seqs=slots, life=life, masks=masks)
+        return Mortal(
+            chance, case["end"], loss=0.05, max_num_seqs=slots, life=life, masks=masks,
+            version_tokens=versions,
+        )  # fmt: skip
+    return Lockstep(
+        random.Random(0), case["end"], max_num_seqs=slots, life=life, masks=masks, version_tokens=versions
+    )
 
 
 @settings(max_examples=200, deadline=None)
@@ -163,7 +171,20 @@ def test_killed_at_any_batch_and_any_step_a_harvest_ends_as_if_it_had_not_been(c
         found, _, _ = attempt(folder, engine_of(case, 99), recipe, case["seed"])
         assert found == want
         assert read_step(folder) == want
+        for rollout in found:
+            check_versions(rollout, case["version_tokens"])
         assert not list(folder.glob(JOURNALS))
+
+
+def check_versions(rollout: Rollout, version_tokens: int | None) -> None:
+    """The script's log-probs say where a token lies on its path, and so which weights sampled it."""
+    for segment in rollout.segments():
+        starts, versions = zip(*segment.versions, strict=True)
+        assert starts[0] == 0
+        assert all(a != b for a, b in pairwise(versions)), "each run is as long as it can be"
+        found = np.repeat(versions, np.diff([*starts, len(segment)]))
+        places = np.rint(segment.logprobs * -7).astype(int)
+        assert np.array_equal(found, 3 + places // (version_tokens or 10**9))
 
 
 @settings(max_examples=60, deadline=None)

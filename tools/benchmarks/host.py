@@ -237,9 +237,9 @@ class EverySoManySteps(Recorder):
 
     steps = 0
 
-    def tick(self, policy_version: int, ended: bool = False) -> None:
+    def tick(self, ended: bool = False) -> None:
         self.steps += 1
-        super().tick(policy_version, ended or self.steps % round(INTERVAL / DECODE_SECONDS) == 0)
+        super().tick(ended or self.steps % round(INTERVAL / DECODE_SECONDS) == 0)
 
 
 def make_recipe(model: Path, limit: int, kept: int) -> Recipe:
