@@ -44,13 +44,10 @@ from megatron_eqlen.rollout.replayed import check_step, check_steps
 from megatron_eqlen.session import Session
 from megatron_eqlen.step import Batch, Step
 from megatron_eqlen.training import distributed
+from megatron_eqlen.training.agreement import MismatchWatch
 from megatron_eqlen.training.distributed import agree, gather
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.types import Metrics, Prompt, rollout_key
-
-
-class SyncError(RuntimeError):
-    """The engine does not compute with the trainer's weights."""
 
 
 class Rollouts(Protocol):
@@ -85,9 +82,8 @@ class Rollouts(Protocol):
         """Bring the policy's weights to the engine; returns the time it took."""
         ...
 
-    def check_agreement(self, mismatch: float | None) -> None:
-        """Raise SyncError if log-probs of engine and trainer differ by more than ``rollout.sync_tolerance``.
-        ``mismatch`` is None after a step without an update: nothing was compared."""
+    def disagreement(self, mismatch: float | None) -> str | None:
+        """What there is to say of the mismatch after a step that had this one (``MismatchWatch.see``)."""
         ...
 
     def evaluate(self, benchmark: BenchmarkRecipe) -> EvaluationResult: ...
@@ -117,6 +113,7 @@ class Generator:
             self.recipe, session.tokenizer.eos_token_ids, session.replicas, syncs_first=synced
         )
         session.ends_with(self.engine.close)
+        self.watch = MismatchWatch(self.recipe.rollout.mismatch)
         self.left: tuple[int | None, list[Path]] = None, []
         """A step's number, and what an attempt at it that was cut short has recorded. What this process
         generates for the step's later prompts needs no reading."""
@@ -216,17 +213,8 @@ class Generator:
             self.engine.update_weights(policy.weights(), policy.version)
         return seconds
 
-    def check_agreement(self, mismatch: float | None) -> None:
-        rollout = self.recipe.rollout
-        if mismatch is None:
-            return
-        comparable = rollout.logprobs_mode == "raw" or rollout.keep_sampling_mask
-        if comparable and not mismatch <= rollout.sync_tolerance:  # NaN does not agree either
-            raise SyncError(
-                f"the trainer's and the engine's log-probs of the same tokens differ by {mismatch:.2g} on "
-                f"average, rollout.sync_tolerance is {rollout.sync_tolerance}: the weight sync failed, or "
-                f"the two compute in different precision"
-            )
+    def disagreement(self, mismatch: float | None) -> str | None:
+        return self.watch.see(mismatch) if self.recipe.rollout.comparable else None
 
     def _file(self, step: Step) -> Path:
         return self.streams / step.name / f"rank-{dist.get_rank()}.arrow"
@@ -276,8 +264,8 @@ class Replay:
     def update_weights(self, policy: Policy) -> Metrics:
         return {}
 
-    def check_agreement(self, mismatch: float | None) -> None:
-        """Not checked: recorded tokens may come from any weights."""
+    def disagreement(self, mismatch: float | None) -> str | None:
+        """None: recorded tokens may come from any weights."""
 
     def evaluate(self, benchmark: BenchmarkRecipe) -> EvaluationResult:
         raise AssertionError("a replay has no benchmarks")

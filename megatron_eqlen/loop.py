@@ -48,7 +48,7 @@ def train(recipe: Recipe, replay: Path | None = None) -> None:
             step = step.log(policy.unpark())
             step = run.update(step, policy, trees)
             step = step.log(policy.park())
-            rollouts.check_agreement(policy.mismatch)
+            run.heed(rollouts.disagreement(policy.mismatch))
             step = step.log(rollouts.update_weights(policy))
             step = run.evaluate_if_due(step, rollouts)
             run.end(step)

@@ -224,7 +224,7 @@ DECLARED = (
     Metric("router/aux_loss", "loss", "sum", "mean over layers; 1: experts share evenly", PER_UPDATE),
     # ---- train --------------------------------------------------------------------------------------------
     Metric(UPDATES, "updates", "sum", "optimizer steps taken"),
-    Metric(TRAIN_SKIPPED_UPDATES, "updates", "sum", "not taken: a number was not finite"),
+    Metric(TRAIN_SKIPPED_UPDATES, "updates", "sum", "not taken: not finite, or the mismatch too large"),
     Metric(TRAIN_GRAD_NORM, "norm", "max", "before clipping", PER_UPDATE),
     Metric("train/lr", "rate", "last", "learning rate"),
     Metric(TRAIN_TOKENS_PER_SECOND, "tokens/s", "last", "positions trained, over time/train"),

@@ -20,6 +20,7 @@ def check(recipe: Recipe) -> None:
     _check_sampling(recipe)
     _check_engine(recipe.rollout)
     _check_sampling_mask(recipe.rollout)
+    _check_mismatch(recipe.rollout)
     _check_keep_streams(recipe)
     _check_memory(recipe)
     layout.check(recipe)
@@ -115,6 +116,14 @@ def _check_sampling_mask(rollout: RolloutRecipe) -> None:
         raise ValueError(
             "rollout.keep_sampling_mask: true needs rollout.logprobs_mode: processed (both are of the kept "
             f"tokens alone), found {rollout.logprobs_mode}"
+        )
+
+
+def _check_mismatch(rollout: RolloutRecipe) -> None:
+    if rollout.mismatch.then != "warn" and not rollout.comparable:
+        raise ValueError(
+            f"rollout.mismatch.then: {rollout.mismatch.then} compares the engine's log-probs with the "
+            f"trainer's: it needs rollout.logprobs_mode: raw, or rollout.keep_sampling_mask: true"
         )
 
 

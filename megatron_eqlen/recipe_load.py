@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from megatron_eqlen.recipe import Recipe, RecipeError
-from megatron_eqlen.recipe.keys import nearest
+from megatron_eqlen.recipe.keys import RENAMED, nearest
 from megatron_eqlen.recipe.naming import ABLATIONS, MAY_CHANGE, NAMED_ELSEWHERE, differences, is_under
 from megatron_eqlen.recipe_checks import check
 
@@ -137,6 +137,8 @@ def _index(at: list, part: str, override: str) -> int:
 
 def _explain(item: ErrorDetails) -> str:
     key = ".".join(str(part) for part in item["loc"])
+    if key in RENAMED:
+        return f"unknown key {key!r}: it is called {RENAMED[key]!r} now"
     if item["type"] == "extra_forbidden":
         near = nearest(item["loc"])
         return f"unknown key {key!r}" + (f" (nearest: {near!r})" if near else "")

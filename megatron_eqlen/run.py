@@ -32,6 +32,7 @@ from megatron_eqlen.run_folder import RunFolder
 from megatron_eqlen.session import Session
 from megatron_eqlen.step import Step
 from megatron_eqlen.training import checkpoint, distributed
+from megatron_eqlen.training.agreement import MismatchError
 from megatron_eqlen.training.distributed import agree
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.types import Metrics, TokenTree
@@ -59,7 +60,8 @@ class Run:
         self.gpu_hours = 0.0
         """GPU hours of the steps so far, evaluations not counted."""
         self.stopping = False
-        """The file STOP was found: end after this step."""
+        """End after this step: the file STOP was found, or ``stopped_by`` says why."""
+        self.stopped_by: str | None = None
 
     # ---- beginning and end --------------------------------------------------------------------------
 
@@ -99,11 +101,17 @@ class Run:
                 policy.export(self.folder.export)
 
     def report(self) -> None:
-        """Write report.html and print its path, as the last line of the run."""
+        """Write report.html and print its path, as the last line of the run. Raises MismatchError if the
+        mismatch ended it."""
         if distributed.is_rank0():
             if idle := _idle(read_metrics(self.folder.path)):
                 self.session.progress.say(idle)
             self.session.progress.finish(write_page(self.folder.path))
+        if self.stopped_by and not self.complete:
+            raise MismatchError(
+                f"{self.stopped_by}: stopped after step {self.steps}, with a checkpoint "
+                f"(rollout.mismatch.then: stop); the same command goes on, and rollout.mismatch may change"
+            )
 
     # ---- a step -------------------------------------------------------------------------------------
 
@@ -135,6 +143,14 @@ class Run:
             self.session.progress.say(f"WARNING: step {step.number + 1} trained nothing: {_why_not(step)}")
         return step
 
+    def heed(self, disagreement: str | None) -> None:
+        """Say that trainer and engine disagree, and end the run after this step where the recipe says so."""
+        if disagreement is None:
+            return
+        self.session.progress.say(f"WARNING: {disagreement}")
+        if self.recipe.rollout.mismatch.then == "stop":
+            self.stopped_by = disagreement
+
     def evaluate_if_due(self, step: Step, rollouts: Rollouts) -> Step:
         """Evaluate within the step where the recipe says so."""
         every = self.recipe.evaluation.every
@@ -148,7 +164,7 @@ class Run:
         worked = taken - step.metrics.get("time/evaluate", 0.0)
         self.gpu_hours += agree(lambda: worked) * self.recipe.gpus / 3600
         self.steps = step.number + 1
-        self.stopping = agree(self.folder.stop.exists)
+        self.stopping = agree(self.folder.stop.exists) or self.stopped_by is not None
         metrics = step.metrics | {TIME_STEP: taken, TIME_GPU_HOURS: self.gpu_hours}
         if self.writer is not None:
             self.writer.write(self.steps, metrics)
@@ -202,7 +218,7 @@ class Run:
 def _why_not(step: Step) -> str:
     """Why no update was taken in ``step``."""
     if skipped := step.metrics[TRAIN_SKIPPED_UPDATES]:
-        return f"{skipped:.0f} updates were skipped, numbers in them were not finite"
+        return f"{skipped:.0f} updates were skipped, see the warnings above"
     units = step.metrics[OBJECTIVE_UNITS]
     return f"none of its {units:.0f} comparison units has unequal rewards"
 

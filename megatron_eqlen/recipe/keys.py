@@ -18,6 +18,10 @@ ABBREVIATION = 0.9
 """Similarity of a key to its first letters, three or more: ``temp`` means ``temperature``, not ``steps``."""
 
 
+RENAMED = {"rollout.sync_tolerance": "rollout.mismatch.tolerance"}
+"""Keys of earlier versions and what they are called now."""
+
+
 def nearest(unknown: Sequence[str | int]) -> str | None:
     """The dotted key of the whole schema whose name is most like the last part of ``unknown``.
 

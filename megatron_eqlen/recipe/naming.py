@@ -21,10 +21,12 @@ MAY_CHANGE = (
     "rollout.servers",
     "rollout.sync",
     "rollout.park_trainer",
+    "rollout.mismatch",
     "optimizer.offload",
 )
-"""Keys that may change when a run is resumed: where and how it runs, not what it computes. Any other change
-would mix two experiments in one folder."""
+"""Keys that may change when a run is resumed: where and how it runs, not what it computes; and
+``rollout.mismatch``, since a run that it ended may go on. Any other change would mix two experiments in one
+folder."""
 NAMED_ELSEWHERE = ("name", "seed", "objective", "sampling")
 """Keys that are part of the run folder's path in any case."""
 ABLATIONS = (

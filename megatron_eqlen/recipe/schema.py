@@ -145,6 +145,20 @@ class TreeSamplingRecipe(Section):
     """Length of a step, default max_response_length // depth (our choice)."""
 
 
+class MismatchRecipe(Section):
+    """The mismatch is the mean |log-prob difference| of trainer and engine over an update's tokens."""
+
+    tolerance: PositiveFloat = 0.1
+    """Nats. Float32 on CPUs stays below 1e-4, dense models in bfloat16 at 0.01 to 0.04; an engine with wrong
+    weights reaches 0.7 and more."""
+    window: PositiveInt = 5
+    """Steps whose mean is compared with ``tolerance`` by ``warn`` and ``stop``."""
+    then: Literal["warn", "skip", "stop"] = "warn"
+    """``warn``: say so, once until the mean is below again. ``skip``: do not take an update whose own
+    mismatch is above, as one that is not finite (``optimizer.max_skipped_updates``). ``stop``: end the run
+    after the step, with a checkpoint."""
+
+
 class RolloutRecipe(Section):
     engine: Literal["colocated", "server"] = "colocated"
     temperature: Annotated[float, Field(ge=0.01)] = 0.6
@@ -181,9 +195,12 @@ class RolloutRecipe(Section):
     fabric (servers must be started with the same value)."""
     request_timeout: PositiveFloat = 600.0
     """Seconds without progress after which an engine counts as hung."""
-    sync_tolerance: PositiveFloat = 0.05
-    """Largest mean absolute difference between the trainer's and the engine's log-probs right after a
-    weight sync; more stops the run. Float32 on CPU stays below 1e-4."""
+    mismatch: MismatchRecipe = MismatchRecipe()
+
+    @property
+    def comparable(self) -> bool:
+        """Whether the engine's log-probs are of the distribution that the trainer computes."""
+        return self.logprobs_mode == "raw" or self.keep_sampling_mask
 
     @property
     def mask_width(self) -> int:

@@ -34,11 +34,18 @@ class NonFiniteError(ValueError):
     appeared."""
 
 
+NOT_FINITE = "not finite"
+
+
 class Problem(NamedTuple):
-    """A number that is not finite; the lowest ``order`` is nearest to the cause."""
+    """Why an update is not taken; the lowest ``order`` is nearest to the cause."""
 
     order: int
     text: str
+    kind: str = NOT_FINITE
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
 
 
 def first_problem(mine: Problem | None) -> Problem | None:

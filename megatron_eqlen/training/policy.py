@@ -36,9 +36,11 @@ from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.packing.pack import Packing, plan_rows
 from megatron_eqlen.packing.tree import NonFiniteTreeError
 from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.training.agreement import MismatchError, mismatch_problem
 from megatron_eqlen.training.distributed import device, gather, is_rank0
 from megatron_eqlen.training.exchange import Seat, exchange
 from megatron_eqlen.training.finite import (
+    NOT_FINITE,
     NonFiniteError,
     Problem,
     first_problem,
@@ -119,8 +121,9 @@ class Policy:
         Every rank passes the same trees, as skeletons where the arrays have another home, and trains the rows
         that the packer gives it; arrays that it lacks come from their homes. Minibatches without a
         supervised token are left out. A step with a number that is not finite is not taken, on any rank:
-        weights, optimizer and schedule stay as they were. Metrics are merged over the steps that were taken.
-        Raises NonFiniteError after more than ``optimizer.max_skipped_updates`` skipped steps in a row.
+        weights, optimizer and schedule stay as they were; so is one whose mismatch is too large, where
+        ``rollout.mismatch`` says ``skip``. Metrics are merged over the steps that were taken. Raises
+        NonFiniteError or MismatchError after more than ``optimizer.max_skipped_updates`` skipped in a row.
         """
         assert not self.memory.away, "parked"
         batches = [batch for batch in map(self._prepare, minibatches) if batch.trains]
@@ -138,7 +141,7 @@ class Policy:
         with self.memory.readable():
             problem = first_problem(state_problem(self.chunks, self.optimizer))
         if problem:
-            raise NonFiniteError(f"not finite: {problem.text}")
+            raise NonFiniteError(str(problem))
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All weights by Hugging Face name, whole, one by one. Collective over model-parallel ranks."""
@@ -198,14 +201,14 @@ class Policy:
         assert batch.rows is not None
         losses = self._backward(batch.rows)
         grad_norm = gradient_norm(self.optimizer)
-        problem = first_problem(self._problem(batch.rows, losses, grad_norm))
+        reduced = reduce_metrics(losses, groups.data_parallel()) if losses else {}
+        problem = first_problem(self._problem(batch.rows, losses, reduced, grad_norm))
         if problem:
             return self._skip(problem)
         self.schedule.step(increment=1)  # before the update, or the first one's learning rate is 0
         take_step(self.optimizer, grad_norm)
         self._check_updated()
         self.version, self.skipped_in_a_row = self.version + 1, 0
-        reduced = reduce_metrics(losses, groups.data_parallel()) if losses else {}
         taken = {
             UPDATES: 1.0,
             TRAIN_GRAD_NORM: grad_norm,
@@ -224,14 +227,17 @@ class Policy:
                 self._run(rows, lambda *_: None, train=False)
         return self._run(rows, self._loss, train=True)
 
-    def _problem(self, rows: Rows, losses: list[RowLoss], grad_norm: float) -> Problem | None:
-        """Why the step cannot be taken, as far as this rank knows."""
+    def _problem(
+        self, rows: Rows, losses: list[RowLoss], reduced: Metrics, grad_norm: float
+    ) -> Problem | None:
+        """Why the step is not to be taken, as far as this rank knows."""
         lr = max(self.recipe.optimizer.lr, self.recipe.optimizer.min_lr)
         return (
             row_problem(rows, losses)
             or state_problem(self.chunks, self.optimizer)
             or gradient_problem(self.chunks, grad_norm)
             or update_problem(self.optimizer, lr, grad_norm)
+            or (mismatch_problem(reduced[MISMATCH], self.recipe.rollout) if reduced else None)
         )
 
     def _skip(self, problem: Problem) -> Metrics:
@@ -240,16 +246,17 @@ class Policy:
         allowed = self.recipe.optimizer.max_skipped_updates
         if is_rank0():
             logger.warning(
-                "update %d is skipped (%d in a row, optimizer.max_skipped_updates %d); not finite: %s",
+                "update %d is skipped (%d in a row, optimizer.max_skipped_updates %d); %s",
                 self.version + 1,
                 self.skipped_in_a_row,
                 allowed,
-                problem.text,
+                problem,
             )
         if self.skipped_in_a_row > allowed:
-            raise NonFiniteError(
+            error = NonFiniteError if problem.kind == NOT_FINITE else MismatchError
+            raise error(
                 f"{self.skipped_in_a_row} updates in a row could not be taken, "
-                f"optimizer.max_skipped_updates is {allowed}; not finite in the last: {problem.text}"
+                f"optimizer.max_skipped_updates is {allowed}; the last: {problem}"
             )
         return skipped(1)
 

@@ -1,0 +1,94 @@
+"""What a run says and does where trainer and engine disagree: once an episode, over a window of steps."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_eqlen.recipe import MismatchRecipe, RecipeError
+from megatron_eqlen.recipe_load import parse
+from megatron_eqlen.run import Run
+from megatron_eqlen.training.agreement import MismatchError, MismatchWatch
+
+SMALL = {"name": "t", "steps": 9, "model": {"path": "m"}, "data": {"sources": [{"name": "a", "path": "b"}]}}
+
+
+def small(**rollout):
+    return parse(SMALL | {"rollout": rollout}, "test")
+
+
+mismatches = st.one_of(st.none(), st.floats(0, 0.3), st.just(math.nan))
+
+
+@given(st.lists(mismatches, max_size=30), st.integers(1, 5))
+def test_a_warning_comes_when_the_mean_of_the_window_rises_above_the_tolerance_and_not_again(seen, window):
+    watch = MismatchWatch(MismatchRecipe(tolerance=0.1, window=window))
+    compared, above = [], False
+    for mismatch in seen:
+        said = watch.see(mismatch)
+        if mismatch is None:
+            assert said is None
+            continue
+        compared.append(mismatch)
+        newest = compared[-window:]
+        now = not math.fsum(newest) / len(newest) <= 0.1
+        assert (said is not None) == (now and not above)
+        above = now
+
+
+def test_one_bad_step_among_good_ones_is_not_worth_a_word():
+    watch = MismatchWatch(MismatchRecipe())
+    healthy = [0.011, 0.02, 0.036, 0.03]
+    assert [watch.see(one) for one in [*healthy, 0.3, *healthy]] == [None] * 9
+    assert "differ by 0.72 on average of the last step, rollout.mismatch.tolerance is 0.1" in str(
+        MismatchWatch(MismatchRecipe()).see(0.72)
+    )
+
+
+class Screen:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+    def finish(self, page: object) -> None: ...
+
+
+@pytest.mark.parametrize("then", ["warn", "stop"])
+def test_stop_ends_the_run_after_the_step_and_warn_does_not(then, monkeypatch):
+    monkeypatch.setattr("megatron_eqlen.run.distributed.is_rank0", lambda: False)
+    run = object.__new__(Run)
+    run.recipe, screen = small(mismatch={"then": then}), Screen()
+    run.session = SimpleNamespace(progress=screen)
+    run.steps, run.gpu_hours, run.stopped_by = 3, 0.0, None
+    run.heed(None)
+    assert not screen.lines
+    run.heed("they differ")
+    assert screen.lines == ["WARNING: they differ"]
+    if then == "warn":
+        return run.report()
+    with pytest.raises(MismatchError, match="they differ: stopped after step 3, with a checkpoint"):
+        run.report()
+    run.steps = 9
+    return run.report()  # it was the last step in any case
+
+
+def test_log_probs_that_are_not_comparable_cannot_stop_or_skip():
+    assert small(logprobs_mode="processed").rollout.mismatch.then == "warn"
+    for then in ("skip", "stop"):
+        with pytest.raises(RecipeError, match=rf"mismatch.then: {then} .* needs rollout.logprobs_mode: raw"):
+            small(logprobs_mode="processed", mismatch={"then": then})
+        kept = {"logprobs_mode": "processed", "keep_sampling_mask": True}
+        assert small(mismatch={"then": then}, **kept).rollout.comparable
+
+
+def test_the_key_of_earlier_recipes_is_named_with_its_new_name():
+    with pytest.raises(
+        RecipeError, match=r"'rollout.sync_tolerance': it is called 'rollout.mismatch.tolerance'"
+    ):
+        small(sync_tolerance=0.05)

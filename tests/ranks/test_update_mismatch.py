@@ -1,0 +1,59 @@
+"""With ``rollout.mismatch.then: skip`` an update whose mismatch is too large is not taken, on any rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_eqlen.training.agreement import MismatchError
+from tests.kit.distributed import run_ranks
+from tests.kit.updates import build_policy, layout, one_tree_a_row, weights_of
+
+TREES = one_tree_a_row(3)
+"""Random log-probs: each row has another mismatch, each rank other rows."""
+
+
+def around_the_mismatch(folder: str, changes: dict) -> dict:
+    """What updates do that allow 1% more and 1% less than the mismatch of the trees."""
+    still = {"optimizer": {"lr": 1e-12, "warmup_steps": 0, "max_skipped_updates": 2}}
+    policy = build_policy(folder, changes | still)
+    recipe = policy.recipe
+    policy.update([TREES])
+    found = policy.mismatch
+    assert found is not None
+
+    def update(tolerance: float, then: str = "skip"):
+        mismatch = recipe.rollout.mismatch.model_copy(update={"tolerance": tolerance, "then": then})
+        rollout = recipe.rollout.model_copy(update={"mismatch": mismatch})
+        policy.recipe = recipe.model_copy(update={"rollout": rollout})
+        return policy.update([TREES])
+
+    more, warned = update(1.01 * found), update(0.99 * found, "warn")
+    before, version = weights_of(policy), policy.version
+    less = update(0.99 * found)
+    same = all(torch.equal(tensor, before[name]) for name, tensor in weights_of(policy).items())
+    with pytest.raises(MismatchError, match="trainer and engine disagree: log-probs differ by") as error:
+        update(0.99 * found)
+    return {
+        "mismatch": found,
+        "taken": [metrics["train/updates"] for metrics in (more, warned, less)],
+        "skipped": [metrics["train/skipped_updates"] for metrics in (more, warned, less)],
+        "same": same and policy.version == version,
+        "error": str(error.value),
+    }
+
+
+LAYOUTS = {
+    "data parallel": layout(2),  # no rank alone knows the mean
+    "pipeline": layout(2, pipeline=2),  # only the last stage has log-probs
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_all_ranks_decide_by_the_mean_over_all_tokens(folders, name):
+    ranks = run_ranks(2, around_the_mismatch, str(folders / "qwen3"), LAYOUTS[name])
+    assert ranks[0] == ranks[1]
+    assert ranks[0]["taken"] == [2, 2, 0]
+    assert ranks[0]["skipped"] == [0, 0, 2]
+    assert ranks[0]["same"]
+    assert "3 updates in a row could not be taken, optimizer.max_skipped_updates is 2" in ranks[0]["error"]
