@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Literal
 
+from megatron_eqlen.budget import Spent
 from megatron_eqlen.types import Metrics
 
 
@@ -98,6 +99,12 @@ TIME_PARK, TIME_UNPARK, TIME_CHECKPOINT = "time/park", "time/unpark", "time/chec
 PARKED_BYTES = "memory/parked_bytes"
 TIME_STEP = "time/step"
 TIME_GPU_HOURS = "time/gpu_hours"
+TOTAL_GENERATED_TOKENS, TOTAL_FLOPS = "total/generated_tokens", "total/flops"
+HARVEST_PROMPT_TOKENS = "harvest/prompt_tokens"
+HARVEST_BRANCHES = "harvest/branches"
+HARVEST_CONTEXT = "harvest/context"
+HARVEST_FLOPS, TRAIN_FLOPS = "harvest/flops", "train/flops"
+PACKING_CONTEXT = "packing/context"
 STAGES = (
     "harvest", "score", "trees", "unpark", "train", "park", "sync", "evaluate", "checkpoint", "export",
 )  # fmt: skip
@@ -109,6 +116,7 @@ LOSS, POLICY_LOSS, KL_PENALTY = "loss/total", "loss/policy", "loss/kl_penalty"
 PER_TOKEN, PER_UPDATE = mean(TOKENS), mean(UPDATES)
 PER_STREAM_OR_COMPLETION = mean("harvest/streams", "harvest/completions")
 """A harvest has one of the two."""
+PER_KEPT_TOKEN = mean(HARVEST_SUPERVISED_TOKENS, "harvest/tail_tokens")
 
 DECLARED = (
     # ---- harvest: what one harvest generated --------------------------------------------------------------
@@ -128,6 +136,10 @@ DECLARED = (
     Metric(HARVEST_RECOMPUTED_TOKENS_PER_FORK, "tokens", mean("harvest/forks_prefilled"), "not cached"),
     Metric("harvest/policy_version", "updates", "last", "optimizer steps behind the engine's weights"),
     Metric("harvest/rollouts", "rollouts", "sum", "streams, groups or sampled trees"),
+    Metric(HARVEST_PROMPT_TOKENS, "tokens", "sum", "of prompts, each counted once"),
+    Metric(HARVEST_BRANCHES, "tracks", "sum", "forks that are left in the rollouts"),
+    Metric(HARVEST_CONTEXT, "tokens", PER_KEPT_TOKEN, "that a token of the rollouts sees"),
+    Metric(HARVEST_FLOPS, "FLOPs", "last", "of generation, estimated"),
     Metric("harvest/ended_responses", "responses", "sum", "responses that ended by themselves"),
     Metric(HARVEST_ENDED_RESPONSE_LENGTH, "tokens", mean("harvest/ended_responses"), "of ended responses"),
     Metric("harvest/masked_tokens", "tokens", "sum", "recorded with a sampling mask"),
@@ -192,6 +204,7 @@ DECLARED = (
     Metric(PACKING_REPEATED_TOKENS, "tokens", "sum", "context that cut trees repeat"),
     Metric("packing/pruned_tokens", "tokens", "sum", "not needed by any trained token"),
     Metric("packing/supervised_tokens", "tokens", "sum", "with a weight"),
+    Metric(PACKING_CONTEXT, "tokens", mean(PACKING_TOKENS), "that a position sees"),
     Metric(PACKING_EXPANDED_TOKENS, "tokens", "sum", "if every side had its own prefix"),
     Metric("packing/fill", "share", mean("packing/computed_tokens"), "in use, of those computed"),
     Metric("packing/budget_fill", "share", mean("packing/rows"), "in use, of max_tokens_per_row"),
@@ -227,6 +240,7 @@ DECLARED = (
     Metric(TRAIN_SKIPPED_UPDATES, "updates", "sum", "not taken: not finite, or the mismatch too large"),
     Metric(TRAIN_GRAD_NORM, "norm", "max", "before clipping", PER_UPDATE),
     Metric("train/lr", "rate", "last", "learning rate"),
+    Metric(TRAIN_FLOPS, "FLOPs", "last", "of training passes, estimated"),
     Metric(TRAIN_TOKENS_PER_SECOND, "tokens/s", "last", "positions trained, over time/train"),
     # ---- checkpoint: logged with the step in which it was finished ----------------------------------------
     Metric(CHECKPOINT_BYTES, "bytes", "last", "of all its files"),
@@ -236,6 +250,8 @@ DECLARED = (
     # ---- time: of a step's stages, and evaluation ---------------------------------------------------------
     Metric(TIME_STEP, "s", "max", "the whole step", in_turn="sum"),
     Metric(TIME_GPU_HOURS, "h", "last", "of the run so far, evaluations not counted"),
+    Metric(TOTAL_GENERATED_TOKENS, "tokens", "last", "of the run so far, evaluations not counted"),
+    Metric(TOTAL_FLOPS, "FLOPs", "last", "of the run so far, evaluations not counted"),
     *(
         Metric(f"time/{stage}", "s", "max", f"the stage {stage}", in_turn="sum")
         for stage in STAGES
@@ -300,3 +316,9 @@ def _weighted(name: str, counts: tuple[str, ...], parts: Sequence[Metrics]) -> f
     if not sum(weights):  # nothing was counted in any part
         return fmean(part[name] for part in parts if name in part)
     return sum(w * part.get(name, 0.0) for w, part in zip(weights, parts, strict=True)) / sum(weights)
+
+
+def spent(steps: int, metrics: Mapping[str, float | None]) -> Spent:
+    """What a run has spent by the end of step ``steps``, from its metrics; 0 where they do not say."""
+    totals = (metrics.get(name) or 0.0 for name in (TIME_GPU_HOURS, TOTAL_GENERATED_TOKENS, TOTAL_FLOPS))
+    return Spent(steps, *totals)

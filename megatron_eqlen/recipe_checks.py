@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from megatron_eqlen import layout
+from megatron_eqlen.budget import COSTS
 from megatron_eqlen.objectives.checks import check_combination
 from megatron_eqlen.plugins import is_import_path, load_object
 from megatron_eqlen.recipe import Recipe, RecipeError, RewardRecipe, RolloutRecipe
@@ -57,8 +58,8 @@ def _check_name(name: str) -> None:
 
 
 def _check_end(recipe: Recipe) -> None:
-    if recipe.steps is None and recipe.gpu_hours is None:
-        raise ValueError("steps: expected this or gpu_hours, which end a run, found neither")
+    if not [*recipe.budget.limits()]:
+        raise ValueError(f"steps: expected this, or one of {', '.join(COSTS)}, to end a run, found none")
     if recipe.steps is None and recipe.optimizer.lr_schedule != "constant":
         raise ValueError(
             f"optimizer.lr_schedule: {recipe.optimizer.lr_schedule} falls over a run's steps: set steps"

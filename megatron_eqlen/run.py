@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from megatron_eqlen.budget import COSTS, Budget, Spent
 from megatron_eqlen.evaluation.result import EvaluationResult, compare, read_results, write_results
-from megatron_eqlen.files import step_name
+from megatron_eqlen.files import CheckpointError, step_name
 from megatron_eqlen.generation import Rollouts
+from megatron_eqlen.hf.config import ModelConfig, read_config
 from megatron_eqlen.metrics import (
     HARVEST_GENERATED_TOKENS,
     OBJECTIVE_EFFECTIVE_SAMPLES,
@@ -20,11 +23,14 @@ from megatron_eqlen.metrics import (
     TIME_CHECKPOINT,
     TIME_GPU_HOURS,
     TIME_STEP,
+    TOTAL_FLOPS,
+    TOTAL_GENERATED_TOKENS,
     TRAIN_SKIPPED_UPDATES,
     TRAIN_TOKENS_PER_SECOND,
     UPDATES,
 )
 from megatron_eqlen.objectives.build import build_minibatches
+from megatron_eqlen.plan.flops import counted
 from megatron_eqlen.report.metrics import MetricsWriter, read_metrics
 from megatron_eqlen.report.page import write_page
 from megatron_eqlen.report.trackers import start_trackers
@@ -47,8 +53,10 @@ class Run:
         if distributed.is_rank0():
             self.folder.open(self.recipe)
         self.writer: MetricsWriter | None = None
-        self.steps = self.begun = 0
-        """Steps done, and steps begun: more than one may be under way."""
+        self.spent = Spent()
+        """On the steps that are done."""
+        self.begun = 0
+        """Steps begun: more than one may be under way."""
         self.saved = 0
         """Steps taken when the newest checkpoint was begun."""
         self.saving: checkpoint.Saving | None = None
@@ -57,8 +65,6 @@ class Run:
         """How long its beginning took."""
         self.position: dict[str, Any] | None = None
         """What the checkpoint that was loaded holds beside the policy."""
-        self.gpu_hours = 0.0
-        """GPU hours of the steps so far, evaluations not counted."""
         self.stopping = False
         """End after this step: the file STOP was found, or ``stopped_by`` says why."""
         self.stopped_by: str | None = None
@@ -69,7 +75,7 @@ class Run:
         """Bring the policy and this run to the newest checkpoint, or leave them at the start."""
         self.position = checkpoint.load(self.folder.checkpoints, policy)
         if self.position is not None:
-            self.steps, self.gpu_hours = self.position["step"], self.position.get("gpu_hours", 0.0)
+            self.spent = _spent_until(self.position, self.recipe.budget)
             self.saved = self.begun = self.steps
 
     def resume(self, rollouts: Rollouts) -> None:
@@ -84,7 +90,16 @@ class Run:
             trackers = start_trackers(self.folder.path, self.steps, self.recipe)
             self.writer = MetricsWriter(self.folder.path, self.steps, trackers)
             self.session.ends_with(self.writer.close)
-        self.session.progress.resume(self.steps, self.gpu_hours)
+        self.session.progress.resume(self.spent)
+
+    @property
+    def steps(self) -> int:
+        """Steps done."""
+        return self.spent.steps
+
+    @cached_property
+    def model(self) -> ModelConfig:
+        return read_config(self.recipe.model.path)
 
     def goes_on(self) -> bool:
         """Whether another step is to be taken."""
@@ -92,7 +107,7 @@ class Run:
 
     @property
     def complete(self) -> bool:
-        return self.recipe.budget.ended_by(self.steps, self.gpu_hours) is not None
+        return self.recipe.budget.ended_by(self.spent) is not None
 
     def export(self, policy: Policy) -> None:
         """The trained model as a Hugging Face folder."""
@@ -162,10 +177,20 @@ class Run:
         """Count the step, and write its metrics."""
         taken = time.perf_counter() - step.started
         worked = taken - step.metrics.get("time/evaluate", 0.0)
-        self.gpu_hours += agree(lambda: worked) * self.recipe.gpus / 3600
-        self.steps = step.number + 1
+        flops = counted(self.recipe, self.model, step.metrics)
+        self.spent = Spent(
+            step.number + 1,
+            self.spent.gpu_hours + agree(lambda: worked) * self.recipe.gpus / 3600,
+            self.spent.generated_tokens + step.metrics.get(HARVEST_GENERATED_TOKENS, 0.0),
+            self.spent.flops + sum(flops.values()),
+        )
         self.stopping = agree(self.folder.stop.exists) or self.stopped_by is not None
-        metrics = step.metrics | {TIME_STEP: taken, TIME_GPU_HOURS: self.gpu_hours}
+        totals = {
+            TIME_GPU_HOURS: self.spent.gpu_hours,
+            TOTAL_GENERATED_TOKENS: self.spent.generated_tokens,
+            TOTAL_FLOPS: self.spent.flops,
+        }
+        metrics = step.metrics | flops | {TIME_STEP: taken} | totals
         if self.writer is not None:
             self.writer.write(self.steps, metrics)
         self.session.progress.step(self.steps, metrics)
@@ -197,7 +222,8 @@ class Run:
         return metrics | {TIME_CHECKPOINT: seconds[TIME_CHECKPOINT] + self.saving_seconds}
 
     def _save(self, step: Step, policy: Policy) -> None:
-        position = {"data": agree(lambda: step.data_position), "gpu_hours": self.gpu_hours}
+        costs = {key: getattr(self.spent, key) for key in COSTS}
+        position = {"data": agree(lambda: step.data_position), **costs}
         options = self.recipe.checkpoint
         with self.session.stage("checkpoint") as seconds:
             self.saving = checkpoint.begin(
@@ -213,6 +239,17 @@ class Run:
         """Evaluate all benchmarks with the engine's weights; a result file that exists is not made again."""
         before = self.folder.evaluation("before")
         return evaluate(self.session, rollouts, self.folder.evaluation(label), label, before)
+
+
+def _spent_until(position: dict[str, Any], budget: Budget) -> Spent:
+    """What a checkpoint's run had spent. Raises CheckpointError where it does not say how much of what the
+    budget limits: it was written before that was counted."""
+    for key, limit in budget.limits():
+        if key in COSTS and key not in position:
+            raise CheckpointError(
+                f"{key}: {limit:g} limits this run, but its checkpoint does not say how much was spent before"
+            )
+    return Spent(position["step"], **{key: position.get(key, 0.0) for key in COSTS})
 
 
 def _why_not(step: Step) -> str:

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 from megatron_eqlen.files import step_name, step_number, unused, write_text
-from megatron_eqlen.metrics import TIME_GPU_HOURS
+from megatron_eqlen.metrics import spent
 from megatron_eqlen.recipe import MAY_CHANGE, Recipe, RecipeError, differences, is_under
 from megatron_eqlen.recipe_load import dump, load
 from megatron_eqlen.report.metrics import read_metrics
@@ -60,7 +60,7 @@ class RunFolder:
         if not (evaluated and self.export.exists() and self.report.exists()):
             return False
         last = read_metrics(self.path)[-1]
-        return recipe.budget.ended_by(last["step"], last.get(TIME_GPU_HOURS) or 0.0) is not None
+        return recipe.budget.ended_by(spent(last["step"], last)) is not None
 
     def remove_old_streams(self, recipe: Recipe, saved: int) -> None:
         """Remove what was recorded of steps that ``report.keep_streams`` does not name; steps after the

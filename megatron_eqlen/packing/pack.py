@@ -22,6 +22,7 @@ from typing import Literal
 import numpy as np
 
 from megatron_eqlen.metrics import (
+    PACKING_CONTEXT,
     PACKING_EXPANDED_TOKENS,
     PACKING_REPEATED_TOKENS,
     PACKING_TOKENS,
@@ -118,9 +119,11 @@ class Packing:
         rows = [row for rank in self.ranks for row in rank]
         used = sum(row.used for row in rows)
         computed = sum(self.length(row) for row in rows)
-        node_cost = node_costs(self.forest, self.pair_cost)
+        node_pairs = pairs_seen(self.forest)
         parts_of_ranks = [[part for row in rank for part in row.parts] for rank in self.ranks]
-        costs = np.array([_sums(node_cost, parts).sum() for parts in parts_of_ranks])
+        positions = np.array([_sums(self.forest.length, parts).sum() for parts in parts_of_ranks])
+        pairs = np.array([_sums(node_pairs, parts).sum() for parts in parts_of_ranks])
+        costs = positions + self.pair_cost * pairs
         forest, trained = self.forest, self.forest.weight > 0
         unique = int(forest.length[forest.live].sum())
         return {
@@ -129,6 +132,7 @@ class Packing:
             "packing/computed_tokens": float(computed),
             PACKING_UNIQUE_TOKENS: float(unique),
             PACKING_REPEATED_TOKENS: float(used - unique),
+            PACKING_CONTEXT: float(pairs.sum() / max(used, 1)),
             "packing/pruned_tokens": float(forest.length[~forest.live].sum()),
             "packing/supervised_tokens": float(forest.length[trained].sum()),
             PACKING_EXPANDED_TOKENS: float((forest.position + forest.length)[trained].sum()),
@@ -197,8 +201,12 @@ def plan_rows(
 
 def node_costs(forest: Forest, pair_cost: float) -> np.ndarray:
     """[n] float64: each node's positions + ``pair_cost`` x the pairs its queries see."""
-    pairs = forest.length * forest.position + forest.length * (forest.length + 1) / 2
-    return forest.length + pair_cost * pairs
+    return forest.length + pair_cost * pairs_seen(forest)
+
+
+def pairs_seen(forest: Forest) -> np.ndarray:
+    """[n] float64: the (query, key) pairs of each node's queries."""
+    return forest.length * forest.position + forest.length * (forest.length + 1) / 2
 
 
 def _sums(values: np.ndarray, parts: list[Part]) -> np.ndarray:

@@ -9,6 +9,7 @@ from megatron_eqlen.hf.cost import active_parameters, forward_flops
 from megatron_eqlen.packing.simulated import MEDIAN
 from megatron_eqlen.plan import engine
 from megatron_eqlen.plan.activations import BYTES
+from megatron_eqlen.plan.flops import training_flops, training_passes
 from megatron_eqlen.plan.workload import Workload
 from megatron_eqlen.recipe import Recipe
 
@@ -76,11 +77,10 @@ def speed(recipe: Recipe, model: ModelConfig, work: Workload, gpu: Gpu) -> Speed
 
 
 def _training_seconds(recipe: Recipe, model: ModelConfig, work: Workload, gpu: Gpu) -> float:
-    """Passes: forward, backward (as two), recomputation, and forward for reference and old log-probs."""
-    updates = recipe.loss.minibatches * recipe.loss.epochs
-    passes = 3.0 * recipe.loss.epochs + (recipe.parallel.recompute == "full") * recipe.loss.epochs
-    passes += (recipe.loss.kl_coef > 0) + (updates > 1)
-    flops = passes * work.trained * forward_flops(model, work.context)
+    """Recomputation counted."""
+    flops = training_flops(recipe, model, work.trained, work.context)
+    if recipe.parallel.recompute == "full":
+        flops *= 1 + recipe.loss.epochs / training_passes(recipe)
     reached = gpu.training * (EXPERTS if model.experts else 1.0) * gpu.flops
     return flops / (recipe.world_size * reached)
 

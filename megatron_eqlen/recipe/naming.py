@@ -10,6 +10,8 @@ from typing import Any
 MAY_CHANGE = (
     "steps",
     "gpu_hours",
+    "generated_tokens",
+    "flops",
     "cluster",
     "parallel",
     "checkpoint",

@@ -382,10 +382,16 @@ class Recipe(Section):
     command line and that the file has otherwise. Filled in by loading."""
     seed: NonNegativeInt = 0
     steps: PositiveInt | None = None
-    """End the run after this many steps. This, ``gpu_hours`` or both must be set."""
+    """End the run after this many steps. This or one of the next three must be set; with several, the first
+    that is reached ends it."""
     gpu_hours: PositiveFloat | None = None
     """End the run after this much work, evaluations not counted: the paper compares methods at equal GPU
-    hours. An hour of a process counts as one on CPUs. With ``steps`` set, too, whichever comes first."""
+    hours. An hour of a process counts as one on CPUs."""
+    generated_tokens: PositiveFloat | None = None
+    """End the run after the step in which the engine has generated this many tokens for training."""
+    flops: PositiveFloat | None = None
+    """End the run after this many floating-point operations of the model, estimated from tokens generated,
+    prefilled and trained (``plan/flops.py``): the same on any machine, however loaded."""
     sampling: Literal["equal_length", "independent", "tree"] = "equal_length"
     objective: str = "grpo"
     group_size: Annotated[int, Field(ge=2)] = 16
@@ -407,7 +413,7 @@ class Recipe(Section):
 
     @property
     def budget(self) -> Budget:
-        return Budget(self.steps, self.gpu_hours)
+        return Budget(self.steps, self.gpu_hours, self.generated_tokens, self.flops)
 
     @property
     def run_folder(self) -> Path:

@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy as np
 
+from megatron_eqlen.budget import COSTS, UNITS
 from megatron_eqlen.evaluation.result import compare_seeds, over_seeds
 from megatron_eqlen.evaluation.statistics import Interval
 from megatron_eqlen.report.format import compact
 from megatron_eqlen.report.run_groups import AFTER, BASE, Group, RunResult, group, read_run, run_folders
 
 UNEQUAL = 1.1
-"""Ratio of GPU hours from which budgets count as unequal. Not 1, because a run ends with a whole step."""
+"""Ratio of costs from which budgets count as unequal. Not 1, because a run ends with a whole step."""
 
 
 def compare_runs(
@@ -61,27 +62,36 @@ def budget_notes(groups: Sequence[Group]) -> list[str]:
     """Warnings for the reader of the tables: runs that ended before a limit, and unequal budgets."""
     methods = [one for one in groups if one.method != BASE]
     notes = [note for one in methods for run in one.runs if (note := _short(_label(one, groups), run))]
+    cost = compared_cost(methods)
     for model in dict.fromkeys(one.model for one in methods):
         mine = [one for one in methods if one.model == model]
-        hours = [_mean(one, lambda run: run.gpu_hours) for one in mine]
-        limits = {run.recipe.budget for one in mine for run in one.runs}
-        if len(limits) > 1 or max(hours) > UNEQUAL * min(hours):
+        costs = [_mean(one, lambda run: getattr(run.spent, cost)) for one in mine]
+        if max(costs) > UNEQUAL * min(costs):
             spent = [
-                f"{_label(one, groups)} {spent:.3g} GPU hours in {_mean(one, lambda run: run.steps):g} steps"
-                for one, spent in zip(mine, hours, strict=True)
+                f"{_label(one, groups)} {spent:.3g} {UNITS[cost]} in "
+                f"{_mean(one, lambda run: run.spent.steps):g} steps"
+                for one, spent in zip(mine, costs, strict=True)
             ]
             notes.append(f"Unequal budgets (means over runs): {'; '.join(spent)}")
     return notes
 
 
+def compared_cost(groups: Sequence[Group]) -> str:
+    """The recipe's key of what runs are compared at equal amounts of: what most of them are limited by, and
+    GPU hours where none is."""
+    limited = [key for one in groups for run in one.runs for key, _ in run.recipe.budget.limits()]
+    return max(COSTS, key=limited.count)
+
+
 def _short(label: str, run: RunResult) -> str | None:
     """How a run ended before its limits; None if it reached them."""
-    budget, outcome = run.recipe.budget, run.recipe.budget.outcome(run.steps, run.gpu_hours)
-    by = budget.ended_by(run.steps, run.gpu_hours)
+    budget, outcome = run.recipe.budget, run.recipe.budget.outcome(run.spent)
+    by = budget.ended_by(run.spent)
     if by is None:
         return f"{label} seed {run.recipe.seed} is not at its end: {outcome}"
-    if by == "steps" and budget.gpu_hours is not None:
-        return f"{label} seed {run.recipe.seed} was cut short of its GPU hours: {outcome}"
+    others = [UNITS[key] for key, _ in budget.limits() if key in COSTS]
+    if by == "steps" and others:
+        return f"{label} seed {run.recipe.seed} was cut short of its {' and '.join(others)}: {outcome}"
     return None
 
 
@@ -127,8 +137,8 @@ def efficiency_table(groups: Sequence[Group]) -> list[dict[str, Any]]:
             "method": _label(one, groups),
             "tracks": one.runs[0].recipe.group_size,
             "effective samples": _mean(one, lambda run: run.effective_samples),
-            "GPU hours": _mean(one, lambda run: run.gpu_hours),
-            "samples / GPU hour": _mean(one, lambda run: _ratio(run.effective_samples, run.gpu_hours)),
+            "GPU hours": _mean(one, lambda run: run.spent.gpu_hours),
+            "samples / GPU hour": _mean(one, lambda run: _ratio(run.effective_samples, run.spent.gpu_hours)),
             "samples / 1k tokens": _mean(
                 one, lambda run: 1000 * _ratio(run.effective_samples, run.generated_tokens)
             ),

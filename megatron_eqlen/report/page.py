@@ -30,9 +30,9 @@ from megatron_eqlen.metrics import (
     PACKING_EXPANDED_TOKENS,
     PACKING_UNIQUE_TOKENS,
     STAGES,
-    TIME_GPU_HOURS,
     TIME_STEP,
     TRAIN_GRAD_NORM,
+    spent,
 )
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe_load import dump, load
@@ -200,8 +200,8 @@ def facts(records: Records, budget: Budget) -> list[tuple[str, str, str]]:
         total = sum(y for _, y in seconds)
         boxes.append(("step", f"{compact(total / len(seconds))} s", f"{duration(total)} in all steps"))
     if records:
-        steps, hours = records[-1]["step"], records[-1].get(TIME_GPU_HOURS) or 0.0
-        boxes.append(("length", budget.outcome(steps, hours), budget.describe()))
+        outcome = budget.outcome(spent(records[-1]["step"], records[-1]))
+        boxes.append(("length", outcome, budget.describe()))
     return boxes
 
 

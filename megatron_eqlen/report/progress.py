@@ -17,8 +17,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from megatron_eqlen.budget import Budget
-from megatron_eqlen.metrics import TIME_GPU_HOURS, TIME_STEP
+from megatron_eqlen.budget import Budget, Spent
+from megatron_eqlen.metrics import TIME_STEP, spent
 from megatron_eqlen.report.format import (
     MISMATCH_KL,
     PAIRS,
@@ -55,7 +55,7 @@ class Progress:
         self.title = title
         self.show = show
         self.console = console or Console(highlight=False, soft_wrap=True)
-        self.done, self.gpu_hours = 0, 0.0
+        self.spent = Spent()
         self.metrics: Metrics = {}
         self.rewards: deque[float] = deque(maxlen=SPARK_STEPS)
         self.step_seconds: deque[float] = deque(maxlen=STEPS_FOR_ETA)
@@ -68,12 +68,12 @@ class Progress:
         """Whether there is a terminal that can redraw lines."""
         return self.show and self.console.is_terminal and not self.console.is_dumb_terminal
 
-    def resume(self, done: int, gpu_hours: float = 0.0) -> None:
-        """The run goes on after ``done`` steps (0: it begins) and ``gpu_hours``."""
-        self.done, self.gpu_hours = done, gpu_hours
+    def resume(self, spent: Spent) -> None:
+        """The run goes on after this (of 0 steps: it begins)."""
+        self.spent = spent
         self._draw()
-        if done:
-            self.say(f"goes on after {self.budget.outcome(done, gpu_hours)}")
+        if spent.steps:
+            self.say(f"goes on after {self.budget.outcome(spent)}")
 
     def stage(self, name: str) -> None:
         """Show what is being done now, for example ``harvest``."""
@@ -82,8 +82,7 @@ class Progress:
 
     def step(self, number: int, metrics: Metrics) -> None:
         """Step ``number`` (counted from 1) is done; ``metrics`` are its own, ``time/step`` in seconds."""
-        self.done, self.metrics = number, metrics
-        self.gpu_hours = metrics.get(TIME_GPU_HOURS, self.gpu_hours)
+        self.spent, self.metrics = spent(number, metrics), metrics
         if TIME_STEP in metrics:
             self.step_seconds.append(metrics[TIME_STEP])
         if (reward := first_of(metrics, REWARD)) is not None:
@@ -107,7 +106,7 @@ class Progress:
         """Print the last line: which limit ended the run, and where its report is."""
         self.close()
         taken = duration(time.monotonic() - self.started)
-        came = self.budget.outcome(self.done, self.gpu_hours)
+        came = self.budget.outcome(self.spent)
         self.say(f"{self.title}: {came}, {taken} since the start; see {page}")
 
     def close(self) -> None:
@@ -118,7 +117,7 @@ class Progress:
 
     def seconds_left(self) -> float | None:
         """Estimated from the mean of the newest steps; None before the first step."""
-        left = self.budget.steps_left(self.done, self.gpu_hours)
+        left = self.budget.steps_left(self.spent)
         if not self.step_seconds or left is None:
             return None
         return sum(self.step_seconds) / len(self.step_seconds) * left
@@ -129,7 +128,7 @@ class Progress:
         bar = Table.grid(padding=(0, 2))
         bar.add_row(
             Text(self.title, "bold"),
-            ProgressBar(self._expected_steps(), self.done, width=30),
+            ProgressBar(self._expected_steps(), self.spent.steps, width=30),
             self._count(),
             Text(f"{self.stage_name} {duration(time.monotonic() - self.stage_started)}", "cyan"),
             self._left(),
@@ -137,11 +136,12 @@ class Progress:
         return Group(bar, Text(self._numbers(), no_wrap=True, overflow="ellipsis"))
 
     def _expected_steps(self) -> float | None:
-        left = self.budget.steps_left(self.done, self.gpu_hours)
-        return None if left is None else self.done + left
+        left = self.budget.steps_left(self.spent)
+        return None if left is None else self.spent.steps + left
 
     def _count(self) -> str:
-        return f"{self.done}/{self.budget.steps}" if self.budget.steps is not None else str(self.done)
+        done = str(self.spent.steps)
+        return f"{done}/{self.budget.steps}" if self.budget.steps is not None else done
 
     def _draw(self) -> None:
         """Start the redrawn lines, or update them."""

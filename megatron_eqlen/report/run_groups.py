@@ -12,8 +12,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from megatron_eqlen.budget import Spent
 from megatron_eqlen.evaluation.result import EvaluationResult, read_results
-from megatron_eqlen.metrics import HARVEST_GENERATED_TOKENS, OBJECTIVE_EFFECTIVE_SAMPLES, TIME_GPU_HOURS
+from megatron_eqlen.metrics import HARVEST_GENERATED_TOKENS, OBJECTIVE_EFFECTIVE_SAMPLES, spent
 from megatron_eqlen.objectives.registry import with_defaults
 from megatron_eqlen.recipe import Recipe, is_under, leaves
 from megatron_eqlen.recipe_load import load
@@ -41,8 +42,7 @@ class RunResult:
     """By benchmark."""
     effective_samples: float
     generated_tokens: float
-    gpu_hours: float
-    steps: int
+    spent: Spent
 
     @property
     def model(self) -> str:
@@ -95,8 +95,7 @@ def read_run(folder: Path) -> RunResult:
         _by_benchmark(folder / AFTER),
         total(OBJECTIVE_EFFECTIVE_SAMPLES),
         total(HARVEST_GENERATED_TOKENS),
-        (records[-1].get(TIME_GPU_HOURS) or 0.0) if records else 0.0,
-        records[-1]["step"] if records else 0,
+        spent(records[-1]["step"], records[-1]) if records else Spent(),
     )
 
 

@@ -95,12 +95,15 @@ def test_a_stop_file_ends_the_run_with_a_checkpoint_and_the_run_goes_on_later(ho
     assert not (folder / "export").exists()
 
 
-def test_a_run_ends_with_its_gpu_hours_and_goes_on_with_more_to_the_same_bits(home, trained):
+def test_a_run_ends_with_its_budget_and_goes_on_with_more_to_the_same_bits(home, trained):
     folder = train(home, "budget", "gpu_hours=1e-6")
     assert column(folder, "step") == [1]
     ended = (folder / "evaluation/after.json").read_bytes()
-    train(home, "budget", "gpu_hours=1")
+    flops = column(trained, "total/flops")
+    train(home, "budget", "steps=null", f"flops={flops[1] + 1}")
     assert column(folder, "step") == [1, 2, 3]
+    assert column(folder, "total/flops") == flops, "what a run spends does not depend on where it stopped"
+    assert column(folder, "total/generated_tokens")[2] == sum(column(trained, "harvest/generated_tokens"))
     assert 1e-6 < column(folder, "time/gpu_hours")[0] < column(folder, "time/gpu_hours")[2]
     assert (folder / "evaluation/step-00000001.json").read_bytes() == ended, "nothing earned is lost"
     assert (folder / "export-step-00000001/model.safetensors").is_file()

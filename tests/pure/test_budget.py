@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from megatron_eqlen import cli
-from megatron_eqlen.budget import Budget
+from megatron_eqlen.budget import Budget, Spent
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.recipe_load import dump, load
 from megatron_eqlen.report.page import write_page
@@ -41,7 +41,7 @@ def end_of(budget: Budget, steps: int, hours: float) -> str:
     ],
 )
 def test_the_limit_that_ends_a_run_is_said(budget, steps, hours, key, said):
-    assert budget.ended_by(steps, hours) == key
+    assert budget.ended_by(Spent(steps, hours)) == key
     assert said in end_of(budget, steps, hours)
 
 
@@ -50,7 +50,8 @@ def test_steps_may_be_left_out_with_gpu_hours_and_not_without(tmp_path, capsys):
     file.write_text(dump(recipe(tmp_path)))
     assert load(file, ["steps=null", "gpu_hours=3"]).budget == Budget(None, 3.0)
     with pytest.raises(
-        RecipeError, match="steps: expected this or gpu_hours, which end a run, found neither"
+        RecipeError,
+        match="steps: expected this, or one of gpu_hours, generated_tokens, flops, to end a run, found none",
     ):
         load(file, ["steps=null"])
     with pytest.raises(RecipeError, match=r"optimizer\.lr_schedule: cosine falls over a run's steps"):
@@ -74,7 +75,7 @@ def test_the_page_and_the_folder_know_the_end(tmp_path):
 
 
 def test_what_is_left_is_estimated_by_the_nearer_limit():
-    assert Budget(30, None).steps_left(10, 1.0) == 20
-    assert Budget(30, 1.5).steps_left(10, 1.0) == pytest.approx(5)
-    assert Budget(None, 1.5).steps_left(0, 0.0) is None
-    assert Budget(None, 1.5).steps_left(10, 1.6) == 0
+    assert Budget(30, None).steps_left(Spent(10, 1.0)) == 20
+    assert Budget(30, 1.5).steps_left(Spent(10, 1.0)) == pytest.approx(5)
+    assert Budget(None, 1.5).steps_left(Spent()) is None
+    assert Budget(None, 1.5).steps_left(Spent(10, 1.6)) == 0

@@ -1,6 +1,7 @@
 """Metrics become one in the way that is declared beside their name, and no name is undeclared."""
 
 import ast
+import itertools
 import math
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_eqlen import metrics
 from megatron_eqlen.metrics import DECLARED, Mean, MetricError, at_once, check, in_turn, metric
 from megatron_eqlen.rollout.meter import rollout_metrics
-from megatron_eqlen.types import Group, Pair, Segment, Stream
+from megatron_eqlen.types import Group, Pair, Prompt, Segment, Stream
 from tests.kit import ROOT
 
 PACKAGE = ROOT / "megatron_eqlen"
@@ -21,16 +22,23 @@ def segment(length: int, finish_reason: str | None = "stop") -> Segment:
     return Segment(list(range(length)), [0.0] * length, finish_reason)
 
 
+names = map(str, itertools.count())
+
+
+def prompt() -> Prompt:
+    return Prompt(next(names), [1, 2, 3], "", "", "")
+
+
 def stream(*lengths: int) -> Stream:
     pairs = [Pair(segment(length), segment(length, None)) for length in lengths]
-    return Stream("p", 0, 0, pairs, "truncated", segment(3, "length"))
+    return Stream(prompt(), 0, 0, pairs, "truncated", segment(3, "length"))
 
 
 rollouts = st.one_of(
     st.lists(st.lists(st.integers(1, 9), max_size=4).map(lambda lengths: stream(*lengths)), max_size=5),
     st.lists(
         st.lists(st.integers(1, 9), min_size=1, max_size=4).map(
-            lambda lengths: Group("p", 0, [segment(n, "stop" if n % 2 else "length") for n in lengths])
+            lambda lengths: Group(prompt(), 0, [segment(n, "stop" if n % 2 else "length") for n in lengths])
         ),
         max_size=5,
     ),

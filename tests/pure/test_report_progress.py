@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron_eqlen.budget import Budget
+from megatron_eqlen.budget import Budget, Spent
 from megatron_eqlen.report.format import compact, duration
 from megatron_eqlen.report.progress import Progress, sparkline
 
@@ -40,7 +40,7 @@ def display(terminal: bool, **keys) -> tuple[Progress, io.StringIO]:
 
 def test_a_log_gets_one_plain_line_a_step():
     progress, out = display(terminal=False)
-    progress.resume(0)
+    progress.resume(Spent())
     progress.evaluated("before", "avg@8 43.1% [39.0, 47.2]")
     run_steps(progress, range(1, 30))
     lines = out.getvalue().splitlines()
@@ -55,7 +55,7 @@ def test_a_log_gets_one_plain_line_a_step():
 
 def test_a_resumed_run_says_so_and_counts_on():
     progress, out = display(terminal=False)
-    progress.resume(10)
+    progress.resume(Spent(10))
     run_steps(progress, range(11, 12))
     progress.finish(Path("runs/tiny/report.html"))
     said, step, end = out.getvalue().splitlines()
@@ -74,7 +74,7 @@ def test_what_was_not_measured_is_left_out():
 
 def test_other_ranks_are_silent():
     progress, out = display(terminal=True, show=False)
-    progress.resume(3)
+    progress.resume(Spent(3))
     run_steps(progress, range(4, 8))
     progress.evaluated("after", "better")
     progress.finish(Path("report.html"))
@@ -86,7 +86,7 @@ def test_the_terminal_is_given_back_after_an_exception():
 
     def train() -> None:
         try:
-            progress.resume(0)
+            progress.resume(Spent())
             run_steps(progress, range(1, 3))
             raise RuntimeError("lost a rank")
         finally:
@@ -103,7 +103,7 @@ def test_the_terminal_is_given_back_after_an_exception():
 
 def test_a_terminal_keeps_what_was_said_and_redraws_the_rest():
     progress, out = display(terminal=True)
-    progress.resume(0)
+    progress.resume(Spent())
     progress.evaluated("before", "avg@8 [39.0, 47.2]")
     run_steps(progress, range(1, 6))
     progress.finish(Path("report.html"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Literal, get_args
 
@@ -17,6 +17,7 @@ from megatron_eqlen.metrics import (
 )
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import ComparisonUnit, all_equal
+from megatron_eqlen.sampling.context import seen
 from megatron_eqlen.sampling.equal_length.suffix import pair_rewards
 from megatron_eqlen.types import Metrics, Outcome, Stream
 
@@ -37,7 +38,16 @@ def shape(streams: Sequence[Stream]) -> Metrics:
     if lengths:
         metrics[HARVEST_SEGMENT_LENGTH] = fmean(lengths)
         metrics["harvest/segment_length_max"] = max(lengths)
-    return metrics
+    return metrics | seen(streams, _starts, branches=sum(max(len(one.pairs) - 1, 0) for one in streams))
+
+
+def _starts(stream: Stream) -> Iterator[int]:
+    trunk = 0
+    for pair in stream.pairs:
+        yield from (trunk, trunk)
+        trunk += len(pair.b)
+    if stream.tail is not None:
+        yield trunk
 
 
 def compared(units: Sequence[ComparisonUnit], streams: Sequence[Stream], recipe: Recipe) -> Metrics:

@@ -13,21 +13,26 @@ from megatron_eqlen.metrics import (
 )
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import ComparisonUnit
+from megatron_eqlen.sampling.context import seen
 from megatron_eqlen.types import Group, Metrics, SampledTree
 
 
-def shape(rollouts: Sequence[Group] | Sequence[SampledTree]) -> Metrics:
+def shape(groups: Sequence[Group]) -> Metrics:
+    return completions(groups) | seen(groups, lambda group: [0] * len(group.completions))
+
+
+def completions(rollouts: Sequence[Group] | Sequence[SampledTree]) -> Metrics:
     """How many completions (steps, of sampled trees), how long, and why they ended."""
-    completions = [segment for rollout in rollouts for segment in rollout.segments()]
-    lengths = [len(completion) for completion in completions]
-    reasons = Counter(completion.finish_reason for completion in completions)
+    segments = [segment for rollout in rollouts for segment in rollout.segments()]
+    lengths = [len(segment) for segment in segments]
+    reasons = Counter(segment.finish_reason for segment in segments)
     return {
-        "harvest/completions": len(completions),
+        "harvest/completions": len(segments),
         HARVEST_SUPERVISED_TOKENS: sum(lengths),
         HARVEST_RESPONSE_LENGTH: fmean(lengths),
         "harvest/response_length_max": max(lengths),
-        HARVEST_TRUNCATED_FRACTION: reasons["length"] / len(completions),
-        "harvest/budget_fraction": reasons[None] / len(completions),
+        HARVEST_TRUNCATED_FRACTION: reasons["length"] / len(segments),
+        "harvest/budget_fraction": reasons[None] / len(segments),
     }
 
 

@@ -1,0 +1,23 @@
+"""The shape of sampled trees, as metrics: each step counts as a completion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_eqlen.sampling.context import seen
+from megatron_eqlen.sampling.independent.meter import completions
+from megatron_eqlen.types import Metrics, SampledTree
+
+
+def shape(trees: Sequence[SampledTree]) -> Metrics:
+    branches = sum(parent >= 0 for tree in trees for parent in tree.parents)
+    return completions(trees) | seen(trees, _starts, branches)
+
+
+def _starts(tree: SampledTree) -> list[int]:
+    ends: list[int] = []
+    starts: list[int] = []
+    for step, parent in zip(tree.steps, tree.parents, strict=True):
+        starts.append(ends[parent] if parent >= 0 else 0)
+        ends.append(starts[-1] + len(step))
+    return starts

@@ -1,0 +1,127 @@
+"""What a step costs: counted from its tokens, and the same as counting operation by operation."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from megatron_eqlen.hf.config import read_config
+from megatron_eqlen.hf.cost import forward_flops
+from megatron_eqlen.packing.pack import plan_rows
+from megatron_eqlen.plan.flops import counted
+from megatron_eqlen.plan.model import KNOWN_MODELS
+from megatron_eqlen.recipe_load import load
+from megatron_eqlen.rollout.meter import rollout_metrics
+from megatron_eqlen.sampling import kind_of
+from megatron_eqlen.types import Group, Node, Pair, Prompt, Rollout, SampledTree, Segment, Stream, TokenTree
+from tests.kit import ROOT
+
+QWEN3 = KNOWN_MODELS / "qwen3-0.6b.json"
+lengths = st.lists(st.integers(1, 9), min_size=1, max_size=4)
+names = map(str, itertools.count())
+LEAVES = ((4, 0), (6, 0), (3, 2))
+"""(tokens, parent) of nodes after the root."""
+
+
+def prompt() -> Prompt:
+    return Prompt(next(names), [1, 2, 3], "", "", "")
+
+
+def segment(length: int) -> Segment:
+    return Segment(list(range(length)), [0.0] * length, "stop")
+
+
+def stream(sides: list[int]) -> Stream:
+    pairs = [Pair(segment(length), segment(length)) for length in sides]
+    return Stream(prompt(), 0, 0, pairs, "truncated", segment(3))
+
+
+def tree(steps: list[int]) -> SampledTree:
+    """Each step continues the one before the last."""
+    return SampledTree(
+        prompt(), 0, [segment(n) for n in steps], [n - 2 if n > 1 else -1 for n in range(len(steps))]
+    )
+
+
+rollouts = st.lists(
+    st.one_of(
+        lengths.map(stream),
+        lengths.map(lambda many: Group(prompt(), 0, [*map(segment, many)])),
+        lengths.map(tree),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+def seen_one_by_one(rollout: Rollout) -> list[int]:
+    """For each generated token of a rollout, as it is drawn, the tokens before it on its path."""
+    drawn = kind_of(rollout).picture(rollout)
+    placed = [side for pair in drawn.pairs for side in pair] + drawn.segments
+    return [3 + len(one.inherited) + n for one in placed for n in range(len(one.segment))]
+
+
+@given(rollouts)
+@settings(max_examples=30)
+def test_the_context_of_a_rollout_is_what_its_tokens_see(rollouts):
+    for kind in dict.fromkeys(map(kind_of, rollouts)):  # a step has rollouts of one kind
+        mine = [rollout for rollout in rollouts if kind_of(rollout) is kind]
+        seen = [count for rollout in mine for count in seen_one_by_one(rollout)]
+        metrics = rollout_metrics(mine)
+        assert metrics["harvest/context"] == pytest.approx(np.mean(seen))
+        assert metrics["harvest/prompt_tokens"] == 3 * len(mine)
+
+
+@pytest.mark.parametrize("layout", ["tree", "expanded"])
+def test_the_context_of_rows_is_what_their_positions_see(layout):
+    nodes = [
+        Node(-1, np.arange(5)),
+        *(Node(above, np.arange(n), weight=1.0, rollout_logprobs=np.zeros(n)) for n, above in LEAVES),
+    ]
+    planned = plan_rows([TokenTree("t", nodes)], max_tokens_per_row=40, layout=layout)
+    pairs = 0
+    for row in planned.ranks[0]:
+        ends = planned.fill(row, for_loss=False).visible_until
+        query, key = np.indices((len(ends), len(ends)))
+        pairs += ((key <= query) & (query < ends[key])).sum()
+    assert planned.metrics["packing/context"] * planned.metrics["packing/tokens"] == pytest.approx(pairs)
+
+
+def test_a_token_costs_what_counting_each_matrix_product_gives():
+    config = Qwen3Config.from_pretrained(QWEN3, attn_implementation="eager")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+        ids = torch.zeros(1, 256, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model(ids)  # each of the 256 queries is multiplied with all 256 keys
+    ours = 256 * forward_flops(read_config(QWEN3), 256)
+    assert ours == pytest.approx(counter.get_total_flops(), rel=0.001)
+
+
+def test_a_steps_flops_are_its_generated_prefilled_and_trained_tokens():
+    model = read_config(QWEN3)
+    metrics = {
+        "harvest/generated_tokens": 1000, "harvest/context": 50.0, "harvest/prompt_tokens": 20,
+        "harvest/branches": 4, "packing/tokens": 300, "packing/context": 80.0,
+    }  # fmt: skip
+
+    def flops(*overrides: str) -> dict[str, float]:
+        return counted(load(ROOT / "recipes/qwen3_0.6b.yaml", overrides), model, metrics)
+
+    one = flops("loss.kl_coef=0", "rollout.block_size=31")
+    assert one["harvest/flops"] == (1000 + 20 + 4 * 16) * forward_flops(model, 50)
+    assert one["train/flops"] == 3 * 300 * forward_flops(model, 80)
+    assert flops("loss.minibatches=2")["train/flops"] == 5 / 3 * one["train/flops"], (
+        "reference and old log-probs"
+    )
+    assert counted(load(ROOT / "recipes/qwen3_0.6b.yaml"), model, {}) == {
+        "harvest/flops": 0,
+        "train/flops": 0,
+    }
