@@ -127,11 +127,13 @@ def engine(rollout: RolloutRecipe, model: ModelConfig) -> Iterator[str]:
 def paths(recipe: Recipe, model: ModelConfig) -> Iterator[str]:
     """The longest path must lie within the positions that the model knows."""
     prompt, response = recipe.data.max_prompt_length, recipe.rollout.max_response_length
-    if prompt + response > model.max_position_embeddings:
+    if prompt + response > model.context_length:
+        source = "max_position_embeddings"
+        if model.yarn:
+            source = "yarn's factor x original_max_position_embeddings"
         yield (
             f"data.max_prompt_length {prompt} + rollout.max_response_length {response} = "
-            f"{prompt + response} is more than the model's max_position_embeddings "
-            f"{model.max_position_embeddings}"
+            f"{prompt + response} is more than the model's {source} {model.context_length}"
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from megatron_eqlen.files import read_json
 from megatron_eqlen.hf.config_fields import ConfigError, Fields
+from megatron_eqlen.hf.rope import Yarn, read_rope
 
 Family = Literal["qwen3", "qwen3_moe", "qwen3_next"]
 FAMILIES: tuple[Family, ...] = ("qwen3", "qwen3_moe", "qwen3_next")
@@ -68,6 +69,13 @@ class ModelConfig:
     tie_word_embeddings: bool
     experts: Experts | None = None
     delta_net: DeltaNet | None = None
+    yarn: Yarn | None = None
+
+    @property
+    def context_length(self) -> int:
+        """Positions that the model knows. Qwen3's way to a longer context is to add yarn alone, so that
+        ``max_position_embeddings`` is still that of the original."""
+        return self.yarn.context_length if self.yarn else self.max_position_embeddings
 
     @property
     def gated_attention(self) -> bool:
@@ -109,7 +117,7 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
         head_dim = hidden // heads
     else:
         head_dim = fields.get("head_dim", int)
-    theta, rotary = _rope(fields, family)
+    rope = read_rope(fields, partial=family == "qwen3_next")
     model = ModelConfig(
         model_type=family,
         vocab_size=fields.get("vocab_size", int),
@@ -121,11 +129,12 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
         head_dim=head_dim,
         max_position_embeddings=fields.get("max_position_embeddings", int),
         rms_norm_eps=fields.get("rms_norm_eps", float),
-        rope_theta=theta,
-        partial_rotary_factor=rotary,
+        rope_theta=rope.theta,
+        partial_rotary_factor=rope.partial_rotary_factor,
         tie_word_embeddings=fields.get("tie_word_embeddings", bool),
         experts=None if family == "qwen3" else _experts(fields, layers, shared=family == "qwen3_next"),
         delta_net=_delta_net(fields, layers) if family == "qwen3_next" else None,
+        yarn=rope.yarn,
     )
     _check_sizes(model, where)
     fields.warn_of_unread(HARMLESS | ONLY_SUPPORTED.keys())
@@ -149,38 +158,6 @@ def _check_sizes(model: ModelConfig, where: str) -> None:
             f"{where}: num_experts_per_tok: expected at most num_experts {experts.num_experts}, "
             f"found {experts.num_experts_per_tok}"
         )
-
-
-def _rope(fields: Fields, family: Family) -> tuple[float, float]:
-    """(rope_theta, partial_rotary_factor), from the fields of old files or the dict of new ones."""
-    dicts = {key: fields.optional(key, dict, {}) for key in ("rope_scaling", "rope_parameters")}
-    for key, rope in dicts.items():
-        if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
-            raise ConfigError(f"{fields.where}: {key}.rope_type: only 'default' is supported, found {kind!r}")
-        if odd := sorted(rope.keys() - {"rope_type", "type", *_ROPE_KEYS}):
-            raise ConfigError(f"{fields.where}: {key}: {odd} not supported")
-    theta = _rope_value(fields, dicts["rope_parameters"], "rope_theta")
-    if not theta:
-        raise ConfigError(f"{fields.where}: missing field 'rope_theta' (or rope_parameters.rope_theta)")
-    rotary = _rope_value(fields, dicts["rope_parameters"], "partial_rotary_factor")
-    if family != "qwen3_next" and rotary not in (None, 1.0):
-        raise ConfigError(
-            f"{fields.where}: partial_rotary_factor: Transformers ignores it in {family} models"
-        )
-    if family == "qwen3_next" and rotary is None:
-        raise ConfigError(f"{fields.where}: missing field 'partial_rotary_factor'")
-    if rotary is not None and rotary > 1:
-        raise ConfigError(f"{fields.where}: partial_rotary_factor: expected at most 1, found {rotary}")
-    return theta, 1.0 if rotary is None else rotary
-
-
-def _rope_value(fields: Fields, new: Mapping[str, Any], key: str) -> float | None:
-    """One number of RoPE, which a file may give in two places; they must agree."""
-    old = fields.optional(key, float, None)
-    inner = Fields(new, f"{fields.where}: rope_parameters").optional(key, float, old)
-    if old is not None and old != inner:
-        raise ConfigError(f"{fields.where}: {key} is {old} but rope_parameters.{key} is {inner}")
-    return inner
 
 
 def _experts(fields: Fields, layers: int, shared: bool) -> Experts:
@@ -223,8 +200,6 @@ def _delta_net(fields: Fields, layers: int) -> DeltaNet:
         layers=linear,
     )
 
-
-_ROPE_KEYS = ("rope_theta", "partial_rotary_factor")
 
 ONLY_SUPPORTED: dict[str, Any] = {
     "hidden_act": "silu",

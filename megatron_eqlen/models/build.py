@@ -21,6 +21,7 @@ from megatron_eqlen.hf.config import ModelConfig, read_config
 from megatron_eqlen.models.config import gpt_arguments, transformer_config
 from megatron_eqlen.models.gpt import PolicyModel
 from megatron_eqlen.models.layer_specs import block_spec
+from megatron_eqlen.models.rotary import yarn_frequencies
 from megatron_eqlen.recipe import ParallelRecipe
 
 
@@ -81,6 +82,10 @@ def _chunk(model: ModelConfig, config: Any, vp_stage: int | None) -> PolicyModel
         **gpt_arguments(model),
     )
     chunk.model_config = model
+    if model.yarn:
+        plain = chunk.rotary_pos_emb.inv_freq
+        frequencies = yarn_frequencies(model.yarn, model.rope_theta, 2 * len(plain))
+        chunk.rotary_pos_emb.inv_freq = frequencies.to(plain.device)
     _mark_tensor_parallel_parameters(chunk)
     _mark_expert_parameters(chunk)
     if torch.cuda.is_available() and not next(chunk.parameters()).is_meta:

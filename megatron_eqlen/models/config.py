@@ -10,6 +10,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_eqlen import layout, packages
 from megatron_eqlen.hf.config import DeltaNet, Experts, ModelConfig
+from megatron_eqlen.models.rotary import set_attention_factor
 from megatron_eqlen.recipe import ParallelRecipe
 
 
@@ -46,14 +47,17 @@ def transformer_config(
         fields |= _expert_fields(model.experts, dtype)
     if model.delta_net:
         fields |= _delta_net_fields(model.delta_net)
-    return TransformerConfig(**fields | overrides)
+    config = TransformerConfig(**fields | overrides)
+    if model.yarn:
+        set_attention_factor(config, model.yarn.attention_factor)
+    return config
 
 
 def gpt_arguments(model: ModelConfig) -> dict[str, Any]:
     """GPTModel's arguments beside the configuration and the layers."""
     return {
         "vocab_size": model.vocab_size,
-        "max_sequence_length": model.max_position_embeddings,
+        "max_sequence_length": model.context_length,
         "position_embedding_type": "rope",
         "rotary_base": model.rope_theta,
         "rotary_percent": model.partial_rotary_factor,

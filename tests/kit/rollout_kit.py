@@ -18,15 +18,23 @@ if TYPE_CHECKING:
 
 EOS = [1, 2]
 MAX_LEN = 256
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
 CHANGES = {
     "qwen3": {"head_dim": 32, "num_hidden_layers": 2},
-    "tied": {"head_dim": 32, "num_hidden_layers": 2, "tie_word_embeddings": True},
+    "tied, yarn": {
+        "head_dim": 32,
+        "num_hidden_layers": 2,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 40,
+        "rope_parameters": YARN,
+    },
     "qwen3_moe": {"head_dim": 32, "num_hidden_layers": 2, "num_experts": 4},
     "qwen3_next": {
         "head_dim": 32,
         "num_experts": 4,
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
+        "rope_parameters": YARN | {"partial_rotary_factor": 0.25},
     },
 }
 DTYPES = {"qwen3_next": "bfloat16"}  # the only one vLLM's CPU build has for Gated DeltaNet

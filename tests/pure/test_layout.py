@@ -294,6 +294,18 @@ def test_the_papers_model_is_refused_where_it_cannot_start(capsys):
         assert message in outcome(capsys, "plan", str(RECIPES / "qwen3_next_80b_h100x32.yaml"), override)
 
 
+def test_yarn_lengthens_paths_and_says_how_far(tmp_path, capsys):
+    recipe = str(write_recipe(tmp_path, "qwen3"))
+    config = tmp_path / "model/config.json"
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 1.5, "original_max_position_embeddings": 512}
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"rope_parameters": yarn}))
+    assert outcome(capsys, "plan", recipe, "rollout.max_response_length=668") == ""
+    assert (
+        "100 + rollout.max_response_length 669 = 769 is more than the model's yarn's factor x "
+        "original_max_position_embeddings 768"
+    ) in outcome(capsys, "plan", recipe, "rollout.max_response_length=669")
+
+
 def test_the_engine_copies_key_value_heads_and_no_others():
     """vLLM's rule: fewer key-value heads than ranks are copied; Megatron's weights are not."""
     model = parse_config(

@@ -2,17 +2,20 @@
 
 import json
 import math
+import re
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_eqlen import hf
 from megatron_eqlen.hf.config import ConfigError, parse_config, read_config
 from megatron_eqlen.hf.cost import active_parameters, pair_cost
 from megatron_eqlen.hf.families import weight_map
 from megatron_eqlen.models.config import gpt_arguments, transformer_config
+from megatron_eqlen.models.rotary import yarn_frequencies
 from megatron_eqlen.recipe import ParallelRecipe
 from tests.kit.distributed import run_ranks
 from tests.kit.tiny_models import FAMILIES, tiny_config
@@ -99,7 +102,7 @@ REFUSED = {
     "hidden_act": ("gelu", "qwen3"),
     "attention_dropout": (0.1, "qwen3_moe"),
     "use_sliding_window": (True, "qwen3_moe"),
-    "rope_scaling": ({"rope_type": "yarn", "factor": 4.0}, "qwen3"),
+    "rope_scaling": ({"rope_type": "yarn", "rope_theta": 1e6}, "qwen3"),
     "rope_parameters": ({"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, "qwen3"),
     "quantization_config": ({"quant_method": "fp8"}, "qwen3_next"),
     "layer_types": (["sliding_attention"] * 4, "qwen3"),
@@ -117,6 +120,83 @@ REFUSED = {
     "output_router_logits": ("yes", "qwen3_moe"),
     "num_experts": (4, "qwen3_moe"),
 }
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+YARN_OPTIONS = {
+    "as documented": {},
+    "an attention factor": {"attention_factor": 1.25},
+    "nulls": {"attention_factor": None, "mscale": None},
+    "mscale": {"mscale": 0.8, "mscale_all_dim": 0.5},
+    "one mscale": {"mscale": 0.8},
+    "mscale of nothing": {"mscale": 0.8, "mscale_all_dim": 0},
+    "betas": {"beta_fast": 24, "beta_slow": 2.5},
+    "one dimension between": {"beta_fast": 1.0, "beta_slow": 1.0, "truncate": False},
+    "not truncated": {"truncate": False},
+    "no factor": {"factor": 1},
+    "whole numbers": {"factor": 4, "mscale": 1, "mscale_all_dim": 1},
+    "short": {"original_max_position_embeddings": 64, "factor": 2.5},
+}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
+@pytest.mark.parametrize("options", YARN_OPTIONS)
+def test_yarn_is_that_of_transformers_to_the_bit(family, options):
+    """The real models' heads and bases, with every option."""
+    rope = YARN | YARN_OPTIONS[options]
+    name = {"qwen3": "qwen3-32b", "qwen3_next": "qwen3-next-80b-a3b-thinking"}[family]
+    raw = json.loads((SHIPPED / f"{name}.json").read_text()) | {"rope_scaling": rope}
+    model = parse_config(raw, "here.json")
+    config = tiny_config(
+        family, rope_scaling=dict(rope), rope_theta=raw["rope_theta"], head_dim=raw["head_dim"]
+    )
+    frequencies, factor = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+    assert torch.equal(
+        yarn_frequencies(model.yarn, model.rope_theta, int(model.head_dim * model.partial_rotary_factor)),
+        frequencies,
+    )
+    assert model.yarn.attention_factor == factor
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+        _yarn_get_concentration_factor_from_config,
+    )
+
+    megatron = transformer_config(model, ParallelRecipe(), torch.float32)
+    assert _yarn_get_concentration_factor_from_config(megatron) == pytest.approx(factor, rel=1e-15)
+    assert model.context_length == int(rope["factor"] * rope["original_max_position_embeddings"])
+
+
+YARN_REFUSED = {
+    "factor": (None, "expected float, found None"),
+    "original_max_position_embeddings": (None, "expected int, found None"),
+    "beta_fast": (0, "expected more than 0"),
+    "beta_slow": (None, "expected float, found None"),
+    "truncate": ("no", "expected bool, found 'no'"),
+    "low_freq_factor": (1.0, "not supported with rope_type 'yarn'"),
+    "rope_theta": (5.0, "is 1000000.0 but rope_scaling.rope_theta is 5.0"),
+}
+
+
+@pytest.mark.parametrize("option", YARN_REFUSED)
+def test_what_yarn_cannot_be_is_refused_by_name(option):
+    value, message = YARN_REFUSED[option]
+    raw = json.loads((SHIPPED / "qwen3-32b.json").read_text())
+    with pytest.raises(ConfigError, match=f"here.json: .*{option}.*{re.escape(message)}"):
+        parse_config(raw | {"rope_scaling": YARN | {option: value}}, "here.json")
+    for missing in ("factor", "original_max_position_embeddings"):
+        rest = {key: kept for key, kept in YARN.items() if key != missing}
+        with pytest.raises(ConfigError, match=f"rope_scaling: missing field '{missing}'"):
+            parse_config(raw | {"rope_scaling": rest}, "here.json")
+
+
+@pytest.mark.parametrize(("field", "value", "message"), [
+    ("rope_scaling", YARN, "rope_scaling beside rope_parameters"),
+    ("original_max_position_embeddings", 4096, "is 4096 but rope_parameters.orig"),
+])  # fmt: skip
+def test_two_places_that_disagree_are_refused(tmp_path, field, value, message):
+    """Transformers takes one of them without a word."""
+    raw = saved(tmp_path, "qwen3", rope_parameters=YARN | {"rope_theta": 1e4})
+    with pytest.raises(ConfigError, match=message):
+        parse_config(raw | {field: value}, "here.json")
 
 
 @pytest.mark.parametrize("field", REFUSED)

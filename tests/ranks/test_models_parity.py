@@ -148,6 +148,7 @@ def assert_same_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor]) ->
         assert error < MAX_GRADIENT_ERROR, f"{name}: relative gradient error {error:.1e}"
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 8}
 SHAPES = {
     "three heads, one key-value head": ("qwen3", {"num_attention_heads": 3, "num_key_value_heads": 1}),
     "five heads, no sharing": ("qwen3", {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 8}),
@@ -157,6 +158,12 @@ SHAPES = {
     "long rope, odd vocabulary": (
         "qwen3",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}, "vocab_size": 101},
+    ),
+    "yarn": ("qwen3", {"rope_parameters": YARN}),
+    "yarn with a factor of its own": ("qwen3_moe", {"rope_parameters": YARN | {"attention_factor": 1.7}}),
+    "yarn of a quarter of each head": (
+        "qwen3_next",
+        {"head_dim": 32, "rope_parameters": YARN | {"partial_rotary_factor": 0.25, "beta_fast": 4.0}},
     ),
     "router weights as they are": ("qwen3_moe", {"norm_topk_prob": False}),
     "some layers dense": ("qwen3_moe", {"mlp_only_layers": [0], "decoder_sparse_step": 2}),
@@ -196,3 +203,27 @@ def test_tied_embeddings_are_trained_as_one_across_a_pipeline(tmp_path):
     ranks = run_ranks(2, our_pass, str(tmp_path), {"pipeline": 2})
     torch.testing.assert_close(ranks[1][0][0][0], logits[0], atol=MAX_LOGIT_ERROR, rtol=0)
     assert_same_gradients(ranks[0][1], gradients)
+
+
+def logits_at(folder: str, positions: list[int]) -> Tensor:
+    from megatron_eqlen.models.build import build_model
+    from megatron_eqlen.models.weights import load_hf
+    from megatron_eqlen.recipe import ParallelRecipe
+    from megatron_eqlen.training.distributed import start
+
+    start(ParallelRecipe(), seed=1)
+    (chunk,) = build_model(folder, ParallelRecipe(), torch.float32)
+    load_hf([chunk], folder)
+    with torch.no_grad():
+        return chunk(make_rows()[0][:1], torch.tensor([positions]))
+
+
+def test_the_last_positions_of_the_documented_long_context(tmp_path):
+    """Qwen3's own setting, tokens 5,000 positions apart up to the last: an angle's rounding would show."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1e6}
+    model = save_tiny(tmp_path, "qwen3", rope_parameters=yarn, max_position_embeddings=40960, head_dim=128)
+    positions = [131071 - 5000 * i for i in reversed(range(LENGTH))]
+    with torch.no_grad():
+        expected = model(make_rows()[0][:1], position_ids=torch.tensor([positions])).logits
+    (ours,) = run_ranks(1, logits_at, str(tmp_path), positions)
+    torch.testing.assert_close(ours, expected, atol=MAX_LOGIT_ERROR, rtol=0)

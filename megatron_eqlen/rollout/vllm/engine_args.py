@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import json
 import logging
-from pathlib import Path
 from typing import Any
 
 from vllm.platforms import current_platform
 
+from megatron_eqlen.hf.config import ModelConfig, read_config
 from megatron_eqlen.recipe import RolloutRecipe
 
 logger = logging.getLogger(__name__)
@@ -19,9 +19,10 @@ def engine_args(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_l
     """Fields of vLLM 0.31's ``EngineArgs``. ``dtype`` is ``float32`` or ``bfloat16``."""
     cpu = current_platform.is_cpu()
     kv_gib = rollout.kv_cache_gib or (1.0 if cpu else None)
-    args = {
+    model = read_config(model_path)
+    args: dict[str, Any] = {
         "model": model_path,
-        "dtype": _supported_dtype(model_path, dtype),
+        "dtype": _supported_dtype(model_path, model, dtype),
         "skip_tokenizer_init": True,
         "max_model_len": max_model_len,
         "max_num_seqs": rollout.max_num_seqs,
@@ -33,7 +34,11 @@ def engine_args(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_l
         "enforce_eager": cpu,
         "generation_config": "vllm",
     }
-    return args | ({"kv_cache_memory_bytes": int(kv_gib * 2**30)} if kv_gib else {})
+    if kv_gib:
+        args["kv_cache_memory_bytes"] = int(kv_gib * 2**30)
+    if model.yarn:  # vLLM takes max_position_embeddings for the length after scaling, Qwen3's files keep it
+        args["hf_overrides"] = {"max_position_embeddings": model.context_length}
+    return args
 
 
 def as_flags(args: dict[str, Any]) -> list[str]:
@@ -48,10 +53,9 @@ def as_flags(args: dict[str, Any]) -> list[str]:
     return flags
 
 
-def _supported_dtype(model_path: str, dtype: str) -> str:
+def _supported_dtype(model_path: str, model: ModelConfig, dtype: str) -> str:
     """On CPUs vLLM's Gated DeltaNet has only a bfloat16 kernel."""
-    config = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
-    if current_platform.is_cpu() and config["model_type"] == "qwen3_next" and dtype != "bfloat16":
-        logger.warning("%s: vLLM rolls qwen3_next out in bfloat16 on CPUs, not in %s", model_path, dtype)
+    if current_platform.is_cpu() and model.delta_net and dtype != "bfloat16":
+        logger.warning("%s: vLLM rolls Gated DeltaNet out in bfloat16 on CPUs, not in %s", model_path, dtype)
         return "bfloat16"
     return dtype
