@@ -8,6 +8,7 @@ scoring; afterwards every rank has the rollouts that it graded, and skeletons of
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -21,7 +22,7 @@ from megatron_eqlen.evaluation.evaluate import evaluate
 from megatron_eqlen.evaluation.result import EvaluationResult
 from megatron_eqlen.files import step_name
 from megatron_eqlen.hf.folder import HFFolder
-from megatron_eqlen.metrics import at_once
+from megatron_eqlen.metrics import ENGINE_PROBE_SECONDS, at_once
 from megatron_eqlen.objectives import dynamic_sampling
 from megatron_eqlen.recipe import BenchmarkRecipe, Recipe
 from megatron_eqlen.replicas import Replicas, shared
@@ -41,6 +42,7 @@ from megatron_eqlen.rollout.recorder import (
     step_files,
 )
 from megatron_eqlen.rollout.replayed import check_step, check_steps
+from megatron_eqlen.rollout.sync_check import SyncCheck, SyncError
 from megatron_eqlen.session import Session
 from megatron_eqlen.step import Batch, Step
 from megatron_eqlen.training import distributed
@@ -113,6 +115,7 @@ class Generator:
             self.recipe, session.tokenizer.eos_token_ids, session.replicas, syncs_first=synced
         )
         session.ends_with(self.engine.close)
+        self.sync_check = SyncCheck()
         self.watch = MismatchWatch(self.recipe.rollout.mismatch)
         self.left: tuple[int | None, list[Path]] = None, []
         """A step's number, and what an attempt at it that was cut short has recorded. What this process
@@ -150,6 +153,7 @@ class Generator:
             self.left = step.number, agree(lambda: left_files(self.streams / step.name))
         left = read_left(self.left[1], asked)
         self.session.scorer.begin_ended(replicas.part(left.rollouts))
+        probed = self._probe()
         with ExitStack() as files, self.session.stage("harvest") as seconds:
             recorder = files.enter_context(Recorder(self._file(step))) if replicas.leads else None
             rollouts, metrics = harvest(
@@ -169,7 +173,7 @@ class Generator:
         combined = replicas.combine(metrics)  # every rank has read what is removed now
         if distributed.is_rank0():
             remove_journals(self.left[1], [prompt.prompt_id for prompt in prompts])
-        return Batch(rollouts, combined | seconds, position, prompts)
+        return Batch(rollouts, combined | probed | seconds, position, prompts)
 
     def score(self, step: Step, harvested: Batch) -> Batch:
         """Grade this rank's part of its replica's rollouts, learn of all others, record the grades."""
@@ -187,6 +191,7 @@ class Generator:
     def evaluate(self, benchmark: BenchmarkRecipe) -> EvaluationResult:
         """The benchmark's result with the engine's current weights."""
         session = self.session
+        self._probe()
         return evaluate(
             self.engine,
             benchmark,
@@ -210,8 +215,23 @@ class Generator:
     def update_weights(self, policy: Policy) -> Metrics:
         with self.session.stage("sync") as seconds:
             self.engine.wake()
-            self.engine.update_weights(policy.weights(), policy.version)
+            self.engine.update_weights(self.sync_check.passing(policy.weights()), policy.version)
         return seconds
+
+    def _probe(self) -> Metrics:
+        """Ask the engine, once after each sync, whether that had an effect. Returns the time it took. Raises
+        SyncError, on every rank, naming the replica."""
+        if not self.sync_check.due:
+            return {}
+        started = time.perf_counter()
+        mine = self.sync_check.stale(self.engine.probe())
+        named = [f"{name}, driven by rank {dist.get_rank()}" for name in mine]
+        if stale := gather(named if self.session.replicas.leads else []):
+            raise SyncError(
+                f"the weight sync had no effect on {'; '.join(stale)}: the answer to a fixed prompt has not "
+                f"changed by one bit, though most of the weights that were sent have"
+            )
+        return {ENGINE_PROBE_SECONDS: time.perf_counter() - started}
 
     def disagreement(self, mismatch: float | None) -> str | None:
         return self.watch.see(mismatch) if self.recipe.rollout.comparable else None

@@ -71,6 +71,7 @@ HARVEST_RESPONSE_LENGTH = "harvest/response_length"
 ENGINE_SYNC_SECONDS = "engine/sync_seconds"
 ENGINE_SYNC_BYTES = "engine/sync_bytes"
 ENGINE_SYNC_SENT_BYTES = "engine/sync_sent_bytes"
+ENGINE_PROBE_SECONDS = "engine/probe_seconds"
 ENGINE_PREEMPTIONS = "engine/preemptions"
 ENGINE_REMOVED_PROBABILITY = "engine/removed_probability"
 REWARD_MEAN = "reward/mean"
@@ -161,6 +162,7 @@ DECLARED = (
     Metric(ENGINE_SYNC_SECONDS, "s", "max", "the last weight sync", in_turn="sum"),
     Metric(ENGINE_SYNC_BYTES, "bytes", "sum", "received in the last weight sync"),
     Metric(ENGINE_SYNC_SENT_BYTES, "bytes", "sum", "sent to all nodes of all servers in the last sync"),
+    Metric(ENGINE_PROBE_SECONDS, "s", "max", "asking whether the sync has an effect", in_turn="sum"),
     Metric(ENGINE_PREEMPTIONS, "requests", "sum", "put back for lack of KV cache"),
     Metric(ENGINE_REMOVED_PROBABILITY, "share", mean(HARVEST_GENERATED_TOKENS), "by top-k, top-p, min-p"),
     Metric("engine/live_replicas", "replicas", "sum", "replicas that answer", in_turn="min"),

@@ -27,6 +27,13 @@ torch generator of it and rewinds that when a prefill takes several steps, which
 from it."""
 
 
+PROBE = (1, 2, 3, 4), 4
+"""Token ids and most new tokens of ``Engine.probe``: less than a block of any prefix cache."""
+
+Answer = tuple[tuple[int, ...], tuple[float, ...]]
+"""New token ids and their log-probs."""
+
+
 class EngineError(RuntimeError):
     """An engine that died, hangs, or broke the protocol; what was harvested before stays recorded."""
 
@@ -85,6 +92,11 @@ class Engine(Decoder, Protocol):
         the engine then refuses requests until an update succeeds."""
         ...
 
+    def probe(self) -> dict[str, Answer]:
+        """What each replica, by its name, continues ``PROBE`` with: the same to the bit as long as it
+        computes with the same weights. Requires that no request is unfinished."""
+        ...
+
     def reset_cache(self) -> None:
         """Forget cached prefixes."""
         ...
@@ -98,6 +110,13 @@ class Engine(Decoder, Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def answer_of(deltas: Iterable[Delta]) -> Answer:
+    """All that one request got."""
+    deltas = list(deltas)
+    token_ids = tuple(token for delta in deltas for token in delta.token_ids)
+    return token_ids, tuple(logprob for delta in deltas for logprob in delta.logprobs)
 
 
 def check_request(
@@ -150,6 +169,9 @@ class IdleEngine:
         for _ in named_tensors:  # exporting weights is collective: every rank must take part
             pass
         self.policy_version = policy_version
+
+    def probe(self) -> dict[str, Answer]:
+        return {}
 
     def reset_cache(self) -> None: ...
     def sleep(self) -> None: ...

@@ -20,6 +20,7 @@ from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.rollout.engine import Engine, EngineError
 from megatron_eqlen.rollout.harvest import harvest
+from megatron_eqlen.rollout.sync_check import SyncCheck
 from megatron_eqlen.rollout.vllm import client, pool, tcp_sender
 from megatron_eqlen.rollout.vllm.client import ServerEngine
 from megatron_eqlen.rollout.vllm.server import server_command
@@ -126,8 +127,19 @@ def test_two_servers_harvest_what_one_process_does_through_a_sync_and_a_death(se
     assert metrics["engine/preemptions"] == 0
 
     begin_a_sync_and_die(remote)
-    for engine in (local, remote):
-        engine.update_weights(iter(weights.items()), 1)
+    check = SyncCheck()
+    for seed in (0, 2, 1):
+        sent = load_file(folder("qwen3", seed) / "model.safetensors")
+        with monkeypatch.context() as planted:
+            if seed == 2:
+                planted.setattr(remote.sender, "send", lambda stream: len(list(stream)))
+            remote.update_weights(check.passing(sent.items()), 1)
+        assert check.stale(remote.probe()) == (list(servers) if seed == 2 else [])
+    local.update_weights(iter(weights.items()), 1)
+    (alone,) = local.probe().values()
+    for token_ids, logprobs in remote.probe().values():
+        assert token_ids == alone[0]
+        assert logprobs == pytest.approx(alone[1], abs=2e-5)
     expected, _ = harvest(local, PROMPTS, recipe, EOS, seed=2)
     completed = []
 

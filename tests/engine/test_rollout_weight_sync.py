@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 
 import numpy as np
 import pytest
@@ -13,27 +14,44 @@ from transformers import AutoModelForCausalLM
 from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.rollout.engine import EngineError
 from megatron_eqlen.rollout.harvest import harvest
+from megatron_eqlen.rollout.sync_check import SyncCheck
+from megatron_eqlen.rollout.vllm import lifecycle
 from megatron_eqlen.types import Prompt
 from tests.kit import jobs
 from tests.kit.rollout_kit import CHANGES, DTYPES, folder, generate, open_engine, requests
 
 
 @pytest.mark.parametrize("kind", CHANGES)
-def test_after_a_sync_the_engine_is_a_freshly_loaded_one(kind):
+def test_after_a_sync_the_engine_is_a_freshly_loaded_one(kind, monkeypatch):
+    """And a sync that does nothing is told from one of the same weights."""
     dtype = DTYPES.get(kind, "float32")
     engine = open_engine(folder(kind, 0), dtype, temperature=1.0)
     before = generate(engine, requests(16))
-    weights = load_file(folder(kind, 1) / "model.safetensors")
+    first, weights = (load_file(folder(kind, seed) / "model.safetensors") for seed in (0, 1))
+    check = SyncCheck()
+
+    def stale_after(weights: dict[str, torch.Tensor]) -> list[str]:
+        engine.update_weights(check.passing(weights.items()), policy_version=4)
+        return check.stale(engine.probe())
+
+    assert stale_after(first) == []
     engine.sleep()
     with pytest.raises(EngineError, match="update_weights must come first"):
         engine.submit("x", [5], 1, 0)
     engine.wake()
-    engine.update_weights(iter(weights.items()), policy_version=4)
+    assert stale_after(weights) == []
     assert engine.policy_version == 4
     after = generate(engine, requests(16))
     metrics = engine.metrics()
     assert metrics["engine/sync_bytes"] == sum(w.numel() * w.element_size() for w in weights.values())
     assert metrics["engine/sync_seconds"] > 0
+    assert stale_after(weights) == [], "a learning rate of 0"
+    with monkeypatch.context() as planted:
+        planted.setattr(lifecycle, "load_weights", lambda llm, stream: deque(stream, maxlen=0))
+        assert stale_after(weights) == []
+        assert len(stale_after(first)) == 1
+        assert stale_after(weights) == [], "what it holds"
+    assert stale_after(first) == []
     engine.close()
     fresh = open_engine(folder(kind, 1), dtype, temperature=1.0)
     assert after == generate(fresh, requests(16)), "log-probs, tokens, and cached prefixes"

@@ -10,6 +10,7 @@ import argparse
 import statistics
 import tempfile
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from megatron_eqlen.metrics import ENGINE_SYNC_SECONDS, ENGINE_SYNC_SENT_BYTES
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.rollout.engine import Engine
+from megatron_eqlen.rollout.sync_check import SyncCheck
 from megatron_eqlen.rollout.vllm.client import ServerEngine
 from tools.benchmarks.servers import running
 from tools.benchmarks.table import show
@@ -90,7 +92,7 @@ def colocated(model: Path) -> Engine:
 def measure(
     name: str, engine: Engine, weights: dict[str, Tensor], repeat: int, workers: int = 1
 ) -> dict[str, Any]:
-    """Medians of ``repeat`` syncs after one that warms up."""
+    """Medians of ``repeat`` syncs after one that warms up, and once what ``SyncCheck`` adds to each."""
     seconds, processor, sent = [], [], 0.0
     for version in range(1, repeat + 2):
         before = time.process_time()
@@ -99,6 +101,11 @@ def measure(
         metrics = engine.metrics()
         seconds.append(metrics[ENGINE_SYNC_SECONDS])
         sent = metrics.get(ENGINE_SYNC_SENT_BYTES, 0.0)
+    started = time.perf_counter()
+    deque(SyncCheck().passing(weights.items()), maxlen=0)
+    digested = time.perf_counter()
+    engine.probe()
+    probed = time.perf_counter()
     engine.close()
     took = statistics.median(seconds[1:])
     size = sum(weight.nbytes for weight in weights.values()) / 1e9
@@ -110,4 +117,6 @@ def measure(
         "GB sent": sent / 1e9,
         "GB sent per worker": sent / 1e9 / workers,
         "copies sent": sent / 1e9 / size,
+        "digest seconds": digested - started,
+        "probe seconds": probed - digested,
     }

@@ -1,0 +1,84 @@
+"""Whether an engine computes with the weights that it was sent: a sync without effect, told from round-off.
+
+    update_weights ─► digests of what was sent          has an answer not changed by one bit since an earlier
+    probe ──────────► each replica's answer             sync, though most weights have: that replica is stale
+
+A probe is one short request, always the same, right after a sync (its prefix is shorter than a block of the
+cache, so nothing of it is ever cached). Answers of different weights differ in some bit, answers of the same
+weights do not: an engine that computes the same request alone rounds alike. So there is no threshold, and
+steps that change nothing (no update, a learning rate of 0, bfloat16 weights that an update was too small for)
+raise no alarm. Found are syncs that have no effect at all on a replica. Where a part of the weights is stale
+the answer changes; ``rollout.mismatch`` is for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron_eqlen.rollout.engine import EngineError
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_eqlen.rollout.engine import Answer
+
+MOST = 0.5
+"""Share of the tensors that must have changed. If one weight has, none of a probe's tokens may use it."""
+
+
+class SyncError(EngineError):
+    """An engine does not compute with the weights that it was sent."""
+
+
+class _Probed(NamedTuple):
+    answer: Answer
+    sent: dict[str, torch.Tensor]
+
+
+class SyncCheck:
+    """What was sent, and what the replicas answered before."""
+
+    def __init__(self) -> None:
+        self.sent: dict[str, torch.Tensor] = {}
+        self.probed: dict[str, _Probed] = {}
+        """Of each replica the answer that it gives now, and what had been sent when it gave that first."""
+        self.due = False
+        """Whether weights were sent since the last probe."""
+
+    def passing(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same stream of weights, its digests noted."""
+        sent = {}
+        for name, tensor in named_tensors:
+            sent[name] = digest(tensor)
+            yield name, tensor
+        self.sent, self.due = sent, True
+
+    def stale(self, answers: Mapping[str, Answer]) -> list[str]:
+        """The replicas, of those that answered, that do not hold what was sent."""
+        self.due = False
+        found = []
+        for replica, answer in answers.items():
+            before = self.probed.get(replica)
+            if before is None or before.answer != answer:
+                self.probed[replica] = _Probed(answer, self.sent)
+            elif _changed(before.sent, self.sent) > MOST:
+                found.append(replica)
+        return found
+
+
+def digest(tensor: torch.Tensor) -> torch.Tensor:
+    """[] int64 on the tensor's device: equal for equal tensors, and nearly always different for others. Of
+    the values in bfloat16, in which an engine may hold what a trainer has in float32."""
+    import torch  # drivers of servers need none before the first sync
+
+    bits = tensor.detach().to(torch.bfloat16).contiguous().view(torch.int16).view(-1)
+    whole = bits.numel() - bits.numel() % 4
+    return bits[:whole].view(torch.int64).sum() + bits[whole:].sum(dtype=torch.int64)
+
+
+def _changed(before: dict[str, torch.Tensor], now: dict[str, torch.Tensor]) -> float:
+    """Share of the tensors that differ."""
+    return sum(bool(now[name] != before[name]) for name in now) / max(len(now), 1)
