@@ -151,11 +151,14 @@ class Generator:
         if self.left[0] != step.number:
             agree(lambda: set_aside_stale(self.streams / step.name, step.policy_version))
             self.left = step.number, agree(lambda: left_files(self.streams / step.name))
-        left = read_left(self.left[1], asked)
+        rollout = self.recipe.rollout
+        left = read_left(self.left[1], asked, rollout.keep_routes)
         self.session.scorer.begin_ended(replicas.part(left.rollouts))
         probed = self._probe()
         with ExitStack() as files, self.session.stage("harvest") as seconds:
-            recorder = files.enter_context(Recorder(self._file(step))) if replicas.leads else None
+            recorder = None
+            if replicas.leads:
+                recorder = files.enter_context(Recorder(self._file(step), rollout.record_routes))
             rollouts, metrics = harvest(
                 self.engine,
                 mine,
@@ -167,6 +170,7 @@ class Generator:
                 done=left.rollouts,
                 known=left.tracks,
                 generated_before=left.generated_tokens,
+                prompt_routes=left.prompt_routes,
                 whole=replicas.keeps,
             )
         position = self.source.state_dict() if self.source is not None else None
@@ -258,7 +262,8 @@ class Replay:
     def harvest(self, step: Step, prompts: list[Prompt]) -> Batch:
         with self.session.stage("harvest") as seconds:
             mine = prompts[dist.get_rank() :: dist.get_world_size()]
-            rollouts = read_step(self.streams / step.name, {prompt.prompt_id for prompt in mine})
+            asked = {prompt.prompt_id for prompt in mine}
+            rollouts = read_step(self.streams / step.name, asked, self.recipe.rollout.keep_routes)
         return Batch(rollouts, seconds, None, prompts)
 
     def check(self, first: int) -> None:

@@ -61,6 +61,7 @@ HARVEST_TOKENS_PER_SECOND = "harvest/tokens_per_second"
 HARVEST_SLOT_OCCUPANCY = "harvest/slot_occupancy"
 HARVEST_OVERHEAD_SECONDS_PER_STEP = "harvest/overhead_seconds_per_step"
 HARVEST_FORKS = "harvest/forks"
+HARVEST_ROUTE_BYTES = "harvest/route_bytes"
 HARVEST_RECOMPUTED_TOKENS_PER_FORK = "harvest/recomputed_tokens_per_fork"
 HARVEST_ENDED_RESPONSE_LENGTH = "harvest/ended_response_length"
 HARVEST_PAIRS_PER_STREAM = "harvest/pairs_per_stream"
@@ -74,6 +75,7 @@ ENGINE_SYNC_SENT_BYTES = "engine/sync_sent_bytes"
 ENGINE_PROBE_SECONDS = "engine/probe_seconds"
 ENGINE_PREEMPTIONS = "engine/preemptions"
 ENGINE_REMOVED_PROBABILITY = "engine/removed_probability"
+ENGINE_ROUTE_SECONDS = "engine/route_seconds"
 REWARD_MEAN = "reward/mean"
 OBJECTIVE_UNITS = "objective/units"
 OBJECTIVE_ZERO_ADVANTAGE_FRACTION = "objective/zero_advantage_fraction"
@@ -145,6 +147,7 @@ DECLARED = (
     Metric(HARVEST_ENDED_RESPONSE_LENGTH, "tokens", mean("harvest/ended_responses"), "of ended responses"),
     Metric("harvest/masked_tokens", "tokens", "sum", "recorded with a sampling mask"),
     Metric("harvest/kept_per_token", "tokens", mean("harvest/masked_tokens"), "in a token's mask"),
+    Metric(HARVEST_ROUTE_BYTES, "bytes", "sum", "of the experts chosen for prompts and generated tokens"),
     Metric("harvest/streams", "streams", "sum", "dual-track subgroups"),
     Metric("harvest/pairs", "pairs", "sum", "equal-length pairs"),
     Metric(HARVEST_PAIRS_PER_STREAM, "pairs", mean("harvest/streams"), "N_k"),
@@ -165,6 +168,7 @@ DECLARED = (
     Metric(ENGINE_PROBE_SECONDS, "s", "max", "asking whether the sync has an effect", in_turn="sum"),
     Metric(ENGINE_PREEMPTIONS, "requests", "sum", "put back for lack of KV cache"),
     Metric(ENGINE_REMOVED_PROBABILITY, "share", mean(HARVEST_GENERATED_TOKENS), "by top-k, top-p, min-p"),
+    Metric(ENGINE_ROUTE_SECONDS, "s", "max", "of the engine's time, to gather routes", in_turn="sum"),
     Metric("engine/live_replicas", "replicas", "sum", "replicas that answer", in_turn="min"),
     # ---- reward: of all responses of the step -------------------------------------------------------------
     Metric("reward/ended", "responses", "sum", "responses that were graded"),

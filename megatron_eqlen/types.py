@@ -36,9 +36,10 @@ Logprobs = np.ndarray
 
 Routes = np.ndarray
 """[L, moe_layers, top_k] uint8, or uint16 where a layer has more than 256 experts: the experts that each MoE
-layer chose, in the model's order of layers, dense ones left out. Row i belongs to label i: it is what was chosen
-where token i was predicted, at the position whose input is the token before it on its path. So L tokens have L
-rows wherever their path forks, and a prompt ``q``, whose first token nothing predicts, has ``len(q) - 1``."""
+layer chose, in the model's order of layers, dense ones left out. Row i belongs to label i: it is what was
+chosen where token i was predicted, at the position whose input is the token before it on its path. So L
+tokens have L rows wherever their path forks, and a prompt ``q``, whose first token nothing predicts, has
+``len(q) - 1``."""
 
 FinishReason = Literal["stop", "length"]
 """``stop``: the last token is in the end-of-sequence set. ``length``: the path reached its limit."""
@@ -230,6 +231,10 @@ class Delta:
     """In one of a request's deltas: prompt tokens whose KV came from the prefix cache."""
     policy_version: int | None = None
     """Of the weights that sampled these tokens. None: the engine's ``policy_version`` when it gave them."""
+    routes: Routes | None = None
+    """With ``rollout.keep_routes``: a row for each token."""
+    prompt_routes: Routes | None = None
+    """With a request's first tokens: the rows that it asked for."""
 
 
 @dataclass

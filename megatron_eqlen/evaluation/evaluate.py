@@ -58,7 +58,7 @@ def evaluate(
         update={
             "sampling": "independent",
             "group_size": recipe.evaluation.samples,
-            "rollout": recipe.rollout.model_copy(update={"tokens_per_step": None}),
+            "rollout": recipe.rollout.model_copy(update={"tokens_per_step": None, "keep_routes": False}),
         }
     )
 

@@ -175,6 +175,13 @@ class RolloutRecipe(Section):
     keep_sampling_mask: bool = False
     """Record which tokens top-k, top-p and min-p kept, and normalise over the same ones in training: the
     trained distribution is then the sampled one (DeepSeek-V3.2, section 3.1)."""
+    keep_routes: bool = False
+    """Record which experts each MoE layer chose for every token, and train with the same ones (router replay,
+    R3, arXiv:2510.11370); the gates are the trainer's own. Servers must be started with it, too."""
+    record_routes: bool = True
+    """With ``keep_routes``: routes are in the record of a step as well, hundreds of bytes a token. Without, a
+    step can be replayed with the trainer's own routing only, and one that is killed between its harvest and
+    its update is generated again."""
     tokens_per_step: PositiveInt | None = None
     """Generated tokens after which a step's harvest ends early."""
     tensor_parallel: PositiveInt = 1
@@ -304,9 +311,6 @@ class ParallelRecipe(Section):
     pipeline: PositiveInt = 1
     virtual_pipeline: Annotated[int, Field(ge=2)] | None = None
     """Stages of a rank, interleaved; needs ``pipeline`` > 1."""
-    layers_per_stage: list[PositiveInt] | None = None
-    """Layers of each pipeline stage; with ``virtual_pipeline`` of stage 0, 1, ..., and again from 0. Default:
-    equally many; where they do not divide, one less on the last stage (it has the head) and on the first."""
     expert: PositiveInt = 1
     expert_tensor: PositiveInt = 1
     sequence: bool | None = None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from megatron_eqlen.types import Delta, Metrics
+from megatron_eqlen.types import Delta, Metrics, Routes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,6 +32,9 @@ PROBE = (1, 2, 3, 4), 4
 
 Answer = tuple[tuple[int, ...], tuple[float, ...]]
 """New token ids and their log-probs."""
+
+PROMPT_ROUTES = "eqlen_prompt_routes"
+"""Key in ``extra_args`` that holds ``submit``'s ``prompt_routes``."""
 
 
 class EngineError(RuntimeError):
@@ -60,11 +63,14 @@ class Decoder(Protocol):
         """Requests decoded at once; more wait in the engine's queue."""
         ...
 
-    def submit(self, request_id: str, token_ids: list[int], max_tokens: int, seed: int) -> None:
+    def submit(
+        self, request_id: str, token_ids: list[int], max_tokens: int, seed: int, prompt_routes: int = 0
+    ) -> None:
         """Start a completion of ``token_ids``. Token t of the path is drawn from ``(seed, t)``: a request
         that was interrupted and is submitted again with the tokens it had gets the same continuation.
-        Requests whose ids agree up to the last ``/`` share a prefix. Raises ValueError for a request that
-        cannot run, EngineError if the weights are not loaded."""
+        Requests whose ids agree up to the last ``/`` share a prefix. With ``rollout.keep_routes`` its first
+        delta brings the routes of the first ``prompt_routes`` tokens after the path's first, too. Raises
+        ValueError for a request that cannot run, EngineError if the weights are not loaded."""
         ...
 
     def step(self) -> list[Delta]:
@@ -119,6 +125,14 @@ def answer_of(deltas: Iterable[Delta]) -> Answer:
     return token_ids, tuple(logprob for delta in deltas for logprob in delta.logprobs)
 
 
+def split_routes(rows: Routes | None, tokens: int) -> tuple[Routes | None, Routes | None]:
+    """What a request asked for of its prompt (None for nothing), and the rows of its ``tokens`` new ones."""
+    if rows is None:
+        return None, None
+    before = len(rows) - tokens
+    return rows[:before] if before > 0 else None, rows[max(before, 0) :]
+
+
 def check_request(
     request_id: str, token_ids: list[int], max_tokens: int, max_model_len: int, vocab_size: int
 ) -> None:
@@ -156,7 +170,9 @@ class IdleEngine:
         self.max_model_len = max_model_len
         self.policy_version = 0
 
-    def submit(self, request_id: str, token_ids: list[int], max_tokens: int, seed: int) -> None:
+    def submit(
+        self, request_id: str, token_ids: list[int], max_tokens: int, seed: int, prompt_routes: int = 0
+    ) -> None:
         raise AssertionError(f"request {request_id}: another rank drives the engine")
 
     def step(self) -> list[Delta]:

@@ -25,7 +25,7 @@ from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.kind import Harvester
 from megatron_eqlen.sampling.record import Part
 from megatron_eqlen.sampling.track import Track, rollout_of
-from megatron_eqlen.types import Delta, Metrics, Prompt, Rollout, Segment, rollout_key
+from megatron_eqlen.types import Delta, Metrics, Prompt, Rollout, RolloutKey, Routes, Segment, rollout_key
 
 if TYPE_CHECKING:
     from megatron_eqlen.rollout.recorder import Recorder  # pyarrow takes long to import
@@ -50,6 +50,7 @@ def harvest(
     done: Iterable[Rollout] = (),
     known: Mapping[str, Segment] | None = None,
     generated_before: int = 0,
+    prompt_routes: Mapping[RolloutKey, Routes] | None = None,
     whole: Callable[[Prompt, int], bool] | None = None,
 ) -> tuple[list[Rollout], Metrics]:
     """Harvest ``recipe.group_size`` tracks or completions for every prompt.
@@ -61,9 +62,10 @@ def harvest(
 
     The rest is what earlier attempts at this harvest have recorded (``recorder.Left``): ``done`` are complete
     rollouts, returned and not generated again; ``known`` are tokens of tracks, by ``Track.name``, after which
-    the engine goes on; ``generated_before`` tokens were generated for all of them.
+    the engine goes on; ``generated_before`` tokens were generated for all of them; ``prompt_routes`` are of
+    rollouts with such tokens.
 
-    ``whole``: of which rollouts (prompt and number) log-probs and sampling masks are kept, by default of all.
+    ``whole``: of which rollouts (prompt and number) log-probs, masks and routes are kept, by default of all.
     Of the others the rank holds token ids, which forks need.
 
     Returns the rollouts in the order of ``prompts`` (and of stream numbers), and the metrics of the whole
@@ -91,6 +93,8 @@ def harvest(
             on_complete(rollout)
 
     todo = {key: one for key, one in harvesters.items() if key not in finished}
+    for key in (prompt_routes or {}).keys() & todo.keys():
+        todo[key].prompt_routes = (prompt_routes or {})[key]
     driver = Driver(engine, recipe, meter, on_part or _nothing, collect, recorder, known or {}, whole or _all)
     driver.run(todo)
     return [finished[key] for key in harvesters if key in finished], meter.metrics()
@@ -151,6 +155,9 @@ class Driver:
         self.whole = whole
         self.budget = recipe.rollout.tokens_per_step
         self.timeout = recipe.rollout.request_timeout
+        self.keep_routes = recipe.rollout.keep_routes
+        self.asking: dict[Key, str] = {}
+        """Which request brings the routes of a rollout's prompt."""
         self.version = engine.policy_version
         self.waiting: deque[tuple[Key, Harvester]] = deque()
         self.running: dict[Key, Harvester] = {}
@@ -203,6 +210,7 @@ class Driver:
         track.whole = self.whole(self.running[key].prompt, key[1])
         if track.name in self.known:
             track.resume(self.known[track.name])
+            track.prompt_routes = self.running[key].prompt_routes
         if self.recorder is not None:
             self.recorder.follow(track)
         if track.finish_reason is None:
@@ -213,7 +221,16 @@ class Driver:
     def submit(self, track: Track, key: Key) -> None:
         self.tracks[track.request_id] = (track, key)
         self.meter.launched(track)
-        self.engine.submit(track.request_id, track.path, track.remaining, track.seed)
+        asked = self.prompt_routes_asked(track, key)
+        self.engine.submit(track.request_id, track.path, track.remaining, track.seed, asked)
+
+    def prompt_routes_asked(self, track: Track, key: Key) -> int:
+        """How many rows of its prompt a track's request brings: the first request of a rollout brings all."""
+        harvester = self.running[key]
+        if not self.keep_routes or key in self.asking or harvester.prompt_routes is not None:
+            return 0
+        self.asking[key] = track.request_id
+        return len(harvester.prompt.token_ids) - 1
 
     def deliver(self, deltas: list[Delta]) -> list[Key]:
         """Hand tokens to their tracks; returns the harvesters that can now decide something."""
@@ -224,7 +241,12 @@ class Driver:
             if entry is None:  # sent before the engine saw the abort
                 continue
             track, key = entry
-            _check_delta(track, delta)
+            _check_delta(track, delta, self.keep_routes)
+            if delta.token_ids and self.asking.get(key) == delta.request_id:
+                track.prompt_routes = self.running[key].prompt_routes = _prompt_routes(
+                    delta, len(self.running[key].prompt.token_ids) - 1
+                )
+                del self.asking[key]
             tokens += len(delta.token_ids)
             if delta.num_cached_tokens is not None:
                 self.meter.prefilled(track, delta.num_cached_tokens)
@@ -248,6 +270,8 @@ class Driver:
     def retry(self, track: Track, key: Key, delta: Delta) -> None:
         """Submit what is left of a request that the engine gave up or ended early."""
         del self.tracks[delta.request_id]
+        if self.asking.get(key) == delta.request_id:
+            del self.asking[key]
         track.attempts += 1
         self.meter.retries += 1
         if track.attempts >= MAX_ATTEMPTS:
@@ -273,6 +297,7 @@ class Driver:
         if harvester.complete:
             del self.running[key]
             rollout, generated = harvester.rollout(self.version), self.generated.pop(key, 0)
+            self.asking.pop(key, None)  # cut before its first token
             self.collect(key, rollout)
             if self.recorder is not None:
                 self.recorder.complete(rollout, generated)
@@ -294,11 +319,25 @@ class Driver:
             self.settle(key, harvester, before)
 
 
-def _check_delta(track: Track, delta: Delta) -> None:
-    """Raise EngineError unless a delta's lists are as long as its tokens."""
+def _prompt_routes(delta: Delta, expected: int) -> Routes:
+    """Those that the request asked for. Raises EngineError where they are missing."""
+    assert delta.routes is not None
+    found = delta.routes[:0] if delta.prompt_routes is None else delta.prompt_routes
+    if len(found) != expected:
+        raise EngineError(
+            f"request {delta.request_id}: expected routes of {expected} prompt tokens, found {len(found)}"
+        )
+    return found
+
+
+def _check_delta(track: Track, delta: Delta, routes: bool) -> None:
+    """Raise EngineError unless a delta's lists, and its ``routes`` where they are kept, are as long as its
+    tokens."""
     tokens = len(delta.token_ids)
     if len(delta.logprobs) != tokens:
         raise _broken(delta, "log-prob", len(delta.logprobs))
+    if routes and tokens != (found := 0 if delta.routes is None else len(delta.routes)):
+        raise _broken(delta, "row of routes", found)
     mask = delta.sampling_mask
     if mask is None and not track.mask_counts:
         return

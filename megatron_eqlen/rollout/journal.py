@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from megatron_eqlen.rollout.arrow_log import VERSION, VERSION_KEY, ArrowLog, batches, values
-from megatron_eqlen.sampling.track import Track
-from megatron_eqlen.types import SamplingMask, Segment, joined, joined_versions
+from megatron_eqlen.rollout.arrow_log import VERSION, VERSION_KEY, ArrowLog, batches, lists, pieces, values
+from megatron_eqlen.rollout.route_columns import as_bytes, from_bytes, route_name
+from megatron_eqlen.sampling.track import Track, rollout_of
+from megatron_eqlen.types import RolloutKey, Routes, SamplingMask, Segment, joined, joined_versions
 
 PREFIX = "journal-"
 """Then the name of the file of rollouts."""
@@ -34,6 +35,9 @@ SCHEMA = pa.schema(
         "logprobs": pa.list_(pa.float32()),
         "mask_ids": pa.list_(pa.int32()),
         "mask_counts": pa.list_(pa.uint8()),
+        "route": pa.string(),  # what a row of routes is
+        "routes": pa.list_(pa.uint8()),
+        "prompt_routes": pa.list_(pa.uint8()),  # of the rollout's prompt, in one row of it
     },
     metadata={VERSION_KEY: str(VERSION)},
 )
@@ -48,6 +52,8 @@ class News(NamedTuple):
     mask_start: int
     mask_stop: int
     policy_version: int
+    prompt_routes: Routes | None
+    """Of the rollout's prompt, if they are news as well."""
 
 
 class Journal:
@@ -62,6 +68,8 @@ class Journal:
         self._file: ArrowLog | None = None
         self._followed: dict[Track, tuple[int, int]] = {}
         """How many tokens, and how many ids of their masks, were news already."""
+        self._prompts: set[RolloutKey] = set()
+        """Rollouts whose prompt's routes were."""
 
     def follow(self, track: Track) -> None:
         """All tokens of ``track``, those that it has and those to come, are news until it has ended."""
@@ -73,13 +81,19 @@ class Journal:
             one
             for track, (start, mask_start) in self._followed.items()
             if len(track.token_ids) > start
-            for one in _news(track, start, mask_start)
+            for one in _news(track, start, mask_start, self._new_prompt_routes(track))
         ]
         self._followed |= {one.track: (one.stop, one.mask_stop) for one in found}
         for one in found:
             if one.track.finish_reason is not None:
                 self._followed.pop(one.track, None)
         return found
+
+    def _new_prompt_routes(self, track: Track) -> Routes | None:
+        if track.prompt_routes is None or (key := rollout_of(track.name)) in self._prompts:
+            return None
+        self._prompts.add(key)
+        return track.prompt_routes
 
     def write(self, news: Sequence[News]) -> None:
         if not news:
@@ -98,14 +112,14 @@ class Journal:
         self.path.unlink(missing_ok=True)
 
 
-def _news(track: Track, start: int, mask_start: int) -> Iterator[News]:
+def _news(track: Track, start: int, mask_start: int, prompt_routes: Routes | None) -> Iterator[News]:
     """All tokens of ``track`` from ``start`` on."""
     runs = track.versions(start, len(track.token_ids))
     ends = [*(start + first for first, _ in runs[1:]), len(track.token_ids)]
     for (_, version), stop in zip(runs, ends, strict=True):
         mask_stop = mask_start + sum(track.mask_counts[start:stop])
-        yield News(track, start, stop, mask_start, mask_stop, version)
-        start, mask_start = stop, mask_stop
+        yield News(track, start, stop, mask_start, mask_stop, version, prompt_routes)
+        start, mask_start, prompt_routes = stop, mask_stop, None
 
 
 def _batch(news: Sequence[News]) -> pa.RecordBatch:
@@ -123,6 +137,11 @@ def _batch(news: Sequence[News]) -> pa.RecordBatch:
         columns["mask_ids"] = _lists("i", masks, kept)
         counts = (one.track.mask_counts[one.start : one.stop] for one in news)
         columns["mask_counts"] = _lists("B", tokens, counts)
+    if any(one.track.routes for one in news):
+        routes = [one.track.routes[one.start : one.stop] for one in news]
+        columns["route"] = pa.array(list(map(route_name, routes)))
+        columns["routes"] = lists(list(map(as_bytes, routes)), pa.uint8())
+        columns["prompt_routes"] = lists([as_bytes(one.prompt_routes) for one in news], pa.uint8())
     return pa.record_batch(
         [columns.get(field.name, pa.nulls(len(news), field.type)) for field in SCHEMA], schema=SCHEMA
     )
@@ -140,14 +159,23 @@ def _lists(typecode: str, lengths: list[int], pieces: Iterable[array]) -> pa.Arr
 # ---- reading ---------------------------------------------------------------------------------------------
 
 
-def read_journals(files: Iterable[Path], prompt_ids: Collection[str]) -> dict[str, Segment]:
-    """Tokens of the tracks of ``prompt_ids``, by the track's name; of two attempts, the one that got
-    further. Files that hold none of them are not read."""
-    found: dict[str, Segment] = {}
+class Journaled(NamedTuple):
+    """What journals hold."""
+
+    tracks: dict[str, Segment]
+    """Tokens by the track's name; of two attempts, of the one that got further."""
+    prompt_routes: dict[RolloutKey, Routes]
+
+
+def read_journals(files: Iterable[Path], prompt_ids: Collection[str]) -> Journaled:
+    """What is there of ``prompt_ids``. Files that hold none of them are not read."""
+    found = Journaled({}, {})
     for path in files:
         if not prompts_of(path).isdisjoint(prompt_ids):
-            for name, track in _tracks(path, prompt_ids).items():
-                found[name] = max(found.get(name, track), track, key=len)
+            tracks, prompt_routes = _journaled(path, prompt_ids)
+            for name, track in tracks.items():
+                found.tracks[name] = max(found.tracks.get(name, track), track, key=len)
+            found.prompt_routes.update(prompt_routes)
     return found
 
 
@@ -156,32 +184,42 @@ def prompts_of(path: Path) -> set[str]:
     return values(path, SCHEMA, "prompt_id") if path.exists() else set()
 
 
-def _tracks(path: Path, prompt_ids: Collection[str]) -> dict[str, Segment]:
-    pieces: dict[str, list[Segment]] = {}
+def _journaled(path: Path, prompt_ids: Collection[str]) -> Journaled:
+    parts: dict[str, list[Segment]] = {}
+    prompts: dict[RolloutKey, Routes] = {}
     for batch in batches(path, SCHEMA):
-        names = zip(batch["prompt_id"].to_pylist(), batch["track"].to_pylist(), strict=True)
-        versions = batch["policy_version"].to_pylist()
-        rows = zip(versions, *(_rows(batch[name]) for name in SCHEMA.names[3:]), strict=True)
-        for (prompt_id, name), (version, ids, logprobs, mask_ids, counts) in zip(names, rows, strict=True):
-            if prompt_id in prompt_ids:
-                mask = None if counts is None else SamplingMask(mask_ids, counts)
-                piece = Segment(ids, logprobs, sampling_mask=mask, versions=((0, version),))
-                pieces.setdefault(name, []).append(piece)
-    return {name: _whole(segments) for name, segments in pieces.items()}
+        columns = [
+            pieces(batch[field.name]) if pa.types.is_list(field.type) else batch[field.name].to_pylist()
+            for field in SCHEMA
+        ]
+        for row_values in zip(*columns, strict=True):
+            row = dict(zip(SCHEMA.names, row_values, strict=True))
+            if row["prompt_id"] in prompt_ids:
+                parts.setdefault(row["track"], []).append(_piece(row))
+                routes = from_bytes(row["route"], row["prompt_routes"])
+                if routes is not None:
+                    prompts[rollout_of(row["track"])] = routes
+    return Journaled({name: _whole(segments) for name, segments in parts.items()}, prompts)
 
 
-def _rows(column: pa.Array) -> list[Any]:
-    """Arrays, views of the batch; None where the engine recorded no masks."""
-    if column.null_count:
-        return [None] * len(column)
-    return np.split(column.values.to_numpy(), column.offsets.to_numpy()[1:-1])[: len(column)]
-
-
-def _whole(pieces: Sequence[Segment]) -> Segment:
-    masks = [piece.sampling_mask for piece in pieces if piece.sampling_mask is not None]
+def _piece(row: dict[str, Any]) -> Segment:
+    counts = row["mask_counts"]
     return Segment(
-        joined([piece.token_ids for piece in pieces]),
-        joined([piece.logprobs for piece in pieces]),
+        row["token_ids"],
+        row["logprobs"],
+        sampling_mask=None if counts is None else SamplingMask(row["mask_ids"], counts),
+        routes=from_bytes(row["route"], row["routes"]),
+        versions=((0, row["policy_version"]),),
+    )
+
+
+def _whole(parts: Sequence[Segment]) -> Segment:
+    masks = [part.sampling_mask for part in parts if part.sampling_mask is not None]
+    routes = [part.routes for part in parts if part.routes is not None]
+    return Segment(
+        joined([part.token_ids for part in parts]),
+        joined([part.logprobs for part in parts]),
         sampling_mask=SamplingMask.joined(masks) if masks else None,
-        versions=joined_versions((len(piece), piece.versions) for piece in pieces),
+        routes=joined(routes) if routes else None,
+        versions=joined_versions((len(part), part.versions) for part in parts),
     )

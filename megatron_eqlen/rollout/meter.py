@@ -12,6 +12,7 @@ from megatron_eqlen.metrics import (
     HARVEST_GENERATED_TOKENS,
     HARVEST_OVERHEAD_SECONDS_PER_STEP,
     HARVEST_RECOMPUTED_TOKENS_PER_FORK,
+    HARVEST_ROUTE_BYTES,
     HARVEST_SLOT_OCCUPANCY,
     HARVEST_TOKENS_PER_SECOND,
 )
@@ -105,6 +106,10 @@ def rollout_metrics(rollouts: list[Rollout]) -> Metrics:
     if masked := sum(map(len, masks)):
         kept = sum(len(mask.ids) for mask in masks)
         metrics |= {"harvest/masked_tokens": masked, "harvest/kept_per_token": kept / masked}
+    routes = [part.routes for one in rollouts for part in one.segments()]
+    routes += [one.prompt_routes for one in rollouts]
+    if any(one is not None for one in routes):
+        metrics[HARVEST_ROUTE_BYTES] = sum(one.nbytes for one in routes if one is not None)
     for kind in dict.fromkeys(map(kind_of, rollouts)):
         metrics |= kind.shape([rollout for rollout in rollouts if kind_of(rollout) is kind])
     return metrics

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from megatron_eqlen.rollout.arrow_log import VERSION, VERSION_KEY
+from megatron_eqlen.rollout.arrow_log import VERSION, VERSION_KEY, lists, pieces
+from megatron_eqlen.rollout.route_columns import as_bytes, from_bytes, route_name, unread
 from megatron_eqlen.sampling import KINDS, kind_of
 from megatron_eqlen.sampling.record import Head, Part
 from megatron_eqlen.types import (
@@ -27,6 +28,7 @@ from megatron_eqlen.types import (
     Prompt,
     Rollout,
     RolloutKey,
+    Routes,
     SamplingMask,
     Segment,
     Versions,
@@ -48,17 +50,19 @@ SEGMENTS = pa.schema(
         "finish_reason": pa.string(),
         "outcome": pa.string(),  # in the row ``end`` of a stream
         "generated_tokens": pa.int64(),  # in the row ``end``: of all tracks, those in no part included
-        "tokens": pa.int32(),  # how many
+        "tokens": pa.int32(),  # how many; in the row ``end`` the prompt's routes
         "kept": pa.int32(),  # ids of all of the segment's sampling masks, null without masks
         "token_ids": pa.list_(pa.int32()),
         "logprobs": pa.list_(pa.float32()),
         "mask_ids": pa.list_(pa.int32()),
         "mask_counts": pa.list_(pa.uint8()),
+        "route": pa.string(),  # what a token's row of routes is, null where none are recorded
         "question": pa.string(),  # from here on in the row ``prompt``
         "grader": pa.string(),
         "gold": pa.string(),
         "source": pa.string(),
         "prompt_number": pa.int64(),
+        "routes": pa.list_(pa.uint8()),  # of a segment's tokens; in the row ``end`` of the prompt's
     },
     metadata={VERSION_KEY: str(VERSION)},
 )
@@ -78,7 +82,7 @@ GRADES = pa.schema(
     metadata={VERSION_KEY: str(VERSION)},
 )
 
-ARRAYS = ("token_ids", "logprobs", "mask_ids", "mask_counts")
+ARRAYS = ("token_ids", "logprobs", "mask_ids", "mask_counts", "routes")
 """Nearly all that a record holds."""
 
 SKELETON = tuple(name for name in SEGMENTS.names if name not in (*ARRAYS, "gold"))
@@ -86,6 +90,9 @@ SKELETON = tuple(name for name in SEGMENTS.names if name not in (*ARRAYS, "gold"
 
 BATCH_TOKENS = 1 << 18
 """A batch is copied to be written, and read as a whole: all streams of a step may end in one moment."""
+
+TOKEN_BYTES = 8
+"""Of a token's id and its log-prob."""
 
 GradeKey = tuple[str, int, int]
 """(prompt_id, index, number) of a segment."""
@@ -100,7 +107,9 @@ def prompt_row(prompt: Prompt) -> Row:
     return row | {"token_ids": np.asarray(prompt.token_ids, np.int32)}
 
 
-def rollout_rows(rollout: Rollout, generated_tokens: int | None = None) -> list[Row]:
+def rollout_rows(
+    rollout: Rollout, generated_tokens: int | None = None, with_routes: bool = True
+) -> list[Row]:
     """Its segments and its end. ``generated_tokens`` are those of its tracks, if that is known."""
     kind = kind_of(rollout)
     head = {
@@ -109,12 +118,17 @@ def rollout_rows(rollout: Rollout, generated_tokens: int | None = None) -> list[
         "index": rollout.index,
         "policy_version": rollout.policy_version,
     }
-    rows = [head | _part_row(part) for part in kind.parts(rollout)]
+    rows = [head | _part_row(part, with_routes) for part in kind.parts(rollout)]
     end = {"role": END, "outcome": getattr(rollout, "outcome", None), "generated_tokens": generated_tokens}
-    return [*rows, head | end]
+    routes = rollout.prompt_routes if with_routes else None
+    return [*rows, head | end | _route_columns(routes) | {"tokens": 0 if routes is None else len(routes)}]
 
 
-def _part_row(part: Part) -> Row:
+def _route_columns(routes: Routes | None) -> Row:
+    return {"route": route_name(routes), "routes": as_bytes(routes)}
+
+
+def _part_row(part: Part, with_routes: bool) -> Row:
     segment, mask = part.segment, part.segment.sampling_mask
     return {
         "role": part.role,
@@ -128,15 +142,18 @@ def _part_row(part: Part) -> Row:
         "logprobs": segment.logprobs,
         "mask_ids": None if mask is None else mask.ids,
         "mask_counts": None if mask is None else mask.counts,
+        **_route_columns(segment.routes if with_routes else None),
     }
 
 
 def portions(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """The rows in lists of ``BATCH_TOKENS`` tokens or a few more."""
+    """The rows in lists of ``BATCH_TOKENS`` tokens or a few more; routes count as the tokens whose ids and
+    log-probs would take as many bytes."""
     portion, tokens = [], 0
     for row in rows:
         portion.append(row)
-        tokens += row.get("tokens") or 0
+        routes = row.get("routes")
+        tokens += (row.get("tokens") or 0) + (0 if routes is None else len(routes) // TOKEN_BYTES)
         if tokens >= BATCH_TOKENS:
             yield portion
             portion, tokens = [], 0
@@ -153,14 +170,7 @@ def _column(column: pa.Field, rows: list[Row]) -> pa.Array:
     values = [row.get(column.name) for row in rows]
     if not pa.types.is_list(column.type):
         return pa.array(values, column.type)
-    dtype = column.type.value_type.to_pandas_dtype()
-    missing = [value is None for value in values]
-    arrays = [np.zeros(0, dtype) if value is None else value for value in values]
-    offsets = np.cumsum([0, *map(len, arrays)], dtype=np.int32)
-    mask = pa.array(missing) if any(missing) else None
-    return pa.ListArray.from_arrays(
-        pa.array(offsets), pa.array(np.concatenate([np.zeros(0, dtype), *arrays])), mask=mask
-    )
+    return lists(values, column.type.value_type)
 
 
 def from_batch(batch: pa.RecordBatch) -> Iterator[Row]:
@@ -178,17 +188,12 @@ def _left_out(row: Row) -> Row:
     """What stands for the columns that were not read."""
     tokens, kept = (None if row[name] is None else Elsewhere(row[name]) for name in ("tokens", "kept"))
     counts = None if kept is None else tokens
-    return {"token_ids": tokens, "logprobs": tokens, "mask_ids": kept, "mask_counts": counts, "gold": ""}
+    arrays = {"token_ids": tokens, "logprobs": tokens, "mask_ids": kept, "mask_counts": counts}
+    return arrays | {"routes": None, "gold": ""}
 
 
 def _values(column: pa.Array) -> Iterable[Any]:
-    if not pa.types.is_list(column.type):
-        return column.to_pylist()
-    items = column.values.to_numpy(zero_copy_only=True)
-    ends = column.offsets.to_numpy().tolist()
-    present = column.is_valid().to_pylist()
-    pieces = zip(present, ends[:-1], ends[1:], strict=True)
-    return [items[start:end] if there else None for there, start, end in pieces]
+    return pieces(column) if pa.types.is_list(column.type) else column.to_pylist()
 
 
 @dataclass
@@ -199,6 +204,8 @@ class Assembly:
     prompts: dict[str, Prompt] = field(default_factory=dict)
     rollouts: dict[tuple[str, int], Rollout] = field(default_factory=dict)
     """Complete ones; of two of one key the first."""
+    with_routes: bool = True
+    """Otherwise rollouts get none."""
     generated_tokens: dict[RolloutKey, int] = field(default_factory=dict)
     """Those that were generated for them, where that is known."""
     _open: dict[tuple[str, int], list[Part]] = field(default_factory=dict)
@@ -209,11 +216,18 @@ class Assembly:
         if row["role"] == PROMPT:
             self.prompts[row["prompt_id"]] = _prompt(row)
         elif row["role"] == END:
-            head = Head(self.prompts[key[0]], key[1], row["policy_version"], row["outcome"])
+            routes = self._routes(row)
+            head = Head(self.prompts[key[0]], key[1], row["policy_version"], row["outcome"], routes)
             self.rollouts.setdefault(key, _kind(row["kind"]).join(head, self._open.pop(key, [])))
             self.generated_tokens.setdefault(key, row["generated_tokens"] or 0)
         else:
             self._open.setdefault(key, []).append(self._part(row))
+
+    def _routes(self, row: Row) -> Routes | None:
+        name, data = row["route"], row["routes"]
+        if not self.with_routes or name is None:
+            return None
+        return unread(name, row["tokens"]) if data is None else from_bytes(name, data)
 
     def _part(self, row: Row) -> Part:
         ids, counts = row["mask_ids"], row["mask_counts"]
@@ -223,6 +237,7 @@ class Assembly:
             row["finish_reason"],
             self.grades.get((row["prompt_id"], row["index"], row["number"])),
             None if counts is None else SamplingMask(NO_TOKENS if ids is None else ids, counts),
+            routes=self._routes(row),
             versions=_runs(row["versions"].tolist()),
         )
         return Part(row["role"], row["number"], segment, row["parent"])

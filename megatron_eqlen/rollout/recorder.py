@@ -49,7 +49,16 @@ from megatron_eqlen.rollout.record_format import (
     to_batch,
 )
 from megatron_eqlen.sampling.track import Track, rollout_of
-from megatron_eqlen.types import Grade, Prompt, Rollout, Segment, rollout_key, training_order
+from megatron_eqlen.types import (
+    Grade,
+    Prompt,
+    Rollout,
+    RolloutKey,
+    Routes,
+    Segment,
+    rollout_key,
+    training_order,
+)
 
 FILES = "rank-*.arrow"
 """In a step's folder."""
@@ -74,11 +83,15 @@ class Recorder:
     record its tracks' tokens as well, every ``INTERVAL`` seconds, and each time all that there is after one
     decode step, so that the next attempt goes on from a moment that there was.
 
+    ``with_routes``: with the routes of rollouts, which are most of a record's bytes; the journal always has
+    them.
+
     What the thread could not write (a full disk, say) is raised by a later call, ``close`` at the latest.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, with_routes: bool = True) -> None:
         path = Path(path)
+        self._with_routes = with_routes
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = unused(path)
         self._file = ArrowLog(self.path, SEGMENTS)
@@ -142,7 +155,7 @@ class Recorder:
             self._writing.result()
 
     def _rows(self, rollout: Rollout, generated_tokens: int | None) -> list[Row]:
-        rows = rollout_rows(rollout, generated_tokens)
+        rows = rollout_rows(rollout, generated_tokens, self._with_routes)
         if rollout.prompt_id not in self._prompts:
             self._prompts.add(rollout.prompt_id)
             rows = [prompt_row(rollout.prompt), *rows]
@@ -195,12 +208,16 @@ def read_dump(path: str | Path) -> list[Rollout]:
     return list(_assembled([path]).rollouts.values())
 
 
-def read_step(folder: Path, prompt_ids: Collection[str] | None = None) -> list[Rollout]:
+def read_step(
+    folder: Path, prompt_ids: Collection[str] | None = None, with_routes: bool = True
+) -> list[Rollout]:
     """The rollouts of a step's folder, whichever ranks recorded them, in training order; each once.
 
-    ``prompt_ids``: only theirs. Files that hold none of them are not read.
+    ``prompt_ids``: only theirs. Files that hold none of them are not read. Without ``with_routes`` they have
+    none, whatever is recorded.
     """
-    return _in_training_order(_assembled(_naming(step_files(folder), prompt_ids), prompt_ids=prompt_ids))
+    files = _naming(step_files(folder), prompt_ids)
+    return _in_training_order(_assembled(files, prompt_ids=prompt_ids, with_routes=with_routes))
 
 
 def read_skeletons(files: Sequence[Path]) -> list[Rollout]:
@@ -242,19 +259,34 @@ class Left:
     """Tokens of unfinished ones, by ``Track.name``."""
     generated_tokens: int = 0
     """Of all these: they count towards ``rollout.tokens_per_step``."""
+    prompt_routes: dict[RolloutKey, Routes] = field(default_factory=dict)
+    """Of unfinished ones."""
 
 
-def read_left(files: Sequence[Path], prompt_ids: Collection[str]) -> Left:
-    """What ``left_files`` hold of ``prompt_ids``."""
+def read_left(files: Sequence[Path], prompt_ids: Collection[str], with_routes: bool = False) -> Left:
+    """What ``left_files`` hold of ``prompt_ids``. ``with_routes``: tokens without routes (the attempt kept
+    none, or ``rollout.record_routes`` is off) are left out, and generated again."""
     recorded = [path for path in files if not _is_journal(path)]
-    assembly = _assembled(_naming(recorded, prompt_ids), prompt_ids=prompt_ids)
-    tracks = {
-        name: known
-        for name, known in journal.read_journals(filter(_is_journal, files), prompt_ids).items()
-        if rollout_of(name) not in assembly.rollouts
-    }
-    generated = sum(assembly.generated_tokens.values()) + sum(map(len, tracks.values()))
-    return Left(_in_training_order(assembly), tracks, generated)
+    assembly = _assembled(_naming(recorded, prompt_ids), prompt_ids=prompt_ids, with_routes=with_routes)
+    journaled = journal.read_journals(filter(_is_journal, files), prompt_ids)
+    tracks = journaled.tracks
+    if with_routes:
+        for key in [key for key, rollout in assembly.rollouts.items() if not has_routes(rollout)]:
+            del assembly.rollouts[key]
+        tracks = {
+            name: known
+            for name, known in tracks.items()
+            if known.routes is not None and rollout_of(name) in journaled.prompt_routes
+        }
+    tracks = {name: known for name, known in tracks.items() if rollout_of(name) not in assembly.rollouts}
+    generated = sum(assembly.generated_tokens[key] for key in assembly.rollouts)
+    generated += sum(map(len, tracks.values()))
+    return Left(_in_training_order(assembly), tracks, generated, journaled.prompt_routes)
+
+
+def has_routes(rollout: Rollout) -> bool:
+    """Whether its prompt and all its tokens have routes."""
+    return rollout.prompt_routes is not None and all(one.routes is not None for one in rollout.segments())
 
 
 def left_files(folder: Path) -> list[Path]:
@@ -367,9 +399,10 @@ def _assembled(
     columns: Sequence[str] | None = None,
     wanted: set[RowKey] | None = None,
     prompt_ids: Collection[str] | None = None,
+    with_routes: bool = True,
 ) -> Assembly:
     """What the files of one folder hold: all of it, only the ``wanted`` rows, or those of some prompts."""
-    assembly = Assembly(read_grades(files[0].parent) if files else {})
+    assembly = Assembly(read_grades(files[0].parent) if files else {}, with_routes=with_routes)
     for path in files:
         for batch in batches(path, SEGMENTS, columns, None if wanted is None else _places(path, wanted)):
             for row in from_batch(batch):

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_eqlen.files import step_name
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.rollout.recorder import FILES
+from megatron_eqlen.rollout.recorder import FILES, has_routes
 from megatron_eqlen.sampling import KINDS, kind_of
 from megatron_eqlen.types import Rollout, rollout_key
 
@@ -38,6 +38,12 @@ def check_step(folder: Path, rollouts: Sequence[Rollout], recipe: Recipe, eos: f
     kinds = Counter(kind_of(one).name for one in rollouts)
     if set(kinds) != {recipe.sampling}:
         _refuse(folder, f"rollouts of sampling: {recipe.sampling}", " and ".join(kinds) or "none")
+    if recipe.rollout.keep_routes and not all(map(has_routes, rollouts)):
+        raise ReplayError(
+            f"--replay: {folder}: expected routes (rollout.keep_routes: true), found tokens without: its run "
+            f"had rollout.keep_routes or rollout.record_routes off. With rollout.keep_routes=false the "
+            f"trainer's own routers choose the experts"
+        )
     prompts = {one.prompt_id: one.prompt for one in rollouts}
     wanted, cut = recipe.data.prompts_per_step, recipe.rollout.tokens_per_step is not None
     too_many = len(prompts) > wanted and not resolve(recipe).dynamic_sampling

@@ -18,7 +18,7 @@ from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty
 from megatron_eqlen.sampling.picture import Picture
 from megatron_eqlen.sampling.record import Head, Part
 from megatron_eqlen.sampling.track import Track
-from megatron_eqlen.types import Metrics, Prompt, Rollout, TokenIds, TokenTree
+from megatron_eqlen.types import Metrics, Prompt, Rollout, Routes, TokenIds, TokenTree
 
 
 class Harvester(Protocol):
@@ -33,6 +33,8 @@ class Harvester(Protocol):
     """Which of the prompt's rollouts it becomes."""
     parts: list[Part]
     """What is final of it, as it becomes so; nothing here changes any more."""
+    prompt_routes: Routes | None
+    """Of its prompt, once its driver has them."""
 
     @property
     def complete(self) -> bool: ...

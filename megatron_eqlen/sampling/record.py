@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_eqlen.types import Outcome, Prompt, Segment
+from megatron_eqlen.types import Outcome, Prompt, Routes, Segment
 
 
 @dataclass(frozen=True)
@@ -34,3 +34,4 @@ class Head:
     policy_version: int
     outcome: Outcome | None = None
     """A stream's."""
+    prompt_routes: Routes | None = None

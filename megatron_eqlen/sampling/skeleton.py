@@ -6,7 +6,7 @@ import dataclasses
 
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.sampling.record import Head
-from megatron_eqlen.types import Elsewhere, Prompt, Rollout, Segment
+from megatron_eqlen.types import Elsewhere, Prompt, Rollout, Routes, Segment
 
 
 def skeleton(rollout: Rollout) -> Rollout:
@@ -16,7 +16,8 @@ def skeleton(rollout: Rollout) -> Rollout:
     """
     kind = kind_of(rollout)
     prompt = Prompt(rollout.prompt_id, [], "", "", "")
-    head = Head(prompt, rollout.index, rollout.policy_version, getattr(rollout, "outcome", None))
+    outcome, routes = getattr(rollout, "outcome", None), _elsewhere(rollout.prompt_routes)
+    head = Head(prompt, rollout.index, rollout.policy_version, outcome, routes)
     return kind.join(
         head, [dataclasses.replace(part, segment=_bare(part.segment)) for part in kind.parts(rollout)]
     )
@@ -34,4 +35,9 @@ def _bare(segment: Segment) -> Segment:
         token_ids=Elsewhere.of(segment.token_ids),
         logprobs=Elsewhere.of(segment.logprobs),
         sampling_mask=None if mask is None else mask.bare(),
+        routes=_elsewhere(segment.routes),
     )
+
+
+def _elsewhere(routes: Routes | None) -> Routes | None:
+    return None if routes is None else Elsewhere.of(routes)

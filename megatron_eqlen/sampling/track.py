@@ -16,6 +16,7 @@ from megatron_eqlen.types import (
     Elsewhere,
     FinishReason,
     Prompt,
+    Routes,
     SamplingMask,
     Segment,
     Versions,
@@ -35,6 +36,34 @@ def rollout_of(name: str) -> tuple[str, int]:
     return prompt_id, int(index)
 
 
+class RouteRows:
+    """``Routes`` that grow by a few rows at a time."""
+
+    __slots__ = ("_bytes", "_dtype", "_row", "_width")
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+        self._row, self._dtype, self._width = (0, 0), np.dtype(np.uint8), 1
+
+    def __len__(self) -> int:
+        return len(self._bytes) // self._width
+
+    def extend(self, rows: Routes) -> None:
+        if not self._bytes:
+            self._row, self._dtype = rows.shape[1:], rows.dtype
+            self._width = max(1, int(np.prod(self._row)) * rows.itemsize)
+        self._bytes += rows.tobytes()
+
+    def cut(self, end: int) -> None:
+        """Drop the rows from number ``end`` on."""
+        del self._bytes[end * self._width :]
+
+    def __getitem__(self, part: slice) -> Routes:
+        start, stop, _ = part.indices(len(self))
+        some = self._bytes[start * self._width : stop * self._width]
+        return np.frombuffer(some, self._dtype).reshape(-1, *self._row)
+
+
 class Track:
     """A track continues ``context`` by at most ``limit`` tokens.
 
@@ -44,7 +73,8 @@ class Track:
 
     __slots__ = (
         "attempts", "awaited", "context", "eos_token_ids", "finish_reason", "is_fork", "limit", "logprobs",
-        "mask_counts", "mask_ids", "name", "prompt_id", "runs", "seed", "token_ids", "whole",
+        "mask_counts", "mask_ids", "name", "prompt_id", "prompt_routes", "routes", "runs", "seed",
+        "token_ids", "whole",
     )  # fmt: skip
 
     def __init__(
@@ -71,10 +101,15 @@ class Track:
         self.mask_ids = array("i")
         self.mask_counts = array("B")
         """As long as ``token_ids``, or empty where the engine records no sampling mask."""
+        self.routes = RouteRows()
+        """As long as ``token_ids``, or empty where the engine records no routes."""
+        self.prompt_routes: Routes | None = None
+        """Of its rollout's prompt, where this track's request brought them."""
         self.runs: list[tuple[int, int]] = []
         """``types.Versions`` of its tokens."""
         self.whole = True
-        """Whether log-probs and masks are kept: a rank that neither records nor trains with them does not."""
+        """Whether log-probs, masks and routes are kept: a rank that neither records nor trains with them does
+        not."""
         self.finish_reason: FinishReason | None = None
         self.attempts = 0
 
@@ -101,7 +136,7 @@ class Track:
 
         Runs once a token of every response, and nearly always nothing ends: that is found out first.
         """
-        if not self.runs or self.runs[-1][1] != version:
+        if delta.token_ids and (not self.runs or self.runs[-1][1] != version):
             self.runs.append((len(self.token_ids), version))
         self.token_ids.fromlist(delta.token_ids)
         if self.whole:
@@ -109,6 +144,8 @@ class Track:
             for kept in delta.sampling_mask or ():
                 self.mask_ids.extend(kept)
                 self.mask_counts.append(len(kept))
+            if delta.routes is not None:
+                self.routes.extend(delta.routes)
         if len(self.token_ids) < self.awaited and self.eos_token_ids.isdisjoint(delta.token_ids):
             return False
         self._end(first=len(self.token_ids) - len(delta.token_ids))
@@ -123,6 +160,8 @@ class Track:
         if self.whole and known.sampling_mask is not None:
             self.mask_ids.frombytes(known.sampling_mask.ids.tobytes())
             self.mask_counts.frombytes(known.sampling_mask.counts.tobytes())
+        if self.whole and known.routes is not None:
+            self.routes.extend(known.routes)
         self._end(first=0)
 
     def _end(self, first: int) -> None:
@@ -140,6 +179,7 @@ class Track:
         del self.mask_ids[len(self.mask_ids) - sum(self.mask_counts[end:]) :]
         for column in (self.token_ids, self.logprobs, self.mask_counts):
             del column[end:]
+        self.routes.cut(end)
         self.runs = list(self.versions(0, end))
 
     def segment(self, start: int, stop: int | None = None) -> Segment:
@@ -151,6 +191,7 @@ class Track:
             np.frombuffer(self.logprobs[start:stop], np.float32) if self.whole else Elsewhere.of(token_ids),
             self.finish_reason if stop == len(self.token_ids) else None,
             sampling_mask=self._mask(start, stop) if self.mask_counts else None,
+            routes=self.routes[start:stop] if self.routes else None,
             versions=self.versions(start, stop),
         )
 

@@ -46,7 +46,7 @@ class AnsweringEngine:
         self._open: dict[str, Delta] = {}
         self.asked: list[str] = []
 
-    def submit(self, request_id, token_ids, max_tokens, seed):
+    def submit(self, request_id, token_ids, max_tokens, seed, prompt_routes=0):
         question = "".join(map(chr, token_ids))
         number = sum(name == question for name in self.asked)
         self.asked.append(question)

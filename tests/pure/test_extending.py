@@ -186,6 +186,7 @@ class Duel:
     policy_version: int
     sides: list
     index: int = 0
+    prompt_routes: None = None
 
     @property
     def prompt_id(self):
@@ -277,7 +278,7 @@ class Scripted:
     def __init__(self, chaos: random.Random) -> None:
         self.requests: list[str] = []
 
-    def submit(self, request_id, token_ids, max_tokens, seed):
+    def submit(self, request_id, token_ids, max_tokens, seed, prompt_routes=0):
         self.requests.append(request_id)
 
     def step(self):

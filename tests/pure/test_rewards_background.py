@@ -39,7 +39,7 @@ class OneByOne:
         self.requests: list[str] = []
         self.ended = 0
 
-    def submit(self, request_id, token_ids, max_tokens, seed):
+    def submit(self, request_id, token_ids, max_tokens, seed, prompt_routes=0):
         self.requests.append(request_id)
 
     def step(self):

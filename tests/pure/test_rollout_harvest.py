@@ -7,9 +7,11 @@ below harvests it the paper's way, in lockstep, written independently of the har
 from __future__ import annotations
 
 import random
+import zlib
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -73,14 +75,18 @@ class ScriptedEngine:
     delivered: dict[str, int] = field(default_factory=dict)
     aborted: list[str] = field(default_factory=list)
     submitted: list[tuple[str, list[int], int]] = field(default_factory=list)
+    routes: bool = False
+    paths: dict[str, tuple[list[int], int, int]] = field(default_factory=dict)
+    """Of each request: context and tokens, length of the context, rows that it brings of it."""
 
-    def submit(self, request_id, token_ids, max_tokens, seed):
+    def submit(self, request_id, token_ids, max_tokens, seed, prompt_routes=0):
         assert request_id not in self.requests
         assert max_tokens >= 1
         tokens = continuation(token_ids, seed, self.end)[:max_tokens]
         self.requests[request_id] = (tokens, len(token_ids))
         self.delivered[request_id] = 0
         self.submitted.append((request_id, list(token_ids), seed))
+        self.paths[request_id] = [*token_ids, *tokens], len(token_ids), prompt_routes
 
     def step(self):
         chosen = [name for name in self.requests if self.chaos.random() < 0.6]
@@ -108,7 +114,20 @@ class ScriptedEngine:
         logprobs = [-(start + first + i) / 7 for i in range(len(chunk))]
         mask = [(token, token + 100) for token in chunk]
         cached = start - start % 4 if first == 0 else None
-        return Delta(name, chunk, logprobs, reason, mask, cached, version)
+        delta = Delta(name, chunk, logprobs, reason, mask, cached, version)
+        return self._with_routes(delta, first) if self.routes else delta
+
+    def _with_routes(self, delta, first):
+        if first == 0 and delta.finish_reason == "lost":  # before its first token
+            self.delivered[delta.request_id] = 0
+            return Delta(delta.request_id, [], [], "lost")
+        path, start, asked = self.paths[delta.request_id]
+        routes = routes_of(path, start + first, start + first + len(delta.token_ids))
+        return replace(
+            delta,
+            routes=routes,
+            prompt_routes=routes_of(path, 1, 1 + asked) if asked and first == 0 else None,
+        )
 
     def abort(self, request_ids):
         for name in request_ids:
@@ -121,6 +140,28 @@ class ScriptedEngine:
 
     def metrics(self):
         return {}
+
+
+def routes_of(path: list[int], first: int, stop: int) -> np.ndarray:
+    """Of tokens ``first`` to ``stop`` of a path: what was chosen depends on all tokens before each."""
+    rows = [[zlib.crc32(bytes(path[:place])) % 256, place] for place in range(first, stop)]
+    return np.array(rows, np.uint8).reshape(-1, 1, 2)
+
+
+def check_routes(rollout: Rollout) -> None:
+    """Every row is the one of its token, wherever its path forks, and the prompt's are there."""
+    prompt = rollout.prompt.token_ids
+    assert np.array_equal(rollout.prompt_routes, routes_of(prompt, 1, len(prompt)))
+    harvested = kind_of(rollout).parts(rollout)
+    trunk: dict[int, list[int]] = {-1: prompt}
+    for part in harvested:
+        if isinstance(rollout, Stream):
+            above = [one.segment for one in harvested[: part.number - (part.role == "b")] if one.role == "b"]
+            before = prompt + [token for one in above for token in one.token_ids.tolist()]
+        else:
+            before = trunk[part.parent]
+        trunk[part.number] = path = before + part.segment.token_ids.tolist()
+        assert np.array_equal(part.segment.routes, routes_of(path, len(before), len(path)))
 
 
 def reference_stream(prompt: Prompt, index: int, recipe: Recipe, seed: int, end: float) -> dict:
@@ -385,8 +426,8 @@ def test_the_worked_example_of_types():
     scripts = {(1, 2): [[5, 9], [6, 7, 8, 9]], (1, 2, 6, 7): [[4, 4, 9]], (1, 2, 6, 7, 4, 4): [[9]]}
 
     class Script(ScriptedEngine):
-        def submit(self, request_id, token_ids, max_tokens, seed):
-            super().submit(request_id, token_ids, max_tokens, seed)
+        def submit(self, request_id, token_ids, max_tokens, seed, prompt_routes=0):
+            super().submit(request_id, token_ids, max_tokens, seed, prompt_routes)
             self.requests[request_id] = (scripts[tuple(token_ids)].pop(0), len(token_ids))
 
     recipe = make_recipe(group_size=2)
@@ -414,8 +455,8 @@ def test_a_fork_is_submitted_in_the_step_that_made_its_length_certain():
             self.steps += 1
             return [self._delta(name) for name in list(self.requests)]
 
-        def submit(self, request_id, token_ids, max_tokens, seed):
-            super().submit(request_id, token_ids, max_tokens, seed)
+        def submit(self, request_id, token_ids, max_tokens, seed, prompt_routes=0):
+            super().submit(request_id, token_ids, max_tokens, seed, prompt_routes)
             assert len(token_ids) - 2 == self.steps
 
     engine = Lockstep(random.Random(1), max_num_seqs=64, max_chunk=1)
@@ -452,6 +493,26 @@ def test_weights_that_change_under_a_harvest_are_noticed():
     assert not engine.requests
 
 
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ({"routes": None}, "expected a row of routes for each of 1 tokens, found 0"),
+        ({"routes": np.zeros((2, 1, 2), np.uint8)}, "expected a row of routes for each of 1 tokens, found 2"),
+        ({"prompt_routes": None}, "expected routes of 1 prompt tokens, found 0"),
+        ({"prompt_routes": np.zeros((2, 1, 2), np.uint8)}, "expected routes of 1 prompt tokens, found 2"),
+    ],
+)
+def test_a_row_that_is_missing_or_too_many_is_an_error(found, message):
+    class Broken(ScriptedEngine):
+        def _delta(self, name):
+            return replace(super()._delta(name), **found)
+
+    engine = Broken(random.Random(0), max_chunk=1, routes=True)
+    with pytest.raises(EngineError, match=message):
+        harvest(engine, make_prompts(2), make_recipe(rollout={"keep_routes": True}), EOS, 0)
+    assert not engine.requests
+
+
 def test_a_request_that_is_always_lost_is_an_error_and_nothing_stays_running():
     engine = ScriptedEngine(random.Random(0), end=0.0, loss=1.0, max_chunk=1, max_losses=99)
     with pytest.raises(EngineError, match=r"'lost' after 4 of 12 tokens .* 4 times"):
@@ -461,8 +522,8 @@ def test_a_request_that_is_always_lost_is_an_error_and_nothing_stays_running():
 
 def test_a_server_that_returns_fewer_tokens_is_asked_for_the_rest():
     class Short(ScriptedEngine):
-        def submit(self, request_id, token_ids, max_tokens, seed):
-            super().submit(request_id, token_ids, max_tokens, seed)
+        def submit(self, request_id, token_ids, max_tokens, seed, prompt_routes=0):
+            super().submit(request_id, token_ids, max_tokens, seed, prompt_routes)
             tokens, start = self.requests[request_id]
             if "~" not in request_id and len(tokens) > 2:
                 self.requests[request_id] = (tokens[:2], start)

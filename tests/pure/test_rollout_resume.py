@@ -31,7 +31,7 @@ from megatron_eqlen.rollout.recorder import (
 )
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.types import Metrics, Rollout, rollout_key
-from tests.pure.test_rollout_harvest import EOS, ScriptedEngine, make_prompts, make_recipe
+from tests.pure.test_rollout_harvest import EOS, ScriptedEngine, check_routes, make_prompts, make_recipe
 
 PROMPTS = [replace(prompt, number=number) for number, prompt in enumerate(make_prompts(4))]
 NAMES = [prompt.prompt_id for prompt in PROMPTS]
@@ -90,12 +90,12 @@ write = ArrowLog.write
 
 def attempt(folder: Path, engine: Mortal, recipe: Recipe, seed: int) -> tuple[list[Rollout], Metrics, Left]:
     files = left_files(folder)
-    left = read_left(files, NAMES)
+    left = read_left(files, NAMES, recipe.rollout.keep_routes)
     announced = defaultdict(list)
-    with Recorder(folder / "rank-0.arrow") as recorder:
+    with Recorder(folder / "rank-0.arrow", recipe.rollout.record_routes) as recorder:
         rollouts, metrics = harvest(
             engine, PROMPTS, recipe, EOS, seed, recorder=recorder, done=left.rollouts, known=left.tracks,
-            generated_before=left.generated_tokens,
+            generated_before=left.generated_tokens, prompt_routes=left.prompt_routes,
             on_part=lambda one, part: announced[one.prompt.prompt_id, one.index].append(part),
         )  # fmt: skip
     remove_journals(files, NAMES)
@@ -115,6 +115,7 @@ cases = st.fixed_dictionaries(
         "max_pairs": st.sampled_from([None, 1, 2]),
         "max_num_seqs": st.integers(1, 12),
         "masks": st.booleans(),
+        "routes": st.booleans(),
         "version_tokens": st.sampled_from([None, 1, 5]),
         "budget": st.sampled_from([None, None, 10, 50, 90]),
     }
@@ -131,6 +132,7 @@ def recipe_of(case: dict) -> Recipe:
             "max_response_length": case["limit"],
             "max_num_seqs": case["max_num_seqs"],
             "tokens_per_step": case["budget"],
+            "keep_routes": case["routes"],
         },
         equal_length={"max_pairs": case["max_pairs"]},
         **kind,
@@ -139,16 +141,13 @@ def recipe_of(case: dict) -> Recipe:
 
 def engine_of(case: dict, chaos: int, life: int = 10**9) -> Mortal:
     """With a budget, what is harvested depends on the order in which tokens arrive: it must be one order."""
-    slots, masks, versions = case["max_num_seqs"], case["masks"], case["version_tokens"]
+    given = {
+        "max_num_seqs": case["max_num_seqs"], "life": life, "masks": case["masks"], "routes": case["routes"],
+        "version_tokens": case["version_tokens"],
+    }  # fmt: skip
     if case["budget"] is None:
-        chance = random.Random(chaos)
-        return Mortal(
-            chance, case["end"], loss=0.05, max_num_seqs=slots, life=life, masks=masks,
-            version_tokens=versions,
-        )  # fmt: skip
-    return Lockstep(
-        random.Random(0), case["end"], max_num_seqs=slots, life=life, masks=masks, version_tokens=versions
-    )
+        return Mortal(random.Random(chaos), case["end"], loss=0.05, **given)
+    return Lockstep(random.Random(0), case["end"], **given)
 
 
 @settings(max_examples=200, deadline=None)
@@ -173,6 +172,8 @@ def test_killed_at_any_batch_and_any_step_a_harvest_ends_as_if_it_had_not_been(c
         assert read_step(folder) == want
         for rollout in found:
             check_versions(rollout, case["version_tokens"])
+            if case["routes"] and any(map(len, rollout.segments())):
+                check_routes(rollout)
         assert not list(folder.glob(JOURNALS))
 
 

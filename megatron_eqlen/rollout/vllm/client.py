@@ -23,6 +23,7 @@ from torch import Tensor
 from megatron_eqlen.metrics import (
     ENGINE_PREEMPTIONS,
     ENGINE_REMOVED_PROBABILITY,
+    ENGINE_ROUTE_SECONDS,
     ENGINE_SYNC_BYTES,
     ENGINE_SYNC_SECONDS,
     ENGINE_SYNC_SENT_BYTES,
@@ -98,13 +99,15 @@ class ServerEngine:
     def max_num_seqs(self) -> int:
         return self.rollout.max_num_seqs * max(len(self.pool.alive), 1)
 
-    def submit(self, request_id: str, token_ids: list[int], max_tokens: int, seed: int) -> None:
+    def submit(
+        self, request_id: str, token_ids: list[int], max_tokens: int, seed: int, prompt_routes: int = 0
+    ) -> None:
         if self.refusal is not None:
             raise EngineError(f"request {request_id}: {self.refusal}")
         if self._replica_of(request_id) is not None:
             raise ValueError(f"request {request_id}: expected an unused id, found it in flight")
         check_request(request_id, token_ids, max_tokens, self.max_model_len, self.vocab_size)
-        body = request_body(request_id, token_ids, self.sampling, max_tokens, seed)
+        body = request_body(request_id, token_ids, self.sampling, max_tokens, seed, prompt_routes)
         replica = self._home(request_id)
         replica.requests[request_id] = self.pool.io.start(self._stream(replica, request_id, body))
 
@@ -177,7 +180,7 @@ class ServerEngine:
         self.pool.close()
 
     def metrics(self) -> Metrics:
-        answers = self.pool.post("collective_rpc", {"method": "eqlen_removed_mass"})
+        answers = self.pool.post("collective_rpc", {"method": "eqlen_counts"})
         removed, sampled = (sum(answer["results"][0][i] for answer in answers) for i in (0, 1))
         preemptions = sum(self.pool.each("metrics", lambda replica: replica.new_preemptions()))
         metrics = {
@@ -185,6 +188,8 @@ class ServerEngine:
             ENGINE_REMOVED_PROBABILITY: removed / max(sampled, 1),
             "engine/live_replicas": float(len(self.pool.alive)),
         }
+        if self.rollout.keep_routes:
+            metrics[ENGINE_ROUTE_SECONDS] = max(answer["results"][0][2] for answer in answers)
         metrics |= self.sync
         self.sync = {}
         return metrics
@@ -252,7 +257,7 @@ class ServerEngine:
     def _connect(self, any_weights: bool = False) -> None:
         """Set up every replica that answers and has the right weights (or any weights, before a sync)."""
         expected = None if any_weights else self.weight_version
-        setup = [self.rollout.logprobs_mode, self.rollout.mask_width]
+        setup = [self.rollout.logprobs_mode, self.rollout.mask_width, self.rollout.keep_routes]
         self.pool.connect(expected, setup, self._check_limits)
 
     def _check_limits(self, replica: ServerReplica, limits: dict[str, int]) -> None:
@@ -261,6 +266,10 @@ class ServerEngine:
             raise EngineError(
                 f"{replica.url}: expected a server with --max-model-len of at least {self.max_model_len}, "
                 f"found {limits['max_model_len']}"
+            )
+        if self.rollout.keep_routes and not limits["routes"]:
+            raise EngineError(
+                f"{replica.url}: expected a server started with rollout.keep_routes: true, found false"
             )
 
     def _update_replicas(self, named_tensors: Iterable[tuple[str, Tensor]], weight_version: str) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_eqlen.metrics import (
     ENGINE_PREEMPTIONS,
     ENGINE_REMOVED_PROBABILITY,
+    ENGINE_ROUTE_SECONDS,
     ENGINE_SYNC_BYTES,
     ENGINE_SYNC_SECONDS,
 )
@@ -52,6 +53,7 @@ class ColocatedEngine:
         self.vocab_size = lifecycle.vocab_size(self.llm)
         self.max_model_len = max_model_len
         self.max_num_seqs = rollout.max_num_seqs
+        self.keep_routes = rollout.keep_routes
         self.policy_version = policy_version
         self.requests: dict[str, engine_core.Request] = {}
         self.refusal: str | None = None
@@ -61,7 +63,9 @@ class ColocatedEngine:
         """Times a request was pushed out of the KV cache, since the last ``metrics``."""
         self.sync: Metrics = {}
 
-    def submit(self, request_id: str, token_ids: list[int], max_tokens: int, seed: int) -> None:
+    def submit(
+        self, request_id: str, token_ids: list[int], max_tokens: int, seed: int, prompt_routes: int = 0
+    ) -> None:
         if self.refusal is not None:
             raise EngineError(f"request {request_id}: {self.refusal}")
         if request_id in self.requests:
@@ -69,7 +73,7 @@ class ColocatedEngine:
         check_request(request_id, token_ids, max_tokens, self.max_model_len, self.vocab_size)
         self._wake_cache()
         self.requests[request_id] = engine_core.submit(
-            self.llm, request_id, token_ids, self.params, max_tokens, seed
+            self.llm, request_id, token_ids, self.params, max_tokens, seed, prompt_routes
         )
 
     def step(self) -> list[Delta]:
@@ -137,6 +141,8 @@ class ColocatedEngine:
             ENGINE_REMOVED_PROBABILITY: removed / max(sampled, 1),
             **self.sync,
         }
+        if self.keep_routes:
+            metrics[ENGINE_ROUTE_SECONDS] = lifecycle.route_seconds(self.llm)
         self.preemptions = 0
         self.sync = {}
         return metrics

@@ -12,6 +12,10 @@ from vllm.platforms import current_platform
 from megatron_eqlen.hf.config import ModelConfig, read_config
 from megatron_eqlen.recipe import RolloutRecipe
 
+ROUTES = "megatron_eqlen.rollout.vllm.routes"
+ROUTES_ARGS = {"worker_cls": f"{ROUTES}.RoutesWorker", "scheduler_cls": f"{ROUTES}.scheduler"}
+"""What an engine that records routes is started with."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -34,6 +38,8 @@ def engine_args(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_l
         "enforce_eager": cpu,
         "generation_config": "vllm",
     }
+    if rollout.keep_routes:
+        args |= ROUTES_ARGS
     if kv_gib:
         args["kv_cache_memory_bytes"] = int(kv_gib * 2**30)
     if model.yarn:  # vLLM takes max_position_embeddings for the length after scaling, Qwen3's files keep it

@@ -19,7 +19,7 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
 
 from megatron_eqlen.recipe import RolloutRecipe
-from megatron_eqlen.rollout.engine import SEED, Delta, EngineError
+from megatron_eqlen.rollout.engine import PROMPT_ROUTES, SEED, Delta, EngineError, split_routes
 
 
 def sampling_params(rollout: RolloutRecipe, eos_token_ids: Iterable[int]) -> SamplingParams:
@@ -51,13 +51,19 @@ def client(llm: LLM) -> InprocClient:
 
 
 def submit(
-    llm: LLM, request_id: str, token_ids: list[int], params: SamplingParams, max_tokens: int, seed: int
+    llm: LLM,
+    request_id: str,
+    token_ids: list[int],
+    params: SamplingParams,
+    max_tokens: int,
+    seed: int,
+    prompt_routes: int = 0,
 ) -> Request:
     """Hand a request to the engine core, which keeps the result up to date. The caller has checked the
     ids and the length."""
     params = params.clone()
     params.max_tokens = max_tokens
-    params.extra_args = {SEED: seed}
+    params.extra_args = {SEED: seed, PROMPT_ROUTES: prompt_routes}
     asked = EngineCoreRequest(
         request_id=request_id,
         prompt_token_ids=token_ids,
@@ -86,6 +92,7 @@ def step(llm: LLM) -> list[Delta]:
         if reason is not None and reason not in FINISHED:
             raise EngineError(f"request {output.request_id}: vLLM ended it with {reason}")
         chosen = output.new_logprobs
+        prompt_routes, routes = split_routes(output.routed_experts, len(output.new_token_ids))
         deltas.append(
             Delta(
                 output.request_id,
@@ -94,6 +101,8 @@ def step(llm: LLM) -> list[Delta]:
                 None if reason is None else FINISHED[reason],
                 mask,
                 output.prefill_stats.num_cached_tokens if output.prefill_stats else None,
+                routes=routes,
+                prompt_routes=prompt_routes,
             )
         )
     return deltas

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 from megatron_eqlen.recipe import RolloutRecipe
-from megatron_eqlen.rollout.engine import SEED, Delta
+from megatron_eqlen.rollout.engine import PROMPT_ROUTES, SEED, Delta, split_routes
+from megatron_eqlen.types import Routes
 
 PATH = "inference/v1/generate"
 TOKENS_PER_EVENT = 8
@@ -28,29 +33,45 @@ def sampling_params(rollout: RolloutRecipe, eos_token_ids: Iterable[int]) -> dic
 
 
 def request_body(
-    request_id: str, token_ids: list[int], sampling: dict[str, Any], max_tokens: int, seed: int
+    request_id: str,
+    token_ids: list[int],
+    sampling: dict[str, Any],
+    max_tokens: int,
+    seed: int,
+    prompt_routes: int = 0,
 ) -> dict[str, Any]:
     return {
         "request_id": request_id,
         "token_ids": token_ids,
-        "sampling_params": sampling | {"max_tokens": max_tokens, "extra_args": {SEED: seed}},
+        "sampling_params": sampling
+        | {"max_tokens": max_tokens, "extra_args": {SEED: seed, PROMPT_ROUTES: prompt_routes}},
         "stream": True,
         "stream_options": {"include_usage": True},
     }
 
 
 def read_event(request_id: str, event: dict[str, Any], masked: bool = False) -> Delta:
-    """One server-sent event as a delta, with sampling masks if ``masked``."""
+    """One server-sent event as a delta, with sampling masks if ``masked``, and with routes if the server
+    sends them."""
     choice = event["choices"][0]
     reason = choice["finish_reason"]
     chosen = (choice["logprobs"] or {"content": []})["content"]
+    tokens = choice["token_ids"] or []
+    prompt_routes, routes = split_routes(_routes(choice["routed_experts"]), len(tokens))
     return Delta(
         request_id,
-        choice["token_ids"] or [],
+        tokens,
         [token["logprob"] for token in chosen],
         reason if reason in ("stop", "length", None) else "lost",
         [_kept(token["top_logprobs"]) for token in chosen] if masked else None,
+        routes=routes,
+        prompt_routes=prompt_routes,
     )
+
+
+def _routes(encoded: str | None) -> Routes | None:
+    """From base64 of NumPy's file format."""
+    return None if encoded is None else np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
 
 
 def cached_tokens(event: dict[str, Any]) -> int | None:

@@ -136,6 +136,11 @@ def removed_mass(llm: LLM) -> tuple[float, int]:
     return sampler.take_removed_mass()
 
 
+def route_seconds(llm: LLM) -> float:
+    """What routes took of an engine that records them, since the last call."""
+    return llm.llm_engine.model_executor.driver_worker.worker.routes.take_seconds()
+
+
 @contextmanager
 def stock_sampler(llm: LLM) -> Iterator[None]:
     """vLLM's own sampler in place of ours: what benchmarks compare with."""

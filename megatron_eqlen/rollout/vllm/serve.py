@@ -6,6 +6,7 @@ vLLM's engine waits for work for ever when the server that spawned it is killed,
 from __future__ import annotations
 
 import os
+import sys
 
 from megatron_eqlen.lifeline import die_with_launcher, named
 from megatron_eqlen.quiet import quiet
@@ -14,6 +15,12 @@ from megatron_eqlen.quiet import quiet
 def main() -> None:
     os.environ.update(named())
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    from megatron_eqlen.rollout.vllm.engine_args import ROUTES_ARGS
+
+    if ROUTES_ARGS["worker_cls"] in sys.argv:
+        from megatron_eqlen.rollout.vllm.routes import stream_routes
+
+        stream_routes()
     from vllm.entrypoints.launchers.api_server.entry import main as serve
 
     serve()

@@ -109,15 +109,25 @@ class WorkerExtension:
     model_runner: Any
     model_config: Any
 
-    def eqlen_setup(self, logprobs_mode: str, mask_width: int) -> dict[str, int]:
-        """Sample as ``PathSampler`` does; returns the engine's limits."""
+    def eqlen_setup(self, logprobs_mode: str, mask_width: int, keep_routes: bool) -> dict[str, int]:
+        """Sample as ``PathSampler`` does, and send routes if they are kept; returns the engine's limits, and
+        whether it can."""
         self._weight_update_active = False  # a trainer that was killed may have left one open
         self.model_runner.sampler = PathSampler(self.model_runner, logprobs_mode == "processed", mask_width)
+        routes = self._eqlen_routes()
+        if routes is not None:
+            routes.on = keep_routes
         return {
+            "routes": int(routes is not None),
             "vocab_size": self.model_config.get_vocab_size(),
             "max_model_len": self.model_config.max_model_len,
         }
 
-    def eqlen_removed_mass(self) -> list[float]:
-        """Probability mass removed and tokens sampled since the last call."""
-        return list(self.model_runner.sampler.take_removed_mass())
+    def eqlen_counts(self) -> list[float]:
+        """Since the last call: probability mass removed, tokens sampled, seconds spent on routes."""
+        routes = self._eqlen_routes()
+        return [*self.model_runner.sampler.take_removed_mass(), routes.take_seconds() if routes else 0.0]
+
+    def _eqlen_routes(self) -> Any:
+        """The ``RouteCapture`` of a server that was started with ``rollout.keep_routes``."""
+        return getattr(self, "routes", None)

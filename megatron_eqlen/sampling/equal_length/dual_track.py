@@ -20,7 +20,7 @@ from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.equal_length.record import join
 from megatron_eqlen.sampling.record import Head, Part
 from megatron_eqlen.sampling.track import Track
-from megatron_eqlen.types import Outcome, Prompt, Segment, Stream, TokenIds, joined
+from megatron_eqlen.types import Outcome, Prompt, Routes, Segment, Stream, TokenIds, joined
 
 
 class Side:
@@ -80,6 +80,7 @@ class DualTrack:
         self.trunk: list[int] = []
         self.parts: list[Part] = []
         """a and b of each pair, then the tail."""
+        self.prompt_routes: Routes | None = None
         self.sides: list[Side] = []
         """The trunk's track first; alone once ``max_pairs`` are there."""
         self.outcome: Outcome | None = None
@@ -119,7 +120,9 @@ class DualTrack:
         return joined([*trunk, part.segment.token_ids])
 
     def rollout(self, policy_version: int) -> Stream:
-        return join(Head(self.prompt, self.index, policy_version, self.outcome), self.parts)
+        return join(
+            Head(self.prompt, self.index, policy_version, self.outcome, self.prompt_routes), self.parts
+        )
 
     def _inherit(self, short: Side, other: Side) -> list[Track]:
         """``short`` is A_i, as much of ``other`` is B_i; go on after B_i."""

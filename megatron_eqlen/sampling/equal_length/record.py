@@ -27,4 +27,5 @@ def join(head: Head, parts: Sequence[Part]) -> Stream:
         pairs=[Pair(a, b) for a, b in zip(segments["a"], segments["b"], strict=True)],
         outcome=head.outcome,
         tail=segments["tail"][0] if segments["tail"] else None,
+        prompt_routes=head.prompt_routes,
     )

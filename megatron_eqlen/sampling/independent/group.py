@@ -8,7 +8,7 @@ from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.independent.record import join
 from megatron_eqlen.sampling.record import Head, Part
 from megatron_eqlen.sampling.track import Track
-from megatron_eqlen.types import Group, Prompt, TokenIds
+from megatron_eqlen.types import Group, Prompt, Routes, TokenIds
 
 
 def harvesters(
@@ -32,6 +32,7 @@ class IndependentGroup:
             number: Track(prompt, 0, number, [], limit, eos_token_ids, seed) for number in range(group_size)
         }
         self.parts: list[Part] = []
+        self.prompt_routes: Routes | None = None
 
     @property
     def complete(self) -> bool:
@@ -51,7 +52,9 @@ class IndependentGroup:
         return part.segment.token_ids
 
     def rollout(self, policy_version: int) -> Group:
-        return join(Head(self.prompt, self.index, policy_version), self.parts)
+        return join(
+            Head(self.prompt, self.index, policy_version, prompt_routes=self.prompt_routes), self.parts
+        )
 
     def _end(self, numbers: list[int]) -> None:
         self.parts += [Part("completion", number, self.open.pop(number).segment(0)) for number in numbers]

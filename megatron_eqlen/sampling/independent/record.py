@@ -14,4 +14,5 @@ def parts(group: Group) -> list[Part]:
 
 def join(head: Head, parts: Sequence[Part]) -> Group:
     """The inverse of ``parts``, which may come in any order."""
-    return Group(head.prompt, head.policy_version, [one.segment for one in in_order(parts)], head.index)
+    completions = [one.segment for one in in_order(parts)]
+    return Group(head.prompt, head.policy_version, completions, head.index, head.prompt_routes)

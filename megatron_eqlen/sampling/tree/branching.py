@@ -14,7 +14,7 @@ from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.record import Head, Part
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.sampling.tree.record import join
-from megatron_eqlen.types import Prompt, SampledTree, Segment, TokenIds, joined
+from megatron_eqlen.types import Prompt, Routes, SampledTree, Segment, TokenIds, joined
 
 
 def harvesters(
@@ -36,6 +36,7 @@ class TreeSampling:
         self.step_tokens = tree.step_tokens or max(1, self.limit // tree.depth)
         self.open: dict[int, Track] = {}
         self.parts: list[Part] = []
+        self.prompt_routes: Routes | None = None
 
     @property
     def complete(self) -> bool:
@@ -69,7 +70,9 @@ class TreeSampling:
         return joined([*above, part.segment.token_ids])
 
     def rollout(self, policy_version: int) -> SampledTree:
-        return join(Head(self.prompt, self.index, policy_version), self.parts)
+        return join(
+            Head(self.prompt, self.index, policy_version, prompt_routes=self.prompt_routes), self.parts
+        )
 
     def _continue(self, parent: int, response: list[int], depth: int) -> list[Track]:
         room = self.limit - len(response)

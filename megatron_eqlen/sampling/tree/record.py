@@ -27,4 +27,5 @@ def join(head: Head, parts: Sequence[Part]) -> SampledTree:
         parents=[place.get(part.parent, -1) for part in parts],
         index=head.index,
         numbers=list(place),
+        prompt_routes=head.prompt_routes,
     )

@@ -1,0 +1,40 @@
+"""Routes as columns of a record: bytes, and beside them what a token's row is, for example ``48x8:uint8``."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import numpy as np
+
+from megatron_eqlen.types import Elsewhere, Routes
+
+
+def route_name(routes: Routes | None) -> str | None:
+    """What a row is."""
+    return None if routes is None else f"{'x'.join(map(str, routes.shape[1:]))}:{routes.dtype}"
+
+
+def as_bytes(routes: Routes | None) -> np.ndarray | None:
+    """[L * bytes of a row] uint8"""
+    return None if routes is None else np.ascontiguousarray(routes).reshape(-1).view(np.uint8)
+
+
+def from_bytes(name: str | None, data: np.ndarray | None) -> Routes | None:
+    """The inverse of ``as_bytes``: a view."""
+    if name is None or data is None:
+        return None
+    row, dtype = _parsed(name)
+    return data.view(dtype).reshape(-1, *row)
+
+
+def unread(name: str | None, length: int) -> Routes | None:
+    """Stands for routes that were not read."""
+    if name is None:
+        return None
+    row, dtype = _parsed(name)
+    return cast(Routes, Elsewhere(length, row, dtype))
+
+
+def _parsed(name: str) -> tuple[tuple[int, ...], str]:
+    row, dtype = name.split(":")
+    return tuple(map(int, row.split("x"))), dtype

@@ -1,0 +1,260 @@
+"""Which experts vLLM's MoE layers chose: from their routers to the outputs of each request, token by token.
+
+    worker      routers ─► buffer of a step ─► slots, one for each place in the KV cache
+                              └─► each request's newest row, and from the slots the rows of its prompt
+    scheduler   ─► ``EngineCoreOutput.routed_experts`` of each request, with its new token
+    server      ─► an event's ``routed_experts``
+
+vLLM 0.31's own ``enable_return_routed_experts`` needs its V2 model runner and hands rows over when a request
+ends; a harvest aborts most requests, and loses others with their server. So what is vLLM's here is the
+capture and the way of the outputs; rows are delivered with the tokens that they belong to.
+
+A prefix that was cached is not computed again, so its rows are kept where its keys and values are: in slots,
+by the same block table. Whoever may read the one may read the other.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
+    RoutedExpertsCapturer,
+    bind_routed_experts_capturer,
+)
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.platforms import current_platform
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.output_processor import RequestState
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.worker.block_table import SlotMappingMode
+
+from megatron_eqlen.rollout.engine import PROMPT_ROUTES
+from megatron_eqlen.types import Routes
+
+if TYPE_CHECKING or not current_platform.is_cpu():
+    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
+else:
+    from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
+
+
+@dataclass
+class StepRoutes:
+    """What the worker tells the scheduler of one step."""
+
+    newest: Routes
+    """[requests, moe_layers, top_k], of each request's newest position, which predicted its new token."""
+    index: dict[str, int]
+    """Where in ``newest`` a request is."""
+    prompts: dict[str, Routes]
+    """Rows that requests asked for (``PROMPT_ROUTES``) and that got their first token now."""
+
+    def of(self, request_id: str) -> Routes:
+        """The request's rows: those that it asked for, then the newest."""
+        number = self.index[request_id]
+        row = self.newest[number : number + 1]
+        prompt = self.prompts.get(request_id)
+        return row if prompt is None else np.concatenate([prompt, row])
+
+
+# ---- worker ----------------------------------------------------------------------------------------------
+
+
+class RouteCapture:
+    """A model runner's routes. Made after the model is loaded and before CUDA graphs are captured: they
+    contain the copies into vLLM's buffer."""
+
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+        self.on = True
+        self.seconds = 0.0
+        """Of the engine's time, for copying and sorting rows."""
+        self.capturer = RoutedExpertsCapturer(runner.max_num_tokens, runner.vllm_config)
+        bind_routed_experts_capturer(runner.get_model(), self.capturer)
+        layers = (module.layer_id for module in runner.get_model().modules() if isinstance(module, MoERunner))
+        self.layers = torch.tensor(sorted(set(layers)), device=self.capturer.device_buffer.device)
+        self.slots: Routes | None = None
+
+    @property
+    def row(self) -> tuple[int, int]:
+        """Shape of a row."""
+        return len(self.layers), self.capturer.shape_per_token[1]
+
+    def take_seconds(self) -> float:
+        taken, self.seconds = self.seconds, 0.0
+        return taken
+
+    def begin(self) -> PendingRoutes:
+        """Start copying the rows of the step that was computed last. Where they belong is looked up at once:
+        the next step may be prepared before they have arrived."""
+        start = time.perf_counter()
+        batch, count = self.runner.input_batch, self.runner.input_batch.num_reqs
+        ends = self.runner.query_start_loc.np[: count + 1].astype(np.int64)
+        scheduled, total = np.diff(ends), int(ends[-1])
+        rows = self.capturer.snapshot_routing_data(total).index_select(1, self.layers)
+        copied = None
+        if rows.is_cuda:
+            rows = rows.to("cpu", non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+        requests = np.repeat(np.arange(count), scheduled)
+        positions = np.arange(total) - ends[requests] + batch.num_computed_tokens_cpu[requests]
+        pending = PendingRoutes(
+            self,
+            rows,
+            copied,
+            self._slots_of(requests, positions),
+            newest=ends[1:] - 1,
+            index=dict(batch.req_id_to_index),
+            asked={name: self._slots_of(number, np.arange(rows)) for name, number, rows in self._asked()},
+        )
+        self.seconds += time.perf_counter() - start
+        return pending
+
+    def _asked(self) -> list[tuple[str, int, int]]:
+        """(id, number in the batch, rows) of those that get their first token now and asked for rows."""
+        batch, count = self.runner.input_batch, self.runner.input_batch.num_reqs
+        first = batch.num_tokens_no_spec[:count] == batch.num_prompt_tokens[:count]
+        found = []
+        for number in np.flatnonzero(first & ~self.runner.discard_request_mask.np[:count]).tolist():
+            name = batch.req_ids[number]
+            params = self.runner.requests[name].sampling_params
+            if rows := (params.extra_args or {}).get(PROMPT_ROUTES):
+                found.append((name, number, rows))
+        return found
+
+    def _slots_of(self, requests: np.ndarray | int, positions: np.ndarray) -> np.ndarray:
+        """[n] int64, by the block table of the first layers that keep keys and values by position."""
+        tables = self.runner.input_batch.block_table.block_tables
+        table = next(one for one in tables if one.slot_mapping_mode == SlotMappingMode.TOKEN_TO_KV_SLOT)
+        if self.slots is None:
+            places = self.runner.kv_cache_config.num_blocks * table.kv_cache_block_size
+            dtype = np.dtype(self.capturer.output_dtype_name)
+            self.slots = np.zeros((places, *self.row), dtype)  # takes memory where it is written
+        blocks = table.block_table.np[requests, positions // table.block_size].astype(np.int64)
+        return blocks * table.block_size + positions % table.block_size
+
+
+@dataclass
+class PendingRoutes:
+    """Rows of a step on their way to the host."""
+
+    capture: RouteCapture
+    rows: torch.Tensor
+    """[tokens of the step, moe_layers, top_k]"""
+    copied: Any
+    """A CUDA event, or None where they are here."""
+    slots: np.ndarray
+    """[tokens of the step] int64"""
+    newest: np.ndarray
+    """[requests] int64, where in the step each request's newest position is."""
+    index: dict[str, int]
+    asked: dict[str, np.ndarray]
+    """Slots of the rows that a request asked for."""
+
+    def finish(self) -> StepRoutes:
+        """To be called for each step, in their order."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        start, capture = time.perf_counter(), self.capture
+        assert capture.slots is not None
+        rows = self.rows.numpy()
+        capture.slots[self.slots] = rows
+        prompts = {name: capture.slots[slots] for name, slots in self.asked.items()}
+        capture.seconds += time.perf_counter() - start
+        return StepRoutes(rows[self.newest], self.index, prompts)
+
+
+class RoutesWorker(PlatformWorker):
+    """The platform's worker, whose outputs hold routes."""
+
+    routes: RouteCapture
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        self.routes = RouteCapture(self.model_runner)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        computed = self.model_runner.execute_model_state is not None
+        pending = self.routes.begin() if computed and self.routes.on and self._answers() else None
+        output = super().sample_tokens(grammar_output)
+        if pending is None:
+            return output
+        if isinstance(output, AsyncModelRunnerOutput):
+            return _WithRoutes(output, pending)
+        return _with_routes(output, pending)
+
+    def _answers(self) -> bool:
+        """Whether anybody reads this worker's outputs: of a server's, the first's alone."""
+        launched = self.parallel_config.distributed_executor_backend == "external_launcher"
+        return launched or get_tp_group().rank_in_group == 0
+
+
+class _WithRoutes(AsyncModelRunnerOutput):
+    """Both are on their way to the host."""
+
+    def __init__(self, output: AsyncModelRunnerOutput, pending: PendingRoutes) -> None:
+        self.output, self.pending = output, pending
+
+    def get_output(self) -> ModelRunnerOutput:
+        return _with_routes(self.output.get_output(), self.pending)
+
+
+def _with_routes(output: Any, pending: PendingRoutes) -> Any:
+    output.aux_output_connector_output = pending.finish()
+    return output
+
+
+# ---- scheduler -------------------------------------------------------------------------------------------
+
+
+def scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Scheduler:
+    """The scheduler that vLLM would take, with routes in its outputs."""
+    kind = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
+    made: Any = kind(vllm_config, *args, **kwargs)
+    made.aux_output_connector = _Delivery()
+    return made
+
+
+class _Delivery:
+    """Stands where vLLM has its own collector of auxiliary outputs (``AuxOutputSchedulerConnector``)."""
+
+    def take_output(self, request: Request, output: StepRoutes | None) -> Routes | None:
+        return None if output is None else output.of(request.request_id)
+
+    def build_connector_meta(self, *args: Any, **kwargs: Any) -> None: ...
+    def request_finished(self, request: Request) -> None: ...
+    def reset(self) -> None: ...
+
+
+# ---- server ----------------------------------------------------------------------------------------------
+
+
+def stream_routes() -> None:
+    """Make this process, a server's first, send a request's rows with its tokens: vLLM would collect them
+    until it ends."""
+    new_completion, add = RequestState._new_completion_output, RequestOutput.add
+
+    def with_rows(self: RequestState, *args: Any, **kwargs: Any) -> CompletionOutput:
+        chunks, self.routed_experts_chunks = self.routed_experts_chunks, []
+        output = new_completion(self, *args, **kwargs)
+        output.routed_experts = np.concatenate(chunks) if chunks else None
+        return output
+
+    def add_rows(self: RequestOutput, next_output: RequestOutput, aggregate: bool) -> None:
+        """Outputs that nobody has fetched yet are joined."""
+        rows = [out.routed_experts for one in (self, next_output) for out in one.outputs]
+        add(self, next_output, aggregate)
+        if aggregate and (found := [one for one in rows if one is not None]):
+            (output,) = self.outputs
+            output.routed_experts = np.concatenate(found)
+
+    RequestState._new_completion_output = with_rows
+    RequestOutput.add = add_rows
