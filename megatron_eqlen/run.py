@@ -112,6 +112,7 @@ class Run:
     def export(self, policy: Policy) -> None:
         """The trained model as a Hugging Face folder."""
         if not agree(self.folder.export.exists):
+            self._check_held()
             with self.session.stage("export"):
                 policy.export(self.folder.export)
 
@@ -177,6 +178,7 @@ class Run:
         """Count the step, and write its metrics."""
         taken = time.perf_counter() - step.started
         worked = taken - step.metrics.get("time/evaluate", 0.0)
+        self._check_held()
         flops = counted(self.recipe, self.model, step.metrics)
         self.spent = Spent(
             step.number + 1,
@@ -214,6 +216,7 @@ class Run:
         """Put a checkpoint that is being written in force; the next update changes what it is read from."""
         if self.saving is None:
             return {}
+        self._check_held()
         with self.session.stage("checkpoint") as seconds:
             metrics = self.saving.finish()
         self.saving = None
@@ -232,6 +235,10 @@ class Run:
         self.saved, self.saving_seconds = self.steps, seconds[TIME_CHECKPOINT]
         if not options.background or not self.goes_on():
             self.finish_checkpoint()
+
+    def _check_held(self) -> None:
+        """Before anything is put in force: a later try of this job may have taken the run over."""
+        agree(self.folder.check_held)
 
     # ---- evaluation ---------------------------------------------------------------------------------
 

@@ -14,19 +14,15 @@ runs/NAME/METHOD-seedN/     (eqlen-grpo-group_size=8-seed0: with what the comman
 
 from __future__ import annotations
 
-import fcntl
 import shutil
-import time
 from pathlib import Path
 
 from megatron_eqlen.files import step_name, step_number, unused, write_text
+from megatron_eqlen.hold import Hold
 from megatron_eqlen.metrics import spent
 from megatron_eqlen.recipe import MAY_CHANGE, Recipe, RecipeError, differences, is_under
 from megatron_eqlen.recipe_load import dump, load
 from megatron_eqlen.report.metrics import read_metrics
-
-LOCK_PATIENCE = 10.0
-"""Seconds to wait for the ranks of a killed run."""
 
 
 class RunFolder:
@@ -40,6 +36,8 @@ class RunFolder:
         self.streams = self.path / "streams"
         self.stop = self.path / "STOP"
         self.report = self.path / "report.html"
+        self.hold: Hold | None = None
+        """After ``open``."""
 
     def evaluation(self, label: str) -> Path:
         return self.path / "evaluation" / f"{label}.json"
@@ -47,12 +45,17 @@ class RunFolder:
     def open(self, recipe: Recipe) -> None:
         """Make the folder for ``recipe`` and take it: until this process ends no other run may.
 
-        Raises RecipeError where it belongs to another recipe, or to a run that still goes on.
+        Raises RecipeError where it belongs to another recipe, HeldError where its run still goes on.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         self.check(recipe)
-        self._lock()
+        self.hold = Hold(self.path)
         write_text(self.recipe, dump(recipe))
+
+    def check_held(self) -> None:
+        """Raise HeldError if a later try of this SLURM job writes here now."""
+        assert self.hold is not None, "open comes first"
+        self.hold.check()
 
     def ended(self, recipe: Recipe) -> bool:
         """Whether nothing of ``recipe`` is left to do here."""
@@ -105,16 +108,3 @@ class RunFolder:
                 f"{self.path} holds a run with another recipe ({listed}); "
                 f"give this one its own folder with name=... or run_dir=..."
             )
-
-    def _lock(self) -> None:
-        """A lock that lasts as long as this process. Retries for a while: the ranks of a killed run may still
-        be ending."""
-        self._held = open(self.path / ".lock", "w", encoding="utf-8")  # noqa: SIM115
-        deadline = time.monotonic() + LOCK_PATIENCE
-        while True:
-            try:
-                return fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise RecipeError(f"{self.path}: another run is writing here") from None
-                time.sleep(0.2)

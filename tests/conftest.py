@@ -21,13 +21,14 @@ LONGEST = "tests/job/test_train.py"
 
 
 class ByFolderOrFile(LoadScopeScheduling):
-    """A worker gets whole files, for the sake of their fixtures; of the tests that fork from a warm process
-    (``tests.kit.jobs``), which takes 15 CPU-seconds to start, the whole folder, but for the longest file."""
+    """A worker gets whole files, for the sake of their fixtures. Of the tests that fork from a warm process
+    (``tests.kit.jobs``), which takes 15 CPU-seconds to start, it gets the whole folder, but for the longest
+    file; likewise of those that share a SLURM."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::")[0]
         folder = file.split("/")[1]
-        return folder if folder in ("engine", "job") and file != LONGEST else file
+        return folder if folder in ("engine", "job", "slurm") and file != LONGEST else file
 
 
 @pytest.hookimpl(optionalhook=True)  # without xdist, or with -p no:xdist, nobody asks

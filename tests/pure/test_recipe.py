@@ -253,15 +253,6 @@ def test_a_run_folder_belongs_to_one_recipe(tmp_path):
         RunFolder(other).check(other)
 
 
-def test_a_run_folder_is_written_by_one_run_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_eqlen.run_folder.LOCK_PATIENCE", 0.0)
-    recipe = small(run_dir=str(tmp_path / "run"))
-    first = RunFolder(recipe)
-    first.open(recipe)
-    with pytest.raises(RecipeError, match="another run is writing"):
-        RunFolder(recipe).open(recipe)
-
-
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_defaults_written_out_are_the_same_objective(name):
     """And the recipe that says them all is one that loads."""

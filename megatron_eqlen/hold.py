@@ -1,0 +1,94 @@
+"""Who writes to a run's folder: one process at a time, wherever it runs.
+
+A lock lasts as long as the process that took it. That is not enough on a cluster: a node that lost the
+network runs on while SLURM starts the job again elsewhere. So the lock file says who holds it, a later try of
+the same SLURM job takes it over, and who holds it looks again before it puts anything in force.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+PATIENCE = 10.0
+"""Seconds to wait for the processes of a killed run."""
+
+
+class HeldError(ValueError):
+    """Another process holds the folder, or has taken it over from this one."""
+
+
+class Hold:
+    """``folder/.lock``, held until this process ends. Raises HeldError while another process holds it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / ".lock"
+        self._mine = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "time": time.time(),
+            "slurm_job": os.environ.get("SLURM_JOB_ID"),
+            "restart": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+        }
+        self._file = self._take()
+        self._file.truncate(0)
+        self._file.write(json.dumps(self._mine))
+        self._file.flush()
+
+    def check(self) -> None:
+        """Raise HeldError if a later try of this job has taken the folder over."""
+        if (holder := _holder(self.path)) != self._mine:
+            raise HeldError(
+                f"{self.path.parent}: {_named(holder)} has taken this run over; this process (SLURM job "
+                f"{self._mine['slurm_job']}, restart {self._mine['restart']}) writes nothing more"
+            )
+
+    def _take(self) -> TextIO:
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (held until the process ends)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.close()
+            else:
+                if os.path.samestat(os.fstat(file.fileno()), os.stat(self.path)):
+                    return file
+                continue  # between our opening and our lock somebody took it over
+            holder = _holder(self.path)
+            if self._follows(holder):
+                self.path.unlink(missing_ok=True)  # its holder keeps its lock on a file that is gone
+            elif time.monotonic() > deadline:
+                raise HeldError(
+                    f"{self.path.parent}: another run is writing here, {_named(holder)}"
+                ) from None
+            else:
+                time.sleep(0.2)
+
+    def _follows(self, holder: dict[str, Any]) -> bool:
+        """Whether this process is a later try of the holder's SLURM job, which SLURM itself has given up."""
+        job = self._mine["slurm_job"]
+        return (
+            job is not None and holder.get("slurm_job") == job and holder["restart"] < self._mine["restart"]
+        )
+
+
+def _holder(path: Path) -> dict[str, Any]:
+    """What its holder wrote; empty if it has not written yet, or nobody has the file."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8") or "{}")
+    except FileNotFoundError:
+        return {}
+
+
+def _named(holder: dict[str, Any]) -> str:
+    if not holder:
+        return "which has not said yet who it is"
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["time"]))
+    job = f" (SLURM job {holder['slurm_job']}, restart {holder['restart']})" if holder["slurm_job"] else ""
+    return f"process {holder['pid']} on {holder['host']}{job} since {since}"

@@ -1,0 +1,71 @@
+"""One run writes to a folder at a time, on one machine and over several."""
+
+import os
+import socket
+
+import pytest
+
+from megatron_eqlen.hold import HeldError, Hold
+
+
+@pytest.fixture(autouse=True)
+def no_patience(monkeypatch):
+    monkeypatch.setattr("megatron_eqlen.hold.PATIENCE", 0.0)
+
+
+def try_of(monkeypatch, job: str | None, restart: int) -> None:
+    for name, value in {"SLURM_JOB_ID": job, "SLURM_RESTART_COUNT": restart or None}.items():
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, str(value))
+
+
+def test_a_second_holder_is_told_who_the_first_is(tmp_path):
+    first = Hold(tmp_path)
+    with pytest.raises(
+        HeldError, match=f"another run is writing here, process {os.getpid()} on {socket.gethostname()}"
+    ):
+        Hold(tmp_path)
+    first.check()
+
+
+def test_the_folder_is_free_when_its_holder_has_gone(tmp_path):
+    Hold(tmp_path)  # collected at once, and with it the lock
+    Hold(tmp_path).check()
+
+
+def test_a_later_try_of_a_job_takes_over_from_a_node_that_was_given_up(tmp_path, monkeypatch):
+    try_of(monkeypatch, "7", 0)
+    ghost = Hold(tmp_path)
+    try_of(monkeypatch, "7", 1)
+    ours = Hold(tmp_path)
+    ours.check()
+    with pytest.raises(HeldError, match=r"restart 1\) since .* has taken this run over; .* restart 0"):
+        ghost.check()
+    try_of(monkeypatch, "7", 2)
+    last = Hold(tmp_path)
+    for earlier in (ghost, ours):
+        with pytest.raises(HeldError, match="restart 2"):
+            earlier.check()
+    last.check()
+
+
+@pytest.mark.parametrize(("job", "restart"), [("8", 1), ("7", 0), (None, 0)])
+def test_others_do_not(tmp_path, monkeypatch, job, restart):
+    """Another job, the same try once more, a shell."""
+    try_of(monkeypatch, "7", 0)
+    ours = Hold(tmp_path)
+    try_of(monkeypatch, job, restart)
+    with pytest.raises(HeldError, match="another run is writing"):
+        Hold(tmp_path)
+    ours.check()
+
+
+def test_a_lock_that_the_file_system_has_dropped_is_noticed(tmp_path):
+    """A file server forgets the locks of a node that it has not heard of for long."""
+    ghost = Hold(tmp_path)
+    ghost._file.close()
+    ours = Hold(tmp_path)
+    ours.check()
+    with pytest.raises(HeldError, match="has taken this run over"):
+        ghost.check()

@@ -1,0 +1,243 @@
+"""A real SLURM on one machine: every node is a set of Linux namespaces with its own network.
+
+Nodes can crash (all their processes get SIGKILL), come back, be cut off from the network and be healed. They
+share the file system, as a cluster does. The bridge between them lies in a namespace of its own: beds do not
+meet, and nothing leaves the machine. Needs root and Debian packages, which ``tools/test`` installs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.kit.processes import within
+
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter", "unshare")
+SYSTEM_PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
+CONTROLLER = "login"
+PATIENCE = 120.0
+"""Seconds to wait; SLURM itself takes up to 30 to give up a node."""
+
+CONFIGURATION = """\
+ClusterName=bed
+SlurmctldHost={controller}({address})
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CredType=cred/munge
+# a requeued job waits until its old credential has expired: 120 seconds by default, 5 at least
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+JobCompType=jobcomp/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+SchedulerParameters=bf_interval=1,sched_interval=1,sched_min_interval=0,batch_sched_delay=0
+SlurmdTimeout=4
+SlurmctldTimeout=10
+KillWait=2
+MessageTimeout=5
+MinJobAge=3600
+ReturnToService=2
+JobRequeue=1
+MpiDefault=none
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+{nodes}
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PartitionName=low Nodes=ALL State=UP PriorityTier=1 GraceTime=5 MaxTime=INFINITE
+PartitionName=high Nodes=ALL State=UP PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE
+"""
+
+
+class Bed:
+    """SLURM with nodes ``n1``, ``n2``, ...; files and logs lie in ``folder``. Use as a context."""
+
+    def __init__(self, folder: Path, nodes: int = 2, cpus: int = 4) -> None:
+        self.folder = folder
+        self.nodes = [f"n{number}" for number in range(1, nodes + 1)]
+        self.cpus = cpus
+        self.mark = secrets.token_hex(3)
+        """Part of the names of its network namespaces."""
+        self.processes: dict[str, subprocess.Popen] = {}
+        """The first process of each node; with it all others of the node end."""
+        self.munged: subprocess.Popen | None = None
+
+    def __enter__(self) -> Bed:
+        try:
+            self._configure()
+            self._connect()
+            self._authenticate()
+            self._start(CONTROLLER, "slurmctld", "-D")
+            for node in self.nodes:
+                self.start(node)
+            self.wait(lambda: self.node_states() == dict.fromkeys(self.nodes, "idle"), "all nodes are idle")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for node in [*self.processes]:
+            self.crash(node)
+        if self.munged is not None:
+            self.munged.kill()
+            self.munged.wait()
+        for name in ("hub", CONTROLLER, *self.nodes):
+            subprocess.run(["ip", "netns", "del", self._netns(name)], capture_output=True, check=False)
+
+    # ---- nodes --------------------------------------------------------------------------------------
+
+    def start(self, node: str) -> None:
+        (self.folder / f"spool-{node}").mkdir(exist_ok=True)
+        self._start(node, "slurmd", "-D", "-N", node)
+
+    def crash(self, node: str) -> None:
+        """Power loss: nothing on the node runs on."""
+        process = self.processes.pop(node)
+        subprocess.run(["pkill", "-KILL", "--parent", str(process.pid)], check=False)  # its init
+        process.wait()
+
+    def cut(self, node: str) -> None:
+        """Off the network; its processes run on."""
+        _run("ip", "-n", self._netns("hub"), "link", "set", node, "down")
+
+    def heal(self, node: str) -> None:
+        _run("ip", "-n", self._netns("hub"), "link", "set", node, "up")
+
+    def node_states(self) -> dict[str, str]:
+        lines = self.run("sinfo", "-h", "-N", "-p", "main", "-o", "%n %t").splitlines()
+        return dict(line.split() for line in lines)
+
+    # ---- jobs ---------------------------------------------------------------------------------------
+
+    def run(self, *command: str | Path, folder: Path | None = None, **environment: str) -> str:
+        """A command on the controller's machine; returns what it prints."""
+        inside = ["nsenter", f"--net=/run/netns/{self._netns(CONTROLLER)}", *map(str, command)]
+        return _run(*inside, cwd=folder, env=self._environment() | environment)
+
+    def submit(self, *arguments: str | Path, folder: Path, **environment: str) -> str:
+        """``sbatch`` in ``folder``; returns the job's id."""
+        return self.run("sbatch", "--parsable", *arguments, folder=folder, **environment).strip()
+
+    def job(self, job: str) -> dict[str, str]:
+        """``JobState``, ``Restarts``, ``NodeList`` and all else that SLURM says."""
+        return dict(re.findall(r"(\S+?)=(\S*)", self.run("scontrol", "show", "job", job)))
+
+    def state(self, job: str) -> str:
+        return self.job(job)["JobState"]
+
+    def wait(self, true: Callable[[], bool], what: str) -> None:
+        assert within(PATIENCE, true), f"{what}: not within {PATIENCE:.0f} s\n{self.logs()}"
+
+    def wait_for(self, job: str, *states: str) -> None:
+        self.wait(lambda: self.state(job) in states, f"job {job} {self.job(job)} is {' or '.join(states)}")
+
+    def logs(self) -> str:
+        """The ends of all logs."""
+        return "\n".join(
+            f"== {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+            for log in sorted(self.folder.glob("*.log"))
+        )
+
+    # ---- set-up -------------------------------------------------------------------------------------
+
+    def _netns(self, name: str) -> str:
+        return f"bed-{self.mark}-{name}"
+
+    def _address(self, node: str) -> str:
+        return f"10.77.0.{254 if node == CONTROLLER else self.nodes.index(node) + 1}"
+
+    def _environment(self) -> dict[str, str]:
+        path = f"{SYSTEM_PATH}:{os.environ.get('PATH', '')}"
+        return os.environ | {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": path}
+
+    def _configure(self) -> None:
+        (self.folder / "state").mkdir(parents=True)
+        nodes = "\n".join(
+            f"NodeName={node} NodeAddr={self._address(node)} CPUs={self.cpus} State=UNKNOWN"
+            for node in self.nodes
+        )
+        text = CONFIGURATION.format(
+            folder=self.folder, controller=CONTROLLER, address=self._address(CONTROLLER), nodes=nodes
+        )
+        (self.folder / "slurm.conf").write_text(text)
+        hosts = [f"{self._address(name)} {name}" for name in (CONTROLLER, *self.nodes)]
+        (self.folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *hosts, ""]))
+
+    def _connect(self) -> None:
+        """Every node's ``eth0`` is one end of a cable; the other, in the bridge, has the node's name."""
+        hub = self._netns("hub")
+        _run("ip", "netns", "add", hub)
+        _run("ip", "-n", hub, "link", "add", "bridge", "type", "bridge")
+        _run("ip", "-n", hub, "link", "set", "bridge", "up")
+        for node in (CONTROLLER, *self.nodes):
+            mine = self._netns(node)
+            _run("ip", "netns", "add", mine)
+            cable = ("type", "veth", "peer", "name", "eth0", "netns", mine)
+            _run("ip", "-n", hub, "link", "add", node, *cable)
+            _run("ip", "-n", hub, "link", "set", node, "master", "bridge", "up")
+            _run("ip", "-n", mine, "address", "add", f"{self._address(node)}/24", "dev", "eth0")
+            for link in ("lo", "eth0"):
+                _run("ip", "-n", mine, "link", "set", link, "up")
+
+    def _authenticate(self) -> None:
+        """munge answers on a file-system socket, which all nodes see."""
+        private = self.folder / "munge"
+        private.mkdir(mode=0o700)
+        (private / "key").write_bytes(secrets.token_bytes(1024))
+        (private / "key").chmod(0o400)
+        socket = self.folder / "munge.socket"
+        options = {
+            "key-file": private / "key", "socket": socket, "pid-file": private / "pid",
+            "log-file": private / "log", "seed-file": private / "seed",
+        }  # fmt: skip
+        command = ["munged", "--foreground", "--force", *(f"--{key}={path}" for key, path in options.items())]
+        self.munged = subprocess.Popen(command, env=self._environment(), stderr=subprocess.DEVNULL)
+        self.wait(socket.exists, "munged listens")
+
+    def _start(self, node: str, *daemon: str) -> None:
+        """``daemon`` as a child of the first process of a new node."""
+        inside = (
+            f"hostname {node}; mount --bind {self.folder}/hosts /etc/hosts; "
+            f"mount -t tmpfs -o size=2g shm /dev/shm; {' '.join(daemon)}; sleep infinity"
+        )
+        command = [
+            "nsenter", f"--net=/run/netns/{self._netns(node)}",
+            "unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc",
+            "bash", "-c", inside,
+        ]  # fmt: skip
+        with open(self.folder / f"node-{node}.log", "a", encoding="utf-8") as log:
+            self.processes[node] = subprocess.Popen(
+                command, env=self._environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True,
+            )  # fmt: skip
+
+
+def missing() -> str:
+    """Why no bed can be started here; empty if one can."""
+    if os.geteuid() != 0:
+        return "a SLURM of several nodes on one machine needs root"
+    absent = [name for name in PROGRAMS if shutil.which(name, path=SYSTEM_PATH) is None]
+    return f"not installed: {', '.join(absent)} (tools/test says from which packages)" if absent else ""
+
+
+def _run(*command: str, **options: object) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload]
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.returncode}\n{done.stdout}{done.stderr}")
+    return done.stdout

@@ -1,0 +1,20 @@
+"""One SLURM for all tests of a worker; they share its nodes, one after the other."""
+
+import pytest
+
+from tests.slurm.bed import Bed, missing
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory):
+    if reason := missing():
+        pytest.skip(reason)
+    with Bed(tmp_path_factory.mktemp("slurm") / "bed", nodes=3) as bed:
+        yield bed
+
+
+@pytest.fixture
+def bed(cluster):
+    """With all nodes up, connected and idle."""
+    cluster.wait(lambda: set(cluster.node_states().values()) == {"idle"}, "nodes are idle before the test")
+    return cluster

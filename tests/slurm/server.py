@@ -1,0 +1,40 @@
+#!/usr/bin/env python3
+"""Stands in for ``EQLEN_PYTHON`` in ``slurm/serve.sbatch``: a replica that answers ``/health``, nothing else.
+
+``-m megatron_eqlen.rollout.vllm.server FOLDER --port N`` notes its starts in FOLDER/starts, and ends, as if
+it had crashed, when FOLDER/crash-NODE-N appears. ``tests/engine`` has the real server.
+"""
+
+import os
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+
+class Healthy(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def main() -> None:
+    assert sys.argv[1:3] == ["-m", "megatron_eqlen.rollout.vllm.server"]
+    folder, port = Path(sys.argv[3]), int(sys.argv[sys.argv.index("--port") + 1])
+    node = os.environ["SLURMD_NODENAME"]
+    with open(folder / "starts", "a", encoding="utf-8") as starts:
+        starts.write(f"{port} {node}\n")
+    server = HTTPServer(("", port), Healthy)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    crash = folder / f"crash-{node}-{port}"
+    while not crash.exists():
+        time.sleep(0.05)
+    crash.unlink()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

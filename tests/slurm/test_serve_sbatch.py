@@ -1,0 +1,34 @@
+"""What ``slurm/serve.sbatch`` does: on a real SLURM, with servers that only say that they are there."""
+
+import re
+from pathlib import Path
+
+import yaml
+
+from tests.kit.processes import command_line, running, within
+
+SCRIPT = Path(__file__).parents[2] / "slurm/serve.sbatch"
+SERVER = Path(__file__).with_name("server.py")
+
+
+def test_replicas_on_two_nodes_are_listed_started_again_and_ended_together(bed, tmp_path):
+    options = ("--nodes=2", "--ntasks-per-node=2", "--overcommit")
+    job = bed.submit(*options, SCRIPT, tmp_path, folder=tmp_path, EQLEN_PYTHON=str(SERVER))
+    urls = tmp_path / f"servers-{job}.yaml"
+    bed.wait(urls.exists, "the list of servers")
+    listed = [re.fullmatch(r"http://(n\d):(\d+)", url).groups() for url in yaml.safe_load(urls.read_text())]
+    assert len({node for node, _ in listed}) == 2
+    assert len(listed) == len(set(listed)) == 4
+
+    def starts() -> list[list[str]]:
+        return [line.split() for line in (tmp_path / "starts").read_text().splitlines()]
+
+    assert sorted(starts()) == sorted([port, node] for node, port in listed)
+
+    node, port = listed[0]
+    (tmp_path / f"crash-{node}-{port}").touch()
+    bed.wait(lambda: len(starts()) == 5, "the replica is started again")
+    assert starts()[-1] == [port, node]
+
+    bed.run("scancel", job)
+    assert within(20, lambda: not any(str(SERVER) in command_line(pid) for pid in running()))

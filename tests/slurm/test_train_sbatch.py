@@ -1,0 +1,163 @@
+"""What ``slurm/train.sbatch`` does when jobs, ranks, nodes and networks end: on a real SLURM, with a trainer
+that only counts its steps (``trainer.py``)."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.kit.processes import command_line, running, within
+from tests.slurm.bed import Bed
+from tests.slurm.trainer import STEPS
+
+ROOT = Path(__file__).parents[2]
+TRAINER = Path(__file__).with_name("trainer.py")
+SCRIPT = ROOT / "slurm/train.sbatch"
+
+
+class Job:
+    """A run that was submitted, and what it left."""
+
+    def __init__(self, bed: Bed, folder: Path, *options: str, faults: dict | None = None, **environment: str):
+        self.bed, self.run = bed, folder / "run"
+        self.run.mkdir()
+        if faults:
+            (self.run / "faults.json").write_text(json.dumps(faults))
+        common = {"EQLEN_PYTHON": str(TRAINER), "PYTHONPATH": str(ROOT), "PROCESSES_PER_NODE": "1"}
+        self.id = bed.submit("--nodes=2", *options, SCRIPT, self.run, folder=folder, **(common | environment))
+
+    @property
+    def metrics(self) -> list[dict]:
+        return _lines(self.run / "metrics.jsonl")
+
+    @property
+    def tries(self) -> list[dict]:
+        return _lines(self.run / "tries.jsonl")
+
+    @property
+    def log(self) -> str:
+        return "".join(path.read_text() for path in self.run.parent.glob("*.out"))
+
+    def wait_for_steps(self, count: int) -> None:
+        self.bed.wait(lambda: len(self.metrics) >= count, f"{count} steps")
+
+    def wait_for_restart(self, restart: int) -> None:
+        self.bed.wait(lambda: any(one["restart"] == restart for one in self.tries), f"restart {restart}")
+
+    def finished_with(self, restarts: int) -> None:
+        """It has taken every step once, in order, and left nothing that runs."""
+        self.bed.wait_for(self.id, "COMPLETED")
+        assert [one["step"] for one in self.metrics] == list(range(1, STEPS + 1))
+        assert self.bed.job(self.id)["Restarts"] == str(restarts), self.log
+        assert self.is_gone()
+
+    def is_gone(self) -> bool:
+        """Whether nothing of it runs on any node, soon."""
+        return within(20, lambda: not any(str(self.run) in command_line(pid) for pid in running()))
+
+
+def _lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.fixture
+def submit(bed, tmp_path):
+    jobs = []
+
+    def submit(*options: str, **more) -> Job:
+        jobs.append(Job(bed, tmp_path, *options, **more))
+        return jobs[-1]
+
+    yield submit
+    for job in jobs:
+        bed.run("scancel", "--full", job.id)
+
+
+def test_a_run_on_two_nodes_ends_and_is_not_started_again(submit):
+    job = submit()
+    job.finished_with(restarts=0)
+    assert len({one["node"] for one in job.tries}) == 2
+
+
+def test_before_the_time_limit_it_stops_with_a_checkpoint_and_goes_on_in_a_new_try(submit, bed):
+    """SLURM's signal at the time limit, sent by hand: it goes to the batch script alone."""
+    job = submit()
+    job.wait_for_steps(2)
+    bed.run("scancel", "--batch", "--signal=USR1", job.id)
+    job.finished_with(restarts=1)
+    assert "stopped-0" in {path.name for path in job.run.iterdir()}
+
+
+def test_a_rank_that_dies_takes_the_others_along_and_the_run_goes_on(submit):
+    job = submit(faults={"0": {"dies_at": 2, "rank": 1}})
+    job.finished_with(restarts=1)
+    assert "not finished (status" in job.log
+
+
+def test_a_fault_that_does_not_heal_is_given_up(submit, bed):
+    job = submit(faults={"always": {"dies_at": 2}}, MAX_STALLED="2")
+    bed.wait_for(job.id, "FAILED")
+    assert "2 tries took no new step: given up" in job.log
+    assert [one["step"] for one in job.metrics] == [1, 2]
+    assert {one["restart"] for one in job.tries} == {0, 1, 2}  # the first took two steps
+
+
+def test_restarts_are_counted(submit, bed):
+    job = submit(faults={str(n): {"dies_at": n + 1} for n in range(9)}, MAX_RESTARTS="2")
+    bed.wait_for(job.id, "FAILED")
+    assert "after 2 restarts: given up" in job.log
+
+
+def test_scancel_ends_it_for_good(submit, bed):
+    job = submit()
+    job.wait_for_steps(1)
+    bed.run("scancel", job.id)
+    bed.wait_for(job.id, "CANCELLED")
+    taken = len(job.metrics)
+    assert job.is_gone()
+    assert len(job.metrics) <= taken + 1 < STEPS
+
+
+def test_a_preempted_run_goes_on_when_the_nodes_are_free_again(submit, bed, tmp_path):
+    job = submit("--partition=low")
+    job.wait_for_steps(1)
+    bed.run("srun", "--partition=high", "--nodes=3", "--exclusive", "sleep", "1", folder=tmp_path)
+    job.finished_with(restarts=1)
+
+
+def test_a_drained_node_is_left_to_its_step_and_not_taken_again(submit, bed):
+    job = submit(faults={"0": {"dies_at": 3}})
+    job.wait_for_steps(1)
+    drained = job.tries[0]["node"]
+    bed.run("scontrol", "update", f"nodename={drained}", "state=drain", "reason=test")
+    try:
+        job.finished_with(restarts=1)
+    finally:
+        bed.run("scontrol", "update", f"nodename={drained}", "state=resume")
+    assert job.metrics[2]["restart"] == 0
+    assert drained not in {one["node"] for one in job.tries if one["restart"] == 1}
+
+
+def test_a_node_that_loses_power_is_replaced(submit, bed):
+    job = submit(STEP_SECONDS="0.5")
+    job.wait_for_steps(1)
+    lost = next(one["node"] for one in job.tries if one["rank"] == 1)
+    bed.crash(lost)
+    job.finished_with(restarts=1)
+    assert lost not in {one["node"] for one in job.tries if one["restart"] == 1}
+    bed.start(lost)
+
+
+def test_a_node_off_the_network_is_replaced_and_comes_back_to_nothing(submit, bed):
+    """It runs on while it is cut off, and sees the run folder. Its rank must write nothing once the job runs
+    elsewhere, and its batch script must not start the job yet again."""
+    job = submit("--nodes=1", STEP_SECONDS="5")
+    job.wait_for_steps(1)
+    cut = job.tries[0]["node"]
+    bed.cut(cut)
+    job.wait_for_restart(1)
+    assert job.tries[1]["node"] != cut
+    bed.heal(cut)
+    job.finished_with(restarts=1)
+    assert [one["restart"] for one in job.metrics] == sorted(one["restart"] for one in job.metrics)
+    assert "has taken this run over" in job.log

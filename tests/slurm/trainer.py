@@ -1,0 +1,81 @@
+#!/usr/bin/env python3
+"""Stands in for ``EQLEN_PYTHON`` in ``slurm/train.sbatch``: counts steps, without a model.
+
+``-m megatron_eqlen.cli plan RUN ...`` prints the run folder; ``-m torch.distributed.run ... train RUN ...``
+takes steps, in which the nodes wait for each other, and the first writes. RUN/faults.json says what goes
+wrong in which restart: ``{"1": {"dies_at": 3, "rank": 1}}``. The run folder is held as the real trainer does
+(``tests/job`` has that).
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from megatron_eqlen.hold import Hold
+
+STEPS = 6
+
+
+class Node:
+    """What one node's processes do in one try."""
+
+    def __init__(self, run: Path) -> None:
+        self.run, self.rank = run, int(os.environ["SLURM_PROCID"])
+        self.restart = os.environ.get("SLURM_RESTART_COUNT", "0")
+        path = run / "faults.json"
+        faults = json.loads(path.read_text()) if path.exists() else {}
+        self.fault = faults.get(self.restart, faults.get("always", {}))
+        node = os.environ["SLURMD_NODENAME"]
+        self.write("tries.jsonl", {"restart": int(self.restart), "rank": self.rank, "node": node})
+
+    def train(self) -> int:
+        if (self.run / "export").exists():
+            return 0
+        hold = Hold(self.run) if self.rank == 0 else None
+        while (taken := self.taken()) < STEPS:
+            time.sleep(float(os.environ.get("STEP_SECONDS", "0.2")))
+            if self.fault.get("dies_at") == taken and self.fault.get("rank", 0) == self.rank:
+                return 17
+            self.meet(taken)
+            if hold is not None:
+                hold.check()
+                self.write("metrics.jsonl", {"step": taken + 1, "restart": int(self.restart)})
+                if (self.run / "STOP").exists():
+                    (self.run / "STOP").rename(self.run / f"stopped-{self.restart}")
+            self.meet(taken + 0.5)
+            if (self.run / f"stopped-{self.restart}").exists():
+                return 0
+        if self.rank == 0:
+            (self.run / "export").mkdir()
+        return 0
+
+    def taken(self) -> int:
+        file = self.run / "metrics.jsonl"
+        return len(file.read_text().splitlines()) if file.exists() else 0
+
+    def meet(self, number: float) -> None:
+        """Wait for all nodes, as a collective does: for ever, if one is gone."""
+        (self.run / f"met-{self.restart}-{number}-{self.rank}").touch()
+        everyone = int(os.environ["SLURM_NTASKS"])
+        while len(list(self.run.glob(f"met-{self.restart}-{number}-*"))) < everyone:
+            time.sleep(0.02)
+
+    def write(self, name: str, line: dict) -> None:
+        with open(self.run / name, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def main() -> int:
+    module, arguments = sys.argv[2], sys.argv[3:]
+    if module == "megatron_eqlen.cli":
+        assert arguments[0] == "plan"
+        print(f"run folder  {arguments[1]}")
+        return 0
+    assert module == "torch.distributed.run"
+    return Node(Path(arguments[arguments.index("train") + 1])).train()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
