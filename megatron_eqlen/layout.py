@@ -14,6 +14,7 @@ Pure Python: it must be cheap to ask before any process starts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -98,6 +99,22 @@ def weights(parallel: ParallelRecipe, model: ModelConfig) -> Iterator[str]:
         )
 
 
+def stages(parallel: ParallelRecipe, model: ModelConfig) -> list[range]:
+    """The layers of each of Megatron's model chunks; stage s of P has chunks s, s + P, ... Call ``check``
+    first."""
+    chunks = parallel.pipeline * (parallel.virtual_pipeline or 1)
+    ends = [0, *accumulate(parallel.layers_per_stage or _nearly_even(model.num_hidden_layers, chunks))]
+    return [range(start, end) for start, end in pairwise(ends)]
+
+
+def _nearly_even(layers: int, chunks: int) -> list[int]:
+    """One less first where there is more beside layers (the head), then where most rows are under way."""
+    least, longer = divmod(layers, chunks)
+    short_first = [chunks - 1, *range(chunks - 1)]
+    short = set(short_first[: chunks - longer])
+    return [least + (chunk not in short) for chunk in range(chunks)]
+
+
 def replicas(rollout: RolloutRecipe, processes_per_node: int) -> Iterator[str]:
     """A colocated engine lives in neighbouring ranks of one machine."""
     if processes_per_node % rollout.tensor_parallel:
@@ -154,12 +171,18 @@ def _tensor_sizes(model: ModelConfig) -> dict[str, int]:
 
 
 def _stages(parallel: ParallelRecipe, model: ModelConfig) -> Iterator[str]:
-    pipeline, virtual = parallel.pipeline, parallel.virtual_pipeline or 1
-    if model.num_hidden_layers % (pipeline * virtual):
-        stages = f"pipeline: {pipeline}"
-        if virtual > 1:
-            stages = f"pipeline {pipeline} x parallel.virtual_pipeline {virtual} = {pipeline * virtual}"
-        yield f"parallel.{stages} does not divide the model's num_hidden_layers {model.num_hidden_layers}"
+    pipeline, virtual, layers = parallel.pipeline, parallel.virtual_pipeline or 1, model.num_hidden_layers
+    stages = f"parallel.pipeline: {pipeline}"
+    if virtual > 1:
+        stages = f"parallel.pipeline {pipeline} x parallel.virtual_pipeline {virtual} = {pipeline * virtual}"
+    if pipeline * virtual > layers:
+        yield f"{stages} is more than the model's num_hidden_layers {layers}"
+    if split := parallel.layers_per_stage:
+        if len(split) != pipeline * virtual:
+            yield f"parallel.layers_per_stage: {len(split)} numbers, but {stages}"
+        if sum(split) != layers:
+            found = f"parallel.layers_per_stage: {split} = {sum(split)}"
+            yield f"{found}, but the model's num_hidden_layers is {layers}"
 
 
 def _divides(key: str, parts: int, sizes: dict[str, int]) -> Iterator[str]:

@@ -43,6 +43,7 @@ def transformer_config(
         "calculate_per_token_loss": True,  # a token's weight holds every factor, so losses are summed
     }
     fields |= _execution_fields(parallel, dtype, sequence=sequence_parallel(model, parallel))
+    fields["pipeline_model_parallel_layout"] = _pipeline_layout(layout.stages(parallel, model))
     if model.experts:
         fields |= _expert_fields(model.experts, dtype)
     if model.delta_net:
@@ -108,6 +109,14 @@ def _execution_fields(parallel: ParallelRecipe, dtype: torch.dtype, sequence: bo
     elif parallel.recompute == "selective":
         fields |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     return fields
+
+
+def _pipeline_layout(stages: list[range]) -> list[list[str]] | None:
+    """Megatron's list of what each chunk has; None where all have equally many layers."""
+    if len(set(map(len, stages))) == 1:
+        return None
+    chunks = [["decoder"] * len(layers) for layers in stages]
+    return [["embedding", *chunks[0]], *chunks[1:-1], [*chunks[-1], "loss"]]
 
 
 def _expert_fields(experts: Experts, dtype: torch.dtype) -> dict[str, Any]:

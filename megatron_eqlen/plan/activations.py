@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron_eqlen import layout
 from megatron_eqlen.hf.config import DeltaNet, ModelConfig
 from megatron_eqlen.recipe import ParallelRecipe, Recipe
 
@@ -82,31 +83,22 @@ def activations(
     row = Row(
         model, parallel, recipe.packing.max_tokens_per_row, BYTES[recipe.model.dtype], sequence, kernels
     )
-    virtual = parallel.virtual_pipeline or 1
-    per_chunk = model.num_hidden_layers // (parallel.pipeline * virtual)
-    chunks = [range(first, first + per_chunk) for first in _first_layers(parallel, stage, per_chunk)]
+    chunks = layout.stages(parallel, model)[stage :: parallel.pipeline]
     saved = [row.layer(number, imbalance) for chunk in chunks for number in chunk]
     passing = max(row.passing(number, imbalance) for chunk in chunks for number in chunk)
-    under_way = _under_way(parallel, stage, rows) / virtual
+    under_way = _under_way(parallel, stage, rows) / len(chunks)
     """Forward passes through all of this stage's layers whose backward pass is still to come."""
     boundary = row.boundary if parallel.pipeline > 1 else 0.0  # a stage's output waits for its gradient
     full = parallel.recompute == "full"
     of_layers = len(saved) * row.boundary if full else sum(saved)
     last = stage == parallel.pipeline - 1
     return Activations(
-        kept=under_way * (of_layers + boundary * virtual),
+        kept=under_way * (of_layers + boundary * len(chunks)),
         layer=max(saved) if full else 0.0,
         head=row.head(recipe.packing.logits_chunk) if last else 0.0,
         loss=row.loss(recipe.packing.logits_chunk) if last else 0.0,
         passing=passing,
     )
-
-
-def _first_layers(parallel: ParallelRecipe, stage: int, per_chunk: int) -> list[int]:
-    """Of each of a stage's chunks."""
-    return [
-        (number * parallel.pipeline + stage) * per_chunk for number in range(parallel.virtual_pipeline or 1)
-    ]
 
 
 def _under_way(parallel: ParallelRecipe, stage: int, rows: int | None) -> int:

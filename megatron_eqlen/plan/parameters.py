@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import prod
 
+from megatron_eqlen import layout
 from megatron_eqlen.hf.config import ModelConfig
 from megatron_eqlen.hf.families import weight_map
 from megatron_eqlen.recipe import ParallelRecipe
@@ -95,16 +96,14 @@ def total(model: ModelConfig) -> int:
 
 def held(model: ModelConfig, parallel: ParallelRecipe, processes: int) -> list[Held]:
     """For each pipeline stage what one of its ranks holds. Call ``layout.check`` first."""
-    virtual = parallel.virtual_pipeline or 1
-    per_chunk = model.num_hidden_layers // (parallel.pipeline * virtual)
+    chunks = layout.stages(parallel, model)
     dense_ranks = processes // (parallel.tensor * parallel.pipeline)
     expert_ranks = processes // (parallel.expert_tensor * parallel.expert * parallel.pipeline)
     stages = []
     for stage in range(parallel.pipeline):
         buffers = []
-        for number in range(virtual):
-            first = (number * parallel.pipeline + stage) * per_chunk
-            here = [piece for piece in _pieces(model) if _lies_in(piece, model, first, per_chunk)]
+        for number, layers in enumerate(chunks[stage :: parallel.pipeline]):
+            here = [piece for piece in _pieces(model) if _lies_in(piece, model, layers)]
             dense = tuple(_local(piece, parallel) for piece in here if not piece.experts)
             experts = tuple(
                 _local(piece, parallel)
@@ -113,9 +112,9 @@ def held(model: ModelConfig, parallel: ParallelRecipe, processes: int) -> list[H
             )
             shared = 0
             if model.tie_word_embeddings and parallel.pipeline > 1:
-                if first == 0:
+                if layers.start == 0:
                     dense, shared = dense[1:], dense[0]
-                elif first + per_chunk == model.num_hidden_layers:
+                elif layers.stop == model.num_hidden_layers:
                     shared = model.vocab_size * model.hidden_size // parallel.tensor
             split = parallel.overlap_grad_reduce and stage == 0 and number == 0
             least = max(BUCKET_ELEMENTS, 1_000_000 * dense_ranks) if split else None
@@ -157,12 +156,12 @@ def _pieces(model: ModelConfig) -> tuple[_Piece, ...]:
     return tuple(pieces)
 
 
-def _lies_in(piece: _Piece, model: ModelConfig, first: int, layers: int) -> bool:
+def _lies_in(piece: _Piece, model: ModelConfig, layers: range) -> bool:
     if piece.layer is not None:
-        return first <= piece.layer < first + layers
+        return piece.layer in layers
     if piece.name.startswith("embedding"):
-        return first == 0
-    return first + layers == model.num_hidden_layers
+        return layers.start == 0
+    return layers.stop == model.num_hidden_layers
 
 
 def _local(piece: _Piece, parallel: ParallelRecipe) -> int:

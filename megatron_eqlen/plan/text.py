@@ -28,7 +28,8 @@ def describe(recipe: Recipe) -> str:
     layout.check(recipe, model)
     need, work = memory(recipe, model), workload(recipe)
     parts = [
-        _layout(recipe), _model(model), _memory(need), _activations(need), _host(recipe, model, need, work),
+        _layout(recipe), _model(recipe, model), _memory(need), _activations(need),
+        _host(recipe, model, need, work),
         _work(recipe), _speed(recipe, model, work), _packing(recipe), _sbatch(recipe),
     ]  # fmt: skip
     return "\n".join(filter(None, parts))
@@ -50,10 +51,12 @@ def _layout(recipe: Recipe) -> str:
     )
 
 
-def _model(model: ModelConfig) -> str:
+def _model(recipe: Recipe, model: ModelConfig) -> str:
+    split = [len(layers) for layers in layout.stages(recipe.parallel, model)]
+    uneven = f" ({' + '.join(map(str, split))})" if len(set(split)) > 1 else ""
     return (
         f"model       {model.model_type}, {total(model) / 1e9:.3f}B parameters, "
-        f"{active_parameters(model) / 1e9:.3f}B active for a token, {model.num_hidden_layers} layers"
+        f"{active_parameters(model) / 1e9:.3f}B active for a token, {model.num_hidden_layers} layers{uneven}"
     )
 
 

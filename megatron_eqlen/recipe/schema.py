@@ -311,6 +311,9 @@ class ParallelRecipe(Section):
     pipeline: PositiveInt = 1
     virtual_pipeline: Annotated[int, Field(ge=2)] | None = None
     """Stages of a rank, interleaved; needs ``pipeline`` > 1."""
+    layers_per_stage: list[PositiveInt] | None = None
+    """Layers of each pipeline stage; with ``virtual_pipeline`` of stage 0, 1, ..., and again from 0. Default:
+    equally many; where they do not divide, one less on the last stage (it has the head) and on the first."""
     expert: PositiveInt = 1
     expert_tensor: PositiveInt = 1
     sequence: bool | None = None

@@ -17,6 +17,7 @@ from megatron_eqlen.training.policy import Policy
 
 SHARDING = {"data_parallel": "dp_reshardable", "any": "fully_reshardable"}
 """``checkpoint.resharding`` -> Megatron's name."""
+LAYERS = "parallel.layers_per_stage"
 
 
 def content(policy: Policy) -> dict[str, Any]:
@@ -50,6 +51,7 @@ def check_layout(path: Path, saved: dict[str, Any], policy: Policy) -> None:
     if saved["distrib_optim_sharding_type"] != SHARDING["data_parallel"]:
         return
     ours, theirs = _bucket_layout(policy), saved["bound_to"]
+    theirs = {LAYERS: None} | theirs  # older checkpoints divide layers evenly
     different = [f"{key} {theirs[key]} (now {ours[key]})" for key in ours if ours[key] != theirs[key]]
     if different:
         raise CheckpointError(
@@ -89,6 +91,7 @@ def _bucket_layout(policy: Policy) -> dict[str, Any]:
     sizes = ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor", "overlap_grad_reduce")
     return {
         **{f"parallel.{key}": getattr(recipe.parallel, key) for key in sizes},
+        LAYERS: recipe.parallel.layers_per_stage,
         "model.dtype": recipe.model.dtype,
         "optimizer.grad_dtype": recipe.optimizer.grad_dtype,
         "bucket size": policy.model[0].ddp_config.bucket_size,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -136,7 +137,10 @@ def assert_plan_counts(chunks: list, parallel: ParallelRecipe, processes: int, m
 
 
 def uses_what_it_has(model: ModelConfig, parallel: ParallelRecipe) -> bool:
-    """Megatron-Core lets expert parallelism of no experts and the sizes of no layer pass; we refuse them."""
+    """Megatron-Core lets stages without layers, expert parallelism of no experts and the sizes of no layer
+    pass; we refuse them."""
+    if parallel.pipeline * (parallel.virtual_pipeline or 1) > model.num_hidden_layers:
+        return False
     if model.experts is None:
         return parallel.expert == parallel.expert_tensor == 1
     return not (model.delta_net and all(model.delta_net.layers))
@@ -184,7 +188,17 @@ REFUSED = {
     "layers": (
         "qwen3",
         {"parallel.pipeline": 2, "parallel.virtual_pipeline": 4},
-        "parallel.pipeline 2 x parallel.virtual_pipeline 4 = 8 does not divide the model's num_hidden_layers",
+        "parallel.pipeline 2 x parallel.virtual_pipeline 4 = 8 is more than the model's num_hidden_layers 4",
+    ),
+    "layers of other stages": (
+        "qwen3",
+        {"parallel.pipeline": 2, "parallel.layers_per_stage": [1, 1, 2]},
+        "parallel.layers_per_stage: 3 numbers, but parallel.pipeline: 2",
+    ),
+    "layers of another model": (
+        "qwen3",
+        {"parallel.pipeline": 2, "parallel.layers_per_stage": [2, 3]},
+        "parallel.layers_per_stage: [2, 3] = 5, but the model's num_hidden_layers is 4",
     ),
     "virtual stages without stages": (
         "qwen3",
@@ -292,6 +306,23 @@ def test_the_papers_model_is_refused_where_it_cannot_start(capsys):
     }
     for override, message in refused.items():
         assert message in outcome(capsys, "plan", str(RECIPES / "qwen3_next_80b_h100x32.yaml"), override)
+
+
+def test_layers_that_do_not_divide_are_fewer_at_the_ends():
+    """94 layers of Qwen3-235B, 12 layers, and one layer a stage."""
+    model = parse_config(tiny_config("qwen3").to_dict(), "tiny")
+
+    def split(layers: int, pipeline: int, virtual: int | None = None) -> list[int]:
+        parallel = ParallelRecipe(pipeline=pipeline, virtual_pipeline=virtual)
+        stages = layout.stages(parallel, replace(model, num_hidden_layers=layers))
+        assert [layer for stage in stages for layer in stage] == list(range(layers))
+        return [len(stage) for stage in stages]
+
+    assert split(94, 4) == [23, 24, 24, 23]
+    assert split(94, 8) == [11, 12, 12, 12, 12, 12, 12, 11]
+    assert split(94, 2, 4) == split(94, 8)
+    assert split(12, 5) == [2, 2, 3, 3, 2]
+    assert split(12, 12) == [1] * 12
 
 
 def test_yarn_lengthens_paths_and_says_how_far(tmp_path, capsys):

@@ -78,6 +78,11 @@ OTHER_BUCKETS = {
         "qwen3", 2, {"pipeline": 2}, 2, {"pipeline": 2, "virtual_pipeline": 2},
         "parallel.virtual_pipeline None (now 2)",
     ),
+    "PP 2 -> PP 3": ("qwen3", 2, {"pipeline": 2}, 3, {"pipeline": 3}, "parallel.pipeline 2 (now 3)"),
+    "PP 2 -> PP 2, uneven": (
+        "qwen3", 2, {"pipeline": 2}, 2, {"pipeline": 2, "layers_per_stage": [3, 1]},
+        "parallel.layers_per_stage None (now [3, 1])",
+    ),
     "EP 2 -> EP 1": ("qwen3_moe", 2, {"expert": 2}, 1, {}, "parallel.expert 2 (now 1)"),
 }  # fmt: skip
 

@@ -312,7 +312,7 @@ def test_unreadable_files_are_named(tmp_path, fault):
 
 IMPOSSIBLE = {
     "more ranks than key-value heads": ("qwen3", {"tensor": 4}, "num_key_value_heads 2"),
-    "layers that do not divide": ("qwen3", {"pipeline": 3}, "num_hidden_layers 4"),
+    "more stages than layers": ("qwen3", {"pipeline": 5}, "num_hidden_layers 4"),
     "experts that do not divide": ("qwen3_moe", {"expert": 3}, "num_experts 8"),
     "experts of a dense model": ("qwen3", {"expert": 2}, "has no experts"),
     "experts without sequence parallelism": (

@@ -16,6 +16,8 @@ LAYOUTS = {
     "tp2-sp": (2, {"tensor": 2, "sequence": True}),
     "pp2": (2, {"pipeline": 2}),
     "pp2-vpp2": (2, {"pipeline": 2, "virtual_pipeline": 2}),
+    "pp3": (3, {"pipeline": 3}),
+    "pp2, uneven": (2, {"pipeline": 2, "layers_per_stage": [3, 1]}),
     "dp2": (2, {}),
     "ep2": (2, {"expert": 2}),
     "tp2-ep2": (2, {"tensor": 2, "expert": 2}),
@@ -24,8 +26,8 @@ LAYOUTS = {
     "tp2-pp2": (4, {"tensor": 2, "pipeline": 2}),
     "tp2-ep2-dp2": (4, {"tensor": 2, "expert": 2, "recompute": "full"}),
 }
-DENSE = ("tp2", "tp2-sp", "pp2", "pp2-vpp2", "dp2", "tp2-pp2")
-SPARSE = ("tp2", "pp2", "ep2", "tp2-ep2", "tp2-etp2", "ep2-etp2", "tp2-pp2", "tp2-ep2-dp2")
+DENSE = ("tp2", "tp2-sp", "pp2", "pp3", "pp2-vpp2", "dp2", "tp2-pp2")
+SPARSE = ("tp2", "pp2", "pp2, uneven", "ep2", "tp2-ep2", "tp2-etp2", "ep2-etp2", "tp2-pp2", "tp2-ep2-dp2")
 CASES = [("qwen3", layout) for layout in DENSE]
 CASES += [(family, layout) for family in FAMILIES[1:] for layout in SPARSE]
 
@@ -196,6 +198,14 @@ def test_every_shape_computes_what_transformers_computes(tmp_path, shape):
     for row in range(ROWS):
         torch.testing.assert_close(kept[row][0], logits[row], atol=MAX_LOGIT_ERROR, rtol=0)
     assert_same_gradients(ours, gradients)
+
+
+def test_interleaved_stages_of_unequal_length(tmp_path):
+    """Six layers on two ranks of two stages: 1 + 2 + 2 + 1."""
+    logits, gradients = reference(save_tiny(tmp_path, "qwen3", num_hidden_layers=6))
+    ranks = run_ranks(2, our_pass, str(tmp_path), {"pipeline": 2, "virtual_pipeline": 2})
+    torch.testing.assert_close(ranks[1][0][0][0], logits[0], atol=MAX_LOGIT_ERROR, rtol=0)
+    assert_same_gradients(ranks[0][1], gradients)
 
 
 def test_tied_embeddings_are_trained_as_one_across_a_pipeline(tmp_path):

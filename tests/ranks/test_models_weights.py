@@ -18,7 +18,10 @@ LAYOUTS = {
         (4, {"tensor": 2, "pipeline": 2}),
         (2, {"pipeline": 2, "virtual_pipeline": 2}),
     ],
-    "qwen3_moe": [(2, {"tensor": 2, "expert": 2}), (4, {"pipeline": 2, "expert": 2})],
+    "qwen3_moe": [
+        (2, {"tensor": 2, "expert": 2}),
+        (4, {"pipeline": 2, "expert": 2, "layers_per_stage": [1, 3]}),
+    ],
     "qwen3_next": [(2, {"tensor": 2, "expert": 2}), (4, {"tensor": 2, "pipeline": 2, "expert": 2})],
 }
 CASES = [(family, world, layout) for family in FAMILIES for world, layout in LAYOUTS[family]]

@@ -50,6 +50,7 @@ CASES = {
     "dense, tensor parallel": Case("qwen3", 2, {"tensor": 2}, "float32"),
     "dense, sequence parallel": Case("qwen3", 2, {"tensor": 2, "sequence": True}),
     "dense, tied, pipeline": Case("qwen3", 2, {"pipeline": 2}, model={"tie_word_embeddings": True}),
+    "dense, pipeline of unequal stages": Case("qwen3", 3, {"pipeline": 3}),
     "dense, virtual pipeline, overlapped": Case(
         "qwen3", 4, {"pipeline": 2, "virtual_pipeline": 2, "overlap_grad_reduce": True}, "float32"
     ),
