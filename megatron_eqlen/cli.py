@@ -109,6 +109,11 @@ def _parser() -> argparse.ArgumentParser:
         "--recipe", type=Path, help="recipe they were trained with (default: recipe.yaml of their run)"
     )
     inspect.add_argument("--limit", type=int, default=5, help="rollouts to print (default 5)")
+    inspect.add_argument(
+        "--worst",
+        action="store_true",
+        help="print the token of each step about which trainer and engine disagree most, the worst first",
+    )
     return parser
 
 
@@ -203,10 +208,11 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    from megatron_eqlen.report.text import print_rollouts
+    from megatron_eqlen.report.text import print_rollouts, print_worst
 
     recipe = load(arguments.recipe) if arguments.recipe else None
-    print_rollouts(arguments.streams, arguments.model, arguments.limit, recipe)
+    show = print_worst if arguments.worst else print_rollouts
+    show(arguments.streams, arguments.model, arguments.limit, recipe)
     return 0
 
 

@@ -92,7 +92,7 @@ LOSS_REF_KL = "loss/ref_kl"
 LOSS_RATIO = "loss/ratio"
 LOSS_CLIP_FRACTION_LOW = "loss/clip_fraction_low"
 LOSS_CLIP_FRACTION_HIGH = "loss/clip_fraction_high"
-LOSS_MISMATCH_KL = "loss/mismatch_kl"
+MISMATCH_KL = "mismatch/kl"
 TRAIN_SKIPPED_UPDATES = "train/skipped_updates"
 TRAIN_GRAD_NORM = "train/grad_norm"
 TRAIN_TOKENS_PER_SECOND = "train/tokens_per_second"
@@ -114,9 +114,18 @@ STAGES = (
 """The stages of a step, each measured as ``time/NAME``."""
 
 TOKENS, UPDATES = "loss/tokens", "train/updates"
-MISMATCH = "loss/mismatch_mean"
+MISMATCH = "mismatch/logprob_abs_diff"
+SEQUENCES = "mismatch/sequences"
+RATIO_QUANTILES = {
+    "mismatch/ratio_min": 0.0,
+    "mismatch/ratio_p1": 0.01,
+    "mismatch/ratio_p50": 0.5,
+    "mismatch/ratio_p99": 0.99,
+    "mismatch/ratio_max": 1.0,
+}
+"""Of trainer / engine over tokens."""
 LOSS, POLICY_LOSS, KL_PENALTY = "loss/total", "loss/policy", "loss/kl_penalty"
-PER_TOKEN, PER_UPDATE = mean(TOKENS), mean(UPDATES)
+PER_TOKEN, PER_SEQUENCE, PER_UPDATE = mean(TOKENS), mean(SEQUENCES), mean(UPDATES)
 PER_STREAM_OR_COMPLETION = mean("harvest/streams", "harvest/completions")
 """A harvest has one of the two."""
 PER_KEPT_TOKEN = mean(HARVEST_SUPERVISED_TOKENS, "harvest/tail_tokens")
@@ -232,15 +241,25 @@ DECLARED = (
     Metric(LOSS_CLIP_FRACTION_HIGH, "share", PER_TOKEN, "clipped at the upper bound"),
     Metric("loss/clip_fraction_dual", "share", PER_TOKEN, "stopped by the dual clip"),
     Metric("loss/vespo_kernel", "weight", PER_TOKEN, "phi(W)"),
-    Metric(LOSS_MISMATCH_KL, "nats", PER_TOKEN, "log-prob of the engine less the trainer's"),
-    Metric(MISMATCH, "nats", PER_TOKEN, "|trainer - engine|"),
-    Metric("loss/mismatch_max", "nats", "max", "largest |trainer - engine|"),
-    Metric("loss/mismatch_k3", "nats", PER_TOKEN, "k3 estimate of KL(engine || trainer)"),
-    Metric("loss/mismatch_chi2", "chi2", PER_TOKEN, "(trainer / engine)^2 - 1"),
-    Metric("loss/is_weight", "weight", PER_TOKEN, "importance weight as used"),
-    Metric("loss/is_truncated_fraction", "share", PER_TOKEN, "weights beyond rollout_is_threshold"),
-    Metric("loss/rs_masked_fraction", "share", PER_TOKEN, "without gradient by rollout_rs or the veto"),
     Metric("router/aux_loss", "loss", "sum", "mean over layers; 1: experts share evenly", PER_UPDATE),
+    # ---- mismatch: trainer against engine, over supervised tokens; names as verl's rollout_corr/... -------
+    Metric(SEQUENCES, "segments", "sum", "supervised"),
+    Metric(MISMATCH, "nats", PER_TOKEN, "|log trainer / engine| (slime: train_rollout_logprob_abs_diff)"),
+    Metric("mismatch/logprob_abs_diff_max", "nats", "max", "largest of a token"),
+    Metric(MISMATCH_KL, "nats", PER_TOKEN, "k1 estimate of KL(engine || trainer)"),
+    Metric("mismatch/k3_kl", "nats", PER_TOKEN, "k3 estimate of it"),
+    Metric("mismatch/chi2_token", "chi2", PER_TOKEN, "(trainer / engine)^2 - 1"),
+    Metric("mismatch/chi2_seq", "chi2", PER_SEQUENCE, "the same of segments' products"),
+    Metric("mismatch/log_ppl_abs_diff", "nats", PER_SEQUENCE, "|mean log trainer / engine| of a segment"),
+    Metric("mismatch/ratio_min", "ratio", "min", "trainer / engine of a token, within 1% of its log"),
+    Metric("mismatch/ratio_p1", "ratio", "min", "1% of the tokens are below; of several updates the least"),
+    Metric("mismatch/ratio_p50", "ratio", PER_TOKEN, "median"),
+    Metric("mismatch/ratio_p99", "ratio", "max", "1% of the tokens are above; of several updates the most"),
+    Metric("mismatch/ratio_max", "ratio", "max", "largest"),
+    Metric("mismatch/rollout_is_mean", "weight", PER_TOKEN, "importance weight as used"),
+    Metric("mismatch/rollout_is_truncated_fraction", "share", PER_TOKEN, "beyond rollout_is_threshold"),
+    Metric("mismatch/rollout_rs_masked_fraction", "share", PER_TOKEN, "no gradient: rollout_rs or the veto"),
+    Metric("mismatch/rollout_rs_seq_masked_fraction", "share", PER_SEQUENCE, "segments with such a token"),
     # ---- train --------------------------------------------------------------------------------------------
     Metric(UPDATES, "updates", "sum", "optimizer steps taken"),
     Metric(TRAIN_SKIPPED_UPDATES, "updates", "sum", "not taken: not finite, or the mismatch too large"),

@@ -34,6 +34,8 @@ from megatron_eqlen.plan.flops import counted
 from megatron_eqlen.report.metrics import MetricsWriter, read_metrics
 from megatron_eqlen.report.page import write_page
 from megatron_eqlen.report.trackers import start_trackers
+from megatron_eqlen.report.worst import find as find_worst
+from megatron_eqlen.report.worst import write as write_worst
 from megatron_eqlen.run_folder import RunFolder
 from megatron_eqlen.session import Session
 from megatron_eqlen.step import Step
@@ -41,7 +43,7 @@ from megatron_eqlen.training import checkpoint, distributed
 from megatron_eqlen.training.agreement import MismatchError
 from megatron_eqlen.training.distributed import agree
 from megatron_eqlen.training.policy import Policy
-from megatron_eqlen.types import Metrics, TokenTree
+from megatron_eqlen.types import Metrics, TokenTree, WorstToken
 
 
 class Run:
@@ -68,6 +70,8 @@ class Run:
         self.stopping = False
         """End after this step: the file STOP was found, or ``stopped_by`` says why."""
         self.stopped_by: str | None = None
+        self.worst: str | None = None
+        """The token of the newest step about which trainer and engine disagree most, in words."""
 
     # ---- beginning and end --------------------------------------------------------------------------
 
@@ -152,6 +156,7 @@ class Run:
             metrics = policy.update(minibatches)
         if metrics[TRAIN_SKIPPED_UPDATES]:
             policy.check_finite()  # no later step mends weights or the optimizer's state, and engines crash
+        self.worst = self._keep(policy.worst, step) if policy.worst and distributed.is_rank0() else None
         trained = metrics.get(PACKING_TOKENS, 0.0) * self.recipe.loss.epochs
         speed = trained / seconds["time/train"]
         step = step.log(metrics | seconds | {TRAIN_TOKENS_PER_SECOND: speed})
@@ -163,9 +168,19 @@ class Run:
         """Say that trainer and engine disagree, and end the run after this step where the recipe says so."""
         if disagreement is None:
             return
-        self.session.progress.say(f"WARNING: {disagreement}")
+        self.session.progress.say(f"WARNING: {disagreement}; most in {self.worst}")
         if self.recipe.rollout.mismatch.then == "stop":
             self.stopped_by = disagreement
+
+    def _keep(self, worst: WorstToken, step: Step) -> str:
+        """Keep the step's worst token beside its rollouts, and name it."""
+        folder = self.folder.streams / step.name
+        write_worst(folder, worst)
+        place = find_worst(worst, step.rollouts, self.recipe)
+        return (
+            f"{place}, log-prob {worst.trainer:.3g} by the trainer, {worst.engine:.3g} by the engine "
+            f"(eqlen inspect {folder} --worst)"
+        )
 
     def evaluate_if_due(self, step: Step, rollouts: Rollouts) -> Step:
         """Evaluate within the step where the recipe says so."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal, NamedTuple, NoReturn, cast
 
 import numpy as np
 
@@ -467,6 +467,29 @@ class TokenTree:
     """For messages: the prompt's id and the stream's number."""
     nodes: list[Node]
     """``nodes[0]`` is the root."""
+
+
+class WorstToken(NamedTuple):
+    """The token of an update whose log-probs of trainer and engine differ most."""
+
+    difference: float
+    """|trainer - engine|, nats."""
+    tree: str
+    """``TokenTree.name``."""
+    node: int
+    """Index in ``TokenTree.nodes``."""
+    token: int
+    """Index in the node's tokens."""
+    trainer: float
+    """Log-prob."""
+    engine: float
+
+    def __str__(self) -> str:
+        """Names the token, for messages."""
+        return (
+            f"token {self.token} of node {self.node} of token tree {self.tree!r}: "
+            f"log-prob {self.trainer:.3g} by the trainer, {self.engine:.3g} by the engine"
+        )
 
 
 @dataclass

@@ -142,6 +142,11 @@ class Forest:
             path.append(int(self.parent[path[-1]]))
         return path[::-1]
 
+    def of_segment(self, segment: int) -> tuple[str, int]:
+        """The tree's name and the index in it of the node with this number in ``segment``."""
+        node = int(np.flatnonzero(self.segment == segment)[0])
+        return self.names[self.tree[node]], node - int(np.searchsorted(self.tree, self.tree[node]))
+
     def where(self, node: int) -> str:
         """Names the node, for messages."""
         local = node - int(np.searchsorted(self.tree, self.tree[node]))

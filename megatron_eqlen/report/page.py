@@ -39,7 +39,7 @@ from megatron_eqlen.recipe_load import dump, load
 from megatron_eqlen.report.chart import Point, Series, line_chart, stacked_bars
 from megatron_eqlen.report.drawing import draw
 from megatron_eqlen.report.format import (
-    MISMATCH_KL,
+    MISMATCH,
     PAIRS,
     RESPONSE_LENGTH,
     REWARD,
@@ -70,7 +70,7 @@ CHARTS: dict[str, dict[str, Names]] = {
     },
     "Entropy, nats": {"entropy": (LOSS_ENTROPY,)},
     "KL to the reference model": {"KL": (LOSS_REF_KL,)},
-    "Mismatch KL, engine to trainer": {"KL": MISMATCH_KL},
+    "Mismatch KL, engine to trainer": {"KL": MISMATCH},
     "Gradient norm": {"norm": (TRAIN_GRAD_NORM,)},
     "Clipped tokens, share": {
         "low": (LOSS_CLIP_FRACTION_LOW,),

@@ -20,7 +20,7 @@ from rich.text import Text
 from megatron_eqlen.budget import Budget, Spent
 from megatron_eqlen.metrics import TIME_STEP, spent
 from megatron_eqlen.report.format import (
-    MISMATCH_KL,
+    MISMATCH,
     PAIRS,
     RESPONSE_LENGTH,
     REWARD,
@@ -36,7 +36,7 @@ SHOWN = {
     "reward": (REWARD, ""),
     "pairs/stream": (PAIRS, ""),
     "length": (RESPONSE_LENGTH, ""),
-    "mismatch KL": (MISMATCH_KL, ""),
+    "mismatch KL": (MISMATCH, ""),
     "rollout": (ROLLOUT_SPEED, " tok/s"),
     "train": (TRAINING_SPEED, " tok/s"),
 }

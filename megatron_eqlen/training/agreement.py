@@ -6,10 +6,17 @@ The mismatch is the mean |log-prob difference| of an update's tokens, of the wei
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from statistics import fmean
+
+import numpy as np
 
 from megatron_eqlen.recipe import MismatchRecipe, RolloutRecipe
 from megatron_eqlen.training.finite import Problem
+from megatron_eqlen.training.forward import supervised_positions
+from megatron_eqlen.training.policy_loss import RowLoss
+from megatron_eqlen.training.rows import Rows
+from megatron_eqlen.types import WorstToken
 
 
 class MismatchError(ValueError):
@@ -41,12 +48,33 @@ class MismatchWatch:
         )
 
 
-def mismatch_problem(mismatch: float, rollout: RolloutRecipe) -> Problem | None:
+def mismatch_problem(mismatch: float, worst: WorstToken | None, rollout: RolloutRecipe) -> Problem | None:
     """Why an update with this mismatch is not taken, where the recipe says ``skip``."""
     options = rollout.mismatch
     if options.then != "skip" or mismatch <= options.tolerance:
         return None
-    text = (
-        f"log-probs differ by {mismatch:.2g} on average, rollout.mismatch.tolerance is {options.tolerance:g}"
-    )
+    limit = f"rollout.mismatch.tolerance is {options.tolerance:g}"
+    text = f"log-probs differ by {mismatch:.2g} on average, {limit}; most in {worst}"
     return Problem(5, text, "trainer and engine disagree")
+
+
+def worst_token(rows: Rows, losses: Sequence[RowLoss]) -> WorstToken | None:
+    """Of this rank's rows; None if no token of theirs is supervised."""
+    peaks = [float(loss.log_ratio.abs().max()) if len(loss.log_ratio) else -1.0 for loss in losses]
+    number = int(np.argmax(peaks))
+    if not peaks[number] >= 0:
+        return None
+    row, log_ratio = rows[number], losses[number].log_ratio
+    n = int(log_ratio.abs().argmax())
+    at = supervised_positions(row)[n]
+    segment = int(row.segment_ids[at])
+    tree, node = rows.planned.forest.of_segment(segment)
+    engine = float(row.rollout_logprobs[at])
+    return WorstToken(
+        peaks[number],
+        tree,
+        node,
+        int((row.segment_ids[:at] == segment).sum()),
+        engine + float(log_ratio[n]),
+        engine,
+    )

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_eqlen.metrics import LOSS_MISMATCH_KL, MISMATCH
+from megatron_eqlen.metrics import MISMATCH, MISMATCH_KL, SEQUENCES
 from megatron_eqlen.recipe import LossRecipe
 from megatron_eqlen.training.segments import Segments
 
@@ -45,24 +45,34 @@ class Correction:
     """[n] float64, of the policy's loss; ``kept`` is in it."""
     kept: torch.Tensor
     """[n] float64: 0 where a token gives no gradient at all, else 1."""
+    log_ratio: torch.Tensor
+    """[n] float64, log rho."""
     metrics: dict[str, torch.Tensor]
-    """[n] each."""
+    """[n] each; what is counted by segments is spread over their tokens."""
 
 
 def correct(trainer: torch.Tensor, engine: torch.Tensor, segments: Segments, loss: LossRecipe) -> Correction:
     """The correction of supervised tokens; both log-probs are [n] float64."""
     difference = trainer - engine
-    log_rho = difference.clamp(-RATIO_LIMIT, RATIO_LIMIT)
+    log_rho = _clamp(difference)
+    of_segment = segments.sum(difference)
     metrics = {
-        LOSS_MISMATCH_KL: -difference,
+        MISMATCH_KL: -difference,
         MISMATCH: difference.abs(),
-        "loss/mismatch_max": difference.abs(),
-        "loss/mismatch_k3": DIVERGENCES["k3"](log_rho),
-        "loss/mismatch_chi2": (2 * log_rho).exp() - 1,
+        "mismatch/logprob_abs_diff_max": difference.abs(),
+        "mismatch/k3_kl": DIVERGENCES["k3"](log_rho),
+        "mismatch/chi2_token": (2 * log_rho).exp() - 1,
+        SEQUENCES: 1 / segments.length,
+        "mismatch/chi2_seq": ((2 * _clamp(of_segment)).exp() - 1) / segments.length,
+        "mismatch/log_ppl_abs_diff": (of_segment / segments.length).abs() / segments.length,
     }
     importance, of_importance = _importance(log_rho, segments, loss)
     kept, of_kept = _kept(log_rho, segments, loss)
-    return Correction(importance * kept, kept, metrics | of_importance | of_kept)
+    return Correction(importance * kept, kept, difference, metrics | of_importance | of_kept)
+
+
+def _clamp(log_rho: torch.Tensor) -> torch.Tensor:
+    return log_rho.clamp(-RATIO_LIMIT, RATIO_LIMIT)
 
 
 def _importance(
@@ -71,7 +81,7 @@ def _importance(
     if loss.rollout_is == "none":
         return torch.ones_like(log_rho), {}
     if loss.rollout_is == "sequence":
-        log_rho = segments.sum(log_rho).clamp(-RATIO_LIMIT, RATIO_LIMIT)
+        log_rho = _clamp(segments.sum(log_rho))
     raw = log_rho.exp()
     threshold = loss.rollout_is_threshold
     if isinstance(threshold, tuple):
@@ -80,7 +90,10 @@ def _importance(
     else:
         beyond = raw > threshold
         weight = raw.clamp(max=threshold)
-    return weight, {"loss/is_weight": weight, "loss/is_truncated_fraction": beyond}
+    return weight, {
+        "mismatch/rollout_is_mean": weight,
+        "mismatch/rollout_is_truncated_fraction": beyond,
+    }
 
 
 def _kept(
@@ -93,7 +106,11 @@ def _kept(
         kept &= _within(name, bound, log_rho, segments)
     if loss.rollout_token_veto_threshold is not None:
         kept &= segments.max(-log_rho) <= -math.log(loss.rollout_token_veto_threshold)
-    return kept.to(log_rho), {"loss/rs_masked_fraction": ~kept}
+    any_masked = segments.max((~kept).to(log_rho))
+    return kept.to(log_rho), {
+        "mismatch/rollout_rs_masked_fraction": ~kept,
+        "mismatch/rollout_rs_seq_masked_fraction": any_masked / segments.length,
+    }
 
 
 def _within(

@@ -36,7 +36,7 @@ from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.packing.pack import Packing, plan_rows
 from megatron_eqlen.packing.tree import NonFiniteTreeError
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.training.agreement import MismatchError, mismatch_problem
+from megatron_eqlen.training.agreement import MismatchError, mismatch_problem, worst_token
 from megatron_eqlen.training.distributed import device, gather, is_rank0
 from megatron_eqlen.training.exchange import Seat, exchange
 from megatron_eqlen.training.finite import (
@@ -55,7 +55,7 @@ from megatron_eqlen.training.optimizer import build_optimizer, gradient_norm, ta
 from megatron_eqlen.training.policy_loss import RowLoss, policy_loss, reduce_metrics
 from megatron_eqlen.training.reference import ReferenceWeights
 from megatron_eqlen.training.rows import Rows
-from megatron_eqlen.types import Metrics, Row, TokenTree
+from megatron_eqlen.types import Metrics, Row, TokenTree, WorstToken
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +100,8 @@ class Policy:
         """Skipped updates since the last one that was taken."""
         self.mismatch: float | None = None
         """Mean |trainer - engine| log-prob of the tokens of the newest ``update``; None: it took no step."""
+        self.worst: WorstToken | None = None
+        """Of the newest ``update``, whether it took a step or not."""
 
     def park(self) -> Metrics:
         """Make room for the engine, as ``rollout.park_trainer`` says. ``weights`` and checkpoints work all
@@ -126,6 +128,7 @@ class Policy:
         NonFiniteError or MismatchError after more than ``optimizer.max_skipped_updates`` skipped in a row.
         """
         assert not self.memory.away, "parked"
+        self.worst = None
         batches = [batch for batch in map(self._prepare, minibatches) if batch.trains]
         every_rows = [batch.rows for batch in batches if batch.rows is not None]
         for rows in every_rows:
@@ -201,8 +204,9 @@ class Policy:
         assert batch.rows is not None
         losses = self._backward(batch.rows)
         grad_norm = gradient_norm(self.optimizer)
-        reduced = reduce_metrics(losses, groups.data_parallel()) if losses else {}
-        problem = first_problem(self._problem(batch.rows, losses, reduced, grad_norm))
+        measured, worst = self._measured(batch.rows, losses)
+        problem = first_problem(self._problem(batch.rows, losses, grad_norm))
+        problem = problem or mismatch_problem(measured[MISMATCH], worst, self.recipe.rollout)
         if problem:
             return self._skip(problem)
         self.schedule.step(increment=1)  # before the update, or the first one's learning rate is 0
@@ -214,7 +218,7 @@ class Policy:
             TRAIN_GRAD_NORM: grad_norm,
             "train/lr": self.optimizer.param_groups[0]["lr"],
         }
-        return self._of_last_stage(reduced) | self._router_metrics() | taken
+        return measured | self._router_metrics() | taken
 
     def _backward(self, rows: Rows) -> list[RowLoss]:
         """Compute the gradients of the rows' loss; returns each row's loss and metrics, on the last pipeline
@@ -227,17 +231,14 @@ class Policy:
                 self._run(rows, lambda *_: None, train=False)
         return self._run(rows, self._loss, train=True)
 
-    def _problem(
-        self, rows: Rows, losses: list[RowLoss], reduced: Metrics, grad_norm: float
-    ) -> Problem | None:
-        """Why the step is not to be taken, as far as this rank knows."""
+    def _problem(self, rows: Rows, losses: list[RowLoss], grad_norm: float) -> Problem | None:
+        """Why the step cannot be taken, as far as this rank knows."""
         lr = max(self.recipe.optimizer.lr, self.recipe.optimizer.min_lr)
         return (
             row_problem(rows, losses)
             or state_problem(self.chunks, self.optimizer)
             or gradient_problem(self.chunks, grad_norm)
             or update_problem(self.optimizer, lr, grad_norm)
-            or (mismatch_problem(reduced[MISMATCH], self.recipe.rollout) if reduced else None)
         )
 
     def _skip(self, problem: Problem) -> Metrics:
@@ -269,9 +270,14 @@ class Policy:
                 f"update {self.version + 1} had finite numbers only, but made one that is not: {problem.text}"
             )
 
-    def _of_last_stage(self, metrics: Metrics) -> Metrics:
-        """What the last pipeline stage has measured, on every stage; the same on all of its ranks."""
-        return gather([metrics])[[seat.for_loss for seat in self.seats].index(True)]
+    def _measured(self, rows: Rows, losses: list[RowLoss]) -> tuple[Metrics, WorstToken | None]:
+        """What the last pipeline stages of all data-parallel ranks have measured, on every rank. The worst
+        token is kept as ``worst`` if it is worse than the one that is there."""
+        mine = (reduce_metrics(losses, groups.data_parallel()), worst_token(rows, losses)) if losses else None
+        found = [one for one in gather([mine]) if one is not None]
+        worst = max((one for _, one in found if one is not None), default=None)
+        self.worst = max((one for one in (self.worst, worst) if one is not None), default=None)
+        return found[0][0], worst
 
     def _router_metrics(self) -> Metrics:
         if self.router_pool is None:

@@ -27,12 +27,14 @@ from megatron_eqlen.metrics import (
     LOSS_RATIO,
     LOSS_REF_KL,
     POLICY_LOSS,
+    RATIO_QUANTILES,
     TOKENS,
-    Way,
+    Mean,
     metric,
 )
 from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.recipe import LossRecipe
+from megatron_eqlen.training import log_ratios
 from megatron_eqlen.training.mismatch import correct
 from megatron_eqlen.training.segments import Segments
 from megatron_eqlen.types import Metrics
@@ -52,6 +54,8 @@ class RowLoss:
     tokens)."""
     tokens: torch.Tensor
     """[n] float64: what each supervised token adds to the loss."""
+    log_ratio: torch.Tensor
+    """[n] float64: log-prob of the trainer less the engine's, of each supervised token."""
 
 
 def policy_loss(
@@ -102,7 +106,8 @@ def policy_loss(
         }
         of_row = {name: _of_row(name, values) for name, values in metrics.items()}
         of_row |= {POLICY_LOSS: policy_sum.detach().clone(), KL_PENALTY: kl_sum.detach().clone()}
-        row = RowLoss(of_row, tokens=policy_part.detach() + loss.kl_coef * kl_part.detach())
+        tokens = policy_part.detach() + loss.kl_coef * kl_part.detach()
+        row = RowLoss(of_row, tokens, correction.log_ratio)
     return policy_sum + kl_sum, row
 
 
@@ -111,17 +116,25 @@ def reduce_metrics(rows: Sequence[RowLoss], group: dist.ProcessGroup | None = No
     names = list(rows[0].metrics)
     values = torch.stack([torch.stack(list(row.metrics.values())) for row in rows])
     sums, peaks = values.sum(0), values.nan_to_num(torch.inf, torch.inf, -torch.inf).amax(0)  # MAX drops NaN
+    counts = log_ratios.count(torch.cat([row.log_ratio for row in rows]))
     if group is not None:
+        dist.all_reduce(counts, group=group)
         dist.all_reduce(sums, group=group)
         dist.all_reduce(peaks, dist.ReduceOp.MAX, group=group)
     totals = dict(zip(names, sums.tolist(), strict=True))
     totals[LOSS] = totals[POLICY_LOSS] + totals[KL_PENALTY]
     largest = dict(zip(names, peaks.tolist(), strict=True))
     if not totals[TOKENS]:
-        return dict.fromkeys(totals, 0.0)
-    merged: dict[Way, dict[str, float]] = {"max": largest, "sum": totals}
-    means = {name: total / totals[TOKENS] for name, total in totals.items()}
-    return {name: merged.get(metric(name).merge, means)[name] for name in totals}
+        return dict.fromkeys((*totals, *RATIO_QUANTILES), 0.0)
+    quantiles = {name: math.exp(log_ratios.quantile(counts, at)) for name, at in RATIO_QUANTILES.items()}
+    return {name: _merged(name, totals, largest) for name in totals} | quantiles
+
+
+def _merged(name: str, totals: Metrics, largest: Metrics) -> float:
+    way = metric(name).merge
+    if isinstance(way, Mean):
+        return totals[name] / sum(totals[count] for count in way.counts)
+    return largest[name] if way == "max" else totals[name]
 
 
 def _of_row(name: str, values: torch.Tensor) -> torch.Tensor:
@@ -133,8 +146,8 @@ def _surrogate(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """[n] loss of each token before its weight, and the ratio's metrics."""
     log_ratio = logp - old
-    if objective.ratio == "sequence":
-        log_ratio = segments.mean(log_ratio)
+    if objective.ratio == "sequence":  # GSPO-token: its value, and each token's own gradient
+        log_ratio = segments.mean(log_ratio).detach() + (logp - logp.detach())
     if objective.ratio == "vespo":
         log_ratio = segments.sum(log_ratio)
     log_ratio, clamped = _clamp(log_ratio)

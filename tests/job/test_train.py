@@ -21,8 +21,8 @@ from tools.benchmarks import servers
 
 def test_trainer_and_engine_agree_at_every_step(trained):
     assert column(trained, "step") == [1, 2, 3]
-    assert max(column(trained, "loss/mismatch_max")) < 1e-4
-    assert max(map(abs, column(trained, "loss/mismatch_kl"))) < 1e-5
+    assert max(column(trained, "mismatch/logprob_abs_diff_max")) < 1e-4
+    assert max(map(abs, column(trained, "mismatch/kl"))) < 1e-5
     assert min(column(trained, "train/grad_norm")) > 0, "nothing was trained"
     for record in metrics(trained):
         effective = record["objective/effective_samples"] / record["harvest/generated_tokens"]
@@ -81,7 +81,7 @@ def test_with_a_server_two_ranks_train_like_one_with_the_engine_inside(home, tra
     finally:
         servers.stop(server)
     assert column(folder, "loss/total") == pytest.approx(column(trained, "loss/total"), rel=1e-4, abs=1e-6)
-    assert max(column(folder, "loss/mismatch_max")) < 1e-4
+    assert max(column(folder, "mismatch/logprob_abs_diff_max")) < 1e-4
     assert column(folder, "engine/live_replicas") == [1, 1, 1]
     assert column(folder, "harvest/policy_version") == [0, 1, 2]
 
@@ -108,7 +108,7 @@ def test_with_the_sampling_mask_the_trainer_computes_the_distribution_that_was_s
     """Half of the probability is cut off here, so without the mask the two would be far apart."""
     sampling = ["rollout.top_k=5", "rollout.top_p=0.7", "rollout.logprobs_mode=processed"]
     folder = train(home, "masked", "steps=2", *sampling, "rollout.keep_sampling_mask=true")
-    assert max(column(folder, "loss/mismatch_max")) < 1e-4
+    assert max(column(folder, "mismatch/logprob_abs_diff_max")) < 1e-4
     assert min(column(folder, "engine/removed_probability")) > 0.5
     assert all(1 < kept <= 5 for kept in column(folder, "harvest/kept_per_token"))
     assert min(column(folder, "train/grad_norm")) > 0

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_eqlen.budget import Spent
 from megatron_eqlen.recipe import MismatchRecipe, RecipeError
 from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.run import Run
@@ -65,16 +66,16 @@ def test_stop_ends_the_run_after_the_step_and_warn_does_not(then, monkeypatch):
     run = object.__new__(Run)
     run.recipe, screen = small(mismatch={"then": then}), Screen()
     run.session = SimpleNamespace(progress=screen)
-    run.steps, run.gpu_hours, run.stopped_by = 3, 0.0, None
+    run.spent, run.stopped_by, run.worst = Spent(3), None, "some token"
     run.heed(None)
     assert not screen.lines
     run.heed("they differ")
-    assert screen.lines == ["WARNING: they differ"]
+    assert screen.lines == ["WARNING: they differ; most in some token"]
     if then == "warn":
         return run.report()
     with pytest.raises(MismatchError, match="they differ: stopped after step 3, with a checkpoint"):
         run.report()
-    run.steps = 9
+    run.spent = Spent(9)
     return run.report()  # it was the last step in any case
 
 

@@ -355,25 +355,29 @@ rejections = st.fixed_dictionaries(
     band=st.tuples(st.floats(0.1, 1), st.floats(1, 4)).map(list),
     rejected=rejections,
     veto=st.sampled_from([None, 0.3, 0.7]),
+    name=st.sampled_from(["grpo", "gspo"]),
 )
 @settings(max_examples=150, deadline=None)
-def test_tokens_and_segments_beyond_their_bounds_give_no_gradient(shapes, seed, level, band, rejected, veto):
+def test_tokens_and_segments_beyond_their_bounds_give_no_gradient(
+    shapes, seed, level, band, rejected, veto, name
+):
+    """Each token's own, with GSPO's ratio too, as in verl."""
     tokens = Tokens(0.1, seed)
     groups = sample_groups(shapes, tokens)
     expected = np.zeros(len(tokens.new))
     for ids, advantage, factor in of_grpo(groups):
         log_rhos = [tokens.old[i] - tokens.rollout[i] for i in ids]
         vetoed = veto is not None and min(log_rhos) < math.log(veto)
-        policy = sequence_slopes("grpo", tokens, ids, advantage)
+        policy = np.multiply(sequence_slopes(name, tokens, ids, advantage), len(ids) if name == "gspo" else 1)
         for n, i in enumerate(ids):
             rho = {"none": 1.0, "token": math.exp(log_rhos[n]), "sequence": math.exp(sum(log_rhos))}[level]
             weight = rho if level == "none" or band[0] <= rho <= band[1] else 0.0
-            if vetoed or not all(is_kept(name, x, log_rhos, n) for name, x in rejected.items()):
+            if vetoed or not all(is_kept(option, x, log_rhos, n) for option, x in rejected.items()):
                 continue
             kl_slope = 1 - math.exp(tokens.ref[i] - tokens.new[i])
             expected[i] = (-weight * policy[n] + 0.07 * kl_slope) / factor
     keys = {"rollout_is": level, "rollout_is_threshold": band, "rollout_rs": rejected or None}
-    settings_ = recipe("independent", "grpo", kl_coef=0.07, rollout_token_veto_threshold=veto, **keys)
+    settings_ = recipe("independent", name, kl_coef=0.07, rollout_token_veto_threshold=veto, **keys)
     np.testing.assert_allclose(our_gradient(groups, tokens, settings_), expected, rtol=1e-9, atol=1e-14)
 
 

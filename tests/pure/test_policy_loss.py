@@ -9,7 +9,7 @@ from megatron_eqlen.objectives.registry import lookup
 from megatron_eqlen.recipe import LossRecipe
 from megatron_eqlen.training.logprobs import masked_token_logprobs, token_logprobs
 from megatron_eqlen.training.mismatch import correct
-from megatron_eqlen.training.policy_loss import policy_loss, reduce_metrics
+from megatron_eqlen.training.policy_loss import RowLoss, policy_loss, reduce_metrics
 from megatron_eqlen.training.segments import Segments
 
 N = 6
@@ -179,8 +179,40 @@ def test_the_mismatch_is_measured_as_defined():
     )
     torch.testing.assert_close(found.importance, torch.stack([rho[0], *torch.zeros(3).double()]))
     means = {name: values.double().mean().item() for name, values in found.metrics.items()}
-    assert means["loss/mismatch_kl"] == pytest.approx((0.1 - 0.5 + 0 + 1) / 4)
-    assert means["loss/mismatch_k3"] == pytest.approx((rho - 1 - rho.log()).mean().item())
-    assert means["loss/mismatch_chi2"] == pytest.approx((rho.square() - 1).mean().item())
-    assert means["loss/is_truncated_fraction"] == 2 / 4, "e^0.5 and e^-1"
-    assert means["loss/rs_masked_fraction"] == 2 / 4
+    assert means["mismatch/kl"] == pytest.approx((0.1 - 0.5 + 0 + 1) / 4)
+    assert means["mismatch/k3_kl"] == pytest.approx((rho - 1 - rho.log()).mean().item())
+    assert means["mismatch/chi2_token"] == pytest.approx((rho.square() - 1).mean().item())
+    assert means["mismatch/rollout_is_truncated_fraction"] == 2 / 4, "e^0.5 and e^-1"
+    assert means["mismatch/rollout_rs_masked_fraction"] == 2 / 4
+    sums = {name: values.double().sum().item() for name, values in found.metrics.items()}
+    assert sums["mismatch/sequences"] == 2
+    assert sums["mismatch/rollout_rs_seq_masked_fraction"] == 1
+    seq = torch.tensor([0.4, -1.0], dtype=torch.float64)
+    assert sums["mismatch/chi2_seq"] == pytest.approx(((2 * seq).exp() - 1).sum().item())
+    assert sums["mismatch/log_ppl_abs_diff"] == pytest.approx(0.4 / 2 + 1.0 / 2)
+
+
+def test_metrics_of_rows_are_those_of_one_row_with_all_their_segments():
+    """Means over tokens, means over segments, extremes, and quantiles."""
+    torch.manual_seed(0)
+    trainer, engine = torch.rand(2, 60, dtype=torch.float64).log()
+    segment_ids = torch.arange(60) // 7
+
+    def row(part: slice) -> RowLoss:
+        columns = [x[part] for x in (trainer, torch.ones(60), torch.ones(60), -engine)]
+        _, found = policy_loss(
+            columns[0], columns[1], weights=columns[2], advantages=columns[3], segment_ids=segment_ids[part],
+            rollout_logprobs=engine[part], objective=lookup("grpo"),
+            loss=LossRecipe(rollout_rs={"seq_mean_k1": 1.05}, rollout_is="token", kl_coef=0),
+        )  # fmt: skip
+        return found
+
+    whole, parts = (
+        reduce_metrics([row(slice(60))]),
+        [row(slice(0, 14)), row(slice(14, 14)), row(slice(14, 60))],
+    )
+    assert reduce_metrics(parts) == pytest.approx(whole)
+    log_rho = (trainer - engine).sort().values.tolist()
+    for name, rank in (("min", 0), ("p1", 0), ("p50", 29), ("p99", 59), ("max", 59)):
+        assert math.log(whole[f"mismatch/ratio_{name}"]) == pytest.approx(log_rho[rank], rel=0.0101), name
+    assert 0 < whole["mismatch/rollout_rs_seq_masked_fraction"] < 1

@@ -16,7 +16,7 @@ METRICS = {
     "reward/mean": 0.5125,
     "harvest/pairs_per_stream": 2.25,
     "harvest/ended_response_length": 96.3,
-    "loss/mismatch_kl": 1.3e-6,
+    "mismatch/kl": 1.3e-6,
     "harvest/tokens_per_second": 812.4,
     "train/tokens_per_second": 14230.0,
     "loss/entropy": 1.0,

@@ -54,7 +54,7 @@ def test_packing_and_micro_batches_change_nothing(name):
         logs = [log for _, _, rank in parts for log in rank]
         results.append((sum(p[0] for p in parts), sum(p[1] for p in parts), reduce_metrics(logs)))
     loss, gradient, metrics = results[0]
-    assert metrics["loss/is_truncated_fraction"] > 0
+    assert metrics["mismatch/rollout_is_truncated_fraction"] > 0
     for other_loss, other_gradient, other_metrics in results[1:]:
         assert other_loss == pytest.approx(loss, rel=1e-13)
         torch.testing.assert_close(other_gradient, gradient, rtol=1e-12, atol=1e-15)

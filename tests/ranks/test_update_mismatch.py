@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -57,3 +59,25 @@ def test_all_ranks_decide_by_the_mean_over_all_tokens(folders, name):
     assert ranks[0]["skipped"] == [0, 0, 2]
     assert ranks[0]["same"]
     assert "3 updates in a row could not be taken, optimizer.max_skipped_updates is 2" in ranks[0]["error"]
+
+
+def with_one_token_off(folder: str, changes: dict) -> tuple:
+    """The worst token of updates of all trees, then of those without it."""
+    policy = build_policy(folder, changes)
+    trees = copy.deepcopy(TREES)
+    trees[1].nodes[3].rollout_logprobs[2] -= 40.0
+    policy.update([trees[:1], trees[1:]])
+    worst = policy.worst
+    policy.update([TREES])
+    return worst, policy.worst
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_rank_knows_the_worst_token_of_all_updates(folders, name):
+    ranks = run_ranks(2, with_one_token_off, str(folders / "qwen3"), LAYOUTS[name])
+    assert ranks[0] == ranks[1]
+    worst, after = ranks[0]
+    assert (worst.tree, worst.node, worst.token) == (TREES[1].name, 3, 2)
+    assert worst.difference == pytest.approx(worst.trainer - worst.engine)
+    assert worst.engine == pytest.approx(TREES[1].nodes[3].rollout_logprobs[2] - 40.0)
+    assert after.difference < 20 < worst.difference

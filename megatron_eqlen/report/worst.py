@@ -1,0 +1,64 @@
+"""The token of a step about which trainer and engine disagree most, found again among the step's rollouts.
+
+It is kept beside them: ``streams/step-00000012/worst.json``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_eqlen.files import write_text
+from megatron_eqlen.objectives.registry import resolve
+from megatron_eqlen.objectives.units import comparison_units
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.sampling import kind_of
+from megatron_eqlen.sampling.picture import Placed
+from megatron_eqlen.types import Rollout, WorstToken
+
+FILE = "worst.json"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the token lies."""
+
+    rollout: Rollout
+    title: str
+    placed: Placed
+    token: int
+    """Index in the segment's tokens; below 0 in the prefix that its node repeats."""
+
+    def __str__(self) -> str:
+        number = f"token {self.token} of {len(self.placed.segment)}"
+        return f"{self.rollout.prompt_id}, {self.title}: {number} of {self.placed.label}"
+
+
+def find(worst: WorstToken, rollouts: Sequence[Rollout], recipe: Recipe) -> Place:
+    """Its place among ``rollouts`` (skeletons will do), found with the functions of training."""
+    for rollout in rollouts:
+        if not worst.tree.startswith(rollout.prompt_id):
+            continue
+        tree, units = comparison_units(rollout, recipe, resolve(recipe))
+        if tree.name != worst.tree:
+            continue
+        node, picture = tree.nodes[worst.node], kind_of(rollout).picture(rollout)
+        members = (pair for unit in units for pair in zip(unit.members, unit.nodes, strict=True))
+        segment = next(segment for segment, its_node in members if its_node is node)
+        every = [*picture.segments, *(side for pair in picture.pairs for side in pair)]
+        placed = next(one for one in every if one.segment is segment)
+        return Place(rollout, picture.title, placed, worst.token - (len(node) - len(segment)))
+    raise ValueError(f"token tree {worst.tree!r}: expected it among the step's rollouts, found none")
+
+
+def write(folder: Path, worst: WorstToken) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / FILE, json.dumps(worst._asdict()))
+
+
+def read(folder: Path) -> WorstToken | None:
+    """None: the step took no update, or is of an earlier version."""
+    path = folder / FILE
+    return WorstToken(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
