@@ -98,6 +98,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     compare.add_argument("--json", type=Path, metavar="FILE", help="write the tables there, too")
 
+    _add_sweep(commands)
+
     inspect = _add(commands, "inspect", _inspect, "print recorded rollouts as text")
     inspect.add_argument(
         "streams", type=Path, help="a run's streams/ folder, one of its steps, or an .arrow file"
@@ -121,6 +123,20 @@ def _add(commands: argparse._SubParsersAction, name: str, verb: object, text: st
     parser = commands.add_parser(name, help=text, description=text)
     parser.set_defaults(command=verb)
     return parser
+
+
+def _add_sweep(commands: argparse._SubParsersAction) -> None:
+    about = "run recipes x methods x seeds at equal cost, then make tables and figures; resumes like train"
+    sweep = _add(commands, "sweep", _sweep, about)
+    sweep.add_argument("sweep", type=Path, help="sweep file (YAML), for example recipes/paper_tables.yaml")
+    sweep.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="override recipe keys of all runs")
+    sweep.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (default 1)")
+    instead = sweep.add_mutually_exclusive_group()
+    instead.add_argument("--dry-run", action="store_true", help="print the runs and what they may spend")
+    instead.add_argument("--tables", action="store_true", help="only make tables of the runs that have ended")
+    instead.add_argument("--slurm", action="store_true", help="print the script that submits all to SLURM")
+    instead.add_argument("--cell", metavar="NAME", help="print a run's arguments of eqlen train, one a line")
+    sweep.add_argument("--submit", action="store_true", help="with --slurm: run that script")
 
 
 def _add_recipe(parser: argparse.ArgumentParser) -> None:
@@ -207,6 +223,21 @@ def _compare(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _sweep(arguments: argparse.Namespace) -> int:
+    from megatron_eqlen.sweep import command
+
+    plan = command.read(arguments.sweep, arguments.overrides)
+    if arguments.submit and not arguments.slurm:
+        raise ValueError("--submit: expected with --slurm")
+    if arguments.dry_run:
+        return command.describe(plan)
+    if arguments.slurm:
+        return command.to_slurm(plan, arguments.sweep, arguments.overrides, arguments.submit)
+    if arguments.cell:
+        return command.cell(plan, arguments.cell)
+    return command.tables(plan) if arguments.tables else command.run(plan, arguments.jobs)
+
+
 def _inspect(arguments: argparse.Namespace) -> int:
     from megatron_eqlen.report.text import print_rollouts, print_worst
 
@@ -232,9 +263,9 @@ def _start(recipe: Recipe, work: Callable[[], None]) -> int:
     from megatron_eqlen.launch import launch
     from megatron_eqlen.lifeline import die_with_launcher
 
+    die_with_launcher()
     if _needs_launch(recipe):
         return launch(recipe.cluster.processes_per_node, sys.argv[1:])
-    die_with_launcher()
     work()
     return 0
 

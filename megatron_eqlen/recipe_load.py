@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from megatron_eqlen.recipe import Recipe, RecipeError
+from megatron_eqlen.recipe import Recipe, RecipeError, Section
 from megatron_eqlen.recipe.keys import RENAMED, nearest
 from megatron_eqlen.recipe.naming import ABLATIONS, MAY_CHANGE, NAMED_ELSEWHERE, differences, is_under
 from megatron_eqlen.recipe_checks import check
@@ -19,7 +20,7 @@ from megatron_eqlen.recipe_checks import check
 
 def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
     """The recipe in ``path`` with ``key.sub=value`` overrides applied. Raises RecipeError."""
-    raw = _read(Path(path), ())
+    raw = read_yaml(Path(path))
     changed = copy.deepcopy(raw)
     for override in overrides:
         _apply(changed, override)
@@ -46,7 +47,7 @@ def parse(raw: dict[str, Any], where: str) -> Recipe:
     try:
         recipe = Recipe.model_validate(raw)
     except ValidationError as error:
-        lines = [_explain(item) for item in error.errors()]
+        lines = [explain(item) for item in error.errors()]
         raise RecipeError(f"{where}: " + "; ".join(lines)) from None
     try:
         check(recipe)
@@ -71,17 +72,25 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _yaml(text: str) -> Any:
+def read_value(text: str) -> Any:
+    """What ``text`` means in YAML."""
+    return copy.deepcopy(_parsed(text))
+
+
+@lru_cache(maxsize=64)
+def _parsed(text: str) -> Any:
+    """Most of the time that loading a recipe takes; a sweep loads the same files for each of its runs."""
     return yaml.load(text, Loader=_Loader)
 
 
-def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The keys of a YAML file, over those of the file that it ``extends``. Raises RecipeError."""
     if path.resolve() in seen:
         raise RecipeError(f"{path}: extends itself through {' -> '.join(map(str, seen))}")
     if not path.is_file():
         raise RecipeError(f"{path}: no such recipe file")
     try:
-        raw = _yaml(path.read_text(encoding="utf-8"))
+        raw = read_value(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         raise RecipeError(f"{path}: not valid YAML: {error}") from None
     if not isinstance(raw, dict):
@@ -89,7 +98,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     base = raw.pop("extends", None)
     if base is None:
         return raw
-    return _merge(_read(path.parent / base, (*seen, path.resolve())), raw)
+    return _merge(read_yaml(path.parent / base, (*seen, path.resolve())), raw)
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -105,7 +114,7 @@ def _apply(raw: dict[str, Any], override: str) -> None:
     if not equals or not key:
         raise RecipeError(f"override {override!r}: expected key.sub=value")
     try:
-        value = _yaml(text)
+        value = read_value(text)
     except yaml.YAMLError as error:
         raise RecipeError(f"override {override!r}: not a YAML value: {error}") from None
     at: Any = raw
@@ -135,12 +144,13 @@ def _index(at: list, part: str, override: str) -> int:
     return int(part)
 
 
-def _explain(item: ErrorDetails) -> str:
+def explain(item: ErrorDetails, schema: type[Section] = Recipe) -> str:
+    """What is wrong with a key, and the nearest key of ``schema`` to an unknown one."""
     key = ".".join(str(part) for part in item["loc"])
     if key in RENAMED:
         return f"unknown key {key!r}: it is called {RENAMED[key]!r} now"
     if item["type"] == "extra_forbidden":
-        near = nearest(item["loc"])
+        near = nearest(item["loc"], schema)
         return f"unknown key {key!r}" + (f" (nearest: {near!r})" if near else "")
     if item["type"] == "missing":
         return f"missing key {key!r}"

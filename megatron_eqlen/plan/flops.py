@@ -20,6 +20,7 @@ from megatron_eqlen.metrics import (
     PACKING_TOKENS,
     TRAIN_FLOPS,
 )
+from megatron_eqlen.plan.workload import Workload
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.types import Metrics
 
@@ -43,6 +44,12 @@ def generation_flops(
 def training_flops(recipe: Recipe, model: ModelConfig, trained: float, context: float) -> float:
     """Of ``trained`` positions that see ``context`` others."""
     return training_passes(recipe) * trained * forward_flops(model, context)
+
+
+def planned_flops(recipe: Recipe, model: ModelConfig, work: Workload) -> float:
+    """Of one step, estimated; prefilling is left out."""
+    generation = generation_flops(recipe, model, work.generated, work.context, prompts=0.0, branches=0.0)
+    return generation + training_flops(recipe, model, work.trained, work.context)
 
 
 def counted(recipe: Recipe, model: ModelConfig, metrics: Mapping[str, float]) -> Metrics:

@@ -171,13 +171,18 @@ def _text(value: object) -> str:
 
 
 def _sbatch(recipe: Recipe) -> str:
+    options = " ".join(sbatch_options(recipe, recipe.name))
+    return f"submit      sbatch {options} slurm/train.sbatch RECIPE [KEY=VALUE ...]"
+
+
+def sbatch_options(recipe: Recipe, job_name: str) -> list[str]:
+    """What SLURM must know of the recipe's run."""
     cluster = recipe.cluster
-    options = [
-        f"--job-name={recipe.name}",
+    return [
+        f"--job-name={job_name}",
         f"--nodes={cluster.nodes}",
         f"--gpus-per-node={cluster.processes_per_node}",
         f"--time={cluster.time}",
         *([f"--partition={cluster.partition}"] if cluster.partition else []),
         *([f"--account={cluster.account}"] if cluster.account else []),
     ]
-    return f"submit      sbatch {' '.join(options)} slurm/train.sbatch RECIPE [KEY=VALUE ...]"

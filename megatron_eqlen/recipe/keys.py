@@ -22,8 +22,8 @@ RENAMED = {"rollout.sync_tolerance": "rollout.mismatch.tolerance"}
 """Keys of earlier versions and what they are called now."""
 
 
-def nearest(unknown: Sequence[str | int]) -> str | None:
-    """The dotted key of the whole schema whose name is most like the last part of ``unknown``.
+def nearest(unknown: Sequence[str | int], schema: type[Section] = Recipe) -> str | None:
+    """The dotted key of the whole ``schema`` whose name is most like the last part of ``unknown``.
 
     ``("lr",)`` -> ``optimizer.lr``; ``("data", "sources", 3, "wieght")`` -> ``data.sources.3.weight``.
     """
@@ -32,7 +32,7 @@ def nearest(unknown: Sequence[str | int]) -> str | None:
     def likeness(key: tuple[str, ...]) -> float:
         return _alike(name.lower(), key[-1]) + SAME_SECTION * (_without_numbers(key[:-1]) == section)
 
-    best = max(all_keys(), key=lambda key: (likeness(key), -len(key)))
+    best = max(all_keys(schema), key=lambda key: (likeness(key), -len(key)))
     if likeness(best) < LEAST_SIMILAR:
         return None
     if _without_numbers(best[:-1]) == section:

@@ -26,10 +26,20 @@ class Series:
     """(step, value), steps rising."""
     intervals: Sequence[Point] = field(default=())
     """(low, high) of each point; empty for none."""
+    band: bool = False
+    """Intervals are drawn as one band, without a mark at each point; else as a bar at each point."""
 
 
-def line_chart(title: str, series: Sequence[Series]) -> str:
-    """One or more series over their steps; empty text if there is no point."""
+@dataclass(frozen=True)
+class Chart:
+    title: str
+    legend: list[tuple[str, str]]
+    """(series, its value at the end)."""
+    svg: str
+
+
+def line_chart(title: str, series: Sequence[Series], x_name: str = "step") -> str:
+    """One or more series over their steps, or over what ``x_name`` says; empty text if there is no point."""
     series = [_thinned(one) for one in series if one.points]
     if not series:
         return ""
@@ -37,8 +47,8 @@ def line_chart(title: str, series: Sequence[Series]) -> str:
     bounds = [bound for one in series for interval in one.intervals for bound in interval]
     x_axis = _Axis([x for one in series for x, _ in one.points], LEFT + 6, WIDTH - RIGHT - 6)
     y_axis = _Axis(values + bounds, HEIGHT - BOTTOM, TOP)
-    lines = [f'<g class="c{n}">{_line(one, x_axis, y_axis)}</g>' for n, one in enumerate(series)]
-    return _svg(title, [*_grid(x_axis, y_axis), *lines])
+    lines = [f'<g class="c{n}">{_line(one, x_axis, y_axis, x_name)}</g>' for n, one in enumerate(series)]
+    return _svg(title, [*_grid(x_axis, y_axis, whole=x_name == "step"), *lines])
 
 
 def stacked_bars(title: str, series: Sequence[Series]) -> str:
@@ -108,9 +118,13 @@ def _thinned(series: Series) -> Series:
     return Series(series.name, averaged(series.points, MAX_POINTS))
 
 
-def _line(series: Series, x_axis: _Axis, y_axis: _Axis) -> str:
+def _line(series: Series, x_axis: _Axis, y_axis: _Axis, x_name: str) -> str:
     places = [(x_axis.place(x), y_axis.place(y)) for x, y in series.points]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    if series.band:
+        return (
+            f'<title>{escape(series.name)}</title>{_band(series, x_axis, y_axis)}<polyline points="{path}"/>'
+        )
     bars = "".join(
         f'<line class="interval" x1="{x:.1f}" x2="{x:.1f}" '
         f'y1="{y_axis.place(low):.1f}" y2="{y_axis.place(high):.1f}"/>'
@@ -118,22 +132,31 @@ def _line(series: Series, x_axis: _Axis, y_axis: _Axis) -> str:
     )
     marks = "".join(
         f'<circle cx="{px:.1f}" cy="{py:.1f}" r="{2 if len(places) <= 60 else 1}">'
-        f"<title>{escape(series.name)}, step {x:.0f}: {compact(y)}</title></circle>"
+        f"<title>{escape(series.name)}, {x_name} {_tick_label(x)}: {compact(y)}</title></circle>"
         for (px, py), (x, y) in zip(places, series.points, strict=True)
     )
     return f'{bars}<polyline points="{path}"/>{marks}'
 
 
-def _grid(x_axis: _Axis, y_axis: _Axis) -> list[str]:
+def _band(series: Series, x_axis: _Axis, y_axis: _Axis) -> str:
+    """Along the lower ends of the intervals, and back along the upper ones."""
+    ends = [(x, low, high) for (x, _), (low, high) in zip(series.points, series.intervals, strict=True)]
+    corners = [(x, low) for x, low, _ in ends] + [(x, high) for x, _, high in reversed(ends)]
+    path = " ".join(f"{x_axis.place(x):.1f},{y_axis.place(y):.1f}" for x, y in corners)
+    return f'<polygon class="band" points="{path}"/>'
+
+
+def _grid(x_axis: _Axis, y_axis: _Axis, whole: bool = True) -> list[str]:
+    """``whole``: only whole numbers stand below the x axis."""
     rows = [(tick, y_axis.place(tick)) for tick in y_axis.ticks]
-    columns = [(tick, x_axis.place(tick)) for tick in x_axis.ticks if tick == round(tick)]
+    columns = [(tick, x_axis.place(tick)) for tick in x_axis.ticks if tick == round(tick) or not whole]
     return [
         *(
             f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
             for _, y in rows
         ),
         *(f'<text x="{LEFT - 6}" y="{y + 3:.1f}" class="y">{_tick_label(tick)}</text>' for tick, y in rows),
-        *(f'<text x="{x:.1f}" y="{HEIGHT - 6}" class="x">{tick:.0f}</text>' for tick, x in columns),
+        *(f'<text x="{x:.1f}" y="{HEIGHT - 6}" class="x">{_tick_label(tick)}</text>' for tick, x in columns),
     ]
 
 

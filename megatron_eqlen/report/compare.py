@@ -20,8 +20,8 @@ import numpy as np
 from megatron_eqlen.budget import COSTS, UNITS
 from megatron_eqlen.evaluation.result import compare_seeds, over_seeds
 from megatron_eqlen.evaluation.statistics import Interval
-from megatron_eqlen.report.format import compact
 from megatron_eqlen.report.run_groups import AFTER, BASE, Group, RunResult, group, read_run, run_folders
+from megatron_eqlen.report.tables import markdown_rows
 
 UNEQUAL = 1.1
 """Ratio of costs from which budgets count as unequal. Not 1, because a run ends with a whole step."""
@@ -50,7 +50,7 @@ def compare_runs(
         "difference": difference_table(groups, baseline or _default_baseline(groups)),
         "efficiency": efficiency_table(groups),
     }
-    say("\n\n".join(markdown(rows) for rows in tables.values() if rows))
+    say("\n\n".join(markdown_rows(rows) for rows in tables.values() if rows))
     for note in notes:
         say(f"\n{note}")
     if out is not None:
@@ -149,18 +149,6 @@ def efficiency_table(groups: Sequence[Group]) -> list[dict[str, Any]]:
     ]
 
 
-def markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """A GitHub table of rows with the same columns."""
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    cells = [[_text(row.get(column)) for column in columns] for row in rows]
-    widths = [max(len(line[i]) for line in [columns, *cells]) for i in range(len(columns))]
-    lines = [columns, ["-" * width for width in widths], *cells]
-    return "\n".join(
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
-        for line in lines
-    )
-
-
 def _label(one: Group, groups: Sequence[Group]) -> str:
     several = len({other.model for other in groups}) > 1
     return f"{one.model} {one.method}" if several else one.method
@@ -180,14 +168,6 @@ def _mean(one: Group, of: Callable[[RunResult], float]) -> float:
 
 def _ratio(above: float, below: float) -> float:
     return above / below if below else 0.0
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return compact(value)
-    return "–" if value is None else str(value)
 
 
 def _plain(value: Any) -> Any:

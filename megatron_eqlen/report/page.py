@@ -11,10 +11,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import jinja2
-
 from megatron_eqlen.budget import Budget
-from megatron_eqlen.evaluation.result import EvaluationResult, compare, read_results
+from megatron_eqlen.evaluation.result import EvaluationResult, compare
 from megatron_eqlen.evaluation.statistics import Interval
 from megatron_eqlen.files import write_text
 from megatron_eqlen.metrics import (
@@ -36,8 +34,9 @@ from megatron_eqlen.metrics import (
 )
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe_load import dump, load
-from megatron_eqlen.report.chart import Point, Series, line_chart, stacked_bars
+from megatron_eqlen.report.chart import Chart, Point, Series, line_chart, stacked_bars
 from megatron_eqlen.report.drawing import draw
+from megatron_eqlen.report.evaluations import evaluations
 from megatron_eqlen.report.format import (
     MISMATCH,
     PAIRS,
@@ -50,6 +49,7 @@ from megatron_eqlen.report.format import (
 )
 from megatron_eqlen.report.metrics import Records, read_metrics
 from megatron_eqlen.report.rollouts import Decode, RolloutView, Training, view
+from megatron_eqlen.report.template import template
 from megatron_eqlen.rollout.recorder import fill_token_ids, read_skeletons, step_files
 from megatron_eqlen.tokenizer import load_tokenizer
 from megatron_eqlen.types import Rollout
@@ -91,14 +91,6 @@ MOST_TEXT = 1500
 
 
 @dataclass(frozen=True)
-class Chart:
-    title: str
-    legend: list[tuple[str, str]]
-    """(series, its value at the end)."""
-    svg: str
-
-
-@dataclass(frozen=True)
 class Evaluation:
     """One row of the table of evaluations."""
 
@@ -130,16 +122,16 @@ def write_page(run_folder: Path) -> Path:
     recipe = load(run_folder / "recipe.yaml")
     records = read_metrics(run_folder)
     done = records[-1]["step"] if records else 0
-    evaluations = read_evaluations(run_folder / "evaluation", done)
+    evaluated = read_evaluations(run_folder / "evaluation", done)
     decode, note = find_decoder(Path(recipe.model.path))
-    page = _template().render(
+    page = template("page.html.jinja", shorten=shorten, percent=percent, points=points).render(
         recipe=recipe,
         recipe_text=dump(recipe),
         records=records,
-        evaluations=evaluations,
-        outcomes=outcomes(evaluations),
+        evaluations=evaluated,
+        outcomes=outcomes(evaluated),
         facts=facts(records, recipe.budget),
-        charts=charts(records, evaluations),
+        charts=charts(records, evaluated),
         stages=stages(records),
         steps=read_steps(run_folder / "streams", recipe, decode),
         decoder_note=note,
@@ -154,20 +146,14 @@ def write_page(run_folder: Path) -> Path:
 
 
 def read_evaluations(folder: Path, steps: int) -> list[Evaluation]:
-    """All evaluations by their steps: ``before`` is step 0, ``after`` comes after all ``steps``."""
-    order = {path: _step(path.stem, steps) for path in sorted(folder.glob("*.json"))}
+    """All evaluations of a run that has taken ``steps`` steps, by their steps."""
     first: dict[str, EvaluationResult] = {}
     rows = []
-    for path in sorted(order, key=lambda path: (order[path], path.stem == "after")):
-        for result in read_results(path):
+    for label, step, results in evaluations(folder, steps):
+        for result in results:
             gain = _gain(first.setdefault(result.benchmark, result), result)
-            rows.append(Evaluation(path.stem, order[path], result, result.accuracy, gain))
+            rows.append(Evaluation(label, step, result, result.accuracy, gain))
     return rows
-
-
-def _step(label: str, last: int) -> int:
-    digits = label.removeprefix("step-")
-    return 0 if label == "before" else int(digits) if digits.isdigit() else last
 
 
 def _gain(first: EvaluationResult, result: EvaluationResult) -> Interval | None:
@@ -321,15 +307,3 @@ def points(interval: Interval) -> str:
     """A difference of accuracies: ``+18.2 [+12.0, +24.5] points``."""
     mean, low, high = (f"{100 * value:+.1f}" for value in (interval.mean, interval.low, interval.high))
     return f"{mean} [{low}, {high}] points"
-
-
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("megatron_eqlen.report", "."),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters.update(compact=compact, shorten=shorten, percent=percent, points=points)
-    return environment.get_template("page.html.jinja")

@@ -148,7 +148,10 @@ def test_a_bad_override_is_named(tmp_path, override):
         load(path, [override])
 
 
-@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+SHIPPED = sorted(path for path in RECIPES.glob("*.yaml") if "methods:" not in path.read_text())  # no sweeps
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_recipes_load_and_their_dump_is_the_same_recipe(path, tmp_path):
     recipe = load(path)
     (tmp_path / "dump.yaml").write_text(dump(recipe))

@@ -1,0 +1,155 @@
+"""Curves of methods over steps, GPU hours, generated tokens or FLOPs: means and bands over their seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from megatron_eqlen.budget import UNITS
+from megatron_eqlen.metrics import (
+    LOSS_ENTROPY,
+    LOSS_REF_KL,
+    OBJECTIVE_EFFECTIVE_SAMPLES,
+    TRAIN_GRAD_NORM,
+    spent,
+)
+from megatron_eqlen.report.chart import Chart, Point, Series, line_chart
+from megatron_eqlen.report.evaluations import evaluations
+from megatron_eqlen.report.format import RESPONSE_LENGTH, REWARD, compact, first_of
+from megatron_eqlen.report.metrics import Records, read_metrics
+from megatron_eqlen.report.run_groups import BASE, Group
+
+POINTS = 40
+"""Of a curve: where the seeds' own points differ, each is interpolated to the same ones."""
+WINDOW = 10
+"""Steps over which an oscillation is averaged."""
+
+
+@dataclass(frozen=True)
+class Curves:
+    """What one run measured, each over the same axis."""
+
+    records: Records
+    accuracies: dict[str, list[tuple[int, float]]]
+    """By benchmark: (step, accuracy)."""
+
+    def along(self, axis: str) -> dict[int, float]:
+        """Step to what was spent by its end, of ``axis``, a key of ``UNITS``."""
+        return {0: 0.0} | {one["step"]: getattr(spent(one["step"], one), axis) for one in self.records}
+
+
+def read_curves(folder: Path) -> Curves:
+    """Of a run's folder."""
+    records = read_metrics(folder)
+    done = records[-1]["step"] if records else 0
+    accuracies: dict[str, dict[int, float]] = {}
+    for _, step, results in evaluations(folder / "evaluation", done):
+        for result in results:
+            accuracies.setdefault(result.benchmark, {})[step] = 100 * float(result.scores.mean())
+    return Curves(records, {name: sorted(points.items()) for name, points in accuracies.items()})
+
+
+# ---- what is drawn --------------------------------------------------------------------------------------
+
+Measure = Callable[[Curves], list[tuple[int, float]]]
+"""(step, value) of a run."""
+
+
+def metric(*names: str) -> Measure:
+    """The first of ``names`` that the run measured."""
+
+    def measure(curves: Curves) -> list[tuple[int, float]]:
+        found = ((one["step"], first_of(one, names)) for one in curves.records)
+        return [(step, value) for step, value in found if value is not None]
+
+    return measure
+
+
+def summed(name: str) -> Measure:
+    """All of it so far."""
+
+    def measure(curves: Curves) -> list[tuple[int, float]]:
+        values = np.cumsum([one.get(name) or 0.0 for one in curves.records])
+        return [(one["step"], float(value)) for one, value in zip(curves.records, values, strict=True)]
+
+    return measure
+
+
+def oscillation(name: str) -> Measure:
+    """How much a metric changes from one step to the next: 2 |x' - x| / (|x'| + |x|), a mean over the newest
+    ``WINDOW`` steps. 0: constant; 2: it changes its sign, or is zero at every other step."""
+
+    def measure(curves: Curves) -> list[tuple[int, float]]:
+        changes: list[tuple[int, float]] = []
+        for (_, before), (step, after) in pairwise(metric(name)(curves)):
+            size = abs(before) + abs(after)
+            changes.append((step, 2 * abs(after - before) / size if size else 0.0))
+        newest = [changes[max(0, n - WINDOW + 1) : n + 1] for n in range(len(changes))]
+        return [(part[-1][0], float(np.mean([change for _, change in part]))) for part in newest]
+
+    return measure
+
+
+MEASURES: dict[str, Measure] = {
+    "Reward": metric(*REWARD),
+    "Length of ended responses, tokens": metric(*RESPONSE_LENGTH),
+    "Entropy, nats": metric(LOSS_ENTROPY),
+    "KL to the reference model": metric(LOSS_REF_KL),
+    "Effective samples so far": summed(OBJECTIVE_EFFECTIVE_SAMPLES),
+    "Gradient norm": metric(TRAIN_GRAD_NORM),
+    "Oscillation of the gradient norm": oscillation(TRAIN_GRAD_NORM),
+}
+
+
+def figures(groups: Sequence[Group]) -> dict[str, list[Chart]]:
+    """By what is on the x axis, the charts of methods on one model; an axis without numbers is left out."""
+    runs = {one.method: [read_curves(run.folder) for run in one.runs] for one in groups if one.method != BASE}
+    benchmarks = dict.fromkeys(name for seeds in runs.values() for one in seeds for name in one.accuracies)
+    measures = {f"Accuracy on {name}, %": _accuracy(name) for name in benchmarks} | MEASURES
+    drawn = {
+        axis: [_chart(title, runs, measure, axis) for title, measure in measures.items()]
+        for axis in UNITS
+        if any(max(one.along(axis).values()) for seeds in runs.values() for one in seeds)
+    }
+    return {axis: [chart for chart in charts if chart.svg] for axis, charts in drawn.items()}
+
+
+def _accuracy(benchmark: str) -> Measure:
+    return lambda curves: curves.accuracies.get(benchmark, [])
+
+
+def _chart(title: str, runs: dict[str, list[Curves]], measure: Measure, axis: str) -> Chart:
+    parts = [
+        over_seeds(method, [_points(one, measure, axis) for one in seeds]) for method, seeds in runs.items()
+    ]
+    legend = [(part.name, compact(part.points[-1][1]) if part.points else "–") for part in parts]
+    return Chart(title, legend, line_chart(title, parts, UNITS[axis] if axis != "steps" else "step"))
+
+
+def _points(curves: Curves, measure: Measure, axis: str) -> list[Point]:
+    along = curves.along(axis)
+    return [(along[step], value) for step, value in measure(curves) if step in along]
+
+
+def over_seeds(name: str, seeds: Sequence[Sequence[Point]]) -> Series:
+    """The mean of the seeds' curves with the band from the lowest to the highest, where all have points.
+
+    At the seeds' own x where these are the same, else at ``POINTS`` places between their common ends, to
+    which each curve is interpolated linearly.
+    """
+    seeds = [points for points in seeds if points]
+    if not seeds:
+        return Series(name, [])
+    own = [[x for x, _ in points] for points in seeds]
+    if all(places == own[0] for places in own):
+        grid = np.array(own[0])
+    else:
+        grid = np.linspace(max(places[0] for places in own), min(places[-1] for places in own), POINTS)
+    values = np.array([np.interp(grid, [x for x, _ in one], [y for _, y in one]) for one in seeds])
+    low, high = values.min(axis=0), values.max(axis=0)
+    points = list(zip(grid.tolist(), values.mean(axis=0).tolist(), strict=True))
+    return Series(name, points, list(zip(low.tolist(), high.tolist(), strict=True)), band=True)

@@ -1,0 +1,175 @@
+"""Tables as rows of named values, written as text, Markdown, LaTeX or JSON.
+
+A row is a dict from a column's name to its value; a column's name may have two levels, (model, benchmark).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Any
+
+from megatron_eqlen.evaluation.statistics import Interval
+from megatron_eqlen.report.format import compact
+
+Column = str | tuple[str, str]
+Rows = Sequence[dict[Any, Any]]
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Of a method over its seeds, as the paper prints it and with the interval that readers expect."""
+
+    paper: Interval
+    """Bootstrap over seeds, problems held fixed."""
+    headline: Interval
+    """Bootstrap over seeds and problems."""
+    seeds: int
+
+    @property
+    def plus_minus(self) -> str:
+        """``84.2±1.0``: half the width of the paper's interval."""
+        return f"{100 * self.paper.mean:.1f}±{50 * (self.paper.high - self.paper.low):.1f}"
+
+    @property
+    def brackets(self) -> str:
+        return f"[{100 * self.headline.low:.1f}, {100 * self.headline.high:.1f}]"
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    rows: Rows
+    notes: Sequence[str] = ()
+
+
+def columns(rows: Rows) -> list[Column]:
+    return list(dict.fromkeys(column for row in rows for column in row))
+
+
+def best(rows: Rows) -> set[tuple[int, Column]]:
+    """(row, column) of the highest accuracy of each column that has several."""
+    found = set()
+    for column in columns(rows):
+        values = [row.get(column) for row in rows]
+        means = {n: value.paper.mean for n, value in enumerate(values) if isinstance(value, Accuracy)}
+        if len(means) > 1:
+            found |= {(n, column) for n, mean in means.items() if mean == max(means.values())}
+    return found
+
+
+def text(table: Table) -> str:
+    """Aligned by spaces."""
+    lines = grid(table.rows)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligned = [
+        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip()
+        for line in lines
+    ]
+    return "\n".join([table.title, "", *aligned, *_notes(table)])
+
+
+def markdown(table: Table) -> str:
+    """A GitHub table, the best accuracy of a column in bold."""
+    return "\n".join([f"### {table.title}", "", markdown_rows(table.rows), *_notes(table)])
+
+
+def markdown_rows(rows: Rows) -> str:
+    """The GitHub table alone."""
+    lines = grid(rows, lambda value, is_best: f"**{plain(value)}**" if is_best else plain(value))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    head, *body = lines
+    return "\n".join(
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
+        for line in (head, ["-" * width for width in widths], *body)
+    )
+
+
+def latex(table: Table) -> str:
+    """A table of the booktabs package, as the paper's: models above their benchmarks, the best in bold."""
+    names = columns(table.rows)
+    _, *lines = grid(table.rows, _latex_value, _escaped)
+    heads = [_heads(names)] if any(isinstance(name, tuple) for name in names) else []
+    heads.append(" & ".join(rf"\textbf{{{_escaped(_leaf(name))}}}" for name in names) + r" \\")
+    notes = [f"% {note}" for note in table.notes]
+    return "\n".join(
+        [
+            *notes, r"\begin{table}[h]", r"\centering", rf"\begin{{tabular}}{{l{'c' * (len(names) - 1)}}}",
+            r"\toprule", *heads, r"\midrule", *(" & ".join(line) + r" \\" for line in lines), r"\bottomrule",
+            r"\end{tabular}", rf"\caption{{{_escaped(table.title)}.}}", r"\end{table}",
+        ]
+    )  # fmt: skip
+
+
+def as_json(tables: Sequence[Table]) -> str:
+    """Every number in full; a column of two levels is ``model benchmark``."""
+    plain_tables = [
+        {
+            "title": table.title,
+            "rows": [{_joined(name): _data(value) for name, value in row.items()} for row in table.rows],
+            "notes": list(table.notes),
+        }
+        for table in tables
+    ]
+    return json.dumps(plain_tables, indent=1, ensure_ascii=False) + "\n"
+
+
+def plain(value: Any) -> str:
+    """``84.2±1.0 [80.3, 88.0]`` for an accuracy, ``–`` for nothing."""
+    if isinstance(value, Accuracy):
+        return f"{value.plus_minus} {value.brackets}" if value.seeds > 1 else f"{value.headline}"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return compact(value)
+    return "–" if value is None else str(value)
+
+
+def grid(
+    rows: Rows,
+    of: Callable[[Any, bool], str] = lambda value, is_best: plain(value),
+    named: Callable[[str], str] = str,
+) -> list[list[str]]:
+    """Head and rows as texts: ``named(column)``, and ``of(value, whether it is the column's best)``."""
+    names, top = columns(rows), best(rows)
+    body = [[of(row.get(name), (n, name) in top) for name in names] for n, row in enumerate(rows)]
+    return [[named(_joined(name)) for name in names], *body]
+
+
+def _joined(name: Column) -> str:
+    return name if isinstance(name, str) else " ".join(name)
+
+
+def _leaf(name: Column) -> str:
+    return name if isinstance(name, str) else name[1]
+
+
+def _heads(names: Sequence[Column]) -> str:
+    """The models, each over its columns."""
+    parts = []
+    for model, under in groupby(names, key=lambda name: "" if isinstance(name, str) else name[0]):
+        over = rf"\multicolumn{{{len([*under])}}}{{c}}{{\textbf{{{_escaped(model)}}}}}"
+        parts.append(over if model else "")
+    return " & ".join(parts) + r" \\"
+
+
+def _latex_value(value: Any, is_best: bool) -> str:
+    if not isinstance(value, Accuracy) or value.seeds < 2:
+        return _escaped(plain(value))
+    number = value.plus_minus.replace("±", r"$\pm$")
+    return (rf"\textbf{{{number}}}" if is_best else number) + rf" {{\scriptsize {value.brackets}}}"
+
+
+def _escaped(value: str) -> str:
+    special = {"\\": r"\textbackslash{}", "–": "--", "±": r"$\pm$"} | {c: f"\\{c}" for c in "&%$#_{}"}
+    return "".join(special.get(character, character) for character in value)
+
+
+def _data(value: Any) -> Any:
+    return asdict(value) if isinstance(value, Accuracy | Interval) else value
+
+
+def _notes(table: Table) -> list[str]:
+    return ["", *table.notes] if table.notes else []

@@ -1,0 +1,131 @@
+"""The tables and figures of a sweep, from the folders of its runs that have ended."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_eqlen.budget import UNITS
+from megatron_eqlen.files import write_text
+from megatron_eqlen.report import tables as formats
+from megatron_eqlen.report.compare import budget_notes
+from megatron_eqlen.report.figures import figures
+from megatron_eqlen.report.paper_tables import accuracies, efficiency
+from megatron_eqlen.report.run_groups import BASE, Group, read_run
+from megatron_eqlen.report.tables import Column, Table
+from megatron_eqlen.report.template import template
+from megatron_eqlen.sweep.cells import Plan
+from megatron_eqlen.sweep.schema import SweepRecipe, TableRecipe
+
+ABOUT = (
+    "± is half the 95% bootstrap interval over seeds with the problems held fixed, as in the paper; brackets "
+    "are the 95% bootstrap interval over seeds and problems."
+)
+FORMATS = {"txt": formats.text, "md": formats.markdown, "tex": formats.latex}
+
+
+def groups(plan: Plan) -> list[Group]:
+    """By recipe: the base, then the methods in the sweep's order; of the runs that have ended."""
+    found = []
+    for recipe in plan.sweep.recipes:
+        model = Path(recipe).stem
+        methods = []
+        for method in plan.sweep.methods:
+            cells = [cell for cell in plan.cells if (cell.model, cell.method) == (model, method)]
+            runs = [
+                read_run(cell.folder)
+                for cell in cells
+                if (limits := plan.limits(cell)) is not None and cell.ended(limits)
+            ]
+            if runs:
+                methods.append(Group(model, method, runs))
+        every = [run for one in methods for run in one.runs]
+        found += [Group(model, BASE, every)] if any(run.before for run in every) else []
+        found += methods
+    return found
+
+
+def tables(sweep: SweepRecipe, found: Sequence[Group]) -> list[Table]:
+    """Those that the sweep names, rows in the order that it gives."""
+    return [_table(sweep, one, found) for one in sweep.tables or _default(sweep)]
+
+
+def _default(sweep: SweepRecipe) -> list[TableRecipe]:
+    return [TableRecipe(title="Accuracy"), TableRecipe(title="Efficiency", kind="efficiency")]
+
+
+def _table(sweep: SweepRecipe, table: TableRecipe, found: Sequence[Group]) -> Table:
+    recipes = table.recipes or [Path(recipe).stem for recipe in sweep.recipes]
+    methods = table.methods or [BASE, *sweep.methods]
+    chosen = [one for method in methods for one in found if one.method == method and one.model in recipes]
+    missing = [
+        f"{sweep.label(method)} on {model}: {count} of {len(sweep.seeds)} seeds have ended"
+        for model in recipes
+        for method in methods
+        if method != BASE and (count := _count(chosen, model, method)) < len(sweep.seeds)
+    ]
+    notes = [*missing, *budget_notes(chosen)]
+    named = [
+        Group(one.model, BASE if one.method == BASE else sweep.label(one.method), one.runs) for one in chosen
+    ]
+    if table.kind == "efficiency":
+        return Table(table.title, efficiency(named), notes)
+    rows = [
+        {_called(sweep, column): value for column, value in row.items()}
+        for row in accuracies(named, table.benchmarks)
+    ]
+    return Table(table.title, rows, notes)
+
+
+def _called(sweep: SweepRecipe, column: Column) -> Column:
+    return column if isinstance(column, str) else (sweep.called(column[0]), sweep.called(column[1]))
+
+
+def _count(found: Sequence[Group], model: str, method: str) -> int:
+    """Runs of a method on a model."""
+    return sum(len(one.runs) for one in found if (one.model, one.method) == (model, method))
+
+
+def write(plan: Plan) -> list[Path]:
+    """Write the tables as text, Markdown, LaTeX and JSON, and all in one page, into the sweep's folder.
+
+    Raises ValueError where no run has ended.
+    """
+    found = groups(plan)
+    if not found:
+        raise ValueError(f"{plan.sweep.path}: expected runs that have ended, found none")
+    made = tables(plan.sweep, found)
+    folder = plan.sweep.path
+    paths = [folder / f"tables.{ending}" for ending in (*FORMATS, "json")] + [folder / "index.html"]
+    for ending, of in FORMATS.items():
+        comment = "%" if ending == "tex" else ""
+        text = "\n\n".join([*map(of, made), f"{comment} {ABOUT}".strip()])
+        write_text(folder / f"tables.{ending}", text + "\n")
+    write_text(folder / "tables.json", formats.as_json(made))
+    write_text(folder / "index.html", _page(plan, found, made))
+    return paths
+
+
+def _page(plan: Plan, found: Sequence[Group], made: Sequence[Table]) -> str:
+    sweep, methods = plan.sweep, [one for one in found if one.method != BASE]
+    models = {
+        sweep.called(model): figures(
+            [Group(model, sweep.label(one.method), one.runs) for one in methods if one.model == model]
+        )
+        for model in dict.fromkeys(one.model for one in methods)
+    }
+    drawn = {axis for charts in models.values() for axis in charts}
+    runs = [
+        (one, run, os.path.relpath(run.folder / "report.html", sweep.path))
+        for one in methods
+        for run in one.runs
+    ]
+    return template("sweep.html.jinja", grid=lambda table: formats.grid(table.rows)).render(
+        name=sweep.name,
+        about=ABOUT,
+        tables=made,
+        models=models,
+        axes={axis: unit for axis, unit in UNITS.items() if axis in drawn},
+        runs=runs,
+    )

@@ -1,0 +1,148 @@
+"""Runs a sweep on this machine, one run or several at a time.
+
+Each run is ``eqlen train`` in a process of its own, which dies with this one. So the sweep may be killed at
+any moment: the same command leaves finished runs alone, and the others go on from their checkpoints.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from megatron_eqlen.lifeline import named
+from megatron_eqlen.report.format import duration
+from megatron_eqlen.sweep.cells import Cell, Plan
+from megatron_eqlen.sweep.display import Display
+
+LOG = "train.log"
+"""What a run said, in its folder."""
+INTERVAL = 0.5
+"""Seconds between two looks at the runs."""
+
+
+class Process(Protocol):
+    def poll(self) -> int | None:
+        """Its exit status, None while it runs."""
+        ...
+
+
+Start = Callable[[Sequence[str], dict[str, str], Path], Process]
+"""(arguments of ``eqlen``, additions to the environment, file for its output) -> the process."""
+
+
+@dataclass
+class Running:
+    cell: Cell
+    process: Process
+    environ: dict[str, str]
+    started: float
+
+
+def start_process(arguments: Sequence[str], environ: dict[str, str], log: Path) -> Process:
+    with open(log, "ab") as out:
+        return subprocess.Popen(
+            [sys.executable, "-m", "megatron_eqlen.cli", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environ},
+        )
+
+
+class Runner:
+    """One attempt at all runs of a plan."""
+
+    def __init__(self, plan: Plan, jobs: int, display: Display, start: Start = start_process) -> None:
+        self.plan, self.display, self.start = plan, display, start
+        recipes = [plan.some_recipe(cell) for cell in plan.firsts]
+        for recipe in recipes:
+            if recipe.cluster.nodes > 1:
+                raise ValueError(f"{recipe.name}: cluster.nodes is {recipe.cluster.nodes}: use --slurm")
+        self.slots = slots(jobs, max(recipe.world_size for recipe in recipes))
+        self.todo = [*plan.cells]
+        self.done: set[Cell] = set()
+        self.running: list[Running] = []
+        self.failed: list[Cell] = []
+
+    def run(self) -> list[Cell]:
+        """Run what is not finished; returns the runs that failed, or that did not start because of one."""
+        while self.todo or self.running:
+            self._collect()
+            self._fill()
+            self.display.show([one.cell for one in self.running])
+            if not self.running and self.todo:  # they wait for runs that failed
+                break
+            if self.running:
+                time.sleep(INTERVAL)
+        for cell in self.todo:
+            self.display.skipped(cell)
+        return self.failed + self.todo
+
+    def _collect(self) -> None:
+        """Look which runs have ended."""
+        for one in [*self.running]:
+            status = one.process.poll()
+            if status is None:
+                continue
+            self.running.remove(one)
+            self.slots.append(one.environ)
+            limits = self.plan.limits(one.cell)
+            if status == 0 and limits is not None and one.cell.ended(limits):
+                self.done.add(one.cell)
+                self.display.ended(one.cell, duration(time.monotonic() - one.started))
+            else:
+                self.failed.append(one.cell)
+                self.display.failed(one.cell, status, one.cell.folder / LOG)
+
+    def _fill(self) -> None:
+        """Start runs while there are slots and runs that may start."""
+        for cell in [*self.todo]:
+            if not self.slots:
+                return
+            if not self.done.issuperset(self.plan.references(cell)):
+                continue
+            self.todo.remove(cell)
+            limits = self.plan.limits(cell)
+            assert limits is not None, "the runs that say so have ended"
+            if cell.ended(limits):
+                self.done.add(cell)
+                self.display.found(cell)
+            else:
+                self._start(cell, limits)
+
+    def _start(self, cell: Cell, limits: Sequence[str]) -> None:
+        cell.folder.mkdir(parents=True, exist_ok=True)
+        environ = self.slots.pop(0)
+        arguments = ["train", cell.recipe_file, *cell.overrides, *limits]
+        process = self.start(arguments, environ | named(), cell.folder / LOG)
+        self.running.append(Running(cell, process, environ, time.monotonic()))
+        self.display.started(cell)
+
+
+def slots(jobs: int, processes: int) -> list[dict[str, str]]:
+    """What each of ``jobs`` runs at a time has in its environment: its own GPUs, where there are some.
+
+    Raises ValueError for more runs than the GPUs can take.
+    """
+    gpus = visible_gpus()
+    if not gpus:
+        return [{} for _ in range(jobs)]
+    if jobs * processes > len(gpus):
+        raise ValueError(f"--jobs {jobs} x {processes} GPUs a run: expected at most {len(gpus)} GPUs")
+    shares = [gpus[job * processes : (job + 1) * processes] for job in range(jobs)]
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares]
+
+
+def visible_gpus() -> list[str]:
+    """As ``CUDA_VISIBLE_DEVICES`` names them."""
+    if (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name for name in chosen.split(",") if name]
+    import torch
+
+    return [str(number) for number in range(torch.cuda.device_count())]

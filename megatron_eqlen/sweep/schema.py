@@ -1,0 +1,105 @@
+"""The schema of a sweep file, and reading it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
+
+from megatron_eqlen.recipe import RecipeError, Section
+from megatron_eqlen.recipe_load import explain, read_yaml
+
+BASE = "base"
+"""Names the model before training, in the lists of methods of tables."""
+
+
+class MethodRecipe(Section):
+    label: str | None = None
+    """In tables and figures; default: the method's name."""
+    set: dict[str, Any] = Field({})
+    """Recipe keys (``loss.kl_coef: 0``) that make the method."""
+
+
+class TableRecipe(Section):
+    title: str
+    kind: Literal["accuracy", "efficiency"] = "accuracy"
+    methods: list[str] | None = None
+    """Its rows, ``base`` among them where it is wanted; default: all."""
+    recipes: list[str] | None = None
+    """Of which recipes; default: all."""
+    benchmarks: list[str] | None = None
+    """Default: all."""
+
+
+class SweepRecipe(Section):
+    name: str
+    """Its runs are under ``runs/NAME``."""
+    recipes: list[str] = Field(min_length=1)
+    """Recipe files, relative to this one. Each names a column of the tables: its model."""
+    methods: dict[str, MethodRecipe] = Field(min_length=1)
+    """A method's name is part of its runs' folders."""
+    seeds: list[NonNegativeInt] = Field([0], min_length=1)
+    set: dict[str, Any] = Field({})
+    """Recipe keys of all runs."""
+    reference: str | None = None
+    """The method that ends as its recipe says. All others may spend as much as its runs did, on average over
+    its seeds. Default: each run ends as its recipe says."""
+    match: Literal["gpu_hours", "generated_tokens", "flops"] = "gpu_hours"
+    """Of what; the paper matches GPU hours, on a loaded machine ``flops`` is fairer."""
+    max_steps: PositiveInt | None = None
+    """Most steps of the others, whatever they have left to spend; default: no such limit."""
+    names: dict[str, str] = Field({})
+    """What recipes and benchmarks are called in tables and figures; default: as they are."""
+    tables: list[TableRecipe] = Field([])
+    """Default: one of all accuracies, and one of efficiency."""
+    folder: str | None = None
+    """Default ``runs/NAME``."""
+
+    @property
+    def path(self) -> Path:
+        return Path(self.folder) if self.folder else Path("runs") / self.name
+
+    def label(self, method: str) -> str:
+        return "Base" if method == BASE else self.methods[method].label or method
+
+    def called(self, name: str) -> str:
+        """A recipe or benchmark, in tables and figures."""
+        return self.names.get(name, name)
+
+
+def load_sweep(path: Path) -> SweepRecipe:
+    """The checked sweep in ``path``, its recipes' paths as seen from here. Raises RecipeError."""
+    raw = read_yaml(path)
+    try:
+        sweep = SweepRecipe.model_validate(raw)
+    except ValidationError as error:
+        lines = [explain(item, SweepRecipe) for item in error.errors()]
+        raise RecipeError(f"{path}: " + "; ".join(lines)) from None
+    try:
+        _check(sweep)
+    except ValueError as error:
+        raise RecipeError(f"{path}: {error}") from None
+    return sweep.model_copy(update={"recipes": [str(path.parent / recipe) for recipe in sweep.recipes]})
+
+
+def _check(sweep: SweepRecipe) -> None:
+    for name in (sweep.name, *sweep.methods):
+        if not re.fullmatch(r"[\w.,=+@-]{1,100}", name) or name == BASE:
+            raise ValueError(
+                f"expected 1 to 100 letters, digits or any of '_-.,=+@', and not {BASE!r}, as the name of a "
+                f"sweep or method (it names a folder), found {name!r}"
+            )
+    if sweep.reference is not None and sweep.reference not in sweep.methods:
+        raise ValueError(f"reference: expected one of {', '.join(sweep.methods)}, found {sweep.reference!r}")
+    stems = [Path(recipe).stem for recipe in sweep.recipes]
+    for what, values in (("seeds", sweep.seeds), ("recipes", stems)):
+        if len({*values}) < len(values):
+            raise ValueError(f"{what}: expected each once, found {values}")
+    for number, table in enumerate(sweep.tables):
+        known = {"methods": {BASE, *sweep.methods}, "recipes": {*stems}}
+        for key, names in known.items():
+            if unknown := [name for name in getattr(table, key) or () if name not in names]:
+                expected = ", ".join(sorted(names))
+                raise ValueError(f"tables.{number}.{key}: expected some of {expected}, found {unknown[0]!r}")

@@ -1,0 +1,64 @@
+"""A sweep as SLURM jobs: an array for each recipe and method, a task for each seed, the tables at the end.
+
+The arrays of the reference come first. The others wait for them, because what they may spend is known then:
+each task asks ``eqlen sweep --cell`` for its arguments when it starts.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+
+from megatron_eqlen.plan.text import sbatch_options
+from megatron_eqlen.sweep.cells import Cell, Plan
+
+HEAD = """#!/bin/bash
+# Submits what is left of the sweep {name}; from the folder that holds slurm/.
+set -euo pipefail"""
+
+
+def script(plan: Plan, file: Path, overrides: Sequence[str] = ()) -> str:
+    """A bash script that submits all runs that have not ended, and the job that makes the tables."""
+    lines = [HEAD.format(name=plan.sweep.name)]
+    jobs: dict[str, str] = {}
+    """Variable that holds an array's job id, by what it runs."""
+    for group, cells in groupby(plan.cells, key=lambda cell: cell.group):
+        if left := [cell for cell in cells if not _ended(plan, cell)]:
+            waits = dict.fromkeys(jobs[one.group] for one in plan.references(left[0]) if one.group in jobs)
+            lines.append(f"job{len(jobs)}=$({_array(plan, left, waits, file, overrides)})")
+            jobs[group] = f"$job{len(jobs)}"
+    lines.append(_tables(plan, [*jobs.values()], file, overrides))
+    return "\n".join(lines) + "\n"
+
+
+def _ended(plan: Plan, cell: Cell) -> bool:
+    limits = plan.limits(cell)
+    return limits is not None and cell.ended(limits)
+
+
+def _array(
+    plan: Plan, cells: list[Cell], waits: Sequence[str] | dict, file: Path, overrides: Sequence[str]
+) -> str:
+    options = sbatch_options(
+        plan.some_recipe(cells[0]), f"{plan.sweep.name}-{cells[0].group}".replace("/", "-")
+    )
+    options += [f"--array={','.join(str(cell.seed) for cell in cells)}"]
+    options += [f"--dependency=afterok:{':'.join(waits)}", "--kill-on-invalid-dep=yes"] if waits else []
+    arguments = ["--sweep", str(file), cells[0].group, *overrides]
+    return f"sbatch --parsable {_quoted(options)} slurm/train.sbatch {shlex.join(arguments)}"
+
+
+def _tables(plan: Plan, jobs: list[str], file: Path, overrides: Sequence[str]) -> str:
+    command = "${EQLEN_PYTHON:-.venv/bin/python} -m megatron_eqlen.cli sweep --tables " + shlex.join(
+        [str(file), *overrides]
+    )
+    options = [f"--job-name={plan.sweep.name}-tables"]
+    options += [f"--dependency=afterany:{':'.join(jobs)}"] if jobs else []
+    return f"sbatch {_quoted(options)} --wrap={shlex.quote(command)}"
+
+
+def _quoted(options: Sequence[str]) -> str:
+    """Shell variables in them stay variables."""
+    return " ".join(one if "$job" in one else shlex.quote(one) for one in options)

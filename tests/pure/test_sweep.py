@@ -1,0 +1,255 @@
+"""``eqlen sweep``: which runs start, in which order, with what to spend; what is left for a second call."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_eqlen import cli
+from megatron_eqlen.recipe import RecipeError
+from megatron_eqlen.recipe_load import load
+from megatron_eqlen.sweep import command, runner
+from megatron_eqlen.sweep.cells import Plan
+from megatron_eqlen.sweep.schema import load_sweep
+from tests.kit import ROOT
+from tests.kit.sweeps import SWEEP, Scripted, leave_a_run, write_sweep
+
+SEEDS = ("seed0", "seed1", "seed2")
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch):
+    monkeypatch.setattr(runner, "INTERVAL", 0.0)
+    monkeypatch.setattr(runner, "visible_gpus", list)
+
+
+@pytest.fixture
+def sweep(tmp_path) -> Path:
+    return write_sweep(tmp_path)
+
+
+def run(sweep: Path, jobs: int = 1, **script) -> tuple[int, Scripted]:
+    scripted = Scripted(**script)
+    return command.run(command.read(sweep, []), jobs, scripted), scripted
+
+
+def test_the_reference_runs_first_and_the_others_get_the_mean_of_what_its_seeds_spent(sweep):
+    status, started = run(sweep)
+    assert status == 0
+    assert started.names == [f"{method}-{seed}" for method in ("eqlen", "grpo", "mean") for seed in SEEDS]
+    assert {recipe.steps for recipe in started.recipes[:3]} == {4}, "as its recipe says"
+    others = started.recipes[3:]
+    assert {recipe.flops for recipe in others} == {4 * (500 + 520 + 540) / 3}
+    assert {(recipe.steps, recipe.gpu_hours) for recipe in others} == {(None, None)}, (
+        "no limit but the matched"
+    )
+
+
+def test_each_run_is_the_one_that_its_command_alone_would_be(sweep):
+    _, started = run(sweep)
+    for arguments, recipe in zip(started.arguments, started.recipes, strict=True):
+        assert load(recipe.run_folder / "recipe.yaml") == recipe == load(arguments[1], list(arguments[2:]))
+    assert started.recipes[4].run_folder == sweep.parent / "runs/tiny/grpo-seed1"
+
+
+def test_a_second_call_starts_only_what_has_not_ended(sweep):
+    with pytest.raises(KeyboardInterrupt):
+        run(sweep, fails=lambda recipe: _interrupt() if recipe.run_folder.name == "grpo-seed1" else False)
+    status, started = run(sweep)
+    assert (status, started.names) == (0, ["grpo-seed1", "grpo-seed2", *(f"mean-{seed}" for seed in SEEDS)])
+    assert run(sweep)[1].names == []
+
+
+def _interrupt() -> bool:
+    raise KeyboardInterrupt
+
+
+def test_a_reference_that_may_go_on_lets_all_others_go_on(sweep):
+    run(sweep)
+    (sweep.parent / "tiny.yaml").write_text(
+        (sweep.parent / "tiny.yaml").read_text().replace("steps: 4", "steps: 5")
+    )
+    _, started = run(sweep)
+    assert len(started.names) == 9
+    assert started.recipes[-1].flops == 5 * 520
+
+
+def test_a_run_that_fails_is_named_with_its_last_words_and_stops_no_other(sweep, capsys):
+    status, started = run(sweep, fails=lambda recipe: recipe.run_folder.name == "grpo-seed0")
+    said = capsys.readouterr().out
+    assert (status, len(started.names)) == (1, 9)
+    assert f"tiny/grpo-seed0 FAILED, status 7; see {sweep.parent}/runs/tiny/grpo-seed0/train.log" in said
+    assert "    the last words" in said
+    assert "GRPO on tiny: 2 of 3 seeds have ended" in said, "the tables are of those that have"
+    assert run(sweep)[1].names == ["grpo-seed0"]
+
+
+def test_what_waits_for_a_failed_run_is_not_started(sweep, capsys):
+    status, started = run(sweep, fails=lambda recipe: recipe.run_folder.name == "eqlen-seed1")
+    assert (status, started.names) == (1, [f"eqlen-{seed}" for seed in SEEDS])
+    assert "tiny/mean-seed2 was not started: it may spend what runs of eqlen did" in capsys.readouterr().out
+
+
+def test_several_runs_at_a_time_never_pass_the_reference(sweep):
+    status, started = run(sweep, jobs=2)
+    assert (status, started.most_at_once) == (0, 2)
+    assert [name.partition("-")[0] for name in started.names[:3]] == ["eqlen"] * 3
+
+
+def test_each_run_has_its_own_gpus(sweep, monkeypatch):
+    monkeypatch.setattr(runner, "visible_gpus", lambda: ["2", "3"])
+    _, started = run(sweep, jobs=2)
+    assert {one["CUDA_VISIBLE_DEVICES"] for one in started.environs} == {"2", "3"}
+    with pytest.raises(ValueError, match="--jobs 3 x 1 GPUs a run: expected at most 2 GPUs"):
+        run(sweep, jobs=3)
+
+
+def test_a_recipe_of_several_nodes_is_for_slurm(sweep):
+    with pytest.raises(ValueError, match=r"cluster\.nodes is 2: use --slurm"):
+        command.run(command.read(sweep, ["cluster.nodes=2"]), 1, Scripted())
+
+
+def test_a_process_that_cannot_start_is_reported(sweep, capsys):
+    """The real ``eqlen train``: the model's folder is empty."""
+    only = SWEEP.replace("seeds: [0, 1, 2]", "seeds: [0]")
+    assert cli.main(["sweep", str(write_sweep(sweep.parent, only))]) == 2
+    said = capsys.readouterr()
+    assert "tiny/eqlen-seed0 FAILED, status 2" in said.out
+    assert "Tiny-1B" in said.out, "its last words"
+    assert "expected runs that have ended, found none" in said.err
+
+
+def test_a_dry_run_says_what_each_may_spend_and_what_it_may_cost(capsys):
+    file = ROOT / "recipes/paper_tables.yaml"
+    assert cli.main(["sweep", str(file), "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "2 recipes x 17 methods x 5 seeds = 170 runs in runs/paper_tables" in said
+    assert "  eqlen-grpo-8-streams   500 steps\n" in said
+    assert "GPU hours as eqlen-grpo-8-streams\n" in said
+    assert (
+        "a run of eqlen-grpo-8-streams: 5.1e+21 FLOPs, GPU hours: A100 22.6k, H100 12.1k; x 85 runs" in said
+    )
+
+
+def test_the_papers_sweep_has_the_papers_methods():
+    """Every run's recipe passes the checks, and says what its label says."""
+    plan = Plan(load_sweep(ROOT / "recipes/paper_tables.yaml"))
+    recipes = {cell: plan.some_recipe(cell) for cell in plan.cells}
+    methods = {cell.method: recipe for cell, recipe in recipes.items()}
+    assert {recipe.seed for recipe in recipes.values()} == {0, 1, 2, 3, 4}
+    assert [one.name for one in methods["grpo"].evaluation.benchmarks] == [
+        "aime25",
+        "hmmt25",
+        "livecodebench_v6",
+    ]
+    independent = {name for name, recipe in methods.items() if recipe.sampling == "independent"}
+    assert independent == {"grpo", "dr_grpo", "dapo", "gspo", "luspo", "2-grpo"}
+    assert [methods[name].group_size for name in ("grpo", "2-grpo")] == [16, 2]
+    assert [methods[f"eqlen-grpo-{n}"].streams_per_prompt for n in ("8-streams", "1-stream")] == [8, 1]
+    objectives = {methods[f"eqlen-{name}"].objective for name in ("dr_grpo", "dapo", "gspo", "luspo", "rloo")}
+    assert objectives == {"dr_grpo", "dapo", "gspo", "luspo", "rloo"}
+    for name in ("single-pair", "prefix-in-gradient", "mean-reward"):
+        assert methods[name].method == f"eqlen-grpo-{name}"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("reference: eqlen", "reference: dapo", "reference: expected one of grpo, eqlen, mean, found 'dapo'"),
+        ("seeds: [0, 1, 2]", "seed: [0]", r"unknown key 'seed' \(nearest: 'seeds'\)"),
+        ("seeds: [0, 1, 2]", "seeds: [1, 1]", r"seeds: expected each once, found \[1, 1\]"),
+        ("methods: [grpo, eqlen]", "methods: [ppo]", "expected some of base, eqlen, grpo, mean, found 'ppo'"),
+        ("  mean: ", "  a/b: ", "as the name of a sweep or method .*, found 'a/b'"),
+        ("match: flops", "match: hours", "match: Input should be 'gpu_hours', 'generated_tokens' or 'flops'"),
+    ],
+)
+def test_a_file_that_is_no_sweep_is_refused(tmp_path, old, new, message):
+    assert old in SWEEP
+    with pytest.raises(RecipeError, match=message):
+        load_sweep(write_sweep(tmp_path, SWEEP.replace(old, new)))
+
+
+def test_a_method_that_is_no_recipe_is_refused_before_anything_starts(tmp_path):
+    odd = SWEEP.replace("equal_length.suffix_reward: mean", "group_size: 3")
+    scripted = Scripted()
+    with pytest.raises(RecipeError, match=r"tiny/mean-seed0: .*group_size: 3 is odd"):
+        command.run(command.read(write_sweep(tmp_path, odd), []), 1, scripted)
+    assert scripted.names == []
+
+
+# ---- SLURM ----------------------------------------------------------------------------------------------
+
+SBATCH = """#!/bin/bash
+echo "sbatch $*" >>{log}
+echo $((100 + $(wc -l <{log})))
+"""
+
+
+@pytest.fixture
+def submitted(tmp_path, monkeypatch) -> Path:
+    """Where an sbatch in front of the PATH writes its command lines; its jobs are 101, 102, ..."""
+    (tmp_path / "bin").mkdir()
+    log, program = tmp_path / "submitted", tmp_path / "bin/sbatch"
+    program.write_text(SBATCH.format(log=log))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    return log
+
+
+def test_the_arrays_wait_for_the_reference_and_the_tables_for_all(sweep, submitted):
+    assert cli.main(["sweep", str(sweep), "--slurm", "--submit", "cluster.account=us"]) == 0
+    first, second, third, last = submitted.read_text().splitlines()
+    assert "--job-name=small-tiny-eqlen" in first
+    assert "--account=us --array=0,1,2 slurm/train.sbatch" in first
+    assert first.endswith(f"--sweep {sweep} tiny/eqlen cluster.account=us")
+    for line, method in ((second, "grpo"), (third, "mean")):
+        assert "--array=0,1,2 --dependency=afterok:101 --kill-on-invalid-dep=yes slurm/train.sbatch" in line
+        assert f"tiny/{method} " in line
+    assert "--dependency=afterany:101:102:103" in last
+    assert f"sweep --tables {sweep}" in last
+
+
+def test_runs_that_have_ended_are_not_submitted(sweep, submitted):
+    plan = command.read(sweep, [])
+    for seed in (0, 1, 2):
+        leave_a_run(plan.cell(f"tiny/eqlen-seed{seed}").recipe([]))
+    done = plan.cell("tiny/grpo-seed1")
+    leave_a_run(done.recipe(plan.limits(done) or []))
+    assert cli.main(["sweep", str(sweep), "--slurm", "--submit"]) == 0
+    first, second, _ = submitted.read_text().splitlines()
+    assert ("--array=0,2 slurm/" in first, "--array=0,1,2 slurm/" in second) == (True, True), (
+        "nothing to wait for"
+    )
+
+
+def test_a_task_of_an_array_asks_for_its_run(sweep, capsys):
+    cell = ["sweep", str(sweep), "--cell", "tiny/grpo-seed1"]
+    assert cli.main(cell) == 2
+    assert (
+        "tiny/grpo-seed1 may spend what the runs of eqlen did: not all have ended" in capsys.readouterr().err
+    )
+    plan = command.read(sweep, [])
+    for seed in (0, 1, 2):
+        leave_a_run(plan.cell(f"tiny/eqlen-seed{seed}").recipe([]))
+    assert cli.main([*cell, "group_size=8"]) == 0
+    file, *overrides = capsys.readouterr().out.splitlines()
+    recipe = load(file, overrides)
+    assert (recipe.sampling, recipe.seed, recipe.flops, recipe.group_size) == ("independent", 1, 2080.0, 8)
+
+
+def test_the_batch_script_turns_a_task_into_its_run(sweep, tmp_path):
+    """The part of slurm/train.sbatch before SLURM is asked for anything."""
+    script = (ROOT / "slurm/train.sbatch").read_text().split("restart=")[0] + '\nprintf "%s\\n" "$@"\n'
+    said = subprocess.run(
+        ["bash", "-c", script, "train.sbatch", "--sweep", str(sweep), "tiny/eqlen", "group_size=8"],
+        env=os.environ
+        | {"SLURM_ARRAY_TASK_ID": "2", "EQLEN_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, check=True,
+    ).stdout.splitlines()  # fmt: skip
+    recipe = load(said[0], said[1:])
+    assert (recipe.seed, recipe.group_size) == (2, 8)
+    assert recipe.run_folder == tmp_path / "runs/tiny/eqlen-seed2"

@@ -1,0 +1,175 @@
+"""Tables and figures of a sweep: the numbers are those of the raw evaluation files, in every format."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_eqlen import cli
+from megatron_eqlen.report.figures import MEASURES, Curves, oscillation, over_seeds
+from megatron_eqlen.sweep import command
+from megatron_eqlen.sweep.cells import Plan
+from tests.kit.sweeps import leave_a_run, write_sweep
+
+METHODS = ("eqlen", "grpo", "mean")
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory) -> Plan:
+    """A sweep whose runs have all ended, and its tables."""
+    file = write_sweep(tmp_path_factory.mktemp("sweep"))
+    plan = command.read(file, [])
+    for cell in plan.cells:
+        leave_a_run(cell.recipe(plan.limits(cell) or []))
+    assert cli.main(["sweep", str(file), "--tables"]) == 0
+    return plan
+
+
+@pytest.fixture(scope="module")
+def tables(plan) -> dict[str, list[dict]]:
+    return {one["title"]: one["rows"] for one in json.loads((plan.sweep.path / "tables.json").read_text())}
+
+
+def rewards(folder: Path, label: str) -> list[list[float]]:
+    """[problem][sample], read from the file itself."""
+    (record,) = json.loads((folder / f"evaluation/{label}.json").read_text())
+    return [answers["rewards"] for answers in record["answers"]]
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The smallest of ``values`` that at least this share of them does not exceed."""
+    return sorted(values)[math.ceil(share * len(values)) - 1]
+
+
+@pytest.mark.parametrize(("label", "method"), [("GRPO", "grpo"), ("EqLen", "eqlen")])
+def test_intervals_are_those_of_other_code_on_the_raw_evaluation_files(plan, tables, label, method):
+    (row,) = (row for row in tables["Main results"] if row["Method"] == label)
+    ours = row["tiny Sums"]
+    seeds = [rewards(plan.cell(f"tiny/{method}-seed{seed}").folder, "after") for seed in (0, 1, 2)]
+    means = [sum(map(sum, problems)) / sum(map(len, problems)) for problems in seeds]
+    assert ours["paper"]["mean"] == pytest.approx(sum(means) / 3)
+    every_draw = [sum(draw) / 3 for draw in itertools.product(means, repeat=3)]  # all 27, exactly
+    for end, share in (("low", 0.025), ("high", 0.975)):
+        assert ours["paper"][end] == pytest.approx(percentile(every_draw, share))
+    dice = random.Random(5)
+    draws = []
+    for _ in range(6000):  # seeds and problems, each drawn with replacement
+        problems = dice.choices(range(12), k=12)
+        chosen = dice.choices(seeds, k=3)
+        draws.append(sum(sum(seed[problem]) / 4 for seed in chosen for problem in problems) / 36)
+    for end, share in (("low", 0.025), ("high", 0.975)):
+        assert ours["headline"][end] == pytest.approx(percentile(draws, share), abs=0.012)
+
+
+def test_the_base_is_every_runs_first_evaluation(plan, tables):
+    base = tables["Main results"][0]
+    before = [rewards(plan.cell(f"tiny/grpo-seed{seed}").folder, "before") for seed in (0, 1, 2)]
+    assert base["Method"] == "Base"
+    assert base["tiny Sums"]["paper"]["mean"] == pytest.approx(np.mean(before))
+
+
+def test_efficiency_counts_effective_samples_of_what_was_spent(tables):
+    grpo, eqlen = tables["Efficiency"]
+    assert (grpo["Method"], eqlen["Method"]) == ("GRPO", "EqLen")
+    assert (grpo["Parallel Tracks"], grpo["Equal-Len."], eqlen["Equal-Len."]) == (4, False, True)
+    assert eqlen["Eff. Samples"] == 4 * 30
+    steps = [11, 10, 9]  # 2080 FLOPs, of 200, 220 and 240 a step
+    assert grpo["Eff. Samples"] == pytest.approx(30 * sum(steps) / 3)
+    assert (grpo["Samples/GPU-h"], grpo["Samples/1k tokens"]) == (60, 30)
+    assert eqlen["x first"] == 1
+
+
+def test_every_format_has_the_same_numbers(plan, tables):
+    folder = plan.sweep.path
+    cells = [row["tiny Sums"] for row in tables["Main results"]]
+    numbers = [
+        f"{100 * one['paper']['mean']:.1f}±{50 * (one['paper']['high'] - one['paper']['low']):.1f}"
+        for one in cells
+    ]
+    brackets = [f"[{100 * one['headline']['low']:.1f}, {100 * one['headline']['high']:.1f}]" for one in cells]
+    for name in ("tables.txt", "tables.md", "index.html"):
+        text = (folder / name).read_text()
+        assert all(
+            f"{number} {bracket}" in text for number, bracket in zip(numbers, brackets, strict=True)
+        ), name
+    latex = (folder / "tables.tex").read_text()
+    assert all(number.replace("±", r"$\pm$") in latex for number in numbers)
+    best = max(cells, key=lambda one: one["paper"]["mean"])
+    bold = numbers[cells.index(best)]
+    assert f"**{bold}" in (folder / "tables.md").read_text()
+    assert r"\textbf{" + bold.replace("±", r"$\pm$") + "}" in latex
+
+
+def test_latex_columns_are_as_many_as_cells(plan):
+    latex = (plan.sweep.path / "tables.tex").read_text()
+    for table in latex.split(r"\begin{tabular}{")[1:]:
+        spec, _, rest = table.partition("}")
+        lines = [line for line in rest.split(r"\end{tabular}")[0].splitlines() if line.endswith(r"\\")]
+        for line in lines:
+            spans = sum(int(span) - 1 for span in re.findall(r"\\multicolumn\{(\d+)\}", line))
+            assert line.count(" & ") + spans + 1 == len(spec), line
+    assert latex.count(r"\begin{table}") == latex.count(r"\end{table}") == 2
+
+
+def test_the_page_draws_every_method_over_every_axis(plan):
+    page = (plan.sweep.path / "index.html").read_text()
+    for axis in ("steps", "gpu_hours", "generated_tokens", "flops"):
+        part = page.split(f'<div class="axis axis-{axis}">')[1].split('<div class="axis')[0]
+        for title in ("Accuracy on sums, %", "Reward", "Gradient norm", "Oscillation of the gradient norm"):
+            assert f"<h3>{title}</h3>" in part
+        assert part.count('<polygon class="band"') >= 4 * len(METHODS)
+    assert 'href="tiny/grpo-seed0/report.html"' in page
+
+
+def test_what_is_missing_and_unequal_is_said_below_the_tables(tmp_path, capsys):
+    file = write_sweep(tmp_path)
+    plan = command.read(file, [])
+    assert cli.main(["sweep", str(file), "--tables"]) == 2
+    assert "expected runs that have ended, found none" in capsys.readouterr().err
+    for seed in (0, 1, 2):
+        leave_a_run(plan.cell(f"tiny/eqlen-seed{seed}").recipe([]))
+    assert cli.main(["sweep", str(file), "--tables"]) == 0
+    assert "GRPO on tiny: 0 of 3 seeds have ended" in capsys.readouterr().out
+
+
+# ---- curves ---------------------------------------------------------------------------------------------
+
+
+def test_seeds_with_the_same_steps_are_averaged_where_they_are():
+    series = over_seeds("x", [[(1, 2.0), (2, 4.0)], [(1, 4.0), (2, 10.0)]])
+    assert series.points == [(1, 3.0), (2, 7.0)]
+    assert series.intervals == [(2.0, 4.0), (4.0, 10.0)]
+
+
+def test_seeds_with_other_costs_are_compared_at_the_same_cost():
+    """Both are straight lines, so interpolation is exact: y = x, and y = 2 x from x = 1 on."""
+    series = over_seeds("x", [[(0.0, 0.0), (3.0, 3.0), (8.0, 8.0)], [(1.0, 2.0), (5.0, 10.0)]])
+    assert (series.points[0][0], series.points[-1][0]) == (1.0, 5.0)
+    for (x, y), (low, high) in zip(series.points, series.intervals, strict=True):
+        assert (y, low, high) == pytest.approx((1.5 * x, x, 2 * x))
+
+
+def test_an_oscillation_is_the_relative_change_from_step_to_step():
+    def of(values: list[float]) -> float:
+        records = [{"step": step, "train/grad_norm": value} for step, value in enumerate(values, 1)]
+        return oscillation("train/grad_norm")(Curves(records, {}))[-1][1]
+
+    assert of([3.0] * 5) == 0
+    assert of([1.0, 3.0] * 20) == pytest.approx(1.0)
+    assert of([0.0, 5.0]) == 2
+    assert of([9.0, 1.0, *[2.0] * 11]) == 0, "the newest ten"
+
+
+def test_effective_samples_add_up():
+    records = [
+        {"step": 1, "objective/effective_samples": 3.0},
+        {"step": 2, "objective/effective_samples": 4.0},
+    ]
+    assert MEASURES["Effective samples so far"](Curves(records, {})) == [(1, 3.0), (2, 7.0)]
