@@ -5,35 +5,47 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from execnet import XSpec
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.kit import jobs
+from tests.kit import ROOT, jobs
 from tests.kit.processes import adopt_orphans, command_line, descendants, within
+from tests.kit.zygote import JOBS, RANKS, Zygote
 
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor/compile_worker")
 """Libraries' own processes, which serve this one to its end and go with it."""
 
 
-LONGEST = "tests/job/test_train.py"
-
-
-class ByFolderOrFile(LoadScopeScheduling):
-    """A worker gets whole files, for the sake of their fixtures. Of the tests that fork from a warm process
-    (``tests.kit.jobs``), which takes 15 CPU-seconds to start, it gets the whole folder, but for the longest
-    file; likewise of those that share a SLURM."""
+class ByFile(LoadScopeScheduling):
+    """A worker gets whole files, for the sake of their fixtures, and of folders whose files share theirs the
+    whole folder."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::")[0]
         folder = file.split("/")[1]
-        return folder if folder in ("engine", "job", "slurm") and file != LONGEST else file
+        return folder if folder in ("job", "slurm") else file
 
 
 @pytest.hookimpl(optionalhook=True)  # without xdist, or with -p no:xdist, nobody asks
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFolderOrFile:
-    return ByFolderOrFile(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
+    return ByFile(config, log)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[XSpec]) -> None:
+    """Workers are forked from one process that has imported what tests import: else each would import it."""
+    python = Zygote.spawn(RANKS if folders(config) <= {"pure", "ranks"} else RANKS + JOBS).python
+    specs[:] = [XSpec(f"{spec}//id={spec.id}//python={python}") for spec in specs]
+
+
+def folders(config: pytest.Config) -> set[str]:
+    """Of ``tests/``, that are named in the arguments; "" for all."""
+    paths = [Path(argument.split("::")[0]).resolve().relative_to(ROOT) for argument in config.args]
+    return {path.parts[1] if len(path.parts) > 1 else "" for path in paths}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -41,7 +53,7 @@ def no_process_is_left_over() -> Iterator[None]:
     """Set up before and torn down after every other fixture."""
     adopt_orphans()
     yield
-    jobs.stop_server()
+    jobs.stop_zygote()
     within(10, lambda: not leftovers())
     assert leftovers() == []
 

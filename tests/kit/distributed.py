@@ -7,8 +7,8 @@
 
     assert run_ranks(2, add, 3) == [6, 6]
 
-The ranks are forked from a server that has imported the heavy libraries once, so a call costs little
-more than its work. Results come back by pickle: return plain data or tensors.
+The ranks are forked from a process that has imported the heavy libraries once (``tests.kit.zygote``), so a
+call costs little more than its work. Results come back by pickle: return plain data or tensors.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import socket
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing.connection import Connection
-from pathlib import Path
+from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from tests.kit.jobs import Child
+from tests.kit.zygote import RANKS
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Any]:
@@ -33,35 +36,38 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     Raises RuntimeError with the first failing rank's traceback. ``timeout``: seconds after which a hang
     counts as a failure.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.kit.rank_imports"])
     with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        ranks = [_spawn(context, rank, world_size, store, function, args) for rank in range(world_size)]
+        store = f"file://{folder}/store"
+        ranks = [_start(rank, world_size, store, function, args) for rank in range(world_size)]
         try:
             return _collect([pipe for _, pipe in ranks], time.monotonic() + timeout)
         finally:
-            for process, _ in ranks:
-                process.kill()
-                process.join()
+            for child, pipe in ranks:
+                pipe.close()
+                child.kill()
 
 
-def _spawn(context: Any, rank: int, world_size: int, store: str, function: Callable, args: tuple) -> tuple:
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_rank_main, args=(theirs, rank, world_size, store, function, args))
-    process.start()
-    theirs.close()
-    return process, ours
+def _start(
+    rank: int, world_size: int, store: str, function: Callable, args: tuple
+) -> tuple[Child, Connection]:
+    """The rank, and the pipe that is its standard input and brings its answer."""
+    place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+    ours, theirs = socket.socketpair()
+    with theirs:
+        child = Child(["-m", "tests.kit.distributed"], place, [theirs.fileno(), 1, 2], RANKS)
+    pipe = Connection(ours.detach())
+    pipe.send_bytes(pickle.dumps((store, function, args)))
+    return child, pipe
 
 
 def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
     results: dict[Connection, Any] = {}
     while len(results) < len(pipes):
         waiting = [pipe for pipe in pipes if pipe not in results]
-        ready = multiprocessing.connection.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+        ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             raise RuntimeError(f"ranks {[pipes.index(pipe) for pipe in waiting]} did not answer in time")
-        for pipe in ready:
+        for pipe in filter(ready.__contains__, waiting):
             results[pipe] = _answer(pipes.index(pipe), pipe)
     return [results[pipe] for pipe in pipes]
 
@@ -76,16 +82,15 @@ def _answer(rank: int, pipe: Connection) -> Any:
     return result
 
 
-def _rank_main(
-    pipe: Connection, rank: int, world_size: int, store: str, function: Callable, args: tuple
-) -> None:
+def _rank_main(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     try:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+        store, function, args = pickle.loads(pipe.recv_bytes())
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
         message = (None, function(*args))
     except BaseException:  # noqa: BLE001  whatever it is, the test must see it
         message = (traceback.format_exc(), None)
@@ -96,3 +101,7 @@ def _rank_main(
     with suppress(EOFError):  # peers may still be connecting to this rank: it stays until all have answered
         pipe.recv()
     os._exit(0)  # peers may be gone or stuck: no farewell from the process group
+
+
+if __name__ == "__main__":
+    _rank_main(Connection(0))

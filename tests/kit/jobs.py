@@ -4,60 +4,71 @@
     job.kill()
     said = run("-m", "megatron_eqlen.cli", "plan", recipe).stdout
 
-The processes are forked from one that has imported torch, Megatron and vLLM: see ``tests.kit.job_server``.
+The processes are forked from one that has imported torch, Megatron and vLLM: see ``tests.kit.zygote``.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.kit import ROOT
-from tests.kit.processes import adopt_orphans, within
+from tests.kit.processes import within
+from tests.kit.zygote import JOBS, Zygote
 from tools.benchmarks.servers import free_ports
 
 LIMIT = 400.0
 """Seconds after which a job hangs."""
 
 
-class Job:
-    """A command that runs or has ended: a child of this process."""
+class Child:
+    """A process that the zygote has forked for this one, or that has ended."""
 
-    def __init__(self, arguments: Sequence[Any], environ: dict[str, str]) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="job-")
+    def __init__(
+        self, arguments: Sequence[Any], environ: dict[str, str], files: Sequence[int], imports: Sequence[str]
+    ) -> None:
         self._status: int | None = None
-        self.pid = _ask(
-            arguments=list(map(str, arguments)),
-            environ=os.environ | {"OMP_NUM_THREADS": "1"} | environ,
-            folder=str(ROOT),
-            stdout=f"{self._folder.name}/stdout",
-            stderr=f"{self._folder.name}/stderr",
-        )
+        environ = os.environ | {"OMP_NUM_THREADS": "1"} | environ
+        self.pid = _zygote().fork([*map(str, arguments)], environ, str(ROOT), files, imports)
 
     def poll(self) -> int | None:
         """Its exit status, negative if a signal ended it; None while it runs."""
+        return self._reap(os.WNOHANG)
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self._reap(0)
+
+    def _reap(self, how: int) -> int | None:
         if self._status is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            pid, status = os.waitpid(self.pid, how)
             self._status = os.waitstatus_to_exitcode(status) if pid else None
         return self._status
+
+
+class Job(Child):
+    """A command whose output goes to files."""
+
+    def __init__(self, arguments: Sequence[Any], environ: dict[str, str]) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="job-")
+        paths = [os.devnull, f"{self._folder.name}/stdout", f"{self._folder.name}/stderr"]
+        files = [os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND) for path in paths]
+        try:
+            super().__init__(arguments, environ, files, JOBS)
+        finally:
+            for file in files:
+                os.close(file)
 
     def wait(self) -> int:
         assert within(LIMIT, lambda: self.poll() is not None), f"it hangs: {self.stderr}"
         assert self._status is not None
         return self._status
-
-    def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
-            self.wait()
 
     @property
     def stdout(self) -> str:
@@ -97,28 +108,12 @@ def run(*arguments: Any, ranks: int = 1) -> Job:
 
 
 @functools.cache
-def _server() -> subprocess.Popen:
-    adopt_orphans()  # the jobs' parents end at once
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.kit.job_server"],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+def _zygote() -> Zygote:
+    return Zygote.inherited or Zygote.spawn()
 
 
-def _ask(**job: Any) -> int:
-    server = _server()
-    print(json.dumps(job), file=server.stdin, flush=True)
-    answer = server.stdout.readline()
-    assert answer, "the job server has died"
-    return int(answer)
-
-
-def stop_server() -> None:
+def stop_zygote() -> None:
     """At the end of all tests."""
-    if _server.cache_info().currsize:
-        _server().communicate()
-        _server.cache_clear()
+    if Zygote.inherited or _zygote.cache_info().currsize:
+        _zygote().stop()
+        _zygote.cache_clear()

@@ -1,0 +1,215 @@
+"""A process that has imported heavy libraries once and forks others from itself, which need not import them.
+
+What it forks is what ``python ARGUMENTS`` would be: a process with its own environment, folder, standard
+files and exit status.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import random
+import runpy
+import select
+import shlex
+import socket
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from tests.kit import ROOT
+from tests.kit.processes import adopt_orphans
+
+RANKS = (
+    "megatron_eqlen.models.build",  # before anything else of Megatron
+    "megatron_eqlen.training.checkpoint",
+    "megatron_eqlen.training.policy",
+    "pytest",
+    "tests.kit.tiny_models",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "transformers.models.qwen3_next.modeling_qwen3_next",
+)
+JOBS = (
+    "megatron_eqlen.loop",
+    "megatron_eqlen.rollout.vllm.colocated",
+    "megatron_eqlen.report.page",
+    "megatron_eqlen.run",
+    "vllm.v1.worker.cpu_worker",  # it and the model are imported when an engine starts
+    "vllm.model_executor.models.qwen3",
+    "vllm.entrypoints.launchers.api_server.entry",
+)
+"""Modules that start no threads and keep no state that processes could share."""
+START = f"import sys; sys.path[0] = {str(ROOT)!r}; from tests.kit import zygote; zygote.main(*sys.argv[1:])"
+LARGEST = 1 << 18
+"""Bytes of a request: the environment is most of it."""
+
+
+class Zygote:
+    """One that ends with this process."""
+
+    inherited: Zygote | None = None
+    """That of a process which was itself forked by a zygote's ``python``."""
+
+    def __init__(self, pid: int, listener: socket.socket, lifeline: int) -> None:
+        self._pid = pid
+        self.address: str = listener.getsockname().decode().removeprefix("\0")
+        self._lifeline = lifeline
+        listener.close()
+
+    @classmethod
+    def spawn(cls, imports: Sequence[str] = ()) -> Zygote:
+        """A fresh interpreter, which imports these modules first."""
+        adopt_orphans()  # what it forks
+        listener, (theirs, ours) = _listener(), os.pipe()
+        command = [sys.executable, "-c", START, "--serve", str(listener.fileno()), str(theirs), *imports]
+        environ = os.environ | {"OMP_NUM_THREADS": "1"}
+        pid = subprocess.Popen(command, env=environ, pass_fds=[listener.fileno(), theirs]).pid
+        os.close(theirs)
+        return cls(pid, listener, ours)
+
+    @classmethod
+    def split(cls) -> Zygote:
+        """A fork of this process, which has done nothing yet but import."""
+        adopt_orphans()
+        listener, (theirs, ours) = _listener(), os.pipe()
+        if (pid := os.fork()) == 0:
+            os.close(ours)
+            _serve(listener, theirs)
+        os.close(theirs)
+        return cls(pid, listener, ours)
+
+    def fork(
+        self,
+        arguments: Sequence[str],
+        environ: Mapping[str, str],
+        folder: str,
+        files: Sequence[int],
+        imports: Sequence[str] = (),
+    ) -> int:
+        """The process id of ``python ARGUMENTS``, a child of this process, with ``files`` as standard input,
+        output and error. The zygote imports ``imports`` before, if it has not yet."""
+        request = {"arguments": arguments, "environ": dict(environ), "folder": folder, "imports": imports}
+        with _ask(self.address, request, files) as connection:
+            answer = connection.recv(20)
+        assert answer, "the zygote has died"
+        return int(answer)
+
+    @property
+    def python(self) -> str:
+        """For shells: ``PYTHON -c CODE`` runs in a process that is forked and has a zygote of its own."""
+        return shlex.join([sys.executable, "-c", START, self.address])
+
+    def stop(self) -> None:
+        os.close(self._lifeline)
+        os.waitpid(self._pid, 0)
+
+
+def _listener() -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind("")  # the kernel finds a name, which is no file
+    listener.listen(64)
+    return listener
+
+
+def _ask(address: str, request: dict[str, Any], files: Sequence[int]) -> socket.socket:
+    """A connection on which the process id comes, and which the process holds open until it ends."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST)
+    connection.connect("\0" + address)
+    socket.send_fds(connection, [json.dumps(request).encode()], files)
+    return connection
+
+
+def _serve(listener: socket.socket, lifeline: int) -> NoReturn:
+    """Fork what is asked for, until nobody holds the other end of ``lifeline``."""
+    while lifeline not in select.select([listener, lifeline], [], [])[0]:
+        connection, _ = listener.accept()
+        message, files, _, _ = socket.recv_fds(connection, LARGEST, 3)
+        request = json.loads(message)
+        _import(request.pop("imports"))
+        if (pid := _fork_orphan()) == 0:
+            listener.close()
+            os.close(lifeline)
+            _become(files, **request)
+            sys.exit()
+        connection.send(str(pid).encode())
+        connection.close()
+        for file in files:
+            os.close(file)
+    os._exit(0)
+
+
+def _import(names: Sequence[str]) -> None:
+    if not set(names) <= sys.modules.keys():
+        for name in names:
+            importlib.import_module(name)
+        gc.collect()
+        gc.freeze()  # else each fork would sort through all of it
+
+
+def _fork_orphan() -> int:
+    """``os.fork`` of a process whose parent has ended: it becomes a child of the one that adopts orphans."""
+    ours, theirs = os.pipe()
+    if (middle := os.fork()) == 0:
+        parent = os.getpid()
+        if (pid := os.fork()) == 0:
+            os.close(ours)
+            os.close(theirs)
+            while os.getppid() == parent:  # it ends now; a job may look who its launcher is
+                time.sleep(0.001)
+            return 0
+        os.write(theirs, str(pid).encode())
+        os._exit(0)
+    os.waitpid(middle, 0)
+    pid = int(os.read(ours, 20))
+    os.close(ours)
+    os.close(theirs)
+    return pid
+
+
+def _become(
+    files: list[int], arguments: list[str], environ: dict[str, str], folder: str, splits: bool = False
+) -> None:
+    """``python ARGUMENTS``, of code (``-c``), a module (``-m``) or a script; what it raises ends the process
+    as ever. ``splits``: it gets a zygote of its own, since only ancestors can adopt what a zygote forks."""
+    if splits:
+        Zygote.inherited = Zygote.split()
+    vllms = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
+    os.environ.clear()
+    os.environ.update(vllms | environ)
+    os.chdir(folder)
+    for descriptor, file in enumerate(files):
+        os.dup2(file, descriptor)
+        os.close(file)
+    random.seed()
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()
+    kind, *sys.argv = arguments
+    if kind == "-m":
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    elif kind == "-c":
+        code, sys.argv[0] = sys.argv[0], "-c"
+        sys.modules["__main__"] = main = types.ModuleType("__main__")
+        exec(code, vars(main))
+    else:
+        sys.argv = arguments
+        runpy.run_path(kind, run_name="__main__")
+
+
+def main(first: str, *rest: str) -> None:
+    if first == "--serve":
+        listener, lifeline, *imports = rest
+        _import(imports)
+        _serve(socket.socket(fileno=int(listener)), int(lifeline))
+    request = {"arguments": [one for one in rest if one != "-u"], "environ": dict(os.environ)}
+    with _ask(
+        first, request | {"folder": os.getcwd(), "imports": [], "splits": True}, [0, 1, 2]
+    ) as connection:
+        while connection.recv(20):  # its process id; then nothing, when it has ended
+            pass
