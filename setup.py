@@ -8,6 +8,7 @@ CORE = [
     "megatron-core==0.16.1",
     "torch==2.13.0",
     "transformers==5.17.0",
+    "huggingface_hub==1.33.0",
     "safetensors==0.8.0",
     "sentencepiece==0.2.3",
     "math-verify==0.9.0",

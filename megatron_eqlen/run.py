@@ -32,6 +32,7 @@ from megatron_eqlen.metrics import (
 from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.plan.flops import counted
 from megatron_eqlen.report.metrics import MetricsWriter, read_metrics
+from megatron_eqlen.report.model_card import write_model_card
 from megatron_eqlen.report.page import write_page
 from megatron_eqlen.report.trackers import start_trackers
 from megatron_eqlen.report.worst import find as find_worst
@@ -126,6 +127,8 @@ class Run:
         if distributed.is_rank0():
             if idle := _idle(read_metrics(self.folder.path)):
                 self.session.progress.say(idle)
+            if self.folder.export.exists():
+                write_model_card(self.folder.path)
             self.session.progress.finish(write_page(self.folder.path))
         if self.stopped_by and not self.complete:
             raise MismatchError(
@@ -320,6 +323,5 @@ def _change(result: EvaluationResult, before: Path | None) -> str:
     questions = result.manifest["question_ids"]
     for earlier in read_results(before):
         if earlier.manifest["question_ids"] == questions and earlier.manifest != result.manifest:
-            change = compare(earlier, result)
-            return f", {100 * change.mean:+.1f} points [{100 * change.low:+.1f}, {100 * change.high:+.1f}]"
+            return f", {compare(earlier, result).points}"
     return ""

