@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.objectives.units import verifier_rewards
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import all_equal
@@ -23,6 +24,13 @@ def filter_groups(rollouts: Sequence[Rollout], recipe: Recipe) -> tuple[list[str
         differs[rollout.prompt_id] |= any(rewards and not all_equal(rewards) for rewards in units)
     keep = [prompt_id for prompt_id, found in differs.items() if found]
     return keep, [prompt_id for prompt_id, found in differs.items() if not found]
+
+
+def trained(rollouts: Sequence[Rollout], recipe: Recipe) -> Sequence[Rollout]:
+    """Those of a step's recorded rollouts that it trained on."""
+    if not resolve(recipe).dynamic_sampling:
+        return rollouts
+    return select(rollouts, recipe, recipe.data.prompts_per_step)[0]
 
 
 def select(rollouts: Sequence[Rollout], recipe: Recipe, room: int) -> tuple[list[Rollout], int]:

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from megatron_eqlen.objectives import dynamic_sampling
 from megatron_eqlen.objectives.build import weighted_units
-from megatron_eqlen.objectives.registry import resolve
+from megatron_eqlen.objectives.dynamic_sampling import trained
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe_load import load
 from megatron_eqlen.rollout.recorder import FILES, step_files
@@ -121,9 +120,7 @@ class Training:
         return _own_reward(segment), "plain", "not trained" if self.scored else "not scored"
 
     def _compare(self, rollouts: Sequence[Rollout], recipe: Recipe) -> None:
-        if resolve(recipe).dynamic_sampling:
-            rollouts, _ = dynamic_sampling.select(rollouts, recipe, recipe.data.prompts_per_step)
-        for unit in weighted_units(rollouts, recipe):
+        for unit in weighted_units(trained(rollouts, recipe), recipe):
             for segment, node, reward in zip(unit.members, unit.nodes, unit.rewards, strict=True):
                 self.members[id(segment)] = _Member(reward, node.advantage, node.weight)
 

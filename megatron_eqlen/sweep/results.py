@@ -11,6 +11,7 @@ from megatron_eqlen.files import write_text
 from megatron_eqlen.report import tables as formats
 from megatron_eqlen.report.compare import budget_notes
 from megatron_eqlen.report.figures import figures
+from megatron_eqlen.report.learning_tax import learning_taxes
 from megatron_eqlen.report.paper_tables import accuracies, efficiency
 from megatron_eqlen.report.run_groups import BASE, Group, read_run
 from megatron_eqlen.report.tables import Column, Table
@@ -69,8 +70,9 @@ def _table(sweep: SweepRecipe, table: TableRecipe, found: Sequence[Group]) -> Ta
     named = [
         Group(one.model, BASE if one.method == BASE else sweep.label(one.method), one.runs) for one in chosen
     ]
-    if table.kind == "efficiency":
-        return Table(table.title, efficiency(named), notes)
+    if table.kind != "accuracy":
+        made = {"efficiency": efficiency, "learning_tax": learning_taxes}[table.kind](named)
+        return Table(table.title, made, notes)
     rows = [
         {_called(sweep, column): value for column, value in row.items()}
         for row in accuracies(named, table.benchmarks)

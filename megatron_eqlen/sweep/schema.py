@@ -24,7 +24,7 @@ class MethodRecipe(Section):
 
 class TableRecipe(Section):
     title: str
-    kind: Literal["accuracy", "efficiency"] = "accuracy"
+    kind: Literal["accuracy", "efficiency", "learning_tax"] = "accuracy"
     methods: list[str] | None = None
     """Its rows, ``base`` among them where it is wanted; default: all."""
     recipes: list[str] | None = None

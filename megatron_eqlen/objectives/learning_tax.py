@@ -1,0 +1,149 @@
+"""The paper's learning tax (Proposition 2), measured: gradients on prefixes that responses share.
+
+Each trained segment that holds a token after the same path gives that token the gradient c x d log pi, with
+c = weight x advantage and the same d log pi for all (before the step's first update). So mean and variance of
+the gradient are those of c. GRPO trains a shared prefix once for each response, with that response's
+advantage; where these have both signs, they cancel. EqLen trains an inherited prefix once, as the pair's
+side B.
+
+Two responses also share what they happen to begin with, in any method: that is counted as well.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_eqlen.types import Node, TokenTree
+
+
+@dataclass(frozen=True)
+class Tax:
+    """Sums over the shared tokens of some steps; ``+`` joins those of several."""
+
+    trained: int = 0
+    """Tokens that are trained, shared or not, each as often as it is trained."""
+    squares: float = 0.0
+    """Of their coefficients, summed."""
+    shared: int = 0
+    """Different tokens that two or more paths share and that are trained at least once."""
+    opposed: int = 0
+    """Those of them that are trained with both signs."""
+    mean_squares: float = 0.0
+    """Of the shared tokens' mean coefficients, summed."""
+    variances: float = 0.0
+    """Of each shared token's coefficients, summed."""
+    gross: float = 0.0
+    """Absolute coefficients of shared tokens, summed."""
+    net: float = 0.0
+    """The same after each token's coefficients were added up."""
+
+    def __add__(self, other: Tax) -> Tax:
+        return Tax(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+
+    @property
+    def opposed_share(self) -> float:
+        """Of shared tokens, those that are pushed both ways."""
+        return self.opposed / self.shared if self.shared else 0.0
+
+    @property
+    def cancelled_share(self) -> float:
+        """Of what pushes shared tokens, the part that other responses take back."""
+        return 1 - self.net / self.gross if self.gross else 0.0
+
+    @property
+    def mean(self) -> float:
+        """Root mean square, over shared tokens, of the gradient's mean, where that of all trained tokens'
+        gradients is 1."""
+        return self._relative(self.mean_squares)
+
+    @property
+    def deviation(self) -> float:
+        """The same of its standard deviation."""
+        return self._relative(self.variances)
+
+    def _relative(self, squares: float) -> float:
+        typical = self.squares / self.trained if self.trained else 0.0
+        return float(np.sqrt(squares / self.shared / typical)) if self.shared and typical else 0.0
+
+
+def learning_tax(trees: Sequence[TokenTree]) -> Tax:
+    """Of one optimizer step's trees, with advantages and weights; arrays of token ids are read."""
+    nodes = [node for tree in trees for node in tree.nodes if _coefficient(node)]
+    tax = Tax(
+        sum(len(node.token_ids) for node in nodes),
+        float(sum(len(node.token_ids) * _coefficient(node) ** 2 for node in nodes)),
+    )
+    prompts: dict[bytes, list[TokenTree]] = defaultdict(list)
+    for tree in trees:
+        prompts[tree.nodes[0].token_ids.tobytes()].append(tree)
+    for same in prompts.values():
+        for values in shared_coefficients(same):
+            tax += _of_token(values)
+    return tax
+
+
+def _of_token(values: np.ndarray) -> Tax:
+    return Tax(
+        shared=1,
+        opposed=int(values.min() < 0 < values.max()),
+        mean_squares=float(values.mean() ** 2),
+        variances=float(values.var()),
+        gross=float(np.abs(values).sum()),
+        net=float(abs(values.sum())),
+    )
+
+
+def shared_coefficients(trees: Sequence[TokenTree]) -> Iterator[np.ndarray]:
+    """For each token that two or more paths of one prompt's ``trees`` share after the same tokens: [n]
+    float64, the coefficients of the segments that train it, at least one."""
+    groups = [(0, [path for tree in trees for path in _paths(tree)])]
+    while groups:
+        position, paths = groups.pop()
+        by_token: dict[int, list[_Path]] = defaultdict(list)
+        for path in paths:
+            if position < len(path.token_ids):
+                by_token[int(path.token_ids[position])].append(path)
+        for together in by_token.values():
+            if len(together) < 2:
+                continue
+            owners = {id(node): node for node in (path.owner(position) for path in together)}
+            values = [value for node in owners.values() if (value := _coefficient(node))]
+            if values:
+                yield np.array(values)
+            groups.append((position + 1, together))
+
+
+@dataclass(frozen=True)
+class _Path:
+    """From after the prompt to a leaf."""
+
+    nodes: list[Node]
+    ends: np.ndarray
+    """[nodes] int64, where each ends."""
+    token_ids: np.ndarray
+
+    def owner(self, position: int) -> Node:
+        """The node that holds the token at ``position``."""
+        return self.nodes[int(np.searchsorted(self.ends, position, side="right"))]
+
+
+def _paths(tree: TokenTree) -> Iterator[_Path]:
+    inner = {node.parent for node in tree.nodes}
+    for number in range(1, len(tree.nodes)):
+        if number in inner:
+            continue
+        above = []
+        while number > 0:
+            above.append(tree.nodes[number])
+            number = tree.nodes[number].parent
+        nodes = above[::-1]
+        ends = np.cumsum([len(node.token_ids) for node in nodes])
+        yield _Path(nodes, ends, np.concatenate([node.token_ids for node in nodes]))
+
+
+def _coefficient(node: Node) -> float:
+    return node.weight * node.advantage
