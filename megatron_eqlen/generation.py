@@ -8,9 +8,9 @@ scoring; afterwards every rank has the rollouts that it graded, and skeletons of
 
 from __future__ import annotations
 
+import math
 import time
-import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,8 +27,9 @@ from megatron_eqlen.objectives import dynamic_sampling
 from megatron_eqlen.recipe import BenchmarkRecipe, Recipe
 from megatron_eqlen.replicas import Replicas, shared
 from megatron_eqlen.rewards.scoring import reward_metrics
+from megatron_eqlen.rollout.carried import recall, take_up
 from megatron_eqlen.rollout.engine import Engine, IdleEngine
-from megatron_eqlen.rollout.harvest import harvest
+from megatron_eqlen.rollout.harvest import harvest, harvest_seed
 from megatron_eqlen.rollout.recorder import (
     Recorder,
     left_files,
@@ -43,17 +44,22 @@ from megatron_eqlen.rollout.recorder import (
 )
 from megatron_eqlen.rollout.replayed import check_step, check_steps
 from megatron_eqlen.rollout.sync_check import SyncCheck, SyncError
+from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.session import Session
 from megatron_eqlen.step import Batch, Step
 from megatron_eqlen.training import distributed
 from megatron_eqlen.training.agreement import MismatchWatch
 from megatron_eqlen.training.distributed import agree, gather
 from megatron_eqlen.training.policy import Policy
-from megatron_eqlen.types import Metrics, Prompt, rollout_key
+from megatron_eqlen.types import Metrics, Prompt, RolloutKey, rollout_key
 
 
 class Rollouts(Protocol):
     """Where the loop gets its rollouts: a ``Generator`` or a ``Replay``."""
+
+    suspended: dict[RolloutKey, int]
+    """The rollouts with which the next step goes on (``rollout.carry_over``), each with the number of the
+    step that drew its prompt; the same on every rank."""
 
     @property
     def benchmarks(self) -> Sequence[BenchmarkRecipe]:
@@ -117,6 +123,9 @@ class Generator:
         session.ends_with(self.engine.close)
         self.sync_check = SyncCheck()
         self.watch = MismatchWatch(self.recipe.rollout.mismatch)
+        self.suspended: dict[RolloutKey, int] = {}
+        self.carried: dict[RolloutKey, int] = {}
+        """Of ``suspended`` what this step goes on with."""
         self.left: tuple[int | None, list[Path]] = None, []
         """A step's number, and what an attempt at it that was cut short has recorded. What this process
         generates for the step's later prompts needs no reading."""
@@ -124,13 +133,27 @@ class Generator:
     # ---- prompts ------------------------------------------------------------------------------------
 
     def prompts(self, step: Step) -> list[Prompt]:
-        """The step's prompts. With dynamic sampling, as many again until enough of them have unequal rewards,
-        at most ``loss.max_num_gen_batches`` times."""
+        """The step's prompts: those of carried rollouts, and so many new ones that there are as many rollouts
+        as in any step. With dynamic sampling, as many again until enough of them have unequal rewards, at
+        most ``loss.max_num_gen_batches`` times."""
         wanted = self.recipe.data.prompts_per_step
         most = self.recipe.loss.max_num_gen_batches if self.session.objective.dynamic_sampling else 1
         if len(step.batches) >= most or step.prompts >= wanted:
             return []
-        return agree(lambda: self.source.next(wanted) if self.source is not None else [])
+        if not step.batches:
+            self.carried, self.suspended = self.suspended, {}
+            wanted -= min(wanted, math.ceil(len(self.carried) / self.recipe.rollouts_per_prompt))
+        return agree(lambda: self._draw(step, {} if step.batches else self.carried, wanted))
+
+    def _draw(self, step: Step, carried: Collection[RolloutKey], new: int) -> list[Prompt]:
+        """On rank 0: the prompts of ``carried`` rollouts, and the next ones of the data."""
+        assert self.source is not None
+        prompts: list[Prompt] = []
+        if carried:
+            names = {prompt_id for prompt_id, _ in carried}
+            files = step_files(self.streams / step_name(step.number - 1))
+            prompts = [prompt for prompt in read_prompts(files) if prompt.prompt_id in names]
+        return prompts + self.source.next(new)
 
     def go_to(self, data_position: dict[str, Any] | None) -> None:
         if self.source is not None:
@@ -140,6 +163,8 @@ class Generator:
                     "--replay, or start a new run from its weights (model.path)"
                 )
             self.source.load_state_dict(data_position)
+        for prompt_id, index, drawn in (data_position or {}).get("suspended", []):
+            self.suspended[prompt_id, index] = drawn
 
     # ---- rollouts -----------------------------------------------------------------------------------
 
@@ -153,6 +178,9 @@ class Generator:
             self.left = step.number, agree(lambda: left_files(self.streams / step.name))
         rollout = self.recipe.rollout
         left = read_left(self.left[1], asked, rollout.keep_routes)
+        suspended = {key: drawn for key, drawn in self.carried.items() if key[0] in asked}
+        carried = take_up(self.streams, step.number, suspended, self.recipe)
+        recall(carried, left.rollouts)
         self.session.scorer.begin_ended(replicas.part(left.rollouts))
         probed = self._probe()
         with ExitStack() as files, self.session.stage("harvest") as seconds:
@@ -164,7 +192,7 @@ class Generator:
                 mine,
                 one_replicas_share(self.recipe, replicas),
                 self.session.tokenizer.eos_token_ids,
-                seed=zlib.crc32(f"{self.recipe.seed}/{step.number}".encode()),
+                seed=harvest_seed(self.recipe, step.number),
                 on_part=self.session.begin_grading,
                 recorder=recorder,
                 done=left.rollouts,
@@ -172,6 +200,8 @@ class Generator:
                 generated_before=left.generated_tokens,
                 prompt_routes=left.prompt_routes,
                 whole=replicas.keeps,
+                carried=carried,
+                together=replicas.together,
             )
         position = self.source.state_dict() if self.source is not None else None
         combined = replicas.combine(metrics)  # every rank has read what is removed now
@@ -189,8 +219,12 @@ class Generator:
                 mine = {rollout_key(rollout) for rollout in harvested.rollouts}
                 record_grades(self._file(step), [one for one in everyone if rollout_key(one) in mine])
             seconds |= at_once(gather([graded]))
-        scored = Batch(everyone, harvested.metrics | seconds, harvested.data_position)
-        return select(scored, step, self.session)
+        keys = [rollout_key(one) for one in everyone if one.suspended]
+        self.suspended |= {key: self.carried.get(key, step.number) for key in keys}
+        position = harvested.data_position
+        if position is not None and self.recipe.rollout.carry_over:
+            position |= {"suspended": [[*key, drawn] for key, drawn in self.suspended.items()]}
+        return select(Batch(everyone, harvested.metrics | seconds, position), step, self.session)
 
     def evaluate(self, benchmark: BenchmarkRecipe) -> EvaluationResult:
         """The benchmark's result with the engine's current weights."""
@@ -251,6 +285,7 @@ class Replay:
 
     def __init__(self, session: Session, streams: Path) -> None:
         self.session, self.recipe, self.streams = session, session.recipe, streams
+        self.suspended: dict[RolloutKey, int] = {}
 
     def prompts(self, step: Step) -> list[Prompt]:
         """All prompts of the recorded step. Raises ReplayError if the record does not fit the recipe."""
@@ -299,12 +334,13 @@ class Replay:
 
 
 def select(scored: Batch, step: Step, session: Session) -> Batch:
-    """The batch with reward metrics. Dynamic sampling leaves out prompts without unequal rewards, and prompts
-    beyond ``data.prompts_per_step``."""
-    rollouts, recipe = scored.rollouts, session.recipe
-    metrics = scored.metrics | reward_metrics(
-        [(one.prompt, s.grade) for one in rollouts for s in one.segments() if s.finish_reason == "stop"]
-    )
+    """The batch with reward metrics of what ended in this step, and only the rollouts that take part in it.
+    Dynamic sampling leaves out prompts without unequal rewards, and prompts beyond
+    ``data.prompts_per_step``."""
+    recipe = session.recipe
+    ended = [(one.prompt, s) for one in scored.rollouts for s in one.segments() if s.finish_reason == "stop"]
+    metrics = scored.metrics | reward_metrics([(prompt, s.grade) for prompt, s in ended if not s.carried])
+    rollouts = [one for one in scored.rollouts if kind_of(one).takes_part(one, recipe)]
     if session.objective.dynamic_sampling:
         room = recipe.data.prompts_per_step - step.prompts
         rollouts, metrics["objective/filtered_prompts"] = dynamic_sampling.select(rollouts, recipe, room)

@@ -57,7 +57,7 @@ def train(recipe: Recipe, replay: Path | None = None) -> None:
         if run.complete:
             run.evaluate("after", rollouts)
             run.export(policy)
-        run.report()
+        run.report(rollouts)
 
 
 def harvest_only(recipe: Recipe, out: Path) -> None:

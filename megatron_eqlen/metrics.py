@@ -67,6 +67,7 @@ HARVEST_ENDED_RESPONSE_LENGTH = "harvest/ended_response_length"
 HARVEST_PAIRS_PER_STREAM = "harvest/pairs_per_stream"
 HARVEST_SUPERVISED_TOKENS = "harvest/supervised_tokens"
 HARVEST_TRUNCATED_FRACTION = "harvest/truncated_fraction"
+HARVEST_SUSPENDED_ROLLOUTS = "harvest/suspended_rollouts"
 HARVEST_SEGMENT_LENGTH = "harvest/segment_length"
 HARVEST_RESPONSE_LENGTH = "harvest/response_length"
 ENGINE_SYNC_SECONDS = "engine/sync_seconds"
@@ -135,6 +136,9 @@ DECLARED = (
     Metric("harvest/seconds", "s", "max", "how long it took", in_turn="sum"),
     Metric(HARVEST_GENERATED_TOKENS, "tokens", "sum", "all that the engine delivered"),
     Metric("harvest/resumed_tokens", "tokens", "sum", "of these, recorded by an attempt that was killed"),
+    Metric("harvest/carried_rollouts", "rollouts", "sum", "that an earlier step suspended"),
+    Metric("harvest/carried_tokens", "tokens", "sum", "which it had generated for them"),
+    Metric(HARVEST_SUSPENDED_ROLLOUTS, "rollouts", "sum", "with which the next step goes on"),
     Metric(HARVEST_TOKENS_PER_SECOND, "tokens/s", "sum", "of all replicas", mean("harvest/seconds")),
     Metric("harvest/requests", "requests", "sum", "sent to the engine"),
     Metric("harvest/retries", "requests", "sum", "sent again after a failure"),

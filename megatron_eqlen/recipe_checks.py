@@ -22,6 +22,7 @@ def check(recipe: Recipe) -> None:
     _check_engine(recipe.rollout)
     _check_sampling_mask(recipe.rollout)
     _check_mismatch(recipe.rollout)
+    _check_carry_over(recipe)
     _check_keep_streams(recipe)
     _check_memory(recipe)
     layout.check(recipe)
@@ -125,6 +126,23 @@ def _check_mismatch(rollout: RolloutRecipe) -> None:
         raise ValueError(
             f"rollout.mismatch.then: {rollout.mismatch.then} compares the engine's log-probs with the "
             f"trainer's: it needs rollout.logprobs_mode: raw, or rollout.keep_sampling_mask: true"
+        )
+
+
+def _check_carry_over(recipe: Recipe) -> None:
+    rollout, loss = recipe.rollout, recipe.loss
+    if not rollout.carry_over:
+        return
+    if rollout.tokens_per_step is None and rollout.seconds_per_step is None:
+        raise ValueError(
+            "rollout.carry_over: true needs rollout.tokens_per_step or rollout.seconds_per_step, which end a "
+            "step's harvest before all is finished; found neither"
+        )
+    if loss.old_logprobs == "recompute" and loss.rollout_is == "none" and not loss.rollout_rs:
+        raise ValueError(
+            "rollout.carry_over: true trains tokens that older weights sampled, and nothing corrects for it: "
+            "set loss.rollout_is: token or sequence (decoupled PPO), loss.rollout_rs, or loss.old_logprobs: "
+            "rollout (see objectives/README.md)"
         )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
 from megatron_eqlen.metrics import at_once
@@ -20,10 +21,11 @@ class Replicas:
     """The world's ranks as engine replicas of ``engine_size`` ranks each.
 
     ``in_step``: all ranks of a replica make the same calls (an engine inside the ranks); otherwise the
-    first rank of a replica drives it alone and the others have nothing to do.
+    first rank of a replica drives it alone and the others have nothing to do. ``decides``: ``together`` is
+    used.
     """
 
-    def __init__(self, engine_size: int, in_step: bool = True) -> None:
+    def __init__(self, engine_size: int, in_step: bool = True, decides: bool = False) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
         self.count = world // engine_size
         self.mine = rank // engine_size
@@ -32,6 +34,17 @@ class Replicas:
         self.drives = self.leads or in_step
         self.place, self.graders = (rank % engine_size, engine_size) if in_step else (0, 1)
         """This rank's number among those of its replica that grade, and how many they are."""
+        self._group: dist.ProcessGroup | None = None
+        if decides and in_step and engine_size > 1:
+            self._group = cast(dist.ProcessGroup, dist.new_subgroups(engine_size, backend="gloo")[0])
+
+    def together(self, answer: bool) -> bool:
+        """What the replica's first rank says, on all its ranks, which must all ask: their clocks differ."""
+        if self._group is None:
+            return answer
+        box = torch.tensor([answer])
+        dist.broadcast(box, group=self._group, group_src=0)
+        return bool(box.item())
 
     def share(self, items: Sequence[Item]) -> list[Item]:
         """This rank's part of ``items``, which are the same on every rank."""

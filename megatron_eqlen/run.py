@@ -121,10 +121,15 @@ class Run:
             with self.session.stage("export"):
                 policy.export(self.folder.export)
 
-    def report(self) -> None:
+    def report(self, rollouts: Rollouts) -> None:
         """Write report.html and print its path, as the last line of the run. Raises MismatchError if the
         mismatch ended it."""
         if distributed.is_rank0():
+            if count := len(rollouts.suspended):
+                self.session.progress.say(
+                    f"{count} rollouts are suspended at the end: what was final of them has been trained, "
+                    f"the rest has not; a run with more steps goes on with them"
+                )
             if idle := _idle(read_metrics(self.folder.path)):
                 self.session.progress.say(idle)
             if self.folder.export.exists():

@@ -68,8 +68,11 @@ class RunFolder:
 
     def remove_old_streams(self, recipe: Recipe, saved: int) -> None:
         """Remove what was recorded of steps that ``report.keep_streams`` does not name; steps after the
-        checkpoint of step ``saved`` stay, since a resumed run reads them again."""
+        checkpoint of step ``saved`` stay, since a resumed run reads them again. With ``rollout.carry_over``
+        the step before a checkpoint that is kept stays, too."""
         keep, every = recipe.report.keep_streams, recipe.evaluation.every
+        if recipe.rollout.carry_over:
+            saved -= 1 + recipe.checkpoint.every * (recipe.checkpoint.keep - 1)
         for folder in self.streams.glob("step-*"):
             number = step_number(folder.name)
             if number is None or number >= saved or keep == "all":

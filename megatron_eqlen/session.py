@@ -73,4 +73,4 @@ def engine_replicas(recipe: Recipe) -> Replicas:
     """Servers are driven by rank 0 alone; a colocated engine by all the ranks it lives in."""
     if recipe.rollout.engine == "server":
         return Replicas(dist.get_world_size(), in_step=False)
-    return Replicas(recipe.rollout.tensor_parallel)
+    return Replicas(recipe.rollout.tensor_parallel, decides=recipe.rollout.seconds_per_step is not None)

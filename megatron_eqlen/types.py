@@ -46,7 +46,11 @@ FinishReason = Literal["stop", "length"]
 
 Outcome = Literal["both_ended", "truncated", "max_pairs", "budget"]
 """Why a stream is complete: both tracks ended at one position; no track can end any more;
-``max_pairs`` were harvested (the survivor was finished alone); the step's token budget ran out."""
+``max_pairs`` were harvested (the survivor was finished alone); the step's budget ran out."""
+
+Suspended = Literal["suspended"]
+"""In place of an outcome: it is not complete, the next step goes on with it (``rollout.carry_over``). It has
+what is final of it."""
 
 
 Versions = tuple[tuple[int, int], ...]
@@ -274,6 +278,8 @@ class Segment(_Arrays):
     """Same length as ``token_ids``, with ``rollout.keep_routes``."""
     versions: Versions = ()
     """Which weights sampled ``token_ids``."""
+    carried: bool = False
+    """It was final before this step began: an earlier one graded it, and trained it if it could."""
 
     def __post_init__(self) -> None:
         self.token_ids = _array(self.token_ids, np.int32)
@@ -308,7 +314,7 @@ class Stream(_Arrays):
     """The engine's weights when it was complete: the number of optimizer steps that made them. Those that
     sampled each token: ``Segment.versions``."""
     pairs: list[Pair]
-    outcome: Outcome
+    outcome: Outcome | Suspended
     tail: Segment | None = None
     """What the trunk track generated after the last pair (the invalid suffix, never trained).
     If it ended (``stop``) its grade still counts as an extension of every B."""
@@ -318,6 +324,10 @@ class Stream(_Arrays):
     @property
     def prompt_id(self) -> str:
         return self.prompt.prompt_id
+
+    @property
+    def suspended(self) -> bool:
+        return self.outcome == "suspended"
 
     def trunk_token_ids(self, pairs: int) -> TokenIds:
         """Token ids of ``B_1 .. B_pairs``: the inherited prefix after the prompt."""
@@ -354,6 +364,13 @@ class Group(_Arrays):
     """A prompt has one group."""
     prompt_routes: Routes | None = None
     """[len(prompt.token_ids) - 1, moe_layers, top_k], with ``rollout.keep_routes``."""
+    numbers: list[int] = field(default_factory=list)
+    """Each completion's number among the G, ascending. Default: as they lie in ``completions``."""
+    suspended: bool = False
+    """``Suspended``: only completions that have ended are here."""
+
+    def __post_init__(self) -> None:
+        self.numbers = self.numbers or list(range(len(self.completions)))
 
     @property
     def prompt_id(self) -> str:
@@ -385,6 +402,8 @@ class SampledTree(_Arrays):
     numbers: list[int] = field(default_factory=list)
     """Each step's number in the whole N-ary heap, which names it before all steps are known, ascending.
     Default: as they lie in ``steps``."""
+    suspended: bool = False
+    """``Suspended``: only steps that have ended are here."""
     prompt_routes: Routes | None = None
     """[len(prompt.token_ids) - 1, moe_layers, top_k], with ``rollout.keep_routes``."""
 

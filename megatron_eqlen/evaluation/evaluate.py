@@ -58,7 +58,14 @@ def evaluate(
         update={
             "sampling": "independent",
             "group_size": recipe.evaluation.samples,
-            "rollout": recipe.rollout.model_copy(update={"tokens_per_step": None, "keep_routes": False}),
+            "rollout": recipe.rollout.model_copy(
+                update={
+                    "tokens_per_step": None,
+                    "seconds_per_step": None,
+                    "carry_over": False,
+                    "keep_routes": False,
+                }
+            ),
         }
     )
 

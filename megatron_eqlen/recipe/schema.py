@@ -184,6 +184,13 @@ class RolloutRecipe(Section):
     its update is generated again."""
     tokens_per_step: PositiveInt | None = None
     """Generated tokens after which a step's harvest ends early."""
+    seconds_per_step: PositiveFloat | None = None
+    """Seconds after which a step's harvest ends early (those of a killed attempt do not count)."""
+    carry_over: bool = False
+    """What a harvest that ends early has not finished goes on in the next step; otherwise it is cut."""
+    max_staleness: PositiveInt = 8
+    """``carry_over``: a rollout goes on for so many steps after the one that drew its prompt. It is cut then,
+    so no token is trained more steps after it was sampled."""
     tensor_parallel: PositiveInt = 1
     max_num_seqs: PositiveInt = 512
     max_num_batched_tokens: PositiveInt = 8192
@@ -467,3 +474,8 @@ class Recipe(Section):
     @property
     def streams_per_prompt(self) -> int:
         return self.group_size // 2
+
+    @property
+    def rollouts_per_prompt(self) -> int:
+        """Streams, or a group or tree."""
+        return self.streams_per_prompt if self.sampling == "equal_length" else 1

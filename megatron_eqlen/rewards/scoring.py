@@ -114,7 +114,8 @@ class Scorer:
             )
         for one in ended:
             one.segment.grade = one.segment.grade or grades[one.key]
-        return reward_metrics([(one.prompt, one.segment.grade) for one in ended]) | {
+        new = [(one.prompt, one.segment.grade) for one in ended if not one.segment.carried]
+        return reward_metrics(new) | {
             "reward/calls": len(ungraded),
             "reward/seconds": time.monotonic() - started,
             "reward/wait_seconds": waited,

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-VERSION = 6
+VERSION = 7
 """Of the format of recorded rollouts."""
 OLD_VERSION = "2 or older (JSON lines)"
 

@@ -8,14 +8,16 @@ A harvester (``sampling.kind``) sees only token sequences; the driver here owns 
 harvesters while the engine has free slots, hands each its tokens, submits its forks at once, submits lost
 requests again, and stops at the token budget. What is harvested does not depend on the order in which tokens
 arrive (unless the budget cuts it off). So a harvest that was killed goes on from the tokens that were
-recorded: its tracks start with them.
+recorded: its tracks start with them. So does a rollout that the budget suspended, in the next step
+(``carried``).
 """
 
 from __future__ import annotations
 
 import time
+import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_eqlen.recipe import Recipe
@@ -28,7 +30,8 @@ from megatron_eqlen.sampling.track import Track, rollout_of
 from megatron_eqlen.types import Delta, Metrics, Prompt, Rollout, RolloutKey, Routes, Segment, rollout_key
 
 if TYPE_CHECKING:
-    from megatron_eqlen.rollout.recorder import Recorder  # pyarrow takes long to import
+    from megatron_eqlen.rollout.carried import Carried  # pyarrow takes long to import
+    from megatron_eqlen.rollout.recorder import Recorder
 
 MAX_ATTEMPTS = 4
 """Attempts per track. A track that is lost so often means that the engine fails."""
@@ -36,6 +39,11 @@ MAX_ATTEMPTS = 4
 
 Key = tuple[str, int]
 """``types.rollout_key``: prompt id and number of the rollout."""
+
+
+def harvest_seed(recipe: Recipe, step: int) -> int:
+    """Of the rollouts that begin in a step, whose number is counted from 0."""
+    return zlib.crc32(f"{recipe.seed}/{step}".encode())
 
 
 def harvest(
@@ -52,6 +60,8 @@ def harvest(
     generated_before: int = 0,
     prompt_routes: Mapping[RolloutKey, Routes] | None = None,
     whole: Callable[[Prompt, int], bool] | None = None,
+    carried: Sequence[Carried] = (),
+    together: Callable[[bool], bool] = bool,
 ) -> tuple[list[Rollout], Metrics]:
     """Harvest ``recipe.group_size`` tracks or completions for every prompt.
 
@@ -68,20 +78,29 @@ def harvest(
     ``whole``: of which rollouts (prompt and number) log-probs, masks and routes are kept, by default of all.
     Of the others the rank holds token ids, which forks need.
 
-    Returns the rollouts in the order of ``prompts`` (and of stream numbers), and the metrics of the whole
-    harvest, except for requests and speeds, which are this attempt's. Rollouts that did not start before the
-    token budget was spent are not in the list. Raises ValueError for prompts that do not fit and EngineError
-    for an engine that died or hangs.
+    ``carried``: rollouts that an earlier step suspended; their prompts may be among ``prompts``, which then
+    name no other rollouts. ``together``: what one of the ranks that drive this engine in step says of the
+    time, for all of them.
+
+    Returns the rollouts, those that were carried first, then in the order of ``prompts`` (and of stream
+    numbers), and the metrics of the whole harvest, except for requests and speeds, which are this attempt's.
+    When the budget (``rollout.tokens_per_step``, ``seconds_per_step``) is spent, those that are not complete
+    are cut; those that did not start are not in the list. With ``rollout.carry_over`` both are suspended and
+    in the list. Raises ValueError for prompts that do not fit and EngineError for an engine that died or
+    hangs.
     """
     check_prompts(prompts, recipe, engine.max_model_len)
+    eos = frozenset(eos_token_ids)
+    goes_on = {rollout_key(one.rollout): one for one in carried}
+    prompts = [prompt for prompt in prompts if prompt.prompt_id not in {key[0] for key in goes_on}]
     finished = {rollout_key(rollout): rollout for rollout in done}
     for rollout in finished.values():
         _check_version(rollout, engine)
-    harvesters = {
-        (one.prompt.prompt_id, one.index): one
-        for one in KINDS[recipe.sampling].harvesters(prompts, recipe, frozenset(eos_token_ids), seed)
+    kind = KINDS[recipe.sampling]
+    harvesters = {key: _harvester(one, recipe, eos) for key, one in goes_on.items()} | {
+        (one.prompt.prompt_id, one.index): one for one in kind.harvesters(prompts, recipe, eos, seed)
     }
-    meter = Meter(engine, generated_before)
+    meter = Meter(engine, generated_before, carried if recipe.rollout.carry_over else None)
     for rollout in finished.values():
         meter.count(rollout)
 
@@ -89,15 +108,34 @@ def harvest(
         _check_version(rollout, engine)
         finished[key] = rollout
         meter.count(rollout)
-        if on_complete is not None:
+        if on_complete is not None and not rollout.suspended:
             on_complete(rollout)
 
     todo = {key: one for key, one in harvesters.items() if key not in finished}
     for key in (prompt_routes or {}).keys() & todo.keys():
         todo[key].prompt_routes = (prompt_routes or {})[key]
-    driver = Driver(engine, recipe, meter, on_part or _nothing, collect, recorder, known or {}, whole or _all)
+    driver = Driver(
+        engine,
+        recipe,
+        meter,
+        on_part or _nothing,
+        collect,
+        recorder,
+        known or {},
+        whole or _all,
+        goes_on,
+        together,
+    )
     driver.run(todo)
     return [finished[key] for key in harvesters if key in finished], meter.metrics()
+
+
+def _harvester(carried: Carried, recipe: Recipe, eos: frozenset[int]) -> Harvester:
+    prompt = carried.rollout.prompt
+    of_prompt = KINDS[recipe.sampling].harvesters([prompt], recipe, eos, carried.seed)
+    found = next(one for one in of_prompt if one.index == carried.rollout.index)
+    found.prompt_routes = carried.prompt_routes
+    return found
 
 
 def _nothing(harvester: Harvester, part: Part) -> None: ...
@@ -145,6 +183,8 @@ class Driver:
         recorder: Recorder | None,
         known: Mapping[str, Segment],
         whole: Callable[[Prompt, int], bool],
+        carried: Mapping[Key, Carried],
+        together: Callable[[bool], bool],
     ) -> None:
         self.engine = engine
         self.meter = meter
@@ -153,7 +193,10 @@ class Driver:
         self.recorder = recorder
         self.known = known
         self.whole = whole
-        self.budget = recipe.rollout.tokens_per_step
+        self.carried = carried
+        self.together = together
+        self.budget, self.seconds = recipe.rollout.tokens_per_step, recipe.rollout.seconds_per_step
+        self.carries_over = recipe.rollout.carry_over
         self.timeout = recipe.rollout.request_timeout
         self.keep_routes = recipe.rollout.keep_routes
         self.asking: dict[Key, str] = {}
@@ -163,19 +206,23 @@ class Driver:
         self.running: dict[Key, Harvester] = {}
         self.tracks: dict[str, tuple[Track, Key]] = {}
         self.generated: Counter[Key] = Counter()
-        """Tokens of the tracks of what runs that have ended."""
+        """Tokens that this step generated for what runs, in tracks that have ended."""
+        self.launched: dict[Key, list[Track]] = {}
+        """All tracks of what runs, if it may be suspended."""
 
     def run(self, harvesters: dict[Key, Harvester]) -> None:
-        started = {rollout_of(name) for name in self.known}
+        started = {rollout_of(name) for name in self.known} | {
+            key for key, one in self.carried.items() if one.tracks
+        }
         self.waiting.extend((key, one) for key, one in harvesters.items() if key not in started)
-        last_progress = time.monotonic()
+        began = last_progress = time.monotonic()
         try:
             for key in harvesters:  # all at once, as they were when their tokens were recorded
                 if key in started:
                     self.begin(key, harvesters[key])
                     self.advance([key])
             while self.waiting or self.running:
-                if self.budget is not None and self.meter.generated_tokens >= self.budget:
+                if self.spent(time.monotonic() - began):
                     self.cut()
                     break
                 self.admit()
@@ -194,6 +241,12 @@ class Driver:
         finally:
             self.engine.abort(list(self.tracks))
 
+    def spent(self, seconds: float) -> bool:
+        """Whether the step's budget is."""
+        if self.budget is not None and self.meter.generated_tokens >= self.budget:
+            return True
+        return self.seconds is not None and self.together(seconds >= self.seconds)
+
     def admit(self) -> None:
         """Start harvesters while the engine has free slots. The rest wait here, not in the engine's queue:
         there a fork would wait behind them, and its prefix might be evicted from the cache meanwhile."""
@@ -206,13 +259,18 @@ class Driver:
             self.launch(track, key)
 
     def launch(self, track: Track, key: Key) -> None:
-        """Submit a new track after the tokens that an earlier attempt got, or take it as ended."""
+        """Submit a new track after the tokens that earlier steps and attempts got, or take it as ended."""
         track.whole = self.whole(self.running[key].prompt, key[1])
-        if track.name in self.known:
-            track.resume(self.known[track.name])
+        if key in self.carried and track.name in self.carried[key].tracks:
+            track.resume(self.carried[key].tracks[track.name])
             track.prompt_routes = self.running[key].prompt_routes
+            self.generated[key] -= len(track)
         if self.recorder is not None:
             self.recorder.follow(track)
+        if track.name in self.known:
+            track.resume(self.known[track.name])
+        if self.carries_over:
+            self.launched.setdefault(key, []).append(track)
         if track.finish_reason is None:
             self.submit(track, key)
         else:
@@ -292,10 +350,12 @@ class Driver:
 
     def settle(self, key: Key, harvester: Harvester, before: int) -> None:
         """Announce the parts that became final, after the ``before`` first ones, and the rollout's end."""
-        for part in harvester.parts[before:]:
+        parts = harvester.parts[before:]
+        for part in self.carried[key].recall(parts) if key in self.carried else parts:
             self.announce(harvester, part)
         if harvester.complete:
             del self.running[key]
+            self.launched.pop(key, None)
             rollout, generated = harvester.rollout(self.version), self.generated.pop(key, 0)
             self.asking.pop(key, None)  # cut before its first token
             self.collect(key, rollout)
@@ -307,16 +367,35 @@ class Driver:
             self.recorder.tick(ended)
 
     def cut(self) -> None:
-        """The token budget ran out: complete what runs, start nothing more."""
+        """The budget is spent: suspend what is not complete, or complete it as it is; start nothing more."""
         self.engine.abort(list(self.tracks))
         for track, key in self.tracks.values():
             self.generated[key] += len(track)
         self.tracks.clear()
-        self.waiting.clear()
         for key, harvester in list(self.running.items()):
-            before = len(harvester.parts)
-            harvester.cut()
-            self.settle(key, harvester, before)
+            if self.suspends(key):
+                self.suspend(key, harvester)
+            else:
+                before = len(harvester.parts)
+                harvester.cut()
+                self.settle(key, harvester, before)
+        for key, harvester in self.waiting:
+            if self.suspends(key):
+                harvester.start()  # its tracks get no token
+                self.suspend(key, harvester)
+        self.waiting.clear()
+
+    def suspends(self, key: Key) -> bool:
+        return self.carries_over and not (key in self.carried and self.carried[key].ends)
+
+    def suspend(self, key: Key, harvester: Harvester) -> None:
+        """Leave it to the next step."""
+        self.running.pop(key, None)
+        self.asking.pop(key, None)
+        rollout, generated = harvester.rollout(self.version), self.generated.pop(key, 0)
+        self.collect(key, rollout)
+        if self.recorder is not None:
+            self.recorder.suspend(rollout, generated, self.launched.pop(key, ()))
 
 
 def _prompt_routes(delta: Delta, expected: int) -> Routes:

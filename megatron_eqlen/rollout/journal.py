@@ -1,6 +1,7 @@
 """Tokens of unfinished rollouts on disk, so that a harvest that is killed loses its last seconds only.
 
-    step-00000012/journal-rank-0.arrow     beside rank-0.arrow; removed when the harvest has ended
+    step-00000012/journal-rank-0.arrow       beside rank-0.arrow; removed when the harvest has ended
+    step-00000012/suspended-rank-0.arrow     in the same format, of the rollouts that the harvest suspended
 
 A row holds the tokens that one track got since its last row, those of each policy version in a row of their
 own; a batch, those of all tracks at one moment. What a harvester makes depends on the tokens of its tracks
@@ -18,12 +19,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from megatron_eqlen.files import replaced
 from megatron_eqlen.rollout.arrow_log import VERSION, VERSION_KEY, ArrowLog, batches, lists, pieces, values
 from megatron_eqlen.rollout.route_columns import as_bytes, from_bytes, route_name
 from megatron_eqlen.sampling.track import Track, rollout_of
 from megatron_eqlen.types import RolloutKey, Routes, SamplingMask, Segment, joined, joined_versions
 
-PREFIX = "journal-"
+PREFIX, SUSPENDED_PREFIX = "journal-", "suspended-"
 """Then the name of the file of rollouts."""
 
 SCHEMA = pa.schema(
@@ -72,8 +74,8 @@ class Journal:
         """Rollouts whose prompt's routes were."""
 
     def follow(self, track: Track) -> None:
-        """All tokens of ``track``, those that it has and those to come, are news until it has ended."""
-        self._followed.setdefault(track, (0, 0))
+        """What ``track`` gets from now on is news until it has ended."""
+        self._followed.setdefault(track, (len(track.token_ids), len(track.mask_ids)))
 
     def news(self) -> list[News]:
         """What the tracks got since the last call."""
@@ -110,6 +112,17 @@ class Journal:
     def remove(self) -> None:
         self.abandon()
         self.path.unlink(missing_ok=True)
+
+
+def write_tracks(path: Path, rollouts: Iterable[Sequence[Track]]) -> None:
+    """Write all tokens of the tracks of some rollouts to a new file, which appears whole."""
+    with replaced(path) as partial:
+        file = ArrowLog(partial, SCHEMA)
+        for tracks in rollouts:
+            prompt_routes = next((one.prompt_routes for one in tracks if one.prompt_routes is not None), None)
+            news = (one for track in tracks if len(track) for one in _news(track, 0, 0, prompt_routes))
+            file.write(_batch(list(news)))
+        file.close()
 
 
 def _news(track: Track, start: int, mask_start: int, prompt_routes: Routes | None) -> Iterator[News]:

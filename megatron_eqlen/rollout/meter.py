@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 from megatron_eqlen.metrics import (
     HARVEST_ENDED_RESPONSE_LENGTH,
@@ -14,6 +15,7 @@ from megatron_eqlen.metrics import (
     HARVEST_RECOMPUTED_TOKENS_PER_FORK,
     HARVEST_ROUTE_BYTES,
     HARVEST_SLOT_OCCUPANCY,
+    HARVEST_SUSPENDED_ROLLOUTS,
     HARVEST_TOKENS_PER_SECOND,
 )
 from megatron_eqlen.rollout.engine import Decoder
@@ -21,16 +23,22 @@ from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.types import Delta, Metrics, Rollout
 
+if TYPE_CHECKING:
+    from megatron_eqlen.rollout.carried import Carried  # pyarrow takes long to import
+
 
 class Meter:
     """Counts while the driver runs; ``metrics()`` at the end.
 
     ``generated_tokens`` are all tokens the engine delivered, ``supervised_tokens`` those inside pairs
     (or completions): the rest are tails, and head starts that never became part of a pair. Both are of all
-    attempts at the harvest: ``resumed_tokens`` were generated before this one.
+    attempts at the harvest: ``resumed_tokens`` were generated before this one. ``carried`` are the
+    rollouts that an earlier step suspended; what it generated for them is not counted again.
     """
 
-    def __init__(self, engine: Decoder, resumed_tokens: int = 0) -> None:
+    def __init__(
+        self, engine: Decoder, resumed_tokens: int = 0, carried: Sequence[Carried] | None = None
+    ) -> None:
         self.engine = engine
         self.generated_tokens = self.resumed_tokens = resumed_tokens
         self.requests = self.forks = self.retries = 0
@@ -39,6 +47,10 @@ class Meter:
         self.engine_seconds = 0.0
         self.started = time.perf_counter()
         self.rollouts: list[Rollout] = []
+        """Complete ones."""
+        self.carried = carried
+        """None where nothing is carried over."""
+        self.suspended = 0
 
     def timed(self, step: Callable[[], list[Delta]]) -> list[Delta]:
         start = time.perf_counter()
@@ -63,7 +75,10 @@ class Meter:
             self.fork_cached_tokens += cached_tokens
 
     def count(self, rollout: Rollout) -> None:
-        self.rollouts.append(rollout)
+        if rollout.suspended:
+            self.suspended += 1
+        else:
+            self.rollouts.append(rollout)
 
     def metrics(self) -> Metrics:
         seconds = time.perf_counter() - self.started
@@ -86,6 +101,12 @@ class Meter:
             HARVEST_RECOMPUTED_TOKENS_PER_FORK: recomputed / max(self.forks_prefilled, 1),
             "harvest/policy_version": self.engine.policy_version,
         }
+        if self.carried is not None:
+            metrics |= {
+                "harvest/carried_rollouts": len(self.carried),
+                "harvest/carried_tokens": sum(one.tokens for one in self.carried),
+                HARVEST_SUSPENDED_ROLLOUTS: self.suspended,
+            }
         return metrics | rollout_metrics(self.rollouts) | self.engine.metrics()
 
 

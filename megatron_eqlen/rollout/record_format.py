@@ -3,7 +3,7 @@
     role        row
     prompt      a prompt, before the first rollout that answers it
     a b tail    segments of a stream; ``completion``: of a group; ``step``: of a sampled tree
-    end         the rollout is complete; rows of a rollout without it are left out when they are read
+    end         the rollout is complete, or suspended; rows of one without it are left out when they are read
 
 Segments of a rollout are numbered (``Part.number``); a grade (in a file of its own) belongs to a number.
 """
@@ -20,7 +20,7 @@ import pyarrow as pa
 from megatron_eqlen.rollout.arrow_log import VERSION, VERSION_KEY, lists, pieces
 from megatron_eqlen.rollout.route_columns import as_bytes, from_bytes, route_name, unread
 from megatron_eqlen.sampling import KINDS, kind_of
-from megatron_eqlen.sampling.record import Head, Part
+from megatron_eqlen.sampling.record import Head, Part, head_of
 from megatron_eqlen.types import (
     NO_TOKENS,
     Elsewhere,
@@ -48,8 +48,9 @@ SEGMENTS = pa.schema(
         "number": pa.int32(),  # of the segment in its rollout
         "parent": pa.int32(),  # number of the step that a step continues, -1 for the prompt
         "finish_reason": pa.string(),
-        "outcome": pa.string(),  # in the row ``end`` of a stream
-        "generated_tokens": pa.int64(),  # in the row ``end``: of all tracks, those in no part included
+        "outcome": pa.string(),  # in the row ``end`` of a stream, or of any rollout that is suspended
+        "generated_tokens": pa.int64(),  # in the row ``end``: in this step, of all tracks, parts or not
+        "carried": pa.bool_(),  # Segment.carried
         "tokens": pa.int32(),  # how many; in the row ``end`` the prompt's routes
         "kept": pa.int32(),  # ids of all of the segment's sampling masks, null without masks
         "token_ids": pa.list_(pa.int32()),
@@ -119,7 +120,7 @@ def rollout_rows(
         "policy_version": rollout.policy_version,
     }
     rows = [head | _part_row(part, with_routes) for part in kind.parts(rollout)]
-    end = {"role": END, "outcome": getattr(rollout, "outcome", None), "generated_tokens": generated_tokens}
+    end = {"role": END, "outcome": head_of(rollout).outcome, "generated_tokens": generated_tokens}
     routes = rollout.prompt_routes if with_routes else None
     return [*rows, head | end | _route_columns(routes) | {"tokens": 0 if routes is None else len(routes)}]
 
@@ -136,6 +137,7 @@ def _part_row(part: Part, with_routes: bool) -> Row:
         "parent": part.parent,
         "finish_reason": segment.finish_reason,
         "versions": np.asarray(segment.versions, np.int64).reshape(-1),
+        "carried": segment.carried,
         "tokens": len(segment),
         "kept": None if mask is None else len(mask.ids),
         "token_ids": segment.token_ids,
@@ -239,6 +241,7 @@ class Assembly:
             None if counts is None else SamplingMask(NO_TOKENS if ids is None else ids, counts),
             routes=self._routes(row),
             versions=_runs(row["versions"].tolist()),
+            carried=row["carried"],
         )
         return Part(row["role"], row["number"], segment, row["parent"])
 

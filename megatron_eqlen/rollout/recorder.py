@@ -3,6 +3,7 @@
     step-00000012/rank-0.arrow            what a rank recorded: complete rollouts (``record_format``)
     step-00000012/rank-0-2.arrow          of the rank's next attempt at the step, or next batch of prompts
     step-00000012/journal-rank-0.arrow    tokens of unfinished ones (``journal``), while the harvest goes on
+    step-00000012/suspended-rank-0.arrow  tokens of those that the next step goes on with
     step-00000012/grades-rank-0.arrow     grades, once they are known; nothing is written twice
 
 A process killed at any moment loses what was not yet written: at most ``INTERVAL`` seconds of tokens.
@@ -63,6 +64,7 @@ from megatron_eqlen.types import (
 FILES = "rank-*.arrow"
 """In a step's folder."""
 JOURNALS = f"{journal.PREFIX}{FILES}"
+SUSPENDED = f"{journal.SUSPENDED_PREFIX}{FILES}"
 GRADE_FILES = "grades-*.arrow"
 OLD_FILES = "rank-*.jsonl"
 """Of versions before 3."""
@@ -100,22 +102,30 @@ class Recorder:
         """Ids of those that the file holds."""
         self._complete: list[Row] = []
         """Rows of rollouts that wait for the next tick."""
+        self._suspended: list[Sequence[Track]] = []
+        """Tracks of each of those among them that are suspended."""
         self._due = time.monotonic() + INTERVAL
-        self._queue: SimpleQueue[tuple[list[News], list[Row]]] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[list[News], list[Sequence[Track]], list[Row]]] = SimpleQueue()
         self._thread = ThreadPoolExecutor(1, "recorder")
         self._writing: Future[None] | None = None
 
     def write(self, rollout: Rollout) -> None:
         """Record one rollout, without grades, after its prompt. Its arrays must not be changed any more."""
-        self._put([], self._rows(rollout, None))
+        self._put([], [], self._rows(rollout, None))
 
     def follow(self, track: Track) -> None:
-        """Record the track's tokens, those that it has and those to come."""
+        """Record the tokens that the track gets from now on."""
         self._journal.follow(track)
 
     def complete(self, rollout: Rollout, generated_tokens: int) -> None:
-        """Record a rollout with the next tick. ``generated_tokens``: of all its tracks."""
+        """Record a rollout with the next tick. ``generated_tokens``: of all its tracks, in this step."""
         self._complete += self._rows(rollout, generated_tokens)
+
+    def suspend(self, rollout: Rollout, generated_tokens: int, tracks: Sequence[Track]) -> None:
+        """``complete`` for a rollout that the next step goes on with, from all tokens of ``tracks``. To be
+        called at the end of a harvest: before one tick."""
+        self._suspended.append(tracks)
+        self.complete(rollout, generated_tokens)
 
     def tick(self, ended: bool = False) -> None:
         """Between two decode steps: record what is new if ``INTERVAL`` is over, or the harvest has
@@ -123,13 +133,13 @@ class Recorder:
         now = time.monotonic()
         if now >= self._due or ended:
             self._due = now + INTERVAL
-            news, rows = self._journal.news(), self._complete
-            self._complete = []
+            news, suspended, rows = self._journal.news(), self._suspended, self._complete
+            self._suspended, self._complete = [], []
             if news or rows:
-                self._put(news, rows)
+                self._put(news, suspended, rows)
 
     def close(self) -> None:
-        """Wait until everything is on the disk. There are no unfinished rollouts: the journal goes."""
+        """Wait until everything is on the disk. All rollouts are complete or suspended: the journal goes."""
         try:
             self._stop()
         except BaseException:
@@ -161,20 +171,23 @@ class Recorder:
             rows = [prompt_row(rollout.prompt), *rows]
         return rows
 
-    def _put(self, news: list[News], rows: list[Row]) -> None:
+    def _put(self, news: list[News], suspended: list[Sequence[Track]], rows: list[Row]) -> None:
         if self._writing is not None and self._writing.done():
             self._writing.result()
-        self._queue.put((news, rows))
+        self._queue.put((news, suspended, rows))
         self._writing = self._thread.submit(self._drain)
 
     def _drain(self) -> None:
         """Write what is waiting, rollouts after the tokens that they and the others had then: what is
-        complete on disk is never ahead of the journal."""
+        complete on disk is never ahead of the journal, nor of the file of suspended tracks."""
         rows: list[Row] = []
         try:
             while True:
-                news, complete = self._queue.get_nowait()
+                news, suspended, complete = self._queue.get_nowait()
                 self._journal.write(news)
+                if suspended:
+                    name = journal.SUSPENDED_PREFIX + self.path.name
+                    journal.write_tracks(self.path.with_name(name), suspended)
                 rows += complete
         except Empty:
             for portion in portions(rows):

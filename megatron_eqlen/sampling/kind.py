@@ -53,8 +53,13 @@ class Harvester(Protocol):
         ...
 
     def rollout(self, policy_version: int) -> Rollout:
-        """Its parts, joined, once it is complete."""
+        """Its parts, joined; suspended if it is not complete. Asked after ``start``."""
         ...
+
+
+def whole(rollout: Rollout, recipe: Recipe) -> bool:
+    """It is trained when it is complete, all at once."""
+    return not rollout.suspended
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,8 @@ class SamplingKind:
     harvesters: Callable[[Sequence[Prompt], Recipe, frozenset[int], int], Sequence[Harvester]]
     """(prompts, recipe, eos_token_ids, seed) -> what harvests them, those of a prompt next to each other."""
     compare: Callable[[Any, Recipe, Penalty], tuple[TokenTree, list[ComparisonUnit]]]
-    """(scored rollout, recipe, length penalty) -> its token tree and the units over the tree's nodes."""
+    """(scored rollout, recipe, length penalty) -> its token tree, and those units over the tree's nodes whose
+    rewards became final in this step: each unit is in one step."""
     picture: Callable[[Any], Picture]
     parts: Callable[[Any], list[Part]]
     """How a rollout is recorded: its segments, flat."""
@@ -77,3 +83,6 @@ class SamplingKind:
     """Rollouts of this kind (at least one) -> ``harvest/...`` metrics: how many, how long, how they ended."""
     compared: Callable[[Sequence[ComparisonUnit], Sequence[Any], Recipe], Metrics]
     """(units of a step, its rollouts, recipe) -> ``objective/...`` metrics that only this kind has."""
+    takes_part: Callable[[Any, Recipe], bool] = whole
+    """(scored rollout, recipe) -> whether it is one of those that the step trains and averages over. Every
+    rollout is in one step at least; one that is trained in parts (see ``compare``) in several."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_eqlen.types import Outcome, Prompt, Routes, Segment
+from megatron_eqlen.types import Outcome, Prompt, Rollout, Routes, Segment, Suspended
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,11 @@ class Head:
     prompt: Prompt
     index: int
     policy_version: int
-    outcome: Outcome | None = None
-    """A stream's."""
+    outcome: Outcome | Suspended | None = None
+    """A stream's; of other rollouts only whether they are suspended."""
     prompt_routes: Routes | None = None
+
+
+def head_of(rollout: Rollout) -> Head:
+    outcome = "suspended" if rollout.suspended else getattr(rollout, "outcome", None)
+    return Head(rollout.prompt, rollout.index, rollout.policy_version, outcome, rollout.prompt_routes)

@@ -20,6 +20,7 @@ from megatron_eqlen.types import (
     SamplingMask,
     Segment,
     Versions,
+    joined_versions,
     versions_within,
 )
 
@@ -152,9 +153,9 @@ class Track:
         return True
 
     def resume(self, known: Segment) -> None:
-        """Take the tokens that an earlier attempt at this track got."""
+        """Take the tokens that an earlier attempt at this track got, or an earlier step."""
+        self.runs = list(joined_versions([(len(self), tuple(self.runs)), (len(known), known.versions)]))
         self.token_ids.frombytes(known.token_ids.tobytes())
-        self.runs = list(known.versions)
         if self.whole:
             self.logprobs.frombytes(known.logprobs.tobytes())
         if self.whole and known.sampling_mask is not None:

@@ -187,6 +187,7 @@ class Duel:
     sides: list
     index: int = 0
     prompt_routes: None = None
+    suspended: bool = False
 
     @property
     def prompt_id(self):

@@ -162,10 +162,10 @@ def test_what_is_no_record_or_of_another_version_is_refused_in_words(tmp_path):
         read_dump(tmp_path / "notes.arrow")
     with pa.ipc.new_stream(str(tmp_path / "rank-7.arrow"), pa.schema({"a": pa.int32()})) as stream:
         stream.write_table(pa.table({"a": pa.array([1], pa.int32())}))
-    with pytest.raises(ValueError, match=r"rank-7\.arrow: expected .* version 6, found version none"):
+    with pytest.raises(ValueError, match=r"rank-7\.arrow: expected .* version 7, found version none"):
         read_step(tmp_path)
     (tmp_path / "rank-0.jsonl").write_text('{"type": "header", "version": 2}\n')
-    with pytest.raises(ValueError, match=r"rank-0\.jsonl: .* version 6, found version 2 or older"):
+    with pytest.raises(ValueError, match=r"rank-0\.jsonl: .* version 7, found version 2 or older"):
         read_step(tmp_path)
 
 
@@ -305,7 +305,9 @@ def test_cut_at_any_byte_a_journal_holds_what_all_tracks_had_at_one_moment(tmp_p
 def test_a_journal_of_another_version_is_set_aside_too(tmp_path):
     folder = tmp_path / "step-00000003"
     recorder = Recorder(folder / "rank-0.arrow")
-    recorder.follow(grown(Track(prompt("a"), 0, 0, [], 99, frozenset([9]), 0), [1, 2], False, 2))
+    track = Track(prompt("a"), 0, 0, [], 99, frozenset([9]), 0)
+    recorder.follow(track)
+    grown(track, [1, 2], masks=False, version=2)
     recorder.tick(ended=True)
     recorder._thread.submit(int).result()
     set_aside_stale(folder, 3)

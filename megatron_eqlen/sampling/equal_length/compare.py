@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty, node, root
-from megatron_eqlen.sampling.equal_length.suffix import pair_rewards
+from megatron_eqlen.sampling.equal_length.suffix import due_pairs, pair_rewards
 from megatron_eqlen.types import Pair, Stream, TokenTree
 
 
@@ -30,10 +30,18 @@ def compare(stream: Stream, recipe: Recipe, penalty: Penalty) -> tuple[TokenTree
 
 
 def rewards_of(stream: Stream, recipe: Recipe, penalty: Penalty) -> list[tuple[float, float] | None]:
-    """Of A_i and B_i for each pair that is trained, None for one that is left out."""
+    """Of A_i and B_i for each pair that is trained in this step, None for one that is not."""
     settings = recipe.equal_length
     rewards = pair_rewards(stream, settings.suffix_reward, settings.unfinished, penalty)
+    due = due_pairs(stream, settings.suffix_reward)
+    rewards = [pair if i in due else None for i, pair in enumerate(rewards)]
     return rewards[:1] if settings.single_pair else rewards
+
+
+def takes_part(stream: Stream, recipe: Recipe) -> bool:
+    """Whether pairs are due, or it ends here without any pair that was due before."""
+    due = due_pairs(stream, recipe.equal_length.suffix_reward)
+    return bool(due) or (not stream.suspended and due.start == 0)
 
 
 def _check_equal_length(stream: Stream, number: int, pair: Pair) -> None:

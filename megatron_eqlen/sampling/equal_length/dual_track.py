@@ -120,9 +120,8 @@ class DualTrack:
         return joined([*trunk, part.segment.token_ids])
 
     def rollout(self, policy_version: int) -> Stream:
-        return join(
-            Head(self.prompt, self.index, policy_version, self.outcome, self.prompt_routes), self.parts
-        )
+        outcome = self.outcome or "suspended"
+        return join(Head(self.prompt, self.index, policy_version, outcome, self.prompt_routes), self.parts)
 
     def _inherit(self, short: Side, other: Side) -> list[Track]:
         """``short`` is A_i, as much of ``other`` is B_i; go on after B_i."""

@@ -67,7 +67,9 @@ def compared(units: Sequence[ComparisonUnit], streams: Sequence[Stream], recipe:
 
 
 def _reward_gap(streams: Sequence[Stream], recipe: Recipe) -> float:
-    """How much higher the suffix reward ``max`` is than ``mean``, on average over the B sides."""
+    """How much higher the suffix reward ``max`` is than ``mean``, on average over the B sides of streams that
+    are complete."""
+    streams = [stream for stream in streams if not stream.suspended]
     best, mean = (_b_rewards(streams, reduce, recipe) for reduce in ("max", "mean"))
     return fmean(best) - fmean(mean) if best else 0.0
 

@@ -9,15 +9,23 @@ own grade.
 A length penalty is added to each response before they are reduced. A trunk that reached the limit then is a
 response as well, with reward 0 and the full penalty, and counts in the mean (nothing is less, so no maximum
 needs it). Otherwise B_i would escape a penalty that the shorter A_i pays.
+
+A stream that is suspended has no final reward of its newest B. The maximum over extensions is final once it
+is 1, a grader's highest; the mean once the stream is complete.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Literal
 
 from megatron_eqlen.sampling.comparison import Penalty, graded, no_penalty
-from megatron_eqlen.types import Segment, Stream
+from megatron_eqlen.types import Pair, Segment, Stream
+
+BEST = 1.0
+"""The highest reward. A length penalty does not rise with length, and what will yet extend a B is longer than
+what has ended on its path: no later reward is more than that of a response with this one."""
 
 
 def pair_rewards(
@@ -48,6 +56,20 @@ def pair_rewards(
             rewards.append(None if unfinished == "drop" else (a, trunk_penalty))
         ended.append(a)
     return rewards[::-1]
+
+
+def due_pairs(stream: Stream, reduce: Literal["max", "mean"]) -> range:
+    """The pairs whose rewards became final in this step. They are consecutive: what extends a B extends those
+    before it, too."""
+    before = _final([pair for pair in stream.pairs if pair.a.carried], reduce)
+    return range(before, _final(stream.pairs, reduce) if stream.suspended else len(stream.pairs))
+
+
+def _final(pairs: Sequence[Pair], reduce: Literal["max", "mean"]) -> int:
+    """Of a suspended stream's pairs the first so many have final rewards: a best A extends their B sides."""
+    if reduce == "mean":
+        return 0
+    return max((i for i, pair in enumerate(pairs) if pair.a.grade and pair.a.grade.reward >= BEST), default=0)
 
 
 def _open_end(stream: Stream, penalty: Penalty) -> tuple[float, bool]:

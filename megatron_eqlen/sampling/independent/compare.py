@@ -8,13 +8,14 @@ from megatron_eqlen.types import Group, Segment, TokenTree
 
 
 def compare(group: Group, recipe: Recipe, penalty: Penalty) -> tuple[TokenTree, list[ComparisonUnit]]:
-    """A star of completions. Those that the token budget cut off have no known reward and are left out."""
+    """A star of completions. Those that the token budget cut off have no known reward and are left out. A
+    group is compared when it is whole."""
     completions = [one for one in group.completions if one.finish_reason is not None]
     rewards = [reward(one, group.prompt_id) + penalty(len(one), one.finish_reason) for one in completions]
     leaves = [node(0, one) for one in completions]
     unit = ComparisonUnit(group.prompt_id, completions, leaves, rewards, skip_equal=False)
     tree = TokenTree(group.prompt_id, [root(group.prompt), *(leaf for leaf in leaves if len(leaf))])
-    return tree, [unit] if leaves else []
+    return tree, [unit] if leaves and not group.suspended else []
 
 
 def reward(segment: Segment, prompt_id: str) -> float:

@@ -53,7 +53,14 @@ class IndependentGroup:
 
     def rollout(self, policy_version: int) -> Group:
         return join(
-            Head(self.prompt, self.index, policy_version, prompt_routes=self.prompt_routes), self.parts
+            Head(
+                self.prompt,
+                self.index,
+                policy_version,
+                "suspended" if self.open else None,
+                self.prompt_routes,
+            ),
+            self.parts,
         )
 
     def _end(self, numbers: list[int]) -> None:

@@ -9,10 +9,21 @@ from megatron_eqlen.types import Group
 
 
 def parts(group: Group) -> list[Part]:
-    return [Part("completion", number, completion) for number, completion in enumerate(group.completions)]
+    return [
+        Part("completion", number, completion)
+        for number, completion in zip(group.numbers, group.completions, strict=True)
+    ]
 
 
 def join(head: Head, parts: Sequence[Part]) -> Group:
     """The inverse of ``parts``, which may come in any order."""
-    completions = [one.segment for one in in_order(parts)]
-    return Group(head.prompt, head.policy_version, completions, head.index, head.prompt_routes)
+    parts = in_order(parts)
+    return Group(
+        prompt=head.prompt,
+        policy_version=head.policy_version,
+        completions=[one.segment for one in parts],
+        index=head.index,
+        prompt_routes=head.prompt_routes,
+        numbers=[one.number for one in parts],
+        suspended=head.outcome == "suspended",
+    )

@@ -71,7 +71,14 @@ class TreeSampling:
 
     def rollout(self, policy_version: int) -> SampledTree:
         return join(
-            Head(self.prompt, self.index, policy_version, prompt_routes=self.prompt_routes), self.parts
+            Head(
+                self.prompt,
+                self.index,
+                policy_version,
+                "suspended" if self.open else None,
+                self.prompt_routes,
+            ),
+            self.parts,
         )
 
     def _continue(self, parent: int, response: list[int], depth: int) -> list[Track]:

@@ -11,7 +11,7 @@ from megatron_eqlen.types import SampledTree, TokenTree
 
 
 def compare(sampled: SampledTree, recipe: Recipe, penalty: Penalty) -> tuple[TokenTree, list[ComparisonUnit]]:
-    """The tree as it was sampled."""
+    """The tree as it was sampled. Its steps are compared when it is whole."""
     nodes = [node(parent + 1, step) for parent, step in zip(sampled.parents, sampled.steps, strict=True)]
     rewards = step_rewards(sampled, penalty)
     units = [
@@ -23,6 +23,7 @@ def compare(sampled: SampledTree, recipe: Recipe, penalty: Penalty) -> tuple[Tok
             skip_equal=False,
         )
         for at in _siblings(sampled, rewards)
+        if not sampled.suspended
     ]
     return TokenTree(sampled.prompt_id, [root(sampled.prompt), *nodes]), units
 

@@ -28,4 +28,5 @@ def join(head: Head, parts: Sequence[Part]) -> SampledTree:
         index=head.index,
         numbers=list(place),
         prompt_routes=head.prompt_routes,
+        suspended=head.outcome == "suspended",
     )

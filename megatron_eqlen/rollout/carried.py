@@ -1,0 +1,112 @@
+"""Rollouts that one step suspends and the next takes up (``rollout.carry_over``).
+
+    step n                                                   step n + 1
+    budget spent ─► what is final: record (``suspended``) ─► ``Carried`` ─► its tracks start with their
+                 └► tokens of all its tracks: a file ──────┘    tokens, the harvester cuts the same parts
+
+A harvest is a function of its tracks' tokens, so these are all that goes on, as after a kill. What was final
+keeps its grade and is marked ``Segment.carried``: it is neither graded nor trained again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_eqlen.files import step_name
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.rollout import journal
+from megatron_eqlen.rollout.harvest import harvest_seed
+from megatron_eqlen.rollout.recorder import SUSPENDED, read_step
+from megatron_eqlen.sampling import kind_of
+from megatron_eqlen.sampling.record import Part
+from megatron_eqlen.sampling.track import rollout_of
+from megatron_eqlen.types import Rollout, RolloutKey, Routes, Segment, rollout_key
+
+
+class CarriedError(ValueError):
+    """What a step suspended is not there; names the folder, what was expected and what was found."""
+
+
+@dataclass
+class Carried:
+    """A suspended rollout, as the next step takes it up."""
+
+    rollout: Rollout
+    """What was final of it, graded."""
+    tracks: dict[str, Segment]
+    """Tokens of its tracks, by ``Track.name``; none if it had not begun."""
+    prompt_routes: Routes | None
+    """With ``rollout.keep_routes``, if it had begun."""
+    seed: int
+    """Of the harvest that began it."""
+    ends: bool = False
+    """It is not suspended again: where the budget ends, it is cut."""
+
+    def __post_init__(self) -> None:
+        self.final = {part.number: part.segment for part in kind_of(self.rollout).parts(self.rollout)}
+
+    @property
+    def tokens(self) -> int:
+        """Generated for it in earlier steps."""
+        return sum(map(len, self.tracks.values()))
+
+    def recall(self, parts: Iterable[Part]) -> list[Part]:
+        """Give those of its ``parts`` that were final their grades; returns the others."""
+        new: list[Part] = []
+        for part in parts:
+            before = self.final.get(part.number)
+            if before is None:
+                new.append(part)
+            else:
+                assert len(part.segment) == len(before), "a harvest is a function of its tracks' tokens"
+                part.segment.grade, part.segment.carried = before.grade, True
+        return new
+
+
+def recall(carried: Iterable[Carried], rollouts: Iterable[Rollout]) -> None:
+    """``Carried.recall`` for those of ``rollouts`` that were carried."""
+    by_key = {rollout_key(one.rollout): one for one in carried}
+    for rollout in rollouts:
+        if rollout_key(rollout) in by_key:
+            by_key[rollout_key(rollout)].recall(kind_of(rollout).parts(rollout))
+
+
+def take_up(streams: Path, step: int, suspended: Mapping[RolloutKey, int], recipe: Recipe) -> list[Carried]:
+    """What ``step`` goes on with: ``suspended``, each with the step that drew its prompt, as the step before
+    left them under ``streams``. Raises CarriedError if one of them is not there."""
+    if not suspended:
+        return []
+    folder, prompt_ids = streams / step_name(step - 1), {prompt_id for prompt_id, _ in suspended}
+    rollouts = _read_suspended(folder, suspended, prompt_ids)
+    journals = journal.read_journals(sorted(folder.glob(SUSPENDED)), prompt_ids)
+    tracks: dict[RolloutKey, dict[str, Segment]] = {key: {} for key in suspended}
+    for name, known in journals.tracks.items():
+        if rollout_of(name) in tracks:
+            tracks[rollout_of(name)][name] = known
+    return [
+        Carried(
+            rollouts[key],
+            tracks[key],
+            journals.prompt_routes.get(key),
+            seed=harvest_seed(recipe, drawn),
+            ends=step - drawn >= recipe.rollout.max_staleness,
+        )
+        for key, drawn in suspended.items()
+    ]
+
+
+def _read_suspended(
+    folder: Path, wanted: Collection[RolloutKey], prompt_ids: Collection[str]
+) -> dict[RolloutKey, Rollout]:
+    """What was final of the ``wanted`` rollouts, graded."""
+    found = {rollout_key(one): one for one in read_step(folder, prompt_ids) if one.suspended}
+    if missing := [key for key in wanted if key not in found]:
+        (prompt_id, index), found_ = missing[0], len(wanted) - len(missing)
+        raise CarriedError(
+            f"{folder}: expected {len(wanted)} suspended rollouts, which this step goes on with, found "
+            f"{found_} of them: {prompt_id}/{index} is missing; go back to an earlier checkpoint, or start a "
+            f"new run from its weights (model.path)"
+        )
+    return found

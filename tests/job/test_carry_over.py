@@ -1,0 +1,66 @@
+"""Runs whose steps end before their streams do: every pair is trained once, whatever happens in between."""
+
+from collections import Counter
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from megatron_eqlen.objectives.registry import resolve
+from megatron_eqlen.objectives.units import comparison_units
+from megatron_eqlen.recipe_load import load
+from megatron_eqlen.rollout.recorder import read_step
+from megatron_eqlen.sampling import kind_of
+from megatron_eqlen.types import rollout_key
+from tests.kit.jobs import run, start_ranks
+from tests.kit.train_runs import column, command, train, wait_for_steps
+
+CARRIED = (
+    "rollout.carry_over=true", "rollout.tokens_per_step=400", "loss.rollout_is=token", "steps=4",
+    "evaluation.benchmarks=[]",
+)  # fmt: skip
+
+
+def check_that_every_pair_is_trained_once(folder: Path) -> None:
+    recipe = load(folder / "recipe.yaml")
+    trained, pairs, ended, versions = Counter(), {}, set(), set()
+    for number, step in enumerate(sorted((folder / "streams").glob("step-*"))):
+        for stream in read_step(step):
+            if kind_of(stream).takes_part(stream, recipe):
+                for unit in comparison_units(stream, recipe, resolve(recipe))[1]:
+                    trained[rollout_key(stream), unit.members[0].logprobs.tobytes()] += 1
+            if not stream.suspended:
+                assert rollout_key(stream) not in pairs
+                pairs[rollout_key(stream)] = len(stream.pairs)
+            ended |= {(rollout_key(stream), response.tobytes()) for _, response in stream.ended()}
+            versions |= {(number, version) for s in stream.segments() for _, version in s.versions}
+    assert set(trained.values()) == {1}
+    of_complete = Counter(key for key, _ in trained if key in pairs)
+    assert of_complete == Counter(pairs), "and all of them"
+    assert sum(column(folder, "reward/calls")) <= len(ended), "nothing was graded twice"
+    assert any(version < number for number, version in versions), "some tokens were older than their step"
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    weights = [load_file(folder / "export/model.safetensors") for folder in (one, other)]
+    return all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_suspended_streams_go_on_in_the_next_step_also_of_a_run_that_stopped_and_of_its_record(home):
+    whole = train(home, "carried", *CARRIED)
+    assert column(whole, "harvest/carried_tokens")[0] == 0
+    assert min(column(whole, "harvest/carried_tokens")[1:]) > 0
+    check_that_every_pair_is_trained_once(whole)
+    said = run(*command(home, "carried-2", *CARRIED, "steps=2")).stdout
+    assert "rollouts are suspended at the end: what was final of them has been trained" in said
+    assert same_weights(train(home, "carried-2", *CARRIED), whole)
+    replay = train(home, "replayed", *CARRIED, "--replay", str(whole / "streams"))
+    assert same_weights(replay, whole)
+
+
+def test_a_run_with_suspended_streams_is_killed_and_goes_on_with_fewer_replicas(home):
+    ranks = start_ranks(2, *command(home, "killed-2", "cluster.processes_per_node=2", *CARRIED))
+    wait_for_steps(home / "killed-2", 2, *ranks)
+    for rank in ranks:
+        rank.kill()
+    check_that_every_pair_is_trained_once(train(home, "killed-2", *CARRIED))

@@ -1,0 +1,337 @@
+"""Rollouts that a budget suspends, step after step, with kills and other numbers of replicas in between, end
+as if nothing had interrupted them, and every unit of theirs is trained in exactly one step."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_eqlen.files import step_name
+from megatron_eqlen.objectives.build import weighted_units
+from megatron_eqlen.objectives.registry import resolve
+from megatron_eqlen.objectives.units import comparison_units
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.rollout import recorder as recorder_module
+from megatron_eqlen.rollout.carried import CarriedError, recall, take_up
+from megatron_eqlen.rollout.harvest import harvest, harvest_seed
+from megatron_eqlen.rollout.recorder import (
+    JOURNALS,
+    Recorder,
+    left_files,
+    read_left,
+    read_step,
+    record_grades,
+    remove_journals,
+)
+from megatron_eqlen.sampling import kind_of
+from megatron_eqlen.sampling.comparison import no_penalty
+from megatron_eqlen.sampling.equal_length.compare import rewards_of, takes_part
+from megatron_eqlen.types import (
+    Grade,
+    Group,
+    Pair,
+    Prompt,
+    Rollout,
+    RolloutKey,
+    Segment,
+    Stream,
+    rollout_key,
+    training_order,
+)
+from tests.pure.test_rollout_harvest import EOS, make_recipe
+from tests.pure.test_rollout_resume import Killed, Lockstep
+
+KINDS = {
+    "equal_length": {},
+    "independent": {"sampling": "independent"},
+    "tree": {
+        "sampling": "tree", "objective": "treerpo", "tree_sampling": {"branching": 2, "depth": 3},
+    },
+}  # fmt: skip
+
+
+def prompts_of(step: int, count: int) -> list[Prompt]:
+    return [Prompt(f"p#{step}.{i}", [1, i], "q", "math", "0", number=10 * step + i) for i in range(count)]
+
+
+def reward_of(response: Sequence[int]) -> float:
+    return (0.0, 0.5, 1.0)[sum(map(int, response)) % 3]
+
+
+class Run:
+    """Steps of generation and scoring, as ``Generator`` takes them, without ranks."""
+
+    def __init__(self, streams: Path, recipe: Recipe, end: float) -> None:
+        self.streams, self.recipe, self.end = streams, recipe, end
+        self.suspended: dict[RolloutKey, int] = {}
+        self.drawn: dict[str, tuple[int, Prompt]] = {}
+        self.graded: Counter = Counter()
+
+    def step(
+        self, number: int, new: list[Prompt], budget: int | None, replicas: int = 1, kills: Sequence[int] = ()
+    ) -> list[Rollout]:
+        """Scored rollouts, those that are suspended included."""
+        carried, self.suspended = self.suspended, {}
+        self.drawn |= {prompt.prompt_id: (number, prompt) for prompt in new}
+        prompts = [self.drawn[name][1] for name in dict.fromkeys(key[0] for key in carried)] + new
+        folder = self.streams / step_name(number)
+        found: list[Rollout] = []
+        for rank in range(replicas):
+            for life in (*kills, None):
+                with contextlib.suppress(Killed):
+                    mine = self.attempt(folder, number, rank, prompts[rank::replicas], carried, budget, life)
+                    break
+            for one in mine:
+                self.grade(one)
+            record_grades(folder / f"rank-{rank}.arrow", mine)
+            found += mine
+        assert not list(folder.glob(JOURNALS))
+        self.suspended = {
+            rollout_key(one): carried.get(rollout_key(one), number) for one in found if one.suspended
+        }
+        found.sort(key=training_order)
+        assert read_step(folder) == found, "a replay trains the same"
+        return found
+
+    def attempt(self, folder, number, rank, prompts, carried, budget, life) -> list[Rollout]:
+        asked = {prompt.prompt_id for prompt in prompts}
+        files = left_files(folder)
+        left = read_left(files, asked)
+        mine = {key: drawn for key, drawn in carried.items() if key[0] in asked}
+        taken = take_up(self.streams, number, mine, self.recipe)
+        recall(taken, left.rollouts)
+        rollout = self.recipe.rollout.model_copy(update={"tokens_per_step": budget})
+        engine = Lockstep(
+            random.Random(0), self.end, max_num_seqs=5, policy_version=number,
+            life=10**9 if life is None else life,
+        )  # fmt: skip
+        with Recorder(folder / f"rank-{rank}.arrow") as recorder:
+            rollouts, metrics = harvest(
+                engine, prompts, self.recipe.model_copy(update={"rollout": rollout}), EOS,
+                harvest_seed(self.recipe, number), recorder=recorder, done=left.rollouts, known=left.tracks,
+                generated_before=left.generated_tokens, carried=taken,
+            )  # fmt: skip
+        remove_journals(files, asked)
+        if not files:  # an engine that died had delivered more
+            generated = read_left(left_files(folder), asked).generated_tokens
+            assert generated == metrics["harvest/generated_tokens"] == sum(engine.delivered.values())
+        return rollouts
+
+    def grade(self, rollout: Rollout) -> None:
+        responses = {id(segment): response for segment, response in rollout.ended()}
+        for part in kind_of(rollout).parts(rollout):
+            segment = part.segment
+            if id(segment) in responses and segment.grade is None:
+                self.graded[rollout_key(rollout), part.number] += 1
+                segment.grade = Grade(reward_of(responses[id(segment)]), "wrong")
+
+    def whole(self, prompt_id: str) -> list[Rollout]:
+        """The rollouts of a prompt as one harvest without a budget makes them, graded."""
+        number, prompt = self.drawn[prompt_id]
+        rollout = self.recipe.rollout.model_copy(update={"tokens_per_step": None, "carry_over": False})
+        recipe = self.recipe.model_copy(update={"rollout": rollout})
+        engine = Lockstep(random.Random(0), self.end, max_num_seqs=5)
+        rollouts, _ = harvest(engine, [prompt], recipe, EOS, harvest_seed(recipe, number))
+        for one in rollouts:
+            for segment, response in one.ended():
+                segment.grade = Grade(reward_of(response), "wrong")
+        return rollouts
+
+
+def content(rollout: Rollout) -> list:
+    return [
+        (part.role, part.number, part.parent, part.segment.token_ids.tolist(), part.segment.finish_reason)
+        for part in kind_of(rollout).parts(rollout)
+    ]
+
+
+def units_of(rollout: Rollout, recipe: Recipe) -> list:
+    """Tokens and reward of each member of each unit."""
+    if not kind_of(rollout).takes_part(rollout, recipe):
+        return []
+    units = comparison_units(rollout, recipe, resolve(recipe))[1]
+    return [
+        [(m.token_ids.tolist(), m.logprobs.tolist(), r) for m, r in zip(u.members, u.rewards, strict=True)]
+        for u in units
+    ]
+
+
+cases = st.fixed_dictionaries(
+    {
+        "kind": st.sampled_from(list(KINDS)),
+        "suffix_reward": st.sampled_from(["max", "max", "mean"]),
+        "unfinished": st.sampled_from(["zero", "drop"]),
+        "max_pairs": st.sampled_from([None, None, 2]),
+        "overlong": st.sampled_from([0, 8]),
+        "seed": st.integers(0, 2**32),
+        "end": st.sampled_from([0.05, 0.15, 0.4]),
+        "limit": st.integers(4, 24),
+    }
+)
+steps = st.lists(
+    st.tuples(
+        st.integers(0, 3),  # new prompts
+        st.sampled_from([5, 20, 60]),  # budget of a replica
+        st.integers(1, 3),  # replicas
+        st.lists(st.integers(0, 12), max_size=2),  # decode steps until a kill
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def recipe_of(case: dict, **rollout) -> Recipe:
+    limits = {"max_response_length": case["limit"], "max_staleness": 1000}
+    masks = {"keep_sampling_mask": True, "top_k": 5, "logprobs_mode": "processed"}
+    return make_recipe(
+        seed=case["seed"],
+        rollout={"carry_over": True, "tokens_per_step": 1} | masks | limits | rollout,
+        equal_length={name: case[name] for name in ("suffix_reward", "unfinished", "max_pairs")},
+        loss={"rollout_is": "token", "overlong_buffer": min(case["overlong"], case["limit"] - 1)},
+        **KINDS[case["kind"]],
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases, steps, st.sampled_from([0.0, 0.0005]))
+def test_every_unit_is_trained_once_with_the_rewards_of_a_harvest_that_nothing_interrupted(
+    case, steps, interval
+):
+    recipe = recipe_of(case)
+    trained, took_part, complete = defaultdict(list), Counter(), {}
+    with tempfile.TemporaryDirectory() as home, patch.object(recorder_module, "INTERVAL", interval):
+        run = Run(Path(home), recipe, case["end"])
+        last = (len(steps), (0, None, 2, []))
+        for number, (new, budget, replicas, kills) in [*enumerate(steps), last]:
+            for one in run.step(number, prompts_of(number, new), budget, replicas, kills):
+                key = rollout_key(one)
+                assert key not in complete
+                units = units_of(one, recipe)
+                trained[key] += units
+                took_part[key] += bool(units)
+                if not one.suspended:
+                    complete[key] = one
+                    takes_part = kind_of(one).takes_part(one, recipe)
+                    assert takes_part or took_part[key], "every rollout is in a step"
+                    dropped = case["unfinished"] == "drop"  # pairs may be due and left out
+                    assert not takes_part or units or not took_part[key] or dropped, "and no other"
+                    assert {v for s in one.segments() for _, v in s.versions} <= set(range(number + 1))
+        assert not run.suspended
+        for prompt_id in run.drawn:
+            for want in run.whole(prompt_id):
+                found = complete.pop(rollout_key(want))
+                assert content(found) == content(want)
+                assert [s.grade and s.grade.reward for s in found.segments()] == [
+                    s.grade and s.grade.reward for s in want.segments()
+                ]
+                assert trained[rollout_key(want)] == units_of(want, recipe)
+        assert not complete
+        assert max(run.graded.values(), default=1) == 1, "nothing is graded twice"
+
+
+SIMPLE = {
+    "kind": "equal_length", "suffix_reward": "max", "unfinished": "zero", "max_pairs": None, "overlong": 0,
+    "seed": 1, "limit": 24,
+}  # fmt: skip
+
+
+def test_a_rollout_is_cut_where_it_would_grow_too_old(tmp_path):
+    run = Run(tmp_path, recipe_of(SIMPLE, max_staleness=2), end=0.0)
+    for number in range(3):
+        found = run.step(number, prompts_of(number, 1), budget=6)
+        ages = {number - drawn for drawn in run.suspended.values()}
+        assert ages == set(range(min(number, 1) + 1)), "nothing is suspended in the second step after its own"
+    old = [one for one in found if one.prompt_id == "p#0.0"]
+    assert [one.outcome for one in old] == ["budget", "budget"]
+    assert all(one.tail is not None and len(one.tail) > 3 for one in old), "with what three steps generated"
+    assert [len(one.tail.versions) for one in old] == [3, 3]
+
+
+@pytest.mark.parametrize("carry_over", [True, False])
+def test_a_harvest_ends_when_its_time_is_over_as_the_first_rank_says(carry_over, tmp_path):
+    recipe = recipe_of(SIMPLE, tokens_per_step=None, seconds_per_step=1e-9, carry_over=carry_over)
+    asked = []
+
+    def together(over: bool) -> bool:
+        asked.append(over)
+        return len(asked) > 4
+
+    rollouts, metrics = harvest(
+        Lockstep(random.Random(0), 0.0), prompts_of(0, 1), recipe, EOS, 0, together=together
+    )
+    assert [one.outcome for one in rollouts] == ["suspended" if carry_over else "budget"] * 2
+    assert metrics["harvest/generated_tokens"] == 4 * 4, "four steps of four tracks"
+    assert asked == [True] * 5
+    assert metrics.get("harvest/suspended_rollouts", 0) == 2 * carry_over
+
+
+def test_what_was_suspended_and_is_not_there_is_named(tmp_path):
+    run = Run(tmp_path, recipe_of(SIMPLE), end=0.0)
+    run.step(0, prompts_of(0, 1), budget=6)
+    assert list(run.suspended) == [("p#0.0", 0), ("p#0.0", 1)]
+    assert len(take_up(tmp_path, 1, run.suspended, run.recipe)) == 2
+    with pytest.raises(CarriedError, match=r"step-00000000: expected 3 .*found 2 of them: q/0 is missing"):
+        take_up(tmp_path, 1, {**run.suspended, ("q", 0): 0}, run.recipe)
+
+
+def stream_with(rewards: str, carried: int = 0, outcome="suspended") -> Stream:
+    """A stream whose A sides were wrong (0), half right (h) or right (1)."""
+    pairs = [
+        Pair(
+            Segment([5, 9], [-1, -1], "stop", Grade({"0": 0.0, "h": 0.5, "1": 1.0}[r], "")),
+            Segment([6, 7], [-1, -1]),
+        )
+        for r in rewards
+    ]
+    for pair in pairs[:carried]:
+        pair.a.carried = pair.b.carried = True
+    return Stream(prompts_of(0, 1)[0], 0, 0, pairs, outcome)
+
+
+@pytest.mark.parametrize(
+    ("stream", "reduce", "due"),
+    [
+        (stream_with("001h0"), "max", [0, 1]),  # what comes after the right answer may be bettered
+        (stream_with("10hh"), "max", []),  # its own A extends no B
+        (stream_with("0011", carried=3), "max", [2]),  # the first two were due when three were there
+        (stream_with("001", carried=3), "max", []),
+        (stream_with("00100", carried=3, outcome="truncated"), "max", [2, 3, 4]),
+        (stream_with("001", carried=3, outcome="truncated"), "max", [2]),
+        (stream_with("111"), "mean", []),
+        (stream_with("111", carried=2, outcome="truncated"), "mean", [0, 1, 2]),
+    ],
+)
+def test_a_pair_is_due_when_nothing_that_is_unfinished_can_change_its_reward(stream, reduce, due):
+    recipe = make_recipe(equal_length={"suffix_reward": reduce})
+    rewards = [i for i, pair in enumerate(rewards_of(stream, recipe, no_penalty)) if pair is not None]
+    assert rewards == due
+    assert takes_part(stream, recipe) == bool(due)
+
+
+def test_a_stream_without_pairs_is_averaged_over_in_the_step_where_it_ends():
+    recipe = make_recipe()
+    assert not takes_part(stream_with(""), recipe)
+    assert takes_part(stream_with("", outcome="truncated"), recipe)
+    group = Group(prompts_of(0, 1)[0], 0, [Segment([9], [-1], "stop", Grade(1.0, ""))], suspended=True)
+    assert not kind_of(group).takes_part(group, recipe)
+
+
+def test_a_part_of_a_stream_weighs_as_much_as_a_stream():
+    """Eq. 5 and 6 over what a step trains: 1/P x 1/K x 1/N x 1/2 x 1/L, N the pairs that are due."""
+    recipe = make_recipe(loss={"rollout_is": "token", "kl_coef": 0.1}, objective="grpo")
+    two = stream_with("010", outcome="truncated")
+    part = replace(stream_with("0001h", carried=2), index=1)
+    units = weighted_units([two, part], recipe)
+    assert [len(unit.nodes) for unit in units] == [2] * 6
+    weights = [unit.nodes[0].weight * 2 * 2 * len(unit.members[0]) for unit in units if unit.trained]
+    assert weights == pytest.approx([1 / 3] * 5)
