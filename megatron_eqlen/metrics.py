@@ -94,6 +94,8 @@ LOSS_RATIO = "loss/ratio"
 LOSS_CLIP_FRACTION_LOW = "loss/clip_fraction_low"
 LOSS_CLIP_FRACTION_HIGH = "loss/clip_fraction_high"
 MISMATCH_KL = "mismatch/kl"
+EXCHANGE_ROUTES_SECONDS, EXCHANGE_ROUTES_BYTES = "exchange/routes_seconds", "exchange/routes_bytes"
+EXPERT_AGREEMENT, ROUTER_AGREEMENT = "mismatch/expert_agreement", "mismatch/router_agreement"
 TRAIN_SKIPPED_UPDATES = "train/skipped_updates"
 TRAIN_GRAD_NORM = "train/grad_norm"
 TRAIN_TOKENS_PER_SECOND = "train/tokens_per_second"
@@ -228,6 +230,8 @@ DECLARED = (
     Metric("packing/fill", "share", mean("packing/computed_tokens"), "in use, of those computed"),
     Metric("packing/budget_fill", "share", mean("packing/rows"), "in use, of max_tokens_per_row"),
     Metric("packing/max_over_mean_cost", "ratio", "max", "the slowest rank's work"),
+    Metric(EXCHANGE_ROUTES_SECONDS, "s", "max", "until routes were on the ranks that train them", "sum"),
+    Metric(EXCHANGE_ROUTES_BYTES, "bytes", "sum", "of routes that ranks received"),
     # ---- loss: over supervised tokens ---------------------------------------------------------------------
     Metric(TOKENS, "tokens", "sum", "supervised"),
     Metric(POLICY_LOSS, "loss", "sum", "the surrogate's part", PER_UPDATE),
@@ -264,6 +268,8 @@ DECLARED = (
     Metric("mismatch/rollout_is_truncated_fraction", "share", PER_TOKEN, "beyond rollout_is_threshold"),
     Metric("mismatch/rollout_rs_masked_fraction", "share", PER_TOKEN, "no gradient: rollout_rs or the veto"),
     Metric("mismatch/rollout_rs_seq_masked_fraction", "share", PER_SEQUENCE, "segments with such a token"),
+    Metric(EXPERT_AGREEMENT, "share", PER_TOKEN, "of the engine's experts, those the trainer computed with"),
+    Metric(ROUTER_AGREEMENT, "share", PER_TOKEN, "those that the trainer's own routers would choose"),
     # ---- train --------------------------------------------------------------------------------------------
     Metric(UPDATES, "updates", "sum", "optimizer steps taken"),
     Metric(TRAIN_SKIPPED_UPDATES, "updates", "sum", "not taken: not finite, or the mismatch too large"),

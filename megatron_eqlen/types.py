@@ -565,6 +565,9 @@ class Row:
     are normalised over the vocabulary."""
     mask_counts: np.ndarray | None = None
     """[n] int64, how many of ``mask_ids`` belong to each of the n supervised positions."""
+    routes: np.ndarray | None = None
+    """[S, layers, top_k] int16, the experts of each position in the MoE layers of this rank; -1: the router
+    chooses. None: it does everywhere."""
 
 
 Metrics = dict[str, float]

@@ -22,6 +22,7 @@ from megatron_eqlen.models.config import gpt_arguments, transformer_config
 from megatron_eqlen.models.gpt import PolicyModel
 from megatron_eqlen.models.layer_specs import block_spec
 from megatron_eqlen.models.rotary import yarn_frequencies
+from megatron_eqlen.models.router_replay import number_routers
 from megatron_eqlen.recipe import ParallelRecipe
 
 
@@ -38,7 +39,9 @@ def build_model(
         model = read_config(model)
     config = transformer_config(model, parallel, dtype, **overrides)
     stages = range(parallel.virtual_pipeline) if parallel.virtual_pipeline else [None]
-    return [_chunk(model, config, stage) for stage in stages]
+    chunks = [_chunk(model, config, stage) for stage in stages]
+    number_routers(chunks)
+    return chunks
 
 
 def build_meta_model(model: ModelConfig) -> PolicyModel:

@@ -27,7 +27,6 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import (
-    TransformerLayer,
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
@@ -35,6 +34,7 @@ from megatron.core.transformer.transformer_layer import (
 from megatron_eqlen.models.gated_delta_net import TreeGatedDeltaNet
 from megatron_eqlen.models.norms import RMSNorm
 from megatron_eqlen.models.pooled_router import PooledRouter
+from megatron_eqlen.models.router_replay import ReplayLayer
 from megatron_eqlen.models.tree_attention import TreeAttention
 
 FUSED_NORMS = {
@@ -86,7 +86,7 @@ def _layer(config: TransformerConfig, modules: BackendSpecProvider, number: int)
         mlp_bda=bias_dropout_add,
         sharded_state_dict_keys_map={} if fused else _checkpoint_names(bool(linear), bool(sparse)),
     )
-    return ModuleSpec(module=TransformerLayer, submodules=submodules)
+    return ModuleSpec(module=ReplayLayer, submodules=submodules)
 
 
 def _checkpoint_names(linear: bool, sparse: bool) -> dict[str, str]:

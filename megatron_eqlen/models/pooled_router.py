@@ -22,11 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from megatron_eqlen.models.router_replay import ReplayRouter
 
-class PooledRouter(TopKRouter):
+
+class PooledRouter(ReplayRouter):
     """Without a pool, N counts the tokens of the forward pass itself."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

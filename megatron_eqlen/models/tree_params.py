@@ -80,6 +80,8 @@ class TreeParams(PackedSeqParams):
     visible_until: Tensor
     """[S] int64: k is visible to q iff k <= q < visible_until[k]."""
     nodes: tuple[RowNode, ...]
+    routes: Tensor | None = None
+    """``Row.routes``."""
     block_mask: BlockMask | None = None
     """FlexAttention's mask of the row, filled in by the first layer that needs it."""
 
@@ -98,6 +100,7 @@ class TreeParams(PackedSeqParams):
             position_ids=torch.from_numpy(row.position_ids).to(device),
             visible_until=torch.from_numpy(row.visible_until).to(device),
             nodes=tuple(nodes),
+            routes=None if row.routes is None else torch.from_numpy(row.routes).to(device),
         )
 
     @classmethod

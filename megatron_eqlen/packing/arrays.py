@@ -46,3 +46,41 @@ def _check_mask(forest: Forest, node: int) -> None:
             f"{forest.where(node)}: expected the token {tokens[token]} in its sampling mask, "
             f"found {list(kept)[token].tolist()}"
         )
+
+
+def check_route_shapes(forest: Forest, expected: tuple[int, int]) -> None:
+    """Raises TreeError where a node's routes do not have the model's (MoE layers, experts a token). Looks at
+    shapes alone, so skeletons will do."""
+    for node in np.flatnonzero(forest.has_routes).tolist():
+        routes = forest.nodes[node].routes
+        assert routes is not None
+        if routes.shape[1:] != expected:
+            raise TreeError(
+                f"{forest.where(node)}: expected routes of the model's {expected[0]} MoE layers x "
+                f"{expected[1]} experts a token, found {' x '.join(map(str, routes.shape[1:]))}"
+            )
+
+
+def check_routes(forest: Forest, nodes: np.ndarray, experts: int) -> None:
+    """Raises TreeError where routes of ``nodes`` ([m] int64, forest indices) name an expert that is none of
+    ``experts``, or the same one twice."""
+    for node in nodes[forest.has_routes[nodes]].tolist():
+        routes = forest.nodes[node].routes
+        assert routes is not None
+        highest = routes.max(initial=0)
+        if highest >= experts:
+            raise TreeError(f"{forest.where(node)}: expected experts 0 to {experts - 1}, found {highest}")
+        _check_distinct(forest, node, routes)
+
+
+def _check_distinct(forest: Forest, node: int, routes: np.ndarray) -> None:
+    """The first two experts of each choice: they are equal where rows were never filled."""
+    if routes.shape[2] < 2:
+        return
+    twice = routes[:, :, 0] == routes[:, :, 1]
+    if twice.any():
+        token, layer = np.argwhere(twice)[0].tolist()
+        raise TreeError(
+            f"{forest.where(node)}: expected different experts for a token, found "
+            f"{routes[token, layer].tolist()} in row {token} of its routes"
+        )

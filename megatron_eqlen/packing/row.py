@@ -44,6 +44,7 @@ def fill_row(
     advantage = np.fromiter((forest.nodes[node].advantage for node in nodes), np.float64, len(nodes))
     row.advantages[:used] = np.repeat(np.where(trained, advantage, 0.0), lengths)
     row.weights[:used] = np.repeat(np.where(trained, forest.weight[nodes], 0.0), lengths)
+    row.routes = _routes(forest, nodes, starts, length)
     if for_loss:
         row.rollout_logprobs[row.segment_ids >= 0] = _logprobs(forest, nodes[trained])
         row.mask_ids, row.mask_counts = _mask(forest, nodes[trained])
@@ -108,6 +109,18 @@ def _inputs(
     inputs[1:] = labels[:-1]
     inputs[starts[lengths > 0]] = before[lengths > 0]
     return inputs
+
+
+def _routes(forest: Forest, nodes: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray | None:
+    """[length, layers, top_k] int16, -1 where a position has none; None if no position has."""
+    known = [(start, forest.nodes[node].routes) for start, node in zip(starts.tolist(), nodes, strict=True)]
+    routes = [(start, experts) for start, experts in known if experts is not None]
+    if not routes:
+        return None
+    row = np.full((length, *routes[0][1].shape[1:]), -1, np.int16)
+    for start, experts in routes:
+        row[start : start + len(experts)] = experts
+    return row
 
 
 def _logprobs(forest: Forest, nodes: np.ndarray) -> np.ndarray:

@@ -68,6 +68,11 @@ class Forest:
         return len(self.nodes)
 
     @cached_property
+    def has_routes(self) -> np.ndarray:
+        """[n] bool, the same on every rank."""
+        return np.fromiter((node.routes is not None for node in self.nodes), bool, len(self))
+
+    @cached_property
     def depth(self) -> np.ndarray:
         """[n] int64, nodes above each node."""
         depth = np.zeros(len(self), dtype=np.int64)
@@ -225,6 +230,11 @@ def _check_values(
         np.int64,
         len(nodes),
     )
+    routes = np.fromiter(
+        (-1 if node.routes is None else len(node.routes) for node in nodes),
+        np.int64,
+        len(nodes),
+    )
     masked = bool(((weight > 0) & (kept >= 0)).any())
     problems = [
         (length == 0, "expected at least one token, found none", None),
@@ -233,6 +243,7 @@ def _check_values(
         ((weight > 0) & (logprobs != length), "expected one rollout_logprob a token", logprobs),
         ((weight > 0) & masked & (kept < 0), "without a sampling_mask, others of the batch have one", None),
         ((weight > 0) & masked & (kept != length), "expected one sampling mask a token", kept),
+        ((routes >= 0) & (routes != length - (local == 0)), "expected routes of each token", routes),
     ]
     infinite = (~np.isfinite(advantage), "the advantage is not finite", advantage)
     for wrong, problem, found in [*problems, infinite]:

@@ -263,6 +263,9 @@ class LossRecipe(Section):
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Our choice (the paper names none)."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
+    router_replay: bool = True
+    """With ``rollout.keep_routes``: experts are those that the engine chose (R3, arXiv 2510.11370). False:
+    routers choose, and ``mismatch/expert_agreement`` tells how often they choose the same."""
     rollout_is: Literal["none", "token", "sequence"] = "none"
     """Importance weights for the train-inference mismatch, of each token or of its segment as a whole."""
     rollout_is_threshold: PositiveFloat | Band = 2.0

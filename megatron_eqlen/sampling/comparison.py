@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_eqlen.types import FinishReason, Node, Prompt, SamplingMask, Segment, joined
+from megatron_eqlen.types import FinishReason, Node, Rollout, SamplingMask, Segment, joined
 
 EQUAL_REWARDS = 1e-9
 """Rewards closer than this are equal: a mean of rewards carries round-off, and dividing by a standard
@@ -63,12 +63,16 @@ def graded(segment: Segment, prompt_id: str) -> float:
     return segment.grade.reward
 
 
-def root(prompt: Prompt) -> Node:
-    return Node(-1, np.asarray(prompt.token_ids, np.int32))
+def root(rollout: Rollout) -> Node:
+    """The node of the rollout's prompt."""
+    home = next((segment.home for segment in rollout.segments()), None)
+    token_ids = np.asarray(rollout.prompt.token_ids, np.int32)
+    return Node(-1, token_ids, home=home, routes=rollout.prompt_routes)
 
 
 def node(parent: int, *segments: Segment) -> Node:
     """One node over the tokens of consecutive segments of a path."""
+    routes = [segment.routes for segment in segments if segment.routes is not None]
     masks = [segment.sampling_mask for segment in segments if segment.sampling_mask is not None]
     return Node(
         parent,
@@ -76,4 +80,5 @@ def node(parent: int, *segments: Segment) -> Node:
         rollout_logprobs=joined([segment.logprobs for segment in segments]),
         sampling_mask=SamplingMask.joined(masks) if masks else None,
         home=segments[0].home,
+        routes=joined(routes) if len(routes) == len(segments) else None,
     )

@@ -5,10 +5,11 @@ trees ─► plan ─► exchange ─► (old and reference log-probs) ─► fo
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from megatron_eqlen.metrics import (
 from megatron_eqlen.models import groups
 from megatron_eqlen.models.build import build_model
 from megatron_eqlen.models.pooled_router import RouterPool
+from megatron_eqlen.models.router_replay import compared, moe_layers, routers
 from megatron_eqlen.models.weights import export_hf, load_hf, save_hf
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.packing.pack import Packing, plan_rows
@@ -54,6 +56,7 @@ from megatron_eqlen.training.memory import TrainerMemory
 from megatron_eqlen.training.optimizer import build_optimizer, gradient_norm, take_step, wrap
 from megatron_eqlen.training.policy_loss import RowLoss, policy_loss, reduce_metrics
 from megatron_eqlen.training.reference import ReferenceWeights
+from megatron_eqlen.training.routes import with_routes
 from megatron_eqlen.training.rows import Rows
 from megatron_eqlen.types import Metrics, Row, TokenTree, WorstToken
 
@@ -69,6 +72,8 @@ class Minibatch:
     rows: Rows | None
     """This rank's. None if there is a problem."""
     problem: Problem | None = None
+    routes: Metrics = field(default_factory=dict)
+    """What their exchange took."""
 
     @property
     def trains(self) -> bool:
@@ -92,7 +97,10 @@ class Policy:
         self.seat = Seat(
             parallel_state.get_data_parallel_rank(),
             parallel_state.is_pipeline_last_stage(ignore_virtual=True),
+            moe_layers(self.chunks),
         )
+        for router in routers(self.chunks):
+            router.replays = recipe.loss.router_replay
         self.seats = gather([self.seat])
         self.version = 0
         """Optimizer steps taken."""
@@ -134,7 +142,9 @@ class Policy:
         for rows in every_rows:
             self._annotate(rows, old=len(batches) * self.recipe.loss.epochs > 1)
         steps = [self._step(batch) for _ in range(self.recipe.loss.epochs) for batch in batches]
-        packed = in_turn([rows.planned.metrics for rows in every_rows])
+        packed = in_turn(
+            [batch.routes | batch.rows.planned.metrics for batch in batches if batch.rows is not None]
+        )
         metrics = packed | in_turn([skipped(0), *steps])
         self.mismatch = metrics[MISMATCH] if metrics[UPDATES] else None
         return metrics
@@ -172,7 +182,9 @@ class Policy:
         """Prepare a minibatch. If any rank finds a number in it that is not finite, it has a problem on every
         rank."""
         try:
-            batch = Minibatch(Rows(exchange(self._pack(trees), self.seats), *self.seat))
+            planned = exchange(self._pack(trees), self.seats)
+            planned, routes = with_routes(planned, self.seats, self.chunks[0].model_config)
+            batch = Minibatch(Rows(planned, self.seat.data_parallel, self.seat.for_loss), routes=routes)
         except NonFiniteTreeError as error:
             batch = Minibatch(None, Problem(0, str(error)))
         problem = first_problem(batch.problem)
@@ -181,7 +193,8 @@ class Policy:
     def _annotate(self, rows: Rows, old: bool) -> None:
         """Find old and reference log-probs where the loss needs them."""
         if old:
-            rows.old_logprobs = self._log_probs(rows)
+            with self._comparing(rows):
+                rows.old_logprobs = self._log_probs(rows)
         if self.reference is not None:
             with self.reference.swapped_in():
                 rows.ref_logprobs = self._log_probs(rows)
@@ -218,7 +231,8 @@ class Policy:
             TRAIN_GRAD_NORM: grad_norm,
             "train/lr": self.optimizer.param_groups[0]["lr"],
         }
-        return measured | self._router_metrics() | taken
+        agreement = batch.rows.agreement or {}
+        return measured | self._router_metrics() | agreement | taken
 
     def _backward(self, rows: Rows) -> list[RowLoss]:
         """Compute the gradients of the rows' loss; returns each row's loss and metrics, on the last pipeline
@@ -229,7 +243,18 @@ class Policy:
         if self.router_pool is not None:
             with self.router_pool.counting():
                 self._run(rows, lambda *_: None, train=False)
-        return self._run(rows, self._loss, train=True)
+        with self._comparing(rows):
+            return self._run(rows, self._loss, train=True)
+
+    @contextlib.contextmanager
+    def _comparing(self, rows: Rows) -> Iterator[None]:
+        """Around passes over rows: the first one finds ``rows.agreement``."""
+        if rows.agreement is not None or not rows.planned.forest.has_routes.any():
+            yield
+            return
+        with compared(self.chunks) as agreement:
+            yield
+        rows.agreement = agreement.metrics()
 
     def _problem(self, rows: Rows, losses: list[RowLoss], grad_norm: float) -> Problem | None:
         """Why the step cannot be taken, as far as this rank knows."""

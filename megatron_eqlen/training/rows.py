@@ -8,7 +8,7 @@ from typing import overload
 import numpy as np
 
 from megatron_eqlen.packing.pack import Packing
-from megatron_eqlen.types import Row
+from megatron_eqlen.types import Metrics, Row
 
 
 class Rows(Sequence[Row]):
@@ -20,6 +20,8 @@ class Rows(Sequence[Row]):
     def __init__(self, planned: Packing, rank: int, for_loss: bool) -> None:
         planned.check_arrays(rank, for_loss)
         self.planned, self._plans, self._for_loss = planned, planned.ranks[rank], for_loss
+        self.agreement: Metrics | None = None
+        """Of the engine's experts and those of the first pass over these rows, once that is done."""
         self.old_logprobs: list[np.ndarray] = []
         """For each row [n] float64, at its supervised positions; empty where not needed."""
         self.ref_logprobs: list[np.ndarray] = []

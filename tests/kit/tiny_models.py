@@ -67,3 +67,20 @@ def save_tiny(folder: Path, family: str, **changes: Any) -> PreTrainedModel:
     model = tiny_model(family, **changes)
     model.save_pretrained(folder)
     return model
+
+
+def gradients_by_name(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """By the names of files: experts, which Transformers fuses, one by one."""
+    gradients: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        if name.endswith("experts.gate_up_proj"):
+            for expert, both in enumerate(parameter.grad):
+                prefix = name.removesuffix("gate_up_proj") + f"{expert}."
+                gradients[prefix + "gate_proj.weight"], gradients[prefix + "up_proj.weight"] = both.chunk(2)
+        elif name.endswith("experts.down_proj"):
+            for expert, down in enumerate(parameter.grad):
+                gradients[name.removesuffix("down_proj") + f"{expert}.down_proj.weight"] = down
+        else:
+            gradients[name] = parameter.grad
+    return gradients

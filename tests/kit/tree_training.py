@@ -23,12 +23,15 @@ from megatron.core.distributed import (
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_eqlen.models.build import build_model
+from megatron_eqlen.models.router_replay import moe_layers
 from megatron_eqlen.models.weights import export_hf, load_hf
 from megatron_eqlen.packing.pack import plan_rows
 from megatron_eqlen.recipe import ParallelRecipe
-from megatron_eqlen.training.distributed import start, stop
+from megatron_eqlen.training.distributed import gather, start, stop
+from megatron_eqlen.training.exchange import Seat
 from megatron_eqlen.training.forward import run_rows
 from megatron_eqlen.training.logprobs import token_logprobs
+from megatron_eqlen.training.routes import exchange_routes
 from megatron_eqlen.types import Row, TokenTree
 
 
@@ -71,9 +74,9 @@ def train_trees(
     model = build(folder, parallel, **overrides or {})
     multiple = parallel.tensor if model[0].config.sequence_parallel else 1
     ranks = parallel_state.get_data_parallel_world_size()
-    rows = plan_rows(trees, budget, ranks, multiple, layout, full_rows=full_rows).rows(
-        parallel_state.get_data_parallel_rank()
-    )
+    planned = plan_rows(trees, budget, ranks, multiple, layout, full_rows=full_rows)
+    seat = Seat(parallel_state.get_data_parallel_rank(), False, moe_layers(chunk.module for chunk in model))
+    rows = exchange_routes(planned, gather([seat]))[0].rows(seat.data_parallel)
     logs = run_rows(model, rows, 1.0, weighted_sum, train=True)
     trained = Trained(_summed([loss for loss, _ in logs]), gradients(model))
     trained.logprobs = _by_segment(rows, [values for _, values in logs])

@@ -214,7 +214,7 @@ def compare(duel, recipe, penalty):
     nodes = [node(0, side) for side in duel.sides]
     rewards = [graded(side, duel.prompt_id) if side.finish_reason == "stop" else 0.0 for side in duel.sides]
     unit = ComparisonUnit(duel.prompt_id, duel.sides, nodes, rewards, skip_equal=True)
-    return TokenTree(duel.prompt_id, [root(duel.prompt), *nodes]), [unit]
+    return TokenTree(duel.prompt_id, [root(duel), *nodes]), [unit]
 
 
 def picture(duel):

@@ -6,7 +6,7 @@ import copy
 import gc
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -21,10 +21,11 @@ from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.packing.pack import Packing, plan_rows
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.replicas import shared
-from megatron_eqlen.training import exchange as module
+from megatron_eqlen.training import shipping
 from megatron_eqlen.training.distributed import start
 from megatron_eqlen.training.exchange import Seat, exchange
 from megatron_eqlen.training.policy import Policy
+from megatron_eqlen.training.routes import exchange_routes
 from megatron_eqlen.training.rows import Rows
 from megatron_eqlen.types import (
     Elsewhere,
@@ -40,10 +41,12 @@ from megatron_eqlen.types import (
     Stream,
 )
 from tests.kit.distributed import run_ranks
+from tests.kit.routes import any_routes
 from tests.kit.tiny_models import save_tiny
 from tests.kit.updates import layout, recipe_of, weights_of
 
 LONGEST = 40
+MOE_LAYERS = 3
 
 
 # ---- rollouts of every kind ------------------------------------------------------------------------------
@@ -57,8 +60,18 @@ def segment(rng: np.random.Generator, length: int, masks: bool, ended: bool) -> 
     return Segment(tokens, -rng.exponential(1.0, length), "stop" if ended else None, grade, kept)
 
 
-def rollouts_of(seed: int, sampling: str, masks: bool) -> list[Rollout]:
+def rollouts_of(seed: int, sampling: str, masks: bool, routes: bool = False) -> list[Rollout]:
     """Of three prompts, the first of one token."""
+    made = _rollouts_of(seed, sampling, masks)
+    rng = np.random.default_rng(seed)
+    for rollout in made if routes else ():
+        rollout.prompt_routes = any_routes(rng, len(rollout.prompt.token_ids) - 1, MOE_LAYERS)
+        for one in rollout.segments():
+            one.routes = any_routes(rng, len(one), MOE_LAYERS)
+    return made
+
+
+def _rollouts_of(seed: int, sampling: str, masks: bool) -> list[Rollout]:
     rng = np.random.default_rng(seed)
     prompts = [Prompt(f"q{n}", [1] * (1 + 2 * n), "?", "math", "7" * 1000, number=n) for n in range(3)]
     made: list[Rollout] = []
@@ -101,6 +114,7 @@ class Case:
     seed: int
     sampling: str
     masks: bool
+    routes: bool
     rows: str
     stages: int
     tensor: int
@@ -113,6 +127,7 @@ cases = st.builds(
     seed=st.integers(0, 10**6),
     sampling=st.sampled_from(["equal_length", "independent", "tree"]),
     masks=st.booleans(),
+    routes=st.booleans(),
     rows=st.sampled_from(["tree", "expanded"]),
     stages=st.sampled_from([1, 2]),
     tensor=st.sampled_from([1, 2]),
@@ -121,11 +136,13 @@ cases = st.builds(
 
 
 def seats_of(world: int, case: Case) -> list[Seat]:
-    """Tensor-parallel ranks next to each other, pipeline stages furthest apart, as Megatron's are."""
+    """Tensor-parallel ranks next to each other, pipeline stages furthest apart, as Megatron's are. The first
+    of two stages has the first layer and the last, as an interleaved one may."""
     tensor = case.tensor if world % case.tensor == 0 else 1
     stages = case.stages if world % (case.stages * tensor) == 0 else 1
     ranks = product(range(stages), range(world // (stages * tensor)), range(tensor))
-    return [Seat(index, stage == stages - 1) for stage, index, _ in ranks]
+    layers = [(0, 2), (1,)] if stages == 2 else [tuple(range(MOE_LAYERS))]
+    return [Seat(index, stage == stages - 1, layers[stage]) for stage, index, _ in ranks]
 
 
 def planned_of(rollouts: list[Rollout], case: Case, ranks: int) -> tuple[list[Packing], dict[str, float]]:
@@ -137,7 +154,8 @@ def planned_of(rollouts: list[Rollout], case: Case, ranks: int) -> tuple[list[Pa
 
 def arrays_of(node: Node) -> Iterator[np.ndarray]:
     mask = node.sampling_mask
-    for array in (node.token_ids, node.rollout_logprobs, *((mask.ids, mask.counts) if mask else ())):
+    kept = (mask.ids, mask.counts) if mask else ()
+    for array in (node.token_ids, node.rollout_logprobs, *kept):
         if array is not None and not isinstance(array, Elsewhere):
             yield array
 
@@ -152,10 +170,10 @@ def same(one: Any, other: Any) -> bool:
 def try_cases(cases: list[Case]) -> list[int]:
     """Bytes that this rank has received in each; asserts what must hold of the rest."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    module.CHUNK = 61  # so that arrays are cut anywhere
+    shipping.CHUNK = 61  # so that arrays are cut anywhere
     received = []
     for case in cases:
-        everything = rollouts_of(case.seed, case.sampling, case.masks)
+        everything = rollouts_of(case.seed, case.sampling, case.masks, case.routes)
         rng = np.random.default_rng(case.seed)
         homes = np.zeros(len(everything)) if case.one_home else rng.integers(0, world, len(everything))
         part = [copy.deepcopy(one) for one, home in zip(everything, homes, strict=True) if home == rank]
@@ -174,7 +192,10 @@ def try_cases(cases: list[Case]) -> list[int]:
             check_held(plan, whole, seat, rank)
             assert held(plan) - before == lacked(whole, plan.forest.home, seat, rank)
             received[-1] += held(plan) - before
-            rows = Rows(plan, *seat)
+            plan, came = exchange_routes(plan, seats)
+            assert came == lacked_routes(whole, plan.forest.home, seat, rank)
+            whole, _ = exchange_routes(in_every_rank(whole), seats)
+            rows = Rows(plan, seat.data_parallel, seat.for_loss)
             wanted = [whole.fill(row, seat.for_loss) for row in whole.ranks[seat.data_parallel]]
             assert len(rows) == len(wanted)
             for row, full in zip(rows, wanted, strict=True):
@@ -188,8 +209,10 @@ def held(plan: Packing) -> int:
 
 
 def lacked(whole: Packing, home: np.ndarray, seat: Seat, rank: int) -> int:
-    """Bytes that a rank's rows need and whose home is another: 4 + 4 a token, and those of its mask."""
+    """Bytes that a rank's rows need and whose home is another: 4 + 4 a token, and those of its mask. Every
+    rank has the prompts."""
     needed, trained = whole.needed(seat.data_parallel)
+    needed = needed[whole.forest.parent[needed] >= 0]
     apart = (home >= 0) & (home != rank)
     tokens = sum(4 * len(whole.forest.nodes[node]) for node in needed[apart[needed]])
     masks = [whole.forest.nodes[node].sampling_mask for node in trained[apart[trained]]]
@@ -198,12 +221,25 @@ def lacked(whole: Packing, home: np.ndarray, seat: Seat, rank: int) -> int:
     return tokens + (loss if seat.for_loss else 0)
 
 
+def lacked_routes(whole: Packing, home: np.ndarray, seat: Seat, rank: int) -> int:
+    """Bytes of the layers of this rank, of the nodes that its rows need, prompts too."""
+    needed, _ = whole.needed(seat.data_parallel)
+    apart = needed[(home[needed] >= 0) & (home[needed] != rank)]
+    routes = [whole.forest.nodes[node].routes for node in apart]
+    return sum(one[:, seat.moe_layers].nbytes for one in routes if one is not None)
+
+
+def in_every_rank(plan: Packing) -> Packing:
+    forest = plan.forest
+    return replace(plan, forest=replace(forest, home=np.full_like(forest.home, -1)))
+
+
 def check_held(plan: Packing, whole: Packing, seat: Seat, rank: int) -> None:
     """A node's arrays are here if this is their home or if its rows need them, and not otherwise."""
     needed, trained = (set(nodes.tolist()) for nodes in whole.needed(seat.data_parallel))
     for number, node in enumerate(plan.forest.nodes):
-        if node.home is None:
-            continue  # a prompt
+        if node.parent < 0:
+            continue  # every rank has the prompts
         tokens, loss = node.token_ids, node.rollout_logprobs
         assert isinstance(tokens, Elsewhere) != (node.home == rank or number in needed)
         assert isinstance(loss, Elsewhere) != (node.home == rank or (number in trained and seat.for_loss))

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.kit.distributed import run_ranks
-from tests.kit.tiny_models import FAMILIES, save_tiny
+from tests.kit.tiny_models import FAMILIES, gradients_by_name, save_tiny
 
 ROWS, LENGTH = 4, 24
 MAX_LOGIT_ERROR = 1e-4
@@ -48,18 +48,7 @@ def reference(model) -> tuple[Tensor, dict[str, Tensor]]:
     ids, labels, weights = make_rows()
     logits = model(ids).logits
     weighted_loss(logits, labels, weights).backward()
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        if name.endswith("experts.gate_up_proj"):
-            for expert, both in enumerate(parameter.grad):
-                prefix = name.removesuffix("gate_up_proj") + f"{expert}."
-                gradients[prefix + "gate_proj.weight"], gradients[prefix + "up_proj.weight"] = both.chunk(2)
-        elif name.endswith("experts.down_proj"):
-            for expert, down in enumerate(parameter.grad):
-                gradients[name.removesuffix("down_proj") + f"{expert}.down_proj.weight"] = down
-        else:
-            gradients[name] = parameter.grad
-    return logits.detach(), gradients
+    return logits.detach(), gradients_by_name(model)
 
 
 def our_pass(folder: str, layout: dict) -> tuple[dict[int, Tensor], dict[str, Tensor]]:

@@ -10,7 +10,7 @@ from megatron_eqlen.types import Pair, Stream, TokenTree
 
 def compare(stream: Stream, recipe: Recipe, penalty: Penalty) -> tuple[TokenTree, list[ComparisonUnit]]:
     """A caterpillar, or with ``prefix_in_gradient`` a star whose leaves hold their prefix, too."""
-    tree = TokenTree(f"{stream.prompt_id}/{stream.index}", [root(stream.prompt)])
+    tree = TokenTree(f"{stream.prompt_id}/{stream.index}", [root(stream)])
     units: list[ComparisonUnit] = []
     trunk = 0
     for i, rewards in enumerate(rewards_of(stream, recipe, penalty)):

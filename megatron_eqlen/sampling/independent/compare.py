@@ -14,7 +14,7 @@ def compare(group: Group, recipe: Recipe, penalty: Penalty) -> tuple[TokenTree, 
     rewards = [reward(one, group.prompt_id) + penalty(len(one), one.finish_reason) for one in completions]
     leaves = [node(0, one) for one in completions]
     unit = ComparisonUnit(group.prompt_id, completions, leaves, rewards, skip_equal=False)
-    tree = TokenTree(group.prompt_id, [root(group.prompt), *(leaf for leaf in leaves if len(leaf))])
+    tree = TokenTree(group.prompt_id, [root(group), *(leaf for leaf in leaves if len(leaf))])
     return tree, [unit] if leaves and not group.suspended else []
 
 

@@ -25,7 +25,7 @@ def compare(sampled: SampledTree, recipe: Recipe, penalty: Penalty) -> tuple[Tok
         for at in _siblings(sampled, rewards)
         if not sampled.suspended
     ]
-    return TokenTree(sampled.prompt_id, [root(sampled.prompt), *nodes]), units
+    return TokenTree(sampled.prompt_id, [root(sampled), *nodes]), units
 
 
 def step_rewards(tree: SampledTree, penalty: Penalty = no_penalty) -> list[float | None]:

@@ -1,0 +1,167 @@
+"""Routers that compute with the experts which the engine chose (R3, routing replay: arXiv 2510.11370).
+
+A row brings the experts of each of its positions and layers (``Row.routes``). Those are chosen; how much each
+one counts is the model's own score, so the gradient flows through the router as ever. A position without
+routes, of padding for example, is routed freely.
+
+    TreeParams.routes ─► ReplayLayer.forward ─► ReplayRouter.given ─► Megatron's routing asks GivenExperts
+
+Megatron's own ``router_replay.RouterReplay`` is one list for the process, filled before a pass with what will
+be replayed, so that passes, interleaved stages and recomputation must be kept in step by hand. Here a layer
+takes its part of the row that it is called with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from megatron_eqlen.metrics import EXPERT_AGREEMENT, ROUTER_AGREEMENT
+from megatron_eqlen.models.tree_params import TreeParams
+from megatron_eqlen.types import Metrics
+
+
+class GivenExperts:
+    """One layer's experts of a pass; for ``TopKRouter.router_replay``, whose interface this is."""
+
+    def __init__(self, experts: Tensor, replayed: bool) -> None:
+        """experts: [t, top_k] int64, -1 where a position has none. ``replayed``: False only compares."""
+        self.experts = experts
+        self.replayed = replayed
+        self.preferred: Tensor | None = None
+        """[t, top_k] int64, what the router chooses by itself."""
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] = torch.topk,
+    ) -> tuple[Tensor, Tensor]:
+        """The scores of the chosen experts, descending as top-k's are, and the experts: both [t, top_k]."""
+        values, self.preferred = default_compute_topk(scores, topk, num_groups, group_topk)
+        if not self.replayed:
+            return values, self.preferred
+        chosen = torch.where(self.experts < 0, self.preferred, self.experts)
+        values, order = scores.gather(1, chosen).sort(dim=1, descending=True, stable=True)
+        return values, chosen.gather(1, order)
+
+
+@dataclass
+class Agreement:
+    """[3] float64, counted over (token, layer, expert): the engine's choices, those that the trainer computed
+    with, and those that its router would choose. Only tokens that are trained and have routes."""
+
+    counts: Tensor
+
+    def add(self, given: GivenExperts, chosen: Tensor, left_out: Tensor | None) -> None:
+        """``chosen``: [t, experts] bool. ``left_out``: [t] bool, tokens that are not counted."""
+        assert given.preferred is not None, "the router has not run"
+        counted = given.experts >= 0
+        if left_out is not None:
+            counted &= ~left_out[:, None]
+        preferred = torch.zeros_like(chosen, dtype=torch.bool).scatter_(1, given.preferred, True)
+        experts = given.experts.clamp_min(0)
+        used, wanted = (counted & one.bool().gather(1, experts) for one in (chosen, preferred))
+        self.counts += torch.stack([counted.sum(), used.sum(), wanted.sum()])
+
+    def metrics(self) -> Metrics:
+        """Of all ranks; none where no trained token has routes. Collective over the world."""
+        dist.all_reduce(self.counts)
+        given, used, wanted = self.counts.tolist()
+        return {EXPERT_AGREEMENT: used / given, ROUTER_AGREEMENT: wanted / given} if given else {}
+
+
+class ReplayRouter(TopKRouter):
+    """Megatron's router, which takes given experts while it is told to."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.column = 0
+        """Which of the layers of a row's routes is this one's; ``number_routers`` sets it."""
+        self.replays = True
+        """False: given experts are compared with the router's choice, and not used."""
+        self.agreement: Agreement | None = None
+        """Where it is counted, while it is."""
+
+    @property
+    def moe_layer(self) -> int:
+        """How many of the model's layers before this one have experts: its place in ``types.Routes``."""
+        layers = self.config.moe_layer_freq
+        assert isinstance(layers, list)
+        assert self.layer_number is not None
+        return sum(layers[: self.layer_number - 1])
+
+    @contextlib.contextmanager
+    def given(self, routes: Tensor) -> Iterator[None]:
+        """Inside, the router's input is the row whose routes these are: [S, layers, top_k], -1: none."""
+        mine = routes[:, self.column]
+        if self.config.sequence_parallel:
+            mine = mine.chunk(self.tp_group.size())[self.tp_group.rank()]
+        self.router_replay = GivenExperts(mine.long(), self.replays)  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            yield
+        finally:
+            self.router_replay = None
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Megatron's; ``padding_mask`` [s, 1] is True for tokens that are not trained."""
+        probs, chosen = super().routing(logits, padding_mask)
+        if self.agreement is not None and isinstance(self.router_replay, GivenExperts):
+            left_out = None if padding_mask is None else padding_mask.reshape(-1)
+            self.agreement.add(self.router_replay, chosen, left_out)
+        return probs, chosen
+
+
+class ReplayLayer(TransformerLayer):
+    """Megatron's layer; its router gets the routes of the row that the layer is called with, each time it is:
+    in forward passes and when activations are recomputed."""
+
+    def forward(self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **kwargs: Any) -> Any:
+        kwargs["packed_seq_params"] = packed_seq_params
+        routes = packed_seq_params.routes if isinstance(packed_seq_params, TreeParams) else None
+        if routes is None or not isinstance(self.mlp, MoELayer):
+            return super().forward(*args, **kwargs)
+        router = self.mlp.router
+        assert isinstance(router, ReplayRouter)
+        with router.given(routes):
+            return super().forward(*args, **kwargs)
+
+
+def routers(chunks: Iterable[torch.nn.Module]) -> list[ReplayRouter]:
+    """Of this rank's layers, in the order of its chunks."""
+    return [m for chunk in chunks for m in chunk.modules() if isinstance(m, ReplayRouter)]
+
+
+def number_routers(chunks: Iterable[torch.nn.Module]) -> None:
+    """Give each of a rank's routers its column in the routes of the rank's rows (``moe_layers``)."""
+    for column, router in enumerate(routers(chunks)):
+        router.column = column
+
+
+def moe_layers(chunks: Iterable[torch.nn.Module]) -> tuple[int, ...]:
+    """The layers of ``types.Routes`` that a rank's rows have, in their order there."""
+    return tuple(router.moe_layer for router in routers(chunks))
+
+
+@contextlib.contextmanager
+def compared(chunks: Sequence[torch.nn.Module]) -> Iterator[Agreement]:
+    """Passes inside count how often the engine's choices and the routers' are the same."""
+    mine = routers(chunks)
+    agreement = Agreement(next(chunks[0].parameters()).new_zeros(3, dtype=torch.float64))
+    for router in mine:
+        router.agreement = agreement
+    yield agreement
+    for router in mine:
+        router.agreement = None

@@ -1,0 +1,102 @@
+"""Routes to the ranks that train them: each pipeline stage gets the layers that it computes.
+
+Host memory, beside that of tokens (``exchange.py``): Qwen3-Next has 48 layers x 10 experts of 512, which are
+960 bytes a token. Of a step of 31M tokens over 4 nodes, in bytes a node:
+
+    after grading                              30 GB / 4  = 7.4 GB; with servers 30 GB on rank 0
+    while the step is trained           TP 2 x 30 GB / 4  = 15 GB more
+    on the way, with pipeline stages                        a stage's part of the 7.4 GB
+
+Every tensor-parallel rank has a copy, though with sequence parallelism it reads only its slice of a row.
+Slices would save half of those 15 GB; at TP 4, the most that the key-value heads of Qwen3-235B allow, three
+quarters of 23 GB (94 layers x 8 experts of 128, 752 bytes a token). A node has 1,000 GB, and with slices a
+rank could no longer fill its rows alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch.distributed as dist
+
+from megatron_eqlen.hf.config import ModelConfig
+from megatron_eqlen.metrics import EXCHANGE_ROUTES_BYTES, EXCHANGE_ROUTES_SECONDS, at_once
+from megatron_eqlen.packing.arrays import check_route_shapes, check_routes
+from megatron_eqlen.packing.pack import Packing
+from megatron_eqlen.training.distributed import gather
+from megatron_eqlen.training.exchange import Seat
+from megatron_eqlen.training.shipping import Load, load_of, ship, with_nodes
+from megatron_eqlen.types import Elsewhere, Metrics, Node
+
+
+def with_routes(planned: Packing, seats: Sequence[Seat], model: ModelConfig) -> tuple[Packing, Metrics]:
+    """``exchange_routes``, with what it took on all ranks; nothing where no node has routes. Collective.
+
+    Raises TreeError where routes are not the model's.
+    """
+    forest, experts = planned.forest, model.experts
+    if not forest.has_routes.any():
+        return planned, {}
+    check_route_shapes(forest, (sum(experts.layers), experts.num_experts_per_tok) if experts else (0, 0))
+    assert experts is not None
+    started = time.perf_counter()
+    planned, received = exchange_routes(planned, seats)
+    took = {EXCHANGE_ROUTES_SECONDS: time.perf_counter() - started, EXCHANGE_ROUTES_BYTES: float(received)}
+    needed, _ = planned.needed(seats[dist.get_rank()].data_parallel)
+    check_routes(planned.forest, needed, experts.num_experts)
+    return planned, at_once(gather([took]))
+
+
+def exchange_routes(planned: Packing, seats: Sequence[Seat]) -> tuple[Packing, int]:
+    """The plan with the routes of all nodes that this rank trains, of the layers that it computes; and the
+    bytes that it received. Collective."""
+    forest, received = planned.forest, 0
+    nodes = list(forest.nodes)
+    loads = list(_route_loads(planned, seats))
+    for layers in dict.fromkeys(seat.moe_layers for seat in seats):  # one stage's copies at a time
+        received += ship(nodes, [load.first_hop() for load in loads if load.cargo == StageRoutes(layers)])
+    rank = dist.get_rank()
+    for number in np.flatnonzero(forest.has_routes & ((forest.home < 0) | (forest.home == rank))).tolist():
+        nodes[number] = _with_layers(nodes[number], seats[rank].moe_layers)
+    received += ship(nodes, [leg for load in loads for leg in load.second_hop()])
+    return with_nodes(planned, nodes), received
+
+
+@dataclasses.dataclass(frozen=True)
+class StageRoutes:
+    """Of some layers."""
+
+    layers: tuple[int, ...]
+
+    def arrays(self, node: Node) -> list[np.ndarray]:
+        routes = _with_layers(node, self.layers).routes
+        assert routes is not None
+        return [np.ascontiguousarray(routes)]
+
+    def with_room(self, node: Node) -> Node:
+        absent = node.routes
+        assert isinstance(absent, Elsewhere)
+        shape = (len(absent), len(self.layers), absent.shape[2])
+        return dataclasses.replace(node, routes=np.empty(shape, absent.dtype))
+
+
+def _with_layers(node: Node, layers: tuple[int, ...]) -> Node:
+    """The node with these layers of its routes; a node that has no others stays as it is."""
+    assert node.routes is not None
+    if node.routes.shape[1] == len(layers):
+        return node
+    return dataclasses.replace(node, routes=node.routes[:, np.array(layers, np.int64)])
+
+
+def _route_loads(planned: Packing, seats: Sequence[Seat]) -> Iterator[Load]:
+    stages: dict[Seat, list[int]] = {}
+    for rank, seat in enumerate(seats):
+        stages.setdefault(seat, []).append(rank)
+    for seat, ranks in stages.items():
+        nodes, _ = planned.needed(seat.data_parallel)
+        if seat.moe_layers:
+            routed = nodes[planned.forest.has_routes[nodes]]
+            yield load_of(routed, planned.forest.home, ranks, StageRoutes(seat.moe_layers))

@@ -1,0 +1,64 @@
+"""Routes for tests: any routes for trees, those of a path; Transformers' models made to take them."""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+from megatron_eqlen.types import Routes, TokenTree
+from tests.kit.tiny_models import EXPERTS
+
+NUM_EXPERTS, TOP_K = EXPERTS["num_experts"], EXPERTS["num_experts_per_tok"]
+
+
+def any_routes(rng: np.random.Generator, tokens: int, layers: int) -> Routes:
+    """Different experts for each token, in no order."""
+    drawn = rng.random((tokens, layers, NUM_EXPERTS)).argsort(axis=-1)
+    return drawn[..., :TOP_K].astype(np.uint8)
+
+
+def routed(trees: list[TokenTree], layers: int, seed: int = 0) -> list[TokenTree]:
+    """The same trees with routes that no model would choose."""
+    rng = np.random.default_rng(seed)
+    for tree in trees:
+        for number, node in enumerate(tree.nodes):
+            node.routes = any_routes(rng, len(node) - (number == 0), layers)
+    return trees
+
+
+def path_routes(tree: TokenTree, node: int) -> Routes:
+    """Of every token of the path to the end of a node but the prompt's first."""
+    parts = []
+    while node >= 0:
+        routes = tree.nodes[node].routes
+        assert routes is not None
+        parts.append(routes)
+        node = tree.nodes[node].parent
+    return np.concatenate(parts[::-1])
+
+
+def force(model: PreTrainedModel) -> dict[int, torch.Tensor]:
+    """Make the model's routers take given experts. Returns a dict to be filled with them before each forward
+    pass: layer -> [tokens, top_k] int64. The rest is Transformers' own code and, in the router, its formula:
+    softmax over all experts, then the chosen ones divided by their sum."""
+    given: dict[int, torch.Tensor] = {}
+    for number, layer in enumerate(model.model.layers):
+        if hasattr(layer.mlp, "gate"):
+            layer.mlp.gate.forward = MethodType(_forced(number, given), layer.mlp.gate)
+    return given
+
+
+def _forced(number: int, given: dict[int, torch.Tensor]) -> Any:
+    def forward(gate: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = F.linear(hidden_states.reshape(-1, gate.hidden_dim), gate.weight)
+        scores = logits.softmax(-1, dtype=torch.float).gather(1, given[number])
+        if gate.norm_topk_prob:
+            scores = scores / scores.sum(-1, keepdim=True)
+        return logits, scores.to(logits.dtype), given[number]
+
+    return forward

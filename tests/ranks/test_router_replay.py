@@ -1,0 +1,186 @@
+"""Router replay on token trees: the experts are the given ones, in every layout, and all else is the model's.
+
+The reference is Transformers' model on plain sequences, made to take the same experts. Everything runs in
+float64, but for the routers' softmax, which both programs compute in float32: that bounds what can be asked.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron_eqlen.models.router_replay import routers
+from megatron_eqlen.packing.pack import plan_rows
+from megatron_eqlen.recipe import ParallelRecipe
+from megatron_eqlen.training.distributed import start, stop
+from megatron_eqlen.training.forward import run_rows
+from megatron_eqlen.types import TokenTree
+from tests.kit.distributed import run_ranks
+from tests.kit.routes import TOP_K, force, path_routes, routed
+from tests.kit.tiny_models import gradients_by_name, save_tiny
+from tests.kit.tree_samples import forest
+from tests.kit.tree_training import (
+    Trained,
+    build,
+    gradients,
+    record_experts,
+    train_trees,
+    weighted_sum,
+    worst_difference,
+)
+
+torch.set_num_threads(1)
+
+MODELS = {
+    "moe": ("qwen3_moe", {}),
+    "some_dense": ("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": False}),
+    "next": ("qwen3_next", {}),
+}
+LAYERS = {"moe": 4, "some_dense": 3, "next": 4}
+"""With experts."""
+TOLERANCE = 3e-7
+BUDGET = 400
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    for name, (family, changes) in MODELS.items():
+        save_tiny(root / name, family, **changes)
+    return {name: root / name for name in MODELS}
+
+
+@pytest.fixture(scope="module")
+def whole(folders) -> dict[str, Trained]:
+    """All trees in as few rows as they fit into, in one process."""
+    return {name: train_trees(folder, trees_of(name), BUDGET) for name, folder in folders.items()}
+
+
+def trees_of(name: str) -> list[TokenTree]:
+    return routed(forest(0), LAYERS[name])
+
+
+def assert_same(ours: Trained, reference: Trained) -> None:
+    assert ours.loss == pytest.approx(reference.loss, rel=1e-12)
+    difference, weight = worst_difference(ours, reference)
+    assert difference <= TOLERANCE, f"{weight}: {difference}"
+
+
+# ---- what is right ---------------------------------------------------------------------------------------
+
+
+def on_paths(folder: Path, trees: list[TokenTree]) -> Trained:
+    """Transformers' loss and gradients: each supervised node at the end of a sequence of its own."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
+    given = force(model)
+    sparse = [n for n, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "gate")]
+    total = 0.0
+    for tree in trees:
+        for number, node in enumerate(tree.nodes):
+            if not node.weight:
+                continue
+            routes = torch.from_numpy(path_routes(tree, number)).long()
+            given.update({layer: routes[:, column] for column, layer in enumerate(sparse)})
+            tokens = torch.from_numpy(np.concatenate(path_tokens(tree, number))).long()
+            logits = model(tokens[None, :-1]).logits[0, -len(node) :]
+            logprobs = logits.log_softmax(-1).gather(1, tokens[-len(node) :, None])
+            loss = node.weight * node.advantage * logprobs.sum()
+            loss.backward()
+            total += loss.item()
+    return Trained(total, gradients_by_name(model))
+
+
+def path_tokens(tree: TokenTree, node: int) -> list[np.ndarray]:
+    at = tree.nodes[node]
+    return [*(path_tokens(tree, at.parent) if at.parent >= 0 else ()), at.token_ids]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_given_experts_are_what_transformers_computes_with(name, folders, whole):
+    """Gradients of all weights, the routers' too. (Transformers' norms and delta rule are in float32.)"""
+    expected = on_paths(folders[name], trees_of(name))
+    assert whole[name].loss == pytest.approx(expected.loss, rel=1e-5)
+    difference, weight = worst_difference(whole[name], expected)
+    assert difference < (1e-3 if name == "next" else 2e-5), f"{weight}: {difference}"
+
+
+def free_and_given(folder: Path, replayed: bool) -> tuple[Trained, Trained]:
+    """A pass without routes, and one that is given the experts which the first one chose."""
+    start(ParallelRecipe(), seed=1)
+    (chunk,) = model = build(folder, ParallelRecipe())
+    choices = record_experts(model)
+    rows = plan_rows(forest(0), BUDGET, full_rows=True).rows(0)
+    found = []
+    for number in range(2):
+        chunk.zero_grad_buffer()
+        logs = run_rows(model, rows, 1.0, weighted_sum, train=True)
+        found.append(Trained(sum(loss for loss, _ in logs), gradients(model)))
+        layers = len(choices) // len(rows)
+        for place, row in enumerate(rows[: None if number == 0 else 0]):
+            row.routes = as_routes(choices[place * layers : (place + 1) * layers])
+            row.routes = row.routes if replayed else np.roll(row.routes, 1, axis=0)
+        for router in routers(model):
+            router.replays = replayed
+    stop()
+    return found[0], found[1]
+
+
+def as_routes(chosen: list[torch.Tensor]) -> np.ndarray:
+    """[S, layers, top_k] int16 from each layer's [S, experts] bool."""
+    layers = [one.nonzero()[:, 1].view(-1, TOP_K) for one in chosen]
+    return torch.stack(layers, dim=1).to(torch.int16).numpy()
+
+
+@pytest.mark.parametrize("name", ["moe", "next"])
+@pytest.mark.parametrize("replayed", [True, False], ids=["its own choice", "another, not replayed"])
+def test_nothing_changes_bit_for_bit(name, replayed, folders):
+    free, given = free_and_given(folders[name], replayed)
+    assert given.loss == free.loss
+    assert all(torch.equal(given.gradients[key], value) for key, value in free.gradients.items())
+
+
+# ---- rows and layouts ------------------------------------------------------------------------------------
+
+ROWS = {
+    "expanded": {"layout": "expanded"},
+    "cut": {"budget": 190, "layers": {"recompute": "full"}},  # about the longest path
+    "wide": {"budget": 1000, "full_rows": True},
+}
+
+
+@pytest.mark.parametrize("name", ["moe", "next"])
+@pytest.mark.parametrize("rows", ROWS)
+def test_gradients_do_not_depend_on_the_rows(name, rows, folders, whole):
+    assert_same(
+        train_trees(folders[name], trees_of(name)[::-1], **{"budget": BUDGET} | ROWS[rows]), whole[name]
+    )
+
+
+LAYOUTS = [
+    ("moe", {"tensor": 2}),
+    ("some_dense", {"pipeline": 2}),
+    ("moe", {"pipeline": 2, "virtual_pipeline": 2, "recompute": "full"}),
+    ("next", {"expert": 2}),
+    ("next", {"tensor": 2, "expert": 2, "recompute": "full"}),
+]
+
+
+@pytest.mark.parametrize(("name", "layers"), LAYOUTS, ids=str)
+def test_gradients_do_not_depend_on_the_parallel_layout(name, layers, folders, whole):
+    for trained in run_ranks(2, train_trees, folders[name], trees_of(name), BUDGET, "tree", layers):
+        assert_same(trained, whole[name])
+
+
+def test_trees_without_routes_choose_freely_beside_those_with_them(folders):
+    """The gradient of all is the sum of those of the two kinds alone."""
+    every, bare = trees_of("moe"), forest(0)
+    half = len(every) // 2
+    parts = [train_trees(folders["moe"], trees, BUDGET) for trees in (every[:half], bare[half:])]
+    mixed = train_trees(folders["moe"], every[:half] + bare[half:], BUDGET)
+    assert None not in (*parts, mixed)
+    summed = {key: parts[0].gradients[key] + value for key, value in parts[1].gradients.items()}
+    assert_same(mixed, Trained(sum(part.loss for part in parts), summed))
