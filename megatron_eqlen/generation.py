@@ -24,6 +24,7 @@ from megatron_eqlen.files import step_name
 from megatron_eqlen.hf.folder import HFFolder
 from megatron_eqlen.metrics import ENGINE_PROBE_SECONDS, at_once
 from megatron_eqlen.objectives import dynamic_sampling
+from megatron_eqlen.objectives.units import taking_part
 from megatron_eqlen.recipe import BenchmarkRecipe, Recipe
 from megatron_eqlen.replicas import Replicas, shared
 from megatron_eqlen.rewards.scoring import reward_metrics
@@ -44,7 +45,6 @@ from megatron_eqlen.rollout.recorder import (
 )
 from megatron_eqlen.rollout.replayed import check_step, check_steps
 from megatron_eqlen.rollout.sync_check import SyncCheck, SyncError
-from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.session import Session
 from megatron_eqlen.step import Batch, Step
 from megatron_eqlen.training import distributed
@@ -135,9 +135,11 @@ class Generator:
     def prompts(self, step: Step) -> list[Prompt]:
         """The step's prompts: those of carried rollouts, and so many new ones that there are as many rollouts
         as in any step. With dynamic sampling, as many again until enough of them have unequal rewards, at
-        most ``loss.max_num_gen_batches`` times."""
+        most ``loss.max_num_gen_batches`` times; not with ``rollout.carry_over``, where suspended rollouts
+        would pile up."""
         wanted = self.recipe.data.prompts_per_step
-        most = self.recipe.loss.max_num_gen_batches if self.session.objective.dynamic_sampling else 1
+        again = self.session.objective.dynamic_sampling and not self.recipe.rollout.carry_over
+        most = self.recipe.loss.max_num_gen_batches if again else 1
         if len(step.batches) >= most or step.prompts >= wanted:
             return []
         if not step.batches:
@@ -340,7 +342,7 @@ def select(scored: Batch, step: Step, session: Session) -> Batch:
     recipe = session.recipe
     ended = [(one.prompt, s) for one in scored.rollouts for s in one.segments() if s.finish_reason == "stop"]
     metrics = scored.metrics | reward_metrics([(prompt, s.grade) for prompt, s in ended if not s.carried])
-    rollouts = [one for one in scored.rollouts if kind_of(one).takes_part(one, recipe)]
+    rollouts = taking_part(scored.rollouts, recipe)
     if session.objective.dynamic_sampling:
         room = recipe.data.prompts_per_step - step.prompts
         rollouts, metrics["objective/filtered_prompts"] = dynamic_sampling.select(rollouts, recipe, room)

@@ -151,7 +151,8 @@ class Run:
     def build_trees(self, step: Step) -> tuple[Step, list[list[TokenTree]]]:
         """The step's minibatches of token trees, with advantages and weights; the same on every rank."""
         with self.session.stage("trees") as seconds:
-            minibatches, metrics = build_minibatches(step.rollouts, self.recipe)
+            version = step.policy_version if self.recipe.rollout.carry_over else None
+            minibatches, metrics = build_minibatches(step.rollouts, self.recipe, version)
         generated = step.metrics.get(HARVEST_GENERATED_TOKENS)
         if generated:
             effective = 1000 * metrics[OBJECTIVE_EFFECTIVE_SAMPLES] / generated

@@ -20,7 +20,7 @@ import numpy as np
 
 from megatron_eqlen.objectives.advantages import whiten
 from megatron_eqlen.objectives.aggregation import AGGREGATIONS, BatchSize, Member
-from megatron_eqlen.objectives.metrics import unit_metrics
+from megatron_eqlen.objectives.metrics import staleness_metrics, unit_metrics
 from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.objectives.units import comparison_units
@@ -39,14 +39,17 @@ def build_trees(rollouts: Sequence[Rollout], recipe: Recipe) -> tuple[list[Token
     return batches[0], metrics
 
 
-def build_minibatches(rollouts: Sequence[Rollout], recipe: Recipe) -> tuple[list[list[TokenTree]], Metrics]:
+def build_minibatches(
+    rollouts: Sequence[Rollout], recipe: Recipe, policy_version: int | None = None
+) -> tuple[list[list[TokenTree]], Metrics]:
     """A forest for each of the harvest's ``loss.minibatches`` optimizer steps, in order.
 
     A minibatch holds whole prompts, and its weights average over its own prompts and tokens only, so that
     every optimizer step has a gradient of the same scale; advantages are those of the whole batch.
-    Minibatches without a prompt (dynamic sampling may leave few) are left out.
+    Minibatches without a prompt (dynamic sampling may leave few) are left out. ``policy_version``: of the
+    weights that are trained, if the metrics shall say how stale the tokens are.
     """
-    return _build(_minibatches(rollouts, recipe), recipe)
+    return _build(_minibatches(rollouts, recipe), recipe, policy_version)
 
 
 def weighted_units(rollouts: Sequence[Rollout], recipe: Recipe) -> list[ComparisonUnit]:
@@ -71,11 +74,16 @@ class _Batch:
     units: list[ComparisonUnit] = field(default_factory=list)
 
 
-def _build(parts: Sequence[Sequence[Rollout]], recipe: Recipe) -> tuple[list[list[TokenTree]], Metrics]:
+def _build(
+    parts: Sequence[Sequence[Rollout]], recipe: Recipe, policy_version: int | None = None
+) -> tuple[list[list[TokenTree]], Metrics]:
     batches = _weigh(parts, recipe)
     units = [unit for batch in batches for unit in batch.units]
     rollouts = [rollout for part in parts for rollout in part]
-    return [batch.trees for batch in batches], unit_metrics(units, rollouts, recipe)
+    metrics = unit_metrics(units, rollouts, recipe)
+    if policy_version is not None:
+        metrics |= staleness_metrics(units, policy_version)
+    return [batch.trees for batch in batches], metrics
 
 
 def _weigh(parts: Sequence[Sequence[Rollout]], recipe: Recipe) -> list[_Batch]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_eqlen.objectives.registry import resolve
-from megatron_eqlen.objectives.units import verifier_rewards
+from megatron_eqlen.objectives.units import taking_part, verifier_rewards
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import all_equal
 from megatron_eqlen.types import Rollout
@@ -28,6 +28,7 @@ def filter_groups(rollouts: Sequence[Rollout], recipe: Recipe) -> tuple[list[str
 
 def trained(rollouts: Sequence[Rollout], recipe: Recipe) -> Sequence[Rollout]:
     """Those of a step's recorded rollouts that it trained on."""
+    rollouts = taking_part(rollouts, recipe)
     if not resolve(recipe).dynamic_sampling:
         return rollouts
     return select(rollouts, recipe, recipe.data.prompts_per_step)[0]
@@ -35,7 +36,7 @@ def trained(rollouts: Sequence[Rollout], recipe: Recipe) -> Sequence[Rollout]:
 
 def select(rollouts: Sequence[Rollout], recipe: Recipe, room: int) -> tuple[list[Rollout], int]:
     """(the rollouts of the first ``room`` prompts that are kept, the number of prompts with equal
-    rewards)."""
+    rewards). With ``rollout.carry_over`` there is room for all: no later step trains what is due in this."""
     keep, dropped = filter_groups(rollouts, recipe)
-    kept = set(keep[:room])
+    kept = set(keep if recipe.rollout.carry_over else keep[:room])
     return [rollout for rollout in rollouts if rollout.prompt_id in kept], len(dropped)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from statistics import fmean, pstdev
 
@@ -9,6 +10,7 @@ from megatron_eqlen.metrics import (
     OBJECTIVE_EFFECTIVE_SAMPLES,
     OBJECTIVE_UNITS,
     OBJECTIVE_ZERO_ADVANTAGE_FRACTION,
+    STALENESS_MEAN,
 )
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling import KINDS
@@ -37,6 +39,23 @@ def unit_metrics(units: list[ComparisonUnit], rollouts: Sequence[Rollout], recip
         ),
     }
     return metrics | KINDS[recipe.sampling].compared(units, rollouts, recipe)
+
+
+def staleness_metrics(units: Iterable[ComparisonUnit], policy_version: int) -> Metrics:
+    """How many versions older than ``policy_version``, which the step trains, the weights were that sampled
+    the trained tokens. Empty for no tokens."""
+    tokens: Counter[int] = Counter()
+    for segment in (member for unit in units if unit.trained for member in unit.members):
+        starts = [first for first, _ in segment.versions]
+        for (first, version), end in zip(segment.versions, [*starts[1:], len(segment)], strict=True):
+            tokens[policy_version - version] += end - first
+    if not tokens:
+        return {}
+    total = tokens.total()
+    return {
+        STALENESS_MEAN: sum(age * count for age, count in tokens.items()) / total,
+        "staleness/max": float(max(tokens)),
+    } | {f"staleness/share/{age}": count / total for age, count in sorted(tokens.items())}
 
 
 def _moments(name: str, values: Sequence[float]) -> Metrics:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.sampling import KINDS
+from megatron_eqlen.sampling import KINDS, kind_of
 from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty, no_penalty
 from megatron_eqlen.types import FinishReason, Rollout, TokenTree
 
@@ -21,6 +22,11 @@ def comparison_units(
     _check_kind(rollout, recipe)
     _check_masks(rollout, recipe)
     return KINDS[recipe.sampling].compare(rollout, recipe, _length_penalty(recipe, objective))
+
+
+def taking_part(rollouts: Sequence[Rollout], recipe: Recipe) -> list[Rollout]:
+    """Those of a step's scored rollouts that it averages over; the others are suspended."""
+    return [one for one in rollouts if kind_of(one).takes_part(one, recipe)]
 
 
 def verifier_rewards(rollout: Rollout, recipe: Recipe) -> list[list[float]]:

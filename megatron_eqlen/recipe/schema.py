@@ -213,8 +213,9 @@ class RolloutRecipe(Section):
 
     @property
     def comparable(self) -> bool:
-        """Whether the engine's log-probs are of the distribution that the trainer computes."""
-        return self.logprobs_mode == "raw" or self.keep_sampling_mask
+        """Whether the engine's log-probs are of the distribution that the trainer computes, of all tokens
+        that are trained: with ``carry_over`` older weights sampled some."""
+        return (self.logprobs_mode == "raw" or self.keep_sampling_mask) and not self.carry_over
 
     @property
     def mask_width(self) -> int:

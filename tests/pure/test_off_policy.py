@@ -1,0 +1,158 @@
+"""Tokens of older weights: the expected gradient of what the pipeline does with them, in closed form.
+
+A bandit: responses of one token, whose rewards are known, and policies that are tables of logits. All
+responses that weights of an age may sample are enumerated, so that expectations are exact.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_eqlen.objectives.build import build_minibatches, weighted_units
+from megatron_eqlen.objectives.registry import resolve
+from megatron_eqlen.training.policy_loss import policy_loss
+from megatron_eqlen.types import Grade, Group, Prompt, Segment
+from tests.pure.test_rollout_harvest import make_recipe
+
+ACTIONS = 5
+REWARDS = [0.0, 1.0, 0.25, 0.75, 0.5]
+LOGITS = torch.tensor(np.random.default_rng(0).normal(size=(4, ACTIONS)))
+"""Of versions 0 to 2, which sampled, and of the policy after an update; version 2 is the proximal policy."""
+PROBS = LOGITS.softmax(-1)
+
+
+def exact_gradient(logits: torch.Tensor) -> torch.Tensor:
+    """Of the expected reward, by the logits."""
+    probs, rewards = logits.softmax(-1), torch.tensor(REWARDS, dtype=torch.float64)
+    return probs * (rewards - probs @ rewards)
+
+
+def groups_of(versions: tuple[int, int]) -> list[tuple[float, Group]]:
+    """Every group of two responses, sampled by weights of these versions, with its probability."""
+    found = []
+    for number, actions in enumerate(itertools.product(range(ACTIONS), repeat=2)):
+        segments = [
+            Segment(
+                [action], [LOGITS[version].log_softmax(-1)[action]], "stop", Grade(REWARDS[action], ""),
+                versions=((0, version),),
+            )
+            for action, version in zip(actions, versions, strict=True)
+        ]  # fmt: skip
+        for segment, action, version in zip(segments, actions, versions, strict=True):
+            segment.logprobs = LOGITS[version].log_softmax(-1)[action : action + 1].numpy()  # float64
+        probability = float(PROBS[versions[0], actions[0]] * PROBS[versions[1], actions[1]])
+        found.append((probability, Group(Prompt(f"q{number}", [1], "", "", ""), 2, segments)))
+    return found
+
+
+def expected_gradient(policy: int, versions: tuple[int, int], **recipe) -> torch.Tensor:
+    """Of the objective that is maximised, by the logits of the policy ``LOGITS[policy]``."""
+    mine = make_recipe(
+        sampling="independent", group_size=2,
+        rollout={"carry_over": True, "tokens_per_step": 1, "max_staleness": 2}, **recipe,
+    )  # fmt: skip
+    logits = LOGITS[policy].clone().requires_grad_()
+    old = LOGITS[2].log_softmax(-1)
+    total = torch.zeros((), dtype=torch.float64)
+    for probability, group in groups_of(versions):
+        units = weighted_units([group], mine)
+        nodes = [node for unit in units for node in unit.nodes if unit.trained]
+        if not nodes:
+            continue
+        actions = torch.tensor([int(node.token_ids[0]) for node in nodes])
+        engine = np.concatenate([member.logprobs for unit in units for member in unit.members])
+        loss, _ = policy_loss(
+            logits.log_softmax(-1)[actions],
+            torch.zeros(len(nodes), dtype=torch.float64),
+            weights=torch.tensor([node.weight for node in nodes], dtype=torch.float64),
+            advantages=torch.tensor([node.advantage for node in nodes], dtype=torch.float64),
+            segment_ids=torch.arange(len(nodes)),
+            rollout_logprobs=torch.tensor(engine),
+            objective=resolve(mine),
+            loss=mine.loss,
+            old_logprobs=None if policy == 2 else old[actions],
+        )
+        total = total - probability * loss
+    (gradient,) = torch.autograd.grad(total, logits)
+    return gradient
+
+
+WIDE = {"clip_ratio_low": 1.0, "clip_ratio_high": 1e6, "kl_coef": 0.0}
+DECOUPLED = {"rollout_is": "token", "rollout_is_threshold": 1e6}
+EXACT = {
+    "rloo, decoupled": ("rloo", DECOUPLED | {"kl_coef": 0.0}, 1.0, 2),
+    "dr_grpo, decoupled": ("dr_grpo", DECOUPLED | WIDE | {"loss_agg_mode": "seq-mean-token-mean"}, 0.5, 2),
+    "dr_grpo, decoupled, after an update": (
+        "dr_grpo", DECOUPLED | WIDE | {"loss_agg_mode": "seq-mean-token-mean"}, 0.5, 3,
+    ),
+    "dr_grpo, from the engine's": (
+        "dr_grpo", WIDE | {"old_logprobs": "rollout", "loss_agg_mode": "seq-mean-token-mean"}, 0.5, 2,
+    ),
+    "dr_grpo, from the engine's, after an update": (
+        "dr_grpo", WIDE | {"old_logprobs": "rollout", "loss_agg_mode": "seq-mean-token-mean"}, 0.5, 3,
+    ),
+}  # fmt: skip
+"""objective, loss, the estimator's scale (r - mean of two is half of r - the other), which policy."""
+
+
+@pytest.mark.parametrize("versions", [(2, 2), (0, 1), (0, 2)], ids=str)
+@pytest.mark.parametrize("case", EXACT)
+def test_responses_of_any_age_give_the_gradient_of_the_expected_reward(case, versions):
+    """Also where the members of one group are of different ages."""
+    objective, loss, scale, policy = EXACT[case]
+    gradient = expected_gradient(policy, versions, objective=objective, loss=loss)
+    torch.testing.assert_close(gradient, scale * exact_gradient(LOGITS[policy]), atol=1e-12, rtol=1e-10)
+
+
+@pytest.mark.parametrize("threshold", [1.2, [0.5, 1.5]], ids=["truncated", "icepop"])
+def test_truncated_importance_is_the_gradient_with_truncated_weights(threshold):
+    """E over two old policies of w(a) (r_a - r_b) grad log pi(a), w the truncated or masked pi / mu."""
+    gradient = expected_gradient(
+        2, (0, 1), objective="rloo",
+        loss={"rollout_is": "token", "rollout_is_threshold": threshold, "kl_coef": 0.0},
+    )  # fmt: skip
+    rewards, want = torch.tensor(REWARDS, dtype=torch.float64), torch.zeros(ACTIONS, dtype=torch.float64)
+    for mine, other in ((0, 1), (1, 0)):
+        ratio = PROBS[2] / PROBS[mine]
+        weight = (
+            ratio.clamp(max=threshold)
+            if isinstance(threshold, float)
+            else ratio * ((ratio >= threshold[0]) & (ratio <= threshold[1]))
+        )
+        factor = PROBS[mine] * weight * (rewards - PROBS[other] @ rewards)
+        want += (factor - factor.sum() * PROBS[2]) / 2  # grad log pi(a) is e_a - pi
+    torch.testing.assert_close(gradient, want, atol=1e-12, rtol=1e-10)
+    assert not torch.allclose(gradient, exact_gradient(LOGITS[2]), atol=1e-3), "which is biased"
+
+
+def test_without_a_correction_stale_responses_give_another_gradient_and_carry_over_is_refused():
+    loss = {"rollout_rs": {"token_k1": 1e6}, "kl_coef": 0.0}
+    gradient = expected_gradient(2, (0, 1), objective="rloo", loss=loss)
+    assert not torch.allclose(gradient, exact_gradient(LOGITS[2]), atol=1e-3)
+    with pytest.raises(ValueError, match=r"older weights sampled, and nothing corrects for it"):
+        expected_gradient(2, (0, 1), objective="rloo")
+    with pytest.raises(
+        ValueError, match=r"carry_over: true needs rollout.tokens_per_step or rollout.seconds"
+    ):
+        make_recipe(rollout={"carry_over": True}, loss=DECOUPLED)
+
+
+def test_staleness_is_counted_in_trained_tokens():
+    recipe = make_recipe(
+        sampling="independent", group_size=2, rollout={"carry_over": True, "tokens_per_step": 1},
+        loss=DECOUPLED, objective="grpo",
+    )  # fmt: skip
+    old, new = Grade(0.0, ""), Grade(1.0, "")
+    group = Group(Prompt("q", [1], "", "", ""), 5, [
+        Segment([3, 3, 9], [-1, -1, -1], "stop", old, versions=((0, 2), (2, 5))),
+        Segment([9], [-1], "stop", new, versions=((0, 4),)),
+    ])  # fmt: skip
+    _, metrics = build_minibatches([group], recipe, policy_version=5)
+    assert {name: value for name, value in metrics.items() if name.startswith("staleness")} == {
+        "staleness/mean": pytest.approx((3 + 3 + 0 + 1) / 4), "staleness/max": 3.0,
+        "staleness/share/0": 0.25, "staleness/share/1": 0.25, "staleness/share/3": 0.5,
+    }  # fmt: skip
