@@ -41,6 +41,7 @@ from megatron_eqlen.types import (
     Stream,
 )
 from tests.kit.distributed import run_ranks
+from tests.kit.marks import slow
 from tests.kit.routes import any_routes
 from tests.kit.tiny_models import save_tiny
 from tests.kit.updates import layout, recipe_of, weights_of
@@ -245,7 +246,7 @@ def check_held(plan: Packing, whole: Packing, seat: Seat, rank: int) -> None:
         assert isinstance(loss, Elsewhere) != (node.home == rank or (number in trained and seat.for_loss))
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, slow(4)])
 def test_every_rank_fills_the_rows_of_full_rollouts_and_holds_no_other_arrays(world):
     @settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(st.lists(cases, min_size=10, max_size=10))

@@ -23,6 +23,7 @@ from megatron_eqlen.plan.trainer import SENT_AT_ONCE, optimizer_bytes, trainer
 from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.types import Node, TokenTree
 from tests.kit.distributed import run_ranks
+from tests.kit.marks import slow_but
 from tests.kit.tiny_models import save_tiny
 
 ROW = 256
@@ -206,7 +207,16 @@ def measure(folder: str, case: Case) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module", params=CASES)
+FAST = {
+    "dense, state on the host",
+    "dense, sequence parallel",
+    "dense, recomputed, pipeline",
+    "experts",
+    "hybrid",
+}
+
+
+@pytest.fixture(scope="module", params=slow_but(FAST, CASES))
 def planned_and_real(request, tmp_path_factory):
     """(recipe, model, what every rank measured)."""
     case, folder = CASES[request.param], tmp_path_factory.mktemp("plan")
@@ -288,7 +298,7 @@ def measure_peak(folder: str, case: Case) -> int:
     return live.most
 
 
-@pytest.mark.parametrize("name", PEAKS)
+@pytest.mark.parametrize("name", slow_but({"dense", "experts"}, PEAKS))
 def test_a_row_never_needs_more_than_the_plan_says_and_not_much_less(name, tmp_path):
     case = PEAKS[name]
     save_tiny(tmp_path, case.family, **case.model)
@@ -314,7 +324,7 @@ LARGE = {
 }
 
 
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("name", slow_but({"dense"}, LARGE))
 def test_a_checkpoint_is_as_large_as_planned(name, tmp_path):
     case = LARGE[name]
     save_tiny(tmp_path / "model", case.family, **case.model)

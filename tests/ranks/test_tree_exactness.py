@@ -21,6 +21,7 @@ from megatron_eqlen.recipe import ParallelRecipe
 from megatron_eqlen.training.distributed import start, stop
 from megatron_eqlen.types import TokenTree
 from tests.kit.distributed import run_ranks
+from tests.kit.marks import slow
 from tests.kit.tiny_models import save_tiny
 from tests.kit.tree_samples import forest, paths
 from tests.kit.tree_training import (
@@ -127,13 +128,13 @@ def test_gradients_do_not_depend_on_the_rows(name, rows, folders, whole):
 
 PARALLEL = [
     ("dense", {"tensor": 2}),
-    ("dense", {"tensor": 2, "sequence": True, "pipeline": 2}),
+    slow("dense", {"tensor": 2, "sequence": True, "pipeline": 2}),
     ("delta_net", {"tensor": 2}),
-    ("delta_net", {"pipeline": 2, "virtual_pipeline": 2, "recompute": "full"}),
-    ("moe", {"expert": 2}),
-    ("moe", {"expert_tensor": 2}),
+    slow("delta_net", {"pipeline": 2, "virtual_pipeline": 2, "recompute": "full"}),
+    slow("moe", {"expert": 2}),
+    slow("moe", {"expert_tensor": 2}),
     ("moe", {"tensor": 2, "expert": 2}),
-    ("next", {"tensor": 2, "expert": 2}),
+    slow("next", {"tensor": 2, "expert": 2}),
     ("next", {}),  # data parallel
 ]
 

@@ -17,6 +17,7 @@ from megatron_eqlen.training import checkpoint
 from megatron_eqlen.training.finite import NonFiniteError
 from megatron_eqlen.training.rows import Rows
 from tests.kit.distributed import run_ranks
+from tests.kit.marks import slow_but
 from tests.kit.tiny_models import save_tiny
 from tests.kit.updates import build_policy, layout, one_tree_a_row
 
@@ -164,14 +165,13 @@ def try_all_faults(folder: str, changes: dict) -> dict:
 
 
 LAYOUTS = {
-    "one": layout(1),
     "data parallel": layout(2),
     "pipeline": layout(2, pipeline=2),
     "tensor": layout(2, tensor=2),
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", slow_but({"data parallel"}, LAYOUTS))
 def test_nothing_changes_on_any_rank_and_the_next_good_step_is_taken(folder, name):
     changes = LAYOUTS[name] | {"optimizer": {"lr": 1e-4, "warmup_steps": 0, "max_skipped_updates": 2}}
     ranks = run_ranks(changes["cluster"]["processes_per_node"], try_all_faults, folder, changes)

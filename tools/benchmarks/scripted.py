@@ -61,7 +61,9 @@ class ScriptedEngine:
         self.logprobs = (-rng.exponential(0.3, POOL)).astype(np.float32).tolist()
         self.masks = _masks(tokens, self.kept, rng) if self.kept else []
 
-    def submit(self, request_id: str, token_ids: list[int], max_tokens: int, seed: int) -> None:
+    def submit(
+        self, request_id: str, token_ids: list[int], max_tokens: int, seed: int, prompt_routes: int = 0
+    ) -> None:
         check_request(request_id, token_ids, max_tokens, self.max_model_len, VOCABULARY)
         started = time.thread_time()
         trunk = len(token_ids) - self.prompt
