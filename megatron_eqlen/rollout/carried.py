@@ -41,6 +41,8 @@ class Carried:
     """With ``rollout.keep_routes``, if it had begun."""
     seed: int
     """Of the harvest that began it."""
+    age: int
+    """Steps since the one that drew its prompt."""
     ends: bool = False
     """It is not suspended again: where the budget ends, it is cut."""
 
@@ -91,6 +93,7 @@ def take_up(streams: Path, step: int, suspended: Mapping[RolloutKey, int], recip
             tracks[key],
             journals.prompt_routes.get(key),
             seed=harvest_seed(recipe, drawn),
+            age=step - drawn,
             ends=step - drawn >= recipe.rollout.max_staleness,
         )
         for key, drawn in suspended.items()

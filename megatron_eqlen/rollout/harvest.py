@@ -261,10 +261,12 @@ class Driver:
     def launch(self, track: Track, key: Key) -> None:
         """Submit a new track after the tokens that earlier steps and attempts got, or take it as ended."""
         track.whole = self.whole(self.running[key].prompt, key[1])
-        if key in self.carried and track.name in self.carried[key].tracks:
-            track.resume(self.carried[key].tracks[track.name])
-            track.prompt_routes = self.running[key].prompt_routes
-            self.generated[key] -= len(track)
+        if (carried := self.carried.get(key)) is not None:
+            track.age = carried.age
+            if track.name in carried.tracks:
+                track.resume(carried.tracks[track.name])
+                track.prompt_routes = self.running[key].prompt_routes
+                self.generated[key] -= len(track)
         if self.recorder is not None:
             self.recorder.follow(track)
         if track.name in self.known:

@@ -316,7 +316,7 @@ def remove_journals(files: Iterable[Path], prompt_ids: Collection[str]) -> None:
 
 
 def set_aside_stale(folder: Path, policy_version: int) -> None:
-    """Rename a step's record if weights of another version generated it.
+    """Rename a step's record, and those of the steps after it, if weights of another version generated it.
 
     So it is where a run has gone back to a checkpoint, and an update that was skipped before was taken now.
     """
@@ -325,8 +325,8 @@ def set_aside_stale(folder: Path, policy_version: int) -> None:
         schema = journal.SCHEMA if _is_journal(path) else SEGMENTS
         found |= values(path, schema, "policy_version") - {None}  # prompts have none
     if found - {policy_version}:
-        aside = unused(folder.with_name(f"stale-{folder.name}"))
-        folder.rename(aside)
+        later = [one for one in sorted(folder.parent.glob("step-*")) if one.name > folder.name]
+        aside, *_ = [one.rename(unused(one.with_name(f"stale-{one.name}"))) for one in (folder, *later)]
         logger.warning(
             "%s: generated with policy version %s, but this run is at %d: set aside as %s",
             folder,

@@ -73,8 +73,8 @@ class Track:
     """
 
     __slots__ = (
-        "attempts", "awaited", "context", "eos_token_ids", "finish_reason", "is_fork", "limit", "logprobs",
-        "mask_counts", "mask_ids", "name", "prompt_id", "prompt_routes", "routes", "runs", "seed",
+        "age", "attempts", "awaited", "context", "eos_token_ids", "finish_reason", "is_fork", "limit",
+        "logprobs", "mask_counts", "mask_ids", "name", "prompt_id", "prompt_routes", "routes", "runs", "seed",
         "token_ids", "whole",
     )  # fmt: skip
 
@@ -113,14 +113,18 @@ class Track:
         not."""
         self.finish_reason: FinishReason | None = None
         self.attempts = 0
+        self.age = 0
+        """Steps since the one that drew its prompt."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     @property
     def request_id(self) -> str:
-        """New with every attempt, so that a late delta of a lost request is ignored."""
-        return self.name if self.attempts == 0 else f"{self.name}~{self.attempts}"
+        """New with every attempt and step, so that a late delta of a request that was lost or aborted is
+        ignored."""
+        name = f"{self.name}+{self.age}" if self.age else self.name
+        return f"{name}~{self.attempts}" if self.attempts else name
 
     @property
     def path(self) -> list[int]:

@@ -37,6 +37,7 @@ from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.sampling.comparison import no_penalty
 from megatron_eqlen.sampling.equal_length.compare import rewards_of, takes_part
 from megatron_eqlen.types import (
+    Delta,
     Grade,
     Group,
     Pair,
@@ -48,7 +49,7 @@ from megatron_eqlen.types import (
     rollout_key,
     training_order,
 )
-from tests.pure.test_rollout_harvest import EOS, make_recipe
+from tests.pure.test_rollout_harvest import EOS, check_routes, make_recipe
 from tests.pure.test_rollout_resume import Killed, Lockstep
 
 KINDS = {
@@ -76,6 +77,8 @@ class Run:
         self.suspended: dict[RolloutKey, int] = {}
         self.drawn: dict[str, tuple[int, Prompt]] = {}
         self.graded: Counter = Counter()
+        self.engine: Lockstep | None = None
+        """In place of a new one for each harvest."""
 
     def step(
         self, number: int, new: list[Prompt], budget: int | None, replicas: int = 1, kills: Sequence[int] = ()
@@ -106,16 +109,18 @@ class Run:
     def attempt(self, folder, number, rank, prompts, carried, budget, life) -> list[Rollout]:
         asked = {prompt.prompt_id for prompt in prompts}
         files = left_files(folder)
-        left = read_left(files, asked)
+        left = read_left(files, asked, self.recipe.rollout.keep_routes)
         mine = {key: drawn for key, drawn in carried.items() if key[0] in asked}
         taken = take_up(self.streams, number, mine, self.recipe)
         recall(taken, left.rollouts)
         rollout = self.recipe.rollout.model_copy(update={"tokens_per_step": budget})
         engine = Lockstep(
             random.Random(0), self.end, max_num_seqs=5, policy_version=number,
-            life=10**9 if life is None else life,
+            life=10**9 if life is None else life, routes=self.recipe.rollout.keep_routes,
         )  # fmt: skip
         with Recorder(folder / f"rank-{rank}.arrow") as recorder:
+            if self.engine is not None:
+                engine, self.engine.policy_version = self.engine, number
             rollouts, metrics = harvest(
                 engine, prompts, self.recipe.model_copy(update={"rollout": rollout}), EOS,
                 harvest_seed(self.recipe, number), recorder=recorder, done=left.rollouts, known=left.tracks,
@@ -124,7 +129,8 @@ class Run:
         remove_journals(files, asked)
         if not files:  # an engine that died had delivered more
             generated = read_left(left_files(folder), asked).generated_tokens
-            assert generated == metrics["harvest/generated_tokens"] == sum(engine.delivered.values())
+            assert generated == metrics["harvest/generated_tokens"]
+            assert self.engine or generated == sum(engine.delivered.values())
         return rollouts
 
     def grade(self, rollout: Rollout) -> None:
@@ -140,7 +146,7 @@ class Run:
         number, prompt = self.drawn[prompt_id]
         rollout = self.recipe.rollout.model_copy(update={"tokens_per_step": None, "carry_over": False})
         recipe = self.recipe.model_copy(update={"rollout": rollout})
-        engine = Lockstep(random.Random(0), self.end, max_num_seqs=5)
+        engine = Lockstep(random.Random(0), self.end, max_num_seqs=5, routes=recipe.rollout.keep_routes)
         rollouts, _ = harvest(engine, [prompt], recipe, EOS, harvest_seed(recipe, number))
         for one in rollouts:
             for segment, response in one.ended():
@@ -176,6 +182,7 @@ cases = st.fixed_dictionaries(
         "seed": st.integers(0, 2**32),
         "end": st.sampled_from([0.05, 0.15, 0.4]),
         "limit": st.integers(4, 24),
+        "routes": st.booleans(),
     }
 )
 steps = st.lists(
@@ -191,7 +198,7 @@ steps = st.lists(
 
 
 def recipe_of(case: dict, **rollout) -> Recipe:
-    limits = {"max_response_length": case["limit"], "max_staleness": 1000}
+    limits = {"max_response_length": case["limit"], "max_staleness": 1000, "keep_routes": case["routes"]}
     masks = {"keep_sampling_mask": True, "top_k": 5, "logprobs_mode": "processed"}
     return make_recipe(
         seed=case["seed"],
@@ -231,6 +238,8 @@ def test_every_unit_is_trained_once_with_the_rewards_of_a_harvest_that_nothing_i
             for want in run.whole(prompt_id):
                 found = complete.pop(rollout_key(want))
                 assert content(found) == content(want)
+                if case["routes"] and any(map(len, found.segments())):
+                    check_routes(found)
                 assert [s.grade and s.grade.reward for s in found.segments()] == [
                     s.grade and s.grade.reward for s in want.segments()
                 ]
@@ -241,7 +250,7 @@ def test_every_unit_is_trained_once_with_the_rewards_of_a_harvest_that_nothing_i
 
 SIMPLE = {
     "kind": "equal_length", "suffix_reward": "max", "unfinished": "zero", "max_pairs": None, "overlong": 0,
-    "seed": 1, "limit": 24,
+    "seed": 1, "limit": 24, "routes": False,
 }  # fmt: skip
 
 
@@ -255,6 +264,33 @@ def test_a_rollout_is_cut_where_it_would_grow_too_old(tmp_path):
     assert [one.outcome for one in old] == ["budget", "budget"]
     assert all(one.tail is not None and len(one.tail) > 3 for one in old), "with what three steps generated"
     assert [len(one.tail.versions) for one in old] == [3, 3]
+
+
+class Late(Lockstep):
+    """What it had decoded of aborted requests arrives when the next step has begun, as from a server."""
+
+    def __init__(self, *arguments, **settings) -> None:
+        super().__init__(*arguments, **settings)
+        self.late: list[Delta] = []
+
+    def abort(self, request_ids):
+        request_ids = list(request_ids)
+        self.late += [self._delta(name) for name in request_ids if name in self.requests]
+        super().abort(request_ids)
+
+    def step(self):
+        late, self.late = self.late, []
+        return late + super().step()
+
+
+def test_what_arrives_of_a_request_that_the_last_step_aborted_is_ignored(tmp_path):
+    found = []
+    for engine in (Lockstep, Late):
+        run = Run(tmp_path / engine.__name__, recipe_of(SIMPLE), end=0.1)
+        run.engine = engine(random.Random(0), 0.1)
+        found.append([run.step(number, prompts_of(number, 1), budget=10) for number in range(5)])
+    assert found[0] == found[1]
+    assert any(segment.carried for step in found[0] for one in step for segment in one.segments())
 
 
 @pytest.mark.parametrize("carry_over", [True, False])

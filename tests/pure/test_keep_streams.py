@@ -12,7 +12,7 @@ from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.run_folder import RunFolder
 
 
-def make_recipe(folder: Path, keep: str | int, every: int) -> Recipe:
+def make_recipe(folder: Path, keep: str | int, every: int, **over) -> Recipe:
     return parse(
         {
             "name": "test",
@@ -22,7 +22,8 @@ def make_recipe(folder: Path, keep: str | int, every: int) -> Recipe:
             "data": {"sources": [{"name": "s", "path": "none"}]},
             "report": {"keep_streams": keep},
             "evaluation": {"every": every},
-        },
+        }
+        | over,
         "test",
     )
 
@@ -39,6 +40,19 @@ def test_steps_that_are_named_stay_and_those_that_a_resumed_run_reads(tmp_path, 
     (folder.streams / "notes").mkdir()
     folder.remove_old_streams(recipe, saved=6)
     assert sorted(path.name for path in folder.streams.iterdir()) == ["notes", *map(step_name, left)]
+
+
+def test_with_carry_over_the_step_before_each_checkpoint_stays(tmp_path):
+    """The newest is of step 6, and the one before, which is kept as well, of step 4."""
+    recipe = make_recipe(
+        tmp_path, 1, every=3, rollout={"carry_over": True, "seconds_per_step": 9},
+        loss={"rollout_is": "token"}, checkpoint={"every": 2, "keep": 2},
+    )  # fmt: skip
+    folder = RunFolder(recipe)
+    for number in range(8):
+        (folder.streams / step_name(number)).mkdir(parents=True)
+    folder.remove_old_streams(recipe, saved=6)
+    assert [path.name for path in sorted(folder.streams.iterdir())] == [*map(step_name, range(2, 8))]
 
 
 def test_evaluations_that_never_are_keep_nothing_so_they_are_refused(tmp_path):

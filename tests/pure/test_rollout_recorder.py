@@ -260,8 +260,10 @@ def test_what_weights_of_another_version_generated_is_set_aside(tmp_path, caplog
     set_aside_stale(folder, GROUP.policy_version)
     assert read_step(folder) == [GROUP]
     record(folder / "rank-1.arrow", [STREAM])
+    record(tmp_path / "step-00000004" / "rank-0.arrow", [GROUP])
     set_aside_stale(folder, GROUP.policy_version)
     assert read_step(folder) == []
+    assert read_step(tmp_path / "stale-step-00000004") == [GROUP], "what came after it was of that run, too"
     assert read_step(tmp_path / "stale-step-00000003") == sorted([GROUP, STREAM], key=training_order)
     assert "generated with policy version 0, 5, but this run is at 0" in caplog.text
 

@@ -118,6 +118,7 @@ cases = st.fixed_dictionaries(
         "routes": st.booleans(),
         "version_tokens": st.sampled_from([None, 1, 5]),
         "budget": st.sampled_from([None, None, 10, 50, 90]),
+        "carry_over": st.booleans(),
     }
 )
 kills = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60), st.integers(0, 2**16)), max_size=4)
@@ -133,7 +134,9 @@ def recipe_of(case: dict) -> Recipe:
             "max_num_seqs": case["max_num_seqs"],
             "tokens_per_step": case["budget"],
             "keep_routes": case["routes"],
+            "carry_over": case["carry_over"] and case["budget"] is not None,
         },
+        loss={"rollout_is": "token"},
         equal_length={"max_pairs": case["max_pairs"]},
         **kind,
     )
