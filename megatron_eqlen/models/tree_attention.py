@@ -1,9 +1,9 @@
 """Core attention on token trees: position k is visible to position q iff k <= q < visible_until[k].
 
-Two implementations of the same rule, chosen by ``tree_attention``:
+Two implementations of the same rule (``BACKENDS``):
 
-* CPU: scaled dot-product attention chain by chain, each on its prefix's keys and its own.
-* CUDA: FlexAttention. Which blocks of keys a block of queries sees, in full or in part, follows from the
+* merged: dense flash attention part by part (``merged_attention.py``).
+* flex: FlexAttention. Which blocks of keys a block of queries sees, in full or in part, follows from the
   block's smallest and largest ``visible_until``, so the mask costs (S / 128)^2. One compiled kernel serves
   rows of all lengths that are whole blocks, as rows in training are; one more all others.
 """
@@ -25,13 +25,11 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from megatron_eqlen.models.tree_params import Chain, TreeParams
+from megatron_eqlen.models.merged_attention import CpuKernel, FlashKernel, merged_attention
+from megatron_eqlen.models.tree_params import Backend, TreeParams
 
 BLOCK = 128
 """FlexAttention's block of queries and keys."""
-QUERIES = 256
-"""Queries of one CPU call: a chain after a prefix is masked in such pieces, so that the masked-out
-upper triangle stays small beside what is computed."""
 
 
 class TreeAttention(MegatronModule):
@@ -89,41 +87,19 @@ class TreeAttention(MegatronModule):
 
 def tree_attention(q: Tensor, k: Tensor, v: Tensor, tree: TreeParams, scale: float) -> Tensor:
     """q [1, heads, S, d], k and v [1, groups, S, d] -> [1, heads, S, d]."""
-    if q.is_cuda:
-        return flex_tree_attention(q, k, v, tree, scale)
-    return chain_tree_attention(q, k, v, tree, scale)
+    return BACKENDS[tree.attention or fastest_backend(q.device)](q, k, v, tree, scale)
 
 
-def chain_tree_attention(q: Tensor, k: Tensor, v: Tensor, tree: TreeParams, scale: float) -> Tensor:
-    """Chain by chain with scaled dot-product attention."""
-    return torch.cat([_attend_chain(q, k, v, chain, scale) for chain in tree.chains], dim=2)
+def fastest_backend(device: torch.device) -> Backend:
+    """By ``tools/bench.py trees``. On GPUs ``merged`` has not been measured yet."""
+    return "flex" if device.type == "cuda" else "merged"
 
 
-def _attend_chain(q: Tensor, k: Tensor, v: Tensor, chain: Chain, scale: float) -> Tensor:
-    own = slice(chain.start, chain.end)
-    if not chain.prefix:
-        return F.scaled_dot_product_attention(
-            q[:, :, own], k[:, :, own], v[:, :, own], is_causal=True, scale=scale, enable_gqa=True
-        )
-    spans = [*chain.prefix, (chain.start, chain.end)]
-    keys, values = (torch.cat([x[:, :, start:end] for start, end in spans], dim=2) for x in (k, v))
-    before = sum(end - start for start, end in chain.prefix)
-    outputs = []
-    for start in range(chain.start, chain.end, QUERIES):
-        end = min(start + QUERIES, chain.end)
-        seen = before + end - chain.start
-        visible = torch.ones(end - start, seen, dtype=torch.bool, device=q.device).tril(seen - (end - start))
-        outputs.append(
-            F.scaled_dot_product_attention(
-                q[:, :, start:end],
-                keys[:, :, :seen],
-                values[:, :, :seen],
-                visible,
-                scale=scale,
-                enable_gqa=True,
-            )
-        )
-    return torch.cat(outputs, dim=2)
+def merged_tree_attention(q: Tensor, k: Tensor, v: Tensor, tree: TreeParams, scale: float) -> Tensor:
+    """Part by part, with the device's flash kernel."""
+    kernel = FlashKernel() if q.is_cuda else CpuKernel()
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    return merged_attention(q, k, v, tree, scale, kernel).transpose(0, 1)[None]
 
 
 def flex_tree_attention(q: Tensor, k: Tensor, v: Tensor, tree: TreeParams, scale: float) -> Tensor:
@@ -181,3 +157,9 @@ def _listed(seen: Tensor) -> tuple[Tensor, Tensor]:
     counts = seen.sum(dim=1, dtype=torch.int32)
     numbers = torch.argsort(~seen, dim=1, stable=True).to(torch.int32)
     return counts[None, None], numbers[None, None]
+
+
+BACKENDS: dict[Backend, Callable[..., Tensor]] = {
+    "flex": flex_tree_attention,
+    "merged": merged_tree_attention,
+}

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 import torch
@@ -27,6 +28,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from megatron_eqlen.types import Row, RowNode
+
+Backend = Literal["flex", "merged"]
 
 KERNEL_CHUNK = 64
 """Positions that a kernel for runs of any length takes at a time."""
@@ -39,6 +42,18 @@ class Chain:
     start: int
     end: int
     prefix: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """Pairs of (queries, keys) for one call of a variable-length attention kernel; no query is in two."""
+
+    pairs: tuple[tuple[slice, slice], ...]
+    causal: bool
+    """The queries of a pair are its keys, each seeing those up to itself; or each query sees all keys."""
+    varlen: tuple[Tensor, Tensor, int, int]
+    """The kernel's arguments: where each pair's queries and keys start, [pairs + 1] int32, and how many the
+    longest has."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +97,15 @@ class TreeParams(PackedSeqParams):
     nodes: tuple[RowNode, ...]
     routes: Tensor | None = None
     """``Row.routes``."""
+    attention: Backend | None = None
+    """How attention is computed; None: the fastest way."""
     block_mask: BlockMask | None = None
     """FlexAttention's mask of the row, filled in by the first layer that needs it."""
 
     @classmethod
-    def from_row(cls, row: Row, device: torch.device | str | None = None) -> TreeParams:
+    def from_row(
+        cls, row: Row, device: torch.device | str | None = None, attention: Backend | None = None
+    ) -> TreeParams:
         """``device``: default the current CUDA device, or the CPU where there is none."""
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         longest = int(row.position_ids.max()) + 1
@@ -101,6 +120,7 @@ class TreeParams(PackedSeqParams):
             visible_until=torch.from_numpy(row.visible_until).to(device),
             nodes=tuple(nodes),
             routes=None if row.routes is None else torch.from_numpy(row.routes).to(device),
+            attention=attention,
         )
 
     @classmethod
@@ -164,6 +184,25 @@ class TreeParams(PackedSeqParams):
                 end = spans.pop(0)[1]
             spans.insert(0, (run.start, end))
         return tuple(spans)
+
+    @cached_property
+    def calls(self) -> list[Call]:
+        """What every chain sees: first of itself, then of its prefix's first span, its second, ..."""
+        own = [slice(chain.start, chain.end) for chain in self.chains]
+        calls = [self._call(list(zip(own, own, strict=True)), causal=True)]
+        for number in range(max(len(chain.prefix) for chain in self.chains)):
+            prefixes = zip(own, (chain.prefix[number : number + 1] for chain in self.chains), strict=True)
+            pairs = [(queries, slice(*span)) for queries, prefix in prefixes for span in prefix]
+            calls.append(self._call(pairs, causal=False))
+        return calls
+
+    def _call(self, pairs: list[tuple[slice, slice]], causal: bool) -> Call:
+        lengths = np.array([[span.stop - span.start for span in pair] for pair in pairs])
+        starts = np.zeros((2, len(pairs) + 1), dtype=np.int32)
+        starts[:, 1:] = lengths.cumsum(axis=0).T
+        queries, keys = torch.from_numpy(starts).to(self.device)
+        longest = lengths.max(axis=0)
+        return Call(tuple(pairs), causal, (queries, keys, int(longest[0]), int(longest[1])))
 
     @cached_property
     def _previous(self) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Bytes that autograd keeps for the backward pass of one row, and what the pass needs beside them.
 
 The terms follow the modules' own code, tensor by tensor: ``models/layer_specs.py`` says which modules a layer
-has, Megatron-Core and ``models/`` what they save. Three kinds of module save something else on a GPU than
+has, Megatron-Core and ``models/`` what they save. Four kinds of module save something else on a GPU than
 without one (``Kernels``); the tests count the latter on real models. A row is taken to be full.
 
 b: bytes of a number in the model's dtype. wide: of one in at least float32.
@@ -36,10 +36,12 @@ class Kernels:
     """Its norms keep their input in the model's dtype; plain torch's two copies in float32."""
     fla: bool
     """The delta rule by fla, or in plain torch."""
+    flex: bool
+    """Attention by FlexAttention, whose output is copied into another order, or in merged parts."""
 
 
-GPU = Kernels(transformer_engine=True, fla=True)
-CPU = Kernels(transformer_engine=False, fla=False)
+GPU = Kernels(transformer_engine=True, fla=True, flex=True)
+CPU = Kernels(transformer_engine=False, fla=False, flex=False)
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,7 @@ class Row:
         heads, groups = model.num_attention_heads / tensor, model.num_key_value_heads / tensor
         projected = query * (2 if model.gated_attention else 1) + 2 * key
         rotary = 4 * model.head_dim * model.partial_rotary_factor
-        rotated, output = query + key, 2 * query  # the output twice: it is copied into another order
+        rotated, output = query + key, query * (2 if self.kernels.flex else 1)
         kept = self.b * (projected + rotary + rotated + output)  # the values are a view of the projection
         kept += WIDE * heads  # log-sum-exp
         if model.gated_attention:

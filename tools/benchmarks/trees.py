@@ -5,9 +5,11 @@
 
 All three are packed by the same packer into rows of the same budget and go through the same model with
 the language-model head on supervised positions alone. ``efficiency`` is the speedup divided by the ratio of
-tokens: the part of the saved tokens that becomes saved time. Attention saves less than tokens do (a leaf's
-tokens see long contexts in every layout; what the tree saves are prefixes, with shorter ones):
-``attention_ratio`` counts (query, key) pairs, and bounds the speedup of a model that is all attention.
+tokens: the part of the saved tokens that becomes saved time. It cannot be 1: attention saves less than tokens
+do (a leaf's tokens see long contexts in every layout; what the tree saves are prefixes, with shorter ones;
+``attention_ratio`` counts (query, key) pairs), and the head, which is on the same positions in all layouts,
+saves nothing. ``FLOP_ratio`` counts both, ``FLOP_efficiency`` is the speedup divided by it: 1 where the tree
+computes as fast as plain sequences.
 ``metadata`` is what building the rows' arrays and everything that the kernels derive from them takes, as a
 share of the step.
 """
@@ -28,10 +30,11 @@ import numpy as np
 import torch
 
 from megatron_eqlen.hf.config import DeltaNet, Experts, ModelConfig
+from megatron_eqlen.hf.cost import active_parameters, attention_layers
 from megatron_eqlen.models.build import build_model
 from megatron_eqlen.models.gated_delta_net import CHUNK
-from megatron_eqlen.models.tree_attention import tree_block_mask
-from megatron_eqlen.models.tree_params import TreeParams
+from megatron_eqlen.models.tree_attention import BACKENDS, fastest_backend, tree_block_mask
+from megatron_eqlen.models.tree_params import Backend, TreeParams
 from megatron_eqlen.packing.pack import pack
 from megatron_eqlen.recipe import ParallelRecipe
 from megatron_eqlen.training.distributed import device, start, stop
@@ -55,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vocabulary", type=int, default=2048)
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--head", choices=["supervised", "all"], default="supervised")
+    parser.add_argument("--attention", choices=BACKENDS, help="default: the fastest; flex needs a GPU")
     parser.add_argument("--threads", type=int, default=1, help="of torch, on CPU")
     parser.add_argument("--repeat", type=int, default=2, help="the fastest of so many steps counts")
     parser.add_argument("--json", type=Path)
@@ -86,15 +90,19 @@ def compare(model: torch.nn.Module, trees: list[TokenTree], args: argparse.Names
     turns = [{name: measure(model, rows, args) for name, rows in layouts.items()} for _ in range(args.repeat)]
     best = {name: {key: min(turn[name][key] for turn in turns) for key in turns[0][name]} for name in layouts}
     for name, result in best.items():
-        ratio, area, speedup = (result[key] / best["tree"][key] for key in ("tokens", "Mpairs", "seconds"))
+        ratio, area, flops, speedup = (
+            result[key] / best["tree"][key] for key in ("tokens", "Mpairs", "GFLOP", "seconds")
+        )
         yield {
             "layout": name,
             **result,
             "metadata": result["metadata"] / result["seconds"],
             "token_ratio": ratio,
             "attention_ratio": area,
+            "FLOP_ratio": flops,
             "speedup": speedup,
             "efficiency": speedup / ratio,
+            "FLOP_efficiency": speedup / flops,
         }
 
 
@@ -105,15 +113,16 @@ def measure(
     rows = layout()
     model.zero_grad(set_to_none=True)
     idle = memory(reset=True)
-    seconds = timed(lambda: step(model, rows, args.head))
+    seconds = timed(lambda: step(model, rows, args.head, args.attention))
     peak = memory() - idle
     return {
         "rows": len(rows),
         "tokens": sum(row.num_tokens for row in rows),
         "Mpairs": sum(visible_pairs(row) for row in rows) / 1e6,
+        "GFLOP": 3 * sum(forward_flops(row, model_config(args), args.head) for row in rows) / 1e9,
         "seconds": seconds,
         "peak_MB": peak / 1e6,
-        "metadata": timed(layout) + timed(lambda: [derive(row, args.family) for row in rows]),
+        "metadata": timed(layout) + timed(lambda: [derive(row, args) for row in rows]),
     }
 
 
@@ -122,7 +131,16 @@ def visible_pairs(row: Row) -> float:
     return sum(node.length * (node.position + (node.length + 1) / 2) for node in row.nodes)
 
 
-def step(model: torch.nn.Module, rows: list[Row], head: str) -> None:
+def forward_flops(row: Row, model: ModelConfig, head: str) -> float:
+    """Of a row's forward pass, as ``hf.cost`` counts them, with the head where it is computed."""
+    in_head = model.vocab_size * model.hidden_size
+    positions = (row.weights > 0).sum() if head == "supervised" else row.num_tokens
+    linear = (active_parameters(model) - in_head) * row.num_tokens + in_head * positions
+    pairs = attention_layers(model) * model.num_attention_heads * model.head_dim * visible_pairs(row)
+    return 2 * float(linear) + 4 * pairs
+
+
+def step(model: torch.nn.Module, rows: list[Row], head: str, attention: Backend | None) -> None:
     for row in rows:
         at = torch.from_numpy(np.flatnonzero(row.weights > 0)).to(device())
         ids, positions, labels, weights = (
@@ -133,21 +151,21 @@ def step(model: torch.nn.Module, rows: list[Row], head: str) -> None:
             ids[None],
             positions[None],
             None,
-            packed_seq_params=TreeParams.from_row(row),
+            packed_seq_params=TreeParams.from_row(row, attention=attention),
             supervised=at if head == "supervised" else None,
         )[0]
         logprobs, _ = token_logprobs(logits if head == "supervised" else logits[at], labels[at])
         (logprobs * weights[at]).sum().backward()
 
 
-def derive(row: Row, family: str) -> None:
-    """Everything that a model of ``family`` derives from a row's nodes."""
+def derive(row: Row, args: argparse.Namespace) -> None:
+    """Everything that a model of the family derives from a row's nodes."""
     tree = TreeParams.from_row(row)
-    if tree.device.type == "cuda":
+    if (args.attention or fastest_backend(tree.device)) == "flex":
         tree_block_mask(tree.visible_until)
     else:
-        _ = tree.chains
-    if family == "qwen3_next":
+        _ = tree.calls
+    if args.family == "qwen3_next":
         _ = tree.seams(4), tree.run_levels if tree.device.type == "cuda" else tree.chunks(CHUNK)
 
 
