@@ -135,6 +135,11 @@ def test_a_dry_run_says_what_each_may_spend_and_what_it_may_cost(capsys):
     )
 
 
+def test_every_run_of_the_small_sweep_is_a_recipe():
+    plan = Plan(load_sweep(ROOT / "recipes/tables_tiny.yaml"))
+    assert {plan.some_recipe(cell).name for cell in plan.firsts} == {"search_cpu"}
+
+
 def test_the_papers_sweep_has_the_papers_methods():
     """Every run's recipe passes the checks, and says what its label says."""
     plan = Plan(load_sweep(ROOT / "recipes/paper_tables.yaml"))

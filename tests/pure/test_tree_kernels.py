@@ -97,9 +97,7 @@ def flash_forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug_mask
     return out, lse, None, None, None
 
 
-def flash_backward(
-    grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, state, offset, scale
-):
+def flash_backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, state, offset, scale):
     """Its backward pass, which takes the output and the log-sum-exp that it is given for whole."""
     assert lse.is_contiguous()
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))

@@ -1,0 +1,46 @@
+#!/usr/bin/env python
+"""Write search puzzles as DeepMath-103K parquet files: OUT/train.parquet and OUT/test.parquet.
+
+    tools/make_search.py --out runs/search/data
+
+Responses have a heavy tail of lengths (megatron_eqlen/data/search.py); the dials shape it. The files share no
+question; the same arguments write the same rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron_eqlen.data.search import Dials, make_rows
+from megatron_eqlen.data.synthetic import write_rows
+
+
+def main() -> None:
+    default = Dials()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder for the two files")
+    parser.add_argument("--train", type=int, default=3000, help="questions to train on")
+    parser.add_argument("--test", type=int, default=256, help="held-out questions")
+    parser.add_argument(
+        "--moduli", type=int, nargs="+", default=default.moduli, help="primes: mean tries of a search"
+    )
+    parser.add_argument(
+        "--gives-up", type=float, default=default.gives_up, help="probability before each try"
+    )
+    parser.add_argument("--in-order", type=float, default=default.in_order, help="share of orderly searches")
+    parser.add_argument("--checks", type=float, default=default.checks, help="share that check the answer")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    dials = Dials(tuple(args.moduli), args.gives_up, args.in_order, args.checks)
+    rows = make_rows(args.train + args.test, args.seed, dials)
+    for name, part in (("test", rows[: args.test]), ("train", rows[args.test :])):
+        path = args.out / f"{name}.parquet"
+        write_rows(path, part)
+        print(f"{path}: {len(part)} questions")
+
+
+if __name__ == "__main__":
+    main()
