@@ -40,6 +40,9 @@ def host_parts(recipe: Recipe, model: ModelConfig, stages: list[Trainer], work: 
     parts["checkpoint"] = staged_bytes(recipe, model, rank)
     copies = 1 + recipe.parallel.tensor * recipe.parallel.pipeline  # graded on one rank, trained on these
     parts["rollouts"] = copies * work.generated * token_bytes(recipe) / cluster.nodes
+    if recipe.rollout.keep_routes:  # of each stage its own layers
+        routes = work.generated * route_bytes(model)
+        parts["routes"] = (1 + recipe.parallel.tensor) * routes / cluster.nodes
     parts["processes"] = cluster.processes_per_node * PROCESS
     return parts
 
@@ -86,6 +89,17 @@ def token_bytes(recipe: Recipe) -> float:
     return TOKEN + (4 * width + 1 if width else 0)
 
 
-def recorded_bytes(recipe: Recipe, work: Workload) -> float:
-    """Of one step's recorded rollouts."""
-    return work.generated * (TOKEN_ON_DISK + token_bytes(recipe) - TOKEN)
+def route_bytes(model: ModelConfig) -> int:
+    """Of a token's routes (``types.Routes``)."""
+    experts = model.experts
+    if experts is None:
+        return 0
+    return sum(experts.layers) * experts.num_experts_per_tok * (1 if experts.num_experts <= 256 else 2)
+
+
+def recorded_bytes(recipe: Recipe, model: ModelConfig, work: Workload) -> float:
+    """Of one step's recorded rollouts; routes as if they could not be compressed."""
+    token = TOKEN_ON_DISK + token_bytes(recipe) - TOKEN
+    if recipe.rollout.keep_routes and recipe.rollout.record_routes:
+        token += route_bytes(model)
+    return work.generated * token

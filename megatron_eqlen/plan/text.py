@@ -87,9 +87,10 @@ def _activations(need: Memory) -> str:
 def _host(recipe: Recipe, model: ModelConfig, need: Memory, work: Workload) -> str:
     parts = host_parts(recipe, model, need.stages, work)
     named = ", ".join(f"{name} {size / 1e9:.0f}" for name, size in parts.items() if size)
+    recorded = recorded_bytes(recipe, model, work)
     disk = (
         f"disk        {checkpoint_bytes(recipe, model) / 1e9:.0f} GB a checkpoint, at most "
-        f"{recipe.checkpoint.keep + 1} at a time; {recorded_bytes(recipe, work) / 1e9:.2f} GB of rollouts a "
+        f"{recipe.checkpoint.keep + 1} at a time; {recorded / 1e9:.2f} GB of rollouts a "
         f"step; export {export_bytes(recipe, model) / 1e9:.0f} GB"
     )
     return f"host        {sum(parts.values()) / 1e9:.0f} GB a node ({named})\n{disk}"

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 import re
 
+import numpy as np
 import pytest
 
+from megatron_eqlen.packing.arrays import check_route_shapes, check_routes
 from megatron_eqlen.packing.pack import pack
-from megatron_eqlen.types import Node, TokenTree
+from megatron_eqlen.packing.tree import Forest
+from megatron_eqlen.types import Elsewhere, Node, TokenTree
 
 
 def side(parent: int, **changes) -> Node:
@@ -72,3 +75,33 @@ def test_bad_sampling_masks_are_named(mask, message):
     good = side(0, sampling_mask=[(1, 3), (4, 9)])
     with pytest.raises(ValueError, match=re.escape(message)):
         pack([TokenTree("t", [Node(-1, [1, 2]), good, side(0, sampling_mask=mask)])], 16)
+
+
+ROUTES = np.array([[[0, 1]], [[7, 3]]], np.uint8)
+"""Of two tokens, through one layer, to two of eight experts."""
+
+
+def test_routes_of_too_few_tokens_are_named():
+    with pytest.raises(ValueError, match="node 0: expected routes of each token, found 2"):
+        pack([TokenTree("t", [Node(-1, [1, 2], routes=ROUTES), side(0, routes=ROUTES)])], 16)
+
+
+@pytest.mark.parametrize(
+    ("experts", "twice", "message"),
+    [
+        (7, False, "node 1: expected experts 0 to 6, found 7"),
+        (8, True, r"node 1: expected different experts for a token, found [0, 0] in row 1 of its routes"),
+    ],
+)
+def test_bad_routes_are_named(experts, twice, message):
+    routes = ROUTES.copy()
+    routes[1:] *= not twice
+    forest = Forest.of([TokenTree("t", [Node(-1, [1, 2], routes=ROUTES[:1]), side(0, routes=routes)])])
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_routes(forest, np.arange(2), experts)
+
+
+def test_routes_of_another_shape_are_named_though_the_arrays_are_elsewhere():
+    tree = TokenTree("t", [Node(-1, [1]), side(0, routes=Elsewhere.of(ROUTES))])
+    with pytest.raises(ValueError, match="node 1: expected routes of the model's 4 MoE layers x 2 experts"):
+        check_route_shapes(Forest.of([tree]), (4, 2))

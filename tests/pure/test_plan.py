@@ -12,11 +12,13 @@ import pytest
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.hf.families import weight_map
 from megatron_eqlen.plan import engine
+from megatron_eqlen.plan.host import host_parts, recorded_bytes
 from megatron_eqlen.plan.memory import Memory, memory
 from megatron_eqlen.plan.model import KNOWN_MODELS, model_config
 from megatron_eqlen.plan.parameters import Buffer, total
 from megatron_eqlen.plan.table import HEAD, row
 from megatron_eqlen.plan.text import describe
+from megatron_eqlen.plan.workload import Workload
 from megatron_eqlen.recipe_load import load
 from tests.kit import ROOT
 
@@ -146,3 +148,15 @@ def test_the_plan_says_what_is_estimated_and_what_it_assumes():
 def test_a_gpu_too_small_is_refused_in_the_phase_that_does_not_fit():
     need = planned("qwen3_0.6b.yaml", "cluster.gpu_memory_gib=16")
     assert [problem.split(":")[0] for problem in need.problems()] == ["train"]
+
+
+@pytest.mark.parametrize(("file", "each"), [("qwen3_next_80b", 48 * 10 * 2), ("qwen3_30b_a3b", 48 * 8)])
+def test_routes_take_host_memory_once_where_they_were_graded_and_once_a_tensor_parallel_rank(file, each):
+    recipe = load(ROOT / "recipes" / f"{file}.yaml", ["rollout.keep_routes=true"])
+    model, plain = model_config(recipe), load(ROOT / "recipes" / f"{file}.yaml")
+    stages, work = memory(recipe, model).stages, Workload(1, 1000, 1000, 1, 1)
+    parts = host_parts(recipe, model, stages, work)
+    assert parts["routes"] == (1 + recipe.parallel.tensor) * 1000 * each / recipe.cluster.nodes
+    more = recorded_bytes(recipe, model, work) - recorded_bytes(plain, model, work)
+    assert more == pytest.approx(1000 * each)
+    assert "routes" not in host_parts(plain, model, stages, work)

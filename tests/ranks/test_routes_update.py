@@ -1,0 +1,130 @@
+"""A policy's update on rollouts of a program that kept its routes: here Transformers' model in bfloat16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from megatron_eqlen.metrics import EXCHANGE_ROUTES_BYTES, EXPERT_AGREEMENT, MISMATCH, ROUTER_AGREEMENT
+from megatron_eqlen.types import Elsewhere, Metrics, TokenTree
+from tests.kit.distributed import run_ranks
+from tests.kit.tiny_models import save_tiny
+from tests.kit.tree_samples import stream
+from tests.kit.updates import build_policy, layout
+
+torch.set_num_threads(1)
+
+WORST = "mismatch/logprob_abs_diff_max"
+
+
+def sampled_by(folder: Path, dtype: torch.dtype) -> list[TokenTree]:
+    """Streams with the log-probs, and the routes if any, of the model in ``folder`` in ``dtype``."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+    chosen: list[torch.Tensor] = []
+    for layer in model.model.layers:
+        if hasattr(layer.mlp, "gate"):
+            layer.mlp.gate.register_forward_hook(lambda gate, args, output: chosen.append(output[2]))
+    rng = np.random.default_rng(0)
+    trees = [stream(rng, 4, [40, 70, 20]) for _ in range(6)]
+    for tree in trees:
+        for node in tree.nodes[1:]:
+            path = [node]
+            while path[0].parent >= 0:
+                path.insert(0, tree.nodes[path[0].parent])
+            tokens = torch.from_numpy(np.concatenate([one.token_ids for one in path])).long()
+            chosen.clear()
+            with torch.no_grad():
+                logprobs = model(tokens[None, :-1]).logits[0].float().log_softmax(-1)
+            mine = logprobs.gather(1, tokens[1:, None])[-len(node) :, 0]
+            node.rollout_logprobs = mine.numpy()
+            if chosen:
+                routes = torch.stack(chosen, 1).numpy().astype(np.uint8)
+                node.routes, tree.nodes[0].routes = routes[-len(node) :], routes[: len(path[0]) - 1]
+    return trees
+
+
+def update(folder: str, trees: list[TokenTree], changes: dict[str, Any]) -> Metrics:
+    loss = {"loss": {"kl_coef": 0.1, "epochs": 2} | changes.pop("loss", {})}
+    plain = {
+        "packing": {"max_tokens_per_row": 700},
+        "rollout": {"max_response_length": 300, "temperature": 1.0},
+    }
+    return build_policy(folder, plain | loss | changes).update([trees])
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    save_tiny(root / "dense", "qwen3")
+    save_tiny(root / "moe", "qwen3_moe", num_experts=32, num_experts_per_tok=4)
+    save_tiny(root / "next", "qwen3_next")
+    return {name: root / name for name in ("dense", "moe", "next")}
+
+
+@pytest.fixture(scope="module")
+def sampled(folders) -> dict[str, list[TokenTree]]:
+    return {name: sampled_by(folder, torch.bfloat16) for name, folder in folders.items()}
+
+
+@pytest.fixture(scope="module")
+def replayed(folders, sampled) -> dict[str, Metrics]:
+    return {name: run_ranks(1, update, str(folders[name]), sampled[name], {})[0] for name in folders}
+
+
+@pytest.mark.parametrize("name", ["moe", "next"])
+def test_routers_that_choose_themselves_disagree_with_the_engine_and_replay_does_not(
+    name, folders, sampled, replayed
+):
+    free = {"loss": {"router_replay": False}}
+    (free,) = run_ranks(1, update, str(folders[name]), sampled[name], free)
+    assert free[EXPERT_AGREEMENT] == free[ROUTER_AGREEMENT] < 0.99
+    assert replayed[name][EXPERT_AGREEMENT] == 1.0
+    assert free[ROUTER_AGREEMENT] < replayed[name][ROUTER_AGREEMENT] < 1.0
+    assert replayed[name][MISMATCH] < 0.6 * free[MISMATCH]
+    assert replayed[name][WORST] < 0.5 * free[WORST]
+
+
+def test_with_replay_a_model_with_experts_differs_no_more_than_a_dense_one(replayed):
+    assert replayed["moe"][MISMATCH] < 1.2 * replayed["dense"][MISMATCH]
+    assert EXPERT_AGREEMENT not in replayed["dense"]
+
+
+LAYOUTS = [
+    ("moe", {}),  # data parallel
+    ("next", {"tensor": 2, "expert": 2}),
+    ("moe", {"pipeline": 2}),
+]
+
+
+@pytest.mark.parametrize(("name", "layers"), LAYOUTS, ids=str)
+def test_every_layout_trains_the_same_on_arrays_of_all_ranks(name, layers, folders, sampled, replayed):
+    """Each tree's arrays are on one of two ranks only."""
+    whole = replayed[name]
+    for found in run_ranks(2, update_of_shared, str(folders[name]), sampled[name], layout(2, **layers)):
+        assert found[EXCHANGE_ROUTES_BYTES] > 0
+        assert found[EXPERT_AGREEMENT] == 1.0
+        assert found[ROUTER_AGREEMENT] == pytest.approx(whole[ROUTER_AGREEMENT], abs=1e-3)  # near ties
+        for metric in (MISMATCH, "loss/total", "loss/ref_kl", "train/grad_norm"):
+            assert found[metric] == pytest.approx(whole[metric], rel=1e-3, abs=1e-7), metric
+
+
+def update_of_shared(folder: str, trees: list[TokenTree], changes: dict[str, Any]) -> Metrics:
+    for number, node in ((number, node) for number, tree in enumerate(trees) for node in tree.nodes):
+        node.home = number // 2 % 2
+        if node.home != dist.get_rank():
+            node.routes = Elsewhere.of(node.routes)
+            node.rollout_logprobs = None if node.parent < 0 else Elsewhere.of(node.rollout_logprobs)
+            node.token_ids = node.token_ids if node.parent < 0 else Elsewhere.of(node.token_ids)
+    return update(folder, trees, changes)
+
+
+def test_routes_of_another_model_are_refused(folders, sampled):
+    message = "expected routes of the model's 4 MoE layers x 2 experts a token, found 4 x 4"
+    with pytest.raises(RuntimeError, match=message):
+        run_ranks(1, update, str(folders["next"]), sampled["moe"], {})
