@@ -84,7 +84,7 @@ OBJECTIVE_EFFECTIVE_SAMPLES = "objective/effective_samples"
 OBJECTIVE_PAIRS_PER_STREAM = "objective/pairs_per_stream"
 OBJECTIVE_SKIP_RATE = "objective/skip_rate"
 OBJECTIVE_SEGMENT_LENGTH_MEAN = "objective/segment_length_mean"
-STALENESS_MEAN = "staleness/mean"
+STALENESS_MEAN, STALENESS_MAX = "staleness/mean", "staleness/max"
 PACKING_TOKENS = "packing/tokens"
 PACKING_UNIQUE_TOKENS = "packing/unique_tokens"
 PACKING_REPEATED_TOKENS = "packing/repeated_tokens"
@@ -218,7 +218,7 @@ DECLARED = (
     Metric(OBJECTIVE_SEGMENT_LENGTH_MEAN, "tokens", mean("objective/pairs"), "of a pair's side"),
     Metric("objective/segment_length_max", "tokens", "max", "of a pair's side"),
     Metric(STALENESS_MEAN, "updates", mean("objective/supervised_tokens"), "from a token's weights to these"),
-    Metric("staleness/max", "updates", "max", "from a trained token's weights to these"),
+    Metric(STALENESS_MAX, "updates", "max", "from a trained token's weights to these"),
     Metric("staleness/share/*", "share", mean("objective/supervised_tokens"), "tokens as old as this"),
     Metric("objective/filtered_prompts", "prompts", "sum", "left out by dynamic sampling"),
     # ---- packing: token trees in rows ---------------------------------------------------------------------

@@ -10,6 +10,7 @@ from megatron_eqlen.metrics import (
     OBJECTIVE_EFFECTIVE_SAMPLES,
     OBJECTIVE_UNITS,
     OBJECTIVE_ZERO_ADVANTAGE_FRACTION,
+    STALENESS_MAX,
     STALENESS_MEAN,
 )
 from megatron_eqlen.recipe import Recipe
@@ -54,7 +55,7 @@ def staleness_metrics(units: Iterable[ComparisonUnit], policy_version: int) -> M
     total = tokens.total()
     return {
         STALENESS_MEAN: sum(age * count for age, count in tokens.items()) / total,
-        "staleness/max": float(max(tokens)),
+        STALENESS_MAX: float(max(tokens)),
     } | {f"staleness/share/{age}": count / total for age, count in sorted(tokens.items())}
 
 

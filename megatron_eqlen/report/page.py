@@ -28,6 +28,7 @@ from megatron_eqlen.metrics import (
     PACKING_EXPANDED_TOKENS,
     PACKING_UNIQUE_TOKENS,
     STAGES,
+    STALENESS_MAX,
     STALENESS_MEAN,
     TIME_STEP,
     TRAIN_GRAD_NORM,
@@ -72,7 +73,7 @@ CHARTS: dict[str, dict[str, Names]] = {
     "Entropy, nats": {"entropy": (LOSS_ENTROPY,)},
     "KL to the reference model": {"KL": (LOSS_REF_KL,)},
     "Mismatch KL, engine to trainer": {"KL": MISMATCH},
-    "Staleness of trained tokens, updates": {"mean": (STALENESS_MEAN,)},
+    "Staleness of trained tokens, updates": {"mean": (STALENESS_MEAN,), "largest": (STALENESS_MAX,)},
     "Gradient norm": {"norm": (TRAIN_GRAD_NORM,)},
     "Clipped tokens, share": {
         "low": (LOSS_CLIP_FRACTION_LOW,),

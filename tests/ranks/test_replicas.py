@@ -77,9 +77,10 @@ def test_every_response_is_graded_once_and_reaches_every_rank(ranks, engine_size
         assert abs(len(answers[0][1]) - len(answers[1][1])) <= 1, "and share the grading"
 
 
-def harvest_in_step(model: Path) -> tuple[list[bool], list[bool]]:
-    """Of each rollout after scoring: whether it is whole on this rank, whether it is what was sampled."""
-    prompts, recipe, replicas = make_prompts(2), make_recipe(model, 64, kept=3), Replicas(2)
+def harvest_in_step(model: Path) -> tuple[list[bool], list[bool], list[bool]]:
+    """Of each rollout after scoring: whether it is whole on this rank, whether it is what was sampled. What is
+    decided where the ranks' clocks differ."""
+    prompts, recipe, replicas = make_prompts(2), make_recipe(model, 64, kept=3), Replicas(2, decides=True)
 
     def harvested(whole: Callable[[Prompt, int], bool] | None) -> list[Rollout]:
         engine = ScriptedEngine(20, len(prompts[0].token_ids), kept=3)
@@ -95,7 +96,8 @@ def harvest_in_step(model: Path) -> tuple[list[bool], list[bool]]:
         for one, full, whole in zip(everyone, harvested(None), mine, strict=True)
         for found, wanted in zip(one.segments(), full.segments(), strict=True)
     ]
-    return mine, same
+    first = dist.get_rank() == 0
+    return mine, same, [replicas.together(over) for over in (first, not first, False)]
 
 
 def plain(segment: Segment) -> Segment:
@@ -104,7 +106,8 @@ def plain(segment: Segment) -> Segment:
 
 def test_ranks_of_a_replica_that_keep_parts_of_a_harvest_have_it_all_together(tmp_path):
     """With sampling masks; the first rank records, so it keeps everything until then."""
-    (first, same), (second, also) = run_ranks(2, harvest_in_step, tmp_path)
+    (first, same, *decided), (second, also, *alike) = run_ranks(2, harvest_in_step, tmp_path)
+    assert decided == alike == [[True, False, False]], "as the first rank says"
     assert first == [not whole for whole in second]
     assert sum(first) == sum(second) > 0
     assert all(same)
