@@ -20,12 +20,23 @@ from megatron_eqlen.types import Prompt
 from tests.kit import jobs
 from tests.kit.rollout_kit import CHANGES, DTYPES, folder, generate, open_engine, requests
 
+EOS = range(1, 7)
+"""So many that streams have pairs."""
 
-@pytest.mark.parametrize("kind", CHANGES)
-def test_after_a_sync_the_engine_is_a_freshly_loaded_one(kind, monkeypatch):
+
+@pytest.fixture(scope="module", params=CHANGES)
+def fresh(request):
+    """(kind, dtype, an engine that has loaded ``folder(kind, 1)``)"""
+    kind, dtype = request.param, DTYPES.get(request.param, "float32")
+    engine = open_engine(folder(kind, 1), dtype, EOS, temperature=1.0)
+    yield kind, dtype, engine
+    engine.close()
+
+
+def test_after_a_sync_the_engine_is_a_freshly_loaded_one(fresh, monkeypatch):
     """And a sync that does nothing is told from one of the same weights."""
-    dtype = DTYPES.get(kind, "float32")
-    engine = open_engine(folder(kind, 0), dtype, temperature=1.0)
+    kind, dtype, loaded = fresh
+    engine = open_engine(folder(kind, 0), dtype, EOS, temperature=1.0)
     before = generate(engine, requests(16))
     first, weights = (load_file(folder(kind, seed) / "model.safetensors") for seed in (0, 1))
     check = SyncCheck()
@@ -53,18 +64,15 @@ def test_after_a_sync_the_engine_is_a_freshly_loaded_one(kind, monkeypatch):
         assert stale_after(weights) == [], "what it holds"
     assert stale_after(first) == []
     engine.close()
-    fresh = open_engine(folder(kind, 1), dtype, temperature=1.0)
-    assert after == generate(fresh, requests(16)), "log-probs, tokens, and cached prefixes"
+    loaded.reset_cache()
+    assert after == generate(loaded, requests(16)), "log-probs, tokens, and cached prefixes"
     assert after != before
-    fresh.close()
 
 
-@pytest.mark.parametrize("kind", CHANGES)
-def test_every_family_is_harvested_and_its_logprobs_are_transformers(kind):
+def test_every_family_is_harvested_and_its_logprobs_are_transformers(fresh):
     """In float32 to 5e-5; Gated DeltaNet in bfloat16 as near as Transformers' own bfloat16 is."""
-    dtype = DTYPES.get(kind, "float32")
-    eos = range(1, 7)
-    engine = open_engine(folder(kind), dtype, eos, temperature=1.0)
+    kind, dtype, engine = fresh
+    engine.reset_cache()
     prompts = [Prompt(f"p{i}", [5 + i, 6, 7] * 14, "", "math", "") for i in range(4)]
     recipe = parse(
         {
@@ -74,15 +82,14 @@ def test_every_family_is_harvested_and_its_logprobs_are_transformers(kind):
         },
         "test",
     )  # fmt: skip
-    streams, metrics = harvest(engine, prompts, recipe, eos, seed=3)
-    engine.close()
+    streams, metrics = harvest(engine, prompts, recipe, EOS, seed=3)
     assert len(streams) == 8
     assert sum(len(stream.pairs) for stream in streams) > 16
     paths = [(s.prompt_id, tokens) for s in streams for _, tokens in s.ended()]
-    assert all(tokens[-1] in eos and len(tokens) <= 150 for _, tokens in paths)
+    assert all(tokens[-1] in EOS and len(tokens) <= 150 for _, tokens in paths)
     errors, noise = [], []
-    model = AutoModelForCausalLM.from_pretrained(folder(kind), dtype=torch.float32)
-    rough = AutoModelForCausalLM.from_pretrained(folder(kind), dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(folder(kind, 1), dtype=torch.float32)
+    rough = AutoModelForCausalLM.from_pretrained(folder(kind, 1), dtype=torch.bfloat16)
     for stream in streams:
         context = next(p.token_ids for p in prompts if p.prompt_id == stream.prompt_id)
         for number, pair in enumerate(stream.pairs):

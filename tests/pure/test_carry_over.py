@@ -209,7 +209,7 @@ def recipe_of(case: dict, **rollout) -> Recipe:
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(cases, steps, st.sampled_from([0.0, 0.0005]))
 def test_every_unit_is_trained_once_with_the_rewards_of_a_harvest_that_nothing_interrupted(
     case, steps, interval

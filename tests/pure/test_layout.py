@@ -146,7 +146,7 @@ def uses_what_it_has(model: ModelConfig, parallel: ParallelRecipe) -> bool:
     return not (model.delta_net and all(model.delta_net.layers))
 
 
-@hypothesis_settings(max_examples=300, deadline=None)
+@hypothesis_settings(max_examples=150, deadline=None)
 @given(raw=configs(), keys=parallels, data_parallel=st.sampled_from([1, 1, 2, 3]))
 def test_a_layout_is_approved_if_and_only_if_megatron_can_build_it(raw, keys, data_parallel):
     parallel, model = ParallelRecipe(**keys), parse_config(raw, "tiny")
@@ -266,7 +266,7 @@ def test_plan_and_start_refuse_with_the_same_words_before_any_process(case, tmp_
     assert not (tmp_path / "run").exists()
 
 
-@hypothesis_settings(max_examples=150, deadline=None)
+@hypothesis_settings(max_examples=80, deadline=None)
 @given(
     family=st.sampled_from(FAMILIES),
     keys=parallels,

@@ -39,6 +39,7 @@ def test_lcb_strict_says_what_the_official_checker_says():
     assert [case["name"] for case, _ in CASES if "strict" in case] == ["async"]  # needs a socket to start
 
 
+@pytest.mark.slow
 def test_our_rules_differ_from_the_official_ones_only_where_the_table_says():
     assert verdicts(strict=False) == {case["name"]: case.get("ours", case["official"]) for case, _ in CASES}
 

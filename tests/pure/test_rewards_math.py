@@ -169,6 +169,7 @@ def table_grades(grader):
     return grader.grade([case.response for case in TABLE], [case.gold for case in TABLE])
 
 
+@pytest.mark.slow  # 2,274 answers
 def test_the_table_of_answers_is_graded_as_people_grade_it(table_grades):
     """Numbers, units, words, sets, equations, unicode, hedges: see tests/tables/math_answers.jsonl."""
     graded = zip(TABLE, table_grades, strict=True)
@@ -176,6 +177,7 @@ def test_the_table_of_answers_is_graded_as_people_grade_it(table_grades):
     assert differ == KNOWN_DIFFERENCES
 
 
+@pytest.mark.slow
 def test_every_gold_of_the_table_equals_itself(grader):
     golds = sorted({case.gold for case in TABLE})
     assert [reason for reason in grader.check_golds(golds) if reason] == []

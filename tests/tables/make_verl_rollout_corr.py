@@ -2,8 +2,8 @@
 
     python tests/tables/make_verl_rollout_corr.py CLONE_OF_VERL
 
-The table was made with verl 1dda039b9 (August 2026). What verl imports besides and does not use here (its data
-protocol, its configuration, its devices) is replaced by empty modules.
+The table was made with verl 1dda039b9 (August 2026). What verl imports besides and does not use here (its
+data protocol, its configuration, its devices) is replaced by empty modules.
 """
 
 from __future__ import annotations
