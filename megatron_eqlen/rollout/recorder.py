@@ -298,8 +298,9 @@ def read_left(files: Sequence[Path], prompt_ids: Collection[str], with_routes: b
 
 
 def has_routes(rollout: Rollout) -> bool:
-    """Whether its prompt and all its tokens have routes."""
-    return rollout.prompt_routes is not None and all(one.routes is not None for one in rollout.segments())
+    """Whether all its tokens have routes, and its prompt if there are any."""
+    routes = [one.routes for one in rollout.segments() if len(one)]
+    return not routes or all(one is not None for one in (rollout.prompt_routes, *routes))
 
 
 def left_files(folder: Path) -> list[Path]:

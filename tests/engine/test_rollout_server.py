@@ -41,7 +41,7 @@ def make_recipe(urls: list[str], **over) -> Recipe:
     return parse(
         {
             "name": "t", "steps": 1, "group_size": 4,
-            "model": {"path": str(folder("qwen3")), "dtype": "float32"},
+            "model": {"path": str(folder("qwen3_moe")), "dtype": "float32"},
             "data": {"sources": [{"name": "s", "path": "none"}], "max_prompt_length": 50},
             "rollout": rollout | {"engine": "server", "servers": urls} | over,
         },
@@ -62,10 +62,10 @@ def open_engine(recipe: Recipe) -> ServerEngine:
 @pytest.fixture(scope="module")
 def servers():
     """Two real servers: {url: process}. (``tests/job`` has one that starts as a user starts it.)"""
-    started = {}
+    started, started_with = {}, make_recipe(["http://unknown"], keep_routes=True)
     try:
         for port in free_ports(2):
-            (_, *command), environ = server_command(make_recipe(["http://unknown"]), port, "127.0.0.1")
+            (_, *command), environ = server_command(started_with, port, "127.0.0.1")
             started[f"http://127.0.0.1:{port}"] = jobs.start(*command, **named(), **ENVIRON, **environ)
         for url, process in started.items():
             wait_until_up(url, process)
@@ -81,6 +81,7 @@ def assert_same(found: list[Rollout], expected: list[Rollout]) -> None:
         (r.prompt_id, r.index, r.outcome, len(r.pairs)) for r in expected
     ]
     for one, other in zip(found, expected, strict=True):
+        assert np.array_equal(one.prompt_routes, other.prompt_routes)
         for a, b in zip(one.segments(), other.segments(), strict=True):
             assert replace(a, logprobs=[]) == replace(b, logprobs=[])
             assert np.abs(np.array(a.logprobs) - np.array(b.logprobs)).max() < 2e-5
@@ -102,7 +103,7 @@ def test_sampling_masks_come_from_servers_that_were_started_without(servers):
 def begin_a_sync_and_die(engine: ServerEngine) -> None:
     """What a trainer leaves behind that is killed when a layer has some of its new weights."""
     name = "model.layers.0.self_attn.q_proj.weight"
-    weight = load_file(folder("qwen3", 2) / "model.safetensors")[name]
+    weight = load_file(folder("qwen3_moe", 2) / "model.safetensors")[name]
     engine.pool.post("start_weight_update")
     assert isinstance(engine.sender, tcp_sender.TcpSender)
     feed = engine.sender._feed(engine.pool.replicas[0])
@@ -113,8 +114,8 @@ def begin_a_sync_and_die(engine: ServerEngine) -> None:
 
 def test_two_servers_harvest_what_one_process_does_through_a_sync_and_a_death(servers, monkeypatch):
     monkeypatch.setattr(tcp_sender, "BUCKET_BYTES", 20_000)  # layers are split between several
-    recipe = make_recipe(list(servers))
-    weights = load_file(folder("qwen3", 1) / "model.safetensors")
+    recipe = make_recipe(list(servers), keep_routes=True)
+    weights = load_file(folder("qwen3_moe", 1) / "model.safetensors")
     local = open_local(recipe)
     remote = open_engine(recipe)
 
@@ -127,12 +128,13 @@ def test_two_servers_harvest_what_one_process_does_through_a_sync_and_a_death(se
     assert metrics["engine/preemptions"] == 0
 
     begin_a_sync_and_die(remote)
-    check = SyncCheck()
+    check, send = SyncCheck(), remote.sender.send
+    before = load_file(folder("qwen3_moe", 0) / "model.safetensors")
     for seed in (0, 2, 1):
-        sent = load_file(folder("qwen3", seed) / "model.safetensors")
+        sent = load_file(folder("qwen3_moe", seed) / "model.safetensors")
         with monkeypatch.context() as planted:
             if seed == 2:
-                planted.setattr(remote.sender, "send", lambda stream: len(list(stream)))
+                planted.setattr(remote.sender, "send", lambda stream: (list(stream), send(before.items()))[1])
             remote.update_weights(check.passing(sent.items()), 1)
         assert check.stale(remote.probe()) == (list(servers) if seed == 2 else [])
     local.update_weights(iter(weights.items()), 1)
@@ -215,9 +217,10 @@ class Fake:
         if request.match_info["name"] == "update_weights" and "host" in body["update_info"]:
             return await self.update_weights(request, body["update_info"])
         if body and body.get("method") == "eqlen_setup":
-            return web.json_response({"results": [{"vocab_size": 96, "max_model_len": self.max_model_len}]})
-        if body and body.get("method") == "eqlen_removed_mass":
-            return web.json_response({"results": [[0.0, 0]]})
+            limits = {"vocab_size": 96, "max_model_len": self.max_model_len, "routes": 0}
+            return web.json_response({"results": [limits]})
+        if body and body.get("method") == "eqlen_counts":
+            return web.json_response({"results": [[0.0, 0, 0.0]]})
         if request.match_info["name"] == "finish_weight_update":
             self.version = body["weight_version"]
         return web.json_response({})
@@ -345,7 +348,7 @@ def test_a_replica_that_restarted_with_old_weights_is_noticed(fake, monkeypatch,
     slow, good = fake("slow"), fake()
 
     def restart(engine):
-        engine.update_weights(iter(load_file(folder("qwen3", 1) / "model.safetensors").items()), 7)
+        engine.update_weights(iter(load_file(folder("qwen3_moe", 1) / "model.safetensors").items()), 7)
         slow.version = "default"
 
     found, metrics = harvest_independent([slow, good], restart)
@@ -371,7 +374,7 @@ def test_servers_that_do_not_fit_are_refused(fake):
 
 
 def new_weights() -> dict[str, torch.Tensor]:
-    return load_file(folder("qwen3", 1) / "model.safetensors")
+    return load_file(folder("qwen3_moe", 1) / "model.safetensors")
 
 
 def assert_bits_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

@@ -7,13 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.rollout import recorder
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.types import Prompt, Rollout, Stream, joined
-from tests.kit.rollout_kit import EOS, folder, open_engine
+from tests.engine.test_rollout_vllm import Killed, mortal
+from tests.kit.rollout_kit import DTYPES, EOS, folder, open_engine
 from tests.pure.test_rollout_harvest import make_recipe
 
 PROMPTS = [Prompt(f"p{i}", [5 + i, 6, 7, 8] * 17, "?", "math", "1", number=i) for i in range(4)]
@@ -57,32 +60,42 @@ def paths(rollout: Rollout):
         yield tokens, joined([rollout.prompt_routes, *(one.routes for one in whole)])
 
 
-def router_logits(path: Path, tokens: list[int]) -> np.ndarray:
-    """[tokens, layers, experts] float32"""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    found = []
-    for name, module in model.named_modules():
-        if name.endswith("mlp.gate"):
-            module.register_forward_hook(lambda gate, args, _: found.append(args[0] @ gate.weight.T))
+def router_logits(model, tokens: list[int], routes: np.ndarray) -> np.ndarray:
+    """[tokens - 1, layers, experts] float32, of what comes into each layer after those before it took the
+    experts of ``routes``."""
+    found: list[torch.Tensor] = []
+
+    def replay(router, _, output):
+        logits, weights, experts = output
+        experts, layer = experts.clone(), len(found)
+        experts[: len(routes)] = torch.from_numpy(routes[:, layer].astype(np.int64))
+        found.append(logits)
+        weights = logits.softmax(-1).gather(1, experts)
+        return logits, weights / weights.sum(-1, keepdim=True), experts
+
+    gates = (module for name, module in model.named_modules() if name.endswith("mlp.gate"))
+    hooks = [gate.register_forward_hook(replay) for gate in gates]
     with torch.no_grad():
         model(torch.tensor([tokens]))
-    return torch.stack([one.reshape(len(tokens), -1) for one in found], 1).numpy()
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(found, 1)[:-1].numpy()
 
 
-def check(path: Path, rollouts: list[Rollout], round_off: float) -> None:
-    """Rows are what Transformers chooses, wherever its choice is clear of round-off."""
+def check(path: Path, rollouts: list[Rollout], dtype: torch.dtype, round_off: float) -> None:
+    """Rows are what Transformers chooses, from weights of ``dtype``, wherever its choice is clear of
+    round-off."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).float()
     compared = []
     for rollout in rollouts:
         for tokens, routes in paths(rollout):
-            logits = router_logits(path, tokens)[:-1]
+            logits = router_logits(model, tokens, routes)
             order = np.argsort(-logits, axis=-1)
-            ranked = np.take_along_axis(logits, order, -1)
-            k = routes.shape[-1]
+            ranked, k = np.take_along_axis(logits, order, -1), routes.shape[-1]
             clear = ranked[..., k - 1] - ranked[..., k] > round_off
-            same = (np.sort(order[..., :k]) == np.sort(routes)).all(-1)
-            assert same[clear].all()
+            assert (np.sort(order[..., :k]) == np.sort(routes)).all(-1)[clear].all()
             compared.append(clear.mean())
-    assert np.mean(compared) > 0.5, compared
+    assert np.mean(compared) > 0.5
 
 
 @pytest.mark.parametrize("sampling", ["equal_length", "tree"])
@@ -90,4 +103,53 @@ def test_recorded_experts_are_those_of_transformers(engine, sampling):
     over = (
         {"objective": "treerpo", "tree_sampling": {"branching": 2, "depth": 3}} if sampling == "tree" else {}
     )
-    check(folder("qwen3_moe"), harvested(engine, sampling=sampling, **over), 1e-4)
+    rollouts = harvested(engine, sampling=sampling, **over)
+    check(folder("qwen3_moe"), rollouts, torch.float32, 1e-4)
+
+
+def test_routes_do_not_depend_on_what_the_cache_held_or_how_a_prefill_was_cut(engine):
+    """A prefix that another request computed, one from a harvest before, prefills of 64 tokens, and a cache
+    so small that requests are pushed out of it and computed again."""
+    engine.reset_cache()
+    want = harvested(engine)
+    again, metrics = harvest(engine, PROMPTS, recipe_of(), EOS, seed=3)
+    assert again == want
+    routes = [s.routes for one in want for s in one.segments()] + [one.prompt_routes for one in want]
+    assert metrics["harvest/route_bytes"] == sum(one.nbytes for one in routes)
+    assert metrics["engine/route_seconds"] > 0
+    small = open_engine(
+        folder("qwen3_moe"), temperature=1.0, keep_routes=True, max_num_batched_tokens=64, kv_cache_gib=0.0005
+    )
+    found, metrics = harvest(small, PROMPTS, recipe_of(), EOS, seed=3)
+    small.close()
+    assert metrics["engine/preemptions"] > 0
+    assert found == want
+
+
+def test_a_killed_harvest_goes_on_with_the_routes_that_it_had(engine, tmp_path, monkeypatch):
+    want = harvested(engine)
+    monkeypatch.setattr(recorder, "INTERVAL", 0.0)
+    monkeypatch.setattr(engine, "step", mortal(engine.step, 30))
+    with pytest.raises(Killed), recorder.Recorder(tmp_path / "rank-0.arrow") as killed:
+        harvest(engine, PROMPTS, recipe_of(), EOS, seed=3, recorder=killed)
+    monkeypatch.undo()
+    names = [prompt.prompt_id for prompt in PROMPTS]
+    left = recorder.read_left(recorder.left_files(tmp_path), names, with_routes=True)
+    assert len(left.tracks) > 8
+    with recorder.Recorder(tmp_path / "rank-0.arrow") as resumed:
+        found, _ = harvest(
+            engine, PROMPTS, recipe_of(), EOS, seed=3, recorder=resumed, done=left.rollouts,
+            known=left.tracks, generated_before=left.generated_tokens, prompt_routes=left.prompt_routes,
+        )  # fmt: skip
+    assert found == want
+    assert recorder.read_step(tmp_path) == want
+
+
+def test_routes_follow_a_weight_sync_and_the_hybrid_models():
+    """Of Qwen3-Next in bfloat16, the only type that vLLM's CPU build has for it."""
+    kind = "qwen3_next"
+    engine = open_engine(folder(kind), dtype=DTYPES[kind], temperature=1.0, keep_routes=True)
+    weights = load_file(folder(kind, 1) / "model.safetensors")
+    engine.update_weights(((name, weight.bfloat16()) for name, weight in weights.items()), 1)
+    check(folder(kind, 1), harvested(engine), torch.bfloat16, 0.25)
+    engine.close()

@@ -65,6 +65,11 @@ OTHERS = {
         "expected rollouts of sampling: equal_length, found independent",
     ),
     "nothing": ([], {}, "expected rollouts of sampling: equal_length, found none"),
+    "no routes": (
+        streams_of(3, 2),
+        {"rollout": {"max_response_length": 192, "keep_routes": True}},
+        r"expected routes .*keep_routes: true\), found tokens without: .* With rollout\.keep_routes=false",
+    ),
     "a run stopped in the middle": (streams_of(3, 2)[:-1], {}, "expected 2 rollouts .*, found 1 of a#2"),
 }
 

@@ -20,6 +20,7 @@ from megatron_eqlen.rollout.record_format import BATCH_TOKENS, SEGMENTS
 from megatron_eqlen.rollout.recorder import (
     Recorder,
     fill_token_ids,
+    has_routes,
     left_files,
     read_dump,
     read_left,
@@ -34,6 +35,7 @@ from megatron_eqlen.rollout.recorder import (
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.types import (
     Delta,
+    Elsewhere,
     Grade,
     Group,
     Pair,
@@ -56,10 +58,12 @@ STREAM = Stream(
     [Pair(Segment([1, 9], [-0.1, -1e-9 / 3], "stop", GRADE), Segment([3, 4], [-1 / 3, -12.0]))],
     "truncated", Segment([7], [-np.inf], "length"),
 )  # fmt: skip
+ROUTES = np.arange(36, dtype=np.uint16).reshape(3, 4, 3) * 900
 GROUP = Group(prompt("p"), 0, [
-    Segment([1], [-0.5], "stop", sampling_mask=[(1, 4)]),
-    Segment([2, 2], [-0.1, -0.7], sampling_mask=[(2,), (0, 2, 9)], versions=((0, 3), (1, 1 << 40))),
-])  # fmt: skip
+    Segment([1], [-0.5], "stop", sampling_mask=[(1, 4)], routes=ROUTES[:1]),
+    Segment([2, 2], [-0.1, -0.7], sampling_mask=[(2,), (0, 2, 9)], versions=((0, 3), (1, 1 << 40)),
+            routes=ROUTES[1:]),
+], prompt_routes=ROUTES[:0])  # fmt: skip
 TREE = SampledTree(
     prompt("t", 9), 3, [Segment([4], [-1.0]), Segment([5], [-2.0], "stop", GRADE)], [-1, 0], numbers=[1, 4]
 )  # fmt: skip
@@ -72,6 +76,27 @@ def test_rollouts_and_grades_read_back_identically(tmp_path):
     assert read_dump(path) == [STREAM, GROUP, TREE]
     assert read_dump(path) != [STREAM, TREE, GROUP]
     assert [rollout_key(r) for r in read_dump(path)] == [("deepmath/a.parquet#17", 2), ("p", 0), ("t", 0)]
+
+
+def test_routes_are_recorded_as_the_recipe_says(tmp_path):
+    """In the record they take what the experts' numbers hold: 7 bits of 8 with 128 experts."""
+    routes = np.random.default_rng(0).integers(0, 128, (20_000, 48, 8)).astype(np.uint8)
+    segment = Segment(np.ones(20_000), np.zeros(20_000), "stop", routes=routes)
+    group = Group(prompt("p"), 0, [segment], prompt_routes=routes[:0])
+    bare = replace(group, completions=[replace(segment, routes=None)], prompt_routes=None)
+    for with_routes in (True, False):
+        path = tmp_path / str(with_routes) / "rank-0.arrow"
+        with Recorder(path, with_routes) as recorder:
+            recorder.write(group)
+        assert read_step(path.parent) == [group if with_routes else bare]
+        assert read_step(path.parent, with_routes=False) == [bare]
+        assert read_left([path], ["p"], with_routes=True).rollouts == [group] * with_routes
+        assert path.stat().st_size < (0.9 if with_routes else 0.001) * routes.nbytes
+    (found,) = read_skeletons([tmp_path / "True" / "rank-0.arrow"])
+    assert found.completions[0].routes == Elsewhere(20_000, (48, 8), "uint8")
+    assert found.prompt_routes == Elsewhere(0, (48, 8), "uint8")
+    assert has_routes(EMPTY), "without tokens there is nothing to route"
+    assert not has_routes(bare)
 
 
 def test_every_attempt_at_a_step_has_a_file_of_its_own(tmp_path):
@@ -119,7 +144,6 @@ def test_a_flipped_bit_is_found(tmp_path):
 
 def test_kill_9_loses_nothing_that_was_written(tmp_path, caplog):
     script = f"""
-import time
 from megatron_eqlen.rollout.recorder import Recorder
 from megatron_eqlen.types import Group, Prompt, Segment
 recorder = Recorder({str(tmp_path / "rank-0.arrow")!r})
@@ -127,7 +151,7 @@ for i in range(10**9):
     prompt = Prompt(str(i), [1], "?", "math", "1", number=i)
     recorder.write(Group(prompt, 0, [Segment(list(range(50)), [-0.5] * 50, "stop")]))
     if i == 20:
-        time.sleep(1)
+        recorder._thread.submit(int).result()  # after all that was put before
         print("written", flush=True)
 """
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
@@ -182,7 +206,9 @@ def shape(rollout) -> list:
     """All that is decided from without arrays."""
     facts = [(len(s), s.finish_reason, s.grade, s.sampling_mask is not None) for s in rollout.segments()]
     ended = [(s.finish_reason, len(response)) for s, response in rollout.ended()]
-    return [rollout_key(rollout), training_order(rollout), rollout.policy_version, facts, ended]
+    routes = [rollout.prompt_routes, *(s.routes for s in rollout.segments())]
+    shapes = [one if one is None else one.shape for one in routes]
+    return [rollout_key(rollout), training_order(rollout), rollout.policy_version, facts, ended, shapes]
 
 
 def test_skeletons_have_everything_but_arrays(tmp_path):
@@ -268,15 +294,18 @@ def test_what_weights_of_another_version_generated_is_set_aside(tmp_path, caplog
     assert "generated with policy version 0, 5, but this run is at 0" in caplog.text
 
 
-def grown(track: Track, tokens: list[int], masks: bool, version: int = 7) -> Track:
+def grown(track: Track, tokens: list[int], extras: bool, version: int = 7) -> Track:
     for token in tokens:
-        kept = [(token, token + 1)] if masks else None
-        track.extend(Delta(track.request_id, [token], [-token / 7], sampling_mask=kept), version)
+        delta = Delta(track.request_id, [token], [-token / 7])
+        if extras:
+            delta.sampling_mask, delta.routes = [(token, token + 1)], ROUTES[:1] + token
+            track.prompt_routes = ROUTES[:2]
+        track.extend(delta, version)
     return track
 
 
-@pytest.mark.parametrize("masks", [True, False])
-def test_cut_at_any_byte_a_journal_holds_what_all_tracks_had_at_one_moment(tmp_path, masks):
+@pytest.mark.parametrize("extras", [True, False])
+def test_cut_at_any_byte_a_journal_holds_what_all_tracks_had_at_one_moment(tmp_path, extras):
     tracks = [Track(prompt("a/b", 1), 0, number, [], 99, frozenset([9]), 0) for number in range(2)]
     recorder = Recorder(tmp_path / "rank-0.arrow")
     for track in tracks:
@@ -284,8 +313,8 @@ def test_cut_at_any_byte_a_journal_holds_what_all_tracks_had_at_one_moment(tmp_p
     moments: list[dict[str, Segment]] = [{}]
     for tokens in ([1, 2], [3], [], [4, 5, 9]):
         for track in tracks[: 1 + len(tokens) % 2]:
-            grown(track, tokens[:1], masks)
-            grown(track, tokens[1:], masks, version=8)  # weights change between two looks at the tracks
+            grown(track, tokens[:1], extras)
+            grown(track, tokens[1:], extras, version=8)  # weights change between two looks at the tracks
         recorder.tick(ended=True)
         recorder._thread.submit(int).result()  # it is written now
         moments.append({one.name: replace(one.segment(0), finish_reason=None) for one in tracks if len(one)})
@@ -294,7 +323,9 @@ def test_cut_at_any_byte_a_journal_holds_what_all_tracks_had_at_one_moment(tmp_p
     seen = []
     for size in (*range(0, len(data), 37), len(data)):
         journal.write_bytes(data[:size])
-        left = read_left(left_files(tmp_path), ["a/b"])
+        left = read_left(left_files(tmp_path), ["a/b"], with_routes=extras)
+        assert set(left.prompt_routes) == ({("a/b", 0)} if extras and left.tracks else set())
+        assert all(np.array_equal(one, ROUTES[:2]) for one in left.prompt_routes.values())
         seen.append(moments.index(left.tracks))
         assert left.generated_tokens == sum(map(len, left.tracks.values()))
         assert read_left(left_files(tmp_path), ["a"]).tracks == {}
@@ -309,7 +340,7 @@ def test_a_journal_of_another_version_is_set_aside_too(tmp_path):
     recorder = Recorder(folder / "rank-0.arrow")
     track = Track(prompt("a"), 0, 0, [], 99, frozenset([9]), 0)
     recorder.follow(track)
-    grown(track, [1, 2], masks=False, version=2)
+    grown(track, [1, 2], extras=False, version=2)
     recorder.tick(ended=True)
     recorder._thread.submit(int).result()
     set_aside_stale(folder, 3)

@@ -57,7 +57,7 @@ def read_event(request_id: str, event: dict[str, Any], masked: bool = False) -> 
     reason = choice["finish_reason"]
     chosen = (choice["logprobs"] or {"content": []})["content"]
     tokens = choice["token_ids"] or []
-    prompt_routes, routes = split_routes(_routes(choice["routed_experts"]), len(tokens))
+    prompt_routes, routes = split_routes(_routes(choice.get("routed_experts")), len(tokens))
     return Delta(
         request_id,
         tokens,

@@ -73,7 +73,8 @@ class RouteCapture:
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
-        self.on = True
+        self.sent = True
+        """Whether outputs hold rows. Slots are always written: later requests may find what is cached now."""
         self.seconds = 0.0
         """Of the engine's time, for copying and sorting rows."""
         self.capturer = RoutedExpertsCapturer(runner.max_num_tokens, runner.vllm_config)
@@ -183,7 +184,7 @@ class RoutesWorker(PlatformWorker):
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         computed = self.model_runner.execute_model_state is not None
-        pending = self.routes.begin() if computed and self.routes.on and self._answers() else None
+        pending = self.routes.begin() if computed and self._answers() else None
         output = super().sample_tokens(grammar_output)
         if pending is None:
             return output
@@ -208,7 +209,9 @@ class _WithRoutes(AsyncModelRunnerOutput):
 
 
 def _with_routes(output: Any, pending: PendingRoutes) -> Any:
-    output.aux_output_connector_output = pending.finish()
+    routes = pending.finish()
+    if pending.capture.sent:
+        output.aux_output_connector_output = routes
     return output
 
 

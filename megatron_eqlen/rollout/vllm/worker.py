@@ -116,7 +116,7 @@ class WorkerExtension:
         self.model_runner.sampler = PathSampler(self.model_runner, logprobs_mode == "processed", mask_width)
         routes = self._eqlen_routes()
         if routes is not None:
-            routes.on = keep_routes
+            routes.sent = keep_routes
         return {
             "routes": int(routes is not None),
             "vocab_size": self.model_config.get_vocab_size(),
