@@ -98,7 +98,7 @@ def differences(folder: str, changes: dict[str, Any]) -> tuple[float, float, boo
     )
 
 
-@pytest.mark.parametrize("name", ["DP 2", "VPP 2", "EP 2", slow("TP 2, DeltaNet")])
+@pytest.mark.parametrize("name", ["DP 2", "VPP 2", slow("EP 2"), slow("TP 2, DeltaNet")])
 def test_updates_on_the_host_are_those_on_the_device(folders, name):
     """Two implementations of one formula in float32: 1e-6 of the largest main weight after 4 steps."""
     for main, norm, *wrong in run_ranks(2, differences, *changes_of(folders, name)):
@@ -141,7 +141,7 @@ def same(one: Policy, other: Policy) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("name", "resharding"), [("DP 2", "data_parallel"), slow("EP 2", "data_parallel"), ("DP 2", "any")]
+    ("name", "resharding"), [("DP 2", "data_parallel"), slow("EP 2", "data_parallel"), slow("DP 2", "any")]
 )
 def test_a_checkpoint_goes_over_between_host_and_device_bit_for_bit(folders, tmp_path, name, resharding):
     folder, changes = changes_of(folders, name)
@@ -163,7 +163,7 @@ def gradient_bytes(folder: str, changes: dict[str, Any]) -> list[tuple[float, in
     ]
 
 
-@pytest.mark.parametrize("name", ["DP 2", "TP 2"])
+@pytest.mark.parametrize("name", [slow("DP 2"), "TP 2"])
 def test_bfloat16_gradients_take_half_the_memory_and_their_norm_is_right_to_their_precision(folders, name):
     for full, device, host in run_ranks(2, gradient_bytes, *changes_of(folders, name)):
         assert (full[0], device[0], host[0]) == (2.0, 1.0, 1.0), "bytes of gradients over bfloat16 weights'"

@@ -21,6 +21,7 @@ from megatron_eqlen.training.distributed import start, stop
 from megatron_eqlen.training.forward import run_rows
 from megatron_eqlen.types import TokenTree
 from tests.kit.distributed import run_ranks
+from tests.kit.marks import slow
 from tests.kit.routes import TOP_K, force, path_routes, routed
 from tests.kit.tiny_models import gradients_by_name, save_tiny
 from tests.kit.tree_samples import forest
@@ -164,9 +165,9 @@ def test_gradients_do_not_depend_on_the_rows(name, rows, folders, whole):
 LAYOUTS = [
     ("moe", {"tensor": 2}),
     ("some_dense", {"pipeline": 2}),
-    ("moe", {"pipeline": 2, "virtual_pipeline": 2, "recompute": "full"}),
-    ("next", {"expert": 2}),
-    ("next", {"tensor": 2, "expert": 2, "recompute": "full"}),
+    slow("moe", {"pipeline": 2, "virtual_pipeline": 2, "recompute": "full"}),
+    slow("next", {"expert": 2}),
+    slow("next", {"tensor": 2, "expert": 2, "recompute": "full"}),
 ]
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.kit.distributed import run_ranks
+from tests.kit.marks import slow
 from tests.kit.tiny_models import save_tiny
 from tests.kit.updates import layout, one_tree_a_row, update
 
@@ -15,7 +16,7 @@ def folder(tmp_path_factory):
     return str(path)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 5])
+@pytest.mark.parametrize("rows", [1, slow(2), slow(3), 5])
 def test_a_virtual_pipeline_trains_any_number_of_rows(folder, rows):
     """With the reference's and the old policy's forward passes; the padding rows change no number."""
     minibatches = [one_tree_a_row(rows)]
