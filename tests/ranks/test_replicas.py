@@ -78,8 +78,8 @@ def test_every_response_is_graded_once_and_reaches_every_rank(ranks, engine_size
 
 
 def harvest_in_step(model: Path) -> tuple[list[bool], list[bool], list[bool]]:
-    """Of each rollout after scoring: whether it is whole on this rank, whether it is what was sampled. What is
-    decided where the ranks' clocks differ."""
+    """Of each rollout after scoring: whether it is whole on this rank, whether it is what was sampled. And
+    what is decided where the ranks' clocks differ."""
     prompts, recipe, replicas = make_prompts(2), make_recipe(model, 64, kept=3), Replicas(2, decides=True)
 
     def harvested(whole: Callable[[Prompt, int], bool] | None) -> list[Rollout]:
