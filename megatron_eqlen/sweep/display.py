@@ -42,7 +42,8 @@ class Display:
 
     def ended(self, cell: Cell, taken: str) -> None:
         self.fresh += 1
-        self._set(cell, "done", f"ended after {cell.spent().steps} steps, {taken}; {self._left()}")
+        self.state[cell.name] = "done"
+        self._set(cell, "done", f"ended after {cell.spent().steps} steps, {taken}{self._left()}")
 
     def failed(self, cell: Cell, status: int, log: Path) -> None:
         self._set(cell, "failed", f"FAILED, status {status}; see {log}")
@@ -81,10 +82,10 @@ class Display:
         return [*self.state.values()].count(state)
 
     def _left(self) -> str:
-        """At the pace of the runs that this command has finished."""
+        """At the pace of the runs that this command has finished; empty after the last."""
         waiting = len(self.state) - self._count("done") - self._count("failed")
         seconds = (time.monotonic() - self.begun) / max(self.fresh, 1) * waiting
-        return f"about {duration(seconds)} left"
+        return f"; about {duration(seconds)} left" if waiting else ""
 
     def __rich__(self) -> RenderableType:
         table = Table.grid(padding=(0, 2))

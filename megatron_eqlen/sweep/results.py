@@ -66,10 +66,10 @@ def _table(sweep: SweepRecipe, table: TableRecipe, found: Sequence[Group]) -> Ta
         for method in methods
         if method != BASE and (count := _count(chosen, model, method)) < len(sweep.seeds)
     ]
-    notes = [*missing, *budget_notes(chosen)]
     named = [
         Group(one.model, BASE if one.method == BASE else sweep.label(one.method), one.runs) for one in chosen
     ]
+    notes = [*missing, *budget_notes(named)]
     if table.kind != "accuracy":
         made = {"efficiency": efficiency, "learning_tax": learning_taxes}[table.kind](named)
         return Table(table.title, made, notes)
