@@ -17,6 +17,7 @@ BENCHMARKS = {
     "convert": "speed and memory of conversion to Megatron and back",
     "trees": "forward and backward of token trees against 2N and N + 1 sequences",
     "grade": "answers a second of the math grader and the code sandbox",
+    "replay": "training on an engine with perturbed routers, with and without router replay: a paired trial",
     "host": "the processors' work around a step of the paper's size: harvest, record, share, pack, report",
     "sampler": "drawing a batch's next tokens: top-k first against the whole vocabulary",
     "packing": "fill, balance and speed of the packer on simulated streams",
