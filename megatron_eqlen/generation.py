@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -55,7 +56,7 @@ from megatron_eqlen.types import Metrics, Prompt, RolloutKey, rollout_key
 
 
 class Rollouts(Protocol):
-    """Where the loop gets its rollouts: a ``Generator`` or a ``Replay``."""
+    """Where the loop gets its rollouts: a ``Generator``, ``Ahead`` of one, or a ``Replay``."""
 
     suspended: dict[RolloutKey, int]
     """The rollouts with which the next step goes on (``rollout.carry_over``), each with the number of the
@@ -66,16 +67,8 @@ class Rollouts(Protocol):
         """The benchmarks that it can evaluate."""
         ...
 
-    def prompts(self, step: Step) -> list[Prompt]:
-        """The next prompts for ``step``, the same on every rank; an empty list when it has enough."""
-        ...
-
-    def harvest(self, step: Step, prompts: list[Prompt]) -> Batch:
-        """This replica's share of the rollouts of ``prompts``."""
-        ...
-
-    def score(self, step: Step, harvested: Batch) -> Batch:
-        """All replicas' rollouts, graded; with dynamic sampling only those that ``step`` keeps."""
+    def collect(self, step: Step) -> Step:
+        """The step with its scored rollouts."""
         ...
 
     def check(self, first: int) -> None:
@@ -101,7 +94,28 @@ class Rollouts(Protocol):
         ...
 
 
-class Generator:
+class InTurn(ABC):
+    """Collects a step's rollouts when it is asked for them, of as many batches of prompts as it needs."""
+
+    def collect(self, step: Step) -> Step:
+        while prompts := self.prompts(step):
+            step = step.add(self.score(step, self.harvest(step, prompts)))
+        return step
+
+    @abstractmethod
+    def prompts(self, step: Step) -> list[Prompt]:
+        """The next prompts for ``step``, the same on every rank; an empty list when it has enough."""
+
+    @abstractmethod
+    def harvest(self, step: Step, prompts: list[Prompt]) -> Batch:
+        """This replica's share of the rollouts of ``prompts``."""
+
+    @abstractmethod
+    def score(self, step: Step, harvested: Batch) -> Batch:
+        """All replicas' rollouts, graded; with dynamic sampling only those that ``step`` keeps."""
+
+
+class Generator(InTurn):
     """Rollouts from this rank's engine, recorded under ``streams`` as they complete.
 
     ``synced``: weights come from a policy before anything is generated; otherwise those at
@@ -176,7 +190,7 @@ class Generator:
         replicas, mine = self.session.replicas, self.session.replicas.share(prompts)
         asked = {prompt.prompt_id for prompt in mine}
         if self.left[0] != step.number:
-            agree(lambda: set_aside_stale(self.streams / step.name, step.policy_version))
+            self._set_aside_stale(step)
             self.left = step.number, agree(lambda: left_files(self.streams / step.name))
         rollout = self.recipe.rollout
         left = read_left(self.left[1], asked, rollout.keep_routes)
@@ -204,6 +218,7 @@ class Generator:
                 whole=replicas.keeps,
                 carried=carried,
                 together=replicas.together,
+                oldest_version=self._oldest_version(step),
             )
         position = self.source.state_dict() if self.source is not None else None
         combined = replicas.combine(metrics)  # every rank has read what is removed now
@@ -276,11 +291,23 @@ class Generator:
     def disagreement(self, mismatch: float | None) -> str | None:
         return self.watch.see(mismatch) if self.recipe.rollout.comparable else None
 
+    def _set_aside_stale(self, step: Step) -> None:
+        rollout, folder = self.recipe.rollout, self.streams / step.name
+        tokens = rollout.staleness > 0 and not rollout.carry_over  # carried ones are older
+        newest = math.inf if rollout.staleness else step.policy_version
+        agree(lambda: set_aside_stale(folder, step.policy_version, newest, tokens))
+
+    def _oldest_version(self, step: Step) -> int | None:
+        """Of the weights that may have sampled a token of ``step``."""
+        if not self.recipe.rollout.staleness:
+            return None
+        return 0 if self.recipe.rollout.carry_over else step.policy_version
+
     def _file(self, step: Step) -> Path:
         return self.streams / step.name / f"rank-{dist.get_rank()}.arrow"
 
 
-class Replay:
+class Replay(InTurn):
     """Rollouts that a run recorded, instead of an engine; each rank reads a share of them."""
 
     benchmarks: Sequence[BenchmarkRecipe] = ()

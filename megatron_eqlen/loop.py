@@ -7,6 +7,8 @@
 Trainer and engine share GPUs: the engine sleeps while the trainer has its memory, and the trainer is parked
 while the engine is awake (``phases.py`` has the table).
 
+With ``rollout.staleness`` the rollouts are collected while earlier steps train (``ahead.py``).
+
 ``Session``, ``Policy`` and ``Rollouts`` (an engine, or a run's record) live as long as the process, a ``Run``
 as long as its folder, a ``Step`` from ``begin`` to ``end``.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron_eqlen.ahead import Ahead
 from megatron_eqlen.files import write_text
 from megatron_eqlen.generation import Generator, Replay, Rollouts
 from megatron_eqlen.recipe import Recipe
@@ -36,12 +39,12 @@ def train(recipe: Recipe, replay: Path | None = None) -> None:
         policy = Policy(recipe)
         run.load(policy)
         policy.park()  # the engine is built where it will live: in what the trainer leaves free
-        rollouts = Replay(session, replay) if replay else Generator(session, run.folder.streams)
+        rollouts = start_rollouts(session, run.folder.streams, replay)
         run.resume(rollouts)
         rollouts.update_weights(policy)
         run.evaluate("before", rollouts)
         while run.goes_on():
-            step = collect(rollouts, run.begin(policy))
+            step = rollouts.collect(run.begin(policy))
             step, trees = run.build_trees(step)
             rollouts.sleep()
             step = step.log(run.finish_checkpoint())
@@ -67,7 +70,7 @@ def harvest_only(recipe: Recipe, out: Path) -> None:
         if distributed.is_rank0():
             out.mkdir(parents=True, exist_ok=True)
             write_text(out / "recipe.yaml", dump(recipe))
-        collect(Generator(session, out, synced=False), Step(number=0, policy_version=0))
+        Generator(session, out, synced=False).collect(Step(number=0, policy_version=0))
 
 
 def evaluate_only(recipe: Recipe, out: Path) -> None:
@@ -76,8 +79,9 @@ def evaluate_only(recipe: Recipe, out: Path) -> None:
         evaluate(session, Generator(session, out.parent, synced=False), out, "model")
 
 
-def collect(rollouts: Rollouts, step: Step) -> Step:
-    """The step with its scored rollouts, of as many batches of prompts as it needs."""
-    while prompts := rollouts.prompts(step):
-        step = step.add(rollouts.score(step, rollouts.harvest(step, prompts)))
-    return step
+def start_rollouts(session: Session, streams: Path, replay: Path | None) -> Rollouts:
+    """What the recipe's rollouts come from; they are recorded under ``streams``."""
+    if replay is not None:
+        return Replay(session, replay)
+    generator = Generator(session, streams)
+    return Ahead(generator) if session.recipe.rollout.staleness else generator

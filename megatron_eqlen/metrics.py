@@ -105,6 +105,8 @@ CHECKPOINT_WRITE_SECONDS = "checkpoint/write_seconds"
 TIME_PARK, TIME_UNPARK, TIME_CHECKPOINT = "time/park", "time/unpark", "time/checkpoint"
 PARKED_BYTES = "memory/parked_bytes"
 TIME_STEP = "time/step"
+TIME_ENGINE_IDLE, TIME_TRAINER_IDLE = "time/engine_idle", "time/trainer_idle"
+EFFECTIVE_PER_GPU_SECOND = "objective/effective_per_gpu_second"
 TIME_GPU_HOURS = "time/gpu_hours"
 TOTAL_GENERATED_TOKENS, TOTAL_FLOPS = "total/generated_tokens", "total/flops"
 HARVEST_PROMPT_TOKENS = "harvest/prompt_tokens"
@@ -113,7 +115,8 @@ HARVEST_CONTEXT = "harvest/context"
 HARVEST_FLOPS, TRAIN_FLOPS = "harvest/flops", "train/flops"
 PACKING_CONTEXT = "packing/context"
 STAGES = (
-    "harvest", "score", "trees", "unpark", "train", "park", "sync", "evaluate", "checkpoint", "export",
+    "harvest", "score", "wait", "trees", "unpark", "train", "park", "sync", "evaluate", "checkpoint",
+    "export",
 )  # fmt: skip
 """The stages of a step, each measured as ``time/NAME``."""
 
@@ -210,6 +213,7 @@ DECLARED = (
     Metric(OBJECTIVE_ZERO_ADVANTAGE_FRACTION, "share", mean(OBJECTIVE_UNITS), "units without advantage"),
     Metric(OBJECTIVE_EFFECTIVE_SAMPLES, "members", "sum", "with non-zero advantage: the paper's count"),
     Metric("objective/effective_per_1k_tokens", "members", mean(HARVEST_GENERATED_TOKENS), "per 1,000"),
+    Metric(EFFECTIVE_PER_GPU_SECOND, "members/s", "last", "of the whole step, on all GPUs of the run"),
     Metric("objective/supervised_tokens", "tokens", "sum", "in trained units"),
     Metric("objective/pairs", "pairs", "sum", "pairs with rewards"),
     Metric(OBJECTIVE_PAIRS_PER_STREAM, "pairs", mean("harvest/streams"), "pairs with rewards"),
@@ -288,6 +292,8 @@ DECLARED = (
     Metric(PARKED_BYTES, "bytes", "max", "freed on rank 0's GPU while the engine is awake"),
     # ---- time: of a step's stages, and evaluation ---------------------------------------------------------
     Metric(TIME_STEP, "s", "max", "the whole step", in_turn="sum"),
+    Metric(TIME_ENGINE_IDLE, "s", "max", "without harvest or evaluation", in_turn="sum"),
+    Metric(TIME_TRAINER_IDLE, "s", "max", "without trees, training, sync, checkpoint", in_turn="sum"),
     Metric(TIME_GPU_HOURS, "h", "last", "of the run so far, evaluations not counted"),
     Metric(TOTAL_GENERATED_TOKENS, "tokens", "last", "of the run so far, evaluations not counted"),
     Metric(TOTAL_FLOPS, "FLOPs", "last", "of the run so far, evaluations not counted"),

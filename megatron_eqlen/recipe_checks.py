@@ -22,7 +22,8 @@ def check(recipe: Recipe) -> None:
     _check_engine(recipe.rollout)
     _check_sampling_mask(recipe.rollout)
     _check_mismatch(recipe.rollout)
-    _check_carry_over(recipe)
+    _check_carry_over(recipe.rollout)
+    _check_off_policy(recipe)
     _check_keep_streams(recipe)
     _check_memory(recipe)
     layout.check(recipe)
@@ -104,6 +105,11 @@ def _check_engine(rollout: RolloutRecipe) -> None:
         )
     if rollout.engine == "server" and not rollout.servers:
         raise ValueError("rollout.servers: expected at least one URL with rollout.engine: server, found none")
+    if rollout.staleness and rollout.engine != "server":
+        raise ValueError(
+            f"rollout.staleness: {rollout.staleness} needs rollout.engine: server, found {rollout.engine}: a "
+            f"colocated engine sleeps while the trainer works"
+        )
 
 
 def _check_sampling_mask(rollout: RolloutRecipe) -> None:
@@ -130,8 +136,7 @@ def _check_mismatch(rollout: RolloutRecipe) -> None:
         )
 
 
-def _check_carry_over(recipe: Recipe) -> None:
-    rollout, loss = recipe.rollout, recipe.loss
+def _check_carry_over(rollout: RolloutRecipe) -> None:
     if not rollout.carry_over:
         return
     if rollout.tokens_per_step is None and rollout.seconds_per_step is None:
@@ -139,9 +144,16 @@ def _check_carry_over(recipe: Recipe) -> None:
             "rollout.carry_over: true needs rollout.tokens_per_step or rollout.seconds_per_step, which end a "
             "step's harvest before all is finished; found neither"
         )
-    if loss.old_logprobs == "recompute" and loss.rollout_is == "none" and not loss.rollout_rs:
+
+
+def _check_off_policy(recipe: Recipe) -> None:
+    """Tokens that older weights sampled must not train as if they were new."""
+    rollout, loss = recipe.rollout, recipe.loss
+    key = "carry_over: true" if rollout.carry_over else f"staleness: {rollout.staleness}"
+    corrected = loss.old_logprobs == "rollout" or loss.rollout_is != "none" or loss.rollout_rs
+    if (rollout.carry_over or rollout.staleness) and not corrected:
         raise ValueError(
-            "rollout.carry_over: true trains tokens that older weights sampled, and nothing corrects for it: "
+            f"rollout.{key} trains tokens that older weights sampled, and nothing corrects for it: "
             "set loss.rollout_is: token or sequence (decoupled PPO), loss.rollout_rs, or loss.old_logprobs: "
             "rollout (see objectives/README.md)"
         )

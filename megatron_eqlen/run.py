@@ -16,13 +16,16 @@ from megatron_eqlen.files import CheckpointError, step_name
 from megatron_eqlen.generation import Rollouts
 from megatron_eqlen.hf.config import ModelConfig, read_config
 from megatron_eqlen.metrics import (
+    EFFECTIVE_PER_GPU_SECOND,
     HARVEST_GENERATED_TOKENS,
     OBJECTIVE_EFFECTIVE_SAMPLES,
     OBJECTIVE_UNITS,
     PACKING_TOKENS,
     TIME_CHECKPOINT,
+    TIME_ENGINE_IDLE,
     TIME_GPU_HOURS,
     TIME_STEP,
+    TIME_TRAINER_IDLE,
     TOTAL_FLOPS,
     TOTAL_GENERATED_TOKENS,
     TRAIN_SKIPPED_UPDATES,
@@ -40,6 +43,7 @@ from megatron_eqlen.report.worst import write as write_worst
 from megatron_eqlen.run_folder import RunFolder
 from megatron_eqlen.session import Session
 from megatron_eqlen.step import Step
+from megatron_eqlen.timeline import ENGINE, TRAINER
 from megatron_eqlen.training import checkpoint, distributed
 from megatron_eqlen.training.agreement import MismatchError
 from megatron_eqlen.training.distributed import agree
@@ -200,7 +204,8 @@ class Run:
 
     def end(self, step: Step) -> None:
         """Count the step, and write its metrics."""
-        taken = time.perf_counter() - step.started
+        now, timeline = time.perf_counter(), self.session.timeline
+        taken = now - step.started
         worked = taken - step.metrics.get("time/evaluate", 0.0)
         self._check_held()
         flops = counted(self.recipe, self.model, step.metrics)
@@ -216,9 +221,17 @@ class Run:
             TOTAL_GENERATED_TOKENS: self.spent.generated_tokens,
             TOTAL_FLOPS: self.spent.flops,
         }
-        metrics = step.metrics | flops | {TIME_STEP: taken} | totals
+        effective = step.metrics.get(OBJECTIVE_EFFECTIVE_SAMPLES, 0.0)
+        speed = {
+            TIME_STEP: taken,
+            TIME_ENGINE_IDLE: timeline.idle(ENGINE, step.started, now),
+            TIME_TRAINER_IDLE: timeline.idle(TRAINER, step.started, now),
+            EFFECTIVE_PER_GPU_SECOND: effective / (taken * self.recipe.gpus),
+        }
+        metrics = step.metrics | flops | speed | totals
+        spans = timeline.take(now)
         if self.writer is not None:
-            self.writer.write(self.steps, metrics)
+            self.writer.write(self.steps, metrics, spans)
         self.session.progress.step(self.steps, metrics)
 
     def checkpoint_if_due(self, step: Step, policy: Policy) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from megatron_eqlen.report.progress import Progress
 from megatron_eqlen.rewards.scoring import Scorer
 from megatron_eqlen.sampling.kind import Harvester
 from megatron_eqlen.sampling.record import Part
+from megatron_eqlen.timeline import Timeline
 from megatron_eqlen.tokenizer import load_tokenizer
 from megatron_eqlen.training import distributed
 from megatron_eqlen.types import Metrics
@@ -34,6 +34,7 @@ class Session:
         self._ends = contextlib.ExitStack()
         self._ends.callback(distributed.stop)
         self.recipe = recipe
+        self.timeline = Timeline()
         self.objective = resolve(recipe)
         self.replicas = engine_replicas(recipe)
         self.tokenizer = load_tokenizer(recipe.model.path)
@@ -61,12 +62,14 @@ class Session:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[Metrics]:
-        """Show ``name`` while the block runs; what it yields then holds the seconds as ``time/NAME``."""
+        """Show ``name`` while the block runs; what it yields then holds the seconds as ``time/NAME``. A stage
+        beside training, in another thread, is not shown."""
         seconds: Metrics = {}
-        self.progress.stage(name)
-        started = time.perf_counter()
-        yield seconds
-        seconds[f"time/{name}"] = time.perf_counter() - started
+        if not distributed.is_alone():
+            self.progress.stage(name)
+        with self.timeline.span(name) as span:
+            yield seconds
+        seconds[f"time/{name}"] = span.ended - span.began
 
 
 def engine_replicas(recipe: Recipe) -> Replicas:

@@ -37,7 +37,8 @@ class Step:
     number: int
     """Steps before it in the run."""
     policy_version: int
-    """Version of the weights that generate: the number of optimizer steps taken before."""
+    """Version of the weights that generate: the number of optimizer steps taken before. With
+    ``rollout.staleness`` that of the oldest ones that may have."""
     started: float = field(default_factory=time.perf_counter)
     rollouts: tuple[Rollout, ...] = ()
     """Those of all engine replicas, scored, in training order; with dynamic sampling only those that are

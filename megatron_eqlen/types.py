@@ -193,6 +193,12 @@ def joined_versions(pieces: Iterable[tuple[int, Versions]]) -> Versions:
     return tuple(runs)
 
 
+def sampled_by(rollout: Rollout) -> set[int]:
+    """The policy versions of the weights that sampled a rollout's tokens."""
+    versions = {version for segment in rollout.segments() for _, version in segment.versions}
+    return versions or {rollout.policy_version}
+
+
 def _mask(kept: SamplingMask | Iterable[Sequence[int]] | None) -> SamplingMask | None:
     return kept if kept is None or isinstance(kept, SamplingMask) else SamplingMask.of(kept)
 

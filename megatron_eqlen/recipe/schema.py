@@ -204,6 +204,12 @@ class RolloutRecipe(Section):
     Default: ``state`` with a colocated engine, ``none`` with servers."""
     servers: list[str] = []
     """``engine: server``: base URLs of the replicas."""
+    staleness: NonNegativeInt = 0
+    """With servers: how many steps are harvested while an earlier one trains. A token is trained at most so
+    many weight syncs after it was sampled. 0: each step is harvested with the weights that it trains."""
+    on_sync: Literal["continue", "recompute"] = "continue"
+    """With ``staleness``, what a request in flight goes on from after a weight sync: from its KV cache, which
+    older weights computed, or from one that the new weights compute of all its tokens."""
     sync: Literal["tcp", "nccl"] = "tcp"
     """How weights reach servers: over TCP, once for each node; or by NCCL, where trainer and servers share a
     fabric (servers must be started with the same value)."""

@@ -48,7 +48,7 @@ def line_chart(title: str, series: Sequence[Series], x_name: str = "step") -> st
     x_axis = _Axis([x for one in series for x, _ in one.points], LEFT + 6, WIDTH - RIGHT - 6)
     y_axis = _Axis(values + bounds, HEIGHT - BOTTOM, TOP)
     lines = [f'<g class="c{n}">{_line(one, x_axis, y_axis, x_name)}</g>' for n, one in enumerate(series)]
-    return _svg(title, [*_grid(x_axis, y_axis, whole=x_name == "step"), *lines])
+    return svg(title, [*_grid(x_axis, y_axis, whole=x_name == "step"), *lines])
 
 
 def stacked_bars(title: str, series: Sequence[Series]) -> str:
@@ -73,7 +73,7 @@ def stacked_bars(title: str, series: Sequence[Series]) -> str:
                 f'<rect class="c{number}" x="{left:.1f}" y="{y:.1f}" width="{width * 0.84:.1f}" '
                 f'height="{low - y:.1f}">{label}</rect>'
             )
-    return _svg(title, [*_grid(x_axis, y_axis), *bars])
+    return svg(title, [*_grid(x_axis, y_axis), *bars])
 
 
 def averaged(points: Sequence[Point], most: int) -> list[Point]:
@@ -160,8 +160,8 @@ def _grid(x_axis: _Axis, y_axis: _Axis, whole: bool = True) -> list[str]:
     ]
 
 
-def _svg(title: str, parts: Sequence[str]) -> str:
+def svg(title: str, parts: Sequence[str], height: int = HEIGHT) -> str:
     return (
-        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}">'
         f"{''.join(parts)}</svg>"
     )

@@ -20,9 +20,12 @@ from megatron_eqlen.report.trackers import Tracker
 from megatron_eqlen.types import Metrics
 
 FILE = "metrics.jsonl"
+SPANS = "spans"
+"""What a record holds besides metrics."""
 
 Records = list[dict[str, Any]]
-"""One dict a step: ``step`` (int), ``time`` (Unix seconds) and the metrics (float, None if not finite)."""
+"""One dict a step: ``step`` (int), ``time`` (Unix seconds), the metrics (float, None if not finite), and
+``spans``."""
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +42,12 @@ class MetricsWriter:
         _cut_after(folder / FILE, step)
         self.file = open(folder / FILE, "ab", buffering=0)  # noqa: SIM115 (closed by close)
 
-    def write(self, step: int, metrics: Metrics) -> None:
-        """Append the metrics of ``step`` (counted from 1). Numbers that are not finite become null."""
+    def write(self, step: int, metrics: Metrics, spans: Sequence[dict[str, Any]] = ()) -> None:
+        """Append the metrics of ``step`` (counted from 1), and the ``spans`` that ended in it
+        (``timeline.Timeline.take``). Numbers that are not finite become null."""
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        line = memoryview(json.dumps({"step": step, "time": time.time(), **finite}).encode() + b"\n")
+        record = {"step": step, "time": time.time(), **finite} | ({SPANS: [*spans]} if spans else {})
+        line = memoryview(json.dumps(record).encode() + b"\n")
         while line:  # a full disk raises; a signal may shorten a write
             line = line[self.file.write(line) :]
         for tracker in self.trackers:

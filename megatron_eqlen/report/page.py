@@ -52,6 +52,7 @@ from megatron_eqlen.report.format import (
 from megatron_eqlen.report.metrics import Records, read_metrics
 from megatron_eqlen.report.rollouts import Decode, RolloutView, Training, view
 from megatron_eqlen.report.template import template
+from megatron_eqlen.report.timeline import timeline
 from megatron_eqlen.rollout.recorder import fill_token_ids, read_skeletons, step_files
 from megatron_eqlen.tokenizer import load_tokenizer
 from megatron_eqlen.types import Rollout
@@ -135,7 +136,7 @@ def write_page(run_folder: Path) -> Path:
         outcomes=outcomes(evaluated),
         facts=facts(records, recipe.budget),
         charts=charts(records, evaluated),
-        stages=stages(records),
+        stages=[chart for chart in (stages(records), last_steps(records)) if chart is not None],
         steps=read_steps(run_folder / "streams", recipe, decode),
         decoder_note=note,
         draw=draw,
@@ -222,6 +223,13 @@ def stages(records: Records) -> Chart | None:
     ]
     title = "Seconds per step by stage"
     return Chart(title, legend, stacked_bars(title, parts))
+
+
+def last_steps(records: Records) -> Chart | None:
+    """Who worked when; None where no step says so."""
+    title = "The last steps, seconds"
+    legend, picture = timeline(title, records)
+    return Chart(title, legend, picture) if picture else None
 
 
 def series(records: Records, names: Names) -> list[Point]:

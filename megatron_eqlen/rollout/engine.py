@@ -27,6 +27,10 @@ torch generator of it and rewinds that when a prefill takes several steps, which
 from it."""
 
 
+TICKET = "eqlen_ticket"
+"""Key in the same place of a request to a server, for a name that no other request has: vLLM makes ids of its
+own, and ours come again with the next attempt at a step."""
+
 PROBE = (1, 2, 3, 4), 4
 """Token ids and most new tokens of ``Engine.probe``: less than a block of any prefix cache."""
 
@@ -93,8 +97,9 @@ class Engine(Decoder, Protocol):
     """What training asks for besides: weights and memory."""
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
-        """Load every weight of the model, by Hugging Face name, and reset the prefix cache. Requires
-        that no request is unfinished. Raises ValueError for unknown, missing or misshapen weights;
+        """Load every weight of the model, by Hugging Face name; no request that is submitted later uses
+        what was cached before. Requires that no request is unfinished, except with ``rollout.staleness``:
+        then those go on under the new weights. Raises ValueError for unknown, missing or misshapen weights;
         the engine then refuses requests until an update succeeds."""
         ...
 

@@ -316,25 +316,33 @@ def remove_journals(files: Iterable[Path], prompt_ids: Collection[str]) -> None:
             path.unlink(missing_ok=True)
 
 
-def set_aside_stale(folder: Path, policy_version: int) -> None:
-    """Rename a step's record, and those of the steps after it, if weights of another version generated it.
+def set_aside_stale(folder: Path, oldest: int, newest: float, tokens: bool = False) -> None:
+    """Rename a step's record, and those of the steps after it, if weights of other versions than ``oldest``
+    to ``newest`` generated a rollout of it, or any of its ``tokens``.
 
     So it is where a run has gone back to a checkpoint, and an update that was skipped before was taken now.
     """
-    found = set[int]()
-    for path in left_files(folder):
-        schema = journal.SCHEMA if _is_journal(path) else SEGMENTS
-        found |= values(path, schema, "policy_version") - {None}  # prompts have none
-    if found - {policy_version}:
+    found = {version for path in left_files(folder) for version in _versions(path, tokens)}
+    if any(not oldest <= version <= newest for version in found):
         later = [one for one in sorted(folder.parent.glob("step-*")) if one.name > folder.name]
         aside, *_ = [one.rename(unused(one.with_name(f"stale-{one.name}"))) for one in (folder, *later)]
         logger.warning(
             "%s: generated with policy version %s, but this run is at %d: set aside as %s",
             folder,
             ", ".join(map(str, sorted(found))),
-            policy_version,
+            oldest,
             aside.name,
         )
+
+
+def _versions(path: Path, tokens: bool) -> set[int]:
+    """Of the rollouts that a file holds, or of their ``tokens``."""
+    if _is_journal(path):
+        return values(path, journal.SCHEMA, "policy_version")
+    if not tokens:
+        return values(path, SEGMENTS, "policy_version") - {None}  # prompts have none
+    runs = (batch[0] for batch in batches(path, SEGMENTS, ["versions"]))
+    return {version for column in runs for row in column.to_pylist() for version in (row or ())[1::2]}
 
 
 def step_files(folder: Path) -> list[Path]:

@@ -7,7 +7,9 @@ LOCAL_RANK). Without RANK the process is a world of its own. A default group tha
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -75,8 +77,28 @@ def is_rank0() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
+_alone: ContextVar[bool] = ContextVar("alone", default=False)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Within the block this thread has no other ranks for ``agree`` and ``gather``. So a rank can do beside
+    its training what else all ranks do together: only one thread of a process may use its groups."""
+    token = _alone.set(True)
+    try:
+        yield
+    finally:
+        _alone.reset(token)
+
+
+def is_alone() -> bool:
+    return _alone.get()
+
+
 def gather(items: list[Item]) -> list[Item]:
     """All ranks' items, in rank order, on every rank."""
+    if is_alone():
+        return list(items)
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, items, group=host())
     return [item for part in gathered for item in part]
@@ -85,6 +107,8 @@ def gather(items: list[Item]) -> list[Item]:
 def agree(ask: Callable[[], Item]) -> Item:
     """Rank 0's answer, on every rank. Only rank 0 asks: a file may appear between the looks of two ranks, and
     ranks that decide differently would wait for each other for ever."""
+    if is_alone():
+        return ask()
     box: list[Any] = [ask() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box, src=0, group=host())
     return box[0]

@@ -15,38 +15,21 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file
 
-from megatron_eqlen.lifeline import named
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.rollout.engine import Engine, EngineError
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.sync_check import SyncCheck
 from megatron_eqlen.rollout.vllm import client, pool, tcp_sender
 from megatron_eqlen.rollout.vllm.client import ServerEngine
-from megatron_eqlen.rollout.vllm.server import server_command
 from megatron_eqlen.rollout.vllm.weight_stream import HELLO, connect, encode, receive
-from megatron_eqlen.types import Prompt, Rollout
-from tests.kit import jobs
+from megatron_eqlen.types import Delta, Prompt, Rollout
 from tests.kit.processes import are_gone, command_line, descendants, within
-from tests.kit.rollout_kit import folder
-from tools.benchmarks.servers import ENVIRON, free_ports, wait_until_up
+from tests.kit.rollout_kit import folder, server_recipe
+from tools.benchmarks.servers import free_ports
 
 EOS = range(1, 7)
 NORM = "model.norm.weight"
 PROMPTS = [Prompt(f"p{i}", [5 + i, 6, 7] * 14, "", "math", "") for i in range(6)]
-
-
-def make_recipe(urls: list[str], **over) -> Recipe:
-    rollout = {"max_response_length": 150, "temperature": 1.0, "max_num_seqs": 16, "kv_cache_gib": 0.1}
-    return parse(
-        {
-            "name": "t", "steps": 1, "group_size": 4,
-            "model": {"path": str(folder("qwen3_moe")), "dtype": "float32"},
-            "data": {"sources": [{"name": "s", "path": "none"}], "max_prompt_length": 50},
-            "rollout": rollout | {"engine": "server", "servers": urls} | over,
-        },
-        "test",
-    )  # fmt: skip
 
 
 def open_local(recipe: Recipe) -> Engine:
@@ -57,22 +40,6 @@ def open_local(recipe: Recipe) -> Engine:
 
 def open_engine(recipe: Recipe) -> ServerEngine:
     return ServerEngine(recipe.model.path, recipe.rollout, EOS, 200)
-
-
-@pytest.fixture(scope="module")
-def servers():
-    """Two real servers: {url: process}. (``tests/job`` has one that starts as a user starts it.)"""
-    started, started_with = {}, make_recipe(["http://unknown"], keep_routes=True)
-    try:
-        for port in free_ports(2):
-            (_, *command), environ = server_command(started_with, port, "127.0.0.1")
-            started[f"http://127.0.0.1:{port}"] = jobs.start(*command, **named(), **ENVIRON, **environ)
-        for url, process in started.items():
-            wait_until_up(url, process)
-        yield started
-    finally:
-        for process in started.values():
-            process.kill()
 
 
 def assert_same(found: list[Rollout], expected: list[Rollout]) -> None:
@@ -89,7 +56,7 @@ def assert_same(found: list[Rollout], expected: list[Rollout]) -> None:
 
 def test_sampling_masks_come_from_servers_that_were_started_without(servers):
     sampling = {"keep_sampling_mask": True, "logprobs_mode": "processed", "top_k": 12, "top_p": 0.8}
-    recipe = make_recipe(list(servers), **sampling)
+    recipe = server_recipe(list(servers), **sampling)
     local = open_local(recipe)
     remote = open_engine(recipe)
     expected, _ = harvest(local, PROMPTS[:2], recipe, EOS, seed=1)
@@ -114,7 +81,7 @@ def begin_a_sync_and_die(engine: ServerEngine) -> None:
 
 def test_two_servers_harvest_what_one_process_does_through_a_sync_and_a_death(servers, monkeypatch):
     monkeypatch.setattr(tcp_sender, "BUCKET_BYTES", 20_000)  # layers are split between several
-    recipe = make_recipe(list(servers), keep_routes=True)
+    recipe = server_recipe(list(servers), keep_routes=True)
     weights = load_file(folder("qwen3_moe", 1) / "model.safetensors")
     local = open_local(recipe)
     remote = open_engine(recipe)
@@ -221,6 +188,8 @@ class Fake:
             return web.json_response({"results": [limits]})
         if body and body.get("method") == "eqlen_counts":
             return web.json_response({"results": [[0.0, 0, 0.0]]})
+        if body and body.get("method") == "eqlen_sampled_tokens":
+            return web.json_response({"results": [{}]})
         if request.match_info["name"] == "finish_weight_update":
             self.version = body["weight_version"]
         return web.json_response({})
@@ -270,18 +239,18 @@ class Fake:
             tokens = tokens[:3]
         if self.behaviour == "hang":
             await asyncio.sleep(60)
+        slow = self.behaviour == "slow"
         for i in range(0, len(tokens), 2):
             part = tokens[i : i + 2]
             if self.behaviour == "break" and i >= 4:
                 request.transport.abort()
                 return response
-            if self.behaviour == "slow":
+            if slow:
                 await asyncio.sleep(0.2)
             reason = "length" if i + 2 >= len(tokens) else None
             content = [{"logprob": -0.5} for _ in part]
-            await self.send(
-                response, [{"token_ids": part, "finish_reason": reason, "logprobs": {"content": content}}]
-            )
+            choice = {"token_ids": part, "finish_reason": reason, "logprobs": {"content": content}}
+            await self.send(response, [choice | {"routed_experts": None}])
         await self.send(response, [])
         return response
 
@@ -313,7 +282,9 @@ PROMPT = [Prompt("p", [60], "", "math", "")]
 
 
 def harvest_independent(fakes: list[Fake], during=None, **over):
-    recipe = make_recipe([fake.url for fake in fakes], **over).model_copy(update={"sampling": "independent"})
+    recipe = server_recipe([fake.url for fake in fakes], **over).model_copy(
+        update={"sampling": "independent"}
+    )
     engine = open_engine(recipe)
     try:
         if during is not None:
@@ -359,15 +330,15 @@ def test_a_replica_that_restarted_with_old_weights_is_noticed(fake, monkeypatch,
 
 def test_servers_that_do_not_fit_are_refused(fake):
     with pytest.raises(EngineError, match=r"none is alive of http://127\.0\.0\.1:1, "):
-        open_engine(make_recipe(["http://127.0.0.1:1", "http://127.0.0.1:2"]))
+        open_engine(server_recipe(["http://127.0.0.1:1", "http://127.0.0.1:2"]))
     old = fake()
     old.version = "12"
     with pytest.raises(EngineError, match="none is alive"):
-        open_engine(make_recipe([old.url]))
+        open_engine(server_recipe([old.url]))
     short = fake()
     short.max_model_len = 100
     with pytest.raises(EngineError, match="--max-model-len of at least 200, found 100"):
-        open_engine(make_recipe([short.url]))
+        open_engine(server_recipe([short.url]))
     both = [fake("refuse"), fake("refuse")]
     with pytest.raises(EngineError, match="none is alive"):
         harvest_independent(both)
@@ -392,7 +363,7 @@ def open_fakes(fake, monkeypatch):
 
     def make(*behaviours: str, **over) -> tuple[ServerEngine, list[Fake]]:
         fakes = [fake(behaviour) for behaviour in behaviours]
-        engines.append(open_engine(make_recipe([one.url for one in fakes], **over)))
+        engines.append(open_engine(server_recipe([one.url for one in fakes], **over)))
         return engines[-1], fakes
 
     yield make
@@ -485,11 +456,57 @@ def test_the_stream_is_read_to_its_end_even_when_all_replicas_die(open_fakes):
         engine.submit("x", [5], 1, 0)
 
 
+def submit_slow(engine: ServerEngine, bad: Fake, good: Fake) -> None:
+    """Two requests at each of two replicas, of which the bad one fails in the next sync."""
+    for name in ("a/0", "b/0", "c/0", "d/0"):
+        engine.submit(name, [70], 20, 0)
+    assert [len(replica.requests) for replica in engine.pool.replicas] == [2, 2]
+    while not engine.step():
+        pass
+    bad.behaviour = "die"
+
+
+def test_a_replica_that_dies_in_a_sync_loses_its_requests_and_those_of_others_go_on(open_fakes):
+    engine, (bad, good) = open_fakes("slow", "slow", staleness=1)
+    submit_slow(engine, bad, good)
+    engine.update_weights(iter(new_weights().items()), 1)
+    deltas: list[Delta] = []
+    while engine.has_unfinished or not deltas:
+        deltas += engine.step()
+    lost = {delta.request_id for delta in deltas if delta.finish_reason == "lost"}
+    ended = [delta for delta in deltas if delta.finish_reason == "length"]
+    assert len(lost) == 2
+    assert lost | {delta.request_id for delta in ended} == {"a/0", "b/0", "c/0", "d/0"}
+    assert {delta.policy_version for delta in ended} == {1}
+    assert "pause" in good.posted
+    assert "resume" in good.posted
+    assert engine.labels == {}
+
+
+def test_a_sync_that_fails_everywhere_gives_all_requests_back(open_fakes):
+    engine, fakes = open_fakes("slow", "slow", staleness=1)
+    submit_slow(engine, *fakes)
+    fakes[1].behaviour = "die"
+    with pytest.raises(EngineError, match="none is alive"):
+        engine.update_weights(iter(new_weights().items()), 1)
+    assert sorted(delta.request_id for delta in engine.step()) == ["a/0", "b/0", "c/0", "d/0"]
+    with pytest.raises(EngineError, match="failed half way"):
+        engine.submit("a/0~1", [70], 20, 0)
+
+
+def test_a_closed_engine_ends_the_harvest_of_another_thread(open_fakes):
+    engine, _ = open_fakes("slow")
+    engine.submit("a/0", [70], 20, 0)
+    engine.close()
+    with pytest.raises(EngineError, match="was closed"):
+        engine.step()
+
+
 def test_nccl_without_a_gpu_is_refused(fake):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     with pytest.raises(EngineError, match=r"nccl sends from GPU to GPU.*use rollout\.sync: tcp"):
-        open_engine(make_recipe([fake().url], sync="nccl"))
+        open_engine(server_recipe([fake().url], sync="nccl"))
 
 
 @pytest.fixture
@@ -551,7 +568,7 @@ def test_preemptions_are_counted_since_the_last_call(open_fakes):
 
 def test_what_was_said_of_a_replica_before_a_sync_is_void_after_it(open_fakes):
     engine, _ = open_fakes("good", "good")
-    engine.arrivals.put(client.Failure(engine.pool.replicas[0], "heartbeat: slow"))
+    engine.arrivals.put(client.Failure(engine.pool.replicas[0], "heartbeat: slow", engine.weight_version))
     engine.update_weights(iter(new_weights().items()), 1)
     assert engine.step() == []
     assert engine.metrics()["engine/live_replicas"] == 2

@@ -1,12 +1,16 @@
 """A tiny model with its data and a recipe, and a run of it that has ended: once for all jobs of a worker."""
 
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.kit import ROOT
 from tests.kit.jobs import run
 from tests.kit.train_runs import STEPS, train
+from tools.benchmarks import servers
 
 
 @pytest.fixture(scope="session")
@@ -42,6 +46,19 @@ evaluation:
 """
     )
     return folder
+
+
+@pytest.fixture(scope="session")
+def served(home) -> Iterator[list[str]]:
+    """What a recipe needs to use a server that runs, started as a user starts it."""
+    port = str(*servers.free_ports(1))
+    module = ["-m", "megatron_eqlen.rollout.vllm.server", home / "recipe.yaml", "--port", port]
+    server = servers.start([sys.executable, *module], {"OMP_NUM_THREADS": "1"}, cwd=ROOT)
+    try:
+        servers.wait_until_up(f"http://127.0.0.1:{port}", server)
+        yield ["rollout.engine=server", f"rollout.servers=[http://127.0.0.1:{port}]"]
+    finally:
+        servers.stop(server)
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ Real vLLM, real Megatron, real checkpoints; the reward is a rubric, so that a ra
 """
 
 import json
-import sys
 
 import pytest
 import torch
@@ -13,10 +12,8 @@ from transformers import AutoModelForCausalLM
 from megatron_eqlen.recipe_load import load
 from megatron_eqlen.report.rollouts import recipe_of
 from megatron_eqlen.rollout.recorder import read_dump, read_step
-from tests.kit import ROOT
 from tests.kit.jobs import run
 from tests.kit.train_runs import STEPS, column, metrics, train
-from tools.benchmarks import servers
 
 
 def test_trainer_and_engine_agree_at_every_step(trained):
@@ -70,16 +67,8 @@ def test_two_ranks_train_like_one_on_the_same_streams(home, trained, layout):
         assert column(two, name) == pytest.approx(column(trained, name), rel=1e-5, abs=1e-6), name
 
 
-def test_with_a_server_two_ranks_train_like_one_with_the_engine_inside(home, trained):
-    port = str(*servers.free_ports(1))
-    module = ["-m", "megatron_eqlen.rollout.vllm.server", home / "recipe.yaml", "--port", port]
-    server = servers.start([sys.executable, *module], {"OMP_NUM_THREADS": "1"}, cwd=ROOT)
-    try:
-        servers.wait_until_up(f"http://127.0.0.1:{port}", server)
-        engine = ["rollout.engine=server", f"rollout.servers=[http://127.0.0.1:{port}]"]
-        folder = train(home, "server", *engine, ranks=2)
-    finally:
-        servers.stop(server)
+def test_with_a_server_two_ranks_train_like_one_with_the_engine_inside(home, trained, served):
+    folder = train(home, "server", *served, ranks=2)
     assert column(folder, "loss/total") == pytest.approx(column(trained, "loss/total"), rel=1e-4, abs=1e-6)
     assert max(column(folder, "mismatch/logprob_abs_diff_max")) < 1e-4
     assert column(folder, "engine/live_replicas") == [1, 1, 1]

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_eqlen.recipe import RolloutRecipe
+from megatron_eqlen.recipe import Recipe, RolloutRecipe
+from megatron_eqlen.recipe_load import parse
 from tests.kit.tiny_models import FAMILIES, save_tiny
 
 if TYPE_CHECKING:
@@ -59,6 +60,20 @@ def open_engine(path: Path, dtype: str = "float32", eos=EOS, **over) -> Colocate
     from megatron_eqlen.rollout.vllm.colocated import ColocatedEngine  # many of the kit's users start none
 
     return ColocatedEngine(path, make_rollout(**over), dtype, eos, MAX_LEN)
+
+
+def server_recipe(urls: list[str], **over) -> Recipe:
+    """Of a tiny model that is served at ``urls``."""
+    rollout = {"max_response_length": 150, "temperature": 1.0, "max_num_seqs": 16, "kv_cache_gib": 0.1}
+    return parse(
+        {
+            "name": "t", "steps": 1, "group_size": 4, "loss": {"rollout_is": "token"},
+            "model": {"path": str(folder("qwen3_moe")), "dtype": "float32"},
+            "data": {"sources": [{"name": "s", "path": "none"}], "max_prompt_length": 50},
+            "rollout": rollout | {"engine": "server", "servers": urls} | over,
+        },
+        "test",
+    )  # fmt: skip
 
 
 def generate(

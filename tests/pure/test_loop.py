@@ -48,12 +48,14 @@ def calls(monkeypatch) -> list[str]:
             "heed": None,
         },
     )
-    rollouts = Recorded("engine", calls, {"prompts": []})
+    rollouts = Recorded("engine", calls, {"collect": lambda step: step})
     policy = Recorded("policy", calls, {"mismatch": None})
 
     class NoSession:
         def __init__(self, recipe: Any) -> None: ...
-        def __enter__(self) -> None: ...
+        def __enter__(self) -> Any:
+            return SimpleNamespace(recipe=recipe())
+
         def __exit__(self, *_: object) -> None: ...
 
     def built(name: str, what: Any) -> Any:
@@ -86,7 +88,7 @@ def test_the_trainer_is_parked_whenever_the_engine_is_awake(calls):
         if call == "run.update":
             assert not parked
             assert not awake
-        if call in ("engine.prompts", "run.evaluate", "run.evaluate_if_due"):
+        if call in ("engine.collect", "run.evaluate", "run.evaluate_if_due"):
             assert awake, call
     assert calls.count("run.update") == STEPS
 
@@ -97,7 +99,7 @@ def test_the_phases_of_a_run_come_in_the_order_of_the_loop(calls):
         "engine.build": "start",
         "engine.update_weights": "sync",
         "run.evaluate": "evaluate",
-        "engine.prompts": "generate",
+        "engine.collect": "generate",
         "run.update": "train",
         "run.checkpoint_if_due": "checkpoint",
     }

@@ -281,13 +281,13 @@ def test_a_recorded_token_takes_at_most_9_bytes_in_memory_and_6_on_disk(tmp_path
 def test_what_weights_of_another_version_generated_is_set_aside(tmp_path, caplog):
     """After a resume an update that was skipped may be taken: what is recorded of later steps is stale."""
     folder = tmp_path / "step-00000003"
-    set_aside_stale(folder, 3)  # nothing is recorded yet
+    set_aside_stale(folder, 3, 3)  # nothing is recorded yet
     record(folder / "rank-0.arrow", [GROUP])
-    set_aside_stale(folder, GROUP.policy_version)
+    set_aside_stale(folder, GROUP.policy_version, GROUP.policy_version)
     assert read_step(folder) == [GROUP]
     record(folder / "rank-1.arrow", [STREAM])
     record(tmp_path / "step-00000004" / "rank-0.arrow", [GROUP])
-    set_aside_stale(folder, GROUP.policy_version)
+    set_aside_stale(folder, GROUP.policy_version, GROUP.policy_version)
     assert read_step(folder) == []
     assert read_step(tmp_path / "stale-step-00000004") == [GROUP], "what came after it was of that run, too"
     assert read_step(tmp_path / "stale-step-00000003") == sorted([GROUP, STREAM], key=training_order)
@@ -343,7 +343,7 @@ def test_a_journal_of_another_version_is_set_aside_too(tmp_path):
     grown(track, [1, 2], extras=False, version=2)
     recorder.tick(ended=True)
     recorder._thread.submit(int).result()
-    set_aside_stale(folder, 3)
+    set_aside_stale(folder, 3, 3)
     assert [path.name for path in (tmp_path / "stale-step-00000003").glob("journal-*")] == [
         "journal-rank-0.arrow"
     ]

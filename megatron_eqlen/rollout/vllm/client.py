@@ -5,15 +5,18 @@
     update_weights ──► one TCP connection per node of each replica (``tcp_sender``), or NCCL (``nccl_sender``)
 
 Requests of a replica that dies (``pool``) come back as ``lost`` with all their tokens kept, and the
-harvester submits the rest to another replica. Nothing here imports vLLM, unless NCCL sends the weights.
+harvester submits the rest to another replica. With ``rollout.staleness`` one thread harvests while another
+brings new weights: the servers pause, and each request goes on where it was. Nothing here imports vLLM,
+unless NCCL sends the weights.
 """
 
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Collection, Iterable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +40,7 @@ from megatron_eqlen.rollout.vllm.generate_api import (
     request_body,
     sampling_params,
 )
+from megatron_eqlen.rollout.vllm.labels import Labels
 from megatron_eqlen.rollout.vllm.pool import ReplicaPool
 from megatron_eqlen.rollout.vllm.replica import ReplicaError, ServerReplica, words
 from megatron_eqlen.rollout.vllm.tcp_sender import TcpSender, WeightSender
@@ -53,6 +57,9 @@ class Failure:
 
     replica: ServerReplica
     reason: str
+    weight_version: str
+    """The engine's at that time."""
+    request_id: str | None = None
 
 
 class ServerEngine:
@@ -79,13 +86,20 @@ class ServerEngine:
         self.policy_version = policy_version
         self.weight_version = UNTOUCHED
         self.homes: dict[str, ServerReplica] = {}
+        self.labels: dict[str, Labels] = {}
+        """Of each unfinished request."""
         self.arrivals: queue.SimpleQueue[Delta | Failure] = queue.SimpleQueue()
+        self.lost: list[str] = []
+        """Requests whose replica died; ``step`` gives them back."""
+        self.busy = threading.RLock()
+        """Held by one call at a time: a weight sync holds up who harvests meanwhile."""
         self.vocab_size = 0
         self.refusal = "update_weights must come first" if syncs_first else None
+        self.closed = False
         self.sync: Metrics = {}
         self.sent_bytes = 0
         """By the last weight sync, to all replicas."""
-        self.pool = ReplicaPool(rollout.servers, silence=rollout.request_timeout / 2)
+        self.pool = ReplicaPool(rollout.servers, rollout.request_timeout / 2, self._lose)
         try:
             self.sender = self._sender()
             self._connect(any_weights=syncs_first)
@@ -102,51 +116,67 @@ class ServerEngine:
     def submit(
         self, request_id: str, token_ids: list[int], max_tokens: int, seed: int, prompt_routes: int = 0
     ) -> None:
-        if self.refusal is not None:
-            raise EngineError(f"request {request_id}: {self.refusal}")
-        if self._replica_of(request_id) is not None:
-            raise ValueError(f"request {request_id}: expected an unused id, found it in flight")
-        check_request(request_id, token_ids, max_tokens, self.max_model_len, self.vocab_size)
-        body = request_body(request_id, token_ids, self.sampling, max_tokens, seed, prompt_routes)
-        replica = self._home(request_id)
-        replica.requests[request_id] = self.pool.io.start(self._stream(replica, request_id, body))
+        with self.busy:
+            if self.refusal is not None:
+                raise EngineError(f"request {request_id}: {self.refusal}")
+            if self._replica_of(request_id) is not None:
+                raise ValueError(f"request {request_id}: expected an unused id, found it in flight")
+            check_request(request_id, token_ids, max_tokens, self.max_model_len, self.vocab_size)
+            labels = Labels(self.policy_version)
+            body = request_body(
+                request_id,
+                token_ids,
+                self.sampling,
+                max_tokens,
+                seed,
+                labels.ticket,
+                prompt_routes,
+                self._cache_salt(),
+            )
+            replica = self._home(request_id)
+            self.labels[request_id] = labels
+            replica.requests[request_id] = self.pool.io.start(self._stream(replica, request_id, body))
 
     def step(self) -> list[Delta]:
-        """What has arrived; waits a moment if nothing has."""
-        deltas: list[Delta] = []
-        try:
-            arrival = self.arrivals.get(timeout=0.05)
+        """What has arrived; waits a moment if nothing has. Raises EngineError once the engine is closed."""
+        arrived: list[Delta | Failure] = []
+        with suppress(queue.Empty):
+            arrived.append(self.arrivals.get(timeout=0.05))
             while True:
-                deltas += self._take(arrival)
-                arrival = self.arrivals.get_nowait()
-        except queue.Empty:
-            return deltas
+                arrived.append(self.arrivals.get_nowait())
+        with self.busy:
+            if self.closed:
+                raise EngineError("the engine was closed")
+            deltas = [delta for arrival in arrived for delta in self._take(arrival)]
+            lost, self.lost = self.lost, []
+            return deltas + [Delta(request_id, [], [], "lost") for request_id in lost]
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        for request_id in request_ids:
-            if (replica := self._replica_of(request_id)) is not None:
-                replica.forget(request_id)
+        with self.busy:
+            for request_id in request_ids:
+                if (replica := self._replica_of(request_id)) is not None:
+                    replica.forget(request_id)
+                    del self.labels[request_id]
 
     @property
     def has_unfinished(self) -> bool:
         return any(replica.requests for replica in self.pool.replicas)
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
-        unfinished = sum(len(replica.requests) for replica in self.pool.replicas)
-        if unfinished:
-            raise EngineError(f"update_weights: {unfinished} requests are unfinished")
+        if self.labels and not self.rollout.staleness:
+            raise EngineError(f"update_weights: {len(self.labels)} requests are unfinished")
         start = time.perf_counter()
         checked = self.weights.check(named_tensors)
-        try:
-            self._update_replicas(checked, str(policy_version))
-        except EngineError:
-            for _ in checked:  # exporting weights is collective: the other ranks need this one to finish
-                pass
-            raise
-        self.arrivals = queue.SimpleQueue()  # forget failures from before these weights
-        self.refusal = None
-        self.policy_version, self.weight_version = policy_version, str(policy_version)
-        self.pool.start_heartbeats(self.weight_version, self._failed)
+        with self.busy:
+            try:
+                self._update_replicas(checked, policy_version)
+            except EngineError:
+                for _ in checked:  # exporting weights is collective: the other ranks need this one to finish
+                    pass
+                raise
+            self.refusal = None
+            self.policy_version, self.weight_version = policy_version, str(policy_version)
+            self.pool.start_heartbeats(self.weight_version, self._failed)
         self.sync = {
             ENGINE_SYNC_SECONDS: time.perf_counter() - start,
             ENGINE_SYNC_BYTES: self.weights.bytes_seen,
@@ -154,17 +184,18 @@ class ServerEngine:
         }
 
     def probe(self) -> dict[str, Answer]:
-        assert not self.has_unfinished
-        token_ids, most = PROBE
-        request_id = f"probe-{self.weight_version}"
-        body = request_body(request_id, list(token_ids), self.sampling, most, seed=0)
+        with self.busy:
+            assert not self.has_unfinished
+            token_ids, most = PROBE
+            name = f"probe-{self.weight_version}"
+            body = request_body(name, list(token_ids), self.sampling, most, seed=0, ticket=name)
 
-        async def ask(replica: ServerReplica) -> tuple[str, Answer]:
-            async with aclosing(replica.events(PATH, body, self.pool.silence)) as events:
-                deltas = [read_event(request_id, event) async for event in events if event.get("choices")]
-            return replica.url, answer_of(deltas)
+            async def ask(replica: ServerReplica) -> tuple[str, Answer]:
+                async with aclosing(replica.events(PATH, body, self.pool.silence)) as events:
+                    deltas = [read_event(name, event) async for event in events if event.get("choices")]
+                return replica.url, answer_of(deltas)
 
-        return dict(self.pool.each("probe", ask))
+            return dict(self.pool.each("probe", ask))
 
     def reset_cache(self) -> None:
         self.pool.post("reset_prefix_cache")
@@ -176,12 +207,20 @@ class ServerEngine:
         """Nothing to do: servers do not sleep."""
 
     def close(self) -> None:
-        self.abort([request_id for replica in self.pool.replicas for request_id in replica.requests])
-        self.pool.close()
+        """Safe to call more than once, and while another thread harvests."""
+        with self.busy:
+            if not self.closed:
+                self.closed = True
+                self.abort(list(self.labels))
+                self.pool.close()
 
     def metrics(self) -> Metrics:
-        answers = self.pool.post("collective_rpc", {"method": "eqlen_counts"})
-        removed, sampled = (sum(answer["results"][0][i] for answer in answers) for i in (0, 1))
+        with self.busy:
+            return self._metrics()
+
+    def _metrics(self) -> Metrics:
+        counts = [first for first, *_ in self.pool.rpc("eqlen_counts")]
+        removed, sampled = (sum(count[i] for count in counts) for i in (0, 1))
         preemptions = sum(self.pool.each("metrics", lambda replica: replica.new_preemptions()))
         metrics = {
             ENGINE_PREEMPTIONS: preemptions,
@@ -189,7 +228,7 @@ class ServerEngine:
             "engine/live_replicas": float(len(self.pool.alive)),
         }
         if self.rollout.keep_routes:
-            metrics[ENGINE_ROUTE_SECONDS] = max(answer["results"][0][2] for answer in answers)
+            metrics[ENGINE_ROUTE_SECONDS] = max(count[2] for count in counts)
         metrics |= self.sync
         self.sync = {}
         return metrics
@@ -211,14 +250,27 @@ class ServerEngine:
 
     def _take(self, arrival: Delta | Failure) -> list[Delta]:
         if isinstance(arrival, Failure):
-            lost = self.pool.bury(arrival.replica, arrival.reason)
-            return [Delta(request_id, [], [], "lost") for request_id in lost]
+            self._fail(arrival)
+            return []
         replica = self._replica_of(arrival.request_id)
         if replica is None:  # sent before the server saw the abort
             return []
+        labels = self.labels[arrival.request_id]
         if arrival.finish_reason is not None:
-            del replica.requests[arrival.request_id]
-        return [arrival]
+            del replica.requests[arrival.request_id], self.labels[arrival.request_id]
+        return labels.label(arrival)
+
+    def _fail(self, failure: Failure) -> None:
+        """What was said of a replica before the newest weights is void; of a request it is not."""
+        if failure.weight_version == self.weight_version:
+            self.pool.bury(failure.replica, failure.reason)
+        elif failure.request_id in failure.replica.requests:
+            failure.replica.forget(failure.request_id)
+            self._lose(failure.request_id)
+
+    def _lose(self, request_id: str) -> None:
+        del self.labels[request_id]
+        self.lost.append(request_id)
 
     async def _stream(self, replica: ServerReplica, request_id: str, body: dict[str, Any]) -> None:
         """Put a request's deltas in the queue as they arrive, or a failure."""
@@ -240,10 +292,10 @@ class ServerEngine:
                 raise ConnectionError(f"request {request_id}: the stream broke off")
             self.arrivals.put(last)
         except ReplicaError as error:
-            self._failed(replica, words(error))
+            self._failed(replica, words(error), request_id)
 
-    def _failed(self, replica: ServerReplica, reason: str) -> None:
-        self.arrivals.put(Failure(replica, reason))
+    def _failed(self, replica: ServerReplica, reason: str, request_id: str | None = None) -> None:
+        self.arrivals.put(Failure(replica, reason, self.weight_version, request_id))
 
     # ---- weights ------------------------------------------------------------------------------------
 
@@ -257,7 +309,8 @@ class ServerEngine:
     def _connect(self, any_weights: bool = False) -> None:
         """Set up every replica that answers and has the right weights (or any weights, before a sync)."""
         expected = None if any_weights else self.weight_version
-        setup = [self.rollout.logprobs_mode, self.rollout.mask_width, self.rollout.keep_routes]
+        rollout = self.rollout
+        setup = [rollout.logprobs_mode, rollout.mask_width, rollout.keep_routes, rollout.staleness > 0]
         self.pool.connect(expected, setup, self._check_limits)
 
     def _check_limits(self, replica: ServerReplica, limits: dict[str, int]) -> None:
@@ -272,15 +325,35 @@ class ServerEngine:
                 f"{replica.url}: expected a server started with rollout.keep_routes: true, found false"
             )
 
-    def _update_replicas(self, named_tensors: Iterable[tuple[str, Tensor]], weight_version: str) -> None:
+    def _update_replicas(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Bring all replicas that answer to these weights. Raises EngineError when none is left, and
         whatever the stream raises."""
         self._connect(any_weights=True)
         self.refusal = "the last weight update failed half way; update_weights must succeed first"
         self.pool.stop_heartbeats()
+        if self.rollout.staleness:
+            self._pause(policy_version)
         self.pool.post("start_weight_update")
         try:
             self.sent_bytes = self.sender.send(named_tensors)
         finally:
-            self.pool.post("finish_weight_update", {"weight_version": weight_version})
-        self.pool.post("reset_prefix_cache")
+            self.pool.post("finish_weight_update", {"weight_version": str(policy_version)})
+        self.pool.post("resume" if self.rollout.staleness else "reset_prefix_cache")
+
+    def _pause(self, policy_version: int) -> None:
+        """Stop decoding; what each request gets from now on is of ``policy_version``."""
+        recompute = self.rollout.on_sync == "recompute"
+        self.pool.post(f"pause?mode=keep&clear_cache={str(recompute).lower()}")
+        sampled: dict[str, int | None] = {}
+        for first, *_ in self.pool.rpc("eqlen_sampled_tokens"):
+            sampled |= first
+        for labels in self.labels.values():
+            count = sampled.get(labels.ticket, 0)
+            if count is not None:  # None: it has ended, though its last tokens may not be here yet
+                labels.sync(count, policy_version)
+
+    def _cache_salt(self) -> str | None:
+        """With ``on_sync: continue`` what requests cached under older weights stays theirs: no later one
+        begins from it."""
+        keeps = self.rollout.staleness and self.rollout.on_sync == "continue"
+        return self.weight_version if keeps else None

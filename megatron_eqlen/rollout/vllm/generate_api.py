@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatron_eqlen.recipe import RolloutRecipe
-from megatron_eqlen.rollout.engine import PROMPT_ROUTES, SEED, Delta, split_routes
+from megatron_eqlen.rollout.engine import PROMPT_ROUTES, SEED, TICKET, Delta, split_routes
 from megatron_eqlen.types import Routes
 
 PATH = "inference/v1/generate"
@@ -38,15 +38,19 @@ def request_body(
     sampling: dict[str, Any],
     max_tokens: int,
     seed: int,
+    ticket: str,
     prompt_routes: int = 0,
+    cache_salt: str | None = None,
 ) -> dict[str, Any]:
+    """``cache_salt``: requests with another one share no cached prefix with it."""
+    extra = {SEED: seed, TICKET: ticket, PROMPT_ROUTES: prompt_routes}
     return {
         "request_id": request_id,
         "token_ids": token_ids,
-        "sampling_params": sampling
-        | {"max_tokens": max_tokens, "extra_args": {SEED: seed, PROMPT_ROUTES: prompt_routes}},
+        "sampling_params": sampling | {"max_tokens": max_tokens, "extra_args": extra},
         "stream": True,
         "stream_options": {"include_usage": True},
+        "cache_salt": cache_salt,
     }
 
 

@@ -25,11 +25,15 @@ Calls = dict[ServerReplica, Any]
 
 
 class ReplicaPool:
-    """Replicas at ``urls``; one that is silent for ``silence`` seconds is dead."""
+    """Replicas at ``urls``; one that is silent for ``silence`` seconds is dead.
 
-    def __init__(self, urls: Iterable[str], silence: float) -> None:
+    ``on_lost`` is called with the id of each request that a replica took with it.
+    """
+
+    def __init__(self, urls: Iterable[str], silence: float, on_lost: Callable[[str], None]) -> None:
         self.io = Background()
         self.silence = silence
+        self.on_lost = on_lost
         self.replicas = [ServerReplica(url.rstrip("/"), self.io) for url in urls]
         self.heartbeats: list[Any] = []
 
@@ -50,6 +54,7 @@ class ReplicaPool:
                 workers = call.result()
             except ReplicaError as error:
                 replica.leave_out(words(error))
+                self._lose_requests(replica)
                 continue
             check(replica, workers[0])
             replica.take_in(len(workers))
@@ -63,6 +68,10 @@ class ReplicaPool:
     def post(self, path: str, body: dict[str, Any] | None = None) -> list[Any]:
         """The same POST to every live replica at once; the answers."""
         return self.each(path, lambda replica: replica.post(path, body))
+
+    def rpc(self, method: str) -> list[list[Any]]:
+        """What ``WorkerExtension.method`` answers, on each worker of each live replica."""
+        return self.each(method, lambda replica: replica.rpc(method))
 
     def each(self, what: str, call: Callable[[ServerReplica], Coroutine]) -> list[Any]:
         return self.settle(what, self.start(call))
@@ -91,8 +100,8 @@ class ReplicaPool:
         self.check_any_alive()
         return answers
 
-    def bury(self, replica: ServerReplica, reason: str) -> list[str]:
-        """Mark a replica as dead; returns the ids of its requests, which are lost."""
+    def bury(self, replica: ServerReplica, reason: str) -> None:
+        """Mark a replica as dead; its requests are lost."""
         if replica.alive:
             logger.warning(
                 "%s: dead until the next weight sync, %d requests go elsewhere: %s",
@@ -101,10 +110,12 @@ class ReplicaPool:
                 reason,
             )
         replica.alive = False
-        lost = sorted(replica.requests)
-        for request_id in lost:
+        self._lose_requests(replica)
+
+    def _lose_requests(self, replica: ServerReplica) -> None:
+        for request_id in sorted(replica.requests):
             replica.forget(request_id)
-        return lost
+            self.on_lost(request_id)
 
     def start_heartbeats(self, expected: str, on_failure: Callable[[ServerReplica, str], None]) -> None:
         """Ask every live replica at regular intervals whether it is alive and has the ``expected``

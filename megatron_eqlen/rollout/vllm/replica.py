@@ -92,10 +92,12 @@ class ServerReplica:
             version = await self.weight_version()
             if expected not in (None, version):
                 raise ConnectionError(f"expected weights {expected!r}, found {version!r}")
+            workers = await self.rpc("eqlen_setup", setup)
             if not self.alive:
                 await self.new_preemptions()
-            call = {"method": "eqlen_setup", "args": setup}
-            return (await self.post("collective_rpc", call))["results"]
+                await self.rpc("eqlen_counts")
+                await self.post("resume")  # a trainer that was killed may have left it paused
+            return workers
 
     async def weight_version(self) -> str:
         return json.loads(await self.get("weight_info"))["weight_version"]
@@ -105,6 +107,10 @@ class ServerReplica:
         restarted."""
         before, self.preemptions = self.preemptions, read_counter(await self.get("metrics"), PREEMPTIONS)
         return self.preemptions - (before if before <= self.preemptions else 0)
+
+    async def rpc(self, method: str, args: list[Any] | None = None) -> list[Any]:
+        """What ``WorkerExtension.method`` answers on each worker."""
+        return (await self.post("collective_rpc", {"method": method, "args": args or []}))["results"]
 
     async def get(self, path: str) -> str:
         async with self.io.session.get(f"{self.url}/{path}") as response:

@@ -16,7 +16,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
-from megatron_eqlen.rollout.engine import SEED
+from megatron_eqlen.rollout.engine import SEED, TICKET
 
 TIES = 64
 """Top-k keeps all tokens that tie at its limit; of more than this many some are dropped."""
@@ -50,13 +50,18 @@ class PathSampler(Sampler):
     With ``mask_width`` the kept set is returned in the field that vLLM has for the ids of the most likely
     tokens: the drawn token, then ``mask_width`` kept ones; if fewer were kept, the drawn token fills the
     rest.
+
+    With ``follow`` it remembers the requests that it has drawn for, for ``sampled_tokens``.
     """
 
-    def __init__(self, runner: Any, processed: bool, mask_width: int = 0) -> None:
+    def __init__(self, runner: Any, processed: bool, mask_width: int = 0, follow: bool = False) -> None:
         super().__init__()
         self.runner = runner
         self.processed = processed
         self.mask_width = mask_width
+        self.follow = follow
+        self.followed: dict[str, str] = {}
+        """Tickets of requests, by vLLM's ids."""
         self.rows: _Rows | None = None
         self.removed = torch.zeros((), dtype=torch.float64, device=runner.device)
         self.sampled = 0
@@ -98,11 +103,26 @@ class PathSampler(Sampler):
         ranks = torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device)  # not read
         return SamplerOutput(tokens, LogprobsTensors(columns, logprobs.contiguous(), ranks))
 
+    @property
+    def settings(self) -> tuple[bool, int, bool]:
+        return self.processed, self.mask_width, self.follow
+
     def take_removed_mass(self) -> tuple[float, int]:
         total = float(self.removed), self.sampled
         self.removed.zero_()
         self.sampled = 0
         return total
+
+    def sampled_tokens(self) -> dict[str, int | None]:
+        """How many tokens each request has, by its ticket; None: it has ended. To be asked between two steps;
+        a request that has ended is named once."""
+        states = {name: self.runner.requests.get(name) for name in self.followed}
+        counts = {
+            self.followed[name]: None if state is None else len(state.output_token_ids)
+            for name, state in states.items()
+        }
+        self.followed = {name: one for name, one in self.followed.items() if states[name] is not None}
+        return counts
 
     def _candidates(self, logits: Tensor) -> Tensor | None:
         """[rows, c] int64: the tokens that top-k may keep, by ascending id; None: any of the vocabulary."""
@@ -122,10 +142,14 @@ class PathSampler(Sampler):
         return uniform(self.rows.seeds, lengths.astype(np.uint64))
 
     def _rows(self, metadata: SamplingMetadata, rows: int) -> _Rows:
-        params = [self.runner.requests[name].sampling_params for name in self.runner.input_batch.req_ids]
-        seeds = [(one.extra_args or {}).get(SEED) for one in params]
+        names = self.runner.input_batch.req_ids
+        params = [self.runner.requests[name].sampling_params for name in names]
+        extras = [one.extra_args or {} for one in params]
+        seeds = [extra.get(SEED) for extra in extras]
         if len(seeds) != rows or None in seeds:
             return _Rows(metadata, None, None)
+        if self.follow:
+            self.followed |= {name: extra[TICKET] for name, extra in zip(names, extras, strict=True)}
         limits = [one.top_k for one in params]
         most_kept = None if min(limits) < 1 else max(limits) + TIES
         return _Rows(metadata, np.array(seeds, dtype=np.uint64), most_kept)

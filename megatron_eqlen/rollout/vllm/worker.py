@@ -109,11 +109,16 @@ class WorkerExtension:
     model_runner: Any
     model_config: Any
 
-    def eqlen_setup(self, logprobs_mode: str, mask_width: int, keep_routes: bool) -> dict[str, int]:
-        """Sample as ``PathSampler`` does, and send routes if they are kept; returns the engine's limits, and
-        whether it can."""
+    def eqlen_setup(
+        self, logprobs_mode: str, mask_width: int, keep_routes: bool, follow: bool
+    ) -> dict[str, int]:
+        """Sample as ``PathSampler`` does with these arguments, and send routes if they are kept; returns the
+        engine's limits, and whether it can."""
         self._weight_update_active = False  # a trainer that was killed may have left one open
-        self.model_runner.sampler = PathSampler(self.model_runner, logprobs_mode == "processed", mask_width)
+        asked = (logprobs_mode == "processed", mask_width, follow)
+        sampler = self.model_runner.sampler
+        if not isinstance(sampler, PathSampler) or sampler.settings != asked:
+            self.model_runner.sampler = PathSampler(self.model_runner, *asked)
         routes = self._eqlen_routes()
         if routes is not None:
             routes.sent = keep_routes
@@ -122,6 +127,10 @@ class WorkerExtension:
             "vocab_size": self.model_config.get_vocab_size(),
             "max_model_len": self.model_config.max_model_len,
         }
+
+    def eqlen_sampled_tokens(self) -> dict[str, int | None]:
+        """``PathSampler.sampled_tokens``, of a paused engine."""
+        return self.model_runner.sampler.sampled_tokens()
 
     def eqlen_counts(self) -> list[float]:
         """Since the last call: probability mass removed, tokens sampled, seconds spent on routes."""

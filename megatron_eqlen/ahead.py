@@ -1,0 +1,127 @@
+"""Steps that are harvested while earlier ones train (``rollout.staleness: K``, with servers).
+
+    all ranks        collect n ─► train n ─► sync ─► collect n+1 ─► train n+1 ─► sync ─► ...
+                        │ begins n+K              ▲ takes n+1
+    rank 0's thread     └─► harvest, score n+1 .. n+K, one after the other ─►
+
+The thread does all that a step needs before its token trees, on rank 0 alone: it uses no process group,
+only the servers and the graders. A sync holds up its requests, which then go on under the new weights. The
+harvest of step n begins when step n - K is taken: no token of step n is older than the weights that step n -
+K trained.
+
+With ``rollout.carry_over`` a step's harvest goes on with what the one before it suspended: the thread has
+scored that by then. Such tokens are older by as many steps.
+
+If the run is killed, the steps under way are on disk like any other (``rollout.recorder``). A checkpoint
+after step n holds where the data source was after its prompts, and how old the tokens of the steps may be
+that had begun: a resumed run draws the same prompts for them again and goes on from what is recorded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+from megatron_eqlen.evaluation.result import EvaluationResult
+from megatron_eqlen.generation import Generator
+from megatron_eqlen.recipe import BenchmarkRecipe
+from megatron_eqlen.replicas import shared
+from megatron_eqlen.step import Step
+from megatron_eqlen.training import distributed
+from megatron_eqlen.training.distributed import agree
+from megatron_eqlen.training.policy import Policy
+from megatron_eqlen.types import Metrics, RolloutKey, sampled_by
+
+
+class Ahead:
+    """``Rollouts`` of a ``Generator`` over servers, harvested ahead."""
+
+    def __init__(self, generator: Generator) -> None:
+        self.generator, self.session = generator, generator.session
+        self.staleness, self.steps = self.session.recipe.rollout.staleness, self.session.recipe.steps
+        self.oldest: dict[int, int] = {}
+        """Of each step that has begun and is not taken: version of the oldest weights that may have sampled
+        it. The same on every rank."""
+        self.under_way: deque[Future[Step]] = deque()
+        """Those steps, on rank 0 alone."""
+        self.begun = 0
+        """Number of the next step to begin."""
+        self.is_fresh = True
+        """Whether the newest step that was taken is all of the weights that it trains."""
+        self.suspended: dict[RolloutKey, int] = {}
+        """With ``rollout.carry_over``, after the newest step that was taken."""
+        self._thread = ThreadPoolExecutor(1, "harvest")
+        self.session.ends_with(self.close)
+
+    @property
+    def benchmarks(self) -> Sequence[BenchmarkRecipe]:
+        return self.generator.benchmarks
+
+    def collect(self, step: Step) -> Step:
+        """Begin all steps that may begin with the engine's weights, and wait for this one."""
+        self._begin_from(step)
+        with self.session.stage("wait") as seconds:
+            taken = everyones(self.under_way.popleft().result() if distributed.is_rank0() else None)
+        del self.oldest[step.number]
+        self.is_fresh = all(sampled_by(one) == {step.policy_version} for one in taken.rollouts)
+        self._know_suspended(taken.data_position)
+        position = {"source": taken.data_position, "oldest": list(self.oldest.items())}
+        return dataclasses.replace(taken, started=step.started, data_position=position).log(seconds)
+
+    def _begin_from(self, step: Step) -> None:
+        last = step.number + self.staleness
+        end = last + 1 if self.steps is None else min(last + 1, self.steps)
+        for number in range(max(self.begun, step.number), end):
+            oldest = self.oldest.setdefault(number, step.policy_version)
+            if distributed.is_rank0():
+                self.under_way.append(self._thread.submit(self._harvest, Step(number, oldest)))
+        self.begun = end
+
+    def _harvest(self, step: Step) -> Step:
+        with distributed.alone():
+            return self.generator.collect(step)
+
+    def evaluate(self, benchmark: BenchmarkRecipe) -> EvaluationResult:
+        """After the harvests that are under way: an evaluation has the engine for itself."""
+        wait(self.under_way)
+        return self.generator.evaluate(benchmark)
+
+    def check(self, first: int) -> None:
+        self.generator.check(first)
+
+    def go_to(self, data_position: dict[str, Any] | None) -> None:
+        position = data_position or {"source": None, "oldest": []}
+        self.oldest = dict(position["oldest"])
+        self._know_suspended(position["source"])
+        self.generator.go_to(position["source"])
+
+    def _know_suspended(self, source: dict[str, Any] | None) -> None:
+        found = (source or {}).get("suspended", [])
+        self.suspended = {(prompt_id, index): drawn for prompt_id, index, drawn in found}
+
+    def sleep(self) -> None: ...
+
+    def update_weights(self, policy: Policy) -> Metrics:
+        return self.generator.update_weights(policy)
+
+    def disagreement(self, mismatch: float | None) -> str | None:
+        """Tokens of older weights say nothing of a sync."""
+        return self.generator.disagreement(mismatch) if self.is_fresh else None
+
+    def close(self) -> None:
+        """Break off what is under way; it stays recorded."""
+        self.generator.engine.close()
+        self._thread.shutdown(cancel_futures=True)
+
+
+def everyones(step: Step | None) -> Step:
+    """Rank 0's step on every rank, elsewhere with skeletons of its rollouts. Collective; the others pass
+    None."""
+    mine = step.rollouts if step is not None else ()
+    prompts = agree(lambda: list({one.prompt_id: one.prompt for one in mine}.values()))
+    known = agree(lambda: step and dataclasses.replace(step, rollouts=()))
+    assert known is not None, "rank 0 has it"
+    return dataclasses.replace(known, rollouts=tuple(shared(mine, prompts)))

@@ -1,0 +1,59 @@
+"""Which weights sampled each token of a request that weight syncs held up.
+
+A server sends tokens a few at a time: some that it sampled before a sync arrive after it, in one event with
+newer ones. So it is asked, while it is paused, how many tokens each request has.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from dataclasses import replace
+
+from megatron_eqlen.types import Delta
+
+
+class Labels:
+    """The policy versions of one request's tokens, for its deltas in the order in which they arrive.
+
+    ``version``: of the weights in use when it was submitted.
+    """
+
+    def __init__(self, version: int) -> None:
+        self.ticket = secrets.token_hex(8)
+        """The request's name in the server's workers (``engine.TICKET``)."""
+        self.version = version
+        self._arrived = 0
+        self._before: deque[tuple[int, int]] = deque()
+        """(tokens, version): those up to this number are of this version, of the syncs that still matter."""
+
+    def sync(self, sampled: int, version: int) -> None:
+        """Tokens after the ``sampled`` first ones are of ``version``."""
+        self._before.append((sampled, self.version))
+        self.version = version
+
+    def label(self, delta: Delta) -> list[Delta]:
+        """The delta with its policy version, cut in pieces where that changes."""
+        pieces = []
+        while self._before and self._arrived + len(delta.token_ids) > self._before[0][0]:
+            stop, version = self._before.popleft()
+            if stop > self._arrived:
+                piece, delta = cut(delta, stop - self._arrived)
+                pieces.append(replace(piece, policy_version=version))
+                self._arrived = stop
+        self._arrived += len(delta.token_ids)
+        delta.policy_version = self._before[0][1] if self._before else self.version
+        return [*pieces, delta]
+
+
+def cut(delta: Delta, tokens: int) -> tuple[Delta, Delta]:
+    """Its first ``tokens`` tokens, with what came before them, and the rest, with what is said of the end."""
+    parts = {name: getattr(delta, name) for name in ("token_ids", "logprobs", "sampling_mask", "routes")}
+    first, rest = (
+        {name: None if part is None else part[within] for name, part in parts.items()}
+        for within in (slice(tokens), slice(tokens, None))
+    )
+    return (
+        replace(delta, **first, finish_reason=None, num_cached_tokens=None),
+        replace(delta, **rest, prompt_routes=None),
+    )

@@ -1,0 +1,61 @@
+"""Who worked when: the stages of a run as spans of time, and what engine and trainer were idle."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+ENGINE = ("harvest", "evaluate")
+TRAINER = ("trees", "unpark", "train", "park", "sync", "checkpoint")
+"""Stages in which each of the two works; graders work beside both."""
+
+
+@dataclass
+class Span:
+    """A stage from ``began`` to ``ended``, in seconds of ``time.perf_counter``."""
+
+    stage: str
+    began: float
+    ended: float = math.inf
+    """Infinite while it goes on."""
+
+
+class Timeline:
+    """The spans of this process. Several threads may add to it."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self._epoch = time.time() - time.perf_counter()
+
+    @contextmanager
+    def span(self, stage: str) -> Iterator[Span]:
+        span = Span(stage, time.perf_counter())
+        self.spans.append(span)
+        try:
+            yield span
+        finally:
+            span.ended = time.perf_counter()
+
+    def idle(self, stages: tuple[str, ...], since: float, until: float) -> float:
+        """Seconds from ``since`` to ``until`` in which none of ``stages`` went on."""
+        busy, reached = 0.0, since
+        mine = [span for span in list(self.spans) if span.stage in stages]
+        for span in sorted(mine, key=lambda span: span.began):
+            began, ended = max(span.began, reached), min(span.ended, until)
+            busy += max(ended - began, 0.0)
+            reached = max(reached, ended)
+        return until - since - busy
+
+    def take(self, until: float) -> list[dict[str, Any]]:
+        """The spans that ended by ``until``, each given once, with times in seconds since 1970."""
+        ended = [span for span in list(self.spans) if span.ended <= until]
+        for span in ended:
+            self.spans.remove(span)
+        return [
+            {"stage": span.stage, "began": span.began + self._epoch, "ended": span.ended + self._epoch}
+            for span in ended
+        ]

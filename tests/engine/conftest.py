@@ -1,0 +1,25 @@
+"""Two real vLLM servers, once for all tests of engines. (``tests/job`` has one, started as a user does.)"""
+
+import pytest
+
+from megatron_eqlen.lifeline import named
+from megatron_eqlen.rollout.vllm.server import server_command
+from tests.kit import jobs
+from tests.kit.rollout_kit import server_recipe
+from tools.benchmarks.servers import ENVIRON, free_ports, wait_until_up
+
+
+@pytest.fixture(scope="session")
+def servers():
+    """{url: process}; some tests kill one."""
+    started, started_with = {}, server_recipe(["http://unknown"], keep_routes=True)
+    try:
+        for port in free_ports(2):
+            (_, *command), environ = server_command(started_with, port, "127.0.0.1")
+            started[f"http://127.0.0.1:{port}"] = jobs.start(*command, **named(), **ENVIRON, **environ)
+        for url, process in started.items():
+            wait_until_up(url, process)
+        yield started
+    finally:
+        for process in started.values():
+            process.kill()

@@ -1,0 +1,107 @@
+"""A weight sync while requests are in flight (``rollout.staleness``): every token's weights are known, and
+its log-prob is theirs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from megatron_eqlen.rollout.vllm.client import UNTOUCHED, ServerEngine
+from megatron_eqlen.types import Delta
+from tests.kit.rollout_kit import folder, requests, server_recipe
+
+LIMIT = 150
+
+
+@functools.cache
+def model(version: int) -> torch.nn.Module:
+    """What the weights of a version are, for Transformers."""
+    return AutoModelForCausalLM.from_pretrained(folder("qwen3_moe", version), dtype=torch.float32)
+
+
+def sync(engine: ServerEngine, version: int) -> None:
+    engine.update_weights(
+        iter(load_file(folder("qwen3_moe", version) / "model.safetensors").items()), version
+    )
+
+
+@pytest.fixture(params=["continue", "recompute"])
+def engine(servers, request) -> Iterator[ServerEngine]:
+    """Of servers that have the weights of version 0, before and after."""
+    recipe = server_recipe(list(servers), staleness=1, on_sync=request.param)
+    one = ServerEngine(recipe.model.path, recipe.rollout, [], 200, syncs_first=True)
+    sync(one, 0)
+    yield one
+    sync(one, 0)
+    one.pool.post("update_weight_version", {"new_version": UNTOUCHED})
+    one.close()
+
+
+Path = tuple[list[int], list[int], list[float], list[int]]
+"""Context; then tokens, log-probs, versions."""
+
+
+def run(engine: ServerEngine, sync_after: int) -> dict[str, Path]:
+    """Six requests that a sync holds up when one has ``sync_after`` tokens, then a fork of one of them."""
+    paths: dict[str, Path] = {}
+
+    def submit(name: str, context: list[int], seed: int) -> None:
+        paths[name] = context, [], [], []
+        engine.submit(name, context, 48 + LIMIT - len(context), seed)
+
+    for name, (context, _, seed) in requests(6).items():
+        submit(f"{name}/0", context, seed)
+    while engine.has_unfinished:
+        for delta in engine.step():
+            take(paths, delta)
+        if engine.policy_version == 0 and max(len(path[1]) for path in paths.values()) >= sync_after:
+            sync(engine, 1)
+            submit("r0/1", paths["r0/0"][0] + paths["r0/0"][1], seed=5)
+    return paths
+
+
+def take(paths: dict[str, Path], delta: Delta) -> None:
+    _, tokens, logprobs, versions = paths[delta.request_id]
+    assert delta.finish_reason in (None, "length")
+    assert delta.policy_version is not None
+    tokens += delta.token_ids
+    logprobs += delta.logprobs
+    versions += [delta.policy_version] * len(delta.token_ids)
+
+
+def test_every_token_is_labelled_with_the_weights_that_sampled_it(engine):
+    paths = run(engine, sync_after=20)
+    held_up = 0
+    for name, (context, tokens, logprobs, versions) in paths.items():
+        assert len(context) + len(tokens) == 48 + LIMIT
+        assert versions == sorted(versions)
+        before = versions.count(0)
+        held_up += 0 < before < len(tokens)
+        expected = reference(context, tokens, before, recomputed=engine.rollout.on_sync == "recompute")
+        found = torch.tensor(logprobs)
+        assert (found - expected).abs().max() < 1e-4, name
+    assert held_up > 0
+    assert set(paths["r0/1"][3]) == {1}, "the fork begins from nothing that older weights computed"
+
+
+def reference(context: list[int], tokens: list[int], before: int, recomputed: bool) -> torch.Tensor:
+    """[tokens] log-probs of tokens of which ``before`` were sampled by version 0, the rest by version 1."""
+    path = torch.tensor([context + tokens])
+    held_up_at = len(context) + before - 1
+    """Tokens whose KV the old weights have computed: all but the last one sampled."""
+    parts = []
+    with torch.no_grad():
+        if before:
+            old = model(0)(path[:, :held_up_at], use_cache=True)
+            parts.append(old.logits[0, len(context) - 1 :])
+        if not before or recomputed:
+            parts.append(model(1)(path).logits[0, (held_up_at if before else len(context) - 1) : -1])
+        else:
+            parts.append(model(1)(path[:, held_up_at:], past_key_values=old.past_key_values).logits[0, :-1])
+    logprobs = torch.cat(parts).log_softmax(-1)
+    return logprobs.gather(1, torch.tensor(tokens)[:, None]).squeeze(1)

@@ -1,0 +1,49 @@
+"""Training while a real server generates ahead (``rollout.staleness``)."""
+
+from pathlib import Path
+
+from megatron_eqlen.rollout.recorder import read_step
+from megatron_eqlen.types import sampled_by
+from tests.kit.jobs import start
+from tests.kit.train_runs import column, command, metrics, train, wait_for_steps
+
+
+def check_steps(folder: Path, steps: int, staleness: int) -> None:
+    """Each step trained its own prompts, of weights that were not too old; an update made one version."""
+    numbers = []
+    for step in range(steps):
+        rollouts = read_step(folder / f"streams/step-{step:08d}")
+        numbers += sorted({one.prompt.number for one in rollouts})
+        assert len(rollouts) == 4 * 2
+        assert min(version for one in rollouts for version in sampled_by(one)) >= max(step - staleness, 0)
+        assert all(segment.grade is not None for rollout in rollouts for segment, _ in rollout.ended())
+    assert numbers == list(range(4 * steps)), "each prompt once"
+    assert column(folder, "step") == [*range(1, steps + 1)]
+
+
+def test_two_ranks_train_on_what_a_server_generates_ahead(home, served):
+    asked = (*served, "rollout.staleness=1", "loss.rollout_is=token", "evaluation.every=2", "steps=4")
+    folder = train(home, "ahead", *asked, ranks=2)
+    check_steps(folder, 4, staleness=1)
+    assert column(folder, "loss/mismatch_max")[0] < 1e-4, "the first step is of the weights that it trains"
+    assert min(column(folder, "train/grad_norm")) > 0
+    stages = [span["stage"] for record in metrics(folder) for span in record["spans"]]
+    assert stages.count("harvest") == stages.count("train") == 4
+    assert "rect" in (folder / "report.html").read_text().partition("The last steps, seconds")[2]
+
+
+def test_killed_and_stopped_in_the_middle_of_an_overlap_a_run_loses_and_repeats_nothing(home, served):
+    folder = home / "overlap"
+    asked = (*served, "rollout.staleness=2", "loss.rollout_is=token", "steps=8")
+    killed = start(*command(home, "overlap", *asked))
+    wait_for_steps(folder, 2, killed)
+    killed.kill()
+    stopped = start(*command(home, "overlap", *asked))
+    wait_for_steps(folder, 4, stopped)
+    (folder / "STOP").touch()
+    assert stopped.wait() == 0, stopped.stderr
+    assert 4 <= len(metrics(folder)) < 8
+    assert (folder / f"streams/step-{len(metrics(folder)):08d}").is_dir(), "the next step has begun"
+    train(home, "overlap", *asked)
+    check_steps(folder, 8, staleness=2)
+    assert not list((folder / "streams").glob("stale-*"))

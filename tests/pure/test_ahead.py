@@ -1,0 +1,293 @@
+"""Harvests ahead of training: the real ``Ahead``, ``Generator``, harvest and recorder over the scripted
+engine of ``test_rollout_harvest``, and a trainer that only counts versions."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_eqlen import generation
+from megatron_eqlen.ahead import Ahead
+from megatron_eqlen.generation import Generator
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.replicas import Replicas
+from megatron_eqlen.rollout.engine import EngineError
+from megatron_eqlen.step import Step
+from megatron_eqlen.timeline import Timeline
+from megatron_eqlen.types import Grade, Prompt, sampled_by
+from tests.pure.test_rollout_harvest import EOS, ScriptedEngine, make_recipe
+
+STEPS, PROMPTS = 5, 2
+
+
+class Killed(Exception):
+    pass
+
+
+@dataclass
+class Served(ScriptedEngine):
+    """Servers whose weights are swapped by another thread; dies after ``life`` steps."""
+
+    life: float = float("inf")
+    busy: Any = field(default_factory=threading.RLock)
+    closed: bool = False
+    gate: threading.Event = field(default_factory=threading.Event)
+    """Nothing is decoded while it is cleared."""
+
+    def step(self):
+        assert self.gate.wait(60)
+        with self.busy:
+            self.life -= 1
+            if self.closed:
+                raise EngineError("the engine was closed")
+            if self.life < 0:
+                raise Killed
+            return [replace(one, sampling_mask=None) for one in super().step()]
+
+    def update_weights(self, weights, policy_version):
+        with self.busy:
+            self.policy_version = policy_version
+
+    def wake(self): ...
+
+    def close(self):
+        with self.busy:
+            self.closed = True
+
+
+@dataclass
+class Counting:
+    """A source of prompts that are numbers."""
+
+    drawn: int = 0
+
+    def next(self, count: int) -> list[Prompt]:
+        self.drawn += count
+        numbers = range(self.drawn - count, self.drawn)
+        return [Prompt(f"p#{n}", [1, n % 7 + 1], "q", "math", "0", number=n) for n in numbers]
+
+    def state_dict(self):
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state):
+        self.drawn = state["drawn"]
+
+    def close(self): ...
+
+
+class Graders:
+    def begin_ended(self, rollouts): ...
+    def begin_part(self, harvester, part): ...
+
+    def score(self, rollouts, seconds=0.0):
+        for segment in (segment for one in rollouts for segment, _ in one.ended()):
+            segment.grade = Grade(len(segment) % 2, "scored")
+        return {}
+
+
+def session(recipe: Recipe) -> Any:
+    timeline, ends = Timeline(), []
+
+    @contextmanager
+    def stage(name):
+        with timeline.span(name):
+            seconds: dict[str, float] = {}
+            yield seconds
+
+    return SimpleNamespace(
+        recipe=recipe,
+        replicas=Replicas(1, in_step=False),
+        tokenizer=SimpleNamespace(eos_token_ids=EOS),
+        scorer=Graders(),
+        objective=SimpleNamespace(dynamic_sampling=False),
+        begin_grading=lambda harvester, part: None,
+        stage=stage,
+        timeline=timeline,
+        ends_with=ends.append,
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world_of_one():
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def recipe(staleness: int, steps: int | None = STEPS) -> Recipe:
+    engine = {"engine": "server", "servers": ["http://none"]}
+    data = {"sources": [{"name": "s", "path": "none"}], "max_prompt_length": 8, "prompts_per_step": PROMPTS}
+    limits = {"steps": steps} if steps else {"steps": None, "gpu_hours": 1}
+    rollout = engine | {"staleness": staleness}
+    return make_recipe(data=data, rollout=rollout, loss={"rollout_is": "token"}, **limits)
+
+
+@contextmanager
+def rollouts(engine: Served, streams: Path, staleness: int, steps: int | None = STEPS) -> Iterator[Any]:
+    engine.gate.set()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generation, "PromptSource", lambda *_: Counting())
+        patch.setattr(generation, "start_engine", lambda *_, **__: engine)
+        generator = Generator(session(recipe(staleness, steps)), streams)
+    one = Ahead(generator) if staleness else generator
+    try:
+        yield one
+    finally:
+        engine.close()
+        engine.gate.set()
+        if isinstance(one, Ahead):
+            one.close()
+
+
+@dataclass
+class Trained:
+    """What was trained in a step, and the weights that it was trained with."""
+
+    version: int
+    rollouts: tuple
+    position: Any = None
+
+
+def train(one: Any, engine: Served, trained: dict[int, Trained], until: int) -> None:
+    """Train from the step after the newest of ``trained`` on."""
+    first = max(trained, default=-1) + 1
+    version = trained[first - 1].version + 1 if trained else 0
+    if trained:
+        one.go_to(trained[first - 1].position)
+    engine.update_weights(None, version)
+    for number in range(first, until):
+        step = one.collect(Step(number, version))
+        trained[number] = Trained(version, step.rollouts, step.data_position)
+        version += 1
+        engine.update_weights(None, version)
+
+
+def tokens(trained: Trained) -> list[tuple]:
+    return [
+        (one.prompt_id, one.index, [segment.token_ids.tolist() for segment in one.segments()])
+        for one in trained.rollouts
+    ]
+
+
+def uninterrupted() -> list[list[tuple]]:
+    trained: dict[int, Trained] = {}
+    engine = Served(random.Random(0), policy_version=0)
+    with tempfile.TemporaryDirectory() as home, rollouts(engine, Path(home), 0) as one:
+        train(one, engine, trained, STEPS)
+    return [tokens(trained[number]) for number in range(STEPS)]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    staleness=st.integers(1, 3),
+    lives=st.lists(st.integers(0, 60), max_size=4),
+    back=st.integers(0, 2),
+)
+def test_killed_at_any_moment_a_run_trains_each_prompt_once_and_nothing_older_than_allowed(
+    seed, staleness, lives, back
+):
+    """``lives``: after how many decode steps each attempt is killed; ``back``: how many trained steps have no
+    checkpoint then. The script's tokens do not depend on the weights, so they are those of a run in turn."""
+    chaos, trained = random.Random(seed), {}
+    with tempfile.TemporaryDirectory() as home:
+        for life in [*lives, float("inf")]:
+            for number in sorted(trained)[-back:] if back else []:
+                del trained[number]
+            engine = Served(chaos, policy_version=0, loss=0.1, life=life)
+            with rollouts(engine, Path(home), staleness) as one:
+                try:
+                    train(one, engine, trained, STEPS)
+                except Killed:
+                    continue
+        assert not list(Path(home).glob("stale-*")), "nothing that was harvested is thrown away"
+    assert [tokens(trained[number]) for number in range(STEPS)] == uninterrupted()
+    for number, step in trained.items():
+        oldest = trained[max(number - staleness, 0)].version
+        assert min(version for one in step.rollouts for version in sampled_by(one)) >= oldest
+
+
+def test_steps_are_harvested_while_earlier_ones_train_and_no_further_than_allowed(tmp_path):
+    engine = Served(random.Random(0), policy_version=0)
+    with rollouts(engine, tmp_path, 2, steps=None) as one:
+        one.collect(Step(0, 0))
+        last = one.under_way[-1].result(60)  # while step 0 trains
+        assert [len(one.under_way), one.begun] == [2, 3]
+        assert last.number == 2
+        assert {version for rollout in last.rollouts for version in sampled_by(rollout)} == {0}
+        assert one.is_fresh
+        engine.update_weights(None, 1)
+        second = one.collect(Step(1, 1))
+        assert not one.is_fresh
+        assert second.data_position == {"source": {"drawn": 2 * PROMPTS}, "oldest": [(2, 0), (3, 1)]}
+
+
+def test_a_request_that_a_sync_holds_up_has_tokens_of_both_weights(tmp_path):
+    engine = Served(random.Random(1), policy_version=0, end=0.02, max_chunk=1)
+    with rollouts(engine, tmp_path, 1) as one:
+        one.collect(Step(0, 0))
+        engine.update_weights(None, 1)  # in the middle of step 1, or after it: both must do
+        second = one.collect(Step(1, 1))
+    versions = {version for rollout in second.rollouts for version in sampled_by(rollout)}
+    assert versions <= {0, 1}
+
+
+def test_tokens_that_are_too_old_are_set_aside_and_sampled_anew(tmp_path, caplog):
+    trained: dict[int, Trained] = {}
+    engine = Served(random.Random(0), policy_version=0)
+    with rollouts(engine, tmp_path, 1) as one:
+        train(one, engine, trained, 2)
+        one.under_way[-1].result(60)
+    trained[1].position["oldest"] = [(2, 7)]  # in another life of the run step 1 was trained with version 7
+    trained[1].version = 7
+    engine = Served(random.Random(0), policy_version=0)
+    with rollouts(engine, tmp_path, 1) as one:
+        train(one, engine, trained, 3)
+    assert (tmp_path / "stale-step-00000002").is_dir()
+    assert {version for rollout in trained[2].rollouts for version in sampled_by(rollout)} == {8}
+
+
+def test_what_fails_in_the_harvest_is_raised_where_the_step_is_taken(tmp_path):
+    engine = Served(random.Random(0), policy_version=0)
+    with rollouts(engine, tmp_path, 1) as one:
+        one.collect(Step(0, 0))
+        one.under_way[-1].result(60)
+        engine.life = 0
+        one.collect(Step(1, 0))
+        with pytest.raises(Killed):
+            one.collect(Step(2, 0))
+
+
+def test_an_end_in_the_middle_of_a_harvest_leaves_its_tokens_on_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_eqlen.rollout.recorder.INTERVAL", 0.0)
+    engine = Served(random.Random(0), policy_version=0, max_chunk=1)
+    with rollouts(engine, tmp_path, 1) as one:
+        one.collect(Step(0, 0))
+        one.under_way[-1].result(60)
+        engine.life = 6
+        one.collect(Step(1, 0))
+        assert isinstance(one.under_way[-1].exception(60), Killed)
+    (left,) = (tmp_path / "step-00000002").glob("journal-*")
+    assert left.stat().st_size > 0
+
+
+def test_an_evaluation_has_the_engine_for_itself(tmp_path, monkeypatch):
+    engine = Served(random.Random(0), policy_version=0)
+    with rollouts(engine, tmp_path, 2) as one:
+        one.collect(Step(0, 0))
+        monkeypatch.setattr(one.generator, "evaluate", lambda benchmark: all(f.done() for f in one.under_way))
+        assert one.evaluate(None)
+        assert len(one.under_way) == 2

@@ -1,0 +1,67 @@
+"""Who was idle, from spans that overlap, go on, or lie outside the step; and the picture of them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_eqlen.report.timeline import LANES, STAGES, timeline
+from megatron_eqlen.timeline import ENGINE, TRAINER, Span, Timeline
+
+TIMES = st.integers(0, 20)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    spans=st.lists(st.tuples(st.sampled_from(["harvest", "evaluate", "train"]), TIMES, TIMES), max_size=6),
+    ongoing=st.none() | TIMES,
+    since=TIMES,
+    length=st.integers(1, 20),
+)
+def test_idle_is_the_time_that_no_span_covers(spans, ongoing, since, length):
+    one = Timeline()
+    one.spans = [Span(stage, min(pair), max(pair)) for stage, *pair in spans]
+    if ongoing is not None:
+        one.spans.append(Span("harvest", ongoing))
+    for stages in (ENGINE, TRAINER):
+        covered = {
+            moment
+            for span in one.spans
+            if span.stage in stages
+            for moment in range(since, since + length)
+            if span.began <= moment < span.ended
+        }
+        assert one.idle(stages, since, since + length) == length - len(covered)
+
+
+def test_a_span_is_given_once_when_it_has_ended():
+    one = Timeline()
+    with one.span("train") as trained, one.span("score"):
+        pass
+    one.spans.append(Span("harvest", trained.began))
+    assert {span["stage"] for span in one.take(trained.ended)} == {"train", "score"}
+    assert one.take(float("inf")) != []
+    assert one.take(float("inf")) == []
+
+
+def test_what_raises_has_ended_too():
+    one = Timeline()
+    with pytest.raises(KeyError), one.span("train"):
+        raise KeyError
+    assert one.spans[0].ended < float("inf")
+
+
+def test_the_picture_has_a_bar_for_each_stage_in_its_lane():
+    spans = [{"stage": stage, "began": 100.0 + n, "ended": 101.0 + n} for n, stage in enumerate(STAGES)]
+    records = [{"step": 1, "time": 104.0, "spans": spans[:4]}, {"step": 2, "time": 107.0, "spans": spans[4:]}]
+    legend, picture = timeline("who worked", [{"step": 0, "time": 99.0}, *records])
+    assert legend == [(stage, "1 s") for stage in STAGES]
+    bars = re.findall(r'<rect class="c(\d)" x="([\d.]+)" y="(\d+)" width="([\d.]+)"', picture)
+    assert [int(colour) for colour, *_ in bars] == list(range(len(STAGES)))
+    lanes = [number for number, stages in enumerate(LANES.values()) for _ in stages]
+    rows = sorted({int(y) for _, _, y, _ in bars})
+    assert [rows.index(int(y)) for _, _, y, _ in bars] == lanes
+    assert timeline("nobody", [{"step": 1, "time": 1.0}]) == ([], "")
