@@ -8,7 +8,6 @@ scoring; afterwards every rank has the rollouts that it graded, and skeletons of
 
 from __future__ import annotations
 
-import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
@@ -29,7 +28,7 @@ from megatron_eqlen.objectives.units import taking_part
 from megatron_eqlen.recipe import BenchmarkRecipe, Recipe
 from megatron_eqlen.replicas import Replicas, shared
 from megatron_eqlen.rewards.scoring import reward_metrics
-from megatron_eqlen.rollout.carried import recall, take_up
+from megatron_eqlen.rollout.carried import open_prompts, recall, take_up
 from megatron_eqlen.rollout.engine import Engine, IdleEngine
 from megatron_eqlen.rollout.harvest import harvest, harvest_seed
 from megatron_eqlen.rollout.recorder import (
@@ -147,10 +146,10 @@ class Generator(InTurn):
     # ---- prompts ------------------------------------------------------------------------------------
 
     def prompts(self, step: Step) -> list[Prompt]:
-        """The step's prompts: those of carried rollouts, and so many new ones that there are as many rollouts
-        as in any step. With dynamic sampling, as many again until enough of them have unequal rewards, at
-        most ``loss.max_num_gen_batches`` times; not with ``rollout.carry_over``, where suspended rollouts
-        would pile up."""
+        """The step's prompts: those of carried rollouts, and so many new ones that as many tracks are open as
+        at the beginning of any step. With dynamic sampling, as many again until enough of them have unequal
+        rewards, at most ``loss.max_num_gen_batches`` times; not with ``rollout.carry_over``, where suspended
+        rollouts would pile up."""
         wanted = self.recipe.data.prompts_per_step
         again = self.session.objective.dynamic_sampling and not self.recipe.rollout.carry_over
         most = self.recipe.loss.max_num_gen_batches if again else 1
@@ -158,18 +157,20 @@ class Generator(InTurn):
             return []
         if not step.batches:
             self.carried, self.suspended = self.suspended, {}
-            wanted -= min(wanted, math.ceil(len(self.carried) / self.recipe.rollouts_per_prompt))
         return agree(lambda: self._draw(step, {} if step.batches else self.carried, wanted))
 
-    def _draw(self, step: Step, carried: Collection[RolloutKey], new: int) -> list[Prompt]:
-        """On rank 0: the prompts of ``carried`` rollouts, and the next ones of the data."""
+    def _draw(self, step: Step, carried: Collection[RolloutKey], wanted: int) -> list[Prompt]:
+        """On rank 0: the prompts of ``carried`` rollouts, and as many new ones as their open tracks leave of
+        ``wanted``."""
         assert self.source is not None
         prompts: list[Prompt] = []
         if carried:
             names = {prompt_id for prompt_id, _ in carried}
             files = step_files(self.streams / step_name(step.number - 1))
             prompts = [prompt for prompt in read_prompts(files) if prompt.prompt_id in names]
-        return prompts + self.source.next(new)
+            rollouts = [one for one in read_skeletons(files) if rollout_key(one) in carried]
+            wanted -= min(wanted, round(open_prompts(rollouts, self.recipe)))
+        return prompts + self.source.next(wanted)
 
     def go_to(self, data_position: dict[str, Any] | None) -> None:
         if self.source is not None:

@@ -75,6 +75,12 @@ def recall(carried: Iterable[Carried], rollouts: Iterable[Rollout]) -> None:
             by_key[rollout_key(rollout)].recall(kind_of(rollout).parts(rollout))
 
 
+def open_prompts(suspended: Iterable[Rollout], recipe: Recipe) -> float:
+    """How many prompts would begin with as many tracks as are open in ``suspended``."""
+    shares = (kind_of(one).open_share(one, recipe) for one in suspended)
+    return sum(shares) / recipe.rollouts_per_prompt
+
+
 def take_up(streams: Path, step: int, suspended: Mapping[RolloutKey, int], recipe: Recipe) -> list[Carried]:
     """What ``step`` goes on with: ``suspended``, each with the step that drew its prompt, as the step before
     left them under ``streams``. Raises CarriedError if one of them is not there."""

@@ -62,6 +62,11 @@ def whole(rollout: Rollout, recipe: Recipe) -> bool:
     return not rollout.suspended
 
 
+def all_open(rollout: Rollout, recipe: Recipe) -> float:
+    """As many of its tracks are open as when it began."""
+    return 1.0
+
+
 @dataclass(frozen=True)
 class SamplingKind:
     """One value of the recipe's ``sampling``."""
@@ -86,3 +91,5 @@ class SamplingKind:
     takes_part: Callable[[Any, Recipe], bool] = whole
     """(scored rollout, recipe) -> whether it is one of those that the step trains and averages over. Every
     rollout is in one step at least; one that is trained in parts (see ``compare``) in several."""
+    open_share: Callable[[Any, Recipe], float] = all_open
+    """(suspended rollout, recipe) -> how many of its tracks are open, of those that it began with."""

@@ -22,7 +22,7 @@ from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.objectives.units import comparison_units
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout import recorder as recorder_module
-from megatron_eqlen.rollout.carried import CarriedError, recall, take_up
+from megatron_eqlen.rollout.carried import CarriedError, open_prompts, recall, take_up
 from megatron_eqlen.rollout.harvest import harvest, harvest_seed
 from megatron_eqlen.rollout.recorder import (
     JOURNALS,
@@ -371,3 +371,12 @@ def test_a_part_of_a_stream_weighs_as_much_as_a_stream():
     assert [len(unit.nodes) for unit in units] == [2] * 6
     weights = [unit.nodes[0].weight * 2 * 2 * len(unit.members[0]) for unit in units if unit.trained]
     assert weights == pytest.approx([1 / 3] * 5)
+
+
+def test_new_prompts_are_as_many_as_the_open_tracks_of_carried_ones_leave():
+    segment = Segment([9], [-1], "stop", Grade(1.0, ""))
+    prompt = prompts_of(0, 1)[0]
+    group = Group(prompt, 0, [segment] * 3, numbers=[0, 1, 3], suspended=True)
+    recipe = make_recipe(sampling="independent", group_size=4)
+    assert open_prompts([group, replace(group, completions=[], numbers=[])], recipe) == 1 / 4 + 1
+    assert open_prompts([stream_with("01"), stream_with("")], make_recipe(group_size=8)) == 2 / 4

@@ -19,6 +19,11 @@ def harvesters(
     return [IndependentGroup(prompt, recipe.group_size, limit, eos_token_ids, seed) for prompt in prompts]
 
 
+def open_share(group: Group, recipe: Recipe) -> float:
+    """Of its completions, those that have not ended."""
+    return 1 - len(group.completions) / recipe.group_size
+
+
 class IndependentGroup:
     """Collects one prompt's completions."""
 
