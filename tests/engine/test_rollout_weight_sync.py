@@ -135,11 +135,14 @@ def test_wrong_weights_are_named_and_the_engine_refuses_to_go_on():
 
 def test_two_ranks_are_two_replicas_or_one_split_engine():
     """Beside a process group that is there already; both like one process on its own."""
-    rank0 = jobs.run("-m", "tests.kit.vllm_ranks", folder("qwen3", 0), folder("qwen3", 1), ranks=2)
-    single = open_engine(folder("qwen3", 1), temperature=1.0)
-    expected = generate(single, requests(8))
+    old, new = folder("qwen3_moe", 0), folder("qwen3_moe", 1)
+    rank0 = jobs.run("-m", "tests.kit.vllm_ranks", old, new, ranks=2)
+    single = open_engine(new, temperature=1.0, keep_routes=True)
+    routes: dict[str, list] = {}
+    expected = generate(single, requests(8), routes)
     single.close()
-    for found in map(json.loads, rank0.stdout.splitlines()[-2:]):
+    for found, rows in map(json.loads, rank0.stdout.splitlines()[-2:]):
+        assert rows == routes
         for name, (tokens, logprobs, reason, _) in expected.items():
             assert found[name][0] == tokens
             assert found[name][2] == reason

@@ -29,7 +29,7 @@ CHANGES = {
         "max_position_embeddings": 40,
         "rope_parameters": YARN,
     },
-    "qwen3_moe": {"head_dim": 32, "num_hidden_layers": 2, "num_experts": 4},
+    "qwen3_moe": {"head_dim": 32, "num_hidden_layers": 2, "num_experts": 4, "moe_intermediate_size": 64},
     "qwen3_next": {
         "head_dim": 32,
         "num_experts": 4,
@@ -77,14 +77,19 @@ def server_recipe(urls: list[str], **over) -> Recipe:
 
 
 def generate(
-    engine, requests: dict[str, tuple[list[int], int, int]]
+    engine, requests: dict[str, tuple[list[int], int, int]], routes: dict[str, list] | None = None
 ) -> dict[str, tuple[list, list, str, int]]:
-    """{id: (context, max_tokens, seed)} -> {id: (tokens, logprobs, finish_reason, cached)}"""
+    """{id: (context, max_tokens, seed)} -> {id: (tokens, logprobs, finish_reason, cached)}
+
+    ``routes``: gets the rows of each request's tokens.
+    """
     for name, (context, max_tokens, seed) in requests.items():
         engine.submit(name, context, max_tokens, seed)
     out = {name: ([], [], None, 0) for name in requests}
     while engine.has_unfinished:
         for delta in engine.step():
+            if routes is not None:
+                routes.setdefault(delta.request_id, []).extend(delta.routes.tolist())
             tokens, logprobs, _, cached = out[delta.request_id]
             out[delta.request_id] = (
                 tokens + delta.token_ids, logprobs + delta.logprobs, delta.finish_reason,

@@ -15,10 +15,11 @@ def main(old: Path, new: Path) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     for size in (1, 2):
-        engine = open_engine(old, temperature=1.0, tensor_parallel=size)
+        engine = open_engine(old, temperature=1.0, tensor_parallel=size, keep_routes=True)
         generate(engine, requests(4 if size == 2 else 2 + 5 * rank))
         engine.update_weights(iter(load_file(new / "model.safetensors").items()), 1)
-        out = generate(engine, requests(8))
+        routes: dict[str, list] = {}
+        out = generate(engine, requests(8), routes), routes
         every = [None, None]
         dist.all_gather_object(every, out)
         assert every[0] == every[1]

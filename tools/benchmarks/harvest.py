@@ -1,8 +1,10 @@
 """The harvester against plain ``LLM.generate`` with log-probs: same engine, same concurrency, in turns.
 
 Without ``--model`` a small random Qwen3 is made, whose responses end by chance after about
-``--mean-length`` tokens. The verifier is random, fixed by the response's tokens, and says correct with
-probability ``--accuracy``: enough to count effective samples (those with a non-zero advantage), not to learn.
+``--mean-length`` tokens. With ``--experts`` it is a Qwen3-MoE, and a second engine, which records routes
+(``rollout.keep_routes``), harvests in turns with the first. The verifier is random, fixed by the response's
+tokens, and says correct with probability ``--accuracy``: enough to count effective samples (those with a
+non-zero advantage), not to learn.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--keep-sampling-mask", action="store_true", help="record what top-k and top-p kept")
+    parser.add_argument("--experts", type=int, default=0, help="of each layer, 8 to a token; and with routes")
     parser.add_argument("--accuracy", type=float, default=0.5, help="of the simulated verifier")
     parser.add_argument("--repeat", type=int, default=3, help="medians of so many rounds count")
     parser.add_argument("--kv-cache-gib", type=float, default=2.0)
@@ -58,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        model = args.model or make_model(Path(folder))
+        model = args.model or make_model(Path(folder), args.experts)
         results = [row for slots in args.slots for row in measure(model, slots, args)]
     title = (
         f"{args.prompts} prompts x {args.group_size}, responses up to {args.max_response_length}, "
@@ -67,17 +70,22 @@ def run(args: argparse.Namespace) -> None:
     show(results, title, args.json)
 
 
-def make_model(folder: Path) -> Path:
-    """A random Qwen3 of 4 layers x 128; its draws are near uniform over 512 tokens."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def make_model(folder: Path, experts: int) -> Path:
+    """A random Qwen3 of 4 layers x 128, or with ``experts`` a Qwen3-MoE; its draws are near uniform over 512
+    tokens."""
+    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=65536,
-        tie_word_embeddings=False, pad_token_id=None,
-    )  # fmt: skip
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    shape: dict[str, Any] = {
+        "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 65536,
+        "tie_word_embeddings": False, "pad_token_id": None,
+    }  # fmt: skip
+    if experts:
+        shape |= {"num_experts": experts, "num_experts_per_tok": 8, "moe_intermediate_size": 64}
+        shape |= {"norm_topk_prob": True}
+    config = Qwen3MoeConfig(**shape) if experts else Qwen3Config(**shape)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 
 
@@ -95,9 +103,17 @@ def measure(model: Path, slots: int, args: argparse.Namespace) -> list[dict[str,
         "independent": lambda: harvested(engine, prompts, recipe, eos, "independent", args),
         "equal length": lambda: harvested(engine, prompts, recipe, eos, "equal_length", args),
     }
+    engines = dict.fromkeys(ways, engine)
+    if args.experts:
+        keeps = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"keep_routes": True})})
+        routed = ColocatedEngine(model, keeps.rollout, args.dtype, eos, length)
+        ways["equal length, routes"] = lambda: harvested(routed, prompts, keeps, eos, "equal_length", args)
+        engines["equal length, routes"] = routed
+        ways["equal length, routes"]()
     ways["generate"]()  # compiles and warms up
-    rounds = [{name: timed(engine, way) for name, way in ways.items()} for _ in range(args.repeat)]
-    engine.close()
+    rounds = [{name: timed(engines[name], way) for name, way in ways.items()} for _ in range(args.repeat)]
+    for one in set(engines.values()):
+        one.close()
     return [{"slots": slots, "way": name} | summary([r[name] for r in rounds], rounds) for name in ways]
 
 

@@ -99,7 +99,8 @@ class RouteCapture:
         batch, count = self.runner.input_batch, self.runner.input_batch.num_reqs
         ends = self.runner.query_start_loc.np[: count + 1].astype(np.int64)
         scheduled, total = np.diff(ends), int(ends[-1])
-        rows = self.capturer.snapshot_routing_data(total).index_select(1, self.layers)
+        chosen = self.capturer.device_buffer[:total].index_select(1, self.layers)
+        rows = chosen.to(self.capturer.output_dtype)  # after it, as not every kernel knows uint16
         copied = None
         if rows.is_cuda:
             rows = rows.to("cpu", non_blocking=True)
