@@ -52,7 +52,7 @@ T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 8: 2.365, 10: 2.262}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=5, choices=sorted(T_95))
-    parser.add_argument("--steps", type=int, default=27)
+    parser.add_argument("--steps", type=int, default=45)
     parser.add_argument("--noise", type=float, default=2.0, help="of the routers, in standard deviations")
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, a core each")
