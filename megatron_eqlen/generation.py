@@ -8,6 +8,7 @@ scoring; afterwards every rank has the rollouts that it graded, and skeletons of
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
