@@ -1,0 +1,67 @@
+"""From vLLM's routers to Megatron's: what a harvest kept is what an update computes with."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from megatron_eqlen.metrics import EXPERT_AGREEMENT, MISMATCH, ROUTER_AGREEMENT
+from megatron_eqlen.objectives.build import build_minibatches
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.rollout.harvest import harvest
+from megatron_eqlen.types import Grade, Metrics, Prompt, Rollout
+from tests.kit.distributed import run_ranks
+from tests.kit.rollout_kit import DTYPES, EOS, folder, open_engine
+from tests.kit.updates import build_policy, layout
+from tests.pure.test_rollout_harvest import make_recipe
+
+PROMPTS = [Prompt(f"p{i}", [5 + i, 6, 7, 8] * 8, "?", "math", "1", number=i) for i in range(3)]
+SECTIONS = {
+    "sampling": "tree",  # forks wherever a step ends, and with the KL penalty all of it is trained
+    "objective": "treerpo",
+    "tree_sampling": {"branching": 2, "depth": 3},
+    "rollout": {"max_response_length": 60, "max_num_seqs": 64, "keep_routes": True, "temperature": 1.0},
+    "data": {"sources": [{"name": "s", "path": "none"}], "max_prompt_length": 32},
+    "packing": {"max_tokens_per_row": 200},
+    "loss": {"kl_coef": 0.1},
+}
+
+
+def recipe_of() -> Recipe:
+    return make_recipe(**SECTIONS)
+
+
+def graded(rollouts: list[Rollout]) -> list[Rollout]:
+    """Every other response that ended is right."""
+    for rollout in rollouts:
+        for number, (segment, _) in enumerate(rollout.ended()):
+            segment.grade = Grade(float(number % 2 == 0), "scored")
+    return rollouts
+
+
+def update(path: str, rollouts: list[Rollout], changes: dict) -> Metrics:
+    minibatches, _ = build_minibatches(rollouts, recipe_of())
+    return build_policy(path, SECTIONS | changes).update(minibatches)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers", "close"), [("qwen3_moe", {"pipeline": 2}, 1e-4), ("qwen3_next", {"tensor": 2}, 0.05)]
+)
+def test_the_trainer_computes_with_the_experts_that_the_engine_chose(kind, layers, close):
+    """A float32 trainer; the engine is in bfloat16 where vLLM's CPU build has nothing else."""
+    engine = open_engine(folder(kind), DTYPES.get(kind, "float32"), temperature=1.0, keep_routes=True)
+    try:
+        rollouts = graded(harvest(engine, PROMPTS, recipe_of(), EOS, seed=3)[0])
+    finally:
+        engine.close()
+    path = str(folder(kind))
+    (found, _) = run_ranks(2, update, path, copy.deepcopy(rollouts), layout(2, **layers))
+    assert found["train/updates"] == 1
+    assert found[EXPERT_AGREEMENT] == 1.0
+    assert found[ROUTER_AGREEMENT] > 0.97
+    assert found[MISMATCH] < close
+    without = {"loss": SECTIONS["loss"] | {"router_replay": False}}
+    (free,) = run_ranks(1, update, path, rollouts, without)
+    assert free[EXPERT_AGREEMENT] == free[ROUTER_AGREEMENT]
+    assert found[MISMATCH] < 1.001 * free[MISMATCH]
