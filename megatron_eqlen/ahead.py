@@ -69,7 +69,8 @@ class Ahead:
         self.is_fresh = all(sampled_by(one) == {step.policy_version} for one in taken.rollouts)
         self._know_suspended(taken.data_position)
         position = {"source": taken.data_position, "oldest": list(self.oldest.items())}
-        return dataclasses.replace(taken, started=step.started, data_position=position).log(seconds)
+        known = {"policy_version": step.policy_version, "started": step.started, "data_position": position}
+        return dataclasses.replace(taken, **known).log(seconds)
 
     def _begin_from(self, step: Step) -> None:
         last = step.number + self.staleness

@@ -151,7 +151,7 @@ def _check_off_policy(recipe: Recipe) -> None:
     rollout, loss = recipe.rollout, recipe.loss
     key = "carry_over: true" if rollout.carry_over else f"staleness: {rollout.staleness}"
     corrected = loss.old_logprobs == "rollout" or loss.rollout_is != "none" or loss.rollout_rs
-    if (rollout.carry_over or rollout.staleness) and not corrected:
+    if rollout.trains_older and not corrected:
         raise ValueError(
             f"rollout.{key} trains tokens that older weights sampled, and nothing corrects for it: "
             "set loss.rollout_is: token or sequence (decoupled PPO), loss.rollout_rs, or loss.old_logprobs: "

@@ -155,7 +155,7 @@ class Run:
     def build_trees(self, step: Step) -> tuple[Step, list[list[TokenTree]]]:
         """The step's minibatches of token trees, with advantages and weights; the same on every rank."""
         with self.session.stage("trees") as seconds:
-            version = step.policy_version if self.recipe.rollout.carry_over else None
+            version = step.policy_version if self.recipe.rollout.trains_older else None
             minibatches, metrics = build_minibatches(step.rollouts, self.recipe, version)
         generated = step.metrics.get(HARVEST_GENERATED_TOKENS)
         if generated:

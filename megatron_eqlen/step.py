@@ -38,7 +38,7 @@ class Step:
     """Steps before it in the run."""
     policy_version: int
     """Version of the weights that generate: the number of optimizer steps taken before. With
-    ``rollout.staleness`` that of the oldest ones that may have."""
+    ``rollout.staleness`` of the oldest ones that may have; once it is taken, of those that it trains."""
     started: float = field(default_factory=time.perf_counter)
     rollouts: tuple[Rollout, ...] = ()
     """Those of all engine replicas, scored, in training order; with dynamic sampling only those that are

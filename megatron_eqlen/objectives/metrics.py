@@ -49,7 +49,7 @@ def staleness_metrics(units: Iterable[ComparisonUnit], policy_version: int) -> M
     for segment in (member for unit in units if unit.trained for member in unit.members):
         starts = [first for first, _ in segment.versions]
         for (first, version), end in zip(segment.versions, [*starts[1:], len(segment)], strict=True):
-            tokens[policy_version - version] += end - first
+            tokens[max(policy_version - version, 0)] += end - first  # a run that went back may reach it again
     if not tokens:
         return {}
     total = tokens.total()

@@ -229,6 +229,11 @@ class RolloutRecipe(Section):
         return self.top_k if self.keep_sampling_mask else 0
 
     @property
+    def trains_older(self) -> bool:
+        """Whether steps train tokens that older weights sampled."""
+        return self.carry_over or self.staleness > 0
+
+    @property
     def parked(self) -> Literal["none", "state", "all"]:
         """``park_trainer``, or its default."""
         return self.park_trainer or ("state" if self.engine == "colocated" else "none")

@@ -25,7 +25,9 @@ def test_two_ranks_train_on_what_a_server_generates_ahead(home, served):
     asked = (*served, "rollout.staleness=1", "loss.rollout_is=token", "evaluation.every=2", "steps=4")
     folder = train(home, "ahead", *asked, ranks=2)
     check_steps(folder, 4, staleness=1)
-    assert column(folder, "loss/mismatch_max")[0] < 1e-4, "the first step is of the weights that it trains"
+    assert column(folder, "mismatch/logprob_abs_diff_max")[0] < 1e-4, (
+        "the first step is of the weights that it trains"
+    )
     assert min(column(folder, "train/grad_norm")) > 0
     stages = [span["stage"] for record in metrics(folder) for span in record["spans"]]
     assert stages.count("harvest") == stages.count("train") == 4
