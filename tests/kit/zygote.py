@@ -14,6 +14,7 @@ import random
 import runpy
 import select
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -128,6 +129,7 @@ def _ask(address: str, request: dict[str, Any], files: Sequence[int]) -> socket.
 
 def _serve(listener: socket.socket, lifeline: int) -> NoReturn:
     """Fork what is asked for, until nobody holds the other end of ``lifeline``."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, for the tests
     while lifeline not in select.select([listener, lifeline], [], [])[0]:
         connection, _ = listener.accept()
         message, files, _, _ = socket.recv_fds(connection, LARGEST, 3)
@@ -180,6 +182,7 @@ def _become(
     as ever. ``splits``: it gets a zygote of its own, since only ancestors can adopt what a zygote forks."""
     if splits:
         Zygote.inherited = Zygote.split()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     vllms = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
     os.environ.clear()
     os.environ.update(vllms | environ)
