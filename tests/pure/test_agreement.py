@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -63,6 +64,7 @@ class Screen:
 @pytest.mark.parametrize("then", ["warn", "stop"])
 def test_stop_ends_the_run_after_the_step_and_warn_does_not(then, monkeypatch):
     monkeypatch.setattr("megatron_eqlen.run.distributed.is_rank0", lambda: False)
+    no_rollouts: Any = None
     run = object.__new__(Run)
     run.recipe, screen = small(mismatch={"then": then}), Screen()
     run.session = SimpleNamespace(progress=screen)
@@ -72,11 +74,11 @@ def test_stop_ends_the_run_after_the_step_and_warn_does_not(then, monkeypatch):
     run.heed("they differ")
     assert screen.lines == ["WARNING: they differ; most in some token"]
     if then == "warn":
-        return run.report()
+        return run.report(no_rollouts)
     with pytest.raises(MismatchError, match="they differ: stopped after step 3, with a checkpoint"):
-        run.report()
+        run.report(no_rollouts)
     run.spent = Spent(9)
-    return run.report()  # it was the last step in any case
+    return run.report(no_rollouts)
 
 
 def test_log_probs_that_are_not_comparable_cannot_stop_or_skip():
