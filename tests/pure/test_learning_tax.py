@@ -38,9 +38,10 @@ def test_grpo_pushes_the_papers_prefix_both_ways_and_most_of_it_cancels():
 
 
 def test_eqlen_trains_an_inherited_prefix_once():
-    tax = learning_tax(trees_of(eqlen_stream(third=0.0)))
+    stream = eqlen_stream(third=0.0)
+    tax = learning_tax(trees_of(stream))
     assert (tax.shared, tax.opposed, tax.cancelled_share, tax.deviation) == (len(B_1), 0, 0.0, 0.0)
-    assert tax.gross > 0
+    assert tax.gross == tax.net == pytest.approx(len(B_1) * abs(direct_coefficient(stream, B_1)))
     assert learning_tax(trees_of(eqlen_stream())).shared == 0, "a pair with equal rewards is not trained"
 
 
