@@ -90,6 +90,12 @@ def test_log_probs_that_are_not_comparable_cannot_stop_or_skip():
         assert small(mismatch={"then": then}, **kept).rollout.comparable
 
 
+def test_updates_are_not_skipped_because_older_weights_sampled_their_tokens():
+    ahead = {"engine": "server", "servers": ["http://a"], "staleness": 1}
+    with pytest.raises(RecipeError, match=r"it needs rollout.staleness: 0, found 1"):
+        small(mismatch={"then": "skip"}, **ahead)
+
+
 def test_the_key_of_earlier_recipes_is_named_with_its_new_name():
     with pytest.raises(
         RecipeError, match=r"'rollout.sync_tolerance': it is called 'rollout.mismatch.tolerance'"
