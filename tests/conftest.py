@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from execnet import XSpec
 from xdist.scheduler import LoadScopeScheduling
@@ -15,6 +16,9 @@ from xdist.scheduler import LoadScopeScheduling
 from tests.kit import ROOT, jobs
 from tests.kit.processes import adopt_orphans, command_line, descendants, within
 from tests.kit.zygote import JOBS, RANKS, Zygote
+
+hypothesis.settings.register_profile("tests", deadline=None)  # a machine may be busy
+hypothesis.settings.load_profile("tests")
 
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor/compile_worker")
 """Libraries' own processes, which serve this one to its end and go with it."""
