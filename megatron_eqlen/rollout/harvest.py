@@ -286,6 +286,12 @@ class Driver:
             self.recorder.follow(track)
         if track.name in self.known:
             track.resume(self.known[track.name])
+            track.prompt_routes = self.running[key].prompt_routes
+        if self.keep_routes and track.whole and len(track.routes) != len(track):
+            raise EngineError(
+                f"track {track.name}: expected routes of the {len(track)} tokens that it had before, found "
+                f"{len(track.routes)}: they were generated without rollout.keep_routes"
+            )
         if self.carries_over:
             self.launched.setdefault(key, []).append(track)
         if track.finish_reason is None:

@@ -25,7 +25,17 @@ from megatron_eqlen.sampling.equal_length.dual_track import DualTrack
 from megatron_eqlen.sampling.kind import Harvester
 from megatron_eqlen.sampling.record import Part
 from megatron_eqlen.sampling.track import track_seed
-from megatron_eqlen.types import Delta, Elsewhere, Group, Prompt, Rollout, SamplingMask, Stream, rollout_key
+from megatron_eqlen.types import (
+    Delta,
+    Elsewhere,
+    Group,
+    Prompt,
+    Rollout,
+    SamplingMask,
+    Segment,
+    Stream,
+    rollout_key,
+)
 
 EOS = {8, 9}
 
@@ -510,6 +520,14 @@ def test_a_row_that_is_missing_or_too_many_is_an_error(found, message):
     engine = Broken(random.Random(0), max_chunk=1, routes=True)
     with pytest.raises(EngineError, match=message):
         harvest(engine, make_prompts(2), make_recipe(rollout={"keep_routes": True}), EOS, 0)
+    assert not engine.requests
+
+
+def test_tokens_of_before_that_have_no_routes_are_not_gone_on_with():
+    recipe = make_recipe(rollout={"keep_routes": True})
+    engine = ScriptedEngine(random.Random(0), routes=True)
+    with pytest.raises(EngineError, match=r"p#0/0/1: expected routes of the 2 tokens .*, found 0"):
+        harvest(engine, make_prompts(2), recipe, EOS, 0, known={"p#0/0/1": Segment([5, 5], [-1.0, -1.0])})
     assert not engine.requests
 
 
