@@ -75,6 +75,8 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
     import torch  # drivers of servers need none before the first sync
 
     bits = tensor.detach().to(torch.bfloat16).contiguous().view(torch.int16).view(-1)
+    if bits.storage_offset() % 4:  # part of a buffer: int64 are read from whole multiples only
+        bits = bits.clone()
     whole = bits.numel() - bits.numel() % 4
     return bits[:whole].view(torch.int64).sum() + bits[whole:].sum(dtype=torch.int64)
 

@@ -250,6 +250,8 @@ class Fake:
             reason = "length" if i + 2 >= len(tokens) else None
             content = [{"logprob": -0.5} for _ in part]
             choice = {"token_ids": part, "finish_reason": reason, "logprobs": {"content": content}}
+            if self.behaviour == "strange":
+                del choice["logprobs"]
             await self.send(response, [choice | {"routed_experts": None}])
         await self.send(response, [])
         return response
@@ -298,7 +300,7 @@ def harvest_independent(fakes: list[Fake], during=None, **over):
 COUNTED = [list(range(61, 91))] * 4
 
 
-@pytest.mark.parametrize("behaviour", ["refuse", "break", "hang"])
+@pytest.mark.parametrize("behaviour", ["refuse", "break", "hang", "strange"])
 def test_a_replica_that_fails_is_left_and_nothing_is_lost(fake, behaviour, caplog):
     bad, good = fake(behaviour), fake()
     found, metrics = harvest_independent([bad, good], request_timeout=2 if behaviour == "hang" else 600)

@@ -282,7 +282,7 @@ class ServerEngine:
                         raise ConnectionError(event["error"])
                     if last is not None:
                         last.num_cached_tokens = cached_tokens(event)
-                    elif event["choices"]:
+                    elif event.get("choices"):
                         delta = read_event(request_id, event, self.rollout.keep_sampling_mask)
                         if delta.finish_reason is None:
                             self.arrivals.put(delta)

@@ -56,8 +56,14 @@ def request_body(
 
 def read_event(request_id: str, event: dict[str, Any], masked: bool = False) -> Delta:
     """One server-sent event as a delta, with sampling masks if ``masked``, and with routes if the server
-    sends them."""
-    choice = event["choices"][0]
+    sends them. Raises ConnectionError for an event of another shape than this version's."""
+    try:
+        return _delta(request_id, event["choices"][0], masked)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ConnectionError(f"request {request_id}: expected vLLM 0.31's events, {error!r}") from error
+
+
+def _delta(request_id: str, choice: dict[str, Any], masked: bool) -> Delta:
     reason = choice["finish_reason"]
     chosen = (choice["logprobs"] or {"content": []})["content"]
     tokens = choice["token_ids"] or []
