@@ -39,6 +39,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
     return ByFile(config, log)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that mostly wait come first: at the end they would have nothing beside them."""
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/slurm/"))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[XSpec]) -> None:
     """Workers are forked from one process that has imported what tests import: else each would import it."""

@@ -49,7 +49,7 @@ def outside() -> tuple[bool, bool]:
     import megatron.core.parallel_state as megatron
 
     ours = vars(megatron)[source.ALIAS] is cuda_namespace
-    return torch.cuda.Stream.__module__.startswith("torch") and torch.cuda.is_available() is False, ours
+    return torch.cuda.Stream is not cuda_namespace.Stream and torch.cuda.is_available() is False, ours
 
 
 @needs_no_gpu
