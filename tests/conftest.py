@@ -14,23 +14,29 @@ from execnet import XSpec
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.kit import ROOT, jobs
+from tests.kit.marks import examples
 from tests.kit.processes import adopt_orphans, command_line, descendants, within
 from tests.kit.zygote import JOBS, RANKS, Zygote
 
-hypothesis.settings.register_profile("tests", deadline=None)  # a machine may be busy
+hypothesis.settings.register_profile("tests", examples(100))
 hypothesis.settings.load_profile("tests")
 
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor/compile_worker")
 """Libraries' own processes, which serve this one to its end and go with it."""
 
 
+WITH_SERVERS = ("tests/engine/test_rollout_held_up.py", "tests/engine/test_rollout_server.py")
+"""They share two vLLM servers, which take 12 CPU-seconds each to start."""
+
+
 class ByFile(LoadScopeScheduling):
-    """A worker gets whole files, for the sake of their fixtures, and of folders whose files share theirs the
-    whole folder."""
+    """A worker gets whole files, for the sake of their fixtures, and of files that share theirs all."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::")[0]
         folder = file.split("/")[1]
+        if file in WITH_SERVERS:
+            return "servers"
         return folder if folder in ("job", "slurm") else file
 
 

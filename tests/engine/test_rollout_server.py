@@ -165,11 +165,12 @@ class Fake:
         app.router.add_get("/metrics", self.metrics)
         app.router.add_post("/inference/v1/generate", self.generate)
         app.router.add_post("/{name}", self.control)
-        runner = web.AppRunner(app)
+        runner = web.AppRunner(app, shutdown_timeout=0)
         self.loop.run_until_complete(runner.setup())
         self.loop.run_until_complete(web.TCPSite(runner, "127.0.0.1", self.port).start())
         self.up.set()
         self.loop.run_forever()
+        self.loop.run_until_complete(runner.cleanup())
 
     async def weight_info(self, request):
         return web.json_response({"weight_version": self.version})
@@ -265,6 +266,7 @@ class Fake:
         for stranger in self.strangers:
             stranger.close()
         self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
 
 
 @pytest.fixture

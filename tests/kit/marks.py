@@ -1,9 +1,19 @@
-"""Which tests are for the whole suite alone."""
+"""What only the whole suite does, and ``tools/test --fast`` not."""
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+FEWER = int(os.environ.get("EQLEN_FEWER_EXAMPLES", "1"))
+"""``tools/test --fast`` tries a fourth of a property's examples."""
+
+
+def examples(count: int) -> settings:
+    """A property's number of examples; none has a deadline, a machine may be busy."""
+    return settings(max_examples=max(1, count // FEWER), deadline=None)
 
 
 def slow(*values: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eqlen import generation
@@ -27,6 +27,7 @@ from megatron_eqlen.rollout.engine import EngineError
 from megatron_eqlen.step import Step
 from megatron_eqlen.timeline import Timeline
 from megatron_eqlen.types import Grade, Prompt, sampled_by
+from tests.kit.marks import examples
 from tests.pure.test_rollout_harvest import EOS, ScriptedEngine, make_recipe
 
 STEPS, PROMPTS = 5, 2
@@ -190,7 +191,7 @@ def uninterrupted() -> list[list[tuple]]:
     return [tokens(trained[number]) for number in range(STEPS)]
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     seed=st.integers(0, 2**16),
     staleness=st.integers(1, 3),

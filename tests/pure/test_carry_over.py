@@ -13,7 +13,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eqlen.files import step_name
@@ -49,6 +49,7 @@ from megatron_eqlen.types import (
     rollout_key,
     training_order,
 )
+from tests.kit.marks import examples
 from tests.pure.test_rollout_harvest import EOS, check_routes, make_recipe
 from tests.pure.test_rollout_resume import Killed, Lockstep
 
@@ -209,7 +210,7 @@ def recipe_of(case: dict, **rollout) -> Recipe:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(cases, steps, st.sampled_from([0.0, 0.0005]))
 def test_every_unit_is_trained_once_with_the_rewards_of_a_harvest_that_nothing_interrupted(
     case, steps, interval

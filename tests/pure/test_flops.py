@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Qwen3Config
@@ -22,6 +22,7 @@ from megatron_eqlen.rollout.meter import rollout_metrics
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.types import Group, Node, Pair, Prompt, Rollout, SampledTree, Segment, Stream, TokenTree
 from tests.kit import ROOT
+from tests.kit.marks import examples
 
 QWEN3 = KNOWN_MODELS / "qwen3-0.6b.json"
 lengths = st.lists(st.integers(1, 9), min_size=1, max_size=4)
@@ -69,7 +70,7 @@ def seen_one_by_one(rollout: Rollout) -> list[int]:
 
 
 @given(rollouts)
-@settings(max_examples=30)
+@examples(30)
 def test_the_context_of_a_rollout_is_what_its_tokens_see(rollouts):
     for kind in dict.fromkeys(map(kind_of, rollouts)):  # a step has rollouts of one kind
         mine = [rollout for rollout in rollouts if kind_of(rollout) is kind]

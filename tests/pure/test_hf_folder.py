@@ -6,7 +6,7 @@ import struct
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
@@ -18,6 +18,7 @@ from megatron_eqlen.hf.folder import DTYPES, INDEX, SINGLE, FolderWriter, HFFold
 from megatron_eqlen.hf.folder_check import check_folder
 from megatron_eqlen.hf.safetensors_header import ITEM_BYTES, read_header
 from megatron_eqlen.rollout.weights import WeightTable
+from tests.kit.marks import examples
 from tests.kit.tiny_models import save_tiny
 
 
@@ -102,13 +103,13 @@ WHOLE = st.lists(st.sampled_from([("F32", 4), ("BF16", 2), ("U8", 1)]), max_size
 
 
 @given(header=st.dictionaries(st.sampled_from("abc"), ENTRIES, max_size=3), size=st.integers(0, 64))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_any_header_is_read_or_refused_as_by_the_library(tmp_path_factory, header, size):
     agrees_with_the_library(tmp_path_factory, header, size)
 
 
 @given(dtypes=WHOLE, cut=st.integers(-1, 1), moved=st.integers(-1, 1), at=st.integers(0, 5))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_headers_that_are_nearly_right_are_too(tmp_path_factory, dtypes, cut, moved, at):
     header, end = {}, 0
     for name, (dtype, size) in zip("abc", dtypes, strict=False):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eqlen.rollout.vllm.labels import Labels
 from megatron_eqlen.types import Delta
+from tests.kit.marks import examples
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     syncs=st.lists(st.integers(0, 30), max_size=4).map(sorted),
     cuts=st.lists(st.integers(0, 30), max_size=8).map(sorted),

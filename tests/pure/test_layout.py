@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 import yaml
 from hypothesis import assume, example, given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -24,6 +23,7 @@ from megatron_eqlen.models.weights import local_parameters
 from megatron_eqlen.plan.parameters import held
 from megatron_eqlen.recipe import ParallelRecipe, RolloutRecipe
 from tests.kit import ROOT
+from tests.kit.marks import examples
 from tests.kit.tiny_models import FAMILIES, tiny_config
 
 RECIPES = ROOT / "recipes"
@@ -146,7 +146,7 @@ def uses_what_it_has(model: ModelConfig, parallel: ParallelRecipe) -> bool:
     return not (model.delta_net and all(model.delta_net.layers))
 
 
-@hypothesis_settings(max_examples=150, deadline=None)
+@examples(150)
 @given(raw=configs(), keys=parallels, data_parallel=st.sampled_from([1, 1, 2, 3]))
 def test_a_layout_is_approved_if_and_only_if_megatron_can_build_it(raw, keys, data_parallel):
     parallel, model = ParallelRecipe(**keys), parse_config(raw, "tiny")
@@ -266,7 +266,7 @@ def test_plan_and_start_refuse_with_the_same_words_before_any_process(case, tmp_
     assert not (tmp_path / "run").exists()
 
 
-@hypothesis_settings(max_examples=80, deadline=None)
+@examples(80)
 @given(
     family=st.sampled_from(FAMILIES),
     keys=parallels,

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eqlen.objectives.build import build_minibatches
@@ -24,6 +24,7 @@ from megatron_eqlen.objectives.theory import (
 )
 from megatron_eqlen.report.learning_tax import tax_of_run
 from megatron_eqlen.rollout.recorder import record
+from tests.kit.marks import examples
 
 
 def test_grpo_pushes_the_papers_prefix_both_ways_and_most_of_it_cancels():
@@ -57,7 +58,7 @@ responses = st.lists(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(responses)
 def test_shared_tokens_are_those_that_two_responses_begin_with(responses):
     group = grpo_group(*responses)

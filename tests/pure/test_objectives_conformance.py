@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eqlen.objectives.build import build_trees
@@ -20,10 +20,11 @@ from megatron_eqlen.packing.pack import pack
 from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.training.policy_loss import policy_loss
 from megatron_eqlen.types import Grade, Group, Pair, Prompt, SampledTree, Segment, Stream
+from tests.kit.marks import examples
 
 LONGEST = 12
 BUFFER = 5
-THOROUGH = settings(max_examples=25, deadline=None)
+THOROUGH = examples(25)
 
 
 @dataclass
@@ -357,7 +358,7 @@ rejections = st.fixed_dictionaries(
     veto=st.sampled_from([None, 0.3, 0.7]),
     name=st.sampled_from(["grpo", "gspo"]),
 )
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_tokens_and_segments_beyond_their_bounds_give_no_gradient(
     shapes, seed, level, band, rejected, veto, name
 ):

@@ -1,13 +1,14 @@
 """Tree sampling grows the tree that its recipe describes, whatever order tokens arrive in."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eqlen.objectives.dynamic_sampling import filter_groups
 from megatron_eqlen.sampling.tree.branching import TreeSampling
 from megatron_eqlen.sampling.tree.compare import step_rewards
 from megatron_eqlen.types import Delta, Grade, Prompt, SampledTree, Segment
+from tests.kit.marks import examples
 from tests.pure.test_objectives_build import recipe
 
 EOS = 0
@@ -43,7 +44,7 @@ def sampled(branching, depth, step_tokens, limit, seed, order):
     limit=st.integers(3, 14),
     seed=st.integers(0, 9),
 )
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_the_tree_has_its_recipes_shape(branching, depth, step_tokens, limit, seed):
     tree = sampled(branching, depth, step_tokens, limit, seed, order=0)
     assert tree == sampled(branching, depth, step_tokens, limit, seed, order=1)

@@ -6,12 +6,13 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eqlen.packing.pack import node_costs, pack, plan_rows
 from megatron_eqlen.packing.tree import Forest
 from megatron_eqlen.types import Node, Row, TokenTree
+from tests.kit.marks import examples
 
 
 @st.composite
@@ -66,7 +67,7 @@ def what_rows_train(rows: list[Row]) -> list[tuple]:
     return sorted(facts)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     forests,
     st.integers(0, 40),
@@ -92,7 +93,7 @@ def test_every_supervised_token_once_with_its_path(trees, slack, ranks, multiple
         assert ((row.weights > 0) == (row.segment_ids >= 0)).all()
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(forests, st.integers(0, 60))
 def test_row_nodes_agree_with_the_arrays(trees, slack):
     """Back ends that walk nodes and back ends that read ``visible_until`` see the same rule."""
@@ -111,7 +112,7 @@ def test_row_nodes_agree_with_the_arrays(trees, slack):
         assert covered == list(range(row.num_tokens))
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(forests, st.integers(1, 3), st.sampled_from(["tree", "expanded"]))
 def test_packing_is_deterministic_and_segments_do_not_depend_on_it(trees, ranks, layout):
     budget = longest_path(trees) + 10

@@ -1,10 +1,11 @@
 """Parked memory: free while parked, and the same numbers at the same places afterwards."""
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eqlen.training.parking import Parked, storage_bytes
+from tests.kit.marks import examples
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int16)
 
@@ -22,7 +23,7 @@ def buffers_with_views(draw):
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(buffers_with_views(), st.booleans(), st.lists(st.sampled_from("prRw"), max_size=12))
 def test_any_order_of_calls_leaves_the_numbers_and_what_shares_them(buffers, views_too, calls):
     """p: park or unpark, whichever is next; r: read; R: be resident for a while; w: write through a view."""

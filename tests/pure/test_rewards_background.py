@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eqlen.evaluation.evaluate import evaluate
@@ -16,6 +16,7 @@ from megatron_eqlen.rewards.scoring import Scorer, make_grader
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.types import Delta, Grade, Group, Prompt, Segment
 from tests.kit import slow_graders
+from tests.kit.marks import examples
 from tests.kit.processes import are_gone, descendants, within
 
 END = 0
@@ -232,7 +233,7 @@ def test_which_graders_work_in_the_background():
     assert not isinstance(make_grader(f"{__name__}:Plain", reward), BackgroundGrader)
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(
     texts=st.lists(st.sampled_from([r"\boxed{5}", r"\boxed{6}", "x</think>", "5", r"\boxed{5}</think>"])),
     early=st.lists(st.booleans(), min_size=5),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eqlen.recipe import Recipe
@@ -36,6 +36,7 @@ from megatron_eqlen.types import (
     Stream,
     rollout_key,
 )
+from tests.kit.marks import examples
 
 EOS = {8, 9}
 
@@ -266,7 +267,7 @@ def run_case(case: dict, prompts: int = 3, **over) -> tuple[list[Rollout], dict,
     return rollouts, metrics, engine, recipe
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(cases)
 def test_streams_are_the_lockstep_harvest_whatever_the_delivery(case):
     rollouts, _, engine, recipe = run_case(case)
@@ -284,7 +285,7 @@ def test_streams_are_the_lockstep_harvest_whatever_the_delivery(case):
     assert not engine.requests, "a request was left running"
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(cases)
 def test_pairs_are_equally_long_and_no_token_is_lost_or_used_twice(case):
     rollouts, metrics, _, _ = run_case(case)
@@ -307,7 +308,7 @@ def test_pairs_are_equally_long_and_no_token_is_lost_or_used_twice(case):
         assert unkept == 0
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(cases)
 def test_independent_completions(case):
     rollouts, metrics, _, _ = run_case(case, sampling="independent")
@@ -323,7 +324,7 @@ def test_independent_completions(case):
     assert metrics["harvest/generated_tokens"] == sum(len(s) for g in rollouts for s in g.segments())
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(cases, st.integers(1, 80))
 def test_a_token_budget_ends_the_step_and_keeps_whole_pairs(case, budget):
     recipe = make_recipe(rollout={"max_response_length": case["limit"], "tokens_per_step": budget})
@@ -347,7 +348,7 @@ def test_a_token_budget_ends_the_step_and_keeps_whole_pairs(case, budget):
             assert stream == whole
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(cases, st.sampled_from(["equal_length", "independent", "tree"]), st.sampled_from([None, 40]))
 def test_of_rollouts_that_another_rank_keeps_there_are_token_ids_alone(case, sampling, budget):
     recipe = make_recipe(
@@ -372,7 +373,7 @@ def test_of_rollouts_that_another_rank_keeps_there_are_token_ids_alone(case, sam
             assert segment == bare
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(cases, st.sampled_from(["equal_length", "independent", "tree"]), st.sampled_from([None, 20, 80]))
 def test_parts_are_announced_as_they_become_final_and_make_up_the_rollout(case, sampling, budget):
     """Each once, with its response; a kind's own ``parts`` and ``ended`` say which there are."""
@@ -412,7 +413,7 @@ def test_parts_are_announced_as_they_become_final_and_make_up_the_rollout(case, 
         assert not responses
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(cases)
 def test_a_harvester_is_asked_where_a_track_ends_and_not_at_every_token(case):
     """Once for each track that ends, once after it was launched, and at most once more while the other one

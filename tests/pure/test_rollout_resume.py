@@ -13,7 +13,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eqlen.recipe import Recipe
@@ -31,6 +31,7 @@ from megatron_eqlen.rollout.recorder import (
 )
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.types import Metrics, Rollout, rollout_key
+from tests.kit.marks import examples
 from tests.pure.test_rollout_harvest import EOS, ScriptedEngine, check_routes, make_prompts, make_recipe
 
 PROMPTS = [replace(prompt, number=number) for number, prompt in enumerate(make_prompts(4))]
@@ -153,7 +154,7 @@ def engine_of(case: dict, chaos: int, life: int = 10**9) -> Mortal:
     return Lockstep(random.Random(0), case["end"], **given)
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(cases, kills, st.sampled_from([0.0, 0.0, 0.0005]))
 def test_killed_at_any_batch_and_any_step_a_harvest_ends_as_if_it_had_not_been(case, kills, interval):
     recipe = recipe_of(case)
@@ -191,7 +192,7 @@ def check_versions(rollout: Rollout, version_tokens: int | None) -> None:
         assert np.array_equal(found, 3 + places // (version_tokens or 10**9))
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(cases, st.integers(1, 40))
 def test_no_token_that_was_recorded_is_generated_again(case, life):
     recipe = recipe_of(case | {"budget": None})

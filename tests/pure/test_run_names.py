@@ -6,12 +6,13 @@ import itertools
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eqlen.recipe import MAY_CHANGE, differences, is_under
 from megatron_eqlen.recipe_load import dump, load
 from tests.kit import ROOT
+from tests.kit.marks import examples
 
 TINY = ROOT / "recipes/tiny_cpu.yaml"
 
@@ -51,7 +52,7 @@ def test_a_folders_name_says_what_the_command_line_changed(given_, folder):
     assert load(TINY, given_).run_folder == Path("runs/tiny_cpu") / folder
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(first=overrides, second=overrides)
 def test_two_recipes_share_a_folder_only_if_one_may_go_on_as_the_other(first, second):
     one, other = load(TINY, first), load(TINY, second)
@@ -60,7 +61,7 @@ def test_two_recipes_share_a_folder_only_if_one_may_go_on_as_the_other(first, se
     assert (one.run_folder != other.run_folder) == bool(apart), apart
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(keys=overrides)
 def test_the_resolved_recipe_names_the_same_folder(tmp_path_factory, keys):
     recipe = load(TINY, keys)

@@ -12,7 +12,7 @@ from collections import Counter
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
@@ -31,6 +31,7 @@ from megatron_eqlen.data.tokenizer_maker import write_hf_tokenizer, write_senten
 from megatron_eqlen.rewards.math import MathGrader
 from megatron_eqlen.tokenizer import load_tokenizer
 from tests.kit import ROOT
+from tests.kit.marks import examples
 
 TOOLS = ROOT / "tools"
 SOLUTIONS = ("r1_solution_1", "r1_solution_2", "r1_solution_3")
@@ -111,7 +112,7 @@ def test_impossible_sizes_are_named():
         make_rows(1000, 0, min_operands=1, max_operands=1)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(text=st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=40))
 def test_any_text_survives_the_byte_level_tokenizer(text, byte_level):
     assume("<|" not in text)  # a special token's name is that token

@@ -5,16 +5,17 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eqlen.report.timeline import LANES, STAGES, timeline
 from megatron_eqlen.timeline import ENGINE, TRAINER, Span, Timeline
+from tests.kit.marks import examples
 
 TIMES = st.integers(0, 20)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     spans=st.lists(st.tuples(st.sampled_from(["harvest", "evaluate", "train"]), TIMES, TIMES), max_size=6),
     ongoing=st.none() | TIMES,

@@ -12,7 +12,6 @@ import pytest
 import sympy
 import torch
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch._inductor.sizevars import SizeVarAllocator
 from torch.nn.attention.flex_attention import flex_attention
@@ -38,6 +37,7 @@ from megatron_eqlen.models.tree_params import TreeParams
 from megatron_eqlen.packing.pack import pack
 from megatron_eqlen.training.forward import row_multiple
 from megatron_eqlen.types import Row
+from tests.kit.marks import examples
 from tests.kit.tree_samples import any_tree, forest, group, paths, stream, visible
 
 torch.set_num_threads(1)
@@ -147,7 +147,7 @@ def test_merged_parts_equal_the_dense_mask(row, kernel, heads, groups, size):
     assert_merged_parts_are_the_rule(row, kernel, heads, groups, size)
 
 
-@hypothesis_settings(max_examples=30, deadline=None, database=None)
+@examples(30)
 @given(
     seed=st.integers(0, 2**32 - 1),
     counts=st.lists(st.integers(1, 14), min_size=1, max_size=4),

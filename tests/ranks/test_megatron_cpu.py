@@ -63,6 +63,7 @@ def test_importing_megatron_first_is_an_error_not_a_surprise():
     assert "megatron.core was imported before megatron_eqlen" in result.stderr
 
 
+@pytest.mark.slow  # test_packages.py has most of it, without the imports
 def test_broken_optional_packages_are_said_and_do_not_stop_the_import(tmp_path):
     """Megatron-Core itself would end with the OSError."""
     for name in ("transformer_engine", "fla", "apex"):
