@@ -58,6 +58,7 @@ def test_the_export_is_the_trained_model_for_transformers(home, trained):
         for before, after in zip(base.parameters(), exported.parameters(), strict=True)
     ]
     assert 1e-4 < max(moved) < 3 * STEPS * 1e-3, "Adam moves a weight by about lr a step"
+    assert "base-eqlen-grpo" in (trained / "export/README.md").read_text()
 
 
 @pytest.mark.parametrize("layout", ["parallel.tensor=2", "parallel.tensor=1"])

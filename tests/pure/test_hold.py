@@ -2,10 +2,17 @@
 
 import os
 import socket
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megatron_eqlen.hold import HeldError, Hold
+from megatron_eqlen.run import Run
+from megatron_eqlen.run_folder import RunFolder
+from megatron_eqlen.step import Step
+from megatron_eqlen.timeline import Timeline
+from tests.kit.report_runs import recipe
 
 
 @pytest.fixture(autouse=True)
@@ -69,3 +76,19 @@ def test_a_lock_that_the_file_system_has_dropped_is_noticed(tmp_path):
     ours.check()
     with pytest.raises(HeldError, match="has taken this run over"):
         ghost.check()
+
+
+def test_a_run_that_was_taken_over_puts_nothing_in_force(tmp_path, monkeypatch):
+    """Neither a step's metrics nor a checkpoint nor the export: what would is not there to be called."""
+    monkeypatch.setattr("megatron_eqlen.run.agree", lambda ask: ask())
+    run: Any = object.__new__(Run)
+    run.recipe = recipe(tmp_path, run_dir=str(tmp_path / "run"))
+    run.folder, run.session = RunFolder(run.recipe), SimpleNamespace(timeline=Timeline())
+    run.saving = object()
+    try_of(monkeypatch, "7", 0)
+    run.folder.open(run.recipe)
+    try_of(monkeypatch, "7", 1)
+    RunFolder(run.recipe).open(run.recipe)
+    for last_word in (lambda: run.end(Step(0, 0)), run.finish_checkpoint, lambda: run.export(None)):
+        with pytest.raises(HeldError, match="has taken this run over"):
+            last_word()
