@@ -102,6 +102,21 @@ def test_a_fault_that_does_not_heal_is_given_up(submit, bed):
     assert {one["restart"] for one in job.tries} == {0, 1, 2}  # the first took two steps
 
 
+def test_a_task_of_an_array_is_started_again_alone(bed, tmp_path):
+    """As of a sweep: the task that has the array's own number, too."""
+    runs = [tmp_path / f"model/method-seed{seed}" for seed in (0, 1)]
+    for run in runs:
+        run.mkdir(parents=True)
+    (runs[1] / "faults.json").write_text(json.dumps({"0": {"dies_at": 2}}))
+    environ = {"EQLEN_PYTHON": str(TRAINER), "PYTHONPATH": str(ROOT), "PROCESSES_PER_NODE": "1"}
+    options = ("--array=0,1", "--nodes=1", SCRIPT, "--sweep", tmp_path, "model/method")
+    bed.submit(*options, folder=tmp_path, **environ, STEP_SECONDS="1")
+    bed.wait(lambda: all((run / "export").is_dir() for run in runs), "both runs' ends")
+    assert [len(_lines(run / "tries.jsonl")) for run in runs] == [1, 2]
+    for run in runs:
+        assert [one["step"] for one in _lines(run / "metrics.jsonl")] == list(range(1, STEPS + 1))
+
+
 def test_restarts_are_counted(submit, bed):
     job = submit(faults={str(n): {"dies_at": n + 1} for n in range(9)}, MAX_RESTARTS="2")
     bed.wait_for(job.id, "FAILED")

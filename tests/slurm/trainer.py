@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Stands in for ``EQLEN_PYTHON`` in ``slurm/train.sbatch``: counts steps, without a model.
 
-``-m megatron_eqlen.cli plan RUN ...`` prints the run folder; ``-m torch.distributed.run ... train RUN ...``
-takes steps, in which the nodes wait for each other, and the first writes. RUN/faults.json says what goes
-wrong in which restart: ``{"1": {"dies_at": 3, "rank": 1}}``. The run folder is held as the real trainer does
-(``tests/job`` has that).
+``-m megatron_eqlen.cli plan RUN ...`` prints the run folder, ``sweep FOLDER --cell NAME`` prints a run's.
+``-m torch.distributed.run ... train RUN ...`` takes steps, in which the nodes wait for each other, and the
+first writes. RUN/faults.json says what goes wrong in which restart: ``{"1": {"dies_at": 3, "rank": 1}}``. The
+run folder is held as the real trainer does (``tests/job`` has that).
 """
 
 import json
@@ -70,8 +70,8 @@ class Node:
 def main() -> int:
     module, arguments = sys.argv[2], sys.argv[3:]
     if module == "megatron_eqlen.cli":
-        assert arguments[0] == "plan"
-        print(f"run folder  {arguments[1]}")
+        command, run, *rest = arguments
+        print({"plan": f"run folder  {run}", "sweep": "/".join([run, *rest[1:2]])}[command])
         return 0
     assert module == "torch.distributed.run"
     return Node(Path(arguments[arguments.index("train") + 1])).train()
