@@ -26,7 +26,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from megatron_eqlen.evaluation.result import EvaluationResult
-from megatron_eqlen.generation import Generator
+from megatron_eqlen.generation import Generator, suspended_at
 from megatron_eqlen.recipe import BenchmarkRecipe
 from megatron_eqlen.replicas import shared
 from megatron_eqlen.step import Step
@@ -67,7 +67,7 @@ class Ahead:
             taken = everyones(self.under_way.popleft().result() if distributed.is_rank0() else None)
         del self.oldest[step.number]
         self.is_fresh = all(sampled_by(one) == {step.policy_version} for one in taken.rollouts)
-        self._know_suspended(taken.data_position)
+        self.suspended = suspended_at(taken.data_position)
         position = {"source": taken.data_position, "oldest": list(self.oldest.items())}
         known = {"policy_version": step.policy_version, "started": step.started, "data_position": position}
         return dataclasses.replace(taken, **known).log(seconds)
@@ -96,12 +96,8 @@ class Ahead:
     def go_to(self, data_position: dict[str, Any] | None) -> None:
         position = data_position or {"source": None, "oldest": []}
         self.oldest = dict(position["oldest"])
-        self._know_suspended(position["source"])
+        self.suspended = suspended_at(position["source"])
         self.generator.go_to(position["source"])
-
-    def _know_suspended(self, source: dict[str, Any] | None) -> None:
-        found = (source or {}).get("suspended", [])
-        self.suspended = {(prompt_id, index): drawn for prompt_id, index, drawn in found}
 
     def sleep(self) -> None: ...
 

@@ -54,6 +54,15 @@ from megatron_eqlen.training.distributed import agree, gather
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.types import Metrics, Prompt, RolloutKey, rollout_key
 
+SUSPENDED = "suspended"
+"""Key in a data position that holds the rollouts with which the next step goes on."""
+
+
+def suspended_at(data_position: dict[str, Any] | None) -> dict[RolloutKey, int]:
+    """``Rollouts.suspended`` where the data source stands at ``data_position``."""
+    found = (data_position or {}).get(SUSPENDED, [])
+    return {(prompt_id, index): drawn for prompt_id, index, drawn in found}
+
 
 class Rollouts(Protocol):
     """Where the loop gets its rollouts: a ``Generator``, ``Ahead`` of one, or a ``Replay``."""
@@ -181,8 +190,7 @@ class Generator(InTurn):
                     "--replay, or start a new run from its weights (model.path)"
                 )
             self.source.load_state_dict(data_position)
-        for prompt_id, index, drawn in (data_position or {}).get("suspended", []):
-            self.suspended[prompt_id, index] = drawn
+        self.suspended |= suspended_at(data_position)
 
     # ---- rollouts -----------------------------------------------------------------------------------
 
@@ -242,7 +250,7 @@ class Generator(InTurn):
         self.suspended |= {key: self.carried.get(key, step.number) for key in keys}
         position = harvested.data_position
         if position is not None and self.recipe.rollout.carry_over:
-            position |= {"suspended": [[*key, drawn] for key, drawn in self.suspended.items()]}
+            position[SUSPENDED] = [[*key, drawn] for key, drawn in self.suspended.items()]
         return select(Batch(everyone, harvested.metrics | seconds, position), step, self.session)
 
     def evaluate(self, benchmark: BenchmarkRecipe) -> EvaluationResult:

@@ -171,12 +171,17 @@ def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate(arrays)
 
 
+def version_spans(runs: Sequence[tuple[int, int]], length: int) -> Iterator[tuple[int, int, int]]:
+    """(start, stop, version) of each of the runs of ``length`` tokens."""
+    for number, (start, version) in enumerate(runs):
+        yield start, runs[number + 1][0] if number + 1 < len(runs) else length, version
+
+
 def versions_within(runs: Sequence[tuple[int, int]], start: int, stop: int) -> Versions:
     """Of tokens ``start`` to ``stop`` of a path with these runs."""
-    ends = [first for first, _ in runs[1:]] + [stop] * bool(runs)
     return tuple(
         (max(first - start, 0), version)
-        for (first, version), end in zip(runs, ends, strict=True)
+        for first, end, version in version_spans(runs, stop)
         if first < stop and start < end
     )
 

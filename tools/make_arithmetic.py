@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_eqlen.data.synthetic import make_rows, write_rows
+from megatron_eqlen.data.synthetic import make_rows, write_split
 
 
 def main() -> None:
@@ -26,10 +26,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     rows = make_rows(args.train + args.test, args.seed, args.min_operands, args.max_operands)
-    for name, part in (("test", rows[: args.test]), ("train", rows[args.test :])):
-        path = args.out / f"{name}.parquet"
-        write_rows(path, part)
-        print(f"{path}: {len(part)} questions")
+    write_split(args.out, rows, args.test)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import argparse
 from pathlib import Path
 
 from megatron_eqlen.data.search import Dials, make_rows
-from megatron_eqlen.data.synthetic import write_rows
+from megatron_eqlen.data.synthetic import write_split
 
 
 def main() -> None:
@@ -36,10 +36,7 @@ def main() -> None:
     args = parser.parse_args()
     dials = Dials(tuple(args.moduli), args.gives_up, args.in_order, args.checks)
     rows = make_rows(args.train + args.test, args.seed, dials)
-    for name, part in (("test", rows[: args.test]), ("train", rows[args.test :])):
-        path = args.out / f"{name}.parquet"
-        write_rows(path, part)
-        print(f"{path}: {len(part)} questions")
+    write_split(args.out, rows, args.test)
 
 
 if __name__ == "__main__":

@@ -142,6 +142,14 @@ def _row(chain: Chain, rng: random.Random) -> dict:
     }
 
 
+def write_split(out: Path, rows: list[dict], test: int) -> None:
+    """Write the ``test`` first rows to OUT/test.parquet and the others to OUT/train.parquet, and say so."""
+    for name, part in (("test", rows[:test]), ("train", rows[test:])):
+        path = out / f"{name}.parquet"
+        write_rows(path, part)
+        print(f"{path}: {len(part)} questions")
+
+
 def write_rows(path: Path, rows: list[dict]) -> None:
     """Write ``rows`` as a DeepMath-103K parquet file, which appears complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from megatron_eqlen.metrics import (
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.comparison import ComparisonUnit
-from megatron_eqlen.types import Metrics, Rollout
+from megatron_eqlen.types import Metrics, Rollout, version_spans
 
 
 def unit_metrics(units: list[ComparisonUnit], rollouts: Sequence[Rollout], recipe: Recipe) -> Metrics:
@@ -47,9 +47,9 @@ def staleness_metrics(units: Iterable[ComparisonUnit], policy_version: int) -> M
     the trained tokens. Empty for no tokens."""
     tokens: Counter[int] = Counter()
     for segment in (member for unit in units if unit.trained for member in unit.members):
-        starts = [first for first, _ in segment.versions]
-        for (first, version), end in zip(segment.versions, [*starts[1:], len(segment)], strict=True):
-            tokens[max(policy_version - version, 0)] += end - first  # a run that went back may reach it again
+        for start, stop, version in version_spans(segment.versions, len(segment)):
+            age = max(policy_version - version, 0)  # a run that went back may reach a version again
+            tokens[age] += stop - start
     if not tokens:
         return {}
     total = tokens.total()

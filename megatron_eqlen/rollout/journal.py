@@ -23,7 +23,15 @@ from megatron_eqlen.files import replaced
 from megatron_eqlen.rollout.arrow_log import VERSION, VERSION_KEY, ArrowLog, batches, lists, pieces, values
 from megatron_eqlen.rollout.route_columns import as_bytes, from_bytes, route_name
 from megatron_eqlen.sampling.track import Track, rollout_of
-from megatron_eqlen.types import RolloutKey, Routes, SamplingMask, Segment, joined, joined_versions
+from megatron_eqlen.types import (
+    RolloutKey,
+    Routes,
+    SamplingMask,
+    Segment,
+    joined,
+    joined_versions,
+    version_spans,
+)
 
 PREFIX, SUSPENDED_PREFIX = "journal-", "suspended-"
 """Then the name of the file of rollouts."""
@@ -127,12 +135,12 @@ def write_tracks(path: Path, rollouts: Iterable[Sequence[Track]]) -> None:
 
 def _news(track: Track, start: int, mask_start: int, prompt_routes: Routes | None) -> Iterator[News]:
     """All tokens of ``track`` from ``start`` on."""
-    runs = track.versions(start, len(track.token_ids))
-    ends = [*(start + first for first, _ in runs[1:]), len(track.token_ids)]
-    for (_, version), stop in zip(runs, ends, strict=True):
-        mask_stop = mask_start + sum(track.mask_counts[start:stop])
-        yield News(track, start, stop, mask_start, mask_stop, version, prompt_routes)
-        start, mask_start, prompt_routes = stop, mask_stop, None
+    count = len(track.token_ids)
+    for first, last, version in version_spans(track.versions(start, count), count - start):
+        begin, stop = start + first, start + last
+        mask_stop = mask_start + sum(track.mask_counts[begin:stop])
+        yield News(track, begin, stop, mask_start, mask_stop, version, prompt_routes)
+        mask_start, prompt_routes = mask_stop, None
 
 
 def _batch(news: Sequence[News]) -> pa.RecordBatch:

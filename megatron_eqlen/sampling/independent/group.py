@@ -57,16 +57,8 @@ class IndependentGroup:
         return part.segment.token_ids
 
     def rollout(self, policy_version: int) -> Group:
-        return join(
-            Head(
-                self.prompt,
-                self.index,
-                policy_version,
-                "suspended" if self.open else None,
-                self.prompt_routes,
-            ),
-            self.parts,
-        )
+        outcome = "suspended" if self.open else None
+        return join(Head(self.prompt, self.index, policy_version, outcome, self.prompt_routes), self.parts)
 
     def _end(self, numbers: list[int]) -> None:
         self.parts += [Part("completion", number, self.open.pop(number).segment(0)) for number in numbers]

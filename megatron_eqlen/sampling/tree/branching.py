@@ -70,16 +70,8 @@ class TreeSampling:
         return joined([*above, part.segment.token_ids])
 
     def rollout(self, policy_version: int) -> SampledTree:
-        return join(
-            Head(
-                self.prompt,
-                self.index,
-                policy_version,
-                "suspended" if self.open else None,
-                self.prompt_routes,
-            ),
-            self.parts,
-        )
+        outcome = "suspended" if self.open else None
+        return join(Head(self.prompt, self.index, policy_version, outcome, self.prompt_routes), self.parts)
 
     def _continue(self, parent: int, response: list[int], depth: int) -> list[Track]:
         room = self.limit - len(response)
