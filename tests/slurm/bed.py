@@ -120,7 +120,7 @@ class Bed:
         _run("ip", "-n", self._netns("hub"), "link", "set", node, "up")
 
     def node_states(self) -> dict[str, str]:
-        lines = self.run("sinfo", "-h", "-N", "-p", "main", "-o", "%n %t").splitlines()
+        lines = self._ask("sinfo", "-h", "-N", "-p", "main", "-o", "%n %t").splitlines()
         return dict(line.split() for line in lines)
 
     # ---- jobs ---------------------------------------------------------------------------------------
@@ -136,10 +136,25 @@ class Bed:
 
     def job(self, job: str) -> dict[str, str]:
         """``JobState``, ``Restarts``, ``NodeList`` and all else that SLURM says."""
-        return dict(re.findall(r"(\S+?)=(\S*)", self.run("scontrol", "show", "job", job)))
+        return dict(re.findall(r"(\S+?)=(\S*)", self._ask("scontrol", "show", "job", job)))
 
     def state(self, job: str) -> str:
         return self.job(job)["JobState"]
+
+    def _ask(self, *query: str) -> str:
+        """What SLURM answers; put again where a busy controller lets the query time out."""
+        answers: list[str] = []
+
+        def answered() -> bool:
+            try:
+                answers.append(self.run(*query))
+            except RuntimeError as error:
+                if "timed out" not in str(error):
+                    raise
+            return bool(answers)
+
+        assert within(PATIENCE, answered), f"{' '.join(query)}: no answer\n{self.logs()}"
+        return answers[0]
 
     def wait(self, true: Callable[[], bool], what: str) -> None:
         assert within(PATIENCE, true), f"{what}: not within {PATIENCE:.0f} s\n{self.logs()}"
