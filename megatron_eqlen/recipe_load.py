@@ -62,14 +62,21 @@ def dump(recipe: Recipe) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 floats: PyYAML alone reads ``1e-6`` as text."""
+    """With numbers of YAML 1.2: by PyYAML's older rules ``1e-6`` is text, and ``1:00:00`` is 3600."""
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)$"),
-    list("-+0123456789."),
-)
+_NUMBERS = {
+    "int": r"[-+]?(0|[1-9][\d_]*|0x[\da-fA-F]+)",
+    "float": r"[-+]?(\.\d+|\d[\d_]*(\.\d*)?)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in resolvers if tag.rpartition(":")[2] not in _NUMBERS]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _kind, _form in _NUMBERS.items():
+    _Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_kind}", re.compile(f"^({_form})$"), list("-+0123456789.")
+    )
 
 
 def read_value(text: str) -> Any:

@@ -8,7 +8,7 @@ import yaml
 from megatron_eqlen import cli, cores
 from megatron_eqlen.objectives.registry import OBJECTIVES, resolve, with_defaults
 from megatron_eqlen.recipe import RecipeError
-from megatron_eqlen.recipe_load import dump, load, parse
+from megatron_eqlen.recipe_load import dump, load, parse, read_value
 from megatron_eqlen.run_folder import RunFolder
 from tests.kit import ROOT
 
@@ -122,6 +122,15 @@ def test_missing_key_is_named():
         parse(SMALL | {"data": {}}, "test")
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e-6", 1e-6), ("-2E+3", -2000.0), (".5", 0.5), (".inf", float("inf")), ("1_000", 1000), ("-0x1f", -31),
+     ("1:00:00", "1:00:00"), ("1.5.2", "1.5.2"), ("1-2", "1-2")],
+)  # fmt: skip
+def test_numbers_are_those_of_yaml_1_2(text, value):
+    assert (type(read_value(text)), read_value(text)) == (type(value), value)
+
+
 def test_extends_merges_sections_and_overrides_win(tmp_path):
     (tmp_path / "base.yaml").write_text("steps: 5\nmodel: {path: m, dtype: float32}\noptimizer: {lr: 1e-6}\n")
     (tmp_path / "child.yaml").write_text(
@@ -129,7 +138,7 @@ def test_extends_merges_sections_and_overrides_win(tmp_path):
     )
     recipe = load(tmp_path / "child.yaml", ["optimizer.warmup_steps=3", "data.sources.0.path=c", "seed=4"])
     assert (recipe.steps, recipe.model.path, recipe.model.dtype) == (5, "other", "float32")
-    assert recipe.optimizer.lr == 1e-6, "PyYAML alone reads 1e-6 as text"
+    assert recipe.optimizer.lr == 1e-6
     assert (recipe.optimizer.warmup_steps, recipe.data.sources[0].path, recipe.seed) == (3, "c", 4)
 
 
