@@ -3,7 +3,7 @@ comes first."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields
 
 UNITS = {
@@ -57,6 +57,13 @@ class Budget:
         ]
         left += [float(self.steps - spent.steps)] if self.steps is not None else []
         return max(0.0, min(left)) if left else None
+
+    def seconds_left(self, spent: Spent, step_seconds: Collection[float]) -> float | None:
+        """At the mean of what the newest steps took; None where either is not known yet."""
+        left = self.steps_left(spent)
+        if not step_seconds or left is None:
+            return None
+        return sum(step_seconds) / len(step_seconds) * left
 
     def describe(self) -> str:
         """``500 steps or 64 GPU hours, whichever comes first``."""

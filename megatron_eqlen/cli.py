@@ -85,6 +85,10 @@ def _parser() -> argparse.ArgumentParser:
     report = _add(commands, "report", _report, "write a run folder's report.html again")
     report.add_argument("run", type=Path, help="run folder")
 
+    status = _add(commands, "status", _status, "where a run stands: step, stage, rate, alive or dead")
+    status.add_argument("run", type=Path, help="run folder")
+    status.add_argument("--json", action="store_true", help="print everything as JSON")
+
     compare = _add(commands, "compare", _compare, "print runs side by side: accuracy, difference, efficiency")
     compare.add_argument("runs", type=Path, nargs="+", help="run folders, or folders that contain some")
     compare.add_argument(
@@ -213,6 +217,13 @@ def _report(arguments: argparse.Namespace) -> int:
     from megatron_eqlen.report.page import write_page
 
     print(write_page(arguments.run))
+    return 0
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from megatron_eqlen.live.status import print_status
+
+    print_status(arguments.run, arguments.json)
     return 0
 
 

@@ -27,6 +27,9 @@ from typing import Any, TextIO
 
 logger = logging.getLogger(__name__)
 
+LATEST = "latest"
+"""In a folder of checkpoints: the file that names the one in force."""
+
 LOCK = ".{name}.eqlen-lock"
 """Lock file beside a folder that is being made: its maker holds the lock; the file holds the temporary
 name."""

@@ -19,6 +19,9 @@ PATIENCE = 10.0
 """Seconds to wait for the processes of a killed run."""
 
 
+FILE = ".lock"
+
+
 class HeldError(ValueError):
     """Another process holds the folder, or has taken it over from this one."""
 
@@ -27,7 +30,7 @@ class Hold:
     """``folder/.lock``, held until this process ends. Raises HeldError while another process holds it."""
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / ".lock"
+        self.path = folder / FILE
         self._mine = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -42,9 +45,9 @@ class Hold:
 
     def check(self) -> None:
         """Raise HeldError if a later try of this job has taken the folder over."""
-        if (holder := _holder(self.path)) != self._mine:
+        if (holder := read_holder(self.path)) != self._mine:
             raise HeldError(
-                f"{self.path.parent}: {_named(holder)} has taken this run over; this process (SLURM job "
+                f"{self.path.parent}: {named(holder)} has taken this run over; this process (SLURM job "
                 f"{self._mine['slurm_job']}, restart {self._mine['restart']}) writes nothing more"
             )
 
@@ -60,13 +63,11 @@ class Hold:
                 if os.path.samestat(os.fstat(file.fileno()), os.stat(self.path)):
                     return file
                 continue  # between our opening and our lock somebody took it over
-            holder = _holder(self.path)
+            holder = read_holder(self.path)
             if self._follows(holder):
                 self.path.unlink(missing_ok=True)  # its holder keeps its lock on a file that is gone
             elif time.monotonic() > deadline:
-                raise HeldError(
-                    f"{self.path.parent}: another run is writing here, {_named(holder)}"
-                ) from None
+                raise HeldError(f"{self.path.parent}: another run is writing here, {named(holder)}") from None
             else:
                 time.sleep(0.2)
 
@@ -78,7 +79,22 @@ class Hold:
         )
 
 
-def _holder(path: Path) -> dict[str, Any]:
+def is_locked(path: Path) -> bool:
+    """Whether some process has the lock file ``path``, as far as this machine sees: some file systems keep a
+    lock to the machine that took it."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            fcntl.flock(
+                file, fcntl.LOCK_SH | fcntl.LOCK_NB
+            )  # for an instant: who wants the lock waits longer
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        pass
+    return False
+
+
+def read_holder(path: Path) -> dict[str, Any]:
     """What its holder wrote; empty if it has not written yet, or nobody has the file."""
     try:
         return json.loads(path.read_text(encoding="utf-8") or "{}")
@@ -86,7 +102,7 @@ def _holder(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _named(holder: dict[str, Any]) -> str:
+def named(holder: dict[str, Any]) -> str:
     if not holder:
         return "which has not said yet who it is"
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["time"]))

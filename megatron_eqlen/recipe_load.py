@@ -31,6 +31,13 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recip
     return recipe.model_copy(update={"variant": recipe.variant | _variant(raw, recipe, keys)})
 
 
+def load_run(folder: Path) -> Recipe:
+    """The recipe of a run's folder. Raises ValueError where it is none."""
+    if not (folder / "recipe.yaml").is_file():
+        raise ValueError(f"{folder}: expected a run folder with a recipe.yaml, found none")
+    return load(folder / "recipe.yaml")
+
+
 def _variant(raw: dict[str, Any], recipe: Recipe, keys: tuple[str, ...]) -> dict[str, Any]:
     """The values of ``keys`` in ``recipe`` that differ from those of the recipe file alone (``raw``)."""
     try:

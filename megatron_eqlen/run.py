@@ -37,6 +37,7 @@ from megatron_eqlen.plan.flops import counted
 from megatron_eqlen.report.metrics import MetricsWriter, read_metrics
 from megatron_eqlen.report.model_card import write_model_card
 from megatron_eqlen.report.page import write_page
+from megatron_eqlen.report.state import StateWriter
 from megatron_eqlen.report.trackers import start_trackers
 from megatron_eqlen.report.worst import find as find_worst
 from megatron_eqlen.report.worst import write as write_worst
@@ -58,7 +59,9 @@ class Run:
         self.session, self.recipe = session, session.recipe
         self.folder = RunFolder(self.recipe)
         if distributed.is_rank0():
-            self.folder.open(self.recipe)
+            hold = self.folder.open(self.recipe)
+            state = StateWriter(self.folder.path, hold, session.timeline, session.progress)
+            session.enter(state)
         self.writer: MetricsWriter | None = None
         self.spent = Spent()
         """On the steps that are done."""
@@ -135,7 +138,7 @@ class Run:
                     f"the rest has not; a run with more steps goes on with them"
                 )
             if idle := _idle(read_metrics(self.folder.path)):
-                self.session.progress.say(idle)
+                self.session.progress.warn(idle)
             if self.folder.export.exists():
                 write_model_card(self.folder.path)
             self.session.progress.finish(write_page(self.folder.path))
@@ -174,14 +177,14 @@ class Run:
         speed = trained / seconds["time/train"]
         step = step.log(metrics | seconds | {TRAIN_TOKENS_PER_SECOND: speed})
         if not metrics[UPDATES]:
-            self.session.progress.say(f"WARNING: step {step.number + 1} trained nothing: {_why_not(step)}")
+            self.session.progress.warn(f"step {step.number + 1} trained nothing: {_why_not(step)}")
         return step
 
     def heed(self, disagreement: str | None) -> None:
         """Say that trainer and engine disagree, and end the run after this step where the recipe says so."""
         if disagreement is None:
             return
-        self.session.progress.say(f"WARNING: {disagreement}; most in {self.worst}")
+        self.session.progress.warn(f"{disagreement}; most in {self.worst}")
         if self.recipe.rollout.mismatch.then == "stop":
             self.stopped_by = disagreement
 
@@ -308,8 +311,8 @@ def _idle(records: Sequence[dict[str, float | None]]) -> str:
     """A warning if some steps trained nothing, else an empty text."""
     idle = sum(record.get(UPDATES) == 0 for record in records)
     if idle and idle == len(records):
-        return "WARNING: no step trained anything; the weights are those that the run started from"
-    return f"WARNING: {idle} of {len(records)} steps trained nothing" if idle else ""
+        return "no step trained anything; the weights are those that the run started from"
+    return f"{idle} of {len(records)} steps trained nothing" if idle else ""
 
 
 def evaluate(

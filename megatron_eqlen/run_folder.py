@@ -3,6 +3,7 @@
 runs/NAME/METHOD-seedN/     (eqlen-grpo-group_size=8-seed0: with what the command line changed)
     recipe.yaml          the resolved recipe
     metrics.jsonl        one line a step
+    state.json           what it does now
     tensorboard/
     streams/             step-00000012/rank-0.arrow, grades-rank-0.arrow: every rollout
                          journal-rank-0.arrow: tokens of those that a harvest has not finished
@@ -43,7 +44,7 @@ class RunFolder:
     def evaluation(self, label: str) -> Path:
         return self.path / "evaluation" / f"{label}.json"
 
-    def open(self, recipe: Recipe) -> None:
+    def open(self, recipe: Recipe) -> Hold:
         """Make the folder for ``recipe`` and take it: until this process ends no other run may.
 
         Raises RecipeError where it belongs to another recipe, HeldError where its run still goes on.
@@ -52,6 +53,7 @@ class RunFolder:
         self.check(recipe)
         self.hold = Hold(self.path)
         write_text(self.recipe, dump(recipe))
+        return self.hold
 
     def check_held(self) -> None:
         """Raise HeldError if a later try of this SLURM job writes here now."""

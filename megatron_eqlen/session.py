@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch.distributed as dist
 
@@ -48,8 +49,12 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._ends.close()
+    def __exit__(self, *error: Any) -> None:
+        self._ends.__exit__(*error)
+
+    def enter(self, context: contextlib.AbstractContextManager[Any]) -> None:
+        """Leave ``context`` when the session ends; it learns of the error that ends it."""
+        self._ends.enter_context(context)
 
     def ends_with(self, close: Callable[[], None]) -> None:
         """Call ``close`` when the session ends."""

@@ -40,6 +40,10 @@ class Timeline:
         finally:
             span.ended = time.perf_counter()
 
+    def under_way(self) -> list[tuple[float, str]]:
+        """(began, stage) of the spans that go on, in seconds since 1970."""
+        return [(span.began + self._epoch, span.stage) for span in list(self.spans) if span.ended == math.inf]
+
     def idle(self, stages: tuple[str, ...], since: float, until: float) -> float:
         """Seconds from ``since`` to ``until`` in which none of ``stages`` went on."""
         busy, reached = 0.0, since

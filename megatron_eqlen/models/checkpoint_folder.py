@@ -17,9 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from megatron_eqlen.files import CheckpointError, read_json, step_number, write_json, write_text
+from megatron_eqlen.files import LATEST, CheckpointError, read_json, step_number, write_json, write_text
 
-LATEST = "latest"
 MANIFEST = "manifest.json"
 BLOCK = 1 << 20
 READERS = min(8, os.cpu_count() or 1)

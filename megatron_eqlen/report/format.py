@@ -24,7 +24,7 @@ ROLLOUT_SPEED = (HARVEST_TOKENS_PER_SECOND,)
 TRAINING_SPEED = (TRAIN_TOKENS_PER_SECOND,)
 
 
-def first_of(metrics: Mapping[str, float], names: tuple[str, ...]) -> float | None:
+def first_of(metrics: Mapping[str, float | None], names: tuple[str, ...]) -> float | None:
     """The first of ``names`` that was measured, None if none was."""
     return next((metrics[name] for name in names if name in metrics), None)
 

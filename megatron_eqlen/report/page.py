@@ -35,7 +35,7 @@ from megatron_eqlen.metrics import (
     spent,
 )
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.recipe_load import dump, load
+from megatron_eqlen.recipe_load import dump, load_run
 from megatron_eqlen.report.chart import Chart, Point, Series, line_chart, stacked_bars
 from megatron_eqlen.report.drawing import draw
 from megatron_eqlen.report.evaluations import evaluations
@@ -121,9 +121,7 @@ def write_page(run_folder: Path) -> Path:
     Metrics, evaluations and streams may be missing. Raises ValueError if the folder holds no recipe, or
     naming the file that cannot be read.
     """
-    if not (run_folder / "recipe.yaml").is_file():
-        raise ValueError(f"{run_folder}: expected a run folder with a recipe.yaml, found none")
-    recipe = load(run_folder / "recipe.yaml")
+    recipe = load_run(run_folder)
     records = read_metrics(run_folder)
     done = records[-1]["step"] if records else 0
     evaluated = read_evaluations(run_folder / "evaluation", done)

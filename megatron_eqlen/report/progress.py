@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -43,6 +43,8 @@ SHOWN = {
 """Label: names of the metric and its unit, in the order shown; what a run does not measure is left out."""
 
 STEPS_FOR_ETA = 10
+WARNINGS = 20
+"""The newest ones are kept."""
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_STEPS = 24
 
@@ -62,6 +64,8 @@ class Progress:
         self.started = self.stage_started = time.monotonic()
         self.stage_name = "starting"
         self.live: Live | None = None
+        self.warnings: deque[tuple[float, str]] = deque(maxlen=WARNINGS)
+        """What ``warn`` said, with the time in seconds since 1970."""
 
     @property
     def redraws(self) -> bool:
@@ -102,6 +106,11 @@ class Progress:
             self.console.print(text, markup=False)
             self.console.file.flush()
 
+    def warn(self, text: str) -> None:
+        """Print a warning that stays, and keep it."""
+        self.warnings.append((time.time(), text))
+        self.say(f"WARNING: {text}")
+
     def finish(self, page: Path) -> None:
         """Print the last line: which limit ended the run, and where its report is."""
         self.close()
@@ -117,10 +126,7 @@ class Progress:
 
     def seconds_left(self) -> float | None:
         """Estimated from the mean of the newest steps; None before the first step."""
-        left = self.budget.steps_left(self.spent)
-        if not self.step_seconds or left is None:
-            return None
-        return sum(self.step_seconds) / len(self.step_seconds) * left
+        return self.budget.seconds_left(self.spent, self.step_seconds)
 
     # ---- drawing ------------------------------------------------------------------------------------
 
@@ -163,11 +169,18 @@ class Progress:
         return "" if left is None else f"{duration(left)} left"
 
     def _numbers(self) -> str:
-        values = {label: (first_of(self.metrics, names), unit) for label, (names, unit) in SHOWN.items()}
-        texts = [f"{label} {compact(v)}{unit}" for label, (v, unit) in values.items() if v is not None]
-        if self.redraws and len(self.rewards) > 1:
-            texts.insert(1, sparkline(self.rewards))
-        return "  ".join(texts)
+        return numbers(self.metrics, self.rewards if self.redraws else ())
+
+
+def numbers(metrics: Mapping[str, float | None], rewards: Collection[float]) -> str:
+    """A step's numbers as ``SHOWN`` says, the reward with the ``rewards`` of the newest steps as a line."""
+    values = {label: (first_of(metrics, names), unit) for label, (names, unit) in SHOWN.items()}
+    texts = [
+        f"{label} {compact(value)}{unit}" for label, (value, unit) in values.items() if value is not None
+    ]
+    if len(rewards) > 1:
+        texts.insert(1, sparkline(rewards))
+    return "  ".join(texts)
 
 
 def sparkline(values: Iterable[float]) -> str:

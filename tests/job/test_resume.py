@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_eqlen.live.status import status
 from tests.kit import ROOT
 from tests.kit.jobs import run, start, start_ranks
 from tests.kit.train_runs import (
@@ -41,6 +42,9 @@ def test_steps_that_train_nothing_are_said_and_skipped_ones_leave_the_checkpoint
     assert "WARNING: step 2 trained nothing: 1 updates were skipped" in said.stdout
     assert "no checkpoint after step 2" in said.stdout
     assert "WARNING: 2 of 3 steps trained nothing" in said.stdout
+    warned = [text for _, text in status(home / "idle").warnings]
+    assert warned[0].startswith("step 1 trained nothing")
+    assert warned[1].startswith("update 1 is skipped")
     assert "the rollout_logprob of token 0 is nan" in said.stderr
     assert checkpoints(home / "idle") == ["1", "3"]
     with pytest.raises(AssertionError, match="1 updates in a row could not be taken"):
@@ -79,6 +83,7 @@ def test_killed_at_any_moment_and_started_again_it_ends_the_same(home, trained):
     wait_for_steps(folder, 2, *ranks)
     for rank in ranks:
         rank.kill()
+    assert status(folder).condition == "killed"
     train(home, "killed", ranks=2)
     assert column(folder, "step") == [1, 2, 3]
     assert column(folder, "loss/total") == pytest.approx(column(trained, "loss/total"), rel=1e-4, abs=1e-6)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatron_eqlen.live.status import status
 from megatron_eqlen.recipe_load import load
 from megatron_eqlen.report.rollouts import recipe_of
 from megatron_eqlen.rollout.recorder import read_dump, read_step
@@ -42,6 +43,7 @@ def test_the_run_folder_is_complete(trained):
         "step-00000002",
         "step-00000003",
     ]
+    assert status(trained).condition == "complete"
     first, *later = metrics(trained)
     assert first.get("checkpoint/bytes") is None
     for record in later:  # the checkpoint of the step before, in force before this step's update

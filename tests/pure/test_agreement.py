@@ -58,6 +58,9 @@ class Screen:
     def say(self, line: str) -> None:
         self.lines.append(line)
 
+    def warn(self, text: str) -> None:
+        self.say(f"WARNING: {text}")
+
     def finish(self, page: object) -> None: ...
 
 

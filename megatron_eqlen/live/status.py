@@ -1,0 +1,204 @@
+"""``eqlen status RUN``: where a run stands, on one screen, from its folder alone.
+
+recipe.yaml, .lock, state.json, metrics.jsonl, evaluation/*.json, checkpoints/latest ──► Status
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.text import Text
+
+from megatron_eqlen import hold
+from megatron_eqlen.files import LATEST
+from megatron_eqlen.metrics import TIME_STEP, spent
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe_load import load_run
+from megatron_eqlen.report.evaluations import evaluations
+from megatron_eqlen.report.format import REWARD, compact, duration, first_of
+from megatron_eqlen.report.metrics import read_metrics
+from megatron_eqlen.report.progress import SPARK_STEPS, STEPS_FOR_ETA, numbers
+from megatron_eqlen.report.state import BEAT, Moment, State, read_state
+from megatron_eqlen.run_folder import RunFolder
+
+SILENCE = 4 * BEAT
+"""Seconds without a sign of life after which a run on another machine counts as dead, where its lock cannot
+be seen."""
+
+Condition = Literal["not started", "running", "complete", "stopped", "failed", "killed"]
+STYLES: dict[Condition, str] = {
+    "running": "bold green",
+    "complete": "bold green",
+    "failed": "bold red",
+    "killed": "bold red",
+}
+
+
+@dataclass(frozen=True)
+class Status:
+    """Times are seconds since 1970, durations seconds."""
+
+    folder: str
+    name: str
+    """Of the recipe, its method and seed."""
+    condition: Condition
+    """``stopped``: it ended in order before its limit. ``killed``: it was cut off, or its machine is gone."""
+    held_by: str
+    """Process, host and SLURM job that train it, or did last; empty before the first."""
+    sign_of_life: float | None
+    stages: list[Moment]
+    """Under way, or when it was cut off."""
+    error: str | None
+    outcome: str
+    """``12 of 100 steps``, with other limits and which of them ended it."""
+    steps: int
+    """Done."""
+    steps_limit: int | None
+    step_seconds: float | None
+    """Mean of the newest steps."""
+    seconds_left: float | None
+    last_step: float | None
+    """When it ended."""
+    rewards: list[float]
+    """Of the newest steps."""
+    metrics: dict[str, float | None]
+    """Of the newest step."""
+    evaluations: dict[str, list[str]] = field(default_factory=dict)
+    """Benchmark to results: the first, and the newest if there is another."""
+    checkpoint: str | None = None
+    checkpoint_time: float | None = None
+    warnings: list[Moment] = field(default_factory=list)
+    """Of the newest start, oldest first."""
+
+
+def status(folder: Path) -> Status:
+    """Raises ValueError where ``folder`` is no run's folder, or naming a file that cannot be read."""
+    recipe = load_run(folder)
+    files = RunFolder(recipe.model_copy(update={"run_dir": str(folder)}))
+    records, state = read_metrics(folder), read_state(folder)
+    holder = hold.read_holder(folder / hold.FILE)
+    condition = _condition(files, recipe, holder, state)
+    last = records[-1] if records else {}
+    done = spent(last.get("step", 0), last)
+    seconds = [record[TIME_STEP] for record in records[-STEPS_FOR_ETA:] if record.get(TIME_STEP)]
+    latest = files.checkpoints / LATEST
+    return Status(
+        folder=str(folder),
+        name=f"{recipe.name} {recipe.method} seed {recipe.seed}",
+        condition=condition,
+        held_by=hold.named(holder) if holder else "",
+        sign_of_life=state.time if state else None,
+        stages=state.stages if state and condition in ("running", "killed") else [],
+        error=state.error if state and condition == "failed" else None,
+        outcome=recipe.budget.outcome(done),
+        steps=done.steps,
+        steps_limit=recipe.budget.steps,
+        step_seconds=sum(seconds) / len(seconds) if seconds else None,
+        seconds_left=recipe.budget.seconds_left(done, seconds),
+        last_step=last.get("time"),
+        rewards=[
+            value for record in records[-SPARK_STEPS:] if (value := first_of(record, REWARD)) is not None
+        ],
+        metrics={name: last[name] for name in last if name not in ("step", "time", "spans")},
+        evaluations=_evaluated(folder, done.steps),
+        checkpoint=latest.read_text(encoding="utf-8").strip() if latest.exists() else None,
+        checkpoint_time=latest.stat().st_mtime if latest.exists() else None,
+        warnings=state.warnings if state else [],
+    )
+
+
+def _condition(files: RunFolder, recipe: Recipe, holder: dict[str, Any], state: State | None) -> Condition:
+    """A lock that is seen to be held proves that the run is alive; one that is not proves little on another
+    machine, from where a run is believed that gave a sign of life a moment ago."""
+    here = holder.get("host") == socket.gethostname()
+    heard = state is not None and not state.ended and time.time() - state.time < SILENCE
+    if hold.is_locked(files.path / hold.FILE) or (heard and not here):
+        return "running"
+    if files.ended(recipe):
+        return "complete"
+    if state is None:
+        return "killed" if holder else "not started"
+    if not state.ended:
+        return "killed"
+    return "failed" if state.error else "stopped"
+
+
+def _evaluated(folder: Path, steps: int) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for label, _, results in evaluations(folder / "evaluation", steps):
+        for one in results:
+            text = f"{label} avg@{one.samples} {one.accuracy}"
+            found.setdefault(one.benchmark, []).append(text)
+    return {name: [texts[0], *texts[1:][-1:]] for name, texts in found.items()}
+
+
+# ---- on the screen --------------------------------------------------------------------------------------
+
+
+def print_status(folder: Path, as_json: bool = False, console: Console | None = None) -> None:
+    """Print one screen of text, or everything as JSON."""
+    found = status(folder)
+    if as_json:
+        print(json.dumps(asdict(found), indent=1))
+        return
+    console = console or Console(highlight=False, soft_wrap=True)
+    now = time.time()
+    console.print(Text.assemble((found.name, "bold"), "  ", (found.folder, "dim")))
+    rows = [
+        ("state", Text(found.condition, STYLES.get(found.condition, "bold yellow")) + Text(_who(found, now))),
+        ("step", f"{found.outcome}{_pace(found)}"),
+        ("now", _under_way(found, now)),
+        ("error", found.error),
+        ("last step", _numbers(found, now)),
+        *((name, ", then ".join(texts)) for name, texts in found.evaluations.items()),
+        ("checkpoint", found.checkpoint and f"{found.checkpoint}, {_ago(found.checkpoint_time, now)}"),
+        *(("warning", text) for text in _warned(found)),
+    ]
+    for name, text in rows:
+        if text:
+            console.print(Text(f"  {name:<11} ").append(text))
+
+
+def _who(found: Status, now: float) -> str:
+    if not found.held_by:
+        return ""
+    seen = f", last sign of life {_ago(found.sign_of_life, now)}" if found.sign_of_life else ""
+    return f", {found.held_by}{seen}"
+
+
+def _pace(found: Status) -> str:
+    if found.step_seconds is None:
+        return ""
+    text = f", {compact(found.step_seconds)} s a step"
+    if found.condition != "running" or found.seconds_left is None:
+        return text
+    return f"{text}, {duration(found.seconds_left)} left"
+
+
+def _under_way(found: Status, now: float) -> str:
+    """What goes on, or at what a killed run was cut off."""
+    if found.condition == "running":
+        stages = [f"{stage} for {duration(now - since)}" for since, stage in found.stages]
+        return ", ".join(stages) or "starting, or between two stages"
+    return ", ".join(f"cut off in {stage}" for _, stage in found.stages)
+
+
+def _numbers(found: Status, now: float) -> str:
+    if not found.metrics:
+        return ""
+    return f"{_ago(found.last_step, now)}: {numbers(found.metrics, found.rewards)}"
+
+
+def _warned(found: Status, most: int = 5) -> Sequence[str]:
+    return [f"{time.strftime('%H:%M:%S', time.localtime(at))} {text}" for at, text in found.warnings[-most:]]
+
+
+def _ago(moment: float | None, now: float) -> str:
+    return "" if moment is None else f"{duration(max(now - moment, 0.0))} ago"

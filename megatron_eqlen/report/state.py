@@ -1,0 +1,113 @@
+"""``state.json``: what a run does at this moment, for those who look at its folder from outside.
+
+A thread of rank 0 writes it when a stage begins or ends, and every ``BEAT`` seconds as a sign of life. It is
+no record: nothing reads it to go on, and it is not flushed to the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_eqlen.hold import HeldError, Hold
+from megatron_eqlen.report.progress import Progress
+from megatron_eqlen.timeline import Timeline
+
+FILE = "state.json"
+LOOK, BEAT = 0.5, 15.0
+"""Seconds between two looks at the stages, and at most between two writes."""
+
+Moment = tuple[float, str]
+"""Seconds since 1970, and a stage that began or a warning that was given then."""
+
+
+@dataclass(frozen=True)
+class State:
+    time: float
+    """Of its writing, in seconds since 1970."""
+    stages: list[Moment] = field(default_factory=list)
+    """Under way: none yet while model and engine start, several where a harvest goes on beside training."""
+    warnings: list[Moment] = field(default_factory=list)
+    """The newest ones since the process started, oldest first."""
+    ended: bool = False
+    """The process ended in order, whether the run is complete or not."""
+    error: str | None = None
+    """What ended it, if an error did."""
+
+
+def read_state(folder: Path) -> State | None:
+    """None: the run has not begun to write it."""
+    try:
+        found = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    moments = {name: [(since, text) for since, text in found[name]] for name in ("stages", "warnings")}
+    return State(**found | moments)
+
+
+class StateWriter:
+    """Use as a context manager, for as long as the run goes on. A process that no longer holds the folder
+    writes nothing."""
+
+    def __init__(self, folder: Path, hold: Hold, timeline: Timeline, progress: Progress) -> None:
+        self._path, self._hold = folder / FILE, hold
+        self._timeline, self._progress = timeline, progress
+        self._written: State | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True, name="state")
+        self._handler = _Handler(progress.warnings)
+
+    def __enter__(self) -> StateWriter:
+        logging.getLogger("megatron_eqlen").addHandler(self._handler)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        logging.getLogger("megatron_eqlen").removeHandler(self._handler)
+        self._over.set()
+        self._thread.join()
+        self._write(ended=True, error=None if kind is None else f"{kind.__name__}: {error}")
+
+    def _follow(self) -> None:
+        self._write()
+        while not self._over.wait(LOOK):
+            self._write()
+
+    def _write(self, **end: Any) -> None:
+        """Write it if something has changed or the last sign of life is old."""
+        state = State(time.time(), self._timeline.under_way(), [*self._progress.warnings], **end)
+        before = self._written
+        if before and _news(before) == _news(state) and state.time - before.time < BEAT:
+            return
+        partial = self._path.with_name(f".{FILE}.partial")
+        try:
+            self._hold.check()
+            partial.write_text(json.dumps(asdict(state)), encoding="utf-8")
+            partial.replace(self._path)
+        except (HeldError, OSError):
+            return  # another process writes it now; or the disk is full, which the record's writer will say
+        self._written = state
+
+
+def _news(state: State) -> State:
+    """What is worth a write."""
+    return State(0.0, state.stages, state.warnings, state.ended, state.error)
+
+
+class _Handler(logging.Handler):
+    """Keeps what the package's own loggers warn of."""
+
+    def __init__(self, warnings: deque[Moment]) -> None:
+        super().__init__(logging.WARNING)
+        self._warnings = warnings
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._warnings.append((record.created, record.getMessage()))
+        if logging.lastResort is not None and not logging.getLogger().handlers:
+            logging.lastResort.handle(record)  # what prints it where no logger has a handler

@@ -1,0 +1,184 @@
+"""`eqlen status`: where a run stands, whatever has become of it; and what the run itself writes for that."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megatron_eqlen.budget import Budget
+from megatron_eqlen.cli import main
+from megatron_eqlen.hold import FILE, Hold
+from megatron_eqlen.live.status import SILENCE, Status, print_status, status
+from megatron_eqlen.report import state
+from megatron_eqlen.report.metrics import MetricsWriter
+from megatron_eqlen.report.progress import Progress
+from megatron_eqlen.report.state import StateWriter, read_state
+from megatron_eqlen.timeline import Timeline
+from tests.kit.processes import within
+from tests.kit.report_runs import recipe, write_run
+
+
+class Life:
+    """A run's process as far as its folder shows it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.timeline = folder, Timeline()
+        self.progress = Progress(Budget(20), "tiny", show=False)
+        self.hold = Hold(folder)
+        self.ends = ExitStack()
+        self.ends.enter_context(StateWriter(folder, self.hold, self.timeline, self.progress))
+
+    def wait_until(self, true: Callable[[Status], object]) -> Status:
+        assert within(10, lambda: true(status(self.folder)))
+        return status(self.folder)
+
+    def steps(self, count: int) -> None:
+        writer = MetricsWriter(self.folder)
+        for step in range(1, count + 1):
+            writer.write(step, {"reward/mean": step / 10, "time/step": 3.0})
+        writer.close()
+
+    def end(self, error: Exception | None = None) -> None:
+        self.ends.__exit__(type(error) if error else None, error, None)
+        self.hold._file.close()
+
+    def cut_off(self) -> None:
+        """What kill -9 leaves: the file as it is, and no lock."""
+        self.hold._file.close()
+        written = read_state(self.folder)
+        self.end()
+        assert written is not None
+        (self.folder / state.FILE).write_text(json.dumps(vars(written)))
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(state, "LOOK", 0.01)
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    return write_run(tmp_path / "run", recipe(tmp_path))
+
+
+def screen(folder: Path) -> str:
+    out = io.StringIO()
+    print_status(folder, console=Console(file=out, width=200, highlight=False))
+    return out.getvalue()
+
+
+def test_a_folder_with_a_recipe_alone_has_not_started(run):
+    found = status(run)
+    assert (found.condition, found.outcome, found.seconds_left) == ("not started", "0 of 20 steps", None)
+    assert screen(run).splitlines()[0].startswith("tiny eqlen-grpo seed 0")
+
+
+def test_a_run_that_goes_on_says_who_does_what_since_when(run):
+    life = Life(run)
+    assert status(run).condition == "running"
+    life.steps(4)
+    with life.timeline.span("train"), life.timeline.span("harvest"):
+        found = life.wait_until(lambda one: len(one.stages) == 2)
+        (since, train), (_, harvest) = found.stages
+        assert (train, harvest) == ("train", "harvest")
+        assert 0 <= time.time() - since < 10
+        assert f"process {os.getpid()} on " in found.held_by
+        assert (found.steps, found.step_seconds, found.seconds_left) == (4, 3.0, 48.0)
+        assert found.rewards == [0.1, 0.2, 0.3, 0.4]
+        shown = screen(run)
+        for text in (
+            "running, process",
+            "4 of 20 steps, 3 s a step, 48 s left",
+            "train for ",
+            "▁",
+            "reward 0.400",
+        ):
+            assert text in shown
+    life.wait_until(lambda one: not one.stages)
+    life.end()
+
+
+def test_one_that_was_cut_off_says_in_what(run):
+    life = Life(run)
+    with life.timeline.span("train"):
+        life.wait_until(lambda one: one.stages)
+        life.cut_off()
+    found = status(run)
+    assert found.condition == "killed"
+    assert "cut off in train" in screen(run)
+
+
+@pytest.mark.parametrize(
+    ("error", "condition"), [(None, "stopped"), (ValueError("no KV cache: 3 < 4"), "failed")]
+)
+def test_one_that_ended_before_its_limit_says_whether_an_error_ended_it(run, error, condition):
+    life = Life(run)
+    life.end(error)
+    found = status(run)
+    assert found.condition == condition
+    assert found.error == (error and "ValueError: no KV cache: 3 < 4")
+
+
+def test_one_whose_work_is_all_done_is_complete(run):
+    life = Life(run)
+    life.steps(20)
+    (run / "export").mkdir()
+    (run / "report.html").touch()
+    life.end()
+    assert status(run).condition == "complete"
+    assert "left" not in screen(run)
+
+
+def test_one_on_another_machine_is_believed_while_it_gives_signs_of_life(run, monkeypatch):
+    """There its lock may not be seen: some file systems keep locks to one machine."""
+    life = Life(run)
+    with life.timeline.span("train"):
+        life.wait_until(lambda one: one.stages)
+        life.cut_off()
+    monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
+    assert status(run).condition == "running"
+    now = time.time()
+    monkeypatch.setattr("time.time", lambda: now + SILENCE + 1)
+    assert status(run).condition == "killed"
+
+
+def test_warnings_are_kept_and_still_printed(run, capsys):
+    life = Life(run)
+    life.progress.warn("step 3 trained nothing")
+    logging.getLogger("megatron_eqlen.training.policy").warning("update %d is skipped", 7)
+    found = life.wait_until(lambda one: len(one.warnings) == 2)
+    assert [text for _, text in found.warnings] == ["step 3 trained nothing", "update 7 is skipped"]
+    assert "update 7 is skipped" in screen(run)
+    life.end()
+    logging.getLogger("megatron_eqlen.training.policy").warning("after the end")
+    assert len(life.progress.warnings) == 2
+
+
+def test_a_run_that_was_taken_over_says_nothing_more(run, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    ghost = Life(run)
+    assert within(10, lambda: read_state(run))
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    ours = Hold(run)
+    before = (run / state.FILE).read_bytes()
+    ghost.end(ValueError("a ghost's"))
+    assert (run / state.FILE).read_bytes() == before
+    ours.check()
+
+
+def test_json_has_all_of_it_and_a_folder_that_is_no_run_is_named(run, capsys):
+    assert main(["status", str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["condition"], found["steps_limit"], found["stages"]) == ("not started", 20, [])
+    assert main(["status", str(run.parent)]) == 2
+    assert f"eqlen status: {run.parent}: expected a run folder" in capsys.readouterr().err
+    assert not (run.parent / FILE).exists()
