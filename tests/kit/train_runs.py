@@ -17,6 +17,39 @@ from tests.kit.processes import within
 STEPS = 3
 
 
+def make_home(folder: Path) -> Path:
+    """``folder`` with a random tiny model, its data and a recipe."""
+    run("tools/make_arithmetic.py", "--out", folder / "data", "--train", "60", "--test", "4")
+    data = folder / "data/train.parquet"
+    model = ["--out", folder / "base", "--steps", "0", "--processes", "1"]
+    run("tools/make_tiny_model.py", "--data", data, *model)
+    rows = [{"question": f"Compute ${n}+1$.", "answer": str(n + 1), "grader": "rubric"} for n in range(40)]
+    (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "recipe.yaml").write_text(
+        f"""
+name: test
+steps: {STEPS}
+group_size: 4
+model: {{path: {folder}/base, dtype: float32}}
+data:
+  prompts_per_step: 4
+  max_prompt_length: 48
+  instruction_role: none
+  sources: [{{name: questions, reader: jsonl, path: {folder}/questions.jsonl}}]
+reward: {{rubric: "tests.kit.rubrics:even_length", workers: 1}}
+rollout:
+  {{temperature: 1.0, top_p: 1.0, top_k: 0, max_response_length: 80, max_num_seqs: 32, kv_cache_gib: 0.2}}
+optimizer: {{lr: 1e-3, warmup_steps: 0}}
+packing: {{max_tokens_per_row: 512}}
+checkpoint: {{every: 1, keep: 2}}
+evaluation:
+  samples: 2
+  benchmarks: [{{name: questions, reader: jsonl, path: {folder}/questions.jsonl, limit: 4}}]
+"""
+    )
+    return folder
+
+
 def train(home: Path, name: str, *arguments: str, ranks: int = 1) -> Path:
     processes = f"cluster.processes_per_node={ranks}"
     run(*command(home, name, processes, *arguments), ranks=ranks)
