@@ -80,6 +80,8 @@ class Section(BaseModel):
 
 
 class ModelRecipe(Section):
+    """Which model is trained."""
+
     path: str
     """Hugging Face folder (config.json, safetensors, tokenizer) that training starts from."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -87,41 +89,52 @@ class ModelRecipe(Section):
 
 
 class SourceRecipe(Section):
+    """One data set of the training prompts."""
+
     name: str
-    """Metrics are reported under this name."""
+    """Rewards of its prompts are logged under this name."""
     reader: SourceReader = "deepmath"
-    """The import path of your own is ``package.module:read``, see data/README.md."""
+    """A reader's name (data/README.md lists them), or your own's import path, ``package.module:read``."""
     grader: GraderName | None = None
-    """Grades all its answers; default: what the reader says of each row. The import path of your own is
-    ``package.module:factory``, see rewards/README.md."""
+    """What grades all its answers: ``math``, ``code``, ``rubric``, or the import path of your own,
+    ``package.module:factory`` (rewards/README.md). Default: what the reader says of each row."""
     path: str
     """A file, or a folder with the data set's files."""
     weight: PositiveFloat = 1.0
-    """Share of the mixture."""
+    """Its share of the prompts, relative to the other sources' weights."""
     split: Literal["split_0", "split_1"] | None = None
-    """OpenCodeReasoning's; default: both."""
+    """Which half of OpenCodeReasoning; default: both."""
     tests: str | None = None
     """Folder of the source sets (TACO, APPS, CodeContests, Codeforces) that hold the code problems' tests."""
     min_difficulty: float | None = None
+    """Rows below this difficulty are left out, and rows without one."""
     max_difficulty: float | None = None
+    """Rows above this difficulty are left out, and rows without one."""
     exclude: str | None = None
     """A file of questions, one JSON string or line each, to leave out (decontamination)."""
 
 
 class DataRecipe(Section):
+    """The training prompts."""
+
     sources: list[SourceRecipe] = Field(min_length=1)
     prompts_per_step: PositiveInt = 64
-    """The paper's prompt batch size."""
+    """Questions of a step; each gets ``group_size`` responses or tracks. The paper's number."""
     max_prompt_length: PositiveInt = 2048
     """Tokens; longer prompts are left out and counted."""
     instruction: str = "Please reason step by step, and put your final answer within \\boxed{}."
+    """Told to the model with every question, unless its row has an instruction of its own."""
     instruction_role: Literal["user", "system", "none"] = "user"
+    """Whose turn of the chat holds it; ``none`` leaves it out."""
     enable_thinking: bool | None = None
-    """Passed to the chat template where set."""
+    """Handed to the chat template: whether the model may think first. Not set: the template's own default."""
     shuffle: bool = True
+    """Rows in a new random order in each epoch, by the run's seed; false: in the order of the files."""
 
 
 class EqualLengthRecipe(Section):
+    """With ``sampling: equal_length``: how pairs are made and rewarded."""
+
     suffix_reward: Literal["max", "mean"] = "max"
     """Reward of B_i over the ended responses that extend it (ablation: mean)."""
     unfinished: Literal["zero", "drop"] = "zero"
@@ -129,7 +142,7 @@ class EqualLengthRecipe(Section):
     pair_count: Literal["all", "effective"] = "all"
     """N_k of Eq. 6: all pairs, as written, or only those with unequal rewards."""
     max_pairs: PositiveInt | None = None
-    """Stop a stream after this many pairs; its survivor is finished alone for its reward."""
+    """End a stream after this many pairs; the track that is left runs on alone to its end, for its reward."""
     single_pair: bool = False
     """Ablation: one pair a stream, no prefix inheritance."""
     prefix_in_gradient: bool = False
@@ -137,6 +150,8 @@ class EqualLengthRecipe(Section):
 
 
 class TreeSamplingRecipe(Section):
+    """With ``sampling: tree``: the shape of the sampled trees."""
+
     branching: Annotated[int, Field(ge=2)] = 8
     """Continuations of every step; a prompt has up to branching ** depth responses."""
     depth: PositiveInt = 3
@@ -160,13 +175,18 @@ class MismatchRecipe(Section):
 
 
 class RolloutRecipe(Section):
+    """How responses are generated: sampling, the engine, and what a step's harvest may take."""
+
     engine: Literal["colocated", "server"] = "colocated"
+    """``colocated``: vLLM in the training processes. ``server``: vLLM servers, see ``servers``."""
     temperature: Annotated[float, Field(ge=0.01)] = 0.6
-    """vLLM raises lower ones to 0.01 without a word."""
+    """Of sampling and of the trainer's log-probs. vLLM would raise lower ones to 0.01 without a word."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 0.95
+    """Sample among the likeliest tokens that together have this probability; 1: off."""
     top_k: int = 20
-    """0 or -1: off."""
+    """Sample among this many likeliest tokens; 0 or -1: off."""
     min_p: Fraction = 0.0
+    """Sample among tokens with at least this share of the likeliest one's probability; 0: off."""
     max_response_length: PositiveInt = 32768
     """Tokens after the prompt on any path."""
     logprobs_mode: Literal["raw", "processed"] = "raw"
@@ -192,10 +212,15 @@ class RolloutRecipe(Section):
     """``carry_over``: a rollout goes on for so many steps after the one that drew its prompt. It is cut then,
     so no token is trained more steps after it was sampled."""
     tensor_parallel: PositiveInt = 1
+    """GPUs of an engine or of a server's replica."""
     max_num_seqs: PositiveInt = 512
+    """Most requests that an engine decodes at once."""
     max_num_batched_tokens: PositiveInt = 8192
+    """Most tokens of one engine step, prefills included."""
     block_size: PositiveInt = 32
+    """Tokens in a block of the KV cache."""
     gpu_memory_utilization: Fraction = 0.85
+    """Share of a GPU's memory that the engine may use while it is awake."""
     kv_cache_gib: PositiveFloat | None = None
     """Fixed size of the KV cache (the CPU engine needs one; default there: 1)."""
     park_trainer: Literal["none", "state", "all"] | None = None
@@ -240,7 +265,11 @@ class RolloutRecipe(Section):
 
 
 class RewardRecipe(Section):
+    """How responses are graded."""
+
     math_rule: Literal["exact", "math_verify", "either"] = "either"
+    """When a math answer is right: ``exact``: the same after normalisation; ``math_verify``: equal by that
+    library; ``either``: one of the two."""
     workers: PositiveInt | None = None
     """Grader processes of a rank, for each grader that it uses. None: as many as the rank has processor cores
     (affinity, cgroup quota and SLURM's share counted)."""
@@ -252,8 +281,10 @@ class RewardRecipe(Section):
     code_timeout: PositiveFloat = 6.0
     """Seconds a code test may take."""
     code_memory_mb: PositiveInt = 1024
+    """Memory that a code test may take; more where its problem says so."""
     code_sandbox: Literal["strict", "best_effort"] = "strict"
-    """``strict``: refuse to run programs where the machine cannot isolate them."""
+    """``strict``: refuse to run programs where the machine cannot isolate them; ``best_effort``: isolate them
+    as far as it can, and warn."""
     lcb_strict: bool = False
     """Run programs for LiveCodeBench's problems as its own checker does, its faults included (see
     rewards/README.md)."""
@@ -267,14 +298,18 @@ class LossRecipe(Section):
     """Keys left out take the objective's own default; ``eqlen train --dry-run`` prints what they are."""
 
     clip_ratio_low: NonNegativeFloat | None = None
+    """A ratio below 1 - this is clipped."""
     clip_ratio_high: NonNegativeFloat | None = None
+    """A ratio above 1 + this is clipped."""
     clip_ratio_c: Annotated[float, Field(gt=1)] | None = None
     """Dual clip: lower bound of the objective for negative advantages."""
     kl_coef: NonNegativeFloat = 0.002
     """The paper's beta_kl, on supervised tokens against the reference model; 0 keeps no reference."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Our choice (the paper names none)."""
+    """How a token's KL divergence is estimated (objectives/README.md). Our choice; the paper names none."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
+    """What ratios are relative to: the trainer's log-probs before the step's first update, or those that
+    the engine recorded."""
     router_replay: bool = True
     """With ``rollout.keep_routes``: experts are those that the engine chose (R3, arXiv 2510.11370). False:
     routers choose, and ``mismatch/expert_agreement`` tells how often they choose the same."""
@@ -288,31 +323,42 @@ class LossRecipe(Section):
     rollout_token_veto_threshold: Annotated[float, Field(gt=0, lt=1)] | None = None
     """A segment with a token whose ratio trainer / engine is below this gives no gradient; 1e-4, say."""
     minibatches: PositiveInt = 1
-    """Optimizer steps per harvest (our choice: 1, on-policy)."""
+    """Parts of a harvest, each an optimizer step (our choice: 1, on-policy)."""
     epochs: PositiveInt = 1
+    """How often a harvest is trained."""
     loss_agg_mode: AggregationName | None = None
     """How tokens are averaged, by verl's names; ``prompt-mean-token-mean`` is DAPO's equation as printed."""
     gr3_alpha: NonNegativeFloat | None = None
     """Strength of GR3's length scaling."""
     overlong_buffer: NonNegativeInt | None = None
+    """DAPO: the last so many tokens before ``max_response_length`` are penalised, more and more."""
     overlong_factor: NonNegativeFloat | None = None
+    """DAPO: the penalty of a response that reached the limit."""
     dynamic_sampling: bool | None = None
+    """DAPO: prompts with equal rewards only are replaced by new ones."""
     max_num_gen_batches: PositiveInt = 10
+    """With ``dynamic_sampling``: a step draws prompts at most so often."""
 
 
 class OptimizerRecipe(Section):
+    """AdamW, and where its state lives."""
+
     lr: PositiveFloat = 1e-6
+    """Learning rate after the warm-up."""
     warmup_steps: NonNegativeInt = 20
+    """Updates in which the learning rate rises from 0."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What the learning rate does after the warm-up, until ``steps``."""
     min_lr: NonNegativeFloat = 0.0
+    """Where ``linear`` and ``cosine`` end."""
     adam_beta1: BelowOne = 0.9
-    """Our choice."""
+    """Decay of Adam's first moment. Our choice."""
     adam_beta2: BelowOne = 0.999
-    """Our choice."""
+    """Decay of Adam's second moment. Our choice."""
     adam_eps: PositiveFloat = 1e-8
-    """Our choice."""
+    """Added to the root of the second moment. Our choice."""
     weight_decay: NonNegativeFloat = 0.0
-    """Our choice."""
+    """AdamW's. Our choice."""
     clip_grad: NonNegativeFloat = 1.0
     """Global gradient norm; 0 is off."""
     offload: bool = False
@@ -329,32 +375,47 @@ class OptimizerRecipe(Section):
 
 
 class ParallelRecipe(Section):
+    """How the trained model is spread over GPUs; sets of GPUs that hold the same are data-parallel."""
+
     tensor: PositiveInt = 1
+    """GPUs that share each matrix (TP)."""
     pipeline: PositiveInt = 1
+    """Stages, each with some of the layers (PP)."""
     virtual_pipeline: Annotated[int, Field(ge=2)] | None = None
     """Stages of a rank, interleaved; needs ``pipeline`` > 1."""
     layers_per_stage: list[PositiveInt] | None = None
     """Layers of each pipeline stage; with ``virtual_pipeline`` of stage 0, 1, ..., and again from 0. Default:
     equally many; where they do not divide, one less on the last stage (it has the head) and on the first."""
     expert: PositiveInt = 1
+    """GPUs that share a layer's experts (EP)."""
     expert_tensor: PositiveInt = 1
+    """GPUs that share each matrix of an expert (ETP)."""
     sequence: bool | None = None
     """Sequence parallel; default: on with tensor > 1 in MoE models and on GPUs."""
     recompute: Literal["none", "selective", "full"] = "none"
+    """What the backward pass computes again instead of keeping it: nothing, attention, or whole layers."""
     overlap_grad_reduce: bool = False
+    """Sum gradients over ranks while the backward pass goes on."""
 
 
 class PackingRecipe(Section):
+    """How token trees become rows."""
+
     max_tokens_per_row: PositiveInt = 36864
     """Budget of a row (a micro-batch); at least the longest path, max_prompt_length + max_response_length."""
     layout: Literal["tree", "expanded"] = "tree"
+    """``tree``: each token once. ``expanded``: each trained segment with a copy of its prefix, which
+    ``equal_length.prefix_in_gradient`` needs."""
     logits_chunk: Annotated[int, Field(ge=64, multiple_of=8)] = 8192
     """Supervised tokens whose logits exist at once; a row with more takes them chunk by chunk, and computes
     them once more in the backward pass."""
 
 
 class CheckpointRecipe(Section):
+    """What a run can resume from."""
+
     every: PositiveInt = 10
+    """Steps from one checkpoint to the next."""
     keep: PositiveInt = 2
     """The newest this many stay."""
     resharding: Literal["data_parallel", "any"] = "data_parallel"
@@ -365,12 +426,18 @@ class CheckpointRecipe(Section):
 
 
 class BenchmarkRecipe(Section):
+    """One benchmark."""
+
     name: str
+    """Accuracies are logged under this name."""
     reader: BenchmarkReader = "deepmath"
+    """Name of a reader (data/README.md lists them), or the import path of your own."""
     grader: GraderName | None = None
     """A grader's name or import path, as ``data.sources[].grader``; default: what the reader says."""
     path: str
+    """A file, or a folder with the benchmark's files."""
     limit: PositiveInt | None = None
+    """Take only the first so many problems."""
     since: str | None = None
     """First contest date (YYYY-MM-DD). LiveCodeBench needs both: "v6" alone names several problem sets."""
     until: str | None = None
@@ -378,28 +445,40 @@ class BenchmarkRecipe(Section):
 
 
 class EvaluationRecipe(Section):
+    """Accuracies on benchmarks, before, during and after training."""
+
     benchmarks: list[BenchmarkRecipe] = []
     samples: PositiveInt = 32
-    """avg@k's k."""
+    """Completions of each problem: the k of avg@k."""
     every: NonNegativeInt = 0
     """Steps between evaluations; 0: only before and after. Samples are drawn as the rollout's are."""
 
 
 class ReportRecipe(Section):
+    """What is kept and shown of a run."""
+
     wandb_project: str | None = None
+    """Log to this project of Weights & Biases, too, where the package wandb is installed."""
     keep_streams: Literal["all", "evaluations"] | PositiveInt = "all"
     """Which steps' recorded rollouts stay: of all steps, of those that were evaluated, or of the newest N.
     Others are removed once a checkpoint from after them is saved."""
 
 
 class ClusterRecipe(Section):
+    """The machines."""
+
     nodes: PositiveInt = 1
+    """Machines that train; servers come beside them."""
     processes_per_node: PositiveInt = 1
     """One per GPU; on CPU one per core used."""
     gpu_memory_gib: PositiveFloat = 80.0
+    """Memory of a GPU, for `eqlen plan`."""
     partition: str | None = None
+    """SLURM partition of the printed job."""
     account: str | None = None
+    """SLURM account of the printed job."""
     time: str = "24:00:00"
+    """Time limit of a SLURM job, in which a run need not finish: it resumes in the next."""
 
 
 class Recipe(Section):
@@ -413,6 +492,7 @@ class Recipe(Section):
     """What tells this run apart from others of its recipe file: keys and values that were given on the
     command line and that the file has otherwise. Filled in by loading."""
     seed: NonNegativeInt = 0
+    """Of prompts, sampling and intervals. Part of the run folder's name."""
     steps: PositiveInt | None = None
     """End the run after this many steps. This or one of the next three must be set; with several, the first
     that is reached ends it."""
@@ -425,7 +505,9 @@ class Recipe(Section):
     """End the run after this many floating-point operations of the model, estimated from tokens generated,
     prefilled and trained (``plan/flops.py``): the same on any machine, however loaded."""
     sampling: Literal["equal_length", "independent", "tree"] = "equal_length"
+    """How rollouts are made and what is compared: equal-length pairs, groups of whole responses, or trees."""
     objective: str = "grpo"
+    """The method by name (objectives/README.md lists them), or the import path of your own."""
     group_size: Annotated[int, Field(ge=2)] = 16
     """G: independent completions of a prompt, or 2 x its dual-track subgroups."""
     model: ModelRecipe

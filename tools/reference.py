@@ -1,0 +1,124 @@
+#!/usr/bin/env python
+"""Print the reference of recipe keys or of metrics as Markdown, made from the code that defines them:
+``tools/reference.py keys`` or ``tools/reference.py metrics``. The site of the documentation holds both."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import re
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from typing import Any
+
+from megatron_eqlen.metrics import DECLARED, Mean, Metric, Way
+from megatron_eqlen.recipe import Recipe
+
+Schema = dict[str, Any]
+"""JSON schema of a recipe, one of its sections, or a key."""
+
+BOUNDS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
+TYPES = {"boolean": "true or false", "integer": "integer", "number": "number", "string": "text"}
+MERGED = {"sum": "sum", "max": "largest", "min": "smallest", "last": "newest"}
+
+
+def keys() -> str:
+    """Each section of a recipe with its keys: type, default, meaning."""
+    whole = Recipe.model_json_schema()
+    return "\n\n".join(_section(name, section, whole) for name, section in _sections("", whole, whole))
+
+
+def _sections(name: str, section: Schema, whole: Schema) -> Iterator[tuple[str, Schema]]:
+    """``section`` and those below it, by their dotted names; ``[]`` stands for the items of a list."""
+    yield name, section
+    for key, schema in section["properties"].items():
+        below = _below(schema, whole)
+        if below is not None:
+            dotted = f"{name}.{key}".lstrip(".") + "[]" * ("items" in schema)
+            yield from _sections(dotted, below, whole)
+
+
+def _below(schema: Schema, whole: Schema) -> Schema | None:
+    """The section that a key holds, or a list of."""
+    reference = schema.get("$ref") or schema.get("items", {}).get("$ref")
+    return whole["$defs"][reference.rpartition("/")[2]] if reference else None
+
+
+def _section(name: str, section: Schema, whole: Schema) -> str:
+    rows = [
+        (f"`{name}.{key}`" if name else f"`{key}`", _type(schema), _default(schema), _text(schema))
+        for key, schema in section["properties"].items()
+        if _below(schema, whole) is None
+    ]
+    head = f"## {name}\n\n{_text(section)}" if name else "## The whole run"
+    return f"{head}\n\n" + _table(("key", "type", "default", "meaning"), rows)
+
+
+def _type(schema: Schema) -> str:
+    """In words: ``integer > 0``, ``list of text``, ``"a" or "b"``."""
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(_type(one) for one in schema["anyOf"] if one != {"type": "null"}))
+    if "enum" in schema or "const" in schema:
+        return " or ".join(f"`{one}`" for one in schema.get("enum") or [schema["const"]])
+    if "prefixItems" in schema:
+        return f"[{', '.join(_type(one) for one in schema['prefixItems'])}]"
+    if schema.get("type") == "array":
+        return f"list of {_type(schema['items'])}"
+    if schema.get("type") == "object":
+        return "mapping"
+    limits = [f"{sign} {schema[bound]:g}" for bound, sign in BOUNDS.items() if bound in schema]
+    if "multipleOf" in schema:
+        limits.append(f"multiple of {schema['multipleOf']}")
+    return " ".join([TYPES[schema["type"]], ", ".join(limits)]).strip()
+
+
+def _default(schema: Schema) -> str:
+    if "default" not in schema:
+        return "**needed**"
+    value = schema["default"]
+    return f"`{value if isinstance(value, str) else json.dumps(value)}`"
+
+
+def _text(schema: Schema) -> str:
+    """A docstring as one line of Markdown."""
+    return re.sub(r"``(.+?)``", r"`\1`", " ".join(inspect.cleandoc(schema.get("description", "")).split()))
+
+
+def metrics() -> str:
+    """Each metric: unit, how several values become one, meaning."""
+    return "\n\n".join(
+        f"## {family}\n\n" + _table(("metric", "unit", "of several values", "meaning"), map(_metric, members))
+        for family, members in groupby(DECLARED, key=lambda one: one.name.split("/")[0])
+    )
+
+
+def _metric(one: Metric) -> tuple[str, str, str, str]:
+    merged = _merged(one.merge)
+    if one.in_turn and one.in_turn != one.merge:
+        merged += f"; one after the other: {_merged(one.in_turn)}"
+    return f"`{one.name}`", one.unit, merged, one.about
+
+
+def _merged(way: Way) -> str:
+    if isinstance(way, Mean):
+        return "mean over " + ", ".join(f"`{count}`" for count in way.counts)
+    return MERGED[way]
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |" for line in lines)
+
+
+REFERENCES = {"keys": keys, "metrics": metrics}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=REFERENCES)
+    print(REFERENCES[parser.parse_args().name]())
+
+
+if __name__ == "__main__":
+    main()
