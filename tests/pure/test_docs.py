@@ -1,0 +1,167 @@
+"""What the Markdown files say is there: links and their anchors, commands, files, recipe keys, metrics."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_eqlen.cli import _parser
+from megatron_eqlen.metrics import DECLARED, MetricError, metric
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe.keys import RENAMED, all_keys
+from tests.kit import ROOT
+from tools.reference import keys, metrics
+
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"``(.+?)``|`([^`\n]+)`")
+LINK = re.compile(r"(?<!\\)\]\(([^)\s]+)\)")
+FAMILIES = {one.name.split("/")[0] for one in DECLARED}
+SECTIONS = {name for name, field in Recipe.model_fields.items() if field.annotation not in (str, int)}
+PATH = re.compile(r"(?:^|[\s(])((?:tools|recipes|slurm|tests|docs|megatron_eqlen)/[\w./*]+)")
+KEYS = {re.sub(r"\.0\b", "[]", ".".join(key)) for key in all_keys()}
+FILE = re.compile(r"\.(html|jinja|json|jsonl|py|yaml|safetensors|md|parquet|arrow|txt|css)$")
+
+
+def markdown_files() -> list[Path]:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [ROOT / line for line in listed.stdout.splitlines() if (ROOT / line).is_file()]
+
+
+FILES = markdown_files()
+
+
+def anchors(file: Path) -> set[str]:
+    """Of a file's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", file.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def missing_links(file: Path, text: str) -> Iterator[str]:
+    for link in LINK.findall(FENCE.sub("", text)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = file.parent / name if name else file
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            yield link
+
+
+def code_of(text: str) -> Iterator[str]:
+    """Code spans, and the lines of blocks without their comments."""
+    for block in FENCE.findall(text):
+        yield from (re.sub(r"(^|\s)#.*", "", line) for line in block.splitlines()[1:-1])
+    for double, single in CODE.findall(FENCE.sub("", text)):
+        yield double or single
+
+
+def missing_commands(file: Path, text: str) -> Iterator[str]:
+    choices = next(action.choices for action in _parser()._actions if action.dest == "name")
+    assert choices is not None
+    for code in code_of(text):
+        for name in re.findall(r"(?:^|/)eqlen ([a-z-]+)\b", code):
+            if name not in choices:
+                yield f"eqlen {name}"
+
+
+def missing_files(file: Path, text: str) -> Iterator[str]:
+    for code in code_of(text):
+        for path in PATH.findall(code):
+            if "*" not in path and not (ROOT / path.rstrip(".")).exists():
+                yield path
+
+
+def missing_keys(file: Path, text: str) -> Iterator[str]:
+    for code in code_of(text):
+        for key in re.findall(r"(?:^|\s)([a-z_]+(?:\.[a-z_\[\]]+)+)(?=[\s=:,]|$)", code):
+            if key.split(".")[0] in SECTIONS and not FILE.search(key) and key not in KEYS | RENAMED.keys():
+                yield key
+
+
+def missing_metrics(file: Path, text: str) -> Iterator[str]:
+    for code in code_of(text):
+        if re.fullmatch(r"[a-z]+/[\w*/@]+", code) and code.split("/")[0] in FAMILIES:
+            folders = (file.parent, ROOT, ROOT / "megatron_eqlen")
+            if any((folder / code).exists() for folder in folders):
+                continue
+            try:
+                metric(code.replace("*", "x"))
+            except MetricError:
+                yield code
+
+
+@pytest.mark.parametrize(
+    "missing", [missing_links, missing_commands, missing_files, missing_keys, missing_metrics]
+)
+def test_what_a_text_names_is_there(missing: Callable[[Path, str], Iterator[str]]):
+    names = ((file, name) for file in FILES for name in missing(file, file.read_text()))
+    assert {f"{file.relative_to(ROOT)}: {name}" for file, name in names} == set()
+
+
+@pytest.mark.parametrize(
+    ("missing", "text", "found"),
+    [
+        (missing_links, "[a](nowhere.md), [b](README.md#nothing), [c](#nothing)", 3),
+        (missing_links, "[a](README.md#start-here), [b](docs/start.md), [c](https://example.org)", 0),
+        (missing_commands, "```\neqlen trane R  # eqlen nothing\n.venv/bin/eqlen train R\n```", 1),
+        (missing_files, "`tools/nothing`, `recipes/qwen3_32b.yaml`, `slurm/nothing.sbatch x`", 2),
+        (
+            missing_keys,
+            "`rollout.nothing: 1`, `rollout.top_k`, `data.sources[].reader`, `report.html`",
+            1,
+        ),
+        (missing_metrics, "`harvest/nothing`, `harvest/pairs`, `packing/fill`, `reward/verdict/*`", 1),
+    ],
+)
+def test_a_name_that_is_not_there_is_found(missing, text, found):
+    assert len(list(missing(ROOT / "README.md", text))) == found
+
+
+def rows(table: str) -> dict[str, list[str]]:
+    """The lines of all tables in a reference by what their first cell names."""
+    cells = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")]
+    return {line[0].strip("`"): line[1:] for line in cells}
+
+
+def test_the_reference_of_keys_has_every_key_with_its_type_default_and_meaning():
+    table = rows(keys())
+    sections = {key.rpartition(".")[0].removesuffix("[]") for key in KEYS}
+    assert set(table) == {key for key in KEYS if key not in sections}
+    assert {key for key, (*_, meaning) in table.items() if not meaning.strip()} == set(), (
+        "a key's docstring in recipe/schema.py says what it means"
+    )
+    assert table["rollout.top_p"][:2] == ["number > 0, ≤ 1", "`0.95`"]
+    assert table["parallel.layers_per_stage"][:2] == ["list of integer > 0", "`null`"]
+    assert table["report.keep_streams"][0] == "`all` or `evaluations` or integer > 0"
+    assert table["model.path"][:2] == ["text", "**needed**"]
+
+
+def test_the_defaults_of_the_reference_are_those_of_a_recipe():
+    recipe = Recipe.model_validate(
+        {"name": "x", "model": {"path": "m"}, "data": {"sources": [{"name": "s", "path": "p"}]}}
+    )
+    for key, (_, default, _) in rows(keys()).items():
+        if "[]" in key or default == "**needed**":
+            continue
+        value = recipe
+        for part in key.split("."):
+            value = getattr(value, part)
+        text = default.strip("`")
+        assert (text if isinstance(value, str) else json.loads(text)) == value, key
+
+
+def test_the_reference_of_metrics_has_every_metric_with_unit_and_meaning():
+    table = rows(metrics())
+    assert set(table) == {one.name for one in DECLARED}
+    assert all(cell.strip() for cells in table.values() for cell in cells)
+    assert table["harvest/slot_occupancy"][1] == "mean over `harvest/engine_steps`"
