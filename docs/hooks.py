@@ -19,9 +19,16 @@ sys.path.insert(0, str(ROOT))
 
 from tools.reference import REFERENCES  # noqa: E402 (needs the path)
 
-SHOWN = ("*.md", ":!.github", "docs/pictures", "recipes", "slurm", "LICENSE")
+SHOWN = ("*.md", ":!.github", "docs/site.css", "docs/pictures", "recipes", "slurm", "LICENSE")
 """What git knows, or would add."""
 MARK = re.compile(r"<!-- reference: (\w+) -->")
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """The READMEs of the package's folders are a part of the navigation, with their own titles."""
+    folders = sorted(ROOT.glob("megatron_eqlen/*/README.md"))
+    assert config.nav is not None
+    config.nav.append({"Folders": [str(readme.relative_to(ROOT)) for readme in folders]})
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

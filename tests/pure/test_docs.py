@@ -165,3 +165,8 @@ def test_the_reference_of_metrics_has_every_metric_with_unit_and_meaning():
     assert set(table) == {one.name for one in DECLARED}
     assert all(cell.strip() for cells in table.values() for cell in cells)
     assert table["harvest/slot_occupancy"][1] == "mean over `harvest/engine_steps`"
+
+
+def test_every_page_of_the_documentation_is_in_the_navigation_of_the_site():
+    pages = {str(file.relative_to(ROOT)) for file in FILES if file.parent == ROOT / "docs"}
+    assert pages == set(re.findall(r": (docs/\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
