@@ -94,6 +94,11 @@ def test_a_rank_that_dies_takes_the_others_along_and_the_run_goes_on(submit):
     assert "not finished (status" in job.log
 
 
+def test_a_failure_at_the_very_end_is_mended_by_another_try(submit):
+    """Its job ends well, so that jobs which depend on it start."""
+    submit("--nodes=1", faults={"0": {"dies_at": STEPS}}, STEP_SECONDS="0").finished_with(restarts=1)
+
+
 def test_a_fault_that_does_not_heal_is_given_up(submit, bed):
     job = submit(faults={"always": {"dies_at": 2}}, MAX_STALLED="2")
     bed.wait_for(job.id, "FAILED")
