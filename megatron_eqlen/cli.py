@@ -84,6 +84,10 @@ def _parser() -> argparse.ArgumentParser:
 
     report = _add(commands, "report", _report, "write a run folder's report.html again")
     report.add_argument("run", type=Path, help="run folder")
+    report.add_argument(
+        "--serve", action="store_true", help="show a page instead that follows the run, on this machine only"
+    )
+    report.add_argument("--port", type=int, help="of that page (default 8423; 0: any that is free)")
 
     status = _add(commands, "status", _status, "where a run stands: step, stage, rate, alive or dead")
     status.add_argument("run", type=Path, help="run folder")
@@ -214,6 +218,13 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
+    if arguments.serve:
+        from megatron_eqlen.live.server import PORT, serve
+
+        serve(arguments.run, PORT if arguments.port is None else arguments.port)
+        return 0
+    if arguments.port is not None:
+        raise ValueError("--port: expected with --serve")
     from megatron_eqlen.report.page import write_page
 
     print(write_page(arguments.run))

@@ -149,9 +149,15 @@ def print_status(folder: Path, as_json: bool = False, console: Console | None = 
         print(json.dumps(asdict(found), indent=1))
         return
     console = console or Console(highlight=False, soft_wrap=True)
-    now = time.time()
     console.print(Text.assemble((found.name, "bold"), "  ", (found.folder, "dim")))
-    rows = [
+    for name, text in screen_rows(found):
+        console.print(Text(f"  {name:<11} ").append(text))
+
+
+def screen_rows(found: Status) -> list[tuple[str, str | Text]]:
+    """Each line's name and text."""
+    now = time.time()
+    rows: list[tuple[str, str | Text | None]] = [
         ("state", Text(found.condition, STYLES.get(found.condition, "bold yellow")) + Text(_who(found, now))),
         ("step", f"{found.outcome}{_pace(found)}"),
         ("now", _under_way(found, now)),
@@ -161,9 +167,7 @@ def print_status(folder: Path, as_json: bool = False, console: Console | None = 
         ("checkpoint", found.checkpoint and f"{found.checkpoint}, {_ago(found.checkpoint_time, now)}"),
         *(("warning", text) for text in _warned(found)),
     ]
-    for name, text in rows:
-        if text:
-            console.print(Text(f"  {name:<11} ").append(text))
+    return [(name, text) for name, text in rows if text]
 
 
 def _who(found: Status, now: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from megatron_eqlen.evaluation.statistics import Interval
 from megatron_eqlen.metrics import (
     HARVEST_ENDED_RESPONSE_LENGTH,
     HARVEST_PAIRS_PER_STREAM,
@@ -22,6 +23,10 @@ RESPONSE_LENGTH = (HARVEST_ENDED_RESPONSE_LENGTH, HARVEST_RESPONSE_LENGTH)
 MISMATCH = (MISMATCH_KL,)
 ROLLOUT_SPEED = (HARVEST_TOKENS_PER_SECOND,)
 TRAINING_SPEED = (TRAIN_TOKENS_PER_SECOND,)
+
+
+MOST_TEXT = 1500
+"""Characters of a segment on a page."""
 
 
 def first_of(metrics: Mapping[str, float | None], names: tuple[str, ...]) -> float | None:
@@ -53,3 +58,21 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def shorten(text: str) -> str:
+    """``text``, or its beginning and end where it is too long for a page."""
+    if len(text) <= MOST_TEXT:
+        return text
+    half = MOST_TEXT // 2
+    return f"{text[:half]} […{len(text) - 2 * half} characters…] {text[-half:]}"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f}%"
+
+
+def points(interval: Interval) -> str:
+    """A difference of accuracies: ``+18.2 [+12.0, +24.5] points``."""
+    mean, low, high = (f"{100 * value:+.1f}" for value in (interval.mean, interval.low, interval.high))
+    return f"{mean} [{low}, {high}] points"

@@ -1,4 +1,4 @@
-"""Pages are made of the templates beside this file; each page is one file without scripts."""
+"""Pages are made of the templates beside this file; each is one file, and only the live one has a script."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import jinja2
 
-from megatron_eqlen.report.format import compact
+from megatron_eqlen.report.format import compact, percent, points, shorten
 
 
 def template(name: str, **filters: Callable) -> jinja2.Template:
@@ -18,5 +18,5 @@ def template(name: str, **filters: Callable) -> jinja2.Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(compact=compact, **filters)
+    environment.filters.update(compact=compact, shorten=shorten, percent=percent, points=points, **filters)
     return environment.get_template(name)

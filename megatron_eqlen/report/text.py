@@ -25,7 +25,7 @@ from megatron_eqlen.report.rollouts import (
 )
 from megatron_eqlen.rollout.recorder import fill_token_ids, read_skeletons
 from megatron_eqlen.tokenizer import load_tokenizer
-from megatron_eqlen.types import WorstToken, joined
+from megatron_eqlen.types import WorstToken
 
 STYLES = {"raised": "green", "lowered": "red", "equal": "yellow", "plain": "default"}
 
@@ -95,16 +95,13 @@ def print_worst(
 
 
 def _print_token(console: Console, token: WorstToken, place: worst.Place, decode: Decode) -> None:
-    placed = place.placed
-    path, at = joined([placed.inherited, placed.segment.token_ids]), len(placed.inherited) + place.token
-    before, after = path[max(0, at - CONTEXT_TOKENS) : at], path[at + 1 : at + 1 + CONTEXT_TOKENS]
+    before, itself, after = map(decode, place.around(CONTEXT_TOKENS))
     console.print(Text(str(place), "bold"))
     console.print(
         f"  log-prob {token.trainer:.3g} by the trainer, {token.engine:.3g} by the engine, "
         f"{token.difference:.3g} apart"
     )
-    shown = (f"▸{decode(path[at : at + 1])}◂", "bold red")
-    text = Text.assemble((decode(before), "dim"), shown, (decode(after), "dim"))
+    text = Text.assemble((before, "dim"), (f"▸{itself}◂", "bold red"), (after, "dim"))
     console.print(Padding(text, (0, 0, 0, 2)))
 
 

@@ -16,7 +16,7 @@ from megatron_eqlen.objectives.units import comparison_units
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.sampling.picture import Placed
-from megatron_eqlen.types import Rollout, WorstToken
+from megatron_eqlen.types import Rollout, TokenIds, WorstToken, joined
 
 FILE = "worst.json"
 
@@ -34,6 +34,12 @@ class Place:
     def __str__(self) -> str:
         number = f"token {self.token} of {len(self.placed.segment)}"
         return f"{self.rollout.prompt_id}, {self.title}: {number} of {self.placed.label}"
+
+    def around(self, tokens: int) -> tuple[TokenIds, TokenIds, TokenIds]:
+        """Of its path up to so many tokens before it, itself, and up to so many after it."""
+        path = joined([self.placed.inherited, self.placed.segment.token_ids])
+        at = len(self.placed.inherited) + self.token
+        return path[max(0, at - tokens) : at], path[at : at + 1], path[at + 1 : at + 1 + tokens]
 
 
 def find(worst: WorstToken, rollouts: Sequence[Rollout], recipe: Recipe) -> Place:

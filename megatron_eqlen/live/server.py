@@ -1,0 +1,105 @@
+"""``eqlen report RUN --serve``: the live page, for this machine's own browsers (or through ``ssh -L``).
+
+/            the page                        /rollout?step=&prompt=&index=    one rollout, whole
+/news?...    sections that have changed      /graded?step=&verdict=           responses by verdict
+                                             /worst?step=                     the worst mismatch
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qsl, urlsplit
+
+from megatron_eqlen.live.page import LivePage
+
+HOST, PORT = "127.0.0.1", 8423
+LOCAL = ("127.0.0.1", "localhost")
+
+Query = dict[str, str]
+
+
+class LiveServer(ThreadingHTTPServer):
+    """Listens on ``port`` of this machine alone (0: any that is free). Raises ValueError where the port is
+    taken or may not be used, or ``run`` is no run's folder."""
+
+    daemon_threads = True
+
+    def __init__(self, run: Path, port: int = PORT) -> None:
+        self.page = LivePage(run)
+        self.answers: dict[str, Callable[[Query], tuple[str, str]]] = {
+            "/": lambda query: ("text/html", self.page.html()),
+            "/news": lambda query: ("application/json", json.dumps(self.page.news(query))),
+            "/rollout": lambda query: ("text/html", self.page.rollout(query["step"], _key(query))),
+            "/graded": lambda query: ("text/html", self.page.graded(query["step"], query["verdict"])),
+            "/worst": lambda query: ("text/html", self.page.worst(query["step"])),
+        }
+        try:
+            super().__init__((HOST, port), Handler)
+        except (OSError, OverflowError) as error:
+            taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+            why = "is in use" if taken else f"cannot be used: {error}"
+            raise ValueError(
+                f"--port: port {port} of {HOST} {why}; name another (0: any that is free)"
+            ) from None
+
+    @property
+    def address(self) -> str:
+        return f"http://{HOST}:{self.server_address[1]}/"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: LiveServer  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def do_GET(self) -> None:
+        """A page elsewhere that has its name resolve to this machine is not answered."""
+        where = urlsplit(self.path)
+        host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
+        answer = self.server.answers.get(where.path)
+        if host not in LOCAL:
+            self._send(HTTPStatus.FORBIDDEN, "text/plain", f"expected the host {' or '.join(LOCAL)}")
+        elif answer is None:
+            self._send(HTTPStatus.NOT_FOUND, "text/plain", f"nothing here: {where.path}")
+        else:
+            self._answer(answer, dict(parse_qsl(where.query)))
+
+    def _answer(self, answer: Callable[[Query], tuple[str, str]], query: Query) -> None:
+        """A file may go while it is read (``report.keep_streams``); the next question sees what is left."""
+        try:
+            kind, text = answer(query)
+        except (ValueError, FileNotFoundError) as error:
+            self._send(HTTPStatus.NOT_FOUND, "text/plain", str(error))
+        except KeyError as error:
+            self._send(HTTPStatus.BAD_REQUEST, "text/plain", f"expected {error} in the address")
+        else:
+            self._send(HTTPStatus.OK, kind, text)
+
+    def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
+        data = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing on the screen for each question."""
+
+
+def _key(query: Query) -> tuple[str, int]:
+    return query["prompt"], int(query["index"])
+
+
+def serve(run: Path, port: int = PORT) -> None:
+    """Until it is interrupted."""
+    with LiveServer(run, port) as server:
+        print(f"{run}: live on {server.address} (Ctrl-C ends it)", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()

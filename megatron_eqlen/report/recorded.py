@@ -1,0 +1,154 @@
+"""A recorded step, looked through: which of its rollouts teach, take long, or got which verdict.
+
+Skeletons are read once; token ids only of the rollouts that are shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.report.rollouts import Decode, RolloutView, Training, view
+from megatron_eqlen.rollout.recorder import GRADE_FILES, fill_token_ids, read_skeletons, step_files
+from megatron_eqlen.sampling import kind_of
+from megatron_eqlen.sampling.picture import Placed
+from megatron_eqlen.tokenizer import load_tokenizer
+from megatron_eqlen.types import Grade, Rollout, RolloutKey, rollout_key
+
+SHOWN = 4
+"""Rollouts of a step on a page."""
+SLOWEST = 8
+
+
+@dataclass(frozen=True)
+class Graded:
+    """A response's grade, and where it ends."""
+
+    rollout: RolloutKey
+    label: str
+    """Of the segment that ends it."""
+    length: int
+    """Tokens of the response."""
+    grade: Grade
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A prompt by the longest of its paths, which are decoded side by side, a token after the other."""
+
+    prompt_id: str
+    question: str
+    rollout: RolloutKey
+    """That has the longest."""
+    longest: int
+    """Tokens of it."""
+    generated: int
+    """Tokens of all its rollouts."""
+    grading: float
+    """Seconds in graders."""
+    reward: float | None
+    """Mean over its responses that ended, None if none did."""
+
+
+def recorded(streams: Path, newest_first: bool = False) -> Iterator[Path]:
+    """The folders of the steps that hold rollouts."""
+    folders = sorted(streams.glob("step-[0-9]*"), reverse=newest_first)
+    return (folder for folder in folders if step_files(folder))
+
+
+def is_scored(folder: Path) -> bool:
+    """Whether grades of a step are recorded, which are written after its harvest."""
+    return any(folder.glob(GRADE_FILES))
+
+
+def find_decoder(model: Path) -> tuple[Decode, str]:
+    """The function from token ids to text, and a note if the model's tokenizer cannot be found."""
+    try:
+        return load_tokenizer(model).decode, ""
+    except ValueError as error:
+        return lambda token_ids: " ".join(map(str, token_ids)), f"Token ids instead of text: {error}"
+
+
+class Recorded:
+    """The rollouts in a step's ``folder``."""
+
+    def __init__(self, folder: Path, recipe: Recipe) -> None:
+        self.folder, self.name = folder, folder.name
+        self.step = int(folder.name.removeprefix("step-")) + 1
+        """Counted from 1."""
+        self._recipe, self._files = recipe, step_files(folder)
+        self.rollouts = read_skeletons(self._files)
+
+    @cached_property
+    def training(self) -> Training:
+        return Training(self.rollouts, self._recipe)
+
+    def views(self, decode: Decode) -> list[RolloutView]:
+        """A few rollouts of different prompts as text, first those with unequal rewards."""
+        by_prompt: dict[str, Rollout] = {}
+        for rollout in sorted(self.rollouts, key=lambda one: not self._teaches(one)):
+            by_prompt.setdefault(rollout.prompt_id, rollout)
+        return self._as_text([*by_prompt.values()][:SHOWN], decode)
+
+    def view(self, key: RolloutKey, decode: Decode) -> RolloutView:
+        """One rollout as text. Raises ValueError where the step has none of that name."""
+        found = [one for one in self.rollouts if rollout_key(one) == key]
+        if not found:
+            raise ValueError(f"{self.folder}: expected rollout {key[1]} of {key[0]!r}, found none")
+        return self._as_text(found, decode)[0]
+
+    def graded(self) -> list[Graded]:
+        """All responses with a grade."""
+        return [
+            Graded(rollout_key(one), placed.label, _end(placed), placed.segment.grade)
+            for one in self.rollouts
+            for placed in _placed(one)
+            if placed.segment.grade is not None
+        ]
+
+    def slowest(self) -> list[Slow]:
+        """The prompts with the longest paths, the longest first."""
+        by_prompt: dict[str, list[Rollout]] = {}
+        for rollout in self.rollouts:
+            by_prompt.setdefault(rollout.prompt_id, []).append(rollout)
+        every = [_slow(rollouts) for rollouts in by_prompt.values()]
+        return sorted(every, key=lambda one: -one.longest)[:SLOWEST]
+
+    def _as_text(self, rollouts: Sequence[Rollout], decode: Decode) -> list[RolloutView]:
+        fill_token_ids(rollouts, self._files)
+        return [view(rollout, decode, self.training) for rollout in rollouts]
+
+    def _teaches(self, rollout: Rollout) -> bool:
+        return any(self.training.of(one)[1] in ("raised", "lowered") for one in rollout.segments())
+
+
+def _slow(rollouts: Sequence[Rollout]) -> Slow:
+    longest, key = max((_longest(one), rollout_key(one)) for one in rollouts)
+    grades = [s.grade for one in rollouts for s in one.segments() if s.grade is not None]
+    return Slow(
+        key[0],
+        rollouts[0].prompt.question,
+        key,
+        longest,
+        sum(len(segment) for one in rollouts for segment in one.segments()),
+        sum(grade.seconds for grade in grades),
+        fmean(grade.reward for grade in grades) if grades else None,
+    )
+
+
+def _longest(rollout: Rollout) -> int:
+    return max((_end(placed) for placed in _placed(rollout)), default=0)
+
+
+def _end(placed: Placed) -> int:
+    """Tokens from the prompt to its end."""
+    return len(placed.inherited) + len(placed.segment)
+
+
+def _placed(rollout: Rollout) -> list[Placed]:
+    picture = kind_of(rollout).picture(rollout)
+    return [*(side for pair in picture.pairs for side in pair), *picture.segments]

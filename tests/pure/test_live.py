@@ -1,0 +1,184 @@
+"""The live page: it follows the run's files, sends what has changed only, and answers this machine alone."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import threading
+from collections.abc import Iterator
+from html import unescape
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+
+from megatron_eqlen.cli import main
+from megatron_eqlen.live.server import LiveServer
+from megatron_eqlen.report import worst
+from megatron_eqlen.report.metrics import MetricsWriter
+from megatron_eqlen.rollout.recorder import record
+from megatron_eqlen.types import WorstToken
+from tests.kit.report_runs import example_stream, make_tokenizer, recipe, write_run
+
+PROMPT = "sums/a.parquet#1"
+
+
+class Browser:
+    """Asks the server as the page's script does."""
+
+    def __init__(self, run: Path, port: int) -> None:
+        self.run, self.port = run, port
+        self.known: dict[str, str] = {}
+        self.sections: dict[str, str] = {}
+
+    def get(self, where: str, host: str = "localhost") -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        connection.request("GET", where, headers={"Host": f"{host}:{self.port}"})
+        answer = connection.getresponse()
+        text = answer.read().decode()
+        connection.close()
+        return answer.status, text
+
+    def poll(self) -> set[str]:
+        """The sections that were sent."""
+        status, text = self.get("/news?" + "&".join(f"{name}={one}" for name, one in self.known.items()))
+        assert status == 200, text
+        news = json.loads(text)
+        self.known |= {name: one["version"] for name, one in news.items()}
+        self.sections |= {name: one["html"] for name, one in news.items()}
+        return {*news} - {"now"}
+
+    def step(self, number: int) -> None:
+        """The run takes a step."""
+        writer = MetricsWriter(self.run, number)
+        stages = {"time/harvest": 3.0, "time/train": 1.0, "time/step": 4.0}
+        writer.write(number + 1, {"reward/mean": 0.5, **stages})
+        writer.close()
+
+    def harvest(self, number: int) -> None:
+        record(self.run / "streams" / f"step-{number:08d}" / "rank-0.arrow", [example_stream()])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def browser(tmp_path, model) -> Iterator[Browser]:
+    run = write_run(tmp_path / "run", recipe(model))
+    with LiveServer(run, port=0) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield Browser(run, server.server_address[1])
+        server.shutdown()
+        thread.join()
+
+
+def test_the_page_has_a_place_for_every_section_and_needs_nothing_from_elsewhere(browser):
+    status, page = browser.get("/")
+    assert status == 200
+    browser.poll()
+    assert set(re.findall(r'<section id="(\w+)">', page)) == set(browser.sections)
+    assert re.findall(r'(?:src|href)="(?!data:)', page) == []
+    assert "http" not in page.replace("http://127.0.0.1", "")
+
+
+def test_only_what_has_changed_is_sent(browser):
+    assert len(browser.poll()) > 5
+    assert "not started" in browser.sections["now"]
+    assert "None is harvested" in browser.sections["rollouts"]
+    assert browser.poll() == set()
+    browser.step(0)
+    assert browser.poll() == {"numbers", "charts", "stages"}
+    assert "1 of 20 steps" in browser.sections["now"]
+    browser.harvest(1)
+    assert browser.poll() == {"rollouts", "verdicts", "slowest"}
+    assert "Step 2" in browser.sections["rollouts"]
+    assert "Pair 2 · 2 tokens a side · inherits 2" in browser.sections["rollouts"]
+    browser.harvest(2)
+    browser.harvest(3)
+    browser.poll()
+    assert re.findall(r"Step \d+", browser.sections["rollouts"]) == ["Step 4", "Step 3"]
+
+
+def test_a_step_is_shown_when_it_is_graded(browser):
+    browser.harvest(0)
+    browser.harvest(1)
+    (browser.run / "streams/step-00000001/grades-rank-0.arrow").unlink()
+    browser.poll()
+    assert re.findall(r"Step \d+", browser.sections["rollouts"]) == ["Step 1"]
+
+
+def test_verdicts_lead_to_the_responses_and_those_to_their_text(browser, model):
+    browser.harvest(0)
+    browser.poll()
+    (wrong,) = [link for link in links(browser.sections["verdicts"]) if "verdict=wrong" in link]
+    _, graded = browser.get("/" + wrong)
+    assert "2 responses with verdict wrong" in graded
+    assert "&lt;b&gt;8&lt;/b&gt;" in graded, "an answer is text, whatever a model writes"
+    status, text = browser.get("/" + links(graded)[0])
+    assert status == 200
+    assert "stream 0, 2 pairs, max pairs" in text
+    assert "What is 3 + 4?" in text
+    assert text.count('<mark class="') == 5, "two pairs and a tail"
+
+
+def test_slowest_prompts_are_those_with_the_longest_paths(browser):
+    """The worked example's longest path: B_1, B_2 and the tail."""
+    browser.harvest(0)
+    browser.poll()
+    row = re.findall(r"<td>(\d+)</td><td>(\d+)</td>", browser.sections["slowest"])
+    assert row == [("5", "9")]
+
+
+def test_the_worst_mismatch_is_shown_among_its_tokens(browser):
+    browser.harvest(0)
+    tree = f"{PROMPT}/0"
+    worst.write(browser.run / "streams/step-00000000", WorstToken(2.5, tree, 1, 0, -3.0, -0.5))
+    browser.step(0)
+    browser.poll()
+    (link,) = links(browser.sections["worst"])
+    status, text = browser.get("/" + link)
+    assert status == 200, text
+    assert "2.50 apart" in text
+
+
+def test_bad_questions_are_answered_with_what_was_expected(browser):
+    browser.harvest(0)
+    step = "step-00000000"
+    for where, status, says in [
+        ("/rollout?step=step-00000007&prompt=a&index=0", 404, "expected the name of a recorded step"),
+        ("/rollout?step=../../etc&prompt=a&index=0", 404, "expected the name of a recorded step"),
+        (f"/rollout?step={step}&prompt=a&index=0", 404, "expected rollout 0 of 'a', found none"),
+        (f"/rollout?step={step}&prompt={quote(PROMPT)}&index=x", 404, "invalid literal"),
+        (f"/rollout?step={step}", 400, "expected 'prompt' in the address"),
+        (f"/worst?step={step}", 404, "expected worst.json"),
+        ("/recipe.yaml", 404, "nothing here"),
+    ]:
+        assert browser.get(where)[0] == status, where
+        assert says in browser.get(where)[1]
+
+
+def test_a_page_elsewhere_that_calls_itself_this_machine_gets_nothing(browser):
+    assert browser.get("/", host="evil.example")[0] == 403
+    assert browser.get("/", host="127.0.0.1")[0] == 200
+
+
+def test_a_port_in_use_and_a_folder_that_is_no_run_are_named(browser, tmp_path, capsys):
+    run = str(browser.run)
+    assert main(["report", run, "--serve", "--port", str(browser.port)]) == 2
+    assert f"port {browser.port} of 127.0.0.1 is in use; name another" in capsys.readouterr().err
+    assert main(["report", run, "--serve", "--port", "70000"]) == 2
+    assert "port 70000 of 127.0.0.1 cannot be used" in capsys.readouterr().err
+    assert main(["report", str(tmp_path), "--serve"]) == 2
+    assert "expected a run folder with a recipe.yaml" in capsys.readouterr().err
+    assert main(["report", run, "--port", "1"]) == 2
+    assert "--port: expected with --serve" in capsys.readouterr().err
+
+
+def links(html: str) -> list[str]:
+    return [unescape(link) for link in re.findall(r'href="([^"]+)" data-show', html)]
