@@ -103,7 +103,7 @@ class LivePage:
         rollouts = _stamp([file for folder in newest for file in sorted(folder.glob("*.arrow"))])
         return {
             "now": (None, self._now),
-            "numbers": (evaluated, self._numbers),
+            "numbers": (evaluated + _stamp([self.folder / "recipe.yaml"]), self._numbers),
             "charts": (evaluated, self._charts),
             "stages": (metrics, self._stages),
             "rollouts": (rollouts, lambda: self._rollouts(newest)),
@@ -127,7 +127,8 @@ class LivePage:
 
     def _numbers(self) -> str:
         records = read_metrics(self.folder)
-        return self._parts.numbers(outcomes(self._evaluated(records)), facts(records, self.recipe.budget))
+        budget = load_run(self.folder).budget  # a run that goes on later may have another
+        return self._parts.numbers(outcomes(self._evaluated(records)), facts(records, budget))
 
     def _charts(self) -> str:
         records = read_metrics(self.folder)

@@ -87,7 +87,7 @@ def test_the_page_has_a_place_for_every_section_and_needs_nothing_from_elsewhere
     assert "http" not in page.replace("http://127.0.0.1", "")
 
 
-def test_only_what_has_changed_is_sent(browser):
+def test_only_what_has_changed_is_sent(browser, model):
     assert len(browser.poll()) > 5
     assert "not started" in browser.sections["now"]
     assert "None is harvested" in browser.sections["rollouts"]
@@ -95,6 +95,9 @@ def test_only_what_has_changed_is_sent(browser):
     browser.step(0)
     assert browser.poll() == {"numbers", "charts", "stages"}
     assert "1 of 20 steps" in browser.sections["now"]
+    write_run(browser.run, recipe(model, steps=70))
+    assert browser.poll() == {"numbers"}
+    assert "1 of 70 steps" in browser.sections["numbers"]
     browser.harvest(1)
     assert browser.poll() == {"rollouts", "verdicts", "slowest"}
     assert "Step 2" in browser.sections["rollouts"]
