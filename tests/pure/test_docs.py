@@ -22,7 +22,7 @@ CODE = re.compile(r"``(.+?)``|`([^`\n]+)`")
 LINK = re.compile(r"(?<!\\)\]\(([^)\s]+)\)")
 FAMILIES = {one.name.split("/")[0] for one in DECLARED}
 SECTIONS = {name for name, field in Recipe.model_fields.items() if field.annotation not in (str, int)}
-PATH = re.compile(r"(?:^|[\s(])((?:tools|recipes|slurm|tests|docs|megatron_eqlen)/[\w./*]+)")
+PATH = re.compile(r"(?:^|[\s(])((?:tools|recipes|slurm|tests|docs|megatron_eqlen)/[\w./*-]+)")
 KEYS = {re.sub(r"\.0\b", "[]", ".".join(key)) for key in all_keys()}
 FILE = re.compile(r"\.(html|jinja|json|jsonl|py|yaml|safetensors|md|parquet|arrow|txt|css)$")
 

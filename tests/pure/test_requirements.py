@@ -20,8 +20,14 @@ def canonical(name: str) -> str:
 
 
 def lines(kind: str) -> list[str]:
-    text = (ROOT / f"tools/requirements-{kind}.txt").read_text()
-    return [line for line in text.splitlines() if not line.startswith("#")]
+    return list(hashes(kind))
+
+
+def hashes(kind: str) -> dict[str, list[str]]:
+    """Each requirement with the hashes that stand below it."""
+    text = re.sub(r"^#.*\n", "", (ROOT / f"tools/requirements-{kind}.txt").read_text(), flags=re.MULTILINE)
+    entries = (entry.split() for entry in text.replace("\\\n", " ").splitlines())
+    return {name: found for name, *found in entries}
 
 
 def pins(requirements: list[str]) -> dict[str, str]:
@@ -64,3 +70,10 @@ def test_pip_alone_builds_nothing_against_a_torch_of_its_own():
     for kind in ("cpu", "gpu"):
         assert not [name for name in declared(kind) if name.startswith("transformer-engine")]
         assert "apex" not in pins(lines(kind)).keys() | declared(kind).keys()
+
+
+@pytest.mark.parametrize(("kind", "without"), [("cpu", ["torch"]), ("gpu", [])])
+def test_every_package_has_hashes_but_the_torch_whose_build_pip_s_configuration_chooses(kind, without):
+    found = hashes(kind)
+    assert [line.split("==")[0] for line, each in found.items() if not each] == without
+    assert all(re.fullmatch("--hash=sha256:[0-9a-f]{64}", one) for each in found.values() for one in each)

@@ -29,11 +29,9 @@ esac
 [[ -z $FAIL || $call != *$FAIL* ]] || {{ echo "why it failed" >&2; exit 1; }}
 echo "$call" >>calls
 """
-TE = " ".join(
-    re.findall("^transformer-engine.*", (ROOT / "tools/requirements-gpu.txt").read_text(), re.MULTILINE)
-)
-WHEELS = "install --no-deps --only-binary :all: -r .venv/wheels.txt"
-BUILD = f"install --no-deps --no-build-isolation {TE}"
+WHEELS = "install --no-deps --only-binary :all: --require-hashes -r .venv/packages.txt"
+BUILD = "install --no-deps --no-build-isolation --require-hashes -r .venv/apart.txt"
+REMOVAL = "uninstall --yes -r .venv/apart.txt"
 PACKAGE = "install --no-deps --no-build-isolation -e ."
 CHECK = "-m megatron_eqlen.packages"
 
@@ -67,6 +65,10 @@ class Machine:
         command = [str(self.folder / "tools/setup"), *arguments]
         return subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
 
+    def requirements(self, name: str) -> set[str]:
+        """Names of the packages in ``.venv/NAME.txt``."""
+        return names((self.folder / f".venv/{name}.txt").read_text())
+
     def calls(self, *arguments: str, fail: str = "") -> list[str]:
         """What a set-up called, in order."""
         record = self.folder / "calls"
@@ -83,14 +85,18 @@ def machine(tmp_path: Path) -> Machine:
 
 def test_transformer_engine_is_built_against_the_torch_that_was_installed_before(machine):
     assert machine.calls("gpu") == ["venv", WHEELS, "check torch", BUILD, PACKAGE, CHECK]
-    wheels = (machine.folder / ".venv/wheels.txt").read_text()
-    assert "\ntorch==" in wheels
-    assert "transformer-engine" not in re.sub("#.*", "", wheels)
+    wheels, built = machine.requirements("packages"), machine.requirements("apart")
+    assert "torch" in wheels
+    assert {"transformer-engine", "transformer-engine-torch"} <= built
+    assert not wheels & built
+    assert wheels | built == names((ROOT / "tools/requirements-gpu.txt").read_text())
 
 
 def test_without_arguments_a_new_environment_is_for_cpus(machine):
-    packages = "install --no-deps --no-compile -r tools/requirements-cpu.txt"
-    assert machine.calls() == ["venv", packages, "import torch", PACKAGE]
+    packages = "install --no-deps --no-compile --require-hashes -r .venv/packages.txt"
+    torch = "install --no-deps --no-compile -r .venv/apart.txt"
+    assert machine.calls() == ["venv", packages, torch, "import torch", PACKAGE]
+    assert machine.requirements("apart") == {"torch"}
     assert machine.calls() == []
 
 
@@ -102,7 +108,7 @@ def test_an_activated_environment_is_found_ready(machine):
 
 def test_cuda_libraries_come_where_torch_does_not_import_without(machine):
     machine.command("python", FAKE_PYTHON.replace('*) call="import torch" ;;', "*) exit 1 ;;"))
-    assert machine.calls()[2] == "install torch==2.13.0"
+    assert machine.calls()[3] == "install -r .venv/apart.txt"
 
 
 def test_without_arguments_an_environment_stays_what_it_is(machine):
@@ -110,17 +116,17 @@ def test_without_arguments_an_environment_stays_what_it_is(machine):
     assert machine.calls() == []
     with open(machine.folder / "setup.py", "a") as file:
         file.write("# changed")
-    assert machine.calls() == ["venv", WHEELS, "check torch", f"uninstall --yes {names(TE)}", PACKAGE, CHECK]
+    assert machine.calls() == ["venv", WHEELS, "check torch", REMOVAL, PACKAGE, CHECK]
     assert machine.calls("cpu")[0] == "venv"
 
 
-def names(requirements: str) -> str:
-    return " ".join(each.split("==")[0] for each in requirements.split())
+def names(requirements: str) -> set[str]:
+    return {*re.findall(r"^([\w.-]+)==", requirements, re.MULTILINE)}
 
 
 @pytest.mark.parametrize(
     ("broken_off", "done"),
-    [("wheels.txt", ["venv"]), ("transformer-engine", ["venv", WHEELS, "check torch"])],
+    [("packages.txt", ["venv"]), ("apart.txt", ["venv", WHEELS, "check torch"])],
 )
 def test_an_interrupted_set_up_goes_on_in_the_same_environment(broken_off, done, machine):
     assert machine.calls("gpu", fail=broken_off) == done
@@ -129,12 +135,12 @@ def test_an_interrupted_set_up_goes_on_in_the_same_environment(broken_off, done,
 
 
 def test_transformer_engine_can_be_left_out_and_taken_in_later(machine):
-    assert f"uninstall --yes {names(TE)}" in machine.calls("gpu", "--without-te")
+    assert REMOVAL in machine.calls("gpu", "--without-te")
     assert machine.calls("gpu") == [WHEELS, "check torch", BUILD, PACKAGE, CHECK]
 
 
 def test_a_failure_shows_the_log_and_what_failed(machine):
-    ended = machine.setup("gpu", fail="transformer-engine")
+    ended = machine.setup("gpu", fail="apart.txt")
     assert "why it failed" in ended.stderr
     assert "Transformer Engine: failed" in ended.stderr
     assert not (machine.folder / ".venv/ready").exists()
