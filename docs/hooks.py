@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from tools.reference import REFERENCES  # noqa: E402 (needs the path)
 
-SHOWN = ("*.md", ":!.github", "docs/site.css", "docs/pictures", "recipes", "slurm", "LICENSE")
+SHOWN = ("*.md", ":!.github", "docs", ":!docs/hooks.py", "recipes", "slurm", "LICENSE")
 """What git knows, or would add."""
 MARK = re.compile(r"<!-- reference: (\w+) -->")
 
