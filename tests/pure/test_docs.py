@@ -170,3 +170,18 @@ def test_the_reference_of_metrics_has_every_metric_with_unit_and_meaning():
 def test_every_page_of_the_documentation_is_in_the_navigation_of_the_site():
     pages = {str(file.relative_to(ROOT)) for file in FILES if file.parent == ROOT / "docs"}
     assert pages == set(re.findall(r": (docs/\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+
+
+def test_the_messages_of_troubleshooting_are_in_the_code():
+    """Each code span in the first column of a table of messages, up to where it leaves something out."""
+    text = (ROOT / "docs/troubleshooting.md").read_text()
+    tables = re.findall(r"^\| message \|.*\n\|-.*\n((?:\|.*\n)+)", text, re.MULTILINE)
+    cells = [line.split("|")[1] for table in tables for line in table.splitlines()]
+    parts = [
+        part.strip(" .:,") for cell in cells for span in CODE.findall(cell) for part in span[1].split("...")
+    ]
+    source = "\n".join(file.read_text() for file in (ROOT / "megatron_eqlen").rglob("*.py"))
+    source = re.sub(r'"\n\s*f?"', "", source)  # a text in several pieces
+    messages = [part for part in parts if part and not part.isupper()]
+    assert len(messages) > 5
+    assert [message for message in messages if message.split("KEY")[0] not in source] == []
