@@ -185,3 +185,13 @@ def test_the_messages_of_troubleshooting_are_in_the_code():
     messages = [part for part in parts if part and not part.isupper()]
     assert len(messages) > 5
     assert [message for message in messages if message.split("KEY")[0] not in source] == []
+
+
+def test_the_version_is_the_same_wherever_it_is_written():
+    written = {
+        "setup.py": r'version="(.+?)"',
+        "CITATION.cff": r"(?m)^version: (.+)$",
+        "CHANGELOG.md": r"(?m)^## ([\d.]+)",
+    }
+    found = {re.findall(pattern, (ROOT / file).read_text())[0] for file, pattern in written.items()}
+    assert len(found) == 1
