@@ -144,6 +144,12 @@ def _add_sweep(commands: argparse._SubParsersAction) -> None:
     instead.add_argument("--tables", action="store_true", help="only make tables of the runs that have ended")
     instead.add_argument("--slurm", action="store_true", help="print the script that submits all to SLURM")
     instead.add_argument("--cell", metavar="NAME", help="print a run's arguments of eqlen train, one a line")
+    sweep.add_argument(
+        "--into",
+        type=Path,
+        metavar="FILE.md",
+        help="put the tables into this document, too, between the lines that docs/results.md has",
+    )
     sweep.add_argument("--submit", action="store_true", help="with --slurm: run that script")
 
 
@@ -257,7 +263,9 @@ def _sweep(arguments: argparse.Namespace) -> int:
         return command.to_slurm(plan, arguments.sweep, arguments.overrides, arguments.submit)
     if arguments.cell:
         return command.cell(plan, arguments.cell)
-    return command.tables(plan) if arguments.tables else command.run(plan, arguments.jobs)
+    if arguments.tables:
+        return command.tables(plan, arguments.into)
+    return command.run(plan, arguments.jobs, into=arguments.into)
 
 
 def _inspect(arguments: argparse.Namespace) -> int:

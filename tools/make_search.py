@@ -22,19 +22,23 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the two files")
-    parser.add_argument("--train", type=int, default=3000, help="questions to train on")
+    parser.add_argument("--train", type=int, default=1800, help="questions to train on")
     parser.add_argument("--test", type=int, default=256, help="held-out questions")
     parser.add_argument(
         "--moduli", type=int, nargs="+", default=default.moduli, help="primes: mean tries of a search"
     )
+    parser.add_argument("--offsets", type=int, default=default.offsets, help="terms without x: longer tries")
     parser.add_argument(
         "--gives-up", type=float, default=default.gives_up, help="probability before each try"
     )
     parser.add_argument("--in-order", type=float, default=default.in_order, help="share of orderly searches")
     parser.add_argument("--checks", type=float, default=default.checks, help="share that check the answer")
+    parser.add_argument(
+        "--remarks", type=float, default=default.remarks, help="share of tries that say they do not fit"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    dials = Dials(tuple(args.moduli), args.gives_up, args.in_order, args.checks)
+    dials = Dials(tuple(args.moduli), args.offsets, args.gives_up, args.in_order, args.checks, args.remarks)
     rows = make_rows(args.train + args.test, args.seed, dials)
     write_split(args.out, rows, args.test)
 

@@ -1,18 +1,19 @@
 """Search by trial in modular arithmetic, with worked responses, in DeepMath-103K's schema.
 
-A question is ``Find $x$ with $7x+4=9$ modulo $11$.``; the answer is one of 0..10. A response tries values
+A question is ``Find $x$ with $3x+4+2+6=0$ modulo $7$.``; the answer is one of 0..6. A response tries values
 until one fits, for example
 
-    3:10+4=3        7 x 3 is 10 modulo 11, and with 4 it is 3: not 9
-    8:1+4=5
-    7:5+4=9
-    \\boxed{7}
+    3:2+4=6+2=1+6=0     3 x 3 is 2 modulo 7, with 4 it is 6, with 2 it is 1, with 6 it is 0: this fits
+    \\boxed{3}
 
-Values are tried at random, also again, so each try ends the search with the same probability whatever came
-before: lengths are geometric, and their coefficient of variation is near 1. Some responses give up before a
-try and name the answer, which a model that imitates them can only guess; some search in order, which is
-better; some check what they found. So a right answer may be short or long, and a model can improve by not
-giving up, by searching in order, and by computing without slips.
+and before that any number of tries that do not, half of them with a remark: ``4:5+4=2+2=4+6=3 no``. Values
+are tried at random, also again, so each try ends the search with the same probability whatever came before:
+lengths are geometric, and their coefficient of variation is near 1. Some responses give up before a try and
+name the answer, which a model that imitates them can only guess; some search in order, which is better; some
+check what they found. So a right answer may be short or long, and a model can improve by not giving up, by
+searching in order, and by computing without slips.
+
+All numbers have one digit, and what fits ends with 0, so that a small model learns to compute in a minute.
 
 Everything is a function of the seed. The rows of one call have distinct questions.
 """
@@ -30,50 +31,61 @@ SOLUTIONS = 3
 class Dials:
     """What shapes the lengths."""
 
-    moduli: Sequence[int] = (7, 11, 13)
+    moduli: Sequence[int] = (5, 7)
     """Primes; a search at random takes as many tries on average, if it does not give up."""
-    gives_up: float = 0.08
+    offsets: int = 3
+    """Terms without x: they make a try longer, and the questions more."""
+    gives_up: float = 0.15
     """Probability before each try: shorter responses, and more wrong ones."""
     in_order: float = 0.15
     """Share of searches that try 0, 1, 2, ...: never longer than the modulus."""
     checks: float = 0.2
     """Share of searches that write the try that fits once more."""
+    remarks: float = 0.5
+    """Share of tries that do not fit and say so: two searches of as many tries seldom end at one length."""
 
 
 @dataclass(frozen=True)
 class Puzzle:
-    """Find x with factor x + offset = target, modulo ``modulus``."""
+    """Find x with factor x + offsets = 0, modulo ``modulus``."""
 
     modulus: int
     factor: int
-    offset: int
-    target: int
+    offsets: tuple[int, ...]
 
     @property
     def question(self) -> str:
-        return f"Find $x$ with ${self.factor}x+{self.offset}={self.target}$ modulo ${self.modulus}$."
+        terms = "+".join([f"{self.factor}x", *map(str, self.offsets)])
+        return f"Find $x$ with ${terms}=0$ modulo ${self.modulus}$."
 
     @property
     def answer(self) -> int:
-        return (self.target - self.offset) * pow(self.factor, -1, self.modulus) % self.modulus
+        return -sum(self.offsets) * pow(self.factor, -1, self.modulus) % self.modulus
 
     def attempt(self, x: int) -> str:
-        """The line that tries ``x``."""
-        product = self.factor * x % self.modulus
-        return f"{x}:{product}+{self.offset}={(product + self.offset) % self.modulus}"
+        """The line that tries ``x``, term by term."""
+        value = self.factor * x % self.modulus
+        line = f"{x}:{value}"
+        for offset in self.offsets:
+            value = (value + offset) % self.modulus
+            line += f"+{offset}={value}"
+        return line
 
 
-def draw_puzzle(rng: random.Random, moduli: Sequence[int]) -> Puzzle:
-    modulus = rng.choice(moduli)
-    return Puzzle(modulus, rng.randrange(1, modulus), rng.randrange(modulus), rng.randrange(modulus))
+def draw_puzzle(rng: random.Random, dials: Dials) -> Puzzle:
+    modulus = rng.choice(dials.moduli)
+    offsets = tuple(rng.randrange(modulus) for _ in range(dials.offsets))
+    return Puzzle(modulus, rng.randrange(1, modulus), offsets)
 
 
 def demonstrate(puzzle: Puzzle, dials: Dials, rng: random.Random) -> str:
     """A response that ends with the right answer, found or not."""
-    lines = [puzzle.attempt(x) for x in search(puzzle, dials, rng)]
-    found = lines[-1:] == [puzzle.attempt(puzzle.answer)]
-    if found and rng.random() < dials.checks:
-        lines += ["Check:", lines[-1]]
+    lines = []
+    for x in search(puzzle, dials, rng):
+        fits = x == puzzle.answer
+        lines.append(puzzle.attempt(x) + (" no" if not fits and rng.random() < dials.remarks else ""))
+        if fits and rng.random() < dials.checks:
+            lines += ["Check:", lines[-1]]
     return "\n".join([*lines, f"\\boxed{{{puzzle.answer}}}"])
 
 
@@ -91,13 +103,13 @@ def search(puzzle: Puzzle, dials: Dials, rng: random.Random) -> Iterator[int]:
 
 def make_rows(count: int, seed: int, dials: Dials = Dials()) -> list[dict]:
     """``count`` rows with distinct questions. Raises ValueError for more than there are."""
-    most = sum((modulus - 1) * modulus**2 for modulus in {*dials.moduli})
+    most = sum((modulus - 1) * modulus**dials.offsets for modulus in {*dials.moduli})
     if count > most:
-        raise ValueError(f"count: expected at most {most} questions for moduli {dials.moduli}, found {count}")
+        raise ValueError(f"count: expected at most {most} questions with {dials}, found {count}")
     rng = random.Random(seed)
     puzzles: dict[str, Puzzle] = {}
     while len(puzzles) < count:
-        puzzle = draw_puzzle(rng, dials.moduli)
+        puzzle = draw_puzzle(rng, dials)
         puzzles.setdefault(puzzle.question, puzzle)
     return [_row(puzzle, dials, rng) for puzzle in puzzles.values()]
 

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from megatron_eqlen.evaluation.result import over_seeds
+from megatron_eqlen.evaluation.statistics import detectable_difference, seed_difference
 from megatron_eqlen.report.compare import efficiency_table
 from megatron_eqlen.report.run_groups import BASE, Group
-from megatron_eqlen.report.tables import Accuracy, Column
+from megatron_eqlen.report.tables import Accuracy, Column, Difference
 
-METHOD, PER_HOUR = "Method", "Samples/GPU-h"
+METHOD, PER_HOUR, PER_TOKEN = "Method", "Samples/GPU-h", "Samples/1k tokens"
 HEADINGS = {
     "method": METHOD,
     "tracks": "Parallel Tracks",
     "effective samples": "Eff. Samples",
     "GPU hours": "GPU Time (h)",
     "samples / GPU hour": PER_HOUR,
-    "samples / 1k tokens": "Samples/1k tokens",
+    "samples / 1k tokens": PER_TOKEN,
     "equal lengths": "Equal-Len.",
 }
 """The paper's headings of its table 2, and one of ours."""
@@ -28,6 +31,27 @@ def accuracies(groups: Sequence[Group], benchmarks: Sequence[str] | None = None)
 
     ``benchmarks``: which, in this order; default: all.
     """
+    return _by_benchmark(groups, benchmarks, accuracy)
+
+
+def differences(
+    groups: Sequence[Group], baseline: str, benchmarks: Sequence[str] | None = None
+) -> list[dict[Column, Any]]:
+    """How much better each method is than ``baseline``, in the same columns."""
+    base = {one.model: one for one in groups if one.method == baseline}
+
+    def above(group: Group, benchmark: str) -> Difference | None:
+        return difference(base[group.model], group, benchmark) if group.model in base else None
+
+    return _by_benchmark([one for one in groups if one.method != baseline], benchmarks, above)
+
+
+def _by_benchmark(
+    groups: Sequence[Group],
+    benchmarks: Sequence[str] | None,
+    value: Callable[[Group, str], Accuracy | Difference | None],
+) -> list[dict[Column, Any]]:
+    """A row for each method, with ``value(group, benchmark)`` for each model and benchmark."""
     models = list(dict.fromkeys(one.model for one in groups))
     named = dict.fromkeys(name for one in groups for run in one.runs for name in run.after)
     rows = []
@@ -36,7 +60,7 @@ def accuracies(groups: Sequence[Group], benchmarks: Sequence[str] | None = None)
         for model in models:
             mine = next((one for one in groups if (one.model, one.method) == (model, method)), None)
             for benchmark in benchmarks or named:
-                row[model, benchmark] = accuracy(mine, benchmark) if mine else None
+                row[model, benchmark] = value(mine, benchmark) if mine else None
         rows.append(row)
     return rows
 
@@ -50,13 +74,32 @@ def accuracy(group: Group, benchmark: str) -> Accuracy | None:
     return Accuracy(intervals["paper"], intervals["headline"], len(results))
 
 
+def difference(before: Group, after: Group, benchmark: str) -> Difference | None:
+    """Paired over the seeds that both have; None where there are fewer than two."""
+    theirs, ours = _means(before, benchmark), _means(after, benchmark)
+    seeds = sorted(theirs.keys() & ours.keys())
+    if len(seeds) < 2:
+        return None
+    pair = np.array([theirs[seed] for seed in seeds]), np.array([ours[seed] for seed in seeds])
+    return Difference(seed_difference(*pair), detectable_difference(*pair), len(seeds))
+
+
+def _means(group: Group, benchmark: str) -> dict[int, float]:
+    """Each seed's accuracy."""
+    results = {run.recipe.seed: run.before if group.method == BASE else run.after for run in group.runs}
+    return {
+        seed: float(found[benchmark].scores.mean()) for seed, found in results.items() if benchmark in found
+    }
+
+
 def efficiency(groups: Sequence[Group]) -> list[dict[Column, Any]]:
     """The paper's table 2, and effective samples of generated tokens beside those of GPU hours; the last
-    column compares them with the first method."""
+    columns compare both with the first method: ratios of counts."""
     rows: list[dict[Column, Any]] = [
         {HEADINGS.get(name, name): value for name, value in row.items()} for row in efficiency_table(groups)
     ]
     for row in rows:
-        first = rows[0][PER_HOUR]
-        row["x first"] = row[PER_HOUR] / first if first else None
+        for name, short in ((PER_HOUR, "GPU-h"), (PER_TOKEN, "tokens")):
+            first = rows[0][name]
+            row[f"x first, {short}"] = row[name] / first if first else None
     return rows

@@ -111,12 +111,13 @@ class Progress:
         self.warnings.append((time.time(), text))
         self.say(f"WARNING: {text}")
 
-    def finish(self, page: Path) -> None:
-        """Print the last line: which limit ended the run, and where its report is."""
+    def finish(self, page: Path, learned: str = "") -> None:
+        """Print the last line: which limit ended the run, what it ``learned``, and where its report is."""
         self.close()
         taken = duration(time.monotonic() - self.started)
         came = self.budget.outcome(self.spent)
-        self.say(f"{self.title}: {came}, {taken} since the start; see {page}")
+        parts = [came, *filter(None, [learned]), f"{taken} since the start"]
+        self.say(f"{self.title}: {', '.join(parts)}; see {page}")
 
     def close(self) -> None:
         """Give the terminal back; safe to call at any time and more than once."""

@@ -24,8 +24,9 @@ def describe(plan: Plan) -> int:
     return 0
 
 
-def run(plan: Plan, jobs: int, start: Start = start_process) -> int:
-    """Run here what is not finished, ``jobs`` runs at a time, and make the tables; 1 if a run failed."""
+def run(plan: Plan, jobs: int, start: Start = start_process, into: Path | None = None) -> int:
+    """Run here what is not finished, ``jobs`` runs at a time, and make the tables, also in the document
+    ``into``; 1 if a run failed."""
     for cell in plan.firsts:
         check_inputs(plan.some_recipe(cell))
     display = Display(plan)
@@ -33,7 +34,7 @@ def run(plan: Plan, jobs: int, start: Start = start_process) -> int:
         failed = Runner(plan, jobs, display, start).run()
     finally:
         display.close()
-    tables(plan)
+    tables(plan, into)
     return 1 if failed else 0
 
 
@@ -56,11 +57,13 @@ def cell(plan: Plan, name: str) -> int:
     return 0
 
 
-def tables(plan: Plan) -> int:
+def tables(plan: Plan, into: Path | None = None) -> int:
     """Write the tables and figures of the runs that have ended, and print the tables."""
     from megatron_eqlen.sweep import results
 
     text, *others = results.write(plan)
+    if into is not None:
+        results.write_into(into, plan.sweep.path / "tables.md")
     print(text.read_text(encoding="utf-8"))
     print("see", ", ".join(map(str, others)))
     return 0

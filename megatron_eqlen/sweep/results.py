@@ -12,7 +12,7 @@ from megatron_eqlen.report import tables as formats
 from megatron_eqlen.report.compare import budget_notes
 from megatron_eqlen.report.figures import figures
 from megatron_eqlen.report.learning_tax import learning_taxes
-from megatron_eqlen.report.paper_tables import accuracies, efficiency
+from megatron_eqlen.report.paper_tables import METHOD, accuracies, differences, efficiency
 from megatron_eqlen.report.run_groups import BASE, Group, read_run
 from megatron_eqlen.report.tables import Column, Table
 from megatron_eqlen.report.template import template
@@ -23,6 +23,12 @@ ABOUT = (
     "± is half the 95% bootstrap interval over seeds with the problems held fixed, as in the paper; brackets "
     "are the 95% bootstrap interval over seeds and problems."
 )
+ABOUT_DIFFERENCE = (
+    "Points above {}: mean [95% t interval, paired over seeds, problems held fixed] / the smallest "
+    "difference that as many seeds would have shown in 80% of experiments."
+)
+START, END = "<!-- tables of a sweep -->", "<!-- end of the tables -->"
+"""Lines of a document between which it has the tables."""
 FORMATS = {"txt": formats.text, "md": formats.markdown, "tex": formats.latex}
 
 
@@ -66,18 +72,20 @@ def _table(sweep: SweepRecipe, table: TableRecipe, found: Sequence[Group]) -> Ta
         for method in methods
         if method != BASE and (count := _count(chosen, model, method)) < len(sweep.seeds)
     ]
-    named = [
-        Group(one.model, BASE if one.method == BASE else sweep.label(one.method), one.runs) for one in chosen
-    ]
+    names = {method: BASE if method == BASE else sweep.label(method) for method in methods}
+    named = [Group(one.model, names[one.method], one.runs) for one in chosen]
     notes = [*missing, *budget_notes(named)]
-    if table.kind != "accuracy":
-        made = {"efficiency": efficiency, "learning_tax": learning_taxes}[table.kind](named)
-        return Table(table.title, made, notes)
-    rows = [
-        {_called(sweep, column): value for column, value in row.items()}
-        for row in accuracies(named, table.benchmarks)
-    ]
-    return Table(table.title, rows, notes)
+    baseline = names[methods[0]]
+    if table.kind == "difference":
+        notes = [ABOUT_DIFFERENCE.format(baseline), *notes]
+    makers = {
+        "accuracy": lambda: accuracies(named, table.benchmarks),
+        "difference": lambda: differences(named, baseline, table.benchmarks),
+        "efficiency": lambda: efficiency(named),
+        "learning_tax": lambda: learning_taxes(named),
+    }
+    rows = [{_called(sweep, column): value for column, value in row.items()} for row in makers[table.kind]()]
+    return Table(table.title, rows or [{METHOD: "none has ended"}], notes)
 
 
 def _called(sweep: SweepRecipe, column: Column) -> Column:
@@ -107,6 +115,19 @@ def write(plan: Plan) -> list[Path]:
     write_text(folder / "tables.json", formats.as_json(made))
     write_text(folder / "index.html", _page(plan, found, made))
     return paths
+
+
+def write_into(document: Path, tables: Path) -> None:
+    """Put the Markdown in ``tables`` into a document, in place of what is there between START and END.
+
+    Raises ValueError for a document without these lines.
+    """
+    text = document.read_text(encoding="utf-8")
+    head, _, rest = text.partition(START)
+    _, end, tail = rest.partition(END)
+    if not end:
+        raise ValueError(f"{document}: expected a line {START}, and after it one {END}")
+    write_text(document, f"{head}{START}\n{tables.read_text(encoding='utf-8')}{END}{tail}")
 
 
 def _page(plan: Plan, found: Sequence[Group], made: Sequence[Table]) -> str:

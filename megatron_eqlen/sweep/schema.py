@@ -24,9 +24,9 @@ class MethodRecipe(Section):
 
 class TableRecipe(Section):
     title: str
-    kind: Literal["accuracy", "efficiency", "learning_tax"] = "accuracy"
+    kind: Literal["accuracy", "difference", "efficiency", "learning_tax"] = "accuracy"
     methods: list[str] | None = None
-    """Its rows, ``base`` among them where it is wanted; default: all."""
+    """Its rows, ``base`` among them where it is wanted; default: all. A ``difference`` is to the first."""
     recipes: list[str] | None = None
     """Of which recipes; default: all."""
     benchmarks: list[str] | None = None

@@ -26,6 +26,7 @@ methods:
 names: {{sums: Sums}}
 tables:
   - {{title: Main results, methods: [base, grpo, eqlen]}}
+  - {{title: Differences, kind: difference, methods: [grpo, eqlen]}}
   - {{title: Efficiency, kind: efficiency, methods: [grpo, eqlen]}}
 """
 RECIPE = """

@@ -61,7 +61,7 @@ class Screen:
     def warn(self, text: str) -> None:
         self.say(f"WARNING: {text}")
 
-    def finish(self, page: object) -> None: ...
+    def finish(self, page: object, learned: str) -> None: ...
 
 
 @pytest.mark.parametrize("then", ["warn", "stop"])

@@ -8,14 +8,17 @@ import math
 import random
 import re
 from pathlib import Path
+from statistics import fmean, stdev
 
 import numpy as np
 import pytest
 
 from megatron_eqlen import cli
+from megatron_eqlen.evaluation.statistics import detectable_difference, seed_difference
 from megatron_eqlen.report.figures import MEASURES, Curves, oscillation, over_seeds
 from megatron_eqlen.sweep import command
 from megatron_eqlen.sweep.cells import Plan
+from megatron_eqlen.sweep.results import END, START, write_into
 from tests.kit.sweeps import leave_a_run, write_sweep
 
 METHODS = ("eqlen", "grpo", "mean")
@@ -83,7 +86,62 @@ def test_efficiency_counts_effective_samples_of_what_was_spent(tables):
     steps = [11, 10, 9]  # 2080 FLOPs, of 200, 220 and 240 a step
     assert grpo["Eff. Samples"] == pytest.approx(30 * sum(steps) / 3)
     assert (grpo["Samples/GPU-h"], grpo["Samples/1k tokens"]) == (60, 30)
-    assert eqlen["x first"] == 1
+    assert (eqlen["x first, GPU-h"], eqlen["x first, tokens"]) == (1, 1)
+
+
+def test_differences_are_paired_by_seed_with_what_they_could_have_shown(plan, tables):
+    """Student's quantiles for 2 degrees of freedom from a table: 4.302653 (0.975), 1.060660 (0.8)."""
+    (row,) = tables["Differences"]
+    assert (row["Method"], row["tiny Sums"]["seeds"]) == ("EqLen", 3)
+    of = {
+        method: [
+            fmean(
+                reward
+                for problem in rewards(plan.cell(f"tiny/{method}-seed{seed}").folder, "after")
+                for reward in problem
+            )
+            for seed in (0, 1, 2)
+        ]
+        for method in ("grpo", "eqlen")
+    }
+    gains = [ours - theirs for ours, theirs in zip(of["eqlen"], of["grpo"], strict=True)]
+    error = stdev(gains) / math.sqrt(3)
+    interval = row["tiny Sums"]["interval"]
+    assert interval["mean"] == pytest.approx(fmean(gains))
+    assert interval["high"] - interval["mean"] == pytest.approx(4.302653 * error, rel=1e-5)
+    assert row["tiny Sums"]["detectable"] == pytest.approx((4.302653 + 1.060660) * error, rel=1e-5)
+    shown = f"{100 * fmean(gains):+.1f} ["
+    assert all(shown in (plan.sweep.path / f"tables.{ending}").read_text() for ending in ("txt", "md", "tex"))
+
+
+def test_a_detectable_difference_is_shown_in_80_percent_of_experiments():
+    """Five seeds, differences with deviation 1: a true difference of what a typical experiment calls
+    detectable."""
+    rng = np.random.default_rng(0)
+    noise = rng.normal(size=(4000, 5))
+    true = (2.776445 + 0.940965) / math.sqrt(5)
+    shown = fmean(seed_difference(np.zeros(5), one + true).low > 0 for one in noise[:500])
+    assert 0.74 < shown < 0.86
+    squares = fmean(detectable_difference(np.zeros(5), one) ** 2 for one in noise)
+    assert math.sqrt(squares) == pytest.approx(true, rel=0.03)
+    assert math.isnan(detectable_difference(np.zeros(1), np.ones(1)))
+
+
+def test_tables_go_into_a_document_between_its_lines(plan, tmp_path):
+    document = tmp_path / "results.md"
+    document.write_text(f"before\n{START}\nold\n{END}\nafter\n")
+    for _ in range(2):
+        assert (
+            cli.main(
+                ["sweep", str(plan.sweep.path.parent / "sweep.yaml"), "--tables", "--into", str(document)]
+            )
+            == 0
+        )
+        made = (plan.sweep.path / "tables.md").read_text()
+        assert document.read_text() == f"before\n{START}\n{made}{END}\nafter\n"
+    document.write_text("nothing")
+    with pytest.raises(ValueError, match=r"results\.md: expected a line <!-- tables of a sweep -->"):
+        write_into(document, plan.sweep.path / "tables.md")
 
 
 def test_every_format_has_the_same_numbers(plan, tables):
@@ -115,7 +173,7 @@ def test_latex_columns_are_as_many_as_cells(plan):
         for line in lines:
             spans = sum(int(span) - 1 for span in re.findall(r"\\multicolumn\{(\d+)\}", line))
             assert line.count(" & ") + spans + 1 == len(spec), line
-    assert latex.count(r"\begin{table}") == latex.count(r"\end{table}") == 2
+    assert latex.count(r"\begin{table}") == latex.count(r"\end{table}") == 3
 
 
 def test_the_page_draws_every_method_over_every_axis(plan):
