@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_eqlen.hf.config import ModelConfig
+    from megatron_eqlen.hf.config import DeltaNet, ModelConfig
     from megatron_eqlen.recipe import ParallelRecipe, Recipe, RolloutRecipe
 
 VLLM_VOCABULARY = 64
@@ -60,10 +60,10 @@ def check_started(recipe: Recipe, processes: int) -> None:
 
 def groups(parallel: ParallelRecipe, processes: int) -> Iterator[str]:
     """Megatron-Core divides all ranks twice: for the dense layers and for the experts."""
-    tensor, pipeline = parallel.tensor, parallel.pipeline
-    if processes % (tensor * pipeline):
+    tensor, context, pipeline = parallel.tensor, parallel.context, parallel.pipeline
+    if processes % (whole := tensor * context * pipeline):
         yield (
-            f"parallel: tensor {tensor} x pipeline {pipeline} = {tensor * pipeline} does not divide "
+            f"parallel: tensor {tensor} x context {context} x pipeline {pipeline} = {whole} does not divide "
             f"the {processes} {PROCESSES}"
         )
     experts = parallel.expert_tensor * parallel.expert * pipeline
@@ -82,6 +82,9 @@ def groups(parallel: ParallelRecipe, processes: int) -> Iterator[str]:
 def weights(parallel: ParallelRecipe, model: ModelConfig) -> Iterator[str]:
     """What each kind of parallelism divides of a model. Heads are divided by key-value group."""
     yield from _divides("parallel.tensor", parallel.tensor, _tensor_sizes(model))
+    if parallel.context > 1 and model.delta_net:
+        sizes = _delta_net_heads(model.delta_net)
+        yield from _divides("parallel.tensor x parallel.context", parallel.tensor * parallel.context, sizes)
     yield from _stages(parallel, model)
     experts = model.experts
     if experts is None:
@@ -165,9 +168,16 @@ def _tensor_sizes(model: ModelConfig) -> dict[str, int]:
     if experts and experts.shared_expert_intermediate_size:
         sizes["shared_expert_intermediate_size"] = experts.shared_expert_intermediate_size
     if delta_net:
-        sizes["linear_num_key_heads"] = delta_net.num_key_heads
-        sizes["linear_num_value_heads"] = delta_net.num_value_heads
+        sizes |= _delta_net_heads(delta_net)
     return sizes
+
+
+def _delta_net_heads(delta_net: DeltaNet) -> dict[str, int]:
+    """Context parallelism divides them too."""
+    return {
+        "linear_num_key_heads": delta_net.num_key_heads,
+        "linear_num_value_heads": delta_net.num_value_heads,
+    }
 
 
 def _stages(parallel: ParallelRecipe, model: ModelConfig) -> Iterator[str]:

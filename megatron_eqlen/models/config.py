@@ -49,6 +49,7 @@ def transformer_config(
     if model.delta_net:
         fields |= _delta_net_fields(model.delta_net)
     config = TransformerConfig(**fields | overrides)
+    config.context_parallel_size = parallel.context  # its constructor refuses it for its own Gated DeltaNet
     if model.yarn:
         set_attention_factor(config, model.yarn.attention_factor)
     return config

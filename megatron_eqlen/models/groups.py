@@ -17,7 +17,12 @@ def pipeline_parallel() -> ProcessGroup:
 
 
 def data_parallel() -> ProcessGroup:
+    """Ranks with other rows; those that share rows with them (context parallel) are not in it."""
     return cast(ProcessGroup, parallel_state.get_data_parallel_group())
+
+
+def context_parallel() -> ProcessGroup:
+    return cast(ProcessGroup, parallel_state.get_context_parallel_group())
 
 
 def expert_parallel() -> ProcessGroup:

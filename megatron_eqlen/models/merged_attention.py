@@ -6,7 +6,8 @@ star's prefixes are one span: two calls. The results of two calls are merged by 
 call's backward pass is the kernel's own, given the merged output and log-sum-exp, as in ring attention (Liu
 et al., arXiv 2310.01889): probabilities are exp(score - log-sum-exp), so each call's gradients add up.
 
-Here q and outputs are [S, heads, d], k and v [S, groups, d], log-sum-exps [heads, S].
+Here q and outputs are [S, heads, d], k and v [S, groups, d], log-sum-exps [heads, S]; with context
+parallelism [s, heads, d], [K, groups, d] and [heads, s], of a rank's positions and of the keys that they see.
 """
 
 from __future__ import annotations
@@ -79,12 +80,11 @@ class _Merged(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, out, lse = ctx.saved_tensors
         row, seen = Inputs(q, k, v, ctx.scale), Seen(out, lse)
-        sums = [torch.empty_like(x, dtype=lse.dtype) for x in (q, k, v)]
-        for number, call in enumerate(ctx.tree.calls):
-            add = Tensor.add_ if number else Tensor.copy_  # the first call has every position once
+        sums = [torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v)]
+        for call in ctx.tree.calls:
             for queries, keys, *parts in ctx.kernel.backward(grad, row, seen, call):
                 for total, at, part in zip(sums, (queries, keys, keys), parts, strict=True):
-                    add(total[at], part)
+                    total[at].add_(part)
         dq, dk, dv = (total.to(q.dtype) for total in sums)
         return dq, dk, dv, None, None, None
 

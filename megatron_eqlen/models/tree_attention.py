@@ -6,6 +6,9 @@ Two implementations of the same rule (``BACKENDS``):
 * flex: FlexAttention. Which blocks of keys a block of queries sees, in full or in part, follows from the
   block's smallest and largest ``visible_until``, so the mask costs (S / 128)^2. One compiled kernel serves
   rows of all lengths that are whole blocks, as rows in training are; one more all others.
+
+With context parallelism a rank has a part of the queries, and gets the keys that they see (``context.py``);
+the rule is that of the row.
 """
 
 from __future__ import annotations
@@ -25,11 +28,9 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from megatron_eqlen.models.context import BLOCK, Share, gather_keys
 from megatron_eqlen.models.merged_attention import CpuKernel, FlashKernel, merged_attention
 from megatron_eqlen.models.tree_params import Backend, TreeParams
-
-BLOCK = 128
-"""FlexAttention's block of queries and keys."""
 
 
 class TreeAttention(MegatronModule):
@@ -54,9 +55,8 @@ class TreeAttention(MegatronModule):
             raise ValueError(
                 f"attention_dropout: expected 0, found {attention_dropout or config.attention_dropout}"
             )
-        if config.context_parallel_size > 1:
-            raise ValueError(f"context_parallel_size: expected 1, found {config.context_parallel_size}")
         assert config.kv_channels is not None
+        self.context_group = None if pg_collection is None else pg_collection.cp
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
 
     def forward(
@@ -69,12 +69,18 @@ class TreeAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """query [s, b, heads, d], key and value [s, b, groups, d] -> [s, b, heads * d].
+        """query [s, b, heads, d], key and value [s, b, groups, d] -> [s, b, heads * d]; s: this rank's
+        positions.
 
         ``packed_seq_params``: a row's ``TreeParams``, b = 1; None: b plain causal sequences.
         ``attention_mask`` is not read: the trees are the mask.
         """
         assert attention_bias is None, "token trees have no attention bias"
+        share = packed_seq_params.share if isinstance(packed_seq_params, TreeParams) else None
+        if share is not None:
+            assert self.context_group is not None
+            both = gather_keys(torch.cat((key, value), dim=-1), share, self.context_group)
+            key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if packed_seq_params is None:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
@@ -86,7 +92,8 @@ class TreeAttention(MegatronModule):
 
 
 def tree_attention(q: Tensor, k: Tensor, v: Tensor, tree: TreeParams, scale: float) -> Tensor:
-    """q [1, heads, S, d], k and v [1, groups, S, d] -> [1, heads, S, d]."""
+    """q [1, heads, S, d], k and v [1, groups, S, d] -> [1, heads, S, d]; with ``tree.share`` s queries and K
+    keys in place of S."""
     return BACKENDS[tree.attention or fastest_backend(q.device)](q, k, v, tree, scale)
 
 
@@ -105,7 +112,7 @@ def merged_tree_attention(q: Tensor, k: Tensor, v: Tensor, tree: TreeParams, sca
 def flex_tree_attention(q: Tensor, k: Tensor, v: Tensor, tree: TreeParams, scale: float) -> Tensor:
     """One FlexAttention call for the row."""
     if tree.block_mask is None:
-        tree.block_mask = tree_block_mask(tree.visible_until)
+        tree.block_mask = tree_block_mask(tree.visible_until, tree.share)
     compiled = _compiled_flex_attention(len(tree) % BLOCK == 0)
     return compiled(q, k, v, block_mask=tree.block_mask, scale=scale, enable_gqa=True)
 
@@ -118,19 +125,40 @@ def _compiled_flex_attention(whole_blocks: bool) -> Callable[..., Tensor]:
 def whole_block_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """``flex_attention`` that knows, whatever S is, that no block is cut: its kernel then checks no edges."""
     torch._check(q.shape[2] % BLOCK == 0)
+    torch._check(k.shape[2] % BLOCK == 0)
     return cast(Tensor, flex_attention(q, k, v, **options))
 
 
-def tree_block_mask(visible_until: Tensor) -> BlockMask:
-    """FlexAttention's block mask of a row, from ``visible_until`` [S] alone, on its device."""
+def tree_block_mask(visible_until: Tensor, share: Share | None = None) -> BlockMask:
+    """FlexAttention's block mask of a row, or of a rank's share of it, whose slices are whole blocks; from
+    ``visible_until`` [S] alone, on its device."""
+    partial, full = block_visibility(visible_until)
+    if share is not None:
+        return _shared_block_mask(visible_until, share, partial, full)
 
     def visible(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (k <= q) & (q < visible_until[k])
 
-    partial, full = block_visibility(visible_until)
-    length = len(visible_until)
+    return _block_mask(partial, full, visible, (len(visible_until), len(visible_until)))
+
+
+def _shared_block_mask(visible_until: Tensor, share: Share, partial: Tensor, full: Tensor) -> BlockMask:
+    """The row's mask, at the share's queries and keys."""
+    queries, keys = (torch.from_numpy(x).to(visible_until.device) for x in (share.positions, share.keys))
+    assert len(queries) % (2 * BLOCK) == 0, "slices are whole blocks"
+    rows, columns = queries[::BLOCK] // BLOCK, keys[::BLOCK] // BLOCK
+    until = visible_until[keys]
+
+    def visible(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (keys[k] <= queries[q]) & (queries[q] < until[k])
+
+    partial, full = (blocks[rows][:, columns] for blocks in (partial, full))
+    return _block_mask(partial, full, visible, (len(queries), len(keys)))
+
+
+def _block_mask(partial: Tensor, full: Tensor, visible: Callable, lengths: tuple[int, int]) -> BlockMask:
     return BlockMask.from_kv_blocks(
-        *_listed(partial), *_listed(full), BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(length, length)
+        *_listed(partial), *_listed(full), BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=lengths
     )
 
 
@@ -153,7 +181,7 @@ def block_visibility(visible_until: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _listed(seen: Tensor) -> tuple[Tensor, Tensor]:
-    """[n, n] bool -> how many blocks each row sees [1, 1, n], and their numbers first [1, 1, n, n], int32."""
+    """[n, m] bool -> how many blocks each row sees [1, 1, n], and their numbers first [1, 1, n, m], int32."""
     counts = seen.sum(dim=1, dtype=torch.int32)
     numbers = torch.argsort(~seen, dim=1, stable=True).to(torch.int32)
     return counts[None, None], numbers[None, None]

@@ -9,8 +9,8 @@ pipeline stages to attention and Gated DeltaNet. Pieces of a row, from small to 
 * chain: runs one after the other down to a leaf, contiguous in the row; plain causal attention inside,
   and a prefix of earlier positions that every query of the chain sees.
 
-A row's padding is one more node. Its results are not read, but it goes through the same code, so that every
-parameter is in the graph even of a row that is only padding.
+A row's padding is one more node, or with context parallelism one in each slice. Its results are not read, but
+it goes through the same code, so that every parameter is in the graph even of a row that is only padding.
 
 Everything here is built with numpy from the nodes alone; nothing is of size S x S.
 """
@@ -27,6 +27,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from megatron_eqlen.models.context import Share
+from megatron_eqlen.packing.context import Span
 from megatron_eqlen.types import Row, RowNode
 
 Backend = Literal["flex", "merged"]
@@ -41,7 +43,15 @@ class Chain:
 
     start: int
     end: int
-    prefix: tuple[tuple[int, int], ...]
+    prefix: tuple[Span, ...]
+
+    def within(self, start: int, end: int) -> Chain | None:
+        """The part at positions ``start .. end``; it sees the chain before it. None: no part is there."""
+        first, last = max(self.start, start), min(self.end, end)
+        if first >= last:
+            return None
+        before = ((self.start, first),) if first > self.start else ()
+        return Chain(first, last, self.prefix + before)
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,7 @@ class Call:
     """Pairs of (queries, keys) for one call of a variable-length attention kernel; no query is in two."""
 
     pairs: tuple[tuple[slice, slice], ...]
+    """With ``TreeParams.share`` in its positions and its ``keys``, else in the row."""
     causal: bool
     """The queries of a pair are its keys, each seeing those up to itself; or each query sees all keys."""
     varlen: tuple[Tensor, Tensor, int, int]
@@ -96,7 +107,9 @@ class TreeParams(PackedSeqParams):
     """[S] int64: k is visible to q iff k <= q < visible_until[k]."""
     nodes: tuple[RowNode, ...]
     routes: Tensor | None = None
-    """``Row.routes``."""
+    """``Row.routes``, of this rank's positions."""
+    share: Share | None = None
+    """This rank's part of the row; None: all of it."""
     attention: Backend | None = None
     """How attention is computed; None: the fastest way."""
     block_mask: BlockMask | None = None
@@ -104,22 +117,31 @@ class TreeParams(PackedSeqParams):
 
     @classmethod
     def from_row(
-        cls, row: Row, device: torch.device | str | None = None, attention: Backend | None = None
+        cls,
+        row: Row,
+        device: torch.device | str | None = None,
+        attention: Backend | None = None,
+        share: Share | None = None,
     ) -> TreeParams:
         """``device``: default the current CUDA device, or the CPU where there is none."""
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         longest = int(row.position_ids.max()) + 1
-        nodes = list(row.nodes)
-        if padding := len(row.input_ids) - row.num_tokens:
-            nodes.append(RowNode(row.num_tokens, padding, parent=-1, depth=0, position=0))
+        length, size = len(row.input_ids), len(row.input_ids) if share is None else share.slice_size
+        ends = [end for end in range(size, length + 1, size) if end > row.num_tokens]
+        starts = [row.num_tokens, *ends[:-1]]
+        padding = [
+            RowNode(a, b - a, parent=-1, depth=0, position=0) for a, b in zip(starts, ends, strict=False)
+        ]
+        routes = row.routes if row.routes is None or share is None else row.routes[share.positions]
         return cls(
             qkv_format="sbhd",
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             position_ids=torch.from_numpy(row.position_ids).to(device),
             visible_until=torch.from_numpy(row.visible_until).to(device),
-            nodes=tuple(nodes),
-            routes=None if row.routes is None else torch.from_numpy(row.routes).to(device),
+            nodes=(*row.nodes, *padding),
+            routes=None if routes is None else torch.from_numpy(routes).to(device),
+            share=share,
             attention=attention,
         )
 
@@ -140,7 +162,7 @@ class TreeParams(PackedSeqParams):
         return self.position_ids.device
 
     def __len__(self) -> int:
-        """S, padding included."""
+        """S, padding included, of all ranks."""
         return len(self.position_ids)
 
     @cached_property
@@ -174,9 +196,9 @@ class TreeParams(PackedSeqParams):
                 chains.append(Chain(run.start, run.start + run.length, self._prefix(run)))
         return chains
 
-    def _prefix(self, run: RowNode) -> tuple[tuple[int, int], ...]:
+    def _prefix(self, run: RowNode) -> tuple[Span, ...]:
         """The positions of all runs above, as few ascending spans."""
-        spans: list[tuple[int, int]] = []
+        spans: list[Span] = []
         while run.parent >= 0:
             run = self.runs[run.parent]
             end = run.start + run.length
@@ -188,15 +210,24 @@ class TreeParams(PackedSeqParams):
     @cached_property
     def calls(self) -> list[Call]:
         """What every chain sees: first of itself, then of its prefix's first span, its second, ..."""
-        own = [slice(chain.start, chain.end) for chain in self.chains]
+        chains, share = self.chains, self.share
+        if share is not None:
+            parts = (chain.within(*span) for span in share.slices for chain in chains)
+            chains = [part for part in parts if part is not None]
+        own = [(chain.start, chain.end) for chain in chains]
         calls = [self._call(list(zip(own, own, strict=True)), causal=True)]
-        for number in range(max(len(chain.prefix) for chain in self.chains)):
-            prefixes = zip(own, (chain.prefix[number : number + 1] for chain in self.chains), strict=True)
-            pairs = [(queries, slice(*span)) for queries, prefix in prefixes for span in prefix]
+        for number in range(max(len(chain.prefix) for chain in chains)):
+            prefixes = zip(own, (chain.prefix[number : number + 1] for chain in chains), strict=True)
+            pairs = [(queries, keys) for queries, prefix in prefixes for keys in prefix]
             calls.append(self._call(pairs, causal=False))
         return calls
 
-    def _call(self, pairs: list[tuple[slice, slice]], causal: bool) -> Call:
+    def _call(self, spans: list[tuple[Span, Span]], causal: bool) -> Call:
+        share = self.share
+        if share is None:
+            pairs = [(slice(*queries), slice(*keys)) for queries, keys in spans]
+        else:
+            pairs = [(share.query_span(queries), share.key_span(keys)) for queries, keys in spans]
         lengths = np.array([[span.stop - span.start for span in pair] for pair in pairs])
         starts = np.zeros((2, len(pairs) + 1), dtype=np.int32)
         starts[:, 1:] = lengths.cumsum(axis=0).T

@@ -379,6 +379,8 @@ class ParallelRecipe(Section):
 
     tensor: PositiveInt = 1
     """GPUs that share each matrix (TP)."""
+    context: PositiveInt = 1
+    """GPUs that share the positions of a row (CP)."""
     pipeline: PositiveInt = 1
     """Stages, each with some of the layers (PP)."""
     virtual_pipeline: Annotated[int, Field(ge=2)] | None = None

@@ -41,6 +41,7 @@ def start(parallel: ParallelRecipe, seed: int, timeout: timedelta = timedelta(mi
     layout.require(layout.groups(parallel, dist.get_world_size()))
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
+        context_parallel_size=parallel.context,
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
         expert_model_parallel_size=parallel.expert,

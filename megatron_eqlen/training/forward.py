@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
+from torch import Tensor
 
 from megatron_eqlen.models import groups
-from megatron_eqlen.models.tree_attention import BLOCK
+from megatron_eqlen.models.context import BLOCK, Share
 from megatron_eqlen.models.tree_params import TreeParams
 from megatron_eqlen.training.distributed import device
 from megatron_eqlen.training.head import Head
@@ -29,10 +31,11 @@ def microbatch_multiple(config: TransformerConfig) -> int:
 
 
 def row_multiple(config: TransformerConfig) -> int:
-    """A row's length must be a multiple of this: sequence parallelism splits it over ranks, and attention on
-    GPUs computes it in blocks."""
+    """A row's length must be a multiple of this: context parallelism gives each rank two slices of it,
+    sequence parallelism splits these over ranks, and attention on GPUs computes them in blocks."""
     ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    return math.lcm(ranks, BLOCK) if torch.cuda.is_available() else ranks
+    slices = 2 * config.context_parallel_size if config.context_parallel_size > 1 else 1
+    return slices * (math.lcm(ranks, BLOCK) if torch.cuda.is_available() else ranks)
 
 
 def supervised_positions(row: Row) -> np.ndarray:
@@ -53,7 +56,8 @@ def run_rows(
 
     With ``train``, ``result`` returns (loss, log) and gradients accumulate, undivided: the weights of
     a row hold every factor. Returns what ``result`` gave per row (its log, with ``train``) on the last
-    pipeline stage and an empty list elsewhere. Every rank of a pipeline passes the same rows.
+    pipeline stage and an empty list elsewhere. Every rank of a pipeline passes the same rows, and so do
+    context-parallel ranks, on which ``result`` gets and returns the same.
     ``logits_chunk``: supervised tokens whose logits exist at once; None: a row's.
     """
     step = _forward_step(temperature, result, train, logits_chunk)
@@ -74,21 +78,29 @@ def run_rows(
 
 
 def _forward_step(temperature: float, result: RowResult, train: bool, logits_chunk: int | None) -> Callable:
-    group = groups.tensor_parallel()
+    group, context = groups.tensor_parallel(), groups.context_parallel()
 
     def step(data: Iterator[Row], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
         row = next(data)
         at = supervised_positions(row)
+        share, mine, own = None, slice(None), at
+        if context.size() > 1:
+            share = Share.of(row, context.rank(), context.size(), device())
+            mine = share.positions
+            own = mine[row.weights[mine] > 0]
         output = model(
-            torch.from_numpy(row.input_ids)[None].to(device()),
-            torch.from_numpy(row.position_ids)[None].to(device()),
+            torch.from_numpy(row.input_ids[mine])[None].to(device()),
+            torch.from_numpy(row.position_ids[mine])[None].to(device()),
             None,
-            packed_seq_params=TreeParams.from_row(row),
-            supervised=torch.from_numpy(at).to(device()),
-            head=Head.of(row, at, temperature, group, logits_chunk or max(1, len(at)), device()),
+            packed_seq_params=TreeParams.from_row(row, share=share),
+            supervised=torch.from_numpy(np.flatnonzero(row.weights[mine] > 0)).to(device()),
+            head=Head.of(row, own, temperature, group, logits_chunk or max(1, len(own)), device()),
         )
 
         def reduce(output: torch.Tensor, non_loss_data: bool = False) -> Any:
+            if share is not None:
+                columns = torch.from_numpy(np.searchsorted(at, own)).to(device())
+                output = _OfAllRanks.apply(output, columns, len(at), context)
             logprobs, entropy = output
             got = result(logprobs, entropy.detach(), row, at)
             if not train:
@@ -99,3 +111,20 @@ def _forward_step(temperature: float, result: RowResult, train: bool, logits_chu
         return output, reduce
 
     return step
+
+
+class _OfAllRanks(torch.autograd.Function):
+    """[2, n of this rank] -> [2, n of the row], the same on every context-parallel rank. Whatever is computed
+    from that is computed on all of them, so a rank's gradient is that of its own columns, unsummed."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, columns: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.save_for_backward(columns)
+        whole = output.new_zeros(2, count).index_copy_(1, columns, output)
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (columns,) = ctx.saved_tensors
+        return grad.index_select(1, columns), None, None, None

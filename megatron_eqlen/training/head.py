@@ -55,12 +55,14 @@ class Head:
         chunk: int,
         device: torch.device,
     ) -> Head:
-        """``at`` [n] int64: the supervised positions."""
+        """``at`` [n] int64: supervised positions, all of the row or some."""
         labels = torch.from_numpy(row.labels[at]).to(device)
         if row.mask_ids is None or row.mask_counts is None:
             return cls(labels, None, None, temperature, group, chunk)
-        mask = (torch.from_numpy(row.mask_ids).to(device), torch.from_numpy(row.mask_counts).to(device))
-        return cls(labels, mask, np.append(0, np.cumsum(row.mask_counts)), temperature, group, chunk)
+        chosen = np.isin(np.flatnonzero(row.weights > 0), at)
+        ids, counts = row.mask_ids[chosen.repeat(row.mask_counts)], row.mask_counts[chosen]
+        mask = (torch.from_numpy(ids).to(device), torch.from_numpy(counts).to(device))
+        return cls(labels, mask, np.append(0, np.cumsum(counts)), temperature, group, chunk)
 
     def __call__(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """hidden [n, h], the same on every tensor-parallel rank; weight [V / TP, h] -> [2, n] log-probs and

@@ -29,7 +29,7 @@ from megatron_eqlen.packing.pack import plan_rows
 from megatron_eqlen.recipe import ParallelRecipe
 from megatron_eqlen.training.distributed import gather, start, stop
 from megatron_eqlen.training.exchange import Seat
-from megatron_eqlen.training.forward import run_rows
+from megatron_eqlen.training.forward import row_multiple, run_rows
 from megatron_eqlen.training.logprobs import token_logprobs
 from megatron_eqlen.training.routes import exchange_routes
 from megatron_eqlen.types import Row, TokenTree
@@ -72,7 +72,7 @@ def train_trees(
     parallel = ParallelRecipe(**layers or {})
     start(parallel, seed=1)
     model = build(folder, parallel, **overrides or {})
-    multiple = parallel.tensor if model[0].config.sequence_parallel else 1
+    multiple = row_multiple(model[0].config)
     ranks = parallel_state.get_data_parallel_world_size()
     planned = plan_rows(trees, budget, ranks, multiple, layout, full_rows=full_rows)
     seat = Seat(parallel_state.get_data_parallel_rank(), False, moe_layers(chunk.module for chunk in model))
@@ -139,7 +139,7 @@ def worst_difference(a: Trained, b: Trained) -> tuple[float, str]:
 def _summed(losses: list[float]) -> float:
     """Over data-parallel ranks; the last pipeline stage alone has losses."""
     total = torch.tensor([sum(losses)], dtype=torch.float64)
-    if parallel_state.get_tensor_model_parallel_rank() > 0:
+    if parallel_state.get_tensor_and_context_parallel_rank() > 0:
         total.zero_()
     dist.all_reduce(total)
     return total.item()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from math import gcd
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._sympy.functions import Mod
 
 from megatron_eqlen.models import tree_attention
+from megatron_eqlen.models.context import Share
 from megatron_eqlen.models.gated_delta_net import (
     chunked_delta_rule,
     run_by_run_delta_rule,
@@ -160,6 +162,69 @@ def test_merged_parts_of_any_trees_equal_the_dense_mask(seed, counts, longest, k
         assert_merged_parts_are_the_rule(row, kernel, heads=4, groups=2, size=8)
 
 
+def shares_of(row: Row, ranks: int) -> list[Share]:
+    return [Share.of(row, rank, ranks, "cpu") for rank in range(ranks)]
+
+
+def joined_shares(row: Row, ranks: int, attend: Callable[[Share], torch.Tensor]) -> torch.Tensor:
+    """[1, heads, S, d] from what ``attend`` gives for each rank's positions, [1, heads, s, d]."""
+    parts = [(share.positions, attend(share)) for share in shares_of(row, ranks)]
+    order = np.argsort(np.concatenate([positions for positions, _ in parts]))
+    return torch.cat([out for _, out in parts], dim=2)[:, :, order]
+
+
+@examples(30)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    counts=st.lists(st.integers(1, 14), min_size=1, max_size=4),
+    longest=st.sampled_from([2, 5, 40]),
+    kernel=st.sampled_from(list(KERNELS)),
+    ranks=st.integers(2, 4),
+)
+def test_context_parallel_ranks_share_the_dense_mask(seed, counts, longest, kernel, ranks):
+    """Of any trees, each rank with the keys alone that its queries see."""
+    rng = np.random.default_rng(seed)
+    trees = [any_tree(rng, count, longest) for count in counts]
+    for row in pack(trees, 14 * 40, multiple_of=2 * ranks)[0]:
+        length, size = len(row.input_ids), 8
+        q, k, v = (normal(i, length, n, size) for i, n in enumerate((4, 2, 2)))
+
+        def attend(share: Share, row: Row = row, q=q, k=k, v=v) -> torch.Tensor:
+            tree = TreeParams.from_row(row, "cpu", share=share)
+            mine = q[share.positions], k[share.keys], v[share.keys]
+            return merged_attention(*mine, tree, 8**-0.5, KERNELS[kernel]).transpose(0, 1)[None]
+
+        ours = joined_shares(row, ranks, attend)
+        reference = dense_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), visible(row))
+        assert_equal_with_gradients(ours, reference, [q, k, v], row.num_tokens, 1e-12)
+
+
+def test_shares_divide_a_row_and_what_they_send_is_what_is_missing():
+    rng = np.random.default_rng(0)
+    for ranks in (2, 3, 4):
+        (row,) = pack([stream(rng, 40, [70, 30, 90, 50]) for _ in range(3)], 2000, multiple_of=2 * ranks)[0]
+        shares, seen = shares_of(row, ranks), visible(row)
+        assert sorted(np.concatenate([share.positions for share in shares])) == [*range(len(row.input_ids))]
+        areas = [seen[share.positions].sum() for share in shares]
+        assert max(areas) < 1.15 * np.mean(areas)
+        unit = gcd(len(row.input_ids) // (2 * ranks), BLOCK)
+        for share in shares:
+            needed = seen[share.positions].any(0).reshape(-1, unit).any(1).repeat(unit)
+            assert share.keys.tolist() == np.flatnonzero(needed).tolist()
+            assert sum(share.receive_counts) == len(share.keys) - len(share.positions)
+            there = np.concatenate([one.positions[part] for one, part in sent_to(share, shares)])
+            own = np.concatenate([share.positions, there])
+            assert own[share.arranged].tolist() == share.keys.tolist()
+        counts = np.array([share.send_counts for share in shares])
+        assert counts.T.tolist() == [share.receive_counts for share in shares]
+
+
+def sent_to(share: Share, shares: list[Share]) -> list[tuple[Share, np.ndarray]]:
+    """From each rank which of its keys."""
+    to = shares.index(share)
+    return [(one, np.split(one.sent.numpy(), np.cumsum(one.send_counts))[to]) for one in shares]
+
+
 def test_streams_and_groups_take_two_calls():
     """A trunk is one piece of its row, so a fork's prefix is one span, however many streams a row has."""
     rng = np.random.default_rng(0)
@@ -201,6 +266,19 @@ def test_block_mask_is_bit_equal_to_the_dense_rule(budget, layout):
         assert (mask.to_dense()[0, 0].bool().numpy() == some).all()
         at = torch.arange(length)
         assert (mask.mask_mod(0, 0, at[:, None], at[None]).numpy() == visible(row)).all()
+
+
+def test_a_shares_block_mask_is_the_rows():
+    """In its blocks, position by position where a block is seen in part; keys come in whole blocks."""
+    for row in pack(forest(1), 1024, multiple_of=4 * BLOCK)[0]:
+        for share in shares_of(row, 2):
+            mask = tree_block_mask(torch.from_numpy(row.visible_until), share)
+            rule = visible(row)[share.positions][:, share.keys]
+            blocks = rule.reshape(len(rule) // BLOCK, BLOCK, -1, BLOCK).swapaxes(1, 2)
+            assert (mask.to_dense()[0, 0].bool().numpy() == blocks.any((2, 3))).all()
+            q, k = torch.arange(len(share.positions)), torch.arange(len(share.keys))
+            assert (mask.mask_mod(0, 0, q[:, None], k[None]).numpy() == rule).all()
+            assert rule.sum() == visible(row)[share.positions].sum()
 
 
 def naive_delta_rule(q, k, v, g, beta, row: Row) -> torch.Tensor:
@@ -358,10 +436,34 @@ def test_one_kernel_without_edges_serves_all_rows_of_whole_blocks(monkeypatch):
     assert graphs.cut == [False]
 
 
-@pytest.mark.parametrize(("gpu", "ranks", "multiple"), [(True, 8, 128), (True, 3, 384), (False, 8, 8)])
-def test_rows_are_whole_blocks_on_gpus_alone(gpu, ranks, multiple, monkeypatch):
+def test_kernels_without_edges_serve_all_shares_of_rows(monkeypatch):
+    """The GPU path with context parallelism; one kernel more where queries are as many as keys."""
+    graphs = Graphs()
+    compiled = torch.compile(whole_block_attention, dynamic=True, backend=graphs)
+    monkeypatch.setattr(tree_attention, "_compiled_flex_attention", lambda whole_blocks: compiled)
+    for row in pack(forest(0), 700, multiple_of=4 * BLOCK)[0]:
+        q, k, v = (normal(i, 1, heads, len(row.input_ids), 8).detach() for i, heads in enumerate((4, 2, 2)))
+
+        def attend(share: Share, row: Row = row, q=q, k=k, v=v) -> torch.Tensor:
+            mine = q[:, :, share.positions], k[:, :, share.keys], v[:, :, share.keys]
+            return flex_tree_attention(*mine, TreeParams.from_row(row, "cpu", share=share), 8**-0.5)
+
+        ours = joined_shares(row, 2, attend)[:, :, : row.num_tokens]
+        expected = dense_attention(q, k, v, visible(row))[:, :, : row.num_tokens]
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+    assert graphs.cut == [False] * 2
+
+
+@pytest.mark.parametrize(
+    ("gpu", "ranks", "context", "multiple"),
+    [(True, 8, 1, 128), (True, 3, 1, 384), (False, 8, 1, 8), (True, 8, 2, 512), (False, 8, 3, 48)],
+)
+def test_rows_are_whole_blocks_on_gpus_alone(gpu, ranks, context, multiple, monkeypatch):
+    """Of each slice of a rank, with context parallelism."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    config: Any = SimpleNamespace(tensor_model_parallel_size=ranks, sequence_parallel=True)
+    config: Any = SimpleNamespace(
+        tensor_model_parallel_size=ranks, sequence_parallel=True, context_parallel_size=context
+    )
     assert row_multiple(config) == multiple
 
 

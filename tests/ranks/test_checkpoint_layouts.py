@@ -69,6 +69,8 @@ SAME_BUCKETS = {
     "overlapped buckets, DP 2 -> DP 1": (
         "qwen3", 2, {"overlap_grad_reduce": True}, 1, {"overlap_grad_reduce": True}
     ),
+    "CP 2 -> DP 1": ("qwen3", 2, {"context": 2}, 1, {}),
+    "DP 2 -> CP 2, DP 2": ("qwen3", 2, {}, 4, {"context": 2}),
     "EP 2 -> EP 2, expert DP 2": ("qwen3_moe", 2, {"expert": 2}, 4, {"expert": 2}),
 }  # fmt: skip
 OTHER_BUCKETS = {
@@ -87,7 +89,7 @@ OTHER_BUCKETS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", slow_but({"DP 2 -> DP 3"}, SAME_BUCKETS))
+@pytest.mark.parametrize("name", slow_but({"DP 2 -> DP 3", "CP 2 -> DP 1"}, SAME_BUCKETS))
 def test_a_bound_checkpoint_is_read_by_any_number_of_data_parallel_ranks(folders, tmp_path, name):
     family, processes, parallel, others, other_parallel = SAME_BUCKETS[name]
     folder, there = str(folders / family), [str(tmp_path / part) for part in "abc"]

@@ -17,7 +17,7 @@ def layout_error(layout: dict) -> str:
 
 
 IMPOSSIBLE = {
-    "tensor 2 x pipeline 2 = 4 does not divide the 2 processes": {"tensor": 2, "pipeline": 2},
+    "tensor 2 x context 1 x pipeline 2 = 4 does not divide the 2 processes": {"tensor": 2, "pipeline": 2},
     "pipeline 1 = 4 does not divide the 2 processes": {"expert": 4},
 }
 

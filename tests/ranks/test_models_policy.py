@@ -178,6 +178,7 @@ def two_sparse_layers(tmp_path_factory) -> tuple[str, float, float]:
         (2, {"pipeline": 2}, 11, 3),
         (2, {"tensor": 2}, 20, 2),
         (2, {"expert": 2}, 100, 2),
+        (2, {"context": 2}, 20, 2),
     ],
 )
 def test_the_routers_loss_is_of_the_whole_step_however_it_is_packed(

@@ -7,7 +7,7 @@ from megatron_eqlen.objectives.registry import lookup
 from megatron_eqlen.packing.pack import plan_rows
 from megatron_eqlen.recipe import LossRecipe, ParallelRecipe
 from megatron_eqlen.training.distributed import start, stop
-from megatron_eqlen.training.forward import run_rows
+from megatron_eqlen.training.forward import row_multiple, run_rows
 from megatron_eqlen.training.policy_loss import policy_loss, reduce_metrics
 from tests.kit.distributed import run_ranks
 from tests.kit.tiny_models import save_tiny
@@ -20,6 +20,7 @@ LAYOUTS = {
     "tp2": (2, {"tensor": 2}),
     "pp2": (2, {"pipeline": 2}),
     "tp2-pp2": (4, {"tensor": 2, "pipeline": 2}),
+    "cp2": (2, {"context": 2}),  # segments lie on both ranks
 }
 
 
@@ -32,7 +33,7 @@ def train(folder, layers, budget, with_masks, logits_chunk=None):
     model = build(folder, parallel)
     ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
     trees = masked(forest(3)) if with_masks else forest(3)
-    rows = plan_rows(trees, budget, ranks).rows(rank)
+    rows = plan_rows(trees, budget, ranks, row_multiple(model[0].config)).rows(rank)
 
     def loss(logprobs, entropy, row, at):
         names = ("weights", "advantages", "segment_ids", "rollout_logprobs")

@@ -9,6 +9,7 @@ with experts; the experts that it chooses are compared exactly.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -136,12 +137,19 @@ PARALLEL = [
     ("moe", {"tensor": 2, "expert": 2}),
     slow("next", {"tensor": 2, "expert": 2}),
     ("next", {}),  # data parallel
+    ("dense", {"context": 2, "recompute": "full"}),
+    slow("dense", {"context": 3}),
+    slow("dense", {"context": 2, "tensor": 2, "sequence": True, "pipeline": 2}),
+    ("delta_net", {"context": 2}),
+    slow("delta_net", {"context": 2, "pipeline": 2, "virtual_pipeline": 2, "recompute": "full"}),
+    slow("moe", {"context": 2, "tensor": 2, "expert": 4}),
+    ("next", {"context": 2, "expert": 2}),
 ]
 
 
 @pytest.mark.parametrize(("name", "layers"), PARALLEL, ids=str)
 def test_gradients_do_not_depend_on_the_parallel_layout(name, layers, folders, whole):
-    ranks = max(2, layers.get("tensor", 1) * layers.get("pipeline", 1))
+    ranks = max(2, prod(layers.get(key, 1) for key in ("tensor", "context", "pipeline")))
     for trained in run_ranks(ranks, train_trees, folders[name], forest(0), BUDGET, "tree", layers):
         assert_same(name, trained, whole[name])
 

@@ -1,0 +1,158 @@
+"""Context parallelism: a row's positions over several ranks, and what these send each other.
+
+Between tokens, all ranks see is their own positions. Where positions meet there are two ways:
+
+* Attention: a rank gets the keys and values that its queries see and another rank has (``gather_keys``).
+  Trees are sparse, so that these are less than half of what an all-gather or a ring would send. (Heads
+  cannot be exchanged instead: with tensor parallelism a rank has one key-value head or two.)
+* Gated DeltaNet: a rank gets a part of the heads of all positions, and sends its results back
+  (``scatter_heads``, ``gather_heads``; Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509). No state has to
+  be handed on, and the convolution works channel by channel.
+
+Both are exact; gradients of keys are summed in at least float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_eqlen.packing.context import Span, seen_by, slices_of_ranks
+from megatron_eqlen.types import Row
+
+BLOCK = 128
+"""FlexAttention's block of queries and keys."""
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """One rank's part of a row of S positions: s of them, and what it exchanges. Tensors are int64."""
+
+    slices: tuple[Span, Span]
+    """The positions, in row order; their keys and values are the rank's own."""
+    keys: np.ndarray
+    """[K] int64, ascending: the positions whose keys it needs, its own among them; whole blocks of BLOCK
+    where slices are."""
+    order: Tensor
+    """[S]: where each position lies in all ranks' positions, one rank after the other."""
+    inverse: Tensor
+    """[S]: the positions in that order."""
+    sent: Tensor
+    """[sum of send_counts]: which of its own s keys rank 0 gets, rank 1, ..."""
+    send_counts: list[int]
+    receive_counts: list[int]
+    arranged: Tensor
+    """[K]: ``keys`` in its own s keys with the received ones after them."""
+
+    @classmethod
+    def of(cls, row: Row, rank: int, ranks: int, device: torch.device | str) -> Share:
+        """Of ``rank``; a row's length is a multiple of 2 x ``ranks``."""
+        slices = slices_of_ranks(row.position_ids, ranks)
+        held = [_positions(spans) for spans in slices]
+        unit = math.gcd(len(held[0]) // 2, BLOCK)
+        seen = [seen_by(spans, row.visible_until, unit) for spans in slices]
+        to, received = [np.flatnonzero(one[held[rank]]) for one in seen], [p[seen[rank][p]] for p in held]
+        to[rank], received[rank] = to[rank][:0], received[rank][:0]
+        there = np.concatenate([held[rank], *received])
+        arranged = np.argsort(there)
+        inverse = np.concatenate(held)
+
+        def tensor(numbers: np.ndarray) -> Tensor:
+            return torch.from_numpy(numbers).to(device)
+
+        return cls(
+            slices=slices[rank],
+            keys=there[arranged],
+            order=tensor(np.argsort(inverse)),
+            inverse=tensor(inverse),
+            sent=tensor(np.concatenate(to)),
+            send_counts=[len(numbers) for numbers in to],
+            receive_counts=[len(numbers) for numbers in received],
+            arranged=tensor(arranged),
+        )
+
+    @property
+    def slice_size(self) -> int:
+        """Positions of a slice, of any rank."""
+        start, end = self.slices[0]
+        return end - start
+
+    @property
+    def positions(self) -> np.ndarray:
+        """[s] int64, in row order."""
+        return _positions(self.slices)
+
+    def query_span(self, span: Span) -> slice:
+        """Positions of one slice, as they lie among the rank's s."""
+        (first, end), (second, _) = self.slices
+        shift = first if span[0] < end else second - (end - first)
+        return slice(span[0] - shift, span[1] - shift)
+
+    def key_span(self, span: Span) -> slice:
+        """Consecutive positions that the rank's queries see, as they lie among ``keys``."""
+        start = int(np.searchsorted(self.keys, span[0]))
+        return slice(start, start + span[1] - span[0])
+
+
+def _positions(slices: Sequence[Span]) -> np.ndarray:
+    return np.concatenate([np.arange(*span) for span in slices])
+
+
+def gather_keys(x: Tensor, share: Share, group: dist.ProcessGroup) -> Tensor:
+    """[s, ...] of this rank's positions -> [K, ...] of ``share.keys``. Collective over the context-parallel
+    ``group``."""
+    return _GatheredKeys.apply(x, share, group)
+
+
+class _GatheredKeys(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, share: Share, group: dist.ProcessGroup) -> Tensor:
+        ctx.share, ctx.group = share, group
+        received = x.new_empty(sum(share.receive_counts), *x.shape[1:])
+        sent = x.index_select(0, share.sent)
+        dist.all_to_all_single(received, sent, share.receive_counts, share.send_counts, group)
+        return torch.cat((x, received)).index_select(0, share.arranged)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        share = ctx.share
+        grad = torch.empty_like(grad).index_copy_(0, share.arranged, grad)
+        own, lent = grad.split([len(grad) - sum(share.receive_counts), sum(share.receive_counts)])
+        back = grad.new_empty(sum(share.send_counts), *grad.shape[1:])
+        dist.all_to_all_single(back, lent.contiguous(), share.send_counts, share.receive_counts, ctx.group)
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        return own.to(wide, copy=True).index_add_(0, share.sent, back.to(wide)).to(grad.dtype), None, None
+
+
+def scatter_heads(x: Tensor, share: Share, group: dist.ProcessGroup) -> Tensor:
+    """[s, N, ...] of this rank's positions, part r for rank r -> [S, ...] of the row, this rank's part.
+    Collective over the N ranks of ``group``."""
+    return _Transposed.apply(x.transpose(0, 1), group).flatten(0, 1).index_select(0, share.order)
+
+
+def gather_heads(x: Tensor, share: Share, group: dist.ProcessGroup) -> Tensor:
+    """Back: [S, ...] -> [s, N, ...]. Collective."""
+    parts = x.index_select(0, share.inverse).unflatten(0, (group.size(), -1))
+    return _Transposed.apply(parts, group).transpose(0, 1)
+
+
+class _Transposed(torch.autograd.Function):
+    """[N, ...]: part r to rank r, and in its place what rank r sends."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        received = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, x.contiguous(), group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _Transposed.forward(ctx, grad, ctx.group), None

@@ -1,0 +1,34 @@
+"""A row over the ranks of context parallelism: which positions each one has, and which keys it must see.
+
+The row is cut into 2 N slices of one length, as Megatron's layers want equally many positions on all N ranks.
+A rank gets two of them: the slice whose queries see most keys with the one whose queries see fewest, the
+second with the last but one, ... So all ranks have the same tokens and nearly the same attention. (Of one
+causal sequence these are the zigzag's pairs.)
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+Span = tuple[int, int]
+"""Positions of a row: the first, and the one after the last."""
+
+
+def slices_of_ranks(position_ids: np.ndarray, ranks: int) -> list[tuple[Span, Span]]:
+    """Each rank's two slices of a row, in row order. ``position_ids``: ``Row.position_ids``, a multiple of
+    2 x ``ranks`` long."""
+    size, rest = divmod(len(position_ids), 2 * ranks)
+    assert not rest, f"a row of {len(position_ids)} positions cannot be cut into {2 * ranks} slices"
+    seen = (position_ids + 1).reshape(2 * ranks, size).sum(1)  # a query sees its path, itself included
+    order = np.argsort(-seen, kind="stable").tolist()
+    pairs = (sorted(pair) for pair in zip(order[:ranks], order[: -ranks - 1 : -1], strict=True))
+    return [((a * size, (a + 1) * size), (b * size, (b + 1) * size)) for a, b in pairs]
+
+
+def seen_by(slices: tuple[Span, ...], visible_until: np.ndarray, unit: int = 1) -> np.ndarray:
+    """[S] bool: the keys that queries in ``slices`` see, and all keys in the same ``unit`` positions with one
+    of them. ``visible_until``: ``Row.visible_until``, a multiple of ``unit`` long."""
+    at, seen = np.arange(len(visible_until)), np.zeros(len(visible_until), bool)
+    for start, end in slices:
+        seen |= np.maximum(at, start) < np.minimum(visible_until, end)
+    return seen.reshape(-1, unit).any(1).repeat(unit)
