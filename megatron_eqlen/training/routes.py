@@ -7,7 +7,7 @@ Host memory, beside that of tokens (``exchange.py``): Qwen3-Next has 48 layers x
     while the step is trained           TP 2 x 30 GB / 4  = 15 GB more
     on the way, with pipeline stages                        a stage's part of the 7.4 GB
 
-Every tensor- and context-parallel rank has a copy, though with sequence parallelism it reads only its slice of a row.
+Every tensor- and context-parallel rank has a copy, though it may read only its slices of a row.
 Slices would save half of those 15 GB; at TP 4, the most that the key-value heads of Qwen3-235B allow, three
 quarters of 23 GB (94 layers x 8 experts of 128, 752 bytes a token). A node has 1,000 GB, and with slices a
 rank could no longer fill its rows alone.
