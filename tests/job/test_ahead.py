@@ -1,9 +1,12 @@
 """Training while a real server generates ahead (``rollout.staleness``)."""
 
+from itertools import accumulate
 from pathlib import Path
 
+from megatron_eqlen.metrics import STALENESS_MAX, UPDATES
 from megatron_eqlen.rollout.recorder import read_step
-from megatron_eqlen.types import sampled_by
+from megatron_eqlen.types import RolloutKey, rollout_key, sampled_by
+from tests.job.test_carry_over import CARRIED, check_that_every_pair_is_trained_once
 from tests.kit.jobs import start
 from tests.kit.train_runs import column, command, metrics, train, wait_for_steps
 
@@ -34,18 +37,38 @@ def test_two_ranks_train_on_what_a_server_generates_ahead(home, served):
     assert "rect" in (folder / "report.html").read_text().partition("The last steps, seconds")[2]
 
 
-def test_killed_and_stopped_in_the_middle_of_an_overlap_a_run_loses_and_repeats_nothing(home, served):
-    folder = home / "overlap"
-    asked = (*served, "rollout.staleness=2", "loss.rollout_is=token", "steps=8")
-    killed = start(*command(home, "overlap", *asked))
+def interrupted(home: Path, name: str, steps: int, *asked: str) -> Path:
+    """A run that is killed and, later, stopped in the middle of an overlap, and then goes on to its end."""
+    folder, asked = home / name, (*asked, f"steps={steps}")
+    killed = start(*command(home, name, *asked))
     wait_for_steps(folder, 2, killed)
     killed.kill()
-    stopped = start(*command(home, "overlap", *asked))
+    stopped = start(*command(home, name, *asked))
     wait_for_steps(folder, 4, stopped)
     (folder / "STOP").touch()
     assert stopped.wait() == 0, stopped.stderr
-    assert 4 <= len(metrics(folder)) < 8
+    assert 4 <= len(metrics(folder)) < steps
     assert (folder / f"streams/step-{len(metrics(folder)):08d}").is_dir(), "the next step has begun"
-    train(home, "overlap", *asked)
-    check_steps(folder, 8, staleness=2)
+    train(home, name, *asked)
     assert not list((folder / "streams").glob("stale-*"))
+    return folder
+
+
+def test_killed_and_stopped_in_the_middle_of_an_overlap_a_run_loses_and_repeats_nothing(home, served):
+    folder = interrupted(home, "overlap", 8, *served, "rollout.staleness=2", "loss.rollout_is=token")
+    check_steps(folder, 8, staleness=2)
+
+
+def test_suspended_streams_go_on_in_an_overlap_that_is_killed_and_stopped(home, served):
+    limits = ("rollout.staleness=2", "rollout.max_staleness=2")
+    folder = interrupted(home, "overlap-carried", 8, *served, *CARRIED, *limits)
+    check_that_every_pair_is_trained_once(folder)
+    assert sum(column(folder, "harvest/carried_tokens")) > 0
+    versions = [0, *accumulate(map(int, column(folder, UPDATES)))]
+    drawn: dict[RolloutKey, int] = {}
+    for step in range(8):
+        for one in read_step(folder / f"streams/step-{step:08d}"):
+            drawn_in = drawn.setdefault(rollout_key(one), step)
+            assert step - drawn_in <= 2
+            assert min(sampled_by(one)) >= versions[max(drawn_in - 2, 0)]
+    assert 0 < max(column(folder, STALENESS_MAX)) <= 2 + 2

@@ -128,21 +128,23 @@ def world_of_one():
     dist.destroy_process_group()
 
 
-def recipe(staleness: int, steps: int | None = STEPS) -> Recipe:
+def recipe(staleness: int, steps: int | None = STEPS, **rollout: Any) -> Recipe:
     engine = {"engine": "server", "servers": ["http://none"]}
     data = {"sources": [{"name": "s", "path": "none"}], "max_prompt_length": 8, "prompts_per_step": PROMPTS}
     limits = {"steps": steps} if steps else {"steps": None, "gpu_hours": 1}
-    rollout = engine | {"staleness": staleness}
+    rollout = engine | {"staleness": staleness} | rollout
     return make_recipe(data=data, rollout=rollout, loss={"rollout_is": "token"}, **limits)
 
 
 @contextmanager
-def rollouts(engine: Served, streams: Path, staleness: int, steps: int | None = STEPS) -> Iterator[Any]:
+def rollouts(
+    engine: Served, streams: Path, staleness: int, steps: int | None = STEPS, **rollout: Any
+) -> Iterator[Any]:
     engine.gate.set()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generation, "PromptSource", lambda *_: Counting())
         patch.setattr(generation, "start_engine", lambda *_, **__: engine)
-        generator = Generator(session(recipe(staleness, steps)), streams)
+        generator = Generator(session(recipe(staleness, steps, **rollout)), streams)
     one = Ahead(generator) if staleness else generator
     try:
         yield one

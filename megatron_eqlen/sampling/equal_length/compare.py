@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty, node, root
+from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty, no_penalty, node, root
 from megatron_eqlen.sampling.equal_length.suffix import due_pairs, pair_rewards
 from megatron_eqlen.types import Pair, Stream, TokenTree
 
@@ -39,9 +39,10 @@ def rewards_of(stream: Stream, recipe: Recipe, penalty: Penalty) -> list[tuple[f
 
 
 def takes_part(stream: Stream, recipe: Recipe) -> bool:
-    """Whether pairs are due, or it ends here without any pair that was due before."""
-    due = due_pairs(stream, recipe.equal_length.suffix_reward)
-    return bool(due) or (not stream.suspended and due.start == 0)
+    """Whether pairs are trained, or it ends here without any pair that was due before."""
+    if any(pair is not None for pair in rewards_of(stream, recipe, no_penalty)):
+        return True
+    return not stream.suspended and due_pairs(stream, recipe.equal_length.suffix_reward).start == 0
 
 
 def _check_equal_length(stream: Stream, number: int, pair: Pair) -> None:

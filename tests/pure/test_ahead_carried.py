@@ -1,0 +1,173 @@
+"""Harvests ahead of training that suspend what they do not finish: whatever ends a run's lives (kills, STOP,
+syncs and servers that fail, other numbers of servers), every unit is trained once and no token too late."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_eqlen.files import step_name
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.rollout.engine import EngineError
+from megatron_eqlen.rollout.harvest import harvest, harvest_seed
+from megatron_eqlen.rollout.recorder import read_step
+from megatron_eqlen.sampling import kind_of
+from megatron_eqlen.step import Step
+from megatron_eqlen.types import Delta, Prompt, Rollout, RolloutKey, rollout_key, sampled_by
+from tests.kit.marks import examples
+from tests.pure import test_ahead as ahead
+from tests.pure.test_ahead import Graders, Killed, Served, rollouts, world_of_one
+from tests.pure.test_carry_over import content, units_of
+from tests.pure.test_rollout_harvest import EOS
+from tests.pure.test_rollout_resume import Lockstep
+
+__all__ = ["world_of_one"]
+
+STEPS = 6
+
+
+@dataclass
+class Servers(Served):
+    """Half of them die after ``death`` decode steps, with all requests that they have; so does every sync
+    after the first ``syncs``."""
+
+    death: float = float("inf")
+    syncs: float = float("inf")
+    loss: float = 0.1
+    max_losses: int = 2
+
+    def step(self) -> list[Delta]:
+        self.death -= 1
+        if self.death != 0:
+            return super().step()
+        with self.busy:
+            lost = list(self.requests)[::2]
+            self.abort(lost)
+            self.max_num_seqs = max(self.max_num_seqs // 2, 1)
+            return [Delta(name, [], [], "lost") for name in lost]
+
+    def update_weights(self, weights, policy_version):
+        self.syncs -= 1
+        if self.syncs < 0:
+            raise EngineError("rollout.servers: none is alive")
+        super().update_weights(weights, policy_version)
+
+
+@dataclass
+class Trained:
+    """A step that is in the metrics: the weights that it trained, those that it made, what comes next."""
+
+    before: int
+    after: int
+    position: Any
+    rollouts: tuple[Rollout, ...]
+
+
+def train(one: Any, engine: Servers, trained: dict[int, Trained], until: int, updates: random.Random) -> None:
+    """Train from the step after the newest of ``trained`` on. An update may be skipped, a step have two."""
+    first = max(trained, default=-1) + 1
+    version = trained[first - 1].after if trained else 0
+    if trained:
+        one.go_to(trained[first - 1].position)
+    engine.update_weights(None, version)
+    for number in range(first, until):
+        step = one.collect(Step(number, version))
+        after = version + updates.choice([0, 1, 1, 2])
+        engine.update_weights(None, after)
+        trained[number] = Trained(version, after, step.data_position, step.rollouts)
+        version = after
+
+
+lives = st.lists(
+    st.fixed_dictionaries(
+        {
+            "life": st.integers(0, 60),  # decode steps until a kill
+            "death": st.sampled_from([float("inf"), 1, 5, 20]),
+            "syncs": st.integers(1, 8),
+            "slots": st.sampled_from([3, 6, 12]),
+            "stop": st.integers(1, STEPS),  # STOP after so many steps
+            "back": st.integers(0, 2),  # trained steps without a checkpoint
+        }
+    ),
+    max_size=4,
+)
+
+
+@examples(500)
+@given(
+    seed=st.integers(0, 2**16),
+    staleness=st.integers(0, 2),
+    budget=st.sampled_from([5, 15, 40]),
+    max_staleness=st.sampled_from([1, 2, 100]),
+    lives=lives,
+)
+def test_every_unit_is_trained_once_and_no_token_too_late(seed, staleness, budget, max_staleness, lives):
+    chaos, trained = random.Random(seed), dict[int, Trained]()
+    limits = {"carry_over": True, "tokens_per_step": budget, "max_staleness": max_staleness}
+    with tempfile.TemporaryDirectory() as home:
+        for life in [*lives, None]:
+            settings = life or {"life": float("inf"), "slots": 6, "stop": STEPS, "back": 0}
+            engine = Servers(chaos, policy_version=0, max_num_seqs=settings["slots"])
+            engine.life = settings["life"]
+            if life:
+                engine.death, engine.syncs = life["death"], life["syncs"]
+            with rollouts(engine, Path(home), staleness, STEPS, **limits) as one:
+                try:
+                    train(one, engine, trained, settings["stop"], chaos)
+                except (Killed, EngineError):
+                    assert life is not None
+            for number in sorted(trained)[len(trained) - settings["back"] :]:
+                del trained[number]
+        check(Path(home), trained, ahead.recipe(staleness, STEPS, **limits))
+
+
+def check(streams: Path, trained: dict[int, Trained], recipe: Recipe) -> None:
+    rollout, drawn_in, ended = recipe.rollout, dict[RolloutKey, int](), dict[RolloutKey, Rollout]()
+    units, prompts = defaultdict(list), dict[str, Prompt]()
+    for number, step in sorted(trained.items()):
+        recorded = read_step(streams / step_name(number))
+        taking_part = [one for one in recorded if kind_of(one).takes_part(one, recipe)]
+        assert [*map(content, step.rollouts)] == [*map(content, taking_part)], "the record has what was trained"
+        for one in recorded:
+            key = rollout_key(one)
+            assert key not in ended
+            drawn = drawn_in.setdefault(key, number)
+            prompts[one.prompt_id] = one.prompt
+            oldest = trained[max(drawn - rollout.staleness, 0)].before
+            assert number - drawn <= rollout.max_staleness
+            assert not one.suspended or number - drawn < rollout.max_staleness
+            assert min(sampled_by(one)) >= oldest
+            units[key] += units_of(one, recipe)
+            if not one.suspended:
+                ended[key] = one
+    assert {prompt.number for prompt in prompts.values()} == set(range(len(prompts))), "none is left out"
+    assert len(drawn_in) == len(prompts) * recipe.rollouts_per_prompt
+    for prompt in prompts.values():
+        for whole in uninterrupted(prompt, drawn_in[prompt.prompt_id, 0], recipe):
+            key, wanted = rollout_key(whole), units_of(whole, recipe)
+            if key not in ended:
+                assert units[key] == wanted[: len(units[key])], "suspended at the end"
+            elif ended[key].outcome != "budget":
+                assert content(ended[key]) == content(whole)
+                assert units[key] == wanted
+            else:
+                pairs = len(ended[key].pairs)
+                assert [len(unit) for unit in units[key]] == [2] * pairs
+                assert content(ended[key])[: 2 * pairs] == content(whole)[: 2 * pairs]
+
+
+def uninterrupted(prompt: Prompt, drawn: int, recipe: Recipe) -> list[Rollout]:
+    """The graded rollouts of a prompt as one harvest without a budget makes them."""
+    rollout = recipe.rollout.model_copy(update={"tokens_per_step": None, "carry_over": False})
+    recipe = recipe.model_copy(update={"rollout": rollout})
+    engine = Lockstep(random.Random(0), masks=False)
+    found, _ = harvest(engine, [prompt], recipe, EOS, harvest_seed(recipe, drawn))
+    Graders().score(found)
+    return found
