@@ -29,6 +29,7 @@ from megatron_eqlen.evaluation.result import EvaluationResult
 from megatron_eqlen.generation import Generator, suspended_at
 from megatron_eqlen.recipe import BenchmarkRecipe
 from megatron_eqlen.replicas import shared
+from megatron_eqlen.rollout.carried import Drawn
 from megatron_eqlen.step import Step
 from megatron_eqlen.training import distributed
 from megatron_eqlen.training.distributed import agree
@@ -51,7 +52,7 @@ class Ahead:
         """Number of the next step to begin."""
         self.is_fresh = True
         """Whether the newest step that was taken is all of the weights that it trains."""
-        self.suspended: dict[RolloutKey, int] = {}
+        self.suspended: dict[RolloutKey, Drawn] = {}
         """With ``rollout.carry_over``, after the newest step that was taken."""
         self._thread = ThreadPoolExecutor(1, "harvest")
         self.session.ends_with(self.close)

@@ -29,7 +29,7 @@ from megatron_eqlen.objectives.units import taking_part
 from megatron_eqlen.recipe import BenchmarkRecipe, Recipe
 from megatron_eqlen.replicas import Replicas, shared
 from megatron_eqlen.rewards.scoring import reward_metrics
-from megatron_eqlen.rollout.carried import open_prompts, recall, take_up
+from megatron_eqlen.rollout.carried import Drawn, open_prompts, recall, take_up
 from megatron_eqlen.rollout.engine import Engine, IdleEngine
 from megatron_eqlen.rollout.harvest import harvest, harvest_seed
 from megatron_eqlen.rollout.recorder import (
@@ -58,18 +58,17 @@ SUSPENDED = "suspended"
 """Key in a data position that holds the rollouts with which the next step goes on."""
 
 
-def suspended_at(data_position: dict[str, Any] | None) -> dict[RolloutKey, int]:
+def suspended_at(data_position: dict[str, Any] | None) -> dict[RolloutKey, Drawn]:
     """``Rollouts.suspended`` where the data source stands at ``data_position``."""
     found = (data_position or {}).get(SUSPENDED, [])
-    return {(prompt_id, index): drawn for prompt_id, index, drawn in found}
+    return {(prompt_id, index): Drawn(*drawn) for prompt_id, index, *drawn in found}
 
 
 class Rollouts(Protocol):
     """Where the loop gets its rollouts: a ``Generator``, ``Ahead`` of one, or a ``Replay``."""
 
-    suspended: dict[RolloutKey, int]
-    """The rollouts with which the next step goes on (``rollout.carry_over``), each with the number of the
-    step that drew its prompt; the same on every rank."""
+    suspended: dict[RolloutKey, Drawn]
+    """The rollouts with which the next step goes on (``rollout.carry_over``); the same on every rank."""
 
     @property
     def benchmarks(self) -> Sequence[BenchmarkRecipe]:
@@ -146,8 +145,8 @@ class Generator(InTurn):
         session.ends_with(self.engine.close)
         self.sync_check = SyncCheck()
         self.watch = MismatchWatch(self.recipe.rollout.mismatch)
-        self.suspended: dict[RolloutKey, int] = {}
-        self.carried: dict[RolloutKey, int] = {}
+        self.suspended: dict[RolloutKey, Drawn] = {}
+        self.carried: dict[RolloutKey, Drawn] = {}
         """Of ``suspended`` what this step goes on with."""
         self.left: tuple[int | None, list[Path]] = None, []
         """A step's number, and what an attempt at it that was cut short has recorded. What this process
@@ -228,7 +227,7 @@ class Generator(InTurn):
                 whole=replicas.keeps,
                 carried=carried,
                 together=replicas.together,
-                oldest_version=self._oldest_version(step),
+                oldest_version=step.policy_version if rollout.staleness else None,
             )
         position = self.source.state_dict() if self.source is not None else None
         combined = replicas.combine(metrics)  # every rank has read what is removed now
@@ -247,10 +246,11 @@ class Generator(InTurn):
                 record_grades(self._file(step), [one for one in everyone if rollout_key(one) in mine])
             seconds |= at_once(gather([graded]))
         keys = [rollout_key(one) for one in everyone if one.suspended]
-        self.suspended |= {key: self.carried.get(key, step.number) for key in keys}
+        drawn = Drawn(step.number, step.policy_version)
+        self.suspended |= {key: self.carried.get(key, drawn) for key in keys}
         position = harvested.data_position
         if position is not None and self.recipe.rollout.carry_over:
-            position[SUSPENDED] = [[*key, drawn] for key, drawn in self.suspended.items()]
+            position[SUSPENDED] = [[*key, *drawn] for key, drawn in self.suspended.items()]
         return select(Batch(everyone, harvested.metrics | seconds, position), step, self.session)
 
     def evaluate(self, benchmark: BenchmarkRecipe) -> EvaluationResult:
@@ -302,16 +302,10 @@ class Generator(InTurn):
         return self.watch.see(mismatch) if self.recipe.rollout.comparable else None
 
     def _set_aside_stale(self, step: Step) -> None:
-        rollout, folder = self.recipe.rollout, self.streams / step.name
-        tokens = rollout.staleness > 0 and not rollout.carry_over  # carried ones are older
-        newest = math.inf if rollout.staleness else step.policy_version
-        agree(lambda: set_aside_stale(folder, step.policy_version, newest, tokens))
-
-    def _oldest_version(self, step: Step) -> int | None:
-        """Of the weights that may have sampled a token of ``step``."""
-        if not self.recipe.rollout.staleness:
-            return None
-        return 0 if self.recipe.rollout.carry_over else step.policy_version
+        staleness, folder = self.recipe.rollout.staleness, self.streams / step.name
+        newest = math.inf if staleness else step.policy_version
+        carried = {key: drawn.oldest_version for key, drawn in self.carried.items()}
+        agree(lambda: set_aside_stale(folder, step.policy_version, newest, carried))
 
     def _file(self, step: Step) -> Path:
         return self.streams / step.name / f"rank-{dist.get_rank()}.arrow"
@@ -324,7 +318,7 @@ class Replay(InTurn):
 
     def __init__(self, session: Session, streams: Path) -> None:
         self.session, self.recipe, self.streams = session, session.recipe, streams
-        self.suspended: dict[RolloutKey, int] = {}
+        self.suspended: dict[RolloutKey, Drawn] = {}
 
     def prompts(self, step: Step) -> list[Prompt]:
         """All prompts of the recorded step. Raises ReplayError if the record does not fit the recipe."""

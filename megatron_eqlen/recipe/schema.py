@@ -210,7 +210,7 @@ class RolloutRecipe(Section):
     """What a harvest that ends early has not finished goes on in the next step; otherwise it is cut."""
     max_staleness: PositiveInt = 8
     """``carry_over``: a rollout goes on for so many steps after the one that drew its prompt. It is cut then,
-    so no token is trained more steps after it was sampled."""
+    so no token is trained more steps after it was sampled; with ``staleness`` the two add up."""
     tensor_parallel: PositiveInt = 1
     """GPUs of an engine or of a server's replica."""
     max_num_seqs: PositiveInt = 512

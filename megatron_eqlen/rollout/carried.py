@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_eqlen.files import step_name
 from megatron_eqlen.recipe import Recipe
@@ -23,6 +24,14 @@ from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.sampling.record import Part
 from megatron_eqlen.sampling.track import rollout_of
 from megatron_eqlen.types import Rollout, RolloutKey, Routes, Segment, rollout_key
+
+
+class Drawn(NamedTuple):
+    """The step that drew a rollout's prompt."""
+
+    step: int
+    oldest_version: int = 0
+    """Of the weights that may have sampled its tokens: then, and so ever after."""
 
 
 class CarriedError(ValueError):
@@ -41,6 +50,8 @@ class Carried:
     """With ``rollout.keep_routes``, if it had begun."""
     seed: int
     """Of the harvest that began it."""
+    oldest_version: int
+    """Of the weights that may have sampled its tokens."""
     age: int
     """Steps since the one that drew its prompt."""
     ends: bool = False
@@ -81,9 +92,9 @@ def open_prompts(suspended: Iterable[Rollout], recipe: Recipe) -> float:
     return sum(shares) / recipe.rollouts_per_prompt
 
 
-def take_up(streams: Path, step: int, suspended: Mapping[RolloutKey, int], recipe: Recipe) -> list[Carried]:
-    """What ``step`` goes on with: ``suspended``, each with the step that drew its prompt, as the step before
-    left them under ``streams``. Raises CarriedError if one of them is not there."""
+def take_up(streams: Path, step: int, suspended: Mapping[RolloutKey, Drawn], recipe: Recipe) -> list[Carried]:
+    """What ``step`` goes on with: ``suspended``, as the step before left them under ``streams``. Raises
+    CarriedError if one of them is not there."""
     if not suspended:
         return []
     folder, prompt_ids = streams / step_name(step - 1), {prompt_id for prompt_id, _ in suspended}
@@ -98,9 +109,10 @@ def take_up(streams: Path, step: int, suspended: Mapping[RolloutKey, int], recip
             rollouts[key],
             tracks[key],
             journals.prompt_routes.get(key),
-            seed=harvest_seed(recipe, drawn),
-            age=step - drawn,
-            ends=step - drawn >= recipe.rollout.max_staleness,
+            seed=harvest_seed(recipe, drawn.step),
+            oldest_version=drawn.oldest_version,
+            age=step - drawn.step,
+            ends=step - drawn.step >= recipe.rollout.max_staleness,
         )
         for key, drawn in suspended.items()
     ]

@@ -94,7 +94,8 @@ def harvest(
     time, for all of them.
 
     ``oldest_version``: of the weights that may have sampled a token of what is returned, in earlier attempts
-    too. None: the engine's weights do not change before the harvest ends.
+    too; what is ``carried`` says it for itself. None: the engine's weights do not change before the harvest
+    ends.
 
     Returns the rollouts, those that were carried first, then in the order of ``prompts`` (and of stream
     numbers), and the metrics of the whole harvest, except for requests and speeds, which are this attempt's.
@@ -108,8 +109,13 @@ def harvest(
     goes_on = {rollout_key(one.rollout): one for one in carried}
     prompts = [prompt for prompt in prompts if prompt.prompt_id not in {key[0] for key in goes_on}]
     finished, version = {rollout_key(rollout): rollout for rollout in done}, engine.policy_version
-    for rollout in finished.values():
-        _check_version(rollout, version, oldest_version)
+
+    def oldest(key: Key) -> int | None:
+        own = oldest_version is None or key not in goes_on
+        return oldest_version if own else goes_on[key].oldest_version
+
+    for key, rollout in finished.items():
+        _check_version(rollout, version, oldest(key))
     kind = KINDS[recipe.sampling]
     harvesters = {key: _harvester(one, recipe, eos) for key, one in goes_on.items()} | {
         (one.prompt.prompt_id, one.index): one for one in kind.harvesters(prompts, recipe, eos, seed)
@@ -119,7 +125,7 @@ def harvest(
         meter.count(rollout)
 
     def collect(key: Key, rollout: Rollout) -> None:
-        _check_version(rollout, version, oldest_version)
+        _check_version(rollout, version, oldest(key))
         finished[key] = rollout
         meter.count(rollout)
         if on_complete is not None and not rollout.suspended:

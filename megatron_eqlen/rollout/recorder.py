@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from types import MappingProxyType
 
 import pyarrow as pa
 
@@ -316,13 +317,17 @@ def remove_journals(files: Iterable[Path], prompt_ids: Collection[str]) -> None:
             path.unlink(missing_ok=True)
 
 
-def set_aside_stale(folder: Path, oldest: int, newest: float, tokens: bool = False) -> None:
+def set_aside_stale(
+    folder: Path, oldest: int, newest: float, carried: Mapping[RolloutKey, int] = MappingProxyType({})
+) -> None:
     """Rename a step's record, and those of the steps after it, if weights of other versions than ``oldest``
-    to ``newest`` generated a rollout of it, or any of its ``tokens``.
+    to ``newest`` generated any of it. What it ``carried`` from earlier steps may have tokens that are as old
+    as is said there.
 
     So it is where a run has gone back to a checkpoint, and an update that was skipped before was taken now.
     """
-    found = {version for path in left_files(folder) for version in _versions(path, tokens)}
+    files = left_files(folder)
+    found = {version for path in files for version in _versions(path, oldest, carried)}
     if any(not oldest <= version <= newest for version in found):
         later = [one for one in sorted(folder.parent.glob("step-*")) if one.name > folder.name]
         aside, *_ = [one.rename(unused(one.with_name(f"stale-{one.name}"))) for one in (folder, *later)]
@@ -335,14 +340,17 @@ def set_aside_stale(folder: Path, oldest: int, newest: float, tokens: bool = Fal
         )
 
 
-def _versions(path: Path, tokens: bool) -> set[int]:
-    """Of the rollouts that a file holds, or of their ``tokens``."""
-    if _is_journal(path):
+def _versions(path: Path, oldest: int, carried: Mapping[RolloutKey, int]) -> set[int]:
+    """Of the rollouts that a file holds and of their tokens, less those before ``oldest`` that are
+    ``carried``."""
+    if _is_journal(path):  # of this step alone
         return values(path, journal.SCHEMA, "policy_version")
-    if not tokens:
-        return values(path, SEGMENTS, "policy_version") - {None}  # prompts have none
-    runs = (batch[0] for batch in batches(path, SEGMENTS, ["versions"]))
-    return {version for column in runs for row in column.to_pylist() for version in (row or ())[1::2]}
+    found = values(path, SEGMENTS, "policy_version") - {None}  # prompts have none
+    for batch in batches(path, SEGMENTS, ["prompt_id", "index", "versions"]):
+        for prompt_id, index, runs in zip(*(column.to_pylist() for column in batch.columns), strict=True):
+            allowed = range(carried.get((prompt_id, index), oldest), oldest)
+            found |= {version for version in (runs or ())[1::2] if version not in allowed}
+    return found
 
 
 def step_files(folder: Path) -> list[Path]:

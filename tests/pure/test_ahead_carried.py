@@ -100,7 +100,7 @@ lives = st.lists(
 )
 
 
-@examples(500)
+@examples(20)
 @given(
     seed=st.integers(0, 2**16),
     staleness=st.integers(0, 2),
@@ -134,7 +134,9 @@ def check(streams: Path, trained: dict[int, Trained], recipe: Recipe) -> None:
     for number, step in sorted(trained.items()):
         recorded = read_step(streams / step_name(number))
         taking_part = [one for one in recorded if kind_of(one).takes_part(one, recipe)]
-        assert [*map(content, step.rollouts)] == [*map(content, taking_part)], "the record has what was trained"
+        assert [*map(content, step.rollouts)] == [*map(content, taking_part)], (
+            "the record has what was trained"
+        )
         for one in recorded:
             key = rollout_key(one)
             assert key not in ended

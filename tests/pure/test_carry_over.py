@@ -22,7 +22,7 @@ from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.objectives.units import comparison_units
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout import recorder as recorder_module
-from megatron_eqlen.rollout.carried import CarriedError, open_prompts, recall, take_up
+from megatron_eqlen.rollout.carried import CarriedError, Drawn, open_prompts, recall, take_up
 from megatron_eqlen.rollout.harvest import harvest, harvest_seed
 from megatron_eqlen.rollout.recorder import (
     JOURNALS,
@@ -75,7 +75,7 @@ class Run:
 
     def __init__(self, streams: Path, recipe: Recipe, end: float) -> None:
         self.streams, self.recipe, self.end = streams, recipe, end
-        self.suspended: dict[RolloutKey, int] = {}
+        self.suspended: dict[RolloutKey, Drawn] = {}
         self.drawn: dict[str, tuple[int, Prompt]] = {}
         self.graded: Counter = Counter()
         self.engine: Lockstep | None = None
@@ -101,7 +101,7 @@ class Run:
             found += mine
         assert not list(folder.glob(JOURNALS))
         self.suspended = {
-            rollout_key(one): carried.get(rollout_key(one), number) for one in found if one.suspended
+            rollout_key(one): carried.get(rollout_key(one), Drawn(number)) for one in found if one.suspended
         }
         found.sort(key=training_order)
         assert read_step(folder) == found, "a replay trains the same"
@@ -258,7 +258,7 @@ def test_a_rollout_is_cut_where_it_would_grow_too_old(tmp_path):
     run = Run(tmp_path, recipe_of(SIMPLE, max_staleness=2), end=0.0)
     for number in range(3):
         found = run.step(number, prompts_of(number, 1), budget=6)
-        ages = {number - drawn for drawn in run.suspended.values()}
+        ages = {number - drawn.step for drawn in run.suspended.values()}
         assert ages == set(range(min(number, 1) + 1)), "nothing is suspended in the second step after its own"
     old = [one for one in found if one.prompt_id == "p#0.0"]
     assert [one.outcome for one in old] == ["budget", "budget"]
@@ -317,7 +317,7 @@ def test_what_was_suspended_and_is_not_there_is_named(tmp_path):
     assert list(run.suspended) == [("p#0.0", 0), ("p#0.0", 1)]
     assert len(take_up(tmp_path, 1, run.suspended, run.recipe)) == 2
     with pytest.raises(CarriedError, match=r"step-00000000: expected 3 .*found 2 of them: q/0 is missing"):
-        take_up(tmp_path, 1, {**run.suspended, ("q", 0): 0}, run.recipe)
+        take_up(tmp_path, 1, {**run.suspended, ("q", 0): Drawn(0)}, run.recipe)
 
 
 def stream_with(rewards: str, carried: int = 0, outcome="suspended") -> Stream:

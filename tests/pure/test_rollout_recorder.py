@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import resource
@@ -282,16 +283,25 @@ def test_what_weights_of_another_version_generated_is_set_aside(tmp_path, caplog
     """After a resume an update that was skipped may be taken: what is recorded of later steps is stale."""
     folder = tmp_path / "step-00000003"
     set_aside_stale(folder, 3, 3)  # nothing is recorded yet
-    record(folder / "rank-0.arrow", [GROUP])
-    set_aside_stale(folder, GROUP.policy_version, GROUP.policy_version)
-    assert read_step(folder) == [GROUP]
+    record(folder / "rank-0.arrow", [TREE])
+    set_aside_stale(folder, TREE.policy_version, TREE.policy_version)
+    assert read_step(folder) == [TREE]
     record(folder / "rank-1.arrow", [STREAM])
-    record(tmp_path / "step-00000004" / "rank-0.arrow", [GROUP])
-    set_aside_stale(folder, GROUP.policy_version, GROUP.policy_version)
+    record(tmp_path / "step-00000004" / "rank-0.arrow", [TREE])
+    set_aside_stale(folder, TREE.policy_version, TREE.policy_version)
     assert read_step(folder) == []
-    assert read_step(tmp_path / "stale-step-00000004") == [GROUP], "what came after it was of that run, too"
-    assert read_step(tmp_path / "stale-step-00000003") == sorted([GROUP, STREAM], key=training_order)
-    assert "generated with policy version 0, 5, but this run is at 0" in caplog.text
+    assert read_step(tmp_path / "stale-step-00000004") == [TREE], "what came after it was of that run, too"
+    assert read_step(tmp_path / "stale-step-00000003") == sorted([TREE, STREAM], key=training_order)
+    assert "generated with policy version 3, 5, but this run is at 3" in caplog.text
+
+
+@pytest.mark.parametrize(("carried", "stays"), [({}, False), ({("a", 0): 3}, False), ({("a", 0): 2}, True)])
+def test_tokens_that_a_step_carried_may_be_as_old_as_their_rollout(tmp_path, carried, stays):
+    folder = tmp_path / "step-00000003"
+    completion = Segment([5, 6, 9], [-1, -1, -1], "stop", versions=((0, 2), (1, 4)))
+    record(folder / "rank-0.arrow", [Group(prompt("a"), 4, [completion])])
+    set_aside_stale(folder, 4, math.inf, carried)
+    assert folder.exists() == stays
 
 
 def grown(track: Track, tokens: list[int], extras: bool, version: int = 7) -> Track:
