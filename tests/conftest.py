@@ -25,7 +25,9 @@ HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "to
 """Libraries' own processes, which serve this one to its end and go with it."""
 
 
-WITH_SERVERS = ("tests/engine/test_rollout_held_up.py", "tests/engine/test_rollout_server.py")
+WITH_SERVERS = tuple(
+    f"tests/engine/test_{name}.py" for name in ("ahead_servers", "rollout_held_up", "rollout_server")
+)
 """They share two vLLM servers, which take 12 CPU-seconds each to start."""
 
 

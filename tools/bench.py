@@ -14,7 +14,7 @@ from megatron_eqlen.quiet import quiet
 BENCHMARKS = {
     "harvest": "equal-length and independent harvest against plain LLM.generate on one engine",
     "sync": "weight syncs into the engine in process and into servers",
-    "overlap": "steps an hour of runs whose server generates ahead of training by 0, 1 and 2 steps",
+    "overlap": "runs whose server generates ahead of training by 0, 1 and 2 steps: speed and reward",
     "convert": "speed and memory of conversion to Megatron and back",
     "trees": "forward and backward of token trees against 2N and N + 1 sequences",
     "grade": "answers a second of the math grader and the code sandbox",

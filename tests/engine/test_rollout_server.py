@@ -8,6 +8,7 @@ import re
 import socket
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,13 +17,15 @@ from aiohttp import web
 from safetensors.torch import load_file
 
 from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.rollout.carried import Carried, Drawn, take_up
 from megatron_eqlen.rollout.engine import Engine, EngineError
-from megatron_eqlen.rollout.harvest import harvest
+from megatron_eqlen.rollout.harvest import harvest, harvest_seed
+from megatron_eqlen.rollout.recorder import Recorder
 from megatron_eqlen.rollout.sync_check import SyncCheck
 from megatron_eqlen.rollout.vllm import client, pool, tcp_sender
 from megatron_eqlen.rollout.vllm.client import ServerEngine
 from megatron_eqlen.rollout.vllm.weight_stream import HELLO, connect, encode, receive
-from megatron_eqlen.types import Delta, Prompt, Rollout
+from megatron_eqlen.types import Delta, Metrics, Prompt, Rollout, rollout_key
 from tests.kit.processes import are_gone, command_line, descendants, within
 from tests.kit.rollout_kit import folder, server_recipe
 from tools.benchmarks.servers import free_ports
@@ -79,7 +82,19 @@ def begin_a_sync_and_die(engine: ServerEngine) -> None:
     engine.pool.io.run(feed.close())
 
 
-def test_two_servers_harvest_what_one_process_does_through_a_sync_and_a_death(servers, monkeypatch):
+def suspended(
+    engine: ServerEngine, recipe: Recipe, streams: Path
+) -> tuple[list[Rollout], list[Carried], Metrics]:
+    """A step that its budget ends early: its complete rollouts, and what the next one goes on with."""
+    limits = {"carry_over": True, "tokens_per_step": 400}
+    recipe = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update=limits)})
+    with Recorder(streams / "step-00000000/rank-0.arrow") as recorder:
+        found, metrics = harvest(engine, PROMPTS, recipe, EOS, harvest_seed(recipe, 0), recorder=recorder)
+    left = {rollout_key(one): Drawn(0, engine.policy_version) for one in found if one.suspended}
+    return [one for one in found if not one.suspended], take_up(streams, 1, left, recipe), metrics
+
+
+def test_two_servers_harvest_what_one_process_does_through_a_sync_and_a_death(servers, monkeypatch, tmp_path):
     monkeypatch.setattr(tcp_sender, "BUCKET_BYTES", 20_000)  # layers are split between several
     recipe = server_recipe(list(servers), keep_routes=True)
     weights = load_file(folder("qwen3_moe", 1) / "model.safetensors")
@@ -109,7 +124,10 @@ def test_two_servers_harvest_what_one_process_does_through_a_sync_and_a_death(se
     for token_ids, logprobs in remote.probe().values():
         assert token_ids == alone[0]
         assert logprobs == pytest.approx(alone[1], abs=2e-5)
-    expected, _ = harvest(local, PROMPTS, recipe, EOS, seed=2)
+    expected, _ = harvest(local, PROMPTS, recipe, EOS, harvest_seed(recipe, 0))
+    complete, carried, metrics = suspended(remote, recipe, tmp_path)
+    assert sum(one.tokens > 0 for one in carried) > 1
+    assert metrics["engine/sync_bytes"] == sum(w.numel() * w.element_size() for w in weights.values())
     completed = []
 
     def kill_one(rollout: Rollout) -> None:
@@ -117,12 +135,13 @@ def test_two_servers_harvest_what_one_process_does_through_a_sync_and_a_death(se
             next(iter(servers.values())).kill()
         completed.append(rollout)
 
-    found, metrics = harvest(remote, PROMPTS, recipe, EOS, seed=2, on_complete=kill_one)
-    assert_same(found, expected)
-    assert len(completed) == len(expected)
+    found, metrics = harvest(remote, [], recipe, EOS, 0, kill_one, carried=carried)
+    for segment in (segment for one in found for segment in one.segments()):
+        segment.carried = False
+    assert_same(sorted([*complete, *found], key=rollout_key), expected)
+    assert len(completed) == len(carried)
     assert {stream.policy_version for stream in found} == {1}
     assert metrics["engine/live_replicas"] == 1
-    assert metrics["engine/sync_bytes"] == sum(w.numel() * w.element_size() for w in weights.values())
     assert metrics["harvest/retries"] > 0
 
     with pytest.raises(ValueError, match="missing"):
@@ -132,7 +151,7 @@ def test_two_servers_harvest_what_one_process_does_through_a_sync_and_a_death(se
     with pytest.raises(EngineError, match="failed half way"):
         remote.submit("x", [5], 1, 0)
     remote.update_weights(iter(weights.items()), 1)
-    assert_same(harvest(remote, PROMPTS[:1], recipe, EOS, seed=2)[0], expected[:2])
+    assert_same(harvest(remote, PROMPTS[:1], recipe, EOS, harvest_seed(recipe, 0))[0], expected[:2])
     remote.close()
     local.close()
 

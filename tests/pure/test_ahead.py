@@ -141,16 +141,26 @@ def rollouts(
     engine: Served, streams: Path, staleness: int, steps: int | None = STEPS, **rollout: Any
 ) -> Iterator[Any]:
     engine.gate.set()
+    with opened(recipe(staleness, steps, **rollout), engine, streams) as one:
+        try:
+            yield one
+        finally:
+            engine.close()
+            engine.gate.set()
+
+
+@contextmanager
+def opened(recipe: Recipe, engine: Any, streams: Path) -> Iterator[Any]:
+    """The rollouts of a run, until it ends."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generation, "PromptSource", lambda *_: Counting())
         patch.setattr(generation, "start_engine", lambda *_, **__: engine)
-        generator = Generator(session(recipe(staleness, steps, **rollout)), streams)
-    one = Ahead(generator) if staleness else generator
+        generator = Generator(session(recipe), streams)
+    one = Ahead(generator) if recipe.rollout.staleness else generator
     try:
         yield one
     finally:
         engine.close()
-        engine.gate.set()
         if isinstance(one, Ahead):
             one.close()
 

@@ -23,7 +23,7 @@ from megatron_eqlen.step import Step
 from megatron_eqlen.types import Delta, Prompt, Rollout, RolloutKey, rollout_key, sampled_by
 from tests.kit.marks import examples
 from tests.pure import test_ahead as ahead
-from tests.pure.test_ahead import Graders, Killed, Served, rollouts, world_of_one
+from tests.pure.test_ahead import Counting, Graders, Killed, Served, rollouts, world_of_one
 from tests.pure.test_carry_over import content, units_of
 from tests.pure.test_rollout_harvest import EOS
 from tests.pure.test_rollout_resume import Lockstep
@@ -128,41 +128,53 @@ def test_every_unit_is_trained_once_and_no_token_too_late(seed, staleness, budge
         check(Path(home), trained, ahead.recipe(staleness, STEPS, **limits))
 
 
-def check(streams: Path, trained: dict[int, Trained], recipe: Recipe) -> None:
-    rollout, drawn_in, ended = recipe.rollout, dict[RolloutKey, int](), dict[RolloutKey, Rollout]()
-    units, prompts = defaultdict(list), dict[str, Prompt]()
+@dataclass
+class Harvested:
+    """What a run's record holds of its rollouts."""
+
+    drawn: dict[RolloutKey, int]
+    """Steps."""
+    ended: dict[RolloutKey, Rollout]
+    units: dict[RolloutKey, list]
+    """All that was trained."""
+
+
+def check_record(streams: Path, trained: dict[int, Trained], recipe: Recipe) -> Harvested:
+    """Each rollout takes part where units are due, ends once, and is no older than allowed."""
+    rollout, found = recipe.rollout, Harvested({}, {}, defaultdict(list))
     for number, step in sorted(trained.items()):
         recorded = read_step(streams / step_name(number))
         taking_part = [one for one in recorded if kind_of(one).takes_part(one, recipe)]
-        assert [*map(content, step.rollouts)] == [*map(content, taking_part)], (
-            "the record has what was trained"
-        )
+        assert [*map(content, step.rollouts)] == [*map(content, taking_part)], "it was trained as recorded"
         for one in recorded:
             key = rollout_key(one)
-            assert key not in ended
-            drawn = drawn_in.setdefault(key, number)
-            prompts[one.prompt_id] = one.prompt
-            oldest = trained[max(drawn - rollout.staleness, 0)].before
-            assert number - drawn <= rollout.max_staleness
-            assert not one.suspended or number - drawn < rollout.max_staleness
-            assert min(sampled_by(one)) >= oldest
-            units[key] += units_of(one, recipe)
+            assert key not in found.ended
+            drawn = found.drawn.setdefault(key, number)
+            assert number - drawn <= rollout.max_staleness - one.suspended
+            assert min(sampled_by(one)) >= trained[max(drawn - rollout.staleness, 0)].before
+            found.units[key] += units_of(one, recipe)
             if not one.suspended:
-                ended[key] = one
-    assert {prompt.number for prompt in prompts.values()} == set(range(len(prompts))), "none is left out"
-    assert len(drawn_in) == len(prompts) * recipe.rollouts_per_prompt
-    for prompt in prompts.values():
-        for whole in uninterrupted(prompt, drawn_in[prompt.prompt_id, 0], recipe):
-            key, wanted = rollout_key(whole), units_of(whole, recipe)
-            if key not in ended:
-                assert units[key] == wanted[: len(units[key])], "suspended at the end"
-            elif ended[key].outcome != "budget":
-                assert content(ended[key]) == content(whole)
-                assert units[key] == wanted
-            else:
-                pairs = len(ended[key].pairs)
-                assert [len(unit) for unit in units[key]] == [2] * pairs
-                assert content(ended[key])[: 2 * pairs] == content(whole)[: 2 * pairs]
+                found.ended[key] = one
+    prompts = {prompt_id for prompt_id, _ in found.drawn}
+    assert prompts == {f"p#{n}" for n in range(len(prompts))}, "none is left out"
+    assert len(found.drawn) == len(prompts) * recipe.streams_per_prompt
+    return found
+
+
+def check(streams: Path, trained: dict[int, Trained], recipe: Recipe) -> None:
+    found = check_record(streams, trained, recipe)
+    for (prompt_id, index), drawn in found.drawn.items():
+        (prompt,) = Counting(int(prompt_id[2:])).next(1)
+        whole = uninterrupted(prompt, drawn, recipe)[index]
+        key, wanted = rollout_key(whole), units_of(whole, recipe)
+        if key not in found.ended:
+            assert found.units[key] == wanted[: len(found.units[key])], "suspended at the end"
+        elif (one := found.ended[key]).outcome != "budget":
+            assert content(one) == content(whole)
+            assert found.units[key] == wanted
+        else:
+            assert [len(unit) for unit in found.units[key]] == [2] * len(one.pairs)
+            assert content(one)[: 2 * len(one.pairs)] == content(whole)[: 2 * len(one.pairs)]
 
 
 def uninterrupted(prompt: Prompt, drawn: int, recipe: Recipe) -> list[Rollout]:

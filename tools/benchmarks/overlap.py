@@ -1,11 +1,17 @@
-"""Steps an hour of real runs at ``rollout.staleness`` 0, 1, 2, ..., server and trainer on a core each.
+"""Real runs at ``rollout.staleness`` 0, 1, 2, ..., server and trainer on a core each: speed and reward.
 
-Every run trains the same model on the same prompts with the same seed; what differs is how far ahead the
-server generates. A run's time is from the end of its first step to the end of its last. With several
-``--seeds`` a second table has the mean reward at the same wall time, with 95% intervals over the seeds. The
-default is a random model with a reward for responses of even length; ``--recipe`` runs another one, whose
-inputs must be there. ``--set`` changes keys of either: ``loss.epochs=2`` makes training longer against
-generation, say.
+Every run of a seed trains the same model on the same prompts; what differs is how far ahead the server
+generates (``--staleness``) and the keys of ``--variants``. A run's time is from the end of its first step to
+the end of its last. With several ``--seeds``, means have 95% intervals over the seeds (Student's t), and
+differences to the first kind are paired by seed.
+
+``--task even`` is a random model with a reward for responses of even length: for speeds. ``--task
+arithmetic`` is the quickstart's model, which a warm-up has brought half the way, so that rewards can rise:
+accuracy on held-out questions, too. ``--recipe`` runs another one, whose inputs must be there. ``--set``
+changes keys of any: ``loss.epochs=2`` makes training longer against generation, say.
+
+With ``--out`` the runs are kept there, and those that are complete are not repeated; one that was cut short
+starts anew, since its time would be wrong.
 """
 
 from __future__ import annotations
@@ -13,20 +19,27 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
+import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
-from megatron_eqlen.evaluation.statistics import t_quantile
+from megatron_eqlen.evaluation.result import read_results
+from megatron_eqlen.evaluation.statistics import t_interval
+from megatron_eqlen.files import write_text
 from megatron_eqlen.metrics import (
     OBJECTIVE_EFFECTIVE_SAMPLES,
     REWARD_MEAN,
+    STALENESS_MEAN,
     TIME_ENGINE_IDLE,
     TIME_STEP,
     TIME_TRAINER_IDLE,
@@ -37,8 +50,9 @@ from tools.benchmarks.servers import running
 from tools.benchmarks.table import show
 
 ROOT = Path(__file__).parents[2]
-MOMENTS = 4
-"""Wall times at which the reward is compared."""
+PARTS = 4
+"""Of the time of the shortest run: the reward is compared in each. The final reward is of so much of the
+steps."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,108 +62,215 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--seeds", type=int, default=1, help="runs of each kind")
-    parser.add_argument("--recipe", type=Path, help="default: a random model, made here")
+    parser.add_argument("--task", choices=TASKS, default="even")
+    parser.add_argument("--recipe", type=Path, help="in place of a task")
     parser.add_argument(
         "--set", nargs="+", default=[], metavar="key=value", help="changes of every run's recipe"
     )
     parser.add_argument("--cores", type=int, nargs=2, default=[0, 1], help="of trainer and server")
+    parser.add_argument("--out", type=Path, help="keep the run folders here, and go on from them")
     parser.add_argument("--json", type=Path)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How runs differ that have one seed."""
+
+    staleness: int
+    keys: str
+
+    @property
+    def names(self) -> dict[str, Any]:
+        return {"staleness": self.staleness, "keys": self.keys or "-"}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run that is complete."""
+
+    records: Records
+    accuracy: dict[str, float]
+    """Means over the benchmarks, ``before`` and ``after``; none without benchmarks."""
+
+    @property
+    def seconds(self) -> float:
+        """From the end of the first step to that of the last."""
+        return self.ended(len(self.records) - 1)
+
+    def ended(self, step: int) -> float:
+        """Seconds after the end of the first step."""
+        return self.records[step]["time"] - self.records[0]["time"]
+
+    def an_hour(self, name: str | None = None) -> float:
+        """Steps, or what they have of ``name``."""
+        return 3600 * sum(one.get(name) or 0.0 if name else 1.0 for one in self.records[1:]) / self.seconds
+
+    def mean(self, name: str) -> float:
+        return fmean(one.get(name) or 0.0 for one in self.records[1:])
+
+    def reward(self, since: float, until: float) -> float:
+        """Of the steps that ended after ``since`` and by ``until``, or of the newest one by then."""
+        ended = [n for n in range(len(self.records)) if self.ended(n) <= until]
+        return fmean(
+            self.records[n][REWARD_MEAN] for n in [n for n in ended if self.ended(n) > since] or ended[-1:]
+        )
+
+    @property
+    def final_reward(self) -> float:
+        newest = self.records[-max(1, len(self.records) // PARTS) :]
+        return fmean(one[REWARD_MEAN] for one in newest)
+
+
+Runs = dict[Kind, list[Trained]]
+"""One of each seed."""
 
 
 def run(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        home = Path(folder)
-        recipe = args.recipe or make_recipe(home)
+        home = (args.out or Path(folder)).resolve()
+        recipe = args.recipe or TASKS[args.task](home)
         trainer, server = ({core} for core in args.cores)
         os.sched_setaffinity(0, server)  # processes inherit it
-        fixed = [f"steps={args.steps}", "evaluation.every=0", "evaluation.benchmarks=[]", *args.set]
+        fixed = [f"steps={args.steps}", "evaluation.every=0", *args.set]
+        kinds = [Kind(staleness, keys) for keys in args.variants for staleness in args.staleness]
         with running(load(recipe, fixed), 1, OMP_NUM_THREADS="1") as servers:
             os.sched_setaffinity(0, trainer)
             fixed += ["rollout.engine=server", f"rollout.servers=[{','.join(servers)}]"]
             fixed += ["cluster.processes_per_node=1"]
-            runs = {
-                (staleness, variant): [
-                    train(recipe, home / f"{staleness}-{variant}-{seed}", staleness, variant, seed, fixed)
-                    for seed in range(args.seeds)
-                ]
-                for variant in args.variants
-                for staleness in args.staleness
-            }
-    baseline = runs[args.staleness[0], args.variants[0]]
-    results = [speed(*kind, records, baseline) for kind, records in runs.items()]
-    show(results, f"{args.steps} steps, {args.seeds} seed(s), a core each for server and trainer", args.json)
+            runs: Runs = {kind: [] for kind in kinds}
+            for seed in range(args.seeds):
+                for kind in kinds:  # in turns: what changes on the machine changes for all
+                    runs[kind].append(train(recipe, home, kind, seed, fixed, args.steps))
+    tables = {"speed": speeds(runs)}
+    show(
+        tables["speed"], f"{args.steps} steps, {args.seeds} seed(s), a core each for server and trainer", None
+    )
     if args.seeds > 1:
-        until = min(seconds(one) for of_kind in runs.values() for one in of_kind)
-        moments = [until * (number + 1) / MOMENTS for number in range(MOMENTS)]
-        show(
-            [rewards(*kind, records, moments) for kind, records in runs.items()], "mean reward by then", None
-        )
+        tables |= {"final": finals(runs), "reward over time": rewards(runs)}
+        show(tables["final"], f"at the end (reward: of the last {1 / PARTS:.0%} of the steps)", None)
+        show(tables["reward over time"], "mean reward in parts of the time of the shortest run", None)
+    if args.json is not None:
+        write_text(args.json, json.dumps(tables | {"runs": raw(runs)}, indent=1) + "\n")
 
 
-def train(
-    recipe: Path, folder: Path, staleness: int, variant: str, seed: int, fixed: Sequence[str]
-) -> Records:
-    """The metrics of one run."""
-    own = [
-        f"run_dir={folder}",
-        f"rollout.staleness={staleness}",
-        f"seed={seed}",
-        *filter(None, variant.split(",")),
-    ]
-    command = [sys.executable, "-m", "megatron_eqlen.cli", "train", recipe, *fixed, *own]
-    environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    subprocess.run(command, env=environ, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    return read_metrics(folder)
-
-
-def seconds(records: Records) -> float:
-    """From the end of the first step to that of the last."""
-    return records[-1]["time"] - records[0]["time"]
-
-
-def speed(staleness: int, variant: str, runs: list[Records], baseline: list[Records]) -> dict[str, Any]:
-    def mean(name: str) -> float:
-        return statistics.fmean(record.get(name) or 0.0 for one in runs for record in one[1:])
-
-    hours = sum(map(seconds, runs)) / 3600
-    steps = sum(len(one) - 1 for one in runs)
-    first = 3600 * sum(len(one) - 1 for one in baseline) / sum(map(seconds, baseline))
-    return {
-        "staleness": staleness,
-        "keys": variant or "-",
-        "steps/h": steps / hours,
-        "to the first": steps / hours / first,
-        "effective/h": steps * mean(OBJECTIVE_EFFECTIVE_SAMPLES) / hours,
-        "step s": mean(TIME_STEP),
-        "harvest s": mean("time/harvest"),
-        "train s": mean("time/train"),
-        "sync s": mean("time/sync"),
-        "engine idle s": mean(TIME_ENGINE_IDLE),
-        "trainer idle s": mean(TIME_TRAINER_IDLE),
+def train(recipe: Path, home: Path, kind: Kind, seed: int, fixed: Sequence[str], steps: int) -> Trained:
+    """A run, unless it is complete."""
+    folder = home / f"staleness={kind.staleness},{kind.keys},seed={seed}".replace("/", "_")
+    if len(read_metrics(folder)) < steps or not (folder / "export").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        own = [f"run_dir={folder}", f"rollout.staleness={kind.staleness}", f"seed={seed}"]
+        own += filter(None, kind.keys.split(","))
+        command = [sys.executable, "-m", "megatron_eqlen.cli", "train", recipe, *fixed, *own]
+        environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        subprocess.run(command, env=environ, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    results = {label: folder / f"evaluation/{label}.json" for label in ("before", "after")}
+    accuracy = {
+        label: fmean(one.accuracy.mean for one in read_results(path))
+        for label, path in results.items()
+        if path.exists()
     }
+    return Trained(read_metrics(folder), accuracy)
 
 
-def rewards(staleness: int, variant: str, runs: list[Records], moments: Sequence[float]) -> dict[str, Any]:
-    """Of the step that had ended last at each moment, over the seeds."""
-    row: dict[str, Any] = {"staleness": staleness, "keys": variant or "-"}
-    for moment in moments:
-        found = [
-            [one[REWARD_MEAN] for one in records if one["time"] - records[0]["time"] <= moment][-1]
-            for records in runs
-        ]
-        half = t_quantile(0.975, len(found) - 1) * np.std(found, ddof=1) / np.sqrt(len(found))
-        row[f"at {moment:.0f} s"] = f"{np.mean(found):.3f} ±{half:.3f}"
+def speeds(runs: Runs) -> list[dict[str, Any]]:
+    means = {
+        "step s": TIME_STEP,
+        "harvest s": "time/harvest",
+        "train s": "time/train",
+        "sync s": "time/sync",
+        "engine idle s": TIME_ENGINE_IDLE,
+        "trainer idle s": TIME_TRAINER_IDLE,
+        "age": STALENESS_MEAN,
+    }
+    return [
+        kind.names
+        | {
+            "steps/h": interval(of_kind, Trained.an_hour),
+            "to the first": ratio(runs, kind, Trained.an_hour),
+            "effective/h": interval(of_kind, effective),
+            "to the first ": ratio(runs, kind, effective),
+        }
+        | {name: fmean(one.mean(metric) for one in of_kind) for name, metric in means.items()}
+        for kind, of_kind in runs.items()
+    ]
+
+
+def effective(one: Trained) -> float:
+    """Effective samples an hour."""
+    return one.an_hour(OBJECTIVE_EFFECTIVE_SAMPLES)
+
+
+def finals(runs: Runs) -> list[dict[str, Any]]:
+    """Reward and accuracy, and their differences to the first kind."""
+    measures: dict[str, Callable[[Trained], float]] = {"reward": lambda one: one.final_reward}
+    if all(one.accuracy for of_kind in runs.values() for one in of_kind):
+        measures["accuracy before"] = lambda one: one.accuracy["before"]
+        measures["accuracy"] = lambda one: one.accuracy["after"]
+    return [kind.names | with_difference(runs, kind, measures) for kind in runs]
+
+
+def rewards(runs: Runs) -> list[dict[str, Any]]:
+    """At the same wall time."""
+    until = min(one.seconds for of_kind in runs.values() for one in of_kind)
+    ends = [until * part / PARTS for part in range(PARTS + 1)]
+    measures: dict[str, Callable[[Trained], float]] = {
+        f"to {end:.0f} s": partial(Trained.reward, since=since, until=end) for since, end in pairwise(ends)
+    }
+    return [kind.names | with_difference(runs, kind, measures) for kind in runs]
+
+
+def with_difference(
+    runs: Runs, kind: Kind, measures: dict[str, Callable[[Trained], float]]
+) -> dict[str, str]:
+    """Each measure over the seeds, and its difference to the first kind, paired by seed."""
+    first = next(iter(runs.values()))
+    row = {}
+    for name, measure in measures.items():
+        pairs = zip(runs[kind], first, strict=True)
+        row[name] = interval(runs[kind], measure)
+        row[f"{name}, difference"] = of_values([measure(one) - measure(other) for one, other in pairs])
     return row
 
 
-def make_recipe(home: Path) -> Path:
+def ratio(runs: Runs, kind: Kind, measure: Callable[[Trained], float]) -> str:
+    """To the first kind, paired by seed."""
+    first = next(iter(runs.values()))
+    return of_values([measure(one) / measure(other) for one, other in zip(runs[kind], first, strict=True)])
+
+
+def interval(runs: Sequence[Trained], measure: Callable[[Trained], float]) -> str:
+    return of_values([measure(one) for one in runs])
+
+
+def of_values(values: Sequence[float]) -> str:
+    """The mean, with its 95% interval where there are several."""
+    found = t_interval(np.array(values)[:, None])
+    return f"{found.mean:.4g}" if len(values) == 1 else f"{found.mean:.4g} ±{found.high - found.mean:.2g}"
+
+
+def raw(runs: Runs) -> list[dict[str, Any]]:
+    """Every run's numbers, to compute anything else from."""
+    return [
+        kind.names
+        | {
+            "seed": seed,
+            "steps/h": one.an_hour(),
+            "effective/h": effective(one),
+            "final reward": one.final_reward,
+            "accuracy": one.accuracy,
+            "seconds": [one.ended(n) for n in range(len(one.records))],
+            "rewards": [record[REWARD_MEAN] for record in one.records],
+        }
+        for kind, of_kind in runs.items()
+        for seed, one in enumerate(of_kind)
+    ]
+
+
+def random_model(home: Path) -> Path:
     """A recipe for a random tiny model, which it makes."""
-    for script, *arguments in (
-        ("make_arithmetic.py", "--out", home / "data", "--train", "400", "--test", "4"),
-        ("make_tiny_model.py", "--data", home / "data/train.parquet", "--out", home / "base", "--steps", "0",
-         "--processes", "1"),
-    ):  # fmt: skip
-        subprocess.run([sys.executable, ROOT / "tools" / script, *map(str, arguments)], check=True, cwd=ROOT)
+    make("make_arithmetic.py", "--out", home / "data", "--train", 400, "--test", 4)
+    train = home / "data/train.parquet"
+    make("make_tiny_model.py", "--data", train, "--out", home / "base", "--steps", 0, "--processes", 1)
     rows = [{"question": f"Compute ${n}+1$.", "answer": str(n), "grader": "rubric"} for n in range(400)]
     (home / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (home / "recipe.yaml").write_text(
@@ -174,6 +295,35 @@ report: {{keep_streams: 1}}
 """
     )
     return home / "recipe.yaml"
+
+
+def half_warmed(home: Path) -> Path:
+    """The quickstart's recipe, for its model and data, which it makes."""
+    make("make_arithmetic.py", "--out", home / "data")
+    make("make_tiny_model.py", "--data", home / "data/train.parquet", "--out", home / "base")
+    write_text(
+        home / "recipe.yaml",
+        f"""
+extends: {ROOT}/recipes/tiny_cpu.yaml
+name: overlap
+model: {{path: {home}/base}}
+data:
+  sources: [{{name: arithmetic, reader: deepmath, path: {home}/data/train.parquet}}]
+loss: {{rollout_is: token}}
+checkpoint: {{every: 1000}}
+report: {{keep_streams: 1}}
+evaluation:
+  benchmarks: [{{name: arithmetic, reader: deepmath, path: {home}/data/test.parquet, limit: 64}}]
+""",
+    )
+    return home / "recipe.yaml"
+
+
+TASKS: dict[str, Callable[[Path], Path]] = {"even": random_model, "arithmetic": half_warmed}
+
+
+def make(script: str, *arguments: Any) -> None:
+    subprocess.run([sys.executable, ROOT / "tools" / script, *map(str, arguments)], check=True, cwd=ROOT)
 
 
 def even_length(question: str, response: str, gold: str) -> float:
