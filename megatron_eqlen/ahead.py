@@ -34,7 +34,7 @@ from megatron_eqlen.step import Step
 from megatron_eqlen.training import distributed
 from megatron_eqlen.training.distributed import agree
 from megatron_eqlen.training.policy import Policy
-from megatron_eqlen.types import Metrics, RolloutKey, sampled_by
+from megatron_eqlen.types import Metrics, RolloutKey
 
 
 class Ahead:
@@ -50,8 +50,6 @@ class Ahead:
         """Those steps, on rank 0 alone."""
         self.begun = 0
         """Number of the next step to begin."""
-        self.is_fresh = True
-        """Whether the newest step that was taken is all of the weights that it trains."""
         self.suspended: dict[RolloutKey, Drawn] = {}
         """With ``rollout.carry_over``, after the newest step that was taken."""
         self._thread = ThreadPoolExecutor(1, "harvest")
@@ -67,7 +65,6 @@ class Ahead:
         with self.session.stage("wait") as seconds:
             taken = everyones(self.under_way.popleft().result() if distributed.is_rank0() else None)
         del self.oldest[step.number]
-        self.is_fresh = all(sampled_by(one) == {step.policy_version} for one in taken.rollouts)
         self.suspended = suspended_at(taken.data_position)
         position = {"source": taken.data_position, "oldest": list(self.oldest.items())}
         known = {"policy_version": step.policy_version, "started": step.started, "data_position": position}
@@ -106,8 +103,7 @@ class Ahead:
         return self.generator.update_weights(policy)
 
     def disagreement(self, mismatch: float | None) -> str | None:
-        """Tokens of older weights say nothing of a sync."""
-        return self.generator.disagreement(mismatch) if self.is_fresh else None
+        return self.generator.disagreement(mismatch)
 
     def close(self) -> None:
         """Break off what is under way; it stays recorded."""

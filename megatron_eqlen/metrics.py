@@ -122,6 +122,7 @@ STAGES = (
 
 TOKENS, UPDATES = "loss/tokens", "train/updates"
 MISMATCH = "mismatch/logprob_abs_diff"
+COMPARED, MISMATCH_OF_COMPARED = "mismatch/compared_tokens", "mismatch/compared_abs_diff"
 SEQUENCES = "mismatch/sequences"
 RATIO_QUANTILES = {
     "mismatch/ratio_min": 0.0,
@@ -261,6 +262,8 @@ DECLARED = (
     # ---- mismatch: trainer against engine, over supervised tokens; names as verl's rollout_corr/... -------
     Metric(SEQUENCES, "segments", "sum", "supervised"),
     Metric(MISMATCH, "nats", PER_TOKEN, "|log trainer / engine| (slime: train_rollout_logprob_abs_diff)"),
+    Metric(COMPARED, "tokens", "sum", "of the weights that are trained, where older ones sampled some"),
+    Metric(MISMATCH_OF_COMPARED, "nats", mean(COMPARED), "|log trainer / engine| of these"),
     Metric("mismatch/logprob_abs_diff_max", "nats", "max", "largest of a token"),
     Metric(MISMATCH_KL, "nats", PER_TOKEN, "k1 estimate of KL(engine || trainer)"),
     Metric("mismatch/k3_kl", "nats", PER_TOKEN, "k3 estimate of it"),

@@ -131,13 +131,7 @@ def _check_mismatch(rollout: RolloutRecipe) -> None:
     if rollout.mismatch.then != "warn" and not rollout.comparable:
         raise ValueError(
             f"rollout.mismatch.then: {rollout.mismatch.then} compares the engine's log-probs with the "
-            f"trainer's: it needs rollout.logprobs_mode: raw, or rollout.keep_sampling_mask: true, and no "
-            f"rollout.carry_over, where older weights sampled some tokens"
-        )
-    if rollout.mismatch.then == "skip" and rollout.staleness:
-        raise ValueError(
-            f"rollout.mismatch.then: skip would skip updates for the age of their tokens: it needs "
-            f"rollout.staleness: 0, found {rollout.staleness}"
+            "trainer's: it needs rollout.logprobs_mode: raw, or rollout.keep_sampling_mask: true"
         )
 
 

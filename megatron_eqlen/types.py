@@ -478,6 +478,8 @@ class Node(_Arrays):
     """As its segments'."""
     routes: Routes | None = None
     """Same length as ``token_ids``, the root's one less. None: the trainer's routers choose."""
+    versions: Versions = ()
+    """Which weights sampled ``token_ids``."""
 
     def __post_init__(self) -> None:
         self.token_ids = _array(self.token_ids, np.int32)
@@ -564,6 +566,8 @@ class Row:
     """[S] float64, 0 where not supervised."""
     rollout_logprobs: np.ndarray
     """[S] float64, the engine's; 0 where not supervised."""
+    versions: np.ndarray
+    """[S] int64, policy version of the weights that sampled the label; -1 where not supervised or unknown."""
     nodes: list[RowNode]
     num_tokens: int
     """Positions in use; the rest up to S is padding."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_eqlen.packing.tree import Forest
-from megatron_eqlen.types import Row, RowNode, SamplingMask
+from megatron_eqlen.types import Row, RowNode, SamplingMask, version_spans
 
 
 def fill_row(
@@ -15,7 +15,7 @@ def fill_row(
 
     ``nodes`` [m] int64 are forest indices of whole or partial trees in depth-first order, ancestors
     included; ``supervised`` [m] bool says which of them are trained here (the others are context).
-    ``for_loss``: fill in what only the loss reads, rollout log-probs and sampling masks.
+    ``for_loss``: fill in what only the loss reads, rollout log-probs, their versions and sampling masks.
     """
     lengths = forest.length[nodes]
     starts = np.cumsum(lengths) - lengths
@@ -32,6 +32,7 @@ def fill_row(
         advantages=np.zeros(length),
         weights=np.zeros(length),
         rollout_logprobs=np.zeros(length),
+        versions=np.full(length, -1, np.int64),
         nodes=_row_nodes(forest, nodes, above, starts),
         num_tokens=used,
     )
@@ -47,6 +48,7 @@ def fill_row(
     row.routes = _routes(forest, nodes, starts, length)
     if for_loss:
         row.rollout_logprobs[row.segment_ids >= 0] = _logprobs(forest, nodes[trained])
+        row.versions[row.segment_ids >= 0] = _versions(forest, nodes[trained])
         row.mask_ids, row.mask_counts = _mask(forest, nodes[trained])
     return row
 
@@ -126,6 +128,17 @@ def _routes(forest: Forest, nodes: np.ndarray, starts: np.ndarray, length: int) 
 def _logprobs(forest: Forest, nodes: np.ndarray) -> np.ndarray:
     """The rollout log-probs of ``nodes``, one after the other."""
     return np.concatenate([np.zeros(0), *(forest.nodes[node].rollout_logprobs for node in nodes)])
+
+
+def _versions(forest: Forest, nodes: np.ndarray) -> np.ndarray:
+    """Of the tokens of ``nodes``, one after the other."""
+    versions = np.full(int(forest.length[nodes].sum()), -1, np.int64)
+    start = 0
+    for node, length in zip(nodes.tolist(), forest.length[nodes].tolist(), strict=True):
+        for first, stop, version in version_spans(forest.nodes[node].versions, length):
+            versions[start + first : start + stop] = version
+        start += length
+    return versions
 
 
 def _mask(forest: Forest, nodes: np.ndarray) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:

@@ -161,7 +161,8 @@ class TreeSamplingRecipe(Section):
 
 
 class MismatchRecipe(Section):
-    """The mismatch is the mean |log-prob difference| of trainer and engine over an update's tokens."""
+    """The mismatch is the mean |log-prob difference| of trainer and engine over those of an update's tokens
+    that the weights sampled which it trains."""
 
     tolerance: PositiveFloat = 0.1
     """Nats. Float32 on CPUs stays below 1e-4, dense models in bfloat16 at 0.01 to 0.04; an engine with wrong
@@ -244,9 +245,8 @@ class RolloutRecipe(Section):
 
     @property
     def comparable(self) -> bool:
-        """Whether the engine's log-probs are of the distribution that the trainer computes, of all tokens
-        that are trained: with ``carry_over`` older weights sampled some."""
-        return (self.logprobs_mode == "raw" or self.keep_sampling_mask) and not self.carry_over
+        """Whether the engine's log-probs are of the distribution that the trainer computes."""
+        return self.logprobs_mode == "raw" or self.keep_sampling_mask
 
     @property
     def mask_width(self) -> int:

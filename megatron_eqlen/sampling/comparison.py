@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_eqlen.types import FinishReason, Node, Rollout, SamplingMask, Segment, joined
+from megatron_eqlen.types import FinishReason, Node, Rollout, SamplingMask, Segment, joined, joined_versions
 
 EQUAL_REWARDS = 1e-9
 """Rewards closer than this are equal: a mean of rewards carries round-off, and dividing by a standard
@@ -81,4 +81,5 @@ def node(parent: int, *segments: Segment) -> Node:
         sampling_mask=SamplingMask.joined(masks) if masks else None,
         home=segments[0].home,
         routes=joined(routes) if len(routes) == len(segments) else None,
+        versions=joined_versions((len(segment), segment.versions) for segment in segments),
     )

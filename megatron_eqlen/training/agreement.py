@@ -1,6 +1,7 @@
 """What is done where trainer and engine disagree about the tokens that they share (``rollout.mismatch``).
 
-The mismatch is the mean |log-prob difference| of an update's tokens, of the weights that sampled them.
+The mismatch is the mean |log-prob difference| of an update's tokens, of those that the weights sampled which
+it trains: where older weights sampled all of them, there is none.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ from collections.abc import Sequence
 from statistics import fmean
 
 import numpy as np
+import torch
 
+from megatron_eqlen.metrics import COMPARED, MISMATCH, MISMATCH_OF_COMPARED
 from megatron_eqlen.recipe import MismatchRecipe, RolloutRecipe
 from megatron_eqlen.training.finite import Problem
 from megatron_eqlen.training.forward import supervised_positions
 from megatron_eqlen.training.policy_loss import RowLoss
 from megatron_eqlen.training.rows import Rows
-from megatron_eqlen.types import WorstToken
+from megatron_eqlen.types import Metrics, WorstToken
 
 
 class MismatchError(ValueError):
@@ -48,10 +51,19 @@ class MismatchWatch:
         )
 
 
-def mismatch_problem(mismatch: float, worst: WorstToken | None, rollout: RolloutRecipe) -> Problem | None:
+def mismatch_of(measured: Metrics) -> float | None:
+    """The mismatch of an update, from its metrics."""
+    if COMPARED not in measured:
+        return measured[MISMATCH]
+    return measured[MISMATCH_OF_COMPARED] if measured[COMPARED] else None
+
+
+def mismatch_problem(
+    mismatch: float | None, worst: WorstToken | None, rollout: RolloutRecipe
+) -> Problem | None:
     """Why an update with this mismatch is not taken, where the recipe says ``skip``."""
     options = rollout.mismatch
-    if options.then != "skip" or mismatch <= options.tolerance:
+    if options.then != "skip" or mismatch is None or mismatch <= options.tolerance:
         return None
     limit = f"rollout.mismatch.tolerance is {options.tolerance:g}"
     text = f"log-probs differ by {mismatch:.2g} on average, {limit}; most in {worst}"
@@ -59,13 +71,14 @@ def mismatch_problem(mismatch: float, worst: WorstToken | None, rollout: Rollout
 
 
 def worst_token(rows: Rows, losses: Sequence[RowLoss]) -> WorstToken | None:
-    """Of this rank's rows; None if no token of theirs is supervised."""
-    peaks = [float(loss.log_ratio.abs().max()) if len(loss.log_ratio) else -1.0 for loss in losses]
+    """Of this rank's rows; None if no token of theirs can be compared."""
+    differences = [torch.where(loss.compared, loss.log_ratio.abs(), -1.0) for loss in losses]
+    peaks = [float(one.max()) if len(one) else -1.0 for one in differences]
     number = int(np.argmax(peaks))
     if not peaks[number] >= 0:
         return None
     row, log_ratio = rows[number], losses[number].log_ratio
-    n = int(log_ratio.abs().argmax())
+    n = int(differences[number].argmax())
     at = supervised_positions(row)[n]
     segment = int(row.segment_ids[at])
     tree, node = rows.planned.forest.of_segment(segment)

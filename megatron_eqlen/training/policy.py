@@ -20,7 +20,6 @@ from megatron.core import parallel_state
 
 from megatron_eqlen.hf.cost import pair_cost
 from megatron_eqlen.metrics import (
-    MISMATCH,
     PARKED_BYTES,
     TIME_PARK,
     TIME_UNPARK,
@@ -38,7 +37,7 @@ from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.packing.pack import Packing, plan_rows
 from megatron_eqlen.packing.tree import NonFiniteTreeError
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.training.agreement import MismatchError, mismatch_problem, worst_token
+from megatron_eqlen.training.agreement import MismatchError, mismatch_of, mismatch_problem, worst_token
 from megatron_eqlen.training.distributed import device, gather, is_rank0
 from megatron_eqlen.training.exchange import Seat, exchange
 from megatron_eqlen.training.finite import (
@@ -107,7 +106,10 @@ class Policy:
         self.skipped_in_a_row = 0
         """Skipped updates since the last one that was taken."""
         self.mismatch: float | None = None
-        """Mean |trainer - engine| log-prob of the tokens of the newest ``update``; None: it took no step."""
+        """Mean |trainer - engine| log-prob of the tokens of the newest ``update`` that can be compared
+        (``agreement``); None: there are none, or it took no step."""
+        self.before = 0
+        """``version`` before the newest ``update``."""
         self.worst: WorstToken | None = None
         """Of the newest ``update``, whether it took a step or not."""
 
@@ -136,7 +138,7 @@ class Policy:
         NonFiniteError or MismatchError after more than ``optimizer.max_skipped_updates`` skipped in a row.
         """
         assert not self.memory.away, "parked"
-        self.worst = None
+        self.worst, self.before = None, self.version
         batches = [batch for batch in map(self._prepare, minibatches) if batch.trains]
         every_rows = [batch.rows for batch in batches if batch.rows is not None]
         for rows in every_rows:
@@ -146,7 +148,7 @@ class Policy:
             [batch.routes | batch.rows.planned.metrics for batch in batches if batch.rows is not None]
         )
         metrics = packed | in_turn([skipped(0), *steps])
-        self.mismatch = metrics[MISMATCH] if metrics[UPDATES] else None
+        self.mismatch = mismatch_of(metrics) if metrics[UPDATES] else None
         return metrics
 
     def check_finite(self) -> None:
@@ -219,7 +221,7 @@ class Policy:
         grad_norm = gradient_norm(self.optimizer)
         measured, worst = self._measured(batch.rows, losses)
         problem = first_problem(self._problem(batch.rows, losses, grad_norm))
-        problem = problem or mismatch_problem(measured[MISMATCH], worst, self.recipe.rollout)
+        problem = problem or mismatch_problem(mismatch_of(measured), worst, self.recipe.rollout)
         if problem:
             return self._skip(problem)
         self.schedule.step(increment=1)  # before the update, or the first one's learning rate is 0
@@ -326,6 +328,7 @@ class Policy:
             rollout_logprobs=of(row.rollout_logprobs),
             old_logprobs=None if row.old_logprobs is None else of(row.old_logprobs),
             ref_logprobs=None if row.ref_logprobs is None else of(row.ref_logprobs),
+            compared=of(row.versions == self.before) if self.recipe.rollout.trains_older else None,
             objective=self.objective,
             loss=self.recipe.loss,
         )

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_eqlen.metrics import (
+    COMPARED,
     KL_PENALTY,
     LOSS,
     LOSS_CLIP_FRACTION_HIGH,
@@ -26,6 +27,7 @@ from megatron_eqlen.metrics import (
     LOSS_ENTROPY,
     LOSS_RATIO,
     LOSS_REF_KL,
+    MISMATCH_OF_COMPARED,
     POLICY_LOSS,
     RATIO_QUANTILES,
     TOKENS,
@@ -56,6 +58,8 @@ class RowLoss:
     """[n] float64: what each supervised token adds to the loss."""
     log_ratio: torch.Tensor
     """[n] float64: log-prob of the trainer less the engine's, of each supervised token."""
+    compared: torch.Tensor
+    """[n] bool: the two are of the same weights."""
 
 
 def policy_loss(
@@ -70,12 +74,14 @@ def policy_loss(
     loss: LossRecipe,
     old_logprobs: torch.Tensor | None = None,
     ref_logprobs: torch.Tensor | None = None,
+    compared: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, RowLoss]:
     """The row's part of the loss (a float64 scalar with gradient) and of the metrics.
 
     All tensors are [n]: a row's positions, or any of them that include the supervised ones (weight > 0). Only
     those are looked at. A segment lies whole in one row. ``old_logprobs`` None: this is the batch's first
     and only update, the policy is the old policy. ``ref_logprobs`` are needed where ``loss.kl_coef > 0``.
+    ``compared``, bool: tokens that the policy's own weights sampled; None: all.
     """
     at = weights > 0
     logp, entropy, weights, advantages, rollout = (
@@ -104,10 +110,13 @@ def policy_loss(
             **ratios,
             **correction.metrics,
         }
+        same = torch.ones_like(at)[at] if compared is None else compared[at]
+        if compared is not None:
+            metrics |= {COMPARED: same.double(), MISMATCH_OF_COMPARED: correction.log_ratio.abs() * same}
         of_row = {name: _of_row(name, values) for name, values in metrics.items()}
         of_row |= {POLICY_LOSS: policy_sum.detach().clone(), KL_PENALTY: kl_sum.detach().clone()}
         tokens = policy_part.detach() + loss.kl_coef * kl_part.detach()
-        row = RowLoss(of_row, tokens, correction.log_ratio)
+        row = RowLoss(of_row, tokens, correction.log_ratio, same)
     return policy_sum + kl_sum, row
 
 
@@ -133,7 +142,7 @@ def reduce_metrics(rows: Sequence[RowLoss], group: dist.ProcessGroup | None = No
 def _merged(name: str, totals: Metrics, largest: Metrics) -> float:
     way = metric(name).merge
     if isinstance(way, Mean):
-        return totals[name] / sum(totals[count] for count in way.counts)
+        return totals[name] / (sum(totals[count] for count in way.counts) or 1.0)  # nothing was compared
     return largest[name] if way == "max" else totals[name]
 
 

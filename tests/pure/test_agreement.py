@@ -7,14 +7,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eqlen.budget import Spent
-from megatron_eqlen.recipe import MismatchRecipe, RecipeError
+from megatron_eqlen.objectives.registry import lookup
+from megatron_eqlen.recipe import LossRecipe, MismatchRecipe, RecipeError
 from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.run import Run
-from megatron_eqlen.training.agreement import MismatchError, MismatchWatch
+from megatron_eqlen.training.agreement import (
+    MismatchError,
+    MismatchWatch,
+    mismatch_of,
+    mismatch_problem,
+)
+from megatron_eqlen.training.policy_loss import policy_loss, reduce_metrics
 
 SMALL = {"name": "t", "steps": 9, "model": {"path": "m"}, "data": {"sources": [{"name": "a", "path": "b"}]}}
 
@@ -93,10 +101,21 @@ def test_log_probs_that_are_not_comparable_cannot_stop_or_skip():
         assert small(mismatch={"then": then}, **kept).rollout.comparable
 
 
-def test_updates_are_not_skipped_because_older_weights_sampled_their_tokens():
-    ahead = {"engine": "server", "servers": ["http://a"], "staleness": 1}
-    with pytest.raises(RecipeError, match=r"it needs rollout.staleness: 0, found 1"):
-        small(mismatch={"then": "skip"}, **ahead)
+@given(st.lists(st.tuples(st.floats(-3, 0), st.floats(-3, 0), st.integers(-1, 3)), min_size=1, max_size=20))
+def test_the_mismatch_is_of_the_tokens_that_the_policys_own_weights_sampled(tokens):
+    trainer, engine, versions = (torch.tensor(column) for column in zip(*tokens, strict=True))
+    ones = torch.ones(len(tokens), dtype=torch.float64)
+    columns = {"entropy": ones, "weights": ones, "advantages": ones, "rollout_logprobs": engine.double()}
+    _, loss = policy_loss(
+        trainer.double(), **columns, segment_ids=torch.zeros(len(tokens), dtype=torch.int64),
+        objective=lookup("grpo"), loss=LossRecipe(kl_coef=0), compared=versions == 2,
+    )  # fmt: skip
+    own = [abs(float(a) - float(b)) for a, b, version in tokens if version == 2]
+    found = mismatch_of(reduce_metrics([loss]))
+    assert found == (pytest.approx(sum(own) / len(own), rel=1e-6, abs=1e-6) if own else None)
+    tolerance = sum(own) / len(own) / 2 if own else 1e-9
+    rollout = small(mismatch={"then": "skip", "tolerance": max(tolerance, 1e-9)}).rollout
+    assert (mismatch_problem(found, None, rollout) is None) == (not any(one > 1e-6 for one in own))
 
 
 def test_the_key_of_earlier_recipes_is_named_with_its_new_name():

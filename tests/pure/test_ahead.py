@@ -241,10 +241,8 @@ def test_steps_are_harvested_while_earlier_ones_train_and_no_further_than_allowe
         assert [len(one.under_way), one.begun] == [2, 3]
         assert last.number == 2
         assert {version for rollout in last.rollouts for version in sampled_by(rollout)} == {0}
-        assert one.is_fresh
         engine.update_weights(None, 1)
         second = one.collect(Step(1, 1))
-        assert not one.is_fresh
         assert second.data_position == {"source": {"drawn": 2 * PROMPTS}, "oldest": [(2, 0), (3, 1)]}
 
 

@@ -61,6 +61,37 @@ def test_all_ranks_decide_by_the_mean_over_all_tokens(folders, name):
     assert "3 updates in a row could not be taken, optimizer.max_skipped_updates is 2" in ranks[0]["error"]
 
 
+def with_old_tokens_off(folder: str, changes: dict) -> tuple:
+    """An update whose older tokens have other log-probs, then one that has no others."""
+    rollout = {
+        "max_response_length": 20, "temperature": 1.0, "carry_over": True, "tokens_per_step": 1,
+        "mismatch": {"then": "skip", "tolerance": 20.0},
+    }  # fmt: skip
+    policy = build_policy(folder, changes | {"rollout": rollout, "loss": {"rollout_is": "token"}})
+    trees = copy.deepcopy(TREES)
+    nodes = [node for tree in trees for node in tree.nodes[1:]]
+    for node in nodes:
+        node.versions = ((0, 0), (1, -3))
+        node.rollout_logprobs[1:] -= 50.0
+    both, worst = policy.update([trees]), policy.worst
+    for node in nodes:
+        node.versions = ((0, 0),)
+    old = policy.update([trees])
+    return both, worst, old, policy.mismatch, policy.worst
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_tokens_of_older_weights_are_not_compared(folders, name):
+    ranks = run_ranks(2, with_old_tokens_off, str(folders / "qwen3"), LAYOUTS[name])
+    assert ranks[0] == ranks[1]
+    both, worst, old, none, no_token = ranks[0]
+    assert both["train/updates"] == 1, "it is not skipped for what older weights sampled"
+    assert both["mismatch/compared_abs_diff"] < 20 < both["mismatch/logprob_abs_diff"]
+    assert both["mismatch/compared_tokens"] == 3 * 4
+    assert worst.token == 0
+    assert (old["train/updates"], old["mismatch/compared_tokens"], none, no_token) == (1, 0, None, None)
+
+
 def with_one_token_off(folder: str, changes: dict) -> tuple:
     """The worst token of updates of all trees, then of those without it."""
     policy = build_policy(folder, changes)
