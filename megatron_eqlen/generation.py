@@ -143,6 +143,9 @@ class Generator(InTurn):
             self.recipe, session.tokenizer.eos_token_ids, session.replicas, syncs_first=synced
         )
         session.ends_with(self.engine.close)
+        session.watchdog.tells(lambda: {"engine": self.engine.state()})
+        self.patience = self.recipe.rollout.request_timeout
+        """Seconds after which a silent engine is given up."""
         self.sync_check = SyncCheck()
         self.watch = MismatchWatch(self.recipe.rollout.mismatch)
         self.suspended: dict[RolloutKey, Drawn] = {}
@@ -208,7 +211,7 @@ class Generator(InTurn):
         recall(carried, left.rollouts)
         self.session.scorer.begin_ended(replicas.part(left.rollouts))
         probed = self._probe()
-        with ExitStack() as files, self.session.stage("harvest") as seconds:
+        with ExitStack() as files, self.session.stage("harvest", self.patience) as seconds:
             recorder = None
             if replicas.leads:
                 recorder = files.enter_context(Recorder(self._file(step), rollout.record_routes))
@@ -237,7 +240,7 @@ class Generator(InTurn):
 
     def score(self, step: Step, harvested: Batch) -> Batch:
         """Grade this rank's part of its replica's rollouts, learn of all others, record the grades."""
-        with self.session.stage("score") as seconds:
+        with self.session.stage("score", self.recipe.reward.step_timeout) as seconds:
             part = self.session.replicas.part(harvested.rollouts)
             graded = self.session.scorer.score(part, self.recipe.reward.step_timeout)
             everyone = shared(part, harvested.prompts)
@@ -278,7 +281,7 @@ class Generator(InTurn):
         self.engine.sleep()
 
     def update_weights(self, policy: Policy) -> Metrics:
-        with self.session.stage("sync") as seconds:
+        with self.session.stage("sync", self.patience) as seconds:
             self.engine.wake()
             self.engine.update_weights(self.sync_check.passing(policy.weights()), policy.version)
         return seconds
@@ -346,7 +349,7 @@ class Replay(InTurn):
 
     def score(self, step: Step, harvested: Batch) -> Batch:
         """Grade only the responses without a recorded grade."""
-        with self.session.stage("score") as seconds:
+        with self.session.stage("score", self.recipe.reward.step_timeout) as seconds:
             graded = self.session.scorer.score(harvested.rollouts, self.recipe.reward.step_timeout)
             everyone = shared(harvested.rollouts, harvested.prompts)
             seconds |= at_once(gather([graded]))

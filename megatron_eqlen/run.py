@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_eqlen import failures
 from megatron_eqlen.budget import COSTS, Budget, Spent
 from megatron_eqlen.evaluation.result import EvaluationResult, compare, read_results, write_results
 from megatron_eqlen.files import CheckpointError, step_name
@@ -62,6 +63,9 @@ class Run:
             hold = self.folder.open(self.recipe)
             state = StateWriter(self.folder.path, hold, session.timeline, session.progress)
             session.enter(state)
+        failures.keep_in(self.folder.path)
+        session.watchdog.tells(lambda: {"step": self.begun})
+        session.watch(self.folder.hang)
         self.writer: MetricsWriter | None = None
         self.spent = Spent()
         """On the steps that are done."""
@@ -338,7 +342,7 @@ def evaluate(
         return {}
     metrics: Metrics = {}
     if not agree(path.exists):
-        with session.stage("evaluate") as metrics:
+        with session.stage("evaluate", session.recipe.rollout.request_timeout) as metrics:
             results = [rollouts.evaluate(benchmark) for benchmark in rollouts.benchmarks]
         if distributed.is_rank0():
             write_results(path, results)

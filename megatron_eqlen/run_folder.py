@@ -11,20 +11,28 @@ runs/NAME/METHOD-seedN/     (eqlen-grpo-group_size=8-seed0: with what the comman
     evaluation/          before.json, after.json, step-00000020.json
     checkpoints/         step-00000010/, latest
     export/              the trained model as a Hugging Face folder
+    first_error.txt      what ended the newest try, if an error did
+    hang/                20261122-063350/: where each rank stood when a try hung (index.txt, rank-0.txt)
     report.html
 """
 
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 
+from megatron_eqlen.failures import FIRST
 from megatron_eqlen.files import step_name, step_number, unused, write_text
 from megatron_eqlen.hold import Hold
 from megatron_eqlen.metrics import spent
 from megatron_eqlen.recipe import MAY_CHANGE, Recipe, RecipeError, differences, is_under
 from megatron_eqlen.recipe_load import dump, load
 from megatron_eqlen.report.metrics import read_metrics
+from megatron_eqlen.watchdog import remove_quiet
+
+IMPORTED = time.time()
+"""About when this process began."""
 
 
 class RunFolder:
@@ -38,6 +46,7 @@ class RunFolder:
         self.streams = self.path / "streams"
         self.stop = self.path / "STOP"
         self.report = self.path / "report.html"
+        self.hang = self.path / "hang"
         self.hold: Hold | None = None
         """After ``open``."""
 
@@ -52,6 +61,10 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         self.check(recipe)
         self.hold = Hold(self.path)
+        remove_quiet(self.hang)
+        (self.path / FIRST).unlink(missing_ok=True)
+        if self.stop.exists() and self.stop.stat().st_mtime < IMPORTED:
+            self.stop.unlink()  # it was for a try that was killed before it looked
         write_text(self.recipe, dump(recipe))
         return self.hold
 

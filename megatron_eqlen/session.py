@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_eqlen import layout
+from megatron_eqlen import failures, layout
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.replicas import Replicas
@@ -18,8 +21,9 @@ from megatron_eqlen.sampling.kind import Harvester
 from megatron_eqlen.sampling.record import Part
 from megatron_eqlen.timeline import Timeline
 from megatron_eqlen.tokenizer import load_tokenizer
-from megatron_eqlen.training import distributed
+from megatron_eqlen.training import distributed, flight_recorder
 from megatron_eqlen.types import Metrics
+from megatron_eqlen.watchdog import FIRST, Watchdog
 
 
 class Session:
@@ -31,11 +35,18 @@ class Session:
 
     def __init__(self, recipe: Recipe) -> None:
         layout.check_started(recipe, distributed.world_size())
-        distributed.start(recipe.parallel, recipe.seed)
+        flight_recorder.enable()
+        seconds = recipe.cluster.watchdog_seconds
+        timeout = timedelta(seconds=max(1800.0, 2 * FIRST * (seconds or 0.0)))  # longer than a hang lasts
+        distributed.start(recipe.parallel, recipe.seed, timeout)
         self._ends = contextlib.ExitStack()
+        self.watchdog = Watchdog(dist.get_rank(), dist.get_world_size(), seconds, flight_recorder.status)
+        self.ends_with(self.watchdog.stop)  # what ends before it may hang, too
         self._ends.callback(distributed.stop)
         self.recipe = recipe
         self.timeline = Timeline()
+        self.watchdog.tells(lambda: {"collectives": flight_recorder.collectives()})
+        self.watchdog.tells(lambda: {"timeline": self.timeline.newest()})
         self.objective = resolve(recipe)
         self.replicas = engine_replicas(recipe)
         self.tokenizer = load_tokenizer(recipe.model.path)
@@ -49,8 +60,10 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self._ends.__exit__(*error)
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:  # before anything ends here that makes other ranks fail
+            failures.record(error)
+        self._ends.__exit__(kind, error, trace)
 
     def enter(self, context: contextlib.AbstractContextManager[Any]) -> None:
         """Leave ``context`` when the session ends; it learns of the error that ends it."""
@@ -60,19 +73,23 @@ class Session:
         """Call ``close`` when the session ends."""
         self._ends.callback(close)
 
+    def watch(self, folder: Path) -> None:
+        """From now on a hang is noticed, and what it is goes to a folder of this try's under ``folder``."""
+        self.watchdog.start(folder / distributed.agree(lambda: time.strftime("%Y%m%d-%H%M%S")))
+
     def begin_grading(self, harvester: Harvester, part: Part) -> None:
         """Start grading the response that ``part`` ends, if it ends one and this rank grades it."""
         if self.replicas.grades(harvester.prompt, harvester.index):
             self.scorer.begin_part(harvester, part)
 
     @contextlib.contextmanager
-    def stage(self, name: str) -> Iterator[Metrics]:
+    def stage(self, name: str, patience: float = 0.0) -> Iterator[Metrics]:
         """Show ``name`` while the block runs; what it yields then holds the seconds as ``time/NAME``. A stage
-        beside training, in another thread, is not shown."""
+        beside training, in another thread, is not shown. ``patience``: see ``Watchdog.stage``."""
         seconds: Metrics = {}
         if not distributed.is_alone():
             self.progress.stage(name)
-        with self.timeline.span(name) as span:
+        with self.watchdog.stage(name, patience), self.timeline.span(name) as span:
             yield seconds
         seconds[f"time/{name}"] = span.ended - span.began
 

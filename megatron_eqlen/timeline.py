@@ -54,6 +54,14 @@ class Timeline:
             reached = max(reached, ended)
         return until - since - busy
 
+    def newest(self, count: int = 20) -> list[str]:
+        """The newest spans in words, the oldest of them first."""
+        return [
+            f"{time.strftime('%H:%M:%S', time.localtime(span.began + self._epoch))} {span.stage}: "
+            + (f"{span.ended - span.began:.1f} s" if span.ended < math.inf else "goes on")
+            for span in list(self.spans)[-count:]
+        ]
+
     def take(self, until: float) -> list[dict[str, Any]]:
         """The spans that ended by ``until``, each given once, with times in seconds since 1970."""
         ended = [span for span in list(self.spans) if span.ended <= until]

@@ -473,6 +473,10 @@ class ClusterRecipe(Section):
     """Machines that train; servers come beside them."""
     processes_per_node: PositiveInt = 1
     """One per GPU; on CPU one per core used."""
+    watchdog_seconds: PositiveFloat | None = 600.0
+    """A run hangs if no rank makes progress for so long, or up to 3 times as long where its stage is new or
+    was silent for long before: each rank's stacks go to ``RUN/hang/``, and the run ends with status 75. null:
+    it waits for ever (for a debugger, say)."""
     gpu_memory_gib: PositiveFloat = 80.0
     """Memory of a GPU, for `eqlen plan`."""
     partition: str | None = None

@@ -29,6 +29,7 @@ from megatron_eqlen.sampling.kind import Harvester
 from megatron_eqlen.sampling.record import Part
 from megatron_eqlen.tokenizer import Tokenizer
 from megatron_eqlen.types import Grade, Metrics, Prompt, Rollout, Segment, TokenIds
+from megatron_eqlen.watchdog import beat
 
 log = logging.getLogger(__name__)
 
@@ -182,6 +183,7 @@ class Scorer:
             raise ValueError(
                 f"reward.rubric: expected module:function for prompt {prompt.prompt_id}, found none"
             )
+        beat()
         started = time.monotonic()
         with naming(prompt.prompt_id):
             reward = float(self._rubric(prompt.question, text, prompt.gold))

@@ -24,6 +24,7 @@ from typing import Any
 
 from megatron_eqlen.rewards.worker_host import Item
 from megatron_eqlen.rewards.worker_process import Job, Worker, WorkerHost
+from megatron_eqlen.watchdog import beat
 
 log = logging.getLogger(__name__)
 
@@ -175,6 +176,7 @@ class WorkerPool:
 
     def _answer(self, worker: Worker, answer: Item) -> None:
         """Answer the worker's first job. A worker that cannot go on is killed; its other jobs wait again."""
+        beat()
         seconds = worker.seconds
         job = worker.pending.popleft() if worker.pending else None  # it may die without one
         failed = "timeout" in answer or "failure" in answer

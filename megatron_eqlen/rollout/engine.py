@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from megatron_eqlen.failures import ExpectedError
 from megatron_eqlen.types import Delta, Metrics, Routes
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ PROMPT_ROUTES = "eqlen_prompt_routes"
 """Key in ``extra_args`` that holds ``submit``'s ``prompt_routes``."""
 
 
-class EngineError(RuntimeError):
+class EngineError(ExpectedError):
     """An engine that died, hangs, or broke the protocol; what was harvested before stays recorded."""
 
 
@@ -118,6 +119,10 @@ class Engine(Decoder, Protocol):
 
     def wake(self) -> None:
         """Take memory back; ``update_weights`` must follow before the next ``submit``."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What it is doing, in plain data. Takes no lock: a thread asks while another may be stuck in it."""
         ...
 
     def close(self) -> None: ...
@@ -198,6 +203,9 @@ class IdleEngine:
     def sleep(self) -> None: ...
     def wake(self) -> None: ...
     def close(self) -> None: ...
+
+    def state(self) -> dict[str, Any]:
+        return {"idle": "another rank drives the engine"}
 
     def metrics(self) -> Metrics:
         return {}

@@ -38,6 +38,7 @@ from megatron_eqlen.types import (
     rollout_key,
     sampled_by,
 )
+from megatron_eqlen.watchdog import beat
 
 if TYPE_CHECKING:
     from megatron_eqlen.rollout.carried import Carried  # pyarrow takes long to import
@@ -252,6 +253,7 @@ class Driver:
                 now = time.monotonic()
                 if deltas:
                     last_progress = now
+                    beat()
                 elif now - last_progress > self.timeout:
                     raise EngineError(
                         f"no token for {self.timeout:.0f} s (rollout.request_timeout) with "

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.hf.folder import HFFolder
 from megatron_eqlen.hf.folder_check import check_folder
+from megatron_eqlen.watchdog import beat
 
 
 class WeightTable:
@@ -52,6 +53,7 @@ class WeightTable:
                 )
             missing.remove(name)
             self.bytes_seen += tensor.numel() * tensor.element_size()
+            beat()
             yield name, tensor
         if missing:
             raise ValueError(

@@ -19,6 +19,7 @@ from megatron_eqlen.models.tree_params import TreeParams
 from megatron_eqlen.training.distributed import device
 from megatron_eqlen.training.head import Head
 from megatron_eqlen.types import Row
+from megatron_eqlen.watchdog import beat
 
 RowResult = Callable[[torch.Tensor, torch.Tensor, Row, np.ndarray], Any]
 """(logprobs [n], entropy [n], row, the n supervised positions) -> what a pass returns for a row."""
@@ -81,6 +82,7 @@ def _forward_step(temperature: float, result: RowResult, train: bool, logits_chu
     group, context = groups.tensor_parallel(), groups.context_parallel()
 
     def step(data: Iterator[Row], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
+        beat()
         row = next(data)
         at = supervised_positions(row)
         share, mine, own = None, slice(None), at

@@ -27,6 +27,7 @@ from megatron_eqlen.rollout.engine import EngineError
 from megatron_eqlen.step import Step
 from megatron_eqlen.timeline import Timeline
 from megatron_eqlen.types import Grade, Prompt, sampled_by
+from megatron_eqlen.watchdog import Watchdog
 from tests.kit.marks import examples
 from tests.pure.test_rollout_harvest import EOS, ScriptedEngine, make_recipe
 
@@ -102,7 +103,7 @@ def session(recipe: Recipe) -> Any:
     timeline, ends = Timeline(), []
 
     @contextmanager
-    def stage(name):
+    def stage(name, patience=0.0):
         with timeline.span(name):
             seconds: dict[str, float] = {}
             yield seconds
@@ -116,6 +117,7 @@ def session(recipe: Recipe) -> Any:
         begin_grading=lambda harvester, part: None,
         stage=stage,
         timeline=timeline,
+        watchdog=Watchdog(0, 1, None),
         ends_with=ends.append,
     )
 

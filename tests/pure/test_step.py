@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from megatron_eqlen.metrics import MetricError
 from megatron_eqlen.recipe_load import load
+from megatron_eqlen.report.progress import Progress
 from megatron_eqlen.run import Run
-from megatron_eqlen.session import Session
 from megatron_eqlen.step import Batch, Step
+from megatron_eqlen.timeline import Timeline
 from megatron_eqlen.training.policy import Policy
+from megatron_eqlen.watchdog import Watchdog
 from tests.kit import ROOT
 from tests.kit.report_runs import example_group, example_stream
 
@@ -45,7 +47,9 @@ def test_a_metric_that_nothing_declares_is_an_error():
 
 def test_a_step_that_begins_while_another_is_open_has_the_next_number(tmp_path):
     recipe = load(ROOT / "recipes/tiny_cpu.yaml", [f"run_dir={tmp_path}"])
-    run = Run(cast(Session, SimpleNamespace(recipe=recipe)))
+    session: Any = SimpleNamespace(recipe=recipe, timeline=Timeline(), progress=Progress(recipe.budget, ""))
+    session.watchdog, session.watch, session.enter = Watchdog(0, 1, None), str, id
+    run = Run(session)
     policy = cast(Policy, SimpleNamespace(version=5))
     assert [(step.number, step.policy_version) for step in (run.begin(policy), run.begin(policy))] == [
         (0, 5),

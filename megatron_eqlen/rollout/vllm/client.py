@@ -206,6 +206,13 @@ class ServerEngine:
     def wake(self) -> None:
         """Nothing to do: servers do not sleep."""
 
+    def state(self) -> dict[str, Any]:
+        replicas = [
+            {"url": one.url, "alive": one.alive, "requests": len(one.requests), "absence": one.absence}
+            for one in self.pool.replicas
+        ]
+        return {"policy_version": self.policy_version, "refusal": self.refusal, "replicas": replicas}
+
     def close(self) -> None:
         """Safe to call more than once, and while another thread harvests."""
         with self.busy:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -130,6 +131,14 @@ class ColocatedEngine:
         """Memory for the weights only; that of the KV cache is taken with the first request, so that
         a weight sync has the room."""
         lifecycle.wake(self.llm, "weights")
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "policy_version": self.policy_version,
+            "requests": len(self.requests),
+            "asleep": self.asleep,
+            "refusal": self.refusal,
+        }
 
     def close(self) -> None:
         lifecycle.close(self.llm)

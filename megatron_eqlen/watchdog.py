@@ -1,0 +1,263 @@
+"""Notices that a run hangs, writes down where every rank stands, and ends it.
+
+    a rank's progress: stages, beats, collectives ─► its deadline: the time stamp of RUN/hang/WHEN/rank-N.txt
+    all deadlines have passed ─► stacks into that file, facts into rank-N.json, index.txt ─► status HUNG
+
+A rank that waits for others is silent, too, so one rank's silence says nothing: only when no rank has made
+progress for as long as it may take does the run hang. Each rank looks by itself, from a thread; they meet in
+the run folder alone. Where that thread cannot run (C code that keeps Python's lock), faulthandler's does,
+which needs no lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import socket
+import statistics
+import sys
+import threading
+import time
+import traceback
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_eqlen import failures, hang
+from megatron_eqlen.files import write_text
+
+HUNG = 75
+"""Exit status of a run that hung: ``EX_TEMPFAIL`` of sysexits.h, to be tried again."""
+FIRST = 3.0
+"""Times ``seconds`` that a stage may be silent before any of its kind has ended, and a rank between stages:
+engines start, kernels are compiled, weights are read."""
+LONGER = 10.0
+"""Times the median of a stage's longest silences so far: what it may take later, but at least ``seconds``,
+and not more than the first time: ranks that wait for others are silent, too."""
+REMEMBERED = 50
+"""Newest silences of a stage that its median is of."""
+STUCK = 10
+"""Looks that the watching thread may miss before it counts as stuck. Not fewer: faulthandler reads the frames
+of threads that may run."""
+
+_beats = 0
+
+
+def beat() -> None:
+    """Something went on that may be the only sign of life for long: tokens came, a row was computed."""
+    global _beats
+    _beats += 1
+
+
+class Running:
+    """A stage that goes on."""
+
+    def __init__(self, name: str, patience: float) -> None:
+        self.name, self.patience = name, patience
+        self.silence = 0.0
+        """Its longest so far, seconds."""
+
+
+class Watchdog:
+    """Of one rank of ``world``. It knows the stages from the beginning, and watches after ``start``.
+
+    ``seconds`` (``cluster.watchdog_seconds``) is how long there may be no progress; None: it never watches.
+    ``collectives`` is a number or anything else that changes when one begins or ends.
+    """
+
+    def __init__(
+        self, rank: int, world: int, seconds: float | None, collectives: Callable[[], Any] = int
+    ) -> None:
+        self.rank, self.world, self.seconds = rank, world, seconds
+        self._collectives = collectives
+        self._tells: list[Callable[[], dict[str, Any]]] = []
+        self._running: list[Running] = []
+        self._silences: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
+        self._seen: Any = None
+        self._since = time.monotonic()
+        """When progress was seen last."""
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @contextlib.contextmanager
+    def stage(self, name: str, patience: float = 0.0) -> Iterator[None]:
+        """A stage goes on in the block, which gives up by itself after ``patience`` seconds of silence."""
+        running = Running(name, patience)
+        beat()
+        self._running.append(running)
+        try:
+            yield
+        finally:
+            self._running.remove(running)
+            self._silences[name].append(running.silence)
+            beat()
+
+    def tells(self, facts: Callable[[], dict[str, Any]]) -> None:
+        """Put what ``facts`` returns into this rank's facts. It is called while the run hangs, from another
+        thread: it must take no lock."""
+        self._tells.append(facts)
+
+    def start(self, folder: Path) -> None:
+        """Watch from now on; all ranks of the run pass the same ``folder``, which is this try's alone."""
+        if self.seconds is None:
+            return
+        self.interval = min(self.seconds / 20, 30.0)
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = open(self._of(self.rank), "w", encoding="utf-8")  # noqa: SIM115 (faulthandler's)
+        self._since = time.monotonic()
+        self._declare()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="watchdog")
+        self._thread.start()
+
+    def stop(self) -> None:
+        """The rank ends well, or has said why it does not. Safe to call twice, and before ``start``."""
+        self._ended.set()
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        self._file.close()
+        self._of(self.rank).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # others are still there
+            self.folder.rmdir()
+
+    @property
+    def limit(self) -> float:
+        """Seconds for which this rank may be silent now."""
+        assert self.seconds is not None
+        running = list(self._running)
+        return max([self._limit(one) for one in running], default=FIRST * self.seconds)
+
+    def _limit(self, stage: Running) -> float:
+        assert self.seconds is not None
+        if silences := self._silences[stage.name]:
+            longest = LONGER * statistics.median(silences)
+            return min(max(longest, self.seconds), FIRST * self.seconds) + stage.patience
+        return FIRST * self.seconds + stage.patience
+
+    # ---- the thread ---------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        looked = time.monotonic()
+        try:
+            while not self._ended.wait(self.interval):
+                now = time.monotonic()
+                if now - looked > 10 * self.interval:  # the whole process was stopped meanwhile
+                    self._since += now - looked
+                looked = now
+                self._look(now)
+                deadline = self._declare()
+                if time.time() > deadline and not any(map(self._is_fine, range(self.world))):
+                    self._report()
+        finally:
+            faulthandler.cancel_dump_traceback_later()  # nobody would put it off any more
+
+    def _look(self, now: float) -> None:
+        if (seen := (_beats, self._collectives())) != self._seen:
+            self._seen, self._since = seen, now
+        for stage in list(self._running):
+            stage.silence = max(stage.silence, now - self._since)
+
+    def _declare(self) -> float:
+        """Say until when this rank is fine, if there is no more progress; seconds since 1970."""
+        left = self.limit - (time.monotonic() - self._since)
+        deadline = time.time() + left
+        os.utime(self._file.fileno(), (deadline, deadline))
+        # Alone it ends the process; else the other ranks do, and put these stacks into their index.
+        later = max(left, 0.0) + STUCK * self.interval
+        faulthandler.dump_traceback_later(later, exit=self.world == 1, file=self._file)
+        return deadline
+
+    def _is_fine(self, rank: int) -> bool:
+        """Whether the rank may be silent still. One whose file is gone has ended."""
+        try:
+            return self._of(rank).stat().st_mtime > time.time()
+        except FileNotFoundError:
+            return False
+
+    def _of(self, rank: int) -> Path:
+        return self.folder / f"rank-{rank}.txt"
+
+    # ---- a hang -------------------------------------------------------------------------------------
+
+    def _report(self) -> None:
+        try:
+            self._write()
+        except Exception:  # noqa: BLE001  whatever else is broken, the run ends
+            traceback.print_exc()
+        os._exit(HUNG)
+
+    def _write(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        silence = time.monotonic() - self._since
+        self.folder.mkdir(parents=True, exist_ok=True)  # a later try may have removed it
+        facts: dict[str, Any] = {
+            "rank": self.rank,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "silent_seconds": round(silence, 1),
+            "stages": [stage.name for stage in list(self._running)],
+            "at": hang.place(_main_stack()),
+        }
+        for tell in self._tells:
+            facts |= tell()
+        self._file.write(_stacks())
+        self._file.flush()
+        write_text(self._of(self.rank).with_suffix(".json"), json.dumps(facts, indent=1, default=str) + "\n")
+        index = self.folder / "index.txt"
+        if self._await_others() == self.rank:
+            text = hang.explain(hang.read(self.folder), self.world)
+            write_text(index, text)
+            said = f"{text.splitlines()[0]}; see {index}"
+            if not failures.tell(said, everyone=True):
+                print(f"eqlen: {said}", file=sys.stderr, flush=True)
+            time.sleep(1.0)  # the others leave first: with this rank's end their collectives break
+        else:
+            self._wait(index.exists, 10.0)
+
+    def _await_others(self) -> int:
+        """Wait until all ranks have written, or had the time to; the first that has."""
+        facts = [self._of(rank).with_suffix(".json") for rank in range(self.world)]
+
+        def written(rank: int) -> bool:
+            stacks = self._of(rank)
+            return facts[rank].exists() or (stacks.exists() and stacks.read_bytes().startswith(b"Timeout"))
+
+        self._wait(lambda: all(map(written, range(self.world))), 2 * STUCK * self.interval)
+        return next(rank for rank, file in enumerate(facts) if file.exists())
+
+    @staticmethod
+    def _wait(for_what: Callable[[], bool], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not for_what() and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+
+def remove_quiet(folder: Path) -> None:
+    """Remove what tries that did not hang have left under ``folder``: they were killed."""
+    for one in folder.glob("*"):
+        if not any(file.stat().st_size for file in one.iterdir()):
+            for file in one.iterdir():
+                file.unlink()
+            one.rmdir()
+
+
+def _main_stack() -> traceback.StackSummary:
+    frames = sys._current_frames()
+    return traceback.extract_stack(frames[threading.main_thread().ident or 0])
+
+
+def _stacks() -> str:
+    """Every thread's, the main thread's first, the newest call last."""
+    frames = sys._current_frames()
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    texts = []
+    for ident, frame in sorted(frames.items(), key=lambda item: item[0] != main):
+        stack = "".join(traceback.format_stack(frame))
+        texts.append(f"Thread {names.get(ident, ident)} (newest call last):\n{stack}")
+    return "\n".join(texts)

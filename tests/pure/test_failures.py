@@ -1,0 +1,95 @@
+"""What ended a rank is written down once, in torch's form, and the cause comes before what it led to."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from megatron_eqlen import failures
+from megatron_eqlen.failures import ERROR_FILE, FIRST, Failure
+from megatron_eqlen.hold import HeldError
+from megatron_eqlen.rollout.engine import EngineError
+
+BROKEN = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.3]:31"
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run's folder, of which this process is rank 3."""
+    (tmp_path / "attempt_0/3").mkdir(parents=True)
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "attempt_0/3/error.json"))
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr(failures, "_run", None)
+    monkeypatch.setattr(failures, "_told", None)
+    failures.keep_in(tmp_path)
+    return tmp_path
+
+
+def raised(error: BaseException) -> BaseException:
+    try:
+        raise error
+    except type(error) as caught:
+        return caught
+
+
+def test_the_cause_comes_first_though_its_consequences_were_seen_before():
+    lost = Failure(0, "n1", f"RuntimeError: {BROKEN}", 10.0)
+    cause = Failure(3, "n2", "ValueError: wrong", 12.0)
+    later = Failure(4, "n2", "ValueError: wrong too", 13.0)
+    assert failures.first([lost, later, cause]) is cause
+    assert failures.first([lost]) is lost
+    assert str(cause) == "rank 3 on n2 failed first: ValueError: wrong"
+
+
+def test_torch_reads_what_is_recorded_and_so_do_we(run):
+    assert failures.record(raised(RuntimeError("no more"))), "a launcher tells it"
+    (ours,) = failures.read(run)
+    assert (ours.rank, ours.message) == (3, "RuntimeError: no more")
+    assert "raise error\nRuntimeError: no more" in ours.traceback
+    file = run / "attempt_0/3/error.json"
+    theirs = ProcessFailure(local_rank=3, pid=1, exitcode=1, error_file=str(file))
+    assert theirs.message["message"] == "RuntimeError: no more"
+    assert theirs.message["extraInfo"]["py_callstack"] == ours.traceback
+    assert theirs.timestamp == int(ours.time)
+    assert "rank 3 on" in (run / FIRST).read_text()
+
+
+@pytest.mark.parametrize("error", [ValueError("wrong"), FileNotFoundError("wrong"), EngineError("wrong")])
+def test_a_users_mistake_has_no_traceback_unless_asked_for(run, error, monkeypatch):
+    error.add_note("prompt 7")
+    failures.record(raised(error))
+    (ours,) = failures.read(run)
+    assert (ours.message, ours.traceback) == ("wrong (prompt 7)", "")
+    monkeypatch.setenv(failures.TRACEBACK, "1")
+    assert not failures.is_expected(error)
+
+
+def test_only_the_first_error_of_a_process_and_of_a_run_is_kept(run):
+    failures.record(raised(RuntimeError("first")))
+    failures.record(raised(RuntimeError("second")))
+    assert [one.message for one in failures.read(run)] == ["RuntimeError: first"]
+    failures._told = None  # another rank
+    failures.record(raised(RuntimeError("third")))
+    assert (run / FIRST).read_text().splitlines()[0].endswith("failed first: RuntimeError: first")
+
+
+@pytest.mark.parametrize("error", [RuntimeError(BROKEN), HeldError("taken over")])
+def test_a_lost_connection_and_a_run_that_was_taken_over_say_nothing_in_the_runs_folder(run, error):
+    failures.record(raised(error))
+    assert not (run / FIRST).exists()
+
+
+def test_without_a_launcher_nobody_else_tells_it(run, monkeypatch):
+    monkeypatch.delenv(ERROR_FILE)
+    assert not failures.record(raised(ValueError("wrong")))
+    assert (run / FIRST).exists()
+    assert json.dumps(failures.read(run)) == "[]"
+
+
+def test_where_nothing_can_be_written_the_process_tells_it_itself(run, monkeypatch):
+    monkeypatch.setenv(ERROR_FILE, str(run / "gone/error.json"))
+    failures.keep_in(run / "gone")
+    error = raised(OSError("no space left on device"))
+    assert [failures.record(error), failures.record(error)] == [False, False]
