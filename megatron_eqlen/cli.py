@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_eqlen import layout
+from megatron_eqlen import failures, layout
+from megatron_eqlen.interrupts import Interrupts, watch
 from megatron_eqlen.quiet import quiet
 from megatron_eqlen.recipe import Recipe, RecipeError
 from megatron_eqlen.recipe_checks import check_inputs
 from megatron_eqlen.recipe_load import dump, load
-from megatron_eqlen.rollout.engine import EngineError
 from megatron_eqlen.run_folder import RunFolder
 
 OVERRIDES_HELP = "override a recipe key, for example objective=dapo loss.kl_coef=0"
@@ -25,12 +26,14 @@ def main(argv: list[str] | None = None) -> int:
     quiet()
     try:
         return arguments.command(arguments)
-    except (ValueError, FileNotFoundError, EngineError) as error:
-        if os.environ.get("EQLEN_TRACEBACK"):
+    except Exception as error:
+        expected = failures.is_expected(error)
+        if failures.record(error):  # the launcher tells it
+            return 2 if expected else 1
+        if not expected:
             raise
         rank = f"rank {os.environ['RANK']}: " if os.environ.get("RANK", "0") != "0" else ""
-        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
-        print(f"eqlen {arguments.name}: {rank}{error}{notes}", file=sys.stderr)
+        print(f"eqlen {arguments.name}: {rank}{failures.words(error)}", file=sys.stderr)
         return 2
 
 
@@ -173,7 +176,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
         train(recipe, arguments.replay)
 
-    return _on_ranks(recipe, work)
+    return _on_ranks(recipe, work, folder.stop)
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -277,8 +280,9 @@ def _inspect(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _on_ranks(recipe: Recipe, work: Callable[[], None]) -> int:
-    """Do ``work`` in this process if it is a rank (or the only one), else in ranks started here.
+def _on_ranks(recipe: Recipe, work: Callable[[], None], stop: Path | None = None) -> int:
+    """Do ``work`` in this process if it is a rank (or the only one), else in ranks started here. ``stop``:
+    the file that asks it to stop.
 
     A layout that cannot start is refused here, before any process is started.
     """
@@ -286,16 +290,20 @@ def _on_ranks(recipe: Recipe, work: Callable[[], None]) -> int:
 
     check_inputs(recipe)
     layout.check(recipe, read_config(recipe.model.path))
-    return _start(recipe, work)
+    return _start(recipe, work, Interrupts(stop))
 
 
-def _start(recipe: Recipe, work: Callable[[], None]) -> int:
+def _start(recipe: Recipe, work: Callable[[], None], interrupts: Interrupts) -> int:
     from megatron_eqlen.launch import launch
     from megatron_eqlen.lifeline import die_with_launcher
 
     die_with_launcher()
     if _needs_launch(recipe):
-        return launch(recipe.cluster.processes_per_node, sys.argv[1:])
+        return launch(recipe.cluster.processes_per_node, sys.argv[1:], interrupts)
+    if "RANK" in os.environ:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # it is for the launcher, who ends its ranks
+    else:
+        watch(interrupts)
     work()
     return 0
 

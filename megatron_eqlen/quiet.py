@@ -18,6 +18,7 @@ ENVIRON = {
 LOGGERS = (
     "torch._library.triton",
     "torch.distributed.elastic",
+    "torch.distributed.elastic.agent.server.api",
     "torch.distributed.launcher.api",
     "torch.utils.cpp_extension",
 )

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -89,12 +90,17 @@ def test_killed_at_any_moment_and_started_again_it_ends_the_same(home, trained):
     assert column(folder, "loss/total") == pytest.approx(column(trained, "loss/total"), rel=1e-4, abs=1e-6)
 
 
-def test_a_stop_file_ends_the_run_with_a_checkpoint_and_the_run_goes_on_later(home):
+def test_ctrl_c_ends_the_run_after_its_step_as_a_stop_file_does(home):
+    """And a STOP of before the start, which a killed try did not see, is none of this one's."""
     folder = home / "stopped"
-    job = start(*command(home, "stopped", "steps=200", "checkpoint.every=100"))
-    wait_for_steps(folder, 1, job)
+    folder.mkdir()
     (folder / "STOP").touch()
+    os.utime(folder / "STOP", (0, 0))
+    job = start(*command(home, "stopped", "steps=200", "checkpoint.every=100"))
+    wait_for_steps(folder, 2, job)
+    os.kill(job.pid, signal.SIGINT)
     assert job.wait() == 0
+    assert "eqlen: stops after this step" in job.stderr
     done = len(metrics(folder))
     assert (folder / "checkpoints/latest").read_text().strip() == f"step-{done:08d}"
     assert not (folder / "export").exists()

@@ -1,0 +1,89 @@
+"""Ctrl-C, a closed terminal, a scheduler's TERM: what the process that a user started does then.
+
+SIGINT once: the run stops after its step, with a checkpoint, as ``touch RUN/STOP`` asks it to. Twice, SIGTERM
+or SIGHUP: it ends at once, and its processes with it. What is on disk can be resumed at any moment.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import NoReturn
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SHOW_CURSOR = "\x1b[?25h"
+
+
+class Interrupts:
+    """What has been asked so far. ``stop``: the run's file STOP, for a command that has one."""
+
+    def __init__(self, stop: Path | None) -> None:
+        self._stop = stop
+        self._asked = False
+
+    def ends(self, number: int) -> bool:
+        """Whether signal ``number`` ends this process now; if not, the run has been asked to stop."""
+        if number == signal.SIGINT and not self._asked and self._stop and self._stop.parent.is_dir():
+            self._asked = True
+            self._stop.touch()
+            _say("stops after this step, with a checkpoint; Ctrl-C again ends it at once")
+            return False
+        if self._asked and self._stop:
+            self._stop.unlink(missing_ok=True)
+        _say(f"ended by {signal.Signals(number).name}; the same command goes on where it was")
+        return True
+
+
+def handled() -> list[signal.Signals]:
+    """Of ``ENDING`` what the caller of this process does not ignore (``nohup``)."""
+    return [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+def watch(interrupts: Interrupts) -> None:
+    """Heed signals from a thread: the main one may be in C code, which no Python handler interrupts."""
+    rung, bell = socket.socketpair()
+    bell.setblocking(False)
+    for number in handled():
+        signal.signal(number, _nothing)
+    signal.set_wakeup_fd(bell.detach(), warn_on_full_buffer=False)
+    os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_forget)
+    threading.Thread(target=_heed, args=(rung, interrupts), daemon=True, name="signals").start()
+
+
+def _heed(rung: socket.socket, interrupts: Interrupts) -> NoReturn:
+    while True:
+        for number in rung.recv(64):
+            if number in ENDING and interrupts.ends(number):
+                os._exit(128 + number)
+
+
+def _hold() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+
+
+def _release() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+
+
+def _forget() -> None:
+    """A process that this one forks ends when it is told to, and leaves Ctrl-C to this one."""
+    signal.set_wakeup_fd(-1)
+    for number in handled():
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
+    _release()
+
+
+def _nothing(*_: object) -> None:
+    """A handler in Python, with which C code that waits is woken and goes on."""
+
+
+def _say(text: str) -> None:
+    shown = SHOW_CURSOR if sys.stderr.isatty() else ""  # a display that redraws itself hides it
+    try:
+        print(f"{shown}eqlen: {text}", file=sys.stderr, flush=True)
+    except OSError:
+        return  # the terminal is gone

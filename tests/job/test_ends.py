@@ -1,0 +1,95 @@
+"""How a launcher ends: what it says, its status, and that nothing is left of its ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.kit.jobs import Job, start
+from tests.kit.processes import are_gone, within
+
+LAUNCH = """
+import sys
+from pathlib import Path
+from megatron_eqlen.interrupts import Interrupts
+from megatron_eqlen.launch import launch
+how, folder = sys.argv[1:]
+sys.exit(launch(2, [how, folder], Interrupts(Path(folder) / "STOP"), "tests.kit.ends"))
+"""
+ALONE = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from megatron_eqlen.interrupts import Interrupts, watch
+watch(Interrupts(Path(sys.argv[1]) / "STOP"))
+if (child := os.fork()) == 0:
+    time.sleep(600)
+os.kill(child, signal.SIGINT)  # as a terminal does
+os.kill(child, signal.SIGTERM)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+print("watches", flush=True)
+threading.Event().wait()
+"""
+
+
+def ranks(folder: Path) -> list[int]:
+    """The process ids of both, once they run."""
+    files = [folder / "pid-0", folder / "pid-1"]
+    assert within(60, lambda: all(file.exists() and file.read_text() for file in files))
+    return [int(file.read_text()) for file in files]
+
+
+def send(job: Job, *numbers: signal.Signals) -> None:
+    for number in numbers:
+        os.kill(job.pid, number)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("raise", "failed first: RuntimeError: no more (and with it ended the other 1)"),
+        ("kill", "failed first: it was killed by SIGKILL, as the kernel does where memory runs out"),
+    ],
+)
+def test_the_last_line_says_which_rank_failed_first_and_why(tmp_path, how, said):
+    job = start("-c", LAUNCH, how, tmp_path)
+    pids = ranks(tmp_path)
+    assert job.wait() == 1
+    *before, last = job.stderr.strip().splitlines()
+    assert last.startswith("eqlen: rank 1 on ")
+    assert said in last
+    assert sum(line.startswith("Traceback") for line in before) == (how == "raise")
+    assert are_gone(pids)()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_launcher_and_its_ranks_at_once(tmp_path, number):
+    job = start("-c", LAUNCH, "sleep", tmp_path)
+    pids = ranks(tmp_path)
+    send(job, number)
+    assert job.wait() == 128 + number
+    assert job.stderr == f"eqlen: ended by {number.name}; the same command goes on where it was\n"
+    assert are_gone(pids)()
+
+
+@pytest.mark.parametrize("script", [LAUNCH, ALONE])
+def test_ctrl_c_asks_for_a_stop_and_the_second_one_ends_it(tmp_path, script):
+    job = start("-c", script, *(["sleep"] if script is LAUNCH else []), tmp_path)
+    if script is LAUNCH:
+        pids = ranks(tmp_path)
+    else:
+        pids = []
+        assert within(60, lambda: "watches" in job.stdout)
+    send(job, signal.SIGINT)
+    assert within(10, (tmp_path / "STOP").exists)
+    assert not within(0.7, lambda: job.poll() is not None)
+    send(job, signal.SIGINT)
+    assert job.wait() == 128 + signal.SIGINT
+    assert job.stderr == (
+        "eqlen: stops after this step, with a checkpoint; Ctrl-C again ends it at once\n"
+        "eqlen: ended by SIGINT; the same command goes on where it was\n"
+    )
+    assert not (tmp_path / "STOP").exists(), "the next try would stop after a step"
+    assert within(2, are_gone(pids))

@@ -1,0 +1,32 @@
+"""Ranks that end in some way, or do not: ``python -m tests.kit.ends HOW FOLDER``, under a launcher."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from megatron_eqlen import failures
+
+
+def main(how: str, folder: str) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # as the ranks of a run do
+    rank = int(os.environ["RANK"])
+    Path(folder, f"pid-{rank}").write_text(str(os.getpid()))
+    if how == "raise" and rank == 0:
+        failures.record(RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
+        return 1
+    if how == "raise":
+        try:
+            raise RuntimeError("no more")
+        except RuntimeError as error:
+            failures.record(error)
+        time.sleep(600)  # it is slow to end
+    if how == "kill" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
