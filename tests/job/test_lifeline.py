@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from megatron_eqlen.lifeline import LAUNCHER
+from megatron_eqlen.lifeline import LAUNCHER, TORCHRUN
 from tests.kit import ROOT
 from tests.kit.processes import are_gone, running, within
 
@@ -26,9 +26,9 @@ LAUNCH = f"""
 import os, subprocess, sys, threading, time
 from megatron_eqlen.lifeline import named
 CHILD = {CHILD!r}
-def launch():
+def launch(environ=named()):
     command = [sys.executable, "-c", CHILD, CHILD]
-    child = subprocess.Popen(command, env=os.environ | named(), stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen(command, env=os.environ | environ, stdout=subprocess.PIPE, text=True)
     print(child.stdout.readline().strip(), child.stdout.readline().strip(), flush=True)
 """
 ENDINGS = {
@@ -36,6 +36,7 @@ ENDINGS = {
     "raised": "launch()\nraise ValueError",
     "left without cleaning up": "launch()\nos._exit(1)",
     "was killed": "launch()\ntime.sleep(600)",
+    "was torchrun, and was killed": f"launch({{{TORCHRUN!r}: 'id'}})\ntime.sleep(600)",
 }
 
 
@@ -53,7 +54,7 @@ def start(script: str) -> tuple[subprocess.Popen, list[int]]:
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_children_and_their_children_end_when_the_launcher(ending):
     launcher, pids = start(LAUNCH + ENDINGS[ending])
-    if ending == "was killed":
+    if "killed" in ending:
         launcher.send_signal(signal.SIGKILL)
     launcher.wait(timeout=10)
     assert len(pids) == 2
