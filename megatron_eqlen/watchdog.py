@@ -114,7 +114,8 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """The rank ends well, or has said why it does not. Safe to call twice, and before ``start``."""
+        """The rank ends well, or has said why it does not; where the run hangs this never returns: the first
+        rank that leaves breaks the others' collectives. Safe to call twice, and before ``start``."""
         self._ended.set()
         if self._thread is None:
             return
@@ -209,15 +210,14 @@ class Watchdog:
         self._file.flush()
         write_text(self._of(self.rank).with_suffix(".json"), json.dumps(facts, indent=1, default=str) + "\n")
         index = self.folder / "index.txt"
-        if self._await_others() == self.rank:
-            text = hang.explain(hang.read(self.folder), self.world)
-            write_text(index, text)
-            said = f"{text.splitlines()[0]}; see {index}"
-            if not failures.tell(said, everyone=True):
-                print(f"eqlen: {said}", file=sys.stderr, flush=True)
-            time.sleep(1.0)  # the others leave first: with this rank's end their collectives break
-        else:
-            self._wait(index.exists, 10.0)
+        writes = self._await_others() == self.rank
+        if writes:
+            write_text(index, hang.explain(hang.read(self.folder), self.world))
+        self._wait(index.exists, 10.0)
+        cause = index.read_text(encoding="utf-8").splitlines()[0] if index.exists() else "the run hangs"
+        said = f"{cause}; see {index}"
+        if not failures.tell(said, everyone=True) and writes:
+            print(f"eqlen: {said}", file=sys.stderr, flush=True)
 
     def _await_others(self) -> int:
         """Wait until all ranks have written, or had the time to; the first that has."""

@@ -11,7 +11,7 @@ from megatron_eqlen.watchdog import HUNG
 from tests.kit.jobs import start, start_ranks
 
 BEGIN = """
-import ctypes, sys, time
+import atexit, ctypes, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from megatron_eqlen.training import flight_recorder
@@ -26,6 +26,7 @@ watchdog.FIRST = 1.5
 dog = watchdog.Watchdog(rank, world, 2.0, flight_recorder.status)
 dog.tells(lambda: {"collectives": flight_recorder.collectives(), "step": 7})
 dog.start(Path(sys.argv[1]))
+atexit.register(dog.stop)
 """
 SLOW = """
 with dog.stage("train"):
@@ -46,9 +47,6 @@ for silence in (0.5, 2.4):  # the second time more than 2 s are too long, were i
 KEEPS_THE_LOCK = """
 ctypes.PyDLL(None).sleep(600)
 """
-END = """
-dog.stop()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +54,9 @@ def jobs(tmp_path_factory):
     """All at once: they sleep most of the time. Each has its own folder."""
     home = tmp_path_factory.mktemp("hang")
     begun = {
-        "misses": start_ranks(2, "-c", BEGIN + SLOW + MISSES + END, home / "misses", "ranks"),
-        "learns": [start("-c", BEGIN + LEARNS + END, home / "learns")],
-        "keeps": [start("-c", BEGIN + KEEPS_THE_LOCK + END, home / "keeps")],
+        "misses": start_ranks(2, "-c", BEGIN + SLOW + MISSES, home / "misses", "ranks"),
+        "learns": [start("-c", BEGIN + LEARNS, home / "learns")],
+        "keeps": [start("-c", BEGIN + KEEPS_THE_LOCK, home / "keeps")],
     }
     yield home, begun
     for job in itertools.chain(*begun.values()):
