@@ -129,7 +129,7 @@ def test_a_name_that_is_not_there_is_found(missing, text, found):
 
 def rows(table: str) -> dict[str, list[str]]:
     """The lines of all tables in a reference by what their first cell names."""
-    cells = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")]
+    cells = [line[2:-2].split(" | ") for line in table.splitlines() if line.startswith("| `")]
     return {line[0].strip("`"): line[1:] for line in cells}
 
 
