@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import numpy as np
 
@@ -21,12 +23,14 @@ from megatron_eqlen.report.chart import Chart, Point, Series, line_chart
 from megatron_eqlen.report.evaluations import evaluations
 from megatron_eqlen.report.format import RESPONSE_LENGTH, REWARD, compact, first_of
 from megatron_eqlen.report.metrics import Records, read_metrics
+from megatron_eqlen.report.paper_tables import METHOD
 from megatron_eqlen.report.run_groups import BASE, Group
+from megatron_eqlen.report.tables import Column
 
 POINTS = 40
 """Of a curve: where the seeds' own points differ, each is interpolated to the same ones."""
 WINDOW = 10
-"""Steps over which an oscillation is averaged."""
+"""Steps over which an oscillation, and the end of a curve, is averaged."""
 
 
 @dataclass(frozen=True)
@@ -94,12 +98,13 @@ def oscillation(name: str) -> Measure:
     return measure
 
 
+EFFECTIVE = "Effective samples so far"
 MEASURES: dict[str, Measure] = {
     "Reward": metric(*REWARD),
     "Length of ended responses, tokens": metric(*RESPONSE_LENGTH),
     "Entropy, nats": metric(LOSS_ENTROPY),
     "KL to the reference model": metric(LOSS_REF_KL),
-    "Effective samples so far": summed(OBJECTIVE_EFFECTIVE_SAMPLES),
+    EFFECTIVE: summed(OBJECTIVE_EFFECTIVE_SAMPLES),
     "Gradient norm": metric(TRAIN_GRAD_NORM),
     "Oscillation of the gradient norm": oscillation(TRAIN_GRAD_NORM),
 }
@@ -116,6 +121,29 @@ def figures(groups: Sequence[Group]) -> dict[str, list[Chart]]:
         if any(max(one.along(axis).values()) for seeds in runs.values() for one in seeds)
     }
     return {axis: [chart for chart in charts if chart.svg] for axis, charts in drawn.items()}
+
+
+def ends(groups: Sequence[Group]) -> list[dict[Column, Any]]:
+    """Where each method's curves end: means over its seeds and their last ``WINDOW`` steps; and how many of
+    the responses to the final evaluation were cut at the limit."""
+    return [
+        {METHOD: one.method}
+        | {title: _end(one, measure) for title, measure in MEASURES.items() if title != EFFECTIVE}
+        | {"cut in the test, %": _cut(one)}
+        for one in groups
+        if one.method != BASE
+    ]
+
+
+def _end(group: Group, measure: Measure) -> float | None:
+    curves = [measure(read_curves(run.folder)) for run in group.runs]
+    found = [fmean(value for _, value in points[-WINDOW:]) for points in curves if points]
+    return fmean(found) if found else None
+
+
+def _cut(group: Group) -> float | None:
+    found = [result.verdict_fraction("truncated") for run in group.runs for result in run.after.values()]
+    return 100 * fmean(found) if found else None
 
 
 def _accuracy(benchmark: str) -> Measure:

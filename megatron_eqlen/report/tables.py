@@ -15,6 +15,8 @@ from megatron_eqlen.evaluation.statistics import Interval
 from megatron_eqlen.report.format import compact
 
 Column = str | tuple[str, str]
+WIDE = 5
+"""Columns that fit on a page of LaTeX."""
 Rows = Sequence[dict[Any, Any]]
 
 
@@ -105,19 +107,23 @@ def markdown_rows(rows: Rows) -> str:
 
 
 def latex(table: Table) -> str:
-    """A table of the booktabs package, as the paper's: models above their benchmarks, the best in bold."""
+    """A table of the booktabs package, as the paper's: models above their benchmarks, the best in bold, a
+    wide one scaled to the page (graphicx)."""
     names = columns(table.rows)
     _, *lines = grid(table.rows, _latex_value, _escaped)
     heads = [_heads(names)] if any(isinstance(name, tuple) for name in names) else []
     heads.append(" & ".join(rf"\textbf{{{_escaped(_leaf(name))}}}" for name in names) + r" \\")
     notes = [f"% {note}" for note in table.notes]
-    return "\n".join(
-        [
-            *notes, r"\begin{table}[h]", r"\centering", rf"\begin{{tabular}}{{l{'c' * (len(names) - 1)}}}",
-            r"\toprule", *heads, r"\midrule", *(" & ".join(line) + r" \\" for line in lines), r"\bottomrule",
-            r"\end{tabular}", rf"\caption{{{_escaped(table.title)}.}}", r"\end{table}",
-        ]
-    )  # fmt: skip
+    parts = [
+        *notes, r"\begin{table}[h]", r"\centering", rf"\begin{{tabular}}{{l{'c' * (len(names) - 1)}}}",
+        r"\toprule", *heads, r"\midrule", *(" & ".join(line) + r" \\" for line in lines), r"\bottomrule",
+        r"\end{tabular}", rf"\caption{{{_escaped(table.title)}.}}", r"\end{table}",
+    ]  # fmt: skip
+    if len(names) > WIDE:
+        begin = len(notes) + 2
+        parts.insert(begin, r"\resizebox{\columnwidth}{!}{%")
+        parts.insert(-2, "}")
+    return "\n".join(parts)
 
 
 def as_json(tables: Sequence[Table]) -> str:
@@ -180,7 +186,12 @@ def _latex_value(value: Any, is_best: bool) -> str:
 
 
 def _escaped(value: str) -> str:
-    special = {"\\": r"\textbackslash{}", "–": "--", "±": r"$\pm$"} | {c: f"\\{c}" for c in "&%$#_{}"}
+    named = {"\\": "backslash", "~": "asciitilde", "^": "asciicircum", "<": "less", ">": "greater"}
+    special = (
+        {"–": "--", "±": r"$\pm$"}
+        | {character: rf"\text{name}{{}}" for character, name in named.items()}
+        | {character: f"\\{character}" for character in "&%$#_{}"}
+    )
     return "".join(special.get(character, character) for character in value)
 
 

@@ -10,7 +10,7 @@ from megatron_eqlen.budget import UNITS
 from megatron_eqlen.files import write_text
 from megatron_eqlen.report import tables as formats
 from megatron_eqlen.report.compare import budget_notes
-from megatron_eqlen.report.figures import figures
+from megatron_eqlen.report.figures import ends, figures
 from megatron_eqlen.report.learning_tax import learning_taxes
 from megatron_eqlen.report.paper_tables import METHOD, accuracies, differences, efficiency
 from megatron_eqlen.report.run_groups import BASE, Group, read_run
@@ -67,14 +67,15 @@ def _table(sweep: SweepRecipe, table: TableRecipe, found: Sequence[Group]) -> Ta
     methods = table.methods or [BASE, *sweep.methods]
     chosen = [one for method in methods for one in found if one.method == method and one.model in recipes]
     missing = [
-        f"{sweep.label(method)} on {model}: {count} of {len(sweep.seeds)} seeds have ended"
+        f"{sweep.label(method)} on {sweep.called(model)}: {count} of {len(sweep.seeds)}"
         for model in recipes
         for method in methods
         if method != BASE and (count := _count(chosen, model, method)) < len(sweep.seeds)
     ]
     names = {method: BASE if method == BASE else sweep.label(method) for method in methods}
     named = [Group(one.model, names[one.method], one.runs) for one in chosen]
-    notes = [*missing, *budget_notes(named)]
+    notes = [f"Seeds that have ended: {'; '.join(missing)}"] if missing else []
+    notes += budget_notes(named)
     baseline = names[methods[0]]
     if table.kind == "difference":
         notes = [ABOUT_DIFFERENCE.format(baseline), *notes]
@@ -82,6 +83,7 @@ def _table(sweep: SweepRecipe, table: TableRecipe, found: Sequence[Group]) -> Ta
         "accuracy": lambda: accuracies(named, table.benchmarks),
         "difference": lambda: differences(named, baseline, table.benchmarks),
         "efficiency": lambda: efficiency(named),
+        "training": lambda: ends(named),
         "learning_tax": lambda: learning_taxes(named),
     }
     rows = [{_called(sweep, column): value for column, value in row.items()} for row in makers[table.kind]()]

@@ -27,6 +27,7 @@ names: {{sums: Sums}}
 tables:
   - {{title: Main results, methods: [base, grpo, eqlen]}}
   - {{title: Differences, kind: difference, methods: [grpo, eqlen]}}
+  - {{title: Training, kind: training, methods: [grpo, eqlen]}}
   - {{title: Efficiency, kind: efficiency, methods: [grpo, eqlen]}}
 """
 RECIPE = """

@@ -16,6 +16,7 @@ import pytest
 from megatron_eqlen import cli
 from megatron_eqlen.evaluation.statistics import detectable_difference, seed_difference
 from megatron_eqlen.report.figures import MEASURES, Curves, oscillation, over_seeds
+from megatron_eqlen.report.tables import Table, latex
 from megatron_eqlen.sweep import command
 from megatron_eqlen.sweep.cells import Plan
 from megatron_eqlen.sweep.results import END, START, write_into
@@ -144,6 +145,15 @@ def test_tables_go_into_a_document_between_its_lines(plan, tmp_path):
         write_into(document, plan.sweep.path / "tables.md")
 
 
+def test_the_ends_of_curves_are_means_of_the_last_steps_over_seeds(tables):
+    grpo, eqlen = tables["Training"]
+    assert eqlen["Reward"] == pytest.approx(0.5 + 0.1 * 2.5), "4 steps"
+    steps = [11, 10, 9]
+    of_seeds = [fmean(0.5 + 0.1 * step for step in range(1, count + 1)[-10:]) for count in steps]
+    assert grpo["Reward"] == pytest.approx(fmean(of_seeds))
+    assert (grpo["cut in the test, %"], grpo["Entropy, nats"]) == (0, None)
+
+
 def test_every_format_has_the_same_numbers(plan, tables):
     folder = plan.sweep.path
     cells = [row["tiny Sums"] for row in tables["Main results"]]
@@ -173,7 +183,8 @@ def test_latex_columns_are_as_many_as_cells(plan):
         for line in lines:
             spans = sum(int(span) - 1 for span in re.findall(r"\\multicolumn\{(\d+)\}", line))
             assert line.count(" & ") + spans + 1 == len(spec), line
-    assert latex.count(r"\begin{table}") == latex.count(r"\end{table}") == 3
+    assert latex.count(r"\begin{table}") == latex.count(r"\end{table}") == 4
+    assert latex.count(r"\resizebox") == 2, "of the wide ones"
 
 
 def test_the_page_draws_every_method_over_every_axis(plan):
@@ -194,11 +205,11 @@ def test_what_is_missing_and_unequal_is_said_below_the_tables(tmp_path, capsys):
     for seed in (0, 1, 2):
         leave_a_run(plan.cell(f"tiny/eqlen-seed{seed}").recipe([]))
     assert cli.main(["sweep", str(file), "--tables"]) == 0
-    assert "GRPO on tiny: 0 of 3 seeds have ended" in capsys.readouterr().out
+    assert "Seeds that have ended: GRPO on tiny: 0 of 3" in capsys.readouterr().out
     for seed in (0, 1, 2):
         leave_a_run(plan.cell(f"tiny/grpo-seed{seed}").recipe(["steps=4"]))  # as if it had been trained alone
     assert cli.main(["sweep", str(file), "--tables"]) == 0
-    assert "GRPO on tiny: 0 of 3 seeds have ended" in capsys.readouterr().out, "it may spend more"
+    assert "Seeds that have ended: GRPO on tiny: 0 of 3" in capsys.readouterr().out, "it may spend more"
 
 
 # ---- curves ---------------------------------------------------------------------------------------------
@@ -235,3 +246,13 @@ def test_effective_samples_add_up():
         {"step": 2, "objective/effective_samples": 4.0},
     ]
     assert MEASURES["Effective samples so far"](Curves(records, {})) == [(1, 3.0), (2, 7.0)]
+
+
+def test_latex_escapes_what_would_be_a_command():
+    made = latex(Table("50% of A & B_1", [{"Method": r"~x^2 {a} \b $c$ #1", "A < B": 0.5}]))
+    assert r"50\% of A \& B\_1." in made
+    assert r"\textasciitilde{}x\textasciicircum{}2 \{a\} \textbackslash{}b \$c\$ \#1 & 0.500 \\" in made
+    assert r"\textbf{A \textless{} B}" in made
+    plain = re.sub(r"\\[{}]", "", made)
+    depth = list(itertools.accumulate({"{": 1, "}": -1}.get(character, 0) for character in plain))
+    assert min(depth) == 0 == depth[-1]
