@@ -1,4 +1,5 @@
-"""Two real vLLM servers, once for all tests of engines. (``tests/job`` has one, started as a user does.)"""
+"""Two real vLLM servers, once for all tests of engines, the second one of two tensor-parallel workers.
+(``tests/job`` has one, started as a user does.)"""
 
 import pytest
 
@@ -12,10 +13,11 @@ from tools.benchmarks.servers import ENVIRON, free_ports, wait_until_up
 @pytest.fixture(scope="session")
 def servers():
     """{url: process}; some tests kill one."""
-    started, started_with = {}, server_recipe(["http://unknown"], keep_routes=True)
+    started = {}
     try:
-        for port in free_ports(2):
-            (_, *command), environ = server_command(started_with, port, "127.0.0.1")
+        for workers, port in enumerate(free_ports(2), 1):
+            recipe = server_recipe(["http://unknown"], keep_routes=True, tensor_parallel=workers)
+            (_, *command), environ = server_command(recipe, port, "127.0.0.1")
             started[f"http://127.0.0.1:{port}"] = jobs.start(*command, **named(), **ENVIRON, **environ)
         for url, process in started.items():
             wait_until_up(url, process)

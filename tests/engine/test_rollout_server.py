@@ -257,8 +257,8 @@ class Fake:
         tokens = list(range(start, min(91, start + body["sampling_params"]["max_tokens"])))
         if self.behaviour == "short":
             tokens = tokens[:3]
-        if self.behaviour == "hang":
-            await asyncio.sleep(60)
+        while self.behaviour == "hang" and not self.closed.is_set():
+            await asyncio.sleep(0.05)
         slow = self.behaviour == "slow"
         for i in range(0, len(tokens), 2):
             part = tokens[i : i + 2]

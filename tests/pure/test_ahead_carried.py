@@ -100,7 +100,7 @@ lives = st.lists(
 )
 
 
-@examples(20)
+@examples(12)
 @given(
     seed=st.integers(0, 2**16),
     staleness=st.integers(0, 2),

@@ -23,6 +23,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -132,6 +133,7 @@ def run(args: argparse.Namespace) -> None:
         trainer, server = ({core} for core in args.cores)
         os.sched_setaffinity(0, server)  # processes inherit it
         fixed = [f"steps={args.steps}", "evaluation.every=0", *args.set]
+        home /= f"{zlib.crc32((recipe.read_text() + str(fixed)).encode()):08x}"  # other settings, other runs
         kinds = [Kind(staleness, keys) for keys in args.variants for staleness in args.staleness]
         with running(load(recipe, fixed), 1, OMP_NUM_THREADS="1") as servers:
             os.sched_setaffinity(0, trainer)
@@ -186,9 +188,9 @@ def speeds(runs: Runs) -> list[dict[str, Any]]:
         kind.names
         | {
             "steps/h": interval(of_kind, Trained.an_hour),
-            "to the first": ratio(runs, kind, Trained.an_hour),
+            "ratio": ratio(runs, kind, Trained.an_hour),
             "effective/h": interval(of_kind, effective),
-            "to the first ": ratio(runs, kind, effective),
+            "its ratio": ratio(runs, kind, effective),
         }
         | {name: fmean(one.mean(metric) for one in of_kind) for name, metric in means.items()}
         for kind, of_kind in runs.items()
