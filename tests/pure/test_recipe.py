@@ -62,7 +62,7 @@ def small(**changes):
         ),
         (
             {"parallel": {"tensor": 3}},
-            "tensor 3 x pipeline 1 = 3 does not divide the 1 processes (cluster.nodes x",
+            "tensor 3 x context 1 x pipeline 1 = 3 does not divide the 1 processes (cluster.nodes x",
         ),
         ({"equal_length": {"prefix_in_gradient": True}}, "needs packing.layout: expanded"),
         ({"rollout": {"engine": "server", "max_response_length": 100}}, "rollout.servers"),
