@@ -100,11 +100,15 @@ EXPERT_AGREEMENT, ROUTER_AGREEMENT = "mismatch/expert_agreement", "mismatch/rout
 TRAIN_SKIPPED_UPDATES = "train/skipped_updates"
 TRAIN_GRAD_NORM = "train/grad_norm"
 TRAIN_TOKENS_PER_SECOND = "train/tokens_per_second"
+TRAIN_TOKENS_PER_GPU = "train/tokens_per_gpu_second"
+TRAIN_EXPANDED_PER_GPU = "train/expanded_tokens_per_gpu_second"
+HARVEST_TOKENS_PER_GPU = "harvest/tokens_per_gpu_second"
+TRAIN_MFU, HARVEST_MFU = "train/mfu", "harvest/mfu"
 CHECKPOINT_BYTES = "checkpoint/bytes"
 CHECKPOINT_WRITE_SECONDS = "checkpoint/write_seconds"
 TIME_PARK, TIME_UNPARK, TIME_CHECKPOINT = "time/park", "time/unpark", "time/checkpoint"
 PARKED_BYTES = "memory/parked_bytes"
-TIME_STEP = "time/step"
+TIME_STEP, TIME_HARVEST, TIME_TRAIN = "time/step", "time/harvest", "time/train"
 TIME_ENGINE_IDLE, TIME_TRAINER_IDLE = "time/engine_idle", "time/trainer_idle"
 EFFECTIVE_PER_GPU_SECOND = "objective/effective_per_gpu_second"
 TIME_GPU_HOURS = "time/gpu_hours"
@@ -119,6 +123,8 @@ STAGES = (
     "export",
 )  # fmt: skip
 """The stages of a step, each measured as ``time/NAME``."""
+MEMORY = ("memory/peak/", "memory/reserved/")
+"""Then the stage."""
 
 TOKENS, UPDATES = "loss/tokens", "train/updates"
 MISMATCH = "mismatch/logprob_abs_diff"
@@ -139,6 +145,9 @@ PER_STREAM_OR_COMPLETION = mean("harvest/streams", "harvest/completions")
 PER_KEPT_TOKEN = mean(HARVEST_SUPERVISED_TOKENS, "harvest/tail_tokens")
 
 DECLARED = (
+    # ---- data: where the data source stands after the step's prompts --------------------------------------
+    Metric("data/prompts_drawn", "prompts", "last", "of the run so far"),
+    Metric("data/source/*/epochs", "epochs", "last", "of this source's rows that were used so far"),
     # ---- harvest: what one harvest generated --------------------------------------------------------------
     Metric("harvest/seconds", "s", "max", "the harvest, all of its batches", in_turn="sum"),
     Metric(HARVEST_GENERATED_TOKENS, "tokens", "sum", "all that the engine delivered"),
@@ -163,6 +172,8 @@ DECLARED = (
     Metric(HARVEST_BRANCHES, "tracks", "sum", "forks that are left in the rollouts"),
     Metric(HARVEST_CONTEXT, "tokens", PER_KEPT_TOKEN, "earlier tokens that a generated one sees"),
     Metric(HARVEST_FLOPS, "FLOPs", "last", "of generation, estimated"),
+    Metric(HARVEST_MFU, "share", "last", "harvest/flops over time/harvest, of what the engine's GPUs can do"),
+    Metric(HARVEST_TOKENS_PER_GPU, "tokens/s", "last", "generated over time/harvest, a GPU of the engine"),
     Metric("harvest/ended_responses", "responses", "sum", "responses that ended by themselves"),
     Metric(HARVEST_ENDED_RESPONSE_LENGTH, "tokens", mean("harvest/ended_responses"), "length of one"),
     Metric("harvest/masked_tokens", "tokens", "sum", "recorded with a sampling mask"),
@@ -285,13 +296,19 @@ DECLARED = (
     Metric(UPDATES, "updates", "sum", "optimizer steps taken"),
     Metric(TRAIN_SKIPPED_UPDATES, "updates", "sum", "not taken: not finite, or the mismatch too large"),
     Metric(TRAIN_GRAD_NORM, "norm", "max", "before clipping", PER_UPDATE),
+    Metric(f"{TRAIN_GRAD_NORM}/*", "norm", "max", "of this kind of weights: squares add up", PER_UPDATE),
     Metric("train/lr", "rate", "last", "learning rate"),
     Metric(TRAIN_FLOPS, "FLOPs", "last", "of training passes, estimated"),
     Metric(TRAIN_TOKENS_PER_SECOND, "tokens/s", "last", "positions trained, over time/train"),
+    Metric(TRAIN_TOKENS_PER_GPU, "tokens/s", "last", "in trees, over time/train, a GPU of the trainer"),
+    Metric(TRAIN_EXPANDED_PER_GPU, "tokens/s", "last", "the same, as if every side had its own prefix"),
+    Metric(TRAIN_MFU, "share", "last", "train/flops over time/train, of what the trainer's GPUs can do"),
     # ---- checkpoint: logged with the step in which it was finished ----------------------------------------
     Metric(CHECKPOINT_BYTES, "bytes", "last", "of all its files"),
     Metric(CHECKPOINT_WRITE_SECONDS, "s", "last", "in the background, of the slowest rank"),
-    # ---- memory: of the trainer's on one GPU --------------------------------------------------------------
+    # ---- memory: of one GPU; without one, of one process --------------------------------------------------
+    Metric("memory/peak/*", "bytes", "max", "the most in this stage, of the rank that had most"),
+    Metric("memory/reserved/*", "bytes", "max", "the most that PyTorch's allocator held of the GPU in it"),
     Metric(PARKED_BYTES, "bytes", "max", "freed on rank 0's GPU while the engine is awake"),
     # ---- time: of a step's stages, and evaluation ---------------------------------------------------------
     Metric(TIME_STEP, "s", "max", "the whole step", in_turn="sum"),
@@ -304,6 +321,8 @@ DECLARED = (
         Metric(f"time/{stage}", "s", "max", f"the stage {stage}", in_turn="sum")
         for stage in STAGES
     ),
+    Metric("time/slowest/*", "s", "max", "the stage on the rank where it took longest", in_turn="sum"),
+    Metric("time/slowest_rank/*", "rank", "last", "that rank"),
     Metric("evaluation/*", "share", "last", "BENCHMARK/avg@k, pass@k and others"),
 )  # fmt: skip
 
@@ -344,6 +363,19 @@ def at_once(parts: Sequence[Metrics]) -> Metrics:
 def in_turn(parts: Sequence[Metrics]) -> Metrics:
     """Merge the metrics of batches or updates that came one after the other."""
     return {name: _merged(name, metric(name).in_turn or metric(name).merge, parts) for name in _names(parts)}
+
+
+def over_ranks(ranks: Sequence[Metrics]) -> Metrics:
+    """From each rank's own metrics of a step: the most memory of each stage, and of several ranks the
+    slowest in each."""
+    memory = [{name: value for name, value in one.items() if name.startswith(MEMORY)} for one in ranks]
+    found = at_once(memory)
+    for stage in STAGES if len(ranks) > 1 else ():
+        times = [(one[f"time/{stage}"], -rank) for rank, one in enumerate(ranks) if f"time/{stage}" in one]
+        if times:
+            seconds, rank = max(times)
+            found |= {f"time/slowest/{stage}": seconds, f"time/slowest_rank/{stage}": float(-rank)}
+    return found
 
 
 def _names(parts: Sequence[Metrics]) -> Iterable[str]:

@@ -12,12 +12,14 @@ import torch.distributed as dist
 
 from megatron_eqlen import failures
 from megatron_eqlen.budget import COSTS, Budget, Spent
+from megatron_eqlen.data.prompts import position_metrics
 from megatron_eqlen.evaluation.result import EvaluationResult, compare, read_results, write_results
 from megatron_eqlen.files import CheckpointError, step_name
 from megatron_eqlen.generation import Rollouts
 from megatron_eqlen.hf.config import ModelConfig, read_config
 from megatron_eqlen.metrics import (
     EFFECTIVE_PER_GPU_SECOND,
+    HARVEST_FLOPS,
     HARVEST_GENERATED_TOKENS,
     OBJECTIVE_EFFECTIVE_SAMPLES,
     OBJECTIVE_UNITS,
@@ -26,15 +28,18 @@ from megatron_eqlen.metrics import (
     TIME_ENGINE_IDLE,
     TIME_GPU_HOURS,
     TIME_STEP,
+    TIME_TRAIN,
     TIME_TRAINER_IDLE,
     TOTAL_FLOPS,
     TOTAL_GENERATED_TOKENS,
+    TRAIN_FLOPS,
     TRAIN_SKIPPED_UPDATES,
     TRAIN_TOKENS_PER_SECOND,
     UPDATES,
+    over_ranks,
 )
 from megatron_eqlen.objectives.build import build_minibatches
-from megatron_eqlen.plan.flops import counted
+from megatron_eqlen.plan.achieved import achieved
 from megatron_eqlen.report.metrics import MetricsWriter, read_metrics
 from megatron_eqlen.report.model_card import write_model_card
 from megatron_eqlen.report.page import write_page
@@ -48,7 +53,7 @@ from megatron_eqlen.step import Step
 from megatron_eqlen.timeline import ENGINE, TRAINER
 from megatron_eqlen.training import checkpoint, distributed
 from megatron_eqlen.training.agreement import MismatchError
-from megatron_eqlen.training.distributed import agree
+from megatron_eqlen.training.distributed import agree, gather
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.types import Metrics, TokenTree, WorstToken
 
@@ -104,7 +109,8 @@ class Run:
             if not self.complete:
                 self.folder.reopen()
             trackers = start_trackers(self.folder.path, self.steps, self.recipe)
-            self.writer = MetricsWriter(self.folder.path, self.steps, trackers)
+            names = self.recipe.report.metric_names
+            self.writer = MetricsWriter(self.folder.path, self.steps, trackers, names)
             self.session.ends_with(self.writer.close)
         self.session.progress.resume(self.spent)
 
@@ -178,7 +184,7 @@ class Run:
             policy.check_finite()  # no later step mends weights or the optimizer's state, and engines crash
         self.worst = self._keep(policy.worst, step) if policy.worst and distributed.is_rank0() else None
         trained = metrics.get(PACKING_TOKENS, 0.0) * self.recipe.loss.epochs
-        speed = trained / seconds["time/train"]
+        speed = trained / seconds[TIME_TRAIN]
         step = step.log(metrics | seconds | {TRAIN_TOKENS_PER_SECOND: speed})
         if not metrics[UPDATES]:
             self.session.progress.warn(f"step {step.number + 1} trained nothing: {_why_not(step)}")
@@ -215,12 +221,12 @@ class Run:
         taken = now - step.started
         worked = taken - step.metrics.get("time/evaluate", 0.0)
         self._check_held()
-        flops = counted(self.recipe, self.model, step.metrics)
+        reached = achieved(self.recipe, self.model, step.metrics, distributed.gpu_name())
         self.spent = Spent(
             step.number + 1,
             self.spent.gpu_hours + agree(lambda: worked) * self.recipe.gpus / 3600,
             self.spent.generated_tokens + step.metrics.get(HARVEST_GENERATED_TOKENS, 0.0),
-            self.spent.flops + sum(flops.values()),
+            self.spent.flops + reached[HARVEST_FLOPS] + reached[TRAIN_FLOPS],
         )
         self.stopping = agree(self.folder.stop.exists) or self.stopped_by is not None
         totals = {
@@ -235,7 +241,8 @@ class Run:
             TIME_TRAINER_IDLE: timeline.idle(TRAINER, step.started, now),
             EFFECTIVE_PER_GPU_SECOND: effective / (taken * self.recipe.gpus),
         }
-        metrics = step.metrics | flops | speed | totals
+        ranks = over_ranks(gather([step.metrics]))
+        metrics = step.metrics | reached | ranks | speed | totals | position_metrics(step.data_position)
         spans = timeline.take(now)
         if self.writer is not None:
             self.writer.write(self.steps, metrics, spans)

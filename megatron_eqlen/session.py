@@ -21,7 +21,7 @@ from megatron_eqlen.sampling.kind import Harvester
 from megatron_eqlen.sampling.record import Part
 from megatron_eqlen.timeline import Timeline
 from megatron_eqlen.tokenizer import load_tokenizer
-from megatron_eqlen.training import distributed, flight_recorder
+from megatron_eqlen.training import distributed, flight_recorder, peak_memory
 from megatron_eqlen.types import Metrics
 from megatron_eqlen.watchdog import FIRST, Watchdog
 
@@ -84,14 +84,19 @@ class Session:
 
     @contextlib.contextmanager
     def stage(self, name: str, patience: float = 0.0) -> Iterator[Metrics]:
-        """Show ``name`` while the block runs; what it yields then holds the seconds as ``time/NAME``. A stage
-        beside training, in another thread, is not shown. ``patience``: see ``Watchdog.stage``."""
-        seconds: Metrics = {}
-        if not distributed.is_alone():
+        """Show ``name`` while the block runs; what it yields then holds the seconds as ``time/NAME``, and the
+        most memory meanwhile. A stage beside training, in another thread, is not shown, nor its memory.
+        ``patience``: see ``Watchdog.stage``."""
+        measured: Metrics = {}
+        alone = distributed.is_alone()
+        if not alone:
             self.progress.stage(name)
+            peak_memory.begin()
         with self.watchdog.stage(name, patience), self.timeline.span(name) as span:
-            yield seconds
-        seconds[f"time/{name}"] = span.ended - span.began
+            yield measured
+        measured[f"time/{name}"] = span.ended - span.began
+        if not alone:
+            measured |= peak_memory.measured(name)
 
 
 def engine_replicas(recipe: Recipe) -> Replicas:

@@ -20,7 +20,7 @@ from megatron_eqlen.data.sources import open_source, read_problems
 from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, SourceRecipe
 from megatron_eqlen.rewards.math import MathGrader
 from megatron_eqlen.tokenizer import Tokenizer
-from megatron_eqlen.types import Prompt
+from megatron_eqlen.types import Metrics, Prompt
 
 
 class PromptMaker:
@@ -208,3 +208,14 @@ def read_benchmark(benchmark: BenchmarkRecipe, data: DataRecipe, tokenizer: Toke
             f"benchmark {benchmark.name}: {benchmark.path}: unusable rows {unusable}, usable {len(prompts)}"
         )
     return prompts
+
+
+def position_metrics(position: dict[str, Any] | None) -> Metrics:
+    """What a step logs of ``PromptSource.state_dict``; nothing where rollouts are replayed."""
+    if position is None:
+        return {}
+    sources = {
+        f"data/source/{name}/epochs": one["epoch"] + one["position"] / one["rows"]
+        for name, one in position["sources"].items()
+    }
+    return {"data/prompts_drawn": float(position["drawn"])} | sources

@@ -32,7 +32,9 @@ GPUS = (
     Gpu("RTX 4090", 24, 165e12, 1.01e12, 0.40),
     Gpu("A100", 80, 312e12, 2.04e12, 0.45),
     Gpu("H100", 80, 989e12, 3.35e12, 0.33),
+    Gpu("H200", 141, 989e12, 4.8e12, 0.33),
 )
+"""H100 and H200 as SXM modules."""
 EXPERTS = 0.4
 """Of that share, with experts: small matrices, and tokens sent between ranks; an assumption."""
 DECODING_BANDWIDTH, DECODING_FLOPS = 0.6, 0.4
@@ -62,6 +64,11 @@ class Speed:
     @property
     def seconds(self) -> float:
         return self.generation + self.training
+
+
+def gpu_named(device: str | None) -> Gpu | None:
+    """The GPU that calls itself ``NVIDIA H100 80GB HBM3``, say; None for one that is not known."""
+    return next((gpu for gpu in GPUS if device and gpu.name in device and "PCIe" not in device), None)
 
 
 def speeds(recipe: Recipe, model: ModelConfig, work: Workload) -> list[Speed]:

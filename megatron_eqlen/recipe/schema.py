@@ -459,6 +459,8 @@ class EvaluationRecipe(Section):
 class ReportRecipe(Section):
     """What is kept and shown of a run."""
 
+    metric_names: Literal["eqlen", "verl", "slime"] = "eqlen"
+    """What trackers call a metric that verl or slime has, too; ``metrics.jsonl`` always has our names."""
     wandb_project: str | None = None
     """Log to this project of Weights & Biases, too, where the package wandb is installed."""
     keep_streams: Literal["all", "evaluations"] | PositiveInt = "all"

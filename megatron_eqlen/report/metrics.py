@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_eqlen.files import write_text
+from megatron_eqlen.report.metric_names import Convention, renamed
 from megatron_eqlen.report.trackers import Tracker
 from megatron_eqlen.types import Metrics
 
@@ -31,14 +32,18 @@ logger = logging.getLogger(__name__)
 
 
 class MetricsWriter:
-    """Writes into a run folder, and hands the same metrics to ``trackers``; rank 0 has one.
+    """Writes into a run folder, and hands the same metrics to ``trackers``, by the names that ``names`` says;
+    rank 0 has one.
 
     ``step`` is the number of steps that the run has taken: later lines are removed.
     """
 
-    def __init__(self, folder: Path, step: int = 0, trackers: Sequence[Tracker] = ()) -> None:
+    def __init__(
+        self, folder: Path, step: int = 0, trackers: Sequence[Tracker] = (), names: Convention = "eqlen"
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.trackers = trackers
+        self.names: Convention = names
         _cut_after(folder / FILE, step)
         self.file = open(folder / FILE, "ab", buffering=0)  # noqa: SIM115 (closed by close)
 
@@ -51,7 +56,7 @@ class MetricsWriter:
         while line:  # a full disk raises; a signal may shorten a write
             line = line[self.file.write(line) :]
         for tracker in self.trackers:
-            tracker.log(step, metrics)
+            tracker.log(step, renamed(metrics, self.names))
 
     def close(self) -> None:
         self.file.close()

@@ -124,6 +124,11 @@ def device() -> torch.device:
     )
 
 
+def gpu_name() -> str | None:
+    """What this process's GPU calls itself; None without one."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
 def _join_world(timeout: timedelta) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

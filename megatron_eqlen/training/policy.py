@@ -51,6 +51,7 @@ from megatron_eqlen.training.finite import (
     update_problem,
 )
 from megatron_eqlen.training.forward import RowResult, microbatch_multiple, row_multiple, run_rows
+from megatron_eqlen.training.gradient_norms import gradient_norms
 from megatron_eqlen.training.memory import TrainerMemory
 from megatron_eqlen.training.optimizer import build_optimizer, gradient_norm, take_step, wrap
 from megatron_eqlen.training.policy_loss import RowLoss, policy_loss, reduce_metrics
@@ -219,6 +220,7 @@ class Policy:
         assert batch.rows is not None
         losses = self._backward(batch.rows)
         grad_norm = gradient_norm(self.optimizer)
+        by_kind = gradient_norms(self.chunks, self.optimizer)
         measured, worst = self._measured(batch.rows, losses)
         problem = first_problem(self._problem(batch.rows, losses, grad_norm))
         problem = problem or mismatch_problem(mismatch_of(measured), worst, self.recipe.rollout)
@@ -234,7 +236,7 @@ class Policy:
             "train/lr": self.optimizer.param_groups[0]["lr"],
         }
         agreement = batch.rows.agreement or {}
-        return measured | self._router_metrics() | agreement | taken
+        return measured | self._router_metrics() | agreement | by_kind | taken
 
     def _backward(self, rows: Rows) -> list[RowLoss]:
         """Compute the gradients of the rows' loss; returns each row's loss and metrics, on the last pipeline

@@ -46,6 +46,13 @@ def test_the_run_folder_is_complete(trained):
     assert status(trained).condition == "complete"
     first, *later = metrics(trained)
     assert first.get("checkpoint/bytes") is None
+    for record in metrics(trained):
+        assert record["memory/peak/train"] > 1e8
+        assert record["train/tokens_per_gpu_second"] > 0
+        kinds = [value for name, value in record.items() if name.startswith("train/grad_norm/")]
+        assert sum(value**2 for value in kinds) == pytest.approx(record["train/grad_norm"] ** 2, rel=1e-4)
+    assert [record["data/prompts_drawn"] for record in metrics(trained)] == [4, 8, 12]
+    assert first["data/source/questions/epochs"] == 4 / 40
     for record in later:  # the checkpoint of the step before, in force before this step's update
         assert record["checkpoint/bytes"] > 1e5
         assert record["time/checkpoint"] > 0
@@ -68,6 +75,7 @@ def test_two_ranks_train_like_one_on_the_same_streams(home, trained, layout):
     two = train(home, layout, layout, "--replay", str(trained / "streams"), ranks=2)
     for name in ("loss/total", "loss/policy", "loss/ref_kl", "loss/entropy", "train/grad_norm"):
         assert column(two, name) == pytest.approx(column(trained, name), rel=1e-5, abs=1e-6), name
+    assert set(column(two, "time/slowest_rank/train")) <= {0.0, 1.0}
 
 
 def test_with_a_server_two_ranks_train_like_one_with_the_engine_inside(home, trained, served):

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.hf.cost import forward_flops
 from megatron_eqlen.packing.pack import plan_rows
+from megatron_eqlen.plan.achieved import achieved
 from megatron_eqlen.plan.flops import counted
 from megatron_eqlen.plan.model import KNOWN_MODELS
 from megatron_eqlen.recipe_load import load
@@ -29,6 +30,23 @@ lengths = st.lists(st.integers(1, 9), min_size=1, max_size=4)
 names = map(str, itertools.count())
 LEAVES = ((4, 0), (6, 0), (3, 2))
 """(tokens, parent) of nodes after the root."""
+
+
+def test_utilisation_is_flops_over_time_and_what_the_gpus_can_do():
+    recipe, model = load(ROOT / "recipes/qwen3_8b.yaml"), read_config(KNOWN_MODELS / "qwen3-8b.json")
+    step = {
+        "packing/tokens": 1e6, "packing/context": 2e3, "packing/unique_tokens": 9e5, "time/train": 10.0,
+        "packing/expanded_tokens": 3e6, "harvest/generated_tokens": 8e5, "time/harvest": 20.0,
+    }  # fmt: skip
+    found = achieved(recipe, model, step, "NVIDIA H100 80GB HBM3")
+    assert found["train/mfu"] == pytest.approx(found["train/flops"] / (10 * 8 * 989e12))
+    assert found["harvest/mfu"] == pytest.approx(found["harvest/flops"] / (20 * 8 * 989e12))
+    assert 0.01 < found["train/mfu"] < 1.5
+    assert found["train/tokens_per_gpu_second"] == pytest.approx(recipe.loss.epochs * 9e5 / 80)
+    assert found["train/expanded_tokens_per_gpu_second"] == pytest.approx(recipe.loss.epochs * 3e6 / 80)
+    assert found["harvest/tokens_per_gpu_second"] == pytest.approx(8e5 / 160)
+    for unknown in (None, "NVIDIA H100 PCIe", "NVIDIA GeForce RTX 3060"):
+        assert "train/mfu" not in achieved(recipe, model, step, unknown)
 
 
 def prompt() -> Prompt:

@@ -9,12 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eqlen import metrics
-from megatron_eqlen.metrics import DECLARED, Mean, MetricError, at_once, check, in_turn, metric
+from megatron_eqlen.metrics import DECLARED, Mean, MetricError, at_once, check, in_turn, metric, over_ranks
+from megatron_eqlen.report.metric_names import NAMES, renamed
 from megatron_eqlen.rollout.meter import rollout_metrics
+from megatron_eqlen.training import peak_memory
 from megatron_eqlen.types import Group, Pair, Prompt, Segment, Stream
 from tests.kit import ROOT
 
 PACKAGE = ROOT / "megatron_eqlen"
+SOURCES = {*PACKAGE.rglob("*.py")} - {PACKAGE / "report/metric_names.py"}
+"""All but the table of what others call our metrics."""
 STAGES = {one.name.split("/")[0] for one in DECLARED} - {"evaluation"}
 
 
@@ -51,6 +55,50 @@ def test_two_replicas_together_report_what_one_would(rollouts, cut):
     parts = [rollout_metrics(rollouts[:cut]), rollout_metrics(rollouts[cut:])]
     for merge in (at_once, in_turn):
         assert merge(parts) == pytest.approx(rollout_metrics(rollouts))
+
+
+def test_the_slowest_rank_of_each_stage_is_named_and_the_most_memory_counts():
+    ranks = [
+        {"time/train": 2.0, "time/harvest": 5.0, "memory/peak/train": 7.0, "loss/total": 1.0},
+        {"time/train": 3.0, "memory/peak/train": 4.0, "memory/reserved/train": 9.0},
+    ]
+    assert over_ranks(ranks) == {
+        "memory/peak/train": 7.0,
+        "memory/reserved/train": 9.0,
+        "time/slowest/train": 3.0,
+        "time/slowest_rank/train": 1.0,
+        "time/slowest/harvest": 5.0,
+        "time/slowest_rank/harvest": 0.0,
+    }
+    assert over_ranks(ranks[:1]) == {"memory/peak/train": 7.0}, "alone, no rank is the slowest"
+    assert check(over_ranks(ranks))
+
+
+def test_a_stage_that_needs_memory_is_seen_to_and_the_next_begins_anew():
+    found = []
+    for size in (96 << 20, 0):
+        peak_memory.begin()
+        bytes(b"1" * size)
+        found.append(peak_memory.measured("train")["memory/peak/train"])
+    assert found[0] - found[1] > 64 << 20
+
+
+def test_other_frameworks_names_are_given_to_what_they_measure_too_and_to_nothing_twice():
+    ours = {"reward/mean": 0.5, "memory/peak/train": 2.0**31, "harvest/pairs": 3.0}
+    for name in NAMES:
+        metric(name)
+    assert renamed(ours, "eqlen") == ours
+    assert renamed(ours, "verl") == {
+        "critic/score/mean": 0.5,
+        "perf/max_memory_allocated_gb": 2.0,
+        "harvest/pairs": 3.0,
+    }
+    assert renamed({"mismatch/logprob_abs_diff": 0.1}, "slime") == {
+        "train/train_rollout_logprob_abs_diff": 0.1
+    }
+    for place in (0, 1):
+        theirs = [names[place] for names in NAMES.values() if names[place]]
+        assert len(theirs) == len(set(theirs))
 
 
 def test_maxima_are_not_averaged():
@@ -92,7 +140,7 @@ def test_every_weight_is_itself_a_declared_sum():
 
 def test_every_name_in_the_package_is_declared():
     """A report that looks for a metric that nobody writes shows nothing and says nothing."""
-    for path in PACKAGE.rglob("*.py"):
+    for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and is_name(node.value):
                 assert metric(node.value).unit, f"{path}:{node.lineno}"
@@ -101,7 +149,7 @@ def test_every_name_in_the_package_is_declared():
 def test_a_name_that_two_places_know_is_a_constant():
     """Whoever renames it finds every place."""
     places: dict[str, list[str]] = {}
-    for path in PACKAGE.rglob("*.py"):
+    for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and is_name(node.value):
                 places.setdefault(node.value, []).append(f"{path.relative_to(PACKAGE)}:{node.lineno}")

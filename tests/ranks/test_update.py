@@ -3,10 +3,43 @@
 import pytest
 import torch
 
+from megatron_eqlen.training.gradient_norms import kind_of
 from tests.kit.distributed import run_ranks
 from tests.kit.marks import slow
 from tests.kit.tiny_models import save_tiny
-from tests.kit.updates import layout, one_tree_a_row, update
+from tests.kit.updates import build_policy, layout, one_tree_a_row, update
+
+
+@pytest.fixture(scope="module")
+def with_experts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny")
+    save_tiny(path, "qwen3_moe")
+    return str(path)
+
+
+def norms_of(folder, minibatches, changes):
+    """What an update logs of its gradient, and squares of the gradient as it lies in this rank's buffers."""
+    policy = build_policy(folder, {"loss": {"epochs": 1}, "optimizer": {"clip_grad": 1e9}} | changes)
+    metrics = policy.update(minibatches)
+    squares = {}
+    for name, parameter in policy.chunks[0].named_parameters():
+        kind = kind_of(name)
+        squares[kind] = squares.get(kind, 0.0) + float(parameter.main_grad.double().square().sum())
+    return {name: value for name, value in metrics.items() if name.startswith("train/grad_norm")}, squares
+
+
+@pytest.mark.parametrize(
+    "parallel", [{"tensor": 2, "expert": 2}, {"pipeline": 2}, slow({"expert": 2}), slow({})], ids=str
+)
+def test_gradient_norms_by_kind_are_the_whole_models_in_every_layout(with_experts, parallel):
+    minibatches = [one_tree_a_row(2)]
+    ((alone, squares),) = run_ranks(1, norms_of, with_experts, minibatches, {})
+    whole = alone.pop("train/grad_norm")
+    assert set(squares) == {"embedding", "attention", "experts", "router", "norms", "head"}
+    assert alone == pytest.approx({f"train/grad_norm/{kind}": one**0.5 for kind, one in squares.items()})
+    assert sum(one**2 for one in alone.values()) == pytest.approx(whole**2, rel=1e-5)
+    for found, _ in run_ranks(2, norms_of, with_experts, minibatches, layout(2, **parallel)):
+        assert found == pytest.approx(alone | {"train/grad_norm": whole}, rel=1e-4)
 
 
 @pytest.fixture(scope="module")
