@@ -14,12 +14,14 @@ from typing import Any
 
 from megatron_eqlen.metrics import DECLARED, Mean, Metric, Way
 from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.report.metric_names import NAMES
 
 Schema = dict[str, Any]
 """JSON schema of a recipe, one of its sections, or a key."""
 
 BOUNDS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
 TYPES = {"boolean": "true or false", "integer": "integer", "number": "number", "string": "text"}
+METRIC = ("metric", "unit", "of several values", "meaning", "elsewhere")
 MERGED = {"sum": "sum", "max": "largest", "min": "smallest", "last": "newest"}
 
 
@@ -86,18 +88,20 @@ def _text(schema: Schema) -> str:
 
 
 def metrics() -> str:
-    """Each metric: unit, how several values become one, meaning."""
+    """Each metric: unit, how several values become one, meaning, what verl and slime call it."""
     return "\n\n".join(
-        f"## {family}\n\n" + _table(("metric", "unit", "of several values", "meaning"), map(_metric, members))
+        f"## {family}\n\n" + _table(METRIC, map(_metric, members))
         for family, members in groupby(DECLARED, key=lambda one: one.name.split("/")[0])
     )
 
 
-def _metric(one: Metric) -> tuple[str, str, str, str]:
+def _metric(one: Metric) -> tuple[str, ...]:
     merged = _merged(one.merge)
     if one.in_turn and one.in_turn != one.merge:
         merged += f"; one after the other: {_merged(one.in_turn)}"
-    return f"`{one.name}`", one.unit, merged, one.about
+    elsewhere = zip(("verl", "slime"), NAMES.get(one.name, ()), strict=False)
+    names = [f"{framework} `{name}`" for framework, name in elsewhere if name]
+    return f"`{one.name}`", one.unit, merged, one.about, ", ".join(names)
 
 
 def _merged(way: Way) -> str:
