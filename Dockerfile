@@ -1,7 +1,7 @@
 # For GPUs, by the script and the lock that a machine of its own uses:
 #   docker build --tag megatron-eqlen .
 #   docker run --gpus all --ipc host --volume "$PWD/runs:/opt/megatron_eqlen/runs" megatron-eqlen train RECIPE
-# Its user is 1001, who must be allowed to write in runs/.
+# On SLURM: docs/cluster.md. Its user is 1001, who must be allowed to write in runs/.
 FROM nvidia/cuda:13.0.2-devel-ubuntu24.04
 
 RUN apt-get update \

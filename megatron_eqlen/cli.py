@@ -38,9 +38,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    """Overrides may stand before, between and after options; argparse alone takes only the first of them."""
+    """Overrides may stand before, between and after options; argparse alone takes only the first of them.
+    What follows ``--`` is for sbatch."""
     parser = _parser()
-    arguments, rest = parser.parse_known_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    end = words.index("--") if words[:1] == ["submit"] and "--" in words else len(words)
+    arguments, rest = parser.parse_known_args(words[:end])
+    arguments.sbatch = words[end + 1 :]
     strange = [text for text in rest if text.startswith("-") or "=" not in text]
     if strange or (rest and "overrides" not in arguments):
         parser.error(f"{arguments.name}: unrecognized arguments: {' '.join(strange or rest)}")
@@ -71,6 +75,17 @@ def _parser() -> argparse.ArgumentParser:
 
     plan = _add(commands, "plan", _plan, "print what a recipe needs: layout, memory, tokens, sbatch command")
     _add_recipe(plan)
+
+    submit = _add(commands, "submit", _submit, "train a recipe as a SLURM job; what follows -- is for sbatch")
+    _add_recipe(submit)
+    submit.add_argument(
+        "--servers",
+        type=int,
+        default=0,
+        metavar="NODES",
+        help="generate on vLLM servers, on nodes of their own",
+    )
+    submit.add_argument("--dry-run", action="store_true", help="print the batch script and submit nothing")
 
     harvest = _add(commands, "harvest", _harvest, "generate and score one step's rollouts, no trainer")
     _add_recipe(harvest)
@@ -181,6 +196,16 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> int:
     return _print_plan(load(arguments.recipe, arguments.overrides))
+
+
+def _submit(arguments: argparse.Namespace) -> int:
+    from megatron_eqlen.submit import Submission
+
+    submission = Submission(arguments.recipe, arguments.overrides, arguments.servers, arguments.sbatch)
+    if arguments.dry_run:
+        print(submission.script(), end="")
+        return 0
+    return submission.submit()
 
 
 def _print_plan(recipe: Recipe) -> int:
@@ -314,8 +339,8 @@ def _needs_launch(recipe: Recipe) -> bool:
         return False
     if recipe.cluster.nodes > 1:
         raise RecipeError(
-            f"cluster.nodes: {recipe.cluster.nodes} nodes are started by a launcher: the sbatch line that "
-            f"`eqlen plan` prints, or torchrun on every node"
+            f"cluster.nodes: {recipe.cluster.nodes} nodes are started by a launcher: `eqlen submit`, or "
+            f"torchrun on every node"
         )
     return True
 

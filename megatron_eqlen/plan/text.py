@@ -14,6 +14,7 @@ from megatron_eqlen.plan.host import checkpoint_bytes, export_bytes, host_parts,
 from megatron_eqlen.plan.memory import Memory, memory
 from megatron_eqlen.plan.model import model_config
 from megatron_eqlen.plan.parameters import total
+from megatron_eqlen.plan.sbatch import train_options
 from megatron_eqlen.plan.speed import ASSUMPTIONS, speeds
 from megatron_eqlen.plan.workload import Workload, workload
 from megatron_eqlen.recipe import Recipe
@@ -172,18 +173,8 @@ def _text(value: object) -> str:
 
 
 def _sbatch(recipe: Recipe) -> str:
-    options = " ".join(sbatch_options(recipe, recipe.name))
-    return f"submit      sbatch {options} slurm/train.sbatch RECIPE [KEY=VALUE ...]"
-
-
-def sbatch_options(recipe: Recipe, job_name: str) -> list[str]:
-    """What SLURM must know of the recipe's run."""
-    cluster = recipe.cluster
-    return [
-        f"--job-name={job_name}",
-        f"--nodes={cluster.nodes}",
-        f"--gpus-per-node={cluster.processes_per_node}",
-        f"--time={cluster.time}",
-        *([f"--partition={cluster.partition}"] if cluster.partition else []),
-        *([f"--account={cluster.account}"] if cluster.account else []),
-    ]
+    options = " ".join(train_options(recipe, recipe.name))
+    return (
+        f"submit      eqlen submit RECIPE [KEY=VALUE ...]\n"
+        f"{' ' * 12}as sbatch {options} slurm/train.sbatch RECIPE [KEY=VALUE ...]"
+    )

@@ -479,6 +479,10 @@ class ClusterRecipe(Section):
     """A run hangs if no rank makes progress for so long, or up to 3 times as long where its stage is new or
     was silent for long before: each rank's stacks go to ``RUN/hang/``, and the run ends with status 75. null:
     it waits for ever (for a debugger, say)."""
+    device: Literal["gpu", "cpu"] = "gpu"
+    """What a SLURM job asks for; a run takes what it finds."""
+    cpus_per_process: PositiveInt = 8
+    """Cores that a SLURM job asks for: graders, the optimizer on the host, the engine."""
     gpu_memory_gib: PositiveFloat = 80.0
     """Memory of a GPU, for `eqlen plan`."""
     partition: str | None = None

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
-from megatron_eqlen.plan.text import sbatch_options
+from megatron_eqlen.plan.sbatch import train_options
 from megatron_eqlen.sweep.cells import Cell, Plan
 
 HEAD = """#!/bin/bash
@@ -41,9 +41,8 @@ def _ended(plan: Plan, cell: Cell) -> bool:
 def _array(
     plan: Plan, cells: list[Cell], waits: Sequence[str] | dict, file: Path, overrides: Sequence[str]
 ) -> str:
-    options = sbatch_options(
-        plan.some_recipe(cells[0]), f"{plan.sweep.name}-{cells[0].group}".replace("/", "-")
-    )
+    name = f"{plan.sweep.name}-{cells[0].group}".replace("/", "-")
+    options = train_options(plan.some_recipe(cells[0]), name)
     options += [f"--array={','.join(str(cell.seed) for cell in cells)}"]
     options += [f"--dependency=afterok:{':'.join(waits)}", "--kill-on-invalid-dep=yes"] if waits else []
     arguments = ["--sweep", str(file), cells[0].group, *overrides]

@@ -38,6 +38,7 @@ model: {{path: {folder}/Tiny-1B}}
 data: {{max_prompt_length: 48, sources: [{{name: sums, path: {folder}}}]}}
 rollout: {{max_response_length: 192}}
 evaluation: {{benchmarks: [{{name: sums, path: {folder}}}]}}
+cluster: {{device: cpu}}
 """
 
 

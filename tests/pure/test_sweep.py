@@ -249,8 +249,9 @@ def test_a_task_of_an_array_asks_for_its_run(sweep, capsys):
 def test_the_batch_script_turns_a_task_into_its_run(sweep, tmp_path):
     """The part of slurm/train.sbatch before SLURM is asked for anything."""
     script = (ROOT / "slurm/train.sbatch").read_text().split("restart=")[0] + '\nprintf "%s\\n" "$@"\n'
+    name = ROOT / "slurm/train.sbatch"
     said = subprocess.run(
-        ["bash", "-c", script, "train.sbatch", "--sweep", str(sweep), "tiny/eqlen", "group_size=8"],
+        ["bash", "-c", script, name, "--sweep", str(sweep), "tiny/eqlen", "group_size=8"],
         env=os.environ
         | {"SLURM_ARRAY_TASK_ID": "2", "EQLEN_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, check=True,

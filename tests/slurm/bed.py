@@ -128,8 +128,13 @@ class Bed:
 
     def run(self, *command: str | Path, folder: Path | None = None, **environment: str) -> str:
         """A command on the controller's machine; returns what it prints."""
-        inside = ["nsenter", f"--net=/run/netns/{self._netns(CONTROLLER)}", *map(str, command)]
-        return _run(*inside, cwd=folder, env=self._environment() | environment)
+        return _run(*self._inside(*map(str, command)), cwd=folder, env=self._environment() | environment)
+
+    def program(self, path: Path, name: str) -> None:
+        """Make ``path`` a program that is ``name`` on the controller's machine."""
+        configuration = f"SLURM_CONF={self.folder}/slurm.conf"
+        path.write_text(f'#!/bin/bash\nexec env {configuration} {" ".join(self._inside(name))} "$@"\n')
+        path.chmod(0o755)
 
     def submit(self, *arguments: str | Path, folder: Path, **environment: str) -> str:
         """``sbatch`` in ``folder``; returns the job's id."""
@@ -171,6 +176,9 @@ class Bed:
         )
 
     # ---- set-up -------------------------------------------------------------------------------------
+
+    def _inside(self, *command: str) -> list[str]:
+        return ["nsenter", f"--net=/run/netns/{self._netns(CONTROLLER)}", *command]
 
     def _netns(self, name: str) -> str:
         return f"bed-{self.mark}-{name}"

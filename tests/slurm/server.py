@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Stands in for ``EQLEN_PYTHON`` in ``slurm/serve.sbatch``: a replica that answers ``/health``, nothing else.
 
-``-m megatron_eqlen.rollout.vllm.server FOLDER --port N`` notes its starts in FOLDER/starts, and ends, as if
-it had crashed, when FOLDER/crash-NODE-N appears. ``tests/engine`` has the real server.
+``-m megatron_eqlen.rollout.vllm.server FOLDER ... --port N`` (or ``RECIPE run_dir=FOLDER ...``) notes its
+starts in FOLDER/starts, and ends, as if it had crashed, when FOLDER/crash-NODE-N appears. ``tests/engine``
+has the real server.
 """
 
 import os
@@ -11,6 +12,12 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+
+
+def run_folder(arguments: list[str]) -> Path:
+    """The folder that stands for a recipe, or is its ``run_dir=``."""
+    named = [word.partition("=")[2] for word in arguments if word.startswith("run_dir=")]
+    return Path([arguments[0], *named][-1])
 
 
 class Healthy(BaseHTTPRequestHandler):
@@ -23,7 +30,7 @@ class Healthy(BaseHTTPRequestHandler):
 
 def main() -> None:
     assert sys.argv[1:3] == ["-m", "megatron_eqlen.rollout.vllm.server"]
-    folder, port = Path(sys.argv[3]), int(sys.argv[sys.argv.index("--port") + 1])
+    folder, port = run_folder(sys.argv[3:]), int(sys.argv[sys.argv.index("--port") + 1])
     node = os.environ["SLURMD_NODENAME"]
     with open(folder / "starts", "a", encoding="utf-8") as starts:
         starts.write(f"{port} {node}\n")

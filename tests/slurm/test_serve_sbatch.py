@@ -13,7 +13,7 @@ SERVER = Path(__file__).with_name("server.py")
 
 def test_replicas_on_two_nodes_are_listed_started_again_and_ended_together(bed, tmp_path):
     options = ("--nodes=2", "--ntasks-per-node=2", "--overcommit")
-    job = bed.submit(*options, SCRIPT, tmp_path, folder=tmp_path, EQLEN_PYTHON=str(SERVER))
+    job = bed.submit(*options, SCRIPT, tmp_path, folder=tmp_path, EQLEN_PYTHON=str(SERVER), RESTART_PAUSE="1")
     urls = tmp_path / f"servers-{job}.yaml"
     bed.wait(urls.exists, "the list of servers")
     listed = [re.fullmatch(r"http://(n\d):(\d+)", url).groups() for url in yaml.safe_load(urls.read_text())]

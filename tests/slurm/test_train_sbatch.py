@@ -2,6 +2,7 @@
 that only counts its steps (``trainer.py``)."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,18 +14,18 @@ from tests.slurm.trainer import STEPS
 ROOT = Path(__file__).parents[2]
 TRAINER = Path(__file__).with_name("trainer.py")
 SCRIPT = ROOT / "slurm/train.sbatch"
+ENVIRONMENT = {"EQLEN_PYTHON": str(TRAINER), "PYTHONPATH": str(ROOT), "PROCESSES_PER_NODE": "1"}
 
 
 class Job:
     """A run that was submitted, and what it left."""
 
-    def __init__(self, bed: Bed, folder: Path, *options: str, faults: dict | None = None, **environment: str):
-        self.bed, self.run = bed, folder / "run"
-        self.run.mkdir()
+    def __init__(self, bed: Bed, run: Path, submit: Callable[[], str], faults: dict | None = None):
+        self.bed, self.run = bed, run
+        self.run.mkdir(parents=True)
         if faults:
             (self.run / "faults.json").write_text(json.dumps(faults))
-        common = {"EQLEN_PYTHON": str(TRAINER), "PYTHONPATH": str(ROOT), "PROCESSES_PER_NODE": "1"}
-        self.id = bed.submit("--nodes=2", *options, SCRIPT, self.run, folder=folder, **(common | environment))
+        self.id = submit()
 
     @property
     def metrics(self) -> list[dict]:
@@ -36,7 +37,7 @@ class Job:
 
     @property
     def log(self) -> str:
-        return "".join(path.read_text() for path in self.run.parent.glob("*.out"))
+        return "".join(path.read_text() for path in self.run.parent.rglob("*.out"))
 
     def wait_for_steps(self, count: int) -> None:
         self.bed.wait(lambda: len(self.metrics) >= count, f"{count} steps")
@@ -64,19 +65,16 @@ def _lines(path: Path) -> list[dict]:
 def submit(bed, tmp_path):
     jobs = []
 
-    def submit(*options: str, **more) -> Job:
-        jobs.append(Job(bed, tmp_path, *options, **more))
+    def submit(*options: str, faults: dict | None = None, **environment: str) -> Job:
+        run = tmp_path / "run"
+        arguments = ("--nodes=2", *options, SCRIPT, run)
+        environment = ENVIRONMENT | environment
+        jobs.append(Job(bed, run, lambda: bed.submit(*arguments, folder=tmp_path, **environment), faults))
         return jobs[-1]
 
     yield submit
     for job in jobs:
         bed.run("scancel", "--full", job.id)
-
-
-def test_a_run_on_two_nodes_ends_and_is_not_started_again(submit):
-    job = submit()
-    job.finished_with(restarts=0)
-    assert len({one["node"] for one in job.tries}) == 2
 
 
 def test_before_the_time_limit_it_stops_with_a_checkpoint_and_goes_on_in_a_new_try(submit, bed):
@@ -113,9 +111,8 @@ def test_a_task_of_an_array_is_started_again_alone(bed, tmp_path):
     for run in runs:
         run.mkdir(parents=True)
     (runs[1] / "faults.json").write_text(json.dumps({"0": {"dies_at": 2}}))
-    environ = {"EQLEN_PYTHON": str(TRAINER), "PYTHONPATH": str(ROOT), "PROCESSES_PER_NODE": "1"}
     options = ("--array=0,1", "--nodes=1", SCRIPT, "--sweep", tmp_path, "model/method")
-    bed.submit(*options, folder=tmp_path, **environ, STEP_SECONDS="1")
+    bed.submit(*options, folder=tmp_path, **ENVIRONMENT, STEP_SECONDS="1")
     bed.wait(lambda: all((run / "export").is_dir() for run in runs), "both runs' ends")
     assert [len(_lines(run / "tries.jsonl")) for run in runs] == [1, 2]
     for run in runs:

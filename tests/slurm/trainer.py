@@ -2,8 +2,9 @@
 """Stands in for ``EQLEN_PYTHON`` in ``slurm/train.sbatch``: counts steps, without a model.
 
 ``-m megatron_eqlen.cli plan RUN ...`` prints the run folder, ``sweep FOLDER --cell NAME`` prints a run's.
-``-m torch.distributed.run ... train RUN ...`` takes steps, in which the nodes wait for each other, and the
-first writes. RUN/faults.json says what goes wrong in which restart: ``{"1": {"dies_at": 3, "rank": 1}}``. The
+``-m torch.distributed.run ... train RUN ...`` takes steps, in which the nodes wait for each other and for
+all ``rollout.servers``, and the first writes. ``RECIPE run_dir=RUN`` may stand for RUN.
+RUN/faults.json says what goes wrong in which restart: ``{"1": {"dies_at": 3, "rank": 1}}``. The
 run folder is held as the real trainer does (``tests/job`` has that).
 """
 
@@ -11,9 +12,12 @@ import json
 import os
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 from megatron_eqlen.hold import Hold
+from tests.kit.processes import within
+from tests.slurm import server
 
 STEPS = 6
 
@@ -21,14 +25,19 @@ STEPS = 6
 class Node:
     """What one node's processes do in one try."""
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run: Path, servers: list[str]) -> None:
         self.run, self.rank = run, int(os.environ["SLURM_PROCID"])
+        self.servers = servers
         self.restart = os.environ.get("SLURM_RESTART_COUNT", "0")
         path = run / "faults.json"
         faults = json.loads(path.read_text()) if path.exists() else {}
         self.fault = faults.get(self.restart, faults.get("always", {}))
         node = os.environ["SLURMD_NODENAME"]
         self.write("tries.jsonl", {"restart": int(self.restart), "rank": self.rank, "node": node})
+
+    def sync(self) -> None:
+        """As a weight sync: it takes servers back that were started again."""
+        assert all(within(30, lambda url=url: _answers(url)) for url in self.servers)
 
     def train(self) -> int:
         if (self.run / "export").exists():
@@ -39,6 +48,7 @@ class Node:
             if self.fault.get("dies_at") == taken and self.fault.get("rank", 0) == self.rank:
                 return 17
             self.meet(taken)
+            self.sync()
             if hold is not None:
                 hold.check()
                 self.write("metrics.jsonl", {"step": taken + 1, "restart": int(self.restart)})
@@ -67,14 +77,26 @@ class Node:
             file.write(json.dumps(line) + "\n")
 
 
+def _answers(url: str) -> bool:
+    try:
+        urllib.request.urlopen(f"{url}/health", timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
 def main() -> int:
     module, arguments = sys.argv[2], sys.argv[3:]
     if module == "megatron_eqlen.cli":
-        command, run, *rest = arguments
-        print({"plan": f"run folder  {run}", "sweep": "/".join([run, *rest[1:2]])}[command])
+        command, *rest = arguments
+        print(f"run folder  {server.run_folder(rest)}" if command == "plan" else "/".join([rest[0], rest[2]]))
         return 0
+    if module == "megatron_eqlen.rollout.vllm.server":
+        server.main()
     assert module == "torch.distributed.run"
-    return Node(Path(arguments[arguments.index("train") + 1])).train()
+    recipe = arguments[arguments.index("train") + 1 :]
+    listed = [word.partition("=[")[2].rstrip("]") for word in recipe if word.startswith("rollout.servers=")]
+    return Node(server.run_folder(recipe), listed[0].split(",") if listed else []).train()
 
 
 if __name__ == "__main__":

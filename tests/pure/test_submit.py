@@ -1,0 +1,234 @@
+"""``eqlen submit``: what the batch script asks for and calls, and what is refused before it is submitted; how
+the batch scripts start containers. ``tests/slurm`` submits for real."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron_eqlen import cli
+from megatron_eqlen.plan.host import host_parts
+from megatron_eqlen.plan.memory import memory
+from megatron_eqlen.plan.model import model_config
+from megatron_eqlen.plan.workload import workload
+from megatron_eqlen.recipe_load import load
+from tests.kit import ROOT
+
+LARGE = str(ROOT / "recipes/qwen3_32b.yaml")
+SBATCH = """#!/bin/bash
+cat "${@: -1}" >submitted
+echo "42;bed"
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch) -> Path:
+    """The working directory; nothing that the batch scripts read is set."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("CONTAINER_IMAGE", "CONTAINER_MOUNTS", "EQLEN_PYTHON", "MAX_RESTARTS", "EQLEN_CHECK"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def recipe(here) -> str:
+    """One for a CPU whose inputs exist."""
+    shutil.copy(ROOT / "megatron_eqlen/hf/configs/qwen3-0.6b.json", write(here / "base/config.json", ""))
+    data = f"[{{name: sums, path: {here}, reader: jsonl}}]"
+    text = f"name: small\nsteps: 1\nmodel: {{path: {here}/base}}\ndata: {{sources: {data}}}\n"
+    (here / "small.yaml").write_text(text + "cluster: {nodes: 2, device: cpu, cpus_per_process: 3}\n")
+    return "small.yaml"
+
+
+def script(capsys, *arguments: str) -> str:
+    assert cli.main(["submit", *arguments, "--dry-run"]) == 0
+    return capsys.readouterr().out
+
+
+def directives(text: str) -> list[dict[str, str]]:
+    """What counts of ``#SBATCH`` lines, the last of each name, for each component of the job."""
+    parts = re.split("^#SBATCH hetjob\n", text, flags=re.MULTILINE)
+    lines = [re.findall(r"^#SBATCH (.*)", part, flags=re.MULTILINE) for part in parts]
+    return [dict(word.partition("=")[::2] for line in part for word in shlex.split(line)) for part in lines]
+
+
+def called(text: str) -> list[str]:
+    return shlex.split(text.splitlines()[-1])
+
+
+def test_the_script_asks_for_what_the_plan_counts_and_calls_train_sbatch(capsys, here):
+    text = script(capsys, LARGE, "seed=1", "cluster.account=us")
+    (asked,) = directives(text)
+    recipe = load(LARGE)
+    model = model_config(recipe)
+    host = sum(host_parts(recipe, model, memory(recipe, model).stages, workload(recipe)).values())
+    assert host <= int(asked.pop("--mem").rstrip("G")) * 2**30 < 1.01 * host
+    folder = here / "runs/qwen3_32b/eqlen-grpo-seed1"
+    expected = {"--nodes": "1", "--ntasks-per-node": "1", "--gpus-per-node": "8", "--cpus-per-task": "64"}
+    expected |= {"--time": "24:00:00", "--account": "us", "--job-name": "qwen3_32b", "--signal": "B:USR1@600"}
+    assert asked.items() >= (expected | {"--output": f"{folder}/slurm-%j.out", "--requeue": ""}).items()
+    arguments = [LARGE, "seed=1", "cluster.account=us"]
+    assert called(text) == ["exec", "bash", str(ROOT / "slurm/train.sbatch"), *arguments]
+    assert not folder.exists()
+
+
+def test_what_follows_two_dashes_has_the_last_word(capsys):
+    assert cli.main(["submit", LARGE, "--dry-run", "--", "--time=1:00:00", "--comment", "two words"]) == 0
+    text = capsys.readouterr().out
+    assert directives(text)[0]["--time"] == "1:00:00"
+    assert "#SBATCH --time=1:00:00 --comment 'two words'\n" in text
+
+
+def test_servers_are_a_component_of_their_own(capsys):
+    more = ["rollout.staleness=1", "loss.rollout_is=token", "rollout.tensor_parallel=4"]
+    text = script(capsys, LARGE, "--servers", "2", *more)
+    trainer, servers = directives(text)
+    assert (trainer["--nodes"], trainer["--gpus-per-node"]) == ("1", "8")
+    expected = {"--nodes": "2", "--ntasks-per-node": "2", "--gpus-per-task": "4", "--cpus-per-task": "32"}
+    assert servers.items() >= expected.items()
+    assert called(text) == ["exec", "bash", str(ROOT / "slurm/het.sbatch"), LARGE, *more]
+    assert "rollout.engine=server" in trainer["--output"], "the folder of the run, which has that override"
+
+
+def test_the_script_is_kept_with_its_environment_and_the_job_is_named(recipe, here, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", f"{write(here / 'bin/sbatch', SBATCH).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("MAX_RESTARTS", "3")
+    assert cli.main(["submit", recipe, "cluster.processes_per_node=2"]) == 0
+    kept = here / "runs/small/eqlen-grpo-seed0/submit.sbatch"
+    assert (here / "submitted").read_text() == kept.read_text()
+    exported = set(re.findall("^export (.*)", kept.read_text(), flags=re.MULTILINE))
+    assert exported >= {"MAX_RESTARTS=3", "PROCESSES_PER_NODE=2"}
+    (asked,) = directives(kept.read_text())
+    assert asked.items() >= {"--nodes": "2", "--cpus-per-task": "6", "--chdir": str(here)}.items()
+    assert not asked.keys() & {"--gpus-per-node", "--mem"}
+    said = capsys.readouterr().out
+    assert "job 42: " in said
+    assert f"its output   {kept.parent.relative_to(here)}/slurm-42.out" in said
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["parallel.tensor=3"], "tensor 3 x pipeline 1 = 3 does not divide the 2 processes"),
+        (
+            ["rollout.tensor_parallel=3", "--servers=1"],
+            "tensor_parallel: 3 is more than .*processes_per_node 1",
+        ),
+        (["data.sources.0.path=/nowhere"], "data.sources.0.path: /nowhere does not exist"),
+        (["strange"], "override 'strange': expected key.sub=value"),
+        ([], "sbatch: not found on the PATH; .*small/eqlen-grpo-seed0/submit.sbatch"),
+    ],
+)
+def test_what_cannot_start_is_refused_before_it_is_submitted(
+    recipe, here, monkeypatch, capsys, more, message
+):
+    if more:
+        monkeypatch.setenv("PATH", f"{write(here / 'bin/sbatch', SBATCH).parent}:{os.environ['PATH']}")
+    else:
+        monkeypatch.setenv("PATH", str(here))
+    assert cli.main(["submit", recipe, *more]) == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert not (here / "submitted").exists()
+
+
+def test_what_sbatch_refuses_is_said(recipe, here, monkeypatch, capsys):
+    refuses = write(here / "bin/sbatch", "#!/bin/bash\necho 'sbatch: error: invalid partition' >&2; exit 1\n")
+    monkeypatch.setenv("PATH", f"{refuses.parent}:{os.environ['PATH']}")
+    assert cli.main(["submit", recipe]) == 2
+    assert "submit.sbatch: sbatch: error: invalid partition" in capsys.readouterr().err
+
+
+# ---- containers ----------------------------------------------------------------------------------------
+
+SRUN = """#!/bin/bash
+printf '%s\\n' "$*" >>{folder}/srun
+while [[ $1 == --* ]]; do shift; done
+PATH={folder}/image exec "$@"
+"""
+SCONTROL = """#!/bin/bash
+case "$1 $2" in
+    "show hostnames") echo n1 ;;
+    "show job") echo " Restarts=0 " ;;
+    *) echo "scontrol $*" ;;
+esac
+"""
+PYTHON = """#!/bin/bash
+case "$*" in
+    *"cli plan"*) echo "run folder  {folder}/run" ;;
+    *"cli train"*) echo "${{LATER:-0}}" >{folder}/run/.restart; exit "${{STATUS:-17}}" ;;
+esac
+"""
+
+
+def batch(here: Path, name: str, **environ: str) -> tuple[int, list[str], str]:
+    """Run a batch script with an srun that runs commands where there is no scontrol, as in an image; returns
+    its status, srun's arguments, and what it printed."""
+    for tool in ("bash", "cat", "sed", "echo"):
+        (here / "image").mkdir(exist_ok=True)
+        (here / "image" / tool).symlink_to(shutil.which(tool) or "")
+    write(here / "bin/srun", SRUN.format(folder=here))
+    write(here / "bin/scontrol", SCONTROL)
+    python = write(here / "python", PYTHON.format(folder=here))
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "n1"}
+    path = f"{here}/bin:/usr/bin:/bin"
+    ended = subprocess.run(
+        ["bash", ROOT / "slurm" / name, "recipe.yaml"],
+        env={"PATH": path, "EQLEN_PYTHON": str(python)} | slurm | environ,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return ended.returncode, (here / "srun").read_text().splitlines(), ended.stdout
+
+
+def test_without_an_image_srun_starts_the_ranks_and_nothing_else(here):
+    status, (ranks,), said = batch(here, "train.sbatch")
+    assert status == 17
+    assert said.splitlines()[-1] == "scontrol requeue 7"
+    assert ranks.startswith("--kill-on-bad-exit=1 bash -c ")
+    assert "container" not in ranks
+
+
+def test_in_a_container_every_python_runs_in_one_that_the_job_names(here):
+    image = {"CONTAINER_IMAGE": "/images/eqlen.sqsh", "CONTAINER_MOUNTS": "/data:/data"}
+    status, (plan, ranks), _ = batch(here, "train.sbatch", SLURM_CPUS_PER_TASK="64", **image)
+    assert status == 17
+    options = (
+        f"--container-image=/images/eqlen.sqsh --container-name=eqlen-7 "
+        f"--container-mounts={here}:{here},/data:/data --container-workdir={here}"
+    )
+    assert plan.startswith(
+        f"{options} --nodes=1 --ntasks=1 {here}/python -m megatron_eqlen.cli plan recipe.yaml"
+    )
+    assert ranks.startswith(f"{options} --kill-on-bad-exit=1 bash -c ")
+
+
+def test_an_old_try_in_a_container_hides_its_end_from_the_new_one(here):
+    """An image has no scontrol: the run folder says that a later try has begun."""
+    status, *_ = batch(here, "train.sbatch", CONTAINER_IMAGE="/images/eqlen.sqsh", LATER="1")
+    assert status == 0
+
+
+def test_a_run_that_was_asked_to_stop_is_not_started_again(here):
+    """It ends well, without an export, and the time limit is far."""
+    status, _, said = batch(here, "train.sbatch", STATUS="0")
+    assert status == 0
+    assert "STOP asked: submit it again to go on" in said
+    assert "requeue" not in said
+
+
+def test_servers_run_in_the_image_too(here):
+    write(here / "bin/curl", "#!/bin/bash\nexit 0\n")
+    _, (servers, *_), _ = batch(here, "serve.sbatch", CONTAINER_IMAGE="/images/eqlen.sqsh", MAX_RESTARTS="0")
+    assert servers.startswith("--container-image=/images/eqlen.sqsh --container-name=eqlen-7 ")
