@@ -23,7 +23,7 @@ def submit(bed, tmp_path, monkeypatch, capsys):
     (tmp_path / "bin").mkdir()
     bed.program(tmp_path / "bin/sbatch", "/usr/bin/sbatch")
     environ = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    for name, value in (environ | {"EQLEN_PYTHON": str(TRAINER), "RESTART_PAUSE": "0"}).items():
+    for name, value in (environ | {"EQLEN_PYTHON": str(TRAINER), "RESTART_PAUSE": "1"}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     jobs = []
