@@ -87,6 +87,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     submit.add_argument("--dry-run", action="store_true", help="print the batch script and submit nothing")
 
+    check = _add(commands, "check", _check, "what is installed and works here, and what a recipe lacks")
+    check.add_argument("recipe", type=Path, nargs="?", help="recipe file (YAML); default: none in particular")
+    check.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=OVERRIDES_HELP)
+    check.add_argument("--short", action="store_true", help="what takes seconds; print what is not ok")
+
     harvest = _add(commands, "harvest", _harvest, "generate and score one step's rollouts, no trainer")
     _add_recipe(harvest)
     harvest.add_argument("--out", type=Path, required=True, help="folder for the recorded rollouts")
@@ -206,6 +211,13 @@ def _submit(arguments: argparse.Namespace) -> int:
         print(submission.script(), end="")
         return 0
     return submission.submit()
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from megatron_eqlen.check import check
+
+    recipe = load(arguments.recipe, arguments.overrides) if arguments.recipe else None
+    return check(recipe, arguments.short)
 
 
 def _print_plan(recipe: Recipe) -> int:

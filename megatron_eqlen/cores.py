@@ -1,9 +1,10 @@
-"""How many processor cores this process may use: what the scheduler, the container and SLURM leave of the
-machine's.
+"""How many processor cores and how much memory this process may use: what the scheduler, the container and
+SLURM leave of the machine's.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
@@ -29,17 +30,32 @@ def usable_cores() -> int:
     return max(1, min([len(os.sched_getaffinity(0)), *(int(quota) for quota in cgroup_quotas())]))
 
 
+def memory_limit(proc: Path = PROC, cgroups: Path = CGROUPS) -> float:
+    """Bytes that this process's cgroup and those around it allow, version 2 and 1; infinite without any."""
+    limits = [
+        int(text)
+        for folder in _cgroup_folders("memory", proc, cgroups)
+        for name in ("memory.max", "memory.limit_in_bytes")
+        if (file := folder / name).is_file() and (text := file.read_text().strip()) != "max"
+    ]
+    return min(limits, default=math.inf)
+
+
 def cgroup_quotas(proc: Path = PROC, cgroups: Path = CGROUPS) -> Iterator[float]:
     """Cores that the quotas of this process's cgroup and of those around it allow, version 2 and 1."""
+    return filter(None, map(_quota, _cgroup_folders("cpu", proc, cgroups)))
+
+
+def _cgroup_folders(controller: str, proc: Path, cgroups: Path) -> Iterator[Path]:
+    """Of this process's cgroups with ``controller``, and of those around them."""
     mine = proc / "self" / "cgroup"
     for line in mine.read_text().splitlines() if mine.is_file() else ():  # none: a kernel without cgroups
         _, controllers, path = line.split(":", 2)
         root = cgroups if not controllers else cgroups / controllers
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
         for folder in (PurePosixPath(path), *PurePosixPath(path).parents):
-            if quota := _quota(root / folder.relative_to("/")):
-                yield quota
+            yield root / folder.relative_to("/")
 
 
 def _quota(folder: Path) -> float | None:

@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
@@ -89,10 +89,16 @@ APEX = Package(
 OPTIONAL = (TRANSFORMER_ENGINE, FLA, APEX)
 
 
+def look(package: Package) -> Finding:
+    """Whether ``package`` is installed, without an import."""
+    installed = find_spec(package.name) is not None
+    return Finding(package, _version(package), installed, "" if installed else "not installed")
+
+
 def find(package: Package) -> Finding:
     """Import ``package`` and say what came of it. Raises nothing."""
-    installed = find_spec(package.name) is not None
-    return Finding(package, _version(package), installed, _fault(package) if installed else "not installed")
+    found = look(package)
+    return replace(found, fault=_fault(package)) if found.installed else found
 
 
 def usable(package: Package) -> bool:

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_eqlen.files import CheckpointError, new_folder, step_name, step_number, sweep, unused
 from megatron_eqlen.metrics import CHECKPOINT_BYTES, CHECKPOINT_WRITE_SECONDS
@@ -61,9 +62,13 @@ class Saving:
         self._thread.join()
         with self._made:
             if failures := gather([str(self._failure)] if self._failure else []):
-                raise CheckpointError(f"{self.final}: could not be written: {failures[0]}")
+                raise self._not_written(failures[0])
             for finalize in self._request.finalize_fns:
-                finalize()
+                try:
+                    finalize()
+                except CheckpointException as error:  # on every rank, with the reasons on rank 0
+                    reasons = [str(reason) for reason, _ in error.failures.values()]
+                    raise self._not_written(reasons[0] if reasons else "rank 0 says why") from None
             parts = gather([(self._seconds, self._written)])
             manifest = {name: one for _, part in parts for name, one in part.items()}
             if dist.get_rank() == 0:
@@ -75,6 +80,13 @@ class Saving:
             _drop_old(self.final, self._keep)
         size = agree(lambda: sum(one["bytes"] for one in manifest.values()))
         return {CHECKPOINT_BYTES: float(size), CHECKPOINT_WRITE_SECONDS: max(seconds for seconds, _ in parts)}
+
+    def _not_written(self, reason: str) -> CheckpointError:
+        """With the room that is left: torch's writer does not say that a disk is full."""
+        free = shutil.disk_usage(self.final.parent).free
+        return CheckpointError(
+            f"{self.final}: could not be written: {reason} ({free / 1e9:.2f} GB free there)"
+        )
 
     def _write(self, *arguments: Any) -> None:
         """This rank's files, and their checksums."""

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_eqlen.live.status import status
+from megatron_eqlen.models import checkpoint_folder
 from tests.kit import ROOT
 from tests.kit.jobs import run, start, start_ranks
 from tests.kit.train_runs import (
@@ -88,6 +89,29 @@ def test_killed_at_any_moment_and_started_again_it_ends_the_same(home, trained):
     train(home, "killed", ranks=2)
     assert column(folder, "step") == [1, 2, 3]
     assert column(folder, "loss/total") == pytest.approx(column(trained, "loss/total"), rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a disk of its own needs root")
+def test_a_run_whose_disk_fills_up_leaves_whole_checkpoints_and_goes_on_when_there_is_room(home, trained):
+    """It fills while the second checkpoint is written."""
+    folder = home / "full"
+    folder.mkdir()
+    one = sum(file.stat().st_size for file in (trained / "checkpoints/step-00000003").iterdir())
+    replay = command(home, "full", "--replay", str(trained / "streams"))
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={int(1.6 * one)}", "tmpfs", folder], check=True)
+    try:
+        failure = r"eqlen train: .*step-00000002: could not be written: .* \(0.00 GB free there\)"
+        with pytest.raises(AssertionError, match=failure):
+            run(*replay)
+        assert checkpoints(folder) == ["1"]
+        checkpoint_folder.verify(folder / "checkpoints/step-00000001")
+        subprocess.run(["mount", "-o", "remount,size=1g", folder], check=True)
+        run(*replay)
+        assert column(folder, "loss/total") == column(trained, "loss/total")
+        mine, others = (load_file(one / "export/model.safetensors") for one in (folder, trained))
+        assert all(torch.equal(weight, others[name]) for name, weight in mine.items())
+    finally:
+        subprocess.run(["umount", folder], check=True)
 
 
 def test_ctrl_c_ends_the_run_after_its_step_as_a_stop_file_does(home):

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from megatron_eqlen import cores
-from megatron_eqlen.cores import cgroup_quotas, cores_per_rank, usable_cores
+from megatron_eqlen.cores import cgroup_quotas, cores_per_rank, memory_limit, usable_cores
 
 
 @pytest.fixture
@@ -65,3 +65,19 @@ def test_quotas_of_the_cgroups_around_a_process_count_in_both_versions(tmp_path)
         path.write_text(text)
     assert sorted(cgroup_quotas(proc, cgroups)) == [2.5, 6.0]
     assert list(cgroup_quotas(tmp_path / "none", cgroups)) == []
+
+
+def test_the_least_memory_limit_of_the_cgroups_around_a_process_counts(tmp_path):
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+    assert memory_limit(proc, cgroups) == float("inf")
+    files = {
+        proc / "self/cgroup": "2:memory:/job/step\n0::/slice/pod\n",
+        cgroups / "slice/pod/memory.max": "max\n",
+        cgroups / "slice/memory.max": "3000\n",
+        cgroups / "memory/job/step/memory.limit_in_bytes": "9223372036854771712\n",
+        cgroups / "memory/job/memory.limit_in_bytes": "2000\n",
+    }
+    for file, text in files.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    assert memory_limit(proc, cgroups) == 2000

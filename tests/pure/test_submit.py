@@ -122,7 +122,7 @@ def test_the_script_is_kept_with_its_environment_and_the_job_is_named(recipe, he
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["parallel.tensor=3"], "tensor 3 x pipeline 1 = 3 does not divide the 2 processes"),
+        (["parallel.tensor=3"], "parallel: tensor 3 x .* = 3 does not divide the 2 processes"),
         (
             ["rollout.tensor_parallel=3", "--servers=1"],
             "tensor_parallel: 3 is more than .*processes_per_node 1",
@@ -168,6 +168,7 @@ esac
 PYTHON = """#!/bin/bash
 case "$*" in
     *"cli plan"*) echo "run folder  {folder}/run" ;;
+    *"cli check"*) exit 1 ;;
     *"cli train"*) echo "${{LATER:-0}}" >{folder}/run/.restart; exit "${{STATUS:-17}}" ;;
 esac
 """
@@ -182,7 +183,7 @@ def batch(here: Path, name: str, **environ: str) -> tuple[int, list[str], str]:
     write(here / "bin/srun", SRUN.format(folder=here))
     write(here / "bin/scontrol", SCONTROL)
     python = write(here / "python", PYTHON.format(folder=here))
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "n1"}
+    slurm = {"EQLEN_CHECK": "0", "SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "n1"}
     path = f"{here}/bin:/usr/bin:/bin"
     ended = subprocess.run(
         ["bash", ROOT / "slurm" / name, "recipe.yaml"],
@@ -218,6 +219,15 @@ def test_an_old_try_in_a_container_hides_its_end_from_the_new_one(here):
     """An image has no scontrol: the run folder says that a later try has begun."""
     status, *_ = batch(here, "train.sbatch", CONTAINER_IMAGE="/images/eqlen.sqsh", LATER="1")
     assert status == 0
+
+
+def test_a_node_that_is_not_ready_ends_the_try_before_it_trains(here):
+    status, (checked,), said = batch(here, "train.sbatch", EQLEN_CHECK="1")
+    assert status == 1
+    assert checked.startswith(
+        f"--label --time=5 {here}/python -m megatron_eqlen.cli check --short recipe.yaml "
+    )
+    assert said.splitlines()[-1] == "scontrol requeue 7"
 
 
 def test_a_run_that_was_asked_to_stop_is_not_started_again(here):

@@ -50,6 +50,9 @@ def test_a_run_on_two_nodes_ends_and_is_not_started_again(submit, bed):
     assert (bed.job(job.id)["CPUs/Task"], bed.job(job.id)["TimeLimit"]) == ("2", "00:30:00")
     assert "Comment=two words" in bed.run("scontrol", "show", "job", job.id)
     assert (job.run / f"slurm-{job.id}.out").exists()
+    assert {path.name for path in job.run.glob("checked-*")} == {
+        f"checked-{one['node']}" for one in job.tries
+    }
 
 
 def test_trainer_and_servers_start_go_on_and_end_together(submit, monkeypatch):

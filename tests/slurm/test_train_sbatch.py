@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 TRAINER = Path(__file__).with_name("trainer.py")
 SCRIPT = ROOT / "slurm/train.sbatch"
 ENVIRONMENT = {"EQLEN_PYTHON": str(TRAINER), "PYTHONPATH": str(ROOT), "PROCESSES_PER_NODE": "1"}
+ENVIRONMENT |= {"EQLEN_CHECK": "0"}
 
 
 class Job:

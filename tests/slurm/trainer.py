@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Stands in for ``EQLEN_PYTHON`` in ``slurm/train.sbatch``: counts steps, without a model.
 
-``-m megatron_eqlen.cli plan RUN ...`` prints the run folder, ``sweep FOLDER --cell NAME`` prints a run's.
+``-m megatron_eqlen.cli plan RUN ...`` prints the run folder, ``sweep FOLDER --cell NAME`` prints a run's,
+``check --short RUN ...`` leaves RUN/checked-NODE.
 ``-m torch.distributed.run ... train RUN ...`` takes steps, in which the nodes wait for each other and for
 all ``rollout.servers``, and the first writes. ``RECIPE run_dir=RUN`` may stand for RUN.
 RUN/faults.json says what goes wrong in which restart: ``{"1": {"dies_at": 3, "rank": 1}}``. The
@@ -89,6 +90,9 @@ def main() -> int:
     module, arguments = sys.argv[2], sys.argv[3:]
     if module == "megatron_eqlen.cli":
         command, *rest = arguments
+        if command == "check":
+            (server.run_folder(rest[1:]) / f"checked-{os.environ['SLURMD_NODENAME']}").touch()
+            return 0
         print(f"run folder  {server.run_folder(rest)}" if command == "plan" else "/".join([rest[0], rest[2]]))
         return 0
     if module == "megatron_eqlen.rollout.vllm.server":

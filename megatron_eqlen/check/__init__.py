@@ -1,0 +1,54 @@
+"""``eqlen check``: what is installed and works on this machine, a line each, and what to do about the rest.
+
+A new check is a function and its line in one of the lists ``CHECKS``.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_eqlen.check import devices, machine, software
+from megatron_eqlen.check.finding import Check, Finding, Place
+from megatron_eqlen.recipe import Recipe
+
+CHECKS = [*software.CHECKS, *devices.CHECKS, *machine.CHECKS]
+
+
+def check(recipe: Recipe | None, short: bool = False, checks: Sequence[Check] = CHECKS) -> int:
+    """Print what the checks find; returns 1 if something is missing or fails that ``recipe`` needs.
+
+    ``short``: only what is quick, and only lines that are not ok, for each node of a job before it trains.
+    """
+    place = Place(recipe, recipe.run_folder if recipe else Path("runs"), short)
+    wanting = []
+    for one in checks:
+        if short and not one.in_short:
+            continue
+        finding = look(one, place)
+        if finding is None:
+            continue
+        bad = finding.state in ("missing", "failed") and one.needed(place)
+        if bad:
+            wanting.append(one.name)
+        if finding.state != "ok" or not short:
+            print(line(one, finding, bad), flush=True)
+    who = recipe.name if recipe else "what every run needs"
+    verdict = f"NOT READY for {who}: {', '.join(wanting)}" if wanting else f"ready for {who}"
+    print(f"{socket.gethostname()}: {verdict}", flush=True)
+    return 1 if wanting else 0
+
+
+def look(one: Check, place: Place) -> Finding | None:
+    """What ``one`` finds; an error that it raises is a finding."""
+    try:
+        return one.look(place)
+    except (OSError, ValueError, RuntimeError) as error:
+        return Finding("failed", f"{type(error).__name__}: {error}")
+
+
+def line(one: Check, finding: Finding, bad: bool) -> str:
+    optional = "" if bad or finding.state in ("ok", "slow") else " (not needed here)"
+    todo = f" -> {finding.todo}" if finding.todo else ""
+    return f"{finding.state:<7}  {one.name:<18}  {finding.text}{optional}{todo}"

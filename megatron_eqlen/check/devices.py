@@ -1,0 +1,167 @@
+"""GPUs: driver, memory, kernels, and what connects them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_eqlen.check.finding import Check, Finding, Place, gigabytes
+from megatron_eqlen.plan.memory import memory
+from megatron_eqlen.plan.model import model_config
+
+TOLERANCE = 2e-2
+"""Largest difference of two attentions in bfloat16, of numbers around 1."""
+
+
+def gpus(place: Place) -> Finding:
+    """Driver, number and names; each multiplies two matrices."""
+    if not torch.cuda.is_available():
+        return Finding("missing", f"no CUDA device{_why()}", "" if not place.on_gpus else _todo())
+    count = torch.cuda.device_count()
+    if place.on_gpus and place.processes > count:
+        asked = f"{place.processes} processes a node (cluster.processes_per_node)"
+        return Finding("failed", f"{count} GPUs for {asked}", "ask SLURM for as many: --gpus-per-node")
+    for device in range(count):
+        if (found := multiplied(torch.device("cuda", device))) != 64.0:
+            return Finding(
+                "failed", f"GPU {device} computes {found} for 64", "leave the node out; nvidia-smi -q"
+            )
+    names = {torch.cuda.get_device_properties(device).name for device in range(count)}
+    return Finding("ok", f"{count} x {', '.join(sorted(names))}, driver {_driver() or 'unknown'}")
+
+
+def multiplied(device: torch.device) -> float:
+    """64 on a device that computes."""
+    ones = torch.ones(64, 64, device=device)
+    return float((ones @ ones).max())
+
+
+def gpu_memory(place: Place) -> Finding | None:
+    """Whether the plan fits these GPUs, and whether somebody else has some of their memory."""
+    if not torch.cuda.is_available():
+        return None
+    sizes = [torch.cuda.mem_get_info(device) for device in range(torch.cuda.device_count())]
+    free, total = min(size for size, _ in sizes), min(size for _, size in sizes)
+    text = f"{gigabytes(free)} free of {gigabytes(total)}"
+    if place.recipe is None:
+        return Finding("ok", text)
+    cluster = place.recipe.cluster.model_copy(update={"gpu_memory_gib": total / 2**30})
+    recipe = place.recipe.model_copy(update={"cluster": cluster})
+    need = memory(recipe, model_config(recipe))
+    text = f"{text}, the plan needs {gigabytes(need.peak)}"
+    if problems := need.problems():
+        return Finding("failed", f"{text}: {'; '.join(problems)}", "eqlen plan RECIPE shows what takes it")
+    if free < need.peak:
+        return Finding("failed", text, "nvidia-smi shows which processes have the rest")
+    return Finding("ok", text)
+
+
+def collectives(place: Place) -> Finding:
+    """An all-reduce: NCCL between all GPUs of this machine, without GPUs gloo between two threads."""
+    if not torch.cuda.is_available():
+        sums = reduced_by_gloo()
+        version = "gloo"
+    else:
+        from torch.cuda import nccl
+
+        numbers = [torch.ones(1 << 20, device=f"cuda:{n}") for n in range(torch.cuda.device_count())]
+        nccl.all_reduce(numbers)
+        sums = [float(one.max()) / len(numbers) * 2 for one in numbers]
+        version = f"NCCL {'.'.join(map(str, nccl.version()))} between {len(numbers)} GPUs"
+    if {*sums} != {2.0}:
+        return Finding("failed", f"{version}: a sum of ones is wrong", "NCCL_DEBUG=INFO shows the links")
+    return Finding("ok", version)
+
+
+def reduced_by_gloo() -> list[float]:
+    """The sum of a one from each of two threads, as both see it."""
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] (documented, not in __all__)
+    numbers = [torch.ones(4) for _ in range(2)]
+
+    def rank(number: int) -> None:
+        group: Any = dist.ProcessGroupGloo(store, number, 2, timedelta(seconds=20))
+        group.allreduce([numbers[number]]).wait()
+
+    threads = [threading.Thread(target=rank, args=[number], daemon=True) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return [float(one.max()) for one in numbers]
+
+
+def flex_attention(place: Place) -> Finding | None:
+    """Compiled, forward and backward, against plain attention. Token trees on GPUs run on it."""
+    if not torch.cuda.is_available():
+        return None
+    from torch.nn.attention import flex_attention as flex
+
+    q, k, v = (torch.randn(1, 2, 256, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    mask = flex.create_block_mask(_causal, None, None, 256, 256, device="cuda")
+    compiled = torch.compile(flex.flex_attention)
+
+    def tree(q: Tensor) -> Tensor:
+        out = compiled(q, k, v, block_mask=mask)
+        assert isinstance(out, Tensor)
+        return out
+
+    def plain(q: Tensor) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    found, expected = _with_gradient(tree, q), _with_gradient(plain, q)
+    off = max(float((one - other).abs().max()) for one, other in zip(found, expected, strict=True))
+    if off > TOLERANCE:
+        return Finding("failed", f"differs from plain attention by {off:.3g}", "tools/setup gpu")
+    return Finding("ok", "compiles, forward and backward")
+
+
+def _causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return key <= query
+
+
+def _with_gradient(attend, q: Tensor) -> tuple[Tensor, Tensor]:
+    leaf = q.detach().clone().requires_grad_()
+    out = attend(leaf)
+    out.sum().backward()
+    assert leaf.grad is not None
+    return out.detach(), leaf.grad
+
+
+def _why() -> str:
+    if torch.version.cuda is None:
+        return f" (torch {torch.__version__} was built for CPUs)"
+    return f" (torch for CUDA {torch.version.cuda}, driver {_driver() or 'not found'})"
+
+
+def _todo() -> str:
+    if torch.version.cuda is None:
+        return "tools/setup gpu; for a run on CPUs cluster.device=cpu"
+    return "a driver of 580 or newer, and a job that asks for GPUs (--gpus-per-node); else cluster.device=cpu"
+
+
+def _driver() -> str:
+    """Empty without NVIDIA's tools."""
+    if (program := shutil.which("nvidia-smi")) is None:
+        return ""
+    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    return said.stdout.partition("\n")[0].strip() if said.returncode == 0 else ""
+
+
+def _gpus_needed(place: Place) -> bool:
+    return place.on_gpus
+
+
+CHECKS = [
+    Check("gpus", gpus, needed=_gpus_needed),
+    Check("gpu memory", gpu_memory),
+    Check("collectives", collectives),
+    Check("flex attention", flex_attention, in_short=False),
+]

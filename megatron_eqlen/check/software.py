@@ -1,0 +1,92 @@
+"""Python, packages, the sandbox for code, and the recipe's own inputs."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+
+from megatron_eqlen import packages
+from megatron_eqlen.check.finding import Check, Finding, Place
+from megatron_eqlen.packages import FLA, NEEDED, TRANSFORMER_ENGINE, Package
+from megatron_eqlen.plan.model import model_config
+from megatron_eqlen.recipe_checks import check_inputs
+from megatron_eqlen.rewards.code import offered_isolation
+
+PYTHONS = ((3, 11), (3, 12))
+SETUP = "tools/setup (gpu)"
+CODE = {"code", "opencodereasoning", "livecodebench"}
+"""Graders and readers whose answers are programs."""
+ANY = {"jsonl", "prepared"}
+"""Readers whose rows name their graders."""
+
+
+def python(place: Place) -> Finding:
+    found = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info[:2] in PYTHONS:
+        return Finding("ok", f"{found}, {sys.executable}")
+    return Finding("failed", f"{found}, expected 3.11 or 3.12", "PYTHON=python3.12 tools/setup")
+
+
+def package(wanted: Package, place: Place) -> Finding | None:
+    """Imports it; where seconds matter, looks whether it is installed."""
+    if wanted is FLA and not _has_delta_net(place):
+        return None
+    found = packages.look(wanted) if place.short else packages.find(wanted)
+    name = f"{found.version}: {wanted.purpose}".removeprefix(": ")
+    if not found.fault:
+        return Finding("ok", name)
+    if not found.installed:
+        return Finding("missing", name, wanted.without or SETUP)
+    return Finding("failed", f"{name}. {found.fault}", wanted.without or f"{SETUP} installs what fits")
+
+
+def inputs(place: Place) -> Finding | None:
+    """The model, data and benchmarks that the recipe reads."""
+    if place.recipe is None:
+        return None
+    check_inputs(place.recipe)
+    return Finding("ok", f"{place.recipe.model.path} and the data are there")
+
+
+def sandbox(place: Place) -> Finding | None:
+    """What isolation programs get that models write, tried with programs that attempt to escape."""
+    if place.recipe and (place.recipe.reward.sandbox_url or not _graders(place) & (CODE | ANY)):
+        return None
+    isolation = offered_isolation()
+    if isolation.strict:
+        return Finding("ok", str(isolation))
+    advice = (
+        "reward.sandbox_url, or a kernel with Landlock (5.13); reward.code_sandbox: best_effort accepts less"
+    )
+    return Finding("missing", f"{isolation}, expected landlock + seccomp", advice)
+
+
+def _grades_code(place: Place) -> bool:
+    recipe = place.recipe
+    return recipe is not None and recipe.reward.code_sandbox == "strict" and bool(_graders(place) & CODE)
+
+
+def _graders(place: Place) -> set[str]:
+    if place.recipe is None:
+        return set()
+    read = [*place.recipe.data.sources, *place.recipe.evaluation.benchmarks]
+    return {one.grader or one.reader for one in read}
+
+
+def _has_delta_net(place: Place) -> bool:
+    """Or may have: without a recipe."""
+    return place.recipe is None or model_config(place.recipe).delta_net is not None
+
+
+def _on_gpus(wanted: Package) -> Check:
+    return Check(wanted.name, partial(package, wanted), needed=lambda place: False)
+
+
+CHECKS = [
+    Check("python", python),
+    *(Check(one.name, partial(package, one)) for one in NEEDED),
+    _on_gpus(TRANSFORMER_ENGINE),
+    _on_gpus(FLA),
+    Check("inputs", inputs),
+    Check("code sandbox", sandbox, needed=_grades_code, in_short=False),
+]

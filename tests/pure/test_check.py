@@ -1,0 +1,288 @@
+"""``eqlen check``: every state of every check, by what the machine would show; what counts for a
+recipe. ``tests/job`` looks at this machine."""
+
+from __future__ import annotations
+
+import socket
+from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_eqlen import cli, packages
+from megatron_eqlen.check import CHECKS, check, devices, look, machine, software
+from megatron_eqlen.check.finding import Check, Finding, Place
+from megatron_eqlen.recipe_load import load
+from megatron_eqlen.rewards.program import Isolation
+from tests.kit import ROOT
+
+LARGE = ROOT / "recipes/qwen3_32b.yaml"
+
+
+@pytest.fixture
+def large(tmp_path) -> Place:
+    """A run on 8 GPUs of 80 GB, in a folder of its own."""
+    return Place(load(LARGE, [f"run_dir={tmp_path}/run"]), tmp_path / "run", short=False)
+
+
+@pytest.fixture
+def anywhere(tmp_path) -> Place:
+    return Place(None, tmp_path, short=False)
+
+
+def with_recipe(place: Place, *overrides: str) -> Place:
+    return Place(load(LARGE, overrides), place.folder, place.short)
+
+
+def gpus(monkeypatch, count: int, free_gib: float = 79.0, gib: float = 79.6, computes: float = 64.0) -> None:
+    """This machine has so many GPUs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    sizes = (int(free_gib * 2**30), int(gib * 2**30))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: sizes)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="H100"))
+    monkeypatch.setattr(devices, "multiplied", lambda device: computes)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture(scope="module")
+def address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+# ---- the command -------------------------------------------------------------------------------------
+
+
+def said(state: str, *, needed: bool = True, in_short: bool = True) -> Check:
+    finding = Finding(state, "as found", "do this")  # type: ignore[arg-type]
+    return Check(f"a {state} thing", lambda place: finding, lambda place: needed, in_short)
+
+
+def test_the_status_is_1_only_if_something_needed_is_missing_or_fails(capsys):
+    fine = [said("ok"), said("slow"), said("missing", needed=False), said("failed", needed=False)]
+    assert check(None, checks=fine) == 0
+    printed = capsys.readouterr().out
+    assert "missing  a missing thing     as found (not needed here) -> do this\n" in printed
+    assert printed.endswith(": ready for what every run needs\n")
+    for state in ("missing", "failed"):
+        assert check(None, checks=[*fine, said(state)]) == 1
+        assert f"NOT READY for what every run needs: a {state} thing" in capsys.readouterr().out
+
+
+def test_in_short_what_is_slow_to_find_out_is_left_out_and_only_troubles_are_printed(capsys):
+    assert check(None, True, [said("ok"), said("slow"), said("failed", in_short=False)]) == 0
+    slow, last = capsys.readouterr().out.splitlines()
+    assert slow.startswith("slow")
+    assert last == f"{socket.gethostname()}: ready for what every run needs"
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("NCCL error")])
+def test_a_check_that_breaks_is_a_finding(anywhere, error):
+    def breaks(place: Place) -> Finding:
+        raise error
+
+    finding = look(Check("it", breaks), anywhere)
+    assert finding is not None
+    assert finding.state == "failed"
+    assert str(error) in finding.text
+
+
+def test_a_recipe_for_gpus_is_not_ready_without(no_gpu, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["check", str(LARGE), "--short", "cluster.nodes=1"]) == 1
+    printed = capsys.readouterr().out
+    assert "missing  gpus " in printed
+    assert "failed   inputs              RecipeError: model.path: models/Qwen3-32B does not exist" in printed
+    assert "NOT READY for qwen3_32b: inputs, gpus" in printed
+
+
+# ---- software ----------------------------------------------------------------------------------------
+
+
+def test_a_python_that_the_packages_are_not_for(anywhere, monkeypatch):
+    assert software.python(anywhere).state == "ok"
+    Version = namedtuple("Version", "major minor micro")
+    monkeypatch.setattr(software.sys, "version_info", Version(3, 10, 1))
+    finding = software.python(anywhere)
+    assert (finding.state, finding.text) == ("failed", "3.10.1, expected 3.11 or 3.12")
+
+
+@pytest.mark.parametrize(
+    ("installed", "fault", "state"),
+    [(True, "", "ok"), (False, "not installed", "missing"), (True, "OSError: libcudart", "failed")],
+)
+def test_a_package_is_there_absent_or_broken(anywhere, monkeypatch, installed, fault, state):
+    found = packages.Finding(packages.TRANSFORMER_ENGINE, "2.1", installed, fault)
+    monkeypatch.setattr(packages, "find", lambda package: found)
+    finding = software.package(packages.TRANSFORMER_ENGINE, anywhere)
+    assert finding is not None
+    assert finding.state == state
+    assert finding.todo == ("" if state == "ok" else packages.TRANSFORMER_ENGINE.without)
+
+
+def test_fla_is_only_looked_for_where_the_model_has_what_it_computes(large):
+    assert software.package(packages.FLA, large) is None
+    hybrid = Place(load(ROOT / "recipes/qwen3_next_80b.yaml"), large.folder, short=True)
+    assert software.package(packages.FLA, hybrid) is not None
+
+
+@pytest.mark.parametrize(
+    ("isolation", "state"), [((True, True, False), "ok"), ((False, True, True), "missing")]
+)
+def test_the_sandbox_is_tried_where_answers_are_programs(large, anywhere, monkeypatch, isolation, state):
+    monkeypatch.setattr(software, "offered_isolation", lambda: Isolation(*isolation))
+    finding = software.sandbox(anywhere)
+    assert finding is not None
+    assert finding.state == state
+    (one,) = [one for one in CHECKS if one.name == "code sandbox"]
+    code = with_recipe(large, "data.sources.0.grader=code")
+    assert software.sandbox(code) == finding
+    assert one.needed(code)
+    assert not one.needed(with_recipe(large, "data.sources.0.grader=code", "reward.code_sandbox=best_effort"))
+    assert software.sandbox(with_recipe(large, "reward.sandbox_url=http://elsewhere")) is None
+
+
+# ---- GPUs --------------------------------------------------------------------------------------------
+
+
+def test_gpus_are_counted_and_compute(large, anywhere, monkeypatch):
+    gpus(monkeypatch, 8)
+    assert devices.gpus(large).text.startswith("8 x H100, driver ")
+    gpus(monkeypatch, 4)
+    assert devices.gpus(large).text == "4 GPUs for 8 processes a node (cluster.processes_per_node)"
+    assert devices.gpus(anywhere).state == "ok"
+    gpus(monkeypatch, 8, computes=float("nan"))
+    assert devices.gpus(large) == Finding(
+        "failed", "GPU 0 computes nan for 64", "leave the node out; nvidia-smi -q"
+    )
+
+
+def test_without_a_gpu_it_says_why(large, anywhere, no_gpu, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    finding = devices.gpus(large)
+    assert "was built for CPUs" in finding.text
+    assert finding.todo.startswith("tools/setup gpu")
+    assert devices.gpus(anywhere).todo == ""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(devices, "_driver", lambda: "")
+    assert "(torch for CUDA 13.0, driver not found)" in devices.gpus(large).text
+
+
+def test_the_plan_is_held_against_the_memory_that_is_there(large, monkeypatch):
+    gpus(monkeypatch, 8)
+    assert finding(devices.gpu_memory(large)).state == "ok"
+    gpus(monkeypatch, 8, free_gib=20)
+    busy = finding(devices.gpu_memory(large))
+    assert (busy.state, busy.todo) == ("failed", "nvidia-smi shows which processes have the rest")
+    gpus(monkeypatch, 8, free_gib=39, gib=40)
+    small = finding(devices.gpu_memory(large))
+    assert small.state == "failed"
+    assert "of 40.8 GB usable" in small.text
+
+
+def finding(one: Finding | None) -> Finding:
+    assert one is not None
+    return one
+
+
+def test_a_wrong_sum_is_no_collective(anywhere, no_gpu, monkeypatch):
+    assert devices.collectives(anywhere) == Finding("ok", "gloo")
+    monkeypatch.setattr(devices, "reduced_by_gloo", lambda: [2.0, 1.0])
+    assert devices.collectives(anywhere).state == "failed"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(
+    "one", [one for one in devices.CHECKS if one.name != "gpu memory"], ids=lambda one: one.name
+)
+def test_gpus_of_this_machine(one, anywhere):
+    assert finding(look(one, anywhere)).state == "ok"
+
+
+# ---- the machine -------------------------------------------------------------------------------------
+
+
+def test_too_few_cores_are_slow(large, anywhere, monkeypatch):
+    monkeypatch.setattr(machine, "usable_cores", lambda: 8)
+    assert machine.cores(large).text == "8 for 8 processes, expected 16"
+    assert (machine.cores(large).state, machine.cores(anywhere).state) == ("slow", "ok")
+
+
+def test_memory_is_what_the_machine_and_its_cgroup_leave(large, anywhere, monkeypatch):
+    monkeypatch.setattr(machine.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 4096}.get(name, 2**28))
+    monkeypatch.setattr(machine, "memory_limit", lambda: float("inf"))
+    assert machine.host_memory(large).state == "ok"
+    monkeypatch.setattr(machine, "memory_limit", lambda: 64e9)
+    short = machine.host_memory(large)
+    assert short.state == "failed"
+    assert short.text.startswith("64.0 GB, the plan needs 801 GB")
+    assert machine.host_memory(anywhere) == Finding("ok", "64.0 GB")
+
+
+def test_a_container_with_dockers_shared_memory_is_refused(anywhere, monkeypatch):
+    usage = SimpleNamespace(free=64 << 20)
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage)
+    assert machine.shared_memory(anywhere).state == "failed"
+
+
+def test_a_slow_disk_says_how_long_a_checkpoint_takes(large, monkeypatch):
+    monkeypatch.setattr(machine, "SAMPLE", 1 << 20)
+    monkeypatch.setattr(machine, "seconds", lambda work: work() or 0.001)
+    assert machine.disk(large).state == "ok"
+    monkeypatch.setattr(machine, "seconds", lambda work: work() or 0.1)
+    slow = machine.disk(large)
+    assert slow.state == "slow"
+    assert "writes 10 MB/s, reads 10 MB/s: a checkpoint takes 729 minutes" in slow.text
+    assert not large.folder.exists()
+
+
+def test_a_disk_that_cannot_be_written_fails(tmp_path, monkeypatch, anywhere):
+    def full(**_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(machine.tempfile, "TemporaryFile", full)
+    (one,) = [one for one in CHECKS if one.name == "disk"]
+    assert "No space left on device" in finding(look(one, anywhere)).text
+
+
+def test_space_counts_what_a_run_has_written_already(large, monkeypatch):
+    usage = SimpleNamespace(free=int(1e12))
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage)
+    short = machine.space(large)
+    assert short.state == "failed"
+    assert "1000 GB free" in short.text
+    monkeypatch.setattr(machine, "_size", lambda folder: int(0.6e12))
+    assert machine.space(large).state == "ok"
+
+
+def test_hosts_that_meet_compare_their_clocks(anywhere, monkeypatch):
+    assert machine.hosts(anywhere) is None
+    monkeypatch.setenv(machine.MEET, "n1:20000")
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    for clocks, state in (([5.0, 5.5], "ok"), ([5.0, 9.0], "slow")):
+        monkeypatch.setattr(machine, "meet", lambda address, count, number, clocks=clocks: clocks)
+        assert finding(machine.hosts(anywhere)).state == state
+
+
+@pytest.mark.parametrize("once", ["more", "and again"])
+def test_processes_meet_once(once, address):
+    """As the rendezvous of the ranks does at the same port afterwards."""
+    with ThreadPoolExecutor(3) as pool:
+        first, *others = pool.map(lambda number: machine.meet(address, 3, number), range(3))
+    assert others == [first, first]
+    assert max(first) - min(first) < machine.CLOCKS
+
+
+def test_hosts_that_do_not_meet_say_who_waited_where(monkeypatch):
+    monkeypatch.setattr(machine, "MEETING", machine.timedelta(seconds=1))
+    with pytest.raises(RuntimeError, match=r"did not meet 1 others at 127.0.0.1:1 within 1 s"):
+        machine.meet("127.0.0.1:1", 2, 1)
