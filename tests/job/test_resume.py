@@ -111,7 +111,7 @@ def test_a_run_whose_disk_fills_up_leaves_whole_checkpoints_and_goes_on_when_the
         mine, others = (load_file(one / "export/model.safetensors") for one in (folder, trained))
         assert all(torch.equal(weight, others[name]) for name, weight in mine.items())
     finally:
-        subprocess.run(["umount", folder], check=True)
+        subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 def test_ctrl_c_ends_the_run_after_its_step_as_a_stop_file_does(home):
