@@ -486,9 +486,9 @@ class ClusterRecipe(Section):
     gpu_memory_gib: PositiveFloat = 80.0
     """Memory of a GPU, for `eqlen plan`."""
     partition: str | None = None
-    """SLURM partition of the printed job."""
+    """SLURM partition of the job."""
     account: str | None = None
-    """SLURM account of the printed job."""
+    """SLURM account of the job."""
     time: str = "24:00:00"
     """Time limit of a SLURM job, in which a run need not finish: it resumes in the next."""
 
