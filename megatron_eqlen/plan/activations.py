@@ -83,7 +83,12 @@ def activations(
     data-parallel rank in one minibatch; None: enough to fill the pipeline."""
     parallel = recipe.parallel
     row = Row(
-        model, parallel, recipe.packing.max_tokens_per_row, BYTES[recipe.model.dtype], sequence, kernels
+        model,
+        parallel,
+        recipe.packing.max_tokens_per_row // parallel.context,
+        BYTES[recipe.model.dtype],
+        sequence,
+        kernels,
     )
     chunks = layout.stages(parallel, model)[stage :: parallel.pipeline]
     saved = [row.layer(number, imbalance) for chunk in chunks for number in chunk]
@@ -113,9 +118,18 @@ def _under_way(parallel: ParallelRecipe, stage: int, rows: int | None) -> int:
     return pipeline - stage if rows is None else min(pipeline - stage, rows)
 
 
+def context_bytes(recipe: Recipe, model: ModelConfig) -> float:
+    """Keys and values that a context-parallel rank receives in an attention layer's forward pass, of a full
+    row that is one sequence; of trees it is less (``bench.py trees --context``)."""
+    parallel, tokens = recipe.parallel, recipe.packing.max_tokens_per_row
+    others = tokens * (parallel.context - 1) / parallel.context
+    width = 2 * model.num_key_value_heads * model.head_dim / parallel.tensor
+    return others * width * BYTES[recipe.model.dtype]
+
+
 @dataclass(frozen=True)
 class Row:
-    """A row of ``tokens`` on one rank."""
+    """A row's ``tokens`` of one context-parallel rank."""
 
     model: ModelConfig
     parallel: ParallelRecipe
@@ -208,6 +222,8 @@ class Row:
         kept += WIDE * heads  # log-sum-exp
         if model.gated_attention:
             kept += query * (self.b + WIDE)
+        if (ranks := self.parallel.context) > 1:  # of the keys and values that it sees, at most the row's
+            kept += self.b * (2 * key * ranks - key)
         norms = self._norm(self.tokens, query, heads) + self._norm(self.tokens, key, groups, True)
         return self.tokens * kept + norms
 

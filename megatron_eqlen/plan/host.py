@@ -38,11 +38,12 @@ def host_parts(recipe: Recipe, model: ModelConfig, stages: list[Trainer], work: 
         parts["reference"] = 2 * pinned(rank, width, sharded=False)
     parts = {name: cluster.processes_per_node * size for name, size in parts.items()}
     parts["checkpoint"] = staged_bytes(recipe, model, rank)
-    copies = 1 + recipe.parallel.tensor * recipe.parallel.pipeline  # graded on one rank, trained on these
+    sharing = recipe.parallel.tensor * recipe.parallel.context
+    copies = 1 + sharing * recipe.parallel.pipeline  # graded on one rank, trained on these
     parts["rollouts"] = copies * work.generated * token_bytes(recipe) / cluster.nodes
     if recipe.rollout.keep_routes:  # of each stage its own layers
         routes = work.generated * route_bytes(model)
-        parts["routes"] = (1 + recipe.parallel.tensor) * routes / cluster.nodes
+        parts["routes"] = (1 + sharing) * routes / cluster.nodes
     parts["processes"] = cluster.processes_per_node * PROCESS
     return parts
 

@@ -10,6 +10,7 @@ from megatron_eqlen.hf.config import ModelConfig
 from megatron_eqlen.hf.cost import active_parameters
 from megatron_eqlen.objectives.registry import resolve, with_defaults
 from megatron_eqlen.packing.simulated import MEDIAN, repeated_share
+from megatron_eqlen.plan.activations import context_bytes
 from megatron_eqlen.plan.host import checkpoint_bytes, export_bytes, host_parts, recorded_bytes
 from megatron_eqlen.plan.memory import Memory, memory
 from megatron_eqlen.plan.model import model_config
@@ -29,7 +30,7 @@ def describe(recipe: Recipe) -> str:
     layout.check(recipe, model)
     need, work = memory(recipe, model), workload(recipe)
     parts = [
-        _layout(recipe), _model(recipe, model), _memory(need), _activations(need),
+        _layout(recipe), _model(recipe, model), _memory(need), _activations(need), _context(recipe, model),
         _host(recipe, model, need, work),
         _work(recipe), _speed(recipe, model, work), _packing(recipe), _sbatch(recipe),
     ]  # fmt: skip
@@ -38,7 +39,8 @@ def describe(recipe: Recipe) -> str:
 
 def _layout(recipe: Recipe) -> str:
     parallel, cluster = recipe.parallel, recipe.cluster
-    data = recipe.world_size // (parallel.tensor * parallel.pipeline)
+    data = recipe.world_size // (parallel.tensor * parallel.context * parallel.pipeline)
+    context = f"CP {parallel.context} x " if parallel.context > 1 else ""
     engine, servers = recipe.rollout.tensor_parallel, recipe.rollout.servers
     engines = (
         f"{len(servers)} servers"
@@ -47,7 +49,7 @@ def _layout(recipe: Recipe) -> str:
     )
     return (
         f"layout      {cluster.nodes} nodes x {cluster.processes_per_node} = {recipe.world_size} processes = "
-        f"TP {parallel.tensor} x PP {parallel.pipeline} x DP {data}; EP {parallel.expert}; "
+        f"TP {parallel.tensor} x {context}PP {parallel.pipeline} x DP {data}; EP {parallel.expert}; "
         f"{engines} of TP {engine}"
     )
 
@@ -83,6 +85,14 @@ def _activations(need: Memory) -> str:
         "head": at.head, "loss": at.loss,
     }  # fmt: skip
     return "activations " + ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items()) + " GB"
+
+
+def _context(recipe: Recipe, model: ModelConfig) -> str:
+    """Empty without context parallelism."""
+    if recipe.parallel.context == 1:
+        return ""
+    sent = context_bytes(recipe, model)
+    return f"context     at most {sent / 1e6:.0f} MB of keys and values to a rank in a layer's forward pass"
 
 
 def _host(recipe: Recipe, model: ModelConfig, need: Memory, work: Workload) -> str:

@@ -43,6 +43,16 @@ def test_trees_against_2n_and_n_plus_1(tmp_path, capsys):
     assert "N+1" in capsys.readouterr().out
 
 
+def test_what_context_parallel_ranks_send_of_a_trunk_with_leaves(tmp_path):
+    """Two ranks of a row whose leaves are as long as its trunk: never more than everything."""
+    case = ["--pairs", "6", "--prompts", "128", "--segment", "500", "--context", "2", "--dtype", "bfloat16"]
+    for result in run(trees, tmp_path, *case):
+        assert result["all_gather_MB"] == result["positions"] / 2 * 2 * 2 * 64 * 2 / 1e6
+        assert 0 < result["of_all_gather"] < 0.8
+        assert result["received_MB"] <= result["all_gather_MB"]
+        assert 1 <= result["area_max/mean"] < 1.15
+
+
 def test_packing_of_simulated_streams(tmp_path):
     small = ["--streams", "40", "--data-parallel", "2", "--limit", "400", "--prompt", "100"]
     for result in run(packing, tmp_path, *small, "--medians", "60", "--repeat", "1"):

@@ -55,6 +55,7 @@ CASES = {
     "dense, virtual pipeline, overlapped": Case(
         "qwen3", 4, {"pipeline": 2, "virtual_pipeline": 2, "overlap_grad_reduce": True}, "float32"
     ),
+    "dense, context parallel": Case("qwen3", 2, {"context": 2}),
     "dense, recomputed": Case("qwen3", 1, {"recompute": "full"}),
     "dense, recomputed, pipeline": Case("qwen3", 2, {"recompute": "full", "pipeline": 2}),
     "experts": Case("qwen3_moe", 2, {"expert": 2}),

@@ -12,6 +12,9 @@ saves nothing. ``FLOP_ratio`` counts both, ``FLOP_efficiency`` is the speedup di
 computes as fast as plain sequences.
 ``metadata`` is what building the rows' arrays and everything that the kernels derive from them takes, as a
 share of the step.
+
+``--context N`` counts instead what N context-parallel ranks send, and how even their work is: bytes of keys
+and values in the forward pass of an attention layer (the backward pass sends as many back).
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ import torch
 from megatron_eqlen.hf.config import DeltaNet, Experts, ModelConfig
 from megatron_eqlen.hf.cost import active_parameters, attention_layers
 from megatron_eqlen.models.build import build_model
+from megatron_eqlen.models.context import BLOCK, Share
 from megatron_eqlen.models.gated_delta_net import CHUNK
 from megatron_eqlen.models.tree_attention import BACKENDS, fastest_backend, tree_block_mask
 from megatron_eqlen.models.tree_params import Backend, TreeParams
@@ -61,22 +65,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--attention", choices=BACKENDS, help="default: the fastest; flex needs a GPU")
     parser.add_argument("--threads", type=int, default=1, help="of torch, on CPU")
     parser.add_argument("--repeat", type=int, default=2, help="the fastest of so many steps counts")
+    parser.add_argument("--context", type=int, default=1, help="ranks that share a row: what they send")
     parser.add_argument("--json", type=Path)
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.context > 1:
+        title = f"{args.context} context-parallel ranks, keys and values of {keys_bytes(args)} bytes a token"
+        show([case | sent(trees, args) for case, trees in cases(args)], title, args.json)
+        return
     torch.set_num_threads(args.threads)
     start(ParallelRecipe(), seed=0)
     model = random_model(args)
-    results = []
-    for pairs, prompt, lengths in itertools.product(args.pairs, args.prompts, args.lengths):
-        trees = streams(pairs, prompt, lengths == "uneven", args)
-        case = {"pairs": pairs, "prompt": prompt, "lengths": lengths}
-        results += [case | result for result in compare(model, trees, args)]
+    results = [case | result for case, trees in cases(args) for result in compare(model, trees, args)]
     stop()
     count = sum(parameter.numel() for parameter in model.parameters())
     title = f"{args.family}, {count / 1e6:.1f}M parameters, {args.dtype} on {device().type}"
     show(results, title, args.json)
+
+
+def cases(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], list[TokenTree]]]:
+    for pairs, prompt, lengths in itertools.product(args.pairs, args.prompts, args.lengths):
+        case = {"pairs": pairs, "prompt": prompt, "lengths": lengths}
+        yield case, streams(pairs, prompt, lengths == "uneven", args)
+
+
+def sent(trees: list[TokenTree], args: argparse.Namespace) -> dict[str, Any]:
+    """Of the busiest rank in the widest row, beside what it would receive of an all-gather or pass on in a
+    ring, which is the same; and how much attention it has over the mean."""
+    ranks = args.context
+    row = max(pack(trees, args.budget, multiple_of=2 * ranks * BLOCK)[0], key=lambda row: len(row.input_ids))
+    shares = [Share.of(row, rank, ranks, "cpu") for rank in range(ranks)]
+    area = [float((row.position_ids[share.positions] + 1).sum()) for share in shares]
+    each, length = keys_bytes(args) / 1e6, len(row.input_ids)
+    everything = length * (ranks - 1) / ranks * each
+    received = max(sum(share.receive_counts) for share in shares) * each
+    return {
+        "positions": length,
+        "received_MB": received,
+        "sent_MB": max(sum(share.send_counts) for share in shares) * each,
+        "all_gather_MB": everything,
+        "of_all_gather": sum(sum(share.receive_counts) for share in shares) * each / (ranks * everything),
+        "area_max/mean": max(area) / float(np.mean(area)),
+    }
+
+
+def keys_bytes(args: argparse.Namespace) -> int:
+    """A token's key and value in a layer."""
+    model = model_config(args)
+    return 2 * model.num_key_value_heads * model.head_dim * DTYPES[args.dtype].itemsize
 
 
 def compare(model: torch.nn.Module, trees: list[TokenTree], args: argparse.Namespace) -> Iterator[dict]:
