@@ -55,6 +55,7 @@ from megatron_eqlen.training import checkpoint, distributed
 from megatron_eqlen.training.agreement import MismatchError
 from megatron_eqlen.training.distributed import agree, gather
 from megatron_eqlen.training.policy import Policy
+from megatron_eqlen.training.profiler import Profiler
 from megatron_eqlen.types import Metrics, TokenTree, WorstToken
 
 
@@ -71,6 +72,7 @@ class Run:
         failures.keep_in(self.folder.path)
         session.watchdog.tells(lambda: {"step": self.begun})
         session.watch(self.folder.hang)
+        self.profiler = Profiler(self.folder.path / "profile", self.recipe.profile)
         self.writer: MetricsWriter | None = None
         self.spent = Spent()
         """On the steps that are done."""
@@ -163,6 +165,7 @@ class Run:
     def begin(self, policy: Policy) -> Step:
         """The next step, still empty."""
         self.begun += 1
+        self.profiler.begin(self.begun)
         return Step(self.begun - 1, policy.version)
 
     def build_trees(self, step: Step) -> tuple[Step, list[list[TokenTree]]]:
@@ -217,6 +220,7 @@ class Run:
 
     def end(self, step: Step) -> None:
         """Count the step, and write its metrics."""
+        self.profiler.end(step.number + 1)
         now, timeline = time.perf_counter(), self.session.timeline
         taken = now - step.started
         worked = taken - step.metrics.get("time/evaluate", 0.0)

@@ -22,6 +22,7 @@ from megatron_eqlen.sampling.record import Part
 from megatron_eqlen.timeline import Timeline
 from megatron_eqlen.tokenizer import load_tokenizer
 from megatron_eqlen.training import distributed, flight_recorder, peak_memory
+from megatron_eqlen.training.profiler import marked
 from megatron_eqlen.types import Metrics
 from megatron_eqlen.watchdog import FIRST, Watchdog
 
@@ -92,7 +93,7 @@ class Session:
         if not alone:
             self.progress.stage(name)
             peak_memory.begin()
-        with self.watchdog.stage(name, patience), self.timeline.span(name) as span:
+        with marked(name), self.watchdog.stage(name, patience), self.timeline.span(name) as span:
             yield measured
         measured[f"time/{name}"] = span.ended - span.began
         if not alone:

@@ -16,6 +16,7 @@ MAY_CHANGE = (
     "parallel",
     "checkpoint",
     "report",
+    "profile",
     "evaluation",
     "run_dir",
     "variant",

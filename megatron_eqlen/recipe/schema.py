@@ -468,6 +468,15 @@ class ReportRecipe(Section):
     Others are removed once a checkpoint from after them is saved."""
 
 
+class ProfileRecipe(Section):
+    """Traces of single steps, for Chrome's and Perfetto's viewers, in the run's folder ``profile/``."""
+
+    steps: list[PositiveInt] = []
+    """Steps that every rank traces, counted from 1. Such a step is slower."""
+    memory: bool = False
+    """With each allocation and release of memory."""
+
+
 class ClusterRecipe(Section):
     """The machines."""
 
@@ -535,6 +544,7 @@ class Recipe(Section):
     checkpoint: CheckpointRecipe = CheckpointRecipe()
     evaluation: EvaluationRecipe = EvaluationRecipe()
     report: ReportRecipe = ReportRecipe()
+    profile: ProfileRecipe = ProfileRecipe()
     cluster: ClusterRecipe = ClusterRecipe()
 
     @property

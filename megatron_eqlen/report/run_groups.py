@@ -25,7 +25,7 @@ BASE = "base"
 AFTER = Path("evaluation/after.json")
 NOT_THE_METHOD = (
     "seed", "name", "run_dir", "variant", "model.path", "cluster", "checkpoint", "evaluation", "report",
-    "rollout.servers",
+    "profile", "rollout.servers",
 )  # fmt: skip
 """Keys in which runs of one method may differ: where they ran and what they recorded. (Models are columns of
 the tables.)"""

@@ -3,6 +3,7 @@
 Real vLLM, real Megatron, real checkpoints; the reward is a rubric, so that a random model has a signal.
 """
 
+import gzip
 import json
 
 import pytest
@@ -86,8 +87,12 @@ def test_with_a_server_two_ranks_train_like_one_with_the_engine_inside(home, tra
     assert column(folder, "harvest/policy_version") == [0, 1, 2]
 
 
-def test_the_baseline_runs_with_the_same_command(home):
-    folder = train(home, "grpo", "objective=grpo", "sampling=independent", "steps=1")
+def test_the_baseline_runs_with_the_same_command_and_its_trace_names_the_stages(home):
+    traced = ["profile.steps=[1]", "profile.memory=true"]
+    folder = train(home, "grpo", "objective=grpo", "sampling=independent", "steps=1", *traced)
+    with gzip.open(folder / "profile/step-00000001-rank-0.json.gz", "rt") as file:
+        names = {event.get("name") for event in json.load(file)["traceEvents"]}
+    assert names >= {"stage harvest", "stage trees", "stage train", "stage sync", "[memory]", "aten::mm"}
     assert column(folder, "harvest/completions") == [4 * 4]
     assert column(folder, "train/grad_norm")[0] > 0
 

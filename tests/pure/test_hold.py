@@ -84,7 +84,7 @@ def test_a_run_that_was_taken_over_puts_nothing_in_force(tmp_path, monkeypatch):
     run: Any = object.__new__(Run)
     run.recipe = recipe(tmp_path, run_dir=str(tmp_path / "run"))
     run.folder, run.session = RunFolder(run.recipe), SimpleNamespace(timeline=Timeline())
-    run.saving = object()
+    run.saving, run.profiler = object(), SimpleNamespace(end=lambda step: None)
     try_of(monkeypatch, "7", 0)
     run.folder.open(run.recipe)
     try_of(monkeypatch, "7", 1)
