@@ -183,6 +183,8 @@ def _become(
     if splits:
         Zygote.inherited = Zygote.split()
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGHUP, signal.SIGTERM):  # which whoever runs the tests may ignore (nohup)
+        signal.signal(number, signal.SIG_DFL)
     vllms = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
     os.environ.clear()
     os.environ.update(vllms | environ)
