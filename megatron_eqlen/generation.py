@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from megatron_eqlen.data.prompts import PromptSource, read_benchmark
+from megatron_eqlen.data.prompts import PromptSource, position_metrics, read_benchmark
 from megatron_eqlen.evaluation.evaluate import evaluate
 from megatron_eqlen.evaluation.result import EvaluationResult
 from megatron_eqlen.files import step_name
@@ -236,7 +236,8 @@ class Generator(InTurn):
         combined = replicas.combine(metrics)  # every rank has read what is removed now
         if distributed.is_rank0():
             remove_journals(self.left[1], [prompt.prompt_id for prompt in prompts])
-        return Batch(rollouts, combined | probed | seconds, position, prompts)
+        measured = combined | probed | seconds | position_metrics(position)
+        return Batch(rollouts, measured, position, prompts)
 
     def score(self, step: Step, harvested: Batch) -> Batch:
         """Grade this rank's part of its replica's rollouts, learn of all others, record the grades."""

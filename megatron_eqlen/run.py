@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from megatron_eqlen import failures
 from megatron_eqlen.budget import COSTS, Budget, Spent
-from megatron_eqlen.data.prompts import position_metrics
 from megatron_eqlen.evaluation.result import EvaluationResult, compare, read_results, write_results
 from megatron_eqlen.files import CheckpointError, step_name
 from megatron_eqlen.generation import Rollouts
@@ -246,7 +245,7 @@ class Run:
             EFFECTIVE_PER_GPU_SECOND: effective / (taken * self.recipe.gpus),
         }
         ranks = over_ranks(gather([step.metrics]))
-        metrics = step.metrics | reached | ranks | speed | totals | position_metrics(step.data_position)
+        metrics = step.metrics | reached | ranks | speed | totals
         spans = timeline.take(now)
         if self.writer is not None:
             self.writer.write(self.steps, metrics, spans)

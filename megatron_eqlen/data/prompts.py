@@ -211,7 +211,7 @@ def read_benchmark(benchmark: BenchmarkRecipe, data: DataRecipe, tokenizer: Toke
 
 
 def position_metrics(position: dict[str, Any] | None) -> Metrics:
-    """What a step logs of ``PromptSource.state_dict``; nothing where rollouts are replayed."""
+    """What a step logs of ``PromptSource.state_dict``; nothing on a rank that draws no prompts."""
     if position is None:
         return {}
     sources = {
