@@ -20,7 +20,6 @@ from typing import Any
 from tests.kit import ROOT
 from tests.kit.processes import within
 from tests.kit.zygote import JOBS, Zygote
-from tools.benchmarks.servers import free_ports
 
 LIMIT = 400.0
 """Seconds after which a job hangs."""
@@ -84,14 +83,35 @@ def start(*arguments: Any, **environ: str) -> Job:
     return Job(arguments, environ)
 
 
-def start_ranks(count: int, *arguments: Any) -> list[Job]:
+class Ranks(list[Job]):
+    """The jobs of one world. They meet at a store in this process, as torchrun's do: a port that is looked
+    for here and bound by rank 0 might be another's by then."""
+
+    def __init__(self, count: int, arguments: Sequence[Any]) -> None:
+        from torch.distributed import TCPStore  # not all who start jobs need torch
+
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        world = {
+            "WORLD_SIZE": str(count),
+            "LOCAL_WORLD_SIZE": str(count),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        super().__init__(
+            start(*arguments, RANK=str(rank), LOCAL_RANK=str(rank), **world) for rank in range(count)
+        )
+
+    def wait(self) -> list[int]:
+        """Their exit statuses."""
+        ended = within(LIMIT, lambda: all(job.poll() is not None for job in self))
+        assert ended, f"it hangs: {[(job.poll(), job.stderr) for job in self]}"
+        return [job.wait() for job in self]
+
+
+def start_ranks(count: int, *arguments: Any) -> Ranks:
     """The same as the ranks of one world, as a launcher would start them."""
-    port = str(*free_ports(1))
-    world = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [
-        start(*arguments, RANK=str(rank), LOCAL_RANK=str(rank), **world, **place) for rank in range(count)
-    ]
+    return Ranks(count, arguments)
 
 
 def run(*arguments: Any, ranks: int = 1) -> Job:

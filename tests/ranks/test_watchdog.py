@@ -1,25 +1,43 @@
-"""A rank that hangs ends by itself, and says where it stood; one that is only slow goes on."""
+"""Ranks that hang end by themselves, and say where they stood; ranks that are only slow go on."""
 
 from __future__ import annotations
 
 import itertools
+import json
 
 import pytest
 
-from tests.kit.jobs import start
+from megatron_eqlen.watchdog import HUNG
+from tests.kit.jobs import start, start_ranks
 
 BEGIN = """
 import atexit, ctypes, sys, time
 from pathlib import Path
+import torch, torch.distributed as dist
 from megatron_eqlen.training import flight_recorder
 from megatron_eqlen import watchdog
 flight_recorder.enable()
 rank, world = 0, 1
+if len(sys.argv) > 2:
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.all_reduce(torch.ones(1))
 watchdog.FIRST = 1.5
 dog = watchdog.Watchdog(rank, world, 2.0, flight_recorder.status)
 dog.tells(lambda: {"collectives": flight_recorder.collectives(), "step": 7})
 dog.start(Path(sys.argv[1]))
 atexit.register(dog.stop)
+"""
+SLOW = """
+with dog.stage("train"):
+    for _ in range(7 * rank):  # longer than a rank may be silent
+        time.sleep(0.5)
+        watchdog.beat()
+    dist.all_reduce(torch.ones(1))
+"""
+MISSES = """
+with dog.stage("sync"):
+    time.sleep(600) if rank else dist.all_reduce(torch.ones(1))
 """
 LEARNS = """
 for silence in (0.5, 2.4):  # the second time more than 2 s are too long, were it not for the first
@@ -36,12 +54,28 @@ def jobs(tmp_path_factory):
     """All at once: they sleep most of the time. Each has its own folder."""
     home = tmp_path_factory.mktemp("hang")
     begun = {
+        "misses": start_ranks(2, "-c", BEGIN + SLOW + MISSES, home / "misses", "ranks"),
         "learns": [start("-c", BEGIN + LEARNS, home / "learns")],
         "keeps": [start("-c", BEGIN + KEEPS_THE_LOCK, home / "keeps")],
     }
     yield home, begun
     for job in itertools.chain(*begun.values()):
         job.kill()
+
+
+def test_a_rank_that_misses_a_collective_is_named_and_one_that_was_slow_is_not_ended(jobs):
+    folder, ranks = jobs[0] / "misses", jobs[1]["misses"]
+    assert ranks.wait() == [HUNG, HUNG]
+    cause, *lines = (folder / "index.txt").read_text().splitlines()
+    assert "rank 1 did not come to gloo:all_reduce number 3 of group default_pg (ranks 0, 1)" in cause
+    assert "rank 1 is in stage sync for" in cause
+    assert "rank 0 on" in lines[1]
+    assert f"eqlen: {cause}; see {folder / 'index.txt'}" in ranks[0].stderr + ranks[1].stderr
+    for rank, place in enumerate(("in all_reduce", "in <module>")):
+        text = (folder / f"rank-{rank}.txt").read_text()
+        assert text.startswith("Thread MainThread (newest call last):")
+        assert place in text
+    assert json.loads((folder / "rank-1.json").read_text())["step"] == 7
 
 
 def test_what_a_stage_took_before_it_may_take_again(jobs):
