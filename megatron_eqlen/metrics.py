@@ -78,6 +78,8 @@ ENGINE_PREEMPTIONS = "engine/preemptions"
 ENGINE_REMOVED_PROBABILITY = "engine/removed_probability"
 ENGINE_ROUTE_SECONDS = "engine/route_seconds"
 REWARD_MEAN = "reward/mean"
+POLICY_ROLLOUTS = "policy/rollouts"
+POLICY_REWARD, POLICY_RESPONSE_LENGTH = "policy/reward", "policy/response_length"
 OBJECTIVE_UNITS = "objective/units"
 OBJECTIVE_ZERO_ADVANTAGE_FRACTION = "objective/zero_advantage_fraction"
 OBJECTIVE_EFFECTIVE_SAMPLES = "objective/effective_samples"
@@ -214,6 +216,10 @@ DECLARED = (
     Metric("reward/wait_seconds", "s", "max", "of these, waiting for grader processes", in_turn="sum"),
     Metric("reward/hidden_seconds", "s", "sum", "in the graders, over before the harvest was"),
     Metric("reward/cut_off", "responses", "sum", "without a verdict within reward.step_timeout"),
+    # ---- policy: of a response, in whichever way rollouts are made -----------------------------------------
+    Metric(POLICY_ROLLOUTS, "rollouts", "sum", "whole ones, which these means are over"),
+    Metric(POLICY_REWARD, "reward", mean(POLICY_ROLLOUTS), "the verifier's, 0 for one that did not end"),
+    Metric(POLICY_RESPONSE_LENGTH, "tokens", mean(POLICY_ROLLOUTS), "of one, whether it ended or not"),
     # ---- objective: the step's comparison units -----------------------------------------------------------
     Metric(OBJECTIVE_UNITS, "units", "sum", "pairs, groups, or siblings of sampled trees"),
     Metric("objective/members", "members", "sum", "sides, completions or steps in them"),

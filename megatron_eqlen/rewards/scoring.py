@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from megatron_eqlen.cores import cores_per_rank
-from megatron_eqlen.metrics import REWARD_MEAN
+from megatron_eqlen.metrics import POLICY_RESPONSE_LENGTH, POLICY_REWARD, POLICY_ROLLOUTS, REWARD_MEAN
 from megatron_eqlen.plugins import is_import_path, load_object
 from megatron_eqlen.recipe import RewardRecipe
 from megatron_eqlen.rewards.background import Background, Key, naming, response_key
@@ -25,6 +25,7 @@ from megatron_eqlen.rewards.code import CodeGrader
 from megatron_eqlen.rewards.grader import BackgroundGrader, Grader
 from megatron_eqlen.rewards.math import MathGrader
 from megatron_eqlen.rewards.thinking import END_OF_THINKING, answer_section
+from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.sampling.kind import Harvester
 from megatron_eqlen.sampling.record import Part
 from megatron_eqlen.tokenizer import Tokenizer
@@ -85,7 +86,7 @@ class Scorer:
             if one.segment.grade is None:
                 self._begin(one.key, one.prompt, one.response)
 
-    def score(self, rollouts: Iterable[Rollout], seconds: float = math.inf) -> Metrics:
+    def score(self, rollouts: Sequence[Rollout], seconds: float = math.inf) -> Metrics:
         """Fill ``grade`` of every segment that ends a response; a grade that is already there is kept.
 
         Waits at most ``seconds`` for graders that work in the background; what has no grade then gets 0, as
@@ -116,13 +117,17 @@ class Scorer:
         for one in ended:
             one.segment.grade = one.segment.grade or grades[one.key]
         new = [(one.prompt, one.segment.grade) for one in ended if not one.segment.carried]
-        return reward_metrics(new) | {
-            "reward/calls": len(ungraded),
-            "reward/seconds": time.monotonic() - started,
-            "reward/wait_seconds": waited,
-            "reward/hidden_seconds": hidden,
-            "reward/cut_off": late,
-        }
+        return (
+            reward_metrics(new)
+            | policy_metrics(rollouts)
+            | {
+                "reward/calls": len(ungraded),
+                "reward/seconds": time.monotonic() - started,
+                "reward/wait_seconds": waited,
+                "reward/hidden_seconds": hidden,
+                "reward/cut_off": late,
+            }
+        )
 
     def grade_texts(self, texts: Sequence[str], prompts: Sequence[Prompt]) -> list[Grade]:
         """A grade for each response text to its prompt, by this thread."""
@@ -238,3 +243,17 @@ def reward_metrics(ended: Sequence[tuple[Prompt, Grade | None]]) -> Metrics:
         metrics[f"reward/source/{source}/ended"] = len(of_source)
         metrics[f"reward/source/{source}/mean"] = sum(of_source) / len(of_source)
     return metrics
+
+
+def policy_metrics(rollouts: Iterable[Rollout]) -> Metrics:
+    """What the policy does, in whichever way rollouts were made: means over its responses, of whole scored
+    rollouts. ``reward/mean`` is over the responses of streams, which are longer ones."""
+    drawn = [draws for one in rollouts if not one.suspended and (draws := [*kind_of(one).draws(one)])]
+    if not drawn:
+        return {}
+    every = [draw for draws in drawn for draw in draws]
+    return {
+        POLICY_ROLLOUTS: len(drawn),
+        POLICY_REWARD: sum(draw.weight * draw.reward for draw in every) / len(drawn),
+        POLICY_RESPONSE_LENGTH: sum(draw.weight * draw.length for draw in every) / len(drawn),
+    }

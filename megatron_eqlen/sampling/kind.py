@@ -9,9 +9,9 @@ Each kind is a folder beside this file whose ``__init__`` holds its ``SamplingKi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty
@@ -67,6 +67,22 @@ def all_open(rollout: Rollout, recipe: Recipe) -> float:
     return 1.0
 
 
+class Draw(NamedTuple):
+    """A whole response of a rollout, and how much it counts as a draw from the policy: responses that share a
+    beginning are not drawn independently, and which of them there are may depend on their lengths."""
+
+    weight: float
+    """Of one rollout they add up to 1, and any mean over them with these weights is unbiased."""
+    length: int
+    """Tokens."""
+    reward: float
+    """The verifier's; 0 where it did not end by itself."""
+
+
+def no_draws(rollout: Any) -> Iterable[Draw]:
+    return ()
+
+
 @dataclass(frozen=True)
 class SamplingKind:
     """One value of the recipe's ``sampling``."""
@@ -91,5 +107,7 @@ class SamplingKind:
     takes_part: Callable[[Any, Recipe], bool] = whole
     """(scored rollout, recipe) -> whether it is one of those that the step trains and averages over. Every
     rollout is in one step at least; one that is trained in parts (see ``compare``) in several."""
+    draws: Callable[[Any], Iterable[Draw]] = no_draws
+    """A whole scored rollout as draws from the policy: ``policy/...`` metrics, alike for all kinds."""
     open_share: Callable[[Any, Recipe], float] = all_open
     """(suspended rollout, recipe) -> how many of its tracks are open, of those that it began with."""

@@ -51,6 +51,9 @@ def test_a_segment_is_graded_as_the_whole_response_it_ends(scorer):
     assert metrics["reward/ended"] == 3
     assert metrics["reward/mean"] == metrics["reward/source/sums/mean"] == pytest.approx(2 / 3)
     assert metrics["reward/verdict/correct"] == pytest.approx(2 / 3)
+    assert metrics["policy/reward"] == 1 / 2 * 1 + 1 / 4 * 0 + 1 / 4 * 1
+    lengths = [len(tokens) for _, tokens in stream.ended()]
+    assert metrics["policy/response_length"] == lengths[0] / 2 + lengths[1] / 2, "A_2 and B_2 end alike"
 
 
 def grades(stream: Stream) -> list[Grade | None]:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe_load import parse
+from megatron_eqlen.rewards.scoring import policy_metrics
 from megatron_eqlen.rollout.engine import EngineError, StalePolicyError
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.sampling import kind_of
@@ -28,6 +29,7 @@ from megatron_eqlen.sampling.track import track_seed
 from megatron_eqlen.types import (
     Delta,
     Elsewhere,
+    Grade,
     Group,
     Prompt,
     Rollout,
@@ -283,6 +285,28 @@ def test_streams_are_the_lockstep_harvest_whatever_the_delivery(case):
             assert sorted(map(str, found["pairs"].pop())) == sorted(map(str, expected["pairs"].pop()))
         assert found == expected
     assert not engine.requests, "a request was left running"
+
+
+@pytest.mark.parametrize(
+    ("sampling", "objective"), [("equal_length", "grpo"), ("independent", "grpo"), ("tree", "treerpo")]
+)
+def test_means_over_draws_are_the_policys_where_means_over_ended_responses_are_not(sampling, objective):
+    """Each token ends a response with probability 0.2. What ends after more than 4 tokens gets 1, what does
+    not end within 12 gets 0."""
+    tree = {"branching": 2, "depth": 3}
+    recipe = make_recipe(sampling=sampling, objective=objective, group_size=8, tree_sampling=tree)
+    engine = ScriptedEngine(random.Random(1), max_num_seqs=400)
+    rollouts, _ = harvest(engine, make_prompts(250), recipe, EOS, 7)
+    ended = [(segment, len(tokens)) for one in rollouts for segment, tokens in one.ended()]
+    for segment, length in ended:
+        segment.grade = Grade(float(length > 4), "scored")
+    metrics = policy_metrics(rollouts)
+    goes_on = 0.8
+    assert metrics["policy/rollouts"] == len(rollouts)
+    assert metrics["policy/response_length"] == pytest.approx((1 - goes_on**12) / 0.2, abs=0.35)
+    assert metrics["policy/reward"] == pytest.approx(goes_on**4 - goes_on**12, abs=0.05)
+    plain = np.mean([length > 4 for _, length in ended])
+    assert bool(plain > metrics["policy/reward"] + 0.1) == (sampling != "independent")
 
 
 @examples(200)

@@ -16,10 +16,11 @@ from megatron_eqlen.metrics import (
     OBJECTIVE_SKIP_RATE,
 )
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.sampling.comparison import ComparisonUnit, all_equal
+from megatron_eqlen.sampling.comparison import ComparisonUnit, all_equal, graded
 from megatron_eqlen.sampling.context import seen
 from megatron_eqlen.sampling.equal_length.suffix import pair_rewards
-from megatron_eqlen.types import Metrics, Outcome, Stream
+from megatron_eqlen.sampling.kind import Draw
+from megatron_eqlen.types import Metrics, Outcome, Segment, Stream
 
 
 def shape(streams: Sequence[Stream]) -> Metrics:
@@ -39,6 +40,27 @@ def shape(streams: Sequence[Stream]) -> Metrics:
         metrics[HARVEST_SEGMENT_LENGTH] = fmean(lengths)
         metrics["harvest/segment_length_max"] = max(lengths)
     return metrics | seen(streams, _starts, branches=sum(max(len(one.pairs) - 1, 0) for one in streams))
+
+
+def draws(stream: Stream) -> Iterator[Draw]:
+    """At each fork two tracks continue the same trunk, independently. The longer one's rest is estimated by
+    what follows its B, so A_i counts as half of what there is from its fork on: 1 / 2^i. The plain mean over
+    the responses of a stream is of longer ones: each B side was chosen because it went on."""
+    weight, start = 1.0, 0
+    for pair in stream.pairs:
+        weight /= 2
+        yield _draw(stream, weight, start, pair.a)
+        start += len(pair.b)
+    if stream.tail is not None:
+        yield _draw(stream, weight, start, stream.tail)
+    elif stream.pairs:
+        last = stream.pairs[-1].b
+        yield _draw(stream, weight, start - len(last), last)
+
+
+def _draw(stream: Stream, weight: float, start: int, segment: Segment) -> Draw:
+    reward = graded(segment, stream.prompt_id) if segment.finish_reason == "stop" else 0.0
+    return Draw(weight, start + len(segment), reward)
 
 
 def _starts(stream: Stream) -> Iterator[int]:

@@ -2,7 +2,7 @@
 
 from megatron_eqlen.sampling.independent.compare import compare
 from megatron_eqlen.sampling.independent.group import harvesters, open_share
-from megatron_eqlen.sampling.independent.meter import nothing_more, shape
+from megatron_eqlen.sampling.independent.meter import draws, nothing_more, shape
 from megatron_eqlen.sampling.independent.picture import picture
 from megatron_eqlen.sampling.independent.record import join, parts
 from megatron_eqlen.sampling.kind import SamplingKind
@@ -18,5 +18,6 @@ KIND = SamplingKind(
     join,
     shape,
     nothing_more,
+    draws=draws,
     open_share=open_share,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean
 
 from megatron_eqlen.metrics import (
@@ -14,6 +14,8 @@ from megatron_eqlen.metrics import (
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import ComparisonUnit
 from megatron_eqlen.sampling.context import seen
+from megatron_eqlen.sampling.independent.compare import reward
+from megatron_eqlen.sampling.kind import Draw
 from megatron_eqlen.types import Group, Metrics, SampledTree
 
 
@@ -34,6 +36,12 @@ def completions(rollouts: Sequence[Group] | Sequence[SampledTree]) -> Metrics:
         HARVEST_TRUNCATED_FRACTION: reasons["length"] / len(segments),
         "harvest/budget_fraction": reasons[None] / len(segments),
     }
+
+
+def draws(group: Group) -> Iterator[Draw]:
+    """All alike."""
+    for one in group.completions:
+        yield Draw(1 / len(group.completions), len(one), reward(one, group.prompt_id))
 
 
 def nothing_more(units: Sequence[ComparisonUnit], rollouts: Sequence[object], recipe: Recipe) -> Metrics:
