@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -101,7 +101,7 @@ def oscillation(name: str) -> Measure:
 EFFECTIVE = "Effective samples so far"
 MEASURES: dict[str, Measure] = {
     "Reward": metric(*REWARD),
-    "Length of ended responses, tokens": metric(*RESPONSE_LENGTH),
+    "Length of responses, tokens": metric(*RESPONSE_LENGTH),
     "Entropy, nats": metric(LOSS_ENTROPY),
     "KL to the reference model": metric(LOSS_REF_KL),
     EFFECTIVE: summed(OBJECTIVE_EFFECTIVE_SAMPLES),
@@ -124,26 +124,29 @@ def figures(groups: Sequence[Group]) -> dict[str, list[Chart]]:
 
 
 def ends(groups: Sequence[Group]) -> list[dict[Column, Any]]:
-    """Where each method's curves end: means over its seeds and their last ``WINDOW`` steps; and how many of
-    the responses to the final evaluation were cut at the limit."""
+    """Where each method's curves end: means over its seeds and their last ``WINDOW`` steps; and of the
+    responses to the final evaluation the length, and how many were cut at the limit."""
     rows = []
     for one in groups:
         if one.method != BASE:
             row: dict[Column, Any] = {METHOD: one.method}
             row |= {title: _end(one, measure) for title, measure in MEASURES.items() if title != EFFECTIVE}
-            rows.append(row | {"cut in the test, %": _cut(one)})
+            tested = [result for run in one.runs for result in run.after.values()]
+            row["Test: length, tokens"] = _mean(result.mean_tokens for result in tested)
+            cut = _mean(result.verdict_fraction("truncated") for result in tested)
+            rows.append(row | {"Test: cut, %": None if cut is None else 100 * cut})
     return rows
 
 
 def _end(group: Group, measure: Measure) -> float | None:
     curves = [measure(read_curves(run.folder)) for run in group.runs]
     found = [fmean(value for _, value in points[-WINDOW:]) for points in curves if points]
+    return _mean(found)
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    found = [*values]
     return fmean(found) if found else None
-
-
-def _cut(group: Group) -> float | None:
-    found = [result.verdict_fraction("truncated") for run in group.runs for result in run.after.values()]
-    return 100 * fmean(found) if found else None
 
 
 def _accuracy(benchmark: str) -> Measure:

@@ -63,7 +63,7 @@ def tables(plan: Plan, into: Path | None = None) -> int:
 
     text, *others = results.write(plan)
     if into is not None:
-        results.write_into(into, plan.sweep.path / "tables.md")
+        results.write_into(into, plan.sweep.path)
     print(text.read_text(encoding="utf-8"))
     print("see", ", ".join(map(str, others)))
     return 0

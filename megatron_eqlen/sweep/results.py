@@ -9,11 +9,13 @@ from pathlib import Path
 from megatron_eqlen.budget import UNITS
 from megatron_eqlen.files import write_text
 from megatron_eqlen.report import tables as formats
+from megatron_eqlen.report.chart import Chart
 from megatron_eqlen.report.compare import budget_notes
 from megatron_eqlen.report.figures import ends, figures
 from megatron_eqlen.report.learning_tax import learning_taxes
 from megatron_eqlen.report.paper_tables import METHOD, accuracies, differences, efficiency
 from megatron_eqlen.report.run_groups import BASE, Group, read_run
+from megatron_eqlen.report.sheet import sheet
 from megatron_eqlen.report.tables import Column, Table
 from megatron_eqlen.report.template import template
 from megatron_eqlen.sweep.cells import Plan
@@ -27,8 +29,11 @@ ABOUT_DIFFERENCE = (
     "Points above {}: mean [95% t interval, paired over seeds, problems held fixed] / the smallest "
     "difference that as many seeds would have shown in 80% of experiments."
 )
+ABOUT_BANDS = "lines are means over a method's seeds, bands reach from the lowest seed to the highest."
 START, END = "<!-- tables of a sweep -->", "<!-- end of the tables -->"
 """Lines of a document between which it has the tables."""
+FIGURES, PICTURES = "figures-", "pictures"
+"""How the files of figures begin; the folder beside a document that has copies of them."""
 FORMATS = {"txt": formats.text, "md": formats.markdown, "tex": formats.latex}
 
 
@@ -100,7 +105,8 @@ def _count(found: Sequence[Group], model: str, method: str) -> int:
 
 
 def write(plan: Plan) -> list[Path]:
-    """Write the tables as text, Markdown, LaTeX and JSON, and all in one page, into the sweep's folder.
+    """Write the tables as text, Markdown, LaTeX and JSON, all in one page, and for each model a sheet of
+    figures, into the sweep's folder.
 
     Raises ValueError where no run has ended.
     """
@@ -115,12 +121,19 @@ def write(plan: Plan) -> list[Path]:
         text = "\n\n".join([*map(of, made), f"{comment} {ABOUT}".strip()])
         write_text(folder / f"tables.{ending}", text + "\n")
     write_text(folder / "tables.json", formats.as_json(made))
-    write_text(folder / "index.html", _page(plan, found, made))
+    models = _figures(plan.sweep, found)
+    write_text(folder / "index.html", _page(plan, found, made, models))
+    for model, charts in models.items():
+        axis = plan.sweep.match if plan.sweep.match in charts else "steps"
+        title = f"{plan.sweep.called(model)}, over {UNITS[axis]}: {ABOUT_BANDS}"
+        paths.append(folder / f"{FIGURES}{model}.svg")
+        write_text(paths[-1], sheet(title, charts[axis]))
     return paths
 
 
-def write_into(document: Path, tables: Path) -> None:
-    """Put the Markdown in ``tables`` into a document, in place of what is there between START and END.
+def write_into(document: Path, sweep: Path) -> None:
+    """Put the Markdown and the figures of a sweep's folder into a document, in place of what is there between
+    START and END; the figures' files go into the folder ``pictures`` beside it.
 
     Raises ValueError for a document without these lines.
     """
@@ -129,17 +142,30 @@ def write_into(document: Path, tables: Path) -> None:
     _, end, tail = rest.partition(END)
     if not end:
         raise ValueError(f"{document}: expected a line {START}, and after it one {END}")
-    write_text(document, f"{head}{START}\n{tables.read_text(encoding='utf-8')}{END}{tail}")
+    made = (sweep / "tables.md").read_text(encoding="utf-8")
+    (document.parent / PICTURES).mkdir(exist_ok=True)
+    for sheet_file in sorted(sweep.glob(f"{FIGURES}*.svg")):
+        picture = f"{PICTURES}/{sweep.name}_{sheet_file.name}"
+        write_text(document.parent / picture, sheet_file.read_text(encoding="utf-8"))
+        made += f"\n![Figures of {sweep.name}]({picture})\n"
+    write_text(document, f"{head}{START}\n{made}{END}{tail}")
 
 
-def _page(plan: Plan, found: Sequence[Group], made: Sequence[Table]) -> str:
-    sweep, methods = plan.sweep, [one for one in found if one.method != BASE]
-    models = {
-        sweep.called(model): figures(
+def _figures(sweep: SweepRecipe, found: Sequence[Group]) -> dict[str, dict[str, list[Chart]]]:
+    """By model and by what is on the x axis."""
+    methods = [one for one in found if one.method != BASE]
+    return {
+        model: figures(
             [Group(model, sweep.label(one.method), one.runs) for one in methods if one.model == model]
         )
         for model in dict.fromkeys(one.model for one in methods)
     }
+
+
+def _page(
+    plan: Plan, found: Sequence[Group], made: Sequence[Table], models: dict[str, dict[str, list[Chart]]]
+) -> str:
+    sweep, methods = plan.sweep, [one for one in found if one.method != BASE]
     drawn = {axis for charts in models.values() for axis in charts}
     runs = [
         (one, run, os.path.relpath(run.folder / "report.html", sweep.path))
@@ -149,8 +175,9 @@ def _page(plan: Plan, found: Sequence[Group], made: Sequence[Table]) -> str:
     return template("sweep.html.jinja", grid=lambda table: formats.grid(table.rows)).render(
         name=sweep.name,
         about=ABOUT,
+        about_bands=ABOUT_BANDS,
         tables=made,
-        models=models,
+        models={sweep.called(model): charts for model, charts in models.items()},
         axes={axis: unit for axis, unit in UNITS.items() if axis in drawn},
         runs=runs,
     )

@@ -9,6 +9,7 @@ import random
 import re
 from pathlib import Path
 from statistics import fmean, stdev
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -139,10 +140,19 @@ def test_tables_go_into_a_document_between_its_lines(plan, tmp_path):
             == 0
         )
         made = (plan.sweep.path / "tables.md").read_text()
-        assert document.read_text() == f"before\n{START}\n{made}{END}\nafter\n"
+        picture = "pictures/runs_figures-tiny.svg"
+        assert document.read_text() == (
+            f"before\n{START}\n{made}\n![Figures of runs]({picture})\n{END}\nafter\n"
+        )
+    svg = "{http://www.w3.org/2000/svg}"
+    drawn = ElementTree.parse(tmp_path / picture).getroot()
+    said = {element.text for element in drawn.iter(f"{svg}text")}
+    assert said >= {"EqLen", "GRPO", "Mean reward", "Accuracy on sums, %", "Reward", "Gradient norm"}
+    charts = [one for one in drawn.iter(f"{svg}svg") if one.get("class") == "chart"]
+    assert {len([*chart.iter(f"{svg}polygon")]) for chart in charts} == {len(METHODS)}
     document.write_text("nothing")
     with pytest.raises(ValueError, match=r"results\.md: expected a line <!-- tables of a sweep -->"):
-        write_into(document, plan.sweep.path / "tables.md")
+        write_into(document, plan.sweep.path)
 
 
 def test_the_ends_of_curves_are_means_of_the_last_steps_over_seeds(tables):
@@ -151,7 +161,7 @@ def test_the_ends_of_curves_are_means_of_the_last_steps_over_seeds(tables):
     steps = [11, 10, 9]
     of_seeds = [fmean(0.5 + 0.1 * step for step in range(1, count + 1)[-10:]) for count in steps]
     assert grpo["Reward"] == pytest.approx(fmean(of_seeds))
-    assert (grpo["cut in the test, %"], grpo["Entropy, nats"]) == (0, None)
+    assert (grpo["Test: cut, %"], grpo["Test: length, tokens"], grpo["Entropy, nats"]) == (0, 9, None)
 
 
 def test_every_format_has_the_same_numbers(plan, tables):
