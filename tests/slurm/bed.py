@@ -3,6 +3,9 @@
 Nodes can crash (all their processes get SIGKILL), come back, be cut off from the network and be healed. They
 share the file system, as a cluster does. The bridge between them lies in a namespace of its own: beds do not
 meet, and nothing leaves the machine. Needs root and Debian packages, which ``tools/test`` installs.
+
+The kernel ends every process of a bed when the process that made it is gone, killed -9, too; the network
+namespaces that it then leaves are removed by the next bed.
 """
 
 from __future__ import annotations
@@ -17,8 +20,11 @@ from pathlib import Path
 
 from tests.kit.processes import within
 
-PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter", "unshare")
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter", "setpriv", "unshare")
 SYSTEM_PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
+WITH_US = ("setpriv", "--pdeathsig", "KILL")
+"""Before a command: it is killed when the thread that started it ends, whatever ends that."""
+NETNS = Path("/run/netns")
 CONTROLLER = "login"
 PATIENCE = 120.0
 """Seconds to wait; SLURM itself takes up to 30 to give up a node."""
@@ -72,14 +78,15 @@ class Bed:
         self.folder = folder
         self.nodes = [f"n{number}" for number in range(1, nodes + 1)]
         self.cpus = cpus
-        self.mark = secrets.token_hex(3)
-        """Part of the names of its network namespaces."""
+        self.mark = f"bed-{os.getpid()}-{secrets.token_hex(3)}"
+        """What the names of its network namespaces begin with."""
         self.processes: dict[str, subprocess.Popen] = {}
         """The first process of each node; with it all others of the node end."""
         self.munged: subprocess.Popen | None = None
 
     def __enter__(self) -> Bed:
         try:
+            _remove_left_namespaces()
             self._configure()
             self._connect()
             self._authenticate()
@@ -99,7 +106,7 @@ class Bed:
             self.munged.kill()
             self.munged.wait()
         for name in ("hub", CONTROLLER, *self.nodes):
-            subprocess.run(["ip", "netns", "del", self._netns(name)], capture_output=True, check=False)
+            _remove_namespace(self._netns(name))
 
     # ---- nodes --------------------------------------------------------------------------------------
 
@@ -178,10 +185,10 @@ class Bed:
     # ---- set-up -------------------------------------------------------------------------------------
 
     def _inside(self, *command: str) -> list[str]:
-        return ["nsenter", f"--net=/run/netns/{self._netns(CONTROLLER)}", *command]
+        return ["nsenter", f"--net={NETNS / self._netns(CONTROLLER)}", *command]
 
     def _netns(self, name: str) -> str:
-        return f"bed-{self.mark}-{name}"
+        return f"{self.mark}-{name}"
 
     def _address(self, node: str) -> str:
         return f"10.77.0.{254 if node == CONTROLLER else self.nodes.index(node) + 1}"
@@ -230,7 +237,8 @@ class Bed:
             "key-file": private / "key", "socket": socket, "pid-file": private / "pid",
             "log-file": private / "log", "seed-file": private / "seed",
         }  # fmt: skip
-        command = ["munged", "--foreground", "--force", *(f"--{key}={path}" for key, path in options.items())]
+        settings = [f"--{key}={path}" for key, path in options.items()]
+        command = [*WITH_US, "munged", "--foreground", "--force", *settings]
         self.munged = subprocess.Popen(command, env=self._environment(), stderr=subprocess.DEVNULL)
         self.wait(socket.exists, "munged listens")
 
@@ -241,7 +249,7 @@ class Bed:
             f"mount -t tmpfs -o size=2g shm /dev/shm; {' '.join(daemon)}; sleep infinity"
         )
         command = [
-            "nsenter", f"--net=/run/netns/{self._netns(node)}",
+            *WITH_US, "nsenter", f"--net={NETNS / self._netns(node)}",
             "unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc",
             "bash", "-c", inside,
         ]  # fmt: skip
@@ -260,8 +268,20 @@ def missing() -> str:
     return f"not installed: {', '.join(absent)} (tools/test says from which packages)" if absent else ""
 
 
+def _remove_left_namespaces() -> None:
+    """Those of beds whose process is gone."""
+    for path in NETNS.glob("bed-*"):
+        owner = re.match(r"bed-(\d+)-[0-9a-f]{6}-", path.name)
+        if owner and not Path("/proc", owner[1]).exists():
+            _remove_namespace(path.name)
+
+
+def _remove_namespace(name: str) -> None:
+    subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
 def _run(*command: str, **options: object) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload]
+    done = subprocess.run([*WITH_US, *command], capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload]
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.returncode}\n{done.stdout}{done.stderr}")
     return done.stdout
