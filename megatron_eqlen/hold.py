@@ -17,8 +17,6 @@ from typing import Any, TextIO
 
 PATIENCE = 10.0
 """Seconds to wait for the processes of a killed run."""
-
-
 FILE = ".lock"
 
 
@@ -84,9 +82,8 @@ def is_locked(path: Path) -> bool:
     lock to the machine that took it."""
     try:
         with open(path, encoding="utf-8") as file:
-            fcntl.flock(
-                file, fcntl.LOCK_SH | fcntl.LOCK_NB
-            )  # for an instant: who wants the lock waits longer
+            # For an instant: who wants the lock waits longer than that.
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except FileNotFoundError:
