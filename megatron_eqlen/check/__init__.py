@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from pathlib import Path
+from subprocess import SubprocessError
 
 from megatron_eqlen.check import devices, machine, software
 from megatron_eqlen.check.finding import Check, Finding, Place
@@ -44,7 +45,7 @@ def look(one: Check, place: Place) -> Finding | None:
     """What ``one`` finds; an error that it raises is a finding."""
     try:
         return one.look(place)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SubprocessError) as error:
         return Finding("failed", f"{type(error).__name__}: {error}")
 
 

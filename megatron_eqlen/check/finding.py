@@ -49,7 +49,8 @@ class Check:
 
     name: str
     look: Callable[[Place], Finding | None]
-    """None: there is nothing to look at here. An OSError, ValueError or RuntimeError counts as ``failed``."""
+    """None: there is nothing to look at here. An OSError, ValueError, RuntimeError or SubprocessError
+    counts as ``failed``."""
     needed: Callable[[Place], bool] = lambda place: True
     """Whether a run cannot do without; else ``missing`` and ``failed`` are only said."""
     in_short: bool = True

@@ -6,6 +6,7 @@ from __future__ import annotations
 import socket
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
+from subprocess import TimeoutExpired
 from types import SimpleNamespace
 
 import pytest
@@ -83,7 +84,10 @@ def test_in_short_what_is_slow_to_find_out_is_left_out_and_only_troubles_are_pri
     assert last == f"{socket.gethostname()}: ready for what every run needs"
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("NCCL error")])
+@pytest.mark.parametrize(
+    "error",
+    [OSError(28, "No space left on device"), RuntimeError("NCCL error"), TimeoutExpired("nvidia-smi", 30)],
+)
 def test_a_check_that_breaks_is_a_finding(anywhere, error):
     def breaks(place: Place) -> Finding:
         raise error
@@ -196,6 +200,15 @@ def test_a_wrong_sum_is_no_collective(anywhere, no_gpu, monkeypatch):
     assert devices.collectives(anywhere) == Finding("ok", "gloo")
     monkeypatch.setattr(devices, "reduced_by_gloo", lambda: [2.0, 1.0])
     assert devices.collectives(anywhere).state == "failed"
+
+
+def test_why_gloo_fails_is_said(anywhere, no_gpu, monkeypatch):
+    def no_network(*_: object) -> None:
+        raise RuntimeError("Unable to find address for: n1")
+
+    monkeypatch.setattr(devices.dist, "ProcessGroupGloo", no_network)
+    (one,) = [one for one in CHECKS if one.name == "collectives"]
+    assert "Unable to find address for: n1" in finding(look(one, anywhere)).text
 
 
 @pytest.mark.gpu
