@@ -5,6 +5,8 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import socket
+import struct
 import threading
 from collections.abc import Iterator
 from html import unescape
@@ -14,7 +16,7 @@ from urllib.parse import quote
 import pytest
 
 from megatron_eqlen.cli import main
-from megatron_eqlen.live.server import LiveServer
+from megatron_eqlen.live.server import Handler, LiveServer
 from megatron_eqlen.report import worst
 from megatron_eqlen.report.metrics import MetricsWriter
 from megatron_eqlen.rollout.recorder import record
@@ -164,6 +166,19 @@ def test_bad_questions_are_answered_with_what_was_expected(browser):
     ]:
         assert browser.get(where)[0] == status, where
         assert says in browser.get(where)[1]
+
+
+def test_a_browser_that_leaves_before_its_answer_is_no_error(browser, capsys, monkeypatch):
+    """Its connection is reset: the answer meets an error."""
+    left = threading.Event()
+    answer = Handler.do_GET
+    monkeypatch.setattr(Handler, "do_GET", lambda self: (left.wait(20), answer(self)))
+    with socket.create_connection(("127.0.0.1", browser.port)) as gone:
+        gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        gone.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    left.set()
+    assert browser.get("/")[0] == 200
+    assert capsys.readouterr().err == ""
 
 
 def test_a_page_elsewhere_that_calls_itself_this_machine_gets_nothing(browser):
