@@ -22,6 +22,8 @@ from typing import Any
 from megatron_eqlen.files import read_json
 
 Facts = Mapping[str, Any]
+INDEX = "index.txt"
+"""In the folder of a hang: what it was, in words."""
 OURS = "megatron_eqlen"
 WAITING = re.compile(r"torch/distributed/|p2p_communication\.py|\.wait\(\)$")
 """Where a rank waits for others: a file, or a line of code. gloo's messages are in no flight recorder."""

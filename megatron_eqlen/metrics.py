@@ -80,6 +80,7 @@ ENGINE_ROUTE_SECONDS = "engine/route_seconds"
 REWARD_MEAN = "reward/mean"
 POLICY_ROLLOUTS = "policy/rollouts"
 POLICY_REWARD, POLICY_RESPONSE_LENGTH = "policy/reward", "policy/response_length"
+PROMPTS_DRAWN = "data/prompts_drawn"
 OBJECTIVE_UNITS = "objective/units"
 OBJECTIVE_ZERO_ADVANTAGE_FRACTION = "objective/zero_advantage_fraction"
 OBJECTIVE_EFFECTIVE_SAMPLES = "objective/effective_samples"
@@ -148,7 +149,7 @@ PER_KEPT_TOKEN = mean(HARVEST_SUPERVISED_TOKENS, "harvest/tail_tokens")
 
 DECLARED = (
     # ---- data: where the data source stands after the step's prompts --------------------------------------
-    Metric("data/prompts_drawn", "prompts", "last", "of the run so far"),
+    Metric(PROMPTS_DRAWN, "prompts", "last", "of the run so far"),
     Metric("data/source/*/epochs", "epochs", "last", "of this source's rows that were used so far"),
     # ---- harvest: what one harvest generated --------------------------------------------------------------
     Metric("harvest/seconds", "s", "max", "the harvest, all of its batches", in_turn="sum"),

@@ -13,6 +13,7 @@ runs/NAME/METHOD-seedN/     (eqlen-grpo-group_size=8-seed0: with what the comman
     checkpoints/         step-00000010/, latest
     export/              the trained model as a Hugging Face folder
     first_error.txt      what ended the newest try, if an error did
+    given_up.txt         why slurm/train.sbatch starts it no more, if it does not
     hang/                20261122-063350/: where each rank stood when a try hung (index.txt, rank-0.txt)
     report.html
 """
@@ -32,6 +33,8 @@ from megatron_eqlen.recipe_load import dump, load
 from megatron_eqlen.report.metrics import read_metrics
 from megatron_eqlen.watchdog import remove_quiet
 
+GIVEN_UP, STALLED = "given_up.txt", ".stalled"
+"""``slurm/train.sbatch`` writes them; the second: how many tries in a row took no new step."""
 IMPORTED = time.time()
 """About when this process began."""
 
@@ -63,7 +66,8 @@ class RunFolder:
         self.check(recipe)
         self.hold = Hold(self.path)
         remove_quiet(self.hang)
-        (self.path / FIRST).unlink(missing_ok=True)
+        for of_earlier_tries in (FIRST, GIVEN_UP):
+            (self.path / of_earlier_tries).unlink(missing_ok=True)
         if self.stop.exists() and self.stop.stat().st_mtime < IMPORTED:
             self.stop.unlink()  # it was for a try that was killed before it looked
         write_text(self.recipe, dump(recipe))

@@ -17,6 +17,7 @@ import numpy as np
 from megatron_eqlen.data.chat import format_prompt
 from megatron_eqlen.data.rows import BadRow, Problem, Tally
 from megatron_eqlen.data.sources import open_source, read_problems
+from megatron_eqlen.metrics import PROMPTS_DRAWN
 from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, SourceRecipe
 from megatron_eqlen.rewards.math import MathGrader
 from megatron_eqlen.tokenizer import Tokenizer
@@ -218,4 +219,4 @@ def position_metrics(position: dict[str, Any] | None) -> Metrics:
         f"data/source/{name}/epochs": one["epoch"] + one["position"] / one["rows"]
         for name, one in position["sources"].items()
     }
-    return {"data/prompts_drawn": float(position["drawn"])} | sources
+    return {PROMPTS_DRAWN: float(position["drawn"])} | sources

@@ -1,11 +1,13 @@
 """``eqlen status RUN``: where a run stands, on one screen, from its folder alone.
 
 recipe.yaml, .lock, state.json, metrics.jsonl, evaluation/*.json, checkpoints/latest ──► Status
+first_error.txt, hang/*/index.txt, given_up.txt (ends) ─────────────────────────────────┘
 """
 
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 from collections.abc import Sequence
@@ -18,7 +20,8 @@ from rich.text import Text
 
 from megatron_eqlen import hold
 from megatron_eqlen.files import LATEST
-from megatron_eqlen.metrics import TIME_STEP, spent
+from megatron_eqlen.live.ends import Ends, Hang, read_ends
+from megatron_eqlen.metrics import PROMPTS_DRAWN, TIME_STEP, spent
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe_load import load_run
 from megatron_eqlen.report.evaluations import evaluations
@@ -32,13 +35,20 @@ SILENCE = 4 * BEAT
 """Seconds without a sign of life after which a run on another machine counts as dead, where its lock cannot
 be seen."""
 
-Condition = Literal["not started", "running", "complete", "stopped", "failed", "killed"]
+Condition = Literal[
+    "not started", "running", "silent", "complete", "stopped", "failed", "hung", "given up", "killed"
+]
 STYLES: dict[Condition, str] = {
     "running": "bold green",
     "complete": "bold green",
+    "silent": "bold red",
     "failed": "bold red",
+    "hung": "bold red",
+    "given up": "bold red",
     "killed": "bold red",
 }
+SOURCE_EPOCHS = re.compile(r"data/source/(.*)/epochs")
+IS_SILENT = "it is stopped, or the disk of its folder blocks"
 
 
 @dataclass(frozen=True)
@@ -49,13 +59,23 @@ class Status:
     name: str
     """Of the recipe, its method and seed."""
     condition: Condition
-    """``stopped``: it ended in order before its limit. ``killed``: it was cut off, or its machine is gone."""
+    """``silent``: it holds its folder, but gives no sign of life. ``stopped``: it ended in order before its
+    limit. ``killed``: it was cut off without a word, or its machine is gone. ``given up``: SLURM starts it no
+    more."""
     held_by: str
     """Process, host and SLURM job that train it, or did last; empty before the first."""
     sign_of_life: float | None
     stages: list[Moment]
     """Under way, or when it was cut off."""
     error: str | None
+    """What ended the newest try, of all ranks the first."""
+    error_file: str | None
+    """That has more of it."""
+    hangs: list[Hang]
+    """Of all tries, the newest first."""
+    given_up: str | None
+    stalled_tries: int
+    """Of its SLURM job: in a row, up to the newest, without a new step."""
     outcome: str
     """``12 of 100 steps``, with other limits and which of them ended it."""
     steps: int
@@ -70,6 +90,8 @@ class Status:
     """Of the newest steps."""
     metrics: dict[str, float | None]
     """Of the newest step."""
+    data_position: dict[str, float]
+    """Where the newest step stood: prompts drawn, and of each source the epochs."""
     evaluations: dict[str, list[str]] = field(default_factory=dict)
     """Benchmark to results: the first, and the newest if there is another."""
     checkpoint: str | None = None
@@ -84,7 +106,10 @@ def status(folder: Path) -> Status:
     files = RunFolder(recipe.model_copy(update={"run_dir": str(folder)}))
     records, state = read_metrics(folder), read_state(folder)
     holder = hold.read_holder(folder / hold.FILE)
-    condition = _condition(files, recipe, holder, state)
+    if state and state.time < holder.get("time", 0.0):
+        state = None  # an earlier try's
+    ends = read_ends(folder, since=holder.get("time", 0.0))
+    condition = _condition(files, recipe, holder, state, ends)
     last = records[-1] if records else {}
     done = spent(last.get("step", 0), last)
     seconds = [record[TIME_STEP] for record in records[-STEPS_FOR_ETA:] if record.get(TIME_STEP)]
@@ -96,7 +121,11 @@ def status(folder: Path) -> Status:
         held_by=hold.named(holder) if holder else "",
         sign_of_life=state.time if state else None,
         stages=state.stages if state and condition in ("running", "killed") else [],
-        error=state.error if state and condition == "failed" else None,
+        error=ends.first_error or (state.error if state and condition == "failed" else None),
+        error_file=ends.error_file,
+        hangs=ends.hangs,
+        given_up=ends.given_up,
+        stalled_tries=ends.stalled_tries,
         outcome=recipe.budget.outcome(done),
         steps=done.steps,
         steps_limit=recipe.budget.steps,
@@ -107,6 +136,7 @@ def status(folder: Path) -> Status:
             value for record in records[-SPARK_STEPS:] if (value := first_of(record, REWARD)) is not None
         ],
         metrics={name: last[name] for name in last if name not in ("step", "time", "spans")},
+        data_position={name: value for name, value in last.items() if name.startswith("data/")},
         evaluations=_evaluated(folder, done.steps),
         checkpoint=latest.read_text(encoding="utf-8").strip() if latest.exists() else None,
         checkpoint_time=latest.stat().st_mtime if latest.exists() else None,
@@ -114,20 +144,27 @@ def status(folder: Path) -> Status:
     )
 
 
-def _condition(files: RunFolder, recipe: Recipe, holder: dict[str, Any], state: State | None) -> Condition:
+def _condition(
+    files: RunFolder, recipe: Recipe, holder: dict[str, Any], state: State | None, ends: Ends
+) -> Condition:
     """A lock that is seen to be held proves that the run is alive; one that is not proves little on another
     machine, from where a run is believed that gave a sign of life a moment ago."""
     here = holder.get("host") == socket.gethostname()
-    heard = state is not None and not state.ended and time.time() - state.time < SILENCE
+    goes_on = state is not None and not state.ended
+    heard = state is not None and goes_on and time.time() - state.time < SILENCE
     if hold.is_locked(files.path / hold.FILE) or (heard and not here):
-        return "running"
+        return "running" if heard or not goes_on else "silent"
     if files.ended(recipe):
         return "complete"
+    if ends.given_up:
+        return "given up"
+    if ends.hung:
+        return "hung"
+    if ends.first_error or (state and state.error):
+        return "failed"
     if state is None:
         return "killed" if holder else "not started"
-    if not state.ended:
-        return "killed"
-    return "failed" if state.error else "stopped"
+    return "stopped" if state.ended else "killed"
 
 
 def _evaluated(folder: Path, steps: int) -> dict[str, list[str]]:
@@ -161,8 +198,11 @@ def screen_rows(found: Status) -> list[tuple[str, str | Text]]:
         ("state", Text(found.condition, STYLES.get(found.condition, "bold yellow")) + Text(_who(found, now))),
         ("step", f"{found.outcome}{_pace(found)}"),
         ("now", _under_way(found, now)),
-        ("error", found.error),
+        ("error", _with(found.error, found.error_file)),
+        ("hang", _hung(found)),
+        ("tries", found.given_up or _stalled(found)),
         ("last step", _numbers(found, now)),
+        ("data", _position(found)),
         *((name, ", then ".join(texts)) for name, texts in found.evaluations.items()),
         ("checkpoint", found.checkpoint and f"{found.checkpoint}, {_ago(found.checkpoint_time, now)}"),
         *(("warning", text) for text in _warned(found)),
@@ -174,7 +214,37 @@ def _who(found: Status, now: float) -> str:
     if not found.held_by:
         return ""
     seen = f", last sign of life {_ago(found.sign_of_life, now)}" if found.sign_of_life else ""
-    return f", {found.held_by}{seen}"
+    why = f": {IS_SILENT}" if found.condition == "silent" else ""
+    return f", {found.held_by}{seen}{why}"
+
+
+def _with(text: str | None, file: str | None) -> str | None:
+    return f"{text} ({file})" if text and file and file not in text else text
+
+
+def _hung(found: Status) -> str:
+    """The newest hang, where the error does not tell it already."""
+    if not found.hangs or (found.error and found.hangs[0].file in found.error):
+        return ""
+    earlier = f" ({len(found.hangs)} tries hung)" if len(found.hangs) > 1 else ""
+    return f"an earlier try: {found.hangs[0].cause}; see {found.hangs[0].file}{earlier}"
+
+
+def _stalled(found: Status) -> str:
+    count = found.stalled_tries
+    return f"{count} in a row {'has' if count == 1 else 'have'} taken no new step" if count else ""
+
+
+def _position(found: Status) -> str:
+    """``480 prompts drawn; epochs: math 0.24, code 1.1``."""
+    epochs = [
+        f"{named[1]} {compact(value)}"
+        for name, value in found.data_position.items()
+        if (named := SOURCE_EPOCHS.match(name))
+    ]
+    drawn = found.data_position.get(PROMPTS_DRAWN)
+    parts = [f"{drawn:.0f} prompts drawn"] if drawn is not None else []
+    return "; ".join([*parts, *(["epochs: " + ", ".join(epochs)] if epochs else [])])
 
 
 def _pace(found: Status) -> str:

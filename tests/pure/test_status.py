@@ -16,12 +16,14 @@ from rich.console import Console
 
 from megatron_eqlen.budget import Budget
 from megatron_eqlen.cli import main
+from megatron_eqlen.failures import FIRST
 from megatron_eqlen.hold import FILE, Hold
 from megatron_eqlen.live.status import SILENCE, Status, print_status, status
 from megatron_eqlen.report import state
 from megatron_eqlen.report.metrics import MetricsWriter
 from megatron_eqlen.report.progress import Progress
 from megatron_eqlen.report.state import StateWriter, read_state
+from megatron_eqlen.run_folder import RunFolder
 from megatron_eqlen.timeline import Timeline
 from tests.kit.processes import within
 from tests.kit.report_runs import recipe, write_run
@@ -126,6 +128,90 @@ def test_one_that_ended_before_its_limit_says_whether_an_error_ended_it(run, err
     found = status(run)
     assert found.condition == condition
     assert found.error == (error and "ValueError: no KV cache: 3 < 4")
+
+
+def test_a_first_error_of_any_rank_is_what_ended_it(run):
+    """Rank 0, which writes the state, was killed by its launcher."""
+    life = Life(run)
+    life.wait_until(lambda one: read_state(run))
+    life.cut_off()
+    (run / FIRST).write_text("rank 3 on n2 failed first: OSError: no room\nTraceback ...\n")
+    found = status(run)
+    assert found.condition == "failed"
+    assert f"rank 3 on n2 failed first: OSError: no room ({run / FIRST})" in screen(run)
+    life = Life(run)  # the next try
+    (run / FIRST).unlink()
+    assert life.wait_until(lambda one: one.condition == "running").error is None
+    life.end()
+
+
+def hang(run: Path, name: str, *, at: float, **texts: str) -> Path:
+    folder = run / "hang" / name
+    folder.mkdir(parents=True)
+    for file, text in texts.items():
+        path = folder / f"{file.replace('_', '-')}.txt"
+        path.write_text(text)
+        os.utime(path, (at, at))
+    os.utime(folder, (at, at))
+    return folder
+
+
+def test_hangs_are_told_by_their_first_line_the_newest_first(run):
+    life = Life(run)
+    life.wait_until(lambda one: read_state(run))
+    hang(run, "1", at=1.0, index="rank 0 is in stage score\n\nrank 0 on n1\n", rank_0="Thread")
+    hang(run, "2", at=2.0, rank_0="", rank_1="Timeout (0:10:00)!\n")
+    hang(run, "3", at=time.time(), rank_0="")  # of the try that goes on
+    found = status(run)
+    assert found.condition == "running"
+    assert [one.cause for one in found.hangs] == [
+        "no thread of rank 1 could run Python: C code kept its lock",
+        "rank 0 is in stage score",
+    ]
+    assert "rank-1.txt (2 tries hung)" in screen(run)
+    life.cut_off()
+    index = hang(run, "4", at=time.time() + 1, index="rank 1 did not come to x\n") / "index.txt"
+    assert status(run).condition == "hung"
+    (run / FIRST).write_text(f"rank 1 did not come to x; see {index}\n")
+    assert screen(run).count("rank 1 did not come to x") == 1
+
+
+def test_a_run_that_slurm_starts_no_more_says_so(run):
+    life = Life(run)
+    life.wait_until(lambda one: read_state(run))
+    life.cut_off()
+    (run / ".stalled").write_text("2\n")
+    assert status(run).stalled_tries == 2
+    assert "2 in a row have taken no new step" in screen(run)
+    (run / ".stalled").unlink()
+    (run / "given_up.txt").write_text("not finished (status 75), and 3 tries took no new step: given up\n")
+    assert status(run).condition == "given up"
+    assert "3 tries took no new step: given up" in screen(run)
+    made = recipe(run.parent, run_dir=str(run))
+    write_run(run, made)
+    RunFolder(made).open(made)
+    assert status(run).given_up is None, "who starts it by hand has not"
+
+
+def test_one_that_holds_its_folder_without_a_sign_of_life_is_silent(run, monkeypatch):
+    """Stopped by a signal, or in front of a disk that blocks."""
+    life = Life(run)
+    assert life.wait_until(lambda one: read_state(run)).condition == "running"
+    now = time.time()
+    monkeypatch.setattr(state, "BEAT", 1e9)  # it writes no more
+    monkeypatch.setattr("megatron_eqlen.live.status.SILENCE", -1.0)
+    assert status(run).condition == "silent"
+    assert "it is stopped, or the disk of its folder blocks" in screen(run)
+    assert status(run).sign_of_life <= now
+    life.end()
+
+
+def test_the_data_position_is_that_of_the_newest_step(run):
+    writer = MetricsWriter(run)
+    writer.write(1, {"data/prompts_drawn": 480.0, "data/source/sums/epochs": 0.24})
+    writer.close()
+    assert "480 prompts drawn; epochs: sums 0.240" in screen(run)
+    assert status(run).data_position["data/source/sums/epochs"] == 0.24
 
 
 def test_one_whose_work_is_all_done_is_complete(run):

@@ -102,6 +102,7 @@ def test_a_fault_that_does_not_heal_is_given_up(submit, bed):
     job = submit(faults={"always": {"dies_at": 2}}, MAX_STALLED="2")
     bed.wait_for(job.id, "FAILED")
     assert "2 tries took no new step: given up" in job.log
+    assert (job.run / "given_up.txt").read_text() in job.log
     assert [one["step"] for one in job.metrics] == [1, 2]
     assert {one["restart"] for one in job.tries} == {0, 1, 2}  # the first took two steps
 

@@ -1,0 +1,75 @@
+"""What a run's folder says of how its tries ended: errors, hangs, and that SLURM starts it no more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_eqlen.failures import FIRST
+from megatron_eqlen.hang import INDEX
+from megatron_eqlen.run_folder import GIVEN_UP, STALLED
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A try that hung."""
+
+    file: str
+    """To read first."""
+    cause: str
+    time: float
+    """Seconds since 1970."""
+
+
+@dataclass(frozen=True)
+class Ends:
+    first_error: str | None
+    """What ended the newest try, in one line."""
+    error_file: str | None
+    hangs: list[Hang] = field(default_factory=list)
+    """Of all tries, the newest first."""
+    hung: bool = False
+    """The newest try did."""
+    given_up: str | None = None
+    stalled_tries: int = 0
+
+
+def read_ends(folder: Path, since: float) -> Ends:
+    """Of the run in ``folder``, whose newest try began ``since`` (seconds since 1970)."""
+    error, hangs = folder / FIRST, read_hangs(folder / "hang")
+    said = _text(error)
+    return Ends(
+        said.splitlines()[0] if said else None,
+        str(error) if said else None,
+        hangs,
+        bool(hangs) and hangs[0].time >= since,
+        _text(folder / GIVEN_UP) or None,
+        int(_text(folder / STALLED) or 0),
+    )
+
+
+def read_hangs(folder: Path) -> list[Hang]:
+    """What tries have left under ``folder``, the newest first. Folders of tries that go on, or did not hang,
+    hold empty files."""
+    hangs = [hang for one in folder.glob("*") if one.is_dir() and (hang := _hang(one))]
+    return sorted(hangs, key=lambda one: -one.time)
+
+
+def _hang(folder: Path) -> Hang | None:
+    index = folder / INDEX
+    if text := _text(index):
+        return Hang(str(index), text.splitlines()[0], index.stat().st_mtime)
+    for stacks in sorted(folder.glob("rank-*.txt")):
+        if _text(stacks):
+            rank = stacks.stem.removeprefix("rank-")
+            cause = f"no thread of rank {rank} could run Python: C code kept its lock"
+            return Hang(str(stacks), cause, folder.stat().st_mtime)
+    return None
+
+
+def _text(path: Path) -> str:
+    """Empty where there is no such file."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except FileNotFoundError:
+        return ""
