@@ -44,6 +44,10 @@ class Timeline:
         """(began, stage) of the spans that go on, in seconds since 1970."""
         return [(span.began + self._epoch, span.stage) for span in list(self.spans) if span.ended == math.inf]
 
+    def ended(self) -> list[dict[str, Any]]:
+        """The spans that have ended and that nobody has taken, as ``take`` gives them."""
+        return [self._told(span) for span in list(self.spans) if span.ended < math.inf]
+
     def idle(self, stages: tuple[str, ...], since: float, until: float) -> float:
         """Seconds from ``since`` to ``until`` in which none of ``stages`` went on."""
         busy, reached = 0.0, since
@@ -67,7 +71,7 @@ class Timeline:
         ended = [span for span in list(self.spans) if span.ended <= until]
         for span in ended:
             self.spans.remove(span)
-        return [
-            {"stage": span.stage, "began": span.began + self._epoch, "ended": span.ended + self._epoch}
-            for span in ended
-        ]
+        return [self._told(span) for span in ended]
+
+    def _told(self, span: Span) -> dict[str, Any]:
+        return {"stage": span.stage, "began": span.began + self._epoch, "ended": span.ended + self._epoch}

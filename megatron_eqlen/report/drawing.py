@@ -1,6 +1,7 @@
 """A rollout drawn to scale: the trunk in one row, and under each B_i its leaf A_i of the same length.
 
-A_i and B_i begin at the same position and are equally long, so leaves never overlap.
+A_i and B_i begin at the same position and are equally long, so leaves never overlap. While a stream is
+harvested, its two open tracks stand behind them. A bar is an end of sequence.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ def draw(rollout: RolloutView) -> str:
 
 def _rows(rollout: RolloutView) -> list[list[SegmentView]]:
     if not rollout.pairs:
-        return [[segment] for segment in rollout.segments]
-    trunk = [pair.b for pair in rollout.pairs] + rollout.segments
-    return [trunk, [pair.a for pair in rollout.pairs]]
+        return [[segment] for segment in rollout.segments + rollout.opened]
+    trunk = [pair.b for pair in rollout.pairs] + rollout.segments + rollout.opened[:1]
+    return [trunk, [pair.a for pair in rollout.pairs] + rollout.opened[1:]]
 
 
 def _segment(segment: SegmentView, row: int, scale: float) -> str:
@@ -42,7 +43,10 @@ def _segment(segment: SegmentView, row: int, scale: float) -> str:
         fork = f'<path class="fork" d="M{left:.1f} {ROW / 2} V{top + ROW / 2} h3"/>'
     reward = "" if segment.reward is None else f", reward {compact(segment.reward)}"
     title = f"{segment.label}: {segment.length} tokens{reward}"
-    return fork + _box(segment.role, left, top, segment.length * scale, segment.label, title)
+    end = ""
+    if segment.end == "stop":
+        end = f'<path class="end" d="M{left + segment.length * scale - 2:.1f} {top} v{ROW}"/>'
+    return fork + _box(segment.role, left, top, segment.length * scale, segment.label, title) + end
 
 
 def _box(role: str, left: float, top: float, width: float, label: str, title: str) -> str:

@@ -27,7 +27,7 @@ def write_page(run_folder: Path) -> Path:
     records = read_metrics(run_folder)
     done = records[-1]["step"] if records else 0
     evaluated = read_evaluations(run_folder / "evaluation", done)
-    decode, note = find_decoder(Path(recipe.model.path))
+    decoder = find_decoder(Path(recipe.model.path))
     streams = run_folder / "streams"
     ends = [next(recorded(streams, newest_first), None) for newest_first in (False, True)]
     steps = [Recorded(folder, recipe) for folder in dict.fromkeys(ends) if folder is not None]
@@ -40,8 +40,8 @@ def write_page(run_folder: Path) -> Path:
         facts=facts(records, recipe.budget),
         charts=charts(records, evaluated),
         stages=[chart for chart in (stages(records), last_steps(records)) if chart is not None],
-        steps=[(step, step.views(decode)) for step in steps],
-        decoder_note=note,
+        steps=[(step, step.views(decoder.decode)) for step in steps],
+        decoder_note=decoder.note,
     )
     path = run_folder / "report.html"
     write_text(path, page)

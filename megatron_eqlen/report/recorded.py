@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.report.rollouts import Decode, RolloutView, Training, view
@@ -65,12 +66,24 @@ def is_scored(folder: Path) -> bool:
     return any(folder.glob(GRADE_FILES))
 
 
-def find_decoder(model: Path) -> tuple[Decode, str]:
-    """The function from token ids to text, and a note if the model's tokenizer cannot be found."""
+class Decoder(NamedTuple):
+    """What is used of a model's tokenizer."""
+
+    decode: Decode
+    eos_token_ids: frozenset[int] = frozenset()
+    """Empty where it is not known."""
+    note: str = ""
+    """Why there are token ids instead of text, if there are."""
+
+
+def find_decoder(model: Path) -> Decoder:
+    """That of the tokenizer in ``model``, or where it cannot be found, one that prints token ids."""
     try:
-        return load_tokenizer(model).decode, ""
+        tokenizer = load_tokenizer(model)
     except ValueError as error:
-        return lambda token_ids: " ".join(map(str, token_ids)), f"Token ids instead of text: {error}"
+        note = f"Token ids instead of text: {error}"
+        return Decoder(lambda token_ids: " ".join(map(str, token_ids)), note=note)
+    return Decoder(tokenizer.decode, tokenizer.eos_token_ids)
 
 
 class Recorded:

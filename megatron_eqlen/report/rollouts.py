@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -18,9 +18,9 @@ from megatron_eqlen.types import Rollout, Segment, TokenIds
 
 Decode = Callable[[TokenIds], str]
 
-Role = Literal["raised", "lowered", "equal", "plain"]
+Role = Literal["raised", "lowered", "equal", "plain", "open"]
 """What training does to its probability, by its advantage. ``equal``: compared, but without an advantage;
-``plain``: not compared."""
+``plain``: not compared; ``open``: not yet a part of a rollout that is being harvested."""
 
 Use = Literal["trained", "skipped", "not trained", "not scored", ""]
 """``skipped``: compared, but its weight is 0 (equal rewards). ``not trained``: part of no comparison. Empty
@@ -66,6 +66,8 @@ class RolloutView:
     pairs: list[PairView] = field(default_factory=list)
     segments: list[SegmentView] = field(default_factory=list)
     """What is not part of a pair."""
+    opened: list[SegmentView] = field(default_factory=list)
+    """While it is harvested: what its tracks have that may become any part, the trunk's track first."""
 
 
 def recorded_steps(streams: Path) -> Iterator[tuple[str, list[Path]]]:
@@ -177,6 +179,11 @@ def _segment(placed: Placed, decode: Decode, training: Training | Unknown) -> Se
         use=use,
         verdict="" if grade is None else grade.verdict + answer,
     )
+
+
+def open_segment(placed: Placed, decode: Decode) -> SegmentView:
+    """Of a track that is not yet a part of its rollout."""
+    return replace(_segment(placed, decode, Unknown()), role="open")
 
 
 def _own_reward(segment: Segment) -> float | None:

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ class State:
     """Of its writing, in seconds since 1970."""
     stages: list[Moment] = field(default_factory=list)
     """Under way: none yet while model and engine start, several where a harvest goes on beside training."""
+    spans: list[dict[str, Any]] = field(default_factory=list)
+    """Stages of the steps under way that have ended, as in metrics.jsonl."""
     warnings: list[Moment] = field(default_factory=list)
     """The newest ones since the process started, oldest first."""
     ended: bool = False
@@ -81,7 +83,8 @@ class StateWriter:
 
     def _write(self, **end: Any) -> None:
         """Write it if something has changed or the last sign of life is old."""
-        state = State(time.time(), self._timeline.under_way(), [*self._progress.warnings], **end)
+        timeline = self._timeline
+        state = State(time.time(), timeline.under_way(), timeline.ended(), [*self._progress.warnings], **end)
         before = self._written
         if before and _news(before) == _news(state) and state.time - before.time < BEAT:
             return
@@ -97,7 +100,7 @@ class StateWriter:
 
 def _news(state: State) -> State:
     """What is worth a write."""
-    return State(0.0, state.stages, state.warnings, state.ended, state.error)
+    return replace(state, time=0.0)
 
 
 class _Handler(logging.Handler):

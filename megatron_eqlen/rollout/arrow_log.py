@@ -112,12 +112,17 @@ def batches(
 
 
 def placed(
-    path: Path, schema: pa.Schema, columns: Sequence[str] | None = None, places: Iterable[int] | None = None
+    path: Path,
+    schema: pa.Schema,
+    columns: Sequence[str] | None = None,
+    places: Iterable[int] | None = None,
+    since: int | None = None,
 ) -> Iterator[tuple[int, pa.RecordBatch]]:
     """The whole batches of a file of ``schema``, each after the place where it begins.
 
     ``columns``: only these, from what of the file they need; without it everything, if the file's checksum
-    is right. ``places``: only the batches that begin there.
+    is right. ``places``: only the batches that begin there. ``since``: only the one that begins there and
+    those after it.
 
     A torn end is dropped, with a warning to who reads everything. Raises ValueError, naming the file, where
     it is damaged, is no such file, or is of another version of the format.
@@ -132,6 +137,8 @@ def placed(
         check_version(path, pa.ipc.read_schema(source))
         source.seek(0)
         stream = pa.ipc.open_stream(source, options=pa.ipc.IpcReadOptions(included_fields=fields))
+        if since is not None:
+            source.seek(since)
         for place in _each(source) if places is None else places:
             source.seek(place)
             batch = stream.read_next_batch()

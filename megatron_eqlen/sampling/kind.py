@@ -52,6 +52,11 @@ class Harvester(Protocol):
         """Token ids from after the prompt to the end of one of ``parts``. May be asked from any thread."""
         ...
 
+    def open_tracks(self) -> list[tuple[Track, int]]:
+        """The tracks that may grow, or wait for others, each with how many of its tokens are parts already;
+        of a stream, the one that continues the trunk first."""
+        ...
+
     def rollout(self, policy_version: int) -> Rollout:
         """Its parts, joined; suspended if it is not complete. Asked after ``start``."""
         ...

@@ -7,9 +7,12 @@ from pathlib import Path
 from megatron_eqlen.data.tokenizer_maker import write_hf_tokenizer
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe_load import dump, parse
-from megatron_eqlen.rollout.recorder import record
+from megatron_eqlen.rollout.recorder import Recorder, record, record_grades
+from megatron_eqlen.sampling.equal_length.dual_track import DualTrack
+from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.tokenizer import Tokenizer, load_tokenizer
-from megatron_eqlen.types import Grade, Group, Pair, Prompt, Rollout, SampledTree, Segment, Stream
+from megatron_eqlen.types import Delta, Grade, Group, Pair, Prompt, Rollout, SampledTree, Segment, Stream
+from tests.kit.processes import within
 
 RIGHT, WRONG = Grade(1.0, "correct", "7"), Grade(0.0, "wrong", "<b>8</b>")
 
@@ -76,3 +79,42 @@ def write_run(folder: Path, recipe: Recipe, streams: dict[str, list[Rollout]] | 
     for step, rollouts in (streams or {}).items():
         record(folder / "streams" / step / "rank-0.arrow", rollouts)
     return folder
+
+
+class Harvesting:
+    """A harvest of one stream in a step's folder of a run, whose tracks get tokens as they are fed."""
+
+    def __init__(self, run: Path, step: int, recipe: Recipe, eos_token_ids: frozenset[int]) -> None:
+        self.path = run / f"streams/step-{step:08d}/rank-0.arrow"
+        self.recorder = Recorder(self.path)
+        self.harvester = DualTrack(prompt(1), 0, recipe.rollout.max_response_length, eos_token_ids, 0)
+        self.tracks: list[Track] = []
+        self._launch(self.harvester.start())
+
+    def feed(self, number: int, *token_ids: int) -> None:
+        """Tokens of track ``number``; with them everything is on disk."""
+        tokens = list(token_ids)
+        if self.tracks[number].extend(Delta("", tokens, [-1.0] * len(tokens)), 0):
+            while launched := self.harvester.advance():
+                self._launch(launched)
+        self.tick()
+
+    def tick(self) -> None:
+        self.recorder.tick(ended=True)
+        assert within(10, lambda: self.recorder._writing is None or self.recorder._writing.done())
+
+    def end(self) -> None:
+        """What is there is graded: every response is right."""
+        self.harvester.cut()
+        rollout = self.harvester.rollout(0)
+        self.recorder.complete(rollout, 0)
+        self.tick()
+        self.recorder.close()
+        for one, _ in rollout.ended():
+            one.grade = RIGHT
+        record_grades(self.path, [rollout])
+
+    def _launch(self, tracks: list[Track]) -> None:
+        for track in tracks:
+            self.recorder.follow(track)
+        self.tracks += tracks

@@ -20,8 +20,9 @@ from megatron_eqlen.live.server import Handler, LiveServer
 from megatron_eqlen.report import worst
 from megatron_eqlen.report.metrics import MetricsWriter
 from megatron_eqlen.rollout.recorder import record
+from megatron_eqlen.tokenizer import load_tokenizer
 from megatron_eqlen.types import WorstToken
-from tests.kit.report_runs import example_stream, make_tokenizer, recipe, write_run
+from tests.kit.report_runs import Harvesting, example_stream, make_tokenizer, recipe, write_run
 
 PROMPT = "sums/a.parquet#1"
 
@@ -108,6 +109,37 @@ def test_only_what_has_changed_is_sent(browser, model):
     browser.harvest(3)
     browser.poll()
     assert re.findall(r"Step \d+", browser.sections["rollouts"]) == ["Step 4", "Step 3"]
+
+
+def test_a_harvest_is_shown_as_its_tracks_grow_and_fork(browser, model):
+    """The worked example of types.py, with the tokenizer's end of sequence in place of 9."""
+    tokenizer = load_tokenizer(model)
+    end = min(tokenizer.eos_token_ids)
+    stream = Harvesting(browser.run, 0, recipe(model), tokenizer.eos_token_ids)
+    assert browser.poll() >= {"growing"}
+    assert browser.sections["growing"] == ""
+    stream.feed(1, 6, 7, 8)
+    assert browser.poll() >= {"growing"}
+    assert "0 rollouts complete · 1 grow, with 3 tokens" in browser.sections["growing"]
+    assert boxes(browser.sections["growing"]) == [("track 1", "0 tokens"), ("track 2", "3 tokens")]
+    stream.feed(0, 5, end)
+    stream.feed(2, 4)
+    browser.poll()
+    assert boxes(browser.sections["growing"]) == [
+        ("B1", "2 tokens"),
+        ("track 2", "1 tokens"),
+        ("A1", "2 tokens"),
+        ("track 3", "1 tokens"),
+    ]
+    stream.end()
+    assert browser.poll() >= {"growing", "rollouts", "verdicts"}
+    assert browser.sections["growing"].strip() == ""
+    assert "Step 1" in browser.sections["rollouts"]
+
+
+def boxes(html: str) -> list[tuple[str, str]]:
+    """The parts of a drawn rollout: (label, tokens)."""
+    return re.findall(r"<title>([^:<]+): ([^<]+?)(?: 0.*| 1.*)?</title>", html)
 
 
 def test_a_step_is_shown_when_it_is_graded(browser):

@@ -119,6 +119,9 @@ class DualTrack:
         trunk = [one.segment.token_ids for one in self.parts[: part.number] if one.role == "b"]
         return joined([*trunk, part.segment.token_ids])
 
+    def open_tracks(self) -> list[tuple[Track, int]]:
+        return [(side.track, side.start) for side in self.sides]
+
     def rollout(self, policy_version: int) -> Stream:
         outcome = self.outcome or "suspended"
         return join(Head(self.prompt, self.index, policy_version, outcome, self.prompt_routes), self.parts)

@@ -56,6 +56,9 @@ class IndependentGroup:
     def response(self, part: Part) -> TokenIds:
         return part.segment.token_ids
 
+    def open_tracks(self) -> list[tuple[Track, int]]:
+        return [(track, 0) for track in self.open.values()]
+
     def rollout(self, policy_version: int) -> Group:
         outcome = "suspended" if self.open else None
         return join(Head(self.prompt, self.index, policy_version, outcome, self.prompt_routes), self.parts)

@@ -69,6 +69,9 @@ class TreeSampling:
         above = [] if before is None else [self.response(before)]
         return joined([*above, part.segment.token_ids])
 
+    def open_tracks(self) -> list[tuple[Track, int]]:
+        return [(track, 0) for track in self.open.values()]
+
     def rollout(self, policy_version: int) -> SampledTree:
         outcome = "suspended" if self.open else None
         return join(Head(self.prompt, self.index, policy_version, outcome, self.prompt_routes), self.parts)

@@ -1,0 +1,44 @@
+"""A harvest under way, read from the tokens of its tracks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_eqlen.live.growing import grow
+from megatron_eqlen.sampling import KINDS
+from megatron_eqlen.types import Delta
+from tests.kit.report_runs import prompt, recipe
+
+
+@given(st.data())
+def test_what_a_journal_holds_of_a_harvest_is_what_the_harvest_had(data):
+    """Of every kind of sampling, at any moment."""
+    sampling = data.draw(st.sampled_from(sorted(KINDS)))
+    of_trees = {"tree_sampling": {"branching": 2, "depth": 2}} if sampling == "tree" else {}
+    objective = "treerpo" if sampling == "tree" else "grpo"
+    made = recipe(
+        Path("m"), sampling=sampling, objective=objective, rollout={"max_response_length": 6}, **of_trees
+    )
+    (first, *_), (again, *_) = (
+        KINDS[sampling].harvesters([prompt(1)], made, frozenset({9}), 0) for _ in range(2)
+    )
+    tracks = {one.name: one for one in first.start()}
+    for _ in range(data.draw(st.integers(0, 20))):
+        track = tracks[data.draw(st.sampled_from(sorted(tracks)))]
+        if first.complete or track.finish_reason is not None:
+            continue
+        token = data.draw(st.sampled_from([5, 6, 9]))
+        track.extend(Delta("", [token], [-1.0]), 0)
+        while launched := first.advance():
+            tracks |= {one.name: one for one in launched}
+    grow(again, {name: one.token_ids for name, one in tracks.items()})
+    assert state_of(again) == state_of(first)
+
+
+def state_of(harvester) -> tuple:
+    parts = [(one.role, one.number, one.parent, one.segment.token_ids.tolist()) for one in harvester.parts]
+    opened = [(track.name, list(track.token_ids), start) for track, start in harvester.open_tracks()]
+    return harvester.complete, sorted(parts), [] if harvester.complete else sorted(opened)
