@@ -5,8 +5,8 @@
 
 A rank that waits for others is silent, too, so one rank's silence says nothing: only when no rank has made
 progress for as long as it may take does the run hang. Each rank looks by itself, from a thread; they meet in
-the run folder alone. Where that thread cannot run (C code that keeps Python's lock), faulthandler's does,
-which needs no lock.
+the run folder alone, which another thread asks: its disk may block, and then that is told on the screen.
+Where no thread can run (C code that keeps Python's lock), faulthandler's does, which needs no lock.
 """
 
 from __future__ import annotations
@@ -79,8 +79,10 @@ class Watchdog:
         self._seen: Any = None
         self._since = time.monotonic()
         """When progress was seen last."""
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._ended, self._looked = threading.Event(), threading.Event()
+        self._asking: float | None = None
+        """Since when the run folder is asked."""
+        self._threads: list[threading.Thread] = []
 
     @contextlib.contextmanager
     def stage(self, name: str, patience: float = 0.0) -> Iterator[None]:
@@ -110,17 +112,20 @@ class Watchdog:
         self._file = open(self._of(self.rank), "w", encoding="utf-8")  # noqa: SIM115 (faulthandler's)
         self._since = time.monotonic()
         self._declare()
-        self._thread = threading.Thread(target=self._watch, daemon=True, name="watchdog")
-        self._thread.start()
+        for name, work in (("watchdog", self._watch), ("watchdog-disk", self._ask)):
+            self._threads.append(threading.Thread(target=work, daemon=True, name=name))
+            self._threads[-1].start()
 
     def stop(self) -> None:
         """The rank ends well, or has said why it does not; where the run hangs this never returns: the first
         rank that leaves breaks the others' collectives. Safe to call twice, and before ``start``."""
         self._ended.set()
-        if self._thread is None:
+        self._looked.set()
+        if not self._threads:
             return
-        self._thread.join()
-        self._thread = None
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
         self._file.close()
         self._of(self.rank).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # others are still there
@@ -140,19 +145,32 @@ class Watchdog:
             return min(max(longest, self.seconds), FIRST * self.seconds) + stage.patience
         return FIRST * self.seconds + stage.patience
 
-    # ---- the thread ---------------------------------------------------------------------------------
+    # ---- the threads --------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         looked = time.monotonic()
+        while not self._ended.wait(self.interval):
+            now = time.monotonic()
+            if now - looked > 10 * self.interval:  # the whole process was stopped meanwhile
+                self._since += now - looked
+            looked = now
+            self._look(now)
+            asking = self._asking
+            if asking is None:
+                self._looked.set()
+            elif min(now - asking, now - self._since - self.limit) > STUCK * self.interval:
+                self._report_disk(now - asking)
+
+    def _ask(self) -> None:
+        """After each look: tell the run folder, and ask it for the others."""
         try:
-            while not self._ended.wait(self.interval):
-                now = time.monotonic()
-                if now - looked > 10 * self.interval:  # the whole process was stopped meanwhile
-                    self._since += now - looked
-                looked = now
-                self._look(now)
+            while self._looked.wait() and not self._ended.is_set():
+                self._looked.clear()
+                self._asking = time.monotonic()
                 deadline = self._declare()
-                if time.time() > deadline and not any(map(self._is_fine, range(self.world))):
+                hangs = time.time() > deadline and not any(map(self._is_fine, range(self.world)))
+                self._asking = None
+                if hangs:
                     self._report()
         finally:
             faulthandler.cancel_dump_traceback_later()  # nobody would put it off any more
@@ -192,6 +210,19 @@ class Watchdog:
             traceback.print_exc()
         os._exit(HUNG)
 
+    def _report_disk(self, seconds: float) -> None:
+        """Nothing can be written where it belongs. The process cannot end before its threads come back from
+        the disk; its launcher can be told nothing before that."""
+        at, stages = hang.place(_main_stack())["at"], [stage.name for stage in list(self._running)]
+        where = f"in stage {stages[-1]}" if stages else "between stages"
+        said = (
+            f"the disk of {self.folder} has not answered for {seconds:.0f} s, and rank {self.rank} has made "
+            f"no progress: {where} at {at}"
+        )
+        print(f"{_stacks()}\neqlen: {said}", file=sys.stderr, flush=True)
+        failures.tell(said, hidden=True)
+        os._exit(HUNG)
+
     def _write(self) -> None:
         faulthandler.cancel_dump_traceback_later()
         silence = time.monotonic() - self._since
@@ -209,7 +240,7 @@ class Watchdog:
         self._file.write(_stacks())
         self._file.flush()
         write_text(self._of(self.rank).with_suffix(".json"), json.dumps(facts, indent=1, default=str) + "\n")
-        index = self.folder / "index.txt"
+        index = self.folder / hang.INDEX
         writes = self._await_others() == self.rank
         if writes:
             write_text(index, hang.explain(hang.read(self.folder), self.world))

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import signal
 import socket
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +30,7 @@ from megatron_eqlen.rollout.vllm import client, pool, tcp_sender
 from megatron_eqlen.rollout.vllm.client import ServerEngine
 from megatron_eqlen.rollout.vllm.weight_stream import HELLO, connect, encode, receive
 from megatron_eqlen.types import Delta, Metrics, Prompt, Rollout, rollout_key
+from tests.kit.jobs import Job
 from tests.kit.processes import are_gone, command_line, descendants, within
 from tests.kit.rollout_kit import folder, server_recipe
 from tools.benchmarks.servers import free_ports
@@ -68,6 +73,49 @@ def test_sampling_masks_come_from_servers_that_were_started_without(servers):
     assert 1 < metrics["harvest/kept_per_token"] <= 12
     remote.close()
     local.close()
+
+
+@contextmanager
+def frozen(*processes: Job) -> Iterator[Callable[[int], None]]:
+    """What freezes one of ``processes`` with all that it started; at the end they go on."""
+    trees = [[process.pid, *descendants(process.pid)] for process in processes]
+
+    def signal_all(number: int, which: list[list[int]]) -> None:
+        for pid in (pid for tree in which for pid in tree):
+            os.kill(pid, number)
+
+    try:
+        yield lambda which: signal_all(signal.SIGSTOP, [trees[which]])
+    finally:
+        signal_all(signal.SIGCONT, trees)
+
+
+def test_a_server_that_falls_silent_in_a_harvest_is_left_and_nothing_is_lost(servers, monkeypatch, caplog):
+    """Its connections stay open and nothing comes. When the last one is silent, all are named."""
+    monkeypatch.setattr(pool, "PATIENCE", 4.0)
+    recipe = server_recipe(list(servers))
+    remote = open_engine(recipe)
+    expected, _ = harvest(remote, PROMPTS[:3], recipe, EOS, seed=1)
+    with frozen(*servers.values()) as freeze:
+        silent: list[int] = []
+        replicas = remote.pool.replicas
+
+        def freeze_one(rollout: Rollout) -> None:
+            if not silent:
+                silent.append(max(range(2), key=lambda which: len(replicas[which].requests)))
+                freeze(silent[0])
+
+        found, metrics = harvest(remote, PROMPTS[:3], recipe, EOS, seed=1, on_complete=freeze_one)
+        assert_same(found, expected)
+        assert metrics["engine/live_replicas"] == 1
+        gone = replicas[silent[0]]
+        assert f"{gone.url}: dead until the next weight sync" in caplog.text
+        assert gone.absence == "heartbeat: silent for 4 s"
+        freeze(1 - silent[0])
+        says = "none is alive of " + "; ".join(f"{url}: heartbeat: silent for 4 s" for url in servers)
+        with pytest.raises(EngineError, match=says):
+            harvest(remote, PROMPTS[:1], recipe, EOS, seed=2)
+    remote.close()
 
 
 def begin_a_sync_and_die(engine: ServerEngine) -> None:
@@ -352,7 +400,7 @@ def test_a_replica_that_restarted_with_old_weights_is_noticed(fake, monkeypatch,
 
 
 def test_servers_that_do_not_fit_are_refused(fake):
-    with pytest.raises(EngineError, match=r"none is alive of http://127\.0\.0\.1:1, "):
+    with pytest.raises(EngineError, match=r"none is alive of http://127.0.0.1:1: .*; http://127.0.0.1:2: "):
         open_engine(server_recipe(["http://127.0.0.1:1", "http://127.0.0.1:2"]))
     old = fake()
     old.version = "12"

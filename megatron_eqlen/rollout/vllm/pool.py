@@ -13,7 +13,14 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from megatron_eqlen.rollout.engine import EngineError
-from megatron_eqlen.rollout.vllm.replica import PATIENCE, Background, ReplicaError, ServerReplica, words
+from megatron_eqlen.rollout.vllm.replica import (
+    PATIENCE,
+    Background,
+    ReplicaError,
+    ServerReplica,
+    at_most,
+    words,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +69,8 @@ class ReplicaPool:
 
     def check_any_alive(self) -> None:
         if not self.alive:
-            urls = ", ".join(replica.url for replica in self.replicas)
-            raise EngineError(f"rollout.servers: none is alive of {urls}")
+            absent = "; ".join(f"{replica.url}: {replica.absence}" for replica in self.replicas)
+            raise EngineError(f"rollout.servers: none is alive of {absent}")
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> list[Any]:
         """The same POST to every live replica at once; the answers."""
@@ -80,11 +87,8 @@ class ReplicaPool:
         """``call`` for every live replica at once; each fails after ``silence`` seconds."""
 
         async def limited(replica: ServerReplica) -> Any:
-            try:
-                async with asyncio.timeout(self.silence):
-                    return await call(replica)
-            except TimeoutError:
-                raise ConnectionError(f"silent for {self.silence:g} s") from None
+            async with at_most(self.silence):
+                return await call(replica)
 
         return {replica: self.io.start(limited(replica)) for replica in self.alive}
 
@@ -109,6 +113,7 @@ class ReplicaPool:
                 len(replica.requests),
                 reason,
             )
+            replica.absence = reason
         replica.alive = False
         self._lose_requests(replica)
 
@@ -141,7 +146,7 @@ async def _watch(
     try:
         while True:
             await asyncio.sleep(HEARTBEAT)
-            async with asyncio.timeout(PATIENCE):  # wait_for may swallow a cancellation (Python 3.11)
+            async with at_most(PATIENCE):
                 version = await replica.weight_version()
             if version != expected:
                 raise ConnectionError(f"expected weights {expected!r}, found {version!r}")

@@ -7,6 +7,7 @@ import json
 import logging
 import threading
 from collections.abc import AsyncGenerator, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -88,7 +89,7 @@ class ServerReplica:
     async def set_up(self, expected: str | None, setup: list[Any]) -> list[dict[str, int]]:
         """Set each worker's sampling by ``setup`` (``WorkerExtension.eqlen_setup``); returns each worker's
         limits. The weights must be the ``expected`` version (None: any)."""
-        async with asyncio.timeout(PATIENCE):
+        async with at_most(PATIENCE):
             version = await self.weight_version()
             if expected not in (None, version):
                 raise ConnectionError(f"expected weights {expected!r}, found {version!r}")
@@ -130,9 +131,28 @@ class ServerReplica:
         timeout = aiohttp.ClientTimeout(total=None, sock_read=silence)
         async with self.io.session.post(f"{self.url}/{path}", json=body, timeout=timeout) as response:
             await _check_status(response)
-            async for line in response.content:
-                if line.startswith(b"data: {"):
-                    yield json.loads(line[6:])
+            try:
+                async for line in response.content:
+                    if line.startswith(b"data: {"):
+                        yield json.loads(line[6:])
+            except aiohttp.SocketTimeoutError:
+                raise _silent(silence) from None
+
+
+@asynccontextmanager
+async def at_most(seconds: float) -> AsyncGenerator[None, None]:
+    """Raise ConnectionError where the block takes longer."""
+    try:
+        async with asyncio.timeout(seconds) as limit:  # wait_for may swallow a cancellation (Python 3.11)
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise _silent(seconds) from None
+
+
+def _silent(seconds: float) -> ConnectionError:
+    return ConnectionError(f"silent for {seconds:g} s")
 
 
 def words(error: BaseException) -> str:

@@ -1,0 +1,126 @@
+"""Hangs of each kind, provoked: what the run folder or the screen then says is where it hangs."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_eqlen.live.ends import read_hangs
+from megatron_eqlen.watchdog import HUNG
+from tests.kit.jobs import Job, start
+from tests.kit.processes import within
+
+BEGIN = """
+import atexit, sys, threading
+from pathlib import Path
+from megatron_eqlen import watchdog
+watchdog.FIRST = 1.0
+home = Path(sys.argv[1])
+dog = watchdog.Watchdog(0, 1, 1.0)
+dog.tells(lambda: {"collectives": []})
+dog.start(home / "hang" / "1")
+never = threading.Event().wait
+"""
+ENGINE = """
+from megatron_eqlen.rollout.harvest import harvest
+from megatron_eqlen.types import Prompt
+from tests.kit.report_runs import recipe
+
+class Engine:
+    max_num_seqs, max_model_len, policy_version = 8, 300, 0
+    def submit(self, *_): ...
+    def step(self): never()
+
+with dog.stage("harvest"):
+    harvest(Engine(), [Prompt("p", [1], "", "math", "1")], recipe(home), {9}, 0)
+"""
+GRADER = """
+from dataclasses import replace
+from megatron_eqlen.rewards.scoring import Scorer
+from tests.kit.report_runs import example_group, make_tokenizer, recipe
+
+made = recipe(home, reward={"rubric": "tests.kit.rubrics:never", "workers": 1})
+scorer = Scorer(made.reward, make_tokenizer(home), 1)
+group = example_group()
+group.prompt = replace(group.prompt, grader="rubric")
+for one in group.completions:
+    one.grade = None
+with dog.stage("score"):
+    scorer.score([group], 600.0)
+"""
+FILE = """
+import os
+from megatron_eqlen.hold import FILE, read_holder
+os.mkfifo(home / FILE)  # nobody writes to it: it blocks as a file on a disk that does not answer
+with dog.stage("checkpoint"):
+    read_holder(home / FILE)
+"""
+DISK = """
+print("begun", flush=True)
+with dog.stage("checkpoint"):
+    while True:
+        (home / "checkpoint").write_text("x")
+        threading.Event().wait(0.02)
+        watchdog.beat()
+"""
+KINDS = {
+    "engine": (ENGINE, "in stage harvest", "megatron_eqlen/rollout/meter.py"),
+    "grader": (GRADER, "in stage score", "megatron_eqlen/rewards/"),
+    "file": (FILE, "in stage checkpoint", "megatron_eqlen/hold.py"),
+}
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory) -> Iterator[dict[str, tuple[Path, Job]]]:
+    """All at once: they wait most of the time."""
+    homes = {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}
+    begun = {kind: (home, start("-c", BEGIN + KINDS[kind][0], home)) for kind, home in homes.items()}
+    yield begun
+    for _, job in begun.values():
+        job.kill()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hang_is_told_with_its_stage_and_line(jobs, kind):
+    home, job = jobs[kind]
+    _, stage, place = KINDS[kind]
+    assert job.wait() == HUNG, job.stderr
+    (hang,) = read_hangs(home / "hang")
+    assert f"rank 0 is {stage} for" in hang.cause
+    assert f" at {place}" in hang.cause
+    assert f"eqlen: {hang.cause}; see {hang.file}" in job.stderr
+
+
+@pytest.fixture
+def disk(tmp_path) -> Iterator[Path]:
+    """A file system of its own, which can be frozen."""
+    image, folder = tmp_path / "image", tmp_path / "disk"
+    folder.mkdir()
+    with open(image, "wb") as file:
+        file.truncate(4 << 20)
+    try:
+        subprocess.run(["mkfs.ext4", "-q", image], check=True, capture_output=True)
+        subprocess.run(["mount", "-o", "loop", image, folder], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"a file system of a test's own needs root and a loop device: {error}")
+    yield folder
+    subprocess.run(["fsfreeze", "--unfreeze", folder], check=False, capture_output=True)
+    assert within(
+        10, lambda: subprocess.run(["umount", folder], check=False, capture_output=True).returncode == 0
+    )
+
+
+def test_a_disk_that_blocks_is_told_on_the_screen(disk):
+    """Nothing can be written where a hang belongs; the process ends when the disk is back."""
+    job = start("-c", BEGIN + DISK, disk)
+    assert within(60, lambda: "begun" in job.stdout)
+    subprocess.run(["fsfreeze", "--freeze", disk], check=True)
+    assert within(60, lambda: "eqlen: the disk of" in job.stderr)
+    assert f"the disk of {disk}/hang/1 has not answered for" in job.stderr
+    assert "rank 0 has made no progress: in stage checkpoint at" in job.stderr
+    assert job.poll() is None
+    subprocess.run(["fsfreeze", "--unfreeze", disk], check=True)
+    assert job.wait() == HUNG
