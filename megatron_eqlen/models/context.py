@@ -14,7 +14,6 @@ Both are exact; gradients of keys are summed in at least float32.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,11 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_eqlen.packing.context import Span, seen_by, slices_of_ranks
+from megatron_eqlen.packing.context import Span, keys_of_ranks, slices_of_ranks
 from megatron_eqlen.types import Row
-
-BLOCK = 128
-"""FlexAttention's block of queries and keys."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +34,8 @@ class Share:
     slices: tuple[Span, Span]
     """The positions, in row order; their keys and values are the rank's own."""
     keys: np.ndarray
-    """[K] int64, ascending: the positions whose keys it needs, its own among them; whole blocks of BLOCK
-    where slices are."""
+    """[K] int64, ascending: the positions whose keys it needs, its own among them; whole blocks where
+    slices are."""
     order: Tensor
     """[S]: where each position lies in all ranks' positions, one rank after the other."""
     inverse: Tensor
@@ -56,8 +52,7 @@ class Share:
         """Of ``rank``; a row's length is a multiple of 2 x ``ranks``."""
         slices = slices_of_ranks(row.position_ids, ranks)
         held = [_positions(spans) for spans in slices]
-        unit = math.gcd(len(held[0]) // 2, BLOCK)
-        seen = [seen_by(spans, row.visible_until, unit) for spans in slices]
+        seen = keys_of_ranks(slices, row.visible_until)
         to, received = [np.flatnonzero(one[held[rank]]) for one in seen], [p[seen[rank][p]] for p in held]
         to[rank], received[rank] = to[rank][:0], received[rank][:0]
         there = np.concatenate([held[rank], *received])

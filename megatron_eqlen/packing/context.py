@@ -8,10 +8,14 @@ causal sequence these are the zigzag's pairs.)
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 Span = tuple[int, int]
 """Positions of a row: the first, and the one after the last."""
+BLOCK = 128
+"""FlexAttention's block of queries and keys."""
 
 
 def slices_of_ranks(position_ids: np.ndarray, ranks: int) -> list[tuple[Span, Span]]:
@@ -25,10 +29,16 @@ def slices_of_ranks(position_ids: np.ndarray, ranks: int) -> list[tuple[Span, Sp
     return [((a * size, (a + 1) * size), (b * size, (b + 1) * size)) for a, b in pairs]
 
 
-def seen_by(slices: tuple[Span, ...], visible_until: np.ndarray, unit: int = 1) -> np.ndarray:
-    """[S] bool: the keys that queries in ``slices`` see, and all keys in the same ``unit`` positions with one
-    of them. ``visible_until``: ``Row.visible_until``, a multiple of ``unit`` long."""
+def keys_of_ranks(slices: list[tuple[Span, Span]], visible_until: np.ndarray) -> list[np.ndarray]:
+    """Of each rank, [S] bool: the keys that its queries see, and all keys that share a block with one of them
+    (of BLOCK positions, where slices are whole blocks). ``visible_until``: ``Row.visible_until``."""
+    start, end = slices[0][0]
+    unit = math.gcd(end - start, BLOCK)
+    return [_seen_by(spans, visible_until).reshape(-1, unit).any(1).repeat(unit) for spans in slices]
+
+
+def _seen_by(slices: tuple[Span, Span], visible_until: np.ndarray) -> np.ndarray:
     at, seen = np.arange(len(visible_until)), np.zeros(len(visible_until), bool)
     for start, end in slices:
         seen |= np.maximum(at, start) < np.minimum(visible_until, end)
-    return seen.reshape(-1, unit).any(1).repeat(unit)
+    return seen

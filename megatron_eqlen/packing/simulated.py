@@ -8,10 +8,13 @@ rewards and carry no weight.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from megatron_eqlen.metrics import PACKING_REPEATED_TOKENS, PACKING_TOKENS
-from megatron_eqlen.packing.pack import plan_rows
+from megatron_eqlen.packing.context import BLOCK, keys_of_ranks, slices_of_ranks
+from megatron_eqlen.packing.pack import Layout, plan_rows
 from megatron_eqlen.types import Node, TokenTree
 
 MEDIAN = 6000 / 32768
@@ -25,11 +28,45 @@ def repeated_share(max_tokens_per_row: int, limit: int, prompt: int, streams: in
 
     ``limit`` and ``prompt``: tokens of the longest response and prompt.
     """
+    metrics = plan_rows(simulated_streams(streams, limit, prompt), max_tokens_per_row).metrics
+    return metrics[PACKING_REPEATED_TOKENS] / max(metrics[PACKING_TOKENS], 1)
+
+
+def exchanged_share(
+    trees: Sequence[TokenTree], max_tokens_per_row: int, ranks: int, layout: Layout = "tree"
+) -> float:
+    """Positions whose keys a row's busiest context-parallel rank gets from the ``ranks`` - 1 others or gives
+    them, whichever are more, over all positions of the rows; on GPUs, where rows are whole blocks."""
+    planned = plan_rows(trees, max_tokens_per_row, multiple_of=2 * ranks * BLOCK, layout=layout)
+    exchanged = positions = 0
+    for row in (planned.fill(row, for_loss=False) for row in planned.ranks[0]):
+        slices, length = slices_of_ranks(row.position_ids, ranks), len(row.position_ids)
+        seen = np.array(keys_of_ranks(slices, row.visible_until))
+        everyone = seen.sum(0)
+        given = [sum(int(everyone[start:end].sum()) for start, end in spans) for spans in slices]
+        exchanged += max(*seen.sum(1).tolist(), *given) - length // ranks  # but for its own
+        positions += length
+    return exchanged / positions
+
+
+def simulated_streams(count: int, limit: int, prompt: int) -> list[TokenTree]:
+    """``limit`` and ``prompt``: tokens of the longest response and prompt."""
     rng = np.random.default_rng(0)
     median = max(1, round(MEDIAN * limit))
-    trees = [simulated_stream(rng, number, median, limit, prompt) for number in range(streams)]
-    metrics = plan_rows(trees, max_tokens_per_row).metrics
-    return metrics[PACKING_REPEATED_TOKENS] / max(metrics[PACKING_TOKENS], 1)
+    return [simulated_stream(rng, number, median, limit, prompt) for number in range(count)]
+
+
+def simulated_responses(count: int, limit: int, prompt: int) -> list[TokenTree]:
+    """Independent ones, each with a prompt of its own."""
+    rng = np.random.default_rng(0)
+    median = max(1, round(MEDIAN * limit))
+    trees = []
+    for number in range(count):
+        root = np.zeros((min(SHORTEST_PROMPT, prompt) + prompt) // 2, np.int32)
+        tokens = np.zeros(min(response_length(rng, median, 0), limit), np.int32)
+        answer = Node(0, tokens, 1.0, 1.0, np.zeros(len(tokens), np.float32))
+        trees.append(TokenTree(f"response {number}", [Node(-1, root), answer]))
+    return trees
 
 
 def simulated_stream(

@@ -118,15 +118,6 @@ def _under_way(parallel: ParallelRecipe, stage: int, rows: int | None) -> int:
     return pipeline - stage if rows is None else min(pipeline - stage, rows)
 
 
-def context_bytes(recipe: Recipe, model: ModelConfig) -> float:
-    """Keys and values that a context-parallel rank receives in an attention layer's forward pass, of a full
-    row that is one sequence; of trees it is less (``bench.py trees --context``)."""
-    parallel, tokens = recipe.parallel, recipe.packing.max_tokens_per_row
-    others = tokens * (parallel.context - 1) / parallel.context
-    width = 2 * model.num_key_value_heads * model.head_dim / parallel.tensor
-    return others * width * BYTES[recipe.model.dtype]
-
-
 @dataclass(frozen=True)
 class Row:
     """A row's ``tokens`` of one context-parallel rank."""

@@ -9,6 +9,7 @@ from megatron_eqlen.hf.cost import active_parameters, forward_flops
 from megatron_eqlen.packing.simulated import MEDIAN
 from megatron_eqlen.plan import engine
 from megatron_eqlen.plan.activations import BYTES
+from megatron_eqlen.plan.exchange import leaving_share, step_bytes
 from megatron_eqlen.plan.flops import training_flops, training_passes
 from megatron_eqlen.plan.workload import Workload
 from megatron_eqlen.recipe import Recipe
@@ -26,15 +27,22 @@ class Gpu:
     """Bytes a second of its memory."""
     training: float
     """Share of the FLOPs that the passes of a dense model reach, recomputation counted; an assumption."""
+    near: float
+    """Bytes a second from the GPUs of its node: NVLink, or PCIe 4.0."""
+    far: float
+    """From GPUs of other nodes: its part of the network in its maker's nodes (200 and 400 Gbit/s InfiniBand a
+    GPU; of an RTX 4090 25 Gbit/s); an assumption."""
 
 
 GPUS = (
-    Gpu("RTX 4090", 24, 165e12, 1.01e12, 0.40),
-    Gpu("A100", 80, 312e12, 2.04e12, 0.45),
-    Gpu("H100", 80, 989e12, 3.35e12, 0.33),
-    Gpu("H200", 141, 989e12, 4.8e12, 0.33),
+    Gpu("RTX 4090", 24, 165e12, 1.01e12, 0.40, 32e9, 3e9),
+    Gpu("A100", 80, 312e12, 2.04e12, 0.45, 300e9, 25e9),
+    Gpu("H100", 80, 989e12, 3.35e12, 0.33, 450e9, 50e9),
+    Gpu("H200", 141, 989e12, 4.8e12, 0.33, 450e9, 50e9),
 )
 """H100 and H200 as SXM modules."""
+LINKS = 0.7
+"""Share of these rates that context-parallel ranks reach; an assumption."""
 EXPERTS = 0.4
 """Of that share, with experts: small matrices, and tokens sent between ranks; an assumption."""
 DECODING_BANDWIDTH, DECODING_FLOPS = 0.6, 0.4
@@ -48,6 +56,12 @@ ASSUMPTIONS = (
     f"responses are log-normal, their median {MEDIAN:.0%} of the limit; no graders, no evaluations",
 )
 """Lines."""
+CONTEXT_ASSUMPTIONS = (
+    f"context-parallel ranks compute nothing while they exchange, at {LINKS:.0%} of what links bring,",
+    "GB/s in a node and between nodes: "
+    + ", ".join(f"{gpu.near / 1e9:.0f} and {gpu.far / 1e9:.0f} ({gpu.name})" for gpu in GPUS),
+)
+"""Lines beside these, of context parallelism."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +72,8 @@ class Speed:
     generation: float
     """Seconds."""
     training: float
+    exchange: float
+    """Of that, what context-parallel ranks wait for each other's keys, values and heads."""
     tokens_per_second: float
     """Generated tokens over the whole step, of all GPUs."""
 
@@ -79,17 +95,26 @@ def speeds(recipe: Recipe, model: ModelConfig, work: Workload) -> list[Speed]:
 
 def speed(recipe: Recipe, model: ModelConfig, work: Workload, gpu: Gpu) -> Speed:
     generation = _generation_seconds(recipe, model, work, gpu)
-    training = _training_seconds(recipe, model, work, gpu)
-    return Speed(gpu, generation, training, work.generated / (generation + training))
+    exchange = _exchange_seconds(recipe, model, work, gpu)
+    training = _computing_seconds(recipe, model, work, gpu) + exchange
+    return Speed(gpu, generation, training, exchange, work.generated / (generation + training))
 
 
-def _training_seconds(recipe: Recipe, model: ModelConfig, work: Workload, gpu: Gpu) -> float:
-    """Recomputation counted."""
+def _computing_seconds(recipe: Recipe, model: ModelConfig, work: Workload, gpu: Gpu) -> float:
+    """Of training, recomputation counted."""
     flops = training_flops(recipe, model, work.trained, work.context)
     if recipe.parallel.recompute == "full":
         flops *= 1 + recipe.loss.epochs / training_passes(recipe)
     reached = gpu.training * (EXPERTS if model.experts else 1.0) * gpu.flops
     return flops / (recipe.world_size * reached)
+
+
+def _exchange_seconds(recipe: Recipe, model: ModelConfig, work: Workload, gpu: Gpu) -> float:
+    """Both kinds of link one after the other."""
+    if recipe.parallel.context == 1:
+        return 0.0
+    far = leaving_share(recipe)
+    return step_bytes(recipe, model, work) * (far / gpu.far + (1 - far) / gpu.near) / LINKS
 
 
 def _generation_seconds(recipe: Recipe, model: ModelConfig, work: Workload, gpu: Gpu) -> float:

@@ -10,13 +10,14 @@ from megatron_eqlen.hf.config import ModelConfig
 from megatron_eqlen.hf.cost import active_parameters
 from megatron_eqlen.objectives.registry import resolve, with_defaults
 from megatron_eqlen.packing.simulated import MEDIAN, repeated_share
-from megatron_eqlen.plan.activations import context_bytes
+from megatron_eqlen.plan.activations import BYTES
+from megatron_eqlen.plan.exchange import key_bytes, key_share, leaving_share
 from megatron_eqlen.plan.host import checkpoint_bytes, export_bytes, host_parts, recorded_bytes
 from megatron_eqlen.plan.memory import Memory, memory
 from megatron_eqlen.plan.model import model_config
 from megatron_eqlen.plan.parameters import total
 from megatron_eqlen.plan.sbatch import train_options
-from megatron_eqlen.plan.speed import ASSUMPTIONS, speeds
+from megatron_eqlen.plan.speed import ASSUMPTIONS, CONTEXT_ASSUMPTIONS, speeds
 from megatron_eqlen.plan.workload import Workload, workload
 from megatron_eqlen.recipe import Recipe
 
@@ -91,8 +92,15 @@ def _context(recipe: Recipe, model: ModelConfig) -> str:
     """Empty without context parallelism."""
     if recipe.parallel.context == 1:
         return ""
-    sent = context_bytes(recipe, model)
-    return f"context     at most {sent / 1e6:.0f} MB of keys and values to a rank in a layer's forward pass"
+    ranks, row = recipe.parallel.context, recipe.packing.max_tokens_per_row
+    whole = row * key_bytes(model, recipe.parallel, BYTES[recipe.model.dtype]) / 1e6
+    about, most = whole * key_share(recipe), whole * (ranks - 1) / ranks
+    far = leaving_share(recipe)
+    sources = f"{far:.0%} of it from other nodes" if far else "all from its node"
+    return (
+        f"context     about {about:.0f} MB of keys and values (at most {most:.0f}) to a rank in a layer's "
+        f"forward pass\n{' ' * 12}of a full row, {sources}"
+    )
 
 
 def _host(recipe: Recipe, model: ModelConfig, need: Memory, work: Workload) -> str:
@@ -111,10 +119,12 @@ def _speed(recipe: Recipe, model: ModelConfig, work: Workload) -> str:
     """Empty where no known GPU has the recipe's size."""
     lines = [
         f"estimate    {one.gpu.name}: {one.tokens_per_second:,.0f} tokens/s, {one.seconds / 3600:.2f} hours "
-        f"a step (generation {one.generation / 3600:.2f}, training {one.training / 3600:.2f})"
+        f"a step (generation {one.generation / 3600:.2f}, training {one.training / 3600:.2f}"
+        + (f", {one.exchange / one.training:.1%} of it exchange)" if one.exchange else ")")
         for one in speeds(recipe, model, work)
     ]
-    assumed = [" " * 12 + line for line in ("not measured; assumed:", *ASSUMPTIONS)]
+    more = CONTEXT_ASSUMPTIONS if recipe.parallel.context > 1 else ()
+    assumed = [" " * 12 + line for line in ("not measured; assumed:", *ASSUMPTIONS, *more)]
     return "\n".join([*lines, *assumed]) if lines else ""
 
 

@@ -7,7 +7,7 @@ from functools import cache
 
 import numpy as np
 
-from megatron_eqlen.packing.simulated import MEDIAN, SHORTEST_PROMPT, response_length, simulated_stream
+from megatron_eqlen.packing.simulated import simulated_responses, simulated_streams
 from megatron_eqlen.packing.tree import Forest
 from megatron_eqlen.recipe import Recipe
 
@@ -47,9 +47,7 @@ def workload(recipe: Recipe) -> Workload:
 def _stream(limit: int, prompt: int) -> tuple[float, float, float, float]:
     """Of a stream of equal-length pairs: tokens, positions in rows, tokens that a token sees, and its part of
     the KV cache."""
-    rng = np.random.default_rng(0)
-    median = max(1, round(MEDIAN * limit))
-    forest = Forest.of([simulated_stream(rng, number, median, limit, prompt) for number in range(SAMPLES)])
+    forest = Forest.of(simulated_streams(SAMPLES, limit, prompt))
     generated = forest.length[forest.parent >= 0].sum()
     live = forest.live
     trained = forest.length[live].sum()
@@ -63,9 +61,8 @@ def _stream(limit: int, prompt: int) -> tuple[float, float, float, float]:
 @cache
 def _response(limit: int, prompt: int) -> tuple[float, float, float]:
     """The same of an independent response, which shares no more than its prompt."""
-    rng = np.random.default_rng(0)
-    median = max(1, round(MEDIAN * limit))
-    lengths = np.array([min(response_length(rng, median, 0), limit) for _ in range(SAMPLES)])
-    start = (min(SHORTEST_PROMPT, prompt) + prompt) / 2
+    trees = simulated_responses(SAMPLES, limit, prompt)
+    lengths = np.array([len(tree.nodes[1]) for tree in trees])
+    start = np.mean([len(tree.nodes[0]) for tree in trees])
     context = start + (lengths**2).sum() / 2 / lengths.sum()
     return lengths.mean(), lengths.mean() + start, context

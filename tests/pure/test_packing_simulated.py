@@ -8,11 +8,17 @@ import pytest
 from megatron_eqlen.metrics import PACKING_REPEATED_TOKENS, PACKING_TOKENS
 from megatron_eqlen.objectives.build import build_trees
 from megatron_eqlen.packing.pack import plan_rows
-from megatron_eqlen.packing.simulated import MEDIAN, repeated_share
+from megatron_eqlen.packing.simulated import (
+    MEDIAN,
+    exchanged_share,
+    repeated_share,
+    simulated_responses,
+    simulated_streams,
+)
 from megatron_eqlen.plan import describe
 from megatron_eqlen.recipe_load import load
 from megatron_eqlen.rollout.harvest import harvest
-from megatron_eqlen.types import Grade, Prompt
+from megatron_eqlen.types import Grade, Node, Prompt, TokenTree
 from tests.kit import ROOT
 from tools.benchmarks.scripted import EOS, ScriptedEngine
 
@@ -40,6 +46,16 @@ def test_the_foretold_share_is_that_of_streams_that_the_harvester_makes():
     measured = metrics[PACKING_REPEATED_TOKENS] / metrics[PACKING_TOKENS]
     assert measured > 0.1
     assert measured == pytest.approx(repeated_share(budget, limit, prompt), abs=0.04)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_of_one_sequence_the_rank_with_its_end_gets_all_other_keys_and_of_several_fewer(ranks):
+    """A row's padding sees itself alone."""
+    chain = TokenTree("chain", [Node(-1, np.zeros(1)), Node(0, np.zeros(2048), 1.0, 1.0, np.zeros(2048))])
+    assert exchanged_share([chain], 2048, ranks) == (ranks - 1) / ranks
+    for simulated in (simulated_streams, simulated_responses):
+        trees = simulated(16, limit=4096, prompt=256)
+        assert 0.1 < exchanged_share(trees, 8192, ranks) < 0.9 * (ranks - 1) / ranks
 
 
 @pytest.mark.parametrize(("budget", "warned"), [(36864, True), (139264, False)])

@@ -11,14 +11,15 @@ import pytest
 
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.hf.families import weight_map
-from megatron_eqlen.plan import engine
+from megatron_eqlen.plan import engine, exchange
 from megatron_eqlen.plan.host import host_parts, recorded_bytes
 from megatron_eqlen.plan.memory import Memory, memory
 from megatron_eqlen.plan.model import KNOWN_MODELS, model_config
 from megatron_eqlen.plan.parameters import Buffer, total
+from megatron_eqlen.plan.speed import GPUS, speed
 from megatron_eqlen.plan.table import HEAD, row
 from megatron_eqlen.plan.text import describe
-from megatron_eqlen.plan.workload import Workload
+from megatron_eqlen.plan.workload import Workload, workload
 from megatron_eqlen.recipe_load import load
 from tests.kit import ROOT
 
@@ -70,7 +71,38 @@ def test_rows_of_131072_of_the_32b_model_over_context_parallel_ranks():
     assert two == pytest.approx(one / 2)
     text = describe(load(ROOT / "recipes/qwen3_32b.yaml", [row, "parallel.context=2", "cluster.nodes=2"]))
     assert "TP 8 x CP 2 x PP 1 x DP 1" in text
-    assert "at most 34 MB of keys and values to a rank" in text
+    assert re.search(r"about \d+ MB of keys and values \(at most 34\) to a rank", text)
+    assert "100% of it from other nodes" in text
+    assert re.search(r"training [\d.]+, [\d.]+% of it exchange\)", text)
+    assert "450 and 50 (H100)" in text
+
+
+@pytest.mark.parametrize(
+    ("tensor", "context", "share"), [(8, 2, 1), (4, 2, 0), (4, 4, 2 / 3), (1, 8, 0), (2, 8, 4 / 7)]
+)
+def test_what_comes_from_other_nodes_is_what_ranks_beyond_the_nodes_eight_have(tensor, context, share):
+    layout = [f"parallel.tensor={tensor}", f"parallel.context={context}", "cluster.nodes=2"]
+    assert exchange.leaving_share(load(ROOT / "recipes/qwen3_32b.yaml", layout)) == pytest.approx(share)
+
+
+def test_a_step_over_context_parallel_ranks_costs_what_it_did_and_the_exchange():
+    """Links that bring twice as much take half of that. A pass of recomputation exchanges again, and so do
+    the reference's and the old policy's."""
+    keys = ["parallel.tensor=4", "parallel.context=2"]
+    recipe, without = (load(ROOT / "recipes/qwen3_32b.yaml", more) for more in (keys, keys[:1]))
+    model, work, gpu = model_config(recipe), workload(recipe), GPUS[2]
+    one, two = speed(without, model, work, gpu), speed(recipe, model, work, gpu)
+    assert one.exchange == 0 < two.exchange
+    assert two.training == pytest.approx(one.training + two.exchange)
+    fast = speed(recipe, model, work, replace(gpu, near=2 * gpu.near))
+    assert fast.exchange == pytest.approx(two.exchange / 2)
+
+    def sent(*more: str) -> float:
+        return exchange.step_bytes(load(ROOT / "recipes/qwen3_32b.yaml", [*keys, *more]), model, work)
+
+    pass_bytes = sent("loss.kl_coef=0", "parallel.recompute=none") / 2
+    assert sent("loss.kl_coef=0") == pytest.approx(3 * pass_bytes)
+    assert sent("loss.kl_coef=0.1", "loss.minibatches=2") == pytest.approx(5 * pass_bytes)
 
 
 def test_shipped_configurations_have_the_published_numbers_of_parameters():

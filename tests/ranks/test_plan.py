@@ -8,23 +8,35 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_eqlen.hf.config import read_config
+from megatron_eqlen.models import context
+from megatron_eqlen.packing.context import BLOCK
+from megatron_eqlen.packing.pack import pack
+from megatron_eqlen.packing.simulated import exchanged_share
 from megatron_eqlen.plan.activations import CPU, CPU_CHUNK, FLA_CHUNK, LOSS_BLOCK, activations
+from megatron_eqlen.plan.exchange import forward_bytes
 from megatron_eqlen.plan.host import checkpoint_bytes
 from megatron_eqlen.plan.trainer import SENT_AT_ONCE, optimizer_bytes, trainer
+from megatron_eqlen.recipe import ParallelRecipe
 from megatron_eqlen.recipe_load import parse
+from megatron_eqlen.training.distributed import start, stop
+from megatron_eqlen.training.forward import run_rows
 from megatron_eqlen.types import Node, TokenTree
 from tests.kit.distributed import run_ranks
 from tests.kit.marks import slow_but
 from tests.kit.tiny_models import save_tiny
+from tests.kit.tree_samples import stream
+from tests.kit.tree_training import build, weighted_sum
 
 ROW = 256
 ROWS = 4
@@ -184,7 +196,6 @@ def measure(folder: str, case: Case) -> dict[str, Any]:
     """What this rank really holds, in bytes, and its pipeline stage."""
     from megatron.core import parallel_state
 
-    from megatron_eqlen.training.distributed import start
     from megatron_eqlen.training.policy import Policy
 
     recipe = recipe_of(folder, case)
@@ -256,6 +267,35 @@ def test_what_autograd_keeps_is_within_a_tenth_of_the_plan(planned_and_real):
         assert sum(here) / len(here) == pytest.approx(planned.saved, rel=0.1)
 
 
+def exchanged(folder: str, trees: list[TokenTree]) -> tuple[list[float], int]:
+    """Bytes that this context-parallel rank gets from the other or gives it, whichever are more, each time
+    when it trains the trees' row with its layers computed once more; and the row's length."""
+    parallel = ParallelRecipe(context=2, recompute="full")
+    start(parallel, seed=1)
+    chunks, sent = build(Path(folder), parallel), []
+
+    def counted(output: torch.Tensor, input: torch.Tensor, *splits: Any, **options: Any) -> None:
+        most = max(output.nbytes, input.nbytes)
+        sent.append(most if splits else most / 2)  # of equal parts one is the rank's own
+        dist.all_to_all_single(output, input, *splits, **options)
+
+    context.dist = SimpleNamespace(all_to_all_single=counted)  # pyright: ignore[reportAttributeAccessIssue]
+    (row,) = pack(trees, 512, multiple_of=4 * BLOCK)[0]
+    run_rows(chunks, [row], 1.0, weighted_sum, train=True)
+    stop()
+    return sent, len(row.input_ids)
+
+
+def test_the_planned_exchange_is_what_context_parallel_ranks_send(tmp_path):
+    """Attention and linear attention, in float64."""
+    save_tiny(tmp_path, "qwen3_next", mlp_only_layers=[0, 1, 2, 3])
+    trees = [stream(np.random.default_rng(0), 7, [60, 90, 70, 10])]
+    (one, length), (other, _) = run_ranks(2, exchanged, str(tmp_path), trees)
+    model, keys = read_config(tmp_path), length * exchanged_share(trees, 512, 2)
+    planned = forward_bytes(model, ParallelRecipe(context=2), length, keys, torch.float64.itemsize)
+    assert sum(map(max, one, other)) == 3 * planned  # forward, again, backward
+
+
 WIDE: dict[str, Any] = {
     "hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 32,
     "num_hidden_layers": 2, "vocab_size": 96,
@@ -285,7 +325,6 @@ def measure_peak(folder: str, case: Case) -> int:
     """The most bytes that the passes of a row need on this rank, beside what lives as long as the policy."""
     from megatron.core import parallel_state
 
-    from megatron_eqlen.training.distributed import start
     from megatron_eqlen.training.policy import Policy
 
     recipe = recipe_of(folder, case, LONG)
@@ -311,7 +350,6 @@ def test_a_row_never_needs_more_than_the_plan_says_and_not_much_less(name, tmp_p
 
 def save(folder: str, case: Case, out: str) -> None:
     from megatron_eqlen.training import checkpoint
-    from megatron_eqlen.training.distributed import start
     from megatron_eqlen.training.policy import Policy
 
     recipe = recipe_of(folder, case)

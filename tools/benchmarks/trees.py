@@ -35,10 +35,11 @@ import torch
 from megatron_eqlen.hf.config import DeltaNet, Experts, ModelConfig
 from megatron_eqlen.hf.cost import active_parameters, attention_layers
 from megatron_eqlen.models.build import build_model
-from megatron_eqlen.models.context import BLOCK, Share
+from megatron_eqlen.models.context import Share
 from megatron_eqlen.models.gated_delta_net import CHUNK
 from megatron_eqlen.models.tree_attention import BACKENDS, fastest_backend, tree_block_mask
 from megatron_eqlen.models.tree_params import Backend, TreeParams
+from megatron_eqlen.packing.context import BLOCK
 from megatron_eqlen.packing.pack import pack
 from megatron_eqlen.recipe import ParallelRecipe
 from megatron_eqlen.training.distributed import device, start, stop
@@ -139,6 +140,7 @@ def compare(model: torch.nn.Module, trees: list[TokenTree], args: argparse.Names
             "FLOP_ratio": flops,
             "speedup": speedup,
             "efficiency": speedup / ratio,
+            "bound": flops / ratio,
             "FLOP_efficiency": speedup / flops,
         }
 
