@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_eqlen.packing.pack import pack
 from megatron_eqlen.rollout.recorder import read_step
 from tests.kit.report_runs import example_stream, prompt
 from tools.benchmarks import host, packing, run_commands, trees
@@ -40,7 +41,34 @@ def test_trees_against_2n_and_n_plus_1(tmp_path, capsys):
     for result in results:
         assert result["token_ratio"] == pytest.approx(tokens[result["layout"]] / tokens["tree"])
         assert result["efficiency"] == pytest.approx(result["speedup"] / result["token_ratio"])
+        assert result["efficiency"] == pytest.approx(result["bound"] * result["FLOP_efficiency"])
     assert "N+1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("pairs", "bound"), [(6, 0.88), (12, 0.84)])
+def test_the_bound_of_trees_against_2n_is_what_a_hand_finds(pairs, bound):
+    """The closed form in ``trees``' docstring, whose pairs leave out half a token of each query."""
+    parser = argparse.ArgumentParser()
+    trees.add_arguments(parser)
+    args = parser.parse_args([])
+    model, prompt, side = trees.model_config(args), 1024, 100
+    hidden, width = args.hidden, args.hidden * 3
+    a = 2 * (hidden * (2 * hidden + 2 * hidden // 4) + 3 * hidden * width)
+    c, h = 2 * hidden, args.hidden * args.vocabulary
+    numbers = range(1, pairs + 1)
+    tokens = prompt + 2 * pairs * side, sum(2 * (prompt + i * side) for i in numbers)
+    seen = (
+        prompt**2 / 2 + sum(2 * side * (prompt + (i - 0.5) * side) for i in numbers),
+        sum((prompt + i * side) ** 2 for i in numbers),
+    )
+    flops = [2 * a * t + 4 * c * s + 2 * h * 2 * pairs * side for t, s in zip(tokens, seen, strict=True)]
+    by_hand = flops[1] / flops[0] / (tokens[1] / tokens[0])
+    made = trees.streams(pairs, prompt, False, args)
+    rows = [pack(made, 1 << 20, layout=layout)[0] for layout in ("tree", "expanded")]
+    found = [sum(trees.forward_flops(row, model, "supervised") for row in each) for each in rows]
+    counted = [sum(row.num_tokens for row in each) for each in rows]
+    assert found[1] / found[0] / (counted[1] / counted[0]) == pytest.approx(by_hand, rel=2e-3)
+    assert by_hand == pytest.approx(bound, abs=5e-3)
 
 
 def test_what_context_parallel_ranks_send_of_a_trunk_with_leaves(tmp_path):
