@@ -71,6 +71,7 @@ SAME_BUCKETS = {
     ),
     "CP 2 -> DP 1": ("qwen3", 2, {"context": 2}, 1, {}),
     "DP 2 -> CP 2, DP 2": ("qwen3", 2, {}, 4, {"context": 2}),
+    "DP 1 -> CP 4": ("qwen3", 1, {}, 4, {"context": 4}),
     "EP 2 -> EP 2, expert DP 2": ("qwen3_moe", 2, {"expert": 2}, 4, {"expert": 2}),
 }  # fmt: skip
 OTHER_BUCKETS = {

@@ -24,8 +24,8 @@ LAYOUTS = {
 }
 
 
-def train(folder, layers, budget, with_masks, logits_chunk=None):
-    """GSPO with KL and truncated importance sampling: (metrics or None before the last stage, gradients)."""
+def train(folder, layers, budget, with_masks, logits_chunk=None, objective="gspo"):
+    """With KL and truncated importance sampling: (metrics or None before the last stage, gradients)."""
     from megatron.core import parallel_state  # after megatron_eqlen, which makes it run on CPU
 
     parallel = ParallelRecipe(**layers)
@@ -45,7 +45,7 @@ def train(folder, layers, budget, with_masks, logits_chunk=None):
             **columns,
             old_logprobs=logprobs.detach() - 1e-4 * torch.sin(engine),
             ref_logprobs=logprobs.detach() + 0.1 * torch.cos(engine),
-            objective=lookup("gspo"),
+            objective=lookup(objective),
             loss=LOSS,
         )
 
@@ -73,7 +73,17 @@ def one_process(folder):
 def test_every_layout_gives_the_loss_of_one_process(folder, one_process, name, with_masks):
     world, layers = LAYOUTS[name]
     ranks = run_ranks(world, train, folder, layers, 200, with_masks, 64)
-    expected_metrics, expected = one_process[with_masks]
+    assert_same(ranks, *one_process[with_masks])
+
+
+def test_sums_over_a_segment_do_not_know_that_it_lies_on_two_ranks(folder):
+    """VESPO's: its weights are of a sequence's sum of log-ratios; GSPO's and LUSPO's are of its mean."""
+    options = True, None, "vespo"
+    alone = run_ranks(1, train, folder, {}, 2000, *options)[0]
+    assert_same(run_ranks(2, train, folder, {"context": 2}, 200, *options), *alone)
+
+
+def assert_same(ranks, expected_metrics, expected):
     reported = [metrics for metrics, _ in ranks if metrics is not None]
     assert reported
     for metrics in reported:

@@ -20,7 +20,7 @@ from megatron_eqlen.models.tree_params import TreeParams
 from megatron_eqlen.packing.pack import pack
 from megatron_eqlen.recipe import ParallelRecipe
 from megatron_eqlen.training.distributed import start, stop
-from megatron_eqlen.types import TokenTree
+from megatron_eqlen.types import Node, TokenTree
 from tests.kit.distributed import run_ranks
 from tests.kit.marks import slow
 from tests.kit.tiny_models import save_tiny
@@ -176,12 +176,23 @@ def test_the_head_is_computed_where_supervised_alone(folders):
     stop()
 
 
-def test_a_rank_without_a_tree_takes_part(folders):
-    """One tree for two ranks: the other rank's row is padding, and its experts still serve the first."""
-    trees = forest(0)[:1]
-    alone = train_trees(folders["next"], trees, BUDGET)
-    for trained in run_ranks(2, train_trees, folders["next"], trees, BUDGET, "tree", {"expert": 2}):
-        assert_same("next", trained, alone)
+TWO_TOKENS = [TokenTree("two tokens", [Node(-1, [5]), Node(0, [7, 11], 0.5, 0.3, [-1.0, -1.0])])]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "trees", "layers"),
+    [
+        ("next", 2, forest(0)[:1], {"expert": 2}),
+        ("dense", 3, TWO_TOKENS, {"context": 3}),
+        ("next", 4, TWO_TOKENS, {"context": 2, "expert": 4}),
+    ],
+    ids=["a tree for two ranks", "two positions for six slices", "and a shared row without any"],
+)
+def test_a_rank_without_a_token_takes_part(folders, name, ranks, trees, layers):
+    """Its positions are padding, and its experts still serve the others."""
+    alone = train_trees(folders[name], trees, BUDGET)
+    for trained in run_ranks(ranks, train_trees, folders[name], trees, BUDGET, "tree", layers):
+        assert_same(name, trained, alone)
 
 
 @pytest.mark.parametrize("name", ["moe", "next"])
