@@ -26,26 +26,45 @@ ReplicaError = (aiohttp.ClientError, OSError)
 
 
 class Background:
-    """An event loop in its own thread, with an HTTP session."""
+    """An event loop in its own thread, with an HTTP session. Any thread may use and close it."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True, name="vllm-servers")
         self.thread.start()
+        self._closed = False
+        self._starts = threading.Lock()
+        """Nothing is given to the loop once it ends: it would never run, and who waits for it would hang."""
         self.session: aiohttp.ClientSession = self.run(self._open())
 
     def start(self, coroutine: Coroutine) -> Any:
-        """A concurrent future of the coroutine's result."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        """A concurrent future of the coroutine's result, cancelled if ``close`` comes before its end. Raises
+        EngineError after ``close``."""
+        with self._starts:
+            if not self._closed:
+                return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        coroutine.close()
+        raise EngineError("the engine was closed")
 
     def run(self, coroutine: Coroutine) -> Any:
         return self.start(coroutine).result()
 
     def close(self) -> None:
-        self.run(self.session.close())
+        with self._starts:
+            self._closed = True
+            ending = asyncio.run_coroutine_threadsafe(self._end(), self.loop)
+        ending.result()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()
         self.loop.close()
+
+    async def _end(self) -> None:
+        """Cancel all that was started before."""
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await self.session.close()
 
     @staticmethod
     async def _open() -> aiohttp.ClientSession:
