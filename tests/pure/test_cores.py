@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +50,12 @@ def test_ranks_share_a_node_or_a_slurm_task(machine, affinity, ranks, slurm, eac
     assert cores_per_rank(ranks, {f"SLURM_{name}": value for name, value in slurm.items()}) == each
 
 
+def write(files: dict[Path, str]) -> None:
+    for path, text in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
 def test_quotas_of_the_cgroups_around_a_process_count_in_both_versions(tmp_path):
     proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
     files = {
@@ -60,9 +67,7 @@ def test_quotas_of_the_cgroups_around_a_process_count_in_both_versions(tmp_path)
         cgroups / "cpu,cpuacct/cpu.cfs_period_us": "100000\n",
         cgroups / "memory/elsewhere/cpu.max": "1 100000\n",
     }
-    for path, text in files.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    write(files)
     assert sorted(cgroup_quotas(proc, cgroups)) == [2.5, 6.0]
     assert list(cgroup_quotas(tmp_path / "none", cgroups)) == []
 
@@ -77,7 +82,5 @@ def test_the_least_memory_limit_of_the_cgroups_around_a_process_counts(tmp_path)
         cgroups / "memory/job/step/memory.limit_in_bytes": "9223372036854771712\n",
         cgroups / "memory/job/memory.limit_in_bytes": "2000\n",
     }
-    for file, text in files.items():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
+    write(files)
     assert memory_limit(proc, cgroups) == 2000

@@ -149,13 +149,16 @@ def test_merged_parts_equal_the_dense_mask(row, kernel, heads, groups, size):
     assert_merged_parts_are_the_rule(row, kernel, heads, groups, size)
 
 
+ANY_TREES = {
+    "seed": st.integers(0, 2**32 - 1),
+    "counts": st.lists(st.integers(1, 14), min_size=1, max_size=4),
+    "longest": st.sampled_from([2, 5, 40]),
+    "kernel": st.sampled_from(list(KERNELS)),
+}
+
+
 @examples(30)
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    counts=st.lists(st.integers(1, 14), min_size=1, max_size=4),
-    longest=st.sampled_from([2, 5, 40]),
-    kernel=st.sampled_from(list(KERNELS)),
-)
+@given(**ANY_TREES)
 def test_merged_parts_of_any_trees_equal_the_dense_mask(seed, counts, longest, kernel):
     rng = np.random.default_rng(seed)
     for row in pack([any_tree(rng, count, longest) for count in counts], 14 * 40)[0]:
@@ -174,13 +177,7 @@ def joined_shares(row: Row, ranks: int, attend: Callable[[Share], torch.Tensor])
 
 
 @examples(30)
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    counts=st.lists(st.integers(1, 14), min_size=1, max_size=4),
-    longest=st.sampled_from([2, 5, 40]),
-    kernel=st.sampled_from(list(KERNELS)),
-    ranks=st.integers(2, 4),
-)
+@given(**ANY_TREES, ranks=st.integers(2, 4))
 def test_context_parallel_ranks_share_the_dense_mask(seed, counts, longest, kernel, ranks):
     """Of any trees, each rank with the keys alone that its queries see."""
     rng = np.random.default_rng(seed)
