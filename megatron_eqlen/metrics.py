@@ -133,16 +133,16 @@ TOKENS, UPDATES = "loss/tokens", "train/updates"
 MISMATCH = "mismatch/logprob_abs_diff"
 COMPARED, MISMATCH_OF_COMPARED = "mismatch/compared_tokens", "mismatch/compared_abs_diff"
 SEQUENCES = "mismatch/sequences"
-RATIO_QUANTILES = {
-    "mismatch/ratio_min": 0.0,
-    "mismatch/ratio_p1": 0.01,
-    "mismatch/ratio_p50": 0.5,
-    "mismatch/ratio_p99": 0.99,
-    "mismatch/ratio_max": 1.0,
-}
-"""Of trainer / engine over tokens."""
 LOSS, POLICY_LOSS, KL_PENALTY = "loss/total", "loss/policy", "loss/kl_penalty"
 PER_TOKEN, PER_SEQUENCE, PER_UPDATE = mean(TOKENS), mean(SEQUENCES), mean(UPDATES)
+RATIO_QUANTILES = {
+    0.0: Metric("mismatch/ratio_min", "ratio", "min", "trainer / engine of a token, within 1% of its log"),
+    0.01: Metric("mismatch/ratio_p1", "ratio", "min", "1% of tokens are below; of several updates the least"),
+    0.5: Metric("mismatch/ratio_p50", "ratio", PER_TOKEN, "median"),
+    0.99: Metric("mismatch/ratio_p99", "ratio", "max", "1% of tokens are above; of several updates the most"),
+    1.0: Metric("mismatch/ratio_max", "ratio", "max", "largest"),
+}
+"""Of trainer / engine over tokens."""
 PER_STREAM_OR_COMPLETION = mean("harvest/streams", "harvest/completions")
 """A harvest has one of the two."""
 PER_KEPT_TOKEN = mean(HARVEST_SUPERVISED_TOKENS, "harvest/tail_tokens")
@@ -288,11 +288,7 @@ DECLARED = (
     Metric("mismatch/chi2_token", "chi2", PER_TOKEN, "(trainer / engine)^2 - 1"),
     Metric("mismatch/chi2_seq", "chi2", PER_SEQUENCE, "the same of segments' products"),
     Metric("mismatch/log_ppl_abs_diff", "nats", PER_SEQUENCE, "|mean log trainer / engine| of a segment"),
-    Metric("mismatch/ratio_min", "ratio", "min", "trainer / engine of a token, within 1% of its log"),
-    Metric("mismatch/ratio_p1", "ratio", "min", "1% of the tokens are below; of several updates the least"),
-    Metric("mismatch/ratio_p50", "ratio", PER_TOKEN, "median"),
-    Metric("mismatch/ratio_p99", "ratio", "max", "1% of the tokens are above; of several updates the most"),
-    Metric("mismatch/ratio_max", "ratio", "max", "largest"),
+    *RATIO_QUANTILES.values(),
     Metric("mismatch/rollout_is_mean", "weight", PER_TOKEN, "importance weight as used"),
     Metric("mismatch/rollout_is_truncated_fraction", "share", PER_TOKEN, "beyond rollout_is_threshold"),
     Metric("mismatch/rollout_rs_masked_fraction", "share", PER_TOKEN, "no gradient: rollout_rs or the veto"),

@@ -35,11 +35,10 @@ Logprobs = np.ndarray
 """[L] float32, as ``TokenIds``; the engine computes them in this precision."""
 
 Routes = np.ndarray
-"""[L, moe_layers, top_k] uint8, or uint16 where a layer has more than 256 experts: the experts that each MoE
-layer chose, in the model's order of layers, dense ones left out. Row i belongs to label i: it is what was
-chosen where token i was predicted, at the position whose input is the token before it on its path. So L
-tokens have L rows wherever their path forks, and a prompt ``q``, whose first token nothing predicts, has
-``len(q) - 1``."""
+"""[L, moe_layers, top_k] of ``route_dtype``: the experts that each MoE layer chose, in the model's order of
+layers, dense ones left out. Row i belongs to label i: it is what was chosen where token i was predicted, at
+the position whose input is the token before it on its path. So L tokens have L rows wherever their path
+forks, and a prompt ``q``, whose first token nothing predicts, has ``len(q) - 1``."""
 
 FinishReason = Literal["stop", "length"]
 """``stop``: the last token is in the end-of-sequence set. ``length``: the path reached its limit."""
@@ -159,6 +158,11 @@ class SamplingMask(_Arrays):
     def __iter__(self) -> Iterator[np.ndarray]:
         """Each token's ids."""
         return iter(np.split(self.ids, np.cumsum(self.counts, dtype=np.int64)[:-1]) if len(self) else ())
+
+
+def route_dtype(experts: int) -> np.dtype:
+    """Of routes through layers of so many experts: vLLM's (``RoutedExpertsCapturer``)."""
+    return np.dtype(np.uint8 if experts <= 256 else np.uint16)
 
 
 def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:

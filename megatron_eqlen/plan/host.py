@@ -11,6 +11,7 @@ from megatron_eqlen.plan.parameters import Held, total
 from megatron_eqlen.plan.trainer import MAIN_WEIGHT, MOMENTS, Trainer, optimizer_bytes
 from megatron_eqlen.plan.workload import Workload
 from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.types import route_dtype
 
 PROCESS = 6e9
 """A rank without the parts that are counted: Python, PyTorch, vLLM, the data; an allowance."""
@@ -95,7 +96,7 @@ def route_bytes(model: ModelConfig) -> int:
     experts = model.experts
     if experts is None:
         return 0
-    return sum(experts.layers) * experts.num_experts_per_tok * (1 if experts.num_experts <= 256 else 2)
+    return sum(experts.layers) * experts.num_experts_per_tok * route_dtype(experts.num_experts).itemsize
 
 
 def recorded_bytes(recipe: Recipe, model: ModelConfig, work: Workload) -> float:

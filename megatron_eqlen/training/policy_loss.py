@@ -134,8 +134,10 @@ def reduce_metrics(rows: Sequence[RowLoss], group: dist.ProcessGroup | None = No
     totals[LOSS] = totals[POLICY_LOSS] + totals[KL_PENALTY]
     largest = dict(zip(names, peaks.tolist(), strict=True))
     if not totals[TOKENS]:
-        return dict.fromkeys((*totals, *RATIO_QUANTILES), 0.0)
-    quantiles = {name: math.exp(log_ratios.quantile(counts, at)) for name, at in RATIO_QUANTILES.items()}
+        return dict.fromkeys((*totals, *(ratio.name for ratio in RATIO_QUANTILES.values())), 0.0)
+    quantiles = {
+        ratio.name: math.exp(log_ratios.quantile(counts, at)) for at, ratio in RATIO_QUANTILES.items()
+    }
     return {name: _merged(name, totals, largest) for name in totals} | quantiles
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCapturer
 
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout import recorder
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.sampling import kind_of
-from megatron_eqlen.types import Prompt, Rollout, Stream, joined
+from megatron_eqlen.types import Prompt, Rollout, Stream, joined, route_dtype
 from tests.engine.test_rollout_vllm import Killed, mortal
 from tests.kit.rollout_kit import DTYPES, EOS, folder, open_engine
 from tests.pure.test_rollout_harvest import make_recipe
@@ -105,6 +108,17 @@ def test_recorded_experts_are_those_of_transformers(engine, sampling):
     )
     rollouts = harvested(engine, sampling=sampling, **over)
     check(folder("qwen3_moe"), rollouts, torch.float32, 1e-4)
+
+
+@pytest.mark.parametrize("experts", [8, 256, 257])
+def test_experts_are_written_as_narrow_as_vllm_does(experts):
+    sizes = {"total_num_hidden_layers": 2, "num_experts": experts, "num_experts_per_tok": 4}
+    model = {f"get_{name}": lambda size=size: size for name, size in sizes.items()}
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(**model, hf_text_config=SimpleNamespace(model_type="any")),
+        parallel_config=SimpleNamespace(data_parallel_rank=0, tensor_parallel_size=1),
+    )
+    assert RoutedExpertsCapturer(1, config).output_dtype_name == route_dtype(experts).name
 
 
 def test_routes_do_not_depend_on_what_the_cache_held_or_how_a_prefill_was_cut(engine):
