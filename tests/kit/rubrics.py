@@ -2,10 +2,9 @@
 
 import threading
 
+from tools.benchmarks.tiny_tasks import even_length
 
-def even_length(question: str, response: str, gold: str) -> float:
-    """1 for a response with an even number of characters."""
-    return float(len(response) % 2 == 0)
+__all__ = ["even_length", "even_length_if_odd_gold", "never"]
 
 
 def never(question: str, response: str, gold: str) -> float:

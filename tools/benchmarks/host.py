@@ -33,7 +33,8 @@ from megatron_eqlen.recipe import Recipe, RewardRecipe
 from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.rewards.scoring import Scorer
 from megatron_eqlen.rollout.harvest import harvest
-from megatron_eqlen.rollout.recorder import FILES, INTERVAL, Recorder, read_step, record_grades
+from megatron_eqlen.rollout.record_reader import read_step
+from megatron_eqlen.rollout.recorder import FILES, INTERVAL, Recorder, record_grades
 from megatron_eqlen.sampling.skeleton import skeleton
 from megatron_eqlen.tokenizer import load_tokenizer
 from megatron_eqlen.types import Grade, Prompt, Rollout
