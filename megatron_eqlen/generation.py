@@ -1,4 +1,4 @@
-"""Where a step's scored rollouts come from: an engine, or a run's record.
+"""Where a step's scored rollouts come from: an engine (or a run's record: ``replay``).
 
     prompts ─► harvest (this replica's share) ─► score (skeletons of all replicas', graded) ─► Step.add
 
@@ -32,19 +32,16 @@ from megatron_eqlen.rewards.scoring import reward_metrics
 from megatron_eqlen.rollout.carried import Drawn, open_prompts, recall, take_up
 from megatron_eqlen.rollout.engine import Engine, IdleEngine
 from megatron_eqlen.rollout.harvest import harvest, harvest_seed
-from megatron_eqlen.rollout.recorder import (
-    Recorder,
+from megatron_eqlen.rollout.record_reader import (
     left_files,
     read_left,
     read_prompts,
     read_skeletons,
-    read_step,
-    record_grades,
     remove_journals,
     set_aside_stale,
     step_files,
 )
-from megatron_eqlen.rollout.replayed import check_step, check_steps
+from megatron_eqlen.rollout.recorder import Recorder, record_grades
 from megatron_eqlen.rollout.sync_check import SyncCheck, SyncError
 from megatron_eqlen.session import Session
 from megatron_eqlen.step import Batch, Step
@@ -65,7 +62,7 @@ def suspended_at(data_position: dict[str, Any] | None) -> dict[RolloutKey, Drawn
 
 
 class Rollouts(Protocol):
-    """Where the loop gets its rollouts: a ``Generator``, ``Ahead`` of one, or a ``Replay``."""
+    """Where the loop gets its rollouts: a ``Generator``, ``Ahead`` of one, or a ``replay.Replay``."""
 
     suspended: dict[RolloutKey, Drawn]
     """The rollouts with which the next step goes on (``rollout.carry_over``); the same on every rank."""
@@ -313,61 +310,6 @@ class Generator(InTurn):
 
     def _file(self, step: Step) -> Path:
         return self.streams / step.name / f"rank-{dist.get_rank()}.arrow"
-
-
-class Replay(InTurn):
-    """Rollouts that a run recorded, instead of an engine; each rank reads a share of them."""
-
-    benchmarks: Sequence[BenchmarkRecipe] = ()
-
-    def __init__(self, session: Session, streams: Path) -> None:
-        self.session, self.recipe, self.streams = session, session.recipe, streams
-        self.suspended: dict[RolloutKey, Drawn] = {}
-
-    def prompts(self, step: Step) -> list[Prompt]:
-        """All prompts of the recorded step. Raises ReplayError if the record does not fit the recipe."""
-        if step.batches:
-            return []
-        self._check_step(step.number)
-        return agree(lambda: read_prompts(step_files(self.streams / step.name)))
-
-    def harvest(self, step: Step, prompts: list[Prompt]) -> Batch:
-        with self.session.stage("harvest") as seconds:
-            mine = prompts[dist.get_rank() :: dist.get_world_size()]
-            asked = {prompt.prompt_id for prompt in mine}
-            rollouts = read_step(self.streams / step.name, asked, self.recipe.rollout.keep_routes)
-        return Batch(rollouts, seconds, None, prompts)
-
-    def check(self, first: int) -> None:
-        """Raise ReplayError unless every step from ``first`` on is recorded and the first fits the recipe."""
-        check_steps(self.streams, first, self.recipe.steps)
-        self._check_step(first)
-
-    def _check_step(self, number: int) -> None:
-        folder = self.streams / step_name(number)
-        rollouts = read_skeletons(step_files(folder))
-        check_step(folder, rollouts, self.recipe, self.session.tokenizer.eos_token_ids)
-
-    def score(self, step: Step, harvested: Batch) -> Batch:
-        """Grade only the responses without a recorded grade."""
-        with self.session.stage("score", self.recipe.reward.step_timeout) as seconds:
-            graded = self.session.scorer.score(harvested.rollouts, self.recipe.reward.step_timeout)
-            everyone = shared(harvested.rollouts, harvested.prompts)
-            seconds |= at_once(gather([graded]))
-        return select(Batch(everyone, harvested.metrics | seconds, None), step, self.session)
-
-    def sleep(self) -> None: ...
-
-    def update_weights(self, policy: Policy) -> Metrics:
-        return {}
-
-    def disagreement(self, mismatch: float | None) -> str | None:
-        """None: recorded tokens may come from any weights."""
-
-    def evaluate(self, benchmark: BenchmarkRecipe) -> EvaluationResult:
-        raise AssertionError("a replay has no benchmarks")
-
-    def go_to(self, data_position: dict[str, Any] | None) -> None: ...
 
 
 def select(scored: Batch, step: Step, session: Session) -> Batch:

@@ -19,9 +19,10 @@ from pathlib import Path
 
 from megatron_eqlen.ahead import Ahead
 from megatron_eqlen.files import write_text
-from megatron_eqlen.generation import Generator, Replay, Rollouts
+from megatron_eqlen.generation import Generator, Rollouts
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe_load import dump
+from megatron_eqlen.replay import Replay
 from megatron_eqlen.run import Run, evaluate
 from megatron_eqlen.session import Session
 from megatron_eqlen.step import Step

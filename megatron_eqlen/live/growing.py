@@ -20,7 +20,8 @@ from megatron_eqlen.report.rollouts import RolloutView, Unknown, open_segment, v
 from megatron_eqlen.rollout import journal
 from megatron_eqlen.rollout.arrow_log import batches, pieces, placed
 from megatron_eqlen.rollout.record_format import END, PROMPT, SEGMENTS
-from megatron_eqlen.rollout.recorder import JOURNALS, SUSPENDED, step_files
+from megatron_eqlen.rollout.record_reader import step_files
+from megatron_eqlen.rollout.recorder import JOURNALS, SUSPENDED
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.kind import Harvester
 from megatron_eqlen.sampling.picture import Placed, count

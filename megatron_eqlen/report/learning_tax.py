@@ -15,7 +15,7 @@ from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.report.paper_tables import METHOD
 from megatron_eqlen.report.run_groups import BASE, Group
 from megatron_eqlen.report.tables import Column
-from megatron_eqlen.rollout.recorder import read_step
+from megatron_eqlen.rollout.record_reader import read_step
 
 STEPS = 8
 """Of a run that are read, evenly spread."""

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.report.rollouts import Decode, RolloutView, Training, view
-from megatron_eqlen.rollout.recorder import GRADE_FILES, fill_token_ids, read_skeletons, step_files
+from megatron_eqlen.rollout.record_reader import fill_token_ids, read_skeletons, step_files
+from megatron_eqlen.rollout.recorder import GRADE_FILES
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.sampling.picture import Placed
 from megatron_eqlen.tokenizer import load_tokenizer

@@ -11,7 +11,8 @@ from megatron_eqlen.objectives.build import weighted_units
 from megatron_eqlen.objectives.dynamic_sampling import trained
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe_load import load
-from megatron_eqlen.rollout.recorder import FILES, step_files
+from megatron_eqlen.rollout.record_reader import step_files
+from megatron_eqlen.rollout.recorder import FILES
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.sampling.picture import Placed
 from megatron_eqlen.types import Rollout, Segment, TokenIds

@@ -23,7 +23,7 @@ from megatron_eqlen.report.rollouts import (
     recorded_steps,
     view,
 )
-from megatron_eqlen.rollout.recorder import fill_token_ids, read_skeletons
+from megatron_eqlen.rollout.record_reader import fill_token_ids, read_skeletons
 from megatron_eqlen.tokenizer import load_tokenizer
 from megatron_eqlen.types import WorstToken
 

@@ -19,7 +19,8 @@ from megatron_eqlen.files import step_name
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout import journal
 from megatron_eqlen.rollout.harvest import harvest_seed
-from megatron_eqlen.rollout.recorder import SUSPENDED, read_step
+from megatron_eqlen.rollout.record_reader import read_step
+from megatron_eqlen.rollout.recorder import SUSPENDED
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.sampling.record import Part
 from megatron_eqlen.sampling.track import rollout_of

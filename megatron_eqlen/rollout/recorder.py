@@ -1,4 +1,5 @@
-"""A step's rollouts on disk, written by a thread of its own while they are harvested.
+"""A step's rollouts on disk, written by a thread of its own while they are harvested (``record_reader`` reads
+them).
 
     step-00000012/rank-0.arrow            what a rank recorded: complete rollouts (``record_format``)
     step-00000012/rank-0-2.arrow          of the rank's next attempt at the step, or next batch of prompts
@@ -11,56 +12,30 @@ A process killed at any moment loses what was not yet written: at most ``INTERVA
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from types import MappingProxyType
 
 import pyarrow as pa
 
 from megatron_eqlen.files import replaced, unused
 from megatron_eqlen.rollout import journal
-from megatron_eqlen.rollout.arrow_log import (
-    OLD_VERSION,
-    ArrowLog,
-    batches,
-    check_version,
-    other_version,
-    placed,
-    values,
-)
+from megatron_eqlen.rollout.arrow_log import ArrowLog
 from megatron_eqlen.rollout.journal import Journal, News
 from megatron_eqlen.rollout.record_format import (
-    END,
     GRADES,
-    PROMPT,
     SEGMENTS,
-    SKELETON,
-    Assembly,
     Row,
-    from_batch,
     grade_rows,
-    grades_of,
     portions,
     prompt_row,
     rollout_rows,
     to_batch,
 )
-from megatron_eqlen.sampling.track import Track, rollout_of
-from megatron_eqlen.types import (
-    Grade,
-    Prompt,
-    Rollout,
-    RolloutKey,
-    Routes,
-    Segment,
-    rollout_key,
-    training_order,
-)
+from megatron_eqlen.sampling.track import Track
+from megatron_eqlen.types import Rollout
 
 FILES = "rank-*.arrow"
 """In a step's folder."""
@@ -72,11 +47,6 @@ OLD_FILES = "rank-*.jsonl"
 
 INTERVAL = 2.0
 """Seconds between two looks at the tracks of a harvest."""
-
-RowKey = tuple[str, int | None]
-"""(prompt_id, index of the rollout), or None for the prompt itself."""
-
-logger = logging.getLogger(__name__)
 
 
 class Recorder:
@@ -210,242 +180,3 @@ def record_grades(path: Path, graded: Iterable[Rollout]) -> None:
         options = pa.ipc.IpcWriteOptions(compression="zstd")
         with pa.ipc.new_file(str(partial), GRADES, options=options) as file:
             file.write_table(pa.Table.from_pylist(rows, GRADES))
-
-
-def read_dump(path: str | Path) -> list[Rollout]:
-    """The rollouts of a file with the grades beside it, in the order in which they were completed.
-
-    A torn end is dropped with a warning. Raises ValueError, naming the file, where it is damaged, is no
-    record of rollouts, or is of another version of the format.
-    """
-    path = Path(path)
-    return list(_assembled([path]).rollouts.values())
-
-
-def read_step(
-    folder: Path, prompt_ids: Collection[str] | None = None, with_routes: bool = True
-) -> list[Rollout]:
-    """The rollouts of a step's folder, whichever ranks recorded them, in training order; each once.
-
-    ``prompt_ids``: only theirs. Files that hold none of them are not read. Without ``with_routes`` they have
-    none, whatever is recorded.
-    """
-    files = _naming(step_files(folder), prompt_ids)
-    return _in_training_order(_assembled(files, prompt_ids=prompt_ids, with_routes=with_routes))
-
-
-def read_skeletons(files: Sequence[Path]) -> list[Rollout]:
-    """The rollouts of some of a step's files without arrays: lengths, grades and finish reasons, as
-    ``read_step``. It costs what their number costs, not their tokens: checksums are not looked at. Prompts
-    have neither tokens nor golds."""
-    return _in_training_order(_assembled(files, SKELETON))
-
-
-def read_prompts(files: Sequence[Path]) -> list[Prompt]:
-    """The whole prompts of some of a step's files, in the order in which they were drawn."""
-    assembly, columns = Assembly(), (*SKELETON, "token_ids", "gold")
-    for path in files:
-        named: set[RowKey] = {(name, None) for name in values(path, SEGMENTS, "prompt_id")}
-        for batch in batches(path, SEGMENTS, columns, _places(path, named)):
-            for row in from_batch(batch):
-                if row["role"] == PROMPT:
-                    assembly.take(row)
-    return sorted(assembly.prompts.values(), key=lambda prompt: prompt.number)
-
-
-def fill_token_ids(skeletons: Sequence[Rollout], files: Sequence[Path]) -> None:
-    """Read the token ids of some of the rollouts that ``read_skeletons`` found in ``files``."""
-    rows: set[RowKey] = {row for one in skeletons for row in (rollout_key(one), (one.prompt_id, None))}
-    whole = _assembled(files, (*SKELETON, "token_ids"), rows).rollouts
-    for skeleton in skeletons:
-        segments = zip(skeleton.segments(), whole[rollout_key(skeleton)].segments(), strict=True)
-        for segment, found in segments:
-            segment.token_ids = found.token_ids
-
-
-@dataclass
-class Left:
-    """What earlier attempts at a step have recorded of some prompts."""
-
-    rollouts: list[Rollout] = field(default_factory=list)
-    """Complete, in training order."""
-    tracks: dict[str, Segment] = field(default_factory=dict)
-    """Tokens of unfinished ones, by ``Track.name``."""
-    generated_tokens: int = 0
-    """Of all these: they count towards ``rollout.tokens_per_step``."""
-    prompt_routes: dict[RolloutKey, Routes] = field(default_factory=dict)
-    """Of unfinished ones."""
-
-
-def read_left(files: Sequence[Path], prompt_ids: Collection[str], with_routes: bool = False) -> Left:
-    """What ``left_files`` hold of ``prompt_ids``. ``with_routes``: tokens without routes (the attempt kept
-    none, or ``rollout.record_routes`` is off) are left out, and generated again."""
-    recorded = [path for path in files if not _is_journal(path)]
-    assembly = _assembled(_naming(recorded, prompt_ids), prompt_ids=prompt_ids, with_routes=with_routes)
-    journaled = journal.read_journals(filter(_is_journal, files), prompt_ids)
-    tracks = journaled.tracks
-    if with_routes:
-        for key in [key for key, rollout in assembly.rollouts.items() if not has_routes(rollout)]:
-            del assembly.rollouts[key]
-        tracks = {
-            name: known
-            for name, known in tracks.items()
-            if known.routes is not None and rollout_of(name) in journaled.prompt_routes
-        }
-    tracks = {name: known for name, known in tracks.items() if rollout_of(name) not in assembly.rollouts}
-    generated = sum(assembly.generated_tokens[key] for key in assembly.rollouts)
-    generated += sum(map(len, tracks.values()))
-    return Left(_in_training_order(assembly), tracks, generated, journaled.prompt_routes)
-
-
-def has_routes(rollout: Rollout) -> bool:
-    """Whether all its tokens have routes, and its prompt if there are any."""
-    routes = [one.routes for one in rollout.segments() if len(one)]
-    return not routes or all(one is not None for one in (rollout.prompt_routes, *routes))
-
-
-def left_files(folder: Path) -> list[Path]:
-    """A step's files of rollouts and its journals."""
-    return step_files(folder) + _in_order(folder.glob(JOURNALS))
-
-
-def remove_journals(files: Iterable[Path], prompt_ids: Collection[str]) -> None:
-    """Remove the journals among ``files`` that hold no others' than ``prompt_ids``', whose rollouts are
-    complete."""
-    for path in filter(_is_journal, files):
-        if journal.prompts_of(path).issubset(prompt_ids):
-            path.unlink(missing_ok=True)
-
-
-def set_aside_stale(
-    folder: Path, oldest: int, newest: float, carried: Mapping[RolloutKey, int] = MappingProxyType({})
-) -> None:
-    """Rename a step's record, and those of the steps after it, if weights of other versions than ``oldest``
-    to ``newest`` generated any of it. What it ``carried`` from earlier steps may have tokens that are as old
-    as is said there.
-
-    So it is where a run has gone back to a checkpoint, and an update that was skipped before was taken now.
-    """
-    files = left_files(folder)
-    found = {version for path in files for version in _versions(path, oldest, carried)}
-    if any(not oldest <= version <= newest for version in found):
-        later = [one for one in sorted(folder.parent.glob("step-*")) if one.name > folder.name]
-        aside, *_ = [one.rename(unused(one.with_name(f"stale-{one.name}"))) for one in (folder, *later)]
-        logger.warning(
-            "%s: generated with policy version %s, but this run is at %d: set aside as %s",
-            folder,
-            ", ".join(map(str, sorted(found))),
-            oldest,
-            aside.name,
-        )
-
-
-def _versions(path: Path, oldest: int, carried: Mapping[RolloutKey, int]) -> set[int]:
-    """Of the rollouts that a file holds and of their tokens, less those before ``oldest`` that are
-    ``carried``."""
-    if _is_journal(path):  # of this step alone
-        return values(path, journal.SCHEMA, "policy_version")
-    found = values(path, SEGMENTS, "policy_version") - {None}  # prompts have none
-    for batch in batches(path, SEGMENTS, ["prompt_id", "index", "versions"]):
-        for prompt_id, index, runs in zip(*(column.to_pylist() for column in batch.columns), strict=True):
-            allowed = range(carried.get((prompt_id, index), oldest), oldest)
-            found |= {version for version in (runs or ())[1::2] if version not in allowed}
-    return found
-
-
-def step_files(folder: Path) -> list[Path]:
-    """A step's recorded files. Raises ValueError where they are of an older version."""
-    if old := sorted(folder.glob(OLD_FILES)):
-        raise other_version(old[0], OLD_VERSION)
-    return _in_order(folder.glob(FILES))
-
-
-def _is_journal(path: Path) -> bool:
-    return path.name.startswith(journal.PREFIX)
-
-
-def _in_order(files: Iterable[Path]) -> list[Path]:
-    """``rank-0``, ``rank-1``, ``rank-0-2``: first attempts first."""
-    return sorted(files, key=lambda path: (len(path.name), path.name))
-
-
-def read_grades(folder: Path) -> dict[tuple[str, int, int], Grade]:
-    """All grades of a step's folder, by prompt_id, index and number of the segment."""
-    grades: dict[tuple[str, int, int], Grade] = {}
-    for path in _in_order(folder.glob(GRADE_FILES)):
-        table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
-        check_version(path, table.schema)
-        grades = grades_of(table.to_pylist()) | grades
-    return grades
-
-
-def read_streams(path: str | Path) -> Iterator[pa.Table]:
-    """Recorded segments for a notebook: a table for each file of ``path``, which is a file, a step's folder
-    or a run's ``streams/`` folder.
-
-    Columns are those of ``record_format.SEGMENTS`` up to ``mask_counts``, then ``step`` (the folder's name)
-    and ``reward`` and ``verdict``, null where a segment ends no graded response.
-    """
-    path = Path(path)
-    files = (
-        [path]
-        if path.is_file()
-        else [*step_files(path)]
-        or [file for folder in sorted(path.glob("step-*")) for file in step_files(folder)]
-    )
-    for file in files:
-        yield _table(file)
-
-
-def _table(path: Path) -> pa.Table:
-    table = pa.Table.from_batches(list(batches(path, SEGMENTS)), SEGMENTS)
-    roles = table["role"].to_pylist()
-    table = table.filter(pa.array([role not in (PROMPT, END) for role in roles]))
-    table = table.select(SEGMENTS.names[: SEGMENTS.names.index("question")])
-    grades, keys = read_grades(path.parent), ("prompt_id", "index", "number")
-    found = [grades.get(key) for key in zip(*(table[name].to_pylist() for name in keys), strict=True)]
-    for name, column in {
-        "step": [path.parent.name] * len(found),
-        "reward": [grade and grade.reward for grade in found],
-        "verdict": [grade and grade.verdict for grade in found],
-    }.items():
-        table = table.append_column(name, pa.array(column, pa.float64() if name == "reward" else pa.string()))
-    return table
-
-
-def _in_training_order(assembly: Assembly) -> list[Rollout]:
-    return sorted(assembly.rollouts.values(), key=training_order)
-
-
-def _naming(files: Sequence[Path], prompt_ids: Collection[str] | None) -> list[Path]:
-    """The files that hold any of ``prompt_ids``."""
-    if prompt_ids is None:
-        return list(files)
-    return [path for path in files if not values(path, SEGMENTS, "prompt_id").isdisjoint(prompt_ids)]
-
-
-def _assembled(
-    files: Sequence[Path],
-    columns: Sequence[str] | None = None,
-    wanted: set[RowKey] | None = None,
-    prompt_ids: Collection[str] | None = None,
-    with_routes: bool = True,
-) -> Assembly:
-    """What the files of one folder hold: all of it, only the ``wanted`` rows, or those of some prompts."""
-    assembly = Assembly(read_grades(files[0].parent) if files else {}, with_routes=with_routes)
-    for path in files:
-        for batch in batches(path, SEGMENTS, columns, None if wanted is None else _places(path, wanted)):
-            for row in from_batch(batch):
-                asked = prompt_ids is None or row["prompt_id"] in prompt_ids
-                if asked and (wanted is None or (row["prompt_id"], row["index"]) in wanted):
-                    assembly.take(row)
-    return assembly
-
-
-def _places(path: Path, wanted: set[RowKey]) -> list[int]:
-    """Where the batches begin that hold any of the rows."""
-    return [
-        place
-        for place, batch in placed(path, SEGMENTS, ["prompt_id", "index"])
-        if not wanted.isdisjoint(zip(*(column.to_pylist() for column in batch.columns), strict=True))
-    ]

@@ -9,7 +9,8 @@ from pathlib import Path
 from megatron_eqlen.files import step_name
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.rollout.recorder import FILES, has_routes
+from megatron_eqlen.rollout.record_reader import has_routes
+from megatron_eqlen.rollout.recorder import FILES
 from megatron_eqlen.sampling import KINDS, kind_of
 from megatron_eqlen.types import Rollout, rollout_key
 

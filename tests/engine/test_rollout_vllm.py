@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from megatron_eqlen.rollout import recorder
 from megatron_eqlen.rollout.engine import EngineError
 from megatron_eqlen.rollout.harvest import harvest
+from megatron_eqlen.rollout.record_reader import left_files, read_left
 from megatron_eqlen.rollout.vllm.sampler import uniform
 from megatron_eqlen.sampling.track import track_seed
 from megatron_eqlen.types import Prompt
@@ -140,7 +141,7 @@ def test_a_harvest_that_was_killed_goes_on_bit_for_bit(engine, tmp_path, monkeyp
         harvest(engine, prompts, recipe, EOS, seed=3, recorder=killed)
     monkeypatch.undo()
     engine.reset_cache()
-    left = recorder.read_left(recorder.left_files(tmp_path), [prompt.prompt_id for prompt in prompts])
+    left = read_left(left_files(tmp_path), [prompt.prompt_id for prompt in prompts])
     assert len(left.tracks) > 12
     assert left.generated_tokens > 0.5 * whole["harvest/generated_tokens"]
     found, rest = harvest(

@@ -16,6 +16,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedE
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout import recorder
 from megatron_eqlen.rollout.harvest import harvest
+from megatron_eqlen.rollout.record_reader import left_files, read_left, read_step
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.types import Prompt, Rollout, Stream, joined, route_dtype
 from tests.engine.test_rollout_vllm import Killed, mortal
@@ -148,7 +149,7 @@ def test_a_killed_harvest_goes_on_with_the_routes_that_it_had(engine, tmp_path, 
         harvest(engine, PROMPTS, recipe_of(), EOS, seed=3, recorder=killed)
     monkeypatch.undo()
     names = [prompt.prompt_id for prompt in PROMPTS]
-    left = recorder.read_left(recorder.left_files(tmp_path), names, with_routes=True)
+    left = read_left(left_files(tmp_path), names, with_routes=True)
     assert len(left.tracks) > 8
     with recorder.Recorder(tmp_path / "rank-0.arrow") as resumed:
         found, _ = harvest(
@@ -156,7 +157,7 @@ def test_a_killed_harvest_goes_on_with_the_routes_that_it_had(engine, tmp_path, 
             known=left.tracks, generated_before=left.generated_tokens, prompt_routes=left.prompt_routes,
         )  # fmt: skip
     assert found == want
-    assert recorder.read_step(tmp_path) == want
+    assert read_step(tmp_path) == want
 
 
 def test_routes_follow_a_weight_sync_and_the_hybrid_models():

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from megatron_eqlen.live.status import status
 from megatron_eqlen.recipe_load import load
 from megatron_eqlen.report.rollouts import recipe_of
-from megatron_eqlen.rollout.recorder import read_dump, read_step
+from megatron_eqlen.rollout.record_reader import read_dump, read_step
 from tests.kit.jobs import run
 from tests.kit.train_runs import STEPS, column, metrics, train
 

@@ -17,7 +17,7 @@ from megatron_eqlen.files import step_name
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout.engine import EngineError
 from megatron_eqlen.rollout.harvest import harvest, harvest_seed
-from megatron_eqlen.rollout.recorder import read_step
+from megatron_eqlen.rollout.record_reader import read_step
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.step import Step
 from megatron_eqlen.types import Delta, Prompt, Rollout, RolloutKey, rollout_key, sampled_by

@@ -24,15 +24,8 @@ from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout import recorder as recorder_module
 from megatron_eqlen.rollout.carried import CarriedError, Drawn, open_prompts, recall, take_up
 from megatron_eqlen.rollout.harvest import harvest, harvest_seed
-from megatron_eqlen.rollout.recorder import (
-    JOURNALS,
-    Recorder,
-    left_files,
-    read_left,
-    read_step,
-    record_grades,
-    remove_journals,
-)
+from megatron_eqlen.rollout.record_reader import left_files, read_left, read_step, remove_journals
+from megatron_eqlen.rollout.recorder import JOURNALS, Recorder, record_grades
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.sampling.comparison import no_penalty
 from megatron_eqlen.sampling.equal_length.compare import rewards_of, takes_part

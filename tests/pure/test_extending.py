@@ -31,7 +31,8 @@ from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.report.rollouts import Unknown, view
 from megatron_eqlen.rewards.scoring import Scorer
 from megatron_eqlen.rollout.harvest import harvest
-from megatron_eqlen.rollout.recorder import FILES, Recorder, read_step
+from megatron_eqlen.rollout.record_reader import read_step
+from megatron_eqlen.rollout.recorder import FILES, Recorder
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.kind import SamplingKind
 from megatron_eqlen.tokenizer import load_tokenizer

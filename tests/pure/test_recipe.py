@@ -5,7 +5,7 @@ import os
 import pytest
 import yaml
 
-from megatron_eqlen import cli, cores
+from megatron_eqlen import cli, commands, cores
 from megatron_eqlen.objectives.registry import OBJECTIVES, resolve, with_defaults
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.recipe_load import dump, load, parse, read_value
@@ -207,7 +207,7 @@ def test_an_errors_notes_are_printed(capsys, monkeypatch):
         error.add_note("while an answer to prompt q#7 was graded")
         raise error
 
-    monkeypatch.setattr(cli, "_plan", fail)
+    monkeypatch.setattr(commands, "plan", fail)
     assert cli.main(["plan", "recipe"]) == 2
     assert capsys.readouterr().err == (
         "eqlen plan: x is refused (while an answer to prompt q#7 was graded)\n"

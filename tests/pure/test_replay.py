@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_eqlen.rollout import recorder
-from megatron_eqlen.rollout.recorder import read_step
+from megatron_eqlen.rollout.record_reader import read_step
 from megatron_eqlen.rollout.replayed import ReplayError, check_step, check_steps
 from megatron_eqlen.types import Prompt, Rollout
 from tests.kit.report_runs import example_group, example_stream, recipe

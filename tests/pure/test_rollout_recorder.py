@@ -18,8 +18,7 @@ import pytest
 
 from megatron_eqlen.rollout.arrow_log import batches
 from megatron_eqlen.rollout.record_format import BATCH_TOKENS, SEGMENTS
-from megatron_eqlen.rollout.recorder import (
-    Recorder,
+from megatron_eqlen.rollout.record_reader import (
     fill_token_ids,
     has_routes,
     left_files,
@@ -28,11 +27,10 @@ from megatron_eqlen.rollout.recorder import (
     read_skeletons,
     read_step,
     read_streams,
-    record,
-    record_grades,
     set_aside_stale,
     step_files,
 )
+from megatron_eqlen.rollout.recorder import Recorder, record, record_grades
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.types import (
     Delta,

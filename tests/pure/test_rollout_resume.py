@@ -20,15 +20,8 @@ from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout import recorder as recorder_module
 from megatron_eqlen.rollout.arrow_log import ArrowLog
 from megatron_eqlen.rollout.harvest import harvest
-from megatron_eqlen.rollout.recorder import (
-    JOURNALS,
-    Left,
-    Recorder,
-    left_files,
-    read_left,
-    read_step,
-    remove_journals,
-)
+from megatron_eqlen.rollout.record_reader import Left, left_files, read_left, read_step, remove_journals
+from megatron_eqlen.rollout.recorder import JOURNALS, Recorder
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.types import Metrics, Rollout, rollout_key
 from tests.kit.marks import examples
