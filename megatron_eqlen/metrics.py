@@ -123,7 +123,6 @@ HARVEST_FLOPS, TRAIN_FLOPS = "harvest/flops", "train/flops"
 PACKING_CONTEXT = "packing/context"
 STAGES = (
     "harvest", "score", "wait", "trees", "unpark", "train", "park", "sync", "evaluate", "checkpoint",
-    "export",
 )  # fmt: skip
 """The stages of a step, each measured as ``time/NAME``."""
 MEMORY = ("memory/peak/", "memory/reserved/")

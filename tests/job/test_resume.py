@@ -1,6 +1,7 @@
 """Runs that stop, are killed, skip updates or lose a checkpoint, and go on."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -44,6 +45,7 @@ def test_steps_that_train_nothing_are_said_and_skipped_ones_leave_the_checkpoint
     assert "WARNING: step 2 trained nothing: 1 updates were skipped" in said.stdout
     assert "no checkpoint after step 2" in said.stdout
     assert "WARNING: 2 of 3 steps trained nothing" in said.stdout
+    assert re.search(r"\nafter the last step: checkpoint \d+\.\d s, export \d+\.\d s\n", said.stdout)
     warned = [text for _, text in status(home / "idle").warnings]
     assert warned[0].startswith("step 1 trained nothing")
     assert warned[1].startswith("update 1 is skipped")
