@@ -39,7 +39,7 @@ def train(recipe: Recipe, replay: Path | None = None) -> None:
         run = Run(session)
         policy = Policy(recipe)
         run.load(policy)
-        policy.park()  # the engine is built where it will live: in what the trainer leaves free
+        run.park(policy)  # the engine is built where it will live: in what the trainer leaves free
         rollouts = start_rollouts(session, run.folder.streams, replay)
         run.resume(rollouts)
         rollouts.update_weights(policy)
@@ -49,9 +49,9 @@ def train(recipe: Recipe, replay: Path | None = None) -> None:
             step, trees = run.build_trees(step)
             rollouts.sleep()
             step = step.log(run.finish_checkpoint())
-            step = step.log(policy.unpark())
+            step = step.log(run.unpark(policy))
             step = run.update(step, policy, trees)
-            step = step.log(policy.park())
+            step = step.log(run.park(policy))
             run.heed(rollouts.disagreement(policy.mismatch))
             step = step.log(rollouts.update_weights(policy))
             step = run.evaluate_if_due(step, rollouts)

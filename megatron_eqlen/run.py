@@ -194,6 +194,18 @@ class Run:
             self.session.progress.warn(f"step {step.number + 1} trained nothing: {_why_not(step)}")
         return step
 
+    def park(self, policy: Policy) -> Metrics:
+        """Make room for the engine."""
+        with self.session.stage("park") as seconds:
+            freed = policy.park()
+        return freed | seconds
+
+    def unpark(self, policy: Policy) -> Metrics:
+        """Take the room back."""
+        with self.session.stage("unpark") as seconds:
+            policy.unpark()
+        return seconds
+
     def heed(self, disagreement: str | None) -> None:
         """Say that trainer and engine disagree, and end the run after this step where the recipe says so."""
         if disagreement is None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +20,6 @@ from megatron.core import parallel_state
 from megatron_eqlen.hf.cost import pair_cost
 from megatron_eqlen.metrics import (
     PARKED_BYTES,
-    TIME_PARK,
-    TIME_UNPARK,
     TRAIN_GRAD_NORM,
     TRAIN_SKIPPED_UPDATES,
     UPDATES,
@@ -116,17 +113,14 @@ class Policy:
 
     def park(self) -> Metrics:
         """Make room for the engine, as ``rollout.park_trainer`` says. ``weights`` and checkpoints work all
-        the same; ``update`` needs ``unpark``. Returns the time it took and the bytes that it freed."""
-        started, before = time.perf_counter(), sum(self.memory.on_device().values())
+        the same; ``update`` needs ``unpark``. Returns the bytes that it freed."""
+        before = sum(self.memory.on_device().values())
         self.memory.park()
-        freed = before - sum(self.memory.on_device().values())
-        return {TIME_PARK: time.perf_counter() - started, PARKED_BYTES: float(freed)}
+        return {PARKED_BYTES: float(before - sum(self.memory.on_device().values()))}
 
-    def unpark(self) -> Metrics:
-        """Take back what ``park`` gave up, bit for bit; gradients are zeros. Returns the time it took."""
-        started = time.perf_counter()
+    def unpark(self) -> None:
+        """Take back what ``park`` gave up, bit for bit; gradients are zeros."""
         self.memory.unpark()
-        return {TIME_UNPARK: time.perf_counter() - started}
 
     def update(self, minibatches: list[list[TokenTree]]) -> Metrics:
         """Train on the step's trees: one optimizer step for each minibatch, ``loss.epochs`` times over.

@@ -49,6 +49,7 @@ def test_the_run_folder_is_complete(trained):
     assert first.get("checkpoint/bytes") is None
     for record in metrics(trained):
         assert record["memory/peak/train"] > 1e8
+        assert {span["stage"] for span in record["spans"]} >= {"harvest", "unpark", "train", "park", "sync"}
         assert record["train/tokens_per_gpu_second"] > 0
         kinds = [value for name, value in record.items() if name.startswith("train/grad_norm/")]
         assert sum(value**2 for value in kinds) == pytest.approx(record["train/grad_norm"] ** 2, rel=1e-4)

@@ -82,7 +82,7 @@ def recipe() -> Any:
 def test_the_trainer_is_parked_whenever_the_engine_is_awake(calls):
     awake = parked = False
     for call in calls:
-        parked = {"policy.park": True, "policy.unpark": False}.get(call, parked)
+        parked = {"run.park": True, "run.unpark": False}.get(call, parked)
         awake = {"engine.build": True, "engine.update_weights": True, "engine.sleep": False}.get(call, awake)
         assert parked or not awake, call
         if call == "run.update":
@@ -114,5 +114,5 @@ def test_a_checkpoint_is_in_force_before_what_it_is_written_from_changes(calls):
             being_written = True  # ``Run`` waits for the last one itself
         elif call == "run.finish_checkpoint":
             being_written = False
-        assert not (being_written and call in ("policy.unpark", "run.update")), call
+        assert not (being_written and call in ("run.unpark", "run.update")), call
     assert calls.count("run.finish_checkpoint") == STEPS
