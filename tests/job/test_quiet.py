@@ -39,5 +39,5 @@ def test_a_recipe_whose_inputs_are_not_there_yet_says_what_makes_them(tmp_path, 
     assert main(["train", str(ROOT / "recipes/tiny_cpu.yaml"), *dry_run]) == 2
     said = capsys.readouterr().err
     assert "model.path: " in said
-    assert "runs/tiny/base" in said
+    assert "runs/search/base" in said
     assert "tools/quickstart makes what this recipe reads: run it first" in said

@@ -24,7 +24,7 @@ VALUES = {
     "equal_length.suffix_reward": ["max", "mean"],
     "loss.kl_coef": ["0.002", "0.0", "0"],
     "optimizer.lr": ["3e-4", "1e-3"],
-    "model.path": ["runs/tiny/base", "a/b", "a_b", '"8"', "a,seed=7"],
+    "model.path": ["runs/search/base", "a/b", "a_b", '"8"', "a,seed=7"],
     "data.sources.0.path": ["x", "y"],
     "reward.rubric": ["null", '"null"', "m:f"],
     "rollout.keep_sampling_mask": ["false"],

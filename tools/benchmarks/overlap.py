@@ -6,7 +6,7 @@ the end of its last. With several ``--seeds``, means have 95% intervals over the
 differences to the first kind are paired by seed.
 
 ``--task even`` is a random model with a reward for responses of even length: for speeds. ``--task
-arithmetic`` is the quickstart's model, which a warm-up has brought half the way, so that rewards can rise:
+arithmetic`` is a model of chains of sums, which a warm-up has brought half the way, so that rewards can rise:
 accuracy on held-out questions, too. ``--recipe`` runs another one, whose inputs must be there. ``--set``
 changes keys of any: ``loss.epochs=2`` makes training longer against generation, say.
 

@@ -46,7 +46,7 @@ report: {{keep_streams: 1}}
 
 
 def half_warmed(home: Path) -> Path:
-    """The quickstart's recipe, for its model and data, which it makes."""
+    """The quickstart's recipe, for a model of chains of sums and its data, which it makes."""
     make("make_arithmetic.py", "--out", home / "data")
     make("make_tiny_model.py", "--data", home / "data/train.parquet", "--out", home / "base")
     write_text(
@@ -57,6 +57,7 @@ name: overlap
 model: {{path: {home}/base}}
 data:
   sources: [{{name: arithmetic, reader: deepmath, path: {home}/data/train.parquet}}]
+rollout: {{max_response_length: 192}}
 loss: {{rollout_is: token}}
 checkpoint: {{every: 1000}}
 report: {{keep_streams: 1}}
