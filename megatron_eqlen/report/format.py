@@ -27,6 +27,7 @@ ROLLOUT_SPEED = (HARVEST_TOKENS_PER_SECOND,)
 TRAINING_SPEED = (TRAIN_TOKENS_PER_SECOND,)
 
 
+SCALES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 MOST_TEXT = 1500
 """Characters of a segment on a page."""
 
@@ -44,7 +45,8 @@ def compact(value: float | None) -> str:
     if not math.isfinite(value):
         return str(value)
     if size >= 1e4:
-        return f"{value / 1e6:.3g}M" if size >= 1e6 else f"{value / 1e3:.3g}k"
+        scale, unit = next(one for one in SCALES if size >= one[0])
+        return f"{value / scale:.3g}{unit}"
     if 0 < size < 1e-3:
         return f"{value:.1e}"
     if float(value).is_integer() or size >= 100:

@@ -29,7 +29,7 @@ ABOUT_DIFFERENCE = (
     "Points above {}: mean [95% t interval, paired over seeds, problems held fixed] / the smallest "
     "difference that as many seeds would have shown in 80% of experiments."
 )
-ABOUT_BANDS = "lines are means over a method's seeds, bands reach from the lowest seed to the highest."
+ABOUT_BANDS = "Lines are means over a method's seeds, bands reach from the lowest seed to the highest."
 START, END = "<!-- tables of a sweep -->", "<!-- end of the tables -->"
 """Lines of a document between which it has the tables."""
 FIGURES, PICTURES = "figures-", "pictures"
@@ -125,7 +125,7 @@ def write(plan: Plan) -> list[Path]:
     write_text(folder / "index.html", _page(plan, found, made, models))
     for model, charts in models.items():
         axis = plan.sweep.match if plan.sweep.match in charts else "steps"
-        title = f"{plan.sweep.called(model)}, over {UNITS[axis]}: {ABOUT_BANDS}"
+        title = f"{plan.sweep.called(model)}, over {UNITS[axis]}"
         paths.append(folder / f"{FIGURES}{model}.svg")
         write_text(paths[-1], sheet(title, charts[axis]))
     return paths
@@ -147,7 +147,7 @@ def write_into(document: Path, sweep: Path) -> None:
     for sheet_file in sorted(sweep.glob(f"{FIGURES}*.svg")):
         picture = f"{PICTURES}/{sweep.name}_{sheet_file.name}"
         write_text(document.parent / picture, sheet_file.read_text(encoding="utf-8"))
-        made += f"\n![Figures of {sweep.name}]({picture})\n"
+        made += f"\n![Figures of {sweep.name}]({picture})\n\n{ABOUT_BANDS}\n"
     write_text(document, f"{head}{START}\n{made}{END}{tail}")
 
 

@@ -20,7 +20,7 @@ from megatron_eqlen.report.figures import MEASURES, Curves, oscillation, over_se
 from megatron_eqlen.report.tables import Table, latex
 from megatron_eqlen.sweep import command
 from megatron_eqlen.sweep.cells import Plan
-from megatron_eqlen.sweep.results import END, START, write_into
+from megatron_eqlen.sweep.results import ABOUT_BANDS, END, START, write_into
 from tests.kit.sweeps import leave_a_run, write_sweep
 
 METHODS = ("eqlen", "grpo", "mean")
@@ -141,9 +141,8 @@ def test_tables_go_into_a_document_between_its_lines(plan, tmp_path):
         )
         made = (plan.sweep.path / "tables.md").read_text()
         picture = "pictures/runs_figures-tiny.svg"
-        assert document.read_text() == (
-            f"before\n{START}\n{made}\n![Figures of runs]({picture})\n{END}\nafter\n"
-        )
+        image = f"![Figures of runs]({picture})"
+        assert document.read_text() == (f"before\n{START}\n{made}\n{image}\n\n{ABOUT_BANDS}\n{END}\nafter\n")
     svg = "{http://www.w3.org/2000/svg}"
     drawn = ElementTree.parse(tmp_path / picture).getroot()
     said = {element.text for element in drawn.iter(f"{svg}text")}
