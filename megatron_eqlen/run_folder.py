@@ -83,8 +83,7 @@ class RunFolder:
         evaluated = self.evaluation("after").exists() or not recipe.evaluation.benchmarks
         if not (evaluated and self.export.exists() and self.report.exists()):
             return False
-        last = read_metrics(self.path)[-1]
-        return recipe.budget.ended_by(spent(last["step"], last)) is not None
+        return any(recipe.budget.ended_by(spent(last["step"], last)) for last in read_metrics(self.path)[-1:])
 
     def remove_old_streams(self, recipe: Recipe, saved: int) -> None:
         """Remove what was recorded of steps that ``report.keep_streams`` does not name; steps after the

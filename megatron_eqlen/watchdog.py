@@ -270,7 +270,7 @@ class Watchdog:
 
 def remove_quiet(folder: Path) -> None:
     """Remove what tries that did not hang have left under ``folder``: they were killed."""
-    for one in folder.glob("*"):
+    for one in filter(Path.is_dir, folder.glob("*")):
         if not any(file.stat().st_size for file in one.iterdir()):
             for file in one.iterdir():
                 file.unlink()

@@ -83,8 +83,11 @@ class Speed:
 
 
 def gpu_named(device: str | None) -> Gpu | None:
-    """The GPU that calls itself ``NVIDIA H100 80GB HBM3``, say; None for one that is not known."""
-    return next((gpu for gpu in GPUS if device and gpu.name in device and "PCIe" not in device), None)
+    """The GPU that calls itself ``NVIDIA H100 80GB HBM3``, say; None for one that is not known, and for
+    slower cards of the same name (``NVIDIA H100 PCIe``, ``NVIDIA H100 NVL``)."""
+    if not device or any(card in device.upper() for card in ("PCIE", "NVL")):
+        return None
+    return next((gpu for gpu in GPUS if gpu.name in device), None)
 
 
 def speeds(recipe: Recipe, model: ModelConfig, work: Workload) -> list[Speed]:

@@ -72,6 +72,8 @@ def test_the_page_and_the_folder_know_the_end(tmp_path):
         page = write_page(folder).read_text()
         assert ("(ended by gpu_hours)" in page) == ended
         assert RunFolder(run).ended(run) == ended
+    (folder / "metrics.jsonl").unlink()
+    assert not RunFolder(run).ended(run), "nothing says that it has"
 
 
 def test_what_is_left_is_estimated_by_the_nearer_limit():

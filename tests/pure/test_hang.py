@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_eqlen import hang
 from megatron_eqlen.training.flight_recorder import of_entries
+from megatron_eqlen.watchdog import remove_quiet
 
 
 def group(entered: int | None, waits: bool, name="0", ranks=(0, 1), operation="gloo:all_reduce") -> dict:
@@ -107,3 +108,11 @@ def test_the_index_has_the_cause_and_a_line_for_every_rank(tmp_path):
         "rank 2",
     ]
     assert "waits in gloo:all_reduce number 17 of group0" in lines[2]
+
+
+def test_what_killed_tries_left_is_removed_and_nothing_else(tmp_path):
+    for name, text in (("killed/rank-0.txt", ""), ("hung/rank-0.txt", "stacks"), ("notes.txt", "")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    remove_quiet(tmp_path)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["hung", "notes.txt"]
