@@ -48,11 +48,11 @@ def are_gone(pids: Iterable[int]) -> Callable[[], bool]:
     return lambda: not set(pids) & running().keys()
 
 
-def within(seconds: float, happened: Callable[[], bool]) -> bool:
-    """Whether it comes true in time."""
+def within(seconds: float, happened: Callable[[], bool], every: float = 0.05) -> bool:
+    """Whether it comes true in time; asked ``every`` so many seconds."""
     deadline = time.monotonic() + seconds
     while not happened():
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.05)
+        time.sleep(every)
     return True

@@ -170,7 +170,7 @@ class Bed:
         return answers[0]
 
     def wait(self, true: Callable[[], bool], what: str) -> None:
-        assert within(PATIENCE, true), f"{what}: not within {PATIENCE:.0f} s\n{self.logs()}"
+        assert within(PATIENCE, true, every=0.2), f"{what}: not within {PATIENCE:.0f} s\n{self.logs()}"
 
     def wait_for(self, job: str, *states: str) -> None:
         self.wait(lambda: self.state(job) in states, f"job {job} {self.job(job)} is {' or '.join(states)}")

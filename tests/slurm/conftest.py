@@ -1,4 +1,4 @@
-"""One SLURM for all tests of a worker; they share its nodes, one after the other."""
+"""One SLURM for all tests of a worker."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.slurm.bed import Bed, missing
 def cluster(tmp_path_factory):
     if reason := missing():
         pytest.skip(reason)
-    with Bed(tmp_path_factory.mktemp("slurm") / "bed", nodes=3) as bed:
+    with Bed(tmp_path_factory.mktemp("slurm") / "bed", nodes=3, cpus=8) as bed:
         yield bed
 
 

@@ -4,6 +4,7 @@ that only counts its steps (``trainer.py``)."""
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,15 +63,19 @@ def _lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def of_train(bed: Bed, folder: Path, options: tuple, faults: dict | None, environment: dict[str, str]) -> Job:
+    """A run that is submitted from ``folder``."""
+    run = folder / "run"
+    arguments = ("--nodes=2", *options, SCRIPT, run)
+    return Job(bed, run, lambda: bed.submit(*arguments, folder=folder, **ENVIRONMENT | environment), faults)
+
+
 @pytest.fixture
 def submit(bed, tmp_path):
     jobs = []
 
     def submit(*options: str, faults: dict | None = None, **environment: str) -> Job:
-        run = tmp_path / "run"
-        arguments = ("--nodes=2", *options, SCRIPT, run)
-        environment = ENVIRONMENT | environment
-        jobs.append(Job(bed, run, lambda: bed.submit(*arguments, folder=tmp_path, **environment), faults))
+        jobs.append(of_train(bed, tmp_path, options, faults, environment))
         return jobs[-1]
 
     yield submit
@@ -78,52 +83,76 @@ def submit(bed, tmp_path):
         bed.run("scancel", "--full", job.id)
 
 
-def test_before_the_time_limit_it_stops_with_a_checkpoint_and_goes_on_in_a_new_try(submit, bed):
+def submitted(*options: str, faults: dict | None = None, **environment: str) -> Any:
+    """A test whose ``job`` does nothing to the nodes. Jobs mostly wait for SLURM to start them again, so all
+    of these are submitted before the first such test and run side by side."""
+    return pytest.mark.submitted(options, faults, environment)
+
+
+@pytest.fixture(scope="module")
+def side_by_side(request, cluster, tmp_path_factory):
+    """The jobs, by their tests' names."""
+    jobs = {}
+    for item in request.session.items:
+        if item.path == request.path and (mark := item.get_closest_marker("submitted")):
+            jobs[item.name] = of_train(cluster, tmp_path_factory.mktemp("job"), *mark.args)
+    yield jobs
+    for job in jobs.values():
+        cluster.run("scancel", "--full", job.id)
+
+
+@pytest.fixture
+def job(request, side_by_side) -> Job:
+    return side_by_side[request.node.name]
+
+
+@submitted(STEP_SECONDS="2")
+def test_before_the_time_limit_it_stops_with_a_checkpoint_and_goes_on_in_a_new_try(job, cluster):
     """SLURM's signal at the time limit, sent by hand: it goes to the batch script alone."""
-    job = submit()
     job.wait_for_steps(2)
-    bed.run("scancel", "--batch", "--signal=USR1", job.id)
+    cluster.run("scancel", "--batch", "--signal=USR1", job.id)
     job.finished_with(restarts=1)
     assert "stopped-0" in {path.name for path in job.run.iterdir()}
 
 
-def test_a_rank_that_dies_takes_the_others_along_and_the_run_goes_on(submit):
-    job = submit(faults={"0": {"dies_at": 2, "rank": 1}})
-    job.finished_with(restarts=1)
-    assert "not finished (status" in job.log
-
-
-def test_a_failure_at_the_very_end_is_mended_by_another_try(submit):
-    """Its job ends well, so that jobs which depend on it start."""
-    submit("--nodes=1", faults={"0": {"dies_at": STEPS}}, STEP_SECONDS="0").finished_with(restarts=1)
-
-
-def test_a_fault_that_does_not_heal_is_given_up(submit, bed):
-    job = submit(faults={"always": {"dies_at": 2}}, MAX_STALLED="2")
-    bed.wait_for(job.id, "FAILED")
-    assert "2 tries took no new step: given up" in job.log
-    assert (job.run / "given_up.txt").read_text() in job.log
-    assert [one["step"] for one in job.metrics] == [1, 2]
-    assert {one["restart"] for one in job.tries} == {0, 1, 2}  # the first took two steps
-
-
-def test_a_task_of_an_array_is_started_again_alone(bed, tmp_path):
+def test_a_task_of_an_array_is_started_again_alone(side_by_side, cluster, tmp_path):
     """As of a sweep: the task that has the array's own number, too."""
     runs = [tmp_path / f"model/method-seed{seed}" for seed in (0, 1)]
     for run in runs:
         run.mkdir(parents=True)
     (runs[1] / "faults.json").write_text(json.dumps({"0": {"dies_at": 2}}))
     options = ("--array=0,1", "--nodes=1", SCRIPT, "--sweep", tmp_path, "model/method")
-    bed.submit(*options, folder=tmp_path, **ENVIRONMENT, STEP_SECONDS="1")
-    bed.wait(lambda: all((run / "export").is_dir() for run in runs), "both runs' ends")
+    cluster.submit(*options, folder=tmp_path, **ENVIRONMENT, STEP_SECONDS="1")
+    cluster.wait(lambda: all((run / "export").is_dir() for run in runs), "both runs' ends")
     assert [len(_lines(run / "tries.jsonl")) for run in runs] == [1, 2]
     for run in runs:
         assert [one["step"] for one in _lines(run / "metrics.jsonl")] == list(range(1, STEPS + 1))
 
 
-def test_restarts_are_counted(submit, bed):
-    job = submit(faults={str(n): {"dies_at": n + 1} for n in range(9)}, MAX_RESTARTS="2")
-    bed.wait_for(job.id, "FAILED")
+@submitted(faults={"0": {"dies_at": 2, "rank": 1}})
+def test_a_rank_that_dies_takes_the_others_along_and_the_run_goes_on(job):
+    job.finished_with(restarts=1)
+    assert "not finished (status" in job.log
+
+
+@submitted("--nodes=1", faults={"0": {"dies_at": STEPS}}, STEP_SECONDS="0")
+def test_a_failure_at_the_very_end_is_mended_by_another_try(job):
+    """Its job ends well, so that jobs which depend on it start."""
+    job.finished_with(restarts=1)
+
+
+@submitted(faults={"always": {"dies_at": 2}}, MAX_STALLED="2")
+def test_a_fault_that_does_not_heal_is_given_up(job, cluster):
+    cluster.wait_for(job.id, "FAILED")
+    assert "2 tries took no new step: given up" in job.log
+    assert (job.run / "given_up.txt").read_text() in job.log
+    assert [one["step"] for one in job.metrics] == [1, 2]
+    assert {one["restart"] for one in job.tries} == {0, 1, 2}  # the first took two steps
+
+
+@submitted(faults={str(n): {"dies_at": n + 1} for n in range(9)}, MAX_RESTARTS="2")
+def test_restarts_are_counted(job, cluster):
+    cluster.wait_for(job.id, "FAILED")
     assert "after 2 restarts: given up" in job.log
 
 
