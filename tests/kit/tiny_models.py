@@ -39,6 +39,12 @@ NEXT: dict[str, Any] = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 8,
 }
+SHORT: dict[str, dict[str, Any]] = {
+    "qwen3": {"num_hidden_layers": 2},
+    "qwen3_moe": {"num_hidden_layers": 2},
+    "qwen3_next": {"num_hidden_layers": 2, "full_attention_interval": 2},
+}
+"""Changes to half as many layers; of Qwen3-Next one of each kind."""
 
 
 def tiny_config(family: str, **changes: Any) -> Qwen3Config | Qwen3MoeConfig | Qwen3NextConfig:

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,20 +64,20 @@ def plain_tensors(*folders: str) -> list[dict[str, torch.Tensor]]:
 
 
 SAME_BUCKETS = {
-    "DP 2 -> DP 1": ("qwen3", 2, {}, 1, {}),
-    "DP 2 -> DP 3": ("qwen3", 2, {}, 3, {}),
-    "TP 2 -> TP 2, DP 2": ("qwen3", 2, {"tensor": 2}, 4, {"tensor": 2}),
+    "DP 2 -> DP 1": ("qwen3-short", 2, {}, 1, {}),
+    "DP 2 -> DP 3": ("qwen3-short", 2, {}, 3, {}),
+    "TP 2 -> TP 2, DP 2": ("qwen3-short", 2, {"tensor": 2}, 4, {"tensor": 2}),
     "overlapped buckets, DP 2 -> DP 1": (
         "qwen3", 2, {"overlap_grad_reduce": True}, 1, {"overlap_grad_reduce": True}
     ),
-    "CP 2 -> DP 1": ("qwen3", 2, {"context": 2}, 1, {}),
-    "DP 2 -> CP 2, DP 2": ("qwen3", 2, {}, 4, {"context": 2}),
-    "DP 1 -> CP 4": ("qwen3", 1, {}, 4, {"context": 4}),
-    "EP 2 -> EP 2, expert DP 2": ("qwen3_moe", 2, {"expert": 2}, 4, {"expert": 2}),
+    "CP 2 -> DP 1": ("qwen3-short", 2, {"context": 2}, 1, {}),
+    "DP 2 -> CP 2, DP 2": ("qwen3-short", 2, {}, 4, {"context": 2}),
+    "DP 1 -> CP 4": ("qwen3-short", 1, {}, 4, {"context": 4}),
+    "EP 2 -> EP 2, expert DP 2": ("qwen3_moe-short", 2, {"expert": 2}, 4, {"expert": 2}),
 }  # fmt: skip
 OTHER_BUCKETS = {
-    "TP 2 -> TP 1": ("qwen3", 2, {"tensor": 2}, 1, {}, "parallel.tensor 2 (now 1)"),
-    "DP 2 -> PP 2": ("qwen3", 2, {}, 2, {"pipeline": 2}, "parallel.pipeline 1 (now 2)"),
+    "TP 2 -> TP 1": ("qwen3-short", 2, {"tensor": 2}, 1, {}, "parallel.tensor 2 (now 1)"),
+    "DP 2 -> PP 2": ("qwen3-short", 2, {}, 2, {"pipeline": 2}, "parallel.pipeline 1 (now 2)"),
     "PP 2 -> VPP 2": (
         "qwen3", 2, {"pipeline": 2}, 2, {"pipeline": 2, "virtual_pipeline": 2},
         "parallel.virtual_pipeline None (now 2)",
@@ -86,33 +87,47 @@ OTHER_BUCKETS = {
         "qwen3", 2, {"pipeline": 2}, 2, {"pipeline": 2, "layers_per_stage": [3, 1]},
         "parallel.layers_per_stage None (now [3, 1])",
     ),
-    "EP 2 -> EP 1": ("qwen3_moe", 2, {"expert": 2}, 1, {}, "parallel.expert 2 (now 1)"),
+    "EP 2 -> EP 1": ("qwen3_moe-short", 2, {"expert": 2}, 1, {}, "parallel.expert 2 (now 1)"),
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def saved(folders, tmp_path_factory) -> Callable[[str, int, dict[str, Any]], tuple[str, str, str]]:
+    """(model, its checkpoint bound to a layout, the same one bound to none) of ranks after two updates; a
+    layout's are written once, and only to be read."""
+    made: dict[str, tuple[str, str, str]] = {}
+
+    def saved(family: str, processes: int, parallel: dict[str, Any]) -> tuple[str, str, str]:
+        if (key := f"{family} {processes} {parallel}") not in made:
+            folder = str(folders / family)
+            bound, plain = (str(tmp_path_factory.mktemp(part)) for part in ("bound", "plain"))
+            saves = ((BOUND, bound), (ANY, plain))
+            run_ranks(processes, carry_on, folder, processes, parallel, "", 2, *saves)
+            made[key] = folder, bound, plain
+        return made[key]
+
+    return saved
+
+
 @pytest.mark.parametrize("name", slow_but({"DP 2 -> DP 3", "CP 2 -> DP 1"}, SAME_BUCKETS))
-def test_a_bound_checkpoint_is_read_by_any_number_of_data_parallel_ranks(folders, tmp_path, name):
-    family, processes, parallel, others, other_parallel = SAME_BUCKETS[name]
-    folder, there = str(folders / family), [str(tmp_path / part) for part in "abc"]
-    saves = ((BOUND, there[0]), (ANY, there[1]))
-    run_ranks(processes, carry_on, folder, processes, parallel, "", 2, *saves)
-    run_ranks(others, carry_on, folder, others, other_parallel, there[0], 0, (ANY, there[2]))
-    expected, found = tensors(*there[1:])
+def test_a_bound_checkpoint_is_read_by_any_number_of_data_parallel_ranks(saved, tmp_path, name):
+    *before, others, other_parallel = SAME_BUCKETS[name]
+    folder, bound, plain = saved(*before)
+    run_ranks(others, carry_on, folder, others, other_parallel, bound, 0, (ANY, str(tmp_path)))
+    expected, found = tensors(plain, str(tmp_path))
     assert expected.keys() == found.keys()
     assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 
 @pytest.mark.parametrize("name", slow_but({"DP 2 -> PP 2"}, OTHER_BUCKETS))
-def test_another_layout_refuses_a_bound_checkpoint_and_reads_the_other_kind(folders, tmp_path, name):
-    family, processes, parallel, others, other_parallel, difference = OTHER_BUCKETS[name]
-    folder, there = str(folders / family), [str(tmp_path / part) for part in "abc"]
-    saves = ((BOUND, there[0]), (ANY, there[1]))
-    run_ranks(processes, carry_on, folder, processes, parallel, "", 2, *saves)
-    for refusal in run_ranks(others, carry_on, folder, others, other_parallel, there[0], 0):
+def test_another_layout_refuses_a_bound_checkpoint_and_reads_the_other_kind(saved, tmp_path, name):
+    *before, others, other_parallel, difference = OTHER_BUCKETS[name]
+    folder, bound, plain = saved(*before)
+    for refusal in run_ranks(others, carry_on, folder, others, other_parallel, bound, 0):
         assert f"step-00000001: was saved with {difference}" in refusal
         assert "resume once as it was with checkpoint.resharding=any" in refusal
-    run_ranks(others, carry_on, folder, others, other_parallel, there[1], 0, (ANY, there[2]))
-    expected, found = tensors(*there[1:])
+    run_ranks(others, carry_on, folder, others, other_parallel, plain, 0, (ANY, str(tmp_path)))
+    expected, found = tensors(plain, str(tmp_path))
     assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 

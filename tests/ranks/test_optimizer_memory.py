@@ -15,11 +15,11 @@ from tests.kit.marks import slow
 from tests.kit.updates import build_policy, layout, one_tree_a_row, recipe_of
 
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "DP 2": ("qwen3", {}),
-    "TP 2": ("qwen3", {"tensor": 2}),
+    "DP 2": ("qwen3-short", {}),
+    "TP 2": ("qwen3-short", {"tensor": 2}),
     "VPP 2": ("qwen3", {"pipeline": 2, "virtual_pipeline": 2}),
-    "EP 2": ("qwen3_moe", {"expert": 2}),
-    "TP 2, DeltaNet": ("qwen3_next", {"tensor": 2}),
+    "EP 2": ("qwen3_moe-short", {"expert": 2}),
+    "TP 2, DeltaNet": ("qwen3_next-short", {"tensor": 2}),
 }
 HOST, DEVICE = {"lr": 1e-3, "offload": True}, {"lr": 1e-3}
 

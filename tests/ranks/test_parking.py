@@ -16,11 +16,11 @@ from tests.kit.updates import build_policy, layout, one_tree_a_row, recipe_of
 
 BFLOAT16 = {"dtype": "bfloat16"}
 LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "TP 2, bfloat16": ("qwen3", "bfloat16", {"tensor": 2}),
+    "TP 2, bfloat16": ("qwen3-short", "bfloat16", {"tensor": 2}),
     "VPP 2, float32": ("qwen3", "float32", {"pipeline": 2, "virtual_pipeline": 2}),
-    "DP 2, float32": ("qwen3", "float32", {}),
+    "DP 2, float32": ("qwen3-short", "float32", {}),
     "DP 2, bfloat16": ("qwen3", "bfloat16", {"overlap_grad_reduce": True}),
-    "EP 2, bfloat16": ("qwen3_moe", "bfloat16", {"expert": 2}),
+    "EP 2, bfloat16": ("qwen3_moe-short", "bfloat16", {"expert": 2}),
 }
 
 

@@ -23,7 +23,7 @@ from megatron_eqlen.training.distributed import start, stop
 from megatron_eqlen.types import Node, TokenTree
 from tests.kit.distributed import run_ranks
 from tests.kit.marks import slow
-from tests.kit.tiny_models import save_tiny
+from tests.kit.tiny_models import SHORT, save_tiny
 from tests.kit.tree_samples import forest, paths
 from tests.kit.tree_training import (
     Trained,
@@ -41,7 +41,7 @@ MODELS = {
     "dense": ("qwen3", {"num_hidden_layers": 2}),
     "delta_net": ("qwen3_next", {"mlp_only_layers": [0, 1, 2, 3]}),
     "moe": ("qwen3_moe", {"num_hidden_layers": 2}),
-    "next": ("qwen3_next", {}),
+    "next": ("qwen3_next", SHORT["qwen3_next"]),
 }
 TOLERANCE = {"dense": 1e-12, "delta_net": 1e-12, "moe": 2e-7, "next": 2e-7}
 BUDGET = 400
