@@ -28,7 +28,7 @@ HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "to
 WITH_SERVERS = tuple(
     f"tests/engine/test_{name}.py" for name in ("ahead_servers", "rollout_held_up", "rollout_server")
 )
-"""They share two vLLM servers, which take 12 CPU-seconds each to start."""
+"""They share two vLLM servers."""
 
 
 class ByFile(LoadScopeScheduling):

@@ -17,7 +17,8 @@ def servers():
     try:
         for workers, port in enumerate(free_ports(2), 1):
             recipe = server_recipe(["http://unknown"], keep_routes=True, tensor_parallel=workers)
-            (_, *command), environ = server_command(recipe, port, "127.0.0.1")
+            (_, _, _, *flags), environ = server_command(recipe, port, "127.0.0.1")
+            command = ("-m", "tests.kit.forked_server", *flags)
             started[f"http://127.0.0.1:{port}"] = jobs.start(*command, **named(), **ENVIRON, **environ)
         for url, process in started.items():
             wait_until_up(url, process)

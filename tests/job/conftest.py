@@ -1,5 +1,6 @@
 """A tiny model with its data and a recipe, and a run of it that has ended: once for all jobs of a worker."""
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,16 +19,23 @@ def home(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def served(home) -> Iterator[list[str]]:
-    """What a recipe needs to use a server that runs, started as a user starts it."""
+def server(home) -> Iterator[tuple[str, subprocess.Popen]]:
+    """The URL of a server that runs, started as a user starts it, and its process."""
     port = str(*servers.free_ports(1))
     module = ["-m", "megatron_eqlen.rollout.vllm.server", home / "recipe.yaml", "--port", port]
-    server = servers.start([sys.executable, *module], {"OMP_NUM_THREADS": "1"}, cwd=ROOT)
+    url = f"http://127.0.0.1:{port}"
+    process = servers.start([sys.executable, *module], {"OMP_NUM_THREADS": "1"}, cwd=ROOT)
     try:
-        servers.wait_until_up(f"http://127.0.0.1:{port}", server)
-        yield ["rollout.engine=server", f"rollout.servers=[http://127.0.0.1:{port}]"]
+        servers.wait_until_up(url, process)
+        yield url, process
     finally:
-        servers.stop(server)
+        servers.stop(process)
+
+
+@pytest.fixture(scope="session")
+def served(server) -> list[str]:
+    """What a recipe needs to use it."""
+    return ["rollout.engine=server", f"rollout.servers=[{server[0]}]"]
 
 
 @pytest.fixture(scope="session")

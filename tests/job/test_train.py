@@ -15,6 +15,7 @@ from megatron_eqlen.recipe_load import load
 from megatron_eqlen.report.rollouts import recipe_of
 from megatron_eqlen.rollout.record_reader import read_dump, read_step
 from tests.kit.jobs import run
+from tests.kit.processes import are_gone, command_line, descendants, within
 from tests.kit.train_runs import STEPS, column, metrics, train
 
 
@@ -142,3 +143,13 @@ def test_another_model_is_evaluated_on_other_questions(home, trained):
     run("-m", "megatron_eqlen.cli", "evaluate", *arguments, *model)
     (result,) = json.loads(out.read_text())
     assert len(result["answers"]) == 2
+
+
+def test_the_engine_of_a_server_that_is_killed_dies_with_it(server):
+    """Comes last: no other test of a worker has the server after it."""
+    _, process = server
+    engine = descendants(process.pid)
+    assert any("EngineCore" in command_line(pid) for pid in engine)
+    process.kill()
+    process.wait()
+    assert within(10, are_gone(engine))
