@@ -72,7 +72,8 @@ class Growing:
             tracks = self._journals.setdefault(path, _Tracks(path))
             tracks.read(complete)
             for name, found in tracks.tokens.items():
-                whole = self._carried.get(name, array("i")) + found
+                before = self._carried.get(name)
+                whole = before + found if before else found  # a copy, and there may be many
                 tokens[name] = max(tokens.get(name, whole), whole, key=len)
         tokens = {name: found for name, found in tokens.items() if rollout_of(name) not in complete}
         keys = list(dict.fromkeys(map(rollout_of, tokens)))
