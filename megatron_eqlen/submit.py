@@ -7,6 +7,7 @@ vLLM servers get nodes of their own. It is kept in the run folder, and ``sbatch`
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -122,5 +123,7 @@ def _sbatch(script: Path) -> str:
             f"sbatch: not found on the PATH; submit where SLURM's commands are (the script is {script})"
         ) from None
     if said.returncode:
-        raise ValueError(f"sbatch refused {script}: {said.stderr.strip()}")
+        no_gpus = re.search("generic resource|gres|gpus", said.stderr, re.IGNORECASE)
+        hint = " (cluster.device=cpu asks for no GPUs)" if no_gpus else ""
+        raise ValueError(f"sbatch refused {script}: {said.stderr.strip()}{hint}")
     return said.stdout.strip().partition(";")[0]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.cuda import nccl
 
 from megatron_eqlen.check.finding import Check, Finding, Place, gigabytes
 from megatron_eqlen.plan.memory import memory
@@ -66,18 +67,21 @@ def gpu_memory(place: Place) -> Finding | None:
 def collectives(place: Place) -> Finding:
     """An all-reduce: NCCL between all GPUs of this machine, without GPUs gloo between two threads."""
     if not torch.cuda.is_available():
-        sums, version, todo = reduced_by_gloo(), "gloo", ""
+        sums, by, todo = reduced_by_gloo(), "gloo", ""
     else:
-        from torch.cuda import nccl
-
-        numbers = [torch.ones(1 << 20, device=f"cuda:{n}") for n in range(torch.cuda.device_count())]
-        nccl.all_reduce(numbers)
-        sums = [float(one.max()) / len(numbers) * 2 for one in numbers]
-        version = f"NCCL {'.'.join(map(str, nccl.version()))} between {len(numbers)} GPUs"
+        sums = reduced_by_nccl()
+        by = f"NCCL {'.'.join(map(str, nccl.version()))} between {len(sums)} GPUs"
         todo = "NCCL_DEBUG=INFO shows the links"
-    if {*sums} != {2.0}:
-        return Finding("failed", f"{version}: a sum of ones is wrong", todo)
-    return Finding("ok", version)
+    if {*sums} != {len(sums)}:
+        return Finding("failed", f"{by}: a sum of {len(sums)} ones is {sums}", todo)
+    return Finding("ok", by)
+
+
+def reduced_by_nccl() -> list[float]:
+    """The sum of a one from each GPU of this machine, as each has it."""
+    ones = [torch.ones(1 << 20, device=f"cuda:{number}") for number in range(torch.cuda.device_count())]
+    nccl.all_reduce(ones)
+    return [float(one.max()) for one in ones]
 
 
 def reduced_by_gloo() -> list[float]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 from megatron_eqlen import packages
 from megatron_eqlen.check.finding import Check, Finding, Place
@@ -48,6 +52,22 @@ def inputs(place: Place) -> Finding | None:
     return Finding("ok", f"{place.recipe.model.path} and the data are there")
 
 
+def container(place: Place) -> Finding | None:
+    """Whether SLURM can start what ``CONTAINER_IMAGE`` names; looked at outside of it, where srun is."""
+    image, srun = os.environ.get("CONTAINER_IMAGE"), shutil.which("srun")
+    if image is None or srun is None:
+        return None
+    said = subprocess.run([srun, "--help"], capture_output=True, text=True, check=False, timeout=30)
+    if "--container-image" not in said.stdout:
+        advice = "NVIDIA's pyxis, or Apptainer (docs/cluster.md)"
+        return Finding("missing", f"srun has no --container-image for CONTAINER_IMAGE={image}", advice)
+    if image.startswith("/") and not Path(image).exists():
+        return Finding(
+            "failed", f"CONTAINER_IMAGE: {image} does not exist", "enroot import (docs/cluster.md)"
+        )
+    return Finding("ok", f"srun starts {image}")
+
+
 def sandbox(place: Place) -> Finding | None:
     """What isolation programs get that models write, tried with programs that attempt to escape."""
     if place.recipe and (place.recipe.reward.sandbox_url or not _graders(place) & (CODE | ANY)):
@@ -87,6 +107,7 @@ CHECKS = [
     *(Check(one.name, partial(package, one)) for one in NEEDED),
     _on_gpus(TRANSFORMER_ENGINE),
     _on_gpus(FLA),
+    Check("container", container),
     Check("inputs", inputs),
     Check("code sandbox", sandbox, needed=_grades_code, in_short=False),
 ]

@@ -137,6 +137,22 @@ def test_fla_is_only_looked_for_where_the_model_has_what_it_computes(large):
     assert software.package(packages.FLA, hybrid) is not None
 
 
+def test_an_image_needs_pyxis_and_must_be_there(anywhere, tmp_path, monkeypatch):
+    image, srun = tmp_path / "eqlen.sqsh", tmp_path / "srun"
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("CONTAINER_IMAGE", str(image))
+    srun.write_text("#!/bin/bash\necho '      --container=PATH   an OCI bundle'\n")
+    srun.chmod(0o755)
+    assert finding(software.container(anywhere)).state == "missing"
+    srun.write_text("#!/bin/bash\necho '      --container-image=[USER@][REGISTRY#]IMAGE[:TAG]|PATH'\n")
+    assert finding(software.container(anywhere)).state == "failed"
+    image.touch()
+    assert finding(software.container(anywhere)).state == "ok"
+    srun.unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert software.container(anywhere) is None, "inside of the image there is no srun"
+
+
 @pytest.mark.parametrize(
     ("isolation", "state"), [((True, True, False), "ok"), ((False, True, True), "missing")]
 )
@@ -209,6 +225,15 @@ def test_why_gloo_fails_is_said(anywhere, no_gpu, monkeypatch):
     monkeypatch.setattr(devices.dist, "ProcessGroupGloo", no_network)
     (one,) = [one for one in CHECKS if one.name == "collectives"]
     assert "Unable to find address for: n1" in finding(look(one, anywhere)).text
+
+
+def test_nccls_sum_is_that_of_all_gpus(anywhere, monkeypatch):
+    gpus(monkeypatch, 8)
+    monkeypatch.setattr(devices.nccl, "version", lambda: (2, 30, 4))
+    monkeypatch.setattr(devices, "reduced_by_nccl", lambda: [8.0] * 8)
+    assert devices.collectives(anywhere) == Finding("ok", "NCCL 2.30.4 between 8 GPUs")
+    monkeypatch.setattr(devices, "reduced_by_nccl", lambda: [8.0] * 7 + [7.0])
+    assert devices.collectives(anywhere).state == "failed"
 
 
 @pytest.mark.gpu

@@ -144,11 +144,18 @@ def test_what_cannot_start_is_refused_before_it_is_submitted(
     assert not (here / "submitted").exists()
 
 
-def test_what_sbatch_refuses_is_said(recipe, here, monkeypatch, capsys):
-    refuses = write(here / "bin/sbatch", "#!/bin/bash\necho 'sbatch: error: invalid partition' >&2; exit 1\n")
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        ("invalid partition", "sbatch: error: invalid partition"),
+        ("Invalid generic resource (gres) specification", "cluster.device=cpu asks for no GPUs"),
+    ],
+)
+def test_what_sbatch_refuses_is_said(recipe, here, monkeypatch, capsys, error, said):
+    refuses = write(here / "bin/sbatch", f"#!/bin/bash\necho 'sbatch: error: {error}' >&2; exit 1\n")
     monkeypatch.setenv("PATH", f"{refuses.parent}:{os.environ['PATH']}")
     assert cli.main(["submit", recipe]) == 2
-    assert "submit.sbatch: sbatch: error: invalid partition" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
 # ---- containers ----------------------------------------------------------------------------------------
@@ -156,12 +163,21 @@ def test_what_sbatch_refuses_is_said(recipe, here, monkeypatch, capsys):
 SRUN = """#!/bin/bash
 printf '%s\\n' "$*" >>{folder}/srun
 while [[ $1 == --* ]]; do shift; done
-PATH={folder}/image exec "$@"
+for SLURMD_NODENAME in ${{NODES:-n1}}; do
+    export SLURMD_NODENAME
+    PATH=${{INSIDE:-{folder}/image}} "$@"
+    status=$?
+done
+exit $status
+"""
+SINFO = """#!/bin/bash
+[[ $* == *--partition=gpu* ]] && echo "$UP"
 """
 SCONTROL = """#!/bin/bash
 case "$1 $2" in
-    "show hostnames") echo n1 ;;
-    "show job") echo " Restarts=0 " ;;
+    "show hostnames") tr , '\\n' <<<"$3" ;;
+    "show job")
+        printf '  %s\\n' " Restarts=0 " "Partition=gpu X=1" "ReqNodeList= ExcNodeList=${{LISTED:-(null)}}" ;;
     *) echo "scontrol $*" ;;
 esac
 """
@@ -177,11 +193,12 @@ esac
 def batch(here: Path, name: str, **environ: str) -> tuple[int, list[str], str]:
     """Run a batch script with an srun that runs commands where there is no scontrol, as in an image; returns
     its status, srun's arguments, and what it printed."""
-    for tool in ("bash", "cat", "sed", "echo"):
-        (here / "image").mkdir(exist_ok=True)
+    (here / "image").mkdir(exist_ok=True)
+    for tool in {"bash", "cat", "sed", "echo"} - {path.name for path in (here / "image").iterdir()}:
         (here / "image" / tool).symlink_to(shutil.which(tool) or "")
     write(here / "bin/srun", SRUN.format(folder=here))
-    write(here / "bin/scontrol", SCONTROL)
+    write(here / "bin/scontrol", SCONTROL.format())
+    write(here / "bin/sinfo", SINFO)
     python = write(here / "python", PYTHON.format(folder=here))
     slurm = {"EQLEN_CHECK": "0", "SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "n1"}
     path = f"{here}/bin:/usr/bin:/bin"
@@ -221,13 +238,56 @@ def test_an_old_try_in_a_container_hides_its_end_from_the_new_one(here):
     assert status == 0
 
 
-def test_a_node_that_is_not_ready_ends_the_try_before_it_trains(here):
-    status, (checked,), said = batch(here, "train.sbatch", EQLEN_CHECK="1")
+@pytest.mark.parametrize(
+    ("nodes", "up", "listed", "left_out"),
+    [
+        ("n1", "n1 alloc\nn2 idle", "", "n1"),
+        ("n1", "n1 alloc\nn2 mixed", "n4", "n1,n4"),
+        ("n1", "n1 alloc\nn2 drained", "", None),
+        ("n1 n2", "n1 alloc\nn2 alloc\nn3 idle\nn4 idle", "", None),
+    ],
+)
+def test_a_node_that_is_not_ready_ends_the_try_and_is_left_out_where_another_is_up(
+    here, nodes, up, listed, left_out
+):
+    """Not where none of several nodes is ready: that is not the nodes' fault."""
+    environ = {"NODES": nodes, "SLURM_NNODES": str(len(nodes.split())), "UP": up, "LISTED": listed}
+    status, (checked,), said = batch(here, "train.sbatch", EQLEN_CHECK="1", **environ)
     assert status == 1
-    assert checked.startswith(
-        f"--label --time=5 {here}/python -m megatron_eqlen.cli check --short recipe.yaml "
-    )
-    assert said.splitlines()[-1] == "scontrol requeue 7"
+    assert f" {here}/python -m megatron_eqlen.cli check --short recipe.yaml " in checked
+    assert "scontrol requeue 7" in said
+    updated = [line for line in said.splitlines() if line.startswith("scontrol update")]
+    assert updated == [f"scontrol update job=7 ExcNodeList={left_out}"] * (left_out is not None)
+
+
+def test_a_job_without_gpus_is_checked_as_one(here):
+    _, (checked, *_), _ = batch(here, "train.sbatch", EQLEN_CHECK="1", PROCESSES_PER_NODE="2")
+    assert checked.endswith("cluster.processes_per_node=2 cluster.device=cpu")
+    (here / "srun").unlink()
+    on_gpus = {"PROCESSES_PER_NODE": "2", "SLURM_GPUS_ON_NODE": "8"}
+    _, (checked, *_), _ = batch(here, "train.sbatch", EQLEN_CHECK="1", **on_gpus)
+    assert checked.endswith("cluster.processes_per_node=8")
+
+
+APPTAINER = """#!/bin/bash
+[ "$1" = exec ] || exit 64
+while [[ $2 == --* ]]; do [ "$2" = --nv ] || shift; shift; done
+echo "$2 $3" >>{folder}/apptainer
+exec {folder}/python "${{@:4}}"
+"""
+
+
+def test_the_documented_command_runs_every_python_in_apptainers_image(here):
+    """With a stand-in for apptainer, whose options it reads."""
+    text = (ROOT / "docs/cluster.md").read_text()
+    lines = text.split("apptainer build ")[1].split("```")[0].splitlines()[1:-1]
+    subprocess.run(["bash", "-ec", "\n".join(lines)], cwd=here, check=True)
+    write(here / "bin/apptainer", APPTAINER.format(folder=here))
+    environ = {"EQLEN_PYTHON": str(here / "eqlen-python"), "INSIDE": f"{here}/bin:/usr/bin:/bin"}
+    status, _, said = batch(here, "train.sbatch", **environ)
+    assert (status, said.splitlines()[-1]) == (17, "scontrol requeue 7")
+    started = (here / "apptainer").read_text().splitlines()
+    assert started == ["/images/eqlen.sif /opt/megatron_eqlen/.venv/bin/python"] * 2, "the plan and the ranks"
 
 
 def test_a_run_that_was_asked_to_stop_is_not_started_again(here):

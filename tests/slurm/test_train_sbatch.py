@@ -210,3 +210,11 @@ def test_a_node_off_the_network_is_replaced_and_comes_back_to_nothing(submit, be
     bed.heal(cut)
     job.finished_with(restarts=1)
     assert [one["restart"] for one in job.metrics] == sorted(one["restart"] for one in job.metrics)
+
+
+def test_a_node_that_is_not_ready_is_left_out_of_the_next_try(submit, bed):
+    job = submit(faults={"unready": ["n1"]}, EQLEN_CHECK="1")
+    job.finished_with(restarts=1)
+    assert {one["node"] for one in job.tries} == {"n2", "n3"}
+    assert bed.job(job.id)["ExcNodeList"] == "n1"
+    assert "left out from now on: n1" in job.log

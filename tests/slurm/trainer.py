@@ -2,7 +2,8 @@
 """Stands in for ``EQLEN_PYTHON`` in ``slurm/train.sbatch``: counts steps, without a model.
 
 ``-m megatron_eqlen.cli plan RUN ...`` prints the run folder, ``sweep FOLDER --cell NAME`` prints a run's,
-``check --short RUN ...`` leaves RUN/checked-NODE.
+``check --short RUN ...`` leaves RUN/checked-NODE, and fails on the nodes of
+faults.json's ``unready``.
 ``-m torch.distributed.run ... train RUN ...`` takes steps, in which the nodes wait for each other and for
 all ``rollout.servers``, and the first writes. ``RECIPE run_dir=RUN`` may stand for RUN.
 RUN/faults.json says what goes wrong in which restart: ``{"1": {"dies_at": 3, "rank": 1}}``. The
@@ -30,9 +31,7 @@ class Node:
         self.run, self.rank = run, int(os.environ["SLURM_PROCID"])
         self.servers = servers
         self.restart = os.environ.get("SLURM_RESTART_COUNT", "0")
-        path = run / "faults.json"
-        faults = json.loads(path.read_text()) if path.exists() else {}
-        self.fault = faults.get(self.restart, faults.get("always", {}))
+        self.fault = faults(run).get(self.restart, faults(run).get("always", {}))
         node = os.environ["SLURMD_NODENAME"]
         self.write("tries.jsonl", {"restart": int(self.restart), "rank": self.rank, "node": node})
 
@@ -78,6 +77,11 @@ class Node:
             file.write(json.dumps(line) + "\n")
 
 
+def faults(run: Path) -> dict:
+    path = run / "faults.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
 def _answers(url: str) -> bool:
     try:
         urllib.request.urlopen(f"{url}/health", timeout=5).close()
@@ -91,8 +95,9 @@ def main() -> int:
     if module == "megatron_eqlen.cli":
         command, *rest = arguments
         if command == "check":
-            (server.run_folder(rest[1:]) / f"checked-{os.environ['SLURMD_NODENAME']}").touch()
-            return 0
+            run, node = server.run_folder(rest[1:]), os.environ["SLURMD_NODENAME"]
+            (run / f"checked-{node}").touch()
+            return int(node in faults(run).get("unready", []))
         print(f"run folder  {server.run_folder(rest)}" if command == "plan" else "/".join([rest[0], rest[2]]))
         return 0
     if module == "megatron_eqlen.rollout.vllm.server":
