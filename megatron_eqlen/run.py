@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_eqlen import failures
@@ -54,7 +55,7 @@ from megatron_eqlen.training import checkpoint, distributed
 from megatron_eqlen.training.agreement import MismatchError
 from megatron_eqlen.training.distributed import agree, gather
 from megatron_eqlen.training.policy import Policy
-from megatron_eqlen.training.profiler import Profiler
+from megatron_eqlen.training.profiler import Profiler, snapshot_when_out_of_memory
 from megatron_eqlen.types import Metrics, TokenTree, WorstToken
 
 
@@ -71,7 +72,9 @@ class Run:
         failures.keep_in(self.folder.path)
         session.watchdog.tells(lambda: {"step": self.begun})
         session.watch(self.folder.hang)
-        self.profiler = Profiler(self.folder.path / "profile", self.recipe.profile)
+        self.profiler = Profiler(self.folder.profile, self.recipe.profile)
+        if self.recipe.profile.out_of_memory:
+            self._watch_memory()
         self.writer: MetricsWriter | None = None
         self.spent = Spent()
         """On the steps that are done."""
@@ -90,6 +93,12 @@ class Run:
         self.stopped_by: str | None = None
         self.worst: str | None = None
         """The token of the newest step about which trainer and engine disagree most, in words."""
+
+    def _watch_memory(self) -> None:
+        if torch.cuda.is_available():
+            self.session.enter(snapshot_when_out_of_memory(self.folder.profile))
+        else:
+            self.session.progress.warn("profile.out_of_memory: true has no effect without a GPU")
 
     # ---- beginning and end --------------------------------------------------------------------------
 
@@ -166,7 +175,7 @@ class Run:
     def begin(self, policy: Policy) -> Step:
         """The next step, still empty."""
         self.begun += 1
-        self.profiler.begin(self.begun)
+        self.profiler.begin(self.begun, policy.chunks)
         return Step(self.begun - 1, policy.version)
 
     def build_trees(self, step: Step) -> tuple[Step, list[list[TokenTree]]]:

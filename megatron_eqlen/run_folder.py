@@ -4,7 +4,7 @@ runs/NAME/METHOD-seedN/     (eqlen-grpo-group_size=8-seed0: with what the comman
     recipe.yaml          the resolved recipe
     metrics.jsonl        one line a step
     state.json           what it does now
-    profile/             traces of steps (recipe: profile.steps)
+    profile/             traces of steps, memory that ran out (recipe: profile)
     tensorboard/
     streams/             step-00000012/rank-0.arrow, grades-rank-0.arrow: every rollout
                          journal-rank-0.arrow: tokens of those that a harvest has not finished
@@ -51,6 +51,7 @@ class RunFolder:
         self.stop = self.path / "STOP"
         self.report = self.path / "report.html"
         self.hang = self.path / "hang"
+        self.profile = self.path / "profile"
         self.hold: Hold | None = None
         """After ``open``."""
 

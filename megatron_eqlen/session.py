@@ -93,7 +93,7 @@ class Session:
         if not alone:
             self.progress.stage(name)
             peak_memory.begin()
-        with marked(name), self.watchdog.stage(name, patience), self.timeline.span(name) as span:
+        with marked(f"stage {name}"), self.watchdog.stage(name, patience), self.timeline.span(name) as span:
             yield measured
         measured[f"time/{name}"] = span.ended - span.began
         if not alone:

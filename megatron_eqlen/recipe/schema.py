@@ -469,12 +469,15 @@ class ReportRecipe(Section):
 
 
 class ProfileRecipe(Section):
-    """Traces of single steps, for Chrome's and Perfetto's viewers, in the run's folder ``profile/``."""
+    """What PyTorch's profilers say, in the run's folder ``profile/``."""
 
     steps: list[PositiveInt] = []
-    """Steps that every rank traces, counted from 1. Such a step is slower."""
+    """Steps that every rank traces, counted from 1, for Chrome's and Perfetto's viewers. They are slower."""
     memory: bool = False
-    """With each allocation and release of memory."""
+    """Traces have each allocation and release of memory."""
+    out_of_memory: bool = False
+    """When a GPU's memory runs out, write a snapshot of it, for pytorch.org/memory_viz. Each allocation takes
+    longer."""
 
 
 class ClusterRecipe(Section):

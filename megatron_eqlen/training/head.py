@@ -23,6 +23,7 @@ from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_a
 from torch import Tensor
 
 from megatron_eqlen.training.logprobs import masked_token_logprobs, token_logprobs
+from megatron_eqlen.training.profiler import marked
 from megatron_eqlen.types import Row
 
 UNIT = 8
@@ -64,6 +65,7 @@ class Head:
         mask = (torch.from_numpy(ids).to(device), torch.from_numpy(counts).to(device))
         return cls(labels, mask, np.append(0, np.cumsum(counts)), temperature, group, chunk)
 
+    @marked("layer head")
     def __call__(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """hidden [n, h], the same on every tensor-parallel rank; weight [V / TP, h] -> [2, n] log-probs and
         entropy, of the distribution that is trained. The entropy has no gradient."""
@@ -101,6 +103,7 @@ class _ChunkedHead(torch.autograd.Function):
         return torch.cat(parts, dim=1)
 
     @staticmethod
+    @marked("layer head, backward")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden, weight = ctx.saved_tensors
         total = ctx.main_grad

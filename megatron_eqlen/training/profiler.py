@@ -1,20 +1,39 @@
-"""Traces of a run's steps by PyTorch's profiler, of every rank: ``profile/step-00000003-rank-0.json.gz``.
+"""What PyTorch can say of a step, of every rank, in the run's folder ``profile/``:
 
-They are in Chrome's format (perfetto.dev, chrome://tracing) and name the stages; so do NVTX ranges on a GPU.
+step-00000003-rank-0.json.gz    a trace in Chrome's format (perfetto.dev, chrome://tracing), which names
+                                stages and kinds of layers; so do NVTX ranges on a GPU
+out-of-memory-rank-0.pickle     what lay in a GPU's memory when it ran out (pytorch.org/memory_viz)
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatron_eqlen.files import step_name
 from megatron_eqlen.recipe import ProfileRecipe
+
+KINDS: dict[type[nn.Module], str] = {
+    Attention: "attention",
+    GatedDeltaNet: "delta net",
+    MoELayer: "experts",
+    MLP: "mlp",
+}
+"""Of a layer's two halves."""
+EVENTS = 100_000
+"""The newest allocations and releases that a snapshot of memory names, with their stacks: some KB each."""
 
 
 class Profiler:
@@ -23,15 +42,17 @@ class Profiler:
     def __init__(self, folder: Path, recipe: ProfileRecipe) -> None:
         self._folder, self._recipe = folder, recipe
         self._profile: profile | None = None
+        self._named = contextlib.ExitStack()
 
-    def begin(self, step: int) -> None:
-        """Before step ``step``, counted from 1."""
+    def begin(self, step: int, chunks: Sequence[nn.Module]) -> None:
+        """Before step ``step``, counted from 1; the layers of ``chunks`` are named in its trace."""
         if step not in self._recipe.steps or self._profile is not None:
             return
         gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
         self._profile = profile(
             activities=[ProfilerActivity.CPU, *gpu], profile_memory=self._recipe.memory, acc_events=True
         )
+        self._named.enter_context(named_layers(chunks))
         self._profile.start()
 
     def end(self, step: int) -> None:
@@ -39,6 +60,7 @@ class Profiler:
         if self._profile is None or step not in self._recipe.steps:
             return
         self._profile.stop()
+        self._named.close()
         self._folder.mkdir(parents=True, exist_ok=True)
         name = f"{step_name(step)}-rank-{dist.get_rank()}.json.gz"
         self._profile.export_chrome_trace(str(self._folder / name))
@@ -46,11 +68,47 @@ class Profiler:
 
 
 @contextlib.contextmanager
-def marked(stage: str) -> Iterator[None]:
-    """What runs inside is ``stage`` in traces."""
-    with record_function(f"stage {stage}"):
+def marked(name: str) -> Iterator[None]:
+    """What runs inside has this name in traces."""
+    with record_function(name):
         if not torch.cuda.is_available():
             yield
             return
-        with torch.cuda.nvtx.range(f"stage {stage}"):
+        with torch.cuda.nvtx.range(name):
             yield
+
+
+@contextlib.contextmanager
+def named_layers(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, the forward pass of each layer's halves is marked by its kind, each time it is computed."""
+    layers = [one for chunk in chunks for one in chunk.modules() if isinstance(one, TransformerLayer)]
+    running: list[contextlib.AbstractContextManager[None]] = []
+    with contextlib.ExitStack() as hooks:
+        for half in (half for layer in layers for half in (layer.self_attention, layer.mlp)):
+            name = next(f"layer {kind}" for cls, kind in KINDS.items() if isinstance(half, cls))
+
+            def enter(*_: Any, name: str = name) -> None:
+                running.append(marked(name))
+                running[-1].__enter__()
+
+            def leave(*_: Any) -> None:
+                running.pop().__exit__(None, None, None)
+
+            hooks.callback(half.register_forward_pre_hook(enter).remove)
+            hooks.callback(half.register_forward_hook(leave, always_call=True).remove)
+        yield
+
+
+@contextlib.contextmanager
+def snapshot_when_out_of_memory(folder: Path) -> Iterator[None]:
+    """If the GPU's memory runs out inside, what lay there and who asked for it is written to ``folder``. Only
+    where there is a GPU."""
+    torch.cuda.memory._record_memory_history(stacks="python", max_entries=EVENTS)
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(folder / f"out-of-memory-rank-{dist.get_rank()}.pickle"))
+        raise
+    finally:
+        torch.cuda.memory._record_memory_history(None)

@@ -1,0 +1,83 @@
+"""What ``profile`` in a recipe writes: traces that name layers, snapshots of a GPU's memory."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_eqlen.packing.pack import plan_rows
+from megatron_eqlen.recipe import ParallelRecipe, ProfileRecipe
+from megatron_eqlen.training import profiler
+from megatron_eqlen.training.distributed import start, stop
+from megatron_eqlen.training.forward import run_rows
+from megatron_eqlen.training.profiler import Profiler, snapshot_when_out_of_memory
+from tests.kit.distributed import run_ranks
+from tests.kit.tree_samples import forest
+from tests.kit.tree_training import build, weighted_sum
+
+
+def traced(folder: Path, out: Path) -> None:
+    """One row of a hybrid model with experts: in step 1 without a trace, in step 2 with one."""
+    parallel = ParallelRecipe()
+    start(parallel, seed=1)
+    model = build(folder, parallel)
+    rows = plan_rows(forest(3), 400, 1, 2).rows(0)[:1]
+    tracer = Profiler(out, ProfileRecipe(steps=[2]))
+    for step in (1, 2, 3):
+        tracer.begin(step, [chunk.module for chunk in model])
+        run_rows(model, rows, 1.0, weighted_sum, train=True, logits_chunk=8)
+        tracer.end(step)
+    stop()
+
+
+def test_a_trace_names_each_layers_kind_once_a_pass(folders, tmp_path):
+    run_ranks(1, traced, folders / "qwen3_next", tmp_path)
+    (file,) = tmp_path.iterdir()
+    assert file.name == "step-00000002-rank-0.json.gz"
+    with gzip.open(file, "rt") as trace:
+        events = json.load(trace)["traceEvents"]
+    names = Counter(event["name"] for event in events if event.get("cat") == "user_annotation")
+    assert {name: count for name, count in names.items() if name.startswith("layer")} == {
+        "layer attention": 1, "layer delta net": 3, "layer experts": 4, "layer head": 1,
+        "layer head, backward": 1,
+    }  # fmt: skip
+
+
+class Memory:
+    """torch.cuda.memory, without a GPU."""
+
+    def __init__(self) -> None:
+        self.recording = False
+
+    def _record_memory_history(self, enabled: str | None = "all", **options: object) -> None:
+        self.recording = enabled is not None
+
+    def _dump_snapshot(self, path: str) -> None:
+        assert self.recording
+        Path(path).touch()
+
+
+@pytest.mark.parametrize(("error", "left"), [(torch.OutOfMemoryError, True), (RuntimeError, False)])
+def test_memory_that_runs_out_leaves_a_snapshot_and_the_error(tmp_path, monkeypatch, error, left):
+    memory = Memory()
+    monkeypatch.setattr(torch.cuda, "memory", memory)
+    monkeypatch.setattr(profiler.dist, "get_rank", lambda: 3)
+    with pytest.raises(error, match="tried to allocate"), snapshot_when_out_of_memory(tmp_path / "profile"):
+        raise error("tried to allocate 2 GiB")
+    assert [path.name for path in tmp_path.glob("*/*")] == ["out-of-memory-rank-3.pickle"] * left
+    assert not memory.recording
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpus_snapshot_holds_what_was_allocated(tmp_path, monkeypatch):
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    with pytest.raises(torch.OutOfMemoryError), snapshot_when_out_of_memory(tmp_path):
+        torch.empty(2**50, device="cuda")
+    assert (tmp_path / "out-of-memory-rank-0.pickle").stat().st_size > 0
