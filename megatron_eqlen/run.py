@@ -43,6 +43,7 @@ from megatron_eqlen.plan.achieved import achieved
 from megatron_eqlen.report.metrics import MetricsWriter, read_metrics
 from megatron_eqlen.report.model_card import write_model_card
 from megatron_eqlen.report.page import write_page
+from megatron_eqlen.report.samples import Samples, samples
 from megatron_eqlen.report.state import StateWriter
 from megatron_eqlen.report.trackers import start_trackers
 from megatron_eqlen.report.worst import find as find_worst
@@ -121,7 +122,7 @@ class Run:
             trackers = start_trackers(self.folder.path, self.steps, self.recipe)
             names = self.recipe.report.metric_names
             self.writer = MetricsWriter(self.folder.path, self.steps, trackers, names)
-            self.session.ends_with(self.writer.close)
+            self.session.enter(self.writer)
         self.session.progress.resume(self.spent)
 
     @property
@@ -271,8 +272,15 @@ class Run:
         metrics = step.metrics | reached | ranks | speed | totals
         spans = timeline.take(now)
         if self.writer is not None:
-            self.writer.write(self.steps, metrics, spans)
+            self.writer.write(self.steps, metrics, spans, self._samples(step))
         self.session.progress.step(self.steps, metrics)
+
+    def _samples(self, step: Step) -> Samples | None:
+        """Of the step's rollouts for trackers, where the recipe says so. On rank 0."""
+        every = self.recipe.report.samples_every
+        if not every or self.steps % every:
+            return None
+        return samples(self.folder.streams / step.name, self.recipe, self.session.tokenizer.decode)
 
     def checkpoint_if_due(self, step: Step, policy: Policy) -> None:
         """Save what the next step starts from: every few steps, at the end, and when asked to stop.

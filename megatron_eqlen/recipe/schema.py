@@ -463,6 +463,12 @@ class ReportRecipe(Section):
     """What trackers call a metric that verl or slime has, too; ``metrics.jsonl`` always has our names."""
     wandb_project: str | None = None
     """Log to this project of Weights & Biases, too, where the package wandb is installed."""
+    mlflow_experiment: str | None = None
+    """Log to this experiment of MLflow, too, where its package is installed, on the server that
+    MLFLOW_TRACKING_URI names."""
+    samples_every: NonNegativeInt = 0
+    """Steps from one table of a few scored rollouts in the trackers to the next: those that the report shows.
+    0: none; what a service gets then are numbers and the recipe alone."""
     keep_streams: Literal["all", "evaluations"] | PositiveInt = "all"
     """Which steps' recorded rollouts stay: of all steps, of those that were evaluated, or of the newest N.
     Others are removed once a checkpoint from after them is saved."""

@@ -13,12 +13,15 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_eqlen.files import write_text
 from megatron_eqlen.report.metric_names import Convention, renamed
 from megatron_eqlen.report.trackers import Tracker
 from megatron_eqlen.types import Metrics
+
+if TYPE_CHECKING:
+    from megatron_eqlen.report.samples import Samples
 
 FILE = "metrics.jsonl"
 SPANS = "spans"
@@ -33,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 class MetricsWriter:
     """Writes into a run folder, and hands the same metrics to ``trackers``, by the names that ``names`` says;
-    rank 0 has one.
+    rank 0 has one. Use as a context: trackers learn whether an error ends the run.
 
     ``step`` is the number of steps that the run has taken: later lines are removed.
     """
@@ -47,21 +50,33 @@ class MetricsWriter:
         _cut_after(folder / FILE, step)
         self.file = open(folder / FILE, "ab", buffering=0)  # noqa: SIM115 (closed by close)
 
-    def write(self, step: int, metrics: Metrics, spans: Sequence[dict[str, Any]] = ()) -> None:
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.close(failed=error is not None)
+
+    def close(self, failed: bool = False) -> None:
+        self.file.close()
+        for tracker in self.trackers:
+            tracker.finish(failed)
+
+    def write(
+        self,
+        step: int,
+        metrics: Metrics,
+        spans: Sequence[dict[str, Any]] = (),
+        samples: Samples | None = None,
+    ) -> None:
         """Append the metrics of ``step`` (counted from 1), and the ``spans`` that ended in it
-        (``timeline.Timeline.take``). Numbers that are not finite become null."""
+        (``timeline.Timeline.take``). Numbers that are not finite become null. ``samples``: for trackers."""
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         record = {"step": step, "time": time.time(), **finite} | ({SPANS: [*spans]} if spans else {})
         line = memoryview(json.dumps(record).encode() + b"\n")
         while line:  # a full disk raises; a signal may shorten a write
             line = line[self.file.write(line) :]
         for tracker in self.trackers:
-            tracker.log(step, renamed(metrics, self.names))
-
-    def close(self) -> None:
-        self.file.close()
-        for tracker in self.trackers:
-            tracker.finish()
+            tracker.log(step, renamed(metrics, self.names), samples)
 
 
 def read_metrics(folder: Path) -> Records:

@@ -137,7 +137,7 @@ class Recorded:
         return [view(rollout, decode, self.training) for rollout in rollouts]
 
     def _teaches(self, rollout: Rollout) -> bool:
-        return any(self.training.of(one)[1] in ("raised", "lowered") for one in rollout.segments())
+        return any(self.training.of(one).role in ("raised", "lowered") for one in rollout.segments())
 
 
 def _slow(rollouts: Sequence[Rollout]) -> Slow:

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megatron_eqlen.objectives.build import weighted_units
 from megatron_eqlen.objectives.dynamic_sampling import trained
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe_load import load
+from megatron_eqlen.report.format import compact, shorten
 from megatron_eqlen.rollout.record_reader import step_files
 from megatron_eqlen.rollout.recorder import FILES
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.sampling.picture import Placed
-from megatron_eqlen.types import Rollout, Segment, TokenIds
+from megatron_eqlen.types import Node, Rollout, Segment, TokenIds
 
 Decode = Callable[[TokenIds], str]
 
@@ -29,6 +30,17 @@ where that is not known."""
 
 CONTEXT_TOKENS = 24
 """Number of tokens before a segment that are shown with it."""
+
+
+class Lesson(NamedTuple):
+    """What training makes of a segment."""
+
+    reward: float | None
+    """That it is compared by, or the grader's; None if it has none (yet)."""
+    advantage: float | None
+    """None: not compared."""
+    role: Role
+    use: Use
 
 
 @dataclass(frozen=True)
@@ -46,11 +58,25 @@ class SegmentView:
     end: str
     """``stop``, ``length`` or ``goes on``."""
     reward: float | None
-    """The reward that it is compared by, or the grader's; None if it has none (yet)."""
+    """This and the next three: ``Lesson``."""
+    advantage: float | None
     role: Role
     use: Use
     verdict: str = ""
     """The grader's verdict and the extracted answer, if the segment ends a response."""
+    versions: tuple[int, ...] = ()
+    """Policy versions of the weights that sampled it, in order; none where that is not known."""
+
+    def facts(self) -> list[str]:
+        """What stands beside its label."""
+        known = {"reward": self.reward, "advantage": self.advantage}
+        return [
+            *(f"{name} {compact(value)}" for name, value in known.items() if value is not None),
+            *([shorten(self.verdict)] if self.verdict else []),
+            self.end,
+            f"{self.length} tokens",
+            *([f"policy version {', '.join(map(str, self.versions))}"] if self.versions else []),
+        ]
 
 
 @dataclass(frozen=True)
@@ -69,6 +95,9 @@ class RolloutView:
     """What is not part of a pair."""
     opened: list[SegmentView] = field(default_factory=list)
     """While it is harvested: what its tracks have that may become any part, the trunk's track first."""
+
+    def all_segments(self) -> list[SegmentView]:
+        return [*(side for pair in self.pairs for side in (pair.a, pair.b)), *self.segments]
 
 
 def recorded_steps(streams: Path) -> Iterator[tuple[str, list[Path]]]:
@@ -110,42 +139,33 @@ class Training:
 
     def __init__(self, rollouts: Sequence[Rollout], recipe: Recipe) -> None:
         self.scored = all(segment.grade for rollout in rollouts for segment, _ in rollout.ended())
-        self.members: dict[int, _Member] = {}
+        self.members: dict[int, Lesson] = {}
         """By the ``id()`` of the segment."""
         if self.scored:
             self._compare(rollouts, recipe)
 
-    def of(self, segment: Segment) -> tuple[float | None, Role, Use]:
-        """(reward, role, use) of a segment."""
-        member = self.members.get(id(segment))
-        if member is not None:
-            return member.reward, member.role, "trained" if member.weight else "skipped"
-        return _own_reward(segment), "plain", "not trained" if self.scored else "not scored"
+    def of(self, segment: Segment) -> Lesson:
+        use = "not trained" if self.scored else "not scored"
+        return self.members.get(id(segment)) or Lesson(_own_reward(segment), None, "plain", use)
 
     def _compare(self, rollouts: Sequence[Rollout], recipe: Recipe) -> None:
         for unit in weighted_units(trained(rollouts, recipe), recipe):
             for segment, node, reward in zip(unit.members, unit.nodes, unit.rewards, strict=True):
-                self.members[id(segment)] = _Member(reward, node.advantage, node.weight)
+                use = "trained" if node.weight else "skipped"
+                self.members[id(segment)] = Lesson(reward, node.advantage, _role(node), use)
 
 
 class Unknown:
     """Used instead of ``Training`` if the recipe is not known."""
 
-    def of(self, segment: Segment) -> tuple[float | None, Role, Use]:
-        return _own_reward(segment), "plain", ""
+    def of(self, segment: Segment) -> Lesson:
+        return Lesson(_own_reward(segment), None, "plain", "")
 
 
-@dataclass(frozen=True)
-class _Member:
-    reward: float
-    advantage: float
-    weight: float
-
-    @property
-    def role(self) -> Role:
-        if not self.weight or not self.advantage:
-            return "equal"
-        return "raised" if self.advantage > 0 else "lowered"
+def _role(node: Node) -> Role:
+    if not node.weight or not node.advantage:
+        return "equal"
+    return "raised" if node.advantage > 0 else "lowered"
 
 
 def view(rollout: Rollout, decode: Decode, training: Training | Unknown) -> RolloutView:
@@ -167,7 +187,6 @@ def view(rollout: Rollout, decode: Decode, training: Training | Unknown) -> Roll
 def _segment(placed: Placed, decode: Decode, training: Training | Unknown) -> SegmentView:
     segment, grade = placed.segment, placed.segment.grade
     answer = "" if grade is None or grade.answer is None else f": {grade.answer}"
-    reward, role, use = training.of(segment)
     return SegmentView(
         label=placed.label,
         before=decode(placed.inherited[-CONTEXT_TOKENS:]),
@@ -175,10 +194,9 @@ def _segment(placed: Placed, decode: Decode, training: Training | Unknown) -> Se
         length=len(segment),
         inherited=len(placed.inherited),
         end=segment.finish_reason or "goes on",
-        reward=reward,
-        role=role,
-        use=use,
+        **training.of(segment)._asdict(),
         verdict="" if grade is None else grade.verdict + answer,
+        versions=tuple(dict.fromkeys(version for _, version in segment.versions)),
     )
 
 

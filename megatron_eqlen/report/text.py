@@ -10,7 +10,6 @@ from rich.text import Text
 
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.report import worst
-from megatron_eqlen.report.format import compact
 from megatron_eqlen.report.rollouts import (
     CONTEXT_TOKENS,
     Decode,
@@ -123,8 +122,7 @@ def _print_pair(console: Console, pair: PairView) -> None:
 
 
 def _print_segment(console: Console, segment: SegmentView, indent: int) -> None:
-    reward = f"reward {compact(segment.reward)}" if segment.reward is not None else ""
-    facts = ", ".join(filter(None, [reward, segment.verdict, segment.end, f"{segment.length} tokens"]))
+    facts = ", ".join(segment.facts())
     use = (f", {segment.use}" if segment.use else "", "bold" if segment.use == "trained" else "dim")
     console.print(
         Text.assemble(" " * indent, (segment.label, f"bold {STYLES[segment.role]}"), "  ", facts, use)

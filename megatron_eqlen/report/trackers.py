@@ -1,21 +1,26 @@
-"""Places that show a run's curves besides its own record: TensorBoard, and wandb where asked.
+"""Places that show a run besides its own record: TensorBoard, and wandb and MLflow where asked.
+
+    MetricsWriter ─► Guarded ─► TensorBoard
+                └──► Background ─► Guarded ─► Wandb, MLflow     a thread each
 
 A tracker is optional: one that fails or hangs is left out, with one warning; it never ends a run.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 import queue
 import threading
-import time
-import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.types import Metrics
+
+if TYPE_CHECKING:
+    from megatron_eqlen.report.samples import Samples  # with all that reads rollouts
 
 LAST_WORDS = 20.0
 """Seconds that a tracker has at a run's end to send what it still has."""
@@ -24,66 +29,33 @@ logger = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    def log(self, step: int, metrics: Metrics) -> None:
-        """Show the metrics of ``step``, counted from 1. Steps come in order, each once."""
+    def log(self, step: int, metrics: Metrics, samples: Samples | None) -> None:
+        """Show the metrics of ``step``, counted from 1, and some of its rollouts. Steps come in order, each
+        once."""
         ...
 
-    def finish(self) -> None: ...
+    def finish(self, failed: bool) -> None:
+        """The run ends, by an error or not."""
+        ...
 
 
 def start_trackers(folder: Path, steps: int, recipe: Recipe) -> list[Tracker]:
     """The trackers of a run that has ``steps`` steps behind it: later points are removed.
 
-    Raises ValueError if ``report.wandb_project`` is given and wandb is not installed.
+    Raises ValueError if the recipe wants one whose package is not installed.
     """
-    trackers: list[Tracker] = [Guarded("TensorBoard", lambda: TensorBoard(folder, steps))]
-    if recipe.report.wandb_project:
-        _check_wandb(recipe.report.wandb_project)
-        trackers.append(Background("wandb", lambda: Wandb(folder, recipe)))
+    from megatron_eqlen.report import tracker_kinds as kinds  # slow to import
+
+    report = recipe.report
+    trackers: list[Tracker] = [Guarded("TensorBoard", lambda: kinds.TensorBoard(folder, steps))]
+    if report.wandb_project:
+        _check_installed("report.wandb_project", report.wandb_project, "wandb", "wandb")
+        trackers.append(Background("wandb", lambda: kinds.Wandb(folder, recipe)))
+    if report.mlflow_experiment:
+        for module in ("mlflow", "pandas"):
+            _check_installed("report.mlflow_experiment", report.mlflow_experiment, module, "mlflow")
+        trackers.append(Background("MLflow", lambda: kinds.MLflow(folder, recipe)))
     return trackers
-
-
-class TensorBoard:
-    def __init__(self, folder: Path, steps: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # slow to import
-
-        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=steps + 1)
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        now = time.time()
-        for name, value in metrics.items():
-            self.writer.add_scalar(name, value, step, walltime=now)
-        self.writer.flush()
-
-    def finish(self) -> None:
-        self.writer.close()
-
-
-class Wandb:
-    """The wandb run of this folder: a new one, or the one that an earlier start made, which goes on.
-
-    wandb cannot remove steps: those that it already has keep their first values.
-    """
-
-    def __init__(self, folder: Path, recipe: Recipe) -> None:
-        import wandb  # pyright: ignore[reportMissingImports] (optional)
-
-        self.run: Any = wandb.init(
-            project=recipe.report.wandb_project,
-            name=f"{recipe.name}-{recipe.run_name}",
-            dir=str(folder),
-            id=_run_id(folder / "wandb_id"),
-            resume="allow",
-            config=recipe.model_dump(mode="json"),
-            allow_val_change=True,  # a resumed run may have other steps, for example
-        )
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        if step >= self.run.starting_step:
-            self.run.log(metrics, step=step)
-
-    def finish(self) -> None:
-        self.run.finish()
 
 
 class Guarded:
@@ -94,13 +66,13 @@ class Guarded:
         self.tracker: Tracker | None = None
         self._try(lambda: setattr(self, "tracker", start()))
 
-    def log(self, step: int, metrics: Metrics) -> None:
+    def log(self, step: int, metrics: Metrics, samples: Samples | None) -> None:
         if (tracker := self.tracker) is not None:
-            self._try(lambda: tracker.log(step, metrics))
+            self._try(lambda: tracker.log(step, metrics, samples))
 
-    def finish(self) -> None:
+    def finish(self, failed: bool) -> None:
         if (tracker := self.tracker) is not None:
-            self._try(tracker.finish)
+            self._try(lambda: tracker.finish(failed))
 
     def _try(self, call: Callable[[], None]) -> None:
         try:
@@ -115,37 +87,30 @@ class Background:
 
     def __init__(self, name: str, start: Callable[[], Tracker]) -> None:
         self.name = name
-        self.records: queue.SimpleQueue[tuple[int, Metrics] | None] = queue.SimpleQueue()
+        self.calls: queue.SimpleQueue[Callable[[Tracker], None] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._work, args=(start,), daemon=True, name=name)
         self.thread.start()
 
-    def log(self, step: int, metrics: Metrics) -> None:
-        self.records.put((step, metrics))
+    def log(self, step: int, metrics: Metrics, samples: Samples | None) -> None:
+        self.calls.put(lambda tracker: tracker.log(step, metrics, samples))
 
-    def finish(self) -> None:
-        self.records.put(None)
+    def finish(self, failed: bool) -> None:
+        self.calls.put(lambda tracker: tracker.finish(failed))
+        self.calls.put(None)
         self.thread.join(LAST_WORDS)
         if self.thread.is_alive():
             logger.warning("%s does not answer and is left behind after %g s", self.name, LAST_WORDS)
 
     def _work(self, start: Callable[[], Tracker]) -> None:
         tracker = Guarded(self.name, start)
-        while (record := self.records.get()) is not None:
-            tracker.log(*record)
-        tracker.finish()
+        while (call := self.calls.get()) is not None:
+            call(tracker)
 
 
-def _check_wandb(project: str) -> None:
+def _check_installed(key: str, value: str, module: str, extra: str) -> None:
     try:
-        import wandb  # noqa: F401  # pyright: ignore[reportMissingImports]
+        importlib.import_module(module)
     except ImportError:
         raise ValueError(
-            f"report.wandb_project: {project!r} needs wandb, which is not installed (pip install wandb)"
+            f"{key}: {value!r} needs {module}, which is not installed (pip install '.[{extra}]')"
         ) from None
-
-
-def _run_id(file: Path) -> str:
-    """The id that this folder's run has at every start."""
-    if not file.exists():
-        file.write_text(uuid.uuid4().hex, encoding="utf-8")
-    return file.read_text(encoding="utf-8").strip()

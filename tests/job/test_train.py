@@ -5,9 +5,11 @@ Real vLLM, real Megatron, real checkpoints; the reward is a rubric, so that a ra
 
 import gzip
 import json
+import re
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM
 
 from megatron_eqlen.live.status import status
@@ -40,7 +42,6 @@ def test_every_rollout_is_recorded_with_its_grades(trained):
 def test_the_run_folder_is_complete(trained):
     for name in ("recipe.yaml", "report.html", "evaluation/before.json", "evaluation/after.json"):
         assert (trained / name).stat().st_size > 0
-    assert list((trained / "tensorboard").glob("events*"))
     assert [path.name for path in sorted((trained / "checkpoints").glob("step-*"))] == [
         "step-00000002",
         "step-00000003",
@@ -60,6 +61,15 @@ def test_the_run_folder_is_complete(trained):
         assert record["checkpoint/bytes"] > 1e5
         assert record["time/checkpoint"] > 0
         assert record["memory/parked_bytes"] > 1e5
+
+
+def test_a_tracker_has_a_few_rollouts_of_the_steps_that_the_recipe_names(trained):
+    events = EventAccumulator(str(trained / "tensorboard"))
+    events.Reload()
+    (text,) = events.Tensors("rollouts/text_summary")
+    assert text.step == 2
+    shown = text.tensor_proto.string_val[0].decode()
+    assert re.search(r"\*\*A1\*\* · reward [01] · advantage \S+ · .* tokens · policy version 1 · ", shown)
 
 
 def test_the_export_is_the_trained_model_for_transformers(home, trained):
@@ -95,6 +105,7 @@ def test_the_baseline_runs_with_the_same_command_and_its_trace_names_the_stages(
     with gzip.open(folder / "profile/step-00000001-rank-0.json.gz", "rt") as file:
         names = {event.get("name") for event in json.load(file)["traceEvents"]}
     assert names >= {"stage harvest", "stage trees", "stage train", "stage sync", "[memory]", "aten::mm"}
+    assert names >= {"layer attention", "layer mlp", "layer head"}
     assert column(folder, "harvest/completions") == [4 * 4]
     assert column(folder, "train/grad_norm")[0] > 0
 

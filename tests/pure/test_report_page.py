@@ -131,7 +131,7 @@ def test_rollouts_of_the_first_and_last_step_are_decoded(tmp_path):
     assert "Step 8 " in page.text
     assert "Step 2 " not in page.text
     assert "Pair 2 · 2 tokens a side · inherits 2" in page.text
-    assert "stop · trained" in page.text
+    assert "reward 1 · advantage 1 · correct: 7 · stop · 2 tokens · trained" in page.text
     assert tokenizer.decode([8]) in page.text
     assert "Token ids instead of text" not in page.text
     assert "<script>1 < 2</script>" in page.text  # as text:

@@ -158,8 +158,8 @@ def test_roles_and_uses_are_those_of_the_trees_that_are_trained():
             for side, node in zip(sides, tree.nodes[1:], strict=True):
                 assert node.token_ids.tolist() == side.token_ids.tolist()
                 push = np.sign(node.weight * node.advantage)
-                assert training.of(side)[1] == {1: "raised", -1: "lowered", 0: "equal"}[push]
-                assert (training.of(side)[2] == "trained") == (node.weight > 0)
+                assert training.of(side).role == {1: "raised", -1: "lowered", 0: "equal"}[push]
+                assert (training.of(side).use == "trained") == (node.weight > 0)
 
 
 def test_a_tree_names_the_step_that_each_step_continues():
@@ -221,8 +221,10 @@ def printed(path, model, limit=10, recipe=None) -> str:
 def test_inspect_prints_text_rewards_and_outcome(run, model):
     text = printed(run / "streams" / "step-00000000" / "rank-0.arrow", model)
     assert re.search(r"sums/a\.parquet#1 +stream 0, 1 pair, both ended", text)
-    assert re.search(r"A1 +reward 0, wrong: <b>8</b>, stop, \d+ tokens, trained\n +is it seven", text)
-    assert re.search(r"B1 +reward 1, correct: 7, stop, \d+ tokens, trained\n +it is seven", text)
+    assert re.search(
+        r"A1 +reward 0, advantage -1, wrong: <b>8</b>, stop, \d+ tokens, trained\n +is it seven", text
+    )
+    assert re.search(r"B1 +reward 1, advantage 1, correct: 7, stop, \d+ tokens, trained\n +it is seven", text)
 
 
 def test_inspect_shows_what_the_run_trained_by_its_own_recipe(tmp_path, model):

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import re
 import sys
 import threading
 import time
 import types
+from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_eqlen.report import trackers
 from megatron_eqlen.report.metrics import MetricsWriter, read_metrics
+from megatron_eqlen.report.samples import COLUMNS, Samples, samples
 from megatron_eqlen.report.trackers import start_trackers
-from tests.kit.report_runs import recipe
+from tests.kit.report_runs import example_stream, prompt, recipe, write_run
 
 
 class FakeWandb(types.ModuleType):
@@ -24,6 +30,8 @@ class FakeWandb(types.ModuleType):
         self.fails, self.waits = fails, waits
         self.started: list[dict] = []
         self.runs: dict[str, dict[int, dict]] = {}
+        self.exit_codes: list[int] = []
+        self.Table = self.Settings = dict
 
     def init(self, **settings):
         self.meet("init")
@@ -42,23 +50,74 @@ class FakeRun:
         self.service, self.steps = service, steps
         self.starting_step = max(steps, default=-1) + 1
 
-    def log(self, metrics, step):
+    def log(self, shown, step, commit):
         self.service.meet("log")
         assert step not in self.steps
-        self.steps[step] = metrics
+        assert commit, "else wandb keeps it until the next step"
+        self.steps[step] = shown
 
-    def finish(self):
+    def finish(self, exit_code):
         self.service.meet("finish")
+        self.service.exit_codes.append(exit_code)
 
 
-def train(folder, steps, behind=0, **changes):
+class FakeMlflow(types.ModuleType):
+    """MLflow's tracking server: one experiment, with its runs."""
+
+    def __init__(self) -> None:
+        super().__init__("mlflow")
+        self.experiment: str | None = None
+        self.runs: list[SimpleNamespace] = []
+        self.MlflowClient = lambda: self
+
+    def get_experiment_by_name(self, name):
+        return None if self.experiment is None else SimpleNamespace(experiment_id="1")
+
+    def create_experiment(self, name):
+        assert self.experiment is None
+        self.experiment = name
+        return "1"
+
+    def create_run(self, experiment_id, run_name):
+        data = SimpleNamespace(params={}, metrics={}, tags={}, points=[], tables={})
+        self.runs.append(SimpleNamespace(name=run_name, status="RUNNING", data=data))
+        return SimpleNamespace(info=SimpleNamespace(run_id=str(len(self.runs) - 1)))
+
+    def get_run(self, run_id):
+        return self.runs[int(run_id)]
+
+    def log_batch(self, run_id, metrics=(), params=(), tags=()):
+        assert len(params) <= 100
+        data = self.get_run(run_id).data
+        for key, value in params:
+            assert data.params.setdefault(key, value) == value, "parameters cannot change"
+        for key, value, _, step in metrics:
+            assert re.fullmatch(r"[/\w.\- :]+", key)
+            data.points.append((key, step, value))
+            data.metrics[key] = value
+        data.tags |= dict(tags)
+
+    def log_table(self, run_id, table, artifact_file):
+        self.get_run(run_id).data.tables[artifact_file] = table
+
+    def update_run(self, run_id, status):
+        self.get_run(run_id).status = status
+
+    set_terminated = update_run
+
+
+def train(folder, steps, /, behind=0, samples=None, error=False, **changes):
     """What a run does with its writer."""
     report = {"wandb_project": "eqlen"}
     asked = recipe(folder, **{"report": report} | changes)
-    writer = MetricsWriter(folder, behind, start_trackers(folder, behind, asked))
-    for step in steps:
-        writer.write(step, {"reward/mean": float(step)})
-    writer.close()
+    with (
+        suppress(InterruptedError),
+        MetricsWriter(folder, behind, start_trackers(folder, behind, asked)) as writer,
+    ):
+        for step in steps:
+            writer.write(step, {"reward/mean": float(step), "evaluation/sums/avg@8": 0.5}, samples=samples)
+        if error:
+            raise InterruptedError
     return asked
 
 
@@ -72,13 +131,38 @@ def wandb(monkeypatch):
     return install
 
 
+@pytest.fixture
+def mlflow(monkeypatch):
+    fake = FakeMlflow()
+    entities = types.ModuleType("mlflow.entities")
+    entities.Metric, entities.Param, entities.RunTag = (lambda *values: values for _ in range(3))
+    monkeypatch.setitem(sys.modules, "mlflow", fake)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    monkeypatch.setitem(sys.modules, "pandas", types.ModuleType("pandas"))
+    return fake
+
+
+@pytest.fixture
+def rollouts(tmp_path) -> Samples:
+    """Of the third step: types.py's worked example, and a group's question."""
+    other = dataclasses.replace(example_stream(), prompt=prompt(2))
+    other.pairs[1].a.grade = other.pairs[0].a.grade
+    asked = recipe(tmp_path)
+    run = write_run(tmp_path / "recorded", asked, {"step-00000002": [other, example_stream()]})
+    assert samples(run / "streams/step-00000001", asked, str) is None, "not recorded, as with --replay"
+    found = samples(run / "streams/step-00000002", asked, lambda ids: " ".join(map(str, ids)))
+    assert found is not None
+    return found
+
+
 def test_the_recipe_is_the_config_of_the_wandb_run(tmp_path, wandb):
     fake = wandb()
     asked = train(tmp_path, [1, 2])
     (started,) = fake.started
     assert started["config"] == asked.model_dump(mode="json")
     assert (started["project"], started["name"]) == ("eqlen", f"tiny-{asked.run_name}")
-    assert list(fake.runs.values()) == [{1: {"reward/mean": 1.0}, 2: {"reward/mean": 2.0}}]
+    (shown,) = fake.runs.values()
+    assert {step: values["reward/mean"] for step, values in shown.items()} == {1: 1.0, 2: 2.0}
 
 
 def test_a_resumed_run_goes_on_with_its_curve_and_shows_no_step_twice(tmp_path, wandb):
@@ -89,6 +173,68 @@ def test_a_resumed_run_goes_on_with_its_curve_and_shows_no_step_twice(tmp_path, 
     assert list(shown) == [1, 2, 3, 4]
     assert [(one["id"], one["resume"]) for one in fake.started] == [(*fake.runs, "allow")] * 2
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_an_mlflow_run_has_the_recipe_as_parameters_and_goes_on_when_resumed(tmp_path, mlflow):
+    report = {"mlflow_experiment": "eqlen"}
+    asked = train(tmp_path, [1, 2, 3], report=report)
+    train(tmp_path, [3, 4], behind=2, report=report, steps=30)  # step 3 was lost with its checkpoint
+    (run,) = mlflow.runs
+    assert (mlflow.experiment, run.name, run.status) == ("eqlen", f"tiny-{asked.run_name}", "FINISHED")
+    assert [(step, value) for name, step, value in run.data.points if name == "reward/mean"] == [
+        (1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)
+    ]  # fmt: skip
+    assert run.data.metrics["evaluation/sums/avg_at_8"] == 0.5
+    assert (
+        run.data.params.items() >= {"group_size": "4", "data.sources.0.name": "sums", "steps": "20"}.items()
+    )
+    assert run.data.tags == {"recipe.steps": "30"}
+    assert run.data.tables == {}
+
+
+def test_a_run_that_an_error_ends_is_shown_as_failed(tmp_path, wandb, mlflow):
+    fake, report = wandb(), {"wandb_project": "eqlen", "mlflow_experiment": "eqlen"}
+    for error in (True, False):
+        train(tmp_path, [1], report=report, error=error)
+        assert mlflow.runs[0].status == ("FAILED" if error else "FINISHED")
+    assert fake.exit_codes == [1, 0]
+
+
+# ---- samples of rollouts --------------------------------------------------------------------------------
+
+
+def test_samples_name_what_each_side_of_a_pair_got_and_who_sampled_it(rollouts):
+    rows = [dict(zip(COLUMNS, row, strict=True)) for row in rollouts.rows()]
+    assert [(row["prompt"], row["segment"]) for row in rows[:5]] == [
+        ("sums/a.parquet#1", name) for name in ("A1", "B1", "A2", "B2", "tail")
+    ], "the stream that teaches comes first, with its pairs' sides side by side"
+    first, second = rows[:2]
+    assert (first["text"], first["reward"], first["verdict"]) == ("5 9", 0.0, "wrong: <b>8</b>")
+    assert (second["text"], second["reward"], second["verdict"]) == ("6 7", 1.0, "")
+    assert first["advantage"] == -second["advantage"] < 0
+    assert {row["step"] for row in rows} == {3}
+    assert (rows[4]["advantage"], rows[4]["use"], rows[2]["inherited_tokens"]) == (None, "not trained", 2)
+
+
+def test_every_tracker_gets_the_samples_in_its_own_form(tmp_path, wandb, mlflow, rollouts):
+    fake, report = wandb(), {"wandb_project": "eqlen", "mlflow_experiment": "eqlen"}
+    train(tmp_path, [3], samples=rollouts, report=report)
+    (shown,) = fake.runs.values()
+    assert shown[3]["rollouts"] == {"columns": [*COLUMNS], "data": rollouts.rows()}
+    ((name, table),) = mlflow.runs[0].data.tables.items()
+    assert (name, list(table)) == ("rollouts/step-00000003.json", [*COLUMNS])
+    assert [*map(list, zip(*table.values(), strict=True))] == rollouts.rows()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (text,) = events.Tensors("rollouts/text_summary")
+    assert text.step == 3
+    assert text.tensor_proto.string_val[0].decode() == rollouts.markdown()
+    assert "**A1** · reward 0 · advantage -1 · wrong: <b>8</b> · stop · 2 tokens · trained\n\n    5 9" in (
+        rollouts.markdown()
+    )
+
+
+# ---- what trackers do to a run --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("call", ["init", "log", "finish"])
@@ -122,7 +268,11 @@ def test_a_tracker_that_hangs_holds_no_step_up_and_the_end_for_a_while_only(
     back.set()
 
 
-def test_wandb_that_is_not_installed_is_a_clear_error(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match=r"report\.wandb_project: 'eqlen' needs wandb"):
-        train(tmp_path, [1])
+@pytest.mark.parametrize(
+    ("key", "package"),
+    [("wandb_project", "wandb"), ("mlflow_experiment", "mlflow"), ("mlflow_experiment", "pandas")],
+)
+def test_a_tracker_that_is_not_installed_is_a_clear_error(tmp_path, monkeypatch, mlflow, key, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ValueError, match=rf"report\.{key}: 'eqlen' needs {package}, which is not installed"):
+        train(tmp_path, [1], report={key: "eqlen"})
