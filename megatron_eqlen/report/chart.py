@@ -39,15 +39,16 @@ class Chart:
 
 
 def line_chart(title: str, series: Sequence[Series], x_name: str = "step") -> str:
-    """One or more series over their steps, or over what ``x_name`` says; empty text if there is no point."""
-    series = [_thinned(one) for one in series if one.points]
-    if not series:
+    """One or more series over their steps, or over what ``x_name`` says; empty text if there is no point. A
+    series has the colour of its place, also where one before it has no points."""
+    drawn = {number: _thinned(one) for number, one in enumerate(series) if one.points}
+    if not drawn:
         return ""
-    values = [y for one in series for _, y in one.points]
-    bounds = [bound for one in series for interval in one.intervals for bound in interval]
-    x_axis = _Axis([x for one in series for x, _ in one.points], LEFT + 6, WIDTH - RIGHT - 6)
+    values = [y for one in drawn.values() for _, y in one.points]
+    bounds = [bound for one in drawn.values() for interval in one.intervals for bound in interval]
+    x_axis = _Axis([x for one in drawn.values() for x, _ in one.points], LEFT + 6, WIDTH - RIGHT - 6)
     y_axis = _Axis(values + bounds, HEIGHT - BOTTOM, TOP)
-    lines = [f'<g class="c{n}">{_line(one, x_axis, y_axis, x_name)}</g>' for n, one in enumerate(series)]
+    lines = [f'<g class="c{n}">{_line(one, x_axis, y_axis, x_name)}</g>' for n, one in drawn.items()]
     return svg(title, [*_grid(x_axis, y_axis, whole=x_name == "step"), *lines])
 
 

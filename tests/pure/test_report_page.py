@@ -210,4 +210,6 @@ def test_long_series_are_averaged_not_sampled():
 
 def test_nothing_to_draw_is_no_chart():
     assert line_chart("t", [Series("s", [])]) == ""
+    charts = line_chart("t", [Series("none", []), Series("some", [(1, 1.0)])])
+    assert ('class="c1"' in charts, 'class="c0"' in charts) == (True, False), "the colour of the legend"
     assert stacked_bars("t", []) == ""
