@@ -40,7 +40,7 @@ with dog.stage("sync"):
     time.sleep(600) if rank else dist.all_reduce(torch.ones(1))
 """
 LEARNS = """
-for silence in (0.5, 2.4):  # the second time more than 2 s are too long, were it not for the first
+for silence in (1.0, 2.4):  # the second time more than 2 s are too long, were it not for the first
     with dog.stage("checkpoint"):
         time.sleep(silence)
 """
