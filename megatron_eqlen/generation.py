@@ -208,7 +208,7 @@ class Generator(InTurn):
         recall(carried, left.rollouts)
         self.session.scorer.begin_ended(replicas.part(left.rollouts))
         probed = self._probe()
-        with ExitStack() as files, self.session.stage("harvest", self.patience) as seconds:
+        with self.session.stage("harvest", self.patience) as seconds, ExitStack() as files:  # until on disk
             recorder = None
             if replicas.leads:
                 recorder = files.enter_context(Recorder(self._file(step), rollout.record_routes))
