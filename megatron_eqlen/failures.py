@@ -60,7 +60,7 @@ class Failure:
 
     def __str__(self) -> str:
         who = "" if self.rank is None else f"rank {self.rank} on {self.host} failed first: "
-        return who + self.message
+        return who + ("another rank was lost: " if self.is_consequence else "") + self.message
 
 
 def first(failures: Sequence[Failure]) -> Failure:

@@ -185,6 +185,9 @@ class Watchdog:
         """Say until when this rank is fine, if there is no more progress; seconds since 1970."""
         left = self.limit - (time.monotonic() - self._since)
         deadline = time.time() + left
+        if os.fstat(self._file.fileno()).st_size:  # stacks of a thread that was late, not stuck
+            self._file.seek(0)
+            self._file.truncate()
         os.utime(self._file.fileno(), (deadline, deadline))
         # Alone it ends the process; else the other ranks do, and put these stacks into their index.
         later = max(left, 0.0) + STUCK * self.interval

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from megatron_eqlen import hang
 from megatron_eqlen.training.flight_recorder import of_entries
-from megatron_eqlen.watchdog import remove_quiet
+from megatron_eqlen.watchdog import Watchdog, remove_quiet
+from tests.kit.processes import within
 
 
 def group(entered: int | None, waits: bool, name="0", ranks=(0, 1), operation="gloo:all_reduce") -> dict:
@@ -116,3 +117,13 @@ def test_what_killed_tries_left_is_removed_and_nothing_else(tmp_path):
         (tmp_path / name).write_text(text)
     remove_quiet(tmp_path)
     assert sorted(one.name for one in tmp_path.iterdir()) == ["hung", "notes.txt"]
+
+
+def test_stacks_of_a_thread_that_was_only_late_are_removed(tmp_path):
+    """Else the other ranks would take them for this rank's report."""
+    dog = Watchdog(0, 2, 2.0)
+    dog.start(tmp_path / "try")
+    stacks = tmp_path / "try/rank-0.txt"
+    stacks.write_text("Timeout (0:00:04)!\n")
+    assert within(20, lambda: not stacks.read_text())
+    dog.stop()

@@ -15,7 +15,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_eqlen import cli, layout
+from megatron_eqlen import cli, commands, layout
 from megatron_eqlen.hf.config import ModelConfig, parse_config
 from megatron_eqlen.hf.families import weight_map
 from megatron_eqlen.models.build import build_model, meta_device
@@ -303,7 +303,7 @@ def test_what_plan_approves_is_launched_and_nothing_else(
     launched = []
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RANK", raising=False)
-        patch.setattr(cli, "_start", lambda *_: launched.append(1) or 0)
+        patch.setattr(commands, "_start", lambda *_: launched.append(1) or 0)
         planned = cli.main(["plan", recipe, *overrides(all_keys)])
         started = cli.main(["train", recipe, *overrides(all_keys)])
     assert planned == started

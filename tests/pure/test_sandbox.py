@@ -4,6 +4,7 @@ Everything runs through one real sandbox of the strongest kind this machine offe
 Landlock or seccomp fails the strict tests: it could not run strict recipes either.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -258,9 +259,13 @@ def test_a_program_that_runs_as_root_has_no_capability(caplog):
     """Seen from outside, in /proc; and it is a warning that it runs as root."""
     with Sandbox(Isolation(True, True, False)) as sandbox, ThreadPoolExecutor() as threads:
         sleeper = threads.submit(sandbox.run, "import time\ntime.sleep(2)", "", Limits(9, 9, 256))
-        time.sleep(1.0)
-        (pid,) = Path(f"/proc/{sandbox._zygote}/task/{sandbox._zygote}/children").read_text().split()
-        status = Path(f"/proc/{pid}/status").read_text()
+        children = Path(f"/proc/{sandbox._zygote}/task/{sandbox._zygote}/children")
+        status = ""
+        while not (sleeper.done() or "Seccomp:\t2" in status):  # on its way to the program until then
+            with contextlib.suppress(OSError, ValueError):
+                (pid,) = children.read_text().split()
+                status = Path(f"/proc/{pid}/status").read_text()
+            time.sleep(0.01)
         assert sleeper.result().status == "finished"
     sets = re.findall(r"Cap(?:Inh|Prm|Eff|Bnd|Amb):\s*([0-9a-f]+)", status)
     assert sets[:3] + sets[4:] == ["0" * 16] * 4

@@ -74,7 +74,7 @@ def run(tmp_path) -> Path:
 
 def screen(folder: Path) -> str:
     out = io.StringIO()
-    print_status(folder, console=Console(file=out, width=200, highlight=False))
+    print_status(folder, console=Console(file=out, width=500, highlight=False))
     return out.getvalue()
 
 

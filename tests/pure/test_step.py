@@ -50,7 +50,7 @@ def test_a_step_that_begins_while_another_is_open_has_the_next_number(tmp_path):
     session: Any = SimpleNamespace(recipe=recipe, timeline=Timeline(), progress=Progress(recipe.budget, ""))
     session.watchdog, session.watch, session.enter = Watchdog(0, 1, None), str, id
     run = Run(session)
-    policy = cast(Policy, SimpleNamespace(version=5))
+    policy = cast(Policy, SimpleNamespace(version=5, chunks=[]))
     assert [(step.number, step.policy_version) for step in (run.begin(policy), run.begin(policy))] == [
         (0, 5),
         (1, 5),
