@@ -12,7 +12,10 @@ from megatron_eqlen.report.metrics import MetricsWriter
 from tests.kit.browser import Browser, program
 from tests.kit.report_runs import Harvesting, make_tokenizer, recipe, write_run
 
-pytestmark = pytest.mark.skipif(program() is None, reason="no chromium is installed (tools/test says how)")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(program() is None, reason="no chromium is installed (tools/test says how)"),
+]
 
 
 def test_a_run_is_followed_from_its_first_harvest_to_a_text(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.kit import ROOT
 from tests.kit.distributed import run_ranks
+from tests.kit.marks import slow_but
 from tests.kit.tiny_models import save_tiny
 
 TOOLS = ROOT / "tools"
@@ -93,7 +94,7 @@ def verify(checkpoint: str, folder: str) -> tuple[str, float]:
     return verify_hash(checkpoint, folder), verify_logits(checkpoint, folder)
 
 
-@pytest.mark.parametrize("family", LAYOUTS)
+@pytest.mark.parametrize("family", slow_but({"qwen3"}, LAYOUTS))
 def test_a_checkpoint_of_any_layout_becomes_the_folder_again(tmp_path, family):
     source, checkpoint, out = tmp_path / "hf", tmp_path / "trained", tmp_path / "out"
     save_tiny(source, family)
@@ -105,7 +106,7 @@ def test_a_checkpoint_of_any_layout_becomes_the_folder_again(tmp_path, family):
     }
 
 
-@pytest.mark.parametrize("family", LAYOUTS)
+@pytest.mark.parametrize("family", slow_but({"qwen3"}, LAYOUTS))
 def test_a_converted_folder_loads_with_megatron_in_any_layout(tmp_path, family):
     source, out = tmp_path / "hf", tmp_path / "out"
     save_tiny(source, family)

@@ -73,6 +73,9 @@ KINDS = {
 }
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory) -> Iterator[dict[str, tuple[Path, Job]]]:
     """All at once: they wait most of the time."""

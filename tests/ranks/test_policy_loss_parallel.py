@@ -10,6 +10,7 @@ from megatron_eqlen.training.distributed import start, stop
 from megatron_eqlen.training.forward import row_multiple, run_rows
 from megatron_eqlen.training.policy_loss import policy_loss, reduce_metrics
 from tests.kit.distributed import run_ranks
+from tests.kit.marks import slow_but
 from tests.kit.tiny_models import save_tiny
 from tests.kit.tree_samples import forest, masked
 from tests.kit.tree_training import build, gradients
@@ -69,7 +70,7 @@ def one_process(folder):
 
 
 @pytest.mark.parametrize("with_masks", [False, True])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", slow_but({"dp2", "tp2", "cp2"}, LAYOUTS))
 def test_every_layout_gives_the_loss_of_one_process(folder, one_process, name, with_masks):
     world, layers = LAYOUTS[name]
     ranks = run_ranks(world, train, folder, layers, 200, with_masks, 64)

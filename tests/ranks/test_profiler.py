@@ -36,6 +36,7 @@ def traced(folder: Path, out: Path) -> None:
     stop()
 
 
+@pytest.mark.slow  # tests/job has a run's traces, but for the counts
 def test_a_trace_names_each_layers_kind_once_a_pass(folders, tmp_path):
     run_ranks(1, traced, folders / "qwen3_next", tmp_path)
     (file,) = tmp_path.iterdir()

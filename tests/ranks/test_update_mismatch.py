@@ -9,6 +9,7 @@ import torch
 
 from megatron_eqlen.training.agreement import MismatchError
 from tests.kit.distributed import run_ranks
+from tests.kit.marks import slow_but
 from tests.kit.updates import build_policy, layout, one_tree_a_row, weights_of
 
 TREES = one_tree_a_row(3)
@@ -51,7 +52,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", slow_but({"data parallel"}, LAYOUTS))
 def test_all_ranks_decide_by_the_mean_over_all_tokens(folders, name):
     ranks = run_ranks(2, around_the_mismatch, str(folders / "qwen3"), LAYOUTS[name])
     assert ranks[0] == ranks[1]
@@ -80,7 +81,7 @@ def with_old_tokens_off(folder: str, changes: dict) -> tuple:
     return both, worst, old, policy.mismatch, policy.worst
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", slow_but({"data parallel"}, LAYOUTS))
 def test_tokens_of_older_weights_are_not_compared(folders, name):
     ranks = run_ranks(2, with_old_tokens_off, str(folders / "qwen3"), LAYOUTS[name])
     assert ranks[0] == ranks[1]
@@ -103,7 +104,7 @@ def with_one_token_off(folder: str, changes: dict) -> tuple:
     return worst, policy.worst
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", slow_but({"data parallel"}, LAYOUTS))
 def test_every_rank_knows_the_worst_token_of_all_updates(folders, name):
     ranks = run_ranks(2, with_one_token_off, str(folders / "qwen3"), LAYOUTS[name])
     assert ranks[0] == ranks[1]
