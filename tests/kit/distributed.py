@@ -52,7 +52,6 @@ def _start(
 ) -> tuple[Child, Connection]:
     """The rank, and the pipe that is its standard input and brings its answer."""
     place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
-    place["SLURM_CPUS_PER_TASK"] = "1"  # an optimizer's threads would wait for cores that other tests use
     ours, theirs = socket.socketpair()
     with theirs:
         child = Child(["-m", "tests.kit.distributed"], place, [theirs.fileno(), 1, 2], RANKS)

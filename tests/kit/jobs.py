@@ -21,6 +21,8 @@ from tests.kit import ROOT
 from tests.kit.processes import within
 from tests.kit.zygote import JOBS, Zygote
 
+ONE_CORE = {"OMP_NUM_THREADS": "1", "SLURM_CPUS_PER_TASK": "1"}
+"""More threads, those of an optimizer's updates, say, would wait for cores that other tests use."""
 LIMIT = 400.0
 """Seconds after which a job hangs."""
 
@@ -32,7 +34,7 @@ class Child:
         self, arguments: Sequence[Any], environ: dict[str, str], files: Sequence[int], imports: Sequence[str]
     ) -> None:
         self._status: int | None = None
-        environ = os.environ | {"OMP_NUM_THREADS": "1"} | environ
+        environ = os.environ | ONE_CORE | environ
         self.pid = _zygote().fork([*map(str, arguments)], environ, str(ROOT), files, imports)
 
     def poll(self) -> int | None:
