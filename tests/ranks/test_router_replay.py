@@ -27,6 +27,7 @@ from tests.kit.tiny_models import gradients_by_name, save_tiny
 from tests.kit.tree_samples import forest
 from tests.kit.tree_training import (
     Trained,
+    assert_same,
     build,
     gradients,
     record_experts,
@@ -44,7 +45,6 @@ MODELS = {
 }
 LAYERS = {"moe": 4, "some_dense": 3, "next": 4}
 """With experts."""
-TOLERANCE = 3e-7
 BUDGET = 400
 
 
@@ -64,12 +64,6 @@ def whole(folders) -> dict[str, Trained]:
 
 def trees_of(name: str) -> list[TokenTree]:
     return routed(forest(0), LAYERS[name])
-
-
-def assert_same(ours: Trained, reference: Trained) -> None:
-    assert ours.loss == pytest.approx(reference.loss, rel=1e-12)
-    difference, weight = worst_difference(ours, reference)
-    assert difference <= TOLERANCE, f"{weight}: {difference}"
 
 
 # ---- what is right ---------------------------------------------------------------------------------------
