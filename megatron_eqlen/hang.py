@@ -22,6 +22,8 @@ from typing import Any
 from megatron_eqlen.files import read_json
 
 Facts = Mapping[str, Any]
+HANGS = "hang"
+"""In a run's folder: it has a folder for each try."""
 INDEX = "index.txt"
 """In the folder of a hang: what it was, in words."""
 OURS = "megatron_eqlen"

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from megatron_eqlen.failures import FIRST
 from megatron_eqlen.files import step_name, step_number, unused, write_text
+from megatron_eqlen.hang import HANGS
 from megatron_eqlen.hold import Hold
 from megatron_eqlen.metrics import spent
 from megatron_eqlen.recipe import MAY_CHANGE, Recipe, RecipeError, differences, is_under
@@ -50,7 +51,7 @@ class RunFolder:
         self.streams = self.path / "streams"
         self.stop = self.path / "STOP"
         self.report = self.path / "report.html"
-        self.hang = self.path / "hang"
+        self.hang = self.path / HANGS
         self.profile = self.path / "profile"
         self.hold: Hold | None = None
         """After ``open``."""

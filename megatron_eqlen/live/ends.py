@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_eqlen.failures import FIRST
-from megatron_eqlen.hang import INDEX
+from megatron_eqlen.hang import HANGS, INDEX
 from megatron_eqlen.run_folder import GIVEN_UP, STALLED
 
 
@@ -36,7 +36,7 @@ class Ends:
 
 def read_ends(folder: Path, since: float) -> Ends:
     """Of the run in ``folder``, whose newest try began ``since`` (seconds since 1970)."""
-    error, hangs = folder / FIRST, read_hangs(folder / "hang")
+    error, hangs = folder / FIRST, read_hangs(folder / HANGS)
     said = _text(error)
     return Ends(
         said.splitlines()[0] if said else None,

@@ -41,6 +41,7 @@ def test_the_cause_comes_first_though_its_consequences_were_seen_before():
     assert failures.first([lost, later, cause]) is cause
     assert failures.first([lost]) is lost
     assert str(cause) == "rank 3 on n2 failed first: ValueError: wrong"
+    assert str(lost) == f"rank 0 on n1 failed first: another rank was lost: RuntimeError: {BROKEN}"
 
 
 def test_torch_reads_what_is_recorded_and_so_do_we(run):
