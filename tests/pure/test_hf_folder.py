@@ -180,6 +180,7 @@ def test_a_folder_that_vllm_reads_otherwise_is_named(tiny, caplog):
     [["model.safetensors"], ["model.safetensors", "extra.safetensors"], ["a.safetensors", "b.safetensors"]],
 )
 @pytest.mark.parametrize("indexed", [0, 1, 2])
+@pytest.mark.slow  # imports vLLM
 def test_vllms_own_choice_of_files_is_known(tmp_path, files, indexed):
     from vllm.config.load import LoadConfig
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader

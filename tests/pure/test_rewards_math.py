@@ -224,9 +224,7 @@ ADVERSARIAL = {
 }
 
 
-FIVE_IN_DISGUISE = {"nested boxes", "parentheses", "text wrappers"}
-
-
+@pytest.mark.slow  # some cost what they may
 def test_no_answer_hangs_or_crashes_the_grader(grader):
     """Every one gets a verdict, and the next ordinary answer is graded as ever."""
     grades = grader.grade(list(ADVERSARIAL.values()), ["5"] * len(ADVERSARIAL))

@@ -98,7 +98,7 @@ def differences(folder: str, changes: dict[str, Any]) -> tuple[float, float, boo
     )
 
 
-@pytest.mark.parametrize("name", ["DP 2", "VPP 2", slow("EP 2"), slow("TP 2, DeltaNet")])
+@pytest.mark.parametrize("name", ["DP 2", slow("VPP 2"), slow("EP 2"), slow("TP 2, DeltaNet")])
 def test_updates_on_the_host_are_those_on_the_device(folders, name):
     """Two implementations of one formula in float32: 1e-6 of the largest main weight after 4 steps."""
     for main, norm, *wrong in run_ranks(2, differences, *changes_of(folders, name)):

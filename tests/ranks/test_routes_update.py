@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 from megatron_eqlen.metrics import EXCHANGE_ROUTES_BYTES, EXPERT_AGREEMENT, MISMATCH, ROUTER_AGREEMENT
 from megatron_eqlen.types import Elsewhere, Metrics, TokenTree
 from tests.kit.distributed import run_ranks
-from tests.kit.marks import slow
 from tests.kit.tiny_models import save_tiny
 from tests.kit.tree_samples import stream
 from tests.kit.updates import build_policy, layout
 
+pytestmark = pytest.mark.slow  # test_router_replay.py is not
 torch.set_num_threads(1)
 
 WORST = "mismatch/logprob_abs_diff_max"
@@ -98,8 +98,8 @@ def test_with_replay_a_model_with_experts_differs_no_more_than_a_dense_one(repla
 
 LAYOUTS = [
     ("moe", {}),  # data parallel
-    slow("next", {"tensor": 2, "expert": 2}),
-    slow("moe", {"pipeline": 2}),
+    ("next", {"tensor": 2, "expert": 2}),
+    ("moe", {"pipeline": 2}),
 ]
 
 

@@ -230,6 +230,7 @@ def in_a_run(folder: str) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_a_run_ends_before_its_engine_gets_a_weight_that_is_not_finite(folder):
     """No later step mends it, and vLLM crashes on it."""
     (error,) = run_ranks(1, in_a_run, folder)

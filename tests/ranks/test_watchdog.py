@@ -49,6 +49,9 @@ ctypes.PyDLL(None).sleep(600)
 """
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
     """All at once: they sleep most of the time. Each has its own folder."""
