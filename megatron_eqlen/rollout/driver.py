@@ -41,7 +41,7 @@ class Driver:
         recipe: Recipe,
         meter: Meter,
         announce: Callable[[Harvester, Part], None],
-        collect: Callable[[RolloutKey, Rollout], None],
+        collect: Callable[[Rollout], None],
         recorder: Recorder | None,
         known: Mapping[str, Segment],
         whole: Callable[[Prompt, int], bool],
@@ -228,7 +228,7 @@ class Driver:
             self.launched.pop(key, None)
             rollout, generated = harvester.rollout(self.engine.policy_version), self.generated.pop(key, 0)
             self.asking.pop(key, None)  # cut before its first token
-            self.collect(key, rollout)
+            self.collect(rollout)
             if self.recorder is not None:
                 self.recorder.complete(rollout, generated)
 
@@ -263,7 +263,7 @@ class Driver:
         self.running.pop(key, None)
         self.asking.pop(key, None)
         rollout, generated = harvester.rollout(self.engine.policy_version), self.generated.pop(key, 0)
-        self.collect(key, rollout)
+        self.collect(rollout)
         if self.recorder is not None:
             self.recorder.suspend(rollout, generated, self.launched.pop(key, ()))
 

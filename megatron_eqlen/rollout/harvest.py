@@ -9,12 +9,13 @@ suspended, in the next step (``carried``).
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout.driver import Driver
 from megatron_eqlen.rollout.engine import Decoder, StalePolicyError
+from megatron_eqlen.rollout.left import Left
 from megatron_eqlen.rollout.meter import Meter
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.kind import Harvester
@@ -24,8 +25,6 @@ from megatron_eqlen.types import (
     Prompt,
     Rollout,
     RolloutKey,
-    Routes,
-    Segment,
     rollout_key,
     sampled_by,
 )
@@ -46,36 +45,27 @@ def harvest(
     recipe: Recipe,
     eos_token_ids: Collection[int],
     seed: int,
-    on_complete: Callable[[Rollout], None] | None = None,
-    on_part: Callable[[Harvester, Part], None] | None = None,
-    recorder: Recorder | None = None,
-    done: Iterable[Rollout] = (),
-    known: Mapping[str, Segment] | None = None,
-    generated_before: int = 0,
-    prompt_routes: Mapping[RolloutKey, Routes] | None = None,
-    whole: Callable[[Prompt, int], bool] | None = None,
+    left: Left | None = None,
     carried: Sequence[Carried] = (),
+    recorder: Recorder | None = None,
+    on_part: Callable[[Harvester, Part], None] | None = None,
+    whole: Callable[[Prompt, int], bool] | None = None,
     together: Callable[[bool], bool] = bool,
     oldest_version: int | None = None,
 ) -> tuple[list[Rollout], Metrics]:
     """Harvest ``recipe.group_size`` tracks or completions for every prompt.
 
     ``seed`` differs from step to step; a track's own seed is a stable hash of it, the prompt's id and the
-    track's number. ``on_part`` is called with each part of a rollout as it becomes final, and ``on_complete``
-    with each rollout as it completes, after its last part: both in this thread, between two decode steps, so
-    they must return at once. ``recorder`` records rollouts, and the tokens of those that are not complete.
+    track's number. ``recorder`` records rollouts, and the tokens of those that are not complete. ``on_part``
+    is called with each part of a rollout as it becomes final: in this thread, between two decode steps, so it
+    must return at once.
 
-    The rest is what earlier attempts at this harvest have recorded (``record_reader.Left``): ``done`` are
-    complete rollouts, returned and not generated again; ``known`` are tokens of tracks, by ``Track.name``,
-    after which the engine goes on; ``generated_before`` tokens were generated for all of them;
-    ``prompt_routes`` are of rollouts with such tokens.
+    ``left``: what earlier attempts at this harvest have recorded. ``carried``: rollouts that an earlier step
+    suspended; their prompts may be among ``prompts``, which then name no other rollouts.
 
     ``whole``: of which rollouts (prompt and number) log-probs, masks and routes are kept, by default of all.
-    Of the others the rank holds token ids, which forks need.
-
-    ``carried``: rollouts that an earlier step suspended; their prompts may be among ``prompts``, which then
-    name no other rollouts. ``together``: what one of the ranks that drive this engine in step says of the
-    time, for all of them.
+    Of the others the rank holds token ids, which forks need. ``together``: what one of the ranks that drive
+    this engine in step says of the time, for all of them.
 
     ``oldest_version``: of the weights that may have sampled a token of what is returned, in earlier attempts
     too; what is ``carried`` says it for itself. None: the engine's weights do not change before the harvest
@@ -89,35 +79,25 @@ def harvest(
     hangs, and StalePolicyError for tokens of other weights.
     """
     check_prompts(prompts, recipe, engine.max_model_len)
-    eos = frozenset(eos_token_ids)
+    left = left or Left()
     goes_on = {rollout_key(one.rollout): one for one in carried}
-    prompts = [prompt for prompt in prompts if prompt.prompt_id not in {key[0] for key in goes_on}]
-    finished, version = {rollout_key(rollout): rollout for rollout in done}, engine.policy_version
+    harvesters = _harvesters(prompts, goes_on, recipe, frozenset(eos_token_ids), seed)
+    for key, routes in left.prompt_routes.items():
+        if key in harvesters:
+            harvesters[key].prompt_routes = routes
+    meter = Meter(engine, left.generated_tokens, carried if recipe.rollout.carry_over else None)
+    finished: dict[RolloutKey, Rollout] = {}
+    version = engine.policy_version
 
-    def oldest(key: RolloutKey) -> int | None:
+    def collect(rollout: Rollout) -> None:
+        key = rollout_key(rollout)
         own = oldest_version is None or key not in goes_on
-        return oldest_version if own else goes_on[key].oldest_version
-
-    for key, rollout in finished.items():
-        _check_version(rollout, version, oldest(key))
-    kind = KINDS[recipe.sampling]
-    harvesters = {key: _harvester(one, recipe, eos) for key, one in goes_on.items()} | {
-        (one.prompt.prompt_id, one.index): one for one in kind.harvesters(prompts, recipe, eos, seed)
-    }
-    meter = Meter(engine, generated_before, carried if recipe.rollout.carry_over else None)
-    for rollout in finished.values():
-        meter.count(rollout)
-
-    def collect(key: RolloutKey, rollout: Rollout) -> None:
-        _check_version(rollout, version, oldest(key))
+        _check_version(rollout, version, oldest_version if own else goes_on[key].oldest_version)
         finished[key] = rollout
         meter.count(rollout)
-        if on_complete is not None and not rollout.suspended:
-            on_complete(rollout)
 
-    todo = {key: one for key, one in harvesters.items() if key not in finished}
-    for key in (prompt_routes or {}).keys() & todo.keys():
-        todo[key].prompt_routes = (prompt_routes or {})[key]
+    for rollout in left.rollouts:
+        collect(rollout)
     driver = Driver(
         engine,
         recipe,
@@ -125,13 +105,30 @@ def harvest(
         on_part or _nothing,
         collect,
         recorder,
-        known or {},
+        left.tracks,
         whole or _all,
         goes_on,
         together,
     )
-    driver.run(todo)
+    driver.run({key: one for key, one in harvesters.items() if key not in finished})
     return [finished[key] for key in harvesters if key in finished], meter.metrics()
+
+
+def _harvesters(
+    prompts: list[Prompt],
+    carried: Mapping[RolloutKey, Carried],
+    recipe: Recipe,
+    eos: frozenset[int],
+    seed: int,
+) -> dict[RolloutKey, Harvester]:
+    """Of all rollouts, those that were carried first."""
+    old = {prompt_id for prompt_id, _ in carried}
+    new = [prompt for prompt in prompts if prompt.prompt_id not in old]
+    begun = {key: _harvester(one, recipe, eos) for key, one in carried.items()}
+    return begun | {
+        (one.prompt.prompt_id, one.index): one
+        for one in KINDS[recipe.sampling].harvesters(new, recipe, eos, seed)
+    }
 
 
 def _harvester(carried: Carried, recipe: Recipe, eos: frozenset[int]) -> Harvester:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
@@ -21,6 +20,7 @@ from megatron_eqlen.rollout.arrow_log import (
     placed,
     values,
 )
+from megatron_eqlen.rollout.left import Left
 from megatron_eqlen.rollout.record_format import (
     END,
     PROMPT,
@@ -37,8 +37,6 @@ from megatron_eqlen.types import (
     Prompt,
     Rollout,
     RolloutKey,
-    Routes,
-    Segment,
     rollout_key,
     training_order,
 )
@@ -98,20 +96,6 @@ def fill_token_ids(skeletons: Sequence[Rollout], files: Sequence[Path]) -> None:
         segments = zip(skeleton.segments(), whole[rollout_key(skeleton)].segments(), strict=True)
         for segment, found in segments:
             segment.token_ids = found.token_ids
-
-
-@dataclass
-class Left:
-    """What earlier attempts at a step have recorded of some prompts."""
-
-    rollouts: list[Rollout] = field(default_factory=list)
-    """Complete, in training order."""
-    tracks: dict[str, Segment] = field(default_factory=dict)
-    """Tokens of unfinished ones, by ``Track.name``."""
-    generated_tokens: int = 0
-    """Of all these: they count towards ``rollout.tokens_per_step``."""
-    prompt_routes: dict[RolloutKey, Routes] = field(default_factory=dict)
-    """Of unfinished ones."""
 
 
 def read_left(files: Sequence[Path], prompt_ids: Collection[str], with_routes: bool = False) -> Left:

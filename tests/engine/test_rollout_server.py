@@ -29,6 +29,8 @@ from megatron_eqlen.rollout.sync_check import SyncCheck
 from megatron_eqlen.rollout.vllm import client, pool, tcp_sender
 from megatron_eqlen.rollout.vllm.client import ServerEngine
 from megatron_eqlen.rollout.vllm.weight_stream import HELLO, connect, encode, receive
+from megatron_eqlen.sampling.kind import Harvester
+from megatron_eqlen.sampling.record import Part
 from megatron_eqlen.types import Delta, Metrics, Prompt, Rollout, rollout_key
 from tests.kit.jobs import Job
 from tests.kit.processes import descendants
@@ -100,12 +102,12 @@ def test_a_server_that_falls_silent_in_a_harvest_is_left_and_nothing_is_lost(ser
         silent: list[int] = []
         replicas = remote.pool.replicas
 
-        def freeze_one(rollout: Rollout) -> None:
+        def freeze_one(harvester: Harvester, part: Part) -> None:
             if not silent:
                 silent.append(max(range(2), key=lambda which: len(replicas[which].requests)))
                 freeze(silent[0])
 
-        found, metrics = harvest(remote, PROMPTS[:3], recipe, EOS, seed=1, on_complete=freeze_one)
+        found, metrics = harvest(remote, PROMPTS[:3], recipe, EOS, seed=1, on_part=freeze_one)
         assert_same(found, expected)
         assert metrics["engine/live_replicas"] == 1
         gone = replicas[silent[0]]
@@ -176,18 +178,19 @@ def test_two_servers_harvest_what_one_process_does_through_a_sync_and_a_death(se
     complete, carried, metrics = suspended(remote, recipe, tmp_path)
     assert sum(one.tokens > 0 for one in carried) > 1
     assert metrics["engine/sync_bytes"] == sum(w.numel() * w.element_size() for w in weights.values())
-    completed = []
+    announced = set()
 
-    def kill_one(rollout: Rollout) -> None:
-        if not completed:
+    def kill_one(harvester: Harvester, part: Part) -> None:
+        if not announced:
             next(iter(servers.values())).kill()
-        completed.append(rollout)
+        announced.add((harvester.prompt.prompt_id, harvester.index))
 
-    found, metrics = harvest(remote, [], recipe, EOS, 0, kill_one, carried=carried)
+    found, metrics = harvest(remote, [], recipe, EOS, 0, carried=carried, on_part=kill_one)
     for segment in (segment for one in found for segment in one.segments()):
         segment.carried = False
     assert_same(sorted([*complete, *found], key=rollout_key), expected)
-    assert len(completed) == len(carried)
+    assert announced == set(map(rollout_key, found))
+    assert len(found) == len(carried)
     assert {stream.policy_version for stream in found} == {1}
     assert metrics["engine/live_replicas"] == 1
     assert metrics["harvest/retries"] > 0

@@ -144,10 +144,7 @@ def test_a_harvest_that_was_killed_goes_on_bit_for_bit(engine, tmp_path, monkeyp
     left = read_left(left_files(tmp_path), [prompt.prompt_id for prompt in prompts])
     assert len(left.tracks) > 12
     assert left.generated_tokens > 0.5 * whole["harvest/generated_tokens"]
-    found, rest = harvest(
-        engine, prompts, recipe, EOS, seed=3, done=left.rollouts, known=left.tracks,
-        generated_before=left.generated_tokens,
-    )  # fmt: skip
+    found, rest = harvest(engine, prompts, recipe, EOS, seed=3, left=left)
     assert found == want
     assert rest["harvest/generated_tokens"] == whole["harvest/generated_tokens"]
 

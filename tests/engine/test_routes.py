@@ -152,10 +152,7 @@ def test_a_killed_harvest_goes_on_with_the_routes_that_it_had(engine, tmp_path, 
     left = read_left(left_files(tmp_path), names, with_routes=True)
     assert len(left.tracks) > 8
     with recorder.Recorder(tmp_path / "rank-0.arrow") as resumed:
-        found, _ = harvest(
-            engine, PROMPTS, recipe_of(), EOS, seed=3, recorder=resumed, done=left.rollouts,
-            known=left.tracks, generated_before=left.generated_tokens, prompt_routes=left.prompt_routes,
-        )  # fmt: skip
+        found, _ = harvest(engine, PROMPTS, recipe_of(), EOS, seed=3, left=left, recorder=resumed)
     assert found == want
     assert read_step(tmp_path) == want
 

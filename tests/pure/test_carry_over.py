@@ -117,8 +117,7 @@ class Run:
                 engine, self.engine.policy_version = self.engine, number
             rollouts, metrics = harvest(
                 engine, prompts, self.recipe.model_copy(update={"rollout": rollout}), EOS,
-                harvest_seed(self.recipe, number), recorder=recorder, done=left.rollouts, known=left.tracks,
-                generated_before=left.generated_tokens, carried=taken,
+                harvest_seed(self.recipe, number), left, taken, recorder,
             )  # fmt: skip
         remove_journals(files, asked)
         if not files:  # an engine that died had delivered more

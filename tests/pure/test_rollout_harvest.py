@@ -21,6 +21,7 @@ from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.rewards.scoring import policy_metrics
 from megatron_eqlen.rollout.engine import EngineError, StalePolicyError
 from megatron_eqlen.rollout.harvest import harvest
+from megatron_eqlen.rollout.left import Left
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.sampling.equal_length.dual_track import DualTrack
 from megatron_eqlen.sampling.kind import Harvester
@@ -402,11 +403,9 @@ def test_of_rollouts_that_another_rank_keeps_there_are_token_ids_alone(case, sam
 def test_parts_are_announced_as_they_become_final_and_make_up_the_rollout(case, sampling, budget):
     """Each once, with its response; a kind's own ``parts`` and ``ended`` say which there are."""
     announced: dict[tuple[str, int], dict[int, tuple[Part, list[int]]]] = defaultdict(dict)
-    complete = []
 
     def hear(harvester: Harvester, part: Part) -> None:
         key = harvester.prompt.prompt_id, harvester.index
-        assert key not in complete
         assert part.number not in announced[key]
         announced[key][part.number] = part, harvester.response(part).tolist()
 
@@ -417,15 +416,7 @@ def test_parts_are_announced_as_they_become_final_and_make_up_the_rollout(case, 
         **({"objective": "treerpo"} if sampling == "tree" else {}),
     )
     engine = ScriptedEngine(random.Random(case["chaos"]), case["end"])
-    rollouts, _ = harvest(
-        engine,
-        make_prompts(3),
-        recipe,
-        EOS,
-        case["seed"],
-        lambda one: complete.append(rollout_key(one)),
-        hear,
-    )
+    rollouts, _ = harvest(engine, make_prompts(3), recipe, EOS, case["seed"], on_part=hear)
     for rollout in rollouts:
         heard = announced[rollout_key(rollout)]
         parts = kind_of(rollout).parts(rollout)
@@ -505,15 +496,16 @@ def test_done_rollouts_are_returned_and_not_generated_again():
     recipe = make_recipe()
     first, _ = harvest(ScriptedEngine(random.Random(0)), make_prompts(3), recipe, EOS, seed=1)
     engine = ScriptedEngine(random.Random(7))
-    completed = []
-    second, _ = harvest(engine, make_prompts(3), recipe, EOS, 1, completed.append, done=first[1:4])
+    announced = set()
+    second, _ = harvest(
+        engine, make_prompts(3), recipe, EOS, 1, Left(first[1:4]),
+        on_part=lambda one, part: announced.add((one.prompt.prompt_id, one.index)),
+    )  # fmt: skip
     assert second == first
-    assert {(r.prompt_id, r.index) for r in completed} == {
-        (r.prompt_id, r.index) for r in [first[0], *first[4:]]
-    }
+    assert announced == set(map(rollout_key, [first[0], *first[4:]]))
     with pytest.raises(StalePolicyError, match="policy_version 3, expected the engine's 4"):
         harvest(
-            ScriptedEngine(random.Random(0), policy_version=4), make_prompts(3), recipe, EOS, 1, done=first
+            ScriptedEngine(random.Random(0), policy_version=4), make_prompts(3), recipe, EOS, 1, Left(first)
         )
 
 
@@ -551,8 +543,9 @@ def test_a_row_that_is_missing_or_too_many_is_an_error(found, message):
 def test_tokens_of_before_that_have_no_routes_are_not_gone_on_with():
     recipe = make_recipe(rollout={"keep_routes": True})
     engine = ScriptedEngine(random.Random(0), routes=True)
+    tracks = {"p#0/0/1": Segment([5, 5], [-1.0, -1.0])}
     with pytest.raises(EngineError, match=r"p#0/0/1: expected routes of the 2 tokens .*, found 0"):
-        harvest(engine, make_prompts(2), recipe, EOS, 0, known={"p#0/0/1": Segment([5, 5], [-1.0, -1.0])})
+        harvest(engine, make_prompts(2), recipe, EOS, 0, Left(tracks=tracks))
     assert not engine.requests
 
 

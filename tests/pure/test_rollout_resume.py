@@ -20,7 +20,8 @@ from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout import recorder as recorder_module
 from megatron_eqlen.rollout.arrow_log import ArrowLog
 from megatron_eqlen.rollout.harvest import harvest
-from megatron_eqlen.rollout.record_reader import Left, left_files, read_left, read_step, remove_journals
+from megatron_eqlen.rollout.left import Left
+from megatron_eqlen.rollout.record_reader import left_files, read_left, read_step, remove_journals
 from megatron_eqlen.rollout.recorder import JOURNALS, Recorder
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.types import Metrics, Rollout, rollout_key
@@ -88,8 +89,7 @@ def attempt(folder: Path, engine: Mortal, recipe: Recipe, seed: int) -> tuple[li
     announced = defaultdict(list)
     with Recorder(folder / "rank-0.arrow", recipe.rollout.record_routes) as recorder:
         rollouts, metrics = harvest(
-            engine, PROMPTS, recipe, EOS, seed, recorder=recorder, done=left.rollouts, known=left.tracks,
-            generated_before=left.generated_tokens, prompt_routes=left.prompt_routes,
+            engine, PROMPTS, recipe, EOS, seed, left, recorder=recorder,
             on_part=lambda one, part: announced[one.prompt.prompt_id, one.index].append(part),
         )  # fmt: skip
     remove_journals(files, NAMES)
