@@ -13,7 +13,6 @@ from torch.utils.tensorboard import SummaryWriter
 from megatron_eqlen.files import step_name, write_text
 from megatron_eqlen.recipe import Recipe, leaves
 from megatron_eqlen.report.samples import COLUMNS, Samples
-from megatron_eqlen.report.trackers import LAST_WORDS
 from megatron_eqlen.types import Metrics
 
 TABLE = "rollouts"
@@ -43,10 +42,11 @@ class TensorBoard:
 class Wandb:
     """The wandb run of this folder: a new one, or the one that an earlier start made, which goes on.
 
-    wandb cannot remove steps: those that it already has keep their first values.
+    wandb cannot remove steps: those that it already has keep their first values. ``last_words``: seconds that
+    it has at the end of the process to send what it still has.
     """
 
-    def __init__(self, folder: Path, recipe: Recipe) -> None:
+    def __init__(self, folder: Path, recipe: Recipe, last_words: float) -> None:
         import wandb  # pyright: ignore[reportMissingImports] (optional)
 
         self.table: Any = wandb.Table
@@ -58,7 +58,7 @@ class Wandb:
             resume="allow",
             config=recipe.model_dump(mode="json"),
             allow_val_change=True,  # a resumed run may have other steps, for example
-            settings=wandb.Settings(finish_timeout=LAST_WORDS),  # also where the process ends without finish
+            settings=wandb.Settings(finish_timeout=last_words),  # also where the process ends without finish
         )
 
     def log(self, step: int, metrics: Metrics, samples: Samples | None) -> None:

@@ -50,7 +50,7 @@ def start_trackers(folder: Path, steps: int, recipe: Recipe) -> list[Tracker]:
     trackers: list[Tracker] = [Guarded("TensorBoard", lambda: kinds.TensorBoard(folder, steps))]
     if report.wandb_project:
         _check_installed("report.wandb_project", report.wandb_project, "wandb", "wandb")
-        trackers.append(Background("wandb", lambda: kinds.Wandb(folder, recipe)))
+        trackers.append(Background("wandb", lambda: kinds.Wandb(folder, recipe, LAST_WORDS)))
     if report.mlflow_experiment:
         for module in ("mlflow", "pandas"):
             _check_installed("report.mlflow_experiment", report.mlflow_experiment, module, "mlflow")

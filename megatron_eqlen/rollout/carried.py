@@ -11,7 +11,6 @@ keeps its grade and is marked ``Segment.carried``: it is neither graded nor trai
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,12 +18,12 @@ from megatron_eqlen.files import step_name
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout import journal
 from megatron_eqlen.rollout.harvest import harvest_seed
+from megatron_eqlen.rollout.left import Carried
 from megatron_eqlen.rollout.record_reader import read_step
 from megatron_eqlen.rollout.recorder import SUSPENDED
 from megatron_eqlen.sampling import kind_of
-from megatron_eqlen.sampling.record import Part
 from megatron_eqlen.sampling.track import rollout_of
-from megatron_eqlen.types import Rollout, RolloutKey, Routes, Segment, rollout_key
+from megatron_eqlen.types import Rollout, RolloutKey, Segment, rollout_key
 
 
 class Drawn(NamedTuple):
@@ -37,46 +36,6 @@ class Drawn(NamedTuple):
 
 class CarriedError(ValueError):
     """What a step suspended is not there; names the folder, what was expected and what was found."""
-
-
-@dataclass
-class Carried:
-    """A suspended rollout, as the next step takes it up."""
-
-    rollout: Rollout
-    """What was final of it, graded."""
-    tracks: dict[str, Segment]
-    """Tokens of its tracks, by ``Track.name``; none if it had not begun."""
-    prompt_routes: Routes | None
-    """With ``rollout.keep_routes``, if it had begun."""
-    seed: int
-    """Of the harvest that began it."""
-    oldest_version: int
-    """Of the weights that may have sampled its tokens."""
-    age: int
-    """Steps since the one that drew its prompt."""
-    ends: bool = False
-    """It is not suspended again: where the budget ends, it is cut."""
-
-    def __post_init__(self) -> None:
-        self.final = {part.number: part.segment for part in kind_of(self.rollout).parts(self.rollout)}
-
-    @property
-    def tokens(self) -> int:
-        """Generated for it in earlier steps."""
-        return sum(map(len, self.tracks.values()))
-
-    def recall(self, parts: Iterable[Part]) -> list[Part]:
-        """Give those of its ``parts`` that were final their grades; returns the others."""
-        new: list[Part] = []
-        for part in parts:
-            before = self.final.get(part.number)
-            if before is None:
-                new.append(part)
-            else:
-                assert len(part.segment) == len(before), "a harvest is a function of its tracks' tokens"
-                part.segment.grade, part.segment.carried = before.grade, True
-        return new
 
 
 def recall(carried: Iterable[Carried], rollouts: Iterable[Rollout]) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout.engine import Decoder, EngineError
+from megatron_eqlen.rollout.left import Carried
 from megatron_eqlen.rollout.meter import Meter
 from megatron_eqlen.sampling.kind import Harvester
 from megatron_eqlen.sampling.record import Part
@@ -25,8 +26,7 @@ from megatron_eqlen.types import Delta, Prompt, Rollout, RolloutKey, Routes, Seg
 from megatron_eqlen.watchdog import beat
 
 if TYPE_CHECKING:
-    from megatron_eqlen.rollout.carried import Carried  # pyarrow takes long to import
-    from megatron_eqlen.rollout.recorder import Recorder
+    from megatron_eqlen.rollout.recorder import Recorder  # pyarrow takes long to import
 
 MAX_ATTEMPTS = 4
 """Attempts per track. A track that is lost so often means that the engine fails."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout.driver import Driver
 from megatron_eqlen.rollout.engine import Decoder, StalePolicyError
-from megatron_eqlen.rollout.left import Left
+from megatron_eqlen.rollout.left import Carried, Left
 from megatron_eqlen.rollout.meter import Meter
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.kind import Harvester
@@ -30,8 +30,7 @@ from megatron_eqlen.types import (
 )
 
 if TYPE_CHECKING:
-    from megatron_eqlen.rollout.carried import Carried  # pyarrow takes long to import
-    from megatron_eqlen.rollout.recorder import Recorder
+    from megatron_eqlen.rollout.recorder import Recorder  # pyarrow takes long to import
 
 
 def harvest_seed(recipe: Recipe, step: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 from megatron_eqlen.metrics import (
     HARVEST_ENDED_RESPONSE_LENGTH,
@@ -19,12 +18,10 @@ from megatron_eqlen.metrics import (
     HARVEST_TOKENS_PER_SECOND,
 )
 from megatron_eqlen.rollout.engine import Decoder
+from megatron_eqlen.rollout.left import Carried
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.types import Delta, Metrics, Rollout
-
-if TYPE_CHECKING:
-    from megatron_eqlen.rollout.carried import Carried  # pyarrow takes long to import
 
 
 class Meter:

@@ -21,9 +21,10 @@ from aiohttp import web
 from safetensors.torch import load_file
 
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.rollout.carried import Carried, Drawn, take_up
+from megatron_eqlen.rollout.carried import Drawn, take_up
 from megatron_eqlen.rollout.engine import Engine, EngineError
 from megatron_eqlen.rollout.harvest import harvest, harvest_seed
+from megatron_eqlen.rollout.left import Carried
 from megatron_eqlen.rollout.recorder import Recorder
 from megatron_eqlen.rollout.sync_check import SyncCheck
 from megatron_eqlen.rollout.vllm import client, pool, tcp_sender
