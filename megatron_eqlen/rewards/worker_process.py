@@ -25,6 +25,8 @@ from megatron_eqlen.rewards.worker_host import HEADER, Item, receive_message, se
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 300.0
 """The host imports SymPy and more; on a busy machine that takes a while."""
+END_SECONDS = 5.0
+"""What the host has to end with its workers, which takes no time, before it is killed."""
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -60,8 +62,7 @@ class WorkerHost:
         except (BrokenPipeError, ConnectionResetError):
             reply = b""
         if len(reply) < HEADER.size:
-            status = self._process.wait()
-            raise RuntimeError(f"the grader host ended with status {status}: {self._process.args}")
+            raise RuntimeError(f"the grader host ended with status {self._end()}: {self._process.args}")
         return Worker(ours, HEADER.unpack(reply)[0])
 
     def leave(self) -> None:
@@ -73,7 +74,16 @@ class WorkerHost:
         """Wait until it has ended."""
         self.leave()
         self._control.close()
-        self._process.wait()
+        self._end()
+
+    def _end(self) -> int:
+        """The status of the host, which has been told to end. One that is stopped does not hear it: it is
+        killed, and the kernel kills its workers with it."""
+        try:
+            return self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
 
 
 @dataclass(order=True)

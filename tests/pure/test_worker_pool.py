@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from concurrent.futures import CancelledError
 from pathlib import Path
 
 import pytest
 
+from megatron_eqlen.rewards import worker_process
 from megatron_eqlen.rewards.workers import PoolEndedError, WorkerPool
 from tests.kit.processes import are_gone, within
 
@@ -71,6 +74,31 @@ def test_an_item_that_times_out_fails_or_kills_its_worker_costs_the_others_nothi
     assert answers[5]["failure"] == "ValueError: 5"
     assert answers[8]["failure"] == "the worker died"
     assert all(answers[n]["name"] == f"{n}" for n in range(40) if n not in (3, 5, 8))
+
+
+def test_a_worker_that_is_stopped_times_out_and_another_answers_the_next_item(make_pool, begun):
+    pool = make_pool()
+    pool.map([{"name": "first"}], 5.0)
+    os.kill(workers(begun)[0], signal.SIGSTOP)
+    assert pool.submit({"name": "silent"}, 0.2, wall_factor=2.0).result().keys() == {"timeout", "seconds"}
+    assert pool.submit({"name": "next"}, 5.0).result()["name"] == "next"
+    assert within(20, are_gone(workers(begun)[:1]))
+
+
+def test_a_host_that_is_stopped_is_killed_with_its_workers_when_the_pool_is_closed(begun, monkeypatch):
+    """While its thread waits for a new worker, too."""
+    monkeypatch.setattr(worker_process, "END_SECONDS", 0.2)
+    pool = WorkerPool(HANDLERS, 1, {"log": str(begun)})
+    pool.map([{"name": "first"}], 5.0)
+    stopped = [*workers(begun), pool._host.pid]
+    for process in stopped:
+        os.kill(process, signal.SIGSTOP)
+    silent, waiting = (pool.submit({"name": name}, 0.2, wall_factor=2.0) for name in ("silent", "waiting"))
+    assert silent.result()["timeout"]
+    pool.close()
+    with pytest.raises(PoolEndedError):
+        waiting.result()
+    assert within(20, are_gone(stopped))
 
 
 def test_an_item_whose_worker_dies_is_asked_again_as_often_as_it_may(make_pool, tmp_path):
