@@ -67,8 +67,8 @@ def first_cause(facts: Mapping[int, Facts], world: int) -> str:
     """Which rank keeps the others waiting, in one sentence."""
     if silent := [rank for rank in range(world) if rank not in facts]:
         return (
-            f"{_ranks(silent)} wrote no facts: the process or its node is gone, or no thread of it can run "
-            f"Python (rank-{silent[0]}.txt then has its stacks)"
+            f"{_ranks(silent)} wrote no facts: the process or its node is stopped or gone, or no thread "
+            f"of it can run Python (rank-{silent[0]}.txt then has its stacks)"
         )
     gaps = list(find_gaps(facts))
     for gap in gaps:

@@ -17,6 +17,7 @@ import json
 import os
 import socket
 import statistics
+import subprocess
 import sys
 import threading
 import time
@@ -26,7 +27,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_eqlen import failures, hang
+from megatron_eqlen import bystander, failures, hang
 from megatron_eqlen.files import write_text
 
 HUNG = 75
@@ -83,6 +84,7 @@ class Watchdog:
         self._asking: float | None = None
         """Since when the run folder is asked."""
         self._threads: list[threading.Thread] = []
+        self._bystander: subprocess.Popen[bytes] | None = None
 
     @contextlib.contextmanager
     def stage(self, name: str, patience: float = 0.0) -> Iterator[None]:
@@ -112,6 +114,9 @@ class Watchdog:
         self._file = open(self._of(self.rank), "w", encoding="utf-8")  # noqa: SIM115 (faulthandler's)
         self._since = time.monotonic()
         self._declare()
+        if self.world == 1:
+            command = [sys.executable, "-IS", bystander.__file__, self._file.name, str(STUCK * self.interval)]
+            self._bystander = subprocess.Popen(command, start_new_session=True)  # Ctrl-C is not for it
         for name, work in (("watchdog", self._watch), ("watchdog-disk", self._ask)):
             self._threads.append(threading.Thread(target=work, daemon=True, name=name))
             self._threads[-1].start()
@@ -126,6 +131,9 @@ class Watchdog:
         for thread in self._threads:
             thread.join()
         self._threads.clear()
+        if self._bystander is not None:
+            self._bystander.kill()
+            self._bystander.wait()
         self._file.close()
         self._of(self.rank).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # others are still there
@@ -189,9 +197,8 @@ class Watchdog:
             self._file.seek(0)
             self._file.truncate()
         os.utime(self._file.fileno(), (deadline, deadline))
-        # Alone it ends the process; else the other ranks do, and put these stacks into their index.
-        later = max(left, 0.0) + STUCK * self.interval
-        faulthandler.dump_traceback_later(later, exit=self.world == 1, file=self._file)
+        later = max(left, 0.0) + STUCK * self.interval  # the other ranks, or a bystander, see what it writes
+        faulthandler.dump_traceback_later(later, file=self._file)
         return deadline
 
     def _is_fine(self, rank: int) -> bool:
@@ -258,8 +265,7 @@ class Watchdog:
         facts = [self._of(rank).with_suffix(".json") for rank in range(self.world)]
 
         def written(rank: int) -> bool:
-            stacks = self._of(rank)
-            return facts[rank].exists() or (stacks.exists() and stacks.read_bytes().startswith(b"Timeout"))
+            return facts[rank].exists() or bystander.has_stacks(self._of(rank))
 
         self._wait(lambda: all(map(written, range(self.world))), 2 * STUCK * self.interval)
         return next(rank for rank, file in enumerate(facts) if file.exists())

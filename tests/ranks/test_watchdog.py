@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import signal
+import time
 
 import pytest
 
 from megatron_eqlen.watchdog import HUNG
 from tests.kit.jobs import start, start_ranks
+from tests.kit.processes import within
 
 BEGIN = """
 import atexit, ctypes, sys, time
@@ -44,6 +48,14 @@ for silence in (1.0, 2.4):  # the second time more than 2 s are too long, were i
     with dog.stage("checkpoint"):
         time.sleep(silence)
 """
+GOES_ON = """
+home = Path(sys.argv[1]).parent
+with dog.stage("train"):
+    while not (home / "go").exists():
+        time.sleep(0.05)
+        watchdog.beat()
+    dist.all_reduce(torch.ones(1)) if world > 1 else None
+"""
 KEEPS_THE_LOCK = """
 ctypes.PyDLL(None).sleep(600)
 """
@@ -60,10 +72,40 @@ def jobs(tmp_path_factory):
         "misses": start_ranks(2, "-c", BEGIN + SLOW + MISSES, home / "misses", "ranks"),
         "learns": [start("-c", BEGIN + LEARNS, home / "learns")],
         "keeps": [start("-c", BEGIN + KEEPS_THE_LOCK, home / "keeps")],
+        "alone": [start("-c", BEGIN + GOES_ON, home / "alone")],
+        "stopped": start_ranks(2, "-c", BEGIN + GOES_ON, home / "stopped", "ranks"),
     }
     yield home, begun
     for job in itertools.chain(*begun.values()):
         job.kill()
+
+
+def test_ranks_that_are_all_stopped_go_on_and_one_that_is_stopped_alone_is_named(jobs):
+    home, begun = jobs
+    (alone,), ranks = begun["alone"], begun["stopped"]
+    all_of_them = [alone, *ranks]
+    files = [home / "alone/rank-0.txt", home / "stopped/rank-0.txt", home / "stopped/rank-1.txt"]
+
+    def seconds_left() -> list[float]:
+        """Of each rank, until when it has said that it is fine."""
+        return [file.stat().st_mtime - time.time() if file.exists() else 0.0 for file in files]
+
+    def send(number: signal.Signals) -> None:
+        for job in all_of_them:
+            os.kill(job.pid, number)
+
+    assert within(60, lambda: min(seconds_left()) > 0.0)
+    send(signal.SIGSTOP)
+    assert within(60, lambda: max(seconds_left()) < -1.5)  # faulthandler waits for 1 s longer
+    send(signal.SIGCONT)
+    assert within(60, lambda: min(seconds_left()) > 0.0), (alone.stderr, ranks[0].stderr)
+    os.kill(ranks[1].pid, signal.SIGSTOP)
+    (home / "go").touch()
+    assert alone.wait() == 0, alone.stderr
+    assert not (home / "alone").exists()
+    assert within(60, lambda: ranks[0].poll() == HUNG)
+    assert "rank 1 wrote no facts: the process or its node is stopped or gone" in ranks[0].stderr
+    assert "rank 0 on" in (home / "stopped/index.txt").read_text()
 
 
 def test_a_rank_that_misses_a_collective_is_named_and_one_that_was_slow_is_not_ended(jobs):
@@ -89,7 +131,9 @@ def test_what_a_stage_took_before_it_may_take_again(jobs):
 
 def test_where_no_thread_can_run_python_the_stacks_are_written_all_the_same(jobs):
     (job,) = jobs[1]["keeps"]
-    assert job.wait() == 1
-    text = (jobs[0] / "keeps/rank-0.txt").read_text()
+    assert job.wait() == -signal.SIGKILL
+    stacks = jobs[0] / "keeps/rank-0.txt"
+    assert f"eqlen: no thread of rank 0 could run Python: C code kept its lock; see {stacks}" in job.stderr
+    text = stacks.read_text()
     assert text.startswith("Timeout (")
     assert "most recent call first" in text

@@ -1,0 +1,44 @@
+"""A process beside a rank that is alone, which ends it where no thread of it can run Python.
+
+    python -IS bystander.py STACKS SECONDS    kills its parent once STACKS has had stacks for so long
+
+faulthandler writes the stacks, and could end the rank itself. But its clock goes on while the rank is stopped
+(Ctrl-Z): it would end one that has just been continued, and that removes its stacks at its next look. Time is
+counted in looks here, since this process may be stopped, too. Several ranks look after each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+
+INTERVAL = 0.25
+"""Seconds between two looks."""
+
+
+def has_stacks(path: str | os.PathLike[str]) -> bool:
+    """Whether the file is there and holds what faulthandler has written."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(7) == b"Timeout"
+    except FileNotFoundError:
+        return False
+
+
+def main(stacks: str, seconds: str) -> None:
+    rank, late = os.getppid(), 0
+    while os.getppid() == rank:  # an orphan gets another parent
+        time.sleep(INTERVAL)
+        late = late + 1 if has_stacks(stacks) else 0
+        if late * INTERVAL > float(seconds):
+            said = f"eqlen: no thread of rank 0 could run Python: C code kept its lock; see {stacks}"
+            print(said, file=sys.stderr, flush=True)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
