@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,7 +28,7 @@ from megatron_eqlen.rollout.harvest import harvest, harvest_seed
 from megatron_eqlen.rollout.left import Carried
 from megatron_eqlen.rollout.recorder import Recorder
 from megatron_eqlen.rollout.sync_check import SyncCheck
-from megatron_eqlen.rollout.vllm import client, pool, tcp_sender
+from megatron_eqlen.rollout.vllm import client, pool, replica, tcp_sender
 from megatron_eqlen.rollout.vllm.client import ServerEngine
 from megatron_eqlen.rollout.vllm.weight_stream import HELLO, connect, encode, receive
 from megatron_eqlen.sampling.kind import Harvester
@@ -79,22 +80,23 @@ def test_sampling_masks_come_from_servers_that_were_started_without(servers):
 
 
 @contextmanager
-def frozen(*processes: Job) -> Iterator[Callable[[int], None]]:
-    """What freezes one of ``processes`` with all that it started; at the end they go on."""
-    trees = [[process.pid, *descendants(process.pid)] for process in processes]
+def frozen(*processes: Job) -> Iterator[Callable[[list[int]], None]]:
+    """What freezes processes; at the end all of ``processes`` and what they started go on."""
+    all_of_them = [pid for process in processes for pid in (process.pid, *descendants(process.pid))]
 
-    def signal_all(number: int, which: list[list[int]]) -> None:
-        for pid in (pid for tree in which for pid in tree):
+    def signal_all(pids: list[int], number: int = signal.SIGSTOP) -> None:
+        for pid in pids:
             os.kill(pid, number)
 
     try:
-        yield lambda which: signal_all(signal.SIGSTOP, [trees[which]])
+        yield signal_all
     finally:
-        signal_all(signal.SIGCONT, trees)
+        signal_all(all_of_them, signal.SIGCONT)
 
 
 def test_a_server_that_falls_silent_in_a_harvest_is_left_and_nothing_is_lost(servers, monkeypatch, caplog):
-    """Its connections stay open and nothing comes. When the last one is silent, all are named."""
+    """One is frozen: its connections stay open and nothing comes. Of the last one only the engine is: its
+    HTTP server goes on to say that it is well. Then all are named."""
     monkeypatch.setattr(pool, "PATIENCE", 4.0)
     recipe = server_recipe(list(servers))
     remote = open_engine(recipe)
@@ -106,7 +108,8 @@ def test_a_server_that_falls_silent_in_a_harvest_is_left_and_nothing_is_lost(ser
         def freeze_one(harvester: Harvester, part: Part) -> None:
             if not silent:
                 silent.append(max(range(2), key=lambda which: len(replicas[which].requests)))
-                freeze(silent[0])
+                process = list(servers.values())[silent[0]]
+                freeze([process.pid, *descendants(process.pid)])
 
         found, metrics = harvest(remote, PROMPTS[:3], recipe, EOS, seed=1, on_part=freeze_one)
         assert_same(found, expected)
@@ -114,7 +117,9 @@ def test_a_server_that_falls_silent_in_a_harvest_is_left_and_nothing_is_lost(ser
         gone = replicas[silent[0]]
         assert f"{gone.url}: dead until the next weight sync" in caplog.text
         assert gone.absence == "heartbeat: silent for 4 s"
-        freeze(1 - silent[0])
+        url, process = list(servers.items())[1 - silent[0]]
+        freeze([*descendants(process.pid)])
+        assert urllib.request.urlopen(f"{url}/health", timeout=60).status == 200
         says = "none is alive of " + "; ".join(f"{url}: heartbeat: silent for 4 s" for url in servers)
         with pytest.raises(EngineError, match=says):
             harvest(remote, PROMPTS[:1], recipe, EOS, seed=2)
@@ -656,3 +661,19 @@ def test_a_replica_that_stays_away_is_named_once(open_fakes, caplog):
     for version in (1, 2, 3):
         engine.update_weights(iter(new_weights().items()), version)
     assert caplog.text.count(f"{gone.url}: left out") == 1
+
+
+def test_a_server_that_accepts_and_never_answers_is_left_out_and_asked_less_patiently_then(
+    open_fakes, monkeypatch, caplog
+):
+    monkeypatch.setattr(replica, "PATIENCE", 1.0)
+    monkeypatch.setattr(replica, "PATIENCE_ABSENT", 0.25)
+    engine, _ = open_fakes("good", "good")
+    mute = engine.pool.replicas[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        mute.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        for version, seconds in ((1, "1"), (2, "0.25")):
+            engine.update_weights(iter(new_weights().items()), version)
+            assert mute.absence == f"silent for {seconds} s"
+    assert f"{mute.url}: left out: silent for 1 s" in caplog.text
+    assert engine.metrics()["engine/live_replicas"] == 1

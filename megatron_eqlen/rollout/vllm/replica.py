@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 PATIENCE = 30.0
 """Seconds a replica may take to answer a short request: it may be in the middle of a long engine step."""
+PATIENCE_ABSENT = 5.0
+"""The same of a replica that is not used: it has nothing to do, and each weight sync asks it again."""
 PREEMPTIONS = "vllm:num_preemptions_total"
 """vLLM's counter of requests that were pushed out of the KV cache."""
 
@@ -108,7 +110,7 @@ class ServerReplica:
     async def set_up(self, expected: str | None, setup: list[Any]) -> list[dict[str, int]]:
         """Set each worker's sampling by ``setup`` (``WorkerExtension.eqlen_setup``); returns each worker's
         limits. The weights must be the ``expected`` version (None: any)."""
-        async with at_most(PATIENCE):
+        async with at_most(PATIENCE_ABSENT if self.absence else PATIENCE):
             version = await self.weight_version()
             if expected not in (None, version):
                 raise ConnectionError(f"expected weights {expected!r}, found {version!r}")
