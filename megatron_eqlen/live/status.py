@@ -153,6 +153,8 @@ def _condition(
     goes_on = state is not None and not state.ended
     heard = state is not None and goes_on and time.time() - state.time < SILENCE
     if hold.is_locked(files.path / hold.FILE) or (heard and not here):
+        if ends.hung and not (state and state.time > ends.hangs[0].time):
+            return "hung"  # it ends as soon as a disk that does not answer lets it
         return "running" if heard or not goes_on else "silent"
     if files.ended(recipe):
         return "complete"

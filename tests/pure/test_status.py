@@ -147,7 +147,7 @@ def test_a_first_error_of_any_rank_is_what_ended_it(run):
 
 def hang(run: Path, name: str, *, at: float, **texts: str) -> Path:
     folder = run / "hang" / name
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for file, text in texts.items():
         path = folder / f"{file.replace('_', '-')}.txt"
         path.write_text(text)
@@ -169,6 +169,8 @@ def test_hangs_are_told_by_their_first_line_the_newest_first(run):
         "rank 0 is in stage score",
     ]
     assert "rank-1.txt (2 tries hung)" in screen(run)
+    hang(run, "3", at=time.time() + 1, index="rank 0 is in stage checkpoint\n")
+    assert status(run).condition == "hung", "though a disk that blocks keeps its process"
     life.cut_off()
     index = hang(run, "4", at=time.time() + 1, index="rank 1 did not come to x\n") / "index.txt"
     assert status(run).condition == "hung"
