@@ -196,6 +196,17 @@ def test_a_node_that_loses_power_is_replaced(submit, bed):
     bed.start(lost)
 
 
+def test_a_node_back_from_a_crash_before_slurm_has_missed_it_does_not_keep_the_job(submit, bed):
+    """SLURM knows nothing of the task that is lost, and srun would wait for its end."""
+    job = submit(STEP_SECONDS="0.5", SLURM_WAIT="1")
+    job.wait_for_steps(1)
+    lost = next(one["node"] for one in job.tries if one["rank"] == 1)
+    bed.crash(lost)
+    bed.start(lost)
+    (job.run / "peer-lost").touch()
+    job.finished_with(restarts=1)
+
+
 def test_a_node_off_the_network_is_replaced_and_comes_back_to_nothing(submit, bed):
     """It runs on while it is cut off, and sees the run folder. Its rank must write nothing once the job runs
     elsewhere, and its batch script must not start the job yet again."""

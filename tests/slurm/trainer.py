@@ -66,10 +66,13 @@ class Node:
         return len(file.read_text().splitlines()) if file.exists() else 0
 
     def meet(self, number: float) -> None:
-        """Wait for all nodes, as a collective does: for ever, if one is gone."""
+        """Wait for all nodes, as a collective does: if one is gone, until RUN/peer-lost is there."""
         (self.run / f"met-{self.restart}-{number}-{self.rank}").touch()
         everyone = int(os.environ["SLURM_NTASKS"])
         while len(list(self.run.glob(f"met-{self.restart}-{number}-*"))) < everyone:
+            if (lost := self.run / "peer-lost").exists():
+                lost.unlink()
+                raise ConnectionError("a peer is gone")
             time.sleep(0.02)
 
     def write(self, name: str, line: dict) -> None:
