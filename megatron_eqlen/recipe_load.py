@@ -12,10 +12,14 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from megatron_eqlen.files import read_json
 from megatron_eqlen.recipe import Recipe, RecipeError, Section
 from megatron_eqlen.recipe.keys import RENAMED, nearest
 from megatron_eqlen.recipe.naming import ABLATIONS, MAY_CHANGE, NAMED_ELSEWHERE, differences, is_under
 from megatron_eqlen.recipe_checks import check
+
+RECIPE, SUBMITTED = "recipe.yaml", "submitted.json"
+"""In a run's folder: the resolved recipe, and before the run begins what ``eqlen submit`` knows of it."""
 
 
 def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
@@ -32,10 +36,22 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recip
 
 
 def load_run(folder: Path) -> Recipe:
-    """The recipe of a run's folder. Raises ValueError where it is none."""
-    if not (folder / "recipe.yaml").is_file():
-        raise ValueError(f"{folder}: expected a run folder with a recipe.yaml, found none")
-    return load(folder / "recipe.yaml")
+    """The recipe of a run's folder, or as ``eqlen submit`` left it there where the run has not begun. Raises
+    ValueError where it is none."""
+    file, submitted = folder / RECIPE, folder / SUBMITTED
+    if not file.is_file() and submitted.is_file():
+        return parse(read_json(submitted)["recipe"], str(submitted))
+    if not file.is_file():
+        raise ValueError(f"{folder}: expected a run folder with a {RECIPE}, found none")
+    return load(file)
+
+
+def may_become_run(folder: Path) -> bool:
+    """Whether a run that has not begun may do so in ``folder``: it is not there yet, or holds no more than
+    ``slurm/train.sbatch`` puts there first. A folder of runs is none of them."""
+    if (folder / RECIPE).is_file() or (folder / SUBMITTED).is_file():
+        return False
+    return not folder.exists() or (folder.is_dir() and not any(one.is_dir() for one in folder.iterdir()))
 
 
 def _variant(raw: dict[str, Any], recipe: Recipe, keys: tuple[str, ...]) -> dict[str, Any]:

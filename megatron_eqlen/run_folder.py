@@ -2,6 +2,7 @@
 
 runs/NAME/METHOD-seedN/     (eqlen-grpo-group_size=8-seed0: with what the command line changed)
     recipe.yaml          the resolved recipe
+    submit.sbatch        and submitted.json: the newest `eqlen submit`
     metrics.jsonl        one line a step
     state.json           what it does now
     profile/             traces of steps, memory that ran out (recipe: profile)
@@ -22,22 +23,46 @@ from __future__ import annotations
 
 import shutil
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_eqlen.failures import FIRST
-from megatron_eqlen.files import step_name, step_number, unused, write_text
+from megatron_eqlen.files import read_json, step_name, step_number, unused, write_json, write_text
 from megatron_eqlen.hang import HANGS
 from megatron_eqlen.hold import Hold
 from megatron_eqlen.metrics import spent
 from megatron_eqlen.recipe import MAY_CHANGE, Recipe, RecipeError, differences, is_under
-from megatron_eqlen.recipe_load import dump, load
+from megatron_eqlen.recipe_load import RECIPE, SUBMITTED, dump, load
 from megatron_eqlen.report.metrics import read_metrics
 from megatron_eqlen.watchdog import remove_quiet
 
-GIVEN_UP, STALLED = "given_up.txt", ".stalled"
-"""``slurm/train.sbatch`` writes them; the second: how many tries in a row took no new step."""
+GIVEN_UP, STALLED, RESTART = "given_up.txt", ".stalled", ".restart"
+"""``slurm/train.sbatch`` writes them; the second: how many tries in a row took no new step; the third when a
+try begins."""
 IMPORTED = time.time()
 """About when this process began."""
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """The newest ``eqlen submit`` of a run."""
+
+    job: str
+    """Its id."""
+    time: float
+    """Seconds since 1970."""
+    started: bool
+    """Its batch script runs, or has run."""
+
+
+def read_submitted(folder: Path) -> Submitted | None:
+    """Of the run in ``folder``; None where none was submitted."""
+    file, restart = folder / SUBMITTED, folder / RESTART
+    if not file.is_file():
+        return None
+    said = read_json(file)
+    started = restart.exists() and restart.stat().st_mtime >= file.stat().st_mtime
+    return Submitted(said["job"], said["time"], started)
 
 
 class RunFolder:
@@ -45,7 +70,7 @@ class RunFolder:
 
     def __init__(self, recipe: Recipe) -> None:
         self.path = recipe.run_folder
-        self.recipe = self.path / "recipe.yaml"
+        self.recipe = self.path / RECIPE
         self.checkpoints = self.path / "checkpoints"
         self.export = self.path / "export"
         self.streams = self.path / "streams"
@@ -74,6 +99,11 @@ class RunFolder:
             self.stop.unlink()  # it was for a try that was killed before it looked
         write_text(self.recipe, dump(recipe))
         return self.hold
+
+    def submitted(self, job: str, recipe: Recipe) -> None:
+        """Say that ``job`` will run ``recipe`` here."""
+        said = {"job": job, "time": time.time(), "recipe": recipe.model_dump(mode="json")}
+        write_json(self.path / SUBMITTED, said)
 
     def check_held(self) -> None:
         """Raise HeldError if a later try of this SLURM job writes here now."""

@@ -82,10 +82,12 @@ class Submission:
         script = self.folder.path / "submit.sbatch"
         write_text(script, self.script())
         job = _sbatch(script)
+        self.folder.submitted(job, self.recipe)
         print(
             f"job {job}: {script}\n"
             f"its output   {self.folder.path}/slurm-{job}.out\n"
-            f"its state    squeue --job {job}\n"
+            f"its state    squeue --job {job}, eqlen status {self.folder.path}\n"
+            f"a live page  eqlen report {self.folder.path} --serve\n"
             f"to stop it   touch {self.folder.stop} (after its step, with a checkpoint), or scancel {job}"
         )
         return 0

@@ -1,6 +1,6 @@
 """``eqlen report RUN --serve``: the live page, for this machine's own browsers (or through ``ssh -L``).
 
-/            the page                        /rollout?step=&prompt=&index=    one rollout, whole
+/            the page, once there is a run   /rollout?step=&prompt=&index=    one rollout, whole
 /news?...    sections that have changed      /graded?step=&verdict=           responses by verdict
                                              /worst?step=                     the worst mismatch
 """
@@ -11,30 +11,41 @@ import errno
 import json
 import sys
 from collections.abc import Callable
+from html import escape
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
+from megatron_eqlen.live import page
 from megatron_eqlen.live.page import LivePage
+from megatron_eqlen.recipe_load import may_become_run
 
 HOST, PORT = "127.0.0.1", 8423
 LOCAL = ("127.0.0.1", "localhost")
+
+WAITING = """<!doctype html>
+<html lang="en">
+<head><meta charset="utf-8"><meta http-equiv="refresh" content="{seconds:g}"><title>{run}</title></head>
+<body><p>Waiting for {run}: no run has begun there yet, and none was submitted with eqlen submit.</p></body>
+</html>
+"""
 
 Query = dict[str, str]
 
 
 class LiveServer(ThreadingHTTPServer):
     """Listens on ``port`` of this machine alone (0: any that is free). Raises ValueError where the port is
-    taken or may not be used, or ``run`` is no run's folder."""
+    taken or may not be used, or ``run`` neither is a run's folder nor may become one."""
 
     daemon_threads = True
 
     def __init__(self, run: Path, port: int = PORT) -> None:
-        self.page = LivePage(run)
+        self.run = run
+        self._page = None if may_become_run(run) else LivePage(run)
         self.answers: dict[str, Callable[[Query], tuple[str, str]]] = {
-            "/": lambda query: ("text/html", self.page.html()),
+            "/": lambda query: ("text/html", self.start()),
             "/news": lambda query: ("application/json", json.dumps(self.page.news(query))),
             "/rollout": lambda query: ("text/html", self.page.rollout(query["step"], _key(query))),
             "/graded": lambda query: ("text/html", self.page.graded(query["step"], query["verdict"])),
@@ -48,6 +59,19 @@ class LiveServer(ThreadingHTTPServer):
             raise ValueError(
                 f"--port: port {port} of {HOST} {why}; name another (0: any that is free)"
             ) from None
+
+    @property
+    def page(self) -> LivePage:
+        """Raises ValueError before the run begins."""
+        if self._page is None:
+            self._page = LivePage(self.run)
+        return self._page
+
+    def start(self) -> str:
+        """The page, or before the run begins one that asks again."""
+        if self._page is None and may_become_run(self.run):
+            return WAITING.format(run=escape(str(self.run)), seconds=page.POLL)
+        return self.page.html()
 
     @property
     def address(self) -> str:
@@ -105,7 +129,8 @@ def _key(query: Query) -> tuple[str, int]:
 def serve(run: Path, port: int = PORT) -> None:
     """Until it is interrupted."""
     with LiveServer(run, port) as server:
-        print(f"{run}: live on {server.address} (Ctrl-C ends it)", flush=True)
+        waits = ", where no run has begun yet" if may_become_run(run) else ""
+        print(f"{run}{waits}: live on {server.address} (Ctrl-C ends it)", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:

@@ -1,7 +1,7 @@
 """``eqlen status RUN``: where a run stands, on one screen, from its folder alone.
 
 recipe.yaml, .lock, state.json, metrics.jsonl, evaluation/*.json, checkpoints/latest ──► Status
-first_error.txt, hang/*/index.txt, given_up.txt (ends) ─────────────────────────────────┘
+first_error.txt, hang/*/index.txt, given_up.txt (ends); submitted.json, .restart ───────┘
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_eqlen.report.format import REWARD, compact, duration, first_of
 from megatron_eqlen.report.metrics import read_metrics
 from megatron_eqlen.report.progress import SPARK_STEPS, STEPS_FOR_ETA, numbers
 from megatron_eqlen.report.state import BEAT, Moment, State, read_state
-from megatron_eqlen.run_folder import RunFolder
+from megatron_eqlen.run_folder import RunFolder, read_submitted
 
 SILENCE = 4 * BEAT
 """Seconds without a sign of life after which a run on another machine counts as dead, where its lock cannot
@@ -62,6 +62,8 @@ class Status:
     """``silent``: it holds its folder, but gives no sign of life. ``stopped``: it ended in order before its
     limit. ``killed``: it was cut off without a word, or its machine is gone. ``given up``: SLURM starts it no
     more."""
+    waits_for: str
+    """The SLURM job that was submitted and has not taken the folder yet; empty if there is none."""
     held_by: str
     """Process, host and SLURM job that train it, or did last; empty before the first."""
     sign_of_life: float | None
@@ -118,6 +120,7 @@ def status(folder: Path) -> Status:
         folder=str(folder),
         name=f"{recipe.name} {recipe.method} seed {recipe.seed}",
         condition=condition,
+        waits_for=_waits_for(folder, holder),
         held_by=hold.named(holder) if holder else "",
         sign_of_life=state.time if state else None,
         stages=state.stages if state and condition in ("running", "killed") else [],
@@ -169,6 +172,15 @@ def _condition(
     return "stopped" if state.ended else "killed"
 
 
+def _waits_for(folder: Path, holder: dict[str, Any]) -> str:
+    found = read_submitted(folder)
+    if found is None or found.job == holder.get("slurm_job") or found.time < holder.get("time", 0.0):
+        return ""
+    if found.started:
+        return f"SLURM job {found.job} gets ready: its output, slurm-{found.job}.out, says how far it is"
+    return f"SLURM job {found.job} has not started: squeue --job {found.job} says why"
+
+
 def _evaluated(folder: Path, steps: int) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for label, _, results in evaluations(folder / "evaluation", steps):
@@ -198,6 +210,7 @@ def screen_rows(found: Status) -> list[tuple[str, str | Text]]:
     now = time.time()
     rows: list[tuple[str, str | Text | None]] = [
         ("state", Text(found.condition, STYLES.get(found.condition, "bold yellow")) + Text(_who(found, now))),
+        ("job", found.waits_for),
         ("step", f"{found.outcome}{_pace(found)}"),
         ("now", _under_way(found, now)),
         ("error", _with(found.error, found.error_file)),

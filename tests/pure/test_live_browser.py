@@ -18,15 +18,17 @@ pytestmark = [
 ]
 
 
-def test_a_run_is_followed_from_its_first_harvest_to_a_text(tmp_path, monkeypatch):
+def test_a_run_is_waited_for_and_followed_from_its_first_harvest_to_a_text(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "POLL", 0.05)
     (tmp_path / "model").mkdir()
     tokenizer = make_tokenizer(tmp_path / "model")
     end, made = min(tokenizer.eos_token_ids), recipe(tmp_path / "model")
-    run = write_run(tmp_path / "run", made)
+    run = tmp_path / "run"
     with LiveServer(run, port=0) as server, Browser(tmp_path / "chromium") as browser:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         browser.open(server.address)
+        assert browser.shows(f"Waiting for {run}")
+        write_run(run, made)
         assert browser.shows("not started", "#now")
 
         stream = Harvesting(run, 0, made, tokenizer.eos_token_ids)

@@ -23,7 +23,7 @@ from megatron_eqlen.report import state
 from megatron_eqlen.report.metrics import MetricsWriter
 from megatron_eqlen.report.progress import Progress
 from megatron_eqlen.report.state import StateWriter, read_state
-from megatron_eqlen.run_folder import RunFolder
+from megatron_eqlen.run_folder import RESTART, RunFolder
 from megatron_eqlen.timeline import Timeline
 from tests.kit.processes import within
 from tests.kit.report_runs import recipe, write_run
@@ -82,6 +82,26 @@ def test_a_folder_with_a_recipe_alone_has_not_started(run):
     found = status(run)
     assert (found.condition, found.outcome, found.seconds_left) == ("not started", "0 of 20 steps", None)
     assert screen(run).splitlines()[0].startswith("tiny eqlen-grpo seed 0")
+
+
+def test_a_job_that_was_submitted_is_told_of_until_it_has_the_folder(run, monkeypatch):
+    """Also where it is to go on with a run that was stopped."""
+    life = Life(run)
+    life.end()
+    made = recipe(run.parent, run_dir=str(run))
+    RunFolder(made).submitted("12", made)
+    assert status(run).condition == "stopped"
+    assert "SLURM job 12 has not started: squeue --job 12 says why" in screen(run)
+    (run / RESTART).write_text("0")  # as slurm/train.sbatch begins
+    assert "SLURM job 12 gets ready: its output, slurm-12.out" in screen(run)
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    life = Life(run)
+    assert status(run).waits_for == ""
+    life.end()
+    monkeypatch.delenv("SLURM_JOB_ID")
+    life = Life(run)  # later, without SLURM
+    assert status(run).waits_for == ""
+    life.end()
 
 
 def test_a_run_that_goes_on_says_who_does_what_since_when(run):
@@ -172,6 +192,7 @@ def test_hangs_are_told_by_their_first_line_the_newest_first(run):
     hang(run, "3", at=time.time() + 1, index="rank 0 is in stage checkpoint\n")
     assert status(run).condition == "hung", "though a disk that blocks keeps its process"
     life.cut_off()
+    assert status(run).condition == "killed", "an earlier try hung"
     index = hang(run, "4", at=time.time() + 1, index="rank 1 did not come to x\n") / "index.txt"
     assert status(run).condition == "hung"
     (run / FIRST).write_text(f"rank 1 did not come to x; see {index}\n")

@@ -17,7 +17,7 @@ from megatron_eqlen.plan.host import host_parts
 from megatron_eqlen.plan.memory import memory
 from megatron_eqlen.plan.model import model_config
 from megatron_eqlen.plan.workload import workload
-from megatron_eqlen.recipe_load import load
+from megatron_eqlen.recipe_load import load, load_run
 from tests.kit import ROOT
 
 LARGE = str(ROOT / "recipes/qwen3_32b.yaml")
@@ -116,7 +116,13 @@ def test_the_script_is_kept_with_its_environment_and_the_job_is_named(recipe, he
     assert not asked.keys() & {"--gpus-per-node", "--mem"}
     said = capsys.readouterr().out
     assert "job 42: " in said
-    assert f"its output   {kept.parent.relative_to(here)}/slurm-42.out" in said
+    run = kept.parent.relative_to(here)
+    assert f"its output   {run}/slurm-42.out" in said
+    assert f"eqlen report {run} --serve" in said
+    assert load_run(run) == load(recipe, ["cluster.processes_per_node=2"])
+    assert cli.main(["status", str(run)]) == 0
+    waits = "state       not started\n  job         SLURM job 42 has not started: squeue --job 42 says why"
+    assert waits in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -214,7 +220,7 @@ def test_without_an_image_srun_starts_the_ranks_and_nothing_else(here):
     status, (ranks,), said = batch(here, "train.sbatch")
     assert status == 17
     assert said.splitlines()[-1] == "scontrol requeue 7"
-    assert ranks.startswith("--kill-on-bad-exit=1 bash -c ")
+    assert ranks.startswith("--kill-on-bad-exit=1 --wait=60 bash -c ")
     assert "container" not in ranks
 
 
@@ -229,7 +235,7 @@ def test_in_a_container_every_python_runs_in_one_that_the_job_names(here):
     assert plan.startswith(
         f"{options} --nodes=1 --ntasks=1 {here}/python -m megatron_eqlen.cli plan recipe.yaml"
     )
-    assert ranks.startswith(f"{options} --kill-on-bad-exit=1 bash -c ")
+    assert ranks.startswith(f"{options} --kill-on-bad-exit=1 --wait=60 bash -c ")
 
 
 def test_an_old_try_in_a_container_hides_its_end_from_the_new_one(here):
