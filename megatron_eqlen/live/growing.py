@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
-from megatron_eqlen.files import step_name
+from megatron_eqlen.files import step_name, step_number
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.report.recorded import Decoder
 from megatron_eqlen.report.rollouts import RolloutView, Unknown, open_segment, view
 from megatron_eqlen.rollout import journal
-from megatron_eqlen.rollout.arrow_log import batches, pieces, placed
+from megatron_eqlen.rollout.arrow_log import pieces, placed
 from megatron_eqlen.rollout.record_format import END, PROMPT, SEGMENTS
 from megatron_eqlen.rollout.record_reader import step_files
 from megatron_eqlen.rollout.recorder import JOURNALS, SUSPENDED
@@ -30,6 +31,9 @@ from megatron_eqlen.types import Elsewhere, Prompt, RolloutKey, Segment
 
 SHOWN = 3
 """Rollouts of a harvest on the page."""
+
+COLUMNS = ("role", "prompt_id", "index", "outcome", "question")
+"""Of a record, that are read."""
 
 Tokens = dict[str, array]
 """Token ids by the track's name."""
@@ -43,62 +47,73 @@ class Grown:
     """Counted from 1."""
     complete: int
     """Rollouts; those that have not begun are in no number."""
+    suspended: int
+    """For the next step (``rollout.carry_over``), by ranks whose harvest has ended."""
     growing: int
     tokens: int
     """Of those that grow, so far."""
+    carried_tokens: int
+    """Of these, from earlier steps."""
     views: list[RolloutView]
     """Of a few of them."""
 
 
 class Growing:
-    """The harvest in a step's ``folder``. Journals are read on from where they were read last."""
+    """The harvest in a step's ``folder``. Its files are read on from where they were read last."""
 
     def __init__(self, folder: Path, recipe: Recipe, decoder: Decoder) -> None:
         self.folder, self._recipe, self._decoder = folder, recipe, decoder
-        self.number = int(folder.name.removeprefix("step-"))
+        number = step_number(folder.name)
+        assert number is not None, folder
+        self.number = number
         self._journals: dict[Path, _Tracks] = {}
-        before = folder.with_name(step_name(self.number - 1)) if self.number else folder
-        carried = before.glob(SUSPENDED) if recipe.rollout.carry_over and self.number else ()
+        self._record = _Record()
         self._carried: Tokens = {}
-        for path in carried:
+        if recipe.rollout.carry_over and number:
+            self._take_up(folder.with_name(step_name(number - 1)))
+
+    def _take_up(self, before: Path) -> None:
+        """What the step before has suspended, with its questions: this step's record has none of a prompt
+        before one of its rollouts ends."""
+        for path in before.glob(SUSPENDED):
             tracks = _Tracks(path)
             tracks.read(())
-            self._carried |= tracks.tokens
+            for name, found in tracks.tokens.items():
+                self._carried[name] = max(self._carried.get(name, found), found, key=len)
+        of_before = _Record()
+        of_before.read(before)
+        self._record.questions |= of_before.questions
 
     def look(self) -> Grown:
-        complete, questions = self._recorded()
+        record = self._record
+        record.read(self.folder)
+        ended = record.complete | record.suspended
         tokens = dict(self._carried)
         for path in sorted(self.folder.glob(JOURNALS)):
             tracks = self._journals.setdefault(path, _Tracks(path))
-            tracks.read(complete)
+            tracks.read(ended)
             for name, found in tracks.tokens.items():
                 before = self._carried.get(name)
                 whole = before + found if before else found  # a copy, and there may be many
                 tokens[name] = max(tokens.get(name, whole), whole, key=len)
-        tokens = {name: found for name, found in tokens.items() if rollout_of(name) not in complete}
+        tokens = {name: found for name, found in tokens.items() if rollout_of(name) not in ended}
         keys = list(dict.fromkeys(map(rollout_of, tokens)))
         of_each_prompt: dict[str, RolloutKey] = {}
         for key in keys:
             of_each_prompt.setdefault(key[0], key)
         shown = [
-            self._view(harvester, questions.get(harvester.prompt.prompt_id, ""))
+            self._view(harvester, record.questions.get(harvester.prompt.prompt_id, ""))
             for harvester in self._harvesters(list(of_each_prompt.values()), tokens)
         ]
-        total = sum(map(len, tokens.values()))
-        return Grown(self.number + 1, len(complete), len(keys), total, shown)
-
-    def _recorded(self) -> tuple[set[RolloutKey], dict[str, str]]:
-        """Rollouts that are complete, and the questions of those prompts that are recorded: that have one."""
-        complete: set[RolloutKey] = set()
-        questions: dict[str, str] = {}
-        for path in step_files(self.folder):
-            for batch in batches(path, SEGMENTS, ["role", "prompt_id", "index", "question"]):
-                for row in batch.to_pylist():
-                    if row["role"] == END:
-                        complete.add((row["prompt_id"], row["index"]))
-                    elif row["role"] == PROMPT:
-                        questions[row["prompt_id"]] = row["question"]
-        return complete, questions
+        return Grown(
+            self.number + 1,
+            len(record.complete),
+            len(record.suspended),
+            len(keys),
+            sum(map(len, tokens.values())),
+            sum(len(self._carried.get(name, ())) for name in tokens),
+            shown,
+        )
 
     def _harvesters(self, keys: Sequence[RolloutKey], tokens: Mapping[str, array]) -> Iterator[Harvester]:
         """Of a few of ``keys``, where their tracks' tokens bring them. What they draw does not depend on the
@@ -126,7 +141,10 @@ class Growing:
             for inherited in [np.array([*track.context, *track.token_ids[:start]], np.int32)]
         ]
         seen = view(rollout, self._decoder.decode, Unknown())
-        title = f"rollout {harvester.index}, {count(len(opened), 'open track')}"
+        key = harvester.prompt.prompt_id, harvester.index
+        carried = sum(len(found) for name, found in self._carried.items() if rollout_of(name) == key)
+        earlier = f", {count(carried, 'token')} from earlier steps" if carried else ""
+        title = f"rollout {harvester.index}, {count(len(opened), 'open track')}{earlier}"
         return replace(seen, title=title, opened=opened)
 
 
@@ -142,24 +160,57 @@ def grow(harvester: Harvester, tokens: Mapping[str, array]) -> None:
         launched = harvester.advance()
 
 
-class _Tracks:
-    """The tokens that a growing file holds of each track."""
+class _Tail:
+    """A growing file of batches, of which each is read once."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.tokens: Tokens = {}
+    def __init__(self, path: Path, schema: pa.Schema, columns: Sequence[str]) -> None:
+        self._path, self._schema, self._columns = path, schema, columns
         self._newest: int | None = None
         """Where the newest batch begins that was read."""
 
-    def read(self, complete: Iterable[RolloutKey]) -> None:
-        """Read what is new, and forget what belongs to ``complete`` rollouts."""
-        columns = ["track", "token_ids"]
-        for place, batch in placed(self.path, journal.SCHEMA, columns, since=self._newest):
-            if place == self._newest:
-                continue
-            self._newest = place
+    def read(self) -> Iterator[pa.RecordBatch]:
+        """What is new."""
+        for place, batch in placed(self._path, self._schema, self._columns, since=self._newest):
+            if place != self._newest:
+                self._newest = place
+                yield batch
+
+
+class _Tracks:
+    """The tokens that a journal holds of each track."""
+
+    def __init__(self, path: Path) -> None:
+        self.tokens: Tokens = {}
+        self._tail = _Tail(path, journal.SCHEMA, ["track", "token_ids"])
+
+    def read(self, ended: Iterable[RolloutKey]) -> None:
+        """Read what is new, and forget what belongs to rollouts that have ``ended``."""
+        for batch in self._tail.read():
             names = batch["track"].to_pylist()
             for name, piece in zip(names, pieces(batch["token_ids"]), strict=True):
                 self.tokens.setdefault(name, array("i")).frombytes(piece.tobytes())
-        gone = set(complete)
+        gone = set(ended)
         self.tokens = {name: found for name, found in self.tokens.items() if rollout_of(name) not in gone}
+
+
+class _Record:
+    """What is recorded of a step's rollouts, as far as this view needs it."""
+
+    def __init__(self) -> None:
+        self.complete: set[RolloutKey] = set()
+        self.suspended: set[RolloutKey] = set()
+        self.questions: dict[str, str] = {}
+        """By the prompt's id."""
+        self._tails: dict[Path, _Tail] = {}
+
+    def read(self, folder: Path) -> None:
+        """Read what is new."""
+        for path in step_files(folder):
+            tail = self._tails.setdefault(path, _Tail(path, SEGMENTS, COLUMNS))
+            for batch in tail.read():
+                for row in batch.to_pylist():
+                    if row["role"] == PROMPT:
+                        self.questions[row["prompt_id"]] = row["question"]
+                    elif row["role"] == END:
+                        ended = self.suspended if row["outcome"] == "suspended" else self.complete
+                        ended.add((row["prompt_id"], row["index"]))

@@ -177,10 +177,11 @@ class LivePage:
         return self._parts.slowest([(step, step.slowest()) for step in map(self._step, folders)])
 
     def _worst(self) -> str:
-        found: list[tuple[WorstToken, str]] = []
-        for folder in self.streams.glob("step-[0-9]*"):
-            if (token := worst.read(folder)) is not None:
-                found.append((token, folder.name))
+        found: list[tuple[WorstToken, str, int]] = []
+        for folder in self.streams.glob("step-*"):
+            number = step_number(folder.name)
+            if number is not None and (token := worst.read(folder)) is not None:
+                found.append((token, folder.name, number))
         return self._parts.worst(sorted(found, reverse=True)[:WORST])
 
     def _harvest(self) -> Growing | None:

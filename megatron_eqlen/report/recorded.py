@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
+from megatron_eqlen.files import step_number
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.report.rollouts import Decode, RolloutView, Training, view
 from megatron_eqlen.rollout.record_reader import fill_token_ids, read_skeletons, step_files
@@ -58,8 +59,8 @@ class Slow:
 
 def recorded(streams: Path, newest_first: bool = False) -> Iterator[Path]:
     """The folders of the steps that hold rollouts."""
-    folders = sorted(streams.glob("step-[0-9]*"), reverse=newest_first)
-    return (folder for folder in folders if step_files(folder))
+    folders = sorted(streams.glob("step-*"), reverse=newest_first)
+    return (one for one in folders if step_number(one.name) is not None and step_files(one))
 
 
 def is_scored(folder: Path) -> bool:
@@ -92,7 +93,9 @@ class Recorded:
 
     def __init__(self, folder: Path, recipe: Recipe) -> None:
         self.folder, self.name = folder, folder.name
-        self.step = int(folder.name.removeprefix("step-")) + 1
+        number = step_number(folder.name)
+        assert number is not None, folder
+        self.step = number + 1
         """Counted from 1."""
         self._recipe, self._files = recipe, step_files(folder)
         self.rollouts = read_skeletons(self._files)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_eqlen.data.tokenizer_maker import write_hf_tokenizer
@@ -82,22 +83,39 @@ def write_run(folder: Path, recipe: Recipe, streams: dict[str, list[Rollout]] | 
 
 
 class Harvesting:
-    """A harvest of one stream in a step's folder of a run, whose tracks get tokens as they are fed."""
+    """A harvest of one stream in a step's folder of a run, whose tracks get tokens as they are fed, after
+    those of the ``carried`` ones."""
 
-    def __init__(self, run: Path, step: int, recipe: Recipe, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        run: Path,
+        step: int,
+        recipe: Recipe,
+        eos_token_ids: frozenset[int],
+        carried: Sequence[Track] = (),
+    ) -> None:
+        self.carried = {track.name: track for track in carried}
         self.path = run / f"streams/step-{step:08d}/rank-0.arrow"
         self.recorder = Recorder(self.path)
         self.harvester = DualTrack(prompt(1), 0, recipe.rollout.max_response_length, eos_token_ids, 0)
         self.tracks: list[Track] = []
         self._launch(self.harvester.start())
+        self._advance()
 
     def feed(self, number: int, *token_ids: int) -> None:
         """Tokens of track ``number``; with them everything is on disk."""
         tokens = list(token_ids)
         if self.tracks[number].extend(Delta("", tokens, [-1.0] * len(tokens)), 0):
-            while launched := self.harvester.advance():
-                self._launch(launched)
+            self._advance()
         self.tick()
+
+    def suspend(self) -> None:
+        """What is there is left to the next step; it gets no grades."""
+        rollout = self.harvester.rollout(0)
+        self.recorder.suspend(rollout, 0, self.tracks)
+        self.tick()
+        self.recorder.close()
+        record_grades(self.path, [rollout])
 
     def tick(self) -> None:
         self.recorder.tick(ended=True)
@@ -114,7 +132,13 @@ class Harvesting:
             one.grade = RIGHT
         record_grades(self.path, [rollout])
 
+    def _advance(self) -> None:
+        while launched := self.harvester.advance():
+            self._launch(launched)
+
     def _launch(self, tracks: list[Track]) -> None:
         for track in tracks:
+            if track.name in self.carried:
+                track.resume(self.carried[track.name].segment(0))
             self.recorder.follow(track)
         self.tracks += tracks

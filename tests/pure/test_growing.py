@@ -36,6 +36,10 @@ def test_what_a_journal_holds_of_a_harvest_is_what_the_harvest_had(data):
             tracks |= {one.name: one for one in launched}
     grow(again, {name: one.token_ids for name, one in tracks.items()})
     assert state_of(again) == state_of(first)
+    if not again.complete:
+        parts = sum(len(part.segment) for part in again.parts)
+        opened = sum(len(track) - start for track, start in again.open_tracks())
+        assert parts + opened == sum(map(len, tracks.values())), "a token is a part's or an open track's"
 
 
 def state_of(harvester) -> tuple:

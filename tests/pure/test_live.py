@@ -9,6 +9,8 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
 from urllib.parse import quote
@@ -20,6 +22,7 @@ from megatron_eqlen.live.server import Handler, LiveServer
 from megatron_eqlen.report import worst
 from megatron_eqlen.report.metrics import MetricsWriter
 from megatron_eqlen.rollout.recorder import record
+from megatron_eqlen.run_folder import RunFolder
 from megatron_eqlen.tokenizer import load_tokenizer
 from megatron_eqlen.types import WorstToken
 from tests.kit.report_runs import Harvesting, example_stream, make_tokenizer, recipe, write_run
@@ -70,15 +73,42 @@ def model(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
-def browser(tmp_path, model) -> Iterator[Browser]:
-    run = write_run(tmp_path / "run", recipe(model))
+@contextmanager
+def browsing(run: Path) -> Iterator[Browser]:
     with LiveServer(run, port=0) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield Browser(run, server.server_address[1])
         server.shutdown()
         thread.join()
+
+
+@pytest.fixture
+def browser(tmp_path, model) -> Iterator[Browser]:
+    with browsing(write_run(tmp_path / "run", recipe(model))) as browser:
+        yield browser
+
+
+def test_a_page_waits_for_a_run_that_is_to_come(tmp_path, model):
+    """In no folder yet; in the one of a SLURM job that was submitted; until the run begins."""
+    run = tmp_path / "run"
+    made = recipe(model, run_dir=str(run))
+    with browsing(run) as browser:
+        status, page = browser.get("/")
+        assert status == 200
+        assert f"Waiting for {run}" in page
+        assert '<meta http-equiv="refresh"' in page
+        assert browser.get("/news")[0] == 404
+        run.mkdir()
+        assert "Waiting for" in browser.get("/")[1]
+        RunFolder(made).submitted("12", made)
+        assert '<section id="now">' in browser.get("/")[1]
+        browser.poll()
+        assert "not started" in browser.sections["now"]
+        assert "SLURM job 12 has not started" in browser.sections["now"]
+        RunFolder(made).open(made)
+        browser.poll()
+        assert "SLURM job 12" not in browser.sections["now"]
 
 
 def test_the_page_has_a_place_for_every_section_and_needs_nothing_from_elsewhere(browser):
@@ -135,6 +165,47 @@ def test_a_harvest_is_shown_as_its_tracks_grow_and_fork(browser, model):
     assert browser.poll() >= {"growing", "rollouts", "verdicts"}
     assert browser.sections["growing"].strip() == ""
     assert "Step 1" in browser.sections["rollouts"]
+
+
+def test_a_stream_of_an_earlier_step_is_shown_with_the_tokens_of_both(tmp_path, model):
+    """While it goes on in the next step, also where other ranks of that have suspended theirs already."""
+    rollout = {"max_response_length": 192, "carry_over": True, "tokens_per_step": 400}
+    made = recipe(model, rollout=rollout, loss={"rollout_is": "token"})
+    tokenizer = load_tokenizer(model)
+    end = min(tokenizer.eos_token_ids)
+    run = write_run(tmp_path / "run", made)
+    with browsing(run) as browser:
+        first = Harvesting(run, 0, made, tokenizer.eos_token_ids)
+        first.feed(1, 6, 7, 8)
+        first.feed(0, 5, end)
+        first.feed(2, 4)
+        first.suspend()
+        browser.poll()
+        assert browser.sections["growing"].strip() == ""
+        second = Harvesting(run, 1, made, tokenizer.eos_token_ids, first.tracks)
+        second.feed(1, 4)
+        suspended = replace(example_stream(), index=1, outcome="suspended")
+        record(run / "streams/step-00000001/rank-1.arrow", [suspended])
+        browser.poll()
+        growing = browser.sections["growing"]
+        assert "Harvest of step 2" in growing
+        assert "0 rollouts complete · 1 suspended for the next step · 1 grow, with 7 tokens so far" in growing
+        assert "tokens so far, 6 of them from earlier steps" in growing
+        assert "rollout 0, 2 open tracks, 6 tokens from earlier steps" in growing
+        assert "What is 3 + 4?" in growing
+        assert boxes(growing) == [
+            ("B1", "2 tokens"),
+            ("track 2", "2 tokens"),
+            ("A1", "2 tokens"),
+            ("track 3", "1 tokens"),
+        ]
+        second.feed(2, end)  # after the token that it had: A2; B2 is then [8, 4]
+        browser.poll()
+        assert ("A2", "2 tokens") in boxes(browser.sections["growing"])
+        assert ("B2", "2 tokens") in boxes(browser.sections["growing"])
+        second.end()
+        browser.poll()
+        assert browser.sections["growing"].strip() == ""
 
 
 def boxes(html: str) -> list[tuple[str, str]]:
@@ -224,7 +295,7 @@ def test_a_port_in_use_and_a_folder_that_is_no_run_are_named(browser, tmp_path, 
     assert f"port {browser.port} of 127.0.0.1 is in use; name another" in capsys.readouterr().err
     assert main(["report", run, "--serve", "--port", "70000"]) == 2
     assert "port 70000 of 127.0.0.1 cannot be used" in capsys.readouterr().err
-    assert main(["report", str(tmp_path), "--serve"]) == 2
+    assert main(["report", str(tmp_path), "--serve"]) == 2, "a folder of runs"
     assert "expected a run folder with a recipe.yaml" in capsys.readouterr().err
     assert main(["report", run, "--port", "1"]) == 2
     assert "--port: expected with --serve" in capsys.readouterr().err
