@@ -105,7 +105,8 @@ class Watchdog:
         self._tells.append(facts)
 
     def start(self, folder: Path) -> None:
-        """Watch from now on; all ranks of the run pass the same ``folder``, which is this try's alone."""
+        """Watch from now on; all ranks of the run pass the same ``folder``, which is this try's alone. Its
+        parent is for those of all tries, and goes with the last of them."""
         if self.seconds is None:
             return
         self.interval = min(self.seconds / 20, 30.0)
@@ -136,8 +137,9 @@ class Watchdog:
             self._bystander.wait()
         self._file.close()
         self._of(self.rank).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # others are still there
+        with contextlib.suppress(OSError):  # others are still there, or what tries that hung have left
             self.folder.rmdir()
+            self.folder.parent.rmdir()
 
     @property
     def limit(self) -> float:

@@ -46,6 +46,7 @@ def test_the_run_folder_is_complete(trained):
         "step-00000002",
         "step-00000003",
     ]
+    assert not (trained / "hang").exists()
     assert status(trained).condition == "complete"
     first, *later = metrics(trained)
     assert first.get("checkpoint/bytes") is None
