@@ -51,8 +51,8 @@ class Submitted:
     """Its id."""
     time: float
     """Seconds since 1970."""
-    started: bool
-    """Its batch script runs, or has run."""
+    try_began: float
+    """When its batch script, or that of any job of this run since, was started last; 0 if it was not."""
 
 
 def read_submitted(folder: Path) -> Submitted | None:
@@ -60,9 +60,8 @@ def read_submitted(folder: Path) -> Submitted | None:
     file, restart = folder / SUBMITTED, folder / RESTART
     if not file.is_file():
         return None
-    said = read_json(file)
-    started = restart.exists() and restart.stat().st_mtime >= file.stat().st_mtime
-    return Submitted(said["job"], said["time"], started)
+    said, began = read_json(file), restart.stat().st_mtime if restart.exists() else 0.0
+    return Submitted(said["job"], said["time"], began if began >= file.stat().st_mtime else 0.0)
 
 
 class RunFolder:

@@ -63,7 +63,7 @@ class Status:
     limit. ``killed``: it was cut off without a word, or its machine is gone. ``given up``: SLURM starts it no
     more."""
     waits_for: str
-    """The SLURM job that was submitted and has not taken the folder yet; empty if there is none."""
+    """The SLURM job, or its next try, that has not taken the folder yet; empty if none is known."""
     held_by: str
     """Process, host and SLURM job that train it, or did last; empty before the first."""
     sign_of_life: float | None
@@ -173,11 +173,11 @@ def _condition(
 
 
 def _waits_for(folder: Path, holder: dict[str, Any]) -> str:
-    found = read_submitted(folder)
-    if found is None or found.job == holder.get("slurm_job") or found.time < holder.get("time", 0.0):
+    found, held = read_submitted(folder), holder.get("time", 0.0)
+    if found is None or max(found.time, found.try_began) < held:
         return ""
-    if found.started:
-        return f"SLURM job {found.job} gets ready: its output, slurm-{found.job}.out, says how far it is"
+    if found.try_began:
+        return "a SLURM job gets ready: the newest slurm-*.out in the folder says how far it is"
     return f"SLURM job {found.job} has not started: squeue --job {found.job} says why"
 
 

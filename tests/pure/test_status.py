@@ -84,7 +84,7 @@ def test_a_folder_with_a_recipe_alone_has_not_started(run):
     assert screen(run).splitlines()[0].startswith("tiny eqlen-grpo seed 0")
 
 
-def test_a_job_that_was_submitted_is_told_of_until_it_has_the_folder(run, monkeypatch):
+def test_a_job_that_was_submitted_is_told_of_until_it_has_the_folder(run):
     """Also where it is to go on with a run that was stopped."""
     life = Life(run)
     life.end()
@@ -93,15 +93,13 @@ def test_a_job_that_was_submitted_is_told_of_until_it_has_the_folder(run, monkey
     assert status(run).condition == "stopped"
     assert "SLURM job 12 has not started: squeue --job 12 says why" in screen(run)
     (run / RESTART).write_text("0")  # as slurm/train.sbatch begins
-    assert "SLURM job 12 gets ready: its output, slurm-12.out" in screen(run)
-    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    assert "a SLURM job gets ready: the newest slurm-*.out in the folder" in screen(run)
     life = Life(run)
     assert status(run).waits_for == ""
-    life.end()
-    monkeypatch.delenv("SLURM_JOB_ID")
-    life = Life(run)  # later, without SLURM
+    life.end(ValueError("a node is gone"))
     assert status(run).waits_for == ""
-    life.end()
+    os.utime(run / RESTART, (time.time() + 1, time.time() + 1))  # the next try
+    assert "a SLURM job gets ready" in screen(run)
 
 
 def test_a_run_that_goes_on_says_who_does_what_since_when(run):
