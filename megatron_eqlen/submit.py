@@ -19,7 +19,7 @@ from megatron_eqlen import layout
 from megatron_eqlen.files import write_text
 from megatron_eqlen.plan.memory import memory
 from megatron_eqlen.plan.model import model_config
-from megatron_eqlen.plan.sbatch import replicas_on_node, server_options, train_options
+from megatron_eqlen.plan.sbatch import replicas_on_node, server_options, train_environment, train_options
 from megatron_eqlen.recipe_checks import check_inputs
 from megatron_eqlen.recipe_load import load
 from megatron_eqlen.run_folder import RunFolder
@@ -96,9 +96,7 @@ class Submission:
         kept = {name: os.environ[name] for name in KEPT if os.environ.get(name)}
         if "CONTAINER_IMAGE" not in kept:
             kept.setdefault("EQLEN_PYTHON", sys.executable)
-        if self.recipe.cluster.device == "cpu":
-            kept["PROCESSES_PER_NODE"] = str(self.recipe.cluster.processes_per_node)
-        return kept
+        return kept | train_environment(self.recipe)
 
 
 def _with_servers(count: int) -> list[str]:

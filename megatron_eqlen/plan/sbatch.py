@@ -24,6 +24,12 @@ def train_options(recipe: Recipe, job_name: str) -> list[str]:
     ]
 
 
+def train_environment(recipe: Recipe) -> dict[str, str]:
+    """What ``slurm/train.sbatch`` must be told of a job without GPUs."""
+    cluster = recipe.cluster
+    return {"PROCESSES_PER_NODE": str(cluster.processes_per_node)} if cluster.device == "cpu" else {}
+
+
 def server_options(recipe: Recipe, job_name: str, nodes: int) -> list[str]:
     """Of ``nodes`` nodes like the trainer's that are full of vLLM servers, one task each."""
     each = recipe.rollout.tensor_parallel

@@ -115,6 +115,9 @@ def test_the_script_is_kept_with_its_environment_and_the_job_is_named(recipe, he
     assert asked.items() >= {"--nodes": "2", "--cpus-per-task": "6", "--chdir": str(here)}.items()
     assert not asked.keys() & {"--gpus-per-node", "--mem"}
     said = capsys.readouterr().out
+    assert cli.main(["plan", recipe, "cluster.processes_per_node=2"]) == 0
+    by_hand = "as PROCESSES_PER_NODE=2 sbatch --job-name=small --nodes=2 "
+    assert by_hand in capsys.readouterr().out, "without it train.sbatch would start one"
     assert "job 42: " in said
     run = kept.parent.relative_to(here)
     assert f"its output   {run}/slurm-42.out" in said
