@@ -47,6 +47,8 @@ from megatron_eqlen.tokenizer import Tokenizer, load_tokenizer
 VOCAB_SIZE = 384
 TOKENIZER_TEXTS = 3000
 """Demonstrations that the tokenizer is trained on."""
+ALIKE = 3
+"""Demonstrations of similar length that are computed together."""
 COMMON = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 96,
@@ -156,9 +158,8 @@ def backward(model: torch.nn.Module, batch: list[Example], pad: int) -> tuple[fl
     """Add the gradient of the batch's summed loss; returns that loss and the number of supervised tokens."""
     loss_sum, tokens = 0.0, 0
     by_length = sorted(batch, key=lambda example: len(example.token_ids))
-    half = len(batch) // 2
-    for part in filter(None, (by_length[:half], by_length[half:])):
-        input_ids, labels = collate(part, pad)
+    for start in range(0, len(batch), ALIKE):  # lengths have a heavy tail: all in one would be half padding
+        input_ids, labels = collate(by_length[start : start + ALIKE], pad)
         logits = model(input_ids=input_ids, use_cache=False).logits[:, :-1]
         loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
         loss.backward()

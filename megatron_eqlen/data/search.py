@@ -3,17 +3,18 @@
 A question is ``Find $x$ with $3x+4+2+6=0$ modulo $7$.``; the answer is one of 0..6. A response tries values
 until one fits, for example
 
-    3:2+4=6+2=1+6=0     3 x 3 is 2 modulo 7, with 4 it is 6, with 2 it is 1, with 6 it is 0: this fits
+    3*3=2+4=6+2=1+6=0     3 x 3 is 2 modulo 7, with 4 it is 6, with 2 it is 1, with 6 it is 0: this fits
     \\boxed{3}
 
-and before that any number of tries that do not, half of them with a remark: ``4:5+4=2+2=4+6=3 no``. Values
+and before that any number of tries that do not, half of them with a remark: ``3*4=5+4=2+2=4+6=3 no``. Values
 are tried at random, also again, so each try ends the search with the same probability whatever came before:
 lengths are geometric, and their coefficient of variation is near 1. Some responses give up before a try and
 name the answer, which a model that imitates them can only guess; some search in order, which is better; some
 check what they found. So a right answer may be short or long, and a model can improve by not giving up, by
 searching in order, and by computing without slips.
 
-All numbers have one digit, and what fits ends with 0, so that a small model learns to compute in a minute.
+All numbers have one digit, what is computed stands beside what it is computed from, and what fits ends with
+0, so that a small model learns to compute in less than a minute.
 
 Everything is a function of the seed. The rows of one call have distinct questions.
 """
@@ -65,7 +66,7 @@ class Puzzle:
     def attempt(self, x: int) -> str:
         """The line that tries ``x``, term by term."""
         value = self.factor * x % self.modulus
-        line = f"{x}:{value}"
+        line = f"{self.factor}*{x}={value}"
         for offset in self.offsets:
             value = (value + offset) % self.modulus
             line += f"+{offset}={value}"

@@ -20,7 +20,7 @@ from tests.kit import ROOT
 
 SOLUTIONS = ("r1_solution_1", "r1_solution_2", "r1_solution_3")
 SEARCH = ROOT / "recipes/search_cpu.yaml"
-LINE = re.compile(r"(\d):(\d)\+(\d)=(\d)\+(\d)=(\d)\+(\d)=(\d)")
+LINE = re.compile(r"(\d)\*(\d)=(\d)\+(\d)=(\d)\+(\d)=(\d)\+(\d)=(\d)")
 QUESTION = re.compile(r"Find \$x\$ with \$(\d)x\+(\d)\+(\d)\+(\d)=0\$ modulo \$(\d)\$\.")
 
 
@@ -41,8 +41,8 @@ def test_every_line_and_every_answer_is_right(rows):
             assert box == f"\\boxed{{{answer}}}"
             for line in lines:
                 if line != "Check:":
-                    x, product, *sums = map(int, LINE.fullmatch(line.removesuffix(" no")).groups())
-                    assert product == factor * x % modulus
+                    first, x, product, *sums = map(int, LINE.fullmatch(line.removesuffix(" no")).groups())
+                    assert (first, product) == (factor, factor * x % modulus)
                     assert sums[::2] == offsets
                     so_far = [(product + sum(offsets[:n])) % modulus for n in (1, 2, 3)]
                     assert sums[1::2] == so_far
