@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.models.qwen3 import Qwen3Config
@@ -279,7 +279,7 @@ def _make(folder: Path, data: Path, warmup: Warmup) -> None:
     if warmup.processes == 1:
         train(0, *arguments)
     else:
-        spawn(train, args=arguments, nprocs=warmup.processes)
+        start_processes(train, arguments, warmup.processes, start_method="fork")  # imports take seconds
     (folder / "rendezvous").unlink(missing_ok=True)
 
 
