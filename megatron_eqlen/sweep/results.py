@@ -153,7 +153,7 @@ def write_into(document: Path, sweep: Path) -> None:
 
 def _figures(sweep: SweepRecipe, found: Sequence[Group]) -> dict[str, dict[str, list[Chart]]]:
     """By model and by what is on the x axis."""
-    methods = [one for one in found if one.method != BASE]
+    methods = [one for one in found if one.method in (sweep.figures or sweep.methods)]
     return {
         model: figures(
             [Group(model, sweep.label(one.method), one.runs) for one in methods if one.model == model]

@@ -54,6 +54,8 @@ class SweepRecipe(Section):
     """What recipes and benchmarks are called in tables and figures; default: as they are."""
     tables: list[TableRecipe] = Field([])
     """Default: one of all accuracies, and one of efficiency."""
+    figures: list[str] | None = None
+    """The methods that figures show: more than ten are hard to tell apart. Default: all."""
     folder: str | None = None
     """Default ``runs/NAME``."""
 
@@ -97,9 +99,10 @@ def _check(sweep: SweepRecipe) -> None:
     for what, values in (("seeds", sweep.seeds), ("recipes", stems)):
         if len({*values}) < len(values):
             raise ValueError(f"{what}: expected each once, found {values}")
+    chosen = [("figures", sweep.figures, {*sweep.methods})]
     for number, table in enumerate(sweep.tables):
-        known = {"methods": {BASE, *sweep.methods}, "recipes": {*stems}}
-        for key, names in known.items():
-            if unknown := [name for name in getattr(table, key) or () if name not in names]:
-                expected = ", ".join(sorted(names))
-                raise ValueError(f"tables.{number}.{key}: expected some of {expected}, found {unknown[0]!r}")
+        chosen.append((f"tables.{number}.methods", table.methods, {BASE, *sweep.methods}))
+        chosen.append((f"tables.{number}.recipes", table.recipes, {*stems}))
+    for key, found, known in chosen:
+        if unknown := [name for name in found or () if name not in known]:
+            raise ValueError(f"{key}: expected some of {', '.join(sorted(known))}, found {unknown[0]!r}")

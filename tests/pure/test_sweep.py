@@ -169,6 +169,7 @@ def test_the_papers_sweep_has_the_papers_methods():
         ("seeds: [0, 1, 2]", "seeds: [1, 1]", r"seeds: expected each once, found \[1, 1\]"),
         ("methods: [grpo, eqlen]", "methods: [ppo]", "expected some of base, eqlen, grpo, mean, found 'ppo'"),
         ("  mean: ", "  a/b: ", "as the name of a sweep or method .*, found 'a/b'"),
+        ("match: flops", "figures: [base]", "figures: expected some of eqlen, grpo, mean, found 'base'"),
         ("match: flops", "match: hours", "match: Input should be 'gpu_hours', 'generated_tokens' or 'flops'"),
     ],
 )

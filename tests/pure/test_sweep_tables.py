@@ -7,6 +7,7 @@ import json
 import math
 import random
 import re
+from copy import copy
 from pathlib import Path
 from statistics import fmean, stdev
 from xml.etree import ElementTree
@@ -20,7 +21,7 @@ from megatron_eqlen.report.figures import MEASURES, Curves, oscillation, over_se
 from megatron_eqlen.report.tables import Table, latex
 from megatron_eqlen.sweep import command
 from megatron_eqlen.sweep.cells import Plan
-from megatron_eqlen.sweep.results import ABOUT_BANDS, END, START, write_into
+from megatron_eqlen.sweep.results import ABOUT_BANDS, END, START, write, write_into
 from tests.kit.sweeps import leave_a_run, write_sweep
 
 METHODS = ("eqlen", "grpo", "mean")
@@ -152,6 +153,21 @@ def test_tables_go_into_a_document_between_its_lines(plan, tmp_path):
     document.write_text("nothing")
     with pytest.raises(ValueError, match=r"results\.md: expected a line <!-- tables of a sweep -->"):
         write_into(document, plan.sweep.path)
+
+
+def test_figures_show_the_methods_that_are_named(plan, tmp_path):
+    some = copy(plan)
+    some.sweep = plan.sweep.model_copy(update={"figures": ["mean", "grpo"], "folder": str(tmp_path)})
+    write(some)
+    said = {
+        element.text
+        for element in ElementTree.parse(tmp_path / "figures-tiny.svg").iter(
+            "{http://www.w3.org/2000/svg}text"
+        )
+    }
+    assert said >= {"GRPO", "Mean reward"}
+    assert "EqLen" not in said
+    assert "EqLen" in (tmp_path / "tables.md").read_text()
 
 
 def test_the_ends_of_curves_are_means_of_the_last_steps_over_seeds(tables):
