@@ -25,21 +25,21 @@ HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "to
 """Libraries' own processes, which serve this one to its end and go with it."""
 
 
-WITH_SERVERS = tuple(
-    f"tests/engine/test_{name}.py" for name in ("ahead_servers", "rollout_held_up", "rollout_server")
-)
-"""They share two vLLM servers."""
+TOGETHER = {
+    "servers": ("engine/test_ahead_servers", "engine/test_rollout_held_up", "engine/test_rollout_server"),
+    "a run": ("job/test_ahead", "job/test_resume", "job/test_sweep", "job/test_train"),
+}
+"""Files that share two vLLM servers, or a run that has ended."""
 
 
 class ByFile(LoadScopeScheduling):
     """A worker gets whole files, for the sake of their fixtures, and of files that share theirs all."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.split("::")[0]
-        folder = file.split("/")[1]
-        if file in WITH_SERVERS:
-            return "servers"
-        return folder if folder in ("job", "slurm") else file
+        file = nodeid.split("::")[0].removeprefix("tests/").removesuffix(".py")
+        if file.startswith("slurm/"):
+            return "slurm"
+        return next((what for what, files in TOGETHER.items() if file in files), file)
 
 
 @pytest.hookimpl(optionalhook=True)  # without xdist, or with -p no:xdist, nobody asks

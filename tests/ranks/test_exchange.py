@@ -246,7 +246,7 @@ def check_held(plan: Packing, whole: Packing, seat: Seat, rank: int) -> None:
         assert isinstance(loss, Elsewhere) != (node.home == rank or (number in trained and seat.for_loss))
 
 
-@pytest.mark.parametrize("world", [1, 2, slow(4)])
+@pytest.mark.parametrize("world", [slow(1), 2, slow(4)])
 def test_every_rank_fills_the_rows_of_full_rollouts_and_holds_no_other_arrays(world):
     @settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(st.lists(cases, min_size=10, max_size=10))
@@ -288,7 +288,7 @@ def whole_and_shared(folder: str, sections: dict[str, Any], one_home: bool) -> l
 
 @pytest.mark.parametrize(
     ("layers", "one_home"),
-    [({}, False), ({"tensor": 2}, False), ({"pipeline": 2}, False), ({}, True)],
+    [slow({}, False), slow({"tensor": 2}, False), ({"pipeline": 2}, False), ({}, True)],
     ids=["data parallel", "tensor parallel", "pipeline", "servers"],
 )
 def test_an_update_is_the_same_bit_for_bit(folder, layers, one_home):

@@ -30,7 +30,7 @@ LAYOUTS = {
 DENSE = ("tp2", "tp2-sp", "pp2", "pp3", "pp2-vpp2", "dp2", "tp2-pp2")
 SPARSE = ("tp2", "pp2", "pp2, uneven", "ep2", "tp2-ep2", "tp2-etp2", "ep2-etp2", "tp2-pp2", "tp2-ep2-dp2")
 CASES = slow_but({"tp2-sp", "pp2-vpp2"}, DENSE, "qwen3")
-CASES += slow_but({"tp2-ep2", "pp2, uneven"}, SPARSE, "qwen3_moe") + slow_but({"ep2"}, SPARSE, "qwen3_next")
+CASES += slow_but({"tp2-ep2"}, SPARSE, "qwen3_moe") + slow_but({"ep2"}, SPARSE, "qwen3_next")
 
 
 def make_rows(vocab: int = 96) -> tuple[Tensor, Tensor, Tensor]:

@@ -163,7 +163,7 @@ def gradient_bytes(folder: str, changes: dict[str, Any]) -> list[tuple[float, in
     ]
 
 
-@pytest.mark.parametrize("name", [slow("DP 2"), "TP 2"])
+@pytest.mark.parametrize("name", [slow("DP 2"), slow("TP 2")])
 def test_bfloat16_gradients_take_half_the_memory_and_their_norm_is_right_to_their_precision(folders, name):
     for full, device, host in run_ranks(2, gradient_bytes, *changes_of(folders, name)):
         assert (full[0], device[0], host[0]) == (2.0, 1.0, 1.0), "bytes of gradients over bfloat16 weights'"

@@ -222,9 +222,7 @@ def measure(folder: str, case: Case) -> dict[str, Any]:
 FAST = {
     "dense, state on the host",
     "dense, sequence parallel",
-    "dense, recomputed, pipeline",
     "experts",
-    "hybrid",
 }
 
 
