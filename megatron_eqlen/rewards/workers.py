@@ -166,6 +166,8 @@ class WorkerPool:
         deadline = min((worker.deadline for worker in self._workers if worker.pending), default=None)
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
         ready = [key.data for key, _ in self._selector.select(timeout)]
+        if self._ended is not None:
+            return  # workers end because their host does: no failure of theirs
         if None in ready:
             self._rung.recv(1 << 16)
         for worker in list(self._workers):

@@ -125,10 +125,18 @@ def test_what_is_cut_is_cancelled_and_its_worker_killed_and_the_next_item_is_ans
     assert within(20, are_gone(workers(begun)[:-1]))
 
 
-def test_a_pool_that_is_closed_while_items_are_under_way_leaves_no_process_and_no_thread(begun):
+def test_a_pool_that_is_closed_while_items_are_under_way_leaves_no_process_and_no_thread(begun, monkeypatch):
+    ring = WorkerPool._ring
+
+    def ring_late(pool: WorkerPool) -> None:
+        """The pool's thread hears first that its workers end."""
+        assert within(30, are_gone(workers(begun)))
+        ring(pool)
+
     pool = WorkerPool(HANDLERS, 2, {"log": str(begun)})
     answers = [pool.submit({"name": f"{n}", "do": "loop"}, 600.0) for n in range(4)]
     assert within(30, lambda: begun.exists() and len(workers(begun)) == 2)
+    monkeypatch.setattr(WorkerPool, "_ring", ring_late)
     pool.close()
     for answer in answers:
         with pytest.raises(PoolEndedError, match="the pool was closed"):
