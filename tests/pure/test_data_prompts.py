@@ -147,6 +147,7 @@ def test_without_shuffling_the_order_is_the_files(tokenizer, tmp_path):
     assert prompts[4].prompt_id == "deepmath/data/train-00001-of-00002.parquet#1"
 
 
+@pytest.mark.slow  # starts seven pools of graders
 def test_resume_goes_on_exactly_across_epochs_and_drops(tokenizer, tmp_path):
     rows = [*sums(17), ("bad gold?", "\\frac{", 1.0)]
     one = write_deepmath(tmp_path / "a" / "train-0.parquet", rows)

@@ -215,6 +215,7 @@ def with_an_absurd_rate(folder: str) -> tuple:
     return metrics["train/skipped_updates"], unchanged(before, policy)
 
 
+@pytest.mark.slow
 def test_an_update_beyond_float32_is_not_taken(folder):
     assert run_ranks(1, with_an_absurd_rate, folder) == [(2, True)]
 

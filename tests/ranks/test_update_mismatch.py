@@ -104,6 +104,7 @@ def with_one_token_off(folder: str, changes: dict) -> tuple:
     return worst, policy.worst
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but({"data parallel"}, LAYOUTS))
 def test_every_rank_knows_the_worst_token_of_all_updates(folders, name):
     ranks = run_ranks(2, with_one_token_off, str(folders / "qwen3"), LAYOUTS[name])
