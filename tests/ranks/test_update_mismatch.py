@@ -105,7 +105,7 @@ def with_one_token_off(folder: str, changes: dict) -> tuple:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slow_but({"data parallel"}, LAYOUTS))
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_every_rank_knows_the_worst_token_of_all_updates(folders, name):
     ranks = run_ranks(2, with_one_token_off, str(folders / "qwen3"), LAYOUTS[name])
     assert ranks[0] == ranks[1]
