@@ -50,6 +50,12 @@ def step_number(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def step_folders(parent: Path) -> list[tuple[int, Path]]:
+    """(number, folder) of the steps in ``parent``, in order."""
+    named = ((step_number(path.name), path) for path in parent.glob("step-*") if path.is_dir())
+    return sorted((number, path) for number, path in named if number is not None)
+
+
 def write_text(path: Path, text: str) -> None:
     """Put a UTF-8 file in place of ``path``."""
     with replaced(path) as partial:

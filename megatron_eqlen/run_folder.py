@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_eqlen.failures import FIRST
-from megatron_eqlen.files import read_json, step_name, step_number, unused, write_json, write_text
+from megatron_eqlen.files import read_json, step_folders, step_name, unused, write_json, write_text
 from megatron_eqlen.hang import HANGS
 from megatron_eqlen.hold import Hold
 from megatron_eqlen.metrics import spent
@@ -123,9 +123,8 @@ class RunFolder:
         keep, every = recipe.report.keep_streams, recipe.evaluation.every
         if recipe.rollout.carry_over:
             saved -= 1 + recipe.checkpoint.every * (recipe.checkpoint.keep - 1)
-        for folder in self.streams.glob("step-*"):
-            number = step_number(folder.name)
-            if number is None or number >= saved or keep == "all":
+        for number, folder in step_folders(self.streams):
+            if number >= saved or keep == "all":
                 continue
             named = (number + 1) % every == 0 if keep == "evaluations" else number >= saved - keep
             if not named:

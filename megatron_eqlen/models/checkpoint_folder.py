@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from megatron_eqlen.files import LATEST, CheckpointError, read_json, step_number, write_json, write_text
+from megatron_eqlen.files import LATEST, CheckpointError, read_json, step_folders, write_json, write_text
 
 MANIFEST = "manifest.json"
 BLOCK = 1 << 20
@@ -28,8 +28,7 @@ Manifest = dict[str, dict[str, Any]]
 
 def steps(folder: Path) -> list[Path]:
     """The checkpoints in ``folder``, oldest first."""
-    found = [(step_number(path.name), path) for path in folder.glob("step-*") if path.is_dir()]
-    return [path for _, path in sorted((number, path) for number, path in found if number is not None)]
+    return [path for _, path in step_folders(folder)]
 
 
 def latest(folder: Path) -> Path | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_eqlen.files import step_folders
 from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.objectives.dynamic_sampling import trained
 from megatron_eqlen.objectives.learning_tax import Tax, learning_tax
@@ -23,7 +24,7 @@ STEPS = 8
 
 def tax_of_run(folder: Path, recipe: Recipe) -> Tax:
     """Of some steps of a run; nothing where it kept no rollouts."""
-    steps = sorted((folder / "streams").glob("step-[0-9]*"))
+    steps = [step for _, step in step_folders(folder / "streams")]
     chosen = (
         np.unique(np.linspace(0, len(steps) - 1, min(STEPS, len(steps))).round().astype(int)) if steps else []
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from megatron_eqlen.files import step_number
+from megatron_eqlen.files import step_folders, step_number
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.report.rollouts import Decode, RolloutView, Training, view
 from megatron_eqlen.rollout.record_reader import fill_token_ids, read_skeletons, step_files
@@ -59,8 +59,8 @@ class Slow:
 
 def recorded(streams: Path, newest_first: bool = False) -> Iterator[Path]:
     """The folders of the steps that hold rollouts."""
-    folders = sorted(streams.glob("step-*"), reverse=newest_first)
-    return (one for one in folders if step_number(one.name) is not None and step_files(one))
+    folders = sorted(step_folders(streams), reverse=newest_first)
+    return (folder for _, folder in folders if step_files(folder))
 
 
 def is_scored(folder: Path) -> bool:

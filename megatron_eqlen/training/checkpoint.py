@@ -30,7 +30,15 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_eqlen.files import CheckpointError, new_folder, step_name, step_number, sweep, unused
+from megatron_eqlen.files import (
+    CheckpointError,
+    new_folder,
+    step_folders,
+    step_name,
+    step_number,
+    sweep,
+    unused,
+)
 from megatron_eqlen.metrics import CHECKPOINT_BYTES, CHECKPOINT_WRITE_SECONDS
 from megatron_eqlen.models import checkpoint_folder
 from megatron_eqlen.models.megatron_checkpoint import load_sharded
@@ -220,8 +228,7 @@ def _go_back(to: Path, damaged: dict[str, str], complaint: str | None) -> None:
 
 def _drop_old(newest: Path, keep: int) -> None:
     step = step_number(newest.name) or 0
-    there = checkpoint_folder.steps(newest.parent)
-    older = [path for path in there if (step_number(path.name) or 0) <= step]
+    older = [path for number, path in step_folders(newest.parent) if number <= step]
     for old in older[:-keep]:
         shutil.rmtree(old)
 
