@@ -21,7 +21,7 @@ from megatron_eqlen.ahead import Ahead
 from megatron_eqlen.files import write_text
 from megatron_eqlen.generation import Generator, Rollouts
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.recipe_load import dump
+from megatron_eqlen.recipe_load import RECIPE, dump
 from megatron_eqlen.replay import Replay
 from megatron_eqlen.run import Run, evaluate
 from megatron_eqlen.session import Session
@@ -70,7 +70,7 @@ def harvest_only(recipe: Recipe, out: Path) -> None:
     with Session(recipe) as session:
         if distributed.is_rank0():
             out.mkdir(parents=True, exist_ok=True)
-            write_text(out / "recipe.yaml", dump(recipe))
+            write_text(out / RECIPE, dump(recipe))
         Generator(session, out, synced=False).collect(Step(number=0, policy_version=0))
 
 

@@ -11,10 +11,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from megatron_eqlen.files import step_number
+from megatron_eqlen.files import step_folders, step_number
 from megatron_eqlen.live.growing import Growing
 from megatron_eqlen.live.status import screen_rows, status
-from megatron_eqlen.recipe_load import dump, load_run
+from megatron_eqlen.recipe_load import RECIPE, dump, load_run
 from megatron_eqlen.report import worst
 from megatron_eqlen.report.curves import charts, facts, last_steps, stages
 from megatron_eqlen.report.drawing import draw
@@ -119,7 +119,7 @@ class LivePage:
         return {
             "now": (None, self._now),
             "growing": (growing, self._grown),
-            "numbers": (evaluated + _stamp([self.folder / "recipe.yaml"]), self._numbers),
+            "numbers": (evaluated + _stamp([self.folder / RECIPE]), self._numbers),
             "charts": (evaluated, self._charts),
             "stages": (metrics + _stamp([self.folder / STATE]), self._stages),
             "rollouts": (rollouts, lambda: self._rollouts(newest)),
@@ -178,9 +178,8 @@ class LivePage:
 
     def _worst(self) -> str:
         found: list[tuple[WorstToken, str, int]] = []
-        for folder in self.streams.glob("step-*"):
-            number = step_number(folder.name)
-            if number is not None and (token := worst.read(folder)) is not None:
+        for number, folder in step_folders(self.streams):
+            if (token := worst.read(folder)) is not None:
                 found.append((token, folder.name, number))
         return self._parts.worst(sorted(found, reverse=True)[:WORST])
 

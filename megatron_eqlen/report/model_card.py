@@ -11,7 +11,7 @@ from megatron_eqlen.evaluation.result import EvaluationResult, compare
 from megatron_eqlen.files import write_text
 from megatron_eqlen.metrics import spent
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.recipe_load import dump, load
+from megatron_eqlen.recipe_load import dump, load_run
 from megatron_eqlen.report.evaluations import evaluations
 from megatron_eqlen.report.metrics import read_metrics
 
@@ -21,7 +21,7 @@ TASK = "text-generation"
 
 def write_model_card(run_folder: Path) -> Path:
     """Write ``export/README.md`` of a run that has exported its model; returns its path."""
-    recipe = load(run_folder / "recipe.yaml")
+    recipe = load_run(run_folder)
     records = read_metrics(run_folder)
     steps = int(records[-1]["step"] or 0) if records else 0
     results = evaluations(run_folder / "evaluation", steps)

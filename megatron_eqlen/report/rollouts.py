@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from megatron_eqlen.objectives.build import weighted_units
 from megatron_eqlen.objectives.dynamic_sampling import trained
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.recipe_load import load
+from megatron_eqlen.recipe_load import RECIPE, load
 from megatron_eqlen.report.format import compact, shorten
 from megatron_eqlen.rollout.record_reader import step_files
 from megatron_eqlen.rollout.recorder import FILES
@@ -128,8 +128,8 @@ def recipe_of(streams: Path) -> Recipe | None:
     here = streams.resolve()
     for folder in (here, *here.parents):
         recorded = (folder / "streams").is_dir() or any(folder.glob(f"step-*/{FILES}"))
-        if recorded and (folder / "recipe.yaml").is_file():
-            return load(folder / "recipe.yaml")
+        if recorded and (folder / RECIPE).is_file():
+            return load(folder / RECIPE)
     return None
 
 

@@ -17,7 +17,7 @@ from megatron_eqlen.evaluation.result import EvaluationResult, read_results
 from megatron_eqlen.metrics import HARVEST_GENERATED_TOKENS, OBJECTIVE_EFFECTIVE_SAMPLES, spent
 from megatron_eqlen.objectives.registry import with_defaults
 from megatron_eqlen.recipe import Recipe, is_under, leaves
-from megatron_eqlen.recipe_load import load
+from megatron_eqlen.recipe_load import RECIPE, load_run
 from megatron_eqlen.report.metrics import read_metrics
 
 BASE = "base"
@@ -72,7 +72,7 @@ def run_folders(folders: Sequence[Path]) -> list[Path]:
 
 def _runs_in(folder: Path) -> Iterator[Path]:
     """What a run holds is not searched: its streams and checkpoints may be a hundred thousand files."""
-    if (folder / "recipe.yaml").is_file():
+    if (folder / RECIPE).is_file():
         yield folder
     elif folder.is_dir():
         for inner in sorted(folder.iterdir()):
@@ -90,7 +90,7 @@ def read_run(folder: Path) -> RunResult:
 
     return RunResult(
         folder,
-        load(folder / "recipe.yaml"),
+        load_run(folder),
         _by_benchmark(before) if before.is_file() else {},
         _by_benchmark(folder / AFTER),
         total(OBJECTIVE_EFFECTIVE_SAMPLES),
