@@ -25,6 +25,7 @@ from megatron_eqlen.sweep.results import ABOUT_BANDS, END, START, write, write_i
 from tests.kit.sweeps import leave_a_run, write_sweep
 
 METHODS = ("eqlen", "grpo", "mean")
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +131,10 @@ def test_a_detectable_difference_is_shown_in_80_percent_of_experiments():
     assert math.isnan(detectable_difference(np.zeros(1), np.ones(1)))
 
 
+def texts(drawn: ElementTree.ElementTree) -> set[str | None]:
+    return {element.text for element in drawn.iter(f"{SVG}text")}
+
+
 def test_tables_go_into_a_document_between_its_lines(plan, tmp_path):
     document = tmp_path / "results.md"
     document.write_text(f"before\n{START}\nold\n{END}\nafter\n")
@@ -144,12 +149,10 @@ def test_tables_go_into_a_document_between_its_lines(plan, tmp_path):
         picture = "pictures/runs_figures-tiny.svg"
         image = f"![Figures of runs]({picture})"
         assert document.read_text() == (f"before\n{START}\n{made}\n{image}\n\n{ABOUT_BANDS}\n{END}\nafter\n")
-    svg = "{http://www.w3.org/2000/svg}"
-    drawn = ElementTree.parse(tmp_path / picture).getroot()
-    said = {element.text for element in drawn.iter(f"{svg}text")}
-    assert said >= {"EqLen", "GRPO", "Mean reward", "Accuracy on sums, %", "Reward", "Gradient norm"}
-    charts = [one for one in drawn.iter(f"{svg}svg") if one.get("class") == "chart"]
-    assert {len([*chart.iter(f"{svg}polygon")]) for chart in charts} == {len(METHODS)}
+    drawn = ElementTree.parse(tmp_path / picture)
+    assert texts(drawn) >= {"EqLen", "GRPO", "Mean reward", "Accuracy on sums, %", "Reward", "Gradient norm"}
+    charts = [one for one in drawn.iter(f"{SVG}svg") if one.get("class") == "chart"]
+    assert {len([*chart.iter(f"{SVG}polygon")]) for chart in charts} == {len(METHODS)}
     document.write_text("nothing")
     with pytest.raises(ValueError, match=r"results\.md: expected a line <!-- tables of a sweep -->"):
         write_into(document, plan.sweep.path)
@@ -159,12 +162,7 @@ def test_figures_show_the_methods_that_are_named(plan, tmp_path):
     some = copy(plan)
     some.sweep = plan.sweep.model_copy(update={"figures": ["mean", "grpo"], "folder": str(tmp_path)})
     write(some)
-    said = {
-        element.text
-        for element in ElementTree.parse(tmp_path / "figures-tiny.svg").iter(
-            "{http://www.w3.org/2000/svg}text"
-        )
-    }
+    said = texts(ElementTree.parse(tmp_path / "figures-tiny.svg"))
     assert said >= {"GRPO", "Mean reward"}
     assert "EqLen" not in said
     assert "EqLen" in (tmp_path / "tables.md").read_text()
