@@ -210,7 +210,7 @@ def test_a_node_back_from_a_crash_before_slurm_has_missed_it_does_not_keep_the_j
 def test_a_node_off_the_network_is_replaced_and_comes_back_to_nothing(submit, bed):
     """It runs on while it is cut off, and sees the run folder. Its rank must write nothing once the job runs
     elsewhere, and its batch script must not start the job yet again."""
-    job = submit("--nodes=1", STEP_SECONDS="5")
+    job = submit("--nodes=1", faults={"0": {"outlived_at": 1}}, STEP_SECONDS="1")
     job.wait_for_steps(1)
     cut = job.tries[0]["node"]
     bed.cut(cut)

@@ -6,8 +6,9 @@
 faults.json's ``unready``.
 ``-m torch.distributed.run ... train RUN ...`` takes steps, in which the nodes wait for each other and for
 all ``rollout.servers``, and the first writes. ``RECIPE run_dir=RUN`` may stand for RUN.
-RUN/faults.json says what goes wrong in which restart: ``{"1": {"dies_at": 3, "rank": 1}}``. The
-run folder is held as the real trainer does (``tests/job`` has that).
+RUN/faults.json says what goes wrong in which restart: ``{"1": {"dies_at": 3, "rank": 1}}``, or
+``{"0": {"outlived_at": 2}}``: it wants to write when a later try has written. The run folder is held as the
+real trainer does (``tests/job`` has that).
 """
 
 import json
@@ -47,6 +48,8 @@ class Node:
             time.sleep(float(os.environ.get("STEP_SECONDS", "0.2")))
             if self.fault.get("dies_at") == taken and self.fault.get("rank", 0) == self.rank:
                 return 17
+            if self.fault.get("outlived_at") == taken:
+                assert within(300, lambda: self.taken() > taken), "no later try"
             self.meet(taken)
             self.sync()
             if hold is not None:
