@@ -7,8 +7,9 @@
 
     assert run_ranks(2, add, 3) == [6, 6]
 
-The ranks are forked from a process that has imported the heavy libraries once (``tests.kit.zygote``), so a
-call costs little more than its work. Results come back by pickle: return plain data or tensors.
+The ranks are forked from a process that has imported the heavy libraries and the function's module once
+(``tests.kit.zygote``), so a call costs little more than its work. Results come back by pickle: return plain
+data or tensors.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     """
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{folder}/store"
-        ranks = [_start(rank, world_size, store, function, args) for rank in range(world_size)]
+        imports = (*RANKS, function.__module__)
+        message = pickle.dumps((store, function, args))
+        ranks = [_start(rank, world_size, imports, message) for rank in range(world_size)]
         try:
             return _collect([pipe for _, pipe in ranks], time.monotonic() + timeout)
         finally:
@@ -47,16 +50,14 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
                 child.kill()
 
 
-def _start(
-    rank: int, world_size: int, store: str, function: Callable, args: tuple
-) -> tuple[Child, Connection]:
+def _start(rank: int, world_size: int, imports: tuple[str, ...], message: bytes) -> tuple[Child, Connection]:
     """The rank, and the pipe that is its standard input and brings its answer."""
     place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     ours, theirs = socket.socketpair()
     with theirs:
-        child = Child(["-m", "tests.kit.distributed"], place, [theirs.fileno(), 1, 2], RANKS)
+        child = Child(["-m", "tests.kit.distributed"], place, [theirs.fileno(), 1, 2], imports)
     pipe = Connection(ours.detach())
-    pipe.send_bytes(pickle.dumps((store, function, args)))
+    pipe.send_bytes(message)
     return child, pipe
 
 

@@ -30,6 +30,9 @@ RANKS = (
     "megatron_eqlen.models.build",  # before anything else of Megatron
     "megatron_eqlen.training.checkpoint",
     "megatron_eqlen.training.policy",
+    "megatron.core.dist_checkpointing.strategies.torch",  # it, and what follows, where they are first used
+    "numpy.ma",
+    "torch.profiler._cupti_monitor",
     "pytest",
     "tests.kit.tiny_models",
     "transformers.models.qwen3.modeling_qwen3",
@@ -41,8 +44,13 @@ JOBS = (
     "megatron_eqlen.rollout.vllm.colocated",
     "megatron_eqlen.report.page",
     "megatron_eqlen.run",
-    "vllm.v1.worker.cpu_worker",  # it and the model are imported when an engine starts
+    "megatron_eqlen.launch",
+    "pyarrow.compute",
+    "vllm.v1.worker.cpu_worker",  # it, and what follows, when an engine starts
+    "vllm.model_executor.layers.quantization.online.base",
     "vllm.model_executor.models.qwen3",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.core.sched.scheduler",
     "vllm.entrypoints.launchers.api_server.entry",
 )
 """Modules that start no threads and keep no state that processes could share."""
@@ -149,10 +157,12 @@ def _serve(listener: socket.socket, lifeline: int) -> NoReturn:
 
 def _import(names: Sequence[str]) -> None:
     if not set(names) <= sys.modules.keys():
+        gc.disable()  # it would sort through all of it again and again
         for name in names:
             importlib.import_module(name)
+        gc.enable()
         gc.collect()
-        gc.freeze()  # else each fork would sort through all of it
+        gc.freeze()  # and so would each fork
 
 
 def _fork_orphan() -> int:
@@ -192,6 +202,7 @@ def _become(
     for descriptor, file in enumerate(files):
         os.dup2(file, descriptor)
         os.close(file)
+    gc.freeze = gc.unfreeze = lambda: None  # vLLM's engine would freeze itself, and unfreeze all at its end
     random.seed()
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
