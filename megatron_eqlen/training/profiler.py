@@ -49,9 +49,7 @@ class Profiler:
         if step not in self._recipe.steps or self._profile is not None:
             return
         gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-        self._profile = profile(
-            activities=[ProfilerActivity.CPU, *gpu], profile_memory=self._recipe.memory, acc_events=True
-        )
+        self._profile = profile(activities=[ProfilerActivity.CPU, *gpu], profile_memory=self._recipe.memory)
         self._named.enter_context(named_layers(chunks))
         self._profile.start()
 
