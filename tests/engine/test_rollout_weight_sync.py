@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from megatron_eqlen.recipe_load import parse
@@ -69,6 +70,17 @@ def test_after_a_sync_the_engine_is_a_freshly_loaded_one(fresh, monkeypatch):
     assert after != before
 
 
+def logprobs_of(kind: str, paths: list[torch.Tensor], lengths: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """Transformers' for the last so many tokens of each path, one after the other."""
+    model = AutoModelForCausalLM.from_pretrained(folder(kind, 1), dtype=dtype)
+    tokens = pad_sequence(paths, batch_first=True)
+    with torch.no_grad():
+        predicted = model(tokens).logits[:, :-1].float().log_softmax(-1)
+    found = predicted.gather(-1, tokens[:, 1:, None])[..., 0]
+    ends = [len(path) - 1 for path in paths]
+    return torch.cat([row[end - n : end] for row, end, n in zip(found, ends, lengths, strict=True)])
+
+
 def test_every_family_is_harvested_and_its_logprobs_are_transformers(fresh):
     """In float32 to 5e-5; Gated DeltaNet in bfloat16 as near as Transformers' own bfloat16 is."""
     kind, dtype, engine = fresh
@@ -85,26 +97,19 @@ def test_every_family_is_harvested_and_its_logprobs_are_transformers(fresh):
     streams, metrics = harvest(engine, prompts, recipe, EOS, seed=3)
     assert len(streams) == 8
     assert sum(len(stream.pairs) for stream in streams) > 16
-    paths = [(s.prompt_id, tokens) for s in streams for _, tokens in s.ended()]
-    assert all(tokens[-1] in EOS and len(tokens) <= 150 for _, tokens in paths)
-    errors, noise = [], []
-    model = AutoModelForCausalLM.from_pretrained(folder(kind, 1), dtype=torch.float32)
-    rough = AutoModelForCausalLM.from_pretrained(folder(kind, 1), dtype=torch.bfloat16)
+    assert all(tokens[-1] in EOS and len(tokens) <= 150 for s in streams for _, tokens in s.ended())
+    context = {prompt.prompt_id: prompt.token_ids for prompt in prompts}
+    paths, ours = [], []
     for stream in streams:
-        context = next(p.token_ids for p in prompts if p.prompt_id == stream.prompt_id)
-        for number, pair in enumerate(stream.pairs):
-            for side in (pair.a, pair.b):
-                path = [*context, *stream.trunk_token_ids(number).tolist(), *side.token_ids.tolist()]
-                index = torch.tensor(side.token_ids.tolist()).unsqueeze(1)
-                with torch.no_grad():
-                    exact, near = (
-                        m(torch.tensor([path])).logits[0, -len(side) - 1 : -1].float().log_softmax(-1)
-                        for m in (model, rough)
-                    )
-                exact, near = exact.gather(1, index)[:, 0], near.gather(1, index)[:, 0]
-                errors.append((exact - torch.tensor(side.logprobs)).abs())
-                noise.append((exact - near).abs())
-    errors, noise = torch.cat(errors), torch.cat(noise)
+        ends = [(pair.a.token_ids, pair.a.logprobs) for pair in stream.pairs]
+        ends.append(([], np.concatenate([pair.b.logprobs for pair in stream.pairs])))  # of the whole trunk
+        for number, (token_ids, logprobs) in enumerate(ends):
+            path = [*context[stream.prompt_id], *stream.trunk_token_ids(number), *token_ids]
+            paths.append(torch.tensor(path))
+            ours.append(torch.tensor(logprobs))
+    lengths = [len(one) for one in ours]
+    exact, near = (logprobs_of(kind, paths, lengths, dtype) for dtype in (torch.float32, torch.bfloat16))
+    errors, noise = (exact - torch.cat(ours)).abs(), (exact - near).abs()
     if dtype == "float32":
         assert errors.max() < 5e-5
         assert metrics["harvest/recomputed_tokens_per_fork"] <= 32
