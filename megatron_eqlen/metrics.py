@@ -86,6 +86,7 @@ OBJECTIVE_ZERO_ADVANTAGE_FRACTION = "objective/zero_advantage_fraction"
 OBJECTIVE_EFFECTIVE_SAMPLES = "objective/effective_samples"
 OBJECTIVE_PAIRS_PER_STREAM = "objective/pairs_per_stream"
 OBJECTIVE_SKIP_RATE = "objective/skip_rate"
+OBJECTIVE_REWARD_GAP = "objective/reward_gap_max_mean"
 OBJECTIVE_SEGMENT_LENGTH_MEAN = "objective/segment_length_mean"
 STALENESS_MEAN, STALENESS_MAX = "staleness/mean", "staleness/max"
 PACKING_TOKENS = "packing/tokens"
@@ -236,7 +237,7 @@ DECLARED = (
     Metric("objective/pairs", "pairs", "sum", "pairs with rewards"),
     Metric(OBJECTIVE_PAIRS_PER_STREAM, "pairs", mean("harvest/streams"), "pairs with rewards"),
     Metric(OBJECTIVE_SKIP_RATE, "share", mean("objective/pairs"), "pairs with equal rewards"),
-    Metric("objective/reward_gap_max_mean", "reward", mean("objective/pairs"), "max less mean suffix reward"),
+    Metric(OBJECTIVE_REWARD_GAP, "reward", mean("objective/pairs"), "max less mean suffix reward"),
     Metric(OBJECTIVE_SEGMENT_LENGTH_MEAN, "tokens", mean("objective/pairs"), "of a pair's side"),
     Metric("objective/segment_length_max", "tokens", "max", "of a pair's side"),
     Metric(STALENESS_MEAN, "updates", mean("objective/supervised_tokens"), "from a token's weights to these"),

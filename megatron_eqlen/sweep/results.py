@@ -13,6 +13,7 @@ from megatron_eqlen.report.chart import Chart
 from megatron_eqlen.report.compare import budget_notes
 from megatron_eqlen.report.figures import ends, figures
 from megatron_eqlen.report.learning_tax import learning_taxes
+from megatron_eqlen.report.pairs import pairs
 from megatron_eqlen.report.paper_tables import METHOD, accuracies, differences, efficiency
 from megatron_eqlen.report.run_groups import BASE, Group, read_run
 from megatron_eqlen.report.sheet import sheet
@@ -89,6 +90,7 @@ def _table(sweep: SweepRecipe, table: TableRecipe, found: Sequence[Group]) -> Ta
         "difference": lambda: differences(named, baseline, table.benchmarks),
         "efficiency": lambda: efficiency(named),
         "training": lambda: ends(named),
+        "pairs": lambda: pairs(named),
         "learning_tax": lambda: learning_taxes(named),
     }
     rows = [{_called(sweep, column): value for column, value in row.items()} for row in makers[table.kind]()]

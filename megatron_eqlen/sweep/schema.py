@@ -24,7 +24,7 @@ class MethodRecipe(Section):
 
 class TableRecipe(Section):
     title: str
-    kind: Literal["accuracy", "difference", "efficiency", "training", "learning_tax"] = "accuracy"
+    kind: Literal["accuracy", "difference", "efficiency", "training", "pairs", "learning_tax"] = "accuracy"
     methods: list[str] | None = None
     """Its rows, ``base`` among them where it is wanted; default: all. A ``difference`` is to the first."""
     recipes: list[str] | None = None

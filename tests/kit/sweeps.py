@@ -28,6 +28,7 @@ tables:
   - {{title: Main results, methods: [base, grpo, eqlen]}}
   - {{title: Differences, kind: difference, methods: [grpo, eqlen]}}
   - {{title: Training, kind: training, methods: [grpo, eqlen]}}
+  - {{title: Pairs, kind: pairs}}
   - {{title: Efficiency, kind: efficiency, methods: [grpo, eqlen]}}
 """
 RECIPE = """
@@ -80,7 +81,8 @@ def leave_a_run(recipe: Recipe) -> None:
         records.append(
             {
                 "step": step, "time": 0.0, "reward/mean": 0.5 + 0.1 * step, "train/grad_norm": 1.0 + step % 2,
-                "objective/effective_samples": 30.0, "harvest/generated_tokens": 1000.0,
+                "objective/effective_samples": 30.0, "objective/skip_rate": 0.1 * step + 0.01 * recipe.seed,
+                "harvest/pairs_per_stream": 5.0 - step, "harvest/generated_tokens": 1000.0,
                 "time/gpu_hours": 0.5 * step, "total/generated_tokens": 1000.0 * step,
                 "total/flops": cost_of_a_step(recipe) * step,
             }

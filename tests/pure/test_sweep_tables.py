@@ -93,6 +93,16 @@ def test_efficiency_counts_effective_samples_of_what_was_spent(tables):
     assert (eqlen["x first, GPU-h"], eqlen["x first, tokens"]) == (1, 1)
 
 
+def test_pairs_are_averaged_over_the_first_and_the_last_third_of_every_run(tables):
+    """EqLen's runs have 4 steps, those of its ablation as many: a third is one of them."""
+    rows = tables["Pairs"]
+    assert [row["Method"] for row in rows] == ["EqLen", "EqLen", "Mean reward", "Mean reward"]
+    first, last, *_ = rows
+    assert (first["pairs a stream"], last["pairs a stream"]) == (4, 1)
+    assert first["pairs with equal rewards, %"] == pytest.approx(100 * (0.1 + 0.01))
+    assert last["pairs with equal rewards, %"] == pytest.approx(100 * (0.4 + 0.01))
+
+
 def test_differences_are_paired_by_seed_with_what_they_could_have_shown(plan, tables):
     """Student's quantiles for 2 degrees of freedom from a table: 4.302653 (0.975), 1.060660 (0.8)."""
     (row,) = tables["Differences"]
@@ -206,8 +216,8 @@ def test_latex_columns_are_as_many_as_cells(plan):
         for line in lines:
             spans = sum(int(span) - 1 for span in re.findall(r"\\multicolumn\{(\d+)\}", line))
             assert line.count(" & ") + spans + 1 == len(spec), line
-    assert latex.count(r"\begin{table}") == latex.count(r"\end{table}") == 4
-    assert latex.count(r"\resizebox") == 2, "of the wide ones"
+    assert latex.count(r"\begin{table}") == latex.count(r"\end{table}") == 5
+    assert latex.count(r"\resizebox") == 3, "of the wide ones"
 
 
 def test_the_page_draws_every_method_over_every_axis(plan):

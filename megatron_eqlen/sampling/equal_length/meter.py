@@ -12,6 +12,7 @@ from megatron_eqlen.metrics import (
     HARVEST_SEGMENT_LENGTH,
     HARVEST_SUPERVISED_TOKENS,
     OBJECTIVE_PAIRS_PER_STREAM,
+    OBJECTIVE_REWARD_GAP,
     OBJECTIVE_SEGMENT_LENGTH_MEAN,
     OBJECTIVE_SKIP_RATE,
 )
@@ -82,7 +83,7 @@ def compared(units: Sequence[ComparisonUnit], streams: Sequence[Stream], recipe:
         "objective/pairs": float(len(units)),
         OBJECTIVE_PAIRS_PER_STREAM: len(units) / len(streams),
         OBJECTIVE_SKIP_RATE: fmean(all_equal(unit.rewards) for unit in units) if units else 0.0,
-        "objective/reward_gap_max_mean": _reward_gap(streams, recipe),
+        OBJECTIVE_REWARD_GAP: _reward_gap(streams, recipe),
         OBJECTIVE_SEGMENT_LENGTH_MEAN: fmean(lengths) if lengths else 0.0,
         "objective/segment_length_max": float(max(lengths, default=0)),
     }
