@@ -161,8 +161,10 @@ class Watchdog:
         looked = time.monotonic()
         while not self._ended.wait(self.interval):
             now = time.monotonic()
-            if now - looked > 10 * self.interval:  # the whole process was stopped meanwhile
-                self._since += now - looked
+            if (
+                now - looked > 10 * self.interval
+            ):  # the whole process was stopped meanwhile, and others with it
+                self._since = now
             looked = now
             self._look(now)
             asking = self._asking
@@ -172,15 +174,18 @@ class Watchdog:
                 self._report_disk(now - asking)
 
     def _ask(self) -> None:
-        """After each look: tell the run folder, and ask it for the others."""
+        """After each look: tell the run folder, and ask it for the others. What looks like a hang must do so
+        after the next look, too: a process may be stopped between the two, while the clock runs on."""
+        hangs = False
         try:
             while self._looked.wait() and not self._ended.is_set():
                 self._looked.clear()
                 self._asking = time.monotonic()
                 deadline = self._declare()
+                hung = hangs
                 hangs = time.time() > deadline and not any(map(self._is_fine, range(self.world)))
                 self._asking = None
-                if hangs:
+                if hung and hangs:
                     self._report()
         finally:
             faulthandler.cancel_dump_traceback_later()  # nobody would put it off any more

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_eqlen.watchdog import HUNG
 from tests.kit.jobs import start, start_ranks
-from tests.kit.processes import within
+from tests.kit.processes import is_stopped, within
 
 BEGIN = """
 import atexit, ctypes, sys, time
@@ -56,6 +56,15 @@ with dog.stage("train"):
         watchdog.beat()
     dist.all_reduce(torch.ones(1)) if world > 1 else None
 """
+STOPS_ITSELF = """
+import os, signal
+declare = dog._declare
+def stop_once():
+    dog._declare = declare
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return declare()
+dog._declare = stop_once  # after a look, before anything is asked
+"""
 KEEPS_THE_LOCK = """
 ctypes.PyDLL(None).sleep(600)
 """
@@ -73,6 +82,7 @@ def jobs(tmp_path_factory):
         "learns": [start("-c", BEGIN + LEARNS, home / "learns")],
         "keeps": [start("-c", BEGIN + KEEPS_THE_LOCK, home / "keeps")],
         "alone": [start("-c", BEGIN + GOES_ON, home / "alone")],
+        "asking": [start("-c", BEGIN + STOPS_ITSELF + GOES_ON, home / "asking")],
         "stopped": start_ranks(2, "-c", BEGIN + GOES_ON, home / "stopped", "ranks"),
     }
     yield home, begun
@@ -106,6 +116,17 @@ def test_ranks_that_are_all_stopped_go_on_and_one_that_is_stopped_alone_is_named
     assert within(60, lambda: ranks[0].poll() == HUNG)
     assert "rank 1 wrote no facts: the process or its node is stopped or gone" in ranks[0].stderr
     assert "rank 0 on" in (home / "stopped/index.txt").read_text()
+
+
+def test_a_rank_that_is_stopped_while_it_asks_for_the_others_goes_on(jobs):
+    home, begun = jobs
+    (job,) = begun["asking"]
+    assert within(60, lambda: is_stopped(job.pid))
+    time.sleep(4.0)  # a rank may be silent for 3 s
+    os.kill(job.pid, signal.SIGCONT)
+    (home / "go").touch()
+    assert job.wait() == 0, job.stderr
+    assert not (home / "asking").exists()
 
 
 def test_a_rank_that_misses_a_collective_is_named_and_one_that_was_slow_is_not_ended(jobs):
