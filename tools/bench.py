@@ -16,6 +16,7 @@ BENCHMARKS = {
     "sync": "weight syncs into the engine in process and into servers",
     "overlap": "runs whose server generates ahead of training by 0, 1 and 2 steps: speed and reward",
     "convert": "speed and memory of conversion to Megatron and back",
+    "gpu": "attention, delta rule, head and layers at the paper's shapes on one GPU, beside yardsticks",
     "trees": "forward and backward of token trees against 2N and N + 1 sequences",
     "grade": "answers a second of the math grader and the code sandbox",
     "replay": "training on an engine with perturbed routers, with and without router replay: a paired trial",

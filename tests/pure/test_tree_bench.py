@@ -12,7 +12,7 @@ import torch
 from megatron_eqlen.packing.pack import pack
 from megatron_eqlen.rollout.record_reader import read_step
 from tests.kit.report_runs import example_stream, prompt
-from tools.benchmarks import host, packing, run_commands, trees
+from tools.benchmarks import gpu, host, packing, run_commands, trees
 from tools.benchmarks.scripted import ScriptedEngine
 
 
@@ -119,3 +119,39 @@ def test_no_two_requests_of_the_scripted_engine_tell_the_same_story():
             assert list(mask) == sorted(set(mask))
     windows = [tuple(text[at : at + 8]) for text in texts.values() for at in range(len(text) - 7)]
     assert len(set(windows)) == len(windows) > 100
+
+
+SMALL = ["--positions", "256", "--pairs", "3", "--head-dims", "16", "--hidden", "64", "--layers", "1"]
+SMALL += ["--vocabulary", "64", "--matrix", "32", "--dtype", "float32", "--repeat", "1"]
+
+
+def test_parts_of_a_step_are_measured_against_what_their_mathematics_takes(tmp_path, monkeypatch):
+    """On a GPU with larger ones. Here: 3 pairs of sides of 32 tokens, and what is fed of the prompt of 64."""
+    monkeypatch.setattr(gpu, "DELTA_HEADS", 2)
+    monkeypatch.setattr(gpu, "DELTA_DIM", 16)
+    results = {result["part"]: result for result in run(gpu, tmp_path, *SMALL)}
+    prompt, side = 63, 32
+    pairs = prompt * (prompt + 1) / 2
+    pairs += sum(2 * (side * (prompt + i * side) + side * (side + 1) / 2) for i in range(3))
+    flops = {
+        "attention, heads of 16": 3.5 * 4 * 8 * 16 * pairs,
+        "delta rule": 3 * 8 * 2 * 16 * 16 * 256,
+        "convolution": 3 * 2 * 3 * 2 * 16 * 4 * 256,
+        "head and loss": 3 * 2 * 256 * 64 * 64,
+    }
+    for part, expected in flops.items():
+        seconds = (results[part]["forward_ms"] + results[part]["backward_ms"]) / 1e3
+        assert results[part]["TFLOP/s"] * 1e12 * seconds == pytest.approx(expected)
+        assert results[part]["positions"] == 256
+    none, full = (results[f"layers, recompute {recompute}"] for recompute in ("none", "full"))
+    work = [one["TFLOP/s"] * (one["forward_ms"] + one["backward_ms"]) for one in (none, full)]
+    assert work[0] == pytest.approx(work[1]), "recomputed work does not count"
+
+
+def test_a_part_that_does_not_fit_into_memory_says_so(tmp_path, monkeypatch):
+    def too_large(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    monkeypatch.setattr(gpu, "token_logprobs", too_large)
+    (result,) = run(gpu, tmp_path, *SMALL, "--parts", "head")
+    assert (result["part"], result["peak_GB"]) == ("head and loss", "out of memory")

@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> None:
         return
     torch.set_num_threads(args.threads)
     start(ParallelRecipe(), seed=0)
-    model = random_model(args)
+    model = random_model(model_config(args), DTYPES[args.dtype])
     results = [case | result for case, trees in cases(args) for result in compare(model, trees, args)]
     stop()
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -191,20 +191,24 @@ def forward_flops(row: Row, model: ModelConfig, head: str) -> float:
 
 def step(model: torch.nn.Module, rows: list[Row], head: str, attention: Backend | None) -> None:
     for row in rows:
-        at = torch.from_numpy(np.flatnonzero(row.weights > 0)).to(device())
-        ids, positions, labels, weights = (
-            torch.from_numpy(x).to(device())
-            for x in (row.input_ids, row.position_ids, row.labels, row.weights)
-        )
-        logits = model(
-            ids[None],
-            positions[None],
-            None,
-            packed_seq_params=TreeParams.from_row(row, attention=attention),
-            supervised=at if head == "supervised" else None,
-        )[0]
-        logprobs, _ = token_logprobs(logits if head == "supervised" else logits[at], labels[at])
-        (logprobs * weights[at]).sum().backward()
+        forward(model, row, head, attention).backward()
+
+
+def forward(model: torch.nn.Module, row: Row, head: str, attention: Backend | None) -> torch.Tensor:
+    """The weighted sum of the row's supervised log-probs."""
+    at = torch.from_numpy(np.flatnonzero(row.weights > 0)).to(device())
+    ids, positions, labels, weights = (
+        torch.from_numpy(x).to(device()) for x in (row.input_ids, row.position_ids, row.labels, row.weights)
+    )
+    logits = model(
+        ids[None],
+        positions[None],
+        None,
+        packed_seq_params=TreeParams.from_row(row, attention=attention),
+        supervised=at if head == "supervised" else None,
+    )[0]
+    logprobs, _ = token_logprobs(logits if head == "supervised" else logits[at], labels[at])
+    return (logprobs * weights[at]).sum()
 
 
 def derive(row: Row, args: argparse.Namespace) -> None:
@@ -279,9 +283,11 @@ def _chain(name: str, nodes: list[Node], supervised: set[int]) -> TokenTree:
     return TokenTree(name, linked)
 
 
-def random_model(args: argparse.Namespace) -> torch.nn.Module:
-    """A model of the family with ``--hidden`` and ``--layers``, its weights drawn at random."""
-    (model,) = build_model(model_config(args), ParallelRecipe(), DTYPES[args.dtype])
+def random_model(
+    config: ModelConfig, dtype: torch.dtype, parallel: ParallelRecipe | None = None
+) -> torch.nn.Module:
+    """A model whose weights are drawn at random."""
+    (model,) = build_model(config, parallel or ParallelRecipe(), dtype)
     torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -1,0 +1,265 @@
+"""What a training step is made of, at the paper's shapes on one GPU: an hour's look at a new machine.
+
+A line is one part on one row of token trees: its forward pass, its backward pass, floating-point operations
+that the mathematics needs a second (a recomputed layer counts once), and the same as a share of a yardstick,
+measured beside it:
+
+* attention, of 8 query heads and 1 key head (a TP-8 rank of Qwen3-32B): a causal flash attention of as many
+  positions;
+* delta rule and convolution, of 16 heads of 128 (a TP-2 rank of Qwen3-Next): the same on a plain sequence;
+* head, the log-probs of a vocabulary's share, and layers, 4 of Qwen3-32B's 64 as a TP-8 rank has them: a
+  matrix product of 8,192 x 8,192 x 8,192 in the same dtype. Nothing is sent between ranks.
+
+A part that does not fit into memory says so. The defaults are for a GPU with 80 GB; a CPU runs them smaller:
+``--positions 512 --hidden 64 --layers 1 --vocabulary 128 --matrix 256 --dtype float32 --repeat 1``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_eqlen.hf.config import ModelConfig
+from megatron_eqlen.models.gated_delta_net import tree_convolution, tree_delta_rule
+from megatron_eqlen.models.tree_attention import tree_attention
+from megatron_eqlen.models.tree_params import TreeParams
+from megatron_eqlen.packing.context import BLOCK
+from megatron_eqlen.packing.pack import pack
+from megatron_eqlen.recipe import ParallelRecipe
+from megatron_eqlen.training.distributed import device, start, stop
+from megatron_eqlen.training.logprobs import token_logprobs
+from megatron_eqlen.types import Node, Row, TokenTree
+from tools.benchmarks import trees
+from tools.benchmarks.table import show
+from tools.benchmarks.trees import DTYPES, visible_pairs
+
+PROMPT, DELTA_HEADS, DELTA_DIM, WINDOW = 64, 16, 128, 4
+HEADS, GROUPS, FEED_FORWARD = 8, 1, 5 / 8
+"""Of a TP-8 rank of Qwen3-32B; its feed-forward size is that share of ``--hidden``."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
+    parser.add_argument("--positions", type=int, nargs="+", default=[36864, 69632], help="of a row")
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[128, 256], help="of attention")
+    parser.add_argument("--pairs", type=int, default=10, help="of a row's stream")
+    parser.add_argument("--hidden", type=int, default=5120)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--vocabulary", type=int, default=18992, help="151,936 of Qwen3 on 8 ranks")
+    parser.add_argument("--matrix", type=int, default=8192, help="of the product that is a yardstick")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--repeat", type=int, default=3, help="the fastest of so many counts, after one more")
+    parser.add_argument("--json", type=Path)
+
+
+def run(args: Namespace) -> None:
+    start(ParallelRecipe(), seed=0)
+    results = [result for name in args.parts for result in PARTS[name](args)]
+    stop()
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "this CPU"
+    show(results, f"{args.dtype} on {name}", args.json)
+
+
+class Cost(NamedTuple):
+    """Seconds, and the bytes that the GPU had in use at most."""
+
+    forward: float
+    backward: float
+    peak: int
+
+
+def result(part: str, positions: int, flops: float, cost: Cost | None, yardstick: float) -> dict[str, Any]:
+    """``flops``: of a forward pass and a backward pass of twice that; ``yardstick``: FLOP/s; no ``cost``:
+    memory was not enough."""
+    line: dict[str, Any] = {"part": part, "positions": positions}
+    if cost is None:
+        return (
+            line
+            | dict.fromkeys(("forward_ms", "backward_ms", "TFLOP/s", "of_yardstick"), "–")
+            | {"peak_GB": "out of memory"}
+        )
+    speed = flops / (cost.forward + cost.backward)
+    return line | {
+        "forward_ms": 1e3 * cost.forward,
+        "backward_ms": 1e3 * cost.backward,
+        "TFLOP/s": speed / 1e12,
+        "of_yardstick": speed / yardstick,
+        "peak_GB": cost.peak / 1e9,
+    }
+
+
+# ---- the parts ------------------------------------------------------------------------------------------
+
+
+def attention(args: Namespace) -> Iterator[dict[str, Any]]:
+    for positions in args.positions:
+        row = stream(positions, args)
+        n, tree = len(row.input_ids), TreeParams.from_row(row)
+        for dim in args.head_dims:
+            inputs = [random((1, heads, n, dim), args) for heads in (HEADS, GROUPS, GROUPS)]
+            ours = measure(partial(tree_attention, tree=tree, scale=dim**-0.5), inputs, args)
+            flash = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+            plain = measure(flash, inputs, args)
+            flops, full = (3.5 * 4 * HEADS * dim * pairs for pairs in (visible_pairs(row), n * (n + 1) / 2))
+            assert plain is not None
+            yardstick = full / (plain.forward + plain.backward)
+            yield result(f"attention, heads of {dim}", n, flops, ours, yardstick)
+
+
+def delta_rule(args: Namespace) -> Iterator[dict[str, Any]]:
+    """Its FLOPs: of the state's update and of reading it, 4 of each of its numbers at every position."""
+    for positions in args.positions:
+        rows = [stream(positions, args), chain(positions, args)]
+        shape = (1, len(rows[0].input_ids), DELTA_HEADS, DELTA_DIM)
+        q, k = (F.normalize(random(shape, args), dim=-1).detach().requires_grad_() for _ in range(2))
+        decay = (-F.softplus(random(shape[:3], args).float())).detach().requires_grad_()
+        beta = random(shape[:3], args).sigmoid().detach().requires_grad_()
+        yield _against_a_chain(
+            "delta rule", rows, 3 * 8 * DELTA_HEADS * DELTA_DIM**2, tree_delta_rule,
+            [q, k, random(shape, args), decay, beta], args,
+        )  # fmt: skip
+
+
+def convolution(args: Namespace) -> Iterator[dict[str, Any]]:
+    for positions in args.positions:
+        rows, channels = [stream(positions, args), chain(positions, args)], 3 * DELTA_HEADS * DELTA_DIM
+        inputs = [random((1, len(rows[0].input_ids), channels), args), random((channels, 1, WINDOW), args)]
+        yield _against_a_chain("convolution", rows, 3 * 2 * channels * WINDOW, tree_convolution, inputs, args)
+
+
+def _against_a_chain(
+    part: str,
+    rows: Sequence[Row],
+    flops: float,
+    function: Callable[..., Tensor],
+    inputs: list[Tensor],
+    args: Namespace,
+) -> dict[str, Any]:
+    """``flops`` of a position. The second of ``rows`` is a plain sequence of as many positions."""
+    ours, plain = (measure(partial(function, tree=TreeParams.from_row(row)), inputs, args) for row in rows)
+    assert plain is not None
+    n = len(rows[0].input_ids)
+    return result(part, n, flops * n, ours, flops * n / (plain.forward + plain.backward))
+
+
+def head(args: Namespace) -> Iterator[dict[str, Any]]:
+    """The product with the head's weight, and the loss, at 32,768 supervised positions or fewer."""
+    n, yardstick = min(32768, max(args.positions)), matrix_product(args)
+    labels = torch.randint(0, args.vocabulary, (n,), device=device())
+    inputs = [random((n, args.hidden), args), random((args.vocabulary, args.hidden), args)]
+    cost = measure(lambda x, weight: token_logprobs(x @ weight.T, labels, 0.6)[0], inputs, args)
+    yield result("head and loss", n, 6 * n * args.hidden * args.vocabulary, cost, yardstick)
+
+
+def layers(args: Namespace) -> Iterator[dict[str, Any]]:
+    """With the embedding and the head."""
+    yardstick, model = matrix_product(args), rank_of_32b(args)
+    for recompute in ("none", "full"):
+        built = trees.random_model(model, DTYPES[args.dtype], ParallelRecipe(recompute=recompute))
+        for positions in args.positions:
+            row = stream(positions, args)
+            flops = 3 * trees.forward_flops(row, model, "supervised")
+            cost = measure_step(built, row, args)
+            yield result(f"layers, recompute {recompute}", len(row.input_ids), flops, cost, yardstick)
+        del built
+
+
+def rank_of_32b(args: Namespace) -> ModelConfig:
+    return ModelConfig(
+        model_type="qwen3",
+        vocab_size=args.vocabulary,
+        hidden_size=args.hidden,
+        intermediate_size=int(FEED_FORWARD * args.hidden),
+        num_hidden_layers=args.layers,
+        num_attention_heads=HEADS,
+        num_key_value_heads=GROUPS,
+        head_dim=128,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        partial_rotary_factor=1.0,
+        tie_word_embeddings=False,
+        experts=None,
+        delta_net=None,
+    )
+
+
+PARTS: dict[str, Callable[[Namespace], Iterator[dict[str, Any]]]] = {
+    "attention": attention,
+    "delta_rule": delta_rule,
+    "convolution": convolution,
+    "head": head,
+    "layers": layers,
+}
+
+
+# ---- rows and clocks ------------------------------------------------------------------------------------
+
+
+def stream(positions: int, args: Namespace) -> Row:
+    """A stream of pairs of equal sides, in about so many positions, whole blocks."""
+    sides = Namespace(segment=(positions - PROMPT) // (2 * args.pairs), streams=1, vocabulary=args.vocabulary)
+    return _row(trees.streams(args.pairs, PROMPT, False, sides), positions)
+
+
+def chain(positions: int, args: Namespace) -> Row:
+    """One sequence in as many positions as the stream has."""
+    n = PROMPT + 2 * args.pairs * ((positions - PROMPT) // (2 * args.pairs))
+    tokens = np.random.default_rng(0).integers(0, args.vocabulary, n)
+    nodes = [Node(-1, tokens[:PROMPT]), Node(0, tokens[PROMPT:], 1.0, 1.0, np.zeros(n - PROMPT))]
+    return _row([TokenTree("chain", nodes)], positions)
+
+
+def _row(made: list[TokenTree], positions: int) -> Row:
+    (row,) = pack(made, positions + BLOCK, multiple_of=BLOCK)[0]
+    return row
+
+
+def random(shape: Sequence[int], args: Namespace) -> Tensor:
+    return torch.randn(tuple(shape), device=device(), dtype=DTYPES[args.dtype], requires_grad=True)
+
+
+def matrix_product(args: Namespace) -> float:
+    """FLOP/s of a product of two square matrices."""
+    a, b = (random((args.matrix, args.matrix), args).detach() for _ in range(2))
+    return 2 * args.matrix**3 / fastest(lambda: a @ b, args)
+
+
+def measure(function: Callable[..., Tensor], inputs: list[Tensor], args: Namespace) -> Cost | None:
+    """None where the GPU's memory is not enough."""
+    trees.memory(reset=True)
+    try:
+        with torch.no_grad():
+            gradient = torch.randn_like(function(*inputs))
+            forward = fastest(lambda: function(*inputs), args)
+        both = fastest(lambda: torch.autograd.grad(function(*inputs), inputs, gradient), args)
+    except torch.OutOfMemoryError:
+        return None
+    return Cost(forward, max(both - forward, 0.0), trees.memory())
+
+
+def measure_step(model: torch.nn.Module, row: Row, args: Namespace) -> Cost | None:
+    trees.memory(reset=True)
+    try:
+        with torch.no_grad():
+            forward = fastest(lambda: trees.forward(model, row, "supervised", None), args)
+        model.zero_grad(set_to_none=True)
+        both = fastest(lambda: trees.step(model, [row], "supervised", None), args)
+    except torch.OutOfMemoryError:
+        return None
+    return Cost(forward, max(both - forward, 0.0), trees.memory())
+
+
+def fastest(work: Callable[[], object], args: Namespace) -> float:
+    """Seconds; the first call compiles."""
+    work()
+    return min(trees.timed(work) for _ in range(args.repeat))
