@@ -17,7 +17,11 @@ from tests.kit import ROOT
 FAKE_PYTHON = f"""#!/bin/bash
 # A python whose venv, pip and packages only write down that they were called. FAIL names what fails.
 case "$*" in
-    "-m venv"*) rm -rf .venv; mkdir -p .venv/bin; cp "$0" .venv/bin/python; call="venv" ;;
+    "-m venv"*)
+        rm -rf .venv; mkdir -p .venv/bin; cp "$0" .venv/bin/python; cp "$0" .venv/bin/eqlen
+        call="venv" ;;
+    tools/make_*) call="${{1#tools/}}" ;;
+    train*) call="eqlen $*" ;;
     *"import torch; assert"*) call="check torch" ;;
     *"import torch"*) call="import torch" ;;
     *_base_executable*) echo "$BASE"; exit ;;
@@ -28,6 +32,9 @@ case "$*" in
 esac
 [[ -z $FAIL || $call != *$FAIL* ]] || {{ echo "why it failed" >&2; exit 1; }}
 echo "$call" >>calls
+"""
+NVIDIA_SMI = """#!/bin/bash
+[ "$1" = -L ] && echo "GPU 0: NVIDIA H100" || echo 580.95.05
 """
 WHEELS = "install --no-deps --only-binary :all: --require-hashes -r .venv/packages.txt"
 BUILD = "install --no-deps --no-build-isolation --require-hashes -r .venv/apart.txt"
@@ -47,7 +54,7 @@ class Machine:
         self.bin.mkdir()
         for name, text in {
             "python": FAKE_PYTHON,
-            "nvidia-smi": "#!/bin/bash\necho 580.95.05\necho 580.95.05\n",
+            "nvidia-smi": NVIDIA_SMI,
             "c++": "#!/bin/bash\n",
             "nvcc": "#!/bin/bash\n",
         }.items():
@@ -60,20 +67,20 @@ class Machine:
         (self.bin / name).write_text(text)
         (self.bin / name).chmod(0o755)
 
-    def setup(self, *arguments: str, fail: str = "") -> subprocess.CompletedProcess[str]:
+    def setup(self, *arguments: str, fail: str = "", tool: str = "setup") -> subprocess.CompletedProcess[str]:
         environ = {"PATH": f"{self.bin}:{os.environ['PATH']}", "FAIL": fail, **self.environ}
-        command = [str(self.folder / "tools/setup"), *arguments]
+        command = [str(self.folder / "tools" / tool), *arguments]
         return subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
 
     def requirements(self, name: str) -> set[str]:
         """Names of the packages in ``.venv/NAME.txt``."""
         return names((self.folder / f".venv/{name}.txt").read_text())
 
-    def calls(self, *arguments: str, fail: str = "") -> list[str]:
-        """What a set-up called, in order."""
+    def calls(self, *arguments: str, fail: str = "", tool: str = "setup") -> list[str]:
+        """What a set-up called, in order, or the quickstart."""
         record = self.folder / "calls"
         record.write_text("")
-        ended = self.setup(*arguments, fail=fail)
+        ended = self.setup(*arguments, fail=fail, tool=tool)
         assert (ended.returncode != 0) == bool(fail), ended.stderr
         return record.read_text().splitlines()
 
@@ -210,3 +217,20 @@ def test_an_unknown_word_is_an_error(arguments, message, machine):
 
 def test_scripts_are_executable():
     assert all(os.stat(ROOT / "tools" / name).st_mode & stat.S_IXUSR for name in ("setup", "lock"))
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+@pytest.mark.parametrize("before", ["", "cpu", "gpu"])
+def test_the_quickstart_uses_a_gpu_where_there_is_one_and_else_what_was_set_up(machine, has_gpu, before):
+    if before:
+        machine.calls(before)
+    if not has_gpu:
+        machine.command("nvidia-smi", "#!/bin/bash\necho no driver >&2\nexit 9\n")
+    uses_gpu = before == "gpu" or (has_gpu and not before)
+    calls = machine.calls("seed=2", tool="quickstart")
+    assert (calls[0] == "venv") == (not before)
+    assert (WHEELS in calls) == (uses_gpu and not before)
+    device = "cluster.device=gpu cluster.processes_per_node=1 " * uses_gpu
+    assert calls[-3:] == [
+        "make_search.py", "make_tiny_model.py", f"eqlen train recipes/tiny_cpu.yaml {device}seed=2",
+    ]  # fmt: skip
