@@ -161,9 +161,7 @@ class Watchdog:
         looked = time.monotonic()
         while not self._ended.wait(self.interval):
             now = time.monotonic()
-            if (
-                now - looked > 10 * self.interval
-            ):  # the whole process was stopped meanwhile, and others with it
+            if now - looked > 10 * self.interval:  # this process was stopped meanwhile, others perhaps, too
                 self._since = now
             looked = now
             self._look(now)

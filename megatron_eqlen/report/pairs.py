@@ -37,7 +37,8 @@ def pairs(groups: Sequence[Group]) -> list[dict[Column, Any]]:
         for part, steps in (("first third", _first_third), ("last third", _last_third)):
             row: dict[Column, Any] = {METHOD: one.method, "of each run": part}
             for title, (metric, scale) in SHOWN.items():
-                row[title] = scale * fmean(_mean(steps(records), metric) for records in runs)
+                means = [mean for records in runs if (mean := _mean(steps(records), metric)) is not None]
+                row[title] = scale * fmean(means) if means else None
             rows.append(row)
     return rows
 
@@ -50,5 +51,6 @@ def _last_third(records: Records) -> Records:
     return records[-max(1, len(records) // 3) :]
 
 
-def _mean(records: Records, metric: str) -> float:
-    return fmean(record.get(metric) or 0.0 for record in records)
+def _mean(records: Records, metric: str) -> float | None:
+    values = [value for record in records if (value := record.get(metric)) is not None]
+    return fmean(values) if values else None

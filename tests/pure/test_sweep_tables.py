@@ -101,6 +101,7 @@ def test_pairs_are_averaged_over_the_first_and_the_last_third_of_every_run(table
     assert (first["pairs a stream"], last["pairs a stream"]) == (4, 1)
     assert first["pairs with equal rewards, %"] == pytest.approx(100 * (0.1 + 0.01))
     assert last["pairs with equal rewards, %"] == pytest.approx(100 * (0.4 + 0.01))
+    assert first["reward of B: max less mean"] is None, "these runs have not measured it"
 
 
 def test_differences_are_paired_by_seed_with_what_they_could_have_shown(plan, tables):
