@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +22,7 @@ from megatron_eqlen.metrics import (
 from megatron_eqlen.report.chart import Chart, Point, Series, line_chart
 from megatron_eqlen.report.evaluations import evaluations
 from megatron_eqlen.report.format import RESPONSE_LENGTH, REWARD, compact, first_of
-from megatron_eqlen.report.metrics import Records, read_metrics
+from megatron_eqlen.report.metrics import Records, mean_of_known, read_metrics
 from megatron_eqlen.report.paper_tables import METHOD
 from megatron_eqlen.report.run_groups import BASE, Group
 from megatron_eqlen.report.tables import Column
@@ -132,8 +132,8 @@ def ends(groups: Sequence[Group]) -> list[dict[Column, Any]]:
             row: dict[Column, Any] = {METHOD: one.method}
             row |= {title: _end(one, measure) for title, measure in MEASURES.items() if title != EFFECTIVE}
             tested = [result for run in one.runs for result in run.after.values()]
-            row["Test: length, tokens"] = _mean(result.mean_tokens for result in tested)
-            cut = _mean(result.verdict_fraction("truncated") for result in tested)
+            row["Test: length, tokens"] = mean_of_known(result.mean_tokens for result in tested)
+            cut = mean_of_known(result.verdict_fraction("truncated") for result in tested)
             rows.append(row | {"Test: cut, %": None if cut is None else 100 * cut})
     return rows
 
@@ -141,12 +141,7 @@ def ends(groups: Sequence[Group]) -> list[dict[Column, Any]]:
 def _end(group: Group, measure: Measure) -> float | None:
     curves = [measure(read_curves(run.folder)) for run in group.runs]
     found = [fmean(value for _, value in points[-WINDOW:]) for points in curves if points]
-    return _mean(found)
-
-
-def _mean(values: Iterable[float]) -> float | None:
-    found = [*values]
-    return fmean(found) if found else None
+    return mean_of_known(found)
 
 
 def _accuracy(benchmark: str) -> Measure:

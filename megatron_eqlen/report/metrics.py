@@ -11,8 +11,9 @@ import json
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from megatron_eqlen.files import write_text
@@ -112,3 +113,9 @@ def _cut_after(path: Path, step: int) -> None:
         return
     kept = [record for record in read_metrics(path.parent) if record["step"] <= step]
     write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+
+
+def mean_of_known(values: Iterable[float | None]) -> float | None:
+    """None where nothing is known: a metric that a run has not, or not in these steps."""
+    found = [value for value in values if value is not None]
+    return fmean(found) if found else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import fmean
 from typing import Any
 
 from megatron_eqlen.metrics import (
@@ -12,7 +11,7 @@ from megatron_eqlen.metrics import (
     OBJECTIVE_REWARD_GAP,
     OBJECTIVE_SKIP_RATE,
 )
-from megatron_eqlen.report.metrics import Records, read_metrics
+from megatron_eqlen.report.metrics import Records, mean_of_known, read_metrics
 from megatron_eqlen.report.paper_tables import METHOD
 from megatron_eqlen.report.run_groups import BASE, Group
 from megatron_eqlen.report.tables import Column
@@ -37,8 +36,10 @@ def pairs(groups: Sequence[Group]) -> list[dict[Column, Any]]:
         for part, steps in (("first third", _first_third), ("last third", _last_third)):
             row: dict[Column, Any] = {METHOD: one.method, "of each run": part}
             for title, (metric, scale) in SHOWN.items():
-                means = [mean for records in runs if (mean := _mean(steps(records), metric)) is not None]
-                row[title] = scale * fmean(means) if means else None
+                mean = mean_of_known(
+                    mean_of_known(record.get(metric) for record in steps(records)) for records in runs
+                )
+                row[title] = None if mean is None else scale * mean
             rows.append(row)
     return rows
 
@@ -49,8 +50,3 @@ def _first_third(records: Records) -> Records:
 
 def _last_third(records: Records) -> Records:
     return records[-max(1, len(records) // 3) :]
-
-
-def _mean(records: Records, metric: str) -> float | None:
-    values = [value for record in records if (value := record.get(metric)) is not None]
-    return fmean(values) if values else None

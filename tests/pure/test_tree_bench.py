@@ -129,6 +129,7 @@ def test_parts_of_a_step_are_measured_against_what_their_mathematics_takes(tmp_p
     """On a GPU with larger ones. Here: 3 pairs of sides of 32 tokens, and what is fed of the prompt of 64."""
     monkeypatch.setattr(gpu, "DELTA_HEADS", 2)
     monkeypatch.setattr(gpu, "DELTA_DIM", 16)
+    monkeypatch.setattr(gpu, "matrix_product", lambda args: 2e12)
     results = {result["part"]: result for result in run(gpu, tmp_path, *SMALL)}
     prompt, side = 63, 32
     pairs = prompt * (prompt + 1) / 2
@@ -143,6 +144,7 @@ def test_parts_of_a_step_are_measured_against_what_their_mathematics_takes(tmp_p
         seconds = (results[part]["forward_ms"] + results[part]["backward_ms"]) / 1e3
         assert results[part]["TFLOP/s"] * 1e12 * seconds == pytest.approx(expected)
         assert results[part]["positions"] == 256
+    assert results["head and loss"]["of_yardstick"] == pytest.approx(results["head and loss"]["TFLOP/s"] / 2)
     none, full = (results[f"layers, recompute {recompute}"] for recompute in ("none", "full"))
     work = [one["TFLOP/s"] * (one["forward_ms"] + one["backward_ms"]) for one in (none, full)]
     assert work[0] == pytest.approx(work[1]), "recomputed work does not count"

@@ -1,4 +1,4 @@
-"""What a training step is made of, at the paper's shapes on one GPU: an hour's look at a new machine.
+"""What a training step is made of, at the paper's shapes on one GPU: a first look at a new machine.
 
 A line is one part on one row of token trees: its forward pass, its backward pass, floating-point operations
 that the mathematics needs a second (a recomputed layer counts once), and the same as a share of a yardstick,
@@ -39,6 +39,7 @@ from megatron_eqlen.training.distributed import device, start, stop
 from megatron_eqlen.training.logprobs import token_logprobs
 from megatron_eqlen.types import Node, Row, TokenTree
 from tools.benchmarks import trees
+from tools.benchmarks.clock import fastest, memory
 from tools.benchmarks.table import show
 from tools.benchmarks.trees import DTYPES, visible_pairs
 
@@ -231,35 +232,29 @@ def random(shape: Sequence[int], args: Namespace) -> Tensor:
 def matrix_product(args: Namespace) -> float:
     """FLOP/s of a product of two square matrices."""
     a, b = (random((args.matrix, args.matrix), args).detach() for _ in range(2))
-    return 2 * args.matrix**3 / fastest(lambda: a @ b, args)
+    return 2 * args.matrix**3 / fastest(lambda: a @ b, args.repeat)
 
 
 def measure(function: Callable[..., Tensor], inputs: list[Tensor], args: Namespace) -> Cost | None:
     """None where the GPU's memory is not enough."""
-    trees.memory(reset=True)
+    memory(reset=True)
     try:
         with torch.no_grad():
             gradient = torch.randn_like(function(*inputs))
-            forward = fastest(lambda: function(*inputs), args)
-        both = fastest(lambda: torch.autograd.grad(function(*inputs), inputs, gradient), args)
+            forward = fastest(lambda: function(*inputs), args.repeat)
+        both = fastest(lambda: torch.autograd.grad(function(*inputs), inputs, gradient), args.repeat)
     except torch.OutOfMemoryError:
         return None
-    return Cost(forward, max(both - forward, 0.0), trees.memory())
+    return Cost(forward, max(both - forward, 0.0), memory())
 
 
 def measure_step(model: torch.nn.Module, row: Row, args: Namespace) -> Cost | None:
-    trees.memory(reset=True)
+    memory(reset=True)
     try:
         with torch.no_grad():
-            forward = fastest(lambda: trees.forward(model, row, "supervised", None), args)
+            forward = fastest(lambda: trees.forward(model, row, "supervised", None), args.repeat)
         model.zero_grad(set_to_none=True)
-        both = fastest(lambda: trees.step(model, [row], "supervised", None), args)
+        both = fastest(lambda: trees.step(model, [row], "supervised", None), args.repeat)
     except torch.OutOfMemoryError:
         return None
-    return Cost(forward, max(both - forward, 0.0), trees.memory())
-
-
-def fastest(work: Callable[[], object], args: Namespace) -> float:
-    """Seconds; the first call compiles."""
-    work()
-    return min(trees.timed(work) for _ in range(args.repeat))
+    return Cost(forward, max(both - forward, 0.0), memory())

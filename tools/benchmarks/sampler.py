@@ -7,8 +7,6 @@ from the tokens of top-k alone. ``log-softmax``: what both need.
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +19,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, MinPLogitsProcessor
 
 from megatron_eqlen.rollout.engine import SEED
 from megatron_eqlen.rollout.vllm import sampler
+from tools.benchmarks.clock import fastest
 from tools.benchmarks.table import show
 
 
@@ -47,30 +46,17 @@ def measure(rows: int, args: argparse.Namespace) -> dict[str, Any]:
     requests = {str(row): SamplingParams(extra_args={SEED: row}, **limits) for row in range(rows)}
     runner, metadata = batch(requests, args.vocabulary, device)
     one = sampler.PathSampler(runner, processed=False)
-    top_k_first = timed(lambda: one.forward(logits, metadata), args.repeats)
+    top_k_first = 1e3 * fastest(lambda: one.forward(logits, metadata), args.repeats)
     with mock.patch.object(sampler, "TIES", args.vocabulary):
         plain = sampler.PathSampler(runner, processed=False)
-        everything = timed(lambda: plain.forward(logits, metadata), args.repeats)
+        everything = 1e3 * fastest(lambda: plain.forward(logits, metadata), args.repeats)
     return {
         "rows": rows,
         "all": everything,
         "top-k first": top_k_first,
-        "log-softmax": timed(lambda: logits.float().log_softmax(-1), args.repeats),
+        "log-softmax": 1e3 * fastest(lambda: logits.float().log_softmax(-1), args.repeats),
         "all / top-k first": everything / top_k_first,
     }
-
-
-def timed(work: Callable[[], object], repeats: int) -> float:
-    """Milliseconds of the fastest call: of this process's CPU time, or on a GPU of wall-clock time."""
-    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
-    seconds = []
-    for _ in range(repeats + 1):  # the first one warms up
-        began = clock()
-        work()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        seconds.append(clock() - began)
-    return 1e3 * min(seconds[1:])
 
 
 def batch(requests: dict[str, SamplingParams], vocabulary: int, device: str = "cpu") -> tuple[Any, Any]:

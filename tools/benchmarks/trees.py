@@ -30,10 +30,7 @@ and values in the forward pass of an attention layer (the backward pass sends as
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import itertools
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -55,6 +52,7 @@ from megatron_eqlen.recipe import ParallelRecipe
 from megatron_eqlen.training.distributed import device, start, stop
 from megatron_eqlen.training.logprobs import token_logprobs
 from megatron_eqlen.types import Node, Row, TokenTree
+from tools.benchmarks.clock import memory, timed
 from tools.benchmarks.table import show
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -220,31 +218,6 @@ def derive(row: Row, args: argparse.Namespace) -> None:
         _ = tree.calls
     if args.family == "qwen3_next":
         _ = tree.seams(4), tree.run_levels if tree.device.type == "cuda" else tree.chunks(CHUNK)
-
-
-def timed(function: Callable[[], object]) -> float:
-    """Seconds of one call: on a CPU this process's CPU time, which other processes do not disturb; on a GPU
-    wall-clock time, with the device's work."""
-    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
-    started = clock()
-    function()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return clock() - started
-
-
-def memory(reset: bool = False) -> int:
-    """Peak bytes in use since the last reset; with ``reset``, forget the peak and give the level now."""
-    if torch.cuda.is_available():
-        if reset:
-            torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.max_memory_allocated()
-    if reset:
-        gc.collect()
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts again
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
 
 def streams(pairs: int, prompt: int, uneven: bool, args: argparse.Namespace) -> list[TokenTree]:
