@@ -10,6 +10,7 @@ import pytest
 from megatron_eqlen.files import (
     CheckpointError,
     new_folder,
+    step_folders,
     step_name,
     step_number,
     sweep,
@@ -151,3 +152,14 @@ def test_step_names_are_read_back(step):
 )
 def test_other_names_are_no_steps(name):
     assert step_number(name) is None
+
+
+def test_folders_of_steps_are_those_with_a_steps_name_in_the_order_of_their_numbers(tmp_path):
+    numbers = [100_000_000, 3, 20]
+    for number in numbers:
+        (tmp_path / step_name(number)).mkdir()
+    (tmp_path / step_name(4)).touch()
+    for other in ("step-5", "step-00000006.partial", "stale-step-00000007"):
+        (tmp_path / other).mkdir()
+    assert step_folders(tmp_path) == [(n, tmp_path / step_name(n)) for n in sorted(numbers)]
+    assert step_folders(tmp_path / "nothing") == []

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -56,6 +57,14 @@ with dog.stage("train"):
         watchdog.beat()
     dist.all_reduce(torch.ones(1)) if world > 1 else None
 """
+WAITS = """
+home = Path(sys.argv[1]).parent
+with dog.stage("train"):
+    while rank and not (home / "come").exists():
+        time.sleep(0.05)
+        watchdog.beat()
+    dist.all_reduce(torch.ones(1))
+"""
 STOPS_ITSELF = """
 import os, signal
 declare = dog._declare
@@ -83,6 +92,7 @@ def jobs(tmp_path_factory):
         "keeps": [start("-c", BEGIN + KEEPS_THE_LOCK, home / "keeps")],
         "alone": [start("-c", BEGIN + GOES_ON, home / "alone")],
         "asking": [start("-c", BEGIN + STOPS_ITSELF + GOES_ON, home / "asking")],
+        "waits": start_ranks(2, "-c", BEGIN + WAITS, home / "waits", "ranks"),
         "stopped": start_ranks(2, "-c", BEGIN + GOES_ON, home / "stopped", "ranks"),
     }
     yield home, begun
@@ -116,6 +126,25 @@ def test_ranks_that_are_all_stopped_go_on_and_one_that_is_stopped_alone_is_named
     assert within(60, lambda: ranks[0].poll() == HUNG)
     assert "rank 1 wrote no facts: the process or its node is stopped or gone" in ranks[0].stderr
     assert "rank 0 on" in (home / "stopped/index.txt").read_text()
+
+
+def test_after_a_stop_a_rank_that_waits_gives_the_others_time_to_come_back(jobs):
+    """It waits for a slow one, for longer than it may alone, when both are stopped; it goes on first."""
+    home, begun = jobs
+    waiting, slow = (home / f"waits/rank-{rank}.txt" for rank in (0, 1))
+
+    def until(file: Path) -> float:
+        return file.stat().st_mtime - time.time() if file.exists() else 0.0
+
+    assert within(60, lambda: until(waiting) < -0.5 and until(slow) > 0.0)
+    for job in begun["waits"]:
+        os.kill(job.pid, signal.SIGSTOP)
+    assert within(60, lambda: until(slow) < -1.5)
+    os.kill(begun["waits"][0].pid, signal.SIGCONT)
+    assert not within(1.0, lambda: begun["waits"][0].poll() is not None), begun["waits"][0].stderr
+    os.kill(begun["waits"][1].pid, signal.SIGCONT)
+    (home / "come").touch()
+    assert begun["waits"].wait() == [0, 0]
 
 
 def test_a_rank_that_is_stopped_while_it_asks_for_the_others_goes_on(jobs):
