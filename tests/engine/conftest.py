@@ -1,13 +1,23 @@
-"""Two real vLLM servers, once for all tests of engines, the second one of two tensor-parallel workers.
-(``tests/job`` has one, started as a user does.)"""
+"""Two real vLLM servers, once for all tests of engines, the second one of two tensor-parallel workers, and
+with asynchronous scheduling. (``tests/job`` has one, started as a user does.)"""
+
+from contextlib import nullcontext
 
 import pytest
 
 from megatron_eqlen.lifeline import named
 from megatron_eqlen.rollout.vllm.server import server_command
 from tests.kit import jobs
-from tests.kit.rollout_kit import server_recipe
+from tests.kit.asynchronous import asynchronous
+from tests.kit.rollout_kit import open_engine, server_recipe
 from tools.benchmarks.servers import ENVIRON, free_ports, wait_until_up
+
+
+@pytest.fixture(scope="module", params=["in turns", "asynchronous"])
+def opened(request):
+    """``open_engine``, for engines that schedule as on CPUs, or as on GPUs."""
+    with nullcontext(open_engine) if request.param == "in turns" else asynchronous() as opened:
+        yield opened
 
 
 @pytest.fixture(scope="session")
@@ -19,6 +29,8 @@ def servers():
             recipe = server_recipe(["http://unknown"], keep_routes=True, tensor_parallel=workers)
             (_, _, _, *flags), environ = server_command(recipe, port, "127.0.0.1")
             command = ("-m", "tests.kit.forked_server", *flags)
+            if workers == 2:
+                environ["ASYNCHRONOUS"] = "1"
             started[f"http://127.0.0.1:{port}"] = jobs.start(*command, **named(), **ENVIRON, **environ)
         for url, process in started.items():
             wait_until_up(url, process)

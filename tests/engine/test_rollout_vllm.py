@@ -23,9 +23,9 @@ from tests.pure.test_rollout_harvest import make_recipe
 
 
 @pytest.fixture(scope="module")
-def engine():
+def engine(opened):
     """One engine for the tests that leave it as it was: paper's sampling, temperature 1."""
-    engine = open_engine(folder("qwen3"), temperature=1.0)
+    engine = opened(folder("qwen3"), temperature=1.0)
     yield engine
     engine.close()
 
@@ -165,9 +165,9 @@ def mortal(step, life):
     return next_step
 
 
-def test_a_prefill_in_several_steps_changes_nothing(engine):
+def test_a_prefill_in_several_steps_changes_nothing(engine, opened):
     """Prompts of 144 tokens through steps of 64, among requests that decode already."""
-    small = open_engine(folder("qwen3"), temperature=1.0, max_num_batched_tokens=64)
+    small = opened(folder("qwen3"), temperature=1.0, max_num_batched_tokens=64)
     engine.metrics()  # only what follows
     asked = {name: (context * 3, 40, seed) for name, (context, _, seed) in requests(8).items()}
     assert {k: v[0] for k, v in generate(small, asked).items()} == {
@@ -179,8 +179,8 @@ def test_a_prefill_in_several_steps_changes_nothing(engine):
     small.close()
 
 
-def test_kv_exhaustion_preempts_and_changes_nothing(engine):
-    small = open_engine(folder("qwen3"), temperature=1.0, kv_cache_gib=0.0004, max_num_seqs=32)
+def test_kv_exhaustion_preempts_and_changes_nothing(engine, opened):
+    small = opened(folder("qwen3"), temperature=1.0, kv_cache_gib=0.0004, max_num_seqs=32)
     asked = requests(32, 100)
     assert {k: v[0] for k, v in generate(small, asked).items()} == {
         k: v[0] for k, v in generate(engine, asked).items()
@@ -238,6 +238,16 @@ def test_used_ids_unfinished_requests_and_aborts(engine):
     engine.abort(["one", "unknown"])
     assert not engine.has_unfinished
     assert engine.step() == []
+
+
+def test_an_aborted_requests_name_is_free_at_once_and_none_of_its_tokens_come(engine):
+    context, length, seed = requests(1)["r0"]
+    want = generate(engine, {"again": (context, length, seed)})["again"]
+    engine.submit("again", context, length, seed)
+    for _ in range(5):
+        engine.step()
+    engine.abort(["again"])
+    assert generate(engine, {"again": (context, length, seed)})["again"][:3] == want[:3]
 
 
 def test_what_an_engine_cannot_start_with_is_refused(tmp_path):

@@ -34,9 +34,9 @@ def recipe_of(**over) -> Recipe:
 
 
 @pytest.fixture(scope="module")
-def engine():
+def engine(opened):
     """In float32, to be left as it was but for what its cache holds."""
-    engine = open_engine(folder("qwen3_moe"), temperature=1.0, keep_routes=True)
+    engine = opened(folder("qwen3_moe"), temperature=1.0, keep_routes=True)
     yield engine
     engine.close()
 
@@ -122,7 +122,7 @@ def test_experts_are_written_as_narrow_as_vllm_does(experts):
     assert RoutedExpertsCapturer(1, config).output_dtype_name == route_dtype(experts).name
 
 
-def test_routes_do_not_depend_on_what_the_cache_held_or_how_a_prefill_was_cut(engine):
+def test_routes_do_not_depend_on_what_the_cache_held_or_how_a_prefill_was_cut(engine, opened):
     """A prefix that another request computed, one from a harvest before, prefills of 64 tokens, and a cache
     so small that requests are pushed out of it and computed again."""
     engine.reset_cache()
@@ -132,7 +132,7 @@ def test_routes_do_not_depend_on_what_the_cache_held_or_how_a_prefill_was_cut(en
     routes = [s.routes for one in want for s in one.segments()] + [one.prompt_routes for one in want]
     assert metrics["harvest/route_bytes"] == sum(one.nbytes for one in routes)
     assert metrics["engine/route_seconds"] > 0
-    small = open_engine(
+    small = opened(
         folder("qwen3_moe"), temperature=1.0, keep_routes=True, max_num_batched_tokens=64, kv_cache_gib=0.0005
     )
     found, metrics = harvest(small, PROMPTS, recipe_of(), EOS, seed=3)

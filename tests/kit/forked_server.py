@@ -1,17 +1,23 @@
 """``megatron_eqlen.rollout.vllm.serve``, with an engine and workers that are forked from the server.
 
 On CPUs vLLM spawns them, so that each imports vLLM again, which takes longer than most tests of servers. The
-server of ``tests/job`` is as users start it.
+server of ``tests/job`` is as users start it. With ``ASYNCHRONOUS`` set it schedules as on GPUs.
 """
 
 import multiprocessing.context
 import os
 import runpy
 
+import pytest
+
 from megatron_eqlen.lifeline import die_with_launcher
+from tests.kit.asynchronous import without_refusal, without_streams
 
 if __name__ == "__main__":
     contexts = vars(multiprocessing.context)["_concrete_contexts"]
     contexts["spawn"] = contexts["fork"]
     os.register_at_fork(after_in_child=die_with_launcher)  # spawned, they do so when they import ``serve``
+    if os.environ.get("ASYNCHRONOUS"):
+        without_streams(pytest.MonkeyPatch())
+        without_refusal(pytest.MonkeyPatch())
     runpy.run_module("megatron_eqlen.rollout.vllm.serve", run_name="__main__")

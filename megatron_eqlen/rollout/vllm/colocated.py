@@ -7,6 +7,7 @@ back: weights are dropped, not kept in host memory, since every harvest starts w
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -57,6 +58,7 @@ class ColocatedEngine:
         self.keep_routes = rollout.keep_routes
         self.policy_version = policy_version
         self.requests: dict[str, engine_core.Request] = {}
+        self.numbers = itertools.count()
         self.refusal: str | None = None
         """Why requests are refused now: the weights are gone or half loaded."""
         self.asleep = False
@@ -74,7 +76,7 @@ class ColocatedEngine:
         check_request(request_id, token_ids, max_tokens, self.max_model_len, self.vocab_size)
         self._wake_cache()
         self.requests[request_id] = engine_core.submit(
-            self.llm, request_id, token_ids, self.params, max_tokens, seed, prompt_routes
+            self.llm, request_id, next(self.numbers), token_ids, self.params, max_tokens, seed, prompt_routes
         )
 
     def step(self) -> list[Delta]:
@@ -85,10 +87,9 @@ class ColocatedEngine:
         return deltas
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        mine = [request_id for request_id in request_ids if request_id in self.requests]
+        mine = [self.requests.pop(request_id) for request_id in request_ids if request_id in self.requests]
         engine_core.abort(self.llm, mine)
-        for request_id in mine:
-            self.preemptions += self.requests.pop(request_id).num_preemptions
+        self.preemptions += sum(request.num_preemptions for request in mine)
 
     @property
     def has_unfinished(self) -> bool:

@@ -53,6 +53,7 @@ def client(llm: LLM) -> InprocClient:
 def submit(
     llm: LLM,
     request_id: str,
+    number: int,
     token_ids: list[int],
     params: SamplingParams,
     max_tokens: int,
@@ -60,12 +61,16 @@ def submit(
     prompt_routes: int = 0,
 ) -> Request:
     """Hand a request to the engine core, which keeps the result up to date. The caller has checked the
-    ids and the length."""
+    ids and the length.
+
+    ``number`` is another one for each request of the engine. With asynchronous scheduling, vLLM's default on
+    GPUs, an aborted request may still have a token to come: a new request of the same name would get it.
+    """
     params = params.clone()
     params.max_tokens = max_tokens
     params.extra_args = {SEED: seed, PROMPT_ROUTES: prompt_routes}
     asked = EngineCoreRequest(
-        request_id=request_id,
+        request_id=f"{request_id} {number}",
         prompt_token_ids=token_ids,
         mm_features=None,
         sampling_params=params,
@@ -88,14 +93,15 @@ def step(llm: LLM) -> list[Delta]:
     outputs = llm.llm_engine.engine_core.get_output().outputs
     masks = _sampling_masks([output.new_logprobs for output in outputs])
     for output, mask in zip(outputs, masks, strict=True):
+        request_id = output.request_id.rpartition(" ")[0]
         reason = output.finish_reason
         if reason is not None and reason not in FINISHED:
-            raise EngineError(f"request {output.request_id}: vLLM ended it with {reason}")
+            raise EngineError(f"request {request_id}: vLLM ended it with {reason}")
         chosen = output.new_logprobs
         prompt_routes, routes = split_routes(output.routed_experts, len(output.new_token_ids))
         deltas.append(
             Delta(
-                output.request_id,
+                request_id,
                 output.new_token_ids,
                 chosen.logprobs[:, 0].tolist() if chosen else [],
                 None if reason is None else FINISHED[reason],
@@ -123,5 +129,5 @@ def _sampling_masks(chosen: Sequence[LogprobsLists | None]) -> list[list[array[i
     return [None if one is None else list(islice(tokens, len(one.logprob_token_ids))) for one in chosen]
 
 
-def abort(llm: LLM, request_ids: list[str]) -> None:
-    llm.llm_engine.engine_core.abort_requests(request_ids)
+def abort(llm: LLM, requests: Iterable[Request]) -> None:
+    llm.llm_engine.engine_core.abort_requests([request.request_id for request in requests])

@@ -1,0 +1,65 @@
+"""vLLM's asynchronous scheduling on a CPU: a step is scheduled before the tokens of the last one are known.
+
+It is vLLM's default on GPUs. On CPUs vLLM turns it off, though all of it runs there but CUDA's streams and
+events, which bring tokens to the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests.kit.rollout_kit import open_engine
+
+if TYPE_CHECKING:
+    from megatron_eqlen.rollout.vllm.colocated import ColocatedEngine
+
+
+class NoStream:
+    """A stream or an event where all is done in order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def wait_stream(self, stream: Any) -> None: ...
+    def record(self) -> None: ...
+    def synchronize(self) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
+
+
+def without_streams(patch: pytest.MonkeyPatch) -> None:
+    for name in ("Stream", "Event", "current_stream", "stream"):
+        patch.setattr(torch.cuda, name, NoStream)
+
+
+def without_refusal(patch: pytest.MonkeyPatch) -> None:
+    """The platform leaves what vLLM has decided before."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    platforms = CpuPlatform.check_and_update_config
+
+    def keeping(vllm_config: Any) -> None:
+        decided = vllm_config.scheduler_config.async_scheduling
+        platforms(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = decided
+
+    patch.setattr(CpuPlatform, "check_and_update_config", staticmethod(keeping))
+
+
+@contextmanager
+def asynchronous() -> Iterator[Callable[..., ColocatedEngine]]:
+    """``open_engine`` for such engines, to be used inside."""
+
+    def open_asynchronous(*args: Any, **over: Any) -> ColocatedEngine:
+        with pytest.MonkeyPatch.context() as patch:
+            without_refusal(patch)
+            engine = open_engine(*args, **over)
+        assert engine.llm.llm_engine.vllm_config.scheduler_config.async_scheduling
+        return engine
+
+    with pytest.MonkeyPatch.context() as patch:
+        without_streams(patch)
+        yield open_asynchronous
