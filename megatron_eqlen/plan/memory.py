@@ -48,7 +48,9 @@ class Memory:
         return max(self.phases.values())
 
     def problems(self) -> list[str]:
-        """Why the recipe does not fit; none: it does."""
+        """Why the recipe does not fit; none: it does, or takes no GPU."""
+        if self.recipe.cluster.device == "cpu":
+            return []
         found = [
             f"{phase}: {_gb(need)} of {_gb(self.usable)} usable"
             for phase, need in self.phases.items()

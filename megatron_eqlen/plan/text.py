@@ -30,10 +30,13 @@ def describe(recipe: Recipe) -> str:
     model = model_config(recipe)
     layout.check(recipe, model)
     need, work = memory(recipe, model), workload(recipe)
+    gpus, speed = [_memory(need), _activations(need)], _speed(recipe, model, work)
+    if recipe.cluster.device == "cpu":
+        gpus, speed = ["memory      no GPU is used (cluster.device: cpu)"], ""
     parts = [
-        _layout(recipe), _model(recipe, model), _memory(need), _activations(need), _context(recipe, model),
+        _layout(recipe), _model(recipe, model), *gpus, _context(recipe, model),
         _host(recipe, model, need, work),
-        _work(recipe), _speed(recipe, model, work), _packing(recipe), _sbatch(recipe),
+        _work(recipe), speed, _packing(recipe), _sbatch(recipe),
     ]  # fmt: skip
     return "\n".join(filter(None, parts))
 

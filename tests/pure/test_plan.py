@@ -22,6 +22,7 @@ from megatron_eqlen.plan.text import describe
 from megatron_eqlen.plan.workload import Workload, workload
 from megatron_eqlen.recipe_load import load
 from tests.kit import ROOT
+from tests.kit.tiny_models import save_tiny
 
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("qwen3*.yaml"))
 PUBLISHED = {
@@ -188,6 +189,17 @@ def test_the_plan_says_what_is_estimated_and_what_it_assumes():
         "not measured; ",
     ):
         assert line in text
+
+
+def test_the_plan_of_a_run_without_gpus_says_nothing_of_them(tmp_path):
+    save_tiny(tmp_path, "qwen3")
+    paths = [f"model.path={tmp_path}", "cluster.gpu_memory_gib=1"]
+    recipe = load(ROOT / "recipes/tiny_cpu.yaml", paths)
+    text = describe(recipe)
+    assert "no GPU is used" in text
+    assert "estimate" not in text
+    assert "GB a GPU" not in text
+    assert not memory(recipe, model_config(recipe)).problems()
 
 
 def test_a_gpu_too_small_is_refused_in_the_phase_that_does_not_fit():
