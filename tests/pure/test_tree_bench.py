@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,8 +22,10 @@ def run(benchmark, tmp_path, *options: str) -> list[dict]:
     threads = torch.get_num_threads()
     parser = argparse.ArgumentParser()
     benchmark.add_arguments(parser)
-    benchmark.run(parser.parse_args([*options, "--json", str(file)]))
-    torch.set_num_threads(threads)
+    try:
+        benchmark.run(parser.parse_args([*options, "--json", str(file)]))
+    finally:
+        torch.set_num_threads(threads)
     return json.loads(file.read_text(encoding="utf-8"))["results"]
 
 
@@ -150,10 +153,22 @@ def test_parts_of_a_step_are_measured_against_what_their_mathematics_takes(tmp_p
     assert work[0] == pytest.approx(work[1]), "recomputed work does not count"
 
 
-def test_a_part_that_does_not_fit_into_memory_says_so(tmp_path, monkeypatch):
-    def too_large(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+def too_large(*_: object, **__: object) -> None:
+    raise torch.OutOfMemoryError("tried to allocate 2 GiB")
 
+
+def test_a_part_or_yardstick_that_does_not_fit_into_memory_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "token_logprobs", too_large)
-    (result,) = run(gpu, tmp_path, *SMALL, "--parts", "head")
-    assert (result["part"], result["peak_GB"]) == ("head and loss", "out of memory")
+    monkeypatch.setattr(gpu, "F", SimpleNamespace(scaled_dot_product_attention=too_large))
+    attention, head = run(gpu, tmp_path, *SMALL, "--parts", "attention", "head")
+    assert (head["part"], head["peak_GB"]) == ("head and loss", "out of memory")
+    assert attention["TFLOP/s"] > 0
+    assert attention["of_yardstick"] == "–"
+
+
+def test_what_was_measured_before_a_part_that_fails_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "token_logprobs", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(gpu, tmp_path, *SMALL, "--parts", "convolution", "head")
+    (result,) = json.loads((tmp_path / "results.json").read_text())["results"]
+    assert result["part"] == "convolution"

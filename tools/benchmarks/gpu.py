@@ -64,10 +64,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: Namespace) -> None:
     start(ParallelRecipe(), seed=0)
-    results = [result for name in args.parts for result in PARTS[name](args)]
-    stop()
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "this CPU"
-    show(results, f"{args.dtype} on {name}", args.json)
+    results: list[dict[str, Any]] = []
+    try:
+        for name in args.parts:
+            results.extend(PARTS[name](args))
+    finally:  # what was measured before a part that fails is kept
+        name = torch.cuda.get_device_name() if torch.cuda.is_available() else "this CPU"
+        if results:
+            show(results, f"{args.dtype} on {name}", args.json)
+        stop()
 
 
 class Cost(NamedTuple):
@@ -78,9 +83,11 @@ class Cost(NamedTuple):
     peak: int
 
 
-def result(part: str, positions: int, flops: float, cost: Cost | None, yardstick: float) -> dict[str, Any]:
-    """``flops``: of a forward pass and a backward pass of twice that; ``yardstick``: FLOP/s; no ``cost``:
-    memory was not enough."""
+def result(
+    part: str, positions: int, flops: float, cost: Cost | None, yardstick: float | None
+) -> dict[str, Any]:
+    """``flops``: of a forward pass and a backward pass of twice that; ``yardstick``: FLOP/s; where one of
+    ``cost`` and ``yardstick`` is missing, memory was not enough."""
     line: dict[str, Any] = {"part": part, "positions": positions}
     if cost is None:
         return (
@@ -93,7 +100,7 @@ def result(part: str, positions: int, flops: float, cost: Cost | None, yardstick
         "forward_ms": 1e3 * cost.forward,
         "backward_ms": 1e3 * cost.backward,
         "TFLOP/s": speed / 1e12,
-        "of_yardstick": speed / yardstick,
+        "of_yardstick": speed / yardstick if yardstick else "–",
         "peak_GB": cost.peak / 1e9,
     }
 
@@ -111,8 +118,7 @@ def attention(args: Namespace) -> Iterator[dict[str, Any]]:
             flash = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
             plain = measure(flash, inputs, args)
             flops, full = (3.5 * 4 * HEADS * dim * pairs for pairs in (visible_pairs(row), n * (n + 1) / 2))
-            assert plain is not None
-            yardstick = full / (plain.forward + plain.backward)
+            yardstick = full / (plain.forward + plain.backward) if plain else None
             yield result(f"attention, heads of {dim}", n, flops, ours, yardstick)
 
 
@@ -147,9 +153,9 @@ def _against_a_chain(
 ) -> dict[str, Any]:
     """``flops`` of a position. The second of ``rows`` is a plain sequence of as many positions."""
     ours, plain = (measure(partial(function, tree=TreeParams.from_row(row)), inputs, args) for row in rows)
-    assert plain is not None
     n = len(rows[0].input_ids)
-    return result(part, n, flops * n, ours, flops * n / (plain.forward + plain.backward))
+    yardstick = flops * n / (plain.forward + plain.backward) if plain else None
+    return result(part, n, flops * n, ours, yardstick)
 
 
 def head(args: Namespace) -> Iterator[dict[str, Any]]:
