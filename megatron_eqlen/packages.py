@@ -37,6 +37,8 @@ class Package:
     """What happens without it; empty if it is needed."""
     modules: tuple[str, ...] = ()
     """Imported to find out whether it works (default: ``name``)."""
+    after: tuple[str, ...] = ()
+    """Modules to be imported before it, which load shared libraries that it needs."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ TRANSFORMER_ENGINE = Package(
     "fused layers and optimizer on GPUs, grouped matrix products of experts",
     without="Layers and optimizer are plain torch, slower",
     modules=("transformer_engine.pytorch",),
+    after=("torch",),  # NCCL
 )
 FLA = Package(
     "fla",
@@ -154,7 +157,7 @@ def _hide(name: str) -> None:
 
 def _fault(package: Package) -> str:
     try:
-        for module in package.modules or (package.name,):
+        for module in (*package.after, *(package.modules or (package.name,))):
             importlib.import_module(module)
     except Exception as error:  # noqa: BLE001 (a broken build raises what it likes)
         return f"{type(error).__name__}: {' '.join(str(error).split())}"

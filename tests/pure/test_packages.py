@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -13,6 +15,7 @@ import torch
 
 from megatron_eqlen import packages
 from megatron_eqlen.models import config, gated_delta_net
+from tests.kit import ROOT
 
 BROKEN = {
     "a shared library is missing": "raise OSError('libcudart.so.13: cannot open shared object file')",
@@ -75,6 +78,19 @@ def test_a_broken_package_is_said_once_with_its_reason_and_looks_absent(
     assert find_spec(package.name) is None
     with pytest.raises(ImportError):
         __import__(package.modules[0])
+
+
+def test_transformer_engine_finds_the_libraries_that_torch_has_loaded(install, tmp_path):
+    """In a process that has not imported torch, as after a set-up."""
+    install(
+        packages.TRANSFORMER_ENGINE.modules,
+        last="import sys\nif 'torch' not in sys.modules: raise OSError('libnccl.so.2: cannot open')",
+        deepest=False,
+    )
+    code = "from megatron_eqlen.packages import *; print(find(TRANSFORMER_ENGINE))"
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    found = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
+    assert found.stdout.startswith("ok "), found.stdout + found.stderr
 
 
 def test_a_package_that_lacks_what_is_used_of_it_is_broken(install, caplog):
