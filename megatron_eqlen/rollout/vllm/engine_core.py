@@ -63,8 +63,9 @@ def submit(
     """Hand a request to the engine core, which keeps the result up to date. The caller has checked the
     ids and the length.
 
-    ``number`` is another one for each request of the engine. With asynchronous scheduling, vLLM's default on
-    GPUs, an aborted request may still have a token to come: a new request of the same name would get it.
+    ``number`` differs for each request of an engine and makes vLLM's name for it unique. With asynchronous
+    scheduling, vLLM's default on GPUs, an aborted request may still have a token to come, and a new request of
+    the same name would get it.
     """
     params = params.clone()
     params.max_tokens = max_tokens
