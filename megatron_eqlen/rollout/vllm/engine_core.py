@@ -64,7 +64,7 @@ def submit(
     ids and the length.
 
     ``number`` differs for each request of an engine and makes vLLM's name for it unique. With asynchronous
-    scheduling, vLLM's default on GPUs, an aborted request may still have a token to come, and a new request of
+    scheduling, vLLM's default on GPUs, an aborted request may still have a token to come; a new request of
     the same name would get it.
     """
     params = params.clone()
