@@ -51,7 +51,7 @@ def gpu_memory(place: Place) -> Finding | None:
     sizes = [torch.cuda.mem_get_info(device) for device in range(torch.cuda.device_count())]
     free, total = min(size for size, _ in sizes), min(size for _, size in sizes)
     text = f"{gigabytes(free)} free of {gigabytes(total)}"
-    if place.recipe is None or place.recipe.cluster.device == "cpu":
+    if place.recipe is None or not place.on_gpus:
         return Finding("ok", text)
     cluster = place.recipe.cluster.model_copy(update={"gpu_memory_gib": total / 2**30})
     recipe = place.recipe.model_copy(update={"cluster": cluster})

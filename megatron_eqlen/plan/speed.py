@@ -92,6 +92,8 @@ def gpu_named(device: str | None) -> Gpu | None:
 
 def speeds(recipe: Recipe, model: ModelConfig, work: Workload) -> list[Speed]:
     """On each known GPU of the recipe's size, the smallest that is large enough."""
+    if recipe.cluster.device == "cpu":
+        return []
     enough = [gpu.memory_gib for gpu in GPUS if gpu.memory_gib >= recipe.cluster.gpu_memory_gib]
     return [speed(recipe, model, work, gpu) for gpu in GPUS if enough and gpu.memory_gib == min(enough)]
 

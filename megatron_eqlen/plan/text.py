@@ -30,13 +30,10 @@ def describe(recipe: Recipe) -> str:
     model = model_config(recipe)
     layout.check(recipe, model)
     need, work = memory(recipe, model), workload(recipe)
-    gpus, speed = [_memory(need), _activations(need)], _speed(recipe, model, work)
-    if recipe.cluster.device == "cpu":
-        gpus, speed = ["memory      no GPU is used (cluster.device: cpu)"], ""
     parts = [
-        _layout(recipe), _model(recipe, model), *gpus, _context(recipe, model),
+        _layout(recipe), _model(recipe, model), _memory(need), _context(recipe, model),
         _host(recipe, model, need, work),
-        _work(recipe), speed, _packing(recipe), _sbatch(recipe),
+        _work(recipe), _speed(recipe, model, work), _packing(recipe), _sbatch(recipe),
     ]  # fmt: skip
     return "\n".join(filter(None, parts))
 
@@ -68,7 +65,9 @@ def _model(recipe: Recipe, model: ModelConfig) -> str:
 
 
 def _memory(need: Memory) -> str:
-    """A line for each part, in the phases that hold it, and the verdict."""
+    """Of the GPUs: the verdict, a line for each part, in the phases that hold it, and activations."""
+    if need.recipe.cluster.device == "cpu":
+        return "memory      no GPU is used (cluster.device: cpu)"
     phases = [*need.table]
     rows = [["GB of a GPU", *phases]]
     for part, size in need.parts.items():
@@ -79,7 +78,7 @@ def _memory(need: Memory) -> str:
     problems = need.problems()
     verdict = "fits" if not problems else "DOES NOT FIT: " + "; ".join(problems)
     head = f"memory      {need.peak / 1e9:.1f} of {need.total / 1e9:.1f} GB a GPU, {verdict}"
-    return "\n".join([head, *_aligned(rows)])
+    return "\n".join([head, *_aligned(rows), _activations(need)])
 
 
 def _activations(need: Memory) -> str:
@@ -119,7 +118,7 @@ def _host(recipe: Recipe, model: ModelConfig, need: Memory, work: Workload) -> s
 
 
 def _speed(recipe: Recipe, model: ModelConfig, work: Workload) -> str:
-    """Empty where no known GPU has the recipe's size."""
+    """Empty where no GPU is used, or no known one has the recipe's size."""
     lines = [
         f"estimate    {one.gpu.name}: {one.tokens_per_second:,.0f} tokens/s, {one.seconds / 3600:.2f} hours "
         f"a step (generation {one.generation / 3600:.2f}, training {one.training / 3600:.2f}"

@@ -205,6 +205,8 @@ def test_the_plan_is_held_against_the_memory_that_is_there(large, monkeypatch):
     small = finding(devices.gpu_memory(large))
     assert small.state == "failed"
     assert "of 40.8 GB usable" in small.text
+    elsewhere = finding(devices.gpu_memory(with_recipe(large, "cluster.device=cpu")))
+    assert (elsewhere.state, elsewhere.text) == ("ok", "41.9 GB free of 42.9 GB")
 
 
 def finding(one: Finding | None) -> Finding:

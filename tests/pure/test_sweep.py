@@ -133,6 +133,8 @@ def test_a_dry_run_says_what_each_may_spend_and_what_it_may_cost(capsys):
     assert (
         "a run of eqlen-grpo-8-streams: 5.1e+21 FLOPs, GPU hours: A100 22.6k, H100 12.1k; x 85 runs" in said
     )
+    assert cli.main(["sweep", str(file), "cluster.device=cpu", "--dry-run"]) == 0
+    assert "5.1e+21 FLOPs; x 85 runs" in capsys.readouterr().out
 
 
 def test_every_run_of_the_small_sweep_is_a_recipe():
