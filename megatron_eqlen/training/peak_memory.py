@@ -15,20 +15,29 @@ STATUS = Path("/proc/self/status")
 
 def begin() -> None:
     """Forget what was the most so far."""
+    with contextlib.suppress(OSError):  # where that is not allowed it is the most since the process began
+        forget()
+
+
+def forget() -> None:
+    """Raises OSError where a process may not do that."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-        return
-    with contextlib.suppress(OSError):  # where that is not allowed it is the most since the process began
+    else:
         RESET.write_text("5")
+
+
+def most() -> int:
+    """Bytes that were in use at one time since then."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    lines = STATUS.read_text(encoding="ascii").splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM:")))
 
 
 def measured(stage: str) -> Metrics:
     """Bytes since ``begin``, as ``memory/peak/STAGE``; on a GPU also what the allocator held of it."""
+    found = {f"memory/peak/{stage}": float(most())}
     if torch.cuda.is_available():
-        return {
-            f"memory/peak/{stage}": float(torch.cuda.max_memory_allocated()),
-            f"memory/reserved/{stage}": float(torch.cuda.max_memory_reserved()),
-        }
-    lines = STATUS.read_text(encoding="ascii").splitlines()
-    kib = next(line.split()[1] for line in lines if line.startswith("VmHWM:"))
-    return {f"memory/peak/{stage}": 1024.0 * int(kib)}
+        found[f"memory/reserved/{stage}"] = float(torch.cuda.max_memory_reserved())
+    return found

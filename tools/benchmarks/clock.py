@@ -6,9 +6,10 @@ import ctypes
 import gc
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+
+from megatron_eqlen.training import peak_memory
 
 
 def fastest(work: Callable[[], object], repeat: int) -> float:
@@ -30,13 +31,9 @@ def timed(function: Callable[[], object]) -> float:
 
 def memory(reset: bool = False) -> int:
     """Peak bytes in use since the last reset; with ``reset``, forget the peak and give the level now."""
-    if torch.cuda.is_available():
-        if reset:
-            torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.max_memory_allocated()
     if reset:
-        gc.collect()
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts again
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    return 1024 * int(status.split("VmHWM:")[1].split()[0])
+        if not torch.cuda.is_available():
+            gc.collect()
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
+        peak_memory.forget()
+    return peak_memory.most()
