@@ -43,6 +43,7 @@ def without_refusal(patch: pytest.MonkeyPatch) -> None:
 
     def keeping(vllm_config: Any) -> None:
         decided = vllm_config.scheduler_config.async_scheduling
+        assert decided, "vLLM's default"
         platforms(vllm_config)
         vllm_config.scheduler_config.async_scheduling = decided
 

@@ -82,6 +82,10 @@ class Cost(NamedTuple):
     backward: float
     peak: int
 
+    def speed(self, flops: float) -> float:
+        """FLOP/s."""
+        return flops / (self.forward + self.backward)
+
 
 def result(
     part: str, positions: int, flops: float, cost: Cost | None, yardstick: float | None
@@ -95,7 +99,7 @@ def result(
             | dict.fromkeys(("forward_ms", "backward_ms", "TFLOP/s", "of_yardstick"), "–")
             | {"peak_GB": "out of memory"}
         )
-    speed = flops / (cost.forward + cost.backward)
+    speed = cost.speed(flops)
     return line | {
         "forward_ms": 1e3 * cost.forward,
         "backward_ms": 1e3 * cost.backward,
@@ -118,7 +122,7 @@ def attention(args: Namespace) -> Iterator[dict[str, Any]]:
             flash = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
             plain = measure(flash, inputs, args)
             flops, full = (3.5 * 4 * HEADS * dim * pairs for pairs in (visible_pairs(row), n * (n + 1) / 2))
-            yardstick = full / (plain.forward + plain.backward) if plain else None
+            yardstick = plain.speed(full) if plain else None
             yield result(f"attention, heads of {dim}", n, flops, ours, yardstick)
 
 
@@ -154,8 +158,7 @@ def _against_a_chain(
     """``flops`` of a position. The second of ``rows`` is a plain sequence of as many positions."""
     ours, plain = (measure(partial(function, tree=TreeParams.from_row(row)), inputs, args) for row in rows)
     n = len(rows[0].input_ids)
-    yardstick = flops * n / (plain.forward + plain.backward) if plain else None
-    return result(part, n, flops * n, ours, yardstick)
+    return result(part, n, flops * n, ours, plain.speed(flops * n) if plain else None)
 
 
 def head(args: Namespace) -> Iterator[dict[str, Any]]:

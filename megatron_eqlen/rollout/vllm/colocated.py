@@ -59,6 +59,7 @@ class ColocatedEngine:
         self.policy_version = policy_version
         self.requests: dict[str, engine_core.Request] = {}
         self.numbers = itertools.count()
+        """Of requests, in vLLM's names."""
         self.refusal: str | None = None
         """Why requests are refused now: the weights are gone or half loaded."""
         self.asleep = False

@@ -15,6 +15,8 @@ from megatron_eqlen.recipe import RolloutRecipe
 ROUTES = "megatron_eqlen.rollout.vllm.routes"
 ROUTES_ARGS = {"worker_cls": f"{ROUTES}.RoutesWorker", "scheduler_cls": f"{ROUTES}.scheduler"}
 """What an engine that records routes is started with."""
+RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+"""vLLM's variable for what ``PathSampler`` and routes are written for: the V1 model runner."""
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.recipe import RolloutRecipe
 from megatron_eqlen.rollout.engine import EngineError
 from megatron_eqlen.rollout.vllm.containment import contained
-from megatron_eqlen.rollout.vllm.engine_args import engine_args
+from megatron_eqlen.rollout.vllm.engine_args import RUNNER, engine_args
 from megatron_eqlen.rollout.vllm.engine_core import client
 from megatron_eqlen.rollout.vllm.repack import repack
 from megatron_eqlen.rollout.vllm.sampler import PathSampler
@@ -44,7 +44,7 @@ def build(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: in
     args = engine_args(model_path, rollout, dtype, max_model_len)
     with contained():
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # PathSampler is written for V1's
+        os.environ.update(RUNNER)
         if launched:
             os.environ["RANK"] = str(dist.get_rank())
             os.environ.setdefault("LOCAL_RANK", "0" if cpu else str(torch.cuda.current_device()))

@@ -18,7 +18,7 @@ from megatron_eqlen.recipe_load import load
 
 def server_command(recipe: Recipe, port: int, host: str = "0.0.0.0") -> tuple[list[str], dict[str, str]]:
     """Arguments and environment of a server that ``ServerEngine`` can use with this recipe."""
-    from megatron_eqlen.rollout.vllm.engine_args import as_flags, engine_args
+    from megatron_eqlen.rollout.vllm.engine_args import RUNNER, as_flags, engine_args
 
     rollout = recipe.rollout
     longest = recipe.data.max_prompt_length + rollout.max_response_length
@@ -34,7 +34,7 @@ def server_command(recipe: Recipe, port: int, host: str = "0.0.0.0") -> tuple[li
         "worker_extension_cls": "megatron_eqlen.rollout.vllm.worker.WorkerExtension",
         "weight_transfer_config": {"backend": f"eqlen_{rollout.sync}"},
     }
-    environ = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    environ = {"VLLM_SERVER_DEV_MODE": "1", **RUNNER}
     return [sys.executable, "-m", "megatron_eqlen.rollout.vllm.serve", *as_flags(flags)], environ
 
 
