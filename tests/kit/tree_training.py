@@ -6,7 +6,8 @@ comes down to in its first update.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,20 @@ def build(folder: Path, parallel: ParallelRecipe, **overrides: Any) -> list:
     ]
 
 
+@contextmanager
+def world_of(folder: Path, parallel: ParallelRecipe | None = None, **overrides: Any) -> Iterator[list]:
+    """``build``'s model, in a world of its own."""
+    parallel = parallel or ParallelRecipe()
+    start(parallel, seed=1)
+    try:
+        model = build(folder, parallel, **overrides)
+        yield model
+        for chunk in model:  # autograd's hooks hold it, which Python cannot see: it would keep the groups
+            vars(chunk).clear()
+    finally:
+        stop()
+
+
 def train_trees(
     folder: Path,
     trees: list[TokenTree],
@@ -86,19 +101,17 @@ def train_trees(
     full_rows: bool = False,
 ) -> Trained | None:
     """Runs in every rank of a world; ``layers``: the parallel section of a recipe. The result is rank 0's."""
-    parallel = ParallelRecipe(**layers or {})
-    start(parallel, seed=1)
-    model = build(folder, parallel, **overrides or {})
-    multiple = row_multiple(model[0].config)
-    ranks = parallel_state.get_data_parallel_world_size()
-    planned = plan_rows(trees, budget, ranks, multiple, layout, full_rows=full_rows)
-    seat = Seat(parallel_state.get_data_parallel_rank(), False, moe_layers(chunk.module for chunk in model))
-    rows = exchange_routes(planned, gather([seat]))[0].rows(seat.data_parallel)
-    logs = run_rows(model, rows, 1.0, weighted_sum, train=True)
-    trained = Trained(_summed([loss for loss, _ in logs]), gradients(model))
-    trained.logprobs = _by_segment(rows, [values for _, values in logs])
-    stop()
-    return trained
+    with world_of(folder, ParallelRecipe(**layers or {}), **overrides or {}) as model:
+        multiple = row_multiple(model[0].config)
+        ranks = parallel_state.get_data_parallel_world_size()
+        planned = plan_rows(trees, budget, ranks, multiple, layout, full_rows=full_rows)
+        routed = moe_layers(chunk.module for chunk in model)
+        seat = Seat(parallel_state.get_data_parallel_rank(), False, routed)
+        rows = exchange_routes(planned, gather([seat]))[0].rows(seat.data_parallel)
+        logs = run_rows(model, rows, 1.0, weighted_sum, train=True)
+        trained = Trained(_summed([loss for loss, _ in logs]), gradients(model))
+        trained.logprobs = _by_segment(rows, [values for _, values in logs])
+        return trained
 
 
 def weighted_sum(logprobs: torch.Tensor, entropy: torch.Tensor, row: Row, at: np.ndarray) -> tuple:

@@ -16,8 +16,6 @@ from transformers import AutoModelForCausalLM
 from megatron_eqlen.models.pooled_router import RouterPool
 from megatron_eqlen.models.router_replay import routers
 from megatron_eqlen.packing.pack import plan_rows
-from megatron_eqlen.recipe import ParallelRecipe
-from megatron_eqlen.training.distributed import start, stop
 from megatron_eqlen.training.forward import run_rows
 from megatron_eqlen.types import TokenTree
 from tests.kit.distributed import run_ranks
@@ -28,11 +26,11 @@ from tests.kit.tree_samples import forest
 from tests.kit.tree_training import (
     Trained,
     assert_same,
-    build,
     gradients,
     record_experts,
     train_trees,
     weighted_sum,
+    world_of,
     worst_difference,
 )
 
@@ -106,22 +104,21 @@ def test_given_experts_are_what_transformers_computes_with(name, folders, whole)
 
 def free_and_given(folder: Path, replayed: bool) -> tuple[Trained, Trained]:
     """A pass without routes, and one that is given the experts which the first one chose."""
-    start(ParallelRecipe(), seed=1)
-    (chunk,) = model = build(folder, ParallelRecipe())
-    choices = record_experts(model)
-    rows = plan_rows(forest(0), BUDGET, full_rows=True).rows(0)
-    found = []
-    for number in range(2):
-        chunk.zero_grad_buffer()
-        logs = run_rows(model, rows, 1.0, weighted_sum, train=True)
-        found.append(Trained(sum(loss for loss, _ in logs), gradients(model)))
-        layers = len(choices) // len(rows)
-        for place, row in enumerate(rows[: None if number == 0 else 0]):
-            row.routes = as_routes(choices[place * layers : (place + 1) * layers])
-            row.routes = row.routes if replayed else np.roll(row.routes, 1, axis=0)
-        for router in routers(model):
-            router.replays = replayed
-    stop()
+    with world_of(folder) as model:
+        (chunk,) = model
+        choices = record_experts(model)
+        rows = plan_rows(forest(0), BUDGET, full_rows=True).rows(0)
+        found = []
+        for number in range(2):
+            chunk.zero_grad_buffer()
+            logs = run_rows(model, rows, 1.0, weighted_sum, train=True)
+            found.append(Trained(sum(loss for loss, _ in logs), gradients(model)))
+            layers = len(choices) // len(rows)
+            for place, row in enumerate(rows[: None if number == 0 else 0]):
+                row.routes = as_routes(choices[place * layers : (place + 1) * layers])
+                row.routes = row.routes if replayed else np.roll(row.routes, 1, axis=0)
+            for router in routers(model):
+                router.replays = replayed
     return found[0], found[1]
 
 
@@ -184,13 +181,11 @@ def test_trees_without_routes_choose_freely_beside_those_with_them(folders):
 
 
 def test_the_load_that_the_auxiliary_loss_evens_out_is_that_of_the_experts_computed_with(folders):
-    start(ParallelRecipe(), seed=1)
-    chunks = build(folders["next"], ParallelRecipe(), moe_aux_loss_coeff=0.1)
-    rows = plan_rows(trees_of("next"), BUDGET).rows(0)
-    pool = RouterPool(chunks)
-    with pool.counting():
-        run_rows(chunks, rows, 1.0, lambda *_: None, train=False)
-    trained = np.concatenate([row.routes[row.weights > 0] for row in rows])
-    for column, router in enumerate(pool.routers):
-        assert router.pool.tolist() == np.bincount(trained[:, column].ravel(), minlength=8).tolist()
-    stop()
+    with world_of(folders["next"], moe_aux_loss_coeff=0.1) as chunks:
+        rows = plan_rows(trees_of("next"), BUDGET).rows(0)
+        pool = RouterPool(chunks)
+        with pool.counting():
+            run_rows(chunks, rows, 1.0, lambda *_: None, train=False)
+        trained = np.concatenate([row.routes[row.weights > 0] for row in rows])
+        for column, router in enumerate(pool.routers):
+            assert router.pool.tolist() == np.bincount(trained[:, column].ravel(), minlength=8).tolist()

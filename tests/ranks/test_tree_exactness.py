@@ -17,8 +17,6 @@ import torch
 
 from megatron_eqlen.models.tree_params import TreeParams
 from megatron_eqlen.packing.pack import pack
-from megatron_eqlen.recipe import ParallelRecipe
-from megatron_eqlen.training.distributed import start, stop
 from megatron_eqlen.types import Node, TokenTree
 from tests.kit.distributed import run_ranks
 from tests.kit.marks import slow
@@ -27,11 +25,11 @@ from tests.kit.tree_samples import forest, paths
 from tests.kit.tree_training import (
     Trained,
     assert_same,
-    build,
     gradients,
     record_experts,
     train_sequences,
     train_trees,
+    world_of,
 )
 
 torch.set_num_threads(1)
@@ -96,9 +94,8 @@ def each_leaf_path(trees: list[TokenTree]) -> Iterator[tuple[list[int], np.ndarr
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("sequences", [each_side_alone, each_leaf_path])
 def test_trees_equal_plain_sequences(name, sequences, folders, whole):
-    start(ParallelRecipe(), seed=1)
-    reference = train_sequences(build(folders[name], ParallelRecipe()), sequences(forest(0)))
-    stop()
+    with world_of(folders[name]) as model:
+        reference = train_sequences(model, sequences(forest(0)))
     assert_same(whole[name], reference)
 
 
@@ -148,24 +145,23 @@ def test_gradients_do_not_depend_on_the_parallel_layout(name, layers, folders, w
 
 def test_the_head_is_computed_where_supervised_alone(folders):
     """The same logits there, and the same gradient of every weight, as from logits everywhere."""
-    start(ParallelRecipe(), seed=1)
-    (model,) = chunks = build(folders["dense"], ParallelRecipe())
-    row = pack(forest(0), BUDGET)[0][0]
-    at = torch.from_numpy(np.flatnonzero(row.weights > 0))
-    found = []
-    for supervised in (at, None):
-        model.zero_grad_buffer()
-        ids, positions = torch.from_numpy(row.input_ids)[None], torch.from_numpy(row.position_ids)[None]
-        logits = model(
-            ids, positions, None, packed_seq_params=TreeParams.from_row(row), supervised=supervised
-        )
-        logits = logits[0] if supervised is not None else logits[0, at]
-        loss = logits.square().sum()
-        loss.backward()
-        found.append(Trained(loss.item(), gradients(chunks)))
-    assert len(at) < len(row.input_ids)
-    assert_same(*found)
-    stop()
+    with world_of(folders["dense"]) as chunks:
+        (model,) = chunks
+        row = pack(forest(0), BUDGET)[0][0]
+        at = torch.from_numpy(np.flatnonzero(row.weights > 0))
+        found = []
+        for supervised in (at, None):
+            model.zero_grad_buffer()
+            ids, positions = torch.from_numpy(row.input_ids)[None], torch.from_numpy(row.position_ids)[None]
+            logits = model(
+                ids, positions, None, packed_seq_params=TreeParams.from_row(row), supervised=supervised
+            )
+            logits = logits[0] if supervised is not None else logits[0, at]
+            loss = logits.square().sum()
+            loss.backward()
+            found.append(Trained(loss.item(), gradients(chunks)))
+        assert len(at) < len(row.input_ids)
+        assert_same(*found)
 
 
 TWO_TOKENS = [TokenTree("two tokens", [Node(-1, [5]), Node(0, [7, 11], 0.5, 0.3, [-1.0, -1.0])])]
@@ -190,18 +186,17 @@ def test_a_rank_without_a_token_takes_part(folders, name, ranks, trees, layers):
 @pytest.mark.parametrize("name", ["moe", "next"])
 def test_every_token_goes_to_the_same_experts(name, folders):
     """Tree and plain sequences, layer by layer, to the bit."""
-    start(ParallelRecipe(), seed=1)
-    (model,) = chunks = build(folders[name], ParallelRecipe())
-    choices = record_experts(chunks)
-    for row in pack(forest(0), BUDGET)[0]:
-        ids, positions = torch.from_numpy(row.input_ids), torch.from_numpy(row.position_ids)
-        choices.clear()
-        model(ids[None], positions[None], None, packed_seq_params=TreeParams.from_row(row))
-        in_tree = [choice.clone() for choice in choices]
-        for node in row.nodes:
-            path = torch.from_numpy(paths(row)[node.start + node.length - 1])
+    with world_of(folders[name]) as chunks:
+        (model,) = chunks
+        choices = record_experts(chunks)
+        for row in pack(forest(0), BUDGET)[0]:
+            ids, positions = torch.from_numpy(row.input_ids), torch.from_numpy(row.position_ids)
             choices.clear()
-            model(ids[path][None], torch.arange(len(path))[None], None)
-            for tree_choice, plain_choice in zip(in_tree, choices, strict=True):
-                assert (tree_choice[path] == plain_choice).all()
-    stop()
+            model(ids[None], positions[None], None, packed_seq_params=TreeParams.from_row(row))
+            in_tree = [choice.clone() for choice in choices]
+            for node in row.nodes:
+                path = torch.from_numpy(paths(row)[node.start + node.length - 1])
+                choices.clear()
+                model(ids[path][None], torch.arange(len(path))[None], None)
+                for tree_choice, plain_choice in zip(in_tree, choices, strict=True):
+                    assert (tree_choice[path] == plain_choice).all()
