@@ -7,6 +7,8 @@ the tree kernels have no part in it. Everything runs in float64, Megatron's rout
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
@@ -200,3 +202,13 @@ def test_every_token_goes_to_the_same_experts(name, folders):
                 model(ids[path][None], torch.arange(len(path))[None], None)
                 for tree_choice, plain_choice in zip(in_tree, choices, strict=True):
                     assert (tree_choice[path] == plain_choice).all()
+
+
+def test_a_model_ends_with_its_world(folders):
+    """Else each would keep its process groups, whose threads slow the later tests of a worker."""
+    with world_of(folders["next"]) as chunks:
+        train_sequences(chunks, each_leaf_path(forest(0)[:1]))
+        model = weakref.ref(chunks[0].module)
+    del chunks
+    gc.collect()
+    assert model() is None
