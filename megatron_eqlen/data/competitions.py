@@ -1,25 +1,30 @@
-"""AIME 2025 and HMMT February 2025, in the files that are in circulation.
+r"""AIME 2025 and HMMT February 2025, in the files that are in circulation.
 
 ``problem, answer, id`` (math-ai) · ``question, answer`` in two files (opencompass) · ``problem_idx,
 problem, answer`` (MathArena; AIME answers may be integers, HMMT answers are LaTeX). AIME answers are
-integers from 0 to 999 and are kept without leading zeros, so that 070 and 70 are one answer.
+integers from 0 to 999. They are stored without leading zeros and units: ``070`` and ``70^\circ`` are both 70.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from megatron_eqlen.data.files import find_files, read_records
 from megatron_eqlen.data.rows import BadRow, Problem, Tally, answer_field, numbered, text_field
+from megatron_eqlen.rewards.math_answer import normalize
+
+_AIME_ANSWER = re.compile(r"(\d{1,3})(?:\\unit\{(?!base)[^{}]*\})?")
+"""An integer from 0 to 999 in normal form, with or without a unit: II-5 of 2025 is ``336^\\circ``."""
 
 
 def read_aime25(path: Path, tally: Tally) -> Iterator[Problem]:
     """AIME 2025's problems; the gold is an integer."""
     for row_id, question, answer in _read(path, tally):
-        if answer.isascii() and answer.isdigit() and int(answer) <= 999:
-            yield Problem(row_id, question, str(int(answer)))
+        if integer := _AIME_ANSWER.fullmatch(normalize(answer)):
+            yield Problem(row_id, question, integer[1])
         else:
             tally.drop(f"{path}: {row_id}", "not_an_aime_answer", f"expected 0..999, found {answer!r}")
 

@@ -8,7 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from megatron_eqlen.data.competitions import read_aime25
 from megatron_eqlen.data.prompts import PromptSource, read_benchmark
+from megatron_eqlen.data.rows import Tally
 from megatron_eqlen.data.tokenizer_maker import write_hf_tokenizer, write_sentencepiece_tokenizer
 from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, SourceRecipe
 from megatron_eqlen.tokenizer import Tokenizer, load_tokenizer
@@ -274,6 +276,34 @@ def test_aime_files_of_every_kind_give_integers(tokenizer, tmp_path, columns):
     prompts = read_benchmark(benchmark, recipe(source(tmp_path)), tokenizer)
     assert [prompt.gold for prompt in prompts] == ["70", "5"]
     assert prompts[0].source == "aime25"
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        (r"336^\circ", "336"),  # II-5 of 2025
+        ("336°", "336"),
+        (r"$70^{\circ}$", "70"),
+        (r"\boxed{070}", "70"),
+        ("70 degrees", "70"),
+        (r"81\text{ cm}^2", "81"),
+        (70.0, "70"),
+        ("000", "0"),
+        ("70.", "70"),
+        ("1,000", None),
+        ("-5", None),
+        ("70.5", None),
+        (r"\frac{1}{2}", None),
+        ("70, 71", None),
+        ("60_8", None),
+        (r"50\%", None),
+        ("", None),
+    ],
+)
+def test_an_aime_gold_may_have_a_unit_or_zeros_but_no_other_value(tmp_path, answer, gold):
+    file, tally = tmp_path / "aime.jsonl", Tally()
+    file.write_text(json.dumps({"problem": "p", "answer": answer}) + "\n")
+    assert [problem.gold for problem in read_aime25(file, tally)] == ([gold] if gold else [])
 
 
 def test_a_benchmark_with_an_unusable_row_is_refused(tokenizer, tmp_path):
