@@ -21,9 +21,7 @@ def check(recipe: Recipe) -> None:
     _check_sampling(recipe)
     _check_engine(recipe.rollout)
     _check_sampling_mask(recipe.rollout)
-    _check_mismatch(recipe.rollout)
     _check_carry_over(recipe.rollout)
-    _check_off_policy(recipe)
     _check_keep_streams(recipe)
     _check_memory(recipe)
     layout.check(recipe)
@@ -127,14 +125,6 @@ def _check_sampling_mask(rollout: RolloutRecipe) -> None:
         )
 
 
-def _check_mismatch(rollout: RolloutRecipe) -> None:
-    if rollout.mismatch.then != "warn" and not rollout.comparable:
-        raise ValueError(
-            f"rollout.mismatch.then: {rollout.mismatch.then} compares the engine's log-probs with the "
-            "trainer's: it needs rollout.logprobs_mode: raw, or rollout.keep_sampling_mask: true"
-        )
-
-
 def _check_carry_over(rollout: RolloutRecipe) -> None:
     if not rollout.carry_over:
         return
@@ -142,19 +132,6 @@ def _check_carry_over(rollout: RolloutRecipe) -> None:
         raise ValueError(
             "rollout.carry_over: true needs rollout.tokens_per_step or rollout.seconds_per_step, which end a "
             "step's harvest before all is finished; found neither"
-        )
-
-
-def _check_off_policy(recipe: Recipe) -> None:
-    """Tokens that older weights sampled must not train as if they were new."""
-    rollout, loss = recipe.rollout, recipe.loss
-    key = "carry_over: true" if rollout.carry_over else f"staleness: {rollout.staleness}"
-    corrected = loss.old_logprobs == "rollout" or loss.rollout_is != "none" or loss.rollout_rs
-    if rollout.trains_older and not corrected:
-        raise ValueError(
-            f"rollout.{key} trains tokens that older weights sampled, and nothing corrects for it: "
-            "set loss.rollout_is: token or sequence (decoupled PPO), loss.rollout_rs, or loss.old_logprobs: "
-            "rollout (see objectives/README.md)"
         )
 
 

@@ -14,6 +14,8 @@ def check_combination(recipe: Recipe) -> None:
     _check_sampling(recipe, objective)
     _check_clip(recipe, objective)
     _check_ratio(recipe, objective)
+    _check_engine_logprobs(recipe)
+    _check_off_policy(recipe, objective)
     _check_rewards(recipe, objective)
 
 
@@ -88,11 +90,6 @@ def _check_ratio(recipe: Recipe, objective: Objective) -> None:
             f"loss.minibatches: {loss.minibatches} is more than data.prompts_per_step "
             f"{recipe.data.prompts_per_step}; a minibatch holds whole prompts"
         )
-    if loss.old_logprobs == "rollout" and recipe.rollout.logprobs_mode == "processed":
-        raise ValueError(
-            "loss.old_logprobs: rollout needs rollout.logprobs_mode: raw: log-probs after top-k and top-p "
-            "are of another distribution than the trainer's, and ratios would not start at 1"
-        )
     for name, bound in (loss.rollout_rs or {}).items():
         if isinstance(bound, tuple) and not name.endswith("k1"):
             raise ValueError(
@@ -103,6 +100,50 @@ def _check_ratio(recipe: Recipe, objective: Objective) -> None:
             f"loss.rollout_is: {loss.rollout_is} corrects old log-probs that the trainer recomputed; with "
             f"loss.old_logprobs: rollout the ratio already starts from the engine's"
         )
+
+
+def _check_engine_logprobs(recipe: Recipe) -> None:
+    """Refuse keys that compare the engine's log-probs with the trainer's where the distributions differ."""
+    rollout, loss = recipe.rollout, recipe.loss
+    comparisons = {
+        f"rollout.mismatch.then: {rollout.mismatch.then}": rollout.mismatch.then != "warn",
+        "loss.old_logprobs: rollout": loss.old_logprobs == "rollout",
+        f"loss.rollout_is: {loss.rollout_is}": loss.rollout_is != "none",
+        "loss.rollout_rs": bool(loss.rollout_rs),
+        "loss.rollout_token_veto_threshold": loss.rollout_token_veto_threshold is not None,
+        _older_tokens(recipe): rollout.trains_older,  # every correction for staleness compares
+    }
+    asked = [key for key, used in comparisons.items() if used]
+    if asked and not rollout.comparable:
+        raise ValueError(
+            f"{asked[0]} compares the engine's log-probs with the trainer's: it needs rollout.logprobs_mode: "
+            f"raw, or rollout.keep_sampling_mask: true, found log-probs after top-k, top-p and min-p alone"
+        )
+
+
+def _older_tokens(recipe: Recipe) -> str:
+    """The key that makes a step train tokens of older weights."""
+    rollout = recipe.rollout
+    return "rollout.carry_over: true" if rollout.carry_over else f"rollout.staleness: {rollout.staleness}"
+
+
+def _check_off_policy(recipe: Recipe, objective: Objective) -> None:
+    """Refuse to train tokens that older weights sampled as if they were new."""
+    loss = recipe.loss
+    from_engine = loss.old_logprobs == "rollout" and objective.ratio != "none"
+    if not recipe.rollout.trains_older or from_engine or loss.rollout_is != "none" or loss.rollout_rs:
+        return
+    if loss.old_logprobs == "rollout":
+        raise ValueError(
+            f"{_older_tokens(recipe)} trains tokens that older weights sampled, and loss.old_logprobs: "
+            f"rollout does not correct for it: objective: {objective.name} has no importance ratio. Set "
+            f"loss.rollout_is: token or sequence, or loss.rollout_rs"
+        )
+    raise ValueError(
+        f"{_older_tokens(recipe)} trains tokens that older weights sampled, and nothing corrects for it: "
+        "set loss.rollout_is: token or sequence (decoupled PPO), loss.rollout_rs, or loss.old_logprobs: "
+        "rollout (see objectives/README.md)"
+    )
 
 
 def _check_rewards(recipe: Recipe, objective: Objective) -> None:

@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
+from megatron_eqlen.objectives.advantages import rloo
 from megatron_eqlen.objectives.build import build_minibatches, build_trees
 from megatron_eqlen.objectives.dynamic_sampling import filter_groups
+from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.types import Grade, Group, Pair, Prompt, SamplingMask, Segment, Stream
@@ -14,6 +16,9 @@ QUESTION = Prompt("q", [1, 2], "?", "math", "1")
 
 def prompt(name: str) -> Prompt:
     return Prompt(name, [1], "?", "math", "1")
+
+
+WITHOUT_RATIO = Objective("mine", rloo, "token-mean", "none")
 
 
 def recipe(**keys):
@@ -150,7 +155,6 @@ def test_an_unscored_response_is_refused_by_name():
         ({"objective": "vespo", "loss__clip_ratio_high": 0.2}, "soft kernel"),
         ({"objective": "dapo", "loss__overlong_buffer": 50}, "do not lie inside"),
         ({"loss__minibatches": 5}, "more than data.prompts_per_step"),
-        ({"loss__old_logprobs": "rollout", "rollout__logprobs_mode": "processed"}, "logprobs_mode: raw"),
         ({"loss__old_logprobs": "rollout", "loss__rollout_is": "token"}, "already starts from"),
         ({"loss__clip_ratio_low": 1.5}, "below zero"),
         ({"loss__gr3_alpha": 0.1}, "only objective: gr3"),
@@ -171,6 +175,47 @@ def test_an_unscored_response_is_refused_by_name():
 def test_combinations_without_sense_are_refused_with_the_reason(keys, reason):
     with pytest.raises(RecipeError, match=reason):
         recipe(**keys)
+
+
+UNMASKED = {"rollout__logprobs_mode": "processed", "rollout__top_k": 20}
+MASKED = UNMASKED | {"rollout__keep_sampling_mask": True}
+CARRIED = {"rollout__carry_over": True, "rollout__tokens_per_step": 9}
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"loss__old_logprobs": "rollout"}, "loss.old_logprobs: rollout"),
+        ({"loss__rollout_is": "sequence"}, "loss.rollout_is: sequence"),
+        ({"loss__rollout_rs": {"seq_mean_k3": 0.01}}, "loss.rollout_rs"),
+        ({"loss__rollout_token_veto_threshold": 1e-4}, "loss.rollout_token_veto_threshold"),
+        ({"rollout__mismatch": {"then": "skip"}}, "rollout.mismatch.then: skip"),
+        (CARRIED, "rollout.carry_over: true"),
+        (CARRIED | {"loss__rollout_is": "token"}, "loss.rollout_is: token"),
+    ],
+)
+def test_a_comparison_with_the_engine_needs_log_probs_of_the_trained_distribution(keys, named):
+    with pytest.raises(RecipeError, match=f"{named} compares the engine's log-probs.*keep_sampling_mask"):
+        recipe(**UNMASKED | keys)
+    if keys != CARRIED:
+        recipe(**MASKED | keys)
+
+
+@pytest.mark.parametrize(
+    "older",
+    [
+        CARRIED,
+        {"rollout__engine": "server", "rollout__servers": ["http://a"], "rollout__staleness": 2},
+    ],
+    ids=["carry_over", "staleness"],
+)
+@pytest.mark.parametrize("objective", ["rloo", "tests.pure.test_objectives_build:WITHOUT_RATIO"])
+def test_old_log_probs_that_no_ratio_reads_do_not_correct_for_staleness(objective, older):
+    keys = {"objective": objective, "loss__old_logprobs": "rollout"} | older
+    with pytest.raises(RecipeError, match="has no importance ratio"):
+        recipe(**keys)
+    recipe(**keys | {"loss__clip_ratio_low": 0.2, "loss__clip_ratio_high": 0.2})
+    recipe(**keys | {"loss__old_logprobs": "recompute", "loss__rollout_is": "token"})
 
 
 def test_minibatches_hold_whole_prompts_and_average_over_their_own():
