@@ -1,12 +1,15 @@
 """The sets that hold the tests of OpenCodeReasoning's problems: TACO, APPS, CodeContests, Codeforces.
 
-Each ``read_*`` turns one record of a set into its question and tests. Raises BadRow with the reason.
+A test gives stdin and compares stdout as text. Problems that such tests cannot judge are left out:
+interactive ones, those that read or write a file, those whose tests are incomplete, and those with several
+right outputs, which need a checker of their own.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +20,26 @@ from megatron_eqlen.data.code_rows import reading_tests
 from megatron_eqlen.data.files import find_files, read_records
 from megatron_eqlen.data.rows import BadRow, number_field, text_field
 from megatron_eqlen.rewards.code_tests import CodeTests
+
+INTERACTIVE = re.compile(
+    r"(?<!\bnot an )(?<!\bnon-)\binteractive\s+(?:problem|task)\b|\b(?:problem|task)\s+is\s+interactive\b",
+    re.I,
+)
+"""Words of a statement that announce an interactive problem."""
+SEVERAL_ANSWERS = re.compile(
+    r"""
+    \b(?:print|output|report|return|choose|give|write|find)\s+any\s+(?:one\b|
+        (?:one\s+)?(?:of\s+(?:them|these|those|the)|such|valid|possible|correct|suitable|optimal|answer|
+        solution)\b)
+    | \bany\s+(?:of\s+them|(?:(?:valid|correct|possible|such|optimal)\s+)?(?:answers?|solutions?|outputs?))
+        \s+(?:will\s+be|is|are)\s+(?:accepted|acceptable|allowed|considered)\b
+    | \b(?:print|output|return)\b[^.]{0,60}\bin\s+any\s+order\b
+    | \b(?:absolute|relative)\s+(?:or\s+(?:absolute|relative)\s+)?(?:error|precision)\b
+    | \bwithin\s+\$?10\S{1,8}\s+of\s+the\s+actual\b
+    """,
+    re.I | re.X,
+)
+"""Words of a statement that accept more than one output: any answer, any order, a tolerance."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +52,8 @@ class SourceSet:
     statement: Callable[[dict[str, Any]], str]
     """The text that OpenCodeReasoning's ``input`` repeats."""
     tests: Callable[[dict[str, Any]], CodeTests]
+    names_checkers: bool = False
+    """The set has a column for checkers, so the statement is not searched for several right answers."""
 
     def records(self, tests: Path, split: str) -> Iterator[dict[str, Any]]:
         """The records of ``split`` in the set's own order, streamed."""
@@ -43,9 +68,14 @@ class SourceSet:
 
 def question_and_tests(source: SourceSet, record: dict[str, Any]) -> tuple[str, CodeTests]:
     """Question and tests of one record. Raises BadRow."""
+    statement = source.statement(record)
+    if found := INTERACTIVE.search(statement):
+        raise BadRow("interactive", f"the statement says {found[0]!r}")
+    if not source.names_checkers and (found := SEVERAL_ANSWERS.search(statement)):
+        raise BadRow("needs_checker", f"the statement says {found[0]!r}")
     with reading_tests():
         tests = source.tests(record)
-    return code_question(source.statement(record), tests.function, record.get("starter_code") or ""), tests
+    return code_question(statement, tests.function, record.get("starter_code") or ""), tests
 
 
 def _input_output_tests(record: dict[str, Any]) -> CodeTests:
@@ -59,7 +89,7 @@ def _input_output_tests(record: dict[str, Any]) -> CodeTests:
     if not isinstance(inputs, list) or not isinstance(outputs, list):
         raise BadRow("bad_tests", "inputs and outputs: expected lists")
     if function is None:
-        inputs, outputs = [_joined(one) for one in inputs], [_joined(one) for one in outputs]
+        inputs, outputs = [_joined(text) for text in inputs], [_joined(text) for text in outputs]
     return CodeTests(inputs, outputs, function, wrapped=function is not None)
 
 
@@ -69,7 +99,11 @@ def _joined(text: Any) -> Any:
 
 
 def _code_contests_tests(record: dict[str, Any]) -> CodeTests:
-    """CodeContests: three structs of ``{input[], output[]}``."""
+    """CodeContests: three structs of ``{input[], output[]}``, and the names of files in place of stdin and
+    stdout."""
+    for name in ("input_file", "output_file"):
+        if found := record.get(name):
+            raise BadRow("file_input", f"{name} is {found!r:.80}, expected none")
     inputs: list[str] = []
     outputs: list[str] = []
     for name in ("public_tests", "private_tests", "generated_tests"):
@@ -84,9 +118,16 @@ def _code_contests_tests(record: dict[str, Any]) -> CodeTests:
 
 
 def _codeforces_tests(record: dict[str, Any]) -> CodeTests:
-    """open-r1/codeforces: a list of ``{input, output}``; several right answers need a checker: left out."""
+    """open-r1/codeforces: a list of ``{input, output}``, and columns that say what the tests can judge."""
+    if record.get("interaction_format"):
+        raise BadRow("interactive", "interaction_format is not empty")
+    if (mode := record.get("input_mode") or "stdio") not in ("stdio", "stdin"):
+        raise BadRow("file_input", f"input_mode is {mode!r:.80}, expected 'stdio'")
     if record.get("generated_checker"):
-        raise BadRow("needs_checker")
+        raise BadRow("needs_checker", "generated_checker is not empty")
+    for name, reason in (("executable", "not_executable"), ("official_tests_complete", "incomplete_tests")):
+        if record.get(name) is False:
+            raise BadRow(reason, f"{name} is false")
     held = _typed(record.get("official_tests") or [], list, "official_tests")
     if not held:
         raise BadRow("no_tests")
@@ -115,23 +156,45 @@ def _description(record: dict[str, Any]) -> str:
     return text_field(record, "description")
 
 
+def _codeforces_statement(record: dict[str, Any]) -> str:
+    """Statement, formats, examples and note, put together as OpenCodeReasoning's authors do."""
+    parts = [text_field(record, "description")]
+    for title, name in (("Input", "input_format"), ("Output", "output_format")):
+        parts += _section(title, record.get(name))
+    if examples := record.get("examples"):
+        parts.append("Examples")
+        for example in _typed(examples, list, "examples"):
+            held = _typed(example, dict, "examples")
+            parts += _section("Input", held.get("input")) + _section("Output", held.get("output"))
+    return "\n\n".join(parts + _section("Note", record.get("note")))
+
+
+def _section(title: str, text: Any) -> list[str]:
+    return [title, _typed(text, str, title)] if text else []
+
+
 APPS_COLUMNS = ("question", "input_output")
+CODEFORCES_OPTIONAL = (
+    "input_format", "output_format", "interaction_format", "note", "examples", "time_limit", "memory_limit",
+    "official_tests_complete", "input_mode", "generated_checker", "executable",
+)  # fmt: skip
 SOURCE_SETS = {
     "taco": SourceSet("taco", APPS_COLUMNS, ("starter_code",), _question, _input_output_tests),
     "apps": SourceSet("apps", APPS_COLUMNS, ("starter_code",), _question, _input_output_tests),
     "code_contests": SourceSet(
         "code_contests",
         ("description", "public_tests", "private_tests", "generated_tests"),
-        ("time_limit",),
+        ("time_limit", "input_file", "output_file"),
         _description,
         _code_contests_tests,
     ),
     "open-r1/codeforces": SourceSet(
         "codeforces",
         ("description", "official_tests"),
-        ("generated_checker", "time_limit", "memory_limit"),
-        _description,
+        CODEFORCES_OPTIONAL,
+        _codeforces_statement,
         _codeforces_tests,
+        names_checkers=True,
     ),
 }
 """By the name in OpenCodeReasoning's ``dataset`` column."""

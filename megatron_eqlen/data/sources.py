@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from megatron_eqlen.data.filters import Exclusion, filter_rows, read_exclusion
 from megatron_eqlen.data.rows import Problem, Tally
 from megatron_eqlen.plugins import is_import_path, load_object
 from megatron_eqlen.recipe import BenchmarkRecipe, SourceRecipe
+
+log = logging.getLogger(__name__)
 
 Reader = Callable[[Path, Tally], Iterator[Problem]]
 """(a file or folder, where to count what is left out) -> the rows, streamed."""
@@ -21,6 +24,11 @@ PLAIN_READERS: dict[str, Reader] = {
     "aime25": competitions.read_aime25,
     "hmmt25": competitions.read_hmmt25,
 }
+
+OLD_CODE_FILE = (
+    "prepared by an earlier version, which kept problems that stdin and stdout cannot judge (interactive, "
+    "with files, with incomplete tests, with several right outputs): prepare it again"
+)
 
 
 def open_source(source: SourceRecipe, tally: Tally) -> Sequence[Problem]:
@@ -39,6 +47,8 @@ def _open_prepared(source: SourceRecipe, tally: Tally) -> Sequence[Problem]:
     holds no question twice. Filters look at questions, not at golds, which are most of the file."""
     path = Path(source.path)
     whole = prepared.PreparedRows(path)
+    if not whole.tests_checked and whole.manifest.get("source", {}).get("reader") == "opencodereasoning":
+        log.warning("%s: %s", path, OLD_CODE_FILE)
     if whole.tests_checked and not _has_filters(source):
         return whole
     read = whole.without_golds() if whole.tests_checked else prepared.usable(whole, path, tally)

@@ -18,9 +18,9 @@ from itertools import chain, zip_longest
 from keyword import iskeyword
 from typing import Any
 
-VERSION = 1
-"""Version of the checks that tests must pass; raised with every new check, so that prepared files are checked
-again."""
+VERSION = 2
+"""Version of the checks that tests and their problems must pass; raised with every new check, so that
+prepared files are checked again."""
 LARGEST_TIME_LIMIT = 3600.0
 """Seconds."""
 LARGEST_MEMORY = 1 << 20

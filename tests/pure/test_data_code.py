@@ -161,6 +161,111 @@ def test_missing_source_sets_are_named(folders, tmp_path):
         list(opencodereasoning.read(ocr, Tally(), tests=str(tmp_path)))
 
 
+CODEFORCES_ROW = {
+    "description": "Multiply.",
+    "official_tests": [{"input": "2 3\n", "output": "6\n"}],
+    "official_tests_complete": True,
+    "input_mode": "stdio",
+    "executable": True,
+    "interaction_format": None,
+    "generated_checker": None,
+}
+CONTESTS_ROW = {
+    "description": "Add.",
+    "public_tests": {"input": ["1 1\n"], "output": ["2\n"]},
+    "input_file": "",
+    "output_file": "",
+}
+TACO_ROW = taco_row(TAKE_TWO, {"inputs": ["1 2\n"], "outputs": ["3\n"]})
+
+
+@pytest.mark.parametrize(
+    ("dataset", "change", "reason"),
+    [
+        ("open-r1/codeforces", {"interaction_format": "Print a query, then read the answer."}, "interactive"),
+        ("open-r1/codeforces", {"description": "This is an interactive problem."}, "interactive"),
+        ("open-r1/codeforces", {"input_mode": "file"}, "file_input"),
+        ("open-r1/codeforces", {"executable": False}, "not_executable"),
+        ("open-r1/codeforces", {"official_tests_complete": False}, "incomplete_tests"),
+        ("open-r1/codeforces", {"generated_checker": "import sys"}, "needs_checker"),
+        ("code_contests", {"input_file": "sum.in"}, "file_input"),
+        ("code_contests", {"output_file": "sum.out"}, "file_input"),
+        (
+            "code_contests",
+            {"description": "If there are several, print any of them."},
+            "needs_checker",
+        ),
+        ("code_contests", {"description": "Any valid solution will be accepted."}, "needs_checker"),
+        ("taco", {"question": "Its absolute or relative error must not exceed 1e-6."}, "needs_checker"),
+        ("taco", {"question": "Answers within 10^-5 of the actual value are accepted."}, "needs_checker"),
+        ("apps", {"question": "You may return the answer in any order."}, "needs_checker"),
+        ("apps", {"question": "The task is interactive: flush after each line."}, "interactive"),
+    ],
+)
+def test_problems_that_stdin_and_stdout_cannot_judge_are_left_out_by_reason(dataset, change, reason):
+    whole = {"open-r1/codeforces": CODEFORCES_ROW, "code_contests": CONTESTS_ROW}.get(dataset, TACO_ROW)
+    question_and_tests(SOURCE_SETS[dataset], whole)
+    with pytest.raises(BadRow) as bad:
+        question_and_tests(SOURCE_SETS[dataset], whole | change)
+    assert bad.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "Note that this is not an interactive problem.",
+        "Do not print any extra spaces.",
+        "The numbers are given in any order. Print the smallest.",
+        "It is possible to reach any of them. Print the number of ways.",
+    ],
+)
+def test_statements_with_one_right_output_are_kept(statement):
+    question_and_tests(SOURCE_SETS["taco"], TACO_ROW | {"question": statement})
+
+
+def test_columns_that_decide_whether_a_problem_is_kept_are_read_from_parquet(tmp_path):
+    """A column that the reader does not ask for would be absent, and every problem kept."""
+    ocr, sets = tmp_path / "ocr", tmp_path / "sets"
+    kinds = {"mode": {"input_mode": "file"}, "run": {"executable": False}, "all": {}}
+    write(ocr / "train.parquet", [ocr_row(kind, "open-r1/codeforces", f"{kind}?") for kind in kinds])
+    rows = [CODEFORCES_ROW | change | {"description": f"{kind}?"} for kind, change in kinds.items()]
+    write(sets / "codeforces" / "train-0.parquet", rows)
+    write(ocr / "contests.parquet", [ocr_row("file", "code_contests", "Add.")])
+    limit = {"time_limit": None, "private_tests": None, "generated_tests": None}
+    write(sets / "code_contests" / "train-0.parquet", [CONTESTS_ROW | limit | {"input_file": "sum.in"}])
+    tally = Tally()
+    assert [row.row_id for row in opencodereasoning.read(ocr, tally, tests=str(sets))] == ["all"]
+    assert tally.dropped == {"file_input": 2, "not_executable": 1}
+
+
+def test_a_codeforces_question_has_its_formats_examples_and_note(tmp_path):
+    """As the sets' authors put it together, which a row of split_0 repeats."""
+    record = CODEFORCES_ROW | {
+        "input_format": "Two integers.",
+        "output_format": "One integer.",
+        "examples": [{"input": "2 3", "output": "6"}],
+        "note": "2 times 3 is 6.",
+    }
+    text = (
+        "Multiply.\n\nInput\n\nTwo integers.\n\nOutput\n\nOne integer.\n\nExamples\n\nInput\n\n2 3\n\n"
+        "Output\n\n6\n\nNote\n\n2 times 3 is 6."
+    )
+    write(tmp_path / "ocr" / "train.parquet", [ocr_row("cf", "open-r1/codeforces", text)])
+    write(tmp_path / "sets" / "codeforces" / "train.parquet", [record])
+    (row,) = opencodereasoning.read(tmp_path / "ocr", Tally(), tests=str(tmp_path / "sets"))
+    assert row.question.startswith(text)
+
+
+def test_a_code_file_of_an_earlier_version_is_a_warning(tmp_path, caplog):
+    path = tmp_path / "code.parquet"
+    writer = PreparedWriter(path)
+    writer.write(Problem("r#0", "q", json.dumps({"inputs": ["1"], "outputs": ["1"]}), "code"))
+    manifest = writer.finish() | {"source": {"reader": "opencodereasoning"}, "tests_checked": 1}
+    manifest_path(path).write_text(json.dumps(manifest))
+    open_source(SourceRecipe(name="s", reader="prepared", path=str(path)), Tally())
+    assert f"{path}: prepared by an earlier version" in caplog.text
+
+
 GOOD_TESTS = {"inputs": ["1"], "outputs": ["1"]}
 BAD_TESTS = [
     None,
