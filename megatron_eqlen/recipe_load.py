@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from megatron_eqlen.files import read_json
 from megatron_eqlen.recipe import Recipe, RecipeError, Section
 from megatron_eqlen.recipe.keys import RENAMED, nearest
 from megatron_eqlen.recipe.naming import ABLATIONS, MAY_CHANGE, NAMED_ELSEWHERE, differences, is_under
+from megatron_eqlen.recipe.yaml_values import below, in_one_line, read_value, to_yaml
 from megatron_eqlen.recipe_checks import check
 
 RECIPE, SUBMITTED = "recipe.yaml", "submitted.json"
@@ -81,54 +80,29 @@ def parse(raw: dict[str, Any], where: str) -> Recipe:
 
 def dump(recipe: Recipe) -> str:
     """The resolved recipe as YAML that ``load`` reads back to the same recipe."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return to_yaml(recipe.model_dump(mode="json"))
 
 
-class _Loader(yaml.SafeLoader):
-    """With numbers of YAML 1.2: by PyYAML's older rules ``1e-6`` is text, and ``1:00:00`` is 3600."""
-
-
-_NUMBERS = {
-    "int": r"[-+]?(0|[1-9][\d_]*|0x[\da-fA-F]+)",
-    "float": r"[-+]?(\.\d+|\d[\d_]*(\.\d*)?)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-}
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, form) for tag, form in resolvers if tag.rpartition(":")[2] not in _NUMBERS]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-for _kind, _form in _NUMBERS.items():
-    _Loader.add_implicit_resolver(
-        f"tag:yaml.org,2002:{_kind}", re.compile(f"^({_form})$"), list("-+0123456789.")
-    )
-
-
-def read_value(text: str) -> Any:
-    """What ``text`` means in YAML."""
-    return copy.deepcopy(_parsed(text))
-
-
-@lru_cache(maxsize=64)
-def _parsed(text: str) -> Any:
-    """Most of the time that loading a recipe takes; a sweep loads the same files for each of its runs."""
-    return yaml.load(text, Loader=_Loader)
-
-
-def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The keys of a YAML file, over those of the file that it ``extends``. Raises RecipeError."""
+def read_yaml(path: Path, schema: type[Section] = Recipe, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Return the keys of a YAML file, over those of the file that it ``extends``. Raises RecipeError."""
     if path.resolve() in seen:
         raise RecipeError(f"{path}: extends itself through {' -> '.join(map(str, seen))}")
     if not path.is_file():
         raise RecipeError(f"{path}: no such recipe file")
     try:
-        raw = read_value(path.read_text(encoding="utf-8"))
+        raw = read_value(path.read_text(encoding="utf-8"), schema)
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path}: not a text in UTF-8: {error}") from None
     except yaml.YAMLError as error:
-        raise RecipeError(f"{path}: not valid YAML: {error}") from None
+        raise RecipeError(f"{path}: not valid YAML: {in_one_line(error)}") from None
     if not isinstance(raw, dict):
         raise RecipeError(f"{path}: expected keys and values, found {type(raw).__name__}")
     base = raw.pop("extends", None)
     if base is None:
         return raw
-    return _merge(read_yaml(path.parent / base, (*seen, path.resolve())), raw)
+    if not isinstance(base, str):
+        raise RecipeError(f"{path}: extends: expected a recipe file, found {base!r}")
+    return _merge(read_yaml(path.parent / base, schema, (*seen, path.resolve())), raw)
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -143,14 +117,15 @@ def _apply(raw: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise RecipeError(f"override {override!r}: expected key.sub=value")
-    try:
-        value = read_value(text)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"override {override!r}: not a YAML value: {error}") from None
     at: Any = raw
+    schema: Any = Recipe
     *parents, last = key.split(".")
     for part in parents:
-        at = _child(at, part, override)
+        at, schema = _child(at, part, override), below(schema, part)
+    try:
+        value = read_value(text, below(schema, last))
+    except yaml.YAMLError as error:
+        raise RecipeError(f"override {override!r}: not a YAML value: {in_one_line(error)}") from None
     if isinstance(at, list):
         at[_index(at, last, override)] = value
     else:

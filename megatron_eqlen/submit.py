@@ -19,7 +19,13 @@ from megatron_eqlen import layout
 from megatron_eqlen.files import write_text
 from megatron_eqlen.plan.memory import memory
 from megatron_eqlen.plan.model import model_config
-from megatron_eqlen.plan.sbatch import replicas_on_node, server_options, train_environment, train_options
+from megatron_eqlen.plan.sbatch import (
+    replicas_on_node,
+    server_options,
+    short_limit,
+    train_environment,
+    train_options,
+)
 from megatron_eqlen.recipe_checks import check_inputs
 from megatron_eqlen.recipe_load import load
 from megatron_eqlen.run_folder import RunFolder
@@ -78,6 +84,8 @@ class Submission:
             check_inputs(self.recipe)
         for problem in memory(self.recipe, self.model).problems():
             print(f"WARNING: the plan says that it does not fit: {problem}", file=sys.stderr)
+        if short := short_limit(self.recipe):
+            print(f"WARNING: {short}", file=sys.stderr)
         self.folder.path.mkdir(parents=True, exist_ok=True)
         script = self.folder.path / "submit.sbatch"
         write_text(script, self.script())

@@ -16,7 +16,7 @@ from megatron_eqlen.plan.host import checkpoint_bytes, export_bytes, host_parts,
 from megatron_eqlen.plan.memory import Memory, memory
 from megatron_eqlen.plan.model import model_config
 from megatron_eqlen.plan.parameters import total
-from megatron_eqlen.plan.sbatch import train_environment, train_options
+from megatron_eqlen.plan.sbatch import short_limit, train_environment, train_options
 from megatron_eqlen.plan.speed import ASSUMPTIONS, CONTEXT_ASSUMPTIONS, speeds
 from megatron_eqlen.plan.workload import Workload, workload
 from megatron_eqlen.recipe import Recipe
@@ -197,7 +197,8 @@ def _text(value: object) -> str:
 def _sbatch(recipe: Recipe) -> str:
     told = "".join(f"{name}={value} " for name, value in train_environment(recipe).items())
     options = " ".join(train_options(recipe, recipe.name))
+    short = short_limit(recipe)
     return (
         f"submit      eqlen submit RECIPE [KEY=VALUE ...]\n"
         f"{' ' * 12}as {told}sbatch {options} slurm/train.sbatch RECIPE [KEY=VALUE ...]"
-    )
+    ) + (f"\n{' ' * 12}WARNING: {short}" if short else "")

@@ -73,7 +73,7 @@ class SweepRecipe(Section):
 
 def load_sweep(path: Path) -> SweepRecipe:
     """The checked sweep in ``path``, its recipes' paths as seen from here. Raises RecipeError."""
-    raw = read_yaml(path)
+    raw = read_yaml(path, SweepRecipe)
     try:
         sweep = SweepRecipe.model_validate(raw)
     except ValidationError as error:

@@ -8,7 +8,8 @@ import yaml
 from megatron_eqlen import cli, commands, cores
 from megatron_eqlen.objectives.registry import OBJECTIVES, resolve, with_defaults
 from megatron_eqlen.recipe import RecipeError
-from megatron_eqlen.recipe_load import dump, load, parse, read_value
+from megatron_eqlen.recipe.yaml_values import read_value
+from megatron_eqlen.recipe_load import dump, load, parse
 from megatron_eqlen.run_folder import RunFolder
 from tests.kit import ROOT
 
@@ -131,6 +132,53 @@ def test_numbers_are_those_of_yaml_1_2(text, value):
     assert (type(read_value(text)), read_value(text)) == (type(value), value)
 
 
+TEXTS = ("13", "0123", "0o17", "2026", "1e6", "1:30", "12:00:00", "2026-11-23", "yes", "off", "true", ".5")
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_key_that_holds_text_keeps_what_looks_like_something_else(tmp_path, text):
+    """In files, on the command line, and in the file that a run leaves."""
+    path = tmp_path / "r.yaml"
+    sources = f"data: {{sources: [{{name: {text}, path: b}}]}}\n"
+    path.write_text(f"name: a\ninputs_from: {text}\nsteps: 3\nmodel: {{path: {text}}}\n{sources}")
+    recipe = load(
+        path, [f"cluster.account={text}", f"cluster.partition={text}", f"data.sources.0.exclude={text}"]
+    )
+    source, cluster = recipe.data.sources[0], recipe.cluster
+    found = [recipe.inputs_from, recipe.model.path, source.name, source.exclude]
+    found += [cluster.account, cluster.partition]
+    assert found == [text] * 6
+    path.write_text(dump(recipe))
+    assert load(path) == recipe
+
+
+def test_null_unsets_a_key_that_holds_text(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text(dump(small(cluster={"account": "a"})))
+    assert load(path, ["cluster.account=null"]).cluster.account is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name: a\nsteps: 3\nname: b\n", "line 3: key 'name' is given twice (first in line 1)"),
+        (
+            "loss:\n  kl_coef: 0\n  kl_coef: 1\n",
+            "line 3: key 'loss.kl_coef' is given twice (first in line 2)",
+        ),
+        ("data: {sources: [{name: a, name: b}]}\n", "line 1: key 'data.sources.0.name' is given twice"),
+        ("name: [a\n", "line 2: "),
+    ],
+)
+def test_a_file_that_says_a_key_twice_or_is_no_yaml_is_named_with_the_line(tmp_path, text, message):
+    path = tmp_path / "r.yaml"
+    path.write_text(text)
+    with pytest.raises(RecipeError) as error:
+        load(path)
+    assert str(error.value).startswith(f"{path}: not valid YAML: {message}")
+    assert "\n" not in str(error.value)
+
+
 def test_extends_merges_sections_and_overrides_win(tmp_path):
     (tmp_path / "base.yaml").write_text("steps: 5\nmodel: {path: m, dtype: float32}\noptimizer: {lr: 1e-6}\n")
     (tmp_path / "child.yaml").write_text(
@@ -140,6 +188,12 @@ def test_extends_merges_sections_and_overrides_win(tmp_path):
     assert (recipe.steps, recipe.model.path, recipe.model.dtype) == (5, "other", "float32")
     assert recipe.optimizer.lr == 1e-6
     assert (recipe.optimizer.warmup_steps, recipe.data.sources[0].path, recipe.seed) == (3, "c", 4)
+
+
+def test_what_a_recipe_extends_is_a_file(tmp_path):
+    (tmp_path / "a.yaml").write_text("extends: [b.yaml]\n")
+    with pytest.raises(RecipeError, match=r"a.yaml: extends: expected a recipe file, found \['b.yaml'\]"):
+        load(tmp_path / "a.yaml")
 
 
 def test_a_recipe_that_extends_itself_is_refused(tmp_path):
