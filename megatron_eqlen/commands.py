@@ -15,7 +15,7 @@ from megatron_eqlen.interrupts import Interrupts, watch
 from megatron_eqlen.recipe import Recipe, RecipeError
 from megatron_eqlen.recipe_checks import check_inputs
 from megatron_eqlen.recipe_load import dump, load
-from megatron_eqlen.run_folder import RunFolder
+from megatron_eqlen.report.run_folder import RunFolder
 
 
 def train(arguments: argparse.Namespace) -> int:
@@ -102,7 +102,7 @@ def convert(arguments: argparse.Namespace) -> int:
 
 def report(arguments: argparse.Namespace) -> int:
     if arguments.serve:
-        from megatron_eqlen.live.server import PORT, serve
+        from megatron_eqlen.report.server import PORT, serve
 
         serve(arguments.run, PORT if arguments.port is None else arguments.port)
         return 0
@@ -115,7 +115,7 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def status(arguments: argparse.Namespace) -> int:
-    from megatron_eqlen.live.status import print_status
+    from megatron_eqlen.report.status import print_status
 
     print_status(arguments.run, arguments.json)
     return 0

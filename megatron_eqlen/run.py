@@ -43,12 +43,12 @@ from megatron_eqlen.plan.achieved import achieved
 from megatron_eqlen.report.metrics import MetricsWriter, read_metrics
 from megatron_eqlen.report.model_card import write_model_card
 from megatron_eqlen.report.page import write_page
+from megatron_eqlen.report.run_folder import RunFolder
 from megatron_eqlen.report.samples import Samples, samples
 from megatron_eqlen.report.state import StateWriter
 from megatron_eqlen.report.trackers import start_trackers
 from megatron_eqlen.report.worst import find as find_worst
 from megatron_eqlen.report.worst import write as write_worst
-from megatron_eqlen.run_folder import RunFolder
 from megatron_eqlen.session import Session
 from megatron_eqlen.step import Step
 from megatron_eqlen.timeline import ENGINE, TRAINER

@@ -28,7 +28,7 @@ from megatron_eqlen.plan.sbatch import (
 )
 from megatron_eqlen.recipe_checks import check_inputs
 from megatron_eqlen.recipe_load import load
-from megatron_eqlen.run_folder import RunFolder
+from megatron_eqlen.report.run_folder import RunFolder
 
 SCRIPTS = Path(megatron_eqlen.__file__).resolve().parents[1] / "slurm"
 KEPT = ("CONTAINER_IMAGE", "CONTAINER_MOUNTS", "EQLEN_CHECK", "EQLEN_PYTHON", "MAX_RESTARTS", "MAX_STALLED")

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_eqlen.live.status import status
 from megatron_eqlen.models import checkpoint_folder
+from megatron_eqlen.report.status import status
 from tests.kit import ROOT
 from tests.kit.jobs import run, start, start_ranks
 from tests.kit.train_runs import (

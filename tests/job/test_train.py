@@ -12,9 +12,9 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM
 
-from megatron_eqlen.live.status import status
 from megatron_eqlen.recipe_load import load
 from megatron_eqlen.report.rollouts import recipe_of
+from megatron_eqlen.report.status import status
 from megatron_eqlen.rollout.record_reader import read_dump, read_step
 from tests.kit.jobs import run
 from tests.kit.processes import are_gone, command_line, descendants, within

@@ -15,7 +15,7 @@ from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.recipe_load import dump, load
 from megatron_eqlen.report.page import write_page
 from megatron_eqlen.report.progress import Progress
-from megatron_eqlen.run_folder import RunFolder
+from megatron_eqlen.report.run_folder import RunFolder
 from tests.kit import ROOT
 from tests.kit.report_runs import recipe, write_run
 

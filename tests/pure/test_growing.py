@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eqlen.live.growing import grow
+from megatron_eqlen.report.growing import grow
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.types import Delta
 from tests.kit.report_runs import prompt, recipe

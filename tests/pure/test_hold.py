@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megatron_eqlen.hold import HeldError, Hold
+from megatron_eqlen.report.run_folder import RunFolder
 from megatron_eqlen.run import Run
-from megatron_eqlen.run_folder import RunFolder
 from megatron_eqlen.step import Step
 from megatron_eqlen.timeline import Timeline
 from tests.kit.report_runs import recipe

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from megatron_eqlen.live import page
-from megatron_eqlen.live.server import LiveServer
+from megatron_eqlen.report import live
 from megatron_eqlen.report.metrics import MetricsWriter
+from megatron_eqlen.report.server import LiveServer
 from tests.kit.browser import Browser, program
 from tests.kit.report_runs import Harvesting, make_tokenizer, recipe, write_run
 
@@ -19,7 +19,7 @@ pytestmark = [
 
 
 def test_a_run_is_waited_for_and_followed_from_its_first_harvest_to_a_text(tmp_path, monkeypatch):
-    monkeypatch.setattr(page, "POLL", 0.05)
+    monkeypatch.setattr(live, "POLL", 0.05)
     (tmp_path / "model").mkdir()
     tokenizer = make_tokenizer(tmp_path / "model")
     end, made = min(tokenizer.eos_token_ids), recipe(tmp_path / "model")

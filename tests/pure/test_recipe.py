@@ -10,7 +10,7 @@ from megatron_eqlen.objectives.registry import OBJECTIVES, resolve, with_default
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.recipe.yaml_values import read_value
 from megatron_eqlen.recipe_load import dump, load, parse
-from megatron_eqlen.run_folder import RunFolder
+from megatron_eqlen.report.run_folder import RunFolder
 from tests.kit import ROOT
 
 RECIPES = ROOT / "recipes"

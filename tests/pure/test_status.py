@@ -18,12 +18,12 @@ from megatron_eqlen.budget import Budget
 from megatron_eqlen.cli import main
 from megatron_eqlen.failures import FIRST
 from megatron_eqlen.hold import FILE, Hold
-from megatron_eqlen.live.status import SILENCE, Status, print_status, status
 from megatron_eqlen.report import state
 from megatron_eqlen.report.metrics import MetricsWriter
 from megatron_eqlen.report.progress import Progress
+from megatron_eqlen.report.run_folder import RESTART, RunFolder
 from megatron_eqlen.report.state import StateWriter, read_state
-from megatron_eqlen.run_folder import RESTART, RunFolder
+from megatron_eqlen.report.status import SILENCE, Status, print_status, status
 from megatron_eqlen.timeline import Timeline
 from tests.kit.processes import within
 from tests.kit.report_runs import recipe, write_run
@@ -221,7 +221,7 @@ def test_one_that_holds_its_folder_without_a_sign_of_life_is_silent(run, monkeyp
     assert life.wait_until(lambda one: read_state(run)).condition == "running"
     now = time.time()
     monkeypatch.setattr(state, "BEAT", 1e9)  # it writes no more
-    monkeypatch.setattr("megatron_eqlen.live.status.SILENCE", -1.0)
+    monkeypatch.setattr("megatron_eqlen.report.status.SILENCE", -1.0)
     assert status(run).condition == "silent"
     assert "it is stopped, or the disk of its folder blocks" in screen(run)
     assert status(run).sign_of_life <= now

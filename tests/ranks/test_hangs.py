@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_eqlen.live.ends import read_hangs
+from megatron_eqlen.report.ends import read_hangs
 from megatron_eqlen.watchdog import HUNG
 from tests.kit.jobs import Job, start
 from tests.kit.processes import within

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from megatron_eqlen.live import page
-from megatron_eqlen.live.page import LivePage
 from megatron_eqlen.recipe_load import may_become_run
+from megatron_eqlen.report import live
+from megatron_eqlen.report.live import LivePage
 
 HOST, PORT = "127.0.0.1", 8423
 LOCAL = ("127.0.0.1", "localhost")
@@ -70,7 +70,7 @@ class LiveServer(ThreadingHTTPServer):
     def start(self) -> str:
         """The page, or before the run begins one that asks again."""
         if self._page is None and may_become_run(self.run):
-            return WAITING.format(run=escape(str(self.run)), seconds=page.POLL)
+            return WAITING.format(run=escape(str(self.run)), seconds=live.POLL)
         return self.page.html()
 
     @property

@@ -20,16 +20,16 @@ from rich.text import Text
 
 from megatron_eqlen import hold
 from megatron_eqlen.files import LATEST
-from megatron_eqlen.live.ends import Ends, Hang, read_ends
 from megatron_eqlen.metrics import PROMPTS_DRAWN, TIME_STEP, spent
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe_load import load_run
+from megatron_eqlen.report.ends import Ends, Hang, read_ends
 from megatron_eqlen.report.evaluations import evaluations
 from megatron_eqlen.report.format import REWARD, compact, duration, first_of
 from megatron_eqlen.report.metrics import read_metrics
 from megatron_eqlen.report.progress import SPARK_STEPS, STEPS_FOR_ETA, numbers
+from megatron_eqlen.report.run_folder import RunFolder, read_submitted
 from megatron_eqlen.report.state import BEAT, Moment, State, read_state
-from megatron_eqlen.run_folder import RunFolder, read_submitted
 
 SILENCE = 4 * BEAT
 """Seconds without a sign of life after which a run on another machine counts as dead, where its lock cannot

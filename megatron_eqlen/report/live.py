@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from megatron_eqlen.files import step_folders, step_number
-from megatron_eqlen.live.growing import Growing
-from megatron_eqlen.live.status import screen_rows, status
 from megatron_eqlen.recipe_load import RECIPE, dump, load_run
 from megatron_eqlen.report import worst
 from megatron_eqlen.report.curves import charts, facts, last_steps, stages
 from megatron_eqlen.report.drawing import draw
 from megatron_eqlen.report.evaluations import outcomes, read_evaluations
+from megatron_eqlen.report.growing import Growing
 from megatron_eqlen.report.metrics import FILE as METRICS
 from megatron_eqlen.report.metrics import SPANS, read_metrics
 from megatron_eqlen.report.recorded import Graded, Recorded, find_decoder, is_scored, recorded
 from megatron_eqlen.report.rollouts import CONTEXT_TOKENS
 from megatron_eqlen.report.state import FILE as STATE
 from megatron_eqlen.report.state import State, read_state
+from megatron_eqlen.report.status import screen_rows, status
 from megatron_eqlen.report.template import template
 from megatron_eqlen.rollout.recorder import JOURNALS
 from megatron_eqlen.types import RolloutKey, WorstToken

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_eqlen.failures import FIRST
 from megatron_eqlen.hang import HANGS, INDEX
-from megatron_eqlen.run_folder import GIVEN_UP, STALLED
+from megatron_eqlen.report.run_folder import GIVEN_UP, STALLED
 
 
 @dataclass(frozen=True)
