@@ -9,7 +9,7 @@ from megatron_eqlen import layout
 from megatron_eqlen.budget import COSTS
 from megatron_eqlen.objectives.checks import check_combination
 from megatron_eqlen.plugins import is_import_path, load_object
-from megatron_eqlen.recipe import Recipe, RecipeError, RewardRecipe, RolloutRecipe
+from megatron_eqlen.recipe import OptimizerRecipe, Recipe, RecipeError, RewardRecipe, RolloutRecipe
 from megatron_eqlen.types import WIDEST_MASK
 
 
@@ -17,6 +17,7 @@ def check(recipe: Recipe) -> None:
     """Raise ValueError, with the arithmetic, for keys that contradict each other."""
     _check_name(recipe.name)
     _check_end(recipe)
+    _check_learning_rate(recipe.optimizer)
     _check_row_budget(recipe)
     _check_sampling(recipe)
     _check_engine(recipe.rollout)
@@ -63,6 +64,14 @@ def _check_end(recipe: Recipe) -> None:
     if recipe.steps is None and recipe.optimizer.lr_schedule != "constant":
         raise ValueError(
             f"optimizer.lr_schedule: {recipe.optimizer.lr_schedule} falls over a run's steps: set steps"
+        )
+
+
+def _check_learning_rate(optimizer: OptimizerRecipe) -> None:
+    if optimizer.min_lr > optimizer.lr:
+        raise ValueError(
+            f"optimizer.min_lr: {optimizer.min_lr:g} is where the learning rate ends: expected at most "
+            f"optimizer.lr {optimizer.lr:g}"
         )
 
 

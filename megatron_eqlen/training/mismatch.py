@@ -10,8 +10,10 @@
     rollout_token_veto_threshold
                        a segment with any rho_t below it gives no gradient (verl's, before 0.7)
 
-What gives no gradient stays in the averages: weights hold every factor before the loss is known, so a
-rejected token counts as a token with gradient 0. (verl leaves it out of the number it divides by.)
+A token that ``rollout_rs`` or the veto rejects leaves the ratio of its segment (GSPO, LUSPO, VESPO), as in
+verl, whose rejection mask multiplies the response mask before the ratio is computed. It stays in the averages:
+weights hold every factor before the loss is known, so a rejected token counts as a token with gradient 0.
+(verl leaves it out of the number it divides by, too.)
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from megatron_eqlen.recipe import LossRecipe
 from megatron_eqlen.training.segments import Segments
 
 RATIO_LIMIT = 20.0
-"""log rho is clamped to +-20 before it is compared or exponentiated, as in verl."""
+"""What is exponentiated is clamped to +-20, as in verl: log rho of a token for ``rollout_is: token`` and
+``rollout_rs``, its sum over the segment for ``rollout_is: sequence``. The veto compares log rho itself."""
 
 DIVERGENCES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "k1": lambda log_rho: -log_rho,
@@ -66,8 +69,8 @@ def correct(trainer: torch.Tensor, engine: torch.Tensor, segments: Segments, los
         "mismatch/chi2_seq": ((2 * _clamp(of_segment)).exp() - 1) / segments.length,
         "mismatch/log_ppl_abs_diff": (of_segment / segments.length).abs() / segments.length,
     }
-    importance, of_importance = _importance(log_rho, segments, loss)
-    kept, of_kept = _kept(log_rho, segments, loss)
+    importance, of_importance = _importance(difference, segments, loss)
+    kept, of_kept = _kept(difference, segments, loss)
     return Correction(importance * kept, kept, difference, metrics | of_importance | of_kept)
 
 
@@ -80,9 +83,7 @@ def _importance(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     if loss.rollout_is == "none":
         return torch.ones_like(log_rho), {}
-    if loss.rollout_is == "sequence":
-        log_rho = _clamp(segments.sum(log_rho))
-    raw = log_rho.exp()
+    raw = _clamp(segments.sum(log_rho) if loss.rollout_is == "sequence" else log_rho).exp()
     threshold = loss.rollout_is_threshold
     if isinstance(threshold, tuple):
         beyond = (raw < threshold[0]) | (raw > threshold[1])
@@ -103,7 +104,7 @@ def _kept(
     if not loss.rollout_rs and loss.rollout_token_veto_threshold is None:
         return kept.to(log_rho), {}
     for name, bound in (loss.rollout_rs or {}).items():
-        kept &= _within(name, bound, log_rho, segments)
+        kept &= _within(name, bound, _clamp(log_rho), segments)
     if loss.rollout_token_veto_threshold is not None:
         kept &= segments.max(-log_rho) <= -math.log(loss.rollout_token_veto_threshold)
     any_masked = segments.max((~kept).to(log_rho))

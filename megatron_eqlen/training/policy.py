@@ -256,12 +256,11 @@ class Policy:
 
     def _problem(self, rows: Rows, losses: list[RowLoss], grad_norm: float) -> Problem | None:
         """Why the step cannot be taken, as far as this rank knows."""
-        lr = max(self.recipe.optimizer.lr, self.recipe.optimizer.min_lr)
         return (
             row_problem(rows, losses)
             or state_problem(self.chunks, self.optimizer)
             or gradient_problem(self.chunks, grad_norm)
-            or update_problem(self.optimizer, lr, grad_norm)
+            or update_problem(self.optimizer, self.recipe.optimizer.lr, grad_norm)
         )
 
     def _skip(self, problem: Problem) -> Metrics:

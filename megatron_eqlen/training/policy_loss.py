@@ -90,8 +90,9 @@ def policy_loss(
     segments = Segments(segment_ids[at])
     recomputed = logp.detach() if old_logprobs is None else old_logprobs[at].double()
     old = rollout if loss.old_logprobs == "rollout" else recomputed
-    policy, ratios = _surrogate(logp, old, advantages, segments, objective)
     correction = correct(recomputed, rollout, segments, loss)
+    log_ratio = _log_ratio(logp, old, correction.kept, segments, objective)
+    policy, ratios = _surrogate(logp, log_ratio, advantages, objective)
     kl, kl_clamped = 0 * weights, 0 * weights
     if loss.kl_coef:
         if ref_logprobs is None:
@@ -152,15 +153,25 @@ def _of_row(name: str, values: torch.Tensor) -> torch.Tensor:
     return _largest(values) if metric(name).merge == "max" else values.detach().double().sum()
 
 
+def _log_ratio(
+    logp: torch.Tensor, old: torch.Tensor, kept: torch.Tensor, segments: Segments, objective: Objective
+) -> torch.Tensor:
+    """[n] log-ratio that multiplies each token's advantage. Rejected tokens (``kept`` 0) leave the mean or
+    the sum of their segment, as in verl, which multiplies its response mask by the rejection mask first."""
+    log_ratio = logp - old
+    if objective.ratio not in ("sequence", "vespo"):
+        return log_ratio
+    total = segments.sum(log_ratio.masked_fill(kept == 0, 0.0))
+    if objective.ratio == "vespo":
+        return total
+    mean = total / segments.sum(kept).clamp(min=1)  # a segment may have no kept token
+    return mean.detach() + (logp - logp.detach())  # GSPO-token: the mean's value, each token's own gradient
+
+
 def _surrogate(
-    logp: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, segments: Segments, objective: Objective
+    logp: torch.Tensor, log_ratio: torch.Tensor, advantages: torch.Tensor, objective: Objective
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """[n] loss of each token before its weight, and the ratio's metrics."""
-    log_ratio = logp - old
-    if objective.ratio == "sequence":  # GSPO-token: its value, and each token's own gradient
-        log_ratio = segments.mean(log_ratio).detach() + (logp - logp.detach())
-    if objective.ratio == "vespo":
-        log_ratio = segments.sum(log_ratio)
     log_ratio, clamped = _clamp(log_ratio)
     ratio = log_ratio.exp()
     metrics = {

@@ -206,11 +206,11 @@ lengths_and_rewards = st.lists(
 scales = st.sampled_from([0.0, 1e-4, 0.3, 60.0])
 
 
-def of_grpo(groups):
-    """Of each completion: its token ids, its advantage, and what GRPO divides its tokens by."""
+def of_grpo(groups, name="grpo"):
+    """Token ids of each completion, its advantage by the method's estimator, and GRPO's divisor."""
     for group in groups:
         rewards = [c.grade.reward if c.grade else 0.0 for c in group.completions]
-        for completion, advantage in zip(group.completions, standardized(rewards), strict=True):
+        for completion, advantage in zip(group.completions, advantages_of(name, rewards, None), strict=True):
             yield completion.token_ids, advantage, len(groups) * len(group.completions) * len(completion)
 
 
@@ -356,28 +356,34 @@ rejections = st.fixed_dictionaries(
     band=st.tuples(st.floats(0.1, 1), st.floats(1, 4)).map(list),
     rejected=rejections,
     veto=st.sampled_from([None, 0.3, 0.7]),
-    name=st.sampled_from(["grpo", "gspo"]),
+    name=st.sampled_from(["grpo", "gspo", "luspo", "vespo"]),
 )
 @examples(150)
-def test_tokens_and_segments_beyond_their_bounds_give_no_gradient(
+def test_tokens_and_segments_beyond_their_bounds_give_no_gradient_and_leave_the_ratio(
     shapes, seed, level, band, rejected, veto, name
 ):
-    """Each token's own, with GSPO's ratio too, as in verl."""
+    """Each token's own gradient, with a sequence's ratio too, and a ratio of the kept tokens, as in verl."""
     tokens = Tokens(0.1, seed)
+    level = "none" if name == "vespo" else level  # its kernel takes no other importance weight
     groups = sample_groups(shapes, tokens)
     expected = np.zeros(len(tokens.new))
-    for ids, advantage, factor in of_grpo(groups):
+    for ids, advantage, factor in of_grpo(groups, name):
         log_rhos = [tokens.old[i] - tokens.rollout[i] for i in ids]
-        vetoed = veto is not None and min(log_rhos) < math.log(veto)
-        policy = np.multiply(sequence_slopes(name, tokens, ids, advantage), len(ids) if name == "gspo" else 1)
-        for n, i in enumerate(ids):
+        if veto is not None and min(log_rhos) < math.log(veto):
+            continue
+        kept = [
+            n for n in range(len(ids))
+            if all(is_kept(option, bound, log_rhos, n) for option, bound in rejected.items())
+        ]  # fmt: skip
+        slopes = sequence_slopes(name, tokens, [ids[n] for n in kept], advantage) if kept else []
+        share = len(kept) if name in ("gspo", "luspo") else 1  # of s a token has all, not 1 / length
+        for n, slope in zip(kept, slopes, strict=True):
             rho = {"none": 1.0, "token": math.exp(log_rhos[n]), "sequence": math.exp(sum(log_rhos))}[level]
             weight = rho if level == "none" or band[0] <= rho <= band[1] else 0.0
-            if vetoed or not all(is_kept(option, x, log_rhos, n) for option, x in rejected.items()):
-                continue
-            kl_slope = 1 - math.exp(tokens.ref[i] - tokens.new[i])
-            expected[i] = (-weight * policy[n] + 0.07 * kl_slope) / factor
+            kl_slope = 1 - math.exp(tokens.ref[ids[n]] - tokens.new[ids[n]])
+            expected[ids[n]] = (-weight * share * slope + 0.07 * kl_slope) / factor
     keys = {"rollout_is": level, "rollout_is_threshold": band, "rollout_rs": rejected or None}
+    keys["loss_agg_mode"] = "seq-mean-token-mean"
     settings_ = recipe("independent", name, kl_coef=0.07, rollout_token_veto_threshold=veto, **keys)
     np.testing.assert_allclose(our_gradient(groups, tokens, settings_), expected, rtol=1e-9, atol=1e-14)
 

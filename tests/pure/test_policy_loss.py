@@ -216,3 +216,41 @@ def test_metrics_of_rows_are_those_of_one_row_with_all_their_segments():
     for name, rank in (("min", 0), ("p1", 0), ("p50", 29), ("p99", 59), ("max", 59)):
         assert math.log(whole[f"mismatch/ratio_{name}"]) == pytest.approx(log_rho[rank], rel=0.0101), name
     assert 0 < whole["mismatch/rollout_rs_seq_masked_fraction"] < 1
+
+
+@pytest.mark.parametrize("name", ["gspo", "luspo", "vespo"])
+def test_a_rejected_token_does_not_move_the_ratio_of_its_segment(name):
+    """The rejected token's own ratio is far outside of the clip range; the others' are 1."""
+    logprobs = torch.tensor([-1.0, -1.0, -1.0, -9.0, -2.0, -2.0], requires_grad=True)
+    old = torch.tensor([-1.0, -1.0, -1.0, -1.0, -2.0, -2.0])
+    engine = torch.tensor([-1.0, -1.0, -1.0, -4.0, -2.0, -2.0])
+    loss, row = policy_loss(
+        logprobs,
+        torch.zeros(6),
+        weights=torch.full((6,), 1 / 3),
+        advantages=torch.full((6,), -1.0),
+        segment_ids=torch.tensor([0, 0, 0, 0, 1, 1]),
+        rollout_logprobs=engine,
+        old_logprobs=old,
+        objective=lookup(name),
+        loss=LossRecipe(kl_coef=0, rollout_rs={"token_k1": 2.0}),
+    )
+    loss.backward()
+    torch.testing.assert_close(logprobs.grad, torch.tensor([1, 1, 1, 0, 1, 1]) / 3)
+    assert not row.tokens[3]
+
+
+def test_a_veto_below_the_smallest_clamped_ratio_still_compares_the_ratio():
+    engine, segments = torch.zeros(4).double(), Segments(torch.tensor([0, 0, 1, 1]))
+    trainer = torch.tensor([-0.1, -30.0, -0.1, -22.0]).double()
+    found = correct(trainer, engine, segments, LossRecipe(rollout_token_veto_threshold=1e-10))  # log: -23.03
+    assert found.kept.tolist() == [0, 0, 1, 1]
+
+
+def test_a_sequences_importance_clamps_the_sum_of_its_log_ratios():
+    trainer = torch.tensor([30.0, -29.5, -30.0, 5.0]).double()
+    segments = Segments(torch.tensor([0, 0, 1, 1]))
+    loss = LossRecipe(rollout_is="sequence", rollout_is_threshold=100.0)
+    importance = correct(trainer, torch.zeros(4).double(), segments, loss).importance
+    expected = torch.tensor([0.5, 0.5, -20.0, -20.0]).double().exp()
+    torch.testing.assert_close(importance, expected)

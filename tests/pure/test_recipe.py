@@ -107,6 +107,10 @@ def small(**changes):
             "optimizer.precision: bfloat16 is for a state that stays on the GPU",
         ),
         (
+            {"optimizer": {"lr": 1e-6, "min_lr": 1e-5}},
+            "optimizer.min_lr: 1e-05 is where the learning rate ends: expected at most optimizer.lr 1e-06",
+        ),
+        (
             {"optimizer": {"precision": "bfloat16"}, "checkpoint": {"resharding": "any"}},
             "checkpoint.resharding: any needs optimizer.precision: float32",
         ),

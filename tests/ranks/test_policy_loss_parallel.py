@@ -15,7 +15,8 @@ from tests.kit.tiny_models import save_tiny
 from tests.kit.tree_samples import forest, masked
 from tests.kit.tree_training import build, gradients
 
-LOSS = LossRecipe(kl_coef=0.1, rollout_is="sequence")
+LOSS = LossRecipe(kl_coef=0.1, rollout_is="sequence", rollout_rs={"token_k1": [0.001, 40.0]})
+"""The bound rejects some tokens of most segments."""
 LAYOUTS = {
     "dp2": (2, {}),
     "tp2": (2, {"tensor": 2}),
@@ -87,6 +88,7 @@ def test_sums_over_a_segment_do_not_know_that_it_lies_on_two_ranks(folder):
 def assert_same(ranks, expected_metrics, expected):
     reported = [metrics for metrics, _ in ranks if metrics is not None]
     assert reported
+    assert 0.01 < expected_metrics["mismatch/rollout_rs_masked_fraction"] < 0.9
     for metrics in reported:
         assert metrics == pytest.approx(expected_metrics, rel=1e-10, abs=1e-13)
     found = ranks[0][1]
