@@ -11,11 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_eqlen import layout
+from megatron_eqlen.files import refuse_existing
 from megatron_eqlen.interrupts import Interrupts, watch
 from megatron_eqlen.recipe import Recipe, RecipeError
 from megatron_eqlen.recipe_checks import check_inputs
 from megatron_eqlen.recipe_load import dump, load
-from megatron_eqlen.report.run_folder import RunFolder
+from megatron_eqlen.report.run_folder import RunFolder, check_harvest
 
 
 def train(arguments: argparse.Namespace) -> int:
@@ -69,6 +70,7 @@ def _print_plan(recipe: Recipe) -> int:
 
 def harvest(arguments: argparse.Namespace) -> int:
     recipe = load(arguments.recipe, arguments.overrides)
+    check_harvest(arguments.out, recipe)
 
     def work() -> None:
         from megatron_eqlen.loop import harvest_only
@@ -81,6 +83,7 @@ def harvest(arguments: argparse.Namespace) -> int:
 def evaluate(arguments: argparse.Namespace) -> int:
     overrides = [*arguments.overrides, *([f"model.path={arguments.model}"] if arguments.model else [])]
     recipe = load(arguments.recipe, overrides)
+    refuse_existing(arguments.out)
 
     def work() -> None:
         from megatron_eqlen.loop import evaluate_only

@@ -20,6 +20,7 @@ from pathlib import Path
 from megatron_eqlen.ahead import Ahead
 from megatron_eqlen.files import write_text
 from megatron_eqlen.generation import Generator, Rollouts
+from megatron_eqlen.hold import Hold
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe_load import RECIPE, dump
 from megatron_eqlen.replay import Replay
@@ -65,13 +66,18 @@ def train(recipe: Recipe, replay: Path | None = None) -> None:
 
 
 def harvest_only(recipe: Recipe, out: Path) -> None:
-    """One step's rollouts with the weights that the recipe starts from, scored, under ``out``, beside the
-    recipe."""
+    """Record one step's scored rollouts under ``out``, beside the recipe, with the weights that the recipe
+    starts from. A harvest that was cut off is completed."""
     with Session(recipe) as session:
+        hold: Hold | None = None  # until this function ends
         if distributed.is_rank0():
             out.mkdir(parents=True, exist_ok=True)
+            hold = Hold(out)
             write_text(out / RECIPE, dump(recipe))
-        Generator(session, out, synced=False).collect(Step(number=0, policy_version=0))
+        step = Generator(session, out, synced=False).collect(Step(number=0, policy_version=0))
+        if hold is not None:
+            hold.check()
+        session.progress.say(f"{len(step.rollouts)} rollouts in {out / step.name}")
 
 
 def evaluate_only(recipe: Recipe, out: Path) -> None:

@@ -21,6 +21,8 @@ runs/NAME/METHOD-seedN/     (eqlen-grpo-group_size=8-seed0: with what the comman
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import time
 from dataclasses import dataclass
@@ -33,7 +35,9 @@ from megatron_eqlen.hold import Hold
 from megatron_eqlen.metrics import spent
 from megatron_eqlen.recipe import MAY_CHANGE, Recipe, RecipeError, differences, is_under
 from megatron_eqlen.recipe_load import RECIPE, SUBMITTED, dump, load
+from megatron_eqlen.report.metrics import FILE as METRICS
 from megatron_eqlen.report.metrics import read_metrics
+from megatron_eqlen.report.state import FILE as STATE
 from megatron_eqlen.watchdog import remove_quiet
 
 GIVEN_UP, STALLED, RESTART = "given_up.txt", ".stalled", ".restart"
@@ -147,17 +151,37 @@ class RunFolder:
         """Raise RecipeError if the folder holds a run of another recipe."""
         if not self.recipe.exists():
             return
-        before = load(self.recipe)  # keys that were added after the run get their defaults
-        changed = {
-            key: values
-            for key, values in differences(
-                before.model_dump(mode="json"), recipe.model_dump(mode="json")
-            ).items()
-            if not is_under(key, MAY_CHANGE)
-        }
-        if changed:
-            listed = "; ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in changed.items())
+        if changed := _changed(self.recipe, recipe):
             raise RecipeError(
-                f"{self.path} holds a run with another recipe ({listed}); "
+                f"{self.path} holds a run with another recipe ({changed}); "
                 f"give this one its own folder with name=... or run_dir=..."
             )
+
+
+def check_harvest(out: Path, recipe: Recipe) -> None:
+    """Raise ValueError unless ``out`` is new, has no rollouts, or has those of a harvest of ``recipe``."""
+    other = "choose another --out"
+    if out.exists() and not out.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(out))
+    for folder in (out.resolve(), *out.resolve().parents):
+        if (folder / RECIPE).is_file() and any((folder / name).exists() for name in (METRICS, STATE)):
+            raise ValueError(f"--out {out}: expected a folder of its own, found the run {folder}; {other}")
+    recorded = [path.name for _, path in step_folders(out)]
+    if not (out / RECIPE).is_file():
+        if recorded:
+            raise ValueError(
+                f"--out {out}: expected a new folder, found recorded rollouts ({recorded[0]}) without a "
+                f"{RECIPE}; {other}"
+            )
+    elif changed := _changed(out / RECIPE, recipe):
+        raise ValueError(f"--out {out}: holds a harvest with another recipe ({changed}); {other}")
+
+
+def _changed(file: Path, recipe: Recipe) -> str:
+    """Keys of the recipe in ``file`` that have other values in ``recipe`` and must not; empty if there are
+    none."""
+    before = load(file)  # keys that were added since get their defaults
+    changed = differences(before.model_dump(mode="json"), recipe.model_dump(mode="json"))
+    return "; ".join(
+        f"{key}: {old!r} -> {new!r}" for key, (old, new) in changed.items() if not is_under(key, MAY_CHANGE)
+    )

@@ -143,7 +143,8 @@ def test_sampled_trees_train(home):
 
 def test_harvest_without_a_trainer(home):
     out = home / "harvested"
-    run("-m", "megatron_eqlen.cli", "harvest", home / "recipe.yaml", "--out", out)
+    arguments = ["-m", "megatron_eqlen.cli", "harvest", home / "recipe.yaml", "--out", out]
+    assert f"8 rollouts in {out}/step-00000000" in run(*arguments).stdout
     assert len(read_dump(out / "step-00000000/rank-0.arrow")) == 4 * 2
     assert recipe_of(out) == recipe_of(out / "step-00000000") == load(home / "recipe.yaml")
 

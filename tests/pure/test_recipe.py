@@ -10,7 +10,7 @@ from megatron_eqlen.objectives.registry import OBJECTIVES, resolve, with_default
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.recipe.yaml_values import read_value
 from megatron_eqlen.recipe_load import dump, load, parse
-from megatron_eqlen.report.run_folder import RunFolder
+from megatron_eqlen.report.run_folder import RunFolder, check_harvest
 from tests.kit import ROOT
 
 RECIPES = ROOT / "recipes"
@@ -321,6 +321,39 @@ def test_a_run_folder_belongs_to_one_recipe(tmp_path):
     other = small(run_dir=str(tmp_path / "run"), optimizer={"lr": 1.0})
     with pytest.raises(RecipeError, match=r"optimizer.lr: 1e-06 -> 1.0"):
         RunFolder(other).check(other)
+
+
+def test_a_harvest_has_a_folder_of_its_own_or_completes_its_own(tmp_path):
+    recipe, other, run = small(seed=1), small(seed=2), tmp_path / "run"
+    check_harvest(tmp_path / "new", recipe)
+    (tmp_path / "cut off/step-00000000").mkdir(parents=True)
+    (tmp_path / "cut off/recipe.yaml").write_text(dump(small(seed=1, cluster={"account": "a"})))
+    check_harvest(tmp_path / "cut off", recipe)
+    (run / "streams/step-00000000").mkdir(parents=True)
+    (run / "recipe.yaml").write_text(dump(recipe))
+    (run / "metrics.jsonl").touch()
+    (tmp_path / "foreign/step-00000003").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(run / "streams")
+    for out, message in (
+        (run, f"found the run {run}"),
+        (run / "streams", f"found the run {run}"),
+        (run / "streams/new", f"found the run {run}"),
+        (tmp_path / "link", f"found the run {run}"),
+        (tmp_path / "foreign", r"recorded rollouts \(step-00000003\) without a recipe.yaml"),
+    ):
+        with pytest.raises(ValueError, match=rf"^--out {out}: .*{message}.* choose another --out$"):
+            check_harvest(out, recipe)
+    with pytest.raises(ValueError, match=r"holds a harvest with another recipe \(seed: 1 -> 2\)"):
+        check_harvest(tmp_path / "cut off", other)
+
+
+def test_results_are_not_written_over(capsys, tmp_path):
+    recipe, out = str(RECIPES / "tiny_cpu.yaml"), tmp_path / "out"
+    (out / "step-00000000").mkdir(parents=True)
+    assert cli.main(["harvest", recipe, "--out", str(out)]) == 2
+    assert "found recorded rollouts" in capsys.readouterr().err
+    assert cli.main(["evaluate", recipe, "--out", str(out)]) == 2
+    assert capsys.readouterr().err.startswith(f"eqlen evaluate: {out}: exists already")
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
