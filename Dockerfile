@@ -12,12 +12,13 @@ USER eqlen
 WORKDIR /opt/megatron_eqlen
 
 # The packages are a layer of their own, which a change of code leaves as it is.
-COPY --chown=eqlen setup.py pyproject.toml README.md ./
-COPY --chown=eqlen tools/setup tools/requirements-gpu.txt tools/
-COPY --chown=eqlen megatron_eqlen/__init__.py megatron_eqlen/packages.py megatron_eqlen/quiet.py megatron_eqlen/
+COPY --chown=eqlen setup.py pyproject.toml uv.lock README.md LICENSE ./
+COPY --chown=eqlen tools/setup tools/
+COPY --chown=eqlen megatron_eqlen/__init__.py megatron_eqlen/
 RUN PIP_NO_CACHE_DIR=1 tools/setup gpu --no-driver
 
 COPY --chown=eqlen . .
+RUN .venv/bin/python -m megatron_eqlen.packages
 ENV PATH=/opt/megatron_eqlen/.venv/bin:$PATH
 ENTRYPOINT ["eqlen"]
 CMD ["--help"]

@@ -190,7 +190,7 @@ def test_the_messages_of_troubleshooting_are_in_the_code():
 
 def test_the_version_is_the_same_wherever_it_is_written():
     written = {
-        "setup.py": r'version="(.+?)"',
+        "pyproject.toml": r'(?m)^version = "(.+)"$',
         "CITATION.cff": r"(?m)^version: (.+)$",
         "CHANGELOG.md": r"(?m)^## ([\d.]+)",
     }

@@ -1,79 +1,72 @@
-"""The pinned requirements say what setup.py says, completely, and the same for CPUs and GPUs."""
+"""uv.lock answers pyproject.toml for CPUs and GPUs, and leaves to pip where packages come from."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
 
 import pytest
-import setuptools  # noqa: F401 (brings distutils, which Python 3.12 lacks)
 
-from distutils.core import run_setup  # isort: skip
 from tests.kit import ROOT
 
-DIFFERENT = {"apache-tvm-ffi"}
-"""vLLM's build for GPUs needs an older one, by way of tilelang."""
+UV = Path(sys.executable).with_name("uv")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def canonical(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
+def exported(*options: str) -> dict[str, str]:
+    """Versions by name of what the lock has for these extras or groups."""
+    command = [
+        UV,
+        "export",
+        "--offline",
+        "--frozen",
+        "--no-hashes",
+        "--no-emit-project",
+        "--no-annotate",
+        *options,
+    ]
+    lines = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return dict(re.findall(r"^([\w.-]+)==([\w.]+)", lines, re.MULTILINE))
 
 
-def lines(kind: str) -> list[str]:
-    return list(hashes(kind))
+def check_lock(folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [UV, "lock", "--check", "--offline", "--cache-dir", folder / "cache"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
-def hashes(kind: str) -> dict[str, list[str]]:
-    """Each requirement with the hashes that stand below it."""
-    text = re.sub(r"^#.*\n", "", (ROOT / f"tools/requirements-{kind}.txt").read_text(), flags=re.MULTILINE)
-    entries = (entry.split() for entry in text.replace("\\\n", " ").splitlines())
-    return {name: found for name, *found in entries}
+def test_the_lock_answers_pyproject_toml(tmp_path):
+    for name in ("pyproject.toml", "uv.lock", "README.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    ended = check_lock(tmp_path)
+    assert ended.returncode == 0, f"run tools/lock: {ended.stderr}"
+    changed = (ROOT / "pyproject.toml").read_text().replace('"numpy>=', '"numpy>=1')
+    (tmp_path / "pyproject.toml").write_text(changed)
+    assert check_lock(tmp_path).returncode != 0
 
 
-def pins(requirements: list[str]) -> dict[str, str]:
-    """Versions by name; whatever is not pinned to one version is an error."""
-    matches = [re.fullmatch(r"([\w.-]+)(\[[\w,-]+\])?==([\w.]+)", each) for each in requirements]
-    assert all(matches), requirements
-    return {canonical(match[1]): match[3] for match in matches if match}
+def test_the_lock_names_no_place_that_packages_come_from():
+    """pip's configuration says where they come from."""
+    assert re.findall(r"\w+://[^\"]*", (ROOT / "uv.lock").read_text()) == []
 
 
-def declared(*extras: str) -> dict[str, str]:
-    setup = run_setup(str(ROOT / "setup.py"), stop_after="init")
-    return pins(sum((setup.extras_require[extra] for extra in extras), start=list(setup.install_requires)))
+def test_what_this_package_imports_has_one_version_on_cpus_and_gpus():
+    cpu, gpu = (exported("--extra", kind, "--extra", "test") for kind in ("cpu", "gpu"))
+    direct = {re.split("[><=]", each.lower().replace("_", "-"))[0] for each in PROJECT["dependencies"]}
+    assert direct <= cpu.keys()
+    assert {name: cpu[name] for name in direct} == {name: gpu[name] for name in direct}
 
 
-@pytest.mark.parametrize("kind", ["cpu", "gpu"])
-def test_every_package_is_pinned_once_and_lower_case_as_pip_names_it(kind):
-    assert Counter(canonical(line.split("==")[0]) for line in lines(kind)).most_common(1)[0][1] == 1
-    assert list(pins(lines(kind))) == [line.split("==")[0] for line in lines(kind)]
+def test_the_parts_of_transformer_engine_have_one_version():
+    found = exported("--extra", "gpu", "--group", "transformer-engine")
+    assert len({found[f"transformer-engine{part}"] for part in ("", "-cu13", "-torch")}) == 1
 
 
-@pytest.mark.parametrize("kind", ["cpu", "gpu"])
-def test_what_setup_py_requires_is_pinned_at_its_version(kind):
-    required = declared(kind, "test")
-    assert {name: pins(lines(kind)).get(name) for name in required} == required
-
-
-def test_shared_packages_have_one_version_on_cpus_and_gpus():
-    cpu, gpu = pins(lines("cpu")), pins(lines("gpu"))
-    assert {name for name in cpu.keys() & gpu.keys() if cpu[name] != gpu[name]} == DIFFERENT
-
-
-def test_the_parts_of_transformer_engine_have_one_version_and_what_builds_them_is_there():
-    gpu = pins(lines("gpu"))
-    assert len({gpu[f"transformer-engine{part}"] for part in ("", "-cu13", "-torch")}) == 1
-    assert gpu.keys() >= {"ninja", "pybind11", "setuptools", "wheel", "nvidia-cudnn-frontend"}
-
-
-def test_pip_alone_builds_nothing_against_a_torch_of_its_own():
+@pytest.mark.parametrize("name", ["transformer-engine", "apex"])
+def test_pip_alone_builds_nothing_against_a_torch_of_its_own(name):
     """An isolated build of Transformer Engine takes another torch; the apex of PyPI is another project."""
-    for kind in ("cpu", "gpu"):
-        assert not [name for name in declared(kind) if name.startswith("transformer-engine")]
-        assert "apex" not in pins(lines(kind)).keys() | declared(kind).keys()
-
-
-@pytest.mark.parametrize(("kind", "without"), [("cpu", ["torch"]), ("gpu", [])])
-def test_every_package_has_hashes_but_the_torch_whose_build_pip_s_configuration_chooses(kind, without):
-    found = hashes(kind)
-    assert [line.split("==")[0] for line, each in found.items() if not each] == without
-    assert all(re.fullmatch("--hash=sha256:[0-9a-f]{64}", one) for each in found.values() for one in each)
+    declared = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
+    assert not [each for group in declared for each in group if each.startswith(name)]
