@@ -13,9 +13,10 @@ from pathlib import Path
 from megatron_eqlen import layout
 from megatron_eqlen.files import refuse_existing
 from megatron_eqlen.interrupts import Interrupts, watch
+from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.recipe import Recipe, RecipeError
 from megatron_eqlen.recipe_checks import check_inputs
-from megatron_eqlen.recipe_load import dump, load
+from megatron_eqlen.recipe_load import dump
 from megatron_eqlen.report.run_folder import RunFolder, check_harvest
 
 

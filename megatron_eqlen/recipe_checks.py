@@ -1,4 +1,7 @@
-"""What must fit together in a recipe beyond the type of each key."""
+"""Checks of a recipe beyond the type of each key: what must fit together.
+
+The objective's own checks are in ``objectives/checks.py``.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ from pathlib import Path
 
 from megatron_eqlen import layout
 from megatron_eqlen.budget import COSTS
-from megatron_eqlen.objectives.checks import check_combination
 from megatron_eqlen.plugins import is_import_path, load_object
 from megatron_eqlen.recipe import OptimizerRecipe, Recipe, RecipeError, RewardRecipe, RolloutRecipe
 from megatron_eqlen.types import WIDEST_MASK
@@ -27,7 +29,6 @@ def check(recipe: Recipe) -> None:
     _check_memory(recipe)
     layout.check(recipe)
     _check_reward(recipe.reward)
-    check_combination(recipe)
     _check_plugins(recipe)
 
 

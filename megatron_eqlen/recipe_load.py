@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,21 @@ RECIPE, SUBMITTED = "recipe.yaml", "submitted.json"
 """In a run's folder: the resolved recipe, and before the run begins what ``eqlen submit`` knows of it."""
 
 
-def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
-    """The recipe in ``path`` with ``key.sub=value`` overrides applied. Raises RecipeError."""
+Check = Callable[[Recipe], None]
+"""Raises ValueError where keys of a recipe contradict each other."""
+
+
+def load(path: str | Path, overrides: Sequence[str] = (), checks: Sequence[Check] = ()) -> Recipe:
+    """Load the recipe in ``path`` with ``key.sub=value`` overrides applied. Raises RecipeError.
+
+    ``checks`` run after the recipe's own. ``objectives.recipes.load`` passes those of the objective; a recipe
+    that is only read again, for a report, needs none.
+    """
     raw = read_yaml(Path(path))
     changed = copy.deepcopy(raw)
     for override in overrides:
         _apply(changed, override)
-    recipe = parse(changed, str(path))
+    recipe = parse(changed, str(path), checks)
     if not overrides:
         return recipe
     keys = tuple(override.partition("=")[0] for override in overrides)
@@ -64,15 +73,16 @@ def _variant(raw: dict[str, Any], recipe: Recipe, keys: tuple[str, ...]) -> dict
     return {key: new for key, (_, new) in changed.items() if is_under(key, keys) and not is_under(key, named)}
 
 
-def parse(raw: dict[str, Any], where: str) -> Recipe:
-    """A checked recipe from plain data; ``where`` names it in errors. Raises RecipeError."""
+def parse(raw: dict[str, Any], where: str, checks: Sequence[Check] = ()) -> Recipe:
+    """Make a recipe from plain data and check it; ``where`` names it in errors. Raises RecipeError."""
     try:
         recipe = Recipe.model_validate(raw)
     except ValidationError as error:
         lines = [explain(item) for item in error.errors()]
         raise RecipeError(f"{where}: " + "; ".join(lines)) from None
     try:
-        check(recipe)
+        for each in (check, *checks):
+            each(recipe)
     except ValueError as error:
         raise RecipeError(f"{where}: {error}") from None
     return recipe

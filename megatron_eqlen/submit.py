@@ -17,6 +17,7 @@ from pathlib import Path
 import megatron_eqlen
 from megatron_eqlen import layout
 from megatron_eqlen.files import write_text
+from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.plan.memory import memory
 from megatron_eqlen.plan.model import model_config
 from megatron_eqlen.plan.sbatch import (
@@ -27,7 +28,6 @@ from megatron_eqlen.plan.sbatch import (
     train_options,
 )
 from megatron_eqlen.recipe_checks import check_inputs
-from megatron_eqlen.recipe_load import load
 from megatron_eqlen.report.run_folder import RunFolder
 
 SCRIPTS = Path(megatron_eqlen.__file__).resolve().parents[1] / "slurm"

@@ -11,9 +11,9 @@
                        a segment with any rho_t below it gives no gradient (verl's, before 0.7)
 
 A token that ``rollout_rs`` or the veto rejects leaves the ratio of its segment (GSPO, LUSPO, VESPO), as in
-verl, whose rejection mask multiplies the response mask before the ratio is computed. It stays in the averages:
-weights hold every factor before the loss is known, so a rejected token counts as a token with gradient 0.
-(verl leaves it out of the number it divides by, too.)
+verl, whose rejection mask multiplies the response mask before the ratio is computed. It stays in the
+averages: weights hold every factor before the loss is known, so a rejected token counts as a token with
+gradient 0. (verl leaves it out of the number it divides by, too.)
 """
 
 from __future__ import annotations

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from megatron_eqlen import layout
 from megatron_eqlen.hf.config import parse_config
+from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.plan import engine
 from megatron_eqlen.plan.memory import memory
 from megatron_eqlen.plan.model import model_config
 from megatron_eqlen.recipe import RolloutRecipe
-from megatron_eqlen.recipe_load import load
 from megatron_eqlen.rollout.vllm.containment import contained, importing_vllm
 from tests.kit import ROOT
 from tests.pure.test_layout import configs

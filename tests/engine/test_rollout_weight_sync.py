@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
-from megatron_eqlen.recipe_load import parse
+from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.rollout.engine import EngineError
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.sync_check import SyncCheck

@@ -12,7 +12,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM
 
-from megatron_eqlen.recipe_load import load
+from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.report.rollouts import recipe_of
 from megatron_eqlen.report.status import status
 from megatron_eqlen.rollout.record_reader import read_dump, read_step

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_eqlen.data.tokenizer_maker import write_hf_tokenizer
+from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.recipe_load import dump, parse
+from megatron_eqlen.recipe_load import dump
 from megatron_eqlen.rollout.recorder import Recorder, record, record_grades
 from megatron_eqlen.sampling.equal_length.dual_track import DualTrack
 from megatron_eqlen.sampling.track import Track

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import Recipe, RolloutRecipe
-from megatron_eqlen.recipe_load import parse
 from tests.kit.tiny_models import FAMILIES, save_tiny
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.training.distributed import start
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.types import Metrics, TokenTree

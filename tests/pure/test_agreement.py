@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eqlen.budget import Spent
+from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.objectives.registry import lookup
 from megatron_eqlen.recipe import LossRecipe, MismatchRecipe, RecipeError
-from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.run import Run
 from megatron_eqlen.training.agreement import (
     MismatchError,

@@ -11,8 +11,9 @@ from rich.console import Console
 
 from megatron_eqlen import cli
 from megatron_eqlen.budget import Budget, Spent
+from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.recipe import RecipeError
-from megatron_eqlen.recipe_load import dump, load
+from megatron_eqlen.recipe_load import dump
 from megatron_eqlen.report.page import write_page
 from megatron_eqlen.report.progress import Progress
 from megatron_eqlen.report.run_folder import RunFolder

@@ -15,7 +15,7 @@ import torch
 from megatron_eqlen import cli, packages
 from megatron_eqlen.check import CHECKS, check, devices, look, machine, software
 from megatron_eqlen.check.finding import Check, Finding, Place
-from megatron_eqlen.recipe_load import load
+from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.rewards.program import Isolation
 from tests.kit import ROOT
 

@@ -17,8 +17,8 @@ from megatron_eqlen.evaluation.result import (
     read_results,
     write_results,
 )
+from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import BenchmarkRecipe
-from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.rewards.scoring import Scorer
 from megatron_eqlen.types import Delta, Prompt
 

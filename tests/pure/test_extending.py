@@ -24,10 +24,10 @@ from megatron_eqlen.hf.folder import HFFolder
 from megatron_eqlen.hf.folder_check import check_folder
 from megatron_eqlen.models.config import transformer_config
 from megatron_eqlen.objectives.build import build_trees
+from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.plugins import load_object
 from megatron_eqlen.recipe import ParallelRecipe, Recipe, RecipeError
-from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.report.rollouts import Unknown, view
 from megatron_eqlen.rewards.scoring import Scorer
 from megatron_eqlen.rollout.harvest import harvest

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_eqlen.files import step_name
+from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.report.run_folder import RunFolder
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from megatron_eqlen import loop
+from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.phases import phases
-from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.step import Step
 
 STEPS = 3

@@ -7,8 +7,8 @@ from megatron_eqlen.objectives.advantages import rloo
 from megatron_eqlen.objectives.build import build_minibatches, build_trees
 from megatron_eqlen.objectives.dynamic_sampling import filter_groups
 from megatron_eqlen.objectives.objective import Objective
+from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import RecipeError
-from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.types import Grade, Group, Pair, Prompt, SamplingMask, Segment, Stream
 
 QUESTION = Prompt("q", [1, 2], "?", "math", "1")

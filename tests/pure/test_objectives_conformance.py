@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eqlen.objectives.build import build_trees
+from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.packing.pack import pack
-from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.training.policy_loss import policy_loss
 from megatron_eqlen.types import Grade, Group, Pair, Prompt, SampledTree, Segment, Stream
 from tests.kit.marks import examples

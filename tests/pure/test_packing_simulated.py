@@ -7,6 +7,7 @@ import pytest
 
 from megatron_eqlen.metrics import PACKING_REPEATED_TOKENS, PACKING_TOKENS
 from megatron_eqlen.objectives.build import build_trees
+from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.packing.pack import plan_rows
 from megatron_eqlen.packing.simulated import (
     MEDIAN,
@@ -16,7 +17,6 @@ from megatron_eqlen.packing.simulated import (
     simulated_streams,
 )
 from megatron_eqlen.plan import describe
-from megatron_eqlen.recipe_load import load
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.types import Grade, Node, Prompt, TokenTree
 from tests.kit import ROOT

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.hf.families import weight_map
+from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.plan import engine, exchange
 from megatron_eqlen.plan.host import host_parts, recorded_bytes
 from megatron_eqlen.plan.memory import Memory, memory
@@ -20,7 +21,6 @@ from megatron_eqlen.plan.speed import GPUS, speed
 from megatron_eqlen.plan.table import HEAD, row
 from megatron_eqlen.plan.text import describe
 from megatron_eqlen.plan.workload import Workload, workload
-from megatron_eqlen.recipe_load import load
 from tests.kit import ROOT
 from tests.kit.tiny_models import save_tiny
 

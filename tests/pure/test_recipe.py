@@ -6,10 +6,11 @@ import pytest
 import yaml
 
 from megatron_eqlen import cli, commands, cores
+from megatron_eqlen.objectives.recipes import load, parse
 from megatron_eqlen.objectives.registry import OBJECTIVES, resolve, with_defaults
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.recipe.yaml_values import read_value
-from megatron_eqlen.recipe_load import dump, load, parse
+from megatron_eqlen.recipe_load import dump
 from megatron_eqlen.report.run_folder import RunFolder, check_harvest
 from tests.kit import ROOT
 

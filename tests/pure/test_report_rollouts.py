@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from megatron_eqlen.objectives.build import build_minibatches
-from megatron_eqlen.recipe_load import load
+from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.report import worst
 from megatron_eqlen.report.drawing import draw
 from megatron_eqlen.report.rollouts import RolloutView, Training, view

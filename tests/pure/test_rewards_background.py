@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eqlen.evaluation.evaluate import evaluate
+from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import RewardRecipe
-from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.rewards.grader import BackgroundGrader
 from megatron_eqlen.rewards.scoring import Scorer, make_grader
 from megatron_eqlen.rollout.harvest import harvest

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron_eqlen.recipe_load import load
+from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.rewards.code import CodeGrader, extract_as_livecodebench
 from megatron_eqlen.rewards.code_tests import CodeTests
 from megatron_eqlen.rewards.livecodebench import MEMORY_MB

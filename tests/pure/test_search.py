@@ -14,7 +14,7 @@ from megatron_eqlen.data.rows import Tally
 from megatron_eqlen.data.search import Dials, draw_puzzle, make_rows, search
 from megatron_eqlen.data.synthetic import write_rows
 from megatron_eqlen.data.tokenizer_maker import write_hf_tokenizer
-from megatron_eqlen.recipe_load import load
+from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.rewards.math import MathGrader
 from tests.kit import ROOT
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from megatron_eqlen.metrics import MetricError
-from megatron_eqlen.recipe_load import load
+from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.report.progress import Progress
 from megatron_eqlen.run import Run
 from megatron_eqlen.step import Batch, Step

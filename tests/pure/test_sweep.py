@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_eqlen import cli
+from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.recipe import RecipeError
-from megatron_eqlen.recipe_load import load
 from megatron_eqlen.sweep import command, runner
 from megatron_eqlen.sweep.cells import Plan
 from megatron_eqlen.sweep.schema import load_sweep

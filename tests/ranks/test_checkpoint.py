@@ -20,7 +20,7 @@ STEPS = (4, 8, 12)
 def policy_of(model: str):
     from megatron.core import parallel_state
 
-    from megatron_eqlen.recipe_load import parse
+    from megatron_eqlen.objectives.recipes import parse
     from megatron_eqlen.training.distributed import start
     from megatron_eqlen.training.policy import Policy
 

@@ -28,9 +28,9 @@ from megatron_eqlen.metrics import (
     HARVEST_RECOMPUTED_TOKENS_PER_FORK,
     HARVEST_SLOT_OCCUPANCY,
 )
+from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.objectives.units import verifier_rewards
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.sampling.comparison import all_equal
 from megatron_eqlen.types import Grade, Prompt, Rollout

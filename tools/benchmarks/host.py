@@ -28,9 +28,9 @@ import numpy as np
 
 from megatron_eqlen.files import step_name
 from megatron_eqlen.objectives.build import build_minibatches
+from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.packing.pack import plan_rows
 from megatron_eqlen.recipe import Recipe, RewardRecipe
-from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.rewards.scoring import Scorer
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.record_reader import read_step

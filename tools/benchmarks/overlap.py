@@ -45,7 +45,7 @@ from megatron_eqlen.metrics import (
     TIME_STEP,
     TIME_TRAINER_IDLE,
 )
-from megatron_eqlen.recipe_load import load
+from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.report.metrics import Records, read_metrics
 from tools.benchmarks.servers import running
 from tools.benchmarks.table import show

@@ -137,7 +137,7 @@ def alternates(question: str, response: str, gold: str) -> float:
 
 def train(model: Path, folder: Path, seed: int, replay: bool, args: argparse.Namespace) -> None:
     from megatron_eqlen import loop
-    from megatron_eqlen.recipe_load import parse
+    from megatron_eqlen.objectives.recipes import parse
     from megatron_eqlen.rollout.vllm import lifecycle
 
     recipe = parse(

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_eqlen.metrics import ENGINE_SYNC_SECONDS, ENGINE_SYNC_SENT_BYTES
+from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.recipe_load import parse
 from megatron_eqlen.rollout.engine import Engine
 from megatron_eqlen.rollout.sync_check import SyncCheck
 from megatron_eqlen.rollout.vllm.client import ServerEngine
