@@ -5,16 +5,16 @@
     rank 0's thread     └─► harvest, score n+1 .. n+K, one after the other ─►
 
 The thread does all that a step needs before its token trees, on rank 0 alone: it uses no process group,
-only the servers and the graders. A sync holds up its requests, which then go on under the new weights. The
+only the servers and the graders. A sync holds up its requests, which then continue under the new weights. The
 harvest of step n begins when step n - K is taken: no token of step n is older than the weights that step n -
 K trained.
 
-With ``rollout.carry_over`` a step's harvest goes on with what the one before it suspended: the thread has
-scored that by then. Such tokens are older by as many steps.
+With ``rollout.carry_over`` the harvest of a step resumes the rollouts that the step before suspended: the
+thread has scored these by then. Such tokens are older by as many steps.
 
 If the run is killed, the steps under way are on disk like any other (``rollout.recorder``). A checkpoint
 after step n holds where the data source was after its prompts, and how old the tokens of the steps may be
-that had begun: a resumed run draws the same prompts for them again and goes on from what is recorded.
+that had begun: a resumed run draws the same prompts for them again and resumes from the record.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_eqlen.evaluation.result import EvaluationResult
 from megatron_eqlen.generation import Generator, suspended_at
 from megatron_eqlen.recipe import BenchmarkRecipe
 from megatron_eqlen.replicas import shared
-from megatron_eqlen.rollout.carried import Drawn
+from megatron_eqlen.rollout.partial import RolloutOrigin
 from megatron_eqlen.step import Step
 from megatron_eqlen.training import distributed
 from megatron_eqlen.training.distributed import agree
@@ -50,7 +50,7 @@ class Ahead:
         """Those steps, on rank 0 alone."""
         self.begun = 0
         """Number of the next step to begin."""
-        self.suspended: dict[RolloutKey, Drawn] = {}
+        self.suspended: dict[RolloutKey, RolloutOrigin] = {}
         """With ``rollout.carry_over``, after the newest step that was taken."""
         self._thread = ThreadPoolExecutor(1, "harvest")
         self.session.ends_with(self.close)

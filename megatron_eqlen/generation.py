@@ -1,4 +1,4 @@
-"""Where a step's scored rollouts come from: an engine (or a run's record: ``replay``).
+"""Source of a step's scored rollouts: an engine (or the record of a run: ``replay``).
 
     prompts ─► harvest (this replica's share) ─► score (skeletons of all replicas', graded) ─► Step.add
 
@@ -29,20 +29,23 @@ from megatron_eqlen.objectives.units import taking_part
 from megatron_eqlen.recipe import BenchmarkRecipe, Recipe
 from megatron_eqlen.replicas import Replicas, shared
 from megatron_eqlen.rewards.scoring import reward_metrics
-from megatron_eqlen.rollout.carried import Drawn, open_prompts, recall, take_up
 from megatron_eqlen.rollout.engine import Engine, IdleEngine
 from megatron_eqlen.rollout.harvest import harvest, harvest_seed
+from megatron_eqlen.rollout.harvest_plan import HarvestPlan
+from megatron_eqlen.rollout.partial import RolloutOrigin, open_prompts, restore_grades
+from megatron_eqlen.rollout.read_partial import read_partial_rollouts
 from megatron_eqlen.rollout.record_reader import (
-    left_files,
-    read_left,
+    read_progress,
     read_prompts,
     read_skeletons,
+    recorded_files,
     remove_journals,
     set_aside_stale,
     step_files,
 )
 from megatron_eqlen.rollout.recorder import Recorder, record_grades
 from megatron_eqlen.rollout.sync_check import SyncCheck, SyncError
+from megatron_eqlen.sampling.harvester import HarvestObserver
 from megatron_eqlen.session import Session
 from megatron_eqlen.step import Batch, Step
 from megatron_eqlen.training import distributed
@@ -52,28 +55,28 @@ from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.types import Metrics, Prompt, RolloutKey, rollout_key
 
 SUSPENDED = "suspended"
-"""Key in a data position that holds the rollouts with which the next step goes on."""
+"""Key in a data position that holds the rollouts that the next step resumes."""
 
 
-def suspended_at(data_position: dict[str, Any] | None) -> dict[RolloutKey, Drawn]:
-    """``Rollouts.suspended`` where the data source stands at ``data_position``."""
+def suspended_at(data_position: dict[str, Any] | None) -> dict[RolloutKey, RolloutOrigin]:
+    """Return ``Rollouts.suspended`` for a data source at ``data_position``."""
     found = (data_position or {}).get(SUSPENDED, [])
-    return {(prompt_id, index): Drawn(*drawn) for prompt_id, index, *drawn in found}
+    return {(prompt_id, index): RolloutOrigin(*origin) for prompt_id, index, *origin in found}
 
 
 class Rollouts(Protocol):
-    """Where the loop gets its rollouts: a ``Generator``, ``Ahead`` of one, or a ``replay.Replay``."""
+    """Source of the loop's rollouts: a ``Generator``, ``Ahead`` of one, or a ``replay.Replay``."""
 
-    suspended: dict[RolloutKey, Drawn]
-    """The rollouts with which the next step goes on (``rollout.carry_over``); the same on every rank."""
+    suspended: dict[RolloutKey, RolloutOrigin]
+    """Rollouts that the next step resumes (``rollout.carry_over``); the same on every rank."""
 
     @property
     def benchmarks(self) -> Sequence[BenchmarkRecipe]:
-        """The benchmarks that it can evaluate."""
+        """Benchmarks that ``evaluate`` accepts."""
         ...
 
     def collect(self, step: Step) -> Step:
-        """The step with its scored rollouts."""
+        """Return the step with its scored rollouts."""
         ...
 
     def check(self, first: int) -> None:
@@ -85,11 +88,11 @@ class Rollouts(Protocol):
         ...
 
     def update_weights(self, policy: Policy) -> Metrics:
-        """Bring the policy's weights to the engine; returns the time it took."""
+        """Bring the policy's weights to the engine; return the time it took."""
         ...
 
     def disagreement(self, mismatch: float | None) -> str | None:
-        """What there is to say of the mismatch after a step that had this one (``MismatchWatch.see``)."""
+        """Return a warning about a step's mismatch, if it gives reason to (``MismatchWatch.see``)."""
         ...
 
     def evaluate(self, benchmark: BenchmarkRecipe) -> EvaluationResult: ...
@@ -109,15 +112,15 @@ class InTurn(ABC):
 
     @abstractmethod
     def prompts(self, step: Step) -> list[Prompt]:
-        """The next prompts for ``step``, the same on every rank; an empty list when it has enough."""
+        """Return the next prompts for ``step``, the same on every rank; none when it has enough."""
 
     @abstractmethod
     def harvest(self, step: Step, prompts: list[Prompt]) -> Batch:
-        """This replica's share of the rollouts of ``prompts``."""
+        """Generate this replica's share of the rollouts of ``prompts``."""
 
     @abstractmethod
     def score(self, step: Step, harvested: Batch) -> Batch:
-        """All replicas' rollouts, graded; with dynamic sampling only those that ``step`` keeps."""
+        """Return all replicas' rollouts, graded; with dynamic sampling only those that ``step`` keeps."""
 
 
 class Generator(InTurn):
@@ -145,39 +148,39 @@ class Generator(InTurn):
         """Seconds after which a silent engine is given up."""
         self.sync_check = SyncCheck()
         self.watch = MismatchWatch(self.recipe.rollout.mismatch)
-        self.suspended: dict[RolloutKey, Drawn] = {}
-        self.carried: dict[RolloutKey, Drawn] = {}
-        """Of ``suspended`` what this step goes on with."""
-        self.left: tuple[int | None, list[Path]] = None, []
-        """A step's number, and what an attempt at it that was cut short has recorded. What this process
-        generates for the step's later prompts needs no reading."""
+        self.suspended: dict[RolloutKey, RolloutOrigin] = {}
+        self.resumed: dict[RolloutKey, RolloutOrigin] = {}
+        """Partial rollouts that this step resumes."""
+        self.recorded: tuple[int | None, list[Path]] = None, []
+        """Number of a step, and the files of an attempt at it that was cut short. Files that this process
+        writes for later prompts of the step need no reading."""
 
     # ---- prompts ------------------------------------------------------------------------------------
 
     def prompts(self, step: Step) -> list[Prompt]:
-        """The step's prompts: those of carried rollouts, and so many new ones that as many tracks are open as
-        at the beginning of any step. With dynamic sampling, as many again until enough of them have unequal
-        rewards, at most ``loss.max_num_gen_batches`` times; not with ``rollout.carry_over``, where suspended
-        rollouts would pile up."""
+        """Return the step's prompts: those of resumed rollouts, and so many new ones that as many tracks are
+        open as at the beginning of any step. With dynamic sampling, as many again until enough of them have
+        unequal rewards, at most ``loss.max_num_gen_batches`` times; not with ``rollout.carry_over``, where
+        suspended rollouts would pile up."""
         wanted = self.recipe.data.prompts_per_step
         again = self.session.objective.dynamic_sampling and not self.recipe.rollout.carry_over
         most = self.recipe.loss.max_num_gen_batches if again else 1
         if len(step.batches) >= most or step.prompts >= wanted:
             return []
         if not step.batches:
-            self.carried, self.suspended = self.suspended, {}
-        return agree(lambda: self._draw(step, {} if step.batches else self.carried, wanted))
+            self.resumed, self.suspended = self.suspended, {}
+        return agree(lambda: self._draw(step, {} if step.batches else self.resumed, wanted))
 
-    def _draw(self, step: Step, carried: Collection[RolloutKey], wanted: int) -> list[Prompt]:
-        """On rank 0: the prompts of ``carried`` rollouts, and as many new ones as their open tracks leave of
-        ``wanted``."""
+    def _draw(self, step: Step, resumed: Collection[RolloutKey], wanted: int) -> list[Prompt]:
+        """Return, on rank 0, the prompts of ``resumed`` rollouts, and as many new ones as fit beside their
+        open tracks: ``wanted`` in all."""
         assert self.source is not None
         prompts: list[Prompt] = []
-        if carried:
-            names = {prompt_id for prompt_id, _ in carried}
+        if resumed:
+            names = {prompt_id for prompt_id, _ in resumed}
             files = step_files(self.streams / step_name(step.number - 1))
             prompts = [prompt for prompt in read_prompts(files) if prompt.prompt_id in names]
-            rollouts = [one for one in read_skeletons(files) if rollout_key(one) in carried]
+            rollouts = [rollout for rollout in read_skeletons(files) if rollout_key(rollout) in resumed]
             wanted -= min(wanted, round(open_prompts(rollouts, self.recipe)))
         return prompts + self.source.next(wanted)
 
@@ -197,62 +200,67 @@ class Generator(InTurn):
         """Generate the rollouts of this step that are not recorded yet; one rank of each replica records
         them."""
         replicas, mine = self.session.replicas, self.session.replicas.share(prompts)
-        asked = {prompt.prompt_id for prompt in mine}
-        if self.left[0] != step.number:
+        if self.recorded[0] != step.number:
             self._set_aside_stale(step)
-            self.left = step.number, agree(lambda: left_files(self.streams / step.name))
-        rollout = self.recipe.rollout
-        left = read_left(self.left[1], asked, rollout.keep_routes)
-        suspended = {key: drawn for key, drawn in self.carried.items() if key[0] in asked}
-        carried = take_up(self.streams, step.number, suspended, self.recipe)
-        recall(carried, left.rollouts)
-        self.session.scorer.begin_ended(replicas.part(left.rollouts))
+            self.recorded = step.number, agree(lambda: recorded_files(self.streams / step.name))
+        plan = self._plan(step, mine)
+        self.session.scorer.begin_ended(replicas.part(plan.progress.rollouts))
         probed = self._probe()
         with self.session.stage("harvest", self.patience) as seconds, ExitStack() as files:  # until on disk
-            recorder = None
+            observers: list[HarvestObserver] = [self.session.early_grading]
             if replicas.leads:
-                recorder = files.enter_context(Recorder(self._file(step), rollout.record_routes))
-            rollouts, metrics = harvest(
-                self.engine,
-                mine,
-                one_replicas_share(self.recipe, replicas),
-                self.session.tokenizer.eos_token_ids,
-                seed=harvest_seed(self.recipe, step.number),
-                left=left,
-                carried=carried,
-                recorder=recorder,
-                on_part=self.session.begin_grading,
-                whole=replicas.keeps,
-                together=replicas.together,
-                oldest_version=step.policy_version if rollout.staleness else None,
-            )
+                recorder = Recorder(self._file(step), self.recipe.rollout.record_routes)
+                observers.append(files.enter_context(recorder))
+            rollouts, metrics = harvest(self.engine, plan, observers)
         position = self.source.state_dict() if self.source is not None else None
-        combined = replicas.combine(metrics)  # every rank has read what is removed now
+        combined = replicas.combine(metrics)  # every rank has read the journals that are removed now
         if distributed.is_rank0():
-            remove_journals(self.left[1], [prompt.prompt_id for prompt in prompts])
+            remove_journals(self.recorded[1], [prompt.prompt_id for prompt in prompts])
         measured = combined | probed | seconds | position_metrics(position)
         return Batch(rollouts, measured, position, prompts)
 
+    def _plan(self, step: Step, prompts: list[Prompt]) -> HarvestPlan:
+        """Return the plan for this replica's ``prompts``: new rollouts, and recorded and partial ones."""
+        replicas, rollout = self.session.replicas, self.recipe.rollout
+        prompt_ids = {prompt.prompt_id for prompt in prompts}
+        progress = read_progress(self.recorded[1], prompt_ids, rollout.keep_routes)
+        suspended = {key: origin for key, origin in self.resumed.items() if key[0] in prompt_ids}
+        partial = read_partial_rollouts(self.streams, step.number, suspended, self.recipe)
+        restore_grades(partial, progress.rollouts)
+        return HarvestPlan(
+            prompts,
+            one_replicas_share(self.recipe, replicas),
+            self.session.tokenizer.eos_token_ids,
+            seed=harvest_seed(self.recipe, step.number),
+            progress=progress,
+            partial=partial,
+            oldest_version=step.policy_version if rollout.staleness else None,
+            keeps_columns=replicas.keeps,
+            agree=replicas.agree,
+        )
+
     def score(self, step: Step, harvested: Batch) -> Batch:
-        """Grade this rank's part of its replica's rollouts, learn of all others, record the grades."""
+        """Grade this rank's part of its replica's rollouts, share all as skeletons, record the grades."""
         with self.session.stage("score", self.recipe.reward.step_timeout) as seconds:
             part = self.session.replicas.part(harvested.rollouts)
             graded = self.session.scorer.score(part, self.recipe.reward.step_timeout)
             everyone = shared(part, harvested.prompts)
             if self.session.replicas.leads:
                 mine = {rollout_key(rollout) for rollout in harvested.rollouts}
-                record_grades(self._file(step), [one for one in everyone if rollout_key(one) in mine])
+                record_grades(
+                    self._file(step), [rollout for rollout in everyone if rollout_key(rollout) in mine]
+                )
             seconds |= at_once(gather([graded]))
-        keys = [rollout_key(one) for one in everyone if one.suspended]
-        drawn = Drawn(step.number, step.policy_version)
-        self.suspended |= {key: self.carried.get(key, drawn) for key in keys}
+        keys = [rollout_key(rollout) for rollout in everyone if rollout.suspended]
+        origin = RolloutOrigin(step.number, step.policy_version)
+        self.suspended |= {key: self.resumed.get(key, origin) for key in keys}
         position = harvested.data_position
         if position is not None and self.recipe.rollout.carry_over:
-            position[SUSPENDED] = [[*key, *drawn] for key, drawn in self.suspended.items()]
+            position[SUSPENDED] = [[*key, *origin] for key, origin in self.suspended.items()]
         return select(Batch(everyone, harvested.metrics | seconds, position), step, self.session)
 
     def evaluate(self, benchmark: BenchmarkRecipe) -> EvaluationResult:
-        """The benchmark's result with the engine's current weights."""
+        """Evaluate a benchmark with the engine's current weights."""
         session = self.session
         self._probe()
         return evaluate(
@@ -282,7 +290,7 @@ class Generator(InTurn):
         return seconds
 
     def _probe(self) -> Metrics:
-        """Ask the engine, once after each sync, whether that had an effect. Returns the time it took. Raises
+        """Check, once after each sync, that it had an effect on the engine. Returns the time it took. Raises
         SyncError, on every rank, naming the replica."""
         if not self.sync_check.due:
             return {}
@@ -302,20 +310,26 @@ class Generator(InTurn):
     def _set_aside_stale(self, step: Step) -> None:
         staleness, folder = self.recipe.rollout.staleness, self.streams / step.name
         newest = math.inf if staleness else step.policy_version
-        carried = {key: drawn.oldest_version for key, drawn in self.carried.items()}
-        agree(lambda: set_aside_stale(folder, step.policy_version, newest, carried))
+        resumed = {key: origin.oldest_version for key, origin in self.resumed.items()}
+        agree(lambda: set_aside_stale(folder, step.policy_version, newest, resumed))
 
     def _file(self, step: Step) -> Path:
         return self.streams / step.name / f"rank-{dist.get_rank()}.arrow"
 
 
 def select(scored: Batch, step: Step, session: Session) -> Batch:
-    """The batch with reward metrics of what ended in this step, and only the rollouts that take part in it.
-    Dynamic sampling leaves out prompts without unequal rewards, and prompts beyond
+    """Return the batch with reward metrics of responses that ended in this step, and only the rollouts that
+    the step trains. Dynamic sampling leaves out prompts without unequal rewards, and prompts beyond
     ``data.prompts_per_step``."""
     recipe = session.recipe
-    ended = [(one.prompt, s) for one in scored.rollouts for s in one.segments() if s.finish_reason == "stop"]
-    metrics = scored.metrics | reward_metrics([(prompt, s.grade) for prompt, s in ended if not s.carried])
+    ended = [
+        (rollout.prompt, segment)
+        for rollout in scored.rollouts
+        for segment in rollout.segments()
+        if segment.finish_reason == "stop"
+    ]
+    new = [(prompt, segment.grade) for prompt, segment in ended if not segment.carried]
+    metrics = scored.metrics | reward_metrics(new)
     rollouts = taking_part(scored.rollouts, recipe)
     if session.objective.dynamic_sampling:
         room = recipe.data.prompts_per_step - step.prompts
@@ -326,7 +340,7 @@ def select(scored: Batch, step: Step, session: Session) -> Batch:
 def start_engine(
     recipe: Recipe, eos_token_ids: frozenset[int], replicas: Replicas, syncs_first: bool
 ) -> Engine:
-    """This rank's engine, with the weights that the recipe starts from."""
+    """Start this rank's engine, with the weights that the recipe starts from."""
     rollout, path = recipe.rollout, recipe.model.path
     longest = recipe.data.max_prompt_length + rollout.max_response_length
     if not replicas.drives:
@@ -343,7 +357,7 @@ def start_engine(
 
 
 def one_replicas_share(recipe: Recipe, replicas: Replicas) -> Recipe:
-    """The recipe with the token budget of one replica."""
+    """Return the recipe with the token budget of one replica."""
     budget = recipe.rollout.tokens_per_step
     if budget is None:
         return recipe

@@ -14,7 +14,7 @@ from megatron_eqlen.generation import InTurn, select
 from megatron_eqlen.metrics import at_once
 from megatron_eqlen.recipe import BenchmarkRecipe
 from megatron_eqlen.replicas import shared
-from megatron_eqlen.rollout.carried import Drawn
+from megatron_eqlen.rollout.partial import RolloutOrigin
 from megatron_eqlen.rollout.record_reader import read_prompts, read_skeletons, read_step, step_files
 from megatron_eqlen.rollout.replayed import check_step, check_steps
 from megatron_eqlen.session import Session
@@ -31,7 +31,7 @@ class Replay(InTurn):
 
     def __init__(self, session: Session, streams: Path) -> None:
         self.session, self.recipe, self.streams = session, session.recipe, streams
-        self.suspended: dict[RolloutKey, Drawn] = {}
+        self.suspended: dict[RolloutKey, RolloutOrigin] = {}
 
     def prompts(self, step: Step) -> list[Prompt]:
         """All prompts of the recorded step. Raises ReplayError if the record does not fit the recipe."""

@@ -21,7 +21,7 @@ class Replicas:
     """The world's ranks as engine replicas of ``engine_size`` ranks each.
 
     ``in_step``: all ranks of a replica make the same calls (an engine inside the ranks); otherwise the
-    first rank of a replica drives it alone and the others have nothing to do. ``decides``: ``together`` is
+    first rank of a replica drives it alone and the others have nothing to do. ``decides``: ``agree`` is
     used.
     """
 
@@ -38,8 +38,8 @@ class Replicas:
         if decides and in_step and engine_size > 1:
             self._group = cast(dist.ProcessGroup, dist.new_subgroups(engine_size, backend="gloo")[0])
 
-    def together(self, answer: bool) -> bool:
-        """What the replica's first rank says, on all its ranks, which must all ask: their clocks differ."""
+    def agree(self, answer: bool) -> bool:
+        """Return the answer of the replica's first rank on all its ranks, whose clocks differ. Collective."""
         if self._group is None:
             return answer
         box = torch.tensor([answer])

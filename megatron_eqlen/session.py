@@ -16,9 +16,7 @@ from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.replicas import Replicas
 from megatron_eqlen.report.progress import Progress
-from megatron_eqlen.rewards.scoring import Scorer
-from megatron_eqlen.sampling.kind import Harvester
-from megatron_eqlen.sampling.record import Part
+from megatron_eqlen.rewards.scoring import EarlyGrading, Scorer
 from megatron_eqlen.timeline import Timeline
 from megatron_eqlen.tokenizer import load_tokenizer
 from megatron_eqlen.training import distributed, flight_recorder, peak_memory
@@ -52,6 +50,7 @@ class Session:
         self.replicas = engine_replicas(recipe)
         self.tokenizer = load_tokenizer(recipe.model.path)
         self.scorer = Scorer(recipe.reward, self.tokenizer, recipe.graders_on_node)
+        self.early_grading = EarlyGrading(self.scorer, self.replicas.grades)
         self.ends_with(self.scorer.close)
         self.progress = Progress(recipe.budget, f"{recipe.name} {recipe.method}", show=distributed.is_rank0())
         self.ends_with(self.progress.close)
@@ -77,11 +76,6 @@ class Session:
     def watch(self, folder: Path) -> None:
         """From now on a hang is noticed, and what it is goes to a folder of this try's under ``folder``."""
         self.watchdog.start(folder / distributed.agree(lambda: time.strftime("%Y%m%d-%H%M%S")))
-
-    def begin_grading(self, harvester: Harvester, part: Part) -> None:
-        """Start grading the response that ``part`` ends, if it ends one and this rank grades it."""
-        if self.replicas.grades(harvester.prompt, harvester.index):
-            self.scorer.begin_part(harvester, part)
 
     @contextlib.contextmanager
     def stage(self, name: str, patience: float = 0.0) -> Iterator[Metrics]:

@@ -1,4 +1,4 @@
-"""avg@k on benchmarks: k independent completions of every problem, graded like training's.
+"""avg@k on benchmarks: k independent completions of every problem, graded as in training.
 
 problems ─► k completions each (the engine) ─► grades ─► EvaluationResult (intervals, manifest)
 """
@@ -11,11 +11,11 @@ from typing import Any
 
 from megatron_eqlen.evaluation.result import Answers, EvaluationResult, file_hashes
 from megatron_eqlen.recipe import BenchmarkRecipe, Recipe
-from megatron_eqlen.rewards.scoring import Scorer
+from megatron_eqlen.rewards.scoring import EarlyGrading, Scorer
 from megatron_eqlen.rollout.engine import Engine
 from megatron_eqlen.rollout.harvest import harvest
-from megatron_eqlen.sampling.kind import Harvester
-from megatron_eqlen.sampling.record import Part
+from megatron_eqlen.rollout.harvest_plan import HarvestPlan
+from megatron_eqlen.sampling.harvester import all_rollouts
 from megatron_eqlen.types import Group, Prompt, Segment
 
 EVALUATION_SEED = 20_000_003
@@ -27,12 +27,8 @@ def _everything(items: list) -> list:
     return items
 
 
-def _grades_all(prompt: Prompt, index: int) -> bool:
-    return True
-
-
-def _only_tokens(prompt: Prompt, index: int) -> bool:
-    """Nothing here reads log-probs or sampling masks."""
+def _no_columns(prompt: Prompt, index: int) -> bool:
+    """Keep token ids alone: no evaluation reads log-probs or sampling masks."""
     return False
 
 
@@ -44,15 +40,15 @@ def evaluate(
     recipe: Recipe,
     eos_token_ids: Collection[int],
     share: Callable[[list[Prompt]], list[Prompt]] = _everything,
-    grades: Callable[[Prompt, int], bool] = _grades_all,
+    grades: Callable[[Prompt, int], bool] = all_rollouts,
     gather: Callable[[list], list] = _everything,
 ) -> EvaluationResult:
     """Evaluate the engine's weights on ``problems`` with ``recipe.evaluation.samples`` completions each.
 
     With several engine replicas each answers its ``share`` of the problems, each of its ranks ``grades`` some
-    of them, and ``gather`` brings all together, in any order. Grading goes on while others are answered, and
-    every verdict is waited for. The same weights and recipe give the same result. Raises ValueError where the
-    recipe asks for other sampling than the engine was started with.
+    of them, and ``gather`` brings all together, in any order. Responses are graded while others are
+    generated, and every verdict is waited for. The same weights and recipe give the same result. Raises
+    ValueError where the recipe asks for other sampling than the engine was started with.
     """
     sampling = recipe.model_copy(
         update={
@@ -69,18 +65,13 @@ def evaluate(
         }
     )
 
-    def begin(harvester: Harvester, part: Part) -> None:
-        if grades(harvester.prompt, harvester.index):
-            scorer.begin_part(harvester, part)
-
     seed = recipe.seed + EVALUATION_SEED
-    harvested, _ = harvest(
-        engine, share(problems), sampling, eos_token_ids, seed, on_part=begin, whole=_only_tokens
-    )
-    groups = [one for one in harvested if isinstance(one, Group) and grades(one.prompt, one.index)]
+    plan = HarvestPlan(share(problems), sampling, eos_token_ids, seed, keeps_columns=_no_columns)
+    harvested, _ = harvest(engine, plan, [EarlyGrading(scorer, grades)])
+    groups = [group for group in harvested if isinstance(group, Group) and grades(group.prompt, group.index)]
     scorer.score(groups)
     gathered = gather([(_answers(group), _grader(group)) for group in groups])
-    answers = {one.prompt_id: one for one, _ in gathered}
+    answers = {answer.prompt_id: answer for answer, _ in gathered}
     graders = sorted({grader for _, grader in gathered} - {""})
     return EvaluationResult(
         benchmark=benchmark.name,
@@ -92,9 +83,9 @@ def evaluate(
 def _answers(group: Group) -> Answers:
     return Answers(
         prompt_id=group.prompt_id,
-        rewards=[one.grade.reward if one.grade else 0.0 for one in group.completions],
-        verdicts=[_verdict(one) for one in group.completions],
-        lengths=[len(one) for one in group.completions],
+        rewards=[segment.grade.reward if segment.grade else 0.0 for segment in group.completions],
+        verdicts=list(map(_verdict, group.completions)),
+        lengths=list(map(len, group.completions)),
     )
 
 
@@ -106,7 +97,7 @@ def _verdict(completion: Segment) -> str:
 
 
 def _grader(group: Group) -> str:
-    return next((one.grade.grader for one in group.completions if one.grade), "")
+    return next((segment.grade.grader for segment in group.completions if segment.grade), "")
 
 
 def _manifest(

@@ -24,7 +24,7 @@ from megatron_eqlen.rollout.record_format import END, PROMPT, SEGMENTS
 from megatron_eqlen.rollout.record_reader import step_files
 from megatron_eqlen.rollout.recorder import JOURNALS, SUSPENDED
 from megatron_eqlen.sampling import KINDS
-from megatron_eqlen.sampling.kind import Harvester
+from megatron_eqlen.sampling.harvester import Harvester
 from megatron_eqlen.sampling.picture import Placed, count
 from megatron_eqlen.sampling.track import rollout_of
 from megatron_eqlen.types import Elsewhere, Prompt, RolloutKey, Segment
@@ -153,7 +153,7 @@ def grow(harvester: Harvester, tokens: Mapping[str, array]) -> None:
     launched = harvester.start()
     while launched:
         for track in launched:
-            track.whole = False
+            track.keeps_columns = False
             if known := tokens.get(track.name):
                 token_ids = np.frombuffer(known, np.int32)
                 track.resume(Segment(token_ids, Elsewhere.of(token_ids)))

@@ -26,8 +26,7 @@ from megatron_eqlen.rewards.grader import BackgroundGrader, Grader
 from megatron_eqlen.rewards.math import MathGrader
 from megatron_eqlen.rewards.thinking import END_OF_THINKING, answer_section
 from megatron_eqlen.sampling import kind_of
-from megatron_eqlen.sampling.kind import Harvester
-from megatron_eqlen.sampling.record import Part
+from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver, RolloutPart, all_rollouts
 from megatron_eqlen.tokenizer import Tokenizer
 from megatron_eqlen.types import Grade, Metrics, Prompt, Rollout, Segment, TokenIds
 from megatron_eqlen.watchdog import beat
@@ -74,11 +73,6 @@ class Scorer:
     def begin(self, prompt: Prompt, response: TokenIds) -> None:
         """Start grading a response that has just ended, if its grader can beside generation."""
         self._begin(response_key(prompt, response), prompt, response)
-
-    def begin_part(self, harvester: Harvester, part: Part) -> None:
-        """``begin`` the response that ``part`` ends, if it ends one."""
-        if part.segment.finish_reason == "stop":
-            self.begin(harvester.prompt, harvester.response(part))
 
     def begin_ended(self, rollouts: Iterable[Rollout]) -> None:
         """``begin`` every response of ``rollouts`` that has no grade."""
@@ -195,6 +189,17 @@ class Scorer:
             if not 0.0 <= reward <= 1.0:
                 raise ValueError(f"{rubric}: expected a reward in [0, 1], got {reward}")
         return Grade(reward, "scored", None, rubric, time.monotonic() - started)
+
+
+class EarlyGrading(HarvestObserver):
+    """Starts grading responses as they end, those of rollouts that this rank grades."""
+
+    def __init__(self, scorer: Scorer, grades: Callable[[Prompt, int], bool] = all_rollouts) -> None:
+        self.scorer, self.grades = scorer, grades
+
+    def part_finished(self, harvester: Harvester, part: RolloutPart) -> None:
+        if part.segment.finish_reason == "stop" and self.grades(harvester.prompt, harvester.index):
+            self.scorer.begin(harvester.prompt, harvester.response(part))
 
 
 def _ended(rollouts: Iterable[Rollout]) -> Iterator[_Ended]:

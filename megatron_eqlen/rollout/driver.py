@@ -1,145 +1,129 @@
 """Runs harvesters on an engine: their tracks are its requests.
 
-    prompts ─► harvesters (one becomes a stream, or a group of completions) ─► tracks ─► engine requests
+    prompts ─► harvesters (one for each stream, or group of completions) ─► tracks ─► engine requests
                  ▲                                                                          │
                  └──────── advance: pairs, forks, outcome ◄── tokens by position ◄── step ──┘
 
 The driver admits harvesters while the engine has free slots, hands each its tokens, submits its forks at
-once, submits lost requests again, and stops at the token budget.
+once, submits lost requests again, and stops at the token or time budget.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout.engine import Decoder, EngineError
-from megatron_eqlen.rollout.left import Carried
+from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.rollout.meter import Meter
-from megatron_eqlen.sampling.kind import Harvester
-from megatron_eqlen.sampling.record import Part
+from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver
 from megatron_eqlen.sampling.track import Track, rollout_of
-from megatron_eqlen.types import Delta, Prompt, Rollout, RolloutKey, Routes, Segment
+from megatron_eqlen.types import Delta, Rollout, RolloutKey, Routes
 from megatron_eqlen.watchdog import beat
-
-if TYPE_CHECKING:
-    from megatron_eqlen.rollout.recorder import Recorder  # pyarrow takes long to import
 
 MAX_ATTEMPTS = 4
 """Attempts per track. A track that is lost so often means that the engine fails."""
 
 
 class Driver:
-    """Runs harvesters on an engine until all are complete."""
+    """Runs harvesters on an engine until all are complete or the budget is used up."""
 
     def __init__(
-        self,
-        engine: Decoder,
-        recipe: Recipe,
-        meter: Meter,
-        announce: Callable[[Harvester, Part], None],
-        collect: Callable[[Rollout], None],
-        recorder: Recorder | None,
-        known: Mapping[str, Segment],
-        whole: Callable[[Prompt, int], bool],
-        carried: Mapping[RolloutKey, Carried],
-        together: Callable[[bool], bool],
+        self, engine: Decoder, plan: HarvestPlan, meter: Meter, observers: Sequence[HarvestObserver]
     ) -> None:
-        self.engine = engine
-        self.meter = meter
-        self.announce = announce
-        self.collect = collect
-        self.recorder = recorder
-        self.known = known
-        self.whole = whole
-        self.carried = carried
-        self.together = together
-        self.budget, self.seconds = recipe.rollout.tokens_per_step, recipe.rollout.seconds_per_step
-        self.carries_over = recipe.rollout.carry_over
-        self.timeout = recipe.rollout.request_timeout
-        self.keep_routes = recipe.rollout.keep_routes
-        self.asking: dict[RolloutKey, str] = {}
-        """Which request brings the routes of a rollout's prompt."""
+        self.engine, self.plan, self.meter, self.observers = engine, plan, meter, observers
+        self.rollout = plan.recipe.rollout
+        self.recorded_tracks = plan.progress.tracks
+        self.partial = {resumed.key: resumed for resumed in plan.partial}
         self.waiting: deque[tuple[RolloutKey, Harvester]] = deque()
+        """Harvesters that have not started."""
         self.running: dict[RolloutKey, Harvester] = {}
-        self.tracks: dict[str, tuple[Track, RolloutKey]] = {}
+        self.in_flight: dict[str, tuple[Track, RolloutKey]] = {}
+        """Tracks that the engine decodes, by request id."""
+        self.prompt_route_requests: dict[RolloutKey, str] = {}
+        """Request that brings the routes of a rollout's prompt."""
         self.generated: Counter[RolloutKey] = Counter()
-        """Tokens that this step generated for what runs, in tracks that have ended."""
+        """Tokens that this step generated for each running harvester, in tracks that have ended."""
         self.launched: dict[RolloutKey, list[Track]] = {}
-        """All tracks of what runs, if it may be suspended."""
+        """All tracks of each running harvester, if its rollout may be suspended."""
 
     def run(self, harvesters: dict[RolloutKey, Harvester]) -> None:
-        started = {rollout_of(name) for name in self.known} | {
-            key for key, one in self.carried.items() if one.tracks
-        }
-        self.waiting.extend((key, one) for key, one in harvesters.items() if key not in started)
+        """Run ``harvesters`` to their ends and report to the observers."""
+        begun = {rollout_of(name) for name in self.recorded_tracks}
+        begun |= {key for key, partial in self.partial.items() if partial.tracks}
+        self.waiting.extend((key, harvester) for key, harvester in harvesters.items() if key not in begun)
         began = last_progress = time.monotonic()
         try:
-            for key in harvesters:  # all at once, as they were when their tokens were recorded
-                if key in started:
+            # resume rollouts with recorded tokens: all at once, as when the tokens were recorded
+            for key in harvesters:
+                if key in begun:
                     self.begin(key, harvesters[key])
                     self.advance([key])
             while self.waiting or self.running:
-                if self.spent(time.monotonic() - began):
-                    self.cut()
+                if self.budget_used_up(time.monotonic() - began):
+                    self.end_early()
                     break
                 self.admit()
                 deltas = self.meter.timed(self.engine.step)
                 self.advance(self.deliver(deltas))
+                # give up a silent engine
                 now = time.monotonic()
                 if deltas:
                     last_progress = now
                     beat()
-                elif now - last_progress > self.timeout:
+                elif now - last_progress > self.rollout.request_timeout:
                     raise EngineError(
-                        f"no token for {self.timeout:.0f} s (rollout.request_timeout) with "
-                        f"{len(self.tracks)} requests in flight"
+                        f"no token for {self.rollout.request_timeout:.0f} s (rollout.request_timeout) with "
+                        f"{len(self.in_flight)} requests in flight"
                     )
-                self.record()
-            self.record(ended=True)
+                self.finish_decode_step()
+            self.finish_decode_step(last=True)
         finally:
-            self.engine.abort(list(self.tracks))
+            self.engine.abort(list(self.in_flight))
 
-    def spent(self, seconds: float) -> bool:
-        """Whether the step's budget is."""
-        if self.budget is not None and self.meter.generated_tokens >= self.budget:
+    def budget_used_up(self, seconds: float) -> bool:
+        """Return True once the step's token or time budget is used up."""
+        tokens, limit = self.rollout.tokens_per_step, self.rollout.seconds_per_step
+        if tokens is not None and self.meter.generated_tokens >= tokens:
             return True
-        return self.seconds is not None and self.together(seconds >= self.seconds)
+        return limit is not None and self.plan.agree(seconds >= limit)
 
     def admit(self) -> None:
         """Start harvesters while the engine has free slots. The rest wait here, not in the engine's queue:
         there a fork would wait behind them, and its prefix might be evicted from the cache meanwhile."""
-        while self.waiting and len(self.tracks) < self.engine.max_num_seqs:
+        while self.waiting and len(self.in_flight) < self.engine.max_num_seqs:
             self.begin(*self.waiting.popleft())
 
     def begin(self, key: RolloutKey, harvester: Harvester) -> None:
+        """Start a harvester and launch its first tracks."""
         self.running[key] = harvester
         for track in harvester.start():
             self.launch(track, key)
 
     def launch(self, track: Track, key: RolloutKey) -> None:
-        """Submit a new track after the tokens that earlier steps and attempts got, or take it as ended."""
-        track.whole = self.whole(self.running[key].prompt, key[1])
-        if (carried := self.carried.get(key)) is not None:
-            track.age = carried.age
-            if track.name in carried.tracks:
-                track.resume(carried.tracks[track.name])
-                track.prompt_routes = self.running[key].prompt_routes
+        """Give a new track the tokens of earlier steps and attempts, then submit it unless it has ended."""
+        harvester = self.running[key]
+        track.keeps_columns = self.plan.keeps_columns(harvester.prompt, key[1])
+        # tokens of earlier steps
+        if (partial := self.partial.get(key)) is not None:
+            track.age = partial.age
+            if track.name in partial.tracks:
+                track.resume(partial.tracks[track.name])
+                track.prompt_routes = harvester.prompt_routes
                 self.generated[key] -= len(track)
-        if self.recorder is not None:
-            self.recorder.follow(track)
-        if track.name in self.known:
-            track.resume(self.known[track.name])
-            track.prompt_routes = self.running[key].prompt_routes
-        if self.keep_routes and track.whole and len(track.routes) != len(track):
+        for observer in self.observers:
+            observer.track_launched(track)
+        # tokens of earlier attempts at this step
+        if track.name in self.recorded_tracks:
+            track.resume(self.recorded_tracks[track.name])
+            track.prompt_routes = harvester.prompt_routes
+        if self.rollout.keep_routes and track.keeps_columns and len(track.routes) != len(track):
             raise EngineError(
                 f"track {track.name}: expected routes of the {len(track)} tokens that it had before, found "
                 f"{len(track.routes)}: they were generated without rollout.keep_routes"
             )
-        if self.carries_over:
+        if self.rollout.carry_over:
             self.launched.setdefault(key, []).append(track)
         if track.finish_reason is None:
             self.submit(track, key)
@@ -147,59 +131,66 @@ class Driver:
             self.generated[key] += len(track)
 
     def submit(self, track: Track, key: RolloutKey) -> None:
-        self.tracks[track.request_id] = (track, key)
+        """Submit the rest of a track as a request."""
+        self.in_flight[track.request_id] = (track, key)
         self.meter.launched(track)
-        asked = self.prompt_routes_asked(track, key)
-        self.engine.submit(track.request_id, track.path, track.remaining, track.seed, asked)
+        prompt_rows = self.prompt_route_rows(track, key)
+        self.engine.submit(track.request_id, track.path, track.remaining, track.seed, prompt_rows)
 
-    def prompt_routes_asked(self, track: Track, key: RolloutKey) -> int:
-        """How many rows of its prompt a track's request brings: the first request of a rollout brings all."""
+    def prompt_route_rows(self, track: Track, key: RolloutKey) -> int:
+        """Return the number of rows of prompt routes that a track's request brings: the first request of a
+        rollout brings all, the others none."""
         harvester = self.running[key]
-        if not self.keep_routes or key in self.asking or harvester.prompt_routes is not None:
+        asked = key in self.prompt_route_requests or harvester.prompt_routes is not None
+        if not self.rollout.keep_routes or asked:
             return 0
-        self.asking[key] = track.request_id
+        self.prompt_route_requests[key] = track.request_id
         return len(harvester.prompt.token_ids) - 1
 
     def deliver(self, deltas: list[Delta]) -> list[RolloutKey]:
-        """Hand tokens to their tracks; returns the harvesters that can now decide something."""
+        """Hand tokens to their tracks; return the keys of harvesters that can now decide something."""
         touched: dict[RolloutKey, None] = {}
         tokens = 0
         for delta in deltas:
-            entry = self.tracks.get(delta.request_id)
+            entry = self.in_flight.get(delta.request_id)
             if entry is None:  # sent before the engine saw the abort
                 continue
             track, key = entry
-            _check_delta(track, delta, self.keep_routes)
-            if delta.token_ids and self.asking.get(key) == delta.request_id:
+            _check_delta(track, delta, self.rollout.keep_routes)
+            # routes of the prompt
+            if delta.token_ids and self.prompt_route_requests.get(key) == delta.request_id:
                 track.prompt_routes = self.running[key].prompt_routes = _prompt_routes(
                     delta, len(self.running[key].prompt.token_ids) - 1
                 )
-                del self.asking[key]
+                del self.prompt_route_requests[key]
+            # tokens
             tokens += len(delta.token_ids)
             if delta.num_cached_tokens is not None:
                 self.meter.prefilled(track, delta.num_cached_tokens)
             version = self.engine.policy_version if delta.policy_version is None else delta.policy_version
             if track.extend(delta, version):
                 touched[key] = None
+            # end of the track, or of its request alone
             if track.finish_reason is not None:
                 self.generated[key] += len(track)
-                self.leave(delta)
+                self.forget(delta)
             elif delta.finish_reason is not None:
                 self.retry(track, key, delta)
         self.meter.stepped(len(deltas), tokens)
         return list(touched)
 
-    def leave(self, delta: Delta) -> None:
-        """A track has ended; its engine may not know yet."""
-        del self.tracks[delta.request_id]
+    def forget(self, delta: Delta) -> None:
+        """Drop the request of a track that has ended; abort it where the engine does not know of the end."""
+        del self.in_flight[delta.request_id]
         if delta.finish_reason is None:
             self.engine.abort([delta.request_id])
 
     def retry(self, track: Track, key: RolloutKey, delta: Delta) -> None:
-        """Submit what is left of a request that the engine gave up or ended early."""
-        del self.tracks[delta.request_id]
-        if self.asking.get(key) == delta.request_id:
-            del self.asking[key]
+        """Submit the rest of a request that the engine gave up or ended early. Raises EngineError after
+        MAX_ATTEMPTS."""
+        del self.in_flight[delta.request_id]
+        if self.prompt_route_requests.get(key) == delta.request_id:
+            del self.prompt_route_requests[key]
         track.attempts += 1
         self.meter.retries += 1
         if track.attempts >= MAX_ATTEMPTS:
@@ -210,66 +201,74 @@ class Driver:
         self.submit(track, key)
 
     def advance(self, keys: list[RolloutKey]) -> None:
+        """Let harvesters use the new tokens of their tracks, and launch their forks."""
         for key in keys:
             harvester = self.running[key]
             before = len(harvester.parts)
-            while launched := harvester.advance():  # whose tokens may be known
+            while launched := harvester.advance():  # a fork may have recorded tokens, and have ended
                 for track in launched:
                     self.launch(track, key)
-            self.settle(key, harvester, before)
+            self.report(key, harvester, before)
 
-    def settle(self, key: RolloutKey, harvester: Harvester, before: int) -> None:
-        """Announce the parts that became final, after the ``before`` first ones, and the rollout's end."""
+    def report(self, key: RolloutKey, harvester: Harvester, before: int) -> None:
+        """Tell the observers of the parts after the first ``before`` ones, and of the end of the rollout."""
         parts = harvester.parts[before:]
-        for part in self.carried[key].recall(parts) if key in self.carried else parts:
-            self.announce(harvester, part)
+        new = self.partial[key].restore_grades(parts) if key in self.partial else parts
+        for part in new:
+            for observer in self.observers:
+                observer.part_finished(harvester, part)
         if harvester.complete:
-            del self.running[key]
             self.launched.pop(key, None)
-            rollout, generated = harvester.rollout(self.engine.policy_version), self.generated.pop(key, 0)
-            self.asking.pop(key, None)  # cut before its first token
-            self.collect(rollout)
-            if self.recorder is not None:
-                self.recorder.complete(rollout, generated)
+            rollout, generated = self.take(key, harvester)
+            for observer in self.observers:
+                observer.rollout_completed(rollout, generated)
 
-    def record(self, ended: bool = False) -> None:
-        if self.recorder is not None:
-            self.recorder.tick(ended)
+    def take(self, key: RolloutKey, harvester: Harvester) -> tuple[Rollout, int]:
+        """Stop running a harvester; return its rollout, and the number of tokens generated for it."""
+        self.running.pop(key, None)
+        self.prompt_route_requests.pop(key, None)  # still there if cut before its first token
+        return harvester.rollout(self.engine.policy_version), self.generated.pop(key, 0)
 
-    def cut(self) -> None:
-        """The budget is spent: suspend what is not complete, or complete it as it is; start nothing more."""
-        self.engine.abort(list(self.tracks))
-        for track, key in self.tracks.values():
+    def finish_decode_step(self, last: bool = False) -> None:
+        for observer in self.observers:
+            observer.decode_step_finished(last)
+
+    def end_early(self) -> None:
+        """Suspend or cut rollouts that are not complete, and start no more: the budget is used up."""
+        # stop decoding
+        self.engine.abort(list(self.in_flight))
+        for track, key in self.in_flight.values():
             self.generated[key] += len(track)
-        self.tracks.clear()
+        self.in_flight.clear()
+        # end running harvesters
         for key, harvester in list(self.running.items()):
-            if self.suspends(key):
+            if self.may_suspend(key):
                 self.suspend(key, harvester)
             else:
                 before = len(harvester.parts)
                 harvester.cut()
-                self.settle(key, harvester, before)
+                self.report(key, harvester, before)
+        # suspend those that have not started
         for key, harvester in self.waiting:
-            if self.suspends(key):
+            if self.may_suspend(key):
                 harvester.start()  # its tracks get no token
                 self.suspend(key, harvester)
         self.waiting.clear()
 
-    def suspends(self, key: RolloutKey) -> bool:
-        return self.carries_over and not (key in self.carried and self.carried[key].ends)
+    def may_suspend(self, key: RolloutKey) -> bool:
+        """Return True if the next step may resume a rollout."""
+        return self.rollout.carry_over and not (key in self.partial and self.partial[key].last_step)
 
     def suspend(self, key: RolloutKey, harvester: Harvester) -> None:
-        """Leave it to the next step."""
-        self.running.pop(key, None)
-        self.asking.pop(key, None)
-        rollout, generated = harvester.rollout(self.engine.policy_version), self.generated.pop(key, 0)
-        self.collect(rollout)
-        if self.recorder is not None:
-            self.recorder.suspend(rollout, generated, self.launched.pop(key, ()))
+        """Leave a rollout to the next step."""
+        rollout, generated = self.take(key, harvester)
+        tracks = self.launched.pop(key, ())
+        for observer in self.observers:
+            observer.rollout_suspended(rollout, generated, tracks)
 
 
 def _prompt_routes(delta: Delta, expected: int) -> Routes:
-    """Those that the request asked for. Raises EngineError where they are missing."""
+    """Return the prompt routes that the request asked for. Raises EngineError where rows are missing."""
     assert delta.routes is not None
     found = delta.routes[:0] if delta.prompt_routes is None else delta.prompt_routes
     if len(found) != expected:

@@ -1,148 +1,104 @@
 """Generation of one step: prompts in, rollouts out, at the engine's own speed (``driver``).
 
-A harvester (``sampling.kind``) sees only token sequences and makes one rollout. What is harvested does not
-depend on the order in which tokens arrive (unless the budget cuts it off). So a harvest that was killed goes
-on from the tokens that were recorded: its tracks start with them. So does a rollout that the budget
-suspended, in the next step (``carried``).
+A harvester (``sampling.harvester``) sees only token sequences and makes one rollout. The result does not
+depend on the order in which tokens arrive (unless the budget cuts rollouts off). So a harvest that was killed
+resumes from the tokens that were recorded: its tracks start with them. So does a rollout that the budget
+suspended, in the next step (``partial``).
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout.driver import Driver
 from megatron_eqlen.rollout.engine import Decoder, StalePolicyError
-from megatron_eqlen.rollout.left import Carried, Left
+from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.rollout.meter import Meter
+from megatron_eqlen.rollout.partial import PartialRollout
 from megatron_eqlen.sampling import KINDS
-from megatron_eqlen.sampling.kind import Harvester
-from megatron_eqlen.sampling.record import Part
-from megatron_eqlen.types import (
-    Metrics,
-    Prompt,
-    Rollout,
-    RolloutKey,
-    rollout_key,
-    sampled_by,
-)
-
-if TYPE_CHECKING:
-    from megatron_eqlen.rollout.recorder import Recorder  # pyarrow takes long to import
+from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver
+from megatron_eqlen.sampling.track import Track
+from megatron_eqlen.types import Metrics, Prompt, Rollout, RolloutKey, rollout_key, sampled_by
 
 
 def harvest_seed(recipe: Recipe, step: int) -> int:
-    """Of the rollouts that begin in a step, whose number is counted from 0."""
+    """Return the seed of the rollouts that begin in ``step``, counted from 0."""
     return zlib.crc32(f"{recipe.seed}/{step}".encode())
 
 
 def harvest(
-    engine: Decoder,
-    prompts: list[Prompt],
-    recipe: Recipe,
-    eos_token_ids: Collection[int],
-    seed: int,
-    left: Left | None = None,
-    carried: Sequence[Carried] = (),
-    recorder: Recorder | None = None,
-    on_part: Callable[[Harvester, Part], None] | None = None,
-    whole: Callable[[Prompt, int], bool] | None = None,
-    together: Callable[[bool], bool] = bool,
-    oldest_version: int | None = None,
+    engine: Decoder, plan: HarvestPlan, observers: Sequence[HarvestObserver] = ()
 ) -> tuple[list[Rollout], Metrics]:
-    """Harvest ``recipe.group_size`` tracks or completions for every prompt.
+    """Harvest ``recipe.group_size`` tracks or completions for every prompt of ``plan``.
 
-    ``seed`` differs from step to step; a track's own seed is a stable hash of it, the prompt's id and the
-    track's number. ``recorder`` records rollouts, and the tokens of those that are not complete. ``on_part``
-    is called with each part of a rollout as it becomes final: in this thread, between two decode steps, so it
-    must return at once.
-
-    ``left``: what earlier attempts at this harvest have recorded. ``carried``: rollouts that an earlier step
-    suspended; their prompts may be among ``prompts``, which then name no other rollouts.
-
-    ``whole``: of which rollouts (prompt and number) log-probs, masks and routes are kept, by default of all.
-    Of the others the rank holds token ids, which forks need. ``together``: what one of the ranks that drive
-    this engine in step says of the time, for all of them.
-
-    ``oldest_version``: of the weights that may have sampled a token of what is returned, in earlier attempts
-    too; what is ``carried`` says it for itself. None: the engine's weights do not change before the harvest
-    ends.
-
-    Returns the rollouts, those that were carried first, then in the order of ``prompts`` (and of stream
-    numbers), and the metrics of the whole harvest, except for requests and speeds, which are this attempt's.
-    When the budget (``rollout.tokens_per_step``, ``seconds_per_step``) is spent, those that are not complete
-    are cut; those that did not start are not in the list. With ``rollout.carry_over`` both are suspended and
-    in the list. Raises ValueError for prompts that do not fit, EngineError for an engine that died or
-    hangs, and StalePolicyError for tokens of other weights.
+    Returns the rollouts, resumed ones first, then in the order of the prompts (and of stream numbers), and
+    the metrics of the whole harvest, except for requests and speeds, which are those of this attempt. When
+    the budget (``rollout.tokens_per_step``, ``seconds_per_step``) is used up, rollouts that are not complete
+    are cut, and rollouts that did not start are left out. With ``rollout.carry_over`` both are suspended and
+    in the list. Raises ValueError for prompts that do not fit, EngineError for an engine that died or hangs,
+    and StalePolicyError for tokens of other weights.
     """
-    check_prompts(prompts, recipe, engine.max_model_len)
-    left = left or Left()
-    goes_on = {rollout_key(one.rollout): one for one in carried}
-    harvesters = _harvesters(prompts, goes_on, recipe, frozenset(eos_token_ids), seed)
-    for key, routes in left.prompt_routes.items():
+    check_prompts(plan.prompts, plan.recipe, engine.max_model_len)
+    meter = Meter(
+        engine, plan.progress.generated_tokens, plan.partial if plan.recipe.rollout.carry_over else None
+    )
+    finished = _Finished(plan, engine.policy_version, meter)
+    for rollout in plan.progress.rollouts:
+        finished.add(rollout)
+    harvesters = _harvesters(plan)
+    driver = Driver(engine, plan, meter, [finished, *observers])
+    driver.run({key: harvester for key, harvester in harvesters.items() if key not in finished.rollouts})
+    return [finished.rollouts[key] for key in harvesters if key in finished.rollouts], meter.metrics()
+
+
+class _Finished(HarvestObserver):
+    """Collects the rollouts, complete and suspended, and checks which weights sampled them."""
+
+    def __init__(self, plan: HarvestPlan, version: int, meter: Meter) -> None:
+        self.rollouts: dict[RolloutKey, Rollout] = {}
+        self._version, self._oldest, self._meter = version, plan.oldest_version, meter
+        self._oldest_resumed = {resumed.key: resumed.oldest_version for resumed in plan.partial}
+
+    def rollout_completed(self, rollout: Rollout, generated_tokens: int) -> None:
+        self.add(rollout)
+
+    def rollout_suspended(self, rollout: Rollout, generated_tokens: int, tracks: Sequence[Track]) -> None:
+        self.add(rollout)
+
+    def add(self, rollout: Rollout) -> None:
+        """Add a rollout. Raises StalePolicyError where its weights are others than the plan expects."""
+        key = rollout_key(rollout)
+        oldest = self._oldest if self._oldest is None else self._oldest_resumed.get(key, self._oldest)
+        _check_version(rollout, self._version, oldest)
+        self.rollouts[key] = rollout
+        self._meter.count(rollout)
+
+
+def _harvesters(plan: HarvestPlan) -> dict[RolloutKey, Harvester]:
+    """Return the harvesters of all rollouts, resumed ones first."""
+    resumed_prompts = {resumed.rollout.prompt_id for resumed in plan.partial}
+    new = [prompt for prompt in plan.prompts if prompt.prompt_id not in resumed_prompts]
+    eos = frozenset(plan.eos_token_ids)
+    harvesters = {resumed.key: _resumed(resumed, plan.recipe, eos) for resumed in plan.partial}
+    harvesters |= {
+        (harvester.prompt.prompt_id, harvester.index): harvester
+        for harvester in KINDS[plan.recipe.sampling].harvesters(new, plan.recipe, eos, plan.seed)
+    }
+    for key, routes in plan.progress.prompt_routes.items():
         if key in harvesters:
             harvesters[key].prompt_routes = routes
-    meter = Meter(engine, left.generated_tokens, carried if recipe.rollout.carry_over else None)
-    finished: dict[RolloutKey, Rollout] = {}
-    version = engine.policy_version
-
-    def collect(rollout: Rollout) -> None:
-        key = rollout_key(rollout)
-        own = oldest_version is None or key not in goes_on
-        _check_version(rollout, version, oldest_version if own else goes_on[key].oldest_version)
-        finished[key] = rollout
-        meter.count(rollout)
-
-    for rollout in left.rollouts:
-        collect(rollout)
-    driver = Driver(
-        engine,
-        recipe,
-        meter,
-        on_part or _nothing,
-        collect,
-        recorder,
-        left.tracks,
-        whole or _all,
-        goes_on,
-        together,
-    )
-    driver.run({key: one for key, one in harvesters.items() if key not in finished})
-    return [finished[key] for key in harvesters if key in finished], meter.metrics()
+    return harvesters
 
 
-def _harvesters(
-    prompts: list[Prompt],
-    carried: Mapping[RolloutKey, Carried],
-    recipe: Recipe,
-    eos: frozenset[int],
-    seed: int,
-) -> dict[RolloutKey, Harvester]:
-    """Of all rollouts, those that were carried first."""
-    old = {prompt_id for prompt_id, _ in carried}
-    new = [prompt for prompt in prompts if prompt.prompt_id not in old]
-    begun = {key: _harvester(one, recipe, eos) for key, one in carried.items()}
-    return begun | {
-        (one.prompt.prompt_id, one.index): one
-        for one in KINDS[recipe.sampling].harvesters(new, recipe, eos, seed)
-    }
-
-
-def _harvester(carried: Carried, recipe: Recipe, eos: frozenset[int]) -> Harvester:
-    prompt = carried.rollout.prompt
-    of_prompt = KINDS[recipe.sampling].harvesters([prompt], recipe, eos, carried.seed)
-    found = next(one for one in of_prompt if one.index == carried.rollout.index)
-    found.prompt_routes = carried.prompt_routes
-    return found
-
-
-def _nothing(harvester: Harvester, part: Part) -> None: ...
-
-
-def _all(prompt: Prompt, index: int) -> bool:
-    return True
+def _resumed(partial: PartialRollout, recipe: Recipe, eos: frozenset[int]) -> Harvester:
+    """Return a new harvester for a partial rollout, with the seed that it had."""
+    prompt = partial.rollout.prompt
+    of_prompt = KINDS[recipe.sampling].harvesters([prompt], recipe, eos, partial.seed)
+    harvester = next(found for found in of_prompt if found.index == partial.rollout.index)
+    harvester.prompt_routes = partial.prompt_routes
+    return harvester
 
 
 def _check_version(rollout: Rollout, version: int, oldest: int | None) -> None:
@@ -155,8 +111,8 @@ def _check_version(rollout: Rollout, version: int, oldest: int | None) -> None:
     raise StalePolicyError(f"{rollout.prompt_id}: generated by policy_version {found}, expected {expected}")
 
 
-def check_prompts(prompts: list[Prompt], recipe: Recipe, max_model_len: int) -> None:
-    """Raise ValueError for a prompt that is empty, twice there, or too long for the engine."""
+def check_prompts(prompts: Sequence[Prompt], recipe: Recipe, max_model_len: int) -> None:
+    """Raise ValueError for a prompt that is empty, occurs twice, or is too long for the engine."""
     seen: set[str] = set()
     for prompt in prompts:
         if prompt.prompt_id in seen:

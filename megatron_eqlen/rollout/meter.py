@@ -1,4 +1,4 @@
-"""What one harvest counted: the ``harvest/...`` metrics."""
+"""Counters of one harvest: the ``harvest/...`` metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_eqlen.metrics import (
     HARVEST_TOKENS_PER_SECOND,
 )
 from megatron_eqlen.rollout.engine import Decoder
-from megatron_eqlen.rollout.left import Carried
+from megatron_eqlen.rollout.partial import PartialRollout
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.types import Delta, Metrics, Rollout
@@ -29,12 +29,12 @@ class Meter:
 
     ``generated_tokens`` are all tokens the engine delivered, ``supervised_tokens`` those inside pairs
     (or completions): the rest are tails, and head starts that never became part of a pair. Both are of all
-    attempts at the harvest: ``resumed_tokens`` were generated before this one. ``carried`` are the
-    rollouts that an earlier step suspended; what it generated for them is not counted again.
+    attempts at the harvest: ``resumed_tokens`` were generated before this one. ``partial``: rollouts that an
+    earlier step suspended; tokens of earlier steps are not counted again.
     """
 
     def __init__(
-        self, engine: Decoder, resumed_tokens: int = 0, carried: Sequence[Carried] | None = None
+        self, engine: Decoder, resumed_tokens: int = 0, partial: Sequence[PartialRollout] | None = None
     ) -> None:
         self.engine = engine
         self.generated_tokens = self.resumed_tokens = resumed_tokens
@@ -44,8 +44,8 @@ class Meter:
         self.engine_seconds = 0.0
         self.started = time.perf_counter()
         self.rollouts: list[Rollout] = []
-        """Complete ones."""
-        self.carried = carried
+        """Complete rollouts."""
+        self.partial = partial
         """None where nothing is carried over."""
         self.suspended = 0
 
@@ -65,7 +65,7 @@ class Meter:
         self.generated_tokens += tokens
 
     def prefilled(self, track: Track, cached_tokens: int) -> None:
-        """``track``'s prompt is in the KV cache, ``cached_tokens`` of it were before."""
+        """Count the prefill of a track's prompt, ``cached_tokens`` of which were in the KV cache before."""
         if _is_new_fork(track):
             self.forks_prefilled += 1
             self.fork_prefix_tokens += len(track.context)
@@ -98,36 +98,36 @@ class Meter:
             HARVEST_RECOMPUTED_TOKENS_PER_FORK: recomputed / max(self.forks_prefilled, 1),
             "harvest/policy_version": self.engine.policy_version,
         }
-        if self.carried is not None:
+        if self.partial is not None:
             metrics |= {
-                "harvest/carried_rollouts": len(self.carried),
-                "harvest/carried_tokens": sum(one.tokens for one in self.carried),
+                "harvest/carried_rollouts": len(self.partial),
+                "harvest/carried_tokens": sum(partial.tokens for partial in self.partial),
                 HARVEST_SUSPENDED_ROLLOUTS: self.suspended,
             }
         return metrics | rollout_metrics(self.rollouts) | self.engine.metrics()
 
 
 def _is_new_fork(track: Track) -> bool:
-    """Whether its prefix may be in the cache: not that of a track that goes on in another process."""
+    """Return True for a fork whose prefix may be in the cache: not for one that is resumed."""
     return track.is_fork and track.attempts == 0 and len(track) == 0
 
 
 def rollout_metrics(rollouts: list[Rollout]) -> Metrics:
-    """The shape of what was harvested: pairs, lengths, outcomes. Empty for no rollouts."""
+    """Return counts of pairs, lengths and outcomes; empty for no rollouts."""
     if not rollouts:
         return {}
     ended = [len(tokens) for rollout in rollouts for _, tokens in rollout.ended()]
     metrics: Metrics = {"harvest/rollouts": len(rollouts), "harvest/ended_responses": len(ended)}
     if ended:
         metrics[HARVEST_ENDED_RESPONSE_LENGTH] = fmean(ended)
-    masks = [part.sampling_mask for one in rollouts for part in one.segments() if part.sampling_mask]
+    masks = [part.sampling_mask for rollout in rollouts for part in rollout.segments() if part.sampling_mask]
     if masked := sum(map(len, masks)):
         kept = sum(len(mask.ids) for mask in masks)
         metrics |= {"harvest/masked_tokens": masked, "harvest/kept_per_token": kept / masked}
-    routes = [part.routes for one in rollouts for part in one.segments()]
-    routes += [one.prompt_routes for one in rollouts]
-    if any(one is not None for one in routes):
-        metrics[HARVEST_ROUTE_BYTES] = sum(one.nbytes for one in routes if one is not None)
+    routes = [part.routes for rollout in rollouts for part in rollout.segments()]
+    routes += [rollout.prompt_routes for rollout in rollouts]
+    if any(rows is not None for rows in routes):
+        metrics[HARVEST_ROUTE_BYTES] = sum(rows.nbytes for rows in routes if rows is not None)
     for kind in dict.fromkeys(map(kind_of, rollouts)):
         metrics |= kind.shape([rollout for rollout in rollouts if kind_of(rollout) is kind])
     return metrics

@@ -20,7 +20,7 @@ import pyarrow as pa
 from megatron_eqlen.rollout.arrow_log import VERSION, VERSION_KEY, lists, pieces
 from megatron_eqlen.rollout.route_columns import as_bytes, from_bytes, route_name, unread
 from megatron_eqlen.sampling import KINDS, kind_of
-from megatron_eqlen.sampling.record import Head, Part, head_of
+from megatron_eqlen.sampling.harvester import RolloutHeader, RolloutPart, header_of
 from megatron_eqlen.types import (
     NO_TOKENS,
     Elsewhere,
@@ -120,7 +120,7 @@ def rollout_rows(
         "policy_version": rollout.policy_version,
     }
     rows = [head | _part_row(part, with_routes) for part in kind.parts(rollout)]
-    end = {"role": END, "outcome": head_of(rollout).outcome, "generated_tokens": generated_tokens}
+    end = {"role": END, "outcome": header_of(rollout).outcome, "generated_tokens": generated_tokens}
     routes = rollout.prompt_routes if with_routes else None
     return [*rows, head | end | _route_columns(routes) | {"tokens": 0 if routes is None else len(routes)}]
 
@@ -129,7 +129,7 @@ def _route_columns(routes: Routes | None) -> Row:
     return {"route": route_name(routes), "routes": as_bytes(routes)}
 
 
-def _part_row(part: Part, with_routes: bool) -> Row:
+def _part_row(part: RolloutPart, with_routes: bool) -> Row:
     segment, mask = part.segment, part.segment.sampling_mask
     return {
         "role": part.role,
@@ -210,7 +210,7 @@ class Assembly:
     """Otherwise rollouts get none."""
     generated_tokens: dict[RolloutKey, int] = field(default_factory=dict)
     """Those that were generated for them, where that is known."""
-    _open: dict[tuple[str, int], list[Part]] = field(default_factory=dict)
+    _open: dict[tuple[str, int], list[RolloutPart]] = field(default_factory=dict)
 
     def take(self, row: Row) -> None:
         """Raises ValueError or KeyError for a row that has no place."""
@@ -219,7 +219,7 @@ class Assembly:
             self.prompts[row["prompt_id"]] = _prompt(row)
         elif row["role"] == END:
             routes = self._routes(row)
-            head = Head(self.prompts[key[0]], key[1], row["policy_version"], row["outcome"], routes)
+            head = RolloutHeader(self.prompts[key[0]], key[1], row["policy_version"], row["outcome"], routes)
             self.rollouts.setdefault(key, _kind(row["kind"]).join(head, self._open.pop(key, [])))
             self.generated_tokens.setdefault(key, row["generated_tokens"] or 0)
         else:
@@ -231,7 +231,7 @@ class Assembly:
             return None
         return unread(name, row["tokens"]) if data is None else from_bytes(name, data)
 
-    def _part(self, row: Row) -> Part:
+    def _part(self, row: Row) -> RolloutPart:
         ids, counts = row["mask_ids"], row["mask_counts"]
         segment = Segment(
             row["token_ids"],
@@ -243,7 +243,7 @@ class Assembly:
             versions=_runs(row["versions"].tolist()),
             carried=row["carried"],
         )
-        return Part(row["role"], row["number"], segment, row["parent"])
+        return RolloutPart(row["role"], row["number"], segment, row["parent"])
 
 
 def _runs(numbers: list[int]) -> Versions:

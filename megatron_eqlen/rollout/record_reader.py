@@ -1,5 +1,5 @@
-"""What ``recorder`` has written, read again: rollouts whole or as skeletons, what an attempt that was cut
-short has left, and tables for notebooks."""
+"""Readers of the files of ``recorder``: rollouts with arrays or as skeletons, the progress of an attempt that
+was cut short, and tables for notebooks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_eqlen.rollout.arrow_log import (
     placed,
     values,
 )
-from megatron_eqlen.rollout.left import Left
+from megatron_eqlen.rollout.partial import HarvestProgress
 from megatron_eqlen.rollout.record_format import (
     END,
     PROMPT,
@@ -98,9 +98,11 @@ def fill_token_ids(skeletons: Sequence[Rollout], files: Sequence[Path]) -> None:
             segment.token_ids = found.token_ids
 
 
-def read_left(files: Sequence[Path], prompt_ids: Collection[str], with_routes: bool = False) -> Left:
-    """What ``left_files`` hold of ``prompt_ids``. ``with_routes``: tokens without routes (the attempt kept
-    none, or ``rollout.record_routes`` is off) are left out, and generated again."""
+def read_progress(
+    files: Sequence[Path], prompt_ids: Collection[str], with_routes: bool = False
+) -> HarvestProgress:
+    """Return the results that ``recorded_files`` hold of ``prompt_ids``. ``with_routes``: leave out tokens
+    without routes (the attempt kept none, or ``rollout.record_routes`` is off), to be generated again."""
     recorded = [path for path in files if not _is_journal(path)]
     assembly = _assembled(_naming(recorded, prompt_ids), prompt_ids=prompt_ids, with_routes=with_routes)
     journaled = journal.read_journals(filter(_is_journal, files), prompt_ids)
@@ -116,17 +118,17 @@ def read_left(files: Sequence[Path], prompt_ids: Collection[str], with_routes: b
     tracks = {name: known for name, known in tracks.items() if rollout_of(name) not in assembly.rollouts}
     generated = sum(assembly.generated_tokens[key] for key in assembly.rollouts)
     generated += sum(map(len, tracks.values()))
-    return Left(_in_training_order(assembly), tracks, generated, journaled.prompt_routes)
+    return HarvestProgress(_in_training_order(assembly), tracks, generated, journaled.prompt_routes)
 
 
 def has_routes(rollout: Rollout) -> bool:
-    """Whether all its tokens have routes, and its prompt if there are any."""
+    """Return True if all tokens of a rollout have routes, and its prompt if there are any."""
     routes = [one.routes for one in rollout.segments() if len(one)]
     return not routes or all(one is not None for one in (rollout.prompt_routes, *routes))
 
 
-def left_files(folder: Path) -> list[Path]:
-    """A step's files of rollouts and its journals."""
+def recorded_files(folder: Path) -> list[Path]:
+    """Return a step's files of rollouts and its journals."""
     return step_files(folder) + _in_order(folder.glob(JOURNALS))
 
 
@@ -147,7 +149,7 @@ def set_aside_stale(
 
     So it is where a run has gone back to a checkpoint, and an update that was skipped before was taken now.
     """
-    files = left_files(folder)
+    files = recorded_files(folder)
     found = {version for path in files for version in _versions(path, oldest, carried)}
     if any(not oldest <= version <= newest for version in found):
         later = [one for one in sorted(folder.parent.glob("step-*")) if one.name > folder.name]

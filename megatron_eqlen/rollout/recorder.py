@@ -1,10 +1,9 @@
-"""A step's rollouts on disk, written by a thread of its own while they are harvested (``record_reader`` reads
-them).
+"""Writer of a step's rollouts: a thread records them while they are harvested (``record_reader`` reads them).
 
     step-00000012/rank-0.arrow            what a rank recorded: complete rollouts (``record_format``)
     step-00000012/rank-0-2.arrow          of the rank's next attempt at the step, or next batch of prompts
-    step-00000012/journal-rank-0.arrow    tokens of unfinished ones (``journal``), while the harvest goes on
-    step-00000012/suspended-rank-0.arrow  tokens of those that the next step goes on with
+    step-00000012/journal-rank-0.arrow    tokens of unfinished ones (``journal``), while the harvest runs
+    step-00000012/suspended-rank-0.arrow  tokens of rollouts that the next step resumes
     step-00000012/grades-rank-0.arrow     grades, once they are known; nothing is written twice
 
 A process killed at any moment loses what was not yet written: at most ``INTERVAL`` seconds of tokens.
@@ -34,6 +33,7 @@ from megatron_eqlen.rollout.record_format import (
     rollout_rows,
     to_batch,
 )
+from megatron_eqlen.sampling.harvester import HarvestObserver
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.types import Rollout
 
@@ -49,12 +49,12 @@ INTERVAL = 2.0
 """Seconds between two looks at the tracks of a harvest."""
 
 
-class Recorder:
+class Recorder(HarvestObserver):
     """Records rollouts in a new file: ``path``, or ``NAME-2`` ... where that exists. Makes the folder.
 
-    ``write`` records a rollout at once. A harvest calls ``follow``, ``complete`` and ``tick`` instead: they
-    record its tracks' tokens as well, every ``INTERVAL`` seconds, and each time all that there is after one
-    decode step, so that the next attempt goes on from a moment that there was.
+    ``write`` records a rollout at once. As the observer of a harvest it records the tokens of tracks as well,
+    every ``INTERVAL`` seconds, and each time all tokens that there are after one decode step, so that the
+    next attempt resumes from the state of one moment.
 
     ``with_routes``: with the routes of rollouts, which are most of a record's bytes; the journal always has
     them.
@@ -72,7 +72,7 @@ class Recorder:
         self._prompts: set[str] = set()
         """Ids of those that the file holds."""
         self._complete: list[Row] = []
-        """Rows of rollouts that wait for the next tick."""
+        """Rows of rollouts that wait for the next write."""
         self._suspended: list[Sequence[Track]] = []
         """Tracks of each of those among them that are suspended."""
         self._due = time.monotonic() + INTERVAL
@@ -84,25 +84,23 @@ class Recorder:
         """Record one rollout, without grades, after its prompt. Its arrays must not be changed any more."""
         self._put([], [], self._rows(rollout, None))
 
-    def follow(self, track: Track) -> None:
+    def track_launched(self, track: Track) -> None:
         """Record the tokens that the track gets from now on."""
         self._journal.follow(track)
 
-    def complete(self, rollout: Rollout, generated_tokens: int) -> None:
-        """Record a rollout with the next tick. ``generated_tokens``: of all its tracks, in this step."""
+    def rollout_completed(self, rollout: Rollout, generated_tokens: int) -> None:
+        """Record a rollout with the next write."""
         self._complete += self._rows(rollout, generated_tokens)
 
-    def suspend(self, rollout: Rollout, generated_tokens: int, tracks: Sequence[Track]) -> None:
-        """``complete`` for a rollout that the next step goes on with, from all tokens of ``tracks``. To be
-        called at the end of a harvest: before one tick."""
+    def rollout_suspended(self, rollout: Rollout, generated_tokens: int, tracks: Sequence[Track]) -> None:
+        """Record a rollout and all tokens of its tracks with the next write."""
         self._suspended.append(tracks)
-        self.complete(rollout, generated_tokens)
+        self.rollout_completed(rollout, generated_tokens)
 
-    def tick(self, ended: bool = False) -> None:
-        """Between two decode steps: record what is new if ``INTERVAL`` is over, or the harvest has
-        ``ended``."""
+    def decode_step_finished(self, last: bool = False) -> None:
+        """Record new tokens and rollouts if ``INTERVAL`` is over, or at the end of the harvest."""
         now = time.monotonic()
-        if now >= self._due or ended:
+        if now >= self._due or last:
             self._due = now + INTERVAL
             news, suspended, rows = self._journal.news(), self._suspended, self._complete
             self._suspended, self._complete = [], []

@@ -11,55 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty
+from megatron_eqlen.sampling.harvester import Harvester, RolloutHeader, RolloutPart
 from megatron_eqlen.sampling.picture import Picture
-from megatron_eqlen.sampling.record import Head, Part
-from megatron_eqlen.sampling.track import Track
-from megatron_eqlen.types import Metrics, Prompt, Rollout, Routes, TokenIds, TokenTree
-
-
-class Harvester(Protocol):
-    """What becomes one rollout: it launches tracks and decides, from their tokens, when it is complete.
-
-    Plain Python that sees token sequences only. What it harvests does not depend on the order in which tokens
-    arrive.
-    """
-
-    prompt: Prompt
-    index: int
-    """Which of the prompt's rollouts it becomes."""
-    parts: list[Part]
-    """What is final of it, as it becomes so; nothing here changes any more."""
-    prompt_routes: Routes | None
-    """Of its prompt, once its driver has them."""
-
-    @property
-    def complete(self) -> bool: ...
-    def start(self) -> list[Track]: ...
-    def advance(self) -> list[Track]:
-        """Use the new tokens of the tracks; returns tracks to launch. Asked when one of its tracks has ended,
-        or has reached the length that ``Track.awaited`` says."""
-        ...
-
-    def cut(self) -> None:
-        """The budget ran out: complete with what is there."""
-        ...
-
-    def response(self, part: Part) -> TokenIds:
-        """Token ids from after the prompt to the end of one of ``parts``. May be asked from any thread."""
-        ...
-
-    def open_tracks(self) -> list[tuple[Track, int]]:
-        """The tracks that may grow, or wait for others, each with how many of its tokens are parts already;
-        of a stream, the one that continues the trunk first."""
-        ...
-
-    def rollout(self, policy_version: int) -> Rollout:
-        """Its parts, joined; suspended if it is not complete. Asked after ``start``."""
-        ...
+from megatron_eqlen.types import Metrics, Prompt, Rollout, TokenTree
 
 
 def whole(rollout: Rollout, recipe: Recipe) -> bool:
@@ -101,9 +59,9 @@ class SamplingKind:
     """(scored rollout, recipe, length penalty) -> its token tree, and those units over the tree's nodes whose
     rewards became final in this step: each unit is in one step."""
     picture: Callable[[Any], Picture]
-    parts: Callable[[Any], list[Part]]
+    parts: Callable[[Any], list[RolloutPart]]
     """How a rollout is recorded: its segments, flat."""
-    join: Callable[[Head, Sequence[Part]], Any]
+    join: Callable[[RolloutHeader, Sequence[RolloutPart]], Any]
     """The rollout from its parts."""
     shape: Callable[[Sequence[Any]], Metrics]
     """Rollouts of this kind (at least one) -> ``harvest/...`` metrics: how many, how long, how they ended."""

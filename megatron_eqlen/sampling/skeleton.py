@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from megatron_eqlen.sampling import kind_of
-from megatron_eqlen.sampling.record import head_of
+from megatron_eqlen.sampling.harvester import header_of
 from megatron_eqlen.types import Elsewhere, Prompt, Rollout, Routes, Segment
 
 
@@ -16,7 +16,7 @@ def skeleton(rollout: Rollout) -> Rollout:
     """
     kind = kind_of(rollout)
     prompt = Prompt(rollout.prompt_id, [], "", "", "")
-    head = head_of(rollout)
+    head = header_of(rollout)
     head = dataclasses.replace(head, prompt=prompt, prompt_routes=_elsewhere(head.prompt_routes))
     return kind.join(
         head, [dataclasses.replace(part, segment=_bare(part.segment)) for part in kind.parts(rollout)]

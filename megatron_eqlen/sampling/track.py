@@ -73,9 +73,25 @@ class Track:
     """
 
     __slots__ = (
-        "age", "attempts", "awaited", "context", "eos_token_ids", "finish_reason", "is_fork", "limit",
-        "logprobs", "mask_counts", "mask_ids", "name", "prompt_id", "prompt_routes", "routes", "runs", "seed",
-        "token_ids", "whole",
+        "age",
+        "attempts",
+        "awaited",
+        "context",
+        "eos_token_ids",
+        "finish_reason",
+        "is_fork",
+        "keeps_columns",
+        "limit",
+        "logprobs",
+        "mask_counts",
+        "mask_ids",
+        "name",
+        "prompt_id",
+        "prompt_routes",
+        "routes",
+        "runs",
+        "seed",
+        "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -108,9 +124,9 @@ class Track:
         """Of its rollout's prompt, where this track's request brought them."""
         self.runs: list[tuple[int, int]] = []
         """``types.Versions`` of its tokens."""
-        self.whole = True
-        """Whether log-probs, masks and routes are kept: a rank that neither records nor trains with them does
-        not."""
+        self.keeps_columns = True
+        """False on a rank that neither records nor trains the rollout: it keeps no log-probs, masks and
+        routes."""
         self.finish_reason: FinishReason | None = None
         self.attempts = 0
         self.age = 0
@@ -144,7 +160,7 @@ class Track:
         if delta.token_ids and (not self.runs or self.runs[-1][1] != version):
             self.runs.append((len(self.token_ids), version))
         self.token_ids.fromlist(delta.token_ids)
-        if self.whole:
+        if self.keeps_columns:
             self.logprobs.fromlist(delta.logprobs)
             for kept in delta.sampling_mask or ():
                 self.mask_ids.extend(kept)
@@ -160,12 +176,12 @@ class Track:
         """Take the tokens that an earlier attempt at this track got, or an earlier step."""
         self.runs = list(joined_versions([(len(self), tuple(self.runs)), (len(known), known.versions)]))
         self.token_ids.frombytes(known.token_ids.tobytes())
-        if self.whole:
+        if self.keeps_columns:
             self.logprobs.frombytes(known.logprobs.tobytes())
-        if self.whole and known.sampling_mask is not None:
+        if self.keeps_columns and known.sampling_mask is not None:
             self.mask_ids.frombytes(known.sampling_mask.ids.tobytes())
             self.mask_counts.frombytes(known.sampling_mask.counts.tobytes())
-        if self.whole and known.routes is not None:
+        if self.keeps_columns and known.routes is not None:
             self.routes.extend(known.routes)
         self._end(first=0)
 
@@ -191,9 +207,10 @@ class Track:
         """Tokens ``start`` to ``stop`` of this track; the finish reason belongs to its last token."""
         stop = len(self.token_ids) if stop is None else stop
         token_ids = np.frombuffer(self.token_ids[start:stop], np.int32)
+        logprobs = np.frombuffer(self.logprobs[start:stop], np.float32)
         return Segment(
             token_ids,
-            np.frombuffer(self.logprobs[start:stop], np.float32) if self.whole else Elsewhere.of(token_ids),
+            logprobs if self.keeps_columns else Elsewhere.of(token_ids),
             self.finish_reason if stop == len(self.token_ids) else None,
             sampling_mask=self._mask(start, stop) if self.mask_counts else None,
             routes=self.routes[start:stop] if self.routes else None,

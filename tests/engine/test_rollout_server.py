@@ -22,19 +22,20 @@ from aiohttp import web
 from safetensors.torch import load_file
 
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.rollout.carried import Drawn, take_up
 from megatron_eqlen.rollout.engine import Engine, EngineError
 from megatron_eqlen.rollout.harvest import harvest, harvest_seed
-from megatron_eqlen.rollout.left import Carried
+from megatron_eqlen.rollout.harvest_plan import HarvestPlan
+from megatron_eqlen.rollout.partial import PartialRollout, RolloutOrigin
+from megatron_eqlen.rollout.read_partial import read_partial_rollouts
 from megatron_eqlen.rollout.recorder import Recorder
 from megatron_eqlen.rollout.sync_check import SyncCheck
 from megatron_eqlen.rollout.vllm import client, pool, replica, tcp_sender
 from megatron_eqlen.rollout.vllm.client import ServerEngine
 from megatron_eqlen.rollout.vllm.weight_stream import HELLO, connect, encode, receive
-from megatron_eqlen.sampling.kind import Harvester
-from megatron_eqlen.sampling.record import Part
+from megatron_eqlen.sampling.harvester import Harvester, RolloutPart
 from megatron_eqlen.types import Delta, Metrics, Prompt, Rollout, rollout_key
 from tests.kit.jobs import Job
+from tests.kit.observers import OnPart
 from tests.kit.processes import descendants
 from tests.kit.rollout_kit import folder, server_recipe
 from tools.benchmarks.servers import free_ports
@@ -71,8 +72,8 @@ def test_sampling_masks_come_from_servers_that_were_started_without(servers):
     recipe = server_recipe(list(servers), **sampling)
     local = open_local(recipe)
     remote = open_engine(recipe)
-    expected, _ = harvest(local, PROMPTS[:2], recipe, EOS, seed=1)
-    found, metrics = harvest(remote, PROMPTS[:2], recipe, EOS, seed=1)
+    expected, _ = harvest(local, HarvestPlan(PROMPTS[:2], recipe, EOS, seed=1))
+    found, metrics = harvest(remote, HarvestPlan(PROMPTS[:2], recipe, EOS, seed=1))
     assert_same(found, expected)
     assert 1 < metrics["harvest/kept_per_token"] <= 12
     remote.close()
@@ -100,18 +101,18 @@ def test_a_server_that_falls_silent_in_a_harvest_is_left_and_nothing_is_lost(ser
     monkeypatch.setattr(pool, "PATIENCE", 4.0)
     recipe = server_recipe(list(servers))
     remote = open_engine(recipe)
-    expected, _ = harvest(remote, PROMPTS[:3], recipe, EOS, seed=1)
+    expected, _ = harvest(remote, HarvestPlan(PROMPTS[:3], recipe, EOS, seed=1))
     with frozen(*servers.values()) as freeze:
         silent: list[int] = []
         replicas = remote.pool.replicas
 
-        def freeze_one(harvester: Harvester, part: Part) -> None:
+        def freeze_one(harvester: Harvester, part: RolloutPart) -> None:
             if not silent:
                 silent.append(max(range(2), key=lambda which: len(replicas[which].requests)))
                 process = list(servers.values())[silent[0]]
                 freeze([process.pid, *descendants(process.pid)])
 
-        found, metrics = harvest(remote, PROMPTS[:3], recipe, EOS, seed=1, on_part=freeze_one)
+        found, metrics = harvest(remote, HarvestPlan(PROMPTS[:3], recipe, EOS, seed=1), [OnPart(freeze_one)])
         assert_same(found, expected)
         assert metrics["engine/live_replicas"] == 1
         gone = replicas[silent[0]]
@@ -122,7 +123,7 @@ def test_a_server_that_falls_silent_in_a_harvest_is_left_and_nothing_is_lost(ser
         assert urllib.request.urlopen(f"{url}/health", timeout=60).status == 200
         says = "none is alive of " + "; ".join(f"{url}: heartbeat: silent for 4 s" for url in servers)
         with pytest.raises(EngineError, match=says):
-            harvest(remote, PROMPTS[:1], recipe, EOS, seed=2)
+            harvest(remote, HarvestPlan(PROMPTS[:1], recipe, EOS, seed=2))
     remote.close()
 
 
@@ -140,14 +141,17 @@ def begin_a_sync_and_die(engine: ServerEngine) -> None:
 
 def suspended(
     engine: ServerEngine, recipe: Recipe, streams: Path
-) -> tuple[list[Rollout], list[Carried], Metrics]:
+) -> tuple[list[Rollout], list[PartialRollout], Metrics]:
     """A step that its budget ends early: its complete rollouts, and what the next one goes on with."""
     limits = {"carry_over": True, "tokens_per_step": 400}
     recipe = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update=limits)})
     with Recorder(streams / "step-00000000/rank-0.arrow") as recorder:
-        found, metrics = harvest(engine, PROMPTS, recipe, EOS, harvest_seed(recipe, 0), recorder=recorder)
-    left = {rollout_key(one): Drawn(0, engine.policy_version) for one in found if one.suspended}
-    return [one for one in found if not one.suspended], take_up(streams, 1, left, recipe), metrics
+        found, metrics = harvest(
+            engine, HarvestPlan(PROMPTS, recipe, EOS, seed=harvest_seed(recipe, 0)), [recorder]
+        )
+    origins = {rollout_key(one): RolloutOrigin(0, engine.policy_version) for one in found if one.suspended}
+    partial = read_partial_rollouts(streams, 1, origins, recipe)
+    return [one for one in found if not one.suspended], partial, metrics
 
 
 def test_two_servers_harvest_what_one_process_does_through_a_sync_and_a_death(servers, monkeypatch, tmp_path):
@@ -157,8 +161,8 @@ def test_two_servers_harvest_what_one_process_does_through_a_sync_and_a_death(se
     local = open_local(recipe)
     remote = open_engine(recipe)
 
-    expected, _ = harvest(local, PROMPTS, recipe, EOS, seed=1)
-    found, metrics = harvest(remote, PROMPTS, recipe, EOS, seed=1)
+    expected, _ = harvest(local, HarvestPlan(PROMPTS, recipe, EOS, seed=1))
+    found, metrics = harvest(remote, HarvestPlan(PROMPTS, recipe, EOS, seed=1))
     assert_same(found, expected)
     assert metrics["engine/live_replicas"] == 2
     assert 0 <= metrics["harvest/recomputed_tokens_per_fork"] <= recipe.rollout.block_size
@@ -180,18 +184,20 @@ def test_two_servers_harvest_what_one_process_does_through_a_sync_and_a_death(se
     for token_ids, logprobs in remote.probe().values():
         assert token_ids == alone[0]
         assert logprobs == pytest.approx(alone[1], abs=2e-5)
-    expected, _ = harvest(local, PROMPTS, recipe, EOS, harvest_seed(recipe, 0))
+    expected, _ = harvest(local, HarvestPlan(PROMPTS, recipe, EOS, seed=harvest_seed(recipe, 0)))
     complete, carried, metrics = suspended(remote, recipe, tmp_path)
     assert sum(one.tokens > 0 for one in carried) > 1
     assert metrics["engine/sync_bytes"] == sum(w.numel() * w.element_size() for w in weights.values())
     announced = set()
 
-    def kill_one(harvester: Harvester, part: Part) -> None:
+    def kill_one(harvester: Harvester, part: RolloutPart) -> None:
         if not announced:
             next(iter(servers.values())).kill()
         announced.add((harvester.prompt.prompt_id, harvester.index))
 
-    found, metrics = harvest(remote, [], recipe, EOS, 0, carried=carried, on_part=kill_one)
+    found, metrics = harvest(
+        remote, HarvestPlan([], recipe, EOS, seed=0, partial=carried), [OnPart(kill_one)]
+    )
     for segment in (segment for one in found for segment in one.segments()):
         segment.carried = False
     assert_same(sorted([*complete, *found], key=rollout_key), expected)
@@ -208,7 +214,9 @@ def test_two_servers_harvest_what_one_process_does_through_a_sync_and_a_death(se
     with pytest.raises(EngineError, match="failed half way"):
         remote.submit("x", [5], 1, 0)
     remote.update_weights(iter(weights.items()), 1)
-    assert_same(harvest(remote, PROMPTS[:1], recipe, EOS, harvest_seed(recipe, 0))[0], expected[:2])
+    assert_same(
+        harvest(remote, HarvestPlan(PROMPTS[:1], recipe, EOS, seed=harvest_seed(recipe, 0)))[0], expected[:2]
+    )
     remote.close()
     local.close()
 
@@ -369,7 +377,7 @@ def harvest_independent(fakes: list[Fake], during=None, **over):
     try:
         if during is not None:
             during(engine)
-        rollouts, metrics = harvest(engine, PROMPT, recipe, {90}, seed=0)
+        rollouts, metrics = harvest(engine, HarvestPlan(PROMPT, recipe, {90}, seed=0))
         return [completion.token_ids.tolist() for completion in rollouts[0].completions], metrics
     finally:
         engine.close()

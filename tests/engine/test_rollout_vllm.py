@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from megatron_eqlen.rollout import recorder
 from megatron_eqlen.rollout.engine import EngineError
 from megatron_eqlen.rollout.harvest import harvest
-from megatron_eqlen.rollout.record_reader import left_files, read_left
+from megatron_eqlen.rollout.harvest_plan import HarvestPlan
+from megatron_eqlen.rollout.record_reader import read_progress, recorded_files
 from megatron_eqlen.rollout.vllm.sampler import uniform
 from megatron_eqlen.sampling.track import track_seed
 from megatron_eqlen.types import Prompt
@@ -133,18 +134,18 @@ def test_a_harvest_that_was_killed_goes_on_bit_for_bit(engine, tmp_path, monkeyp
     before."""
     recipe = make_recipe(rollout={"max_response_length": 60, "max_num_seqs": 64})
     prompts = [Prompt(f"p{i}", [5 + i, 6, 7, 8] * 5, "?", "math", "1", number=i) for i in range(6)]
-    want, whole = harvest(engine, prompts, recipe, EOS, seed=3)
+    want, whole = harvest(engine, HarvestPlan(prompts, recipe, EOS, seed=3))
     engine.reset_cache()
     monkeypatch.setattr(recorder, "INTERVAL", 0.0)
     monkeypatch.setattr(engine, "step", mortal(engine.step, 40))
     with pytest.raises(Killed), recorder.Recorder(tmp_path / "rank-0.arrow") as killed:
-        harvest(engine, prompts, recipe, EOS, seed=3, recorder=killed)
+        harvest(engine, HarvestPlan(prompts, recipe, EOS, seed=3), [killed])
     monkeypatch.undo()
     engine.reset_cache()
-    left = read_left(left_files(tmp_path), [prompt.prompt_id for prompt in prompts])
+    left = read_progress(recorded_files(tmp_path), [prompt.prompt_id for prompt in prompts])
     assert len(left.tracks) > 12
     assert left.generated_tokens > 0.5 * whole["harvest/generated_tokens"]
-    found, rest = harvest(engine, prompts, recipe, EOS, seed=3, left=left)
+    found, rest = harvest(engine, HarvestPlan(prompts, recipe, EOS, seed=3, progress=left))
     assert found == want
     assert rest["harvest/generated_tokens"] == whole["harvest/generated_tokens"]
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.rollout.engine import EngineError
 from megatron_eqlen.rollout.harvest import harvest
+from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.rollout.sync_check import SyncCheck
 from megatron_eqlen.rollout.vllm import lifecycle
 from megatron_eqlen.types import Prompt
@@ -94,7 +95,7 @@ def test_every_family_is_harvested_and_its_logprobs_are_transformers(fresh):
         },
         "test",
     )  # fmt: skip
-    streams, metrics = harvest(engine, prompts, recipe, EOS, seed=3)
+    streams, metrics = harvest(engine, HarvestPlan(prompts, recipe, EOS, seed=3))
     assert len(streams) == 8
     assert sum(len(stream.pairs) for stream in streams) > 16
     assert all(tokens[-1] in EOS and len(tokens) <= 150 for s in streams for _, tokens in s.ended())

@@ -16,7 +16,8 @@ from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedE
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout import recorder
 from megatron_eqlen.rollout.harvest import harvest
-from megatron_eqlen.rollout.record_reader import left_files, read_left, read_step
+from megatron_eqlen.rollout.harvest_plan import HarvestPlan
+from megatron_eqlen.rollout.record_reader import read_progress, read_step, recorded_files
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.types import Prompt, Rollout, Stream, joined, route_dtype
 from tests.engine.test_rollout_vllm import Killed, mortal
@@ -42,7 +43,7 @@ def engine(opened):
 
 
 def harvested(engine, **over) -> list[Rollout]:
-    return harvest(engine, PROMPTS, recipe_of(**over), EOS, seed=3)[0]
+    return harvest(engine, HarvestPlan(PROMPTS, recipe_of(**over), EOS, seed=3))[0]
 
 
 def paths(rollout: Rollout):
@@ -127,7 +128,7 @@ def test_routes_do_not_depend_on_what_the_cache_held_or_how_a_prefill_was_cut(en
     so small that requests are pushed out of it and computed again."""
     engine.reset_cache()
     want = harvested(engine)
-    again, metrics = harvest(engine, PROMPTS, recipe_of(), EOS, seed=3)
+    again, metrics = harvest(engine, HarvestPlan(PROMPTS, recipe_of(), EOS, seed=3))
     assert again == want
     routes = [s.routes for one in want for s in one.segments()] + [one.prompt_routes for one in want]
     assert metrics["harvest/route_bytes"] == sum(one.nbytes for one in routes)
@@ -135,7 +136,7 @@ def test_routes_do_not_depend_on_what_the_cache_held_or_how_a_prefill_was_cut(en
     small = opened(
         folder("qwen3_moe"), temperature=1.0, keep_routes=True, max_num_batched_tokens=64, kv_cache_gib=0.0005
     )
-    found, metrics = harvest(small, PROMPTS, recipe_of(), EOS, seed=3)
+    found, metrics = harvest(small, HarvestPlan(PROMPTS, recipe_of(), EOS, seed=3))
     small.close()
     assert metrics["engine/preemptions"] > 0
     assert found == want
@@ -146,13 +147,13 @@ def test_a_killed_harvest_goes_on_with_the_routes_that_it_had(engine, tmp_path, 
     monkeypatch.setattr(recorder, "INTERVAL", 0.0)
     monkeypatch.setattr(engine, "step", mortal(engine.step, 30))
     with pytest.raises(Killed), recorder.Recorder(tmp_path / "rank-0.arrow") as killed:
-        harvest(engine, PROMPTS, recipe_of(), EOS, seed=3, recorder=killed)
+        harvest(engine, HarvestPlan(PROMPTS, recipe_of(), EOS, seed=3), [killed])
     monkeypatch.undo()
     names = [prompt.prompt_id for prompt in PROMPTS]
-    left = read_left(left_files(tmp_path), names, with_routes=True)
+    left = read_progress(recorded_files(tmp_path), names, with_routes=True)
     assert len(left.tracks) > 8
     with recorder.Recorder(tmp_path / "rank-0.arrow") as resumed:
-        found, _ = harvest(engine, PROMPTS, recipe_of(), EOS, seed=3, left=left, recorder=resumed)
+        found, _ = harvest(engine, HarvestPlan(PROMPTS, recipe_of(), EOS, seed=3, progress=left), [resumed])
     assert found == want
     assert read_step(tmp_path) == want
 

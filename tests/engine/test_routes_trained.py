@@ -10,6 +10,7 @@ from megatron_eqlen.metrics import EXPERT_AGREEMENT, MISMATCH, ROUTER_AGREEMENT
 from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout.harvest import harvest
+from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.types import Grade, Metrics, Prompt, Rollout
 from tests.kit.distributed import run_ranks
 from tests.kit.rollout_kit import DTYPES, EOS, folder, open_engine
@@ -52,7 +53,7 @@ def test_the_trainer_computes_with_the_experts_that_the_engine_chose(kind, layer
     """A float32 trainer; the engine is in bfloat16 where vLLM's CPU build has nothing else."""
     engine = open_engine(folder(kind), DTYPES.get(kind, "float32"), temperature=1.0, keep_routes=True)
     try:
-        rollouts = graded(harvest(engine, PROMPTS, recipe_of(), EOS, seed=3)[0])
+        rollouts = graded(harvest(engine, HarvestPlan(PROMPTS, recipe_of(), EOS, seed=3))[0])
     finally:
         engine.close()
     path = str(folder(kind))

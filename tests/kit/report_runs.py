@@ -113,20 +113,20 @@ class Harvesting:
     def suspend(self) -> None:
         """What is there is left to the next step; it gets no grades."""
         rollout = self.harvester.rollout(0)
-        self.recorder.suspend(rollout, 0, self.tracks)
+        self.recorder.rollout_suspended(rollout, 0, self.tracks)
         self.tick()
         self.recorder.close()
         record_grades(self.path, [rollout])
 
     def tick(self) -> None:
-        self.recorder.tick(ended=True)
+        self.recorder.decode_step_finished(last=True)
         assert within(10, lambda: self.recorder._writing is None or self.recorder._writing.done())
 
     def end(self) -> None:
         """What is there is graded: every response is right."""
         self.harvester.cut()
         rollout = self.harvester.rollout(0)
-        self.recorder.complete(rollout, 0)
+        self.recorder.rollout_completed(rollout, 0)
         self.tick()
         self.recorder.close()
         for one, _ in rollout.ended():
@@ -141,5 +141,5 @@ class Harvesting:
         for track in tracks:
             if track.name in self.carried:
                 track.resume(self.carried[track.name].segment(0))
-            self.recorder.follow(track)
+            self.recorder.track_launched(track)
         self.tracks += tracks

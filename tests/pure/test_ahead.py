@@ -24,6 +24,7 @@ from megatron_eqlen.generation import Generator
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.replicas import Replicas
 from megatron_eqlen.rollout.engine import EngineError
+from megatron_eqlen.sampling.harvester import HarvestObserver
 from megatron_eqlen.step import Step
 from megatron_eqlen.timeline import Timeline
 from megatron_eqlen.types import Grade, Prompt, sampled_by
@@ -91,7 +92,6 @@ class Counting:
 
 class Graders:
     def begin_ended(self, rollouts): ...
-    def begin_part(self, harvester, part): ...
 
     def score(self, rollouts, seconds=0.0):
         for segment in (segment for one in rollouts for segment, _ in one.ended()):
@@ -114,7 +114,7 @@ def session(recipe: Recipe) -> Any:
         tokenizer=SimpleNamespace(eos_token_ids=EOS),
         scorer=Graders(),
         objective=SimpleNamespace(dynamic_sampling=False),
-        begin_grading=lambda harvester, part: None,
+        early_grading=HarvestObserver(),
         stage=stage,
         timeline=timeline,
         watchdog=Watchdog(0, 1, None),

@@ -17,6 +17,7 @@ from megatron_eqlen.files import step_name
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout.engine import EngineError
 from megatron_eqlen.rollout.harvest import harvest, harvest_seed
+from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.rollout.record_reader import read_step
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.step import Step
@@ -182,6 +183,6 @@ def uninterrupted(prompt: Prompt, drawn: int, recipe: Recipe) -> list[Rollout]:
     rollout = recipe.rollout.model_copy(update={"tokens_per_step": None, "carry_over": False})
     recipe = recipe.model_copy(update={"rollout": rollout})
     engine = Lockstep(random.Random(0), masks=False)
-    found, _ = harvest(engine, [prompt], recipe, EOS, harvest_seed(recipe, drawn))
+    found, _ = harvest(engine, HarvestPlan([prompt], recipe, EOS, seed=harvest_seed(recipe, drawn)))
     Graders().score(found)
     return found

@@ -22,9 +22,11 @@ from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.objectives.units import comparison_units
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout import recorder as recorder_module
-from megatron_eqlen.rollout.carried import CarriedError, Drawn, open_prompts, recall, take_up
 from megatron_eqlen.rollout.harvest import harvest, harvest_seed
-from megatron_eqlen.rollout.record_reader import left_files, read_left, read_step, remove_journals
+from megatron_eqlen.rollout.harvest_plan import HarvestPlan
+from megatron_eqlen.rollout.partial import RolloutOrigin, open_prompts, restore_grades
+from megatron_eqlen.rollout.read_partial import PartialRolloutError, read_partial_rollouts
+from megatron_eqlen.rollout.record_reader import read_progress, read_step, recorded_files, remove_journals
 from megatron_eqlen.rollout.recorder import JOURNALS, Recorder, record_grades
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.sampling.comparison import no_penalty
@@ -68,7 +70,7 @@ class Run:
 
     def __init__(self, streams: Path, recipe: Recipe, end: float) -> None:
         self.streams, self.recipe, self.end = streams, recipe, end
-        self.suspended: dict[RolloutKey, Drawn] = {}
+        self.suspended: dict[RolloutKey, RolloutOrigin] = {}
         self.drawn: dict[str, tuple[int, Prompt]] = {}
         self.graded: Counter = Counter()
         self.engine: Lockstep | None = None
@@ -94,7 +96,9 @@ class Run:
             found += mine
         assert not list(folder.glob(JOURNALS))
         self.suspended = {
-            rollout_key(one): carried.get(rollout_key(one), Drawn(number)) for one in found if one.suspended
+            rollout_key(one): carried.get(rollout_key(one), RolloutOrigin(number))
+            for one in found
+            if one.suspended
         }
         found.sort(key=training_order)
         assert read_step(folder) == found, "a replay trains the same"
@@ -102,11 +106,11 @@ class Run:
 
     def attempt(self, folder, number, rank, prompts, carried, budget, life) -> list[Rollout]:
         asked = {prompt.prompt_id for prompt in prompts}
-        files = left_files(folder)
-        left = read_left(files, asked, self.recipe.rollout.keep_routes)
+        files = recorded_files(folder)
+        left = read_progress(files, asked, self.recipe.rollout.keep_routes)
         mine = {key: drawn for key, drawn in carried.items() if key[0] in asked}
-        taken = take_up(self.streams, number, mine, self.recipe)
-        recall(taken, left.rollouts)
+        taken = read_partial_rollouts(self.streams, number, mine, self.recipe)
+        restore_grades(taken, left.rollouts)
         rollout = self.recipe.rollout.model_copy(update={"tokens_per_step": budget})
         engine = Lockstep(
             random.Random(0), self.end, max_num_seqs=5, policy_version=number,
@@ -116,12 +120,20 @@ class Run:
             if self.engine is not None:
                 engine, self.engine.policy_version = self.engine, number
             rollouts, metrics = harvest(
-                engine, prompts, self.recipe.model_copy(update={"rollout": rollout}), EOS,
-                harvest_seed(self.recipe, number), left, taken, recorder,
-            )  # fmt: skip
+                engine,
+                HarvestPlan(
+                    prompts,
+                    self.recipe.model_copy(update={"rollout": rollout}),
+                    EOS,
+                    seed=harvest_seed(self.recipe, number),
+                    progress=left,
+                    partial=taken,
+                ),
+                [recorder],
+            )
         remove_journals(files, asked)
         if not files:  # an engine that died had delivered more
-            generated = read_left(left_files(folder), asked).generated_tokens
+            generated = read_progress(recorded_files(folder), asked).generated_tokens
             assert generated == metrics["harvest/generated_tokens"]
             assert self.engine or generated == sum(engine.delivered.values())
         return rollouts
@@ -140,7 +152,7 @@ class Run:
         rollout = self.recipe.rollout.model_copy(update={"tokens_per_step": None, "carry_over": False})
         recipe = self.recipe.model_copy(update={"rollout": rollout})
         engine = Lockstep(random.Random(0), self.end, max_num_seqs=5, routes=recipe.rollout.keep_routes)
-        rollouts, _ = harvest(engine, [prompt], recipe, EOS, harvest_seed(recipe, number))
+        rollouts, _ = harvest(engine, HarvestPlan([prompt], recipe, EOS, seed=harvest_seed(recipe, number)))
         for one in rollouts:
             for segment, response in one.ended():
                 segment.grade = Grade(reward_of(response), "wrong")
@@ -295,7 +307,7 @@ def test_a_harvest_ends_when_its_time_is_over_as_the_first_rank_says(carry_over,
         return len(asked) > 4
 
     rollouts, metrics = harvest(
-        Lockstep(random.Random(0), 0.0), prompts_of(0, 1), recipe, EOS, 0, together=together
+        Lockstep(random.Random(0), 0.0), HarvestPlan(prompts_of(0, 1), recipe, EOS, seed=0, agree=together)
     )
     assert [one.outcome for one in rollouts] == ["suspended" if carry_over else "budget"] * 2
     assert metrics["harvest/generated_tokens"] == 4 * 4, "four steps of four tracks"
@@ -307,9 +319,9 @@ def test_what_was_suspended_and_is_not_there_is_named(tmp_path):
     run = Run(tmp_path, recipe_of(SIMPLE), end=0.0)
     run.step(0, prompts_of(0, 1), budget=6)
     assert list(run.suspended) == [("p#0.0", 0), ("p#0.0", 1)]
-    assert len(take_up(tmp_path, 1, run.suspended, run.recipe)) == 2
-    with pytest.raises(CarriedError, match=r"step-00000000: expected 3 .*found 2 of them: q/0 is missing"):
-        take_up(tmp_path, 1, {**run.suspended, ("q", 0): Drawn(0)}, run.recipe)
+    assert len(read_partial_rollouts(tmp_path, 1, run.suspended, run.recipe)) == 2
+    with pytest.raises(PartialRolloutError, match=r"step-00000000: expected 3 .*found 2 .*: q/0 is missing"):
+        read_partial_rollouts(tmp_path, 1, {**run.suspended, ("q", 0): RolloutOrigin(0)}, run.recipe)
 
 
 def stream_with(rewards: str, carried: int = 0, outcome="suspended") -> Stream:

@@ -31,6 +31,7 @@ from megatron_eqlen.recipe import ParallelRecipe, Recipe, RecipeError
 from megatron_eqlen.report.rollouts import Unknown, view
 from megatron_eqlen.rewards.scoring import Scorer
 from megatron_eqlen.rollout.harvest import harvest
+from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.rollout.record_reader import read_step
 from megatron_eqlen.rollout.recorder import FILES, Recorder
 from megatron_eqlen.sampling import KINDS
@@ -177,7 +178,7 @@ from megatron_eqlen.sampling.comparison import ComparisonUnit, graded, node, roo
 from megatron_eqlen.sampling.independent.group import IndependentGroup
 from megatron_eqlen.sampling.kind import SamplingKind
 from megatron_eqlen.sampling.picture import Picture, Placed
-from megatron_eqlen.sampling.record import Head, Part, in_order
+from megatron_eqlen.sampling.harvester import RolloutHeader, RolloutPart, in_order
 from megatron_eqlen.types import Prompt, Segment, TokenTree
 
 
@@ -203,7 +204,7 @@ class Duel:
 
 class Duellists(IndependentGroup):
     def rollout(self, policy_version):
-        return join(Head(self.prompt, self.index, policy_version), self.parts)
+        return join(RolloutHeader(self.prompt, self.index, policy_version), self.parts)
 
 
 def harvesters(prompts, recipe, eos_token_ids, seed):
@@ -224,7 +225,7 @@ def picture(duel):
 
 
 def parts(duel):
-    return [Part("side", number, side) for number, side in enumerate(duel.sides)]
+    return [RolloutPart("side", number, side) for number, side in enumerate(duel.sides)]
 
 
 def join(head, parts):
@@ -252,7 +253,7 @@ def test_a_sampling_kind_is_a_folder_and_a_line(package, tmp_path, monkeypatch):
     )
     prompts = [Prompt(f"q{number}", [1, 2], "?", "math", "1", number=number) for number in range(3)]
     engine = Scripted(random.Random(0))
-    rollouts, metrics = harvest(engine, prompts, mine, {9}, seed=0)
+    rollouts, metrics = harvest(engine, HarvestPlan(prompts, mine, {9}, seed=0))
     assert [len(rollout.sides) for rollout in rollouts] == [2, 2, 2]
     assert metrics["harvest/completions"] == 6
     for rollout in rollouts:

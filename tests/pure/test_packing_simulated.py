@@ -18,6 +18,7 @@ from megatron_eqlen.packing.simulated import (
 )
 from megatron_eqlen.plan import describe
 from megatron_eqlen.rollout.harvest import harvest
+from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.types import Grade, Node, Prompt, TokenTree
 from tests.kit import ROOT
 from tools.benchmarks.scripted import EOS, ScriptedEngine
@@ -37,7 +38,7 @@ def test_the_foretold_share_is_that_of_streams_that_the_harvester_makes():
     recipe = load(RECIPE, [*keys, f"packing.max_tokens_per_row={budget}", "loss.kl_coef=0"])
     prompts = [Prompt(str(n), [1] * prompt, "?", "math", "", number=n) for n in range(16)]
     engine = ScriptedEngine(round(MEDIAN * limit), prompt)
-    streams, _ = harvest(engine, prompts, recipe, [EOS], seed=0)
+    streams, _ = harvest(engine, HarvestPlan(prompts, recipe, [EOS], seed=0))
     coin = np.random.default_rng(0)
     for segment in (segment for stream in streams for segment, _ in stream.ended()):
         segment.grade = Grade(float(coin.integers(2)), "scored")

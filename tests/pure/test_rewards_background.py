@@ -12,8 +12,9 @@ from megatron_eqlen.evaluation.evaluate import evaluate
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import RewardRecipe
 from megatron_eqlen.rewards.grader import BackgroundGrader
-from megatron_eqlen.rewards.scoring import Scorer, make_grader
+from megatron_eqlen.rewards.scoring import EarlyGrading, Scorer, make_grader
 from megatron_eqlen.rollout.harvest import harvest
+from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.types import Delta, Grade, Group, Prompt, Segment
 from tests.kit import slow_graders
 from tests.kit.marks import examples
@@ -114,7 +115,9 @@ def test_a_response_is_graded_while_others_are_generated(scorer, begun, recipe, 
             gate.touch()
         return begun() == ["wrong", "right"][:number]
 
-    rollouts, _ = harvest(OneByOne(texts, may_end), [prompt()], recipe, {END}, 0, on_part=scorer.begin_part)
+    rollouts, _ = harvest(
+        OneByOne(texts, may_end), HarvestPlan([prompt()], recipe, {END}, seed=0), [EarlyGrading(scorer)]
+    )
     after.touch()
     metrics = scorer.score(rollouts, seconds=60.0)
     assert verdicts(rollouts[0]) == [("done", 0.0), ("done", 1.0), ("done", 0.0)]

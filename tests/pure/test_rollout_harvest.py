@@ -21,11 +21,11 @@ from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rewards.scoring import policy_metrics
 from megatron_eqlen.rollout.engine import EngineError, StalePolicyError
 from megatron_eqlen.rollout.harvest import harvest
-from megatron_eqlen.rollout.left import Left
+from megatron_eqlen.rollout.harvest_plan import HarvestPlan
+from megatron_eqlen.rollout.partial import HarvestProgress
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.sampling.equal_length.dual_track import DualTrack
-from megatron_eqlen.sampling.kind import Harvester
-from megatron_eqlen.sampling.record import Part
+from megatron_eqlen.sampling.harvester import Harvester, RolloutPart, all_rollouts
 from megatron_eqlen.sampling.track import track_seed
 from megatron_eqlen.types import (
     Delta,
@@ -40,6 +40,7 @@ from megatron_eqlen.types import (
     rollout_key,
 )
 from tests.kit.marks import examples
+from tests.kit.observers import OnPart
 
 EOS = {8, 9}
 
@@ -266,7 +267,7 @@ def run_case(case: dict, prompts: int = 3, **over) -> tuple[list[Rollout], dict,
         random.Random(case["chaos"]), case["end"], case["loss"], max_num_seqs=case["max_num_seqs"],
         max_chunk=case["max_chunk"],
     )  # fmt: skip
-    rollouts, metrics = harvest(engine, make_prompts(prompts), recipe, EOS, case["seed"])
+    rollouts, metrics = harvest(engine, HarvestPlan(make_prompts(prompts), recipe, EOS, seed=case["seed"]))
     return rollouts, metrics, engine, recipe
 
 
@@ -297,7 +298,7 @@ def test_means_over_draws_are_the_policys_where_means_over_ended_responses_are_n
     tree = {"branching": 2, "depth": 3}
     recipe = make_recipe(sampling=sampling, objective=objective, group_size=8, tree_sampling=tree)
     engine = ScriptedEngine(random.Random(1), max_num_seqs=400)
-    rollouts, _ = harvest(engine, make_prompts(250), recipe, EOS, 7)
+    rollouts, _ = harvest(engine, HarvestPlan(make_prompts(250), recipe, EOS, seed=7))
     ended = [(segment, len(tokens)) for one in rollouts for segment, tokens in one.ended()]
     for segment, length in ended:
         segment.grade = Grade(float(length > 4), "scored")
@@ -354,13 +355,12 @@ def test_independent_completions(case):
 def test_a_token_budget_ends_the_step_and_keeps_whole_pairs(case, budget):
     recipe = make_recipe(rollout={"max_response_length": case["limit"], "tokens_per_step": budget})
     engine = ScriptedEngine(random.Random(case["chaos"]), case["end"], max_num_seqs=4, max_chunk=3)
-    rollouts, metrics = harvest(engine, make_prompts(3), recipe, EOS, case["seed"])
+    rollouts, metrics = harvest(engine, HarvestPlan(make_prompts(3), recipe, EOS, seed=case["seed"]))
+    no_budget = make_recipe(rollout={"max_response_length": case["limit"]})
+    unlimited = HarvestPlan(make_prompts(3), no_budget, EOS, seed=case["seed"])
     free = {
         (s.prompt_id, s.index): s
-        for s in harvest(
-            ScriptedEngine(random.Random(0), case["end"]), make_prompts(3),
-            make_recipe(rollout={"max_response_length": case["limit"]}), EOS, case["seed"],
-        )[0]
+        for s in harvest(ScriptedEngine(random.Random(0), case["end"]), unlimited)[0]
     }  # fmt: skip
     assert not engine.requests
     # One step may bring a chunk from each of the requests that run (forks may exceed the slots by one).
@@ -382,9 +382,11 @@ def test_of_rollouts_that_another_rank_keeps_there_are_token_ids_alone(case, sam
         **({"objective": "treerpo"} if sampling == "tree" else {}),
     )
 
-    def harvested(whole=None) -> list[Rollout]:
+    def harvested(keeps_columns=all_rollouts) -> list[Rollout]:
         engine = ScriptedEngine(random.Random(case["chaos"]), case["end"], case["loss"])
-        return harvest(engine, make_prompts(3), recipe, EOS, case["seed"], whole=whole)[0]
+        return harvest(
+            engine, HarvestPlan(make_prompts(3), recipe, EOS, seed=case["seed"], keeps_columns=keeps_columns)
+        )[0]
 
     def mine(prompt: Prompt, index: int) -> bool:
         return (prompt.token_ids[1] + index) % 2 == 0
@@ -402,9 +404,9 @@ def test_of_rollouts_that_another_rank_keeps_there_are_token_ids_alone(case, sam
 @given(cases, st.sampled_from(["equal_length", "independent", "tree"]), st.sampled_from([None, 20, 80]))
 def test_parts_are_announced_as_they_become_final_and_make_up_the_rollout(case, sampling, budget):
     """Each once, with its response; a kind's own ``parts`` and ``ended`` say which there are."""
-    announced: dict[tuple[str, int], dict[int, tuple[Part, list[int]]]] = defaultdict(dict)
+    announced: dict[tuple[str, int], dict[int, tuple[RolloutPart, list[int]]]] = defaultdict(dict)
 
-    def hear(harvester: Harvester, part: Part) -> None:
+    def hear(harvester: Harvester, part: RolloutPart) -> None:
         key = harvester.prompt.prompt_id, harvester.index
         assert part.number not in announced[key]
         announced[key][part.number] = part, harvester.response(part).tolist()
@@ -416,7 +418,9 @@ def test_parts_are_announced_as_they_become_final_and_make_up_the_rollout(case, 
         **({"objective": "treerpo"} if sampling == "tree" else {}),
     )
     engine = ScriptedEngine(random.Random(case["chaos"]), case["end"])
-    rollouts, _ = harvest(engine, make_prompts(3), recipe, EOS, case["seed"], on_part=hear)
+    rollouts, _ = harvest(
+        engine, HarvestPlan(make_prompts(3), recipe, EOS, seed=case["seed"]), [OnPart(hear)]
+    )
     for rollout in rollouts:
         heard = announced[rollout_key(rollout)]
         parts = kind_of(rollout).parts(rollout)
@@ -458,7 +462,7 @@ def test_the_worked_example_of_types():
 
     recipe = make_recipe(group_size=2)
     prompt = Prompt("p", [1, 2], "q", "math", "0")
-    (stream,), metrics = harvest(Script(random.Random(0)), [prompt], recipe, {9}, seed=0)
+    (stream,), metrics = harvest(Script(random.Random(0)), HarvestPlan([prompt], recipe, {9}, seed=0))
     assert shape(stream)["pairs"] == [([5, 9], [6, 7]), ([8, 9], [4, 4]), ([9], [9])]
     assert stream.outcome == "both_ended"
     assert stream.policy_version == 3
@@ -487,36 +491,38 @@ def test_a_fork_is_submitted_in_the_step_that_made_its_length_certain():
 
     engine = Lockstep(random.Random(1), max_num_seqs=64, max_chunk=1)
     recipe = make_recipe(rollout={"max_response_length": 24, "max_num_seqs": 64})
-    _, metrics = harvest(engine, make_prompts(4), recipe, EOS, seed=5)
+    _, metrics = harvest(engine, HarvestPlan(make_prompts(4), recipe, EOS, seed=5))
     assert metrics["harvest/forks"] > 0
     assert metrics["harvest/recomputed_tokens_per_fork"] < 4  # the script caches blocks of 4
 
 
 def test_done_rollouts_are_returned_and_not_generated_again():
     recipe = make_recipe()
-    first, _ = harvest(ScriptedEngine(random.Random(0)), make_prompts(3), recipe, EOS, seed=1)
+    first, _ = harvest(ScriptedEngine(random.Random(0)), HarvestPlan(make_prompts(3), recipe, EOS, seed=1))
     engine = ScriptedEngine(random.Random(7))
     announced = set()
     second, _ = harvest(
-        engine, make_prompts(3), recipe, EOS, 1, Left(first[1:4]),
-        on_part=lambda one, part: announced.add((one.prompt.prompt_id, one.index)),
-    )  # fmt: skip
+        engine,
+        HarvestPlan(make_prompts(3), recipe, EOS, seed=1, progress=HarvestProgress(first[1:4])),
+        [OnPart(lambda one, part: announced.add((one.prompt.prompt_id, one.index)))],
+    )
     assert second == first
     assert announced == set(map(rollout_key, [first[0], *first[4:]]))
     with pytest.raises(StalePolicyError, match="policy_version 3, expected the engine's 4"):
         harvest(
-            ScriptedEngine(random.Random(0), policy_version=4), make_prompts(3), recipe, EOS, 1, Left(first)
+            ScriptedEngine(random.Random(0), policy_version=4),
+            HarvestPlan(make_prompts(3), recipe, EOS, seed=1, progress=HarvestProgress(first)),
         )
 
 
 def test_weights_that_change_under_a_harvest_are_noticed():
     engine = ScriptedEngine(random.Random(0))
 
-    def sync(harvester: Harvester, part: Part) -> None:
+    def sync(harvester: Harvester, part: RolloutPart) -> None:
         engine.policy_version += 1
 
     with pytest.raises(StalePolicyError):
-        harvest(engine, make_prompts(2), make_recipe(), EOS, 0, on_part=sync)
+        harvest(engine, HarvestPlan(make_prompts(2), make_recipe(), EOS, seed=0), [OnPart(sync)])
     assert not engine.requests
 
 
@@ -536,7 +542,7 @@ def test_a_row_that_is_missing_or_too_many_is_an_error(found, message):
 
     engine = Broken(random.Random(0), max_chunk=1, routes=True)
     with pytest.raises(EngineError, match=message):
-        harvest(engine, make_prompts(2), make_recipe(rollout={"keep_routes": True}), EOS, 0)
+        harvest(engine, HarvestPlan(make_prompts(2), make_recipe(rollout={"keep_routes": True}), EOS, seed=0))
     assert not engine.requests
 
 
@@ -545,14 +551,16 @@ def test_tokens_of_before_that_have_no_routes_are_not_gone_on_with():
     engine = ScriptedEngine(random.Random(0), routes=True)
     tracks = {"p#0/0/1": Segment([5, 5], [-1.0, -1.0])}
     with pytest.raises(EngineError, match=r"p#0/0/1: expected routes of the 2 tokens .*, found 0"):
-        harvest(engine, make_prompts(2), recipe, EOS, 0, Left(tracks=tracks))
+        harvest(
+            engine, HarvestPlan(make_prompts(2), recipe, EOS, seed=0, progress=HarvestProgress(tracks=tracks))
+        )
     assert not engine.requests
 
 
 def test_a_request_that_is_always_lost_is_an_error_and_nothing_stays_running():
     engine = ScriptedEngine(random.Random(0), end=0.0, loss=1.0, max_chunk=1, max_losses=99)
     with pytest.raises(EngineError, match=r"'lost' after 4 of 12 tokens .* 4 times"):
-        harvest(engine, make_prompts(2), make_recipe(), EOS, 0)
+        harvest(engine, HarvestPlan(make_prompts(2), make_recipe(), EOS, seed=0))
     assert not engine.requests
 
 
@@ -564,8 +572,12 @@ def test_a_server_that_returns_fewer_tokens_is_asked_for_the_rest():
             if "~" not in request_id and len(tokens) > 2:
                 self.requests[request_id] = (tokens[:2], start)
 
-    want, _ = harvest(ScriptedEngine(random.Random(0)), make_prompts(2), make_recipe(), EOS, 0)
-    found, metrics = harvest(Short(random.Random(0)), make_prompts(2), make_recipe(), EOS, 0)
+    want, _ = harvest(
+        ScriptedEngine(random.Random(0)), HarvestPlan(make_prompts(2), make_recipe(), EOS, seed=0)
+    )
+    found, metrics = harvest(
+        Short(random.Random(0)), HarvestPlan(make_prompts(2), make_recipe(), EOS, seed=0)
+    )
     assert found == want
     assert metrics["harvest/retries"] > 0
 
@@ -576,7 +588,7 @@ def test_missing_logprobs_and_hangs_are_errors():
             return [Delta(name, [5], []) for name in self.requests]
 
     with pytest.raises(EngineError, match="a log-prob for each of 1 tokens, found 0"):
-        harvest(Bare(random.Random(0)), make_prompts(1), make_recipe(), EOS, 0)
+        harvest(Bare(random.Random(0)), HarvestPlan(make_prompts(1), make_recipe(), EOS, seed=0))
 
     class Hung(ScriptedEngine):
         def step(self):
@@ -584,7 +596,9 @@ def test_missing_logprobs_and_hangs_are_errors():
 
     hung = Hung(random.Random(0))
     with pytest.raises(EngineError, match=r"no token for .* with 4 requests in flight"):
-        harvest(hung, make_prompts(1), make_recipe(rollout={"request_timeout": 0.05}), EOS, 0)
+        harvest(
+            hung, HarvestPlan(make_prompts(1), make_recipe(rollout={"request_timeout": 0.05}), EOS, seed=0)
+        )
     assert not hung.requests
 
 
@@ -599,7 +613,7 @@ def test_missing_logprobs_and_hangs_are_errors():
 def test_prompts_that_cannot_run_are_refused_before_anything_is_submitted(prompts, message):
     engine = ScriptedEngine(random.Random(0))
     with pytest.raises(ValueError, match=message):
-        harvest(engine, prompts, make_recipe(), EOS, 0)
+        harvest(engine, HarvestPlan(prompts, make_recipe(), EOS, seed=0))
     assert not engine.submitted
 
 

@@ -21,12 +21,12 @@ from megatron_eqlen.rollout.record_format import BATCH_TOKENS, SEGMENTS
 from megatron_eqlen.rollout.record_reader import (
     fill_token_ids,
     has_routes,
-    left_files,
     read_dump,
-    read_left,
+    read_progress,
     read_skeletons,
     read_step,
     read_streams,
+    recorded_files,
     set_aside_stale,
     step_files,
 )
@@ -89,7 +89,7 @@ def test_routes_are_recorded_as_the_recipe_says(tmp_path):
             recorder.write(group)
         assert read_step(path.parent) == [group if with_routes else bare]
         assert read_step(path.parent, with_routes=False) == [bare]
-        assert read_left([path], ["p"], with_routes=True).rollouts == [group] * with_routes
+        assert read_progress([path], ["p"], with_routes=True).rollouts == [group] * with_routes
         assert path.stat().st_size < (0.9 if with_routes else 0.001) * routes.nbytes
     (found,) = read_skeletons([tmp_path / "True" / "rank-0.arrow"])
     assert found.completions[0].routes == Elsewhere(20_000, (48, 8), "uint8")
@@ -252,8 +252,8 @@ def test_a_batch_is_small_however_much_completes_at_once(tmp_path):
     long = [Group(prompt(str(n), n), 0, segments[2 * n : 2 * n + 2]) for n in range(5)]
     with Recorder(path) as recorder:
         for rollout in long:
-            recorder.complete(rollout, 180_000)
-        recorder.tick(ended=True)
+            recorder.rollout_completed(rollout, 180_000)
+        recorder.decode_step_finished(last=True)
     sizes = [pc.sum(batch["tokens"]).as_py() or 0 for batch in batches(path, SEGMENTS)]
     assert sum(sizes) == 900_000 + 5, "five prompts of a token"
     assert max(sizes) < BATCH_TOKENS + 90_000
@@ -317,13 +317,13 @@ def test_cut_at_any_byte_a_journal_holds_what_all_tracks_had_at_one_moment(tmp_p
     tracks = [Track(prompt("a/b", 1), 0, number, [], 99, frozenset([9]), 0) for number in range(2)]
     recorder = Recorder(tmp_path / "rank-0.arrow")
     for track in tracks:
-        recorder.follow(track)
+        recorder.track_launched(track)
     moments: list[dict[str, Segment]] = [{}]
     for tokens in ([1, 2], [3], [], [4, 5, 9]):
         for track in tracks[: 1 + len(tokens) % 2]:
             grown(track, tokens[:1], extras)
             grown(track, tokens[1:], extras, version=8)  # weights change between two looks at the tracks
-        recorder.tick(ended=True)
+        recorder.decode_step_finished(last=True)
         recorder._thread.submit(int).result()  # it is written now
         moments.append({one.name: replace(one.segment(0), finish_reason=None) for one in tracks if len(one)})
     journal = tmp_path / "journal-rank-0.arrow"
@@ -331,12 +331,12 @@ def test_cut_at_any_byte_a_journal_holds_what_all_tracks_had_at_one_moment(tmp_p
     seen = []
     for size in (*range(0, len(data), 37), len(data)):
         journal.write_bytes(data[:size])
-        left = read_left(left_files(tmp_path), ["a/b"], with_routes=extras)
+        left = read_progress(recorded_files(tmp_path), ["a/b"], with_routes=extras)
         assert set(left.prompt_routes) == ({("a/b", 0)} if extras and left.tracks else set())
         assert all(np.array_equal(one, ROUTES[:2]) for one in left.prompt_routes.values())
         seen.append(moments.index(left.tracks))
         assert left.generated_tokens == sum(map(len, left.tracks.values()))
-        assert read_left(left_files(tmp_path), ["a"]).tracks == {}
+        assert read_progress(recorded_files(tmp_path), ["a"]).tracks == {}
     assert seen == sorted(seen)
     assert set(seen) == {0, 1, 2, 4}, "nothing is written where there is no news"
     recorder.close()
@@ -347,12 +347,12 @@ def test_a_journal_of_another_version_is_set_aside_too(tmp_path):
     folder = tmp_path / "step-00000003"
     recorder = Recorder(folder / "rank-0.arrow")
     track = Track(prompt("a"), 0, 0, [], 99, frozenset([9]), 0)
-    recorder.follow(track)
+    recorder.track_launched(track)
     grown(track, [1, 2], extras=False, version=2)
-    recorder.tick(ended=True)
+    recorder.decode_step_finished(last=True)
     recorder._thread.submit(int).result()
     set_aside_stale(folder, 3, 3)
     assert [path.name for path in (tmp_path / "stale-step-00000003").glob("journal-*")] == [
         "journal-rank-0.arrow"
     ]
-    assert left_files(folder) == []
+    assert recorded_files(folder) == []

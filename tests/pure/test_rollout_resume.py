@@ -20,12 +20,14 @@ from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout import recorder as recorder_module
 from megatron_eqlen.rollout.arrow_log import ArrowLog
 from megatron_eqlen.rollout.harvest import harvest
-from megatron_eqlen.rollout.left import Left
-from megatron_eqlen.rollout.record_reader import left_files, read_left, read_step, remove_journals
+from megatron_eqlen.rollout.harvest_plan import HarvestPlan
+from megatron_eqlen.rollout.partial import HarvestProgress
+from megatron_eqlen.rollout.record_reader import read_progress, read_step, recorded_files, remove_journals
 from megatron_eqlen.rollout.recorder import JOURNALS, Recorder
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.types import Metrics, Rollout, rollout_key
 from tests.kit.marks import examples
+from tests.kit.observers import OnPart
 from tests.pure.test_rollout_harvest import EOS, ScriptedEngine, check_routes, make_prompts, make_recipe
 
 PROMPTS = [replace(prompt, number=number) for number, prompt in enumerate(make_prompts(4))]
@@ -83,15 +85,18 @@ class Stopping:
 write = ArrowLog.write
 
 
-def attempt(folder: Path, engine: Mortal, recipe: Recipe, seed: int) -> tuple[list[Rollout], Metrics, Left]:
-    files = left_files(folder)
-    left = read_left(files, NAMES, recipe.rollout.keep_routes)
+def attempt(
+    folder: Path, engine: Mortal, recipe: Recipe, seed: int
+) -> tuple[list[Rollout], Metrics, HarvestProgress]:
+    files = recorded_files(folder)
+    left = read_progress(files, NAMES, recipe.rollout.keep_routes)
     announced = defaultdict(list)
     with Recorder(folder / "rank-0.arrow", recipe.rollout.record_routes) as recorder:
         rollouts, metrics = harvest(
-            engine, PROMPTS, recipe, EOS, seed, left, recorder=recorder,
-            on_part=lambda one, part: announced[one.prompt.prompt_id, one.index].append(part),
-        )  # fmt: skip
+            engine,
+            HarvestPlan(PROMPTS, recipe, EOS, seed=seed, progress=left),
+            [recorder, OnPart(lambda one, part: announced[one.prompt.prompt_id, one.index].append(part))],
+        )
     remove_journals(files, NAMES)
     for one in rollouts:
         if rollout_key(one) not in map(rollout_key, left.rollouts):  # those that were recorded, too
@@ -151,7 +156,7 @@ def engine_of(case: dict, chaos: int, life: int = 10**9) -> Mortal:
 @given(cases, kills, st.sampled_from([0.0, 0.0, 0.0005]))
 def test_killed_at_any_batch_and_any_step_a_harvest_ends_as_if_it_had_not_been(case, kills, interval):
     recipe = recipe_of(case)
-    want, _ = harvest(engine_of(case, 0), PROMPTS, recipe, EOS, case["seed"])
+    want, _ = harvest(engine_of(case, 0), HarvestPlan(PROMPTS, recipe, EOS, seed=case["seed"]))
     with tempfile.TemporaryDirectory() as home, patch.object(recorder_module, "INTERVAL", interval):
         folder = Path(home) / "step-00000000"
         for life, batches, chaos in kills:
@@ -190,7 +195,7 @@ def check_versions(rollout: Rollout, version_tokens: int | None) -> None:
 def test_no_token_that_was_recorded_is_generated_again(case, life):
     recipe = recipe_of(case | {"budget": None})
     case = case | {"budget": 1}  # one token a step and nothing lost
-    _, whole = harvest(engine_of(case, 0), PROMPTS, recipe, EOS, case["seed"])
+    _, whole = harvest(engine_of(case, 0), HarvestPlan(PROMPTS, recipe, EOS, seed=case["seed"]))
     with tempfile.TemporaryDirectory() as home, patch.object(recorder_module, "INTERVAL", 0.0):
         folder = Path(home) / "step-00000000"
         killed = engine_of(case, 0, life)

@@ -26,6 +26,7 @@ never = threading.Event().wait
 """
 ENGINE = """
 from megatron_eqlen.rollout.harvest import harvest
+from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.types import Prompt
 from tests.kit.report_runs import recipe
 
@@ -35,7 +36,8 @@ class Engine:
     def step(self): never()
 
 with dog.stage("harvest"):
-    harvest(Engine(), [Prompt("p", [1], "", "math", "1")], recipe(home), {9}, 0)
+    prompts = [Prompt("p", [1], "", "math", "1")]
+    harvest(Engine(), HarvestPlan(prompts, recipe(home), {9}, seed=0))
 """
 GRADER = """
 from dataclasses import replace

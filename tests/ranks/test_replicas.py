@@ -13,6 +13,8 @@ from megatron_eqlen.recipe import RewardRecipe
 from megatron_eqlen.replicas import Replicas, shared
 from megatron_eqlen.rewards.scoring import Scorer
 from megatron_eqlen.rollout.harvest import harvest
+from megatron_eqlen.rollout.harvest_plan import HarvestPlan
+from megatron_eqlen.sampling.harvester import all_rollouts
 from megatron_eqlen.types import Grade, Group, Prompt, Rollout, Segment
 from tests.kit.distributed import run_ranks
 from tools.benchmarks.host import make_prompts, make_recipe
@@ -82,9 +84,10 @@ def harvest_in_step(model: Path) -> tuple[list[bool], list[bool], list[bool]]:
     what is decided where the ranks' clocks differ."""
     prompts, recipe, replicas = make_prompts(2), make_recipe(model, 64, kept=3), Replicas(2, decides=True)
 
-    def harvested(whole: Callable[[Prompt, int], bool] | None) -> list[Rollout]:
+    def harvested(keeps_columns: Callable[[Prompt, int], bool]) -> list[Rollout]:
         engine = ScriptedEngine(20, len(prompts[0].token_ids), kept=3)
-        return harvest(engine, replicas.share(prompts), recipe, [EOS], seed=0, whole=whole)[0]
+        mine = replicas.share(prompts)
+        return harvest(engine, HarvestPlan(mine, recipe, [EOS], seed=0, keeps_columns=keeps_columns))[0]
 
     part = replicas.part(harvested(replicas.keeps))
     for segment in (segment for rollout in part for segment in rollout.segments()):
@@ -93,11 +96,11 @@ def harvest_in_step(model: Path) -> tuple[list[bool], list[bool], list[bool]]:
     mine = [all(s.home == dist.get_rank() for s in one.segments()) for one in everyone]
     same = [
         plain(found) == plain(wanted) if whole else len(found) == len(wanted)
-        for one, full, whole in zip(everyone, harvested(None), mine, strict=True)
+        for one, full, whole in zip(everyone, harvested(all_rollouts), mine, strict=True)
         for found, wanted in zip(one.segments(), full.segments(), strict=True)
     ]
     first = dist.get_rank() == 0
-    return mine, same, [replicas.together(over) for over in (first, not first, False)]
+    return mine, same, [replicas.agree(over) for over in (first, not first, False)]
 
 
 def plain(segment: Segment) -> Segment:

@@ -32,6 +32,7 @@ from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.objectives.units import verifier_rewards
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout.harvest import harvest
+from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.sampling.comparison import all_equal
 from megatron_eqlen.types import Grade, Prompt, Rollout
 from tools.benchmarks.table import show
@@ -171,7 +172,7 @@ def harvested(
     args: argparse.Namespace,
 ) -> dict[str, float]:
     recipe = recipe.model_copy(update={"sampling": sampling})
-    rollouts, metrics = harvest(engine, prompts, recipe, eos, seed=0)
+    rollouts, metrics = harvest(engine, HarvestPlan(prompts, recipe, eos, seed=0))
     tokens = metrics[HARVEST_GENERATED_TOKENS]
     return {
         "tokens": tokens,

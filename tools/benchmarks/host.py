@@ -33,6 +33,7 @@ from megatron_eqlen.packing.pack import plan_rows
 from megatron_eqlen.recipe import Recipe, RewardRecipe
 from megatron_eqlen.rewards.scoring import Scorer
 from megatron_eqlen.rollout.harvest import harvest
+from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.rollout.record_reader import read_step
 from megatron_eqlen.rollout.recorder import FILES, INTERVAL, Recorder, record_grades
 from megatron_eqlen.sampling.skeleton import skeleton
@@ -147,7 +148,7 @@ def harvested(engine: ScriptedEngine, prompts: list[Prompt], recipe: Recipe, siz
 
     def work() -> list[Rollout]:
         with tempfile.TemporaryDirectory() as home, EverySoManySteps(Path(home) / "rank-0.arrow") as recorder:
-            return harvest(engine, prompts, recipe, [EOS], seed=0, recorder=recorder)[0]
+            return harvest(engine, HarvestPlan(prompts, recipe, [EOS], seed=0), [recorder])[0]
 
     rollouts = timed(size, "harvest", work)
     size.seconds["harvest"] -= engine.seconds
@@ -199,7 +200,9 @@ def harvest_peak(folder: Path, args: argparse.Namespace) -> dict[str, float]:
         engine = ScriptedEngine(args.median // 4, PROMPT_TOKENS, args.kept)
         gc.collect()
         tracemalloc.start()
-        rollouts, _ = harvest(engine, make_prompts(2), recipe, [EOS], seed=0, whole=whole)
+        rollouts, _ = harvest(
+            engine, HarvestPlan(make_prompts(2), recipe, [EOS], seed=0, keeps_columns=whole)
+        )
         _, most = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         return most / sum(len(segment) for rollout in rollouts for segment in rollout.segments())
@@ -219,7 +222,7 @@ def decode_step(folder: Path, requests: int, args: argparse.Namespace) -> dict[s
     gc.collect()
     with tempfile.TemporaryDirectory() as home, EverySoManySteps(Path(home) / "rank-0.arrow") as recorder:
         everything, driver = time.process_time(), time.thread_time()
-        _, metrics = harvest(engine, prompts, recipe, [EOS], seed=0, recorder=recorder)
+        _, metrics = harvest(engine, HarvestPlan(prompts, recipe, [EOS], seed=0), [recorder])
         everything, driver = time.process_time() - everything, time.thread_time() - driver
     in_flight = metrics["harvest/slot_occupancy"] * requests
     step = 1e3 / metrics["harvest/engine_steps"] * requests / in_flight
@@ -238,9 +241,9 @@ class EverySoManySteps(Recorder):
 
     steps = 0
 
-    def tick(self, ended: bool = False) -> None:
+    def decode_step_finished(self, last: bool = False) -> None:
         self.steps += 1
-        super().tick(ended or self.steps % round(INTERVAL / DECODE_SECONDS) == 0)
+        super().decode_step_finished(last or self.steps % round(INTERVAL / DECODE_SECONDS) == 0)
 
 
 def make_recipe(model: Path, limit: int, kept: int) -> Recipe:

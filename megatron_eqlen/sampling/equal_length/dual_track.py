@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.equal_length.record import join
-from megatron_eqlen.sampling.record import Head, Part
+from megatron_eqlen.sampling.harvester import RolloutHeader, RolloutPart
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.types import Outcome, Prompt, Routes, Segment, Stream, TokenIds, joined
 
@@ -78,7 +78,7 @@ class DualTrack:
         self.seed = seed
         self.max_pairs = max_pairs
         self.trunk: list[int] = []
-        self.parts: list[Part] = []
+        self.parts: list[RolloutPart] = []
         """a and b of each pair, then the tail."""
         self.prompt_routes: Routes | None = None
         self.sides: list[Side] = []
@@ -115,7 +115,7 @@ class DualTrack:
     def cut(self) -> None:
         self._complete("budget")
 
-    def response(self, part: Part) -> TokenIds:
+    def response(self, part: RolloutPart) -> TokenIds:
         trunk = [one.segment.token_ids for one in self.parts[: part.number] if one.role == "b"]
         return joined([*trunk, part.segment.token_ids])
 
@@ -124,7 +124,9 @@ class DualTrack:
 
     def rollout(self, policy_version: int) -> Stream:
         outcome = self.outcome or "suspended"
-        return join(Head(self.prompt, self.index, policy_version, outcome, self.prompt_routes), self.parts)
+        return join(
+            RolloutHeader(self.prompt, self.index, policy_version, outcome, self.prompt_routes), self.parts
+        )
 
     def _inherit(self, short: Side, other: Side) -> list[Track]:
         """``short`` is A_i, as much of ``other`` is B_i; go on after B_i."""
@@ -148,7 +150,7 @@ class DualTrack:
         return []
 
     def _add(self, role: str, segment: Segment) -> None:
-        self.parts.append(Part(role, len(self.parts), segment))
+        self.parts.append(RolloutPart(role, len(self.parts), segment))
 
     def _complete(self, outcome: Outcome) -> None:
         """What the trunk's track has left is the tail."""

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_eqlen.sampling.record import Head, Part
+from megatron_eqlen.sampling.harvester import RolloutHeader, RolloutPart
 from megatron_eqlen.types import Pair, Stream
 
 
-def parts(stream: Stream) -> list[Part]:
+def parts(stream: Stream) -> list[RolloutPart]:
     named = [named for pair in stream.pairs for named in (("a", pair.a), ("b", pair.b))]
     named += [("tail", stream.tail)] if stream.tail is not None else []
-    return [Part(role, number, segment) for number, (role, segment) in enumerate(named)]
+    return [RolloutPart(role, number, segment) for number, (role, segment) in enumerate(named)]
 
 
-def join(head: Head, parts: Sequence[Part]) -> Stream:
+def join(head: RolloutHeader, parts: Sequence[RolloutPart]) -> Stream:
     """The inverse of ``parts``."""
     assert head.outcome is not None, "a stream's record has an outcome"
     segments: dict[str, list] = {"a": [], "b": [], "tail": []}

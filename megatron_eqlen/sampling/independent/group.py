@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.sampling.harvester import RolloutHeader, RolloutPart
 from megatron_eqlen.sampling.independent.record import join
-from megatron_eqlen.sampling.record import Head, Part
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.types import Group, Prompt, Routes, TokenIds
 
@@ -36,7 +36,7 @@ class IndependentGroup:
         self.open = {
             number: Track(prompt, 0, number, [], limit, eos_token_ids, seed) for number in range(group_size)
         }
-        self.parts: list[Part] = []
+        self.parts: list[RolloutPart] = []
         self.prompt_routes: Routes | None = None
 
     @property
@@ -53,7 +53,7 @@ class IndependentGroup:
     def cut(self) -> None:
         self._end(list(self.open))
 
-    def response(self, part: Part) -> TokenIds:
+    def response(self, part: RolloutPart) -> TokenIds:
         return part.segment.token_ids
 
     def open_tracks(self) -> list[tuple[Track, int]]:
@@ -61,7 +61,11 @@ class IndependentGroup:
 
     def rollout(self, policy_version: int) -> Group:
         outcome = "suspended" if self.open else None
-        return join(Head(self.prompt, self.index, policy_version, outcome, self.prompt_routes), self.parts)
+        return join(
+            RolloutHeader(self.prompt, self.index, policy_version, outcome, self.prompt_routes), self.parts
+        )
 
     def _end(self, numbers: list[int]) -> None:
-        self.parts += [Part("completion", number, self.open.pop(number).segment(0)) for number in numbers]
+        self.parts += [
+            RolloutPart("completion", number, self.open.pop(number).segment(0)) for number in numbers
+        ]

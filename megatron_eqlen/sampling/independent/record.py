@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_eqlen.sampling.record import Head, Part, in_order
+from megatron_eqlen.sampling.harvester import RolloutHeader, RolloutPart, in_order
 from megatron_eqlen.types import Group
 
 
-def parts(group: Group) -> list[Part]:
+def parts(group: Group) -> list[RolloutPart]:
     return [
-        Part("completion", number, completion)
+        RolloutPart("completion", number, completion)
         for number, completion in zip(group.numbers, group.completions, strict=True)
     ]
 
 
-def join(head: Head, parts: Sequence[Part]) -> Group:
+def join(head: RolloutHeader, parts: Sequence[RolloutPart]) -> Group:
     """The inverse of ``parts``, which may come in any order."""
     parts = in_order(parts)
     return Group(

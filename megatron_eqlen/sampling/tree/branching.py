@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.sampling.record import Head, Part
+from megatron_eqlen.sampling.harvester import RolloutHeader, RolloutPart
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.sampling.tree.record import join
 from megatron_eqlen.types import Prompt, Routes, SampledTree, Segment, TokenIds, joined
@@ -35,7 +35,7 @@ class TreeSampling:
         self.branching, self.depth = tree.branching, tree.depth
         self.step_tokens = tree.step_tokens or max(1, self.limit // tree.depth)
         self.open: dict[int, Track] = {}
-        self.parts: list[Part] = []
+        self.parts: list[RolloutPart] = []
         self.prompt_routes: Routes | None = None
 
     @property
@@ -64,7 +64,7 @@ class TreeSampling:
                 self._add(number, track)
         self.open.clear()
 
-    def response(self, part: Part) -> TokenIds:
+    def response(self, part: RolloutPart) -> TokenIds:
         before = next((one for one in self.parts if one.number == part.parent), None)
         above = [] if before is None else [self.response(before)]
         return joined([*above, part.segment.token_ids])
@@ -74,7 +74,9 @@ class TreeSampling:
 
     def rollout(self, policy_version: int) -> SampledTree:
         outcome = "suspended" if self.open else None
-        return join(Head(self.prompt, self.index, policy_version, outcome, self.prompt_routes), self.parts)
+        return join(
+            RolloutHeader(self.prompt, self.index, policy_version, outcome, self.prompt_routes), self.parts
+        )
 
     def _continue(self, parent: int, response: list[int], depth: int) -> list[Track]:
         room = self.limit - len(response)
@@ -92,5 +94,5 @@ class TreeSampling:
 
     def _add(self, number: int, track: Track) -> Segment:
         step = track.segment(0)
-        self.parts.append(Part("step", number, step, self._parent(number)))
+        self.parts.append(RolloutPart("step", number, step, self._parent(number)))
         return step

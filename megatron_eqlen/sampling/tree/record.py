@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_eqlen.sampling.record import Head, Part, in_order
+from megatron_eqlen.sampling.harvester import RolloutHeader, RolloutPart, in_order
 from megatron_eqlen.types import SampledTree
 
 
-def parts(tree: SampledTree) -> list[Part]:
+def parts(tree: SampledTree) -> list[RolloutPart]:
     above = [-1 if parent < 0 else tree.numbers[parent] for parent in tree.parents]
     return [
-        Part("step", number, step, parent)
+        RolloutPart("step", number, step, parent)
         for number, step, parent in zip(tree.numbers, tree.steps, above, strict=True)
     ]
 
 
-def join(head: Head, parts: Sequence[Part]) -> SampledTree:
+def join(head: RolloutHeader, parts: Sequence[RolloutPart]) -> SampledTree:
     """The inverse of ``parts``, which may come in any order."""
     parts = in_order(parts)
     place = {part.number: i for i, part in enumerate(parts)}
