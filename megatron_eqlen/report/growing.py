@@ -70,10 +70,10 @@ class Growing:
         self._record = _Record()
         self._carried: Tokens = {}
         if recipe.rollout.carry_over and number:
-            self._take_up(folder.with_name(step_name(number - 1)))
+            self._resume_from(folder.with_name(step_name(number - 1)))
 
-    def _take_up(self, before: Path) -> None:
-        """What the step before has suspended, with its questions: this step's record has none of a prompt
+    def _resume_from(self, before: Path) -> None:
+        """Read the partial rollouts of the step before and their questions, which this step does not record
         before one of its rollouts ends."""
         for path in before.glob(SUSPENDED):
             tracks = _Tracks(path)
