@@ -19,6 +19,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from megatron_eqlen import failures
 from megatron_eqlen.models import convert
 from megatron_eqlen.recipe import ParallelRecipe
 from megatron_eqlen.training.distributed import start, stop
@@ -99,7 +100,7 @@ def _guarded(name: str, run: Callable[[], None]) -> int:
     try:
         run()
     except (ValueError, OSError) as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        print(f"{name}: {failures.words(error)}", file=sys.stderr)
         return 2
     finally:
         stop()

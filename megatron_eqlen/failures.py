@@ -8,9 +8,11 @@ Other ranks soon fail, too, because a collective breaks: those are consequences.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import shutil
 import socket
 import time
 import traceback
@@ -18,11 +20,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_eqlen.files import DISK_FULL
 from megatron_eqlen.hold import HeldError
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Environment variable: where torch's launchers want to read what ended a rank."""
 FIRST = "first_error.txt"
+"""In a run's folder; empty where the disk had no room for the words."""
 CONSEQUENCES = re.compile(
     r"gloo/transport|ncclRemoteError|NCCL communicator was aborted|DistNetworkError|DistStoreError|TCPStore"
     r"|ProcessGroup.*(abort|tim(ed|e) ?out)|Timed out waiting .* for (send|recv)"
@@ -74,14 +78,29 @@ def keep_in(run: Path) -> None:
 
 
 def is_expected(error: BaseException) -> bool:
-    """Whether its message says all: a user's mistake, or another rank's end."""
+    """Return whether the message says all: a user's mistake, a file or disk, or another rank's end."""
     known = isinstance(error, ValueError | FileNotFoundError | ExpectedError)
-    return (known or bool(CONSEQUENCES.search(str(error)))) and TRACEBACK not in os.environ
+    disk = isinstance(error, OSError) and (error.filename is not None or error.errno in DISK_FULL)
+    return (known or disk or bool(CONSEQUENCES.search(str(error)))) and TRACEBACK not in os.environ
 
 
 def words(error: BaseException) -> str:
-    """Its message and notes."""
-    return str(error) + "".join(f" ({note})" for note in getattr(error, "__notes__", []))
+    """Return the message and notes; of an error of the operating system ``PATH: what is wrong``."""
+    return _message(error) + "".join(f" ({note})" for note in getattr(error, "__notes__", []))
+
+
+def _message(error: BaseException) -> str:
+    if not isinstance(error, OSError) or error.strerror is None:
+        return str(error)
+    paths = [str(path) for path in (error.filename, error.filename2) if path is not None]
+    full = f" ({free_space(Path(paths[0]))})" if paths and error.errno in DISK_FULL else ""
+    return ": ".join([*([" -> ".join(paths)] if paths else []), error.strerror]) + full
+
+
+def free_space(path: Path) -> str:
+    """Return how much is free where ``path`` is, or would be."""
+    there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    return f"{shutil.disk_usage(there).free / 1e9:.2f} GB are free there"
 
 
 def record(error: BaseException) -> bool:
@@ -100,8 +119,10 @@ def tell(message: str, stack: str = "", hidden: bool = False, everyone: bool = F
     if _told is None:
         rank = None if everyone else int(os.environ.get("RANK", "0"))
         failure = Failure(rank, socket.gethostname(), message, time.time(), stack)
-        if _run is not None and not hidden and not failure.is_consequence:
-            _write(_run / FIRST, f"{failure}\n{stack}")
+        run = None if hidden or failure.is_consequence else _run
+        if run is not None and not _write(run / FIRST, f"{failure}\n{stack}"):
+            with contextlib.suppress(OSError):
+                (run / FIRST).touch()  # a full disk still has room for a name
         file = os.environ.get(ERROR_FILE)
         _told = file is not None and _write(Path(file), _to_torch(failure))
     return _told

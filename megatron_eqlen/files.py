@@ -13,6 +13,7 @@ folder, and something called ``.NAME.*.partial``; ``new_folder`` and ``sweep`` r
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import json
@@ -26,6 +27,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 logger = logging.getLogger(__name__)
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+DISK_FAULTS = (*DISK_FULL, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
+"""Errors of a write that do not say which file it was for."""
 
 LATEST = "latest"
 """In a folder of checkpoints: the file that names the one in force."""
@@ -82,17 +87,30 @@ def read_json(file: Path) -> Any:
 
 
 @contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name ``path`` in an OSError of the block that names no file: a failed write, of a full disk for
+    example, does not say where."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno in DISK_FAULTS:
+            error.filename = str(path)
+        raise
+
+
+@contextlib.contextmanager
 def replaced(path: Path) -> Iterator[Path]:
     """A temporary path to write to. It replaces ``path`` when the block ends; after an error ``path`` is
     unchanged."""
     partial = path.with_name(_partial_name(path))
-    try:
-        yield partial
-        sync(partial)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-    sync(path.parent)
+    with naming(path):
+        try:
+            yield partial
+            sync(partial)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+        sync(path.parent)
 
 
 @contextlib.contextmanager
@@ -105,7 +123,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     path = path.absolute()
     refuse_existing(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _claimed(path) as note:
+    with naming(path), _claimed(path) as note:
         partial = path.with_name(_partial_name(path))
         _write_note(note, partial.name)
         partial.mkdir()
@@ -130,6 +148,20 @@ def sweep(folder: Path) -> None:
 def refuse_existing(path: Path) -> None:
     if os.path.lexists(path):
         raise CheckpointError(f"{path}: exists already; choose another output or remove it")
+
+
+def refuse_unwritable(folder: Path) -> None:
+    """Raise OSError unless ``folder`` is a folder, or can be made, and this process may write there."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    wrong = 0
+    if not there.is_dir():
+        wrong = errno.ENOTDIR
+    elif os.statvfs(there).f_flag & os.ST_RDONLY:
+        wrong = errno.EROFS
+    elif not os.access(there, os.W_OK | os.X_OK):
+        wrong = errno.EACCES
+    if wrong:
+        raise OSError(wrong, os.strerror(wrong), str(there))
 
 
 def unused(path: Path) -> Path:

@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
+from megatron_eqlen.files import naming
+
 PATIENCE = 10.0
 """Seconds to wait for the processes of a killed run."""
 FILE = ".lock"
@@ -37,9 +39,10 @@ class Hold:
             "restart": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
         }
         self._file = self._take()
-        self._file.truncate(0)
-        self._file.write(json.dumps(self._mine))
-        self._file.flush()
+        with naming(self.path):
+            self._file.truncate(0)
+            self._file.write(json.dumps(self._mine))
+            self._file.flush()
 
     def check(self) -> None:
         """Raise HeldError if a later try of this job has taken the folder over."""

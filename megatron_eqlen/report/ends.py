@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_eqlen.failures import FIRST
+from megatron_eqlen.failures import FIRST, free_space
 from megatron_eqlen.hang import HANGS, INDEX
 from megatron_eqlen.report.run_folder import GIVEN_UP, STALLED
 
@@ -38,6 +38,11 @@ def read_ends(folder: Path, since: float) -> Ends:
     """Of the run in ``folder``, whose newest try began ``since`` (seconds since 1970)."""
     error, hangs = folder / FIRST, read_hangs(folder / HANGS)
     said = _text(error)
+    if not said and error.exists():
+        said = (
+            f"an error that could not be written down, as on a full disk ({free_space(folder)} now); "
+            f"the last lines of the run's output say it"
+        )
     return Ends(
         said.splitlines()[0] if said else None,
         str(error) if said else None,

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from megatron_eqlen.files import write_text
+from megatron_eqlen.files import naming, write_text
 from megatron_eqlen.report.metric_names import Convention, renamed
 from megatron_eqlen.report.trackers import Tracker
 from megatron_eqlen.types import Metrics
@@ -48,8 +48,9 @@ class MetricsWriter:
         folder.mkdir(parents=True, exist_ok=True)
         self.trackers = trackers
         self.names: Convention = names
-        _cut_after(folder / FILE, step)
-        self.file = open(folder / FILE, "ab", buffering=0)  # noqa: SIM115 (closed by close)
+        self._path = folder / FILE
+        _cut_after(self._path, step)
+        self.file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -74,8 +75,9 @@ class MetricsWriter:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         record = {"step": step, "time": time.time(), **finite} | ({SPANS: [*spans]} if spans else {})
         line = memoryview(json.dumps(record).encode() + b"\n")
-        while line:  # a full disk raises; a signal may shorten a write
-            line = line[self.file.write(line) :]
+        with naming(self._path):
+            while line:  # a full disk raises; a signal may shorten a write
+                line = line[self.file.write(line) :]
         for tracker in self.trackers:
             tracker.log(step, renamed(metrics, self.names), samples)
 

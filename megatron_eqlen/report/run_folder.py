@@ -21,15 +21,21 @@ runs/NAME/METHOD-seedN/     (eqlen-grpo-group_size=8-seed0: with what the comman
 
 from __future__ import annotations
 
-import errno
-import os
 import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_eqlen.failures import FIRST
-from megatron_eqlen.files import read_json, step_folders, step_name, unused, write_json, write_text
+from megatron_eqlen.files import (
+    read_json,
+    refuse_unwritable,
+    step_folders,
+    step_name,
+    unused,
+    write_json,
+    write_text,
+)
 from megatron_eqlen.hang import HANGS
 from megatron_eqlen.hold import Hold
 from megatron_eqlen.metrics import spent
@@ -148,7 +154,9 @@ class RunFolder:
                 end.rename(unused(then))
 
     def check(self, recipe: Recipe) -> None:
-        """Raise RecipeError if the folder holds a run of another recipe."""
+        """Raise RecipeError if the folder holds a run of another recipe, OSError if nothing can be written
+        there."""
+        refuse_unwritable(self.path)
         if not self.recipe.exists():
             return
         if changed := _changed(self.recipe, recipe):
@@ -161,8 +169,7 @@ class RunFolder:
 def check_harvest(out: Path, recipe: Recipe) -> None:
     """Raise ValueError unless ``out`` is new, has no rollouts, or has those of a harvest of ``recipe``."""
     other = "choose another --out"
-    if out.exists() and not out.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(out))
+    refuse_unwritable(out)
     for folder in (out.resolve(), *out.resolve().parents):
         if (folder / RECIPE).is_file() and any((folder / name).exists() for name in (METRICS, STATE)):
             raise ValueError(f"--out {out}: expected a folder of its own, found the run {folder}; {other}")

@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from megatron_eqlen.files import naming
+
 VERSION = 7
 """Of the format of recorded rollouts."""
 OLD_VERSION = "2 or older (JSON lines)"
@@ -75,6 +77,7 @@ class _Sink(io.RawIOBase):
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115 (closed by close)
+        self._path = path
         self.crc = 0
         self.failed: OSError | None = None
 
@@ -89,8 +92,9 @@ class _Sink(io.RawIOBase):
         self.crc = zlib.crc32(view, self.crc)
         rest = view
         try:
-            while rest:  # a signal or a full disk may shorten a write
-                rest = rest[self._file.write(rest) :]
+            with naming(self._path):
+                while rest:  # a signal or a full disk may shorten a write
+                    rest = rest[self._file.write(rest) :]
         except OSError as error:
             self.failed = error
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 
 import pytest
@@ -10,6 +11,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from megatron_eqlen import failures
 from megatron_eqlen.failures import ERROR_FILE, FIRST, Failure
 from megatron_eqlen.hold import HeldError
+from megatron_eqlen.report.metrics import MetricsWriter
 from megatron_eqlen.rollout.engine import EngineError
 
 BROKEN = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.3]:31"
@@ -65,6 +67,32 @@ def test_a_users_mistake_has_no_traceback_unless_asked_for(run, error, monkeypat
     assert (ours.message, ours.traceback) == ("wrong (prompt 7)", "")
     monkeypatch.setenv(failures.TRACEBACK, "1")
     assert not failures.is_expected(error)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (NotADirectoryError(errno.ENOTDIR, "Not a directory", "runs/a"), "runs/a: Not a directory"),
+        (OSError(errno.EROFS, "Read-only file system", "a", None, "b"), "a -> b: Read-only file system"),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "aaa"), "aaa: File name too long"),
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+    ],
+)
+def test_an_error_of_files_and_disks_is_one_line_that_begins_with_the_path(error, words):
+    assert failures.is_expected(error)
+    assert failures.words(error) == words
+    assert not failures.is_expected(OSError(errno.ECONNRESET, "Connection reset by peer"))
+
+
+def test_a_write_to_a_full_disk_is_an_error_that_names_the_file(tmp_path):
+    writer = MetricsWriter(tmp_path / "new")
+    writer.file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 (closed below)
+    with pytest.raises(OSError, match="No space left") as error:
+        writer.write(1, {})
+    words = failures.words(error.value)
+    assert words.startswith(f"{tmp_path}/new/metrics.jsonl: No space left on device (")
+    assert words.endswith(" GB are free there)")
+    writer.close()
 
 
 def test_only_the_first_error_of_a_process_and_of_a_run_is_kept(run):

@@ -303,6 +303,20 @@ def test_missing_inputs_are_named_before_anything_starts(capsys, tmp_path):
     assert f"model.path: {tmp_path}/none does not exist" in capsys.readouterr().err
 
 
+def test_a_run_folder_that_cannot_be_made_is_one_line_before_anything_starts(capsys, tmp_path):
+    (tmp_path / "file").touch()
+    for folder, message in (
+        (tmp_path / "file", f"{tmp_path}/file: Not a directory"),
+        (tmp_path / "file/below/it", f"{tmp_path}/file: Not a directory"),
+        (tmp_path / ("n" * 300), f"{tmp_path}/{'n' * 300}: File name too long"),
+    ):
+        for command in (["train"], ["submit"]):
+            assert cli.main([*command, str(RECIPES / "qwen3_32b.yaml"), f"run_dir={folder}"]) == 2
+            error = capsys.readouterr().err
+            assert error.startswith(f"eqlen {command[0]}: {message}")
+            assert error.count("\n") == 1
+
+
 def test_runs_of_different_methods_and_seeds_have_their_own_folders():
     folders = {
         str(small(**changes).run_folder)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
 import os
+import resource
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from megatron_eqlen import failures
 from megatron_eqlen.budget import Budget
 from megatron_eqlen.cli import main
 from megatron_eqlen.failures import FIRST
@@ -163,6 +166,22 @@ def test_a_first_error_of_any_rank_is_what_ended_it(run):
     (run / FIRST).unlink()
     assert life.wait_until(lambda one: one.condition == "running").error is None
     life.end()
+
+
+def test_an_error_for_which_the_disk_had_no_room_is_told(run, monkeypatch):
+    life = Life(run)
+    life.wait_until(lambda one: read_state(run))
+    life.cut_off()
+    monkeypatch.setattr(failures, "_run", run)
+    monkeypatch.setattr(failures, "_told", None)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # files can be made, and nothing written
+    try:
+        failures.record(OSError(errno.ENOSPC, "No space left on device", str(run / "metrics.jsonl")))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert status(run).condition == "failed"
+    assert "an error that could not be written down, as on a full disk (" in screen(run)
 
 
 def hang(run: Path, name: str, *, at: float, **texts: str) -> Path:
