@@ -164,10 +164,12 @@ def _on_ranks(recipe: Recipe, work: Callable[[], None], stop: Path | None = None
 
     A layout that cannot start is refused here, before any process is started.
     """
+    from megatron_eqlen.check.machine import refuse_unfit  # imports torch
     from megatron_eqlen.hf.config import read_config  # imports Megatron-Core
 
     check_inputs(recipe)
     layout.check(recipe, read_config(recipe.model.path))
+    refuse_unfit(recipe)
     return _start(recipe, work, Interrupts(stop))
 
 

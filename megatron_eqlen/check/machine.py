@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] (documented)
 
 from megatron_eqlen.check.finding import Check, Finding, Place, gigabytes
@@ -18,11 +20,14 @@ from megatron_eqlen.cores import memory_limit, usable_cores
 from megatron_eqlen.plan.host import checkpoint_bytes, export_bytes
 from megatron_eqlen.plan.model import model_config
 from megatron_eqlen.plan.sbatch import trainer_bytes
+from megatron_eqlen.recipe import Recipe, RecipeError
 
 MEET = "EQLEN_MEET"
 """Environment variable, HOST:PORT: where the tasks of a SLURM step meet."""
 CORES_OF_A_GPU = 2
 """A process that drives one, and something beside it."""
+MOST_ON_A_CORE = 4
+"""Processes of a run on CPUs: each has an engine and a trainer that compute."""
 SHARED_MEMORY = 1e9
 """Bytes of /dev/shm below which NCCL or a worker may fail: Docker gives 64 MB unless told otherwise."""
 SLOW_DISK = 100e6
@@ -43,6 +48,30 @@ def cores(place: Place) -> Finding:
             "slow", f"{text}, expected {wanted}", "sbatch --cpus-per-task (cluster.cpus_per_process)"
         )
     return Finding("ok", text)
+
+
+def refuse_unfit(recipe: Recipe) -> None:
+    """Raise RecipeError where this process may not train or generate for ``recipe``: it asks for GPUs and
+    finds too few, or for many times as many processes as there are cores. Print a warning about processes
+    that share cores."""
+    count, launched = recipe.cluster.processes_per_node, "RANK" in os.environ
+    if recipe.cluster.device == "gpu":
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if not gpus:
+            raise RecipeError(
+                f"cluster.device: gpu, found no GPU on {socket.gethostname()} (`eqlen check` says why): "
+                f"cluster.device=cpu trains on the processor, which is for tiny models"
+            )
+        if not launched and gpus < count:  # a rank that was launched may see its own GPU alone
+            raise RecipeError(
+                f"cluster.processes_per_node: {count} processes need a GPU each, found {gpus} on "
+                f"{socket.gethostname()}"
+            )
+    elif not launched and (cores := usable_cores()) < count:
+        text = f"cluster.processes_per_node: {count} processes share {cores} cores"
+        if cores * MOST_ON_A_CORE < count:
+            raise RecipeError(f"{text}: expected at most {MOST_ON_A_CORE} processes a core")
+        print(f"WARNING: {text}: they will wait for each other", file=sys.stderr)
 
 
 def host_memory(place: Place) -> Finding:

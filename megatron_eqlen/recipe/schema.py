@@ -498,7 +498,8 @@ class ClusterRecipe(Section):
     was silent for long before: each rank's stacks go to ``RUN/hang/``, and the run ends with status 75. null:
     it waits for ever (for a debugger, say)."""
     device: Literal["gpu", "cpu"] = "gpu"
-    """What a SLURM job asks for; a run takes what it finds."""
+    """What a SLURM job asks for. ``gpu``: a run without a GPU is refused. ``cpu``: a run uses a GPU all the
+    same where it finds one."""
     cpus_per_process: PositiveInt = 8
     """Cores that a SLURM job asks for: graders, the optimizer on the host, the engine."""
     gpu_memory_gib: PositiveFloat = 80.0

@@ -16,6 +16,7 @@ from megatron_eqlen import cli, packages
 from megatron_eqlen.check import CHECKS, check, devices, look, machine, software
 from megatron_eqlen.check.finding import Check, Finding, Place
 from megatron_eqlen.objectives.recipes import load
+from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.rewards.program import Isolation
 from tests.kit import ROOT
 
@@ -248,6 +249,34 @@ def test_gpus_of_this_machine(one, anywhere):
 
 
 # ---- the machine -------------------------------------------------------------------------------------
+
+
+def test_a_run_for_gpus_is_refused_without(large, no_gpu, monkeypatch):
+    with pytest.raises(
+        RecipeError, match=r"cluster.device: gpu, found no GPU on .*: cluster.device=cpu trains"
+    ):
+        machine.refuse_unfit(large.recipe)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(RecipeError, match=r"processes_per_node: 8 processes need a GPU each, found 2 on"):
+        machine.refuse_unfit(large.recipe)
+    monkeypatch.setenv("RANK", "3")
+    machine.refuse_unfit(large.recipe)
+
+
+@pytest.mark.parametrize(("processes", "said"), [(2, ""), (3, "WARNING: "), (8, "WARNING: "), (9, None)])
+def test_processes_that_share_cores_are_told_and_many_are_refused(
+    large, monkeypatch, capsys, processes, said
+):
+    monkeypatch.setattr(machine, "usable_cores", lambda: 2)
+    crowded = load(ROOT / "recipes/tiny_cpu.yaml", [f"cluster.processes_per_node={processes}"])
+    text = f"cluster.processes_per_node: {processes} processes share 2 cores"
+    if said is None:
+        with pytest.raises(RecipeError, match=f"{text}: expected at most 4 processes a core"):
+            machine.refuse_unfit(crowded)
+    else:
+        machine.refuse_unfit(crowded)
+        assert capsys.readouterr().err == (said and f"{said}{text}: they will wait for each other\n")
 
 
 def test_too_few_cores_are_slow(large, anywhere, monkeypatch):
