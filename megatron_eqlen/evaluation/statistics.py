@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+from scipy.special import stdtrit
 
 LEVEL = 0.95
 POWER = 0.8
@@ -56,7 +57,7 @@ def t_interval(scores: np.ndarray) -> Interval:
     mean, count = float(per_replicate.mean()), len(per_replicate)
     if count == 1:
         return Interval(mean, float("nan"), float("nan"), "t over replicates")
-    half = t_quantile((1 + LEVEL) / 2, count - 1) * per_replicate.std(ddof=1) / np.sqrt(count)
+    half = stdtrit(count - 1, (1 + LEVEL) / 2) * per_replicate.std(ddof=1) / np.sqrt(count)
     return Interval(mean, mean - half, mean + half, "t over replicates")
 
 
@@ -92,7 +93,7 @@ def detectable_difference(before: np.ndarray, after: np.ndarray) -> float:
     count = len(differences)
     if count == 1:
         return float("nan")
-    quantiles = t_quantile((1 + LEVEL) / 2, count - 1) + t_quantile(POWER, count - 1)
+    quantiles = stdtrit(count - 1, (1 + LEVEL) / 2) + stdtrit(count - 1, POWER)  # of Student's t
     return float(quantiles * differences.std(ddof=1) / np.sqrt(count))
 
 
@@ -108,19 +109,6 @@ def pass_at_k(scores: np.ndarray, k: int) -> float:
     steps = np.arange(k)
     all_wrong = np.clip(wrong[:, None] - steps, 0, None) / (replicates - steps)
     return float(1.0 - all_wrong.prod(axis=1).mean())
-
-
-@lru_cache
-def t_quantile(probability: float, degrees: int) -> float:
-    """Quantile of Student's t with ``degrees`` degrees of freedom, to about 1e-6.
-
-    With t = sqrt(degrees) tan(angle) the density of the angle is proportional to cos(angle)^(degrees - 1).
-    """
-    edge = np.pi / 2 * (1 - 1e-9)
-    angle = np.linspace(-edge, edge, 400_001)
-    density = np.cos(angle) ** (degrees - 1)
-    mass = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
-    return float(np.sqrt(degrees) * np.tan(np.interp(probability, mass / mass[-1], angle)))
 
 
 def _checked(scores: np.ndarray) -> np.ndarray:
