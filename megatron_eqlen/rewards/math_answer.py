@@ -154,7 +154,7 @@ _LAYOUT = _compile(
 )  # fmt: skip
 
 _TEXT_UNIT = re.compile(r"(.*\S)\s*\\text\s*\{([^{}]*)\}\s*(?:\^\s*\{?\s*(\d)\s*\}?)?\s*")
-_BARE_UNIT = re.compile(r"(.*[\d})\]])\s*?((?:[\s./]*[^\W\d_]+)+)\.?(?:\s*\^\s*\{?\s*(\d)\s*\}?)?\s*")
+_BARE_UNIT = re.compile(r"(.*[\d})\]])((?:[\s./]*+[^\W\d_]++)++)\.?(?:\s*\^\s*\{?\s*(\d)\s*\}?)?\s*")
 _GREEK = re.compile(r"GREEK (SMALL|CAPITAL) LETTER ([A-Z]+)")
 _SIGN_UNIT = re.compile(r"([+-]?)\s*(\\\$|[€£¥])\s*(.*)|(.*?)\s*(\\\$|[€£¥¢])\s*|(.*?)\s*(\^\\circ)\s*")
 _BASE = re.compile(r"\(?([0-9A-F]*\d[0-9A-F]*)\)?\s*_\s*\{?\s*\(?(\d\d?)\)?\s*\}?")

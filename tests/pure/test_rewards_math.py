@@ -296,6 +296,24 @@ def test_the_same_answer_is_verified_once(grader, monkeypatch):
     assert [grade.verdict for grade in grader.grade([r"\boxed{2y}"] * 2, ["3y"] * 2)] == ["wrong"] * 2
 
 
+@pytest.mark.parametrize(
+    "prose", ["since the number of divisors is as given above, so that; ", "x+1 = ", "a."]
+)
+def test_long_prose_after_a_number_is_normalized_in_a_moment(prose):
+    """`normalize` runs in the trainer, where no time limit stops it."""
+
+    def give_up(*_):
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, 5.0)
+    try:
+        normalize.__wrapped__("5 " + (prose * 999)[:1900] + "!")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
 @pytest.mark.parametrize("text", ["5", "-5", "0", "-0", "007", "1,234,567", "x + 1", "A", "no"])
 def test_normalize_is_idempotent(text):
     assert normalize(normalize(text)) == normalize(text)
