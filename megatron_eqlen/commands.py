@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron_eqlen import layout
 from megatron_eqlen.files import refuse_existing
 from megatron_eqlen.interrupts import Interrupts, watch
-from megatron_eqlen.objectives.recipes import load
+from megatron_eqlen.objectives.recipes import load, remarks
 from megatron_eqlen.recipe import Recipe, RecipeError
 from megatron_eqlen.recipe_checks import check_inputs
 from megatron_eqlen.recipe_load import dump
@@ -66,6 +66,8 @@ def _print_plan(recipe: Recipe) -> int:
     plan = describe(recipe)
     print(dump(with_defaults(recipe)))
     print(plan)
+    for remark in remarks(recipe):
+        print(f"WARNING: {remark}")
     return 0
 
 

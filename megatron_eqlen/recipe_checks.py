@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from megatron_eqlen import layout
 from megatron_eqlen.budget import COSTS
@@ -113,11 +114,25 @@ def _check_engine(rollout: RolloutRecipe) -> None:
         )
     if rollout.engine == "server" and not rollout.servers:
         raise ValueError("rollout.servers: expected at least one URL with rollout.engine: server, found none")
+    _check_servers(rollout.servers)
     if rollout.staleness and rollout.engine != "server":
         raise ValueError(
             f"rollout.staleness: {rollout.staleness} needs rollout.engine: server, found {rollout.engine}: a "
             f"colocated engine sleeps while the trainer works"
         )
+
+
+def _check_servers(urls: list[str]) -> None:
+    for number, url in enumerate(urls):
+        try:
+            parts = urlsplit(url)
+            valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # a port that is no number, or brackets that hold no address
+            valid = False
+        if not valid:
+            raise ValueError(f"rollout.servers.{number}: expected http://HOST:PORT, found {url!r}")
+        if url.rstrip("/") in (earlier.rstrip("/") for earlier in urls[:number]):
+            raise ValueError(f"rollout.servers.{number}: expected each server once, found {url!r} again")
 
 
 def _check_sampling_mask(rollout: RolloutRecipe) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_eqlen import failures, layout
+from megatron_eqlen.objectives.recipes import remarks
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.replicas import Replicas
@@ -54,6 +55,8 @@ class Session:
         self.ends_with(self.scorer.close)
         self.progress = Progress(recipe.budget, f"{recipe.name} {recipe.method}", show=distributed.is_rank0())
         self.ends_with(self.progress.close)
+        for remark in remarks(recipe):
+            self.progress.warn(remark)
         if recipe.reward.workers is None:
             self.progress.say(f"reward.workers: {self.scorer.workers}, the cores of a rank")
 

@@ -108,7 +108,8 @@ class Submission:
 
 
 def _with_servers(count: int) -> list[str]:
-    return ["rollout.engine=server", f"rollout.servers=[{', '.join(['not-started'] * count)}]"]
+    urls = ", ".join(f"http://not-started-{number}" for number in range(count))
+    return ["rollout.engine=server", f"rollout.servers=[{urls}]"]
 
 
 def _directives(*options: str) -> list[str]:

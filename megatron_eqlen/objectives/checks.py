@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 from megatron_eqlen.objectives.advantages import Gr3
 from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.objectives.registry import resolve
-from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe import LossRecipe, Recipe
 
 
 def check_combination(recipe: Recipe) -> None:
@@ -14,6 +16,7 @@ def check_combination(recipe: Recipe) -> None:
     _check_sampling(recipe, objective)
     _check_clip(recipe, objective)
     _check_ratio(recipe, objective)
+    _check_bounds(recipe.loss)
     _check_engine_logprobs(recipe)
     _check_off_policy(recipe, objective)
     _check_rewards(recipe, objective)
@@ -90,15 +93,37 @@ def _check_ratio(recipe: Recipe, objective: Objective) -> None:
             f"loss.minibatches: {loss.minibatches} is more than data.prompts_per_step "
             f"{recipe.data.prompts_per_step}; a minibatch holds whole prompts"
         )
-    for name, bound in (loss.rollout_rs or {}).items():
-        if isinstance(bound, tuple) and not name.endswith("k1"):
-            raise ValueError(
-                f"loss.rollout_rs.{name}: expected one number, an upper bound in nats, found {list(bound)}"
-            )
     if loss.old_logprobs == "rollout" and loss.rollout_is != "none":
         raise ValueError(
             f"loss.rollout_is: {loss.rollout_is} corrects old log-probs that the trainer recomputed; with "
             f"loss.old_logprobs: rollout the ratio already starts from the engine's"
+        )
+
+
+def _check_bounds(loss: LossRecipe) -> None:
+    """Refuse bounds that reject or shrink tokens about which trainer and engine agree."""
+    _check_ratio_bound("loss.rollout_is_threshold", loss.rollout_is_threshold, least=1.0)
+    for name, bound in (loss.rollout_rs or {}).items():
+        key = f"loss.rollout_rs.{name}"
+        if name.endswith("k1"):
+            _check_ratio_bound(key, bound, least=math.nextafter(1.0, 2.0))
+        elif isinstance(bound, tuple):
+            raise ValueError(f"{key}: expected one number, an upper bound in nats, found {list(bound)}")
+
+
+def _check_ratio_bound(key: str, bound: float | tuple[float, float], least: float) -> None:
+    """``least``: of a single number, which bounds the ratio from above."""
+    if isinstance(bound, tuple):
+        if not bound[0] <= 1 <= bound[1] or bound[0] == bound[1]:
+            raise ValueError(
+                f"{key}: {list(bound)} leaves out a ratio of 1, where trainer and engine agree: expected "
+                f"[low, high] with low <= 1 <= high and low < high"
+            )
+    elif bound < least:
+        relation = "at least" if least == 1 else "more than"
+        raise ValueError(
+            f"{key}: {bound:g} is a bound on ratios, which are 1 where trainer and engine agree: expected "
+            f"{relation} 1"
         )
 
 

@@ -1,13 +1,16 @@
-"""Recipes that are going to run: loaded with every check, those of the objective included."""
+"""Recipes that are going to run: loaded with every check, those of the objective included, and remarks on
+what a valid recipe says in vain."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_eqlen import recipe_load
 from megatron_eqlen.objectives.checks import check_combination
+from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.recipe import Recipe
 
 
@@ -19,3 +22,53 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 def parse(raw: dict[str, Any], where: str) -> Recipe:
     """Make a recipe from plain data; ``where`` names it in errors. Raises RecipeError."""
     return recipe_load.parse(raw, where, [check_combination])
+
+
+def remarks(recipe: Recipe) -> list[str]:
+    """What the user should know of a valid recipe: keys that have no effect, corrections that do little."""
+    found = []
+    for key, needed, met in _conditions(recipe):
+        value, default = _value_and_default(recipe, key)
+        if not met and value != default:
+            found.append(f"{key}: {json.dumps(value)} has no effect: it needs {needed}")
+    from_engine = recipe.loss.old_logprobs == "rollout" and resolve(recipe).ratio != "none"
+    if recipe.rollout.trains_older and recipe.loss.rollout_is == "none" and not from_engine:
+        found.append(
+            "loss.rollout_rs alone leaves out what is too far off: tokens of older weights within its bounds "
+            "train as if the policy had sampled them (loss.rollout_is or loss.old_logprobs: rollout corrects)"
+        )
+    return found
+
+
+def _conditions(recipe: Recipe) -> Iterator[tuple[str, str, bool]]:
+    """Keys that only another key gives a meaning: key, what it needs, whether the recipe has that."""
+    rollout, loss, objective = recipe.rollout, recipe.loss, resolve(recipe)
+    served, importance = rollout.engine == "server", loss.rollout_is != "none"
+    tracked = bool(recipe.report.wandb_project or recipe.report.mlflow_experiment)
+    yield "loss.rollout_is_threshold", "loss.rollout_is: token or sequence", importance
+    yield "loss.old_logprobs", "an objective with an importance ratio", objective.ratio != "none"
+    yield "loss.kl_estimator", "loss.kl_coef above 0", loss.kl_coef > 0
+    yield "loss.max_num_gen_batches", "loss.dynamic_sampling: true", objective.dynamic_sampling
+    yield "loss.router_replay", "rollout.keep_routes: true", rollout.keep_routes
+    yield "rollout.record_routes", "rollout.keep_routes: true", rollout.keep_routes
+    yield "rollout.max_staleness", "rollout.carry_over: true", rollout.carry_over
+    yield "rollout.on_sync", "rollout.staleness of at least 1", rollout.staleness > 0
+    yield "rollout.servers", "rollout.engine: server", served
+    yield "rollout.sync", "rollout.engine: server", served
+    yield "optimizer.min_lr", "optimizer.lr_schedule: linear or cosine", _rate_falls(recipe)
+    yield "report.samples_every", "report.wandb_project or report.mlflow_experiment", tracked
+    yield "evaluation.every", "evaluation.benchmarks", bool(recipe.evaluation.benchmarks)
+    for name in type(recipe.equal_length).model_fields:
+        yield f"equal_length.{name}", "sampling: equal_length", recipe.sampling == "equal_length"
+    for name in type(recipe.tree_sampling).model_fields:
+        yield f"tree_sampling.{name}", "sampling: tree", recipe.sampling == "tree"
+
+
+def _rate_falls(recipe: Recipe) -> bool:
+    return recipe.optimizer.lr_schedule != "constant"
+
+
+def _value_and_default(recipe: Recipe, key: str) -> tuple[Any, Any]:
+    section, name = key.split(".")
+    values = getattr(recipe, section)
+    return getattr(values, name), type(values).model_fields[name].default

@@ -9,18 +9,28 @@ import difflib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from megatron_eqlen.budget import Budget
 from megatron_eqlen.plugins import is_import_path
 from megatron_eqlen.recipe.naming import variant_name
 
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-BelowOne = Annotated[float, Field(ge=0, lt=1)]
+
+def _number(value: Any) -> Any:
+    """Refuse a boolean, which Python and pydantic take for 0 or 1."""
+    if isinstance(value, bool):
+        raise ValueError("expected a number")
+    return value
+
+
+Integer = Annotated[int, BeforeValidator(_number)]
+Real = Annotated[float, BeforeValidator(_number)]
+PositiveInt = Annotated[Integer, Field(gt=0)]
+NonNegativeInt = Annotated[Integer, Field(ge=0)]
+PositiveFloat = Annotated[Real, Field(gt=0)]
+NonNegativeFloat = Annotated[Real, Field(ge=0)]
+Fraction = Annotated[Real, Field(ge=0, le=1)]
+BelowOne = Annotated[Real, Field(ge=0, lt=1)]
 
 
 def _ascending(band: tuple[float, float]) -> tuple[float, float]:
@@ -106,9 +116,9 @@ class SourceRecipe(Section):
     """Which half of OpenCodeReasoning; default: both."""
     tests: str | None = None
     """Folder of the source sets (TACO, APPS, CodeContests, Codeforces) that hold the code problems' tests."""
-    min_difficulty: float | None = None
+    min_difficulty: Real | None = None
     """Rows below this difficulty are left out, and rows without one."""
-    max_difficulty: float | None = None
+    max_difficulty: Real | None = None
     """Rows above this difficulty are left out, and rows without one."""
     exclude: str | None = None
     """A file of questions, one JSON string or line each, to leave out (decontamination)."""
@@ -152,7 +162,7 @@ class EqualLengthRecipe(Section):
 class TreeSamplingRecipe(Section):
     """With ``sampling: tree``: the shape of the sampled trees."""
 
-    branching: Annotated[int, Field(ge=2)] = 8
+    branching: Annotated[Integer, Field(ge=2)] = 8
     """Continuations of every step; a prompt has up to branching ** depth responses."""
     depth: PositiveInt = 3
     """Steps of a response; the last one runs to max_response_length."""
@@ -180,11 +190,11 @@ class RolloutRecipe(Section):
 
     engine: Literal["colocated", "server"] = "colocated"
     """``colocated``: vLLM in the training processes. ``server``: vLLM servers, see ``servers``."""
-    temperature: Annotated[float, Field(ge=0.01)] = 0.6
+    temperature: Annotated[Real, Field(ge=0.01)] = 0.6
     """Of sampling and of the trainer's log-probs. vLLM would raise lower ones to 0.01 without a word."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 0.95
+    top_p: Annotated[Real, Field(gt=0, le=1)] = 0.95
     """Sample among the likeliest tokens that together have this probability; 1: off."""
-    top_k: int = 20
+    top_k: Integer = 20
     """Sample among this many likeliest tokens; 0 or -1: off."""
     min_p: Fraction = 0.0
     """Sample among tokens with at least this share of the likeliest one's probability; 0: off."""
@@ -204,7 +214,8 @@ class RolloutRecipe(Section):
     step can be replayed with the trainer's own routing only, and one that is killed between its harvest and
     its update is generated again."""
     tokens_per_step: PositiveInt | None = None
-    """Generated tokens after which a step's harvest ends early."""
+    """Generated tokens after which a step's harvest ends early; with ``loss.dynamic_sampling``, after which
+    the harvest of each batch of prompts ends that the step draws."""
     seconds_per_step: PositiveFloat | None = None
     """Seconds after which a step's harvest ends early (those of a killed attempt do not count)."""
     carry_over: bool = False
@@ -301,7 +312,7 @@ class LossRecipe(Section):
     """A ratio below 1 - this is clipped."""
     clip_ratio_high: NonNegativeFloat | None = None
     """A ratio above 1 + this is clipped."""
-    clip_ratio_c: Annotated[float, Field(gt=1)] | None = None
+    clip_ratio_c: Annotated[Real, Field(gt=1)] | None = None
     """Dual clip: lower bound of the objective for negative advantages."""
     kl_coef: NonNegativeFloat = 0.002
     """The paper's beta_kl, on supervised tokens against the reference model; 0 keeps no reference."""
@@ -320,7 +331,7 @@ class LossRecipe(Section):
     rollout_rs: dict[RejectionName, PositiveFloat | Band] | None = None
     """Tokens or segments beyond a bound give no gradient. Of ``k1`` it is of the ratio engine / trainer,
     ``[low, high]``, or one number for ``[1 / number, number]``; of ``k2`` and ``k3`` it is in nats."""
-    rollout_token_veto_threshold: Annotated[float, Field(gt=0, lt=1)] | None = None
+    rollout_token_veto_threshold: Annotated[Real, Field(gt=0, lt=1)] | None = None
     """A segment with a token whose ratio trainer / engine is below this gives no gradient; 1e-4, say."""
     minibatches: PositiveInt = 1
     """Parts of a harvest, each an optimizer step (our choice: 1, on-policy)."""
@@ -383,7 +394,7 @@ class ParallelRecipe(Section):
     """GPUs that share the positions of a row (CP)."""
     pipeline: PositiveInt = 1
     """Stages, each with some of the layers (PP)."""
-    virtual_pipeline: Annotated[int, Field(ge=2)] | None = None
+    virtual_pipeline: Annotated[Integer, Field(ge=2)] | None = None
     """Stages of a rank, interleaved; needs ``pipeline`` > 1."""
     layers_per_stage: list[PositiveInt] | None = None
     """Layers of each pipeline stage; with ``virtual_pipeline`` of stage 0, 1, ..., and again from 0. Default:
@@ -408,7 +419,7 @@ class PackingRecipe(Section):
     layout: Literal["tree", "expanded"] = "tree"
     """``tree``: each token once. ``expanded``: each trained segment with a copy of its prefix, which
     ``equal_length.prefix_in_gradient`` needs."""
-    logits_chunk: Annotated[int, Field(ge=64, multiple_of=8)] = 8192
+    logits_chunk: Annotated[Integer, Field(ge=64, multiple_of=8)] = 8192
     """Supervised tokens whose logits exist at once; a row with more takes them chunk by chunk, and computes
     them once more in the backward pass."""
 
@@ -539,7 +550,7 @@ class Recipe(Section):
     """How rollouts are made and what is compared: equal-length pairs, groups of whole responses, or trees."""
     objective: str = "grpo"
     """The method by name (objectives/README.md lists them), or the import path of your own."""
-    group_size: Annotated[int, Field(ge=2)] = 16
+    group_size: Annotated[Integer, Field(ge=2)] = 16
     """G: independent completions of a prompt, or 2 x its dual-track subgroups."""
     model: ModelRecipe
     data: DataRecipe

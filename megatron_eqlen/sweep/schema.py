@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import Field, ValidationError
 
-from megatron_eqlen.recipe import RecipeError, Section
+from megatron_eqlen.recipe import NonNegativeInt, PositiveInt, RecipeError, Section
 from megatron_eqlen.recipe_load import explain, read_yaml
 
 BASE = "base"

@@ -336,7 +336,7 @@ def is_kept(option, bound, log_rhos, token):
     return math.log(low) <= value <= math.log(high)
 
 
-bands = st.one_of(st.floats(1.05, 3), st.tuples(st.floats(0.2, 1), st.floats(1, 3)).map(list))
+bands = st.one_of(st.floats(1.05, 3), st.tuples(st.floats(0.2, 0.99), st.floats(1, 3)).map(list))
 upper_bounds = st.floats(0.01, 1.0)
 rejections = st.fixed_dictionaries(
     {},
@@ -353,7 +353,7 @@ rejections = st.fixed_dictionaries(
     shapes=st.lists(lengths_and_rewards, min_size=1, max_size=2),
     seed=st.integers(0, 99),
     level=st.sampled_from(["none", "token", "sequence"]),
-    band=st.tuples(st.floats(0.1, 1), st.floats(1, 4)).map(list),
+    band=st.tuples(st.floats(0.1, 0.99), st.floats(1, 4)).map(list),
     rejected=rejections,
     veto=st.sampled_from([None, 0.3, 0.7]),
     name=st.sampled_from(["grpo", "gspo", "luspo", "vespo"]),

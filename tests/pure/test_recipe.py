@@ -1,16 +1,18 @@
 """Recipes: strict keys, composition, overrides, checks that show the arithmetic, and a dry run's plan."""
 
+import copy
 import os
+from typing import Annotated, get_args, get_origin
 
 import pytest
 import yaml
 
 from megatron_eqlen import cli, commands, cores
-from megatron_eqlen.objectives.recipes import load, parse
+from megatron_eqlen.objectives.recipes import load, parse, remarks
 from megatron_eqlen.objectives.registry import OBJECTIVES, resolve, with_defaults
-from megatron_eqlen.recipe import RecipeError
+from megatron_eqlen.recipe import Recipe, RecipeError, Section
 from megatron_eqlen.recipe.yaml_values import read_value
-from megatron_eqlen.recipe_load import dump
+from megatron_eqlen.recipe_load import dump, read_yaml
 from megatron_eqlen.report.run_folder import RunFolder, check_harvest
 from tests.kit import ROOT
 
@@ -22,6 +24,9 @@ SMALL = {
     "data": {"sources": [{"name": "a", "path": "b"}], "max_prompt_length": 100},
     "rollout": {"max_response_length": 100},
 }
+
+
+SERVED = {"engine": "server", "max_response_length": 100}
 
 
 def small(**changes):
@@ -96,6 +101,15 @@ def small(**changes):
             "rollout.park_trainer: all makes room for a colocated engine, found rollout.engine: server",
         ),
         (
+            {"rollout": SERVED | {"servers": ["notaurl"]}},
+            "rollout.servers.0: expected http://HOST:PORT, found",
+        ),
+        ({"rollout": SERVED | {"servers": ["http://a:b"]}}, "expected http://HOST:PORT, found 'http://a:b'"),
+        (
+            {"rollout": SERVED | {"servers": ["http://a:1", "http://b", "http://a:1/"]}},
+            "rollout.servers.2: expected each server once, found 'http://a:1/' again",
+        ),
+        (
             {"model": {"path": "m", "dtype": "float32"}, "optimizer": {"grad_dtype": "bfloat16"}},
             "optimizer.grad_dtype: bfloat16 needs model.dtype: bfloat16, found float32",
         ),
@@ -121,6 +135,119 @@ def test_a_mistake_is_an_error_that_names_the_key(changes, message):
     with pytest.raises(RecipeError) as error:
         small(**changes)
     assert message in str(error.value)
+
+
+def number_keys(schema, path=()):
+    """Every key of the schema that takes a plain number, outside of lists."""
+    for name, field in schema.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from number_keys(field.annotation, (*path, name))
+        elif get_origin(field.annotation) not in (list, dict):
+            kinds = {field.annotation, *get_args(field.annotation)}
+            kinds |= {get_args(kind)[0] for kind in kinds if get_origin(kind) is Annotated}
+            if kinds & {int, float}:
+                yield (*path, name)
+
+
+def test_a_boolean_is_not_a_number_anywhere():
+    keys = [*number_keys(Recipe)]
+    assert len(keys) > 70
+    assert {("loss", "kl_coef"), ("rollout", "top_k"), ("seed",), ("rollout", "mismatch", "window")} <= {
+        *keys
+    }
+    wrapped = {
+        ("loss", "rollout_is_threshold"): [True, 2],
+        ("loss", "rollout_rs"): {"token_k3": True},
+        ("profile", "steps"): [True],
+        ("parallel", "layers_per_stage"): [True],
+        ("data", "sources"): [{"name": "a", "path": "b", "weight": True}],
+        ("evaluation", "benchmarks"): [{"name": "a", "path": "b", "limit": True}],
+    }
+    for key, value in [*dict.fromkeys(keys, True).items(), *wrapped.items()]:
+        raw = copy.deepcopy(SMALL)
+        section = raw
+        for part in key[:-1]:
+            section = section.setdefault(part, {})
+        section[key[-1]] = value
+        with pytest.raises(RecipeError, match=rf"{'.'.join(key)}\b.*expected a number, found True"):
+            parse(raw, "test")
+
+
+@pytest.mark.parametrize(
+    ("bounds", "reason"),
+    [
+        (
+            {"rollout_is": "token", "rollout_is_threshold": [1.5, 5]},
+            r"threshold: \[1.5, 5.0\] leaves out a ratio",
+        ),
+        ({"rollout_is": "token", "rollout_is_threshold": 0.5}, "threshold: 0.5 .* expected at least 1"),
+        ({"rollout_rs": {"token_k1": 1}}, "token_k1: 1 .* expected more than 1"),
+        ({"rollout_rs": {"seq_mean_k1": [1, 1]}}, r"seq_mean_k1: \[1.0, 1.0\] leaves out a ratio of 1"),
+        ({"rollout_rs": {"seq_sum_k1": [0.2, 0.9]}}, r"seq_sum_k1: \[0.2, 0.9\] leaves out a ratio of 1"),
+    ],
+)
+def test_bounds_that_reject_perfect_agreement_are_refused(bounds, reason):
+    with pytest.raises(RecipeError, match=reason):
+        small(loss=bounds)
+
+
+@pytest.mark.parametrize(
+    ("changes", "remark"),
+    [
+        (
+            {"loss": {"rollout_is_threshold": 3}},
+            "loss.rollout_is_threshold: 3.0 has no effect: it",
+        ),
+        (
+            {"loss": {"router_replay": False}},
+            "loss.router_replay: false has no effect: it needs rollout",
+        ),
+        (
+            {"rollout": {"record_routes": False}},
+            "rollout.record_routes: false has no effect: it",
+        ),
+        (
+            {"rollout": {"max_staleness": 3}},
+            "rollout.max_staleness: 3 has no effect: it needs rollout",
+        ),
+        (
+            {"rollout": {"on_sync": "recompute"}},
+            'on_sync: "recompute" has no effect: it needs rollout',
+        ),
+        (
+            {"rollout": {"servers": ["http://a"]}},
+            'servers: ["http://a"] has no effect: it needs rollout',
+        ),
+        (
+            {"objective": "rloo", "loss": {"old_logprobs": "rollout"}},
+            "it needs an objective with",
+        ),
+        ({"optimizer": {"min_lr": 1e-7}}, "it needs optimizer.lr_schedule: linear or cosine"),
+        ({"sampling": "independent", "equal_length": {"max_pairs": 3}}, "it needs sampling: equal_length"),
+        (
+            {
+                "rollout": {"carry_over": True, "tokens_per_step": 9},
+                "loss": {"rollout_rs": {"token_k1": 1e6}},
+            },
+            "loss.rollout_rs alone leaves out what is too far off",
+        ),
+    ],
+)
+def test_a_key_without_effect_is_a_remark_that_names_the_key_it_needs(changes, remark):
+    changes.setdefault("rollout", {}).setdefault("max_response_length", 100)
+    (found,) = remarks(small(**changes))
+    assert remark in found
+
+
+def test_the_plan_ends_with_the_remarks(capsys):
+    assert cli.main(["plan", str(RECIPES / "qwen3_32b.yaml"), "rollout.on_sync=recompute"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith('WARNING: rollout.on_sync: "recompute" has no')
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_recipes_of_ours_have_no_key_without_effect(path):
+    if "methods" not in read_yaml(path):  # a sweep
+        assert remarks(load(path)) == []
 
 
 def test_missing_key_is_named():

@@ -1,9 +1,10 @@
 """Suffix reduction against the definition: enumerate every ended response that extends B_i."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eqlen.sampling.equal_length.suffix import pair_rewards
+from megatron_eqlen.sampling.equal_length.suffix import due_pairs, pair_rewards
 from megatron_eqlen.types import Grade, Pair, Prompt, Segment, Stream
 
 QUESTION = Prompt("q", [1], "?", "math", "1")
@@ -54,3 +55,14 @@ def test_a_truncated_tail_says_nothing():
     unfinished = stream([1.0], None, None)
     unfinished.tail = Segment([1], [0.0], "length")
     assert pair_rewards(unfinished, unfinished="drop") == [None]
+
+
+def test_a_reward_above_the_highest_is_refused_where_a_stream_is_suspended():
+    """A right answer (reward 1) makes the pairs before it final; a later reward of 2 would change them."""
+    suspended = stream([1.0, 0.0, 1.0], None, None)
+    suspended.outcome = "suspended"
+    assert due_pairs(suspended, "max") == range(2)
+    suspended.pairs[2].a.grade = Grade(2.0, "")
+    assert due_pairs(suspended, "mean") == range(0)
+    with pytest.raises(ValueError, match=r"stream q/0: expected rewards of at most 1, found 2"):
+        due_pairs(suspended, "max")

@@ -61,14 +61,24 @@ def pair_rewards(
 def due_pairs(stream: Stream, reduce: Literal["max", "mean"]) -> range:
     """The pairs whose rewards became final in this step. They are consecutive: what extends a B extends those
     before it, too."""
-    before = _final([pair for pair in stream.pairs if pair.a.carried], reduce)
-    return range(before, _final(stream.pairs, reduce) if stream.suspended else len(stream.pairs))
+    name = f"{stream.prompt_id}/{stream.index}"
+    before = _final(name, [pair for pair in stream.pairs if pair.a.carried], reduce)
+    return range(before, _final(name, stream.pairs, reduce) if stream.suspended else len(stream.pairs))
 
 
-def _final(pairs: Sequence[Pair], reduce: Literal["max", "mean"]) -> int:
-    """Of a suspended stream's pairs the first so many have final rewards: a best A extends their B sides."""
+def _final(name: str, pairs: Sequence[Pair], reduce: Literal["max", "mean"]) -> int:
+    """Number of a suspended stream's leading pairs whose rewards are final: a best A extends their B sides.
+
+    Raises ValueError for a reward above ``BEST``, which would change rewards that were taken for final.
+    """
     if reduce == "mean":
         return 0
+    for pair in pairs:
+        if pair.a.grade and pair.a.grade.reward > BEST:
+            raise ValueError(
+                f"stream {name}: expected rewards of at most {BEST:g}, found {pair.a.grade.reward:g}: with "
+                f"rollout.carry_over, equal_length.suffix_reward: max takes {BEST:g} for a grader's highest"
+            )
     return max((i for i, pair in enumerate(pairs) if pair.a.grade and pair.a.grade.reward >= BEST), default=0)
 
 
