@@ -2,7 +2,8 @@
 
 Nodes can crash (all their processes get SIGKILL), come back, be cut off from the network and be healed. They
 share the file system, as a cluster does. The bridge between them lies in a namespace of its own: beds do not
-meet, and nothing leaves the machine. Needs root and Debian packages, which ``tools/test`` installs.
+meet, and nothing leaves the machine. Needs root and Debian packages, which
+``tools/test --install-system-packages`` installs.
 
 The kernel ends every process of a bed when the process that made it is gone, killed -9, too; the network
 namespaces that it then leaves are removed by the next bed.
@@ -265,7 +266,7 @@ def missing() -> str:
     if os.geteuid() != 0:
         return "a SLURM of several nodes on one machine needs root"
     absent = [name for name in PROGRAMS if shutil.which(name, path=SYSTEM_PATH) is None]
-    return f"not installed: {', '.join(absent)} (tools/test says from which packages)" if absent else ""
+    return f"not installed: {', '.join(absent)} (tools/test --install-system-packages)" if absent else ""
 
 
 def _remove_left_namespaces() -> None:
