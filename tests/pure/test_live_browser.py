@@ -14,7 +14,7 @@ from tests.kit.report_runs import Harvesting, make_tokenizer, recipe, write_run
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(program() is None, reason="no chromium is installed (tools/test --install-system-packages)"),
+    pytest.mark.skipif(program() is None, reason="no chromium (tools/test --install-system-packages)"),
 ]
 
 
