@@ -4,25 +4,38 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
+import signal
 import sys
-from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
-from megatron_eqlen import commands, failures
+from megatron_eqlen import failures, interrupts
 from megatron_eqlen.quiet import quiet
 
 Verbs = argparse._SubParsersAction
-Verb = Callable[[argparse.Namespace], int]
 
 OVERRIDES_HELP = "override a recipe key, for example objective=dapo loss.kl_coef=0"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one ``eqlen`` command; returns its exit status. User mistakes end with one line on stderr."""
+    """Run one ``eqlen`` command; returns its exit status. User mistakes end with one line on stderr, Ctrl-C
+    with one line and status 130."""
     arguments = _parse(argv)
+    interrupts.begin()
     quiet()
     try:
-        return arguments.command(arguments)
+        from megatron_eqlen import commands  # takes long enough for Ctrl-C
+
+        status = getattr(commands, arguments.name)(arguments)
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        return interrupts.end()
+    except BrokenPipeError:
+        if not _reader_left():
+            raise
+        return 128 + signal.SIGPIPE
     except Exception as error:
         expected = failures.is_expected(error)
         if failures.record(error):  # the launcher tells it
@@ -32,6 +45,16 @@ def main(argv: list[str] | None = None) -> int:
         rank = f"rank {os.environ['RANK']}: " if os.environ.get("RANK", "0") != "0" else ""
         print(f"eqlen {arguments.name}: {rank}{failures.words(error)}", file=sys.stderr)
         return 2
+
+
+def _reader_left() -> bool:
+    """Return whether nobody reads what this command prints any more (``eqlen inspect ... | head``)."""
+    output = select.poll()
+    output.register(sys.stdout, 0)
+    if not output.poll(0):  # errors are always reported
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's own flush
+    return True
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -56,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Reinforcement learning of reasoning models on equal-length pairs.",
         epilog="EQLEN_TRACEBACK=1 shows an error's traceback, EQLEN_VERBOSE=1 the output of libraries.",
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('megatron-eqlen')}")
     verbs = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
     _add_training(verbs)
     _add_parts(verbs)
@@ -66,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_training(verbs: Verbs) -> None:
-    train = _add(verbs, "train", commands.train, "train as a recipe says; the same command resumes a run")
+    train = _add(verbs, "train", "train as a recipe says; the same command resumes a run")
     _add_recipe(train)
     train.add_argument(
         "--dry-run", action="store_true", help="print the resolved recipe and its plan, then stop"
@@ -78,14 +102,10 @@ def _add_training(verbs: Verbs) -> None:
         help="train on recorded rollouts (a run's streams/ folder), no engine",
     )
 
-    plan = _add(
-        verbs, "plan", commands.plan, "print what a recipe needs: layout, memory, tokens, sbatch command"
-    )
+    plan = _add(verbs, "plan", "print what a recipe needs: layout, memory, tokens, sbatch command")
     _add_recipe(plan)
 
-    submit = _add(
-        verbs, "submit", commands.submit, "train a recipe as a SLURM job; what follows -- is for sbatch"
-    )
+    submit = _add(verbs, "submit", "train a recipe as a SLURM job; what follows -- is for sbatch")
     _add_recipe(submit)
     submit.add_argument(
         "--servers",
@@ -96,7 +116,7 @@ def _add_training(verbs: Verbs) -> None:
     )
     submit.add_argument("--dry-run", action="store_true", help="print the batch script and submit nothing")
 
-    check = _add(verbs, "check", commands.check, "what is installed and works here, and what a recipe lacks")
+    check = _add(verbs, "check", "what is installed and works here, and what a recipe lacks")
     check.add_argument("recipe", type=Path, nargs="?", help="recipe file (YAML); default: none in particular")
     check.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=OVERRIDES_HELP)
     check.add_argument("--short", action="store_true", help="what takes seconds; print what is not ok")
@@ -104,35 +124,33 @@ def _add_training(verbs: Verbs) -> None:
 
 def _add_parts(verbs: Verbs) -> None:
     """Parts of training alone, and what comes before it."""
-    harvest = _add(verbs, "harvest", commands.harvest, "generate and score one step's rollouts, no trainer")
+    harvest = _add(verbs, "harvest", "generate and score one step's rollouts, no trainer")
     _add_recipe(harvest)
     harvest.add_argument("--out", type=Path, required=True, help="folder for the recorded rollouts")
 
-    evaluate = _add(verbs, "evaluate", commands.evaluate, "evaluate a model on the recipe's benchmarks")
+    evaluate = _add(verbs, "evaluate", "evaluate a model on the recipe's benchmarks")
     _add_recipe(evaluate)
     evaluate.add_argument("--model", type=Path, help="Hugging Face folder (default: the recipe's model.path)")
     evaluate.add_argument("--out", type=Path, required=True, help="result file (JSON)")
 
-    convert = _add(verbs, "convert", commands.convert, "convert a model between Hugging Face and Megatron")
+    convert = _add(verbs, "convert", "convert a model between Hugging Face and Megatron")
     convert.add_argument("direction", choices=("hf-to-megatron", "megatron-to-hf"))
     convert.add_argument("arguments", nargs=argparse.REMAINDER, help="see `eqlen convert DIRECTION --help`")
 
 
 def _add_results(verbs: Verbs) -> None:
-    report = _add(verbs, "report", commands.report, "write a run folder's report.html again")
+    report = _add(verbs, "report", "write a run folder's report.html again")
     report.add_argument("run", type=Path, help="run folder")
     report.add_argument(
         "--serve", action="store_true", help="show a page instead that follows the run, on this machine only"
     )
     report.add_argument("--port", type=int, help="of that page (default 8423; 0: any that is free)")
 
-    status = _add(verbs, "status", commands.status, "where a run stands: step, stage, rate, alive or dead")
+    status = _add(verbs, "status", "where a run stands: step, stage, rate, alive or dead")
     status.add_argument("run", type=Path, help="run folder")
     status.add_argument("--json", action="store_true", help="print everything as JSON")
 
-    compare = _add(
-        verbs, "compare", commands.compare, "print runs side by side: accuracy, difference, efficiency"
-    )
+    compare = _add(verbs, "compare", "print runs side by side: accuracy, difference, efficiency")
     compare.add_argument("runs", type=Path, nargs="+", help="run folders, or folders that contain some")
     compare.add_argument(
         "--baseline", help="baseline method (default: the first in the table after the base)"
@@ -148,7 +166,7 @@ def _add_results(verbs: Verbs) -> None:
 
 def _add_sweep(verbs: Verbs) -> None:
     about = "run recipes x methods x seeds at equal cost, then make tables and figures; resumes like train"
-    sweep = _add(verbs, "sweep", commands.sweep, about)
+    sweep = _add(verbs, "sweep", about)
     sweep.add_argument("sweep", type=Path, help="sweep file (YAML), for example recipes/paper_tables.yaml")
     sweep.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="override recipe keys of all runs")
     sweep.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (default 1)")
@@ -167,7 +185,7 @@ def _add_sweep(verbs: Verbs) -> None:
 
 
 def _add_inspect(verbs: Verbs) -> None:
-    inspect = _add(verbs, "inspect", commands.inspect, "print recorded rollouts as text")
+    inspect = _add(verbs, "inspect", "print recorded rollouts as text")
     inspect.add_argument(
         "streams", type=Path, help="a run's streams/ folder, one of its steps, or an .arrow file"
     )
@@ -185,10 +203,9 @@ def _add_inspect(verbs: Verbs) -> None:
     )
 
 
-def _add(verbs: Verbs, name: str, verb: Verb, text: str) -> argparse.ArgumentParser:
-    parser = verbs.add_parser(name, help=text, description=text)
-    parser.set_defaults(command=verb)
-    return parser
+def _add(verbs: Verbs, name: str, text: str) -> argparse.ArgumentParser:
+    """Add the command that the function ``name`` of ``commands`` does."""
+    return verbs.add_parser(name, help=text, description=text)
 
 
 def _add_recipe(parser: argparse.ArgumentParser) -> None:

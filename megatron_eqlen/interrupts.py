@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -36,6 +37,28 @@ class Interrupts:
             self._stop.unlink(missing_ok=True)
         _say(f"ended by {signal.Signals(number).name}; the same command goes on where it was")
         return True
+
+
+def begin() -> None:
+    """Make Ctrl-C raise KeyboardInterrupt, except in an import: there it ends the process at once, since
+    modules in C lose the exception or print it."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
+
+
+def end() -> int:
+    """Say that Ctrl-C ended this command; returns its exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one, while Python ends
+    _say("ended by SIGINT")
+    return 128 + signal.SIGINT
+
+
+def _interrupt(_: int, frame: FrameType | None) -> NoReturn:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            os._exit(end())
+        frame = frame.f_back
+    raise KeyboardInterrupt
 
 
 def handled() -> list[signal.Signals]:

@@ -127,11 +127,8 @@ def _key(query: Query) -> tuple[str, int]:
 
 
 def serve(run: Path, port: int = PORT) -> None:
-    """Until it is interrupted."""
+    """Answer until Ctrl-C."""
     with LiveServer(run, port) as server:
         waits = ", where no run has begun yet" if may_become_run(run) else ""
         print(f"{run}{waits}: live on {server.address} (Ctrl-C ends it)", flush=True)
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            print()
+        server.serve_forever()

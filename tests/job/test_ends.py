@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.kit import ROOT
 from tests.kit.jobs import Job, start
 from tests.kit.processes import are_gone, within
+from tests.kit.report_runs import recipe, write_run
 
 LAUNCH = """
 import sys
@@ -93,3 +97,46 @@ def test_ctrl_c_asks_for_a_stop_and_the_second_one_ends_it(tmp_path, script):
     )
     assert not (tmp_path / "STOP").exists(), "the next try would stop after a step"
     assert within(2, are_gone(pids))
+
+
+@pytest.mark.parametrize(
+    ("command", "loaded"),
+    [
+        (["check"], "pydantic_core"),
+        (["check"], "libtorch_cpu"),
+        (["status", "RUN"], "pydantic_core"),
+        (["inspect", "RUN/streams", "--model", "RUN"], "libarrow"),
+        (["train", "recipes/tiny_cpu.yaml", "model.path=RUN", "run_dir=RUN/new"], "libtorch_cpu"),
+    ],
+)
+def test_ctrl_c_ends_a_command_in_one_line_while_it_imports(tmp_path, command, loaded):
+    write_run(tmp_path, recipe(tmp_path))
+    words = [word.replace("RUN", str(tmp_path)) for word in command]
+    said = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-m", "megatron_eqlen.cli", *words], cwd=ROOT, stderr=said) as job:
+        maps = Path(f"/proc/{job.pid}/maps")
+        assert within(60, lambda: loaded in maps.read_text())
+        job.send_signal(signal.SIGINT)
+        assert job.communicate(timeout=60)[1] == b"eqlen: ended by SIGINT\n"
+    assert job.returncode == 130
+
+
+def test_ctrl_c_ends_a_live_page_in_one_line(tmp_path):
+    job = start(
+        "-m", "megatron_eqlen.cli", "report", write_run(tmp_path, recipe(tmp_path)), "--serve", "--port=0"
+    )
+    assert within(60, lambda: "live on" in job.stdout)
+    send(job, signal.SIGINT)
+    assert job.wait() == 130
+    assert job.stderr == "eqlen: ended by SIGINT\n"
+
+
+def test_a_reader_that_leaves_ends_a_command_without_a_word(tmp_path):
+    """As ``| head`` does."""
+    command = [sys.executable, "-m", "megatron_eqlen.cli", "plan", "recipes/qwen3_32b.yaml"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as job:
+        assert job.stdout is not None
+        job.stdout.close()
+        assert job.stderr is not None
+        assert job.stderr.read() == b""
+    assert job.returncode == 128 + signal.SIGPIPE
