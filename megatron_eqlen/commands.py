@@ -17,7 +17,7 @@ from megatron_eqlen.objectives.recipes import load, remarks
 from megatron_eqlen.recipe import Recipe, RecipeError
 from megatron_eqlen.recipe_checks import check_inputs
 from megatron_eqlen.recipe_load import dump
-from megatron_eqlen.report.run_folder import RunFolder, check_harvest
+from megatron_eqlen.report.run_folder import BEGAN, IMPORTED, RunFolder, check_harvest
 
 
 def train(arguments: argparse.Namespace) -> int:
@@ -180,6 +180,7 @@ def _start(recipe: Recipe, work: Callable[[], None], interrupts: Interrupts) -> 
     from megatron_eqlen.lifeline import die_with_launcher
 
     die_with_launcher()
+    os.environ.setdefault(BEGAN, str(IMPORTED))
     if _needs_launch(recipe):
         return launch(recipe.cluster.processes_per_node, sys.argv[1:], interrupts)
     if "RANK" in os.environ:

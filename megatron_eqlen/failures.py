@@ -32,6 +32,8 @@ CONSEQUENCES = re.compile(
     r"|ProcessGroup.*(abort|tim(ed|e) ?out)|Timed out waiting .* for (send|recv)"
 )
 """What a rank says that has lost another one."""
+PEER = re.compile(r"\[(?:::ffff:)?([0-9a-fA-F.:]+)\]:\d+|peer ([\w.-]+)<\d+>")
+"""Address of the lost one in gloo's words, or its host in NCCL's."""
 
 TRACEBACK = "EQLEN_TRACEBACK"
 """Environment variable: if it is set, the traceback of an expected error is shown, too."""
@@ -85,8 +87,11 @@ def is_expected(error: BaseException) -> bool:
 
 
 def words(error: BaseException) -> str:
-    """Return the message and notes; of an error of the operating system ``PATH: what is wrong``."""
-    return _message(error) + "".join(f" ({note})" for note in getattr(error, "__notes__", []))
+    """Return the message and notes: of an error of the operating system ``PATH: what is wrong``, of a lost
+    connection first to which host."""
+    text = _message(error) + "".join(f" ({note})" for note in getattr(error, "__notes__", []))
+    host = _lost_host(text) if CONSEQUENCES.search(text) else ""
+    return f"lost the connection to {host}: {text}" if host else text
 
 
 def _message(error: BaseException) -> str:
@@ -101,6 +106,18 @@ def free_space(path: Path) -> str:
     """Return how much is free where ``path`` is, or would be."""
     there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
     return f"{shutil.disk_usage(there).free / 1e9:.2f} GB are free there"
+
+
+def _lost_host(text: str) -> str:
+    """Empty where the text names none, or this machine."""
+    found = PEER.search(text)
+    address = (found[1] or found[2]) if found else ""
+    if not address or address.startswith("127.") or address == "::1":
+        return ""
+    try:
+        return socket.gethostbyaddr(address)[0]
+    except OSError:
+        return address
 
 
 def record(error: BaseException) -> bool:

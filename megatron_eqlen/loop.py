@@ -38,6 +38,8 @@ def train(recipe: Recipe, replay: Path | None = None) -> None:
     """
     with Session(recipe) as session:
         run = Run(session)
+        if run.was_asked_to_stop():
+            return
         policy = Policy(recipe)
         run.load(policy)
         run.park(policy)  # the engine is built where it will live: in what the trainer leaves free

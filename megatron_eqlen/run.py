@@ -103,6 +103,17 @@ class Run:
 
     # ---- beginning and end --------------------------------------------------------------------------
 
+    def was_asked_to_stop(self) -> bool:
+        """Whether the file STOP has come before the run could begin; it is served then."""
+        if not agree(self.folder.stop.exists):
+            return False
+        if distributed.is_rank0():
+            self.folder.stop.unlink()
+            self.session.progress.say(
+                f"stopped before it began, as {self.folder.stop} asked; the same command starts it"
+            )
+        return True
+
     def load(self, policy: Policy) -> None:
         """Bring the policy and this run to the newest checkpoint, or leave them at the start."""
         self.position = checkpoint.load(self.folder.checkpoints, policy)

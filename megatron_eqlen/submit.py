@@ -17,6 +17,8 @@ from pathlib import Path
 import megatron_eqlen
 from megatron_eqlen import layout
 from megatron_eqlen.files import write_text
+from megatron_eqlen.hold import FILE as LOCK
+from megatron_eqlen.hold import is_locked
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.plan.memory import memory
 from megatron_eqlen.plan.model import model_config
@@ -87,6 +89,9 @@ class Submission:
         if short := short_limit(self.recipe):
             print(f"WARNING: {short}", file=sys.stderr)
         self.folder.path.mkdir(parents=True, exist_ok=True)
+        if self.folder.stop.exists() and not is_locked(self.folder.path / LOCK):
+            self.folder.stop.unlink()
+            print(f"removed {self.folder.stop}, which asked an earlier try to stop")
         script = self.folder.path / "submit.sbatch"
         write_text(script, self.script())
         job = _sbatch(script)
@@ -104,7 +109,7 @@ class Submission:
         kept = {name: os.environ[name] for name in KEPT if os.environ.get(name)}
         if "CONTAINER_IMAGE" not in kept:
             kept.setdefault("EQLEN_PYTHON", sys.executable)
-        return kept | train_environment(self.recipe)
+        return kept | {"EQLEN_RUN": str(self.folder.path)} | train_environment(self.recipe)
 
 
 def _with_servers(count: int) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_eqlen.failures import FIRST, free_space
 from megatron_eqlen.hang import HANGS, INDEX
-from megatron_eqlen.report.run_folder import GIVEN_UP, STALLED
+from megatron_eqlen.report.run_folder import CANCELLED, GIVEN_UP, STALLED
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class Ends:
     """The newest try did."""
     given_up: str | None = None
     stalled_tries: int = 0
+    cancelled: str | None = None
+    """SLURM told the newest try to end, in one line."""
 
 
 def read_ends(folder: Path, since: float) -> Ends:
@@ -50,6 +52,7 @@ def read_ends(folder: Path, since: float) -> Ends:
         bool(hangs) and hangs[0].time >= since,
         _text(folder / GIVEN_UP) or None,
         int(_text(folder / STALLED) or 0),
+        _text(folder / CANCELLED) or None,
     )
 
 

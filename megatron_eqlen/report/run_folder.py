@@ -15,12 +15,15 @@ runs/NAME/METHOD-seedN/     (eqlen-grpo-group_size=8-seed0: with what the comman
     export/              the trained model as a Hugging Face folder
     first_error.txt      what ended the newest try, if an error did
     given_up.txt         why slurm/train.sbatch starts it no more, if it does not
+    cancelled.txt        SLURM told the newest try to end (scancel, preemption), and there was none since
     hang/                20261122-063350/: where each rank stood when a try hung (index.txt, rank-0.txt)
     report.html
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import shutil
 import time
 from dataclasses import dataclass
@@ -46,11 +49,16 @@ from megatron_eqlen.report.metrics import read_metrics
 from megatron_eqlen.report.state import FILE as STATE
 from megatron_eqlen.watchdog import remove_quiet
 
-GIVEN_UP, STALLED, RESTART = "given_up.txt", ".stalled", ".restart"
-"""``slurm/train.sbatch`` writes them; the second: how many tries in a row took no new step; the third when a
-try begins."""
+GIVEN_UP, CANCELLED, STALLED, RESTART = "given_up.txt", "cancelled.txt", ".stalled", ".restart"
+"""Files of ``slurm/train.sbatch``: why it starts the run no more; that SLURM told it to end; how many tries
+in a row took no new step; written when a try begins."""
 IMPORTED = time.time()
 """About when this process began."""
+BEGAN = "EQLEN_BEGAN"
+"""Environment variable: when the command began that started this rank, in seconds since 1970. A file STOP
+from before that moment was for an earlier try. ``slurm/train.sbatch`` has removed such files: 0."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -102,10 +110,11 @@ class RunFolder:
         self.check(recipe)
         self.hold = Hold(self.path)
         remove_quiet(self.hang)
-        for of_earlier_tries in (FIRST, GIVEN_UP):
+        for of_earlier_tries in (FIRST, GIVEN_UP, CANCELLED):
             (self.path / of_earlier_tries).unlink(missing_ok=True)
-        if self.stop.exists() and self.stop.stat().st_mtime < IMPORTED:
-            self.stop.unlink()  # it was for a try that was killed before it looked
+        if self.stop.exists() and self.stop.stat().st_mtime < float(os.environ.get(BEGAN, IMPORTED)):
+            self.stop.unlink()
+            logger.warning("%s: removed: it is older than this command", self.stop)
         write_text(self.recipe, dump(recipe))
         return self.hold
 
@@ -113,6 +122,7 @@ class RunFolder:
         """Say that ``job`` will run ``recipe`` here."""
         said = {"job": job, "time": time.time(), "recipe": recipe.model_dump(mode="json")}
         write_json(self.path / SUBMITTED, said)
+        (self.path / CANCELLED).unlink(missing_ok=True)
 
     def check_held(self) -> None:
         """Raise HeldError if a later try of this SLURM job writes here now."""

@@ -29,6 +29,7 @@ from megatron_eqlen.report.format import REWARD, compact, duration, first_of
 from megatron_eqlen.report.metrics import read_metrics
 from megatron_eqlen.report.progress import SPARK_STEPS, STEPS_FOR_ETA, numbers
 from megatron_eqlen.report.run_folder import RunFolder, read_submitted
+from megatron_eqlen.report.slurm_state import ENDED, GONE, job_state
 from megatron_eqlen.report.state import BEAT, Moment, State, read_state
 
 SILENCE = 4 * BEAT
@@ -36,7 +37,16 @@ SILENCE = 4 * BEAT
 be seen."""
 
 Condition = Literal[
-    "not started", "running", "silent", "complete", "stopped", "failed", "hung", "given up", "killed"
+    "not started",
+    "running",
+    "silent",
+    "complete",
+    "stopped",
+    "failed",
+    "hung",
+    "given up",
+    "killed",
+    "cancelled",
 ]
 STYLES: dict[Condition, str] = {
     "running": "bold green",
@@ -47,6 +57,10 @@ STYLES: dict[Condition, str] = {
     "given up": "bold red",
     "killed": "bold red",
 }
+UNEXPLAINED: tuple[Condition, ...] = ("not started", "stopped", "killed")
+"""Conditions that what SLURM says of the job replaces."""
+FAILED = ENDED - {"CANCELLED", "COMPLETED", GONE}
+"""States of a job that failed before it trained."""
 SOURCE_EPOCHS = re.compile(r"data/source/(.*)/epochs")
 IS_SILENT = "it is stopped, or the disk of its folder blocks"
 
@@ -61,9 +75,9 @@ class Status:
     condition: Condition
     """``silent``: it holds its folder, but gives no sign of life. ``stopped``: it ended in order before its
     limit. ``killed``: it was cut off without a word, or its machine is gone. ``given up``: SLURM starts it no
-    more."""
-    waits_for: str
-    """The SLURM job, or its next try, that has not taken the folder yet; empty if none is known."""
+    more. ``cancelled``: SLURM ended its job (scancel) and will not start it again."""
+    job: str
+    """What is known of a SLURM job that has not taken the folder yet, or was told to end; else empty."""
     held_by: str
     """Process, host and SLURM job that train it, or did last; empty before the first."""
     sign_of_life: float | None
@@ -112,6 +126,7 @@ def status(folder: Path) -> Status:
         state = None  # an earlier try's
     ends = read_ends(folder, since=holder.get("time", 0.0))
     condition = _condition(files, recipe, holder, state, ends)
+    job, end = _job(folder, holder, ends) if condition != "complete" else ("", None)
     last = records[-1] if records else {}
     done = spent(last.get("step", 0), last)
     seconds = [record[TIME_STEP] for record in records[-STEPS_FOR_ETA:] if record.get(TIME_STEP)]
@@ -119,8 +134,8 @@ def status(folder: Path) -> Status:
     return Status(
         folder=str(folder),
         name=f"{recipe.name} {recipe.method} seed {recipe.seed}",
-        condition=condition,
-        waits_for=_waits_for(folder, holder),
+        condition=end if end and condition in UNEXPLAINED else condition,
+        job=job,
         held_by=hold.named(holder) if holder else "",
         sign_of_life=state.time if state else None,
         stages=state.stages if state and condition in ("running", "killed") else [],
@@ -172,13 +187,25 @@ def _condition(
     return "stopped" if state.ended else "killed"
 
 
-def _waits_for(folder: Path, holder: dict[str, Any]) -> str:
+def _job(folder: Path, holder: dict[str, Any], ends: Ends) -> tuple[str, Condition | None]:
+    """What is known of the newest SLURM job while no try of it trains, and the condition that follows."""
     found, held = read_submitted(folder), holder.get("time", 0.0)
-    if found is None or max(found.time, found.try_began) < held:
-        return ""
-    if found.try_began:
-        return "a SLURM job gets ready: the newest slurm-*.out in the folder says how far it is"
-    return f"SLURM job {found.job} has not started: squeue --job {found.job} says why"
+    waits = found is not None and max(found.time, found.try_began) >= held
+    if found is None or not (waits or ends.cancelled):
+        return ends.cancelled or "", "cancelled" if ends.cancelled else None
+    state = job_state(found.job)
+    if state in ENDED:
+        how = "SLURM no longer knows it" if state == GONE else state
+        why = ends.cancelled or f"see {folder}/slurm-{found.job}.out, if there is one"
+        text = f"SLURM job {found.job} has ended: {how}; {why}"
+        if state == "CANCELLED" or (state == GONE and ends.cancelled):
+            return text, "cancelled"
+        return text, "failed" if state in FAILED else None
+    if state is None and ends.cancelled:
+        return ends.cancelled, "cancelled"
+    if state != "PENDING" and (state or found.try_began):
+        return "a SLURM job gets ready: the newest slurm-*.out in the folder says how far it is", None
+    return f"SLURM job {found.job} has not started: squeue --job {found.job} says why", None
 
 
 def _evaluated(folder: Path, steps: int) -> dict[str, list[str]]:
@@ -210,7 +237,7 @@ def screen_rows(found: Status) -> list[tuple[str, str | Text]]:
     now = time.time()
     rows: list[tuple[str, str | Text | None]] = [
         ("state", Text(found.condition, STYLES.get(found.condition, "bold yellow")) + Text(_who(found, now))),
-        ("job", found.waits_for),
+        ("job", found.job),
         ("step", f"{found.outcome}{_pace(found)}"),
         ("now", _under_way(found, now)),
         ("error", _with(found.error, found.error_file)),

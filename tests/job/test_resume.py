@@ -15,6 +15,7 @@ from megatron_eqlen.models import checkpoint_folder
 from megatron_eqlen.report.status import status
 from tests.kit import ROOT
 from tests.kit.jobs import run, start, start_ranks
+from tests.kit.processes import within
 from tests.kit.train_runs import (
     STEPS,
     checkpoints,
@@ -123,6 +124,7 @@ def test_ctrl_c_ends_the_run_after_its_step_as_a_stop_file_does(home):
     (folder / "STOP").touch()
     os.utime(folder / "STOP", (0, 0))
     job = start(*command(home, "stopped", "steps=200", "checkpoint.every=100"))
+    assert within(100, lambda: f"{folder}/STOP: removed: it is older than this command" in job.stderr)
     wait_for_steps(folder, 2, job)
     os.kill(job.pid, signal.SIGINT)
     assert job.wait() == 0
@@ -130,6 +132,17 @@ def test_ctrl_c_ends_the_run_after_its_step_as_a_stop_file_does(home):
     done = len(metrics(folder))
     assert (folder / "checkpoints/latest").read_text().strip() == f"step-{done:08d}"
     assert not (folder / "export").exists()
+
+
+def test_a_stop_file_of_after_the_commands_start_ends_the_run_before_it_begins(home):
+    folder = home / "early"
+    folder.mkdir()
+    (folder / "STOP").touch()
+    said = run(*command(home, "early", "cluster.processes_per_node=2"), ranks=2, EQLEN_BEGAN="0").stdout
+    assert f"stopped before it began, as {folder}/STOP asked; the same command starts it" in said
+    assert not (folder / "STOP").exists()
+    assert status(folder).condition == "stopped"
+    assert not (folder / "evaluation").exists()
 
 
 def test_a_run_ends_with_its_budget_and_goes_on_with_more_to_the_same_bits(home, trained):

@@ -89,7 +89,7 @@ class Ranks(list[Job]):
     """The jobs of one world. They meet at a store in this process, as torchrun's do: a port that is looked
     for here and bound by rank 0 might be another's by then."""
 
-    def __init__(self, count: int, arguments: Sequence[Any]) -> None:
+    def __init__(self, count: int, arguments: Sequence[Any], environ: dict[str, str]) -> None:
         from torch.distributed import TCPStore  # not all who start jobs need torch
 
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -101,7 +101,8 @@ class Ranks(list[Job]):
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
         super().__init__(
-            start(*arguments, RANK=str(rank), LOCAL_RANK=str(rank), **world) for rank in range(count)
+            start(*arguments, RANK=str(rank), LOCAL_RANK=str(rank), **world | environ)
+            for rank in range(count)
         )
 
     def wait(self) -> list[int]:
@@ -111,14 +112,14 @@ class Ranks(list[Job]):
         return [job.wait() for job in self]
 
 
-def start_ranks(count: int, *arguments: Any) -> Ranks:
+def start_ranks(count: int, *arguments: Any, **environ: str) -> Ranks:
     """The same as the ranks of one world, as a launcher would start them."""
-    return Ranks(count, arguments)
+    return Ranks(count, arguments, environ)
 
 
-def run(*arguments: Any, ranks: int = 1) -> Job:
+def run(*arguments: Any, ranks: int = 1, **environ: str) -> Job:
     """Start it and wait until all ranks have ended well, or one has not; the job of rank 0."""
-    jobs = [start(*arguments)] if ranks == 1 else start_ranks(ranks, *arguments)
+    jobs = [start(*arguments, **environ)] if ranks == 1 else start_ranks(ranks, *arguments, **environ)
     try:
         within(LIMIT, lambda: any(job.poll() for job in jobs) or all(job.poll() == 0 for job in jobs))
         for job in sorted(jobs, key=lambda job: not job.poll()):  # one that failed, before those that hang

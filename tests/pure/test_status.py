@@ -21,10 +21,10 @@ from megatron_eqlen.budget import Budget
 from megatron_eqlen.cli import main
 from megatron_eqlen.failures import FIRST
 from megatron_eqlen.hold import FILE, Hold
-from megatron_eqlen.report import state
+from megatron_eqlen.report import slurm_state, state
 from megatron_eqlen.report.metrics import MetricsWriter
 from megatron_eqlen.report.progress import Progress
-from megatron_eqlen.report.run_folder import RESTART, RunFolder
+from megatron_eqlen.report.run_folder import CANCELLED, RESTART, RunFolder
 from megatron_eqlen.report.state import StateWriter, read_state
 from megatron_eqlen.report.status import SILENCE, Status, print_status, status
 from megatron_eqlen.timeline import Timeline
@@ -98,9 +98,9 @@ def test_a_job_that_was_submitted_is_told_of_until_it_has_the_folder(run):
     (run / RESTART).write_text("0")  # as slurm/train.sbatch begins
     assert "a SLURM job gets ready: the newest slurm-*.out in the folder" in screen(run)
     life = Life(run)
-    assert status(run).waits_for == ""
+    assert status(run).job == ""
     life.end(ValueError("a node is gone"))
-    assert status(run).waits_for == ""
+    assert status(run).job == ""
     os.utime(run / RESTART, (time.time() + 1, time.time() + 1))  # the next try
     assert "a SLURM job gets ready" in screen(run)
 
@@ -309,3 +309,58 @@ def test_json_has_all_of_it_and_a_folder_that_is_no_run_is_named(run, capsys):
     assert main(["status", str(run.parent)]) == 2
     assert f"eqlen status: {run.parent}: expected a run folder" in capsys.readouterr().err
     assert not (run.parent / FILE).exists()
+
+
+def slurm(folder: Path, monkeypatch, squeue: str, sacct: str = "exit 1") -> None:
+    """Stand-ins for SLURM's commands, first on the PATH."""
+    slurm_state._asked.cache_clear()
+    (folder / "bin").mkdir(exist_ok=True)
+    for name, text in {"squeue": squeue, "sacct": sacct}.items():
+        (folder / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}/bin:/usr/bin:/bin")
+
+
+UNKNOWN = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+
+
+@pytest.mark.parametrize(
+    ("squeue", "sacct", "condition", "said"),
+    [
+        ("echo PENDING", "", "not started", "SLURM job 12 has not started: squeue --job 12 says why"),
+        ("echo RUNNING", "", "not started", "a SLURM job gets ready"),
+        ("echo CANCELLED", "", "cancelled", "SLURM job 12 has ended: CANCELLED; see "),
+        ("echo FAILED", "", "failed", "SLURM job 12 has ended: FAILED; see "),
+        (UNKNOWN, "echo 'CANCELLED by 1000'", "cancelled", "SLURM job 12 has ended: CANCELLED"),
+        (UNKNOWN, "exit 1", "not started", "SLURM job 12 has ended: SLURM no longer knows it"),
+        ("echo 'Unable to contact' >&2; exit 1", "", "not started", "SLURM job 12 has not started"),
+    ],
+)
+def test_a_job_that_never_trained_is_what_slurm_says_of_it(run, monkeypatch, squeue, sacct, condition, said):
+    made = recipe(run.parent, run_dir=str(run))
+    RunFolder(made).submitted("12", made)
+    slurm(run.parent, monkeypatch, squeue, sacct)
+    assert status(run).condition == condition
+    assert said in screen(run)
+
+
+def test_a_job_that_slurm_told_to_end_is_cancelled_unless_it_waits_to_start_again(run, monkeypatch):
+    """Also where no command of SLURM is at hand."""
+    made = recipe(run.parent, run_dir=str(run))
+    RunFolder(made).submitted("12", made)
+    (run / RESTART).write_text("0")
+    life = Life(run)
+    life.wait_until(lambda one: one.sign_of_life)
+    life.cut_off()
+    (run / CANCELLED).write_text("SLURM told job 12 to end\n")  # as slurm/train.sbatch does
+    monkeypatch.setenv("PATH", "/nowhere")
+    slurm_state._asked.cache_clear()
+    assert status(run).condition == "cancelled"
+    assert "SLURM told job 12 to end" in screen(run)
+    slurm(run.parent, monkeypatch, "echo PENDING")
+    assert status(run).condition == "killed"
+    assert "SLURM job 12 has not started" in screen(run)
+    slurm(run.parent, monkeypatch, UNKNOWN)
+    assert status(run).condition == "cancelled"
+    RunFolder(made).submitted("13", made)
+    assert not (run / CANCELLED).exists(), "it is of the job before"

@@ -141,6 +141,10 @@ def test_the_script_is_kept_with_its_environment_and_the_job_is_named(recipe, he
     assert cli.main(["status", str(run)]) == 0
     waits = "state       not started\n  job         SLURM job 42 has not started: squeue --job 42 says why"
     assert waits in capsys.readouterr().out
+    (run / "STOP").touch()
+    assert cli.main(["submit", recipe, "cluster.processes_per_node=2"]) == 0
+    assert f"removed {run}/STOP, which asked an earlier try to stop" in capsys.readouterr().out
+    assert not (run / "STOP").exists()
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 """Stands in for ``EQLEN_PYTHON`` in ``slurm/serve.sbatch``: a replica that answers ``/health``, nothing else.
 
 ``-m megatron_eqlen.rollout.vllm.server FOLDER ... --port N`` (or ``RECIPE run_dir=FOLDER ...``) notes its
-starts in FOLDER/starts, and ends, as if it had crashed, when FOLDER/crash-NODE-N appears. ``tests/engine``
-has the real server.
+starts in FOLDER/starts, answers when FOLDER/hold-servers is gone, and ends, as if it had crashed, when
+FOLDER/crash-NODE-N appears. ``tests/engine`` has the real server.
 """
 
 import os
@@ -34,6 +34,8 @@ def main() -> None:
     node = os.environ["SLURMD_NODENAME"]
     with open(folder / "starts", "a", encoding="utf-8") as starts:
         starts.write(f"{port} {node}\n")
+    while (folder / "hold-servers").exists():
+        time.sleep(0.05)
     server = HTTPServer(("", port), Healthy)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     crash = folder / f"crash-{node}-{port}"

@@ -2,11 +2,16 @@
 
 import os
 import shutil
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from megatron_eqlen import cli
+from megatron_eqlen.report import slurm_state
+from megatron_eqlen.report.status import status
 from tests.kit import ROOT
+from tests.kit.processes import within
 from tests.slurm.test_train_sbatch import TRAINER, Job
 
 
@@ -28,10 +33,13 @@ def submit(bed, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     jobs = []
 
-    def submit(*arguments: str, faults: dict | None = None) -> Job:
-        run = tmp_path / "run"
+    def submit(
+        *arguments: str, faults: dict | None = None, before: Callable[[Path], None] = lambda run: None
+    ) -> Job:
+        run = tmp_path / f"run{len(jobs) or ''}"
 
         def eqlen() -> str:
+            before(run)
             assert cli.main(["submit", "recipe.yaml", f"run_dir={run}", *arguments]) == 0
             return capsys.readouterr().out.partition(":")[0].removeprefix("job ")
 
@@ -53,6 +61,36 @@ def test_a_run_on_two_nodes_ends_and_is_not_started_again(submit, bed):
     assert {path.name for path in job.run.glob("checked-*")} == {
         f"checked-{one['node']}" for one in job.tries
     }
+
+
+def test_status_says_that_a_job_was_cancelled_before_it_trained(submit, bed, tmp_path):
+    """By what its batch script leaves; of one that never ran, by what SLURM says."""
+    job = submit()
+    (job.run / "hold-check").touch()
+    bed.wait(lambda: list(job.run.glob("checked-*")), "the check")
+    bed.run("scancel", job.id)
+    bed.wait_for(job.id, "CANCELLED")
+    assert within(20, (job.run / "cancelled.txt").exists)
+    assert status(job.run).condition == "cancelled"
+    later = submit("--", "--begin=now+1hour")
+    assert status(later.run).condition == "not started"
+    bed.program(tmp_path / "bin/squeue", "/usr/bin/squeue")
+    slurm_state._asked.cache_clear()
+    assert status(later.run).condition == "not started"
+    bed.run("scancel", later.id)
+    bed.wait_for(later.id, "CANCELLED")
+    slurm_state._asked.cache_clear()
+    assert status(later.run).condition == "cancelled"
+
+
+def test_near_the_time_limit_before_servers_are_up_the_job_starts_again(submit, bed):
+    job = submit("--servers=2", before=lambda run: (run / "hold-servers").touch())
+    bed.wait((job.run / "starts").exists, "the servers")
+    bed.run("scancel", "--batch", "--signal=USR1", job.id)
+    bed.wait(lambda: bed.job(job.id)["Restarts"] == "1", "the next try")
+    (job.run / "hold-servers").unlink()
+    job.finished_with(restarts=1)
+    assert (job.run / ".stalled").read_text() == "1\n"
 
 
 def test_trainer_and_servers_start_go_on_and_end_together(submit, monkeypatch):

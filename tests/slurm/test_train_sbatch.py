@@ -129,6 +129,21 @@ def test_a_task_of_an_array_is_started_again_alone(side_by_side, cluster, tmp_pa
         assert [one["step"] for one in _lines(run / "metrics.jsonl")] == list(range(1, STEPS + 1))
 
 
+def test_a_stop_file_of_before_it_begins_ends_it_unless_an_earlier_try_left_it(submit, bed):
+    job = submit("--begin=now+1hour", EQLEN_CHECK="1")
+    (job.run / "hold-check").touch()
+    (job.run / "STOP").write_text("1.0\n")  # as this script does near the limit
+    bed.run("scontrol", "update", f"job={job.id}", "StartTime=now")
+    bed.wait(lambda: list(job.run.glob("checked-*")), "the check")
+    assert not (job.run / "STOP").exists()
+    (job.run / "STOP").touch()
+    (job.run / "hold-check").unlink()
+    bed.wait_for(job.id, "COMPLETED")
+    assert f"stopped before it began, as {job.run}/STOP asked: submit it again to go on" in job.log
+    assert not job.tries
+    assert not (job.run / "STOP").exists()
+
+
 @submitted(faults={"0": {"dies_at": 2, "rank": 1}})
 def test_a_rank_that_dies_takes_the_others_along_and_the_run_goes_on(job):
     job.finished_with(restarts=1)
@@ -192,6 +207,7 @@ def test_a_node_that_loses_power_is_replaced(submit, bed):
     lost = next(one["node"] for one in job.tries if one["rank"] == 1)
     bed.crash(lost)
     job.finished_with(restarts=1)
+    assert f"\nlost node {lost}: SLURM has it as down\n" in job.log
     assert lost not in {one["node"] for one in job.tries if one["restart"] == 1}
     bed.start(lost)
 
@@ -205,6 +221,7 @@ def test_a_node_back_from_a_crash_before_slurm_has_missed_it_does_not_keep_the_j
     bed.start(lost)
     (job.run / "peer-lost").touch()
     job.finished_with(restarts=1)
+    assert f"\nlost node {lost}: its ranks ended without a word\n" in job.log
 
 
 def test_a_node_off_the_network_is_replaced_and_comes_back_to_nothing(submit, bed):

@@ -2,8 +2,8 @@
 """Stands in for ``EQLEN_PYTHON`` in ``slurm/train.sbatch``: counts steps, without a model.
 
 ``-m megatron_eqlen.cli plan RUN ...`` prints the run folder, ``sweep FOLDER --cell NAME`` prints a run's,
-``check --short RUN ...`` leaves RUN/checked-NODE, and fails on the nodes of
-faults.json's ``unready``.
+``check --short RUN ...`` leaves RUN/checked-NODE, waits while RUN/hold-check is there, and fails on the
+nodes of faults.json's ``unready``.
 ``-m torch.distributed.run ... train RUN ...`` takes steps, in which the nodes wait for each other and for
 all ``rollout.servers``, and the first writes. ``RECIPE run_dir=RUN`` may stand for RUN.
 RUN/faults.json says what goes wrong in which restart: ``{"1": {"dies_at": 3, "rank": 1}}``, or
@@ -103,6 +103,7 @@ def main() -> int:
         if command == "check":
             run, node = server.run_folder(rest[1:]), os.environ["SLURMD_NODENAME"]
             (run / f"checked-{node}").touch()
+            assert within(300, lambda: not (run / "hold-check").exists())
             return int(node in faults(run).get("unready", []))
         print(f"run folder  {server.run_folder(rest)}" if command == "plan" else "/".join([rest[0], rest[2]]))
         return 0
