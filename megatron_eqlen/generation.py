@@ -25,7 +25,7 @@ from megatron_eqlen.files import step_name
 from megatron_eqlen.hf.folder import HFFolder
 from megatron_eqlen.metrics import ENGINE_PROBE_SECONDS, at_once
 from megatron_eqlen.objectives import dynamic_sampling
-from megatron_eqlen.objectives.units import taking_part
+from megatron_eqlen.objectives.units import due_rollouts
 from megatron_eqlen.recipe import BenchmarkRecipe, Recipe
 from megatron_eqlen.replicas import Replicas, shared
 from megatron_eqlen.rewards.scoring import reward_metrics
@@ -330,7 +330,7 @@ def select(scored: Batch, step: Step, session: Session) -> Batch:
     ]
     new = [(prompt, segment.grade) for prompt, segment in ended if not segment.carried]
     metrics = scored.metrics | reward_metrics(new)
-    rollouts = taking_part(scored.rollouts, recipe)
+    rollouts = due_rollouts(scored.rollouts, recipe)
     if session.objective.dynamic_sampling:
         room = recipe.data.prompts_per_step - step.prompts
         rollouts, metrics["objective/filtered_prompts"] = dynamic_sampling.select(rollouts, recipe, room)

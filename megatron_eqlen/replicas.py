@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TypeVar, cast
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_eqlen.metrics import at_once
-from megatron_eqlen.sampling.skeleton import skeleton, with_prompt
+from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.training.distributed import gather
 from megatron_eqlen.types import Metrics, Prompt, Rollout, rollout_key, training_order
 
@@ -69,14 +70,17 @@ class Replicas:
 
 
 def shared(part: Sequence[Rollout], prompts: Sequence[Prompt]) -> list[Rollout]:
-    """All ranks' rollouts in training order, from this rank's ``part`` of them. Collective.
+    """Return all ranks' rollouts in training order, from this rank's ``part`` of them. Collective.
 
-    This rank becomes the home of its part's arrays; of the others it gets skeletons. ``prompts``: all ranks'.
+    This rank becomes the home of the arrays of its part and gets skeletons of the other rollouts.
+    ``prompts``: the prompts of all ranks.
     """
     rank, by_id = dist.get_rank(), {prompt.prompt_id: prompt for prompt in prompts}
     for segment in (segment for rollout in part for segment in rollout.segments()):
         segment.home = rank
     whole = {rollout_key(rollout): rollout for rollout in part}
-    everyones = gather([skeleton(rollout) for rollout in part])
-    rollouts = (whole.get(rollout_key(bare)) or with_prompt(bare, by_id) for bare in everyones)
+    rollouts = [
+        whole.get(rollout_key(bare)) or dataclasses.replace(bare, prompt=by_id[bare.prompt_id])
+        for bare in gather([kind_of(rollout).skeleton(rollout) for rollout in part])
+    ]
     return sorted(rollouts, key=training_order)

@@ -1,6 +1,6 @@
-"""Scored rollouts -> token trees with one advantage and one weight a token.
+"""Builds token trees with one advantage and one weight a token from scored rollouts.
 
-    rollouts ─comparison_units─► units ─estimate─► advantages ─► who is trained ─► weights ─► token trees
+    rollouts ─comparison_units─► units ─estimate─► advantages ─► trained units ─► weights ─► token trees
 
 A weight holds every factor of the objective's averages. For a sequence of L tokens, one of M members of one
 of the N units of one of the K rollouts of one of the batch's P prompts, ``seq-mean-token-mean`` gives
@@ -30,7 +30,7 @@ from megatron_eqlen.types import Metrics, Rollout, TokenTree
 
 
 def build_trees(rollouts: Sequence[Rollout], recipe: Recipe) -> tuple[list[TokenTree], Metrics]:
-    """The forest of one optimizer step, and metrics of its comparison units.
+    """Return the forest of one optimizer step, and metrics of its comparison units.
 
     ``rollouts`` are all rollouts of the step (of all ranks), with grades. Raises ValueError for an ungraded
     response.
@@ -42,18 +42,18 @@ def build_trees(rollouts: Sequence[Rollout], recipe: Recipe) -> tuple[list[Token
 def build_minibatches(
     rollouts: Sequence[Rollout], recipe: Recipe, policy_version: int | None = None
 ) -> tuple[list[list[TokenTree]], Metrics]:
-    """A forest for each of the harvest's ``loss.minibatches`` optimizer steps, in order.
+    """Return a forest for each of the harvest's ``loss.minibatches`` optimizer steps, in order, and metrics.
 
     A minibatch holds whole prompts, and its weights average over its own prompts and tokens only, so that
     every optimizer step has a gradient of the same scale; advantages are those of the whole batch.
-    Minibatches without a prompt (dynamic sampling may leave few) are left out. ``policy_version``: of the
-    weights that are trained, if the metrics shall say how stale the tokens are.
+    Minibatches without a prompt (dynamic sampling may leave few) are left out. ``policy_version``: version of
+    the weights that are trained; with it the metrics say how stale the tokens are.
     """
     return _build(_minibatches(rollouts, recipe), recipe, policy_version)
 
 
 def weighted_units(rollouts: Sequence[Rollout], recipe: Recipe) -> list[ComparisonUnit]:
-    """The comparison units of ``build_minibatches``, as they are trained: with advantages and weights."""
+    """Return the comparison units of ``build_minibatches``, with advantages and weights."""
     return [unit for batch in _weigh(_minibatches(rollouts, recipe), recipe) for unit in batch.units]
 
 
@@ -66,10 +66,10 @@ def _minibatches(rollouts: Sequence[Rollout], recipe: Recipe) -> list[list[Rollo
 
 @dataclass
 class _Batch:
-    """What one optimizer step averages over."""
+    """Rollouts that one optimizer step averages over."""
 
     rollouts: Counter[str]
-    """How many of each prompt."""
+    """Number of rollouts of each prompt."""
     trees: list[TokenTree] = field(default_factory=list)
     units: list[ComparisonUnit] = field(default_factory=list)
 
@@ -119,7 +119,8 @@ def _set_advantages(units: list[ComparisonUnit], objective: Objective) -> None:
 
 
 def _mark_trained(units: list[ComparisonUnit], recipe: Recipe) -> None:
-    """Without a KL penalty a unit with no advantage has no gradient: weight 0 lets the packer drop it."""
+    """Mark units that have a gradient. Without a KL penalty a unit with no advantage has none: weight 0 lets
+    the packer drop it."""
     for unit in units:
         skipped = unit.skip_equal and all_equal(unit.rewards)
         unit.trained = not skipped and (any(unit.advantages) or recipe.loss.kl_coef > 0)
@@ -143,7 +144,7 @@ def _set_weights(batch: _Batch, recipe: Recipe, objective: Objective) -> None:
 
 
 def _alike(unit: ComparisonUnit) -> tuple[Counter[float], Counter[float]]:
-    """How many members have an advantage of each sign, and how many tokens these have."""
+    """Return the numbers of members and of tokens with an advantage of each sign."""
     signs = np.sign(unit.advantages).tolist()
     tokens: Counter[float] = Counter()
     for sign, length in zip(signs, unit.lengths, strict=True):

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_eqlen.objectives.registry import resolve
-from megatron_eqlen.objectives.units import taking_part, verifier_rewards
+from megatron_eqlen.objectives.units import due_rollouts, verifier_rewards
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import all_equal
 from megatron_eqlen.types import Rollout
 
 
 def filter_groups(rollouts: Sequence[Rollout], recipe: Recipe) -> tuple[list[str], list[str]]:
-    """(prompt_ids to keep, prompt_ids to drop), each in order of appearance.
+    """Return (prompt_ids to keep, prompt_ids to drop), each in order of appearance.
 
     A prompt is kept if the verifier's rewards differ inside at least one of its comparison units (its group,
     a pair of its streams). Length penalties do not count, as in DAPO: a group that is all correct teaches
@@ -27,16 +27,16 @@ def filter_groups(rollouts: Sequence[Rollout], recipe: Recipe) -> tuple[list[str
 
 
 def trained(rollouts: Sequence[Rollout], recipe: Recipe) -> Sequence[Rollout]:
-    """Those of a step's recorded rollouts that it trained on."""
-    rollouts = taking_part(rollouts, recipe)
+    """Return the recorded rollouts of a step that it trained on."""
+    rollouts = due_rollouts(rollouts, recipe)
     if not resolve(recipe).dynamic_sampling:
         return rollouts
     return select(rollouts, recipe, recipe.data.prompts_per_step)[0]
 
 
 def select(rollouts: Sequence[Rollout], recipe: Recipe, room: int) -> tuple[list[Rollout], int]:
-    """(the rollouts of the first ``room`` prompts that are kept, the number of prompts with equal
-    rewards). With ``rollout.carry_over`` there is room for all: no later step trains what is due in this."""
+    """Return (the rollouts of the first ``room`` prompts that are kept, the number of prompts with equal
+    rewards). With ``rollout.carry_over`` there is room for all: no later step trains the same units."""
     keep, dropped = filter_groups(rollouts, recipe)
     kept = set(keep if recipe.rollout.carry_over else keep[:room])
     return [rollout for rollout in rollouts if rollout.prompt_id in kept], len(dropped)

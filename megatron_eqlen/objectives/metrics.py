@@ -20,7 +20,7 @@ from megatron_eqlen.types import Metrics, Rollout, version_spans
 
 
 def unit_metrics(units: list[ComparisonUnit], rollouts: Sequence[Rollout], recipe: Recipe) -> Metrics:
-    """Advantages, effective samples, supervised tokens, and what the sampling kind adds.
+    """Return metrics of advantages, effective samples and supervised tokens, and those of the sampling kind.
 
     ``objective/effective_samples`` is the paper's count: members with a non-zero advantage (a trajectory of
     a group, a side of a pair). ``objective/supervised_tokens`` counts what is trained whatever its length.
@@ -39,12 +39,12 @@ def unit_metrics(units: list[ComparisonUnit], rollouts: Sequence[Rollout], recip
             sum(sum(unit.lengths) for unit in units if unit.trained),
         ),
     }
-    return metrics | KINDS[recipe.sampling].compared(units, rollouts, recipe)
+    return metrics | KINDS[recipe.sampling].objective_metrics(units, rollouts, recipe)
 
 
 def staleness_metrics(units: Iterable[ComparisonUnit], policy_version: int) -> Metrics:
-    """How many versions older than ``policy_version``, which the step trains, the weights were that sampled
-    the trained tokens. Empty for no tokens."""
+    """Return how many versions older than ``policy_version``, which the step trains, the weights were that
+    sampled the trained tokens; empty for no tokens."""
     tokens: Counter[int] = Counter()
     for segment in (member for unit in units if unit.trained for member in unit.members):
         for start, stop, version in version_spans(segment.versions, len(segment)):

@@ -1,4 +1,4 @@
-"""A scored rollout -> its token tree and comparison units, checked against the recipe that trains it."""
+"""Token tree and comparison units of a scored rollout, checked against the recipe that trains it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_eqlen.types import FinishReason, Rollout, TokenTree
 def comparison_units(
     rollout: Rollout, recipe: Recipe, objective: Objective
 ) -> tuple[TokenTree, list[ComparisonUnit]]:
-    """The token tree of a rollout and the units over its nodes, not yet weighted.
+    """Return the token tree of a rollout and the units over its nodes, not yet weighted.
 
     Raises ValueError for a rollout of another ``sampling`` than the recipe's (a replayed dump, say).
     """
@@ -24,21 +24,21 @@ def comparison_units(
     return KINDS[recipe.sampling].compare(rollout, recipe, _length_penalty(recipe, objective))
 
 
-def taking_part(rollouts: Sequence[Rollout], recipe: Recipe) -> list[Rollout]:
-    """Those of a step's scored rollouts that it averages over; the others are suspended."""
-    return [one for one in rollouts if kind_of(one).takes_part(one, recipe)]
+def due_rollouts(rollouts: Sequence[Rollout], recipe: Recipe) -> list[Rollout]:
+    """Return the scored rollouts of a step that it averages over; the others are suspended."""
+    return [rollout for rollout in rollouts if kind_of(rollout).is_due(rollout, recipe)]
 
 
 def verifier_rewards(rollout: Rollout, recipe: Recipe) -> list[list[float]]:
-    """The members' rewards of each comparison unit, before any length penalty."""
+    """Return the members' rewards of each comparison unit, before any length penalty."""
     return [unit.rewards for unit in KINDS[recipe.sampling].compare(rollout, recipe, no_penalty)[1]]
 
 
 def overlong_penalty(
     length: int, finish_reason: FinishReason | None, objective: Objective, max_response_length: int
 ) -> float:
-    """DAPO's soft length penalty, from 0 where the buffer starts to -factor at the limit and for whatever
-    reached it."""
+    """Return DAPO's soft length penalty: 0 where the buffer starts, -factor at the limit and for truncated
+    responses."""
     if finish_reason == "length":
         return -objective.overlong_factor
     excess = length - (max_response_length - objective.overlong_buffer)
@@ -53,7 +53,7 @@ def _length_penalty(recipe: Recipe, objective: Objective) -> Penalty:
 
 
 def _check_kind(rollout: Rollout, recipe: Recipe) -> None:
-    wanted = KINDS[recipe.sampling].rollout
+    wanted = KINDS[recipe.sampling].rollout_type
     if not isinstance(rollout, wanted):
         raise ValueError(
             f"prompt {rollout.prompt_id}: sampling: {recipe.sampling} trains on {wanted.__name__} rollouts, "
@@ -62,8 +62,8 @@ def _check_kind(rollout: Rollout, recipe: Recipe) -> None:
 
 
 def _check_masks(rollout: Rollout, recipe: Recipe) -> None:
-    """Raise ValueError unless rollouts have sampling masks exactly if the recipe says so: training normalises
-    over the masks, or over the vocabulary."""
+    """Raise ValueError unless the rollout has sampling masks exactly where the recipe says so: training
+    normalises over the masks, or over the vocabulary."""
     wanted = recipe.rollout.keep_sampling_mask
     for segment in rollout.segments():
         if wanted != (segment.sampling_mask is not None):

@@ -25,7 +25,7 @@ from megatron_eqlen.rollout.record_reader import step_files
 from megatron_eqlen.rollout.recorder import JOURNALS, SUSPENDED
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.harvester import Harvester
-from megatron_eqlen.sampling.picture import Placed, count
+from megatron_eqlen.sampling.kind import LabeledSegment, plural
 from megatron_eqlen.sampling.track import rollout_of
 from megatron_eqlen.types import Elsewhere, Prompt, RolloutKey, Segment
 
@@ -134,7 +134,7 @@ class Growing:
         rollout = replace(harvester.rollout(0), prompt=prompt)
         opened = [
             open_segment(
-                Placed(f"track {int(track.name.rpartition('/')[2]) + 1}", track.segment(start), inherited),
+                LabeledSegment(f"track {track.number + 1}", track.segment(start), inherited),
                 self._decoder.decode,
             )
             for track, start in harvester.open_tracks()
@@ -143,8 +143,8 @@ class Growing:
         seen = view(rollout, self._decoder.decode, Unknown())
         key = harvester.prompt.prompt_id, harvester.index
         carried = sum(len(found) for name, found in self._carried.items() if rollout_of(name) == key)
-        earlier = f", {count(carried, 'token')} from earlier steps" if carried else ""
-        title = f"rollout {harvester.index}, {count(len(opened), 'open track')}{earlier}"
+        earlier = f", {plural(carried, 'token')} from earlier steps" if carried else ""
+        title = f"rollout {harvester.index}, {plural(len(opened), 'open track')}{earlier}"
         return replace(seen, title=title, opened=opened)
 
 

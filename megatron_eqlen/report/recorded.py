@@ -18,7 +18,7 @@ from megatron_eqlen.report.rollouts import Decode, RolloutView, Training, view
 from megatron_eqlen.rollout.record_reader import fill_token_ids, read_skeletons, step_files
 from megatron_eqlen.rollout.recorder import GRADE_FILES
 from megatron_eqlen.sampling import kind_of
-from megatron_eqlen.sampling.picture import Placed
+from megatron_eqlen.sampling.kind import LabeledSegment
 from megatron_eqlen.tokenizer import load_tokenizer
 from megatron_eqlen.types import Grade, Rollout, RolloutKey, rollout_key
 
@@ -161,11 +161,11 @@ def _longest(rollout: Rollout) -> int:
     return max((_end(placed) for placed in _placed(rollout)), default=0)
 
 
-def _end(placed: Placed) -> int:
+def _end(placed: LabeledSegment) -> int:
     """Tokens from the prompt to its end."""
     return len(placed.inherited) + len(placed.segment)
 
 
-def _placed(rollout: Rollout) -> list[Placed]:
+def _placed(rollout: Rollout) -> list[LabeledSegment]:
     picture = kind_of(rollout).picture(rollout)
     return [*(side for pair in picture.pairs for side in pair), *picture.segments]

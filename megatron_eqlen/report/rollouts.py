@@ -15,7 +15,7 @@ from megatron_eqlen.report.format import compact, shorten
 from megatron_eqlen.rollout.record_reader import step_files
 from megatron_eqlen.rollout.recorder import FILES
 from megatron_eqlen.sampling import kind_of
-from megatron_eqlen.sampling.picture import Placed
+from megatron_eqlen.sampling.kind import LabeledSegment
 from megatron_eqlen.types import Node, Rollout, Segment, TokenIds
 
 Decode = Callable[[TokenIds], str]
@@ -172,7 +172,7 @@ def view(rollout: Rollout, decode: Decode, training: Training | Unknown) -> Roll
     """A rollout as text; ``training`` says what was trained of it."""
     picture = kind_of(rollout).picture(rollout)
 
-    def seen(placed: Placed) -> SegmentView:
+    def seen(placed: LabeledSegment) -> SegmentView:
         return _segment(placed, decode, training)
 
     return RolloutView(
@@ -184,7 +184,7 @@ def view(rollout: Rollout, decode: Decode, training: Training | Unknown) -> Roll
     )
 
 
-def _segment(placed: Placed, decode: Decode, training: Training | Unknown) -> SegmentView:
+def _segment(placed: LabeledSegment, decode: Decode, training: Training | Unknown) -> SegmentView:
     segment, grade = placed.segment, placed.segment.grade
     answer = "" if grade is None or grade.answer is None else f": {grade.answer}"
     return SegmentView(
@@ -200,7 +200,7 @@ def _segment(placed: Placed, decode: Decode, training: Training | Unknown) -> Se
     )
 
 
-def open_segment(placed: Placed, decode: Decode) -> SegmentView:
+def open_segment(placed: LabeledSegment, decode: Decode) -> SegmentView:
     """Of a track that is not yet a part of its rollout."""
     return replace(_segment(placed, decode, Unknown()), role="open")
 

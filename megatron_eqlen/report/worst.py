@@ -15,7 +15,7 @@ from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.objectives.units import comparison_units
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling import kind_of
-from megatron_eqlen.sampling.picture import Placed
+from megatron_eqlen.sampling.kind import LabeledSegment
 from megatron_eqlen.types import Rollout, TokenIds, WorstToken, joined
 
 FILE = "worst.json"
@@ -27,7 +27,7 @@ class Place:
 
     rollout: Rollout
     title: str
-    placed: Placed
+    placed: LabeledSegment
     token: int
     """Index in the segment's tokens; below 0 in the prefix that its node repeats."""
 

@@ -251,14 +251,15 @@ def reward_metrics(ended: Sequence[tuple[Prompt, Grade | None]]) -> Metrics:
 
 
 def policy_metrics(rollouts: Iterable[Rollout]) -> Metrics:
-    """What the policy does, in whichever way rollouts were made: means over its responses, of whole scored
-    rollouts. ``reward/mean`` is over the responses of streams, which are longer ones."""
-    drawn = [draws for one in rollouts if not one.suspended and (draws := [*kind_of(one).draws(one)])]
-    if not drawn:
+    """Return mean reward and length of the policy's responses, estimated without bias from complete scored
+    rollouts of any kind. ``reward/mean``, over the responses of streams, is biased to longer ones."""
+    complete = [rollout for rollout in rollouts if not rollout.suspended]
+    sampled = [samples for rollout in complete if (samples := [*kind_of(rollout).policy_samples(rollout)])]
+    if not sampled:
         return {}
-    every = [draw for draws in drawn for draw in draws]
+    every = [sample for samples in sampled for sample in samples]
     return {
-        POLICY_ROLLOUTS: len(drawn),
-        POLICY_REWARD: sum(draw.weight * draw.reward for draw in every) / len(drawn),
-        POLICY_RESPONSE_LENGTH: sum(draw.weight * draw.length for draw in every) / len(drawn),
+        POLICY_ROLLOUTS: len(sampled),
+        POLICY_REWARD: sum(sample.weight * sample.reward for sample in every) / len(sampled),
+        POLICY_RESPONSE_LENGTH: sum(sample.weight * sample.length for sample in every) / len(sampled),
     }

@@ -129,5 +129,5 @@ def rollout_metrics(rollouts: list[Rollout]) -> Metrics:
     if any(rows is not None for rows in routes):
         metrics[HARVEST_ROUTE_BYTES] = sum(rows.nbytes for rows in routes if rows is not None)
     for kind in dict.fromkeys(map(kind_of, rollouts)):
-        metrics |= kind.shape([rollout for rollout in rollouts if kind_of(rollout) is kind])
+        metrics |= kind.harvest_metrics([rollout for rollout in rollouts if kind_of(rollout) is kind])
     return metrics

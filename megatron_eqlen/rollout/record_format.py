@@ -113,16 +113,16 @@ def rollout_rows(
 ) -> list[Row]:
     """Its segments and its end. ``generated_tokens`` are those of its tracks, if that is known."""
     kind = kind_of(rollout)
-    head = {
+    common = {
         "prompt_id": rollout.prompt_id,
         "kind": kind.name,
         "index": rollout.index,
         "policy_version": rollout.policy_version,
     }
-    rows = [head | _part_row(part, with_routes) for part in kind.parts(rollout)]
+    rows = [common | _part_row(part, with_routes) for part in kind.parts(rollout)]
     end = {"role": END, "outcome": header_of(rollout).outcome, "generated_tokens": generated_tokens}
     routes = rollout.prompt_routes if with_routes else None
-    return [*rows, head | end | _route_columns(routes) | {"tokens": 0 if routes is None else len(routes)}]
+    return [*rows, common | end | _route_columns(routes) | {"tokens": 0 if routes is None else len(routes)}]
 
 
 def _route_columns(routes: Routes | None) -> Row:
@@ -218,9 +218,10 @@ class Assembly:
         if row["role"] == PROMPT:
             self.prompts[row["prompt_id"]] = _prompt(row)
         elif row["role"] == END:
-            routes = self._routes(row)
-            head = RolloutHeader(self.prompts[key[0]], key[1], row["policy_version"], row["outcome"], routes)
-            self.rollouts.setdefault(key, _kind(row["kind"]).join(head, self._open.pop(key, [])))
+            header = RolloutHeader(
+                self.prompts[key[0]], key[1], row["policy_version"], row["outcome"], self._routes(row)
+            )
+            self.rollouts.setdefault(key, _kind(row["kind"]).join(header, self._open.pop(key, [])))
             self.generated_tokens.setdefault(key, row["generated_tokens"] or 0)
         else:
             self._open.setdefault(key, []).append(self._part(row))

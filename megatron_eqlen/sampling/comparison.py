@@ -1,4 +1,4 @@
-"""Comparison units: whose rewards are measured against each other.
+"""Comparison units: segments whose rewards are measured against each other.
 
 A unit is the two sides of an equal-length pair, the completions of a group, the children of a node of a
 sampled tree. Each member is one node of a token tree, so that an advantage and a weight written on the node
@@ -19,7 +19,7 @@ EQUAL_REWARDS = 1e-9
 deviation would blow it up to an advantage of 1."""
 
 Penalty = Callable[[int, FinishReason | None], float]
-"""(length of a whole response, how it ended) -> what is added to its reward, at most 0."""
+"""(length of a whole response, its finish reason) -> number that is added to its reward, at most 0."""
 
 
 @dataclass
@@ -28,18 +28,18 @@ class ComparisonUnit:
 
     prompt_id: str
     members: list[Segment]
-    """What is compared."""
+    """Segments that are compared."""
     nodes: list[Node]
-    """Where it lies in the token tree."""
+    """Their nodes in the token tree."""
     rewards: list[float]
     skip_equal: bool
-    """The paper's skip rule: with equal rewards nothing of it is trained, not even the KL penalty."""
+    """The paper's skip rule: members with equal rewards are not trained, not even by the KL penalty."""
     rollout: int = 0
-    """Number of its rollout in its minibatch: units of one rollout share the rollout's weight."""
+    """Number of the rollout in its minibatch: units of one rollout share the rollout's weight."""
     advantages: list[float] = field(default_factory=list)
     trained: bool = True
     counted: bool = True
-    """Whether it is one of the N_k (and its tokens are among those that token means divide by)."""
+    """True if the unit is one of the N_k (and its tokens are among those that token means divide by)."""
 
     @property
     def lengths(self) -> list[int]:
@@ -54,8 +54,9 @@ def no_penalty(length: int, finish_reason: FinishReason | None) -> float:
     return 0.0
 
 
-def graded(segment: Segment, prompt_id: str) -> float:
-    """The verifier's reward of the response that ends with ``segment``. Raises ValueError if it has none."""
+def verifier_reward(segment: Segment, prompt_id: str) -> float:
+    """Return the verifier's reward of the response that ends with ``segment``. Raises ValueError if it has no
+    grade."""
     if segment.grade is None:
         raise ValueError(
             f"prompt {prompt_id}: an ended response has no grade; score rollouts before training"
@@ -63,15 +64,20 @@ def graded(segment: Segment, prompt_id: str) -> float:
     return segment.grade.reward
 
 
+def response_reward(segment: Segment, prompt_id: str) -> float:
+    """Return ``verifier_reward``, or 0 for a truncated response, which has no answer."""
+    return verifier_reward(segment, prompt_id) if segment.finish_reason == "stop" else 0.0
+
+
 def root(rollout: Rollout) -> Node:
-    """The node of the rollout's prompt."""
+    """Return the node of the rollout's prompt."""
     home = next((segment.home for segment in rollout.segments()), None)
     token_ids = np.asarray(rollout.prompt.token_ids, np.int32)
     return Node(-1, token_ids, home=home, routes=rollout.prompt_routes)
 
 
 def node(parent: int, *segments: Segment) -> Node:
-    """One node over the tokens of consecutive segments of a path."""
+    """Return one node over the tokens of consecutive segments of a path."""
     routes = [segment.routes for segment in segments if segment.routes is not None]
     masks = [segment.sampling_mask for segment in segments if segment.sampling_mask is not None]
     return Node(

@@ -1,7 +1,7 @@
-"""One decoding path: the tokens of one request (or of several, when an engine lost it on the way).
+"""One decoding path: the tokens of one request (or of several, where an engine lost one on the way).
 
 A track's end is decided here, by position, not by what the engine says: ``stop`` at the first token of
-the end-of-sequence set, ``length`` when the path is full. Whatever an engine sends after that is cut.
+the end-of-sequence set, ``length`` when the path is full. Tokens that an engine sends after that are cut.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ from megatron_eqlen.types import (
 
 
 def track_seed(seed: int, prompt_id: str, index: int, number: int) -> int:
-    """A seed in [0, 2^63) for track ``number`` of unit ``index`` of a prompt: the same on every machine."""
+    """Return a seed in [0, 2^63) for track ``number`` of rollout ``index`` of a prompt: the same on every
+    machine."""
     name = f"{seed}|{prompt_id}|{index}|{number}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest()) >> 1
 
 
 def rollout_of(name: str) -> tuple[str, int]:
-    """The prompt's id and the rollout's number of a ``Track.name``."""
+    """Return the key of the rollout that a ``Track.name`` belongs to: the prompt's id and the rollout's
+    number."""
     prompt_id, index, _ = name.rsplit("/", 2)
     return prompt_id, int(index)
 
@@ -61,8 +63,8 @@ class RouteRows:
 
     def __getitem__(self, part: slice) -> Routes:
         start, stop, _ = part.indices(len(self))
-        some = self._bytes[start * self._width : stop * self._width]
-        return np.frombuffer(some, self._dtype).reshape(-1, *self._row)
+        data = self._bytes[start * self._width : stop * self._width]
+        return np.frombuffer(data, self._dtype).reshape(-1, *self._row)
 
 
 class Track:
@@ -73,25 +75,9 @@ class Track:
     """
 
     __slots__ = (
-        "age",
-        "attempts",
-        "awaited",
-        "context",
-        "eos_token_ids",
-        "finish_reason",
-        "is_fork",
-        "keeps_columns",
-        "limit",
-        "logprobs",
-        "mask_counts",
-        "mask_ids",
-        "name",
-        "prompt_id",
-        "prompt_routes",
-        "routes",
-        "runs",
-        "seed",
-        "token_ids",
+        "age", "attempts", "awaited", "context", "eos_token_ids", "finish_reason", "is_fork", "keeps_columns",
+        "limit", "logprobs", "mask_counts", "mask_ids", "name", "number", "prompt_id", "prompt_routes",
+        "routes", "runs", "seed", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -106,11 +92,13 @@ class Track:
     ) -> None:
         self.prompt_id = prompt.prompt_id
         self.name = f"{prompt.prompt_id}/{index}/{number}"
+        self.number = number
+        """Number of the track in its rollout."""
         self.seed = track_seed(seed, prompt.prompt_id, index, number)
         self.context = prompt.token_ids + trunk
         self.limit = limit
         self.awaited = limit
-        """The length at which its harvester may decide something, wherever the track ends."""
+        """Length at which the harvester may decide something, wherever the track ends."""
         self.eos_token_ids = eos_token_ids
         self.is_fork = bool(trunk)
         self.token_ids = array("i")
@@ -121,30 +109,30 @@ class Track:
         self.routes = RouteRows()
         """As long as ``token_ids``, or empty where the engine records no routes."""
         self.prompt_routes: Routes | None = None
-        """Of its rollout's prompt, where this track's request brought them."""
+        """Routes of the rollout's prompt, where this track's request brought them."""
         self.runs: list[tuple[int, int]] = []
-        """``types.Versions`` of its tokens."""
+        """``types.Versions`` of the tokens."""
         self.keeps_columns = True
         """False on a rank that neither records nor trains the rollout: it keeps no log-probs, masks and
         routes."""
         self.finish_reason: FinishReason | None = None
         self.attempts = 0
         self.age = 0
-        """Steps since the one that drew its prompt."""
+        """Steps since the one that drew the prompt."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     @property
     def request_id(self) -> str:
-        """New with every attempt and step, so that a late delta of a request that was lost or aborted is
-        ignored."""
+        """Id of the track's request, new with every attempt and step, so that a late delta of a request that
+        was lost or aborted is ignored."""
         name = f"{self.name}+{self.age}" if self.age else self.name
         return f"{name}~{self.attempts}" if self.attempts else name
 
     @property
     def path(self) -> list[int]:
-        """All its token ids, from the prompt's first on; not to be written to."""
+        """All token ids, from the prompt's first on; not to be written to."""
         return self.context + self.token_ids.tolist() if self.token_ids else self.context
 
     @property
@@ -152,10 +140,10 @@ class Track:
         return self.limit - len(self.token_ids)
 
     def extend(self, delta: Delta, version: int) -> bool:
-        """Take a delta's tokens, sampled by weights of ``version``, up to the track's end; whether it ended
-        now or reached ``awaited``.
+        """Take a delta's tokens, sampled by weights of ``version``, up to the end of the track; return True
+        if the track ended now or reached ``awaited``.
 
-        Runs once a token of every response, and nearly always nothing ends: that is found out first.
+        Runs once a token of every response, and nearly always nothing ends: that case is found first.
         """
         if delta.token_ids and (not self.runs or self.runs[-1][1] != version):
             self.runs.append((len(self.token_ids), version))
@@ -173,7 +161,7 @@ class Track:
         return True
 
     def resume(self, known: Segment) -> None:
-        """Take the tokens that an earlier attempt at this track got, or an earlier step."""
+        """Take the tokens of an earlier attempt at this track, or of an earlier step."""
         self.runs = list(joined_versions([(len(self), tuple(self.runs)), (len(known), known.versions)]))
         self.token_ids.frombytes(known.token_ids.tobytes())
         if self.keeps_columns:
@@ -186,7 +174,7 @@ class Track:
         self._end(first=0)
 
     def _end(self, first: int) -> None:
-        """Find out whether the track ends at a token from number ``first`` on, and cut what comes after."""
+        """Find the end of the track among the tokens from number ``first`` on, and cut later tokens."""
         self.awaited = self.limit
         stop = next(
             (n for n in range(first, len(self.token_ids)) if self.token_ids[n] in self.eos_token_ids),
@@ -204,7 +192,7 @@ class Track:
         self.runs = list(self.versions(0, end))
 
     def segment(self, start: int, stop: int | None = None) -> Segment:
-        """Tokens ``start`` to ``stop`` of this track; the finish reason belongs to its last token."""
+        """Return tokens ``start`` to ``stop`` of this track; the finish reason belongs to its last token."""
         stop = len(self.token_ids) if stop is None else stop
         token_ids = np.frombuffer(self.token_ids[start:stop], np.int32)
         logprobs = np.frombuffer(self.logprobs[start:stop], np.float32)
@@ -218,7 +206,7 @@ class Track:
         )
 
     def versions(self, start: int, stop: int) -> Versions:
-        """Of tokens ``start`` to ``stop``."""
+        """Return the versions of tokens ``start`` to ``stop``."""
         return versions_within(self.runs, start, stop)
 
     def _mask(self, start: int, stop: int) -> SamplingMask:

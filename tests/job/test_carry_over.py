@@ -26,7 +26,7 @@ def check_that_every_pair_is_trained_once(folder: Path) -> None:
     trained, pairs, ended, versions = Counter(), {}, set(), set()
     for number, step in enumerate(sorted((folder / "streams").glob("step-*"))):
         for stream in read_step(step):
-            if kind_of(stream).takes_part(stream, recipe):
+            if kind_of(stream).is_due(stream, recipe):
                 for unit in comparison_units(stream, recipe, resolve(recipe))[1]:
                     trained[rollout_key(stream), unit.members[0].logprobs.tobytes()] += 1
             if not stream.suspended:

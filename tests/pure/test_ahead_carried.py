@@ -145,8 +145,8 @@ def check_record(streams: Path, trained: dict[int, Trained], recipe: Recipe) -> 
     rollout, found = recipe.rollout, Harvested({}, {}, defaultdict(list))
     for number, step in sorted(trained.items()):
         recorded = read_step(streams / step_name(number))
-        taking_part = [one for one in recorded if kind_of(one).takes_part(one, recipe)]
-        assert [*map(content, step.rollouts)] == [*map(content, taking_part)], "it was trained as recorded"
+        due = [one for one in recorded if kind_of(one).is_due(one, recipe)]
+        assert [*map(content, step.rollouts)] == [*map(content, due)], "it was trained as recorded"
         for one in recorded:
             key = rollout_key(one)
             assert key not in found.ended

@@ -30,7 +30,7 @@ from megatron_eqlen.rollout.record_reader import read_progress, read_step, recor
 from megatron_eqlen.rollout.recorder import JOURNALS, Recorder, record_grades
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.sampling.comparison import no_penalty
-from megatron_eqlen.sampling.equal_length.compare import rewards_of, takes_part
+from megatron_eqlen.sampling.equal_length.streams import KIND, due_rewards
 from megatron_eqlen.types import (
     Delta,
     Grade,
@@ -168,7 +168,7 @@ def content(rollout: Rollout) -> list:
 
 def units_of(rollout: Rollout, recipe: Recipe) -> list:
     """Tokens and reward of each member of each unit."""
-    if not kind_of(rollout).takes_part(rollout, recipe):
+    if not kind_of(rollout).is_due(rollout, recipe):
         return []
     units = comparison_units(rollout, recipe, resolve(recipe))[1]
     return [
@@ -233,9 +233,9 @@ def test_every_unit_is_trained_once_with_the_rewards_of_a_harvest_that_nothing_i
                 took_part[key] += bool(units)
                 if not one.suspended:
                     complete[key] = one
-                    takes_part = kind_of(one).takes_part(one, recipe)
-                    assert takes_part or took_part[key], "every rollout is in a step"
-                    assert not takes_part or units or not took_part[key], "and no other"
+                    is_due = kind_of(one).is_due(one, recipe)
+                    assert is_due or took_part[key], "every rollout is in a step"
+                    assert not is_due or units or not took_part[key], "and no other"
                     assert {v for s in one.segments() for _, v in s.versions} <= set(range(number + 1))
         assert not run.suspended
         for prompt_id in run.drawn:
@@ -353,20 +353,20 @@ def stream_with(rewards: str, carried: int = 0, outcome="suspended") -> Stream:
 )
 def test_a_pair_is_due_when_nothing_that_is_unfinished_can_change_its_reward(stream, reduce, due):
     recipe = make_recipe(equal_length={"suffix_reward": reduce})
-    rewards = [i for i, pair in enumerate(rewards_of(stream, recipe, no_penalty)) if pair is not None]
+    rewards = [i for i, pair in enumerate(due_rewards(stream, recipe, no_penalty)) if pair is not None]
     assert rewards == due
-    assert takes_part(stream, recipe) == bool(due)
+    assert KIND.is_due(stream, recipe) == bool(due)
 
 
 def test_a_stream_without_pairs_is_averaged_over_in_the_step_where_it_ends():
     recipe = make_recipe()
-    assert not takes_part(stream_with(""), recipe)
-    assert takes_part(stream_with("", outcome="truncated"), recipe)
+    assert not KIND.is_due(stream_with(""), recipe)
+    assert KIND.is_due(stream_with("", outcome="truncated"), recipe)
     drops = make_recipe(equal_length={"unfinished": "drop"})  # the newest pair, whose B nothing extends
-    assert takes_part(stream_with("0", outcome="truncated"), drops)
-    assert not takes_part(stream_with("01", carried=2, outcome="truncated"), drops), "it was, for the first"
+    assert KIND.is_due(stream_with("0", outcome="truncated"), drops)
+    assert not KIND.is_due(stream_with("01", carried=2, outcome="truncated"), drops), "it was, for the first"
     group = Group(prompts_of(0, 1)[0], 0, [Segment([9], [-1], "stop", Grade(1.0, ""))], suspended=True)
-    assert not kind_of(group).takes_part(group, recipe)
+    assert not kind_of(group).is_due(group, recipe)
 
 
 def test_a_part_of_a_stream_weighs_as_much_as_a_stream():

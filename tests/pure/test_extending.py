@@ -169,16 +169,15 @@ def group(rewards: list[float]) -> Group:
     return Group(Prompt("q", [1, 2], "?", "math", "1"), 0, completions)
 
 
-# ---- a sampling kind: its rollout, its folder, its line in KINDS, its name in the schema ------------------
+# ---- a sampling kind: its rollout, its class, its line in KINDS, its name in the schema -------------------
 
 KIND = """
 from dataclasses import dataclass
 
-from megatron_eqlen.sampling.comparison import ComparisonUnit, graded, node, root
-from megatron_eqlen.sampling.independent.group import IndependentGroup
-from megatron_eqlen.sampling.kind import SamplingKind
-from megatron_eqlen.sampling.picture import Picture, Placed
+from megatron_eqlen.sampling.comparison import ComparisonUnit, node, response_reward, root
 from megatron_eqlen.sampling.harvester import RolloutHeader, RolloutPart, in_order
+from megatron_eqlen.sampling.independent import IndependentGroup
+from megatron_eqlen.sampling.kind import LabeledSegment, Picture, SamplingKind
 from megatron_eqlen.types import Prompt, Segment, TokenTree
 
 
@@ -204,47 +203,46 @@ class Duel:
 
 class Duellists(IndependentGroup):
     def rollout(self, policy_version):
-        return join(RolloutHeader(self.prompt, self.index, policy_version), self.parts)
+        return DUEL.join(RolloutHeader(self.prompt, self.index, policy_version), self.parts)
 
 
-def harvesters(prompts, recipe, eos_token_ids, seed):
-    limit = recipe.rollout.max_response_length
-    return [Duellists(prompt, 2, limit, eos_token_ids, seed) for prompt in prompts]
+class DuelSampling(SamplingKind[Duel]):
+    name = "duel"
+    rollout_type = Duel
+
+    def harvesters(self, prompts, recipe, eos_token_ids, seed):
+        limit = recipe.rollout.max_response_length
+        return [Duellists(prompt, 2, limit, eos_token_ids, seed) for prompt in prompts]
+
+    def parts(self, rollout):
+        return [RolloutPart("side", number, side) for number, side in enumerate(rollout.sides)]
+
+    def join(self, header, parts):
+        sides = [part.segment for part in in_order(parts)]
+        return Duel(header.prompt, header.policy_version, sides, header.index)
+
+    def compare(self, rollout, recipe, penalty):
+        nodes = [node(0, side) for side in rollout.sides]
+        rewards = [response_reward(side, rollout.prompt_id) for side in rollout.sides]
+        unit = ComparisonUnit(rollout.prompt_id, rollout.sides, nodes, rewards, skip_equal=True)
+        return TokenTree(rollout.prompt_id, [root(rollout), *nodes]), [unit]
+
+    def picture(self, rollout):
+        left, right = (LabeledSegment(name, side, []) for name, side in zip("LR", rollout.sides))
+        return Picture("a duel", [(left, right)])
+
+    def harvest_metrics(self, rollouts):
+        return {"harvest/completions": 2 * len(rollouts)}
+
+    def objective_metrics(self, units, rollouts, recipe):
+        return {"objective/pairs": len(units)}
 
 
-def compare(duel, recipe, penalty):
-    nodes = [node(0, side) for side in duel.sides]
-    rewards = [graded(side, duel.prompt_id) if side.finish_reason == "stop" else 0.0 for side in duel.sides]
-    unit = ComparisonUnit(duel.prompt_id, duel.sides, nodes, rewards, skip_equal=True)
-    return TokenTree(duel.prompt_id, [root(duel), *nodes]), [unit]
-
-
-def picture(duel):
-    sides = [Placed(name, side, []) for name, side in zip("LR", duel.sides)]
-    return Picture("a duel", [tuple(sides)])
-
-
-def parts(duel):
-    return [RolloutPart("side", number, side) for number, side in enumerate(duel.sides)]
-
-
-def join(head, parts):
-    return Duel(head.prompt, head.policy_version, [part.segment for part in in_order(parts)], head.index)
-
-
-def shape(duels):
-    return {"harvest/completions": 2 * len(duels)}
-
-
-def compared(units, duels, recipe):
-    return {"objective/pairs": len(units)}
-
-
-DUEL = SamplingKind("duel", Duel, harvesters, compare, picture, parts, join, shape, compared)
+DUEL = DuelSampling()
 """
 
 
-def test_a_sampling_kind_is_a_folder_and_a_line(package, tmp_path, monkeypatch):
+def test_a_sampling_kind_is_a_class_and_a_line(package, tmp_path, monkeypatch):
     (package / "mine" / "duel.py").write_text(KIND)
     kind = load_object("mine.duel:DUEL", "test", SamplingKind)
     monkeypatch.setitem(KINDS, kind.name, kind)

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eqlen.objectives.dynamic_sampling import filter_groups
-from megatron_eqlen.sampling.tree.branching import TreeSampling
-from megatron_eqlen.sampling.tree.compare import step_rewards
+from megatron_eqlen.sampling.tree import GrowingTree, step_rewards
 from megatron_eqlen.types import Delta, Grade, Prompt, SampledTree, Segment
 from tests.kit.marks import examples
 from tests.pure.test_objectives_build import recipe
@@ -25,7 +24,7 @@ def sampled(branching, depth, step_tokens, limit, seed, order):
         tree_sampling__depth=depth,
         tree_sampling__step_tokens=step_tokens,
     )
-    unit = TreeSampling(PROMPT, settings, frozenset({EOS}), seed)
+    unit = GrowingTree(PROMPT, settings, frozenset({EOS}), seed)
     arrival = np.random.default_rng(order)
     running = [(track, np.random.default_rng(track.seed)) for track in unit.start()]
     while not unit.complete:

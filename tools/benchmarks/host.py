@@ -36,7 +36,7 @@ from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.rollout.record_reader import read_step
 from megatron_eqlen.rollout.recorder import FILES, INTERVAL, Recorder, record_grades
-from megatron_eqlen.sampling.skeleton import skeleton
+from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.tokenizer import load_tokenizer
 from megatron_eqlen.types import Grade, Prompt, Rollout
 from tools.benchmarks import run_commands, sharing
@@ -173,7 +173,7 @@ def record(rollouts: list[Rollout], folder: Path, size: Size) -> None:
 
 def train(rollouts: list[Rollout], recipe: Recipe, size: Size) -> None:
     """From one replica's rollouts to filled rows, through what the ranks send each other."""
-    size.bytes["skeletons"] = len(pickle.dumps([skeleton(rollout) for rollout in rollouts]))
+    size.bytes["skeletons"] = len(pickle.dumps([kind_of(rollout).skeleton(rollout) for rollout in rollouts]))
     size.bytes["in memory"] = resident(pickle.dumps(rollouts))
     size.seconds |= sharing.measure(rollouts, recipe)
     (trees,), _ = timed(size, "trees", lambda: build_minibatches(rollouts, recipe))

@@ -16,15 +16,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.sampling.equal_length.record import join
 from megatron_eqlen.sampling.harvester import RolloutHeader, RolloutPart
 from megatron_eqlen.sampling.track import Track
-from megatron_eqlen.types import Outcome, Prompt, Routes, Segment, Stream, TokenIds, joined
+from megatron_eqlen.types import Outcome, Pair, Prompt, Routes, Segment, Stream, TokenIds, joined
 
 
-class Side:
-    """A track and how many of its tokens the trunk has taken."""
+def stream_of(header: RolloutHeader, parts: Sequence[RolloutPart]) -> Stream:
+    """Return the stream made of ``parts``: a and b of each pair, in order, and the tail."""
+    assert header.outcome is not None, "a stream's record has an outcome"
+    segments: dict[str, list[Segment]] = {"a": [], "b": [], "tail": []}
+    for part in parts:
+        segments[part.role].append(part.segment)
+    return Stream(
+        prompt=header.prompt,
+        index=header.index,
+        policy_version=header.policy_version,
+        pairs=[Pair(a, b) for a, b in zip(segments["a"], segments["b"], strict=True)],
+        outcome=header.outcome,
+        tail=segments["tail"][0] if segments["tail"] else None,
+        prompt_routes=header.prompt_routes,
+    )
+
+
+class OpenTrack:
+    """A track, and the number of its tokens that are part of the trunk."""
 
     def __init__(self, track: Track) -> None:
         self.track = track
@@ -42,21 +57,8 @@ class Side:
         return self.track.finish_reason == "length"
 
     def segment(self, length: int | None = None) -> Segment:
-        """The next ``length`` tokens (default: all that the trunk has not taken)."""
+        """Return the next ``length`` tokens (default: all) after those in the trunk."""
         return self.track.segment(self.start, None if length is None else self.start + length)
-
-
-def harvesters(
-    prompts: Sequence[Prompt], recipe: Recipe, eos_token_ids: frozenset[int], seed: int
-) -> list[DualTrack]:
-    """One for each of the G / 2 subgroups of every prompt."""
-    limit = recipe.rollout.max_response_length
-    max_pairs = 1 if recipe.equal_length.single_pair else recipe.equal_length.max_pairs
-    return [
-        DualTrack(prompt, index, limit, eos_token_ids, seed, max_pairs)
-        for prompt in prompts
-        for index in range(recipe.streams_per_prompt)
-    ]
 
 
 class DualTrack:
@@ -79,9 +81,9 @@ class DualTrack:
         self.max_pairs = max_pairs
         self.trunk: list[int] = []
         self.parts: list[RolloutPart] = []
-        """a and b of each pair, then the tail."""
+        """Sides a and b of each pair, then the tail."""
         self.prompt_routes: Routes | None = None
-        self.sides: list[Side] = []
+        self.open: list[OpenTrack] = []
         """The trunk's track first; alone once ``max_pairs`` are there."""
         self.outcome: Outcome | None = None
         self.launched = 0
@@ -94,18 +96,18 @@ class DualTrack:
         return [self._launch(), self._launch()]
 
     def advance(self) -> list[Track]:
-        """Cut the next pair if its length is certain; returns the fork to launch, if any."""
-        if len(self.sides) == 1:
-            if self.sides[0].track.finish_reason is not None:
+        """Cut the next pair if its length is certain; return the fork to launch, if any."""
+        if len(self.open) == 1:
+            if self.open[0].track.finish_reason is not None:
                 self._complete("max_pairs")
             return []
-        ended = [side for side in self.sides if side.ended]
+        ended = [track for track in self.open if track.ended]
         if not ended:
-            if all(side.truncated for side in self.sides):
+            if all(track.truncated for track in self.open):
                 self._complete("truncated")
             return []
         short = min(ended, key=len)
-        other = self.sides[1] if short is self.sides[0] else self.sides[0]
+        other = self.open[1] if short is self.open[0] else self.open[0]
         if len(other) < len(short):
             assert not other.truncated, "a truncated track is as long as any"
             other.track.awaited = other.start + len(short)
@@ -116,27 +118,26 @@ class DualTrack:
         self._complete("budget")
 
     def response(self, part: RolloutPart) -> TokenIds:
-        trunk = [one.segment.token_ids for one in self.parts[: part.number] if one.role == "b"]
+        trunk = [before.segment.token_ids for before in self.parts[: part.number] if before.role == "b"]
         return joined([*trunk, part.segment.token_ids])
 
     def open_tracks(self) -> list[tuple[Track, int]]:
-        return [(side.track, side.start) for side in self.sides]
+        return [(open_track.track, open_track.start) for open_track in self.open]
 
     def rollout(self, policy_version: int) -> Stream:
         outcome = self.outcome or "suspended"
-        return join(
-            RolloutHeader(self.prompt, self.index, policy_version, outcome, self.prompt_routes), self.parts
-        )
+        header = RolloutHeader(self.prompt, self.index, policy_version, outcome, self.prompt_routes)
+        return stream_of(header, self.parts)
 
-    def _inherit(self, short: Side, other: Side) -> list[Track]:
-        """``short`` is A_i, as much of ``other`` is B_i; go on after B_i."""
+    def _inherit(self, short: OpenTrack, other: OpenTrack) -> list[Track]:
+        """Cut the next pair, ``short`` as A_i and as many tokens of ``other`` as B_i; return the fork."""
         length = len(short)
         a, b = short.segment(), other.segment(length)
         assert len(a) == len(b) > 0
         self._add("a", a)
         self._add("b", b)
         other.start += length
-        self.sides = [other]
+        self.open = [other]
         if b.finish_reason == "stop":
             self._complete("both_ended")
             return []
@@ -153,10 +154,10 @@ class DualTrack:
         self.parts.append(RolloutPart(role, len(self.parts), segment))
 
     def _complete(self, outcome: Outcome) -> None:
-        """What the trunk's track has left is the tail."""
+        """End the stream; tokens of the trunk's track that are in no pair become the tail."""
         self.outcome = outcome
-        if len(self.sides[0]):
-            self._add("tail", self.sides[0].segment())
+        if len(self.open[0]):
+            self._add("tail", self.open[0].segment())
 
     def _launch(self) -> Track:
         track = Track(
@@ -169,5 +170,5 @@ class DualTrack:
             self.seed,
         )
         self.launched += 1
-        self.sides.append(Side(track))
+        self.open.append(OpenTrack(track))
         return track

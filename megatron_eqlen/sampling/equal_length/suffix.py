@@ -20,12 +20,13 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Literal
 
-from megatron_eqlen.sampling.comparison import Penalty, graded, no_penalty
+from megatron_eqlen.sampling.comparison import Penalty, no_penalty, verifier_reward
 from megatron_eqlen.types import Pair, Segment, Stream
 
 BEST = 1.0
-"""The highest reward. A length penalty does not rise with length, and what will yet extend a B is longer than
-what has ended on its path: no later reward is more than that of a response with this one."""
+"""The highest reward. A length penalty does not rise with length, and responses that may yet extend a B side
+are longer than those that have ended on its path: none can have a higher reward than a response with this
+one."""
 
 
 def pair_rewards(
@@ -34,7 +35,7 @@ def pair_rewards(
     unfinished: Literal["zero", "drop"] = "zero",
     penalty: Penalty = no_penalty,
 ) -> list[tuple[float, float] | None]:
-    """``(reward of A_i, reward of B_i)`` for each pair of a scored stream.
+    """Return ``(reward of A_i, reward of B_i)`` for each pair of a scored stream.
 
     A B_i that no ended response extends has reward 0 and the penalty of the trunk, as long as it got
     (``zero``), or its pair is left out (``drop``: None).
@@ -59,15 +60,16 @@ def pair_rewards(
 
 
 def due_pairs(stream: Stream, reduce: Literal["max", "mean"]) -> range:
-    """The pairs whose rewards became final in this step. They are consecutive: what extends a B extends those
-    before it, too."""
+    """Return the pairs whose rewards became final in this step. They are consecutive: a response that extends
+    a B side extends those before it, too."""
     name = f"{stream.prompt_id}/{stream.index}"
     before = _final(name, [pair for pair in stream.pairs if pair.a.carried], reduce)
     return range(before, _final(name, stream.pairs, reduce) if stream.suspended else len(stream.pairs))
 
 
 def _final(name: str, pairs: Sequence[Pair], reduce: Literal["max", "mean"]) -> int:
-    """Number of a suspended stream's leading pairs whose rewards are final: a best A extends their B sides.
+    """Return the number of leading pairs of a suspended stream whose rewards are final: an A side with the
+    best reward extends their B sides.
 
     Raises ValueError for a reward above ``BEST``, which would change rewards that were taken for final.
     """
@@ -83,7 +85,7 @@ def _final(name: str, pairs: Sequence[Pair], reduce: Literal["max", "mean"]) -> 
 
 
 def _open_end(stream: Stream, penalty: Penalty) -> tuple[float, bool]:
-    """The penalty of the whole trunk, and whether it reached the limit; (0, False) where it ended."""
+    """Return the penalty of the whole trunk, and True if it reached the limit; (0, False) where it ended."""
     parts = [*(pair.b for pair in stream.pairs), *([stream.tail] if stream.tail is not None else [])]
     if not parts or parts[-1].finish_reason == "stop":
         return 0.0, False
@@ -96,6 +98,6 @@ def _reduce(rewards: list[float], reduce: Literal["max", "mean"]) -> float:
 
 
 def _reward(stream: Stream, segment: Segment, start: int, penalty: Penalty) -> float:
-    """Of the response that ends with ``segment``, which begins ``start`` tokens after the prompt."""
+    """Return the reward of the response that ends with ``segment``, ``start`` tokens after the prompt."""
     assert segment.finish_reason == "stop", f"{stream.prompt_id}: only ended responses have a reward"
-    return graded(segment, stream.prompt_id) + penalty(start + len(segment), segment.finish_reason)
+    return verifier_reward(segment, stream.prompt_id) + penalty(start + len(segment), segment.finish_reason)
