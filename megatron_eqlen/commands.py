@@ -4,6 +4,7 @@ imported where a command needs them, so that the others start at once."""
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
 import sys
@@ -152,6 +153,9 @@ def sweep(arguments: argparse.Namespace) -> int:
 
 
 def inspect(arguments: argparse.Namespace) -> int:
+    for path in (arguments.streams, arguments.model):
+        if not path.exists():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     from megatron_eqlen.report.text import print_rollouts, print_worst
 
     recipe = load(arguments.recipe) if arguments.recipe else None

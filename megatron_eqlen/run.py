@@ -40,6 +40,7 @@ from megatron_eqlen.metrics import (
 )
 from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.plan.achieved import achieved
+from megatron_eqlen.report.metrics import FILE as METRICS
 from megatron_eqlen.report.metrics import MetricsWriter, read_metrics
 from megatron_eqlen.report.model_card import write_model_card
 from megatron_eqlen.report.page import write_page
@@ -115,11 +116,29 @@ class Run:
         return True
 
     def load(self, policy: Policy) -> None:
-        """Bring the policy and this run to the newest checkpoint, or leave them at the start."""
+        """Bring the policy and this run to the newest checkpoint, or leave them at the start. Raises
+        CheckpointError where a checkpoint was saved and none is there; says which records are not there."""
         self.position = checkpoint.load(self.folder.checkpoints, policy)
-        if self.position is not None:
+        if self.position is None:
+            if fault := agree(self.folder.lost_checkpoints):
+                raise CheckpointError(fault)
+        else:
             self.spent = _spent_until(self.position, self.recipe.budget)
             self.saved = self.begun = self.steps
+        if distributed.is_rank0():
+            self._compare_with_records()
+
+    def _compare_with_records(self) -> None:
+        """Say what does not agree with the steps that this run begins after."""
+        recorded = {record["step"] for record in read_metrics(self.folder.path)}
+        if self.position is None and recorded:
+            self.session.progress.say(f"no checkpoint was saved yet: {len(recorded)} steps are trained again")
+        missing = [step for step in range(1, self.steps + 1) if step not in recorded]
+        if missing:
+            self.session.progress.warn(
+                f"{self.folder.path / METRICS} has no record of {len(missing)} of {self.steps} steps (the "
+                f"first: step {missing[0]}): the run goes on, and reports and comparisons lack them"
+            )
 
     def resume(self, rollouts: Rollouts) -> None:
         """Go on from there."""
@@ -317,6 +336,7 @@ class Run:
             metrics = self.saving.finish()
         self.saving = None
         if distributed.is_rank0():
+            self.folder.note_saved(self.saved)
             self.folder.remove_old_streams(self.recipe, self.saved)
         return metrics | {TIME_CHECKPOINT: seconds[TIME_CHECKPOINT] + self.saving_seconds}
 

@@ -179,6 +179,8 @@ def numbers(metrics: Mapping[str, float | None], rewards: Collection[float]) -> 
     texts = [
         f"{label} {compact(value)}{unit}" for label, (value, unit) in values.items() if value is not None
     ]
+    if values["rollout"][0] == 0.0:  # a resumed step that was recorded whole before
+        texts = ["rollout recorded" if text.startswith("rollout ") else text for text in texts]
     if len(rewards) > 1:
         texts.insert(1, sparkline(rewards))
     return "  ".join(texts)

@@ -49,6 +49,8 @@ from megatron_eqlen.report.metrics import read_metrics
 from megatron_eqlen.report.state import FILE as STATE
 from megatron_eqlen.watchdog import remove_quiet
 
+SAVED = ".saved"
+"""In a run's folder: how many steps the newest checkpoint was saved after."""
 GIVEN_UP, CANCELLED, STALLED, RESTART = "given_up.txt", "cancelled.txt", ".stalled", ".restart"
 """Files of ``slurm/train.sbatch``: why it starts the run no more; that SLURM told it to end; how many tries
 in a row took no new step; written when a try begins."""
@@ -128,6 +130,21 @@ class RunFolder:
         """Raise HeldError if a later try of this SLURM job writes here now."""
         assert self.hold is not None, "open comes first"
         self.hold.check()
+
+    def note_saved(self, steps: int) -> None:
+        """Write down that a checkpoint is in force, so that its loss is noticed."""
+        write_text(self.path / SAVED, str(steps))
+
+    def lost_checkpoints(self) -> str | None:
+        """Return the error of a run that has saved a checkpoint, where there is none; None for any other."""
+        note = self.path / SAVED
+        if not note.is_file():
+            return None
+        return (
+            f"{self.checkpoints}: holds no checkpoint, but one was saved after step "
+            f"{note.read_text(encoding='utf-8')}: put it back, give a new run its own folder (name=... or "
+            f"run_dir=...), or remove {note} to begin again in this one"
+        )
 
     def ended(self, recipe: Recipe) -> bool:
         """Whether nothing of ``recipe`` is left to do here."""

@@ -163,6 +163,21 @@ def test_a_run_ends_with_its_budget_and_goes_on_with_more_to_the_same_bits(home,
         assert torch.equal(weight, weights[1][name]), name
 
 
+def test_a_run_whose_checkpoints_or_records_are_gone_says_so(home, trained):
+    folder = shutil.copytree(trained, home / "lost")
+    (folder / "metrics.jsonl").write_text((folder / "metrics.jsonl").read_text().partition("\n")[2])
+    more = command(home, "lost", "steps=4", "evaluation.benchmarks=[]")
+    said = run(*more).stdout
+    assert f"{folder}/metrics.jsonl has no record of 1 of 3 steps (the first: step 1)" in said
+    shutil.rmtree(folder / "checkpoints")
+    before = (folder / "metrics.jsonl").read_bytes()
+    with pytest.raises(
+        AssertionError, match="checkpoints: holds no checkpoint, but one was saved after step 4"
+    ):
+        run(*command(home, "lost", "steps=5", "evaluation.benchmarks=[]"))
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
 def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(home, trained):
     """The run was complete at step 3: what it ended with stays step 3's, though it goes back to step 2."""
     folder = shutil.copytree(trained, home / "damaged")

@@ -2,6 +2,8 @@
 
 import copy
 import os
+import sys
+from importlib.metadata import version
 from typing import Annotated, get_args, get_origin
 
 import pytest
@@ -398,6 +400,19 @@ def test_an_errors_notes_are_printed(capsys, monkeypatch):
     assert capsys.readouterr().err == (
         "eqlen plan: x is refused (while an answer to prompt q#7 was graded)\n"
     )
+
+
+def test_inspect_looks_at_its_paths_before_it_imports(capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "megatron_eqlen.report.text", None)  # an import fails
+    for words in (["nope", "--model", str(tmp_path)], [str(tmp_path), "--model", "nope"]):
+        assert cli.main(["inspect", *words]) == 2
+        assert capsys.readouterr().err == "eqlen inspect: nope: No such file or directory\n"
+
+
+def test_the_version_is_printed(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"eqlen {version('megatron_eqlen')}\n"
 
 
 def test_command_line_mistakes_are_one_line(capsys):

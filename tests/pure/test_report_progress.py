@@ -72,6 +72,12 @@ def test_what_was_not_measured_is_left_out():
     assert out.getvalue() == "step 1/30  reward 0.250  length 50\n"
 
 
+def test_a_step_whose_rollouts_were_all_recorded_before_has_no_speed():
+    progress, out = display(terminal=False)
+    progress.step(1, METRICS | {"harvest/tokens_per_second": 0.0})
+    assert "  rollout recorded  train 14.2k tok/s" in out.getvalue()
+
+
 def test_other_ranks_are_silent():
     progress, out = display(terminal=True, show=False)
     progress.resume(Spent(3))
