@@ -30,7 +30,7 @@ from megatron_eqlen.types import Grade
 
 log = logging.getLogger(__name__)
 
-VERSION = 2
+VERSION = 3
 """Raised whenever a change here or in ``code_tests`` changes a verdict."""
 LONGEST_PROGRAM = 100_000
 """Characters."""
@@ -145,7 +145,8 @@ class CodeGrader:
         tests = _parse_tests(gold)
         cpu = tests.time_limit or self._timeout
         memory = max(self._memory_mb, int(tests.memory_mb or 0))
-        limits = Limits(cpu_seconds=cpu, wall_seconds=4 * cpu + 2, memory_mb=memory)
+        output = max(Limits.output_bytes, 2 * tests.largest_output)
+        limits = Limits(cpu_seconds=cpu, wall_seconds=4 * cpu + 2, memory_mb=memory, output_bytes=output)
         return {"program": program, "tests": gold, "limits": asdict(limits), "lcb_strict": self._lcb_strict}
 
     def _judge(self, item: dict[str, Any]) -> Future[dict[str, Any]]:

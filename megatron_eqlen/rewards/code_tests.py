@@ -14,6 +14,7 @@ import json
 import re
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
+from functools import cached_property
 from itertools import chain, zip_longest
 from keyword import iskeyword
 from typing import Any
@@ -25,6 +26,8 @@ LARGEST_TIME_LIMIT = 3600.0
 """Seconds."""
 LARGEST_MEMORY = 1 << 20
 """MiB."""
+LARGEST_OUTPUT = 64 << 20
+"""Bytes that a test may expect to be printed or returned."""
 LONGEST_NAME = 200
 DEEPEST_VALUE = 200
 """Deepest nesting of lists and objects, in an argument or a result."""
@@ -62,6 +65,21 @@ class CodeTests:
                 raise ValueError(f"test {number}: expected the list of {self.function}'s arguments")
         if self.function is not None:
             _check_depth(self.inputs + self.outputs)
+        if self.largest_output > LARGEST_OUTPUT:
+            number = max(range(len(self.outputs)), key=self._output_bytes)
+            raise ValueError(
+                f"test {number}: expected an output of at most {LARGEST_OUTPUT} bytes, "
+                f"found {self.largest_output}"
+            )
+
+    @cached_property
+    def largest_output(self) -> int:
+        """Bytes of the longest expected output, or of the longest expected value as JSON."""
+        return max(map(self._output_bytes, range(len(self.outputs))))
+
+    def _output_bytes(self, number: int) -> int:
+        expected = self.outputs[number]
+        return len((expected if self.function is None else json.dumps(expected)).encode(errors="replace"))
 
     def _check_options(self) -> None:
         name = self.function

@@ -10,6 +10,7 @@ that this process never saw.
 from __future__ import annotations
 
 import atexit
+import builtins
 import io
 import json
 import os
@@ -28,8 +29,9 @@ from megatron_eqlen.rewards.kernel import SET_DUMPABLE, die_with, drop_capabilit
 from megatron_eqlen.rewards.landlock import restrict_files
 from megatron_eqlen.rewards.seccomp import restrict_system_calls
 
-SOURCE, REPORT = 3, 4
-"""File descriptors of the program's text and of the report; 0, 1 and 2 are stdin, stdout and stderr."""
+SOURCE, REPORT, NULL = 3, 4, 5
+"""File descriptors of the program's text, of the report and of /dev/null; 0, 1 and 2 are stdin, stdout and
+stderr."""
 NOBODY = 65534
 SYSTEM_PATHS = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/lib", "/lib64")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/dev/null", "/dev/zero", "/dev/urandom")
@@ -69,7 +71,7 @@ class Limits:
     wall_seconds: float
     memory_mb: int
     output_bytes: int = 16 << 20
-    """Of standard output, of standard error, and of any file."""
+    """Of standard output, of standard error, and of any file; more where a test expects more."""
 
 
 def readable_paths() -> list[str]:
@@ -141,6 +143,7 @@ def run(function: str | None, rules: Rules, token: str) -> NoReturn:
     sys.stdout = sys.__stdout__ = _text_file(1, "w")
     sys.stderr = sys.__stderr__ = _text_file(2, "w")
     atexit._clear()  # the worker's
+    _allow_null()
     status = 1
     try:
         with open(SOURCE, "rb") as file:
@@ -151,6 +154,26 @@ def run(function: str | None, rules: Rules, token: str) -> NoReturn:
             status = _execute(source, main, function, rules, _Report(token))
     finally:
         os._exit(status)  # always: the program must never return into the code that called us
+
+
+def _allow_null() -> None:
+    """Let Python open /dev/null for writing: the system-call filter sees flags but no path, so it refuses."""
+    open_file, open_descriptor, dup = io.open, os.open, os.dup
+
+    def open_with_null(file: Any, *arguments: Any, **options: Any) -> Any:
+        if _is_null(file):
+            options["opener"] = lambda *_: dup(NULL)
+        return open_file(file, *arguments, **options)
+
+    def open_descriptor_with_null(path: Any, *arguments: Any, **options: Any) -> int:
+        return dup(NULL) if _is_null(path) else open_descriptor(path, *arguments, **options)
+
+    builtins.open = io.open = open_with_null
+    os.open = open_descriptor_with_null
+
+
+def _is_null(path: Any) -> bool:
+    return isinstance(path, str | bytes | os.PathLike) and os.fsencode(path) == os.devnull.encode()
 
 
 def _text_file(descriptor: int, mode: Literal["r", "w"]) -> io.TextIOWrapper:

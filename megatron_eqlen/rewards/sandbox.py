@@ -11,6 +11,7 @@ behind.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import secrets
@@ -27,6 +28,11 @@ from megatron_eqlen.rewards.program import Isolation, Limits, Rules
 from megatron_eqlen.rewards.sandbox_folder import EmptyFolder
 
 LARGEST_REQUEST = 4096
+MOST_THREADS = 256
+"""Threads a program may have at once. A system-call filter cannot count them and RLIMIT_NPROC counts all of
+the user's, so the zygote looks."""
+WATCH_SECONDS = 0.01
+"""Seconds between two looks at the number of threads."""
 EXTRA_SECONDS = 30.0
 """Seconds beyond a run's wall-clock limit after which the zygote counts as broken."""
 
@@ -126,12 +132,14 @@ def _records(report: bytes, token: str) -> list[tuple[str, str]]:
 def _interpret(
     ending: dict, stdout: bytes, records: list[tuple[str, str]], limits: Limits, function: str | None
 ) -> Execution:
-    """How the program ended. ``ending``: exit, cpu and wall seconds, timed_out."""
+    """How the program ended. ``ending``: exit, cpu and wall seconds, timed_out, crowded."""
     kind, told = records[-1] if records else ("", "")
     text = stdout.decode(errors="replace")
     seconds, code = ending["wall"], ending["exit"]
     over = ending["cpu"] > limits.cpu_seconds
-    if ending["timed_out"] or over or code in (-signal.SIGXCPU, -signal.SIGKILL):
+    if ending["crowded"]:
+        status, error = "runtime_error", f"more than {MOST_THREADS} threads"
+    elif ending["timed_out"] or over or code in (-signal.SIGXCPU, -signal.SIGKILL):
         status, error = "time_limit", f"{ending['cpu']:.2f} s CPU, {seconds:.2f} s"
     elif code == -signal.SIGXFSZ:
         status, error = "output_limit", f"more than {limits.output_bytes} bytes"
@@ -189,7 +197,7 @@ def _close_all_but(*kept: int) -> None:
 def _become_program(
     zygote: int,
     descriptors: list[int],
-    told: int,
+    pipe: int,
     limits: Limits,
     isolation: Isolation,
     folder: str,
@@ -197,12 +205,13 @@ def _become_program(
 ) -> None:
     """In the child: lock down, run, exit. A failure before the program starts counts as the sandbox's."""
     try:
-        copies = [os.dup(descriptor) if descriptor < 8 else descriptor for descriptor in descriptors]
-        spare = os.dup(told) if told < 8 else told
-        for target, descriptor in enumerate(copies):
+        null = os.open(os.devnull, os.O_RDWR)
+        told = program.NULL + 1
+        targets = [*range(len(descriptors)), program.NULL, told]
+        copies = [fcntl.fcntl(source, fcntl.F_DUPFD, told + 1) for source in (*descriptors, null, pipe)]
+        for target, descriptor in zip(targets, copies, strict=True):
             os.dup2(descriptor, target)
-        told = os.dup2(spare, 5)
-        os.closerange(6, 1 << 12)
+        os.closerange(told + 1, 1 << 12)
         program.enter(limits, isolation, folder, zygote)
     except BaseException as error:  # noqa: BLE001 - told to the parent, who raises it
         os.write(told, f"cannot isolate: {type(error).__name__}: {error}"[:500].encode())
@@ -212,21 +221,35 @@ def _become_program(
 
 
 def _wait(pid: int, deadline: float, connection: socket.socket) -> dict:
-    """Wait for the program or its deadline; if the worker goes away, end everything."""
+    """Wait until the program ends, has too many threads or reaches its deadline; then kill the rest of it.
+
+    A worker that goes away ends the wait too.
+    """
+    tasks = os.open(f"/proc/{pid}/task", os.O_RDONLY)
     process = os.pidfd_open(pid)
     poll = select.poll()
     poll.register(process, select.POLLIN)
     poll.register(connection, 0)  # only to notice that it is gone
-    events = dict(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
+    events: list[tuple[int, int]] = []
+    crowded = timed_out = False
+    while not (events or crowded or timed_out):
+        left = deadline - time.monotonic()
+        events = poll.poll(max(0.0, min(left, WATCH_SECONDS)) * 1000)
+        crowded = os.fstat(tasks).st_nlink - 2 > MOST_THREADS  # the kernel counts threads as links
+        timed_out = not events and left <= 0
     os.close(process)
-    timed_out = process not in events
+    os.close(tasks)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
     _, status, usage = os.wait4(pid, 0)
-    code = os.waitstatus_to_exitcode(status)
-    return {"exit": code, "cpu": usage.ru_utime + usage.ru_stime, "timed_out": timed_out}
+    return {
+        "exit": os.waitstatus_to_exitcode(status),
+        "cpu": usage.ru_utime + usage.ru_stime,
+        "timed_out": timed_out,
+        "crowded": crowded,
+    }
 
 
 def _kill_leftovers() -> None:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 
 from megatron_eqlen.rewards.landlock import abi_version
 from megatron_eqlen.rewards.program import Isolation, Limits
-from megatron_eqlen.rewards.sandbox import Execution, Sandbox, SandboxError
+from megatron_eqlen.rewards.sandbox import MOST_THREADS, Execution, Sandbox, SandboxError
 
 log = logging.getLogger(__name__)
 
 LIMITS = Limits(cpu_seconds=10, wall_seconds=60, memory_mb=512)
+ROOMY = replace(LIMITS, memory_mb=1 << 16)
+"""Limits that leave addresses for the stacks of many threads."""
 HELLO = """\
 import os, sys
 for folder in sys.prefix, sys.base_prefix, os.path.dirname(os.__file__):
@@ -93,6 +96,15 @@ for name, act in attempts.items():
 """Prints every call that was not refused. A call with meaningless arguments counts if it reaches the
 kernel."""
 
+THREADS = f"""\
+import threading, time
+threading.stack_size(1 << 16)
+for _ in range({2 * MOST_THREADS}):
+    threading.Thread(target=time.sleep, args=(5,), daemon=True).start()
+time.sleep(5)
+"""
+"""Has too many threads and finishes only where nobody counts them."""
+
 
 def probe() -> Isolation:
     """The strongest isolation that works here, tried with real programs. It may be less than strict."""
@@ -118,10 +130,13 @@ def shortcoming(isolation: Isolation) -> str | None:
         with Sandbox(isolation) as sandbox:
             hello = sandbox.run(HELLO, "2 3\n", LIMITS)
             escapes = sandbox.run(ESCAPES, "", LIMITS) if isolation.strict else Execution("finished")
+            threads = sandbox.run(THREADS, "", ROOMY).status if isolation.strict else ""
     except SandboxError as error:
         return str(error)
     if hello.stdout != "5\n":
         return f"a plain program fails: {hello.error or hello.status}"
+    if threads == "finished":
+        return f"a program starts more than {MOST_THREADS} threads"
     return escapes.stdout or (None if escapes.status == "finished" else escapes.error)
 
 

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from megatron_eqlen.rewards import code
+from megatron_eqlen.rewards import code, code_tests
 from megatron_eqlen.rewards.code import CodeGrader, extract_program
 from megatron_eqlen.rewards.code_tests import CodeTests, same_output
 from megatron_eqlen.rewards.program import Isolation, Limits
@@ -108,7 +108,7 @@ def test_verdicts_and_the_first_failing_test(grader):
     assert details["runtime_error"].startswith("test 3 of 3:")
     assert "ZeroDivisionError" in details["runtime_error"]
     assert "SyntaxError" in details["compile_error"]
-    assert all(grade.grader == "code-2" for grade in grades)
+    assert all(grade.grader == "code-3" for grade in grades)
 
 
 def test_time_limit_is_cpu_time(grader):
@@ -245,6 +245,26 @@ def test_absurdly_deep_tests_are_refused(depth):
         CodeTests.from_json(f'{{"inputs": [[1]], "outputs": [{deep}], "function": "f"}}')
 
 
+def test_an_expected_output_above_the_usual_limit_can_be_printed(grader):
+    size = Limits.output_bytes + 1
+    printed = json.dumps({"inputs": [""], "outputs": ["x" * size]})
+    returned = json.dumps({"inputs": [[]], "outputs": ["x" * size], "function": "f"})
+    programs = [fenced(f"print('x' * {size})"), fenced(f"def f():\n    return 'x' * {size}")]
+    grades = grader.grade(programs, [printed, returned])
+    assert [grade.verdict for grade in grades] == ["passed", "passed"]
+    (endless,) = grader.grade([fenced("while True:\n    print('x' * 10**6)")], [printed])
+    assert endless.verdict in ("output_limit", "time_limit")
+
+
+def test_an_expected_output_that_no_program_may_print_is_refused(monkeypatch):
+    monkeypatch.setattr(code_tests, "LARGEST_OUTPUT", 10)
+    CodeTests(["", ""], ["x" * 10, ""])
+    with pytest.raises(ValueError, match="test 1: expected an output of at most 10 bytes, found 11"):
+        CodeTests(["", ""], ["", "x" * 9 + "é"])
+    with pytest.raises(ValueError, match="test 0: expected an output of at most 10 bytes, found 12"):
+        CodeTests([[]], [[1000, 2000]], "f")
+
+
 def test_tests_survive_the_trip():
     tests = CodeTests([[1, "x"]], [[None]], "f", True, 2.5, 512)
     assert CodeTests.from_json(tests.to_json()) == tests
@@ -306,7 +326,7 @@ def test_programs_can_go_to_a_sandbox_server(fusion):
     grader = CodeGrader(sandbox_url=fusion)
     grades = grader.grade([fenced("add"), fenced("slow"), fenced("eats memory")], [ADD] * 3)
     assert [grade.verdict for grade in grades] == ["passed", "time_limit", "memory_limit"]
-    assert grades[0].grader == "code-2@server"
+    assert grades[0].grader == "code-3@server"
     assert not any("13" in json.dumps(body) for body in FakeFusion.bodies)  # expected outputs stay here
     function = grader.grade([fenced("def add(a, b):\n    return a + b")], [ADD_FUNCTION])
     assert function[0].verdict == "passed"

@@ -70,6 +70,19 @@ def test_outputs_of_all_tests_together_may_be_large():
     assert grade.verdict == "passed", grade.detail
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_dev_null_opens_for_writing(strict):
+    quiet = (
+        "import os, sys\ndef f(x):\n    with open(os.devnull, 'w') as null:\n        print(x, file=null)\n"
+        "    os.write(os.open(os.devnull, os.O_WRONLY), b'x')\n    return x\n"
+    )
+    tests = gold({"inputs": ["1"], "outputs": ["1"], "fn_name": "f"})
+    grader = CodeGrader(workers=1, lcb_strict=strict)
+    (grade,) = grader.grade([f"```python\n{quiet}```"], [tests])
+    grader.close()
+    assert grade.verdict == "passed", grade.detail
+
+
 def test_rules_are_in_force_for_livecodebench_problems_alone():
     """Another set's program must import what it uses, and an exit status is one."""
     grader = CodeGrader(workers=1)

@@ -86,6 +86,19 @@ PROGRAMS = {
         "from dataclasses import dataclass\nfrom typing import List\n@dataclass\nclass P:\n    x: List[int]\n"
         "print(sum(P(list(map(int, input().split()))).x))"
     ),
+    "/dev/null": (
+        "import contextlib, os, pathlib\n"
+        "with open(os.devnull, 'w') as null, contextlib.redirect_stdout(null):\n    print('noise')\n"
+        "os.write(os.open('/dev/null', os.O_WRONLY | os.O_CREAT), b'noise')\n"
+        "pathlib.Path('/dev/null').write_text('noise')\nassert open('/dev/null').read() == ''\n"
+        "print(sum(map(int, input().split())))"
+    ),
+    "100 threads": (
+        "import threading, time\nthreading.stack_size(1 << 16)\n"
+        "threads = [threading.Thread(target=time.sleep, args=(0.2,)) for _ in range(100)]\n"
+        "for t in threads:\n    t.start()\nfor t in threads:\n    t.join()\n"
+        "print(sum(map(int, input().split())))"
+    ),
     "numpy": "import numpy as np\nprint(np.array(input().split(), dtype=int).sum())",
 }
 
@@ -115,6 +128,42 @@ ENDINGS = {
 @pytest.mark.parametrize("status", ENDINGS)
 def test_each_ending_has_its_name(sandbox, status):
     assert run(sandbox, ENDINGS[status]).status == status
+
+
+RAW_THREADS = """
+import ctypes, mmap
+code = bytes.fromhex(
+    "41bca00f0000" "b838000000" "bf000f0500" "31f6" "31d2" "4d31d2" "4d31c0" "0f05" "85c0" "7405"
+    "41ffcc" "75e1" "b822000000" "0f05" "ebf7"
+)
+page = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+page.write(code)
+ctypes.CFUNCTYPE(None)(ctypes.addressof(ctypes.c_char.from_buffer(page)))()
+"""
+"""Calls clone 4,000 times and waits, in machine code: neither a stack nor Python limits its threads."""
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="machine code of x86_64")
+def test_a_program_with_too_many_threads_is_killed_soon(sandbox):
+    ended = run(sandbox, RAW_THREADS, limits=Limits(10, 30, 512))
+    assert (ended.status, ended.error) == ("runtime_error", "more than 256 threads")
+    assert ended.seconds < 5
+    assert run(sandbox, "print(1)").stdout == "1\n"
+
+
+WITHOUT_A_COUNT = """
+from megatron_eqlen.rewards import sandbox
+from megatron_eqlen.rewards.program import Isolation
+from megatron_eqlen.rewards.sandbox_probe import shortcoming
+sandbox.MOST_THREADS = 1 << 20
+print(shortcoming(Isolation(True, True, False)))
+"""
+
+
+def test_a_machine_where_nobody_counts_threads_is_not_called_strict():
+    command = [sys.executable, "-P", "-c", WITHOUT_A_COUNT]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "a program starts more than 256 threads" in ended.stdout
 
 
 def test_a_runtime_error_shows_the_programs_own_lines(sandbox):
@@ -178,7 +227,7 @@ ATTACKS = {
     "udp": "import socket\nsocket.socket(type=socket.SOCK_DGRAM)\n" + succeeded("udp"),
     "unix socket": "import socket\nsocket.socket(socket.AF_UNIX)\n" + succeeded("unix"),
     "inherited descriptors": (
-        "import os\nfor fd in range(5, 4096):\n    try:\n        os.fstat(fd)\n"
+        "import os\nfor fd in range(6, 4096):\n    try:\n        os.fstat(fd)\n"
         "        print('succeeded', fd)\n    except OSError:\n        pass"
     ),
     "killing the parent": "import os\nos.kill(os.getppid(), 9)\n" + succeeded("kill"),
