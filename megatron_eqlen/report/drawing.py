@@ -1,32 +1,41 @@
-"""A rollout drawn to scale: the trunk in one row, and under each B_i its leaf A_i of the same length.
+"""Pictures to scale, as SVG without a style of its own: a rollout, and who worked when in the last steps.
 
-A_i and B_i begin at the same position and are equally long, so leaves never overlap. While a stream is
-harvested, its two open tracks stand behind them. A bar is an end of sequence.
+In a rollout the trunk is one row, and under each B_i stands its leaf A_i. A_i and B_i begin at the same
+position and are equally long, so leaves never overlap. While a stream is harvested, its two open tracks stand
+behind them. A bar is an end of sequence.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 
 from megatron_eqlen.report.format import compact
+from megatron_eqlen.report.metrics import SPANS, Records
 from megatron_eqlen.report.rollouts import RolloutView, SegmentView
 
 WIDTH, PROMPT, ROW, GAP = 800, 30, 20, 8
 
+STEPS = 4
+LANES = {
+    "engine": ("harvest", "evaluate"),
+    "graders": ("score",),
+    "trainer": ("trees", "train", "sync", "checkpoint"),
+}
+STAGES = tuple(stage for lane in LANES.values() for stage in lane)
+"""In the order of their colours."""
+LEFT, LANE, BOTTOM = 70, 26, 20
+
 
 def draw(rollout: RolloutView) -> str:
-    """An SVG; widths are tokens, colours the segments' roles."""
+    """A rollout; widths are tokens, colours the segments' roles."""
     rows = _rows(rollout)
-    end = max((one.inherited + one.length for row in rows for one in row), default=1)
+    end = max((segment.inherited + segment.length for row in rows for segment in row), default=1)
     scale = (WIDTH - PROMPT - 2) / max(end, 1)
     parts = [_box("prompt", 0, 0, PROMPT - 2, "q", "the prompt")]
     for number, row in enumerate(rows):
-        parts += [_segment(one, number, scale) for one in row]
-    height = len(rows) * (ROW + GAP) or ROW
-    return (
-        f'<svg class="stream" viewBox="0 0 {WIDTH} {height}" role="img" '
-        f'aria-label="{escape(rollout.title)}">{"".join(parts)}</svg>'
-    )
+        parts += [_segment(segment, number, scale) for segment in row]
+    return _svg("stream", rollout.title, parts, len(rows) * (ROW + GAP) or ROW)
 
 
 def _rows(rollout: RolloutView) -> list[list[SegmentView]]:
@@ -54,4 +63,47 @@ def _box(role: str, left: float, top: float, width: float, label: str, title: st
     return (
         f'<g><title>{escape(title)}</title><rect class="{role}" x="{left + 1:.1f}" y="{top}" '
         f'width="{max(width - 2, 1):.1f}" height="{ROW}" rx="3"/>{text}</g>'
+    )
+
+
+def timeline(records: Records) -> tuple[list[tuple[str, str]], str]:
+    """(stage, its seconds) of the last ``STEPS`` steps, and their picture: a lane each for engine, graders
+    and trainer, and a line at each step's end. Empty where no step has spans."""
+    shown = [record for record in records if record.get(SPANS)][-STEPS:]
+    spans = [span for record in shown for span in record[SPANS] if span["stage"] in STAGES]
+    if not spans:
+        return [], ""
+    seconds = dict.fromkeys(STAGES, 0.0)
+    for span in spans:
+        seconds[span["stage"]] += span["ended"] - span["began"]
+    first, last = min(span["began"] for span in spans), max(record["time"] for record in shown)
+    scale, bottom = (WIDTH - LEFT - 24) / max(last - first, 1e-9), LANE * len(LANES)
+
+    def place(moment: float) -> float:
+        return LEFT + (moment - first) * scale
+
+    parts = [
+        f'<text x="{LEFT - 6}" y="{LANE * (number + 0.6):.0f}" class="lane">{name}</text>'
+        for number, name in enumerate(LANES)
+    ]
+    for record in shown:
+        x = f"{place(record['time']):.1f}"
+        parts.append(f'<line x1="{x}" x2="{x}" y1="0" y2="{bottom}"/>')
+        parts.append(f'<text x="{x}" y="{bottom + 14}" class="ended">step {record["step"]}</text>')
+    for span in spans:
+        lane = next(number for number, stages in enumerate(LANES.values()) if span["stage"] in stages)
+        left, right = place(span["began"]), place(span["ended"])
+        parts.append(
+            f'<rect class="c{STAGES.index(span["stage"])}" x="{left:.1f}" y="{LANE * lane + 4}" '
+            f'width="{max(right - left, 0.5):.1f}" height="{LANE - 8}">'
+            f"<title>{span['stage']}: {compact(span['ended'] - span['began'])} s</title></rect>"
+        )
+    legend = [(stage, f"{compact(total)} s") for stage, total in seconds.items()]
+    return legend, _svg("timeline", "who worked when in the last steps", parts, bottom + BOTTOM)
+
+
+def _svg(kind: str, title: str, parts: Sequence[str], height: int) -> str:
+    return (
+        f'<svg class="{kind}" viewBox="0 0 {WIDTH} {height}" role="img" '
+        f'aria-label="{escape(title)}">{"".join(parts)}</svg>'
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,9 +20,9 @@ from megatron_eqlen.metrics import (
     TRAIN_GRAD_NORM,
     spent,
 )
-from megatron_eqlen.report.chart import Chart, Point, Series, line_chart
+from megatron_eqlen.report.charts import Chart, Point, Series
 from megatron_eqlen.report.evaluations import evaluations
-from megatron_eqlen.report.format import RESPONSE_LENGTH, REWARD, compact, first_of
+from megatron_eqlen.report.format import RESPONSE_LENGTH, REWARD, first_of
 from megatron_eqlen.report.metrics import Records, mean_of_known, read_metrics
 from megatron_eqlen.report.paper_tables import METHOD
 from megatron_eqlen.report.run_groups import BASE, Group
@@ -31,6 +32,9 @@ POINTS = 40
 """Of a curve: where the seeds' own points differ, each is interpolated to the same ones."""
 WINDOW = 10
 """Steps over which an oscillation, and the end of a curve, is averaged."""
+COLUMNS = 2
+"""Charts in a row of a sheet."""
+DASHES = ("-", "--", ":", "-.")
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,50 @@ def figures(groups: Sequence[Group]) -> dict[str, list[Chart]]:
         for axis in UNITS
         if any(max(one.along(axis).values()) for seeds in runs.values() for one in seeds)
     }
-    return {axis: [chart for chart in charts if chart.svg] for axis, charts in drawn.items()}
+    return {
+        axis: [chart for chart in charts if any(series.points for series in chart.series)]
+        for axis, charts in drawn.items()
+    }
+
+
+def sheet(title: str, charts: Sequence[Chart]) -> str:
+    """``charts`` on one sheet for documents, as SVG; their series have the same names in the same order."""
+    import matplotlib  # slow to import
+    from matplotlib.figure import Figure
+
+    rows = -(-len(charts) // COLUMNS)
+    settings = {"svg.fonttype": "none", "svg.hashsalt": "eqlen", "font.size": 8, "axes.titlesize": 9}
+    with matplotlib.rc_context(settings):
+        figure = Figure(figsize=(8, 1.2 + 2.1 * rows), layout="constrained")
+        figure.suptitle(title, fontsize=10, fontweight="bold")
+        places = list(figure.subplots(rows, COLUMNS, squeeze=False).flat)
+        lines = {}
+        for place, chart in zip(places, charts, strict=False):
+            place.set_title(chart.title)
+            place.set_xlabel(chart.x_name)
+            place.grid(alpha=0.3)
+            for number, series in enumerate(chart.series):
+                if series.points:
+                    lines[series.name] = _plot(place, series, number)
+        for place in places[len(charts) :]:
+            place.remove()
+        names = [series.name for series in charts[0].series if series.name in lines]
+        figure.legend([lines[name] for name in names], names, loc="outside upper left", ncols=4)
+        drawn = io.StringIO()
+        figure.savefig(drawn, format="svg", metadata={"Date": None})
+    return drawn.getvalue()
+
+
+def _plot(place: Any, series: Series, number: int) -> Any:
+    """Plot a line with its band. Dashes and widths tell lines apart that coincide."""
+    x, y = zip(*series.points, strict=True)
+    style = {"color": f"C{number % 10}", "linestyle": DASHES[number % 4], "linewidth": 2 - 0.2 * (number % 4)}
+    (line,) = place.plot(x, y, **style)
+    if series.intervals:
+        low, high = zip(*series.intervals, strict=True)
+        band = {"alpha": 0.16, "linewidth": 0, "gid": f"band {series.name}"}
+        place.fill_between(x, low, high, color=line.get_color(), **band)
+    return line
 
 
 def ends(groups: Sequence[Group]) -> list[dict[Column, Any]]:
@@ -152,8 +199,7 @@ def _chart(title: str, runs: dict[str, list[Curves]], measure: Measure, axis: st
     parts = [
         over_seeds(method, [_points(one, measure, axis) for one in seeds]) for method, seeds in runs.items()
     ]
-    legend = [(part.name, compact(part.points[-1][1]) if part.points else "–") for part in parts]
-    return Chart(title, legend, line_chart(title, parts, UNITS[axis] if axis != "steps" else "step"))
+    return Chart(title, parts, UNITS[axis] if axis != "steps" else "step")
 
 
 def _points(curves: Curves, measure: Measure, axis: str) -> list[Point]:
@@ -178,4 +224,4 @@ def over_seeds(name: str, seeds: Sequence[Sequence[Point]]) -> Series:
     values = np.array([np.interp(grid, [x for x, _ in one], [y for _, y in one]) for one in seeds])
     low, high = values.min(axis=0), values.max(axis=0)
     points = list(zip(grid.tolist(), values.mean(axis=0).tolist(), strict=True))
-    return Series(name, points, list(zip(low.tolist(), high.tolist(), strict=True)), band=True)
+    return Series(name, points, list(zip(low.tolist(), high.tolist(), strict=True)))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from megatron_eqlen.evaluation.statistics import Interval
 from megatron_eqlen.metrics import (
     HARVEST_ENDED_RESPONSE_LENGTH,
     HARVEST_PAIRS_PER_STREAM,
@@ -18,6 +18,9 @@ from megatron_eqlen.metrics import (
     REWARD_MEAN,
     TRAIN_TOKENS_PER_SECOND,
 )
+
+if TYPE_CHECKING:
+    from megatron_eqlen.evaluation.statistics import Interval  # with SciPy, which commands start without
 
 REWARD = (POLICY_REWARD, REWARD_MEAN, "objective/reward_mean")
 PAIRS = (HARVEST_PAIRS_PER_STREAM, OBJECTIVE_PAIRS_PER_STREAM)

@@ -1,48 +1,263 @@
-"""A run's page: one self-contained HTML file, made from the run folder's files alone.
+"""A run's page, made from the run folder's files alone: ``report.html``, or served and kept up to date.
 
-recipe.yaml, metrics.jsonl, evaluation/*.json, streams/ ──► report.html
+recipe.yaml, metrics.jsonl, state.json, evaluation/*.json, streams/ ──► sections of HTML ──► the page
+                                                                                     └─────► its news
+
+A section is made again only when the files behind it have changed.
 """
 
 from __future__ import annotations
 
+import hashlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from megatron_eqlen.files import write_text
-from megatron_eqlen.recipe_load import dump, load_run
-from megatron_eqlen.report.curves import charts, facts, last_steps, stages
-from megatron_eqlen.report.drawing import draw
-from megatron_eqlen.report.evaluations import outcomes, read_evaluations
-from megatron_eqlen.report.metrics import read_metrics
-from megatron_eqlen.report.recorded import Recorded, find_decoder, recorded
-from megatron_eqlen.report.template import template
+from megatron_eqlen.files import step_folders, step_number, write_text
+from megatron_eqlen.recipe_load import RECIPE, dump, load_run
+from megatron_eqlen.report import worst
+from megatron_eqlen.report.charts import charts, facts, stages
+from megatron_eqlen.report.drawing import timeline
+from megatron_eqlen.report.evaluations import Evaluation, outcomes, read_evaluations
+from megatron_eqlen.report.growing import Growing
+from megatron_eqlen.report.metrics import FILE as METRICS
+from megatron_eqlen.report.metrics import SPANS, Records, read_metrics
+from megatron_eqlen.report.recorded import Graded, Recorded, find_decoder, is_scored, recorded
+from megatron_eqlen.report.rollouts import CONTEXT_TOKENS
+from megatron_eqlen.report.state import FILE as STATE
+from megatron_eqlen.report.state import State, read_state
+from megatron_eqlen.report.status import page_rows, status
+from megatron_eqlen.report.template import environment
+from megatron_eqlen.rollout.recorder import JOURNALS
+from megatron_eqlen.types import RolloutKey, WorstToken
+
+POLL, POLL_HIDDEN = 2.0, 15.0
+"""Seconds between two requests of a served page, and of one in a hidden tab."""
+STEPS = 2
+"""Newest graded steps whose rollouts are shown; the first step's are shown, too."""
+WORST = 6
+
+Stamp = tuple[tuple[str, int, int], ...]
+"""Name, size and modification time of each file: a section whose stamp is the same is the same."""
 
 
-def write_page(run_folder: Path) -> Path:
-    """Write ``report.html`` into a run folder and return its path.
+@dataclass(frozen=True)
+class Section:
+    stamp: Stamp | None
+    """None: it is made each time."""
+    version: str
+    html: str
+
+
+def write_page(run: Path) -> Path:
+    """Write ``report.html`` into the folder ``run`` and return its path.
 
     Metrics, evaluations and streams may be missing. Raises ValueError if the folder holds no recipe, or
     naming the file that cannot be read.
     """
-    recipe = load_run(run_folder)
-    records = read_metrics(run_folder)
-    done = records[-1]["step"] if records else 0
-    evaluated = read_evaluations(run_folder / "evaluation", done)
-    decoder = find_decoder(Path(recipe.model.path))
-    streams = run_folder / "streams"
-    ends = [next(recorded(streams, newest_first), None) for newest_first in (False, True)]
-    steps = [Recorded(folder, recipe) for folder in dict.fromkeys(ends) if folder is not None]
-    page = template("page.html.jinja", draw=draw).render(
-        recipe=recipe,
-        recipe_text=dump(recipe),
-        records=records,
-        evaluations=evaluated,
-        outcomes=outcomes(evaluated),
-        facts=facts(records, recipe.budget),
-        charts=charts(records, evaluated),
-        stages=[chart for chart in (stages(records), last_steps(records)) if chart is not None],
-        steps=[(step, step.views(decoder.decode)) for step in steps],
-        decoder_note=decoder.note,
-    )
-    path = run_folder / "report.html"
-    write_text(path, page)
+    path = run / "report.html"
+    write_text(path, Page(run, live=False).html())
     return path
+
+
+class Page:
+    """The page of the run in ``folder``. Several threads may ask.
+
+    ``live``: a server answers the page's requests. Raises ValueError where ``folder`` holds no run.
+    """
+
+    def __init__(self, folder: Path, live: bool) -> None:
+        self.folder, self.streams, self.live = folder, folder / "streams", live
+        self.recipe = load_run(folder)
+        self.decoder = find_decoder(Path(self.recipe.model.path))
+        self._environment = environment()
+        self._macros: Any = self._environment.get_template("sections.html.jinja").module
+        self._made: dict[str, Section] = {}
+        self._steps: dict[str, tuple[Stamp, Recorded]] = {}
+        self._growing: Growing | None = None
+        """The newest harvest that is under way, or was cut off."""
+        self._lock = threading.Lock()
+
+    def html(self) -> str:
+        with self._lock:
+            return self._environment.get_template("page.html.jinja").render(
+                title=f"{self.recipe.name} · {self.recipe.method} · seed {self.recipe.seed}",
+                recipe=self.recipe,
+                sections=self._sections(),
+                poll=(POLL, POLL_HIDDEN) if self.live else None,
+            )
+
+    def news(self, known: Mapping[str, str]) -> dict[str, dict[str, str]]:
+        """Name to ``version`` and ``html`` of the sections whose version is not the ``known`` one."""
+        with self._lock:
+            sections = self._sections()
+        return {
+            name: {"version": section.version, "html": section.html}
+            for name, section in sections.items()
+            if known.get(name) != section.version
+        }
+
+    def rollout(self, step: str, key: RolloutKey) -> str:
+        """One rollout of a step's folder with all of its text. Raises ValueError where there is none."""
+        with self._lock:
+            return self._macros.one(step, self._step(self._folder(step)).view(key, self.decoder.decode))
+
+    def graded(self, step: str, verdict: str) -> str:
+        """The responses of a step with this verdict."""
+        with self._lock:
+            found = self._step(self._folder(step)).graded(with_golds=True)
+            return self._macros.graded(step, verdict, [one for one in found if one.grade.verdict == verdict])
+
+    def worst(self, step: str) -> str:
+        """The token of a step about which trainer and engine disagree most, within its rollout."""
+        folder = self._folder(step)
+        token = worst.read(folder)
+        if token is None:
+            raise ValueError(f"{folder}: expected {worst.FILE} (training writes it), found none")
+        with self._lock:
+            seen = self._step(folder)
+            rollout = worst.find(token, seen.rollouts, self.recipe).rollout
+            view = seen.view((rollout.prompt_id, rollout.index), self.decoder.decode)  # reads its token ids
+            place = worst.find(token, [rollout], self.recipe)
+            around = [self.decoder.decode(ids) for ids in place.around(CONTEXT_TOKENS)]
+            return self._macros.worst_token(step, token, place, around, view)
+
+    # ---- sections -----------------------------------------------------------------------------------
+
+    def _sections(self) -> dict[str, Section]:
+        """In the order of the page."""
+        macros = self._macros
+        recipe = _stamp([self.folder / RECIPE])
+        metrics = _stamp([self.folder / METRICS])
+        evaluated = metrics + _stamp(sorted((self.folder / "evaluation").glob("*.json")))
+        shown = self._shown()
+        rollouts = _stamp([file for folder in shown for file in sorted(folder.glob("*.arrow"))])
+        harvest = self._harvest()
+        growing = _stamp(sorted(harvest.folder.glob("*.arrow"))) if harvest else ()
+        makers: dict[str, tuple[Stamp | None, Callable[[], str]]] = {
+            "now": (None, self._now),
+            "growing": (growing, lambda: macros.growing(harvest.look() if harvest else None)),
+            "numbers": (evaluated + recipe, self._numbers),
+            "charts": (evaluated, lambda: macros.charts(charts(self._records(), self._evaluated()))),
+            "stages": (metrics + _stamp([self.folder / STATE]), self._stages),
+            "evaluations": (evaluated, lambda: macros.evaluations(self._evaluated())),
+            "rollouts": (rollouts, lambda: self._rollouts(shown)),
+            "verdicts": (rollouts, lambda: self._verdicts(shown)),
+            "slowest": (rollouts, lambda: self._slowest(shown)),
+            "worst": (metrics, self._worst),
+            "details": (metrics + recipe, self._details),
+        }
+        return {name: self._section(name, *how) for name, how in makers.items()}
+
+    def _section(self, name: str, stamp: Stamp | None, make: Callable[[], str]) -> Section:
+        made = self._made.get(name)
+        if made is None or stamp is None or made.stamp != stamp:
+            html = make()
+            made = Section(stamp, hashlib.blake2b(html.encode(), digest_size=8).hexdigest(), html)
+            self._made[name] = made
+        return made
+
+    def _records(self) -> Records:
+        return read_metrics(self.folder)
+
+    def _evaluated(self) -> list[Evaluation]:
+        records = self._records()
+        return read_evaluations(self.folder / "evaluation", records[-1]["step"] if records else 0)
+
+    def _now(self) -> str:
+        found = status(self.folder)
+        return self._macros.state(found, page_rows(found, self.live))
+
+    def _numbers(self) -> str:
+        budget = load_run(self.folder).budget  # a run that is resumed later may have another
+        return self._macros.numbers(outcomes(self._evaluated()), facts(self._records(), budget))
+
+    def _stages(self) -> str:
+        records = self._records()
+        under_way = _step_under_way(records, read_state(self.folder)) if self.live else []
+        drawn = stages(records)
+        return self._macros.stages(*timeline([*records, *under_way]), [drawn] if drawn else [])
+
+    def _details(self) -> str:
+        records = self._records()
+        return self._macros.details(dump(load_run(self.folder)), records[-1] if records else None)
+
+    def _rollouts(self, folders: list[Path]) -> str:
+        steps = [(step, step.views(self.decoder.decode)) for step in map(self._step, folders)]
+        return self._macros.rollouts(self.recipe.sampling, steps, self.decoder.note)
+
+    def _verdicts(self, folders: list[Path]) -> str:
+        steps = [(step, _counted(step.graded())) for step in map(self._step, folders)]
+        return self._macros.verdicts(steps, self.live)
+
+    def _slowest(self, folders: list[Path]) -> str:
+        return self._macros.slowest([(step, step.slowest()) for step in map(self._step, folders)], self.live)
+
+    def _worst(self) -> str:
+        found: list[tuple[WorstToken, str, int]] = []
+        for number, folder in step_folders(self.streams):
+            if (token := worst.read(folder)) is not None:
+                found.append((token, folder.name, number))
+        return self._macros.worst(sorted(found, reverse=True)[:WORST], self.live)
+
+    def _harvest(self) -> Growing | None:
+        """The newest harvest that has a journal, which is removed when the harvest ends."""
+        journals = self.streams.glob(f"step-[0-9]*/{JOURNALS}")
+        newest = max((journal.parent for journal in journals), default=None)
+        if newest is None or not self.decoder.eos_token_ids:
+            self._growing = None
+        elif self._growing is None or self._growing.folder != newest:
+            self._growing = Growing(newest, self.recipe, self.decoder)
+        return self._growing
+
+    # ---- steps --------------------------------------------------------------------------------------
+
+    def _shown(self) -> list[Path]:
+        """The newest steps that are harvested and graded, the newest first, then the first one."""
+        newest = list(islice(filter(is_scored, recorded(self.streams, newest_first=True)), STEPS))
+        first = list(islice(filter(is_scored, recorded(self.streams)), 1))
+        return list(dict.fromkeys([*newest, *first]))
+
+    def _step(self, folder: Path) -> Recorded:
+        """Kept until its files change; only a few steps are kept."""
+        stamp = _stamp(sorted(folder.glob("*.arrow")))
+        before = self._steps.pop(folder.name, None)
+        step = before[1] if before and before[0] == stamp else Recorded(folder, self.recipe)
+        self._steps[folder.name] = stamp, step
+        for name in list(self._steps)[: -2 * (STEPS + 1)]:
+            del self._steps[name]
+        return step
+
+    def _folder(self, step: str) -> Path:
+        folder = self.streams / step
+        if step_number(step) is None or not folder.is_dir():
+            raise ValueError(f"{self.streams}: expected the name of a recorded step, found {step!r}")
+        return folder
+
+
+def _step_under_way(records: Records, state: State | None) -> Records:
+    """A record of the stages so far of the step that a run is at, or was when it ended; none between two."""
+    done = records[-1] if records else {"step": 0, "time": 0.0}
+    if state is None or state.time < done["time"]:
+        return []
+    going = [{"stage": stage, "began": since, "ended": state.time} for since, stage in state.stages]
+    return [{"step": done["step"] + 1, "time": state.time, SPANS: [*state.spans, *going]}]
+
+
+def _counted(graded: list[Graded]) -> list[tuple[str, int]]:
+    return Counter(one.grade.verdict for one in graded).most_common()
+
+
+def _stamp(files: list[Path]) -> Stamp:
+    found = []
+    for file in files:
+        try:
+            stat = file.stat()
+        except FileNotFoundError:
+            continue
+        found.append((str(file), stat.st_size, stat.st_mtime_ns))
+    return tuple(found)

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from megatron_eqlen.files import step_folders, step_number
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.report.rollouts import Decode, RolloutView, Training, view
-from megatron_eqlen.rollout.record_reader import fill_token_ids, read_skeletons, step_files
+from megatron_eqlen.report.rollouts import MATH, Decode, RolloutView, Training, gold_answer, view
+from megatron_eqlen.rollout.record_reader import fill_token_ids, read_prompts, read_skeletons, step_files
 from megatron_eqlen.rollout.recorder import GRADE_FILES
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.sampling.kind import LabeledSegment
@@ -37,6 +37,8 @@ class Graded:
     length: int
     """Tokens of the response."""
     grade: Grade
+    gold: str = ""
+    """The answer that it was compared with, where one was asked for and the problem has one."""
 
 
 @dataclass(frozen=True)
@@ -118,10 +120,19 @@ class Recorded:
             raise ValueError(f"{self.folder}: expected rollout {key[1]} of {key[0]!r}, found none")
         return self._as_text(found, decode)[0]
 
-    def graded(self) -> list[Graded]:
+    def graded(self, with_golds: bool = False) -> list[Graded]:
         """All responses with a grade."""
+        has_golds = with_golds and any(one.prompt.grader == MATH for one in self.rollouts)
+        prompts = read_prompts(self._files) if has_golds else []
+        golds = {prompt.prompt_id: gold_answer(prompt) for prompt in prompts}
         return [
-            Graded(rollout_key(one), placed.label, _end(placed), placed.segment.grade)
+            Graded(
+                rollout_key(one),
+                placed.label,
+                _end(placed),
+                placed.segment.grade,
+                golds.get(one.prompt_id, ""),
+            )
             for one in self.rollouts
             for placed in _placed(one)
             if placed.segment.grade is not None

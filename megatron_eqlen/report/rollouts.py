@@ -16,7 +16,7 @@ from megatron_eqlen.rollout.record_reader import step_files
 from megatron_eqlen.rollout.recorder import FILES
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.sampling.kind import LabeledSegment
-from megatron_eqlen.types import Node, Rollout, Segment, TokenIds
+from megatron_eqlen.types import Grade, Node, Prompt, Rollout, Segment, TokenIds
 
 Decode = Callable[[TokenIds], str]
 
@@ -28,6 +28,8 @@ Use = Literal["trained", "skipped", "not trained", "not scored", ""]
 """``skipped``: compared, but its weight is 0 (equal rewards). ``not trained``: part of no comparison. Empty
 where that is not known."""
 
+MATH = "math"
+"""The grader that compares an answer with a gold one (``Prompt.grader``)."""
 CONTEXT_TOKENS = 24
 """Number of tokens before a segment that are shown with it."""
 
@@ -63,7 +65,8 @@ class SegmentView:
     role: Role
     use: Use
     verdict: str = ""
-    """The grader's verdict and the extracted answer, if the segment ends a response."""
+    """The grader's verdict, the extracted answer and, unless it is correct, the gold one, if the segment ends
+    a response."""
     versions: tuple[int, ...] = ()
     """Policy versions of the weights that sampled it, in order; none where that is not known."""
 
@@ -172,8 +175,10 @@ def view(rollout: Rollout, decode: Decode, training: Training | Unknown) -> Roll
     """A rollout as text; ``training`` says what was trained of it."""
     picture = kind_of(rollout).picture(rollout)
 
+    gold = gold_answer(rollout.prompt)
+
     def seen(placed: LabeledSegment) -> SegmentView:
-        return _segment(placed, decode, training)
+        return _segment(placed, decode, training, gold)
 
     return RolloutView(
         rollout.prompt_id,
@@ -184,9 +189,22 @@ def view(rollout: Rollout, decode: Decode, training: Training | Unknown) -> Roll
     )
 
 
-def _segment(placed: LabeledSegment, decode: Decode, training: Training | Unknown) -> SegmentView:
+def gold_answer(prompt: Prompt) -> str:
+    """The answer that a response is compared with; empty where that is not one answer, as for programs."""
+    return prompt.gold if prompt.grader == MATH else ""
+
+
+def _verdict(grade: Grade, gold: str) -> str:
+    """``correct: 7``, ``wrong: 8 (gold: 7)``, ``no_answer (gold: 7)``."""
+    answer = "" if grade.answer is None else f": {grade.answer}"
+    beside = f" (gold: {gold})" if gold and grade.verdict != "correct" else ""
+    return f"{grade.verdict}{answer}{beside}"
+
+
+def _segment(
+    placed: LabeledSegment, decode: Decode, training: Training | Unknown, gold: str = ""
+) -> SegmentView:
     segment, grade = placed.segment, placed.segment.grade
-    answer = "" if grade is None or grade.answer is None else f": {grade.answer}"
     return SegmentView(
         label=placed.label,
         before=decode(placed.inherited[-CONTEXT_TOKENS:]),
@@ -195,7 +213,7 @@ def _segment(placed: LabeledSegment, decode: Decode, training: Training | Unknow
         inherited=len(placed.inherited),
         end=segment.finish_reason or "goes on",
         **training.of(segment)._asdict(),
-        verdict="" if grade is None else grade.verdict + answer,
+        verdict="" if grade is None else _verdict(grade, gold),
         versions=tuple(dict.fromkeys(version for _, version in segment.versions)),
     )
 

@@ -1,4 +1,4 @@
-"""``eqlen report RUN --serve``: the live page, for this machine's own browsers (or through ``ssh -L``).
+"""``eqlen report RUN --serve``: the page of a run, for this machine's browsers (or ``ssh -L``).
 
 /            the page, once there is a run   /rollout?step=&prompt=&index=    one rollout, whole
 /news?...    sections that have changed      /graded?step=&verdict=           responses by verdict
@@ -19,15 +19,17 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from megatron_eqlen.recipe_load import may_become_run
-from megatron_eqlen.report import live
-from megatron_eqlen.report.live import LivePage
+from megatron_eqlen.report import page
+from megatron_eqlen.report.page import Page
+from megatron_eqlen.report.template import policy
 
 HOST, PORT = "127.0.0.1", 8423
 LOCAL = ("127.0.0.1", "localhost")
 
 WAITING = """<!doctype html>
 <html lang="en">
-<head><meta charset="utf-8"><meta http-equiv="refresh" content="{seconds:g}"><title>{run}</title></head>
+<head><meta charset="utf-8"><meta name="color-scheme" content="light dark">
+<meta http-equiv="refresh" content="{seconds:g}"><title>{run}</title></head>
 <body><p>Waiting for {run}: no run has begun there yet, and none was submitted with eqlen submit.</p></body>
 </html>
 """
@@ -43,7 +45,7 @@ class LiveServer(ThreadingHTTPServer):
 
     def __init__(self, run: Path, port: int = PORT) -> None:
         self.run = run
-        self._page = None if may_become_run(run) else LivePage(run)
+        self._page = None if may_become_run(run) else Page(run, live=True)
         self.answers: dict[str, Callable[[Query], tuple[str, str]]] = {
             "/": lambda query: ("text/html", self.start()),
             "/news": lambda query: ("application/json", json.dumps(self.page.news(query))),
@@ -61,16 +63,16 @@ class LiveServer(ThreadingHTTPServer):
             ) from None
 
     @property
-    def page(self) -> LivePage:
+    def page(self) -> Page:
         """Raises ValueError before the run begins."""
         if self._page is None:
-            self._page = LivePage(self.run)
+            self._page = Page(self.run, live=True)
         return self._page
 
     def start(self) -> str:
         """The page, or before the run begins one that asks again."""
         if self._page is None and may_become_run(self.run):
-            return WAITING.format(run=escape(str(self.run)), seconds=live.POLL)
+            return WAITING.format(run=escape(str(self.run)), seconds=page.POLL)
         return self.page.html()
 
     @property
@@ -87,11 +89,16 @@ class Handler(BaseHTTPRequestHandler):
     server: LiveServer  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def do_GET(self) -> None:
-        """A page elsewhere that has its name resolve to this machine is not answered."""
-        where = urlsplit(self.path)
-        host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
+        """Answer no page from elsewhere whose name resolves to this machine."""
+        try:
+            where, host = urlsplit(self.path), urlsplit(f"//{self.headers.get('Host', '')}").hostname
+        except ValueError as error:
+            self._send(HTTPStatus.BAD_REQUEST, "text/plain", f"malformed address or Host header: {error}")
+            return
         answer = self.server.answers.get(where.path)
-        if host not in LOCAL:
+        if host is None:
+            self._send(HTTPStatus.BAD_REQUEST, "text/plain", "expected a Host header with a name")
+        elif host not in LOCAL:
             self._send(HTTPStatus.FORBIDDEN, "text/plain", f"expected the host {' or '.join(LOCAL)}")
         elif answer is None:
             self._send(HTTPStatus.NOT_FOUND, "text/plain", f"nothing here: {where.path}")
@@ -99,7 +106,7 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(answer, dict(parse_qsl(where.query)))
 
     def _answer(self, answer: Callable[[Query], tuple[str, str]], query: Query) -> None:
-        """A file may go while it is read (``report.keep_streams``); the next question sees what is left."""
+        """A file may be removed meanwhile (``report.keep_streams``); the next request sees the rest."""
         try:
             kind, text = answer(query)
         except (ValueError, FileNotFoundError) as error:
@@ -115,6 +122,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(data)))
         self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Content-Security-Policy", f"{policy()}; frame-ancestors 'none'")
         self.end_headers()
         self.wfile.write(data)
 

@@ -232,13 +232,20 @@ def print_status(folder: Path, as_json: bool = False, console: Console | None = 
         console.print(Text(f"  {name:<11} ").append(text))
 
 
+def page_rows(found: Status, live: bool) -> list[tuple[str, str]]:
+    """Rows of the page's card. A page that is not ``live`` leaves out what is true for a moment only."""
+    rows = [(name, str(text)) for name, text in screen_rows(found)]
+    passing = {"job", "now"} | ({"state"} if found.condition in ("running", "silent") else set())
+    return [(name, text) for name, text in rows if live or name not in passing]
+
+
 def screen_rows(found: Status) -> list[tuple[str, str | Text]]:
     """Each line's name and text."""
     now = time.time()
     rows: list[tuple[str, str | Text | None]] = [
         ("state", Text(found.condition, STYLES.get(found.condition, "bold yellow")) + Text(_who(found, now))),
         ("job", found.job),
-        ("step", f"{found.outcome}{_pace(found)}"),
+        ("progress", f"{found.outcome}{_pace(found)}"),
         ("now", _under_way(found, now)),
         ("error", _with(found.error, found.error_file)),
         ("hang", _hung(found)),

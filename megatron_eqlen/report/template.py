@@ -1,22 +1,63 @@
-"""Pages are made of the templates beside this file; each is one file, and only the live one has a script."""
+"""Pages are HTML files that need nothing from elsewhere: style, script and the chart library stand in them.
+
+Their content security policy names the style and the script by their hashes, so nothing else can run or load.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Callable
+from functools import cache
+from importlib import resources
+from typing import Any
 
 import jinja2
 
+from megatron_eqlen.report.drawing import draw
 from megatron_eqlen.report.format import compact, percent, points, shorten
 
+FOLDER = resources.files("megatron_eqlen.report")
 
-def template(name: str, **filters: Callable) -> jinja2.Template:
-    """The template called ``name``; a value that it lacks is an error."""
-    environment = jinja2.Environment(
+
+@cache
+def style() -> str:
+    return _text("uplot/uPlot.min.css") + "\n" + _text("page.css")
+
+
+@cache
+def script() -> str:
+    return _text("uplot/uPlot.iife.min.js") + "\n" + _text("page.js")
+
+
+@cache
+def policy() -> str:
+    """The page may load nothing, and ask only the server that it is from."""
+    return (
+        f"default-src 'none'; script-src {_source(script())}; style-src {_source(style())}; img-src data:; "
+        f"connect-src 'self'; base-uri 'none'; form-action 'none'"
+    )
+
+
+def environment(**filters: Callable) -> jinja2.Environment:
+    """For the templates of this folder; a value that one lacks is an error."""
+    made: Any = jinja2.Environment(
         loader=jinja2.PackageLoader("megatron_eqlen.report", "."),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(compact=compact, shorten=shorten, percent=percent, points=points, **filters)
-    return environment.get_template(name)
+    made.filters.update(
+        compact=compact, shorten=shorten, percent=percent, points=points, draw=draw, **filters
+    )
+    made.globals.update(style=style, script=script, policy=policy)
+    return made
+
+
+def _text(name: str) -> str:
+    return (FOLDER / name).read_text(encoding="utf-8")
+
+
+def _source(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -89,10 +90,12 @@ def read_prompts(files: Sequence[Path]) -> list[Prompt]:
 
 
 def fill_token_ids(skeletons: Sequence[Rollout], files: Sequence[Path]) -> None:
-    """Read the token ids of some of the rollouts that ``read_skeletons`` found in ``files``."""
+    """Read the token ids, and their prompts' golds, of some of the rollouts that ``read_skeletons`` found in
+    ``files``."""
     rows: set[RowKey] = {row for one in skeletons for row in (rollout_key(one), (one.prompt_id, None))}
-    whole = _assembled(files, (*SKELETON, "token_ids"), rows).rollouts
+    whole = _assembled(files, (*SKELETON, "token_ids", "gold"), rows).rollouts
     for skeleton in skeletons:
+        skeleton.prompt = replace(skeleton.prompt, gold=whole[rollout_key(skeleton)].prompt.gold)
         segments = zip(skeleton.segments(), whole[rollout_key(skeleton)].segments(), strict=True)
         for segment, found in segments:
             segment.token_ids = found.token_ids

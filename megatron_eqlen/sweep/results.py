@@ -9,16 +9,15 @@ from pathlib import Path
 from megatron_eqlen.budget import UNITS
 from megatron_eqlen.files import write_text
 from megatron_eqlen.report import tables as formats
-from megatron_eqlen.report.chart import Chart
+from megatron_eqlen.report.charts import Chart
 from megatron_eqlen.report.compare import budget_notes
-from megatron_eqlen.report.figures import ends, figures
+from megatron_eqlen.report.figures import ends, figures, sheet
 from megatron_eqlen.report.learning_tax import learning_taxes
 from megatron_eqlen.report.pairs import pairs
 from megatron_eqlen.report.paper_tables import METHOD, accuracies, differences, efficiency
 from megatron_eqlen.report.run_groups import BASE, Group, read_run
-from megatron_eqlen.report.sheet import sheet
 from megatron_eqlen.report.tables import Column, Table
-from megatron_eqlen.report.template import template
+from megatron_eqlen.report.template import environment
 from megatron_eqlen.sweep.cells import Plan
 from megatron_eqlen.sweep.schema import SweepRecipe, TableRecipe
 
@@ -174,8 +173,10 @@ def _page(
         for one in methods
         for run in one.runs
     ]
-    return template("sweep.html.jinja", grid=lambda table: formats.grid(table.rows)).render(
-        name=sweep.name,
+    page = environment(grid=lambda table: formats.grid(table.rows)).get_template("sweep.html.jinja")
+    return page.render(
+        title=sweep.name,
+        poll=None,
         about=ABOUT,
         about_bands=ABOUT_BANDS,
         tables=made,

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
+from html import unescape
 from pathlib import Path
+from typing import Any
 
 from megatron_eqlen.data.tokenizer_maker import write_hf_tokenizer
 from megatron_eqlen.objectives.recipes import parse
@@ -81,6 +85,11 @@ def write_run(folder: Path, recipe: Recipe, streams: dict[str, list[Rollout]] | 
     for step, rollouts in (streams or {}).items():
         record(folder / "streams" / step / "rank-0.arrow", rollouts)
     return folder
+
+
+def charts_of(html: str) -> list[dict[str, Any]]:
+    """What the charts of a page are drawn from."""
+    return [json.loads(unescape(data)) for data in re.findall(r"data-chart='([^']*)'", html)]
 
 
 class Harvesting:

@@ -69,7 +69,9 @@ def test_the_page_and_the_folder_know_the_end(tmp_path):
     folder = write_run(tmp_path / "run", run)
     (folder / "export").mkdir()
     for hours, ended in ((1.9, False), (2.1, True)):
-        (folder / "metrics.jsonl").write_text(json.dumps({"step": 7, "time/gpu_hours": hours}) + "\n")
+        (folder / "metrics.jsonl").write_text(
+            json.dumps({"step": 7, "time": 0.0, "time/gpu_hours": hours}) + "\n"
+        )
         page = write_page(folder).read_text()
         assert ("(ended by gpu_hours)" in page) == ended
         assert RunFolder(run).ended(run) == ended

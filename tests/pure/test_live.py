@@ -104,7 +104,7 @@ def test_a_page_waits_for_a_run_that_is_to_come(tmp_path, model):
         run.mkdir()
         assert "Waiting for" in browser.get("/")[1]
         RunFolder(made).submitted("12", made)
-        assert '<section id="now">' in browser.get("/")[1]
+        assert '<section id="now"' in browser.get("/")[1]
         browser.poll()
         assert "not started" in browser.sections["now"]
         assert "SLURM job 12 has not started" in browser.sections["now"]
@@ -117,21 +117,21 @@ def test_the_page_has_a_place_for_every_section_and_needs_nothing_from_elsewhere
     status, page = browser.get("/")
     assert status == 200
     browser.poll()
-    assert set(re.findall(r'<section id="(\w+)">', page)) == set(browser.sections)
+    assert set(re.findall(r'<section id="(\w+)"', page)) == set(browser.sections)
     assert re.findall(r'(?:src|href)="(?!data:)', page) == []
-    assert "http" not in page.replace("http://127.0.0.1", "")
+    assert not re.search(r"https?://", page.partition("<script")[0])
 
 
 def test_only_what_has_changed_is_sent(browser, model):
     assert len(browser.poll()) > 5
     assert "not started" in browser.sections["now"]
-    assert "None is harvested" in browser.sections["rollouts"]
+    assert "No step's rollouts are recorded" in browser.sections["rollouts"]
     assert browser.poll() == set()
     browser.step(0)
-    assert browser.poll() == {"numbers", "charts", "stages"}
+    assert browser.poll() == {"numbers", "charts", "stages", "details"}
     assert "1 of 20 steps" in browser.sections["now"]
     write_run(browser.run, recipe(model, steps=70))
-    assert browser.poll() == {"numbers"}
+    assert browser.poll() == {"numbers", "details"}
     assert "1 of 70 steps" in browser.sections["numbers"]
     browser.harvest(1)
     assert browser.poll() == {"rollouts", "verdicts", "slowest"}
@@ -140,7 +140,7 @@ def test_only_what_has_changed_is_sent(browser, model):
     browser.harvest(2)
     browser.harvest(3)
     browser.poll()
-    assert re.findall(r"Step \d+", browser.sections["rollouts"]) == ["Step 4", "Step 3"]
+    assert re.findall(r"Step \d+", browser.sections["rollouts"]) == ["Step 4", "Step 3", "Step 2"]
 
 
 def test_a_harvest_is_shown_as_its_tracks_grow_and_fork(browser, model):
@@ -230,7 +230,7 @@ def test_verdicts_lead_to_the_responses_and_those_to_their_text(browser, model):
     (wrong,) = [link for link in links(browser.sections["verdicts"]) if "verdict=wrong" in link]
     _, graded = browser.get("/" + wrong)
     assert "2 responses with verdict wrong" in graded
-    assert "&lt;b&gt;8&lt;/b&gt;" in graded, "an answer is text, whatever a model writes"
+    assert "<td>&lt;b&gt;8&lt;/b&gt;</td><td>7</td>" in graded, "an answer is text, beside its gold one"
     status, text = browser.get("/" + links(graded)[0])
     assert status == 200
     assert "stream 0, 2 pairs, max pairs" in text

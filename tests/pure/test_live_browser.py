@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from megatron_eqlen.report import live
+from megatron_eqlen.report import page
 from megatron_eqlen.report.metrics import MetricsWriter
 from megatron_eqlen.report.server import LiveServer
 from tests.kit.browser import Browser, program
@@ -19,7 +19,7 @@ pytestmark = [
 
 
 def test_a_run_is_waited_for_and_followed_from_its_first_harvest_to_a_text(tmp_path, monkeypatch):
-    monkeypatch.setattr(live, "POLL", 0.05)
+    monkeypatch.setattr(page, "POLL", 0.05)
     (tmp_path / "model").mkdir()
     tokenizer = make_tokenizer(tmp_path / "model")
     end, made = min(tokenizer.eos_token_ids), recipe(tmp_path / "model")
@@ -48,7 +48,7 @@ def test_a_run_is_waited_for_and_followed_from_its_first_harvest_to_a_text(tmp_p
         writer = MetricsWriter(run)
         writer.write(1, {"reward/mean": 0.5, "time/train": 2.0, "time/step": 4.0})
         assert browser.shows("1 of 20 steps", "#now")
-        assert browser.becomes("document.querySelectorAll('#charts svg').length > 0")
+        assert browser.becomes("document.querySelectorAll('#charts canvas').length > 0")
 
         browser.value("document.querySelector('#rollouts details').open = false")
         writer.write(2, {"reward/mean": 0.6, "time/train": 2.0, "time/step": 4.0})

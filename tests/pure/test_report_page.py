@@ -6,7 +6,6 @@ import dataclasses
 import re
 import subprocess
 import sys
-import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -14,13 +13,13 @@ import numpy as np
 import pytest
 
 from megatron_eqlen.evaluation.result import Answers, EvaluationResult, write_results
-from megatron_eqlen.report.chart import Series, averaged, line_chart, stacked_bars
+from megatron_eqlen.report.charts import MAX_POINTS, Chart, Series, charts
 from megatron_eqlen.report.metrics import MetricsWriter
 from megatron_eqlen.report.page import write_page
 from tests.kit import ROOT
-from tests.kit.report_runs import example_stream, make_tokenizer, prompt, recipe, write_run
+from tests.kit.report_runs import charts_of, example_stream, make_tokenizer, prompt, recipe, write_run
 
-VOID = {"meta", "br"}
+VOID = {"meta", "br", "link", "input"}
 """Elements of the page that have no end tag; SVG's shapes close themselves."""
 
 
@@ -38,7 +37,7 @@ class Page(HTMLParser):
         self.text = " ".join(" ".join(self.words).split())
 
     def handle_starttag(self, tag, attributes):
-        self.references += [value for name, value in attributes if name in ("src", "href")]
+        self.references += [value for name, value in attributes if name in ("src", "href", "style")]
         if tag not in VOID:
             self.open.append(tag)
 
@@ -49,7 +48,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        if "style" not in self.open:
+        if not {"style", "script"} & {*self.open}:
             self.words.append(data)
 
 
@@ -81,9 +80,9 @@ def test_a_run_that_has_only_begun_has_a_page(tmp_path):
     page = Page(write_page(write_run(tmp_path, recipe(tmp_path))))
     assert "0 of 20 steps" in page.text
     assert "No step has been taken yet" in page.text
-    assert "recorded no rollouts" in page.text
-    assert page.references == []
-    assert not re.search(r"https?:|url\(|@import", page.html)
+    assert "No step's rollouts are recorded" in page.text
+    assert page.references == ["data:,"], "no style but the one that its policy names"
+    assert not re.search(r"https?:|url\(|@import", page.html.partition("<script")[0])
 
 
 def test_the_headline_is_accuracy_before_and_after_with_its_paired_gain(tmp_path):
@@ -120,22 +119,21 @@ def test_charts_of_what_was_not_measured_are_left_out(tmp_path):
     assert "not a number" in page.text
 
 
-def test_rollouts_of_the_first_and_last_step_are_decoded(tmp_path):
+def test_rollouts_of_the_first_and_the_newest_steps_are_decoded(tmp_path):
     tokenizer = make_tokenizer(tmp_path / "model")
     asked = dataclasses.replace(prompt(1), question="<script>1 < 2</script>")
     stream = dataclasses.replace(example_stream(), prompt=asked)
-    streams = {f"step-{n:08d}": [stream] for n in (0, 1, 7)}
+    streams = {f"step-{n:08d}": [stream] for n in (0, 1, 6, 7)}
     run = write_run(tmp_path / "run", recipe(tmp_path / "model"), streams)
     page = Page(write_page(run))
-    assert "Step 1 " in page.text
-    assert "Step 8 " in page.text
+    assert [name for name in ("Step 1 ", "Step 7 ", "Step 8 ") if name not in page.text] == []
     assert "Step 2 " not in page.text
     assert "Pair 2 · 2 tokens a side · inherits 2" in page.text
     assert "reward 1 · advantage 1 · correct: 7 · stop · 2 tokens · trained" in page.text
     assert tokenizer.decode([8]) in page.text
     assert "Token ids instead of text" not in page.text
     assert "<script>1 < 2</script>" in page.text  # as text:
-    assert "<script" not in page.html
+    assert page.html.count("<script") == 1, "the page's own"
 
 
 def test_one_rollout_a_prompt_is_shown_and_first_those_that_train(tmp_path):
@@ -161,55 +159,55 @@ def test_a_folder_that_is_no_run_is_named(tmp_path):
         write_page(tmp_path)
 
 
-def test_the_template_is_part_of_the_built_package(tmp_path):
+def test_the_page_and_its_library_are_part_of_the_built_package(tmp_path):
     command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    assert (tmp_path / "megatron_eqlen" / "report" / "page.html.jinja").is_file()
+    report = tmp_path / "megatron_eqlen" / "report"
+    for name in ("page.html.jinja", "page.js", "page.css", "uplot/uPlot.iife.min.js", "uplot/LICENSE"):
+        assert (report / name).is_file(), name
 
 
 # ---- charts -------------------------------------------------------------------------------------------
 
 
-def test_a_line_runs_through_its_points_to_scale():
-    points = [(1, 0.0), (2, 5.0), (3, 10.0)]
-    (line,) = ET.fromstring(line_chart("t", [Series("s", points)])).iter("polyline")
-    (x1, y1), (x2, y2), (x3, y3) = (map(float, pair.split(",")) for pair in line.get("points").split())
-    assert x1 < x2 < x3
-    assert y1 > y2 > y3
-    assert (x2, y2) == (pytest.approx((x1 + x3) / 2, abs=0.1), pytest.approx((y1 + y3) / 2, abs=0.1))
+def test_a_charts_series_share_one_axis_of_steps_and_of_seconds(tmp_path):
+    """Two that were measured at other steps, in a run whose first step took 4 s and ended at 104."""
+    seconds = {0: 0.0, 1: 4.0, 2: 9.0, 3: 15.0}
+    first, second = (
+        Series("a", [(1, 0.5), (3, 0.25)]),
+        Series("b", [(0, 1.0), (2, 3.0)], [(0.5, 1.5), (2.0, 4.0)]),
+    )
+    data = Chart("t", [first, second], seconds=seconds).data()
+    assert (data["x"], data["seconds"]) == ([0, 1, 2, 3], [0, 4, 9, 15])
+    assert data["series"][0] == {"name": "a", "y": [None, 0.5, None, 0.25]}
+    assert data["series"][1]["low"] == [0.5, None, 2.0, None]
 
 
-@pytest.mark.parametrize(
-    "values", [[0.0], [0.0, 0.0], [1e-9, 2e-9], [-3.0, -3.0], [1e12, -1e12], [0.1 + 0.2, 0.3]]
-)
-def test_any_values_make_a_chart_whose_marks_lie_inside(values):
-    svg = ET.fromstring(line_chart("t", [Series("s", list(enumerate(values, 1)))]))
-    _, _, width, height = map(float, svg.get("viewBox").split())
-    for circle in svg.iter("circle"):
-        assert 0 <= float(circle.get("cx")) <= width
-        assert 0 <= float(circle.get("cy")) <= height
+def test_time_on_a_chart_begins_with_the_first_recorded_step():
+    records = [{"step": n, "time": 100.0 + 10 * n, "time/step": 4.0, "reward/mean": 0.5} for n in (1, 2)]
+    (reward,) = [chart.data() for chart in charts(records, []) if chart.title == "Reward"]
+    assert (reward["x"], reward["seconds"]) == ([1, 2], [4, 14])
 
 
-def test_stacked_bars_have_heights_in_proportion_and_touch():
-    series = [Series("a", [(1, 3.0), (2, 1.0)]), Series("b", [(1, 1.0), (2, 1.0)])]
-    rects = list(ET.fromstring(stacked_bars("t", series)).iter("rect"))
-    y = [float(rect.get("y")) for rect in rects]
-    height = [float(rect.get("height")) for rect in rects]
-    a1, a2, b1, b2 = range(4)
-    assert height[a1] == pytest.approx(3 * height[a2], abs=0.3)
-    assert height[b1] == pytest.approx(height[b2], abs=0.2)
-    assert y[b1] + height[b1] == pytest.approx(y[a1], abs=0.2)
+@pytest.mark.parametrize("values", [[float("nan"), 1.0], [float("inf"), 1.0], [None, 1.0]])
+def test_what_is_no_number_is_a_gap(values):
+    data = Chart("t", [Series("s", list(enumerate(values)))]).data()
+    assert data["series"][0]["y"] == [None, 1.0]
+
+
+def test_shares_are_drawn_in_percent_of_what_their_name_says(tmp_path):
+    run = write_run(tmp_path, recipe(tmp_path))
+    log_steps(run, 2, **{"harvest/truncated_fraction": 0.562})
+    page = Page(write_page(run))
+    (shares,) = [chart for chart in charts_of(page.html) if chart["title"] == "Shares, %"]
+    assert [(one["name"], one["y"]) for one in shares["series"]] == [
+        ("truncated, % of streams or completions", [56.2, 56.2])
+    ]
+    assert "truncated, % of streams or completions 56.2" in page.text
 
 
 def test_long_series_are_averaged_not_sampled():
     points = [(step, float(step % 2)) for step in range(10_000)]
-    fewer = averaged(points, 100)
-    assert len(fewer) == 100
-    assert {y for _, y in fewer} == {0.5}
-
-
-def test_nothing_to_draw_is_no_chart():
-    assert line_chart("t", [Series("s", [])]) == ""
-    charts = line_chart("t", [Series("none", []), Series("some", [(1, 1.0)])])
-    assert ('class="c1"' in charts, 'class="c0"' in charts) == (True, False), "the colour of the legend"
-    assert stacked_bars("t", []) == ""
+    data = Chart("t", [Series("s", points)], seconds={step: float(step) for step, _ in points}).data()
+    assert len(data["x"]) == len(data["seconds"]) == MAX_POINTS
+    assert set(data["series"][0]["y"]) == {0.5}

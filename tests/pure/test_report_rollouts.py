@@ -222,7 +222,8 @@ def test_inspect_prints_text_rewards_and_outcome(run, model):
     text = printed(run / "streams" / "step-00000000" / "rank-0.arrow", model)
     assert re.search(r"sums/a\.parquet#1 +stream 0, 1 pair, both ended", text)
     assert re.search(
-        r"A1 +reward 0, advantage -1, wrong: <b>8</b>, stop, \d+ tokens, trained\n +is it seven", text
+        r"A1 +reward 0, advantage -1, wrong: <b>8</b> \(gold: 7\), stop, \d+ tokens, trained\n +is it seven",
+        text,
     )
     assert re.search(r"B1 +reward 1, advantage 1, correct: 7, stop, \d+ tokens, trained\n +it is seven", text)
 
