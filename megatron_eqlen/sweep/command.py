@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,11 +39,10 @@ def run(plan: Plan, jobs: int, start: Start = start_process, into: Path | None =
 
 def to_slurm(plan: Plan, file: Path, overrides: Sequence[str], submit: bool) -> int:
     """Print the script that submits the sweep, or run it."""
-    script = slurm.script(plan, file, overrides)
-    if not submit:
-        print(script, end="")
-        return 0
-    return subprocess.run(["bash", "-c", script], check=False).returncode
+    if submit:
+        return slurm.submit(plan, file, overrides)
+    print(slurm.script(plan, file, overrides), end="")
+    return 0
 
 
 def cell(plan: Plan, name: str) -> int:

@@ -6,12 +6,14 @@ each task asks ``eqlen sweep --cell`` for its arguments when it starts.
 
 from __future__ import annotations
 
+import re
 import shlex
+import subprocess
 from collections.abc import Sequence
-from itertools import groupby
 from pathlib import Path
 
 from megatron_eqlen.plan.sbatch import train_options
+from megatron_eqlen.report.run_folder import RunFolder
 from megatron_eqlen.sweep.cells import Cell, Plan
 
 HEAD = """#!/bin/bash
@@ -19,18 +21,43 @@ HEAD = """#!/bin/bash
 set -euo pipefail"""
 
 
+SUBMITTED = re.compile(r"^job (\d+)\S*: (.+)$", re.MULTILINE)
+"""Line that the script prints for each array: its id, and the group of runs that it is for."""
+
+
+def submit(plan: Plan, file: Path, overrides: Sequence[str] = ()) -> int:
+    """Run ``script``, and note in each run's folder which task is for it; returns the script's status."""
+    left = {group: _left(plan, group) for group in dict.fromkeys(cell.group for cell in plan.cells)}
+    ran = subprocess.run(
+        ["bash", "-c", script(plan, file, overrides)], stdout=subprocess.PIPE, text=True, check=False
+    )
+    print(ran.stdout, end="")
+    for job, group in SUBMITTED.findall(ran.stdout):
+        for cell in left[group]:
+            recipe = cell.recipe(plan.limits(cell) or [])
+            cell.folder.mkdir(parents=True, exist_ok=True)
+            RunFolder(recipe).submitted(f"{job}_{cell.seed}", recipe)
+    return ran.returncode
+
+
 def script(plan: Plan, file: Path, overrides: Sequence[str] = ()) -> str:
     """A bash script that submits all runs that have not ended, and the job that makes the tables."""
     lines = [HEAD.format(name=plan.sweep.name)]
     jobs: dict[str, str] = {}
     """Variable that holds an array's job id, by what it runs."""
-    for group, cells in groupby(plan.cells, key=lambda cell: cell.group):
-        if left := [cell for cell in cells if not _ended(plan, cell)]:
+    for group in dict.fromkeys(cell.group for cell in plan.cells):
+        if left := _left(plan, group):
             waits = dict.fromkeys(jobs[one.group] for one in plan.references(left[0]) if one.group in jobs)
             lines.append(f"job{len(jobs)}=$({_array(plan, left, waits, file, overrides)})")
+            lines.append(f'echo "job $job{len(jobs)}: {group}"')
             jobs[group] = f"$job{len(jobs)}"
     lines.append(_tables(plan, [*jobs.values()], file, overrides))
     return "\n".join(lines) + "\n"
+
+
+def _left(plan: Plan, group: str) -> list[Cell]:
+    """Return the runs of ``group`` that have not ended."""
+    return [cell for cell in plan.cells if cell.group == group and not _ended(plan, cell)]
 
 
 def _ended(plan: Plan, cell: Cell) -> bool:

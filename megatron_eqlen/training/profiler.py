@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from megatron_eqlen.files import step_name
+from megatron_eqlen.files import replaced, step_name
 from megatron_eqlen.recipe import ProfileRecipe
 
 KINDS: dict[type[nn.Module], str] = {
@@ -61,7 +61,13 @@ class Profiler:
         self._named.close()
         self._folder.mkdir(parents=True, exist_ok=True)
         name = f"{step_name(step)}-rank-{dist.get_rank()}.json.gz"
-        self._profile.export_chrome_trace(str(self._folder / name))
+        with replaced(self._folder / name) as partial:
+            compressed = partial.with_name(f"{partial.name}.gz")  # torch looks at the suffix
+            try:
+                self._profile.export_chrome_trace(str(compressed))
+                compressed.rename(partial)
+            finally:
+                compressed.unlink(missing_ok=True)
         self._profile = None
 
 
@@ -106,7 +112,8 @@ def snapshot_when_out_of_memory(folder: Path) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         folder.mkdir(parents=True, exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(folder / f"out-of-memory-rank-{dist.get_rank()}.pickle"))
+        with replaced(folder / f"out-of-memory-rank-{dist.get_rank()}.pickle") as partial:
+            torch.cuda.memory._dump_snapshot(str(partial))
         raise
     finally:
         torch.cuda.memory._record_memory_history(None)

@@ -12,6 +12,8 @@ import pytest
 from megatron_eqlen import cli
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.recipe import RecipeError
+from megatron_eqlen.recipe_load import load_run
+from megatron_eqlen.report.run_folder import read_submitted
 from megatron_eqlen.sweep import command, runner
 from megatron_eqlen.sweep.cells import Plan
 from megatron_eqlen.sweep.schema import load_sweep
@@ -219,6 +221,14 @@ def test_the_arrays_wait_for_the_reference_and_the_tables_for_all(sweep, submitt
         assert f"tiny/{method} " in line
     assert "--dependency=afterany:101:102:103" in last
     assert f"sweep --tables {sweep}" in last
+    plan = command.read(sweep, [])
+    jobs = {cell.name: read_submitted(cell.folder) for cell in plan.cells}
+    assert {name: one.job for name, one in jobs.items() if name.endswith("seed2")} == {
+        "tiny/eqlen-seed2": "101_2",
+        "tiny/grpo-seed2": "102_2",
+        "tiny/mean-seed2": "103_2",
+    }
+    assert load_run(plan.cells[0].folder).cluster.account == "us"
 
 
 def test_runs_that_have_ended_are_not_submitted(sweep, submitted):

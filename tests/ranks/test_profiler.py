@@ -64,6 +64,23 @@ class Memory:
         Path(path).touch()
 
 
+def test_a_trace_that_was_cut_off_while_it_was_written_is_none(tmp_path, monkeypatch):
+    class Cut:
+        def stop(self) -> None: ...
+
+        def export_chrome_trace(self, path: str) -> None:
+            Path(path).write_text("{")
+            assert not list(tmp_path.glob("*.json.gz"))
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(profiler.dist, "get_rank", lambda: 0)
+    tracer = Profiler(tmp_path, ProfileRecipe(steps=[2]))
+    tracer._profile = Cut()
+    with pytest.raises(KeyboardInterrupt):
+        tracer.end(2)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(("error", "left"), [(torch.OutOfMemoryError, True), (RuntimeError, False)])
 def test_memory_that_runs_out_leaves_a_snapshot_and_the_error(tmp_path, monkeypatch, error, left):
     memory = Memory()
