@@ -44,14 +44,14 @@ class Ahead:
         self.generator, self.session = generator, generator.session
         self.staleness, self.steps = self.session.recipe.rollout.staleness, self.session.recipe.steps
         self.oldest: dict[int, int] = {}
-        """Of each step that has begun and is not taken: version of the oldest weights that may have sampled
-        it. The same on every rank."""
+        """Oldest policy version that may have sampled a step, for each step that has begun and is not taken.
+        The same on every rank."""
         self.under_way: deque[Future[Step]] = deque()
-        """Those steps, on rank 0 alone."""
+        """Steps that have begun and are not taken, on rank 0 alone."""
         self.begun = 0
         """Number of the next step to begin."""
         self.suspended: dict[RolloutKey, RolloutOrigin] = {}
-        """With ``rollout.carry_over``, after the newest step that was taken."""
+        """With ``rollout.carry_over``, rollouts that the newest step taken has suspended."""
         self._thread = ThreadPoolExecutor(1, "harvest")
         self.session.ends_with(self.close)
 
@@ -63,7 +63,7 @@ class Ahead:
         """Begin all steps that may begin with the engine's weights, and wait for this one."""
         self._begin_from(step)
         with self.session.stage("wait") as seconds:
-            taken = everyones(self.under_way.popleft().result() if distributed.is_rank0() else None)
+            taken = on_every_rank(self.under_way.popleft().result() if distributed.is_rank0() else None)
         del self.oldest[step.number]
         self.suspended = suspended_at(taken.data_position)
         position = {"source": taken.data_position, "oldest": list(self.oldest.items())}
@@ -111,11 +111,11 @@ class Ahead:
         self._thread.shutdown(cancel_futures=True)
 
 
-def everyones(step: Step | None) -> Step:
-    """Rank 0's step on every rank, elsewhere with skeletons of its rollouts. Collective; the others pass
-    None."""
+def on_every_rank(step: Step | None) -> Step:
+    """Return rank 0's step on every rank, elsewhere with skeletons of its rollouts. Collective; other ranks
+    pass None."""
     mine = step.rollouts if step is not None else ()
-    prompts = agree(lambda: list({one.prompt_id: one.prompt for one in mine}.values()))
+    prompts = agree(lambda: list({rollout.prompt_id: rollout.prompt for rollout in mine}.values()))
     known = agree(lambda: step and dataclasses.replace(step, rollouts=()))
     assert known is not None, "rank 0 has it"
     return dataclasses.replace(known, rollouts=tuple(shared(mine, prompts)))

@@ -1,4 +1,4 @@
-"""Which rank drives which engine replica, and what all ranks learn of the replicas' results."""
+"""Engine replicas: the ranks that drive them, and results that all ranks share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Some = TypeVar("Some", bound=Rollout)
 
 
 class Replicas:
-    """The world's ranks as engine replicas of ``engine_size`` ranks each.
+    """Assigns the world's ranks to engine replicas of ``engine_size`` ranks each.
 
     ``in_step``: all ranks of a replica make the same calls (an engine inside the ranks); otherwise the
     first rank of a replica drives it alone and the others have nothing to do. ``decides``: ``agree`` is
@@ -31,10 +31,10 @@ class Replicas:
         self.count = world // engine_size
         self.mine = rank // engine_size
         self.leads = rank % engine_size == 0
-        """Whether this rank records and reports for its replica."""
+        """True if this rank records and reports for its replica."""
         self.drives = self.leads or in_step
         self.place, self.graders = (rank % engine_size, engine_size) if in_step else (0, 1)
-        """This rank's number among those of its replica that grade, and how many they are."""
+        """This rank's number among the ranks of its replica that grade, and the number of these."""
         self._group: dist.ProcessGroup | None = None
         if decides and in_step and engine_size > 1:
             self._group = cast(dist.ProcessGroup, dist.new_subgroups(engine_size, backend="gloo")[0])
@@ -48,24 +48,24 @@ class Replicas:
         return bool(box.item())
 
     def share(self, items: Sequence[Item]) -> list[Item]:
-        """This rank's part of ``items``, which are the same on every rank."""
+        """Return this rank's part of ``items``, which are the same on every rank."""
         return list(items[self.mine :: self.count]) if self.drives else []
 
     def grades(self, prompt: Prompt, index: int) -> bool:
-        """Whether this rank grades a prompt's rollout number ``index``, if its replica generates it. Known
-        beforehand, so that a response can be graded when it ends."""
+        """Return True if this rank grades a prompt's rollout number ``index`` where its replica generates it.
+        Known beforehand, so that a response can be graded when it ends."""
         return (prompt.number // self.count + index) % self.graders == self.place
 
     def keeps(self, prompt: Prompt, index: int) -> bool:
-        """Whether this rank needs a rollout's log-probs and masks: it records or grades it."""
+        """Return True if this rank needs a rollout's log-probs and masks: it records or grades it."""
         return self.leads or self.grades(prompt, index)
 
     def part(self, rollouts: Sequence[Some]) -> list[Some]:
-        """Those that this rank grades of its replica's, which every rank of the replica has."""
-        return [one for one in rollouts if self.grades(one.prompt, one.index)]
+        """Return the rollouts that this rank grades, of those that every rank of its replica has."""
+        return [rollout for rollout in rollouts if self.grades(rollout.prompt, rollout.index)]
 
     def combine(self, metrics: Metrics) -> Metrics:
-        """The merged metrics of all replicas, from this one's."""
+        """Merge the metrics of all replicas. Collective."""
         return at_once(gather([metrics] if self.leads else []))
 
 

@@ -1,4 +1,4 @@
-"""What an objective says: how a comparison unit becomes a gradient."""
+"""Objectives as data: how a comparison unit becomes a gradient."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Objective:
 
     @property
     def advantage_name(self) -> str:
-        """The estimator's name as it is printed: ``grpo``, ``Gr3(alpha=0.33)``."""
+        """Name of the estimator as it is printed: ``grpo``, ``Gr3(alpha=0.33)``."""
         return getattr(self.advantage, "__name__", repr(self.advantage))
 
     @property

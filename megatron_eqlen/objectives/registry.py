@@ -1,4 +1,4 @@
-"""The named objectives as data.
+"""Registry of the named objectives.
 
 A recipe's ``objective`` is a name from the table here, or the import path of an ``Objective`` of the user's
 own (``my_package.my_module:MINE``).
@@ -54,7 +54,7 @@ WITHOUT_EQUATIONS = ("p_gspo", "t2t", "lspo")
 
 
 def lookup(name: str) -> Objective:
-    """The objective with its paper's settings, or a user's own by import path.
+    """Return the objective with its paper's settings, or a user's own by import path.
 
     Raises ValueError, naming the nearest, for an unknown name.
     """
@@ -69,7 +69,7 @@ def lookup(name: str) -> Objective:
 
 
 def resolve(recipe: Recipe) -> Objective:
-    """The recipe's objective: the method's defaults, overridden by the ``loss`` keys that are set."""
+    """Return the recipe's objective: the method's defaults, overridden by the ``loss`` keys that are set."""
     objective, loss = lookup(recipe.objective), recipe.loss
     named = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "overlong_factor", "dynamic_sampling")
     changes: dict[str, Any] = {key: getattr(loss, key) for key in named if getattr(loss, key) is not None}
@@ -87,8 +87,8 @@ def resolve(recipe: Recipe) -> Objective:
 
 
 def with_defaults(recipe: Recipe) -> Recipe:
-    """The recipe with the objective's defaults filled into the ``loss`` keys that were left out. A key that
-    is still None has no meaning for the objective."""
+    """Return the recipe with the objective's defaults in the ``loss`` keys that were left out. A key that is
+    still None has no meaning for the objective."""
     objective = resolve(recipe)
     loss: dict[str, Any] = {
         "clip_ratio_low": objective.clip_ratio_low,

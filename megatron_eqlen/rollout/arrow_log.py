@@ -23,16 +23,16 @@ import pyarrow as pa
 from megatron_eqlen.files import naming
 
 VERSION = 7
-"""Of the format of recorded rollouts."""
+"""Version of the format of recorded rollouts."""
 OLD_VERSION = "2 or older (JSON lines)"
 
 VERSION_KEY = "eqlen.version"
-"""In a schema's metadata."""
+"""Key of the version in a schema's metadata."""
 
 CONTINUES = b"\xff\xff\xff\xff"
-"""What every message of an Arrow IPC stream begins with."""
+"""First bytes of every message of an Arrow IPC stream."""
 CLOSED = b"eqlenend"
-"""After the end of the stream of a file that was closed; then comes the CRC-32 of all before."""
+"""Mark after the stream of a file that was closed; the CRC-32 of all bytes before follows."""
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class _Sink(io.RawIOBase):
 def batches(
     path: Path, schema: pa.Schema, columns: Sequence[str] | None = None, places: Iterable[int] | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """As ``placed``, without the places."""
+    """Yield the batches of ``placed`` without the places."""
     return (batch for _, batch in placed(path, schema, columns, places))
 
 
@@ -122,11 +122,11 @@ def placed(
     places: Iterable[int] | None = None,
     since: int | None = None,
 ) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """The whole batches of a file of ``schema``, each after the place where it begins.
+    """Yield the whole batches of a file of ``schema``, each after the place where it begins.
 
-    ``columns``: only these, from what of the file they need; without it everything, if the file's checksum
-    is right. ``places``: only the batches that begin there. ``since``: only the one that begins there and
-    those after it.
+    ``columns``: only these, reading only the bytes that they need; without it all columns, if the file's
+    checksum is right. ``places``: only the batches that begin there. ``since``: only the one that begins
+    there and those after it.
 
     A torn end is dropped, with a warning to who reads everything. Raises ValueError, naming the file, where
     it is damaged, is no such file, or is of another version of the format.
@@ -158,7 +158,7 @@ def placed(
 
 
 def values(path: Path, schema: pa.Schema, column: str) -> set[Any]:
-    """What a column holds, each once; no other column is decompressed."""
+    """Return the distinct values of a column; no other column is decompressed."""
     return {value for batch in batches(path, schema, [column]) for value in batch[0].unique().to_pylist()}
 
 
@@ -169,12 +169,12 @@ def lists(values: Sequence[np.ndarray | None], kind: pa.DataType) -> pa.ListArra
     arrays = [np.zeros(0, dtype) if value is None else value for value in values]
     offsets = np.cumsum([0, *map(len, arrays)], dtype=np.int32)
     mask = pa.array(missing) if any(missing) else None
-    together = pa.array(np.concatenate([np.zeros(0, dtype), *arrays]))
-    return pa.ListArray.from_arrays(pa.array(offsets), together, mask=mask)
+    items = pa.array(np.concatenate([np.zeros(0, dtype), *arrays]))
+    return pa.ListArray.from_arrays(pa.array(offsets), items, mask=mask)
 
 
 def pieces(column: pa.ListArray) -> list[Any]:
-    """The inverse of ``lists``: views of the column."""
+    """Return the arrays of a list column as views, the inverse of ``lists``."""
     items = column.values.to_numpy(zero_copy_only=True)
     ends = column.offsets.to_numpy().tolist()
     present = column.is_valid().to_pylist()
@@ -183,13 +183,13 @@ def pieces(column: pa.ListArray) -> list[Any]:
 
 
 def _each(source: pa.BufferReader) -> Iterator[int]:
-    """Where a stream of batches is, time and again."""
+    """Yield the position of a stream of batches, time and again."""
     while True:
         yield source.tell()
 
 
 def _mapped(path: Path) -> memoryview:
-    """The file's bytes. Raises ValueError where they are no record."""
+    """Return the file's bytes. Raises ValueError where they are no record."""
     if path.suffix == ".jsonl":
         raise other_version(path, OLD_VERSION)
     data = memoryview(pa.memory_map(str(path)).read_buffer() if path.stat().st_size else b"").cast("B")
@@ -204,7 +204,7 @@ def _check_crc(path: Path, data: memoryview) -> None:
 
 
 def _closed(data: memoryview) -> bool:
-    """Whether the file was written to its end."""
+    """Return True if the file was written to its end."""
     return data[-len(CLOSED) - 4 : -4] == CLOSED
 
 

@@ -1,4 +1,4 @@
-"""What a harvester needs of an inference engine, and nothing of any particular one.
+"""Protocols of an inference engine: ``Decoder`` for harvests, ``Engine`` for training.
 
     submit ──► (the engine decodes many requests at once) ──► step ──► [Delta, ...]
 
@@ -43,15 +43,15 @@ PROMPT_ROUTES = "eqlen_prompt_routes"
 
 
 class EngineError(ExpectedError):
-    """An engine that died, hangs, or broke the protocol; what was harvested before stays recorded."""
+    """An engine died, hangs, or broke the protocol; tokens harvested before stay recorded."""
 
 
 class StalePolicyError(EngineError):
-    """Tokens or weights of another policy version than the one asked for."""
+    """Tokens or weights are of another policy version than the expected one."""
 
 
 class Decoder(Protocol):
-    """What a harvest asks for: completions."""
+    """The part of an engine that a harvest uses: completions."""
 
     @property
     def policy_version(self) -> int:
@@ -95,18 +95,18 @@ class Decoder(Protocol):
 
 
 class Engine(Decoder, Protocol):
-    """What training asks for besides: weights and memory."""
+    """An engine with weights and memory that training manages."""
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Load every weight of the model, by Hugging Face name; no request that is submitted later uses
-        what was cached before. Requires that no request is unfinished, except with ``rollout.staleness``:
-        then those go on under the new weights. Raises ValueError for unknown, missing or misshapen weights;
-        the engine then refuses requests until an update succeeds."""
+        keys and values cached before. Requires that no request is unfinished, except with
+        ``rollout.staleness``: then they continue under the new weights. Raises ValueError for unknown,
+        missing or misshapen weights; the engine then refuses requests until an update succeeds."""
         ...
 
     def probe(self) -> dict[str, Answer]:
-        """What each replica, by its name, continues ``PROBE`` with: the same to the bit as long as it
-        computes with the same weights. Requires that no request is unfinished."""
+        """Return the continuation of ``PROBE`` by each replica, by the replica's name: the same to the bit as
+        long as it computes with the same weights. Requires that no request is unfinished."""
         ...
 
     def reset_cache(self) -> None:
@@ -122,21 +122,23 @@ class Engine(Decoder, Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """What it is doing, in plain data. Takes no lock: a thread asks while another may be stuck in it."""
+        """Return the engine's activity as plain data. Takes no lock: a thread asks while another may be stuck
+        in the engine."""
         ...
 
     def close(self) -> None: ...
 
 
 def answer_of(deltas: Iterable[Delta]) -> Answer:
-    """All that one request got."""
+    """Return all tokens that one request got."""
     deltas = list(deltas)
     token_ids = tuple(token for delta in deltas for token in delta.token_ids)
     return token_ids, tuple(logprob for delta in deltas for logprob in delta.logprobs)
 
 
 def split_routes(rows: Routes | None, tokens: int) -> tuple[Routes | None, Routes | None]:
-    """What a request asked for of its prompt (None for nothing), and the rows of its ``tokens`` new ones."""
+    """Split the routes of a request into rows of its prompt, None if there are none, and rows of its
+    ``tokens`` new tokens."""
     if rows is None:
         return None, None
     before = len(rows) - tokens
@@ -163,7 +165,7 @@ def check_request(
 
 
 def _all_below(vocab_size: int, token_ids: list[int]) -> bool:
-    """Whether all are in 0..vocab_size - 1, in one pass in C: every fork asks it of its whole prefix."""
+    """Return True if all ids are in 0..vocab_size - 1. One pass in C: every fork checks its whole prefix."""
     try:
         return bool(np.frombuffer(array("I", token_ids), np.uint32).max() < vocab_size)
     except OverflowError:
@@ -171,7 +173,7 @@ def _all_below(vocab_size: int, token_ids: list[int]) -> bool:
 
 
 class IdleEngine:
-    """The engine of a rank that drives none: it takes part in weight syncs and is never asked for tokens."""
+    """Engine of a rank that drives none: it takes part in weight syncs and is never asked for tokens."""
 
     max_num_seqs = 1
     has_unfinished = False

@@ -1,12 +1,12 @@
-"""Tokens of unfinished rollouts on disk, so that a harvest that is killed loses its last seconds only.
+"""Journals: tokens of unfinished rollouts on disk, so that a killed harvest loses only its last seconds.
 
     step-00000012/journal-rank-0.arrow       beside rank-0.arrow; removed when the harvest has ended
     step-00000012/suspended-rank-0.arrow     in the same format, of the rollouts that the harvest suspended
 
-A row holds the tokens that one track got since its last row, those of each policy version in a row of their
-own; a batch, those of all tracks at one moment. What a harvester makes depends on the tokens of its tracks
-alone, so they are all that is recorded: a new attempt gives its tracks the tokens that they had, its
-harvesters cut the same parts, and the engine goes on where the tokens end.
+A row holds the tokens that one track got since its last row, with a row for each policy version; a batch, the
+rows of all tracks at one moment. The result of a harvester depends on the tokens of its tracks alone, so only
+these are recorded: a new attempt gives its tracks the tokens that they had, its harvesters cut the same
+parts, and the engine continues where the tokens end.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron_eqlen.types import (
 )
 
 PREFIX, SUSPENDED_PREFIX = "journal-", "suspended-"
-"""Then the name of the file of rollouts."""
+"""Prefixes of file names; the name of the file of rollouts is appended."""
 
 SCHEMA = pa.schema(
     {
@@ -53,8 +53,8 @@ SCHEMA = pa.schema(
 )
 
 
-class News(NamedTuple):
-    """Tokens ``start`` to ``stop`` of a track, of one policy version, and where their mask's ids lie."""
+class NewTokens(NamedTuple):
+    """Tokens ``start`` to ``stop`` of a track, of one policy version, and the place of their mask's ids."""
 
     track: Track
     start: int
@@ -63,40 +63,40 @@ class News(NamedTuple):
     mask_stop: int
     policy_version: int
     prompt_routes: Routes | None
-    """Of the rollout's prompt, if they are news as well."""
+    """Routes of the rollout's prompt, if they are new as well."""
 
 
 class Journal:
-    """Writes a new file; there is none before the first news.
+    """Writes a new file with the first new tokens.
 
-    ``news`` is called where tracks grow and costs no more than a look at each; ``write`` copies the tokens,
-    in a thread of its own: a track only ever grows, so what was news stays as it is.
+    ``new_tokens`` is called in the thread where tracks grow and costs no more than a look at each; ``write``
+    copies the tokens, in a thread of its own: a track only ever grows, so tokens never change.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: ArrowLog | None = None
         self._followed: dict[Track, tuple[int, int]] = {}
-        """How many tokens, and how many ids of their masks, were news already."""
+        """Numbers of tokens, and of ids of their masks, that were returned as new before."""
         self._prompts: set[RolloutKey] = set()
-        """Rollouts whose prompt's routes were."""
+        """Rollouts whose prompt's routes were returned as new before."""
 
     def follow(self, track: Track) -> None:
-        """What ``track`` gets from now on is news until it has ended."""
+        """Return the tokens that ``track`` gets from now on as new, until it has ended."""
         self._followed.setdefault(track, (len(track.token_ids), len(track.mask_ids)))
 
-    def news(self) -> list[News]:
-        """What the tracks got since the last call."""
+    def new_tokens(self) -> list[NewTokens]:
+        """Return the tokens that the tracks got since the last call."""
         found = [
-            one
+            piece
             for track, (start, mask_start) in self._followed.items()
             if len(track.token_ids) > start
-            for one in _news(track, start, mask_start, self._new_prompt_routes(track))
+            for piece in _pieces_of(track, start, mask_start, self._new_prompt_routes(track))
         ]
-        self._followed |= {one.track: (one.stop, one.mask_stop) for one in found}
-        for one in found:
-            if one.track.finish_reason is not None:
-                self._followed.pop(one.track, None)
+        self._followed |= {piece.track: (piece.stop, piece.mask_stop) for piece in found}
+        for piece in found:
+            if piece.track.finish_reason is not None:
+                self._followed.pop(piece.track, None)
         return found
 
     def _new_prompt_routes(self, track: Track) -> Routes | None:
@@ -105,15 +105,16 @@ class Journal:
         self._prompts.add(key)
         return track.prompt_routes
 
-    def write(self, news: Sequence[News]) -> None:
-        if not news:
+    def write(self, new_tokens: Sequence[NewTokens]) -> None:
+        """Append new tokens to the file."""
+        if not new_tokens:
             return
         if self._file is None:
             self._file = ArrowLog(self.path, SCHEMA)
-        self._file.write(_batch(news))
+        self._file.write(_batch(new_tokens))
 
     def abandon(self) -> None:
-        """Leave what is there to the next attempt."""
+        """Close the file as it is, for the next attempt."""
         if self._file is not None:
             self._file.abandon()
 
@@ -127,70 +128,73 @@ def write_tracks(path: Path, rollouts: Iterable[Sequence[Track]]) -> None:
     with replaced(path) as partial:
         file = ArrowLog(partial, SCHEMA)
         for tracks in rollouts:
-            prompt_routes = next((one.prompt_routes for one in tracks if one.prompt_routes is not None), None)
-            news = (one for track in tracks if len(track) for one in _news(track, 0, 0, prompt_routes))
-            file.write(_batch(list(news)))
+            routes = (track.prompt_routes for track in tracks)
+            prompt_routes = next((rows for rows in routes if rows is not None), None)
+            grown = (track for track in tracks if len(track))
+            file.write(_batch([piece for track in grown for piece in _pieces_of(track, 0, 0, prompt_routes)]))
         file.close()
 
 
-def _news(track: Track, start: int, mask_start: int, prompt_routes: Routes | None) -> Iterator[News]:
-    """All tokens of ``track`` from ``start`` on."""
+def _pieces_of(
+    track: Track, start: int, mask_start: int, prompt_routes: Routes | None
+) -> Iterator[NewTokens]:
+    """Yield all tokens of ``track`` from ``start`` on, each policy version by itself."""
     count = len(track.token_ids)
     for first, last, version in version_spans(track.versions(start, count), count - start):
         begin, stop = start + first, start + last
         mask_stop = mask_start + sum(track.mask_counts[begin:stop])
-        yield News(track, begin, stop, mask_start, mask_stop, version, prompt_routes)
+        yield NewTokens(track, begin, stop, mask_start, mask_stop, version, prompt_routes)
         mask_start, prompt_routes = mask_stop, None
 
 
-def _batch(news: Sequence[News]) -> pa.RecordBatch:
-    tokens = [one.stop - one.start for one in news]
-    masks = [one.mask_stop - one.mask_start for one in news]
+def _batch(rows: Sequence[NewTokens]) -> pa.RecordBatch:
+    tokens = [row.stop - row.start for row in rows]
+    masks = [row.mask_stop - row.mask_start for row in rows]
     columns = {
-        "prompt_id": pa.array([one.track.prompt_id for one in news]),
-        "track": pa.array([one.track.name for one in news]),
-        "policy_version": pa.array([one.policy_version for one in news]),
-        "token_ids": _lists("i", tokens, (one.track.token_ids[one.start : one.stop] for one in news)),
-        "logprobs": _lists("f", tokens, (one.track.logprobs[one.start : one.stop] for one in news)),
+        "prompt_id": pa.array([row.track.prompt_id for row in rows]),
+        "track": pa.array([row.track.name for row in rows]),
+        "policy_version": pa.array([row.policy_version for row in rows]),
+        "token_ids": _lists("i", tokens, (row.track.token_ids[row.start : row.stop] for row in rows)),
+        "logprobs": _lists("f", tokens, (row.track.logprobs[row.start : row.stop] for row in rows)),
     }
     if any(masks):
-        kept = (one.track.mask_ids[one.mask_start : one.mask_stop] for one in news)
+        kept = (row.track.mask_ids[row.mask_start : row.mask_stop] for row in rows)
         columns["mask_ids"] = _lists("i", masks, kept)
-        counts = (one.track.mask_counts[one.start : one.stop] for one in news)
+        counts = (row.track.mask_counts[row.start : row.stop] for row in rows)
         columns["mask_counts"] = _lists("B", tokens, counts)
-    if any(one.track.routes for one in news):
-        routes = [one.track.routes[one.start : one.stop] for one in news]
+    if any(row.track.routes for row in rows):
+        routes = [row.track.routes[row.start : row.stop] for row in rows]
         columns["route"] = pa.array(list(map(route_name, routes)))
         columns["routes"] = lists(list(map(as_bytes, routes)), pa.uint8())
-        columns["prompt_routes"] = lists([as_bytes(one.prompt_routes) for one in news], pa.uint8())
+        columns["prompt_routes"] = lists([as_bytes(row.prompt_routes) for row in rows], pa.uint8())
     return pa.record_batch(
-        [columns.get(field.name, pa.nulls(len(news), field.type)) for field in SCHEMA], schema=SCHEMA
+        [columns.get(field.name, pa.nulls(len(rows), field.type)) for field in SCHEMA], schema=SCHEMA
     )
 
 
 def _lists(typecode: str, lengths: list[int], pieces: Iterable[array]) -> pa.Array:
-    """One list for each piece."""
-    together = array(typecode)
+    """Return an array with one list for each piece."""
+    joined_pieces = array(typecode)
     for piece in pieces:
-        together.extend(piece)
+        joined_pieces.extend(piece)
     offsets = np.cumsum([0, *lengths], dtype=np.int32)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.frombuffer(together, typecode)))
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.frombuffer(joined_pieces, typecode)))
 
 
 # ---- reading ---------------------------------------------------------------------------------------------
 
 
-class Journaled(NamedTuple):
-    """What journals hold."""
+class JournalContents(NamedTuple):
+    """Tokens and routes that journals hold."""
 
     tracks: dict[str, Segment]
-    """Tokens by the track's name; of two attempts, of the one that got further."""
+    """Tokens by the track's name; of two attempts, those of the attempt that got further."""
     prompt_routes: dict[RolloutKey, Routes]
 
 
-def read_journals(files: Iterable[Path], prompt_ids: Collection[str]) -> Journaled:
-    """What is there of ``prompt_ids``. Files that hold none of them are not read."""
-    found = Journaled({}, {})
+def read_journals(files: Iterable[Path], prompt_ids: Collection[str]) -> JournalContents:
+    """Return the contents for ``prompt_ids``. Files that hold none of them are not read."""
+    found = JournalContents({}, {})
     for path in files:
         if not prompts_of(path).isdisjoint(prompt_ids):
             tracks, prompt_routes = _journaled(path, prompt_ids)
@@ -201,11 +205,11 @@ def read_journals(files: Iterable[Path], prompt_ids: Collection[str]) -> Journal
 
 
 def prompts_of(path: Path) -> set[str]:
-    """Ids of the prompts whose tracks a journal holds; none if it was removed."""
+    """Return the ids of the prompts whose tracks a journal holds; none if it was removed."""
     return values(path, SCHEMA, "prompt_id") if path.exists() else set()
 
 
-def _journaled(path: Path, prompt_ids: Collection[str]) -> Journaled:
+def _journaled(path: Path, prompt_ids: Collection[str]) -> JournalContents:
     parts: dict[str, list[Segment]] = {}
     prompts: dict[RolloutKey, Routes] = {}
     for batch in batches(path, SCHEMA):
@@ -220,7 +224,7 @@ def _journaled(path: Path, prompt_ids: Collection[str]) -> Journaled:
                 routes = from_bytes(row["route"], row["prompt_routes"])
                 if routes is not None:
                     prompts[rollout_of(row["track"])] = routes
-    return Journaled({name: _whole(segments) for name, segments in parts.items()}, prompts)
+    return JournalContents({name: _joined(segments) for name, segments in parts.items()}, prompts)
 
 
 def _piece(row: dict[str, Any]) -> Segment:
@@ -234,7 +238,7 @@ def _piece(row: dict[str, Any]) -> Segment:
     )
 
 
-def _whole(parts: Sequence[Segment]) -> Segment:
+def _joined(parts: Sequence[Segment]) -> Segment:
     masks = [part.sampling_mask for part in parts if part.sampling_mask is not None]
     routes = [part.routes for part in parts if part.routes is not None]
     return Segment(

@@ -87,13 +87,13 @@ ARRAYS = ("token_ids", "logprobs", "mask_ids", "mask_counts", "routes")
 """Nearly all that a record holds."""
 
 SKELETON = tuple(name for name in SEGMENTS.names if name not in (*ARRAYS, "gold"))
-"""What is read to look rollouts through: no arrays, and no golds, which may be long texts of tests."""
+"""Columns of skeletons: no arrays, and no golds, which may be long texts of tests."""
 
 BATCH_TOKENS = 1 << 18
-"""A batch is copied to be written, and read as a whole: all streams of a step may end in one moment."""
+"""Tokens of a batch, which is copied and read at once: all streams of a step may end at the same moment."""
 
 TOKEN_BYTES = 8
-"""Of a token's id and its log-prob."""
+"""Bytes of a token's id and its log-prob."""
 
 GradeKey = tuple[str, int, int]
 """(prompt_id, index, number) of a segment."""
@@ -111,7 +111,8 @@ def prompt_row(prompt: Prompt) -> Row:
 def rollout_rows(
     rollout: Rollout, generated_tokens: int | None = None, with_routes: bool = True
 ) -> list[Row]:
-    """Its segments and its end. ``generated_tokens`` are those of its tracks, if that is known."""
+    """Return the rows of a rollout's segments and its end. ``generated_tokens``: tokens of its tracks, if
+    known."""
     kind = kind_of(rollout)
     common = {
         "prompt_id": rollout.prompt_id,
@@ -149,8 +150,8 @@ def _part_row(part: RolloutPart, with_routes: bool) -> Row:
 
 
 def portions(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """The rows in lists of ``BATCH_TOKENS`` tokens or a few more; routes count as the tokens whose ids and
-    log-probs would take as many bytes."""
+    """Yield the rows in lists of ``BATCH_TOKENS`` tokens or a few more; routes count as the tokens whose ids
+    and log-probs would take as many bytes."""
     portion, tokens = [], 0
     for row in rows:
         portion.append(row)
@@ -164,7 +165,7 @@ def portions(rows: Iterable[Row]) -> Iterator[list[Row]]:
 
 
 def to_batch(rows: list[Row]) -> pa.RecordBatch:
-    """The rows as columns; token arrays are copied once."""
+    """Return the rows as columns; token arrays are copied once."""
     return pa.record_batch([_column(column, rows) for column in SEGMENTS], schema=SEGMENTS)
 
 
@@ -176,18 +177,18 @@ def _column(column: pa.Field, rows: list[Row]) -> pa.Array:
 
 
 def from_batch(batch: pa.RecordBatch) -> Iterator[Row]:
-    """The inverse of ``to_batch``. Token arrays are views of the batch; those that it lacks are
-    ``Elsewhere``."""
+    """Yield the rows of a batch, the inverse of ``to_batch``. Token arrays are views of the batch, or
+    ``Elsewhere`` where it lacks their columns."""
     names = batch.schema.names
     columns = [_values(batch.column(name)) for name in names]
-    whole = set(ARRAYS) <= set(names)
+    complete = set(ARRAYS) <= set(names)
     for values in zip(*columns, strict=True):
         row = dict(zip(names, values, strict=True))
-        yield row if whole else _left_out(row) | row
+        yield row if complete else _left_out(row) | row
 
 
 def _left_out(row: Row) -> Row:
-    """What stands for the columns that were not read."""
+    """Return placeholders for the columns that were not read."""
     tokens, kept = (None if row[name] is None else Elsewhere(row[name]) for name in ("tokens", "kept"))
     counts = None if kept is None else tokens
     arrays = {"token_ids": tokens, "logprobs": tokens, "mask_ids": kept, "mask_counts": counts}
@@ -205,11 +206,11 @@ class Assembly:
     grades: dict[GradeKey, Grade] = field(default_factory=dict)
     prompts: dict[str, Prompt] = field(default_factory=dict)
     rollouts: dict[tuple[str, int], Rollout] = field(default_factory=dict)
-    """Complete ones; of two of one key the first."""
+    """Rollouts with an end; of two with one key the first."""
     with_routes: bool = True
-    """Otherwise rollouts get none."""
+    """False: rollouts get no routes."""
     generated_tokens: dict[RolloutKey, int] = field(default_factory=dict)
-    """Those that were generated for them, where that is known."""
+    """Tokens that were generated for each rollout, where known."""
     _open: dict[tuple[str, int], list[RolloutPart]] = field(default_factory=dict)
 
     def take(self, row: Row) -> None:
@@ -270,7 +271,7 @@ def _prompt(row: Row) -> Prompt:
 
 
 def grade_rows(rollouts: Iterable[Rollout]) -> list[Row]:
-    """The grades of ``rollouts``."""
+    """Return a row for each grade of ``rollouts``."""
     return [
         dict(zip(("prompt_id", "index", "number"), (*rollout_key(rollout), part.number), strict=True))
         | asdict(part.segment.grade)
@@ -281,7 +282,7 @@ def grade_rows(rollouts: Iterable[Rollout]) -> list[Row]:
 
 
 def grades_of(rows: Iterable[Row]) -> dict[GradeKey, Grade]:
-    """The inverse of ``grade_rows``."""
+    """Return the grades of rows, the inverse of ``grade_rows``."""
     keys = ("prompt_id", "index", "number")
     return {
         tuple(row[key] for key in keys): Grade(**{k: v for k, v in row.items() if k not in keys})

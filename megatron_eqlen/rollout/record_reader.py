@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_dump(path: str | Path) -> list[Rollout]:
-    """The rollouts of a file with the grades beside it, in the order in which they were completed.
+    """Return the rollouts of a file with the grades beside it, in the order in which they were completed.
 
     A torn end is dropped with a warning. Raises ValueError, naming the file, where it is damaged, is no
     record of rollouts, or is of another version of the format.
@@ -61,24 +61,24 @@ def read_dump(path: str | Path) -> list[Rollout]:
 def read_step(
     folder: Path, prompt_ids: Collection[str] | None = None, with_routes: bool = True
 ) -> list[Rollout]:
-    """The rollouts of a step's folder, whichever ranks recorded them, in training order; each once.
+    """Return the rollouts of a step's folder, whichever ranks recorded them, in training order; each once.
 
-    ``prompt_ids``: only theirs. Files that hold none of them are not read. Without ``with_routes`` they have
-    none, whatever is recorded.
+    ``prompt_ids``: only rollouts of these prompts; files that hold none of them are not read. Without
+    ``with_routes`` rollouts have no routes, whatever is recorded.
     """
     files = _naming(step_files(folder), prompt_ids)
     return _in_training_order(_assembled(files, prompt_ids=prompt_ids, with_routes=with_routes))
 
 
 def read_skeletons(files: Sequence[Path]) -> list[Rollout]:
-    """The rollouts of some of a step's files without arrays: lengths, grades and finish reasons, as
-    ``read_step``. It costs what their number costs, not their tokens: checksums are not looked at. Prompts
+    """Return the rollouts of some of a step's files without arrays, in training order: lengths, grades and
+    finish reasons. The cost depends on their number, not on their tokens: checksums are not verified. Prompts
     have neither tokens nor golds."""
     return _in_training_order(_assembled(files, SKELETON))
 
 
 def read_prompts(files: Sequence[Path]) -> list[Prompt]:
-    """The whole prompts of some of a step's files, in the order in which they were drawn."""
+    """Return the whole prompts of some of a step's files, in the order in which they were drawn."""
     assembly, columns = Assembly(), (*SKELETON, "token_ids", "gold")
     for path in files:
         named: set[RowKey] = {(name, None) for name in values(path, SEGMENTS, "prompt_id")}
@@ -92,11 +92,14 @@ def read_prompts(files: Sequence[Path]) -> list[Prompt]:
 def fill_token_ids(skeletons: Sequence[Rollout], files: Sequence[Path]) -> None:
     """Read the token ids, and their prompts' golds, of some of the rollouts that ``read_skeletons`` found in
     ``files``."""
-    rows: set[RowKey] = {row for one in skeletons for row in (rollout_key(one), (one.prompt_id, None))}
-    whole = _assembled(files, (*SKELETON, "token_ids", "gold"), rows).rollouts
+    rows: set[RowKey] = {
+        row for skeleton in skeletons for row in (rollout_key(skeleton), (skeleton.prompt_id, None))
+    }
+    rollouts = _assembled(files, (*SKELETON, "token_ids", "gold"), rows).rollouts
     for skeleton in skeletons:
-        skeleton.prompt = replace(skeleton.prompt, gold=whole[rollout_key(skeleton)].prompt.gold)
-        segments = zip(skeleton.segments(), whole[rollout_key(skeleton)].segments(), strict=True)
+        rollout = rollouts[rollout_key(skeleton)]
+        skeleton.prompt = replace(skeleton.prompt, gold=rollout.prompt.gold)
+        segments = zip(skeleton.segments(), rollout.segments(), strict=True)
         for segment, found in segments:
             segment.token_ids = found.token_ids
 
@@ -126,8 +129,8 @@ def read_progress(
 
 def has_routes(rollout: Rollout) -> bool:
     """Return True if all tokens of a rollout have routes, and its prompt if there are any."""
-    routes = [one.routes for one in rollout.segments() if len(one)]
-    return not routes or all(one is not None for one in (rollout.prompt_routes, *routes))
+    routes = [segment.routes for segment in rollout.segments() if len(segment)]
+    return not routes or all(rows is not None for rows in (rollout.prompt_routes, *routes))
 
 
 def recorded_files(folder: Path) -> list[Path]:
@@ -136,7 +139,7 @@ def recorded_files(folder: Path) -> list[Path]:
 
 
 def remove_journals(files: Iterable[Path], prompt_ids: Collection[str]) -> None:
-    """Remove the journals among ``files`` that hold no others' than ``prompt_ids``', whose rollouts are
+    """Remove the journals among ``files`` that hold tracks of ``prompt_ids`` only, whose rollouts are
     complete."""
     for path in filter(_is_journal, files):
         if journal.prompts_of(path).issubset(prompt_ids):
@@ -147,16 +150,16 @@ def set_aside_stale(
     folder: Path, oldest: int, newest: float, carried: Mapping[RolloutKey, int] = MappingProxyType({})
 ) -> None:
     """Rename a step's record, and those of the steps after it, if weights of other versions than ``oldest``
-    to ``newest`` generated any of it. What it ``carried`` from earlier steps may have tokens that are as old
-    as is said there.
+    to ``newest`` generated any of it. ``carried``: oldest allowed version of each rollout that the step
+    resumed.
 
-    So it is where a run has gone back to a checkpoint, and an update that was skipped before was taken now.
+    This happens where a run went back to a checkpoint, and now took an update that it had skipped before.
     """
     files = recorded_files(folder)
     found = {version for path in files for version in _versions(path, oldest, carried)}
     if any(not oldest <= version <= newest for version in found):
-        later = [one for one in sorted(folder.parent.glob("step-*")) if one.name > folder.name]
-        aside, *_ = [one.rename(unused(one.with_name(f"stale-{one.name}"))) for one in (folder, *later)]
+        later = [step for step in sorted(folder.parent.glob("step-*")) if step.name > folder.name]
+        aside, *_ = [step.rename(unused(step.with_name(f"stale-{step.name}"))) for step in (folder, *later)]
         logger.warning(
             "%s: generated with policy version %s, but this run is at %d: set aside as %s",
             folder,
@@ -167,8 +170,8 @@ def set_aside_stale(
 
 
 def _versions(path: Path, oldest: int, carried: Mapping[RolloutKey, int]) -> set[int]:
-    """Of the rollouts that a file holds and of their tokens, less those before ``oldest`` that are
-    ``carried``."""
+    """Return the versions of a file's rollouts and their tokens, except for versions before ``oldest`` that
+    ``carried`` allows."""
     if _is_journal(path):  # of this step alone
         return values(path, journal.SCHEMA, "policy_version")
     found = values(path, SEGMENTS, "policy_version") - {None}  # prompts have none
@@ -180,7 +183,7 @@ def _versions(path: Path, oldest: int, carried: Mapping[RolloutKey, int]) -> set
 
 
 def step_files(folder: Path) -> list[Path]:
-    """A step's recorded files. Raises ValueError where they are of an older version."""
+    """Return a step's files of rollouts. Raises ValueError where they are of an older version."""
     if old := sorted(folder.glob(OLD_FILES)):
         raise other_version(old[0], OLD_VERSION)
     return _in_order(folder.glob(FILES))
@@ -191,12 +194,12 @@ def _is_journal(path: Path) -> bool:
 
 
 def _in_order(files: Iterable[Path]) -> list[Path]:
-    """``rank-0``, ``rank-1``, ``rank-0-2``: first attempts first."""
+    """Sort files so that first attempts come first: ``rank-0``, ``rank-1``, ``rank-0-2``."""
     return sorted(files, key=lambda path: (len(path.name), path.name))
 
 
 def read_grades(folder: Path) -> dict[tuple[str, int, int], Grade]:
-    """All grades of a step's folder, by prompt_id, index and number of the segment."""
+    """Return all grades of a step's folder, by prompt_id, index and number of the segment."""
     grades: dict[tuple[str, int, int], Grade] = {}
     for path in _in_order(folder.glob(GRADE_FILES)):
         table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
@@ -206,8 +209,8 @@ def read_grades(folder: Path) -> dict[tuple[str, int, int], Grade]:
 
 
 def read_streams(path: str | Path) -> Iterator[pa.Table]:
-    """Recorded segments for a notebook: a table for each file of ``path``, which is a file, a step's folder
-    or a run's ``streams/`` folder.
+    """Yield recorded segments for a notebook: a table for each file of ``path``, which is a file, a step's
+    folder or a run's ``streams/`` folder.
 
     Columns are those of ``record_format.SEGMENTS`` up to ``mask_counts``, then ``step`` (the folder's name)
     and ``reward`` and ``verdict``, null where a segment ends no graded response.
@@ -244,7 +247,7 @@ def _in_training_order(assembly: Assembly) -> list[Rollout]:
 
 
 def _naming(files: Sequence[Path], prompt_ids: Collection[str] | None) -> list[Path]:
-    """The files that hold any of ``prompt_ids``."""
+    """Return the files that hold any of ``prompt_ids``."""
     if prompt_ids is None:
         return list(files)
     return [path for path in files if not values(path, SEGMENTS, "prompt_id").isdisjoint(prompt_ids)]
@@ -257,7 +260,7 @@ def _assembled(
     prompt_ids: Collection[str] | None = None,
     with_routes: bool = True,
 ) -> Assembly:
-    """What the files of one folder hold: all of it, only the ``wanted`` rows, or those of some prompts."""
+    """Read the files of one folder: all rows, only the ``wanted`` rows, or the rows of some prompts."""
     assembly = Assembly(read_grades(files[0].parent) if files else {}, with_routes=with_routes)
     for path in files:
         for batch in batches(path, SEGMENTS, columns, None if wanted is None else _places(path, wanted)):
@@ -269,7 +272,7 @@ def _assembled(
 
 
 def _places(path: Path, wanted: set[RowKey]) -> list[int]:
-    """Where the batches begin that hold any of the rows."""
+    """Return the places where batches begin that hold any of the rows."""
     return [
         place
         for place, batch in placed(path, SEGMENTS, ["prompt_id", "index"])

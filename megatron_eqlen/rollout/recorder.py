@@ -1,12 +1,13 @@
 """Writer of a step's rollouts: a thread records them while they are harvested (``record_reader`` reads them).
 
-    step-00000012/rank-0.arrow            what a rank recorded: complete rollouts (``record_format``)
+    step-00000012/rank-0.arrow            complete rollouts that a rank recorded (``record_format``)
     step-00000012/rank-0-2.arrow          of the rank's next attempt at the step, or next batch of prompts
-    step-00000012/journal-rank-0.arrow    tokens of unfinished ones (``journal``), while the harvest runs
+    step-00000012/journal-rank-0.arrow    tokens of unfinished rollouts (``journal``), while the harvest runs
     step-00000012/suspended-rank-0.arrow  tokens of rollouts that the next step resumes
     step-00000012/grades-rank-0.arrow     grades, once they are known; nothing is written twice
 
-A process killed at any moment loses what was not yet written: at most ``INTERVAL`` seconds of tokens.
+A process killed at any moment loses only tokens that were not yet written: those of at most ``INTERVAL``
+seconds.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import pyarrow as pa
 from megatron_eqlen.files import replaced, unused
 from megatron_eqlen.rollout import journal
 from megatron_eqlen.rollout.arrow_log import ArrowLog
-from megatron_eqlen.rollout.journal import Journal, News
+from megatron_eqlen.rollout.journal import Journal, NewTokens
 from megatron_eqlen.rollout.record_format import (
     GRADES,
     SEGMENTS,
@@ -59,7 +60,7 @@ class Recorder(HarvestObserver):
     ``with_routes``: with the routes of rollouts, which are most of a record's bytes; the journal always has
     them.
 
-    What the thread could not write (a full disk, say) is raised by a later call, ``close`` at the latest.
+    An error of the thread (a full disk, say) is raised by a later call, ``close`` at the latest.
     """
 
     def __init__(self, path: str | Path, with_routes: bool = True) -> None:
@@ -70,13 +71,13 @@ class Recorder(HarvestObserver):
         self._file = ArrowLog(self.path, SEGMENTS)
         self._journal = Journal(self.path.with_name(journal.PREFIX + self.path.name))
         self._prompts: set[str] = set()
-        """Ids of those that the file holds."""
+        """Ids of the prompts that the file holds."""
         self._complete: list[Row] = []
         """Rows of rollouts that wait for the next write."""
         self._suspended: list[Sequence[Track]] = []
-        """Tracks of each of those among them that are suspended."""
+        """Tracks of the suspended rollouts among them."""
         self._due = time.monotonic() + INTERVAL
-        self._queue: SimpleQueue[tuple[list[News], list[Sequence[Track]], list[Row]]] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[list[NewTokens], list[Sequence[Track]], list[Row]]] = SimpleQueue()
         self._thread = ThreadPoolExecutor(1, "recorder")
         self._writing: Future[None] | None = None
 
@@ -102,13 +103,13 @@ class Recorder(HarvestObserver):
         now = time.monotonic()
         if now >= self._due or last:
             self._due = now + INTERVAL
-            news, suspended, rows = self._journal.news(), self._suspended, self._complete
+            tokens, suspended, rows = self._journal.new_tokens(), self._suspended, self._complete
             self._suspended, self._complete = [], []
-            if news or rows:
-                self._put(news, suspended, rows)
+            if tokens or rows:
+                self._put(tokens, suspended, rows)
 
     def close(self) -> None:
-        """Wait until everything is on the disk. All rollouts are complete or suspended: the journal goes."""
+        """Wait until everything is on disk, then remove the journal: no rollout is unfinished."""
         try:
             self._stop()
         except BaseException:
@@ -140,20 +141,20 @@ class Recorder(HarvestObserver):
             rows = [prompt_row(rollout.prompt), *rows]
         return rows
 
-    def _put(self, news: list[News], suspended: list[Sequence[Track]], rows: list[Row]) -> None:
+    def _put(self, tokens: list[NewTokens], suspended: list[Sequence[Track]], rows: list[Row]) -> None:
         if self._writing is not None and self._writing.done():
             self._writing.result()
-        self._queue.put((news, suspended, rows))
+        self._queue.put((tokens, suspended, rows))
         self._writing = self._thread.submit(self._drain)
 
     def _drain(self) -> None:
-        """Write what is waiting, rollouts after the tokens that they and the others had then: what is
-        complete on disk is never ahead of the journal, nor of the file of suspended tracks."""
+        """Write all that waits in the queue, rollouts after the tokens that all rollouts had then: rollouts
+        on disk are never ahead of the journal, nor of the file of suspended tracks."""
         rows: list[Row] = []
         try:
             while True:
-                news, suspended, complete = self._queue.get_nowait()
-                self._journal.write(news)
+                tokens, suspended, complete = self._queue.get_nowait()
+                self._journal.write(tokens)
                 if suspended:
                     name = journal.SUSPENDED_PREFIX + self.path.name
                     journal.write_tracks(self.path.with_name(name), suspended)

@@ -47,7 +47,7 @@ def check_step(folder: Path, rollouts: Sequence[Rollout], recipe: Recipe, eos: f
         )
     prompts = {one.prompt_id: one.prompt for one in rollouts}
     if recipe.rollout.carry_over:
-        return  # how many it goes on with depends on the step before
+        return  # the number of resumed rollouts depends on the step before
     wanted, rollout = recipe.data.prompts_per_step, recipe.rollout
     cut = rollout.tokens_per_step is not None or rollout.seconds_per_step is not None
     too_many = len(prompts) > wanted and not resolve(recipe).dynamic_sampling

@@ -1,4 +1,4 @@
-"""Routes as columns of a record: bytes, and beside them what a token's row is, for example ``48x8:uint8``."""
+"""Routes as columns of a record: bytes, and shape and type of a token's row, for example ``48x8:uint8``."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from megatron_eqlen.types import Elsewhere, Routes
 
 
 def route_name(routes: Routes | None) -> str | None:
-    """What a row is."""
+    """Return shape and type of a row."""
     return None if routes is None else f"{'x'.join(map(str, routes.shape[1:]))}:{routes.dtype}"
 
 
 def as_bytes(routes: Routes | None) -> np.ndarray | None:
-    """[L * bytes of a row] uint8"""
+    """Return the routes as [L * bytes of a row] uint8."""
     return None if routes is None else np.ascontiguousarray(routes).reshape(-1).view(np.uint8)
 
 
 def from_bytes(name: str | None, data: np.ndarray | None) -> Routes | None:
-    """The inverse of ``as_bytes``: a view."""
+    """Return routes as a view of ``data``, the inverse of ``as_bytes``."""
     if name is None or data is None:
         return None
     row, dtype = _parsed(name)
@@ -28,7 +28,7 @@ def from_bytes(name: str | None, data: np.ndarray | None) -> Routes | None:
 
 
 def unread(name: str | None, length: int) -> Routes | None:
-    """Stands for routes that were not read."""
+    """Return a placeholder for routes that were not read."""
     if name is None:
         return None
     row, dtype = _parsed(name)

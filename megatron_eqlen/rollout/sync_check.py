@@ -1,14 +1,14 @@
-"""Whether an engine computes with the weights that it was sent: a sync without effect, told from round-off.
+"""Detects syncs without effect: an engine that does not compute with the weights that it was sent.
 
-    update_weights ─► digests of what was sent          has an answer not changed by one bit since an earlier
+    update_weights ─► digests of the weights            has an answer not changed by one bit since an earlier
     probe ──────────► each replica's answer             sync, though most weights have: that replica is stale
 
 A probe is one short request, always the same, right after a sync (its prefix is shorter than a block of the
-cache, so nothing of it is ever cached). Answers of different weights differ in some bit, answers of the same
+cache, so none of it is ever cached). Answers of different weights differ in some bit, answers of the same
 weights do not: an engine that computes the same request alone rounds alike. So there is no threshold, and
 steps that change nothing (no update, a learning rate of 0, bfloat16 weights that an update was too small for)
-raise no alarm. Found are syncs that have no effect at all on a replica. Where a part of the weights is stale
-the answer changes; ``rollout.mismatch`` is for that.
+raise no alarm. The check finds syncs that have no effect at all on a replica. Where a part of the weights is
+stale the answer changes; ``rollout.mismatch`` finds that.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ class _Probed(NamedTuple):
 
 
 class SyncCheck:
-    """What was sent, and what the replicas answered before."""
+    """Digests of the weights that were sent, and the earlier answers of the replicas."""
 
     def __init__(self) -> None:
         self.sent: dict[str, torch.Tensor] = {}
         self.probed: dict[str, _Probed] = {}
-        """Of each replica the answer that it gives now, and what had been sent when it gave that first."""
+        """Newest answer of each replica, and the weights that had been sent when it first gave it."""
         self.due = False
-        """Whether weights were sent since the last probe."""
+        """True if weights were sent since the last probe."""
 
     def passing(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same stream of weights, its digests noted."""
+        """Pass a stream of weights through and keep their digests."""
         sent = {}
         for name, tensor in named_tensors:
             sent[name] = digest(tensor)
@@ -57,7 +57,7 @@ class SyncCheck:
         self.sent, self.due = sent, True
 
     def stale(self, answers: Mapping[str, Answer]) -> list[str]:
-        """The replicas, of those that answered, that do not hold what was sent."""
+        """Return the replicas whose answers show that they do not hold the weights that were sent."""
         self.due = False
         found = []
         for replica, answer in answers.items():

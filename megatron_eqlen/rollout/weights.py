@@ -1,4 +1,4 @@
-"""The weights an engine expects, by Hugging Face name: those of the model that it was started with.
+"""Names and shapes of the weights that an engine expects: those of the model that it was started with.
 
 If a sync lacked a weight, or had one of another shape, part of the engine would silently keep old weights. So
 every stream of weights is checked against this table while it passes.
@@ -28,7 +28,7 @@ class WeightTable:
 
     @classmethod
     def read(cls, model_path: str | Path) -> WeightTable:
-        """What the trainer trains of a Hugging Face folder, which must be whole: its tensors are read as for
+        """Read the table of a Hugging Face folder, which must be complete: its tensors are checked as for
         training. Raises ValueError."""
         weights = check_folder(HFFolder(model_path), read_config(model_path)).values()
         shapes = {
@@ -37,8 +37,8 @@ class WeightTable:
         return cls(shapes, str(model_path))
 
     def check(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same stream. Raises ValueError for a weight that is unknown, comes twice, has another shape, or
-        (at the end) is missing."""
+        """Pass a stream of weights through. Raises ValueError for a weight that is unknown, comes twice, has
+        another shape, or (at the end) is missing."""
         self.bytes_seen = 0
         missing = set(self.shapes)
         for name, tensor in named_tensors:
