@@ -11,6 +11,6 @@ from typing import Any
 def __getattr__(name: str) -> Any:
     if name != "read_streams":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from megatron_eqlen.rollout.record_reader import read_streams  # pyarrow takes long to import
+    from megatron_eqlen.rollout.record.reader import read_streams  # pyarrow takes long to import
 
     return read_streams

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Literal
 
-from megatron_eqlen.budget import Spent
+from megatron_eqlen.recipe.budget import Spent
 from megatron_eqlen.types import Metrics
 
 

@@ -9,7 +9,7 @@ import importlib
 import sys
 from pathlib import Path
 
-from megatron_eqlen.quiet import quiet
+from megatron_eqlen.processes.quiet import quiet
 
 BENCHMARKS = {
     "harvest": "equal-length and independent harvest against plain LLM.generate on one engine",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_eqlen.data.synthetic import make_rows, write_split
+from megatron_eqlen.toys.synthetic import make_rows, write_split
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_eqlen.data.programs import make_rows, write
+from megatron_eqlen.toys.programs import make_rows, write
 
 
 def main() -> None:

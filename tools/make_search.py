@@ -3,7 +3,7 @@
 
     tools/make_search.py --out runs/search/data
 
-Responses have a heavy tail of lengths (megatron_eqlen/data/search.py); the dials shape it. The files share no
+Responses have a heavy tail of lengths (megatron_eqlen/toys/search.py); the dials shape it. The files share no
 question; the same arguments write the same rows.
 """
 
@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_eqlen.data.search import Dials, make_rows
-from megatron_eqlen.data.synthetic import write_split
+from megatron_eqlen.toys.search import Dials, make_rows
+from megatron_eqlen.toys.synthetic import write_split
 
 
 def main() -> None:

@@ -37,12 +37,8 @@ from transformers.models.qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_next import Qwen3NextConfig
 from transformers.utils import logging as transformers_logging
 
-from megatron_eqlen.data.tokenizer_maker import (
-    END_OF_TURN,
-    write_hf_tokenizer,
-    write_sentencepiece_tokenizer,
-)
-from megatron_eqlen.tokenizer import Tokenizer, load_tokenizer
+from megatron_eqlen.hf.tokenizer import Tokenizer, load_tokenizer
+from megatron_eqlen.toys.tokenizer_maker import END_OF_TURN, write_hf_tokenizer, write_sentencepiece_tokenizer
 
 VOCAB_SIZE = 384
 TOKENIZER_TEXTS = 3000

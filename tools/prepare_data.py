@@ -26,9 +26,9 @@ from rich.table import Table
 
 from megatron_eqlen.data.prepare import prepare
 from megatron_eqlen.data.rows import Tally
+from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.recipe import SourceRecipe
-from megatron_eqlen.rewards.math import MathGrader
-from megatron_eqlen.tokenizer import load_tokenizer
+from megatron_eqlen.rewards.math.grader import MathGrader
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megatron_eqlen.objectives import theory
-from megatron_eqlen.objectives.theory import A_1, A_2, A_3, B_1, B_2
+from megatron_eqlen.paper import theory
+from megatron_eqlen.paper.theory import A_1, A_2, A_3, B_1, B_2
 
 
 def main() -> None:

@@ -16,10 +16,10 @@ import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] (documented)
 
 from megatron_eqlen.check.finding import Check, Finding, Place, gigabytes
-from megatron_eqlen.cores import memory_limit, usable_cores
 from megatron_eqlen.plan.host import checkpoint_bytes, export_bytes
 from megatron_eqlen.plan.model import model_config
 from megatron_eqlen.plan.sbatch import trainer_bytes
+from megatron_eqlen.processes.cores import memory_limit, usable_cores
 from megatron_eqlen.recipe import Recipe, RecipeError
 
 MEET = "EQLEN_MEET"

@@ -9,12 +9,12 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from megatron_eqlen import packages
 from megatron_eqlen.check.finding import Check, Finding, Place
-from megatron_eqlen.packages import FLA, NEEDED, TRANSFORMER_ENGINE, Package
+from megatron_eqlen.megatron_cpu import packages
+from megatron_eqlen.megatron_cpu.packages import FLA, NEEDED, TRANSFORMER_ENGINE, Package
 from megatron_eqlen.plan.model import model_config
-from megatron_eqlen.recipe_checks import check_inputs
-from megatron_eqlen.rewards.code import offered_isolation
+from megatron_eqlen.recipe.checks import check_inputs
+from megatron_eqlen.rewards.code.grader import offered_isolation
 
 PYTHONS = ((3, 11), (3, 12))
 SETUP = "tools/setup (gpu)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from megatron_eqlen.tokenizer import Message, Tokenizer
+from megatron_eqlen.hf.tokenizer import Message, Tokenizer
 
 InstructionRole = Literal["user", "system", "none"]
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from megatron_eqlen.data.rows import BadRow, Problem
-from megatron_eqlen.rewards.code_tests import CodeTests
+from megatron_eqlen.rewards.code.tests import CodeTests
 
 
 @contextlib.contextmanager

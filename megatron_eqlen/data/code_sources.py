@@ -19,7 +19,7 @@ from megatron_eqlen.data.code_prompts import code_question
 from megatron_eqlen.data.code_rows import reading_tests
 from megatron_eqlen.data.files import find_files, read_records
 from megatron_eqlen.data.rows import BadRow, number_field, text_field
-from megatron_eqlen.rewards.code_tests import CodeTests
+from megatron_eqlen.rewards.code.tests import CodeTests
 
 INTERACTIVE = re.compile(
     r"(?<!\bnot an )(?<!\bnon-)\binteractive\s+(?:problem|task)\b|\b(?:problem|task)\s+is\s+interactive\b",

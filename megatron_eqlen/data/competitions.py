@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_eqlen.data.files import find_files, read_records
 from megatron_eqlen.data.rows import BadRow, Problem, Tally, answer_field, numbered, text_field
-from megatron_eqlen.rewards.math_answer import normalize
+from megatron_eqlen.rewards.math.answer import normalize
 
 _AIME_ANSWER = re.compile(r"(\d{1,3})(?:\\unit\{(?!base)[^{}]*\})?")
 """An integer from 0 to 999 in normal form, with or without a unit: II-5 of 2025 is ``336^\\circ``."""

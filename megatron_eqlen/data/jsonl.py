@@ -2,7 +2,7 @@ r"""Plain JSON Lines: one question a line.
 
 ``{"question": text, "answer": text or integer}`` is graded by ``math``. Optional: ``grader`` (``math``,
 ``code``, ``rubric``), ``difficulty`` (number), ``instruction`` (replaces the recipe's), and for ``code``
-instead of ``answer`` the ``tests`` object of ``rewards/code_tests.py``.
+instead of ``answer`` the ``tests`` object of ``rewards/code/tests.py``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_eqlen.data.rows import (
     numbered,
     text_field,
 )
-from megatron_eqlen.rewards.code_tests import CodeTests
+from megatron_eqlen.rewards.code.tests import CodeTests
 
 GRADERS = ("math", "code", "rubric")
 

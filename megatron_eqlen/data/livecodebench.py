@@ -21,8 +21,8 @@ from megatron_eqlen.data.code_prompts import code_question
 from megatron_eqlen.data.code_rows import code_row, reading_tests
 from megatron_eqlen.data.files import find_files, parse_json, read_records
 from megatron_eqlen.data.rows import BadRow, Problem, Tally, field_of, numbered, text_field
-from megatron_eqlen.rewards.code_tests import CodeTests
-from megatron_eqlen.rewards.livecodebench import MEMORY_MB
+from megatron_eqlen.rewards.code.livecodebench import MEMORY_MB
+from megatron_eqlen.rewards.code.tests import CodeTests
 
 TEXT_OPCODES = ("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8")
 FRAMING_OPCODES = ("PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP")

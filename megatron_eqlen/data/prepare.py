@@ -23,10 +23,10 @@ from megatron_eqlen.data.chat import format_prompt
 from megatron_eqlen.data.prepared import PreparedWriter, manifest_path, read_manifest, sha256, write_whole
 from megatron_eqlen.data.rows import Problem, Tally
 from megatron_eqlen.data.sources import read_source
+from megatron_eqlen.hf.tokenizer import Tokenizer
 from megatron_eqlen.recipe import SourceRecipe
-from megatron_eqlen.rewards.code_tests import VERSION as CODE_TESTS_VERSION
-from megatron_eqlen.rewards.math import MathGrader
-from megatron_eqlen.tokenizer import Tokenizer
+from megatron_eqlen.rewards.code.tests import VERSION as CODE_TESTS_VERSION
+from megatron_eqlen.rewards.math.grader import MathGrader
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ import pyarrow.parquet as pq
 from megatron_eqlen.data.code_rows import reading_tests
 from megatron_eqlen.data.files import parse_json
 from megatron_eqlen.data.rows import BadRow, Problem, Tally
-from megatron_eqlen.rewards.code_tests import VERSION as CODE_TESTS_VERSION
-from megatron_eqlen.rewards.code_tests import CodeTests
+from megatron_eqlen.rewards.code.tests import VERSION as CODE_TESTS_VERSION
+from megatron_eqlen.rewards.code.tests import CodeTests
 
 SCHEMA = pa.schema(
     [

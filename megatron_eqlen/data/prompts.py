@@ -17,10 +17,10 @@ import numpy as np
 from megatron_eqlen.data.chat import format_prompt
 from megatron_eqlen.data.rows import BadRow, Problem, Tally
 from megatron_eqlen.data.sources import open_source, read_problems
+from megatron_eqlen.hf.tokenizer import Tokenizer
 from megatron_eqlen.metrics import PROMPTS_DRAWN
 from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, SourceRecipe
-from megatron_eqlen.rewards.math import MathGrader
-from megatron_eqlen.tokenizer import Tokenizer
+from megatron_eqlen.rewards.math.grader import MathGrader
 from megatron_eqlen.types import Metrics, Prompt
 
 

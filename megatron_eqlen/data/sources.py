@@ -9,8 +9,8 @@ from pathlib import Path
 from megatron_eqlen.data import competitions, deepmath, jsonl, livecodebench, opencodereasoning, prepared
 from megatron_eqlen.data.filters import Exclusion, filter_rows, read_exclusion
 from megatron_eqlen.data.rows import Problem, Tally
-from megatron_eqlen.plugins import is_import_path, load_object
 from megatron_eqlen.recipe import BenchmarkRecipe, SourceRecipe
+from megatron_eqlen.recipe.plugins import is_import_path, load_object
 
 log = logging.getLogger(__name__)
 

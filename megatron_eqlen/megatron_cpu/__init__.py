@@ -46,8 +46,7 @@ class _MegatronCore(MetaPathFinder):
 def _finder() -> MetaPathFinder:
     import torch
 
-    from megatron_eqlen import packages
-    from megatron_eqlen.megatron_cpu import gaps
+    from megatron_eqlen.megatron_cpu import gaps, packages
     from megatron_eqlen.megatron_cpu.finder import MegatronFinder
 
     packages.leave_out_broken()

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 
-from megatron_eqlen import layout, packages
 from megatron_eqlen.hf.config import DeltaNet, Experts, ModelConfig
+from megatron_eqlen.megatron_cpu import packages
 from megatron_eqlen.models.rotary import set_attention_factor
-from megatron_eqlen.recipe import ParallelRecipe
+from megatron_eqlen.recipe import ParallelRecipe, layout
 
 
 def transformer_config(

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from torch import Tensor
 
-from megatron_eqlen import packages
+from megatron_eqlen.megatron_cpu import packages
 from megatron_eqlen.models.context import Share, gather_heads, scatter_heads
 from megatron_eqlen.models.tree_params import KERNEL_CHUNK, Chunks, TreeParams
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_eqlen import recipe_load
 from megatron_eqlen.objectives.checks import check_combination
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe import load as recipe_load
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:

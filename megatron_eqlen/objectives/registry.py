@@ -12,8 +12,8 @@ from typing import Any
 
 from megatron_eqlen.objectives.advantages import Gr3, dr_grpo, grpo, reward, rloo
 from megatron_eqlen.objectives.objective import Objective
-from megatron_eqlen.plugins import is_import_path, load_object
 from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe.plugins import is_import_path, load_object
 
 OVERLONG_BUFFER = 4096
 """Tokens of DAPO's length-penalty buffer, with responses of 20,480 tokens. For shorter responses we take the

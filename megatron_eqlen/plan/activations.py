@@ -12,9 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_eqlen import layout
 from megatron_eqlen.hf.config import DeltaNet, ModelConfig
-from megatron_eqlen.recipe import ParallelRecipe, Recipe
+from megatron_eqlen.recipe import ParallelRecipe, Recipe, layout
 
 BYTES = {"float32": 4, "bfloat16": 2}
 WIDE = 4

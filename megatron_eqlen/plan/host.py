@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 from megatron_eqlen.hf.config import ModelConfig
-from megatron_eqlen.phases import on_host
 from megatron_eqlen.plan.activations import BYTES
 from megatron_eqlen.plan.parameters import Held, total
 from megatron_eqlen.plan.trainer import MAIN_WEIGHT, MOMENTS, Trainer, optimizer_bytes
 from megatron_eqlen.plan.workload import Workload
 from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe.phases import on_host
 from megatron_eqlen.types import route_dtype
 
 PROCESS = 6e9

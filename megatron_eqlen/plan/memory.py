@@ -1,4 +1,4 @@
-"""The GPU's memory, phase by phase: what ``phases.py`` says is there, in bytes, and whether it fits."""
+"""The GPU's memory, phase by phase: what ``recipe/phases.py`` names, in bytes, and whether it fits."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_eqlen.hf.config import ModelConfig
-from megatron_eqlen.phases import phases
 from megatron_eqlen.plan import engine
 from megatron_eqlen.plan.activations import Activations
 from megatron_eqlen.plan.trainer import Trainer, sent_tensors, trainer
 from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe.phases import phases
 
 RUNTIME = 2.5e9
 """CUDA's context, the trainer's NCCL groups, cuBLAS; an allowance."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import megatron_eqlen.hf
 from megatron_eqlen.hf.config import ModelConfig, read_config
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.recipe_checks import where_from
+from megatron_eqlen.recipe.checks import where_from
 
 KNOWN_MODELS = Path(megatron_eqlen.hf.__file__).parent / "configs"
 """config.json of public models, so that a plan needs no download."""

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from functools import cache
 from math import prod
 
-from megatron_eqlen import layout
 from megatron_eqlen.hf.config import ModelConfig
 from megatron_eqlen.hf.families import weight_map
-from megatron_eqlen.recipe import ParallelRecipe
+from megatron_eqlen.recipe import ParallelRecipe, layout
 
 PARAMETER_START = 64
 BUCKET_END = 128

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-from megatron_eqlen import layout
-from megatron_eqlen.cores import cores_per_rank
 from megatron_eqlen.hf.config import ModelConfig
 from megatron_eqlen.hf.cost import active_parameters
 from megatron_eqlen.objectives.registry import resolve, with_defaults
@@ -19,7 +17,8 @@ from megatron_eqlen.plan.parameters import total
 from megatron_eqlen.plan.sbatch import short_limit, train_environment, train_options
 from megatron_eqlen.plan.speed import ASSUMPTIONS, CONTEXT_ASSUMPTIONS, speeds
 from megatron_eqlen.plan.workload import Workload, workload
-from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.processes.cores import cores_per_rank
+from megatron_eqlen.recipe import Recipe, layout
 
 WORTH_A_LARGER_BUDGET = 0.05
 """Share of positions that repeat what another row holds too."""

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from megatron_eqlen.budget import Budget
-from megatron_eqlen.plugins import is_import_path
+from megatron_eqlen.recipe.budget import Budget
 from megatron_eqlen.recipe.naming import variant_name
+from megatron_eqlen.recipe.plugins import is_import_path
 
 
 def _number(value: Any) -> Any:

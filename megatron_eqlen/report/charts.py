@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from megatron_eqlen.budget import Budget
 from megatron_eqlen.metrics import (
     HARVEST_SEGMENT_LENGTH,
     HARVEST_TRUNCATED_FRACTION,
@@ -29,6 +28,7 @@ from megatron_eqlen.metrics import (
     TRAIN_GRAD_NORM,
     spent,
 )
+from megatron_eqlen.recipe.budget import Budget
 from megatron_eqlen.report.evaluations import Evaluation
 from megatron_eqlen.report.format import (
     MISMATCH,

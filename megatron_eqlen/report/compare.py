@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_eqlen.budget import COSTS, UNITS
 from megatron_eqlen.evaluation.result import compare_seeds, over_seeds
 from megatron_eqlen.evaluation.statistics import Interval
+from megatron_eqlen.recipe.budget import COSTS, UNITS
 from megatron_eqlen.report.run_groups import AFTER, BASE, Group, RunResult, group, read_run, run_folders
 from megatron_eqlen.report.tables import markdown_rows
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_eqlen.failures import FIRST, free_space
-from megatron_eqlen.hang import HANGS, INDEX
+from megatron_eqlen.processes.failures import FIRST, free_space
+from megatron_eqlen.processes.hang import HANGS, INDEX
 from megatron_eqlen.report.run_folder import CANCELLED, GIVEN_UP, STALLED
 
 

@@ -18,11 +18,11 @@ from megatron_eqlen.files import step_name, step_number
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.report.recorded import Decoder
 from megatron_eqlen.report.rollouts import RolloutView, Unknown, open_segment, view
-from megatron_eqlen.rollout import journal
-from megatron_eqlen.rollout.arrow_log import pieces, placed
-from megatron_eqlen.rollout.record_format import END, PROMPT, SEGMENTS
-from megatron_eqlen.rollout.record_reader import step_files
-from megatron_eqlen.rollout.recorder import JOURNALS, SUSPENDED
+from megatron_eqlen.rollout.record import journal
+from megatron_eqlen.rollout.record.arrow_log import pieces, placed
+from megatron_eqlen.rollout.record.format import END, PROMPT, SEGMENTS
+from megatron_eqlen.rollout.record.reader import step_files
+from megatron_eqlen.rollout.record.recorder import JOURNALS, SUSPENDED
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.harvester import Harvester
 from megatron_eqlen.sampling.kind import LabeledSegment, plural

@@ -11,7 +11,7 @@ from megatron_eqlen.evaluation.result import EvaluationResult, compare
 from megatron_eqlen.files import write_text
 from megatron_eqlen.metrics import spent
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.recipe_load import dump, load_run
+from megatron_eqlen.recipe.load import dump, load_run
 from megatron_eqlen.report.evaluations import evaluations
 from megatron_eqlen.report.metrics import read_metrics
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_eqlen.files import step_folders, step_number, write_text
-from megatron_eqlen.recipe_load import RECIPE, dump, load_run
+from megatron_eqlen.recipe.load import RECIPE, dump, load_run
 from megatron_eqlen.report import worst
 from megatron_eqlen.report.charts import charts, facts, stages
 from megatron_eqlen.report.drawing import timeline
@@ -32,7 +32,7 @@ from megatron_eqlen.report.state import FILE as STATE
 from megatron_eqlen.report.state import State, read_state
 from megatron_eqlen.report.status import page_rows, status
 from megatron_eqlen.report.template import environment
-from megatron_eqlen.rollout.recorder import JOURNALS
+from megatron_eqlen.rollout.record.recorder import JOURNALS
 from megatron_eqlen.types import RolloutKey, WorstToken
 
 POLL, POLL_HIDDEN = 2.0, 15.0

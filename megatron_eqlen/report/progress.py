@@ -17,8 +17,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from megatron_eqlen.budget import Budget, Spent
 from megatron_eqlen.metrics import TIME_STEP, spent
+from megatron_eqlen.recipe.budget import Budget, Spent
 from megatron_eqlen.report.format import (
     MISMATCH,
     PAIRS,

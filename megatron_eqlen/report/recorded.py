@@ -13,13 +13,13 @@ from statistics import fmean
 from typing import NamedTuple
 
 from megatron_eqlen.files import step_folders, step_number
+from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.report.rollouts import MATH, Decode, RolloutView, Training, gold_answer, view
-from megatron_eqlen.rollout.record_reader import fill_token_ids, read_prompts, read_skeletons, step_files
-from megatron_eqlen.rollout.recorder import GRADE_FILES
+from megatron_eqlen.rollout.record.reader import fill_token_ids, read_prompts, read_skeletons, step_files
+from megatron_eqlen.rollout.record.recorder import GRADE_FILES
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.sampling.kind import LabeledSegment
-from megatron_eqlen.tokenizer import load_tokenizer
 from megatron_eqlen.types import Grade, Rollout, RolloutKey, rollout_key
 
 SHOWN = 4

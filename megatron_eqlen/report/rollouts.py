@@ -10,10 +10,10 @@ from typing import Literal, NamedTuple
 from megatron_eqlen.objectives.build import weighted_units
 from megatron_eqlen.objectives.dynamic_sampling import trained
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.recipe_load import RECIPE, load
+from megatron_eqlen.recipe.load import RECIPE, load
 from megatron_eqlen.report.format import compact, shorten
-from megatron_eqlen.rollout.record_reader import step_files
-from megatron_eqlen.rollout.recorder import FILES
+from megatron_eqlen.rollout.record.reader import step_files
+from megatron_eqlen.rollout.record.recorder import FILES
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.sampling.kind import LabeledSegment
 from megatron_eqlen.types import Grade, Node, Prompt, Rollout, Segment, TokenIds

@@ -29,7 +29,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_eqlen.failures import FIRST
 from megatron_eqlen.files import (
     read_json,
     refuse_unwritable,
@@ -39,15 +38,16 @@ from megatron_eqlen.files import (
     write_json,
     write_text,
 )
-from megatron_eqlen.hang import HANGS
-from megatron_eqlen.hold import Hold
 from megatron_eqlen.metrics import spent
+from megatron_eqlen.processes.failures import FIRST
+from megatron_eqlen.processes.hang import HANGS
+from megatron_eqlen.processes.hold import Hold
+from megatron_eqlen.processes.watchdog import remove_quiet
 from megatron_eqlen.recipe import MAY_CHANGE, Recipe, RecipeError, differences, is_under
-from megatron_eqlen.recipe_load import RECIPE, SUBMITTED, dump, load
+from megatron_eqlen.recipe.load import RECIPE, SUBMITTED, dump, load
 from megatron_eqlen.report.metrics import FILE as METRICS
 from megatron_eqlen.report.metrics import read_metrics
 from megatron_eqlen.report.state import FILE as STATE
-from megatron_eqlen.watchdog import remove_quiet
 
 SAVED = ".saved"
 """In a run's folder: how many steps the newest checkpoint was saved after."""

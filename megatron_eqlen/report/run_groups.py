@@ -12,12 +12,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megatron_eqlen.budget import Spent
 from megatron_eqlen.evaluation.result import EvaluationResult, read_results
 from megatron_eqlen.metrics import HARVEST_GENERATED_TOKENS, OBJECTIVE_EFFECTIVE_SAMPLES, spent
 from megatron_eqlen.objectives.registry import with_defaults
 from megatron_eqlen.recipe import Recipe, is_under, leaves
-from megatron_eqlen.recipe_load import RECIPE, load_run
+from megatron_eqlen.recipe.budget import Spent
+from megatron_eqlen.recipe.load import RECIPE, load_run
 from megatron_eqlen.report.metrics import read_metrics
 
 BASE = "base"

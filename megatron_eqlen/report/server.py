@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from megatron_eqlen.recipe_load import may_become_run
+from megatron_eqlen.recipe.load import may_become_run
 from megatron_eqlen.report import page
 from megatron_eqlen.report.page import Page
 from megatron_eqlen.report.template import policy

@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_eqlen.hold import HeldError, Hold
+from megatron_eqlen.processes.hold import HeldError, Hold
+from megatron_eqlen.processes.timeline import Timeline
 from megatron_eqlen.report.progress import Progress
-from megatron_eqlen.timeline import Timeline
 
 FILE = "state.json"
 LOOK, BEAT = 0.5, 15.0

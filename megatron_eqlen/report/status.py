@@ -18,11 +18,11 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.text import Text
 
-from megatron_eqlen import hold
 from megatron_eqlen.files import LATEST
 from megatron_eqlen.metrics import PROMPTS_DRAWN, TIME_STEP, spent
+from megatron_eqlen.processes import hold
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.recipe_load import load_run
+from megatron_eqlen.recipe.load import load_run
 from megatron_eqlen.report.ends import Ends, Hang, read_ends
 from megatron_eqlen.report.evaluations import evaluations
 from megatron_eqlen.report.format import REWARD, compact, duration, first_of

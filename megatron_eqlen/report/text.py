@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.report import worst
 from megatron_eqlen.report.rollouts import (
@@ -22,8 +23,7 @@ from megatron_eqlen.report.rollouts import (
     recorded_steps,
     view,
 )
-from megatron_eqlen.rollout.record_reader import fill_token_ids, read_skeletons
-from megatron_eqlen.tokenizer import load_tokenizer
+from megatron_eqlen.rollout.record.reader import fill_token_ids, read_skeletons
 from megatron_eqlen.types import WorstToken
 
 STYLES = {"raised": "green", "lowered": "red", "equal": "yellow", "plain": "default"}

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
-from megatron_eqlen.rewards.worker_host import Item
+from megatron_eqlen.rewards.workers.host import Item
 from megatron_eqlen.types import Grade
 
 

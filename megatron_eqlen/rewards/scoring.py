@@ -16,20 +16,20 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_eqlen.cores import cores_per_rank
+from megatron_eqlen.hf.tokenizer import Tokenizer
 from megatron_eqlen.metrics import POLICY_RESPONSE_LENGTH, POLICY_REWARD, POLICY_ROLLOUTS, REWARD_MEAN
-from megatron_eqlen.plugins import is_import_path, load_object
+from megatron_eqlen.processes.cores import cores_per_rank
+from megatron_eqlen.processes.watchdog import beat
 from megatron_eqlen.recipe import RewardRecipe
+from megatron_eqlen.recipe.plugins import is_import_path, load_object
 from megatron_eqlen.rewards.background import Background, Key, naming, response_key
-from megatron_eqlen.rewards.code import CodeGrader
+from megatron_eqlen.rewards.code.grader import CodeGrader
 from megatron_eqlen.rewards.grader import BackgroundGrader, Grader
-from megatron_eqlen.rewards.math import MathGrader
+from megatron_eqlen.rewards.math.grader import MathGrader
 from megatron_eqlen.rewards.thinking import END_OF_THINKING, answer_section
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver, RolloutPart, all_rollouts
-from megatron_eqlen.tokenizer import Tokenizer
 from megatron_eqlen.types import Grade, Metrics, Prompt, Rollout, Segment, TokenIds
-from megatron_eqlen.watchdog import beat
 
 log = logging.getLogger(__name__)
 

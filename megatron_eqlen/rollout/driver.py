@@ -14,13 +14,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 
+from megatron_eqlen.processes.watchdog import beat
 from megatron_eqlen.rollout.engine import Decoder, EngineError
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.rollout.meter import Meter
 from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver
 from megatron_eqlen.sampling.track import Track, rollout_of
 from megatron_eqlen.types import Delta, Rollout, RolloutKey, Routes
-from megatron_eqlen.watchdog import beat
 
 MAX_ATTEMPTS = 4
 """Attempts per track. A track that is lost so often means that the engine fails."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from megatron_eqlen.failures import ExpectedError
+from megatron_eqlen.processes.failures import ExpectedError
 from megatron_eqlen.types import Delta, Metrics, Routes
 
 if TYPE_CHECKING:

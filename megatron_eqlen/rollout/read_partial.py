@@ -7,11 +7,11 @@ from pathlib import Path
 
 from megatron_eqlen.files import step_name
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.rollout import journal
 from megatron_eqlen.rollout.harvest import harvest_seed
 from megatron_eqlen.rollout.partial import PartialRollout, RolloutOrigin
-from megatron_eqlen.rollout.record_reader import read_step
-from megatron_eqlen.rollout.recorder import SUSPENDED
+from megatron_eqlen.rollout.record import journal
+from megatron_eqlen.rollout.record.reader import read_step
+from megatron_eqlen.rollout.record.recorder import SUSPENDED
 from megatron_eqlen.sampling.track import rollout_of
 from megatron_eqlen.types import Rollout, RolloutKey, Segment, rollout_key
 

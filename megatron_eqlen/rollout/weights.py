@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.hf.folder import HFFolder
 from megatron_eqlen.hf.folder_check import check_folder
-from megatron_eqlen.watchdog import beat
+from megatron_eqlen.processes.watchdog import beat
 
 
 class WeightTable:

@@ -14,10 +14,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megatron_eqlen.budget import UNITS, Spent
 from megatron_eqlen.metrics import spent
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.recipe import Recipe, RecipeError
+from megatron_eqlen.recipe.budget import UNITS, Spent
 from megatron_eqlen.recipe.yaml_values import read_value
 from megatron_eqlen.report.metrics import read_metrics
 from megatron_eqlen.report.run_folder import RunFolder

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_eqlen.recipe_checks import check_inputs
+from megatron_eqlen.recipe.checks import check_inputs
 from megatron_eqlen.sweep import slurm, text
 from megatron_eqlen.sweep.cells import Plan
 from megatron_eqlen.sweep.display import Display

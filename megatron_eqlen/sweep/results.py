@@ -6,15 +6,15 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_eqlen.budget import UNITS
 from megatron_eqlen.files import write_text
+from megatron_eqlen.paper.figures import ends, figures, sheet
+from megatron_eqlen.paper.learning_tax_table import learning_taxes
+from megatron_eqlen.paper.pairs import pairs
+from megatron_eqlen.paper.tables import METHOD, accuracies, differences, efficiency
+from megatron_eqlen.recipe.budget import UNITS
 from megatron_eqlen.report import tables as formats
 from megatron_eqlen.report.charts import Chart
 from megatron_eqlen.report.compare import budget_notes
-from megatron_eqlen.report.figures import ends, figures, sheet
-from megatron_eqlen.report.learning_tax import learning_taxes
-from megatron_eqlen.report.pairs import pairs
-from megatron_eqlen.report.paper_tables import METHOD, accuracies, differences, efficiency
 from megatron_eqlen.report.run_groups import BASE, Group, read_run
 from megatron_eqlen.report.tables import Column, Table
 from megatron_eqlen.report.template import environment

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from megatron_eqlen.lifeline import named
+from megatron_eqlen.processes.lifeline import named
 from megatron_eqlen.report.format import duration
 from megatron_eqlen.sweep.cells import Cell, Plan
 from megatron_eqlen.sweep.display import Display

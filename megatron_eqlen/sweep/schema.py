@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from megatron_eqlen.recipe import NonNegativeInt, PositiveInt, RecipeError, Section
-from megatron_eqlen.recipe_load import explain, read_yaml
+from megatron_eqlen.recipe.load import explain, read_yaml
 
 BASE = "base"
 """Names the model before training, in the lists of methods of tables."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import shlex
 from itertools import groupby
 
-from megatron_eqlen.budget import UNITS
 from megatron_eqlen.plan.flops import planned_flops
 from megatron_eqlen.plan.model import model_config
 from megatron_eqlen.plan.speed import speeds
 from megatron_eqlen.plan.workload import workload
+from megatron_eqlen.recipe.budget import UNITS
 from megatron_eqlen.report.format import compact
 from megatron_eqlen.sweep.cells import Cell, Plan
 

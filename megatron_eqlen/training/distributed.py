@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron_eqlen import layout
-from megatron_eqlen.recipe import ParallelRecipe
+from megatron_eqlen.recipe import ParallelRecipe, layout
 
 Item = TypeVar("Item")
 

@@ -17,10 +17,10 @@ from megatron_eqlen.models import groups
 from megatron_eqlen.models.context import Share
 from megatron_eqlen.models.tree_params import TreeParams
 from megatron_eqlen.packing.context import BLOCK
+from megatron_eqlen.processes.watchdog import beat
 from megatron_eqlen.training.distributed import device
 from megatron_eqlen.training.head import Head
 from megatron_eqlen.types import Row
-from megatron_eqlen.watchdog import beat
 
 RowResult = Callable[[torch.Tensor, torch.Tensor, Row, np.ndarray], Any]
 """(logprobs [n], entropy [n], row, the n supervised positions) -> what a pass returns for a row."""

@@ -24,8 +24,8 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import is_te_min_version
 
-from megatron_eqlen.cores import cores_per_rank
 from megatron_eqlen.models.config import uses_transformer_engine
+from megatron_eqlen.processes.cores import cores_per_rank
 from megatron_eqlen.recipe import OptimizerRecipe, Recipe
 from megatron_eqlen.training.optimizer_state import init_state
 

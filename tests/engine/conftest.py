@@ -5,8 +5,8 @@ from contextlib import nullcontext
 
 import pytest
 
-from megatron_eqlen.lifeline import named
-from megatron_eqlen.rollout.vllm.server import server_command
+from megatron_eqlen.processes.lifeline import named
+from megatron_eqlen.rollout.vllm.server.__main__ import server_command
 from tests.kit import jobs
 from tests.kit.asynchronous import asynchronous
 from tests.kit.rollout_kit import open_engine, server_recipe

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout.vllm.client import UNTOUCHED, ServerEngine
-from megatron_eqlen.step import Step
+from megatron_eqlen.run.step import Step
 from megatron_eqlen.types import Stream, sampled_by
 from tests.kit.rollout_kit import folder, server_recipe
 from tests.pure.test_ahead import opened, world_of_one

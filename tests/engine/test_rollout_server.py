@@ -27,11 +27,13 @@ from megatron_eqlen.rollout.harvest import harvest, harvest_seed
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.rollout.partial import PartialRollout, RolloutOrigin
 from megatron_eqlen.rollout.read_partial import read_partial_rollouts
-from megatron_eqlen.rollout.recorder import Recorder
+from megatron_eqlen.rollout.record.recorder import Recorder
 from megatron_eqlen.rollout.sync_check import SyncCheck
-from megatron_eqlen.rollout.vllm import client, pool, replica, tcp_sender
+from megatron_eqlen.rollout.vllm import client
 from megatron_eqlen.rollout.vllm.client import ServerEngine
-from megatron_eqlen.rollout.vllm.weight_stream import HELLO, connect, encode, receive
+from megatron_eqlen.rollout.vllm.server import pool, replica
+from megatron_eqlen.rollout.vllm.weights import tcp_sender
+from megatron_eqlen.rollout.vllm.weights.stream import HELLO, connect, encode, receive
 from megatron_eqlen.sampling.harvester import Harvester, RolloutPart
 from megatron_eqlen.types import Delta, Metrics, Prompt, Rollout, rollout_key
 from tests.kit.jobs import Job
@@ -46,7 +48,7 @@ PROMPTS = [Prompt(f"p{i}", [5 + i, 6, 7] * 14, "", "math", "") for i in range(6)
 
 
 def open_local(recipe: Recipe) -> Engine:
-    from megatron_eqlen.rollout.vllm.colocated import ColocatedEngine
+    from megatron_eqlen.rollout.vllm.engine.colocated import ColocatedEngine
 
     return ColocatedEngine(recipe.model.path, recipe.rollout, "float32", EOS, 200)
 
@@ -601,7 +603,7 @@ def test_nccl_without_a_gpu_is_refused(fake):
 def without_nccl(monkeypatch) -> list[dict]:
     """``NcclSender`` up to NCCL itself: the places where it would meet the workers; a broadcast reads the
     stream."""
-    from megatron_eqlen.rollout.vllm import nccl_sender
+    from megatron_eqlen.rollout.vllm.weights import nccl_sender
 
     places: list[dict] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_eqlen.rollout import recorder
 from megatron_eqlen.rollout.engine import EngineError
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
-from megatron_eqlen.rollout.record_reader import read_progress, recorded_files
-from megatron_eqlen.rollout.vllm.sampler import uniform
+from megatron_eqlen.rollout.record import recorder
+from megatron_eqlen.rollout.record.reader import read_progress, recorded_files
+from megatron_eqlen.rollout.vllm.engine.sampler import uniform
 from megatron_eqlen.sampling.track import track_seed
 from megatron_eqlen.types import Prompt
 from tests.kit.rollout_kit import EOS, folder, generate, open_engine, reference_logits, requests

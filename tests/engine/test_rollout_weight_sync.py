@@ -17,7 +17,7 @@ from megatron_eqlen.rollout.engine import EngineError
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.rollout.sync_check import SyncCheck
-from megatron_eqlen.rollout.vllm import lifecycle
+from megatron_eqlen.rollout.vllm.engine import lifecycle
 from megatron_eqlen.types import Prompt
 from tests.kit import jobs
 from tests.kit.rollout_kit import CHANGES, DTYPES, folder, generate, open_engine, requests

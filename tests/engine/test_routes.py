@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCapturer
 
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.rollout import recorder
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
-from megatron_eqlen.rollout.record_reader import read_progress, read_step, recorded_files
+from megatron_eqlen.rollout.record import recorder
+from megatron_eqlen.rollout.record.reader import read_progress, read_step, recorded_files
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.types import Prompt, Rollout, Stream, joined, route_dtype
 from tests.engine.test_rollout_vllm import Killed, mortal

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from vllm import SamplingParams
 
 from megatron_eqlen.rollout.engine import SEED
-from megatron_eqlen.rollout.vllm import sampler
-from megatron_eqlen.rollout.vllm.sampler import PathSampler
+from megatron_eqlen.rollout.vllm.engine import sampler
+from megatron_eqlen.rollout.vllm.engine.sampler import PathSampler
 from tools.benchmarks.sampler import batch
 
 

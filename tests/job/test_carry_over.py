@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.objectives.units import comparison_units
-from megatron_eqlen.rollout.record_reader import read_step
+from megatron_eqlen.rollout.record.reader import read_step
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.types import rollout_key
 from tests.kit.jobs import run, start_ranks

@@ -18,15 +18,15 @@ from tests.kit.report_runs import recipe, write_run
 LAUNCH = """
 import sys
 from pathlib import Path
-from megatron_eqlen.interrupts import Interrupts
-from megatron_eqlen.launch import launch
+from megatron_eqlen.processes.interrupts import Interrupts
+from megatron_eqlen.processes.launch import launch
 how, folder = sys.argv[1:]
 sys.exit(launch(2, [how, folder], Interrupts(Path(folder) / "STOP"), "tests.kit.ends"))
 """
 ALONE = """
 import os, signal, sys, threading, time
 from pathlib import Path
-from megatron_eqlen.interrupts import Interrupts, watch
+from megatron_eqlen.processes.interrupts import Interrupts, watch
 watch(Interrupts(Path(sys.argv[1]) / "STOP"))
 if (child := os.fork()) == 0:
     time.sleep(600)

@@ -24,7 +24,7 @@ def imported_by(modules: list[str]) -> set[str]:
 def test_only_a_start_of_vllm_imports_it():
     assert "vllm" not in imported_by(
         [
-            "megatron_eqlen.loop",
+            "megatron_eqlen.run.loop",
             "megatron_eqlen.plan",
             "megatron_eqlen.rollout.vllm.client",
             "tools.benchmarks.harvest",

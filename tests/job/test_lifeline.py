@@ -9,13 +9,13 @@ import sys
 
 import pytest
 
-from megatron_eqlen.lifeline import LAUNCHER, TORCHRUN
+from megatron_eqlen.processes.lifeline import LAUNCHER, TORCHRUN
 from tests.kit import ROOT
 from tests.kit.processes import are_gone, running, within
 
 CHILD = """
 import os, subprocess, sys, time
-from megatron_eqlen.lifeline import die_with_launcher
+from megatron_eqlen.processes.lifeline import die_with_launcher
 die_with_launcher()
 if len(sys.argv) > 1:
     subprocess.Popen([sys.executable, "-c", sys.argv[1]])  # inherits the environment
@@ -24,7 +24,7 @@ time.sleep(600)
 """
 LAUNCH = f"""
 import os, subprocess, sys, threading, time
-from megatron_eqlen.lifeline import named
+from megatron_eqlen.processes.lifeline import named
 CHILD = {CHILD!r}
 def launch(environ=named()):
     command = [sys.executable, "-c", CHILD, CHILD]

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from megatron_eqlen.cli import main
+from megatron_eqlen.cli.__main__ import main
 from tests.kit import ROOT
 
 NOISE = """
-from megatron_eqlen.quiet import quiet
+from megatron_eqlen.processes.quiet import quiet
 quiet()
 import logging, torch, torch.distributed
 import torch._library.triton

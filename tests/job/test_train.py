@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.report.rollouts import recipe_of
 from megatron_eqlen.report.status import status
-from megatron_eqlen.rollout.record_reader import read_dump, read_step
+from megatron_eqlen.rollout.record.reader import read_dump, read_step
 from tests.kit.jobs import run
 from tests.kit.processes import are_gone, command_line, descendants, within
 from tests.kit.train_runs import STEPS, column, metrics, train

@@ -16,7 +16,7 @@ import torch
 from tests.kit.rollout_kit import open_engine
 
 if TYPE_CHECKING:
-    from megatron_eqlen.rollout.vllm.colocated import ColocatedEngine
+    from megatron_eqlen.rollout.vllm.engine.colocated import ColocatedEngine
 
 
 class NoStream:

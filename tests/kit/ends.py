@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_eqlen import failures
+from megatron_eqlen.processes import failures
 from tests.kit.processes import within
 
 

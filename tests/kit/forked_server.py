@@ -1,4 +1,4 @@
-"""``megatron_eqlen.rollout.vllm.serve``, with an engine and workers that are forked from the server.
+"""``megatron_eqlen.rollout.vllm.server.serve``, with an engine and workers that are forked from the server.
 
 On CPUs vLLM spawns them, so that each imports vLLM again, which takes longer than most tests of servers. The
 server of ``tests/job`` is as users start it. With ``ASYNCHRONOUS`` set it schedules as on GPUs.
@@ -10,7 +10,7 @@ import runpy
 
 import pytest
 
-from megatron_eqlen.lifeline import die_with_launcher
+from megatron_eqlen.processes.lifeline import die_with_launcher
 from tests.kit.asynchronous import without_refusal, without_streams
 
 if __name__ == "__main__":
@@ -20,4 +20,4 @@ if __name__ == "__main__":
     if os.environ.get("ASYNCHRONOUS"):
         without_streams(pytest.MonkeyPatch())
         without_refusal(pytest.MonkeyPatch())
-    runpy.run_module("megatron_eqlen.rollout.vllm.serve", run_name="__main__")
+    runpy.run_module("megatron_eqlen.rollout.vllm.server.serve", run_name="__main__")

@@ -9,14 +9,14 @@ from html import unescape
 from pathlib import Path
 from typing import Any
 
-from megatron_eqlen.data.tokenizer_maker import write_hf_tokenizer
+from megatron_eqlen.hf.tokenizer import Tokenizer, load_tokenizer
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.recipe_load import dump
-from megatron_eqlen.rollout.recorder import Recorder, record, record_grades
+from megatron_eqlen.recipe.load import dump
+from megatron_eqlen.rollout.record.recorder import Recorder, record, record_grades
 from megatron_eqlen.sampling.equal_length.dual_track import DualTrack
 from megatron_eqlen.sampling.track import Track
-from megatron_eqlen.tokenizer import Tokenizer, load_tokenizer
+from megatron_eqlen.toys.tokenizer_maker import write_hf_tokenizer
 from megatron_eqlen.types import Delta, Grade, Group, Pair, Prompt, Rollout, SampledTree, Segment, Stream
 from tests.kit.processes import within
 

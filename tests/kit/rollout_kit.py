@@ -15,7 +15,7 @@ from megatron_eqlen.recipe import Recipe, RolloutRecipe
 from tests.kit.tiny_models import FAMILIES, save_tiny
 
 if TYPE_CHECKING:
-    from megatron_eqlen.rollout.vllm.colocated import ColocatedEngine
+    from megatron_eqlen.rollout.vllm.engine.colocated import ColocatedEngine
 
 EOS = [1, 2]
 MAX_LEN = 256
@@ -57,7 +57,9 @@ def make_rollout(**over) -> RolloutRecipe:
 
 
 def open_engine(path: Path, dtype: str = "float32", eos=EOS, **over) -> ColocatedEngine:
-    from megatron_eqlen.rollout.vllm.colocated import ColocatedEngine  # many of the kit's users start none
+    from megatron_eqlen.rollout.vllm.engine.colocated import (
+        ColocatedEngine,  # many of the kit's users start none
+    )
 
     return ColocatedEngine(path, make_rollout(**over), dtype, eos, MAX_LEN)
 

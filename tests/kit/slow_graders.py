@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_eqlen.recipe import RewardRecipe
 from megatron_eqlen.rewards.grader import Asked, Pending
-from megatron_eqlen.rewards.workers import WorkerPool
+from megatron_eqlen.rewards.workers.pool import WorkerPool
 from megatron_eqlen.types import Grade
 
 LOG = ""

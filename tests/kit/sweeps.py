@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_eqlen.evaluation.result import Answers, EvaluationResult, write_results
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.recipe_load import dump
+from megatron_eqlen.recipe.load import dump
 
 PROBLEMS, SAMPLES = 12, 4
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_eqlen.rollout import recorder
-from megatron_eqlen.rollout.record_reader import read_dump
+from megatron_eqlen.rollout.record import recorder
+from megatron_eqlen.rollout.record.reader import read_dump
 from tests.kit.jobs import run
 from tests.kit.processes import within
 

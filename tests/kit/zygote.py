@@ -40,11 +40,11 @@ RANKS = (
     "transformers.models.qwen3_next.modeling_qwen3_next",
 )
 JOBS = (
-    "megatron_eqlen.loop",
-    "megatron_eqlen.rollout.vllm.colocated",
+    "megatron_eqlen.run.loop",
+    "megatron_eqlen.rollout.vllm.engine.colocated",
     "megatron_eqlen.report.page",
-    "megatron_eqlen.run",
-    "megatron_eqlen.launch",
+    "megatron_eqlen.run.run",
+    "megatron_eqlen.processes.launch",
     "pyarrow.compute",
     "vllm.v1.worker.cpu_worker",  # it, and what follows, when an engine starts
     "vllm.model_executor.layers.quantization.online.base",

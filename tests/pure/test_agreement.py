@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eqlen.budget import Spent
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.objectives.registry import lookup
 from megatron_eqlen.recipe import LossRecipe, MismatchRecipe, RecipeError
-from megatron_eqlen.run import Run
+from megatron_eqlen.recipe.budget import Spent
+from megatron_eqlen.run.run import Run
 from megatron_eqlen.training.agreement import (
     MismatchError,
     MismatchWatch,
@@ -74,7 +74,7 @@ class Screen:
 
 @pytest.mark.parametrize("then", ["warn", "stop"])
 def test_stop_ends_the_run_after_the_step_and_warn_does_not(then, monkeypatch):
-    monkeypatch.setattr("megatron_eqlen.run.distributed.is_rank0", lambda: False)
+    monkeypatch.setattr("megatron_eqlen.run.run.distributed.is_rank0", lambda: False)
     no_rollouts: Any = None
     run = object.__new__(Run)
     run.recipe, screen = small(mismatch={"then": then}), Screen()

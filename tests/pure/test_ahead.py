@@ -18,17 +18,17 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eqlen import generation
-from megatron_eqlen.ahead import Ahead
-from megatron_eqlen.generation import Generator
+from megatron_eqlen.processes.timeline import Timeline
+from megatron_eqlen.processes.watchdog import Watchdog
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.replicas import Replicas
 from megatron_eqlen.rollout.engine import EngineError
+from megatron_eqlen.run import generation
+from megatron_eqlen.run.ahead import Ahead
+from megatron_eqlen.run.generation import Generator
+from megatron_eqlen.run.replicas import Replicas
+from megatron_eqlen.run.step import Step
 from megatron_eqlen.sampling.harvester import HarvestObserver
-from megatron_eqlen.step import Step
-from megatron_eqlen.timeline import Timeline
 from megatron_eqlen.types import Grade, Prompt, sampled_by
-from megatron_eqlen.watchdog import Watchdog
 from tests.kit.marks import examples
 from tests.pure.test_rollout_harvest import EOS, ScriptedEngine, make_recipe
 
@@ -286,7 +286,7 @@ def test_what_fails_in_the_harvest_is_raised_where_the_step_is_taken(tmp_path):
 
 
 def test_an_end_in_the_middle_of_a_harvest_leaves_its_tokens_on_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_eqlen.rollout.recorder.INTERVAL", 0.0)
+    monkeypatch.setattr("megatron_eqlen.rollout.record.recorder.INTERVAL", 0.0)
     engine = Served(random.Random(0), policy_version=0, max_chunk=1)
     with rollouts(engine, tmp_path, 1) as one:
         one.collect(Step(0, 0))

@@ -18,9 +18,9 @@ from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout.engine import EngineError
 from megatron_eqlen.rollout.harvest import harvest, harvest_seed
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
-from megatron_eqlen.rollout.record_reader import read_step
+from megatron_eqlen.rollout.record.reader import read_step
+from megatron_eqlen.run.step import Step
 from megatron_eqlen.sampling import kind_of
-from megatron_eqlen.step import Step
 from megatron_eqlen.types import Delta, Prompt, Rollout, RolloutKey, rollout_key, sampled_by
 from tests.kit.marks import examples
 from tests.pure import test_ahead as ahead

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -19,8 +20,8 @@ def rooms() -> dict[str, list[Path]]:
     """Folders and top-level modules of the package, each with its source files."""
     folder = ROOT / PACKAGE
     modules = {file.stem: [file] for file in folder.glob("*.py") if file.stem != "__init__"}
-    packages = {file.parent.name: list(file.parent.rglob("*.py")) for file in folder.glob("*/__init__.py")}
-    return modules | packages
+    packages = {path.name: list(path.rglob("*.py")) for path in folder.iterdir() if path.is_dir()}
+    return modules | {name: files for name, files in packages.items() if files}
 
 
 def imported(file: Path) -> Iterator[str]:
@@ -35,20 +36,21 @@ def imported(file: Path) -> Iterator[str]:
 
 
 def documented_order() -> list[str]:
+    """Rooms from the lowest to the highest: the first column of the page's table of folders, from below."""
     text = (ROOT / "docs" / "architecture.md").read_text()
-    block = text.split("## Imports point one way")[1].split("```\n")[1]
-    return [name for line in block.splitlines() for name in line.split("  ")[0].split()]
+    table = text.split("## Where things are")[1].split("\n## ")[0]
+    return re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)[::-1]
 
 
-def test_every_folder_and_module_has_its_place_in_the_order():
+def test_every_folder_and_module_has_its_place_in_the_table():
     assert sorted(documented_order()) == sorted(rooms())
 
 
 @pytest.mark.parametrize("room", sorted(rooms()))
-def test_a_room_imports_only_from_those_before_it(room):
+def test_a_room_imports_only_from_those_below_it(room):
     order = documented_order()
-    earlier = {*order[: order.index(room) + 1]}
-    assert {name.split(".")[1] for file in rooms()[room] for name in imported(file)} <= earlier
+    below = {*order[: order.index(room) + 1]}
+    assert {name.split(".")[1] for file in rooms()[room] for name in imported(file)} <= below
 
 
 def test_no_files_import_each_other_in_a_circle():

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron_eqlen import cli
-from megatron_eqlen.budget import Budget, Spent
+from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.recipe import RecipeError
-from megatron_eqlen.recipe_load import dump
+from megatron_eqlen.recipe.budget import Budget, Spent
+from megatron_eqlen.recipe.load import dump
 from megatron_eqlen.report.page import write_page
 from megatron_eqlen.report.progress import Progress
 from megatron_eqlen.report.run_folder import RunFolder

@@ -21,13 +21,13 @@ from megatron_eqlen.objectives.build import weighted_units
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.objectives.units import comparison_units
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.rollout import recorder as recorder_module
 from megatron_eqlen.rollout.harvest import harvest, harvest_seed
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.rollout.partial import RolloutOrigin, open_prompts, restore_grades
 from megatron_eqlen.rollout.read_partial import PartialRolloutError, read_partial_rollouts
-from megatron_eqlen.rollout.record_reader import read_progress, read_step, recorded_files, remove_journals
-from megatron_eqlen.rollout.recorder import JOURNALS, Recorder, record_grades
+from megatron_eqlen.rollout.record import recorder as recorder_module
+from megatron_eqlen.rollout.record.reader import read_progress, read_step, recorded_files, remove_journals
+from megatron_eqlen.rollout.record.recorder import JOURNALS, Recorder, record_grades
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.sampling.comparison import no_penalty
 from megatron_eqlen.sampling.equal_length.streams import KIND, due_rewards

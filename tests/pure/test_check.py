@@ -12,12 +12,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_eqlen import cli, packages
 from megatron_eqlen.check import CHECKS, check, devices, look, machine, software
 from megatron_eqlen.check.finding import Check, Finding, Place
+from megatron_eqlen.cli import __main__ as cli
+from megatron_eqlen.megatron_cpu import packages
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.recipe import RecipeError
-from megatron_eqlen.rewards.program import Isolation
+from megatron_eqlen.rewards.sandbox.program import Isolation
 from tests.kit import ROOT
 
 LARGE = ROOT / "recipes/qwen3_32b.yaml"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_eqlen import cores
-from megatron_eqlen.cores import cgroup_quotas, cores_per_rank, memory_limit, usable_cores
+from megatron_eqlen.processes import cores
+from megatron_eqlen.processes.cores import cgroup_quotas, cores_per_rank, memory_limit, usable_cores
 
 
 @pytest.fixture

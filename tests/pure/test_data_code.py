@@ -19,7 +19,7 @@ from megatron_eqlen.data.prepared import PreparedWriter, manifest_path
 from megatron_eqlen.data.rows import BadRow, Problem, Tally
 from megatron_eqlen.data.sources import open_source
 from megatron_eqlen.recipe import SourceRecipe
-from megatron_eqlen.rewards.code_tests import CodeTests
+from megatron_eqlen.rewards.code.tests import CodeTests
 
 TAKE_TWO = "Read two numbers\nand print their sum."
 

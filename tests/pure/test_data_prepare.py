@@ -15,7 +15,7 @@ from megatron_eqlen.data.prompts import PromptSource
 from megatron_eqlen.data.rows import Problem, Tally
 from megatron_eqlen.data.sources import open_source
 from megatron_eqlen.recipe import DataRecipe, SourceRecipe
-from megatron_eqlen.rewards.math import MathGrader
+from megatron_eqlen.rewards.math.grader import MathGrader
 from tests.kit import ROOT
 
 

@@ -10,15 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_eqlen import byte_pieces
-from megatron_eqlen.byte_pieces import BytePieces
-from megatron_eqlen.data.tokenizer_maker import write_hf_tokenizer, write_sentencepiece_tokenizer
-from megatron_eqlen.rewards import code, math_box
-from megatron_eqlen.rewards.code import CodeGrader, extract_as_livecodebench, extract_program
-from megatron_eqlen.rewards.math import MathGrader
-from megatron_eqlen.rewards.math_box import extract_answer
+from megatron_eqlen.hf import byte_pieces
+from megatron_eqlen.hf.byte_pieces import BytePieces
+from megatron_eqlen.hf.tokenizer import HuggingFaceTokenizer, load_tokenizer
+from megatron_eqlen.rewards.code import grader as code
+from megatron_eqlen.rewards.code.grader import CodeGrader, extract_as_livecodebench, extract_program
+from megatron_eqlen.rewards.math import box as math_box
+from megatron_eqlen.rewards.math.box import extract_answer
+from megatron_eqlen.rewards.math.grader import MathGrader
 from megatron_eqlen.rewards.thinking import END_OF_THINKING, answer_section
-from megatron_eqlen.tokenizer import HuggingFaceTokenizer, load_tokenizer
+from megatron_eqlen.toys.tokenizer_maker import write_hf_tokenizer, write_sentencepiece_tokenizer
 
 TEXT = [r"So \boxed{5} and ```python print(1) ``` 漢字 é 🙂 </think> or \fbox{x} " * 9]
 BITS = [

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_eqlen.cli import _parser
+from megatron_eqlen.cli.__main__ import _parser
 from megatron_eqlen.metrics import DECLARED, MetricError, metric
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.keys import RENAMED, all_keys

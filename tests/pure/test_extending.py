@@ -14,29 +14,28 @@ import sys
 import pytest
 import torch
 
-from megatron_eqlen import layout
 from megatron_eqlen.data.prompts import PromptSource
-from megatron_eqlen.data.tokenizer_maker import write_hf_tokenizer
 from megatron_eqlen.hf import config, families, qwen3_moe
 from megatron_eqlen.hf.config import ConfigError, read_config
 from megatron_eqlen.hf.cost import active_parameters
 from megatron_eqlen.hf.folder import HFFolder
 from megatron_eqlen.hf.folder_check import check_folder
+from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.models.config import transformer_config
 from megatron_eqlen.objectives.build import build_trees
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.objectives.registry import resolve
-from megatron_eqlen.plugins import load_object
-from megatron_eqlen.recipe import ParallelRecipe, Recipe, RecipeError
+from megatron_eqlen.recipe import ParallelRecipe, Recipe, RecipeError, layout
+from megatron_eqlen.recipe.plugins import load_object
 from megatron_eqlen.report.rollouts import Unknown, view
 from megatron_eqlen.rewards.scoring import Scorer
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
-from megatron_eqlen.rollout.record_reader import read_step
-from megatron_eqlen.rollout.recorder import FILES, Recorder
+from megatron_eqlen.rollout.record.reader import read_step
+from megatron_eqlen.rollout.record.recorder import FILES, Recorder
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.kind import SamplingKind
-from megatron_eqlen.tokenizer import load_tokenizer
+from megatron_eqlen.toys.tokenizer_maker import write_hf_tokenizer
 from megatron_eqlen.types import Delta, Grade, Group, Prompt, Segment
 from tests.kit.tiny_models import save_tiny
 

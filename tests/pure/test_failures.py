@@ -9,9 +9,9 @@ import socket
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from megatron_eqlen import failures
-from megatron_eqlen.failures import ERROR_FILE, FIRST, Failure
-from megatron_eqlen.hold import HeldError
+from megatron_eqlen.processes import failures
+from megatron_eqlen.processes.failures import ERROR_FILE, FIRST, Failure
+from megatron_eqlen.processes.hold import HeldError
 from megatron_eqlen.report.metrics import MetricsWriter
 from megatron_eqlen.rollout.engine import EngineError
 

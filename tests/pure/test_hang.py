@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eqlen import hang
+from megatron_eqlen.processes import hang
+from megatron_eqlen.processes.watchdog import Watchdog, remove_quiet
 from megatron_eqlen.training.flight_recorder import of_entries
-from megatron_eqlen.watchdog import Watchdog, remove_quiet
 from tests.kit.processes import within
 
 

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from megatron_eqlen.hold import HeldError, Hold
+from megatron_eqlen.processes.hold import HeldError, Hold
+from megatron_eqlen.processes.timeline import Timeline
 from megatron_eqlen.report.run_folder import RunFolder
-from megatron_eqlen.run import Run
-from megatron_eqlen.step import Step
-from megatron_eqlen.timeline import Timeline
+from megatron_eqlen.run.run import Run
+from megatron_eqlen.run.step import Step
 from tests.kit.report_runs import recipe
 
 
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch):
-    monkeypatch.setattr("megatron_eqlen.hold.PATIENCE", 0.0)
+    monkeypatch.setattr("megatron_eqlen.processes.hold.PATIENCE", 0.0)
 
 
 def try_of(monkeypatch, job: str | None, restart: int) -> None:
@@ -80,7 +80,7 @@ def test_a_lock_that_the_file_system_has_dropped_is_noticed(tmp_path):
 
 def test_a_run_that_was_taken_over_puts_nothing_in_force(tmp_path, monkeypatch):
     """Neither a step's metrics nor a checkpoint nor the export: what would is not there to be called."""
-    monkeypatch.setattr("megatron_eqlen.run.agree", lambda ask: ask())
+    monkeypatch.setattr("megatron_eqlen.run.run.agree", lambda ask: ask())
     run: Any = object.__new__(Run)
     run.recipe = recipe(tmp_path, run_dir=str(tmp_path / "run"))
     run.folder, run.session = RunFolder(run.recipe), SimpleNamespace(timeline=Timeline())

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eqlen.rollout.vllm.labels import Labels
+from megatron_eqlen.rollout.vllm.server.labels import Labels
 from megatron_eqlen.types import Delta
 from tests.kit.marks import examples
 

@@ -15,13 +15,14 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_eqlen import cli, commands, layout
+from megatron_eqlen.cli import __main__ as cli
+from megatron_eqlen.cli import commands
 from megatron_eqlen.hf.config import ModelConfig, parse_config
 from megatron_eqlen.hf.families import weight_map
 from megatron_eqlen.models.build import build_model, meta_device
 from megatron_eqlen.models.weights import local_parameters
 from megatron_eqlen.plan.parameters import held
-from megatron_eqlen.recipe import ParallelRecipe, RolloutRecipe
+from megatron_eqlen.recipe import ParallelRecipe, RolloutRecipe, layout
 from tests.kit import ROOT
 from tests.kit.marks import examples
 from tests.kit.tiny_models import FAMILIES, tiny_config
@@ -269,7 +270,9 @@ def outcome(capsys, *arguments: str) -> str:
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_plan_and_start_refuse_with_the_same_words_before_any_process(case, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("megatron_eqlen.launch.launch", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr(
+        "megatron_eqlen.processes.launch.launch", lambda *_: pytest.fail("ranks were started")
+    )
     family, keys, message = REFUSED[case]
     recipe = str(write_recipe(tmp_path, family))
     planned = outcome(capsys, "plan", recipe, *overrides(keys))

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eqlen.objectives.build import build_minibatches
-from megatron_eqlen.objectives.learning_tax import Tax, learning_tax, shared_coefficients
-from megatron_eqlen.objectives.theory import (
+from megatron_eqlen.paper.learning_tax import Tax, learning_tax, shared_coefficients
+from megatron_eqlen.paper.learning_tax_table import tax_of_run
+from megatron_eqlen.paper.theory import (
     A_2,
     A_3,
     B_1,
@@ -22,8 +23,7 @@ from megatron_eqlen.objectives.theory import (
     recipe,
     trees_of,
 )
-from megatron_eqlen.report.learning_tax import tax_of_run
-from megatron_eqlen.rollout.recorder import record
+from megatron_eqlen.rollout.record.recorder import record
 from tests.kit.marks import examples
 
 

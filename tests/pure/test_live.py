@@ -17,13 +17,13 @@ from urllib.parse import quote
 
 import pytest
 
-from megatron_eqlen.cli import main
+from megatron_eqlen.cli.__main__ import main
+from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.report import worst
 from megatron_eqlen.report.metrics import MetricsWriter
 from megatron_eqlen.report.run_folder import RunFolder
 from megatron_eqlen.report.server import Handler, LiveServer
-from megatron_eqlen.rollout.recorder import record
-from megatron_eqlen.tokenizer import load_tokenizer
+from megatron_eqlen.rollout.record.recorder import record
 from megatron_eqlen.types import WorstToken
 from tests.kit.report_runs import Harvesting, example_stream, make_tokenizer, recipe, write_run
 

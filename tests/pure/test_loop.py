@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from megatron_eqlen import loop
 from megatron_eqlen.objectives.recipes import parse
-from megatron_eqlen.phases import phases
-from megatron_eqlen.step import Step
+from megatron_eqlen.recipe.phases import phases
+from megatron_eqlen.run import loop
+from megatron_eqlen.run.step import Step
 
 STEPS = 3
 

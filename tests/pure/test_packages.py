@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_eqlen import packages
+from megatron_eqlen.megatron_cpu import packages
 from megatron_eqlen.models import config, gated_delta_net
 from tests.kit import ROOT
 
@@ -87,7 +87,7 @@ def test_transformer_engine_finds_the_libraries_that_torch_has_loaded(install, t
         last="import sys\nif 'torch' not in sys.modules: raise OSError('libnccl.so.2: cannot open')",
         deepest=False,
     )
-    code = "from megatron_eqlen.packages import *; print(find(TRANSFORMER_ENGINE))"
+    code = "from megatron_eqlen.megatron_cpu.packages import *; print(find(TRANSFORMER_ENGINE))"
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     found = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
     assert found.stdout.startswith("ok "), found.stdout + found.stderr

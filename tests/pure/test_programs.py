@@ -7,9 +7,9 @@ import re
 import pytest
 
 from megatron_eqlen.data import opencodereasoning
-from megatron_eqlen.data.programs import TASKS, make_rows, write
 from megatron_eqlen.data.rows import Tally
-from megatron_eqlen.rewards.code import CodeGrader
+from megatron_eqlen.rewards.code.grader import CodeGrader
+from megatron_eqlen.toys.programs import TASKS, make_rows, write
 
 
 def test_the_sandbox_passes_every_right_solution_and_no_wrong_one(tmp_path):

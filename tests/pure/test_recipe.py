@@ -9,12 +9,14 @@ from typing import Annotated, get_args, get_origin
 import pytest
 import yaml
 
-from megatron_eqlen import cli, commands, cores
+from megatron_eqlen.cli import __main__ as cli
+from megatron_eqlen.cli import commands
 from megatron_eqlen.objectives.recipes import load, parse, remarks
 from megatron_eqlen.objectives.registry import OBJECTIVES, resolve, with_defaults
+from megatron_eqlen.processes import cores
 from megatron_eqlen.recipe import Recipe, RecipeError, Section
+from megatron_eqlen.recipe.load import dump, read_yaml
 from megatron_eqlen.recipe.yaml_values import read_value
-from megatron_eqlen.recipe_load import dump, read_yaml
 from megatron_eqlen.report.run_folder import RunFolder, check_harvest
 from tests.kit import ROOT
 

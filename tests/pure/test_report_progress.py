@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron_eqlen.budget import Budget, Spent
+from megatron_eqlen.recipe.budget import Budget, Spent
 from megatron_eqlen.report.format import compact, duration
 from megatron_eqlen.report.progress import Progress, sparkline
 

@@ -11,12 +11,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from megatron_eqlen.rewards import code, code_tests
-from megatron_eqlen.rewards.code import CodeGrader, extract_program
-from megatron_eqlen.rewards.code_tests import CodeTests, same_output
-from megatron_eqlen.rewards.program import Isolation, Limits
-from megatron_eqlen.rewards.sandbox import SandboxError
-from megatron_eqlen.rewards.sandbox_server import SandboxServer, whole_program
+from megatron_eqlen.rewards.code import grader as code
+from megatron_eqlen.rewards.code import tests as code_tests
+from megatron_eqlen.rewards.code.grader import CodeGrader, extract_program
+from megatron_eqlen.rewards.code.tests import CodeTests, same_output
+from megatron_eqlen.rewards.sandbox.client import SandboxError
+from megatron_eqlen.rewards.sandbox.program import Isolation, Limits
+from megatron_eqlen.rewards.sandbox.server import SandboxServer, whole_program
 
 ADD = CodeTests(["2 3\n", "4 5\n", "6 7\n"], ["5\n", "9\n", "13\n"]).to_json()
 ADD_FUNCTION = CodeTests([[2, 3], [4, 5]], [5, 9], function="add").to_json()

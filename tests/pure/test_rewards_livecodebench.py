@@ -5,9 +5,9 @@ import json
 import pytest
 
 from megatron_eqlen.objectives.recipes import load
-from megatron_eqlen.rewards.code import CodeGrader, extract_as_livecodebench
-from megatron_eqlen.rewards.code_tests import CodeTests
-from megatron_eqlen.rewards.livecodebench import MEMORY_MB
+from megatron_eqlen.rewards.code.grader import CodeGrader, extract_as_livecodebench
+from megatron_eqlen.rewards.code.livecodebench import MEMORY_MB
+from megatron_eqlen.rewards.code.tests import CodeTests
 from tests.kit import ROOT, TABLES
 
 TABLE = json.loads((TABLES / "livecodebench_programs.json").read_text())["problems"]

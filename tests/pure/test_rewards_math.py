@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_eqlen.rewards import math
-from megatron_eqlen.rewards.math import MathGrader
-from megatron_eqlen.rewards.math_answer import normalize
-from megatron_eqlen.rewards.math_box import extract_answer
+from megatron_eqlen.rewards.math import grader as math
+from megatron_eqlen.rewards.math.answer import normalize
+from megatron_eqlen.rewards.math.box import extract_answer
+from megatron_eqlen.rewards.math.grader import MathGrader
 from tests.kit import ROOT
 from tools.benchmarks.grade import read_answer_table
 
@@ -99,7 +99,7 @@ def test_wrong_answers(grader, gold, answer):
 
 
 def test_two_stage_parsing_reads_what_the_library_reads(monkeypatch):
-    from megatron_eqlen.rewards import math_reading
+    from megatron_eqlen.rewards.math import reading as math_reading
 
     answers = [normalize(text) for pair in RIGHT + WRONG for text in pair]
     answers += [r"x^{2}+799x-5", r"\frac{", r"2<x\le5", r"A\cup B", r"\binom{5}{2}", "|x-1|"]
@@ -114,8 +114,8 @@ def test_two_stage_parsing_reads_what_the_library_reads(monkeypatch):
 def test_a_difference_at_a_point_never_overrules_the_library():
     from math_verify import verify
 
-    from megatron_eqlen.rewards.math_reading import read
-    from megatron_eqlen.rewards.math_worker import surely_different
+    from megatron_eqlen.rewards.math.reading import read
+    from megatron_eqlen.rewards.math.worker import surely_different
 
     answers = sorted({normalize(text) for pair in RIGHT + WRONG for text in pair if "," not in text})
     answers += [
@@ -265,7 +265,7 @@ def test_workers_are_clean_processes(grader, monkeypatch):
 def test_workers_end_with_the_trainer():
     """A trainer that is killed takes its graders with it, even one busy with a pathological answer."""
     script = (
-        "from megatron_eqlen.rewards.math import MathGrader\n"
+        "from megatron_eqlen.rewards.math.grader import MathGrader\n"
         "grader = MathGrader(workers=1, timeout=600)\n"
         "grader.grade([r'\\boxed{2x}'], ['5'])\n"
         "print(grader._pool._host.pid, grader._pool._workers[0].pid, flush=True)\n"

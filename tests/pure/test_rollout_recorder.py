@@ -16,9 +16,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from megatron_eqlen.rollout.arrow_log import batches
-from megatron_eqlen.rollout.record_format import BATCH_TOKENS, SEGMENTS
-from megatron_eqlen.rollout.record_reader import (
+from megatron_eqlen.rollout.record.arrow_log import batches
+from megatron_eqlen.rollout.record.format import BATCH_TOKENS, SEGMENTS
+from megatron_eqlen.rollout.record.reader import (
     fill_token_ids,
     has_routes,
     read_dump,
@@ -30,7 +30,7 @@ from megatron_eqlen.rollout.record_reader import (
     set_aside_stale,
     step_files,
 )
-from megatron_eqlen.rollout.recorder import Recorder, record, record_grades
+from megatron_eqlen.rollout.record.recorder import Recorder, record, record_grades
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.types import (
     Delta,
@@ -143,7 +143,7 @@ def test_a_flipped_bit_is_found(tmp_path):
 
 def test_kill_9_loses_nothing_that_was_written(tmp_path, caplog):
     script = f"""
-from megatron_eqlen.rollout.recorder import Recorder
+from megatron_eqlen.rollout.record.recorder import Recorder
 from megatron_eqlen.types import Group, Prompt, Segment
 recorder = Recorder({str(tmp_path / "rank-0.arrow")!r})
 for i in range(10**9):

@@ -17,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.rollout import recorder as recorder_module
-from megatron_eqlen.rollout.arrow_log import ArrowLog
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.rollout.partial import HarvestProgress
-from megatron_eqlen.rollout.record_reader import read_progress, read_step, recorded_files, remove_journals
-from megatron_eqlen.rollout.recorder import JOURNALS, Recorder
+from megatron_eqlen.rollout.record import recorder as recorder_module
+from megatron_eqlen.rollout.record.arrow_log import ArrowLog
+from megatron_eqlen.rollout.record.reader import read_progress, read_step, recorded_files, remove_journals
+from megatron_eqlen.rollout.record.recorder import JOURNALS, Recorder
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.types import Metrics, Rollout, rollout_key
 from tests.kit.marks import examples

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.recipe import MAY_CHANGE, differences, is_under
-from megatron_eqlen.recipe_load import dump
+from megatron_eqlen.recipe.load import dump
 from tests.kit import ROOT
 from tests.kit.marks import examples
 

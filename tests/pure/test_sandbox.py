@@ -22,14 +22,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_eqlen.rewards import code, landlock, seccomp
-from megatron_eqlen.rewards.code import WORKER_MODULE, CodeGrader, offered_isolation
-from megatron_eqlen.rewards.program import Isolation, Limits, enter
-from megatron_eqlen.rewards.sandbox import Execution, Sandbox
-from megatron_eqlen.rewards.sandbox_folder import EmptyFolder
-from megatron_eqlen.rewards.sandbox_probe import shortcoming
-from megatron_eqlen.rewards.seccomp import MACHINES, build_filter
-from megatron_eqlen.rewards.workers import WorkerPool
+from megatron_eqlen.rewards.code import grader as code
+from megatron_eqlen.rewards.code.grader import WORKER_MODULE, CodeGrader, offered_isolation
+from megatron_eqlen.rewards.sandbox import landlock, seccomp
+from megatron_eqlen.rewards.sandbox.client import Execution, Sandbox
+from megatron_eqlen.rewards.sandbox.folder import EmptyFolder
+from megatron_eqlen.rewards.sandbox.probe import shortcoming
+from megatron_eqlen.rewards.sandbox.program import Isolation, Limits, enter
+from megatron_eqlen.rewards.sandbox.seccomp import MACHINES, build_filter
+from megatron_eqlen.rewards.workers.pool import WorkerPool
 from tests.kit.processes import are_gone, descendants, within
 
 LIMITS = Limits(cpu_seconds=1, wall_seconds=20, memory_mb=512, output_bytes=1 << 20)
@@ -152,9 +153,9 @@ def test_a_program_with_too_many_threads_is_killed_soon(sandbox):
 
 
 WITHOUT_A_COUNT = """
-from megatron_eqlen.rewards import sandbox
-from megatron_eqlen.rewards.program import Isolation
-from megatron_eqlen.rewards.sandbox_probe import shortcoming
+from megatron_eqlen.rewards.sandbox import client as sandbox
+from megatron_eqlen.rewards.sandbox.program import Isolation
+from megatron_eqlen.rewards.sandbox.probe import shortcoming
 sandbox.MOST_THREADS = 1 << 20
 print(shortcoming(Isolation(True, True, False)))
 """
@@ -274,11 +275,11 @@ ATTACKS = {
 
 WITHOUT_SIGNAL_SCOPES = """
 import json, os, sys
-from megatron_eqlen.rewards import landlock
-from megatron_eqlen.rewards.program import Isolation, Limits
-from megatron_eqlen.rewards.sandbox import Sandbox
-from megatron_eqlen.rewards.sandbox_folder import EmptyFolder
-from megatron_eqlen.rewards.sandbox_probe import shortcoming
+from megatron_eqlen.rewards.sandbox import landlock
+from megatron_eqlen.rewards.sandbox.program import Isolation, Limits
+from megatron_eqlen.rewards.sandbox.client import Sandbox
+from megatron_eqlen.rewards.sandbox.folder import EmptyFolder
+from megatron_eqlen.rewards.sandbox.probe import shortcoming
 landlock.SCOPE_ABI = 1 << 30
 isolation = Isolation(True, True, False)
 with Sandbox(isolation) as sandbox:
@@ -379,8 +380,8 @@ def test_a_killed_worker_takes_its_program_with_it():
 
 TRAINER = """
 import os, time
-from megatron_eqlen.rewards.code import WORKER_MODULE
-from megatron_eqlen.rewards.workers import WorkerPool
+from megatron_eqlen.rewards.code.grader import WORKER_MODULE
+from megatron_eqlen.rewards.workers.pool import WorkerPool
 limits = {"cpu_seconds": 100, "wall_seconds": 100, "memory_mb": 256}
 item = {"program": "import time\\nprint(1)\\ntime.sleep(99)", "stdin": "", "limits": limits}
 pool = WorkerPool(WORKER_MODULE, 1, {"isolation": {"landlock": True, "seccomp": True, "drop_user": False}})

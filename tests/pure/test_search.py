@@ -11,11 +11,11 @@ from tokenizers import Tokenizer
 
 from megatron_eqlen.data import deepmath
 from megatron_eqlen.data.rows import Tally
-from megatron_eqlen.data.search import Dials, draw_puzzle, make_rows, search
-from megatron_eqlen.data.synthetic import write_rows
-from megatron_eqlen.data.tokenizer_maker import write_hf_tokenizer
 from megatron_eqlen.objectives.recipes import load
-from megatron_eqlen.rewards.math import MathGrader
+from megatron_eqlen.rewards.math.grader import MathGrader
+from megatron_eqlen.toys.search import Dials, draw_puzzle, make_rows, search
+from megatron_eqlen.toys.synthetic import write_rows
+from megatron_eqlen.toys.tokenizer_maker import write_hf_tokenizer
 from tests.kit import ROOT
 
 SOLUTIONS = ("r1_solution_1", "r1_solution_2", "r1_solution_3")

@@ -16,18 +16,18 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron_eqlen import failures
-from megatron_eqlen.budget import Budget
-from megatron_eqlen.cli import main
-from megatron_eqlen.failures import FIRST
-from megatron_eqlen.hold import FILE, Hold
+from megatron_eqlen.cli.__main__ import main
+from megatron_eqlen.processes import failures
+from megatron_eqlen.processes.failures import FIRST
+from megatron_eqlen.processes.hold import FILE, Hold
+from megatron_eqlen.processes.timeline import Timeline
+from megatron_eqlen.recipe.budget import Budget
 from megatron_eqlen.report import slurm_state, state
 from megatron_eqlen.report.metrics import MetricsWriter
 from megatron_eqlen.report.progress import Progress
 from megatron_eqlen.report.run_folder import CANCELLED, RESTART, RunFolder
 from megatron_eqlen.report.state import StateWriter, read_state
 from megatron_eqlen.report.status import SILENCE, Status, print_status, status
-from megatron_eqlen.timeline import Timeline
 from tests.kit.processes import within
 from tests.kit.report_runs import recipe, write_run
 

@@ -9,12 +9,12 @@ import pytest
 
 from megatron_eqlen.metrics import MetricError
 from megatron_eqlen.objectives.recipes import load
+from megatron_eqlen.processes.timeline import Timeline
+from megatron_eqlen.processes.watchdog import Watchdog
 from megatron_eqlen.report.progress import Progress
-from megatron_eqlen.run import Run
-from megatron_eqlen.step import Batch, Step
-from megatron_eqlen.timeline import Timeline
+from megatron_eqlen.run.run import Run
+from megatron_eqlen.run.step import Batch, Step
 from megatron_eqlen.training.policy import Policy
-from megatron_eqlen.watchdog import Watchdog
 from tests.kit import ROOT
 from tests.kit.report_runs import example_group, example_stream
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_eqlen import cli
+from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.plan.host import host_parts
 from megatron_eqlen.plan.memory import memory
 from megatron_eqlen.plan.model import model_config
 from megatron_eqlen.plan.workload import workload
-from megatron_eqlen.recipe_load import load_run
+from megatron_eqlen.recipe.load import load_run
 from tests.kit import ROOT
 
 LARGE = str(ROOT / "recipes/qwen3_32b.yaml")

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_eqlen import cli
+from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.recipe import RecipeError
-from megatron_eqlen.recipe_load import load_run
+from megatron_eqlen.recipe.load import load_run
 from megatron_eqlen.report.run_folder import read_submitted
 from megatron_eqlen.sweep import command, runner
 from megatron_eqlen.sweep.cells import Plan

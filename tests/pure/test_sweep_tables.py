@@ -15,9 +15,9 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from megatron_eqlen import cli
+from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.evaluation.statistics import detectable_difference, seed_difference
-from megatron_eqlen.report.figures import MEASURES, Curves, oscillation, over_seeds
+from megatron_eqlen.paper.figures import MEASURES, Curves, oscillation, over_seeds
 from megatron_eqlen.report.tables import Table, latex
 from megatron_eqlen.sweep import command
 from megatron_eqlen.sweep.cells import Plan

@@ -18,7 +18,9 @@ from transformers import AutoModelForCausalLM
 
 from megatron_eqlen.data import deepmath
 from megatron_eqlen.data.rows import Tally
-from megatron_eqlen.data.synthetic import (
+from megatron_eqlen.hf.tokenizer import load_tokenizer
+from megatron_eqlen.rewards.math.grader import MathGrader
+from megatron_eqlen.toys.synthetic import (
     LARGEST_RESULT,
     SCHEMA,
     STYLES,
@@ -27,9 +29,7 @@ from megatron_eqlen.data.synthetic import (
     make_rows,
     write_rows,
 )
-from megatron_eqlen.data.tokenizer_maker import write_hf_tokenizer, write_sentencepiece_tokenizer
-from megatron_eqlen.rewards.math import MathGrader
-from megatron_eqlen.tokenizer import load_tokenizer
+from megatron_eqlen.toys.tokenizer_maker import write_hf_tokenizer, write_sentencepiece_tokenizer
 from tests.kit import ROOT
 from tests.kit.marks import examples
 

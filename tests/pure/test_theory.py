@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megatron_eqlen.objectives.registry import lookup, resolve
-from megatron_eqlen.objectives.theory import (
+from megatron_eqlen.packing.pack import pack
+from megatron_eqlen.paper.theory import (
     A_1,
     A_2,
     A_3,
@@ -30,7 +31,6 @@ from megatron_eqlen.objectives.theory import (
     unfair_policy,
     unlucky_group,
 )
-from megatron_eqlen.packing.pack import pack
 from megatron_eqlen.recipe import LossRecipe
 from megatron_eqlen.training.policy_loss import policy_loss
 from tools import theory as theory_script

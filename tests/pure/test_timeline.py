@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_eqlen.processes.timeline import ENGINE, TRAINER, Span, Timeline
 from megatron_eqlen.report.drawing import LANES, STAGES, timeline
-from megatron_eqlen.timeline import ENGINE, TRAINER, Span, Timeline
 from tests.kit.marks import examples
 
 TIMES = st.integers(0, 20)

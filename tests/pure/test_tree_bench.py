@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_eqlen.packing.pack import pack
-from megatron_eqlen.rollout.record_reader import read_step
+from megatron_eqlen.rollout.record.reader import read_step
 from tests.kit.report_runs import example_stream, prompt
 from tools.benchmarks import gpu, host, packing, run_commands, trees
 from tools.benchmarks.scripted import ScriptedEngine

@@ -13,9 +13,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 import torch
 
-from megatron_eqlen.rollout.vllm import weight_relay
-from megatron_eqlen.rollout.vllm.weight_relay import Neighbours, receive_on_node
-from megatron_eqlen.rollout.vllm.weight_stream import DONE, HELLO, NamedTensors, encode, read
+from megatron_eqlen.rollout.vllm.weights import relay as weight_relay
+from megatron_eqlen.rollout.vllm.weights.relay import Neighbours, receive_on_node
+from megatron_eqlen.rollout.vllm.weights.stream import DONE, HELLO, NamedTensors, encode, read
 
 FRAMES = [
     [("a", torch.arange(7, dtype=torch.bfloat16)), ("b", torch.tensor(2.5)), ("c", torch.ones(3, 5))],

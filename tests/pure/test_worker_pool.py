@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_eqlen.rewards import worker_process
-from megatron_eqlen.rewards.workers import PoolEndedError, WorkerPool
+from megatron_eqlen.rewards.workers import process as worker_process
+from megatron_eqlen.rewards.workers.pool import PoolEndedError, WorkerPool
 from tests.kit.processes import are_gone, within
 
 HANDLERS = "tests.kit.handlers"

@@ -348,7 +348,7 @@ def command(name: str, *args: str) -> tuple[int, str, str]:
     import contextlib
     import io
 
-    from megatron_eqlen import convert_command
+    from megatron_eqlen.cli import convert as convert_command
 
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         status = getattr(convert_command, name)(list(args))

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.packing.pack import Packing, plan_rows
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.replicas import shared
+from megatron_eqlen.run.replicas import shared
 from megatron_eqlen.training import shipping
 from megatron_eqlen.training.distributed import start
 from megatron_eqlen.training.exchange import Seat, exchange

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from megatron_eqlen.processes.watchdog import HUNG
 from megatron_eqlen.report.ends import read_hangs
-from megatron_eqlen.watchdog import HUNG
 from tests.kit.jobs import Job, start
 from tests.kit.processes import within
 
 BEGIN = """
 import atexit, sys, threading
 from pathlib import Path
-from megatron_eqlen import watchdog
+from megatron_eqlen.processes import watchdog
 watchdog.FIRST = 1.0
 home = Path(sys.argv[1])
 dog = watchdog.Watchdog(0, 1, 1.0)
@@ -55,7 +55,7 @@ with dog.stage("score"):
 """
 FILE = """
 import os
-from megatron_eqlen.hold import FILE, read_holder
+from megatron_eqlen.processes.hold import FILE, read_holder
 os.mkfifo(home / FILE)  # nobody writes to it: it blocks as a file on a disk that does not answer
 with dog.stage("checkpoint"):
     read_holder(home / FILE)
@@ -71,7 +71,7 @@ with dog.stage("checkpoint"):
 KINDS = {
     "engine": (ENGINE, "in stage harvest", "megatron_eqlen/rollout/meter.py"),
     "grader": (GRADER, "in stage score", "megatron_eqlen/rewards/"),
-    "file": (FILE, "in stage checkpoint", "megatron_eqlen/hold.py"),
+    "file": (FILE, "in stage checkpoint", "megatron_eqlen/processes/hold.py"),
 }
 
 

@@ -80,7 +80,7 @@ def test_a_gpu_stays_empty(tmp_path, family):
 def visible_gpus() -> tuple[str | None, bool]:
     import os
 
-    from megatron_eqlen import convert_command
+    from megatron_eqlen.cli import convert as convert_command
 
     assert convert_command
     return os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.is_available()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_eqlen import cores
+from megatron_eqlen.processes import cores
 from megatron_eqlen.training import checkpoint
 from megatron_eqlen.training.parking import storage_bytes
 from megatron_eqlen.training.policy import Policy

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_eqlen.phases import phases
+from megatron_eqlen.recipe.phases import phases
 from megatron_eqlen.training import checkpoint
 from megatron_eqlen.training.parking import memory_of
 from megatron_eqlen.training.policy import Policy

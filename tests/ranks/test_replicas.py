@@ -10,10 +10,10 @@ import pytest
 import torch.distributed as dist
 
 from megatron_eqlen.recipe import RewardRecipe
-from megatron_eqlen.replicas import Replicas, shared
 from megatron_eqlen.rewards.scoring import Scorer
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
+from megatron_eqlen.run.replicas import Replicas, shared
 from megatron_eqlen.sampling.harvester import all_rollouts
 from megatron_eqlen.types import Grade, Group, Prompt, Rollout, Segment
 from tests.kit.distributed import run_ranks

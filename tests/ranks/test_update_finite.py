@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_eqlen.run import Run
-from megatron_eqlen.step import Step
+from megatron_eqlen.run.run import Run
+from megatron_eqlen.run.step import Step
 from megatron_eqlen.training import checkpoint
 from megatron_eqlen.training.finite import NonFiniteError
 from megatron_eqlen.training.rows import Rows

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_eqlen.watchdog import HUNG
+from megatron_eqlen.processes.watchdog import HUNG
 from tests.kit.jobs import start, start_ranks
 from tests.kit.processes import is_stopped, within
 
@@ -20,7 +20,7 @@ import atexit, ctypes, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from megatron_eqlen.training import flight_recorder
-from megatron_eqlen import watchdog
+from megatron_eqlen.processes import watchdog
 flight_recorder.enable()
 rank, world = 0, 1
 if len(sys.argv) > 2:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_eqlen import cli
+from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.report import slurm_state
 from megatron_eqlen.report.status import status
 from tests.kit import ROOT

@@ -18,7 +18,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from megatron_eqlen.hold import Hold
+from megatron_eqlen.processes.hold import Hold
 from tests.kit.processes import within
 from tests.slurm import server
 

@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_eqlen.rewards.code import CodeGrader
-from megatron_eqlen.rewards.code_tests import CodeTests
-from megatron_eqlen.rewards.math import MathGrader, MathRule
+from megatron_eqlen.rewards.code.grader import CodeGrader
+from megatron_eqlen.rewards.code.tests import CodeTests
+from megatron_eqlen.rewards.math.grader import MathGrader, MathRule
 from megatron_eqlen.types import Grade
 from tools.benchmarks import grade_hidden
 from tools.benchmarks.table import show

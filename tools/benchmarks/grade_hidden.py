@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from megatron_eqlen.data.tokenizer_maker import write_hf_tokenizer
+from megatron_eqlen.hf.tokenizer import HuggingFaceTokenizer
 from megatron_eqlen.recipe import RewardRecipe
-from megatron_eqlen.rewards.code_tests import CodeTests
-from megatron_eqlen.rewards.math_box import LONGEST_TAIL
+from megatron_eqlen.rewards.code.tests import CodeTests
+from megatron_eqlen.rewards.math.box import LONGEST_TAIL
 from megatron_eqlen.rewards.scoring import Scorer
 from megatron_eqlen.rewards.thinking import END_OF_THINKING
-from megatron_eqlen.tokenizer import HuggingFaceTokenizer
+from megatron_eqlen.toys.tokenizer_maker import write_hf_tokenizer
 from megatron_eqlen.types import Group, Prompt, Segment
 from tools.benchmarks.table import show
 

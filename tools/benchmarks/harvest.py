@@ -91,7 +91,7 @@ def make_model(folder: Path, experts: int) -> Path:
 
 
 def measure(model: Path, slots: int, args: argparse.Namespace) -> list[dict[str, Any]]:
-    from megatron_eqlen.rollout.vllm.colocated import ColocatedEngine
+    from megatron_eqlen.rollout.vllm.engine.colocated import ColocatedEngine
 
     recipe = make_recipe(model, slots, args)
     eos = end_tokens(model, args)
@@ -142,7 +142,7 @@ def plain(
     """What a user of vLLM would call: all completions at once, with log-probs of the sampled tokens."""
     from vllm import SamplingParams
 
-    from megatron_eqlen.rollout.vllm.lifecycle import stock_sampler
+    from megatron_eqlen.rollout.vllm.engine.lifecycle import stock_sampler
 
     requests = [prompt.token_ids for prompt in prompts for _ in range(args.group_size)]
     params = [

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from megatron_eqlen.files import step_name
+from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.packing.pack import plan_rows
@@ -34,10 +35,9 @@ from megatron_eqlen.recipe import Recipe, RewardRecipe
 from megatron_eqlen.rewards.scoring import Scorer
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
-from megatron_eqlen.rollout.record_reader import read_step
-from megatron_eqlen.rollout.recorder import FILES, INTERVAL, Recorder, record_grades
+from megatron_eqlen.rollout.record.reader import read_step
+from megatron_eqlen.rollout.record.recorder import FILES, INTERVAL, Recorder, record_grades
 from megatron_eqlen.sampling import kind_of
-from megatron_eqlen.tokenizer import load_tokenizer
 from megatron_eqlen.types import Grade, Prompt, Rollout
 from tools.benchmarks import run_commands, sharing
 from tools.benchmarks.scripted import EOS, ScriptedEngine, write_tokenizer

@@ -68,8 +68,8 @@ def run(args: argparse.Namespace) -> None:
         pairs = [(seed, replay) for seed in range(args.seeds) for replay in ARMS.values()]
         for seed in range(args.seeds):
             make_model(home / f"model-{seed}", seed)
-        importlib.import_module("megatron_eqlen.loop")  # each run is a fork that has imported all
-        importlib.import_module("megatron_eqlen.rollout.vllm.colocated")
+        importlib.import_module("megatron_eqlen.run.loop")  # each run is a fork that has imported all
+        importlib.import_module("megatron_eqlen.rollout.vllm.engine.colocated")
         with ProcessPoolExecutor(args.jobs, FORK) as pool:
             runs = [pool.submit(in_a_fork, train, home, seed, replay, args) for seed, replay in pairs]
             found = {pair: one.result() for pair, one in zip(pairs, runs, strict=True)}
@@ -136,9 +136,9 @@ def alternates(question: str, response: str, gold: str) -> float:
 
 
 def train(model: Path, folder: Path, seed: int, replay: bool, args: argparse.Namespace) -> None:
-    from megatron_eqlen import loop
     from megatron_eqlen.objectives.recipes import parse
-    from megatron_eqlen.rollout.vllm import lifecycle
+    from megatron_eqlen.rollout.vllm.engine import lifecycle
+    from megatron_eqlen.run import loop
 
     recipe = parse(
         {
@@ -180,7 +180,7 @@ def make_model(folder: Path, seed: int) -> None:
     from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.models.qwen3_moe import Qwen3MoeConfig
 
-    from megatron_eqlen.data.tokenizer_maker import write_hf_tokenizer
+    from megatron_eqlen.toys.tokenizer_maker import write_hf_tokenizer
 
     if folder.exists():
         return

@@ -17,8 +17,8 @@ import numpy as np
 from megatron_eqlen.evaluation.result import Answers, EvaluationResult, write_results
 from megatron_eqlen.files import step_name
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.recipe_load import dump
-from megatron_eqlen.rollout.recorder import FILES, record
+from megatron_eqlen.recipe.load import dump
+from megatron_eqlen.rollout.record.recorder import FILES, record
 from megatron_eqlen.types import Rollout
 
 STEPS = 500
@@ -28,7 +28,7 @@ SAMPLES = 32
 COMMAND = """
 import sys, time
 from pathlib import Path
-from megatron_eqlen.cli import main
+from megatron_eqlen.cli.__main__ import main
 assert main(sys.argv[1:]) == 0
 lines = Path("/proc/self/status").read_text().splitlines()
 print(time.process_time(), *(line.split()[1] for line in lines if line.startswith("VmHWM")), file=sys.stderr)

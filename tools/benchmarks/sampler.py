@@ -18,7 +18,7 @@ from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, MinPLogitsProcessor
 
 from megatron_eqlen.rollout.engine import SEED
-from megatron_eqlen.rollout.vllm import sampler
+from megatron_eqlen.rollout.vllm.engine import sampler
 from tools.benchmarks.clock import fastest
 from tools.benchmarks.table import show
 

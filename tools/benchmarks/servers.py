@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from megatron_eqlen.lifeline import named
+from megatron_eqlen.processes.lifeline import named
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.rollout.vllm.server import server_command
+from megatron_eqlen.rollout.vllm.server.__main__ import server_command
 
 ENVIRON = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """Several on one machine must not bind their threads to the same cores."""

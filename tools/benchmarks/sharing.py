@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.packing.pack import plan_rows
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.replicas import shared
+from megatron_eqlen.run.replicas import shared
 from megatron_eqlen.training.exchange import Seat, exchange
 from megatron_eqlen.types import Rollout
 

@@ -84,7 +84,7 @@ def make_recipe(model: Path, urls: list[str], workers: int = 1) -> Recipe:
 
 
 def colocated(model: Path) -> Engine:
-    from megatron_eqlen.rollout.vllm.colocated import ColocatedEngine
+    from megatron_eqlen.rollout.vllm.engine.colocated import ColocatedEngine
 
     return ColocatedEngine(model, make_recipe(model, []).rollout, "bfloat16", [1], MAX_LEN)
 

@@ -33,17 +33,17 @@ from megatron_eqlen.metrics import (
 )
 from megatron_eqlen.recipe import RolloutRecipe
 from megatron_eqlen.rollout.engine import PROBE, Answer, Delta, EngineError, answer_of, check_request
-from megatron_eqlen.rollout.vllm.generate_api import (
+from megatron_eqlen.rollout.vllm.server.generate_api import (
     PATH,
     cached_tokens,
     read_event,
     request_body,
     sampling_params,
 )
-from megatron_eqlen.rollout.vllm.labels import Labels
-from megatron_eqlen.rollout.vllm.pool import ReplicaPool
-from megatron_eqlen.rollout.vllm.replica import ReplicaError, ServerReplica, words
-from megatron_eqlen.rollout.vllm.tcp_sender import TcpSender, WeightSender
+from megatron_eqlen.rollout.vllm.server.labels import Labels
+from megatron_eqlen.rollout.vllm.server.pool import ReplicaPool
+from megatron_eqlen.rollout.vllm.server.replica import ReplicaError, ServerReplica, words
+from megatron_eqlen.rollout.vllm.weights.tcp_sender import TcpSender, WeightSender
 from megatron_eqlen.rollout.weights import WeightTable
 from megatron_eqlen.types import Metrics
 
@@ -309,7 +309,7 @@ class ServerEngine:
     def _sender(self) -> WeightSender:
         if self.rollout.sync == "tcp":
             return TcpSender(self.pool, self.rollout.request_timeout)
-        from megatron_eqlen.rollout.vllm.nccl_sender import NcclSender  # imports vLLM
+        from megatron_eqlen.rollout.vllm.weights.nccl_sender import NcclSender  # imports vLLM
 
         return NcclSender(self.pool, self.weights.shapes)
 

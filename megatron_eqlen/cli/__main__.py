@@ -1,0 +1,217 @@
+"""The ``eqlen`` command: what can be written on its line, and how it ends. What it does: ``commands``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import signal
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+from megatron_eqlen.processes import failures, interrupts
+from megatron_eqlen.processes.quiet import quiet
+
+Verbs = argparse._SubParsersAction
+
+OVERRIDES_HELP = "override a recipe key, for example objective=dapo loss.kl_coef=0"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one ``eqlen`` command; returns its exit status. User mistakes end with one line on stderr, Ctrl-C
+    with one line and status 130."""
+    arguments = _parse(argv)
+    interrupts.begin()
+    quiet()
+    try:
+        from megatron_eqlen.cli import commands  # takes long enough for Ctrl-C
+
+        status = getattr(commands, arguments.name)(arguments)
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        return interrupts.end()
+    except BrokenPipeError:
+        if not _reader_left():
+            raise
+        return 128 + signal.SIGPIPE
+    except Exception as error:
+        expected = failures.is_expected(error)
+        if failures.record(error):  # the launcher tells it
+            return 2 if expected else 1
+        if not expected:
+            raise
+        rank = f"rank {os.environ['RANK']}: " if os.environ.get("RANK", "0") != "0" else ""
+        print(f"eqlen {arguments.name}: {rank}{failures.words(error)}", file=sys.stderr)
+        return 2
+
+
+def _reader_left() -> bool:
+    """Return whether nobody reads what this command prints any more (``eqlen inspect ... | head``)."""
+    output = select.poll()
+    output.register(sys.stdout, 0)
+    if not output.poll(0):  # errors are always reported
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's own flush
+    return True
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    """Overrides may stand before, between and after options; argparse alone takes only the first of them.
+    What follows ``--`` is for sbatch."""
+    parser = _parser()
+    words = sys.argv[1:] if argv is None else argv
+    end = words.index("--") if words[:1] == ["submit"] and "--" in words else len(words)
+    arguments, rest = parser.parse_known_args(words[:end])
+    arguments.sbatch = words[end + 1 :]
+    strange = [text for text in rest if text.startswith("-") or "=" not in text]
+    if strange or (rest and "overrides" not in arguments):
+        parser.error(f"{arguments.name}: unrecognized arguments: {' '.join(strange or rest)}")
+    if rest:
+        arguments.overrides += rest
+    return arguments
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="eqlen",
+        description="Reinforcement learning of reasoning models on equal-length pairs.",
+        epilog="EQLEN_TRACEBACK=1 shows an error's traceback, EQLEN_VERBOSE=1 the output of libraries.",
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('megatron-eqlen')}")
+    verbs = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
+    _add_training(verbs)
+    _add_parts(verbs)
+    _add_results(verbs)
+    _add_sweep(verbs)
+    _add_inspect(verbs)
+    return parser
+
+
+def _add_training(verbs: Verbs) -> None:
+    train = _add(verbs, "train", "train as a recipe says; the same command resumes a run")
+    _add_recipe(train)
+    train.add_argument(
+        "--dry-run", action="store_true", help="print the resolved recipe and its plan, then stop"
+    )
+    train.add_argument(
+        "--replay",
+        type=Path,
+        metavar="STREAMS",
+        help="train on recorded rollouts (a run's streams/ folder), no engine",
+    )
+
+    plan = _add(verbs, "plan", "print what a recipe needs: layout, memory, tokens, sbatch command")
+    _add_recipe(plan)
+
+    submit = _add(verbs, "submit", "train a recipe as a SLURM job; what follows -- is for sbatch")
+    _add_recipe(submit)
+    submit.add_argument(
+        "--servers",
+        type=int,
+        default=0,
+        metavar="NODES",
+        help="generate on vLLM servers, on nodes of their own",
+    )
+    submit.add_argument("--dry-run", action="store_true", help="print the batch script and submit nothing")
+
+    check = _add(verbs, "check", "what is installed and works here, and what a recipe lacks")
+    check.add_argument("recipe", type=Path, nargs="?", help="recipe file (YAML); default: none in particular")
+    check.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=OVERRIDES_HELP)
+    check.add_argument("--short", action="store_true", help="what takes seconds; print what is not ok")
+
+
+def _add_parts(verbs: Verbs) -> None:
+    """Parts of training alone, and what comes before it."""
+    harvest = _add(verbs, "harvest", "generate and score one step's rollouts, no trainer")
+    _add_recipe(harvest)
+    harvest.add_argument("--out", type=Path, required=True, help="folder for the recorded rollouts")
+
+    evaluate = _add(verbs, "evaluate", "evaluate a model on the recipe's benchmarks")
+    _add_recipe(evaluate)
+    evaluate.add_argument("--model", type=Path, help="Hugging Face folder (default: the recipe's model.path)")
+    evaluate.add_argument("--out", type=Path, required=True, help="result file (JSON)")
+
+    convert = _add(verbs, "convert", "convert a model between Hugging Face and Megatron")
+    convert.add_argument("direction", choices=("hf-to-megatron", "megatron-to-hf"))
+    convert.add_argument("arguments", nargs=argparse.REMAINDER, help="see `eqlen convert DIRECTION --help`")
+
+
+def _add_results(verbs: Verbs) -> None:
+    report = _add(verbs, "report", "write a run folder's report.html again")
+    report.add_argument("run", type=Path, help="run folder")
+    report.add_argument(
+        "--serve", action="store_true", help="show a page instead that follows the run, on this machine only"
+    )
+    report.add_argument("--port", type=int, help="of that page (default 8423; 0: any that is free)")
+
+    status = _add(verbs, "status", "where a run stands: step, stage, rate, alive or dead")
+    status.add_argument("run", type=Path, help="run folder")
+    status.add_argument("--json", action="store_true", help="print everything as JSON")
+
+    compare = _add(verbs, "compare", "print runs side by side: accuracy, difference, efficiency")
+    compare.add_argument("runs", type=Path, nargs="+", help="run folders, or folders that contain some")
+    compare.add_argument(
+        "--baseline", help="baseline method (default: the first in the table after the base)"
+    )
+    compare.add_argument(
+        "--interval",
+        choices=("headline", "paper", "t"),
+        default="headline",
+        help="headline: resamples seeds and problems; paper and t: seeds only, problems held fixed",
+    )
+    compare.add_argument("--json", type=Path, metavar="FILE", help="write the tables there, too")
+
+
+def _add_sweep(verbs: Verbs) -> None:
+    about = "run recipes x methods x seeds at equal cost, then make tables and figures; resumes like train"
+    sweep = _add(verbs, "sweep", about)
+    sweep.add_argument("sweep", type=Path, help="sweep file (YAML), for example recipes/paper_tables.yaml")
+    sweep.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="override recipe keys of all runs")
+    sweep.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (default 1)")
+    instead = sweep.add_mutually_exclusive_group()
+    instead.add_argument("--dry-run", action="store_true", help="print the runs and what they may spend")
+    instead.add_argument("--tables", action="store_true", help="only make tables of the runs that have ended")
+    instead.add_argument("--slurm", action="store_true", help="print the script that submits all to SLURM")
+    instead.add_argument("--cell", metavar="NAME", help="print a run's arguments of eqlen train, one a line")
+    sweep.add_argument(
+        "--into",
+        type=Path,
+        metavar="FILE.md",
+        help="put the tables into this document, too, between the lines that docs/results.md has",
+    )
+    sweep.add_argument("--submit", action="store_true", help="with --slurm: run that script")
+
+
+def _add_inspect(verbs: Verbs) -> None:
+    inspect = _add(verbs, "inspect", "print recorded rollouts as text")
+    inspect.add_argument(
+        "streams", type=Path, help="a run's streams/ folder, one of its steps, or an .arrow file"
+    )
+    inspect.add_argument(
+        "--model", type=Path, required=True, help="Hugging Face folder whose tokenizer decodes"
+    )
+    inspect.add_argument(
+        "--recipe", type=Path, help="recipe they were trained with (default: recipe.yaml of their run)"
+    )
+    inspect.add_argument("--limit", type=int, default=5, help="rollouts to print (default 5)")
+    inspect.add_argument(
+        "--worst",
+        action="store_true",
+        help="print the token of each step about which trainer and engine disagree most, the worst first",
+    )
+
+
+def _add(verbs: Verbs, name: str, text: str) -> argparse.ArgumentParser:
+    """Add the command that the function ``name`` of ``commands`` does."""
+    return verbs.add_parser(name, help=text, description=text)
+
+
+def _add_recipe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", type=Path, help="recipe file (YAML)")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=OVERRIDES_HELP)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""What each ``eqlen`` command does with its arguments (``cli``), and in which processes. Heavy modules are
+imported where a command needs them, so that the others start at once."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_eqlen.files import refuse_existing
+from megatron_eqlen.objectives.recipes import load, remarks
+from megatron_eqlen.processes.interrupts import Interrupts, watch
+from megatron_eqlen.recipe import Recipe, RecipeError, layout
+from megatron_eqlen.recipe.checks import check_inputs
+from megatron_eqlen.recipe.load import dump
+from megatron_eqlen.report.run_folder import BEGAN, IMPORTED, RunFolder, check_harvest
+
+
+def train(arguments: argparse.Namespace) -> int:
+    recipe = load(arguments.recipe, arguments.overrides)
+    if arguments.dry_run:
+        return _print_plan(recipe)
+    folder = RunFolder(recipe)
+    folder.check(recipe)
+    if folder.ended(recipe):
+        print(f"{folder.path}: complete; see {folder.report}")
+        return 0
+
+    def work() -> None:
+        from megatron_eqlen.run.loop import train
+
+        train(recipe, arguments.replay)
+
+    return _on_ranks(recipe, work, folder.stop)
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    return _print_plan(load(arguments.recipe, arguments.overrides))
+
+
+def submit(arguments: argparse.Namespace) -> int:
+    from megatron_eqlen.cli.submit import Submission
+
+    submission = Submission(arguments.recipe, arguments.overrides, arguments.servers, arguments.sbatch)
+    if arguments.dry_run:
+        print(submission.script(), end="")
+        return 0
+    return submission.submit()
+
+
+def check(arguments: argparse.Namespace) -> int:
+    from megatron_eqlen.check import check
+
+    recipe = load(arguments.recipe, arguments.overrides) if arguments.recipe else None
+    return check(recipe, arguments.short)
+
+
+def _print_plan(recipe: Recipe) -> int:
+    from megatron_eqlen.objectives.registry import with_defaults
+    from megatron_eqlen.plan import describe
+
+    plan = describe(recipe)
+    print(dump(with_defaults(recipe)))
+    print(plan)
+    for remark in remarks(recipe):
+        print(f"WARNING: {remark}")
+    return 0
+
+
+def harvest(arguments: argparse.Namespace) -> int:
+    recipe = load(arguments.recipe, arguments.overrides)
+    check_harvest(arguments.out, recipe)
+
+    def work() -> None:
+        from megatron_eqlen.run.loop import harvest_only
+
+        harvest_only(recipe, arguments.out)
+
+    return _on_ranks(recipe, work)
+
+
+def evaluate(arguments: argparse.Namespace) -> int:
+    overrides = [*arguments.overrides, *([f"model.path={arguments.model}"] if arguments.model else [])]
+    recipe = load(arguments.recipe, overrides)
+    refuse_existing(arguments.out)
+
+    def work() -> None:
+        from megatron_eqlen.run.loop import evaluate_only
+
+        evaluate_only(recipe, arguments.out)
+
+    return _on_ranks(recipe, work)
+
+
+def convert(arguments: argparse.Namespace) -> int:
+    from megatron_eqlen.cli import convert as convert_command
+
+    directions = {
+        "hf-to-megatron": convert_command.hf_to_megatron,
+        "megatron-to-hf": convert_command.megatron_to_hf,
+    }
+    return directions[arguments.direction](arguments.arguments)
+
+
+def report(arguments: argparse.Namespace) -> int:
+    if arguments.serve:
+        from megatron_eqlen.report.server import PORT, serve
+
+        serve(arguments.run, PORT if arguments.port is None else arguments.port)
+        return 0
+    if arguments.port is not None:
+        raise ValueError("--port: expected with --serve")
+    from megatron_eqlen.report.page import write_page
+
+    print(write_page(arguments.run))
+    return 0
+
+
+def status(arguments: argparse.Namespace) -> int:
+    from megatron_eqlen.report.status import print_status
+
+    print_status(arguments.run, arguments.json)
+    return 0
+
+
+def compare(arguments: argparse.Namespace) -> int:
+    from megatron_eqlen.report.compare import compare_runs
+
+    compare_runs(arguments.runs, arguments.baseline, arguments.interval, arguments.json)
+    return 0
+
+
+def sweep(arguments: argparse.Namespace) -> int:
+    from megatron_eqlen.sweep import command
+
+    plan = command.read(arguments.sweep, arguments.overrides)
+    if arguments.submit and not arguments.slurm:
+        raise ValueError("--submit: expected with --slurm")
+    if arguments.dry_run:
+        return command.describe(plan)
+    if arguments.slurm:
+        return command.to_slurm(plan, arguments.sweep, arguments.overrides, arguments.submit)
+    if arguments.cell:
+        return command.cell(plan, arguments.cell)
+    if arguments.tables:
+        return command.tables(plan, arguments.into)
+    return command.run(plan, arguments.jobs, into=arguments.into)
+
+
+def inspect(arguments: argparse.Namespace) -> int:
+    for path in (arguments.streams, arguments.model):
+        if not path.exists():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    from megatron_eqlen.report.text import print_rollouts, print_worst
+
+    recipe = load(arguments.recipe) if arguments.recipe else None
+    show = print_worst if arguments.worst else print_rollouts
+    show(arguments.streams, arguments.model, arguments.limit, recipe)
+    return 0
+
+
+def _on_ranks(recipe: Recipe, work: Callable[[], None], stop: Path | None = None) -> int:
+    """Do ``work`` in this process if it is a rank (or the only one), else in ranks started here. ``stop``:
+    the file that asks it to stop.
+
+    A layout that cannot start is refused here, before any process is started.
+    """
+    from megatron_eqlen.check.machine import refuse_unfit  # imports torch
+    from megatron_eqlen.hf.config import read_config  # imports Megatron-Core
+
+    check_inputs(recipe)
+    layout.check(recipe, read_config(recipe.model.path))
+    refuse_unfit(recipe)
+    return _start(recipe, work, Interrupts(stop))
+
+
+def _start(recipe: Recipe, work: Callable[[], None], interrupts: Interrupts) -> int:
+    from megatron_eqlen.processes.launch import launch
+    from megatron_eqlen.processes.lifeline import die_with_launcher
+
+    die_with_launcher()
+    os.environ.setdefault(BEGAN, str(IMPORTED))
+    if _needs_launch(recipe):
+        return launch(recipe.cluster.processes_per_node, sys.argv[1:], interrupts)
+    if "RANK" in os.environ:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # it is for the launcher, who ends its ranks
+    else:
+        watch(interrupts)
+    work()
+    return 0
+
+
+def _needs_launch(recipe: Recipe) -> bool:
+    """Whether this process must start the ranks itself: several on this machine and no launcher above."""
+    if "RANK" in os.environ or recipe.world_size == 1:
+        return False
+    if recipe.cluster.nodes > 1:
+        raise RecipeError(
+            f"cluster.nodes: {recipe.cluster.nodes} nodes are started by a launcher: `eqlen submit`, or "
+            f"torchrun on every node"
+        )
+    return True

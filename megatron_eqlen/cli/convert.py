@@ -1,0 +1,107 @@
+"""The commands that convert models: ``tools/convert_hf_to_megatron.py``, ``tools/convert_megatron_to_hf.py``.
+
+Exit status: 0 converted (and verified), 1 killed or crashed, 2 a mistake in the input or a full
+disk, said in one line.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks: everything here is done on the CPU
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from megatron_eqlen.models import convert
+from megatron_eqlen.processes import failures
+from megatron_eqlen.recipe import ParallelRecipe
+from megatron_eqlen.training.distributed import start, stop
+
+
+def hf_to_megatron(argv: list[str] | None = None) -> int:
+    """Hugging Face folder -> torch_dist checkpoint."""
+    parser = _parser("Convert a Hugging Face folder to a Megatron torch_dist checkpoint, for any layout.")
+    parser.add_argument("source", type=Path, help="Hugging Face folder: config.json and safetensors")
+    parser.add_argument("out", type=Path, help="checkpoint folder to make; must not exist")
+    args = parser.parse_args(argv)
+
+    def run() -> None:
+        with _progress("converting", args.source) as progress:
+            convert.hf_to_megatron(args.source, args.out, progress)
+        _verify(args.verify, checkpoint=args.out, folder=args.source)
+
+    return _guarded(parser.prog, run)
+
+
+def megatron_to_hf(argv: list[str] | None = None) -> int:
+    """torch_dist checkpoint -> Hugging Face folder."""
+    parser = _parser("Convert a Megatron torch_dist checkpoint, of any layout, to a Hugging Face folder.")
+    parser.add_argument("checkpoint", type=Path, help="checkpoint, or a run's checkpoints/ for its newest")
+    parser.add_argument("out", type=Path, help="Hugging Face folder to make; must not exist")
+    parser.add_argument(
+        "--source",
+        type=Path,
+        required=True,
+        help="the Hugging Face folder that training started from: gives configuration, tokenizer, dtypes, "
+        "the division into files, and tensors that are not trained",
+    )
+    args = parser.parse_args(argv)
+
+    def run() -> None:
+        with _progress("converting", args.source) as progress:
+            convert.megatron_to_hf(args.checkpoint, args.source, args.out, progress)
+        _verify(args.verify, checkpoint=args.checkpoint, folder=args.out)
+
+    return _guarded(parser.prog, run)
+
+
+def _parser(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, epilog="One process, on the CPU.")
+    parser.add_argument(
+        "--verify",
+        nargs="?",
+        const="hash",
+        choices=["hash", "logits"],
+        help="read everything back and compare its bits (hash); also run both models in float32 (logits: "
+        "both must fit in memory)",
+    )
+    return parser
+
+
+def _verify(level: str | None, checkpoint: Path, folder: Path) -> None:
+    if level is None:
+        return
+    with _progress("verifying", folder) as progress:
+        digest = convert.verify_hash(checkpoint, folder, progress)
+    print(f"same weights: sha256 {digest}")
+    if level == "logits":
+        error = convert.verify_logits(checkpoint, folder)
+        print(f"same logits: largest difference {error:.1e} of the largest logit")
+
+
+@contextlib.contextmanager
+def _progress(verb: str, folder: Path) -> Iterator[convert.Progress]:
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(verb, total=convert.converted_bytes(folder))
+        yield lambda nbytes: bar.advance(task, nbytes)
+
+
+def _guarded(name: str, run: Callable[[], None]) -> int:
+    os.environ.pop("RANK", None)  # one process, also inside an srun step
+    start(ParallelRecipe(), seed=0)
+    try:
+        run()
+    except (ValueError, OSError) as error:
+        print(f"{name}: {failures.words(error)}", file=sys.stderr)
+        return 2
+    finally:
+        stop()
+    return 0

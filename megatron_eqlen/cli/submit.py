@@ -1,0 +1,143 @@
+"""``eqlen submit``: a recipe's run as a SLURM job.
+
+The batch script holds the recipe's numbers and calls ``slurm/train.sbatch``, or ``slurm/het.sbatch`` where
+vLLM servers get nodes of their own. It is kept in the run folder, and ``sbatch`` submits it again as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import megatron_eqlen
+from megatron_eqlen.files import write_text
+from megatron_eqlen.objectives.recipes import load
+from megatron_eqlen.plan.memory import memory
+from megatron_eqlen.plan.model import model_config
+from megatron_eqlen.plan.sbatch import (
+    replicas_on_node,
+    server_options,
+    short_limit,
+    train_environment,
+    train_options,
+)
+from megatron_eqlen.processes.hold import FILE as LOCK
+from megatron_eqlen.processes.hold import is_locked
+from megatron_eqlen.recipe import layout
+from megatron_eqlen.recipe.checks import check_inputs
+from megatron_eqlen.report.run_folder import RunFolder
+
+SCRIPTS = Path(megatron_eqlen.__file__).resolve().parents[1] / "slurm"
+KEPT = ("CONTAINER_IMAGE", "CONTAINER_MOUNTS", "EQLEN_CHECK", "EQLEN_PYTHON", "MAX_RESTARTS", "MAX_STALLED")
+"""Environment variables that the batch scripts read: the script keeps those that are set."""
+
+
+class Submission:
+    """A job to submit. ``servers``: nodes full of vLLM servers; ``options``: more for sbatch, the last word.
+
+    Raises RecipeError or LayoutError for a run that could not start.
+    """
+
+    def __init__(self, file: Path, overrides: Sequence[str], servers: int = 0, options: Sequence[str] = ()):
+        self.file, self.overrides, self.servers, self.options = file, [*overrides], servers, options
+        more = []
+        if servers:  # their names are known when the job starts
+            count = servers * replicas_on_node(load(file, [*overrides, *_with_servers(1)]))
+            more = _with_servers(count)
+        self.recipe = load(file, [*overrides, *more])
+        self.model = model_config(self.recipe)
+        layout.check(self.recipe, self.model)
+        self.folder = RunFolder(self.recipe)
+        self.folder.check(self.recipe)
+
+    def script(self) -> str:
+        """The batch script."""
+        train = SCRIPTS / "train.sbatch"
+        if not train.is_file():
+            raise FileNotFoundError(f"{train}: not found; submit with the eqlen of a checkout (tools/setup)")
+        lines = [
+            line for line in train.read_text(encoding="utf-8").splitlines() if line.startswith("#SBATCH")
+        ]
+        output = str(self.folder.path.absolute() / "slurm-%j.out")
+        lines += _directives(
+            f"--chdir={Path.cwd()}", f"--output={output}", *train_options(self.recipe, self.recipe.name)
+        )
+        lines += [_directive(self.options)] if self.options else []
+        if self.servers:
+            lines += ["#SBATCH hetjob"]
+            lines += _directives(*server_options(self.recipe, f"{self.recipe.name}-servers", self.servers))
+            lines += [_directive(self.options)] if self.options else []
+        called = SCRIPTS / ("het.sbatch" if self.servers else "train.sbatch")
+        lines += [f"export {name}={shlex.quote(value)}" for name, value in self._environment().items()]
+        lines += [shlex.join(["exec", "bash", str(called), str(self.file), *self.overrides])]
+        return "\n".join(["#!/bin/bash", "# Written by eqlen submit; sbatch submits it again.", *lines, ""])
+
+    def submit(self) -> int:
+        """Keep the script, submit it and say what to look at; returns the exit status."""
+        if self.folder.ended(self.recipe):
+            print(f"{self.folder.path}: complete; see {self.folder.report}")
+            return 0
+        if "CONTAINER_IMAGE" not in os.environ:  # whose mounts may give files other names
+            check_inputs(self.recipe)
+        for problem in memory(self.recipe, self.model).problems():
+            print(f"WARNING: the plan says that it does not fit: {problem}", file=sys.stderr)
+        if short := short_limit(self.recipe):
+            print(f"WARNING: {short}", file=sys.stderr)
+        self.folder.path.mkdir(parents=True, exist_ok=True)
+        if self.folder.stop.exists() and not is_locked(self.folder.path / LOCK):
+            self.folder.stop.unlink()
+            print(f"removed {self.folder.stop}, which asked an earlier try to stop")
+        script = self.folder.path / "submit.sbatch"
+        write_text(script, self.script())
+        job = _sbatch(script)
+        self.folder.submitted(job, self.recipe)
+        print(
+            f"job {job}: {script}\n"
+            f"its output   {self.folder.path}/slurm-{job}.out\n"
+            f"its state    squeue --job {job}, eqlen status {self.folder.path}\n"
+            f"a live page  eqlen report {self.folder.path} --serve\n"
+            f"to stop it   touch {self.folder.stop} (after its step, with a checkpoint), or scancel {job}"
+        )
+        return 0
+
+    def _environment(self) -> dict[str, str]:
+        kept = {name: os.environ[name] for name in KEPT if os.environ.get(name)}
+        if "CONTAINER_IMAGE" not in kept:
+            kept.setdefault("EQLEN_PYTHON", sys.executable)
+        return kept | {"EQLEN_RUN": str(self.folder.path)} | train_environment(self.recipe)
+
+
+def _with_servers(count: int) -> list[str]:
+    urls = ", ".join(f"http://not-started-{number}" for number in range(count))
+    return ["rollout.engine=server", f"rollout.servers=[{urls}]"]
+
+
+def _directives(*options: str) -> list[str]:
+    return [_directive([option]) for option in options]
+
+
+def _directive(options: Sequence[str]) -> str:
+    """sbatch reads a line of its script as a shell does, and later lines overrule earlier ones."""
+    return "#SBATCH " + shlex.join(options)
+
+
+def _sbatch(script: Path) -> str:
+    """Submit; returns the job's id. Raises ValueError with what sbatch says."""
+    try:
+        said = subprocess.run(
+            ["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:
+        raise ValueError(
+            f"sbatch: not found on the PATH; submit where SLURM's commands are (the script is {script})"
+        ) from None
+    if said.returncode:
+        no_gpus = re.search("generic resource|gres|gpus", said.stderr, re.IGNORECASE)
+        hint = " (cluster.device=cpu asks for no GPUs)" if no_gpus else ""
+        raise ValueError(f"sbatch refused {script}: {said.stderr.strip()}{hint}")
+    return said.stdout.strip().partition(";")[0]

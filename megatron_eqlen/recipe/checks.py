@@ -1,0 +1,198 @@
+"""Checks of a recipe beyond the type of each key: what must fit together.
+
+The objective's own checks are in ``objectives/checks.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from megatron_eqlen.recipe import OptimizerRecipe, Recipe, RecipeError, RewardRecipe, RolloutRecipe, layout
+from megatron_eqlen.recipe.budget import COSTS
+from megatron_eqlen.recipe.plugins import is_import_path, load_object
+from megatron_eqlen.types import WIDEST_MASK
+
+
+def check(recipe: Recipe) -> None:
+    """Raise ValueError, with the arithmetic, for keys that contradict each other."""
+    _check_name(recipe.name)
+    _check_end(recipe)
+    _check_learning_rate(recipe.optimizer)
+    _check_row_budget(recipe)
+    _check_sampling(recipe)
+    _check_engine(recipe.rollout)
+    _check_sampling_mask(recipe.rollout)
+    _check_carry_over(recipe.rollout)
+    _check_keep_streams(recipe)
+    _check_memory(recipe)
+    layout.check(recipe)
+    _check_reward(recipe.reward)
+    _check_plugins(recipe)
+
+
+def check_inputs(recipe: Recipe) -> None:
+    """Raise RecipeError, naming the key, for a file or folder that the recipe reads and that is not there."""
+    paths = {"model.path": recipe.model.path}
+    for number, source in enumerate(recipe.data.sources):
+        paths[f"data.sources.{number}.path"] = source.path
+    for number, benchmark in enumerate(recipe.evaluation.benchmarks):
+        paths[f"evaluation.benchmarks.{number}.path"] = benchmark.path
+    missing = [f"{key}: {path} does not exist" for key, path in paths.items() if not Path(path).exists()]
+    if missing:
+        raise RecipeError("; ".join(missing) + where_from(recipe))
+
+
+def where_from(recipe: Recipe) -> str:
+    """The end of a message about missing inputs: the command that makes them, if the recipe has
+    ``inputs_from``."""
+    return f" ({recipe.inputs_from} makes what this recipe reads: run it first)" if recipe.inputs_from else ""
+
+
+def _check_name(name: str) -> None:
+    """The name becomes a folder under ``runs/``."""
+    if name in (".", "..") or not re.fullmatch(r"[\w.,=+@ -]{1,100}", name):
+        raise ValueError(
+            f"name: expected 1 to 100 letters, digits or any of ' _-.,=+@' (it names a folder under runs/), "
+            f"found {name!r}"
+        )
+
+
+def _check_end(recipe: Recipe) -> None:
+    if not [*recipe.budget.limits()]:
+        raise ValueError(f"steps: expected this, or one of {', '.join(COSTS)}, to end a run, found none")
+    if recipe.steps is None and recipe.optimizer.lr_schedule != "constant":
+        raise ValueError(
+            f"optimizer.lr_schedule: {recipe.optimizer.lr_schedule} falls over a run's steps: set steps"
+        )
+
+
+def _check_learning_rate(optimizer: OptimizerRecipe) -> None:
+    if optimizer.min_lr > optimizer.lr:
+        raise ValueError(
+            f"optimizer.min_lr: {optimizer.min_lr:g} is where the learning rate ends: expected at most "
+            f"optimizer.lr {optimizer.lr:g}"
+        )
+
+
+def _check_reward(reward: RewardRecipe) -> None:
+    if reward.lcb_strict and reward.sandbox_url:
+        raise ValueError(
+            f"reward.lcb_strict: true runs programs on this machine only, found reward.sandbox_url "
+            f"{reward.sandbox_url}: leave one out"
+        )
+
+
+def _check_row_budget(recipe: Recipe) -> None:
+    prompt, response = recipe.data.max_prompt_length, recipe.rollout.max_response_length
+    if recipe.packing.max_tokens_per_row < prompt + response:
+        raise ValueError(
+            f"packing.max_tokens_per_row: {recipe.packing.max_tokens_per_row} is less than the longest path, "
+            f"data.max_prompt_length {prompt} + rollout.max_response_length {response} = {prompt + response}"
+        )
+
+
+def _check_sampling(recipe: Recipe) -> None:
+    if recipe.sampling == "equal_length" and recipe.group_size % 2:
+        raise ValueError(
+            f"group_size: {recipe.group_size} is odd; equal_length sampling splits it into pairs of tracks"
+        )
+    if recipe.equal_length.prefix_in_gradient and recipe.packing.layout != "expanded":
+        raise ValueError(
+            "equal_length.prefix_in_gradient: true needs packing.layout: expanded "
+            "(each side trains its own copy of the prefix)"
+        )
+
+
+def _check_engine(rollout: RolloutRecipe) -> None:
+    if rollout.max_num_batched_tokens < rollout.max_num_seqs:
+        raise ValueError(
+            f"rollout.max_num_batched_tokens: {rollout.max_num_batched_tokens} is less than "
+            f"rollout.max_num_seqs {rollout.max_num_seqs}: each decoding request takes a token a step"
+        )
+    if rollout.engine == "server" and not rollout.servers:
+        raise ValueError("rollout.servers: expected at least one URL with rollout.engine: server, found none")
+    _check_servers(rollout.servers)
+    if rollout.staleness and rollout.engine != "server":
+        raise ValueError(
+            f"rollout.staleness: {rollout.staleness} needs rollout.engine: server, found {rollout.engine}: a "
+            f"colocated engine sleeps while the trainer works"
+        )
+
+
+def _check_servers(urls: list[str]) -> None:
+    for number, url in enumerate(urls):
+        try:
+            parts = urlsplit(url)
+            valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # a port that is no number, or brackets that hold no address
+            valid = False
+        if not valid:
+            raise ValueError(f"rollout.servers.{number}: expected http://HOST:PORT, found {url!r}")
+        if url.rstrip("/") in (earlier.rstrip("/") for earlier in urls[:number]):
+            raise ValueError(f"rollout.servers.{number}: expected each server once, found {url!r} again")
+
+
+def _check_sampling_mask(rollout: RolloutRecipe) -> None:
+    if not rollout.keep_sampling_mask:
+        return
+    if not 1 <= rollout.top_k <= WIDEST_MASK:
+        raise ValueError(
+            f"rollout.keep_sampling_mask: true needs rollout.top_k from 1 to {WIDEST_MASK} (it bounds what "
+            f"is recorded of each token), found {rollout.top_k}"
+        )
+    if rollout.logprobs_mode != "processed":
+        raise ValueError(
+            "rollout.keep_sampling_mask: true needs rollout.logprobs_mode: processed (both are of the kept "
+            f"tokens alone), found {rollout.logprobs_mode}"
+        )
+
+
+def _check_carry_over(rollout: RolloutRecipe) -> None:
+    if not rollout.carry_over:
+        return
+    if rollout.tokens_per_step is None and rollout.seconds_per_step is None:
+        raise ValueError(
+            "rollout.carry_over: true needs rollout.tokens_per_step or rollout.seconds_per_step, which end a "
+            "step's harvest before all is finished; found neither"
+        )
+
+
+def _check_keep_streams(recipe: Recipe) -> None:
+    if recipe.report.keep_streams == "evaluations" and not recipe.evaluation.every:
+        raise ValueError("report.keep_streams: evaluations needs evaluation.every >= 1, found 0")
+
+
+def _check_memory(recipe: Recipe) -> None:
+    optimizer, park = recipe.optimizer, recipe.rollout.park_trainer
+    if recipe.rollout.engine == "server" and park not in (None, "none"):
+        raise ValueError(
+            f"rollout.park_trainer: {park} makes room for a colocated engine, found rollout.engine: server"
+        )
+    saving = {"offload": True, "precision": "bfloat16", "grad_dtype": "bfloat16"}
+    asked = [f"{key}: {value}" for key, value in saving.items() if getattr(optimizer, key) == value]
+    if asked and recipe.model.dtype != "bfloat16":
+        raise ValueError(
+            f"optimizer.{asked[0].lower()} needs model.dtype: bfloat16, found {recipe.model.dtype}"
+        )
+    if optimizer.offload and optimizer.precision != "float32":
+        raise ValueError(
+            "optimizer.precision: bfloat16 is for a state that stays on the GPU; optimizer.offload: true "
+            "keeps it in host memory, in float32: leave one out"
+        )
+    if recipe.checkpoint.resharding == "any" and optimizer.precision != "float32":
+        raise ValueError(
+            "checkpoint.resharding: any needs optimizer.precision: float32, found bfloat16 (Megatron-Core "
+            "gathers main weights in float32 only)"
+        )
+
+
+def _check_plugins(recipe: Recipe) -> None:
+    """Raise ValueError unless every object that the recipe names by import path can be imported."""
+    sections = {"data.sources": recipe.data.sources, "evaluation.benchmarks": recipe.evaluation.benchmarks}
+    for section, items in sections.items():
+        for number, item in enumerate(items):
+            for key, path in (("reader", item.reader), ("grader", item.grader or "")):
+                if is_import_path(path):
+                    load_object(path, f"{section}.{number}.{key}")

@@ -1,0 +1,172 @@
+"""Recipe files: reading, ``extends:``, ``key.sub=value`` overrides, writing. Every mistake names its key."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from megatron_eqlen.files import read_json
+from megatron_eqlen.recipe import Recipe, RecipeError, Section
+from megatron_eqlen.recipe.checks import check
+from megatron_eqlen.recipe.keys import RENAMED, nearest
+from megatron_eqlen.recipe.naming import ABLATIONS, MAY_CHANGE, NAMED_ELSEWHERE, differences, is_under
+from megatron_eqlen.recipe.yaml_values import below, in_one_line, read_value, to_yaml
+
+RECIPE, SUBMITTED = "recipe.yaml", "submitted.json"
+"""In a run's folder: the resolved recipe, and before the run begins what ``eqlen submit`` knows of it."""
+
+
+Check = Callable[[Recipe], None]
+"""Raises ValueError where keys of a recipe contradict each other."""
+
+
+def load(path: str | Path, overrides: Sequence[str] = (), checks: Sequence[Check] = ()) -> Recipe:
+    """Load the recipe in ``path`` with ``key.sub=value`` overrides applied. Raises RecipeError.
+
+    ``checks`` run after the recipe's own. ``objectives.recipes.load`` passes those of the objective; a recipe
+    that is only read again, for a report, needs none.
+    """
+    raw = read_yaml(Path(path))
+    changed = copy.deepcopy(raw)
+    for override in overrides:
+        _apply(changed, override)
+    recipe = parse(changed, str(path), checks)
+    if not overrides:
+        return recipe
+    keys = tuple(override.partition("=")[0] for override in overrides)
+    return recipe.model_copy(update={"variant": recipe.variant | _variant(raw, recipe, keys)})
+
+
+def load_run(folder: Path) -> Recipe:
+    """The recipe of a run's folder, or as ``eqlen submit`` left it there where the run has not begun. Raises
+    ValueError where it is none."""
+    file, submitted = folder / RECIPE, folder / SUBMITTED
+    if not file.is_file() and submitted.is_file():
+        return parse(read_json(submitted)["recipe"], str(submitted))
+    if not file.is_file():
+        raise ValueError(f"{folder}: expected a run folder with a {RECIPE}, found none")
+    return load(file)
+
+
+def may_become_run(folder: Path) -> bool:
+    """Whether a run that has not begun may do so in ``folder``: it is not there yet, or holds no more than
+    ``slurm/train.sbatch`` puts there first. A folder of runs is none of them."""
+    if (folder / RECIPE).is_file() or (folder / SUBMITTED).is_file():
+        return False
+    return not folder.exists() or (folder.is_dir() and not any(one.is_dir() for one in folder.iterdir()))
+
+
+def _variant(raw: dict[str, Any], recipe: Recipe, keys: tuple[str, ...]) -> dict[str, Any]:
+    """The values of ``keys`` in ``recipe`` that differ from those of the recipe file alone (``raw``)."""
+    try:
+        alone: Any = Recipe.model_validate(raw).model_dump(mode="json")
+    except ValidationError:  # the file alone is not a complete recipe
+        alone = None
+    changed = differences(alone, recipe.model_dump(mode="json"))
+    named = (*MAY_CHANGE, *NAMED_ELSEWHERE, *(ABLATIONS if recipe.sampling == "equal_length" else ()))
+    return {key: new for key, (_, new) in changed.items() if is_under(key, keys) and not is_under(key, named)}
+
+
+def parse(raw: dict[str, Any], where: str, checks: Sequence[Check] = ()) -> Recipe:
+    """Make a recipe from plain data and check it; ``where`` names it in errors. Raises RecipeError."""
+    try:
+        recipe = Recipe.model_validate(raw)
+    except ValidationError as error:
+        lines = [explain(item) for item in error.errors()]
+        raise RecipeError(f"{where}: " + "; ".join(lines)) from None
+    try:
+        for each in (check, *checks):
+            each(recipe)
+    except ValueError as error:
+        raise RecipeError(f"{where}: {error}") from None
+    return recipe
+
+
+def dump(recipe: Recipe) -> str:
+    """The resolved recipe as YAML that ``load`` reads back to the same recipe."""
+    return to_yaml(recipe.model_dump(mode="json"))
+
+
+def read_yaml(path: Path, schema: type[Section] = Recipe, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Return the keys of a YAML file, over those of the file that it ``extends``. Raises RecipeError."""
+    if path.resolve() in seen:
+        raise RecipeError(f"{path}: extends itself through {' -> '.join(map(str, seen))}")
+    if not path.is_file():
+        raise RecipeError(f"{path}: no such recipe file")
+    try:
+        raw = read_value(path.read_text(encoding="utf-8"), schema)
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path}: not a text in UTF-8: {error}") from None
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{path}: not valid YAML: {in_one_line(error)}") from None
+    if not isinstance(raw, dict):
+        raise RecipeError(f"{path}: expected keys and values, found {type(raw).__name__}")
+    base = raw.pop("extends", None)
+    if base is None:
+        return raw
+    if not isinstance(base, str):
+        raise RecipeError(f"{path}: extends: expected a recipe file, found {base!r}")
+    return _merge(read_yaml(path.parent / base, schema, (*seen, path.resolve())), raw)
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _apply(raw: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise RecipeError(f"override {override!r}: expected key.sub=value")
+    at: Any = raw
+    schema: Any = Recipe
+    *parents, last = key.split(".")
+    for part in parents:
+        at, schema = _child(at, part, override), below(schema, part)
+    try:
+        value = read_value(text, below(schema, last))
+    except yaml.YAMLError as error:
+        raise RecipeError(f"override {override!r}: not a YAML value: {in_one_line(error)}") from None
+    if isinstance(at, list):
+        at[_index(at, last, override)] = value
+    else:
+        at[last] = value
+
+
+def _child(at: Any, part: str, override: str) -> Any:
+    if isinstance(at, list):
+        return at[_index(at, part, override)]
+    child = at.setdefault(part, {})
+    if not isinstance(child, dict | list):
+        raise RecipeError(f"override {override!r}: {part} is a value ({child!r}), not a section")
+    return child
+
+
+def _index(at: list, part: str, override: str) -> int:
+    if not part.isdigit() or int(part) >= len(at):
+        raise RecipeError(
+            f"override {override!r}: {part!r} is not one of the list's numbers 0..{len(at) - 1}"
+        )
+    return int(part)
+
+
+def explain(item: ErrorDetails, schema: type[Section] = Recipe) -> str:
+    """What is wrong with a key, and the nearest key of ``schema`` to an unknown one."""
+    key = ".".join(str(part) for part in item["loc"])
+    if key in RENAMED:
+        return f"unknown key {key!r}: it is called {RENAMED[key]!r} now"
+    if item["type"] == "extra_forbidden":
+        near = nearest(item["loc"], schema)
+        return f"unknown key {key!r}" + (f" (nearest: {near!r})" if near else "")
+    if item["type"] == "missing":
+        return f"missing key {key!r}"
+    return f"{key}: {item['msg']}, found {item['input']!r}"

@@ -1,0 +1,90 @@
+"""What lies in a GPU's memory in each phase of a run, with the engine in the training processes.
+
+    load ─► start ─► sync ─► evaluate ─► generate ─► train ─► sync ─► evaluate ─► checkpoint ─► generate ...
+                                         └────────────────── a step ──────────────────────┘
+
+``run/loop.py`` makes the phases, ``rollout.park_trainer`` and ``optimizer.offload`` say what the trainer
+keeps. With ``rollout.park_trainer: state``:
+
+=============  ================================================  ============================
+phase          the trainer on the GPU                            the engine on the GPU
+=============  ================================================  ============================
+load           weights, gradients, optimizer                     (not built)
+start          weights                                           weights, KV cache
+sync           weights, the tensor that is sent                  weights
+evaluate       weights                                           weights, KV cache
+generate       weights                                           weights, KV cache
+train          weights, gradients, optimizer, activations        what a sleeping engine keeps
+checkpoint     weights                                           weights, KV cache
+=============  ================================================  ============================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from megatron_eqlen.recipe import Recipe
+
+Part = Literal[
+    "weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "sent_tensors",
+    "engine",
+    "kv_cache",
+    "sleeping_engine",
+]
+"""``optimizer``: main weights and Adam's moments. ``activations``: those of a row, with logits and loss.
+``sent_tensors``: the two largest ones, whole. ``engine``: its weights and graphs."""
+
+HostPart = Literal["optimizer", "weights", "reference"]
+"""``reference``: the reference model's weights, and the policy's while those are swapped in."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of a run in which the same parts are on the GPU."""
+
+    name: str
+    parts: tuple[Part, ...]
+
+    def __post_init__(self) -> None:
+        assert set(self.parts) <= set(get_args(Part))
+
+
+def phases(recipe: Recipe) -> list[Phase]:
+    """The phases in the order in which they first come."""
+    parked = recipe.rollout.parked
+    weights: list[Part] = ["weights"]
+    state: list[Part] = ["gradients"] if recipe.optimizer.offload else ["gradients", "optimizer"]
+    trainer = weights + state
+    kept = {"none": trainer, "state": weights, "all": []}[parked]
+    synced = trainer if parked == "none" else weights
+    colocated = recipe.rollout.engine == "colocated"
+    awake: list[Part] = ["engine", "kv_cache"] if colocated else []
+    woken: list[Part] = ["engine"] if colocated else []
+    asleep: list[Part] = ["sleeping_engine"] if colocated else []
+    return [
+        Phase("load", (*trainer,)),
+        Phase("start", (*kept, *awake)),
+        Phase("sync", (*synced, "sent_tensors", *woken)),
+        Phase("evaluate", (*kept, *awake)),
+        Phase("generate", (*kept, *awake)),
+        Phase("train", (*trainer, "activations", *asleep)),
+        Phase("checkpoint", (*kept, *awake)),
+    ]
+
+
+def on_host(recipe: Recipe) -> tuple[HostPart, ...]:
+    """What the trainer keeps in host memory from its first parking to its end."""
+    parked = recipe.rollout.parked
+    parts: list[HostPart] = []
+    if recipe.optimizer.offload or parked != "none":
+        parts.append("optimizer")
+    if parked == "all":
+        parts.append("weights")
+    if recipe.loss.kl_coef:
+        parts.append("reference")
+    return tuple(parts)

@@ -1,0 +1,200 @@
+"""The code grader: does the program in a response pass every test?
+
+    response ──last fenced block after </think>──► program ──► sandbox (here or on a server) ──► verdict
+
+Model-written programs never run in the trainer: each test is a process of its own, locked down, under a
+worker that can be killed. What isolation the machine offers is tried once, with programs that attempt to
+escape.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import asdict
+from functools import lru_cache
+from typing import Any, Literal
+from weakref import WeakValueDictionary
+
+from megatron_eqlen.rewards.code.tests import CodeTests
+from megatron_eqlen.rewards.grader import Asked, Known, Pending
+from megatron_eqlen.rewards.sandbox.client import EXTRA_SECONDS, SandboxError
+from megatron_eqlen.rewards.sandbox.program import Isolation, Limits
+from megatron_eqlen.rewards.sandbox.server import SandboxServer
+from megatron_eqlen.rewards.thinking import answer_section
+from megatron_eqlen.rewards.workers.pool import WorkerPool
+from megatron_eqlen.types import Grade
+
+log = logging.getLogger(__name__)
+
+VERSION = 3
+"""Raised whenever a change here or in ``code_tests`` changes a verdict."""
+LONGEST_PROGRAM = 100_000
+"""Characters."""
+LONGEST_SECTION = 4 * LONGEST_PROGRAM
+"""Characters at the end of a response in which the program is looked for."""
+AS_ROOT = f" (programs run as root: nobody cannot read Python's folder {sys.prefix} or its parents)"
+ATTEMPTS = 2
+"""A sandbox that fails on a program is not the program's fault, at first."""
+WORKER_MODULE = "megatron_eqlen.rewards.code.worker"
+
+_FENCE = re.compile(r"^[ \t]*+(?P<fence>`{3,}+|~{3,}+)(?P<info>[^\n`]*+)$\n?", re.MULTILINE)
+_PYTHON = re.compile(r"[ \t]*py", re.IGNORECASE)
+
+
+def extract_program(text: str) -> str | None:
+    """The last fenced block after the last ``</think>``, None if there is none.
+
+    A fence is three or more backticks or tildes; it ends with at least as many. A fence that never ends holds
+    no answer, nor does one that is interrupted by a new ``` ```python ``` line.
+    """
+    answer = answer_section(text, LONGEST_SECTION)
+    program, opened = None, None
+    for line in _FENCE.finditer(answer):
+        if opened is None or (_PYTHON.match(line["info"]) and line["fence"][0] == opened["fence"][0]):
+            opened = line
+        elif line["fence"].startswith(opened["fence"]):
+            program, opened = answer[opened.end() : line.start()], None
+    return program if program and program.strip() else None
+
+
+def extract_as_livecodebench(text: str) -> str | None:
+    """As LiveCodeBench's ``extract_code``: the lines between the last two that hold three backticks."""
+    lines = answer_section(text, sys.maxsize).split("\n")
+    fences = [number for number, line in enumerate(lines) if "```" in line]
+    return "\n".join(lines[fences[-2] + 1 : fences[-1]]) if len(fences) > 1 else None
+
+
+class CodeGrader:
+    """Grades responses to code problems. The sandbox starts with the first program."""
+
+    def __init__(
+        self,
+        workers: int = 2,
+        timeout: float = 6.0,
+        memory_mb: int = 1024,
+        sandbox: Literal["strict", "best_effort"] = "strict",
+        sandbox_url: str | None = None,
+        lcb_strict: bool = False,
+    ) -> None:
+        assert not (sandbox_url and lcb_strict), "the recipe's check refuses it"
+        self._workers = workers
+        self._timeout = timeout
+        self._memory_mb = memory_mb
+        self._mode = sandbox
+        self._lcb_strict = lcb_strict
+        self._server = SandboxServer(sandbox_url, workers) if sandbox_url else None
+        self._pool: WorkerPool | None = None
+        self._asked: WeakValueDictionary[tuple[str, str], Asked] = WeakValueDictionary()
+        """Grades that somebody waits for, by program and tests."""
+        self.isolation: Isolation | None = None
+        """The isolation in force; None before the sandbox starts."""
+
+    @property
+    def name(self) -> str:
+        return f"code-{VERSION}" + "-lcb_strict" * self._lcb_strict + "@server" * (self._server is not None)
+
+    @property
+    def longest(self) -> int:
+        """LiveCodeBench's checker reads an answer of any length."""
+        return sys.maxsize if self._lcb_strict else LONGEST_SECTION
+
+    def begin(self, text: str, gold: str) -> Pending:
+        """Start grading a response; a program whose grade somebody still waits for is not run again."""
+        program = self._extract(text, gold)
+        if program is None:
+            return Known(Grade(0.0, "no_answer", None, self.name))
+        shown = f"{len(program)} characters of Python"
+        if len(program) > LONGEST_PROGRAM:
+            longer = f"longer than {LONGEST_PROGRAM} characters"
+            return Known(Grade(0.0, "compile_error", shown, self.name, detail=longer))
+        if (asked := self._asked.get((program, gold))) is None:
+            asked = Asked(self._judge(self._item(program, gold)), lambda answer: self._grade(shown, answer))
+            self._asked[program, gold] = asked
+        return asked
+
+    def grade(self, texts: Sequence[str], golds: Sequence[str]) -> list[Grade]:
+        """A grade for each response against its tests; reward 1 only if all pass.
+
+        Verdicts: passed, wrong_answer, time_limit, memory_limit, output_limit, runtime_error,
+        compile_error, no_answer. ``Grade.detail`` names the first failing test. Raises SandboxError if no
+        verdict can be given.
+        """
+        begun = [self.begin(text, gold) for text, gold in zip(texts, golds, strict=True)]
+        return [pending.result() for pending in begun]
+
+    def cut(self) -> None:
+        """Give up what was begun and has no grade."""
+        self._asked.clear()
+        for judge in filter(None, (self._pool, self._server)):
+            judge.cut()
+
+    def close(self) -> None:
+        for judge in filter(None, (self._pool, self._server)):
+            judge.close()
+        self._pool = None
+
+    def _extract(self, text: str, gold: str) -> str | None:
+        strict = self._lcb_strict and _parse_tests(gold).livecodebench
+        return extract_as_livecodebench(text) if strict else extract_program(text)
+
+    def _item(self, program: str, gold: str) -> dict[str, Any]:
+        tests = _parse_tests(gold)
+        cpu = tests.time_limit or self._timeout
+        memory = max(self._memory_mb, int(tests.memory_mb or 0))
+        output = max(Limits.output_bytes, 2 * tests.largest_output)
+        limits = Limits(cpu_seconds=cpu, wall_seconds=4 * cpu + 2, memory_mb=memory, output_bytes=output)
+        return {"program": program, "tests": gold, "limits": asdict(limits), "lcb_strict": self._lcb_strict}
+
+    def _judge(self, item: dict[str, Any]) -> Future[dict[str, Any]]:
+        if self._server is not None:
+            return self._server.submit(item)
+        if self._pool is None:
+            self._pool = self._start()
+        return self._pool.submit(item, _longest(item), wall_factor=1.0, attempts=ATTEMPTS)
+
+    def _start(self) -> WorkerPool:
+        """Find out which isolation works; refuse too little; log what is in force."""
+        self.isolation = offered_isolation()
+        if not self.isolation.strict and self._mode == "strict":
+            raise ValueError(
+                "reward.code_sandbox: strict needs Landlock and seccomp, this machine offers "
+                f"{self.isolation}; set reward.sandbox_url, or accept less with code_sandbox: best_effort"
+            )
+        as_root = self.isolation.as_root
+        level = logging.WARNING if as_root or not self.isolation.strict else logging.INFO
+        log.log(level, "code sandbox: %s%s", self.isolation, AS_ROOT if as_root else "")
+        return WorkerPool(WORKER_MODULE, self._workers, {"isolation": asdict(self.isolation)})
+
+    def _grade(self, shown: str, answer: dict[str, Any]) -> Grade:
+        if "verdict" not in answer:
+            raise SandboxError(f"code sandbox: no verdict on a program in {ATTEMPTS} attempts: {answer}")
+        passed = answer["verdict"] == "passed"
+        return Grade(float(passed), answer["verdict"], shown, self.name, answer["seconds"], answer["detail"])
+
+
+@lru_cache(maxsize=1)
+def offered_isolation() -> Isolation:
+    """The strongest isolation that works on this machine, tried once in a process of its own."""
+    pool = WorkerPool(WORKER_MODULE, 1)
+    try:
+        (answer,) = pool.map([{}], 600.0, wall_factor=1.0)
+    finally:
+        pool.close()
+    if "landlock" not in answer:
+        raise SandboxError(f"no sandbox works here: {answer}")
+    return Isolation(**{name: answer[name] for name in Isolation.__dataclass_fields__})
+
+
+@lru_cache(maxsize=4096)
+def _parse_tests(gold: str) -> CodeTests:
+    return CodeTests.from_json(gold)
+
+
+def _longest(item: dict[str, Any]) -> float:
+    """Seconds after which the worker itself must be stuck, not its program."""
+    tests = _parse_tests(item["tests"])
+    return len(tests.inputs) * (item["limits"]["wall_seconds"] + 1.0) + EXTRA_SECONDS

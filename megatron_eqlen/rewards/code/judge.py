@@ -1,0 +1,83 @@
+"""The verdict on a program: run its tests in order, stop at the first that fails."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from megatron_eqlen.rewards.code.tests import CodeTests
+from megatron_eqlen.rewards.sandbox.client import Execution
+from megatron_eqlen.rewards.sandbox.program import Limits, Rules
+
+
+class RunProgram(Protocol):
+    """Runs a program in the local sandbox, or on a server."""
+
+    def __call__(
+        self, source: str, stdin: str, limits: Limits, function: str | None, rules: Rules
+    ) -> Execution: ...
+
+
+VERDICTS_OF_A_TEST = ("runtime_error", "time_limit")
+
+LONGEST_DETAIL = 400
+
+
+@dataclass(frozen=True)
+class Judgement:
+    verdict: str
+    """``passed``, ``wrong_answer``, or an Execution's status."""
+    detail: str
+    """The first failing test, empty where all passed."""
+    seconds: float
+
+
+def judge(program: str, tests: CodeTests, limits: Limits, run: RunProgram) -> Judgement:
+    """Passed only if every test passes."""
+    seconds, rules = 0.0, "livecodebench" if tests.livecodebench else "plain"
+    for number in range(len(tests.inputs)):
+        ended = run(program, tests.stdin(number), limits, tests.function, rules)
+        seconds += ended.seconds
+        if ended.status != "finished":
+            return _failed(tests, number, ended.status, ended.error, seconds)
+        if not tests.is_right(number, ended.stdout, ended.result):
+            found = ended.stdout if tests.function is None else ended.result
+            return _failed(tests, number, "wrong_answer", _difference(tests, number, found), seconds)
+    return Judgement("passed", "", seconds)
+
+
+def judge_as_livecodebench(program: str, tests: CodeTests, limits: Limits, run: RunProgram) -> Judgement:
+    """The verdict of LiveCodeBench's own checker: one process for all tests, its replacements of stdin and
+    stdout, and ``limits.cpu_seconds`` of wall-clock time for each test.
+    """
+    number_of_tests = len(tests.inputs)
+    asked = json.dumps({"inputs": tests.inputs, "seconds": limits.cpu_seconds})
+    whole = (limits.cpu_seconds + 1) * number_of_tests + 5
+    expected = sum(len(str(output)) for output in tests.outputs)
+    output = limits.output_bytes + 4 * expected  # the sum over all tests
+    limits = replace(limits, cpu_seconds=whole, wall_seconds=whole, output_bytes=output)
+    ended = run(program, asked, limits, tests.function, "livecodebench_strict")
+    for number, (kind, text) in enumerate(ended.records[:number_of_tests]):
+        if kind in VERDICTS_OF_A_TEST:
+            return _failed(tests, number, kind, text, ended.seconds)
+        if not tests.is_right(number, text, text):
+            return _failed(tests, number, "wrong_answer", _difference(tests, number, text), ended.seconds)
+    if (reported := len(ended.records)) < number_of_tests:
+        status = "runtime_error" if ended.status == "finished" else ended.status
+        return _failed(tests, reported, status, ended.error or "the program ended the checker", ended.seconds)
+    return Judgement("passed", "", ended.seconds)
+
+
+def _failed(tests: CodeTests, number: int, verdict: str, why: str, seconds: float) -> Judgement:
+    return Judgement(verdict, _line(f"test {number + 1} of {len(tests.inputs)}: {why}"), seconds)
+
+
+def _difference(tests: CodeTests, number: int, found: str | None) -> str:
+    shown = None if found is None else found[:150]
+    return f"expected {tests.outputs[number]!r:.150}, found {shown!r:.150}"
+
+
+def _line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= LONGEST_DETAIL else "..." + line[-LONGEST_DETAIL:]

@@ -1,0 +1,200 @@
+r"""The tests of a code problem, as ``Prompt.gold`` holds them, and when an output is right.
+
+``{"inputs": [...], "outputs": [...], "function": name or absent, ...}``. Without ``function`` a test is
+the text of stdin and the expected text of stdout; with it an input is the list of arguments and an output
+the value::
+
+    {"inputs": ["2 3\n"], "outputs": ["5\n"]}
+    {"inputs": [[2, 3]], "outputs": [5], "function": "add"}
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from functools import cached_property
+from itertools import chain, zip_longest
+from keyword import iskeyword
+from typing import Any
+
+VERSION = 2
+"""Version of the checks that tests and their problems must pass; raised with every new check, so that
+prepared files are checked again."""
+LARGEST_TIME_LIMIT = 3600.0
+"""Seconds."""
+LARGEST_MEMORY = 1 << 20
+"""MiB."""
+LARGEST_OUTPUT = 64 << 20
+"""Bytes that a test may expect to be printed or returned."""
+LONGEST_NAME = 200
+DEEPEST_VALUE = 200
+"""Deepest nesting of lists and objects, in an argument or a result."""
+
+
+@dataclass(frozen=True)
+class CodeTests:
+    """The tests of one problem. Making one raises ValueError if there are none or they could not be run."""
+
+    inputs: list[Any]
+    outputs: list[Any]
+    function: str | None = None
+    wrapped: bool = False
+    """APPS and TACO may wrap a function's value in a list: its first element is right too."""
+    time_limit: float | None = None
+    """Seconds a test may take; None: the recipe's."""
+    memory_mb: int | None = None
+    """MiB a program may use where that is more than the recipe's."""
+    livecodebench: bool = False
+    """LiveCodeBench's preamble, limits and equality are in force (rewards/code/livecodebench.py)."""
+
+    def __post_init__(self) -> None:
+        for name in ("inputs", "outputs"):
+            if not isinstance(found := getattr(self, name), list):
+                raise ValueError(f"{name}: expected a list, found {type(found).__name__}")
+        if not self.inputs:
+            raise ValueError("expected at least one test, found none")
+        if len(self.inputs) != len(self.outputs):
+            raise ValueError(f"{len(self.inputs)} inputs, but {len(self.outputs)} outputs")
+        self._check_options()
+        for number, (given, expected) in enumerate(zip(self.inputs, self.outputs, strict=True)):
+            if self.function is None and not (isinstance(given, str) and isinstance(expected, str)):
+                raise ValueError(f"test {number}: expected the text of stdin and stdout")
+            if self.function is not None and not isinstance(given, list):
+                raise ValueError(f"test {number}: expected the list of {self.function}'s arguments")
+        if self.function is not None:
+            _check_depth(self.inputs + self.outputs)
+        if self.largest_output > LARGEST_OUTPUT:
+            number = max(range(len(self.outputs)), key=self._output_bytes)
+            raise ValueError(
+                f"test {number}: expected an output of at most {LARGEST_OUTPUT} bytes, "
+                f"found {self.largest_output}"
+            )
+
+    @cached_property
+    def largest_output(self) -> int:
+        """Bytes of the longest expected output, or of the longest expected value as JSON."""
+        return max(map(self._output_bytes, range(len(self.outputs))))
+
+    def _output_bytes(self, number: int) -> int:
+        expected = self.outputs[number]
+        return len((expected if self.function is None else json.dumps(expected)).encode(errors="replace"))
+
+    def _check_options(self) -> None:
+        name = self.function
+        if name is not None and not _is_name(name):
+            raise ValueError(f"function: expected a name, found {name!r:.80}")
+        for flag in ("wrapped", "livecodebench"):
+            if not isinstance(found := getattr(self, flag), bool):
+                raise ValueError(f"{flag}: expected true or false, found {found!r:.80}")
+        _check_limit("time_limit", self.time_limit, LARGEST_TIME_LIMIT)
+        _check_limit("memory_mb", self.memory_mb, LARGEST_MEMORY)
+        if self.memory_mb is not None and self.memory_mb != int(self.memory_mb):
+            raise ValueError(f"memory_mb: expected a whole number, found {self.memory_mb!r}")
+
+    @classmethod
+    def from_json(cls, text: str) -> CodeTests:
+        """Raises ValueError if ``text`` does not hold tests."""
+        try:
+            return cls.from_fields(json.loads(text))
+        except RecursionError:
+            raise ValueError(TOO_DEEP) from None
+
+    @classmethod
+    def from_fields(cls, fields: Any) -> CodeTests:
+        """The tests in an object that ``to_json`` writes. Raises ValueError if it does not hold tests."""
+        if not isinstance(fields, dict):
+            raise ValueError(f"expected an object of tests, found {type(fields).__name__}")
+        names = cls.__dataclass_fields__
+        if unknown := [name for name in fields if name not in names]:
+            raise ValueError(f"unknown {unknown}; expected {list(names)}")
+        held: dict[str, Any] = {"inputs": None, "outputs": None} | fields
+        return cls(**held)
+
+    def to_json(self) -> str:
+        held = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return json.dumps({name: value for name, value in held.items() if value not in (None, False)})
+
+    def stdin(self, number: int) -> str:
+        """What the program reads in a test: the text, or one JSON argument a line."""
+        given = self.inputs[number]
+        return given if self.function is None else "\n".join(json.dumps(argument) for argument in given)
+
+    def is_right(self, number: int, stdout: str, result: str | None) -> bool:
+        """Whether the test is passed by what the program printed, or its function returned (as JSON; None:
+        nothing)."""
+        expected = self.outputs[number]
+        if self.function is None:
+            return same_output(stdout, expected)
+        accepted = [expected]
+        if self.wrapped and isinstance(expected, list) and expected:
+            accepted.append(expected[0])
+        return result is not None and any(_is_json_of(result, value) for value in accepted)
+
+
+def same_output(printed: str, expected: str) -> bool:
+    """LiveCodeBench's rule: as many lines, and each equal as text, or token by token as decimal numbers.
+
+    So 3.0 equals 3, but 0.3000001 is not 0.3 and ``Yes`` is not ``YES``; white space around a line is
+    ignored.
+    """
+    printed, expected = printed.strip(), expected.strip()
+    return printed.count("\n") == expected.count("\n") and all(
+        line == want or _same_numbers(line, want)
+        for line, want in zip(_lines(printed), _lines(expected), strict=True)
+    )
+
+
+def _lines(text: str) -> list[str]:
+    return [line.strip() for line in text.split("\n")]
+
+
+def _same_numbers(line: str, want: str) -> bool:
+    """Token by token, so that a line of millions ends with the first that differs."""
+    tokens = (token[0] for token in re.finditer(r"\S+", line))
+    try:
+        return all(
+            token is not None and other is not None and Decimal(token) == Decimal(other)
+            for token, other in zip_longest(tokens, want.split())
+        )
+    except InvalidOperation:
+        return False
+
+
+def _is_json_of(text: str, value: Any) -> bool:
+    """Is ``text`` the JSON of ``value``? Parsed only if it has as many parts, so never a larger value."""
+    wanted = json.dumps(value)
+    if any(text.count(mark) != wanted.count(mark) for mark in "[{,"):
+        return False
+    try:
+        return json.loads(text) == value
+    except (ValueError, RecursionError):
+        return False
+
+
+TOO_DEEP = f"nested deeper than {DEEPEST_VALUE} levels"
+
+
+def _check_depth(values: list[Any]) -> None:
+    """Refuse data that is nested too deep for a program's recursion limit. Level by level, to stay within our
+    own."""
+    level = [value for value in values if isinstance(value, list | dict)]
+    for _ in range(DEEPEST_VALUE):
+        if not level:
+            return
+        held = chain.from_iterable(box.values() if isinstance(box, dict) else box for box in level)
+        level = [value for value in held if isinstance(value, list | dict)]
+    raise ValueError(TOO_DEEP)
+
+
+def _is_name(value: Any) -> bool:
+    plain = isinstance(value, str) and value.isidentifier() and not iskeyword(value)
+    return plain and len(value) <= LONGEST_NAME
+
+
+def _check_limit(name: str, value: Any, largest: float) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= largest:
+        raise ValueError(f"{name}: expected a number above 0, at most {largest:g}, found {value!r:.80}")

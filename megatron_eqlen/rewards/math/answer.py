@@ -1,0 +1,293 @@
+r"""One spelling for answers that mean the same: ``10\,\text{ cm}`` ──normalize──► ``10\unit{cm}``.
+
+The normal form is LaTeX without what does not change a value: spaces, sizes, colours, fonts, delimiters.
+Words are ``\text{lowercase}``, a unit stands last as ``\unit{name}``, a list's ``and`` is a comma. What is
+struck out or invisible is gone. Each rule is one line of a table; a table's rules apply in order.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable
+from functools import lru_cache
+from math import gcd
+
+from megatron_eqlen.rewards.math.units import CURRENCIES, SIZES, is_known, unit_name
+
+Rules = list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]]
+
+
+def _compile(*rules: tuple[str, str | Callable[[re.Match[str]], str]]) -> Rules:
+    return [(re.compile(pattern), replacement) for pattern, replacement in rules]
+
+
+def _apply(rules: Rules, text: str) -> str:
+    for pattern, replacement in rules:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+_ANY = r"(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*"
+"""What may stand between braces."""
+_END = r"(?![A-Za-z])"
+"""The end of a command's name."""
+_FUNCTIONS = r"(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|ln|log|exp|det|gcd|lcm|max|min"
+_SIGNS = {
+    "−": "-", "–": "-", "—": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "÷": "/",
+    "⁄": "/", "∕": "/", "√": r"\sqrt ", "∞": r"\infty ", "≈": r"\approx ", "±": r"\pm ", "≠": r"\ne ",
+    "≤": r"\le ", "⩽": r"\le ", "≥": r"\ge ", "⩾": r"\ge ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ",
+    "∅": r"\emptyset ", "∖": r"\setminus ", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℚ": r"\mathbb{Q}",
+    "ℕ": r"\mathbb{N}", "ℂ": r"\mathbb{C}", "°": r"^\circ ", "º": r"^\circ ", "˚": r"^\circ ", "′": "'",
+    "’": "'", "“": '"', "”": '"', "→": r"\to ", "⇒": r"\Rightarrow ", "∴": r"\therefore ", "⟨": "(",
+    "⟩": ")", "∨": r"\lor ", "∧": r"\land ", "⌊": r"\lfloor ", "⌋": r"\rfloor ", "…": r"\ldots ",
+}  # fmt: skip
+_CHARACTERS = _compile(
+    (r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿⁱ]+", lambda run: f"^{{{_plain(run.group())}}}"),
+    (r"[₀₁₂₃₄₅₆₇₈₉₊₋ₙ]+", lambda run: f"_{{{_plain(run.group())}}}"),
+    (r"√\s*(\d+(?:\.\d+)?|[A-Za-z])", r"\\sqrt{\1}"),
+    (r"(?:\d[\u0304\u0305])+", lambda run: rf"\overline{{{re.sub(r'[^0-9]', '', run.group())}}}"),
+    (r"[^\x00-\x7f]", lambda sign: _ascii(sign.group())),
+)
+_MARKUP = _compile(  # what is drawn, not what it means
+    (r"US\s*\\?\$", r"\\$"),
+    (rf"\\(?:[hv]?phantom|[bx]?cancel|sout|st|label|tag)\s*\{{{_ANY}\}}", ""),  # invisible or struck out
+    (r"(\\\\)|\\[()\[\]]|(?<!\\)\$", r"\1"),  # math delimiters, not the row's end in \\[2pt]
+    (r"\\(?:text|page|f)?color(?:box)?\s*\{[^{}]*\}", ""),
+    (r"\\(?:left|right)\s*\.", ""),
+    (r"\\(?:left|right|middle|[bB]igg?[lrm]?|(?:display|text|script)style|limits|strut|[lL]arge|LARGE|[hH]uge"
+     rf"|(?:foot|script)size|small|tiny|normalsize|bf|it|rm|sf|tt|bfseries|boldmath){_END}", ""),
+    (r"\\!", ""),
+    (rf"(?<!\\)\\(?:[,;:> \n]|(?:q?quad|thinspace|enspace|space){_END})|~|\\$|\s+", " "),
+    (r"\\hspace\*?\{[^{}]*\}", " "),
+    (rf"\\(?:mathbf|bf)\s*\{{([RZQNC])\}}|\\Bbb\s*\{{?([RZQNC])(?:\}}|{_END})", r"\\mathbb{\1\2}"),
+    (r"\{([,:])\}", r"\1"),
+    (r'^\s*["`*]+|["`*]+\s*$', ""),  # Markdown
+)  # fmt: skip
+_WRAPPERS = _compile(  # from the inside out, until nothing changes
+    (r"\\(?:math(?:bf|it|sf|tt|normal)|boldsymbol|bm|pmb|underline|ensuremath|boxed|fbox|framebox|emph)\s*"
+     r"\{([^{}]*)\}", r"\1"),
+    (r"\\(?:text(?:bf|it|rm|sf|tt|sc|normal|up|md)|[mh]box|math(?:rm|up)|operatorname\*?)\s*\{([^{}]*)\}",
+     r"\\text{\1}"),
+    (rf"\\text\s*\{{\s*({_FUNCTIONS})\s*\}}", r"\\\1 "),
+    (r"\\text\s*\{\s*([eid])\s*\}", r" \1 "),
+    (r"\\text\s*\{\s*([A-H]{2,})\s*\}", r"\1"),  # several choices
+    (r"\\text\s*\{([^{}A-Za-z]*|[^{}]*\d[^{}]*)\}(?!\^|\s*/)", r" \1 "),
+    (r"(^|[^\d\s}])\s*\\text\s*\{(\s*\(?[A-Za-z][).:]{0,2}\s*)\}", r"\1 \2 "),  # after a number it is a unit
+    (r"\\text\s*\{([^{}]*)\}\s*(?:/|\\cdot)\s*\\text\s*\{([^{}]*)\}", r"\\text{\1/\2}"),
+    (r"^\s*\{([^{}]*)\}\s*$", r"\1"),
+)  # fmt: skip
+_SPELLING = _compile(  # one name for one thing
+    (rf"\\(?:[dtc]frac|nicefrac|sfrac){_END}", r"\\frac"),
+    (rf"\\[dt]binom{_END}", r"\\binom"),
+    (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
+    (r"\\frac\s*(\{[^{}]*\})\s*(\w)", r"\\frac\1{\2}"),
+    (r"\\frac\s*(\d)\s*(\{)", r"\\frac{\1}\2"),
+    (rf"^\s*\{{?([^{{}}]*?)\\over{_END}([^{{}}]*)\}}?\s*$", r"\\frac{\1}{\2}"),
+    (r"\{?\s*(\w+)\s*\\choose\s*(\w+)\s*\}?", r"\\binom{\1}{\2}"),
+    (rf"\\(?:leqslant|leqq?){_END}|<=", r"\\le "),
+    (rf"\\(?:geqslant|geqq?){_END}|>=", r"\\ge "),
+    (rf"\\lt{_END}", "<"),
+    (rf"\\gt{_END}", ">"),
+    (rf"\\neq{_END}|!=", r"\\ne "),
+    (rf"\\lbrace{_END}", r"\\{"),
+    (rf"\\rbrace{_END}", r"\\}"),
+    (rf"\\langle{_END}", "("),
+    (rf"\\rangle{_END}", ")"),
+    (rf"\\[lr]?vert{_END}", "|"),
+    (r":=|\\coloneqq", "="),
+    (rf"\\colon{_END}", ":"),
+    (rf"\\div{_END}", "/"),
+    (rf"\\vee{_END}", r"\\lor "),
+    (rf"\\varnothing{_END}|\\\{{\s*\\\}}", r"\\emptyset"),
+    (rf"\^\s*(?:\{{\s*\\circ\s*\}}|\\circ{_END})|\\degree{_END}", r"^\\circ "),
+    (rf"\\[lc]?dots[bcmio]?{_END}|\.\.\.", r"\\ldots "),
+    (r"(?:^|(?<=[(\[,=]))\s*\+\s*(?=\\infty|\d)", ""),
+    (r"\\log_\s*\{?\s*e\s*\}?", r"\\ln "),
+    (r"\\(sin|cos|tan)\s*\^\s*\{\s*-1\s*\}", r"\\arc\1 "),
+    (rf"(?<![\\A-Za-z])({_FUNCTIONS}|pi|sqrt|infty){_END}", r"\\\1"),
+    (r"\\exp\s*\(([^()]*)\)", r"e^{\1}"),
+    (rf"(?i)(?<![\\A-Za-z])(?:\\text\s*\{{\s*inf(?:inity)?\s*\}}|inf(?:inity)?{_END})", r"\\infty "),
+    (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+    (r"\\sqrt\s*\[2\]", r"\\sqrt"),
+    (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"),
+    (r"[(\[]\s*\\begin\{(array)\}\s*\{[^{}]*\}(.*?)\\end\{array\}\s*[)\]]",
+     r"\\begin{pmatrix}\2\\end{pmatrix}"),
+    (r"\\(begin|end)\{(?:b|small)matrix\}", r"\\\1{pmatrix}"),
+    (r"(?<![\w)])\]\s*([^\[\](),]+),([^\[\](),]+)([\[\]])", lambda m: f"({m[1]},{m[2]}" + "])"[m[3] == "["]),
+    (r"(\[[^\[\](),]+,[^\[\](),]+)\[", r"\1)"),  # ]0,1[ and [0,1[
+    (r"\\%|\s*\\text\{\s*(?:percent|per cent|pct)\.?\s*\}|(?<=\d)\s*(?:percent|pct)\b|%", r"\\%"),
+)  # fmt: skip
+_LEADS = _compile(  # what stands before the answer
+    (r"(?i)^\s*(?:\\text\s*\{\s*)?(?:the\s+)?(?:final\s+|correct\s+)?(?:answer|ans|result|option|choice)\b\.?\s*"
+     r"(?:is|equals)?\s*[:=]?\s*(?:\}|(?=[^{}]*$|[^}]*\{))", ""),
+    (r"(?i)^\s*\\text\s*\{\s*(?:option|choice|answer:?)\s+([^{}]*)\}\s*$", r"\1"),
+    (rf"^\s*(?:=|\\(?:approx|therefore|Rightarrow|implies|iff){_END})\s*", ""),
+    (r"^\s*[A-Za-z]\s*\\in\s*(?=[(\[\\])", ""),
+    (r"^\s*\\\{\s*[A-Za-z](?:\s*\\in\s*\\mathbb\{R\})?\s*(?:\\mid|:|\|)(.*(?:[<>]|\\[lg]e).*)\\\}\s*$",
+     r"\1"),
+    (r"^\s*\(?\s*([A-Z])\s*\)\s*$", r"\1"),  # (A) is the choice A
+    (r"[\s;,]*(?<!\.)\.?\s*$", ""),
+    (r"(?<=[a-z]{2})!+$", ""),
+)  # fmt: skip
+_NUMBERS = _compile(  # numbers as people write them
+    (r"^([+-]?\d{1,3}(?:[,' ]\d{3})+(?:\.\d+)?)$", lambda m: re.sub("[,' ]", "", m[1])),
+    (r"(?<![\w.])(\d+(?:\.\d+)?)[eE]\+?(-?\d+)(?!\w)", r"\1\\cdot10^{\2}"),
+    (r"(?<=\d)\s*[xX*]\s*(?=10\s*\^)", r"\\cdot "),
+    (r"(?<![\w.}/^])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])", r"\1\\frac{\2}{\3}"),
+    (r"(?<![\d.}^])(\d+)\s*\\frac\{(\d+)\}\{(\d+)\}", r"(\1+\\frac{\2}{\3})"),
+    (r"(\d*)\.(\d*)\\dot\s*\{?(\d)\}?(\d*)\\dot\s*\{?(\d)\}?",
+     lambda m: _repeating(m[1], m[2], m[3] + m[4] + m[5])),
+    (r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?", lambda m: _repeating(m[1], m[2], m[3])),
+    (r"(\d+)\.(\d*)\((\d+)\)", lambda m: _repeating(m[1], m[2], m[3])),
+    (r"(\d*)\.(\d*?)(?:(\d)\3{2,}|(\d{2,})\4+)\s*\\ldots", lambda m: _repeating(m[1], m[2], m[3] or m[4])),
+    (r"(?<!\d)\.(?=\d)", "0."),
+    (r"(?<![\d.:])0+(?=\d)", ""),
+    (r"^-0$", "0"),
+    (r"(\d+(?:\.\d+)?)\s*\^\\circ", r"(\\frac{\1\\pi}{180})"),  # inside an expression: of a function
+)  # fmt: skip
+_LAYOUT = _compile(
+    (r"(\\[A-Za-z]+)\s+(?=[A-Za-z])|(?<=\d)\s+(?=\d)|\s+",
+     lambda m: m[1] + " " if m[1] else " " if _between_digits(m) else ""),
+    (r"([\^_])(\d+|[A-Za-z])", r"\1{\2}"),
+    (r"\^-(\d+)", r"^{-\1}"),
+)  # fmt: skip
+
+_TEXT_UNIT = re.compile(r"(.*\S)\s*\\text\s*\{([^{}]*)\}\s*(?:\^\s*\{?\s*(\d)\s*\}?)?\s*")
+_BARE_UNIT = re.compile(r"(.*[\d})\]])((?:[\s./]*+[^\W\d_]++)++)\.?(?:\s*\^\s*\{?\s*(\d)\s*\}?)?\s*")
+_GREEK = re.compile(r"GREEK (SMALL|CAPITAL) LETTER ([A-Z]+)")
+_SIGN_UNIT = re.compile(r"([+-]?)\s*(\\\$|[€£¥])\s*(.*)|(.*?)\s*(\\\$|[€£¥¢])\s*|(.*?)\s*(\^\\circ)\s*")
+_BASE = re.compile(r"\(?([0-9A-F]*\d[0-9A-F]*)\)?\s*_\s*\{?\s*\(?(\d\d?)\)?\s*\}?")
+_SIZE = re.compile(rf"(?<=\d)\s*(\\text\s*\{{\s*)?({'|'.join(SIZES)})\b\s*", re.IGNORECASE)
+_BASE_NAMES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "ten": 10}
+_BASE_WORD = re.compile(rf"_\s*\{{\s*(?:\\text\s*\{{)?\s*({'|'.join(_BASE_NAMES)})\s*\}}+")
+_FUNCTION = re.compile(rf"\\(?:{_FUNCTIONS})")
+_LETTER = re.compile(r"(?<![\\A-Za-z])[A-Za-z]")
+_CONNECTIVE = re.compile(
+    r"\s*,?\s*(?:\\text\s*\{\s*,?\s*(and|or)\s*,?\s*\}|(?<![A-Za-z\\])(and|or)(?![A-Za-z]))\s*|\s*;\s*",
+)
+_INEQUALITY = re.compile(rf"[<>]|\\(?:le|ge|ne){_END}")
+_PROSE = re.compile(
+    r"\\text\s*\{([^{}]*)\}|(?<![\\A-Za-z{])(?:(?![A-H]{4})[A-Za-z]{4,}|[A-Z][a-z]{2,}|(?i:yes|no))(?![A-Za-z}])"
+)
+"""Words among mathematics."""
+_PHRASE = re.compile(r"[^\W\d_]+(?:[\s-]+[^\W\d_]+)*")
+_WORDS = re.compile(r"\s*([A-Za-z]+(?:[\s-]+[A-Za-z]+)*)\s*")
+_SHORT_WORDS = {"yes", "no", "odd", "one", "two", "six", "ten", "all", "any", "dne", "nan"}
+_SAME_WORDS = {"dne": r"\text{doesnotexist}"} | dict.fromkeys(("nosolution", "nosolutions"), r"\emptyset")
+
+
+@lru_cache(maxsize=1 << 16)
+def normalize(answer: str) -> str:
+    """``answer`` in normal form: two answers that differ only in spelling have the same one."""
+    if answer.isdecimal() and answer.isascii():
+        return answer.lstrip("0") or "0"
+    text = answer if answer.isascii() else _apply(_CHARACTERS, answer)
+    text = _apply(_MARKUP, text)
+    while (unwrapped := _apply(_WRAPPERS, text)) != text:
+        text = unwrapped
+    text = _apply(_LEADS, _apply(_SPELLING, _apply(_LEADS, text)))
+    value, unit = _split_unit(_SIZE.sub(_power_of_ten, text))
+    value = _words(_CONNECTIVE.sub(lambda match: _connect(match, value), value))
+    value = _apply(_LAYOUT, _apply(_NUMBERS, value.strip()))
+    return (value or "0") + rf"\unit{{{unit}}}" if unit and value else value
+
+
+def _plain(text: str) -> str:
+    return unicodedata.normalize("NFKC", text).replace("−", "-")
+
+
+def _ascii(sign: str) -> str:
+    """``sign`` as LaTeX: digits of any script, fractions, and what looks like ASCII. Others stay."""
+    if sign in _SIGNS:
+        return _SIGNS[sign]
+    if greek := _GREEK.fullmatch(unicodedata.name(sign, "")):
+        name = greek[2].lower().replace("lamda", "lambda")
+        return rf"\{name if greek[1] == 'SMALL' else name.capitalize()} "
+    if unicodedata.category(sign)[0] == "M":
+        return ""  # vowel signs and accents: words are only compared
+    if (digit := unicodedata.decimal(sign, None)) is not None:
+        return str(digit)
+    if unicodedata.category(sign) in ("Cf", "Zs"):  # marks of direction, spaces of any width
+        return " " if unicodedata.category(sign) == "Zs" else ""
+    plain = unicodedata.normalize("NFKC", sign)
+    if unicodedata.decomposition(sign).startswith("<fraction>"):
+        return r"\frac{{{}}}{{{}}}".format(*plain.split("⁄"))
+    return plain
+
+
+def _power_of_ten(match: re.Match[str]) -> str:
+    return rf"\cdot10^{{{SIZES[match[2].lower()]}}}" + (match[1] or "")
+
+
+def _repeating(whole: str, start: str, block: str) -> str:
+    """A repeating decimal as the fraction it is."""
+    nines = 10 ** len(start) * (10 ** len(block) - 1)
+    tail = int(start + block) - int(start or "0") + int(whole or "0") * nines
+    common = gcd(tail, nines)
+    return rf"\frac{{{tail // common}}}{{{nines // common}}}"
+
+
+def _between_digits(match: re.Match[str]) -> bool:
+    before, after = (
+        match.string[match.start() - 1 : match.start()],
+        match.string[match.end() : match.end() + 1],
+    )
+    return before.isdigit() and after.isdigit()
+
+
+def _connect(match: re.Match[str], text: str) -> str:
+    """A list's comma; between inequalities ``and`` and ``or`` differ."""
+    word = match[1] or match[2]
+    return {"or": r"\lor ", "and": r"\land "}[word] if word and _INEQUALITY.search(text) else ", "
+
+
+def _words(text: str) -> str:
+    r"""Words as ``\text{lowercase}``; letters that may be variables stay."""
+    if (whole := _WORDS.fullmatch(text)) and _is_word(whole[1]):
+        text = rf"\text{{{text}}}"
+    text = _PROSE.sub(lambda match: _PHRASE.sub(_word, match[1] or match[0].strip()), text)
+    return text.replace(r"}\text{", "")
+
+
+def _is_word(text: str) -> bool:
+    longest = max(re.split(r"[\s-]+", text), key=len)
+    return len(longest) > 3 or longest.lower() in _SHORT_WORDS or (len(longest) == 3 and longest.istitle())
+
+
+def _word(match: re.Match[str]) -> str:
+    if len(match[0]) == 1:
+        return match[0]  # a name or a choice
+    word = re.sub(r"[\s-]", "", match[0]).lower()
+    return _SAME_WORDS.get(word, rf"\text{{{word}}}")
+
+
+# --- units
+
+
+def _split_unit(text: str) -> tuple[str, str]:
+    """The value and the name of the unit that stands after it (or of the currency before it), "" for none."""
+    text = _BASE_WORD.sub(lambda match: f"_{{{_BASE_NAMES[match[1]]}}}", text).strip()
+    if match := _SIGN_UNIT.fullmatch(text):
+        sign, before, amount, value, after, degrees, _ = match.groups()
+        value = (sign or "") + (amount or value or degrees or "")
+        name = CURRENCIES.get(before or after, "degree")
+        return (value, name) if is_numeric(value) and not _FUNCTION.search(value) else (text, "")
+    if (match := _BASE.fullmatch(re.sub(r"\\text\{(\w)\}|\s", r"\1", text))) and all(
+        int(digit, 16) < int(match[2]) for digit in match[1]
+    ):
+        digits = match[1] if match[1].isdecimal() else str(int(match[1], int(match[2])))
+        return digits, f"base{match[2]}"
+    if match := _TEXT_UNIT.fullmatch(text):
+        name = unit_name(match[2], match[3] or "")
+    elif match := _BARE_UNIT.fullmatch(text):
+        name = unit_name(match[2], match[3] or "", bare=True)
+    if match and name and (is_numeric(match[1]) or is_known(name)):
+        return match[1], name
+    return text, ""
+
+
+def is_numeric(text: str) -> bool:
+    """No variable and no word in it, or after its last ``=``."""
+    text = text.rpartition("=")[2]
+    return not _LETTER.search(text.replace(r"\text", "")) and any(map(str.isalnum, text))

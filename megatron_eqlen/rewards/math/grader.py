@@ -1,0 +1,165 @@
+"""The math grader: is the last boxed answer of a response equal to the gold one?
+
+    response ──extract──► answer ──normalise──► text with unit ──match──► two texts ──compare──► verdict
+              math_box             math_answer                 math_match          here, then math_worker
+
+``exact`` compares the normal forms as texts, ``math_verify`` reads both as mathematics, ``either`` uses
+``math_verify`` where ``exact`` says no. The paper says "exact answer matching".
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import OrderedDict
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Literal
+
+from megatron_eqlen.rewards.grader import Asked, Known, Pending
+from megatron_eqlen.rewards.math.answer import normalize
+from megatron_eqlen.rewards.math.box import LONGEST_TAIL, extract_answer
+from megatron_eqlen.rewards.math.match import match_units
+from megatron_eqlen.rewards.workers.pool import WorkerPool
+from megatron_eqlen.types import Grade
+
+log = logging.getLogger(__name__)
+
+MathRule = Literal["exact", "math_verify", "either"]
+
+RULES_VERSION = 2
+"""Raised whenever our own rules change a verdict: extraction, normal form, units, structure."""
+LIBRARY = version("math-verify")
+LONGEST_ANSWER = 2_000
+"""Characters; a longer answer counts as unparseable."""
+MEMO_SIZE = 100_000
+WORKER_MODULE = "megatron_eqlen.rewards.math.worker"
+LARGEST_BATCH = 64
+"""Answers that a worker is sent at once: most take less than a message does."""
+
+_INTEGER = re.compile(r"-?\d+")
+_PLAIN_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d+)?|\\frac\{[+-]?\d+\}\{[1-9]\d*\}|\d+/[1-9]\d*)")
+
+
+class MathGrader:
+    """Grades responses in killable worker processes; the same (gold, answer) is verified once.
+
+    ``timeout``: seconds an answer may take. The processes start with the first answer that needs them.
+    """
+
+    longest = LONGEST_TAIL
+
+    def __init__(self, rule: MathRule = "either", workers: int = 2, timeout: float = 5.0) -> None:
+        self.rule = rule
+        self._workers = workers
+        self._timeout = timeout
+        self._pool: WorkerPool | None = None
+        self._memo: OrderedDict[tuple[str, str], Pending] = OrderedDict()
+
+    @property
+    def name(self) -> str:
+        """The rule with its versions; recorded with every grade."""
+        return f"{self.rule}-{RULES_VERSION}" + ("" if self.rule == "exact" else f"+math_verify-{LIBRARY}")
+
+    def begin(self, text: str, gold: str) -> Pending:
+        """Start grading a response."""
+        answer = extract_answer(text)
+        if answer is None:
+            return Known(Grade(0.0, "no_answer", None, self.name))
+        key = gold, answer
+        if key not in self._memo:
+            self._memo[key] = self._compare(gold, answer)
+            if len(self._memo) > MEMO_SIZE:
+                self._memo.popitem(last=False)
+        self._memo.move_to_end(key)
+        return self._memo[key]
+
+    def grade(self, texts: Sequence[str], golds: Sequence[str]) -> list[Grade]:
+        """A grade for each response text against its gold: correct, wrong, no_answer, unparseable or
+        timeout.
+        """
+        begun = [self.begin(text, gold) for text, gold in zip(texts, golds, strict=True)]
+        return [pending.result() for pending in begun]
+
+    def cut(self) -> None:
+        """Give up what was begun and has no grade."""
+        self._memo = OrderedDict((key, grade) for key, grade in self._memo.items() if grade.done())
+        if self._pool is not None:
+            self._pool.cut()
+
+    def check_golds(self, golds: Sequence[str]) -> list[str | None]:
+        """For each gold None if it can be graded against, or the reason why not.
+
+        A gold must parse and equal itself; else every right answer would be a silent 0.
+        """
+        reasons = {gold: "unparseable_gold" if len(gold) > LONGEST_ANSWER else None for gold in golds}
+        reasons |= {gold: "unparseable_gold" for gold in reasons if not reasons[gold] and not normalize(gold)}
+        if self.rule == "exact":
+            return [reasons[gold] for gold in golds]
+        wanted = [gold for gold, reason in reasons.items() if not (reason or _PLAIN_NUMBER.fullmatch(gold))]
+        questions = [_question(gold, gold) for gold in wanted]
+        checks = self._start().map(questions, self._timeout) if questions else []
+        reasons |= {gold: _gold_reason(check) for gold, check in zip(wanted, checks, strict=True)}
+        return [reasons[gold] for gold in golds]
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    def _compare(self, gold: str, answer: str) -> Pending:
+        if (verdict := self._compare_texts(gold, answer)) is not None:
+            return Known(self._grade(verdict, answer))
+        reply = self._start().submit(_question(gold, answer), self._timeout)
+        return Asked(reply, lambda reply: self._grade(self._verdict(reply, answer), answer, reply["seconds"]))
+
+    def _compare_texts(self, gold: str, answer: str) -> str | None:
+        """The verdict where no worker is needed, else None."""
+        if len(answer) > LONGEST_ANSWER:
+            return "unparseable"
+        if not normalize(answer):
+            return "no_answer"
+        pair = match_units(normalize(gold), normalize(answer))
+        if pair is None:
+            return "wrong"
+        if self.rule == "math_verify":
+            return None
+        if pair[0] == pair[1]:
+            return "correct"
+        integers = _INTEGER.fullmatch(pair[0]) and _INTEGER.fullmatch(pair[1])
+        return "wrong" if self.rule == "exact" or integers else None
+
+    def _grade(self, verdict: str, answer: str, seconds: float = 0.0) -> Grade:
+        line = " ".join(answer.split())
+        shown = line if len(line) <= 200 else line[:197] + "..."
+        return Grade(float(verdict == "correct"), verdict, shown, self.name, seconds)
+
+    def _verdict(self, reply: dict, answer: str) -> str:
+        if "timeout" in reply:
+            return "timeout"
+        if "failure" in reply:
+            log.warning("math grader: %s on %.200r", reply["failure"], answer)
+        if "failure" in reply or (self.rule == "math_verify" and not reply["parsed"]):
+            return "unparseable"
+        if reply["correct"]:
+            return "correct"
+        return "wrong" if reply["parsed"] else "unparseable"
+
+    def _start(self) -> WorkerPool:
+        if self._pool is None:
+            self._pool = WorkerPool(WORKER_MODULE, self._workers, batch=LARGEST_BATCH)
+        return self._pool
+
+
+def _question(gold: str, answer: str) -> dict[str, str]:
+    """What a worker is asked: two normal forms without units."""
+    gold, answer = match_units(normalize(gold), normalize(answer)) or (gold, answer)
+    return {"gold": gold, "answer": answer}
+
+
+def _gold_reason(reply: dict) -> str | None:
+    if "timeout" in reply:
+        return "gold_timeout"
+    if "failure" in reply or not reply["gold_parsed"]:
+        return "unparseable_gold"
+    return None if reply["correct"] else "gold_differs_from_itself"

@@ -1,0 +1,61 @@
+"""Two answers in normal form -> the two texts that are compared, without units and in the same form."""
+
+from __future__ import annotations
+
+import re
+from math import gcd
+
+from megatron_eqlen.rewards.math.answer import is_numeric
+
+_UNIT = re.compile(r"(.+)\\unit\{(.*)\}")
+_LETTER_UNIT = re.compile(r"(-?\d+(?:\.\d+)?)[msghlLNJWV]")
+_CHOICE = re.compile(r"\(?([A-Z])[).:]\)?(?!.*(?<![A-Za-z\\])[A-Z](?![A-Za-z]))")
+_CLAUSE = re.compile(r"\\text\{(yes|no|true|false)\}[,:.](.*)")
+_OPPOSITE = {"yes": "no|not|never|false", "true": "no|not|never|false", "no": "yes|true", "false": "yes|true"}
+_RATIO = re.compile(r"\d+(?::\d+)+")
+_TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d)?")
+_CHOICES = re.compile(r"[A-H](?:,[A-H])+")
+
+
+def match_units(gold: str, answer: str) -> tuple[str, str] | None:
+    r"""Two normal forms without their units; None if the units differ.
+
+    A unit that only one side names is taken for the other's: the question may have asked for it. ``5 m``
+    without ``\text`` is a product of a variable unless the other side makes it a length.
+    """
+    gold_value, gold_unit = _parts(gold)
+    value, unit = _parts(answer)
+    if gold_unit and unit:
+        return (gold_value, value) if gold_unit == unit else None
+    if (gold_unit and value.endswith("%")) or (unit and gold_value.endswith("%")):
+        return None
+    if gold == value + unit or answer == gold_value + gold_unit:
+        return gold, gold
+    if not unit and is_numeric(gold_value) and (letter := _LETTER_UNIT.fullmatch(answer)):
+        return None if gold_unit and answer[-1] != gold_unit else (gold_value, letter[1])
+    return _as_asked(gold_value, value)
+
+
+def _as_asked(gold: str, answer: str) -> tuple[str, str]:
+    """``answer`` brought to the gold's form if the gold is a choice, a word, a ratio or a time of day."""
+    if len(gold) == 1 and gold.isupper() and (choice := _CHOICE.match(answer)):
+        return gold, choice[1]
+    if _CHOICES.fullmatch(answer) and gold.isalpha() and gold.isupper():
+        return gold, answer.replace(",", "")
+    if (clause := _CLAUSE.match(answer)) and not re.search(_OPPOSITE[clause[1]], clause[2], re.IGNORECASE):
+        return gold, rf"\text{{{clause[1]}}}"
+    if _TIME.fullmatch(gold):
+        return gold, answer if answer == gold else ""
+    if _RATIO.fullmatch(answer):  # no number: math-verify would divide
+        return (_reduced(gold), _reduced(answer)) if _RATIO.fullmatch(gold) else (gold, "")
+    return gold, answer
+
+
+def _parts(text: str) -> tuple[str, str]:
+    match = _UNIT.fullmatch(text)
+    return (match[1], match[2]) if match else (text, "")
+
+
+def _reduced(ratio: str) -> str:
+    terms = [int(term) for term in ratio.split(":")]
+    return ":".join(str(term // (gcd(*terms) or 1)) for term in terms)

@@ -1,0 +1,307 @@
+r"""Runs inside a math grader's worker: compares two normal forms. It has no time limit of its own.
+
+    lists and tuples: member by member ──► claims ``x = 6 \cdot 7 = 42``: true, then the last term
+    ──► values: math-verify reads and compares
+
+The structure of an answer is taken from its text, because math-verify reads ``(3,1)`` as a set and
+``41=42`` as 42. Values are compared exactly; only a decimal is compared as math-verify does, to six places.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import resource
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from math_verify import verify
+from sympy import Expr, Float, Rational
+
+from megatron_eqlen.rewards.math.numbers import as_written, is_huge, number_of
+from megatron_eqlen.rewards.math.reading import read
+
+MEMORY_BYTES = 3 << 30
+"""Address space of a worker: ``9^{9^{9^9}}`` must not use up the machine's memory."""
+
+DECIMAL_ERROR = 5e-4
+"""A decimal has six correct places, and three correct digits: 0.00000002 is not 10^{-8}."""
+WARM_UP = (
+    r"\frac{1}{2}",
+    r"-\frac{\pi}{12}+1",
+    r"12\sqrt{3}",
+    "x^{2}+12x-5",
+    r"\pi r^{2}",
+    "0.25",
+    r"\text{yes}",
+    r"e^{12}",
+    r"\ln 12",
+    r"\sin{x}",
+    r"\frac{x+1}{2y}",
+    "x=12",
+    "x>3",
+    r"x\in[0,1)",
+    r"(3,\infty)",
+    r"2^{n}\cdot 3",
+    r"\frac{n(n+1)}{2}",
+    r"\begin{pmatrix}1&2\\3&4\end{pmatrix}",
+)
+
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that its own timers are off
+
+
+# --- structure
+
+_BRACKETS = r"\\?[{(\[]|\\?[)}\]]"
+_GROUP = re.compile(r"(\\\{|[(\[])(.*)(\\\}|[)\]])", re.DOTALL)
+_EQUALS = r"(?<![<>!:\\])="
+_APPROXIMATELY = r"\\approx(?![A-Za-z])"
+_SET = re.compile(r"[<>]|\\(?:le|ge|ne|in|notin|subset|cup|cap|setminus|lor|emptyset|mathbb)(?![A-Za-z])")
+_NAME = re.compile(
+    r"\\?[A-Za-z]'*(?:_\{\w+\})?(?:\([\w,]+\))?"
+    r"|\\(?!pi|infty|emptyset)[A-Za-z]+(?:_\{\w+\})?|\\(?:vec|hat|bar|tilde|overline)\{\w+\}"
+)
+_TEXT = re.compile(r"\\text\{(.*?)\}")
+_OBJECT = re.compile(
+    r"\\(?:mathbb|mathcal|mathfrak|mathscr|aleph|oplus|otimes|[rl]times|cong|simeq|text)(?![A-Za-z])"
+)
+_IMAGINARY = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])")
+
+
+@lru_cache(maxsize=4096)
+def split(text: str, separator: str) -> list[str]:
+    """``text`` cut where ``separator``, a regular expression, stands outside all brackets."""
+    parts, depth, start = [], 0, 0
+    for match in re.finditer(rf"(?P<cut>{separator})|{_BRACKETS}", text):
+        if match["cut"] is None:
+            depth += 1 if match.group()[-1] in "([{" else -1
+        elif depth == 0:
+            parts.append(text[start : match.start()])
+            start = match.end()
+    return [*parts, text[start:]]
+
+
+@lru_cache(maxsize=4096)
+def members(text: str) -> tuple[str, list[str]]:
+    r"""The brackets around a list, ``()`` or ``\{\}`` for example, and its members.
+
+    For a list without brackets, and for a single value (a list of one), the brackets are "".
+    """
+    group = _GROUP.fullmatch(text)
+    if group and _is_balanced(group[2]):
+        inside = split(group[2], ",")
+        if len(inside) > 1 or group[1] == r"\{":
+            return group[1] + group[3], [sign for part in inside for sign in _signs(part)]
+    return "", [sign for part in split(text, ",") for sign in _signs(part)]
+
+
+def _is_balanced(text: str) -> bool:
+    depth = 0
+    for match in re.finditer(_BRACKETS, text):
+        depth += 1 if match.group()[-1] in "([{" else -1
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+def _signs(text: str) -> list[str]:
+    r"""Both values of ``1 \pm 2``."""
+    if text.count(r"\pm") != 1:
+        return [text]
+    return [text.replace(r"\pm", sign).removeprefix("+") for sign in "+-"]
+
+
+# --- equality, from the whole to its parts
+
+
+def equal(gold: str, answer: str, is_complex: bool = False) -> bool:
+    """Whether ``answer``, a normal form without unit, means the same as ``gold``."""
+    if gold == answer:
+        return True
+    if gold.endswith(r"\%") or answer.endswith(r"\%"):
+        return _equal_percentages(gold, answer, is_complex)
+    if len(split(answer, ",")) == 1:
+        if len(split(gold, _EQUALS)) > 1 and len(split(gold, ",")) == 1:
+            return _equal_equations(gold, answer, is_complex)
+        candidates = _conclusions(answer, gold, is_complex)
+        if candidates != [answer]:
+            return any(equal(gold, candidate, is_complex) for candidate in candidates)
+    (_, wanted), (_, found) = members(gold), members(answer)
+    if min(len(wanted), len(found)) == 1 and (_SET.search(gold) or _SET.search(answer)):
+        return _equal_values(gold, answer, is_complex)
+    return _equal_lists(gold, answer, is_complex)
+
+
+def _equal_percentages(gold: str, answer: str, is_complex: bool) -> bool:
+    """As in math-verify, 50% is 50 and 0.5: a question may ask for either."""
+    gold_number, answer_number = gold.removesuffix(r"\%"), answer.removesuffix(r"\%")
+    if equal(gold_number, answer_number, is_complex):
+        return True
+    if (gold_number, answer_number) == (gold, answer):
+        return False
+    return equal(_hundredths(gold), _hundredths(answer), is_complex)
+
+
+def _hundredths(text: str) -> str:
+    """A percentage as so many hundredths; any other number as it is."""
+    number = text.removesuffix(r"\%")
+    return text if number == text else rf"\frac{{{number}}}{{100}}"
+
+
+def _equal_lists(gold: str, answer: str, is_complex: bool) -> bool:
+    (brackets, wanted), (others, found) = members(gold), members(answer)
+    if len(wanted) == len(found) == 1 and not (brackets == others == r"\{\}"):
+        return _equal_values(wanted[0], found[0], is_complex)
+    if len(wanted) != len(found):
+        return False
+    if brackets in ("", r"\{\}") and others in ("", r"\{\}"):
+        return _same_members(wanted, found, is_complex)
+    if brackets != others and {brackets, others} != {"", "()"}:
+        return False
+    return all(equal(one, other, is_complex) for one, other in zip(wanted, found, strict=True))
+
+
+def _same_members(wanted: list[str], found: list[str], is_complex: bool) -> bool:
+    """In any order, each once."""
+    left = list(found)
+    for one in wanted:
+        match = next((other for other in left if equal(one, other, is_complex)), None)
+        if match is None:
+            return False
+        left.remove(match)
+    return True
+
+
+def _equal_equations(gold: str, answer: str, is_complex: bool) -> bool:
+    """The gold is an equation: the answer is it in another form, or the value that it gives a name."""
+    wanted, found = split(gold, _EQUALS), split(answer, _EQUALS)
+    if len(found) == 1:
+        values = [wanted[-1]] * bool(_NAME.fullmatch(wanted[0])) + [wanted[0]] * bool(
+            _NAME.fullmatch(wanted[-1])
+        )
+        return any(equal(value, answer, is_complex) for value in values)
+    if not _is_true(found, is_complex):
+        return False
+    return _equal_values(f"{wanted[0]}={wanted[-1]}", f"{found[0]}={found[-1]}", is_complex)
+
+
+def _conclusions(answer: str, gold: str, is_complex: bool) -> list[str]:
+    """The values an answer may be read as: of a chain of equations its end, if no link is false."""
+    exact, *roundings = split(answer, _APPROXIMATELY)
+    terms = split(exact, _EQUALS)
+    if len(terms) + len(roundings) == 1:
+        return [answer]
+    value = terms[0] if _NAME.fullmatch(terms[-1]) and not _NAME.fullmatch(gold) else terms[-1]
+    if not _is_true(terms, is_complex):
+        return []
+    if roundings and _NAME.fullmatch(value):
+        return roundings[-1:]
+    return [value, *roundings] if all(_rounds_to(value, one, is_complex) for one in roundings) else []
+
+
+def _is_true(terms: list[str], is_complex: bool) -> bool:
+    """Are the numbers among ``terms`` equal?"""
+    numbers = [term for term in terms if number_of(read(term, is_complex)) is not None]
+    return all(_equal_values(numbers[0], other, is_complex) for other in numbers[1:])
+
+
+def _rounds_to(value: str, rounding: str, is_complex: bool) -> bool:
+    exact, near = number_of(read(value, is_complex)), number_of(read(rounding, is_complex))
+    decimals = len(rounding.partition(".")[2])
+    return exact is not None and near is not None and abs(exact - near) <= 0.51 * 10.0**-decimals
+
+
+def _equal_values(gold: str, answer: str, is_complex: bool) -> bool:
+    """Are two expressions, relations or sets equal? What math-verify says, made exact."""
+    if sorted(_TEXT.findall(gold)) != sorted(_TEXT.findall(answer)):
+        return False  # words are no products of their letters
+    wanted, found = read(gold, is_complex), read(answer, is_complex)
+    if wanted is None or found is None:
+        return False
+    if is_huge(wanted) or is_huge(found):
+        return as_written(wanted) == as_written(found)
+    if surely_different(wanted, found):
+        return False
+    if _verify(_exact(wanted), _exact(found)):
+        return True
+    return _has_decimals(wanted, found) and _verify(wanted, found) and not _only_both_small(wanted, found)
+
+
+def _verify(gold: Any, answer: Any) -> bool:
+    return verify(gold, answer, timeout_seconds=None, allow_set_relation_comp=True)
+
+
+def _has_decimals(*values: Any) -> bool:
+    return any(value.has(Float) for value in values)
+
+
+def _exact(value: Any) -> Any:
+    """``value`` with its decimals as the fractions they are written as."""
+    if not _has_decimals(value):
+        return value
+    return value.xreplace({decimal: Rational(str(decimal)) for decimal in value.atoms(Float)})
+
+
+def surely_different(gold: Any, answer: Any) -> bool:
+    """Both are expressions that differ at one point of their symbols: no simplification can make them equal.
+
+    Most wrong answers are found here, at a tenth of the cost of SymPy's ``simplify``. False means: not known.
+    """
+    if not (isinstance(gold, Expr) and isinstance(answer, Expr)):
+        return False
+    if gold.is_Symbol or answer.is_Symbol:
+        return False  # names compare as text
+    symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
+    point = {symbol: Rational(2 * number + 3, 7 * number + 11) for number, symbol in enumerate(symbols)}
+    here, there = number_of(gold, point), number_of(answer, point)
+    return (
+        here is not None
+        and there is not None
+        and bool(abs(here - there) > 1e-3 * max(1, abs(here), abs(there)))
+    )
+
+
+def _only_both_small(gold: Any, answer: Any) -> bool:
+    """Whether two numbers differ, though math-verify, which rounds decimals to six places, takes them for
+    equal."""
+    here, there = number_of(gold), number_of(answer)
+    return here is not None and there is not None and abs(here - there) > DECIMAL_ERROR * abs(here)
+
+
+# --- the worker
+
+
+def compare(item: dict[str, str]) -> dict[str, bool]:
+    """``correct``: the answer equals the gold; ``parsed``: the answer is mathematics, not only text."""
+    gold, answer = item["gold"], item["answer"]
+    is_complex = bool(_IMAGINARY.search(gold) or _IMAGINARY.search(answer))
+    return {
+        "correct": equal(gold, answer, is_complex),
+        "parsed": is_readable(answer, is_complex),
+        "gold_parsed": is_readable(gold, is_complex) or is_name(gold),
+    }
+
+
+def is_readable(text: str, is_complex: bool) -> bool:
+    """Can all its members be read?"""
+    return all(read(member, is_complex) is not None for member in members(text)[1]) or (
+        read(text, is_complex) is not None
+    )
+
+
+def is_name(text: str) -> bool:
+    r"""Does it name an object that is no number, ``\mathbb{Z}/2\mathbb{Z}``? Names are compared as texts."""
+    return bool(_OBJECT.search(text)) and _is_balanced(text)
+
+
+def make_handler() -> Callable[[dict[str, str]], dict[str, bool]]:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    sys.set_int_max_str_digits(0)  # exact integers of any size; the grader's time limit bounds them
+    return compare
+
+
+for _answer in WARM_UP:  # once in the host: workers are forked with the parser's tables filled
+    compare({"gold": _answer, "answer": _answer + "+1"})

@@ -1,0 +1,261 @@
+"""Runs inside a sandboxed process: gives up every right, then runs a program and reports how it ended.
+
+    zygote ──fork──► enter() ──► limits, uid, Landlock, seccomp ──► run() ──► report descriptor
+
+The report is written by the process that runs the program, so the program may forge it. It is therefore
+trusted only as an answer: what the program printed or returned is compared elsewhere, with expected outputs
+that this process never saw.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import io
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+import traceback
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
+
+from megatron_eqlen.rewards.code import livecodebench
+from megatron_eqlen.rewards.sandbox.kernel import SET_DUMPABLE, die_with, drop_capabilities, prctl
+from megatron_eqlen.rewards.sandbox.landlock import restrict_files
+from megatron_eqlen.rewards.sandbox.seccomp import restrict_system_calls
+
+SOURCE, REPORT, NULL = 3, 4, 5
+"""File descriptors of the program's text, of the report and of /dev/null; 0, 1 and 2 are stdin, stdout and
+stderr."""
+NOBODY = 65534
+SYSTEM_PATHS = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/lib", "/lib64")
+SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/dev/null", "/dev/zero", "/dev/urandom")
+REPORT_TEXT = 1000
+"""Characters of an error that are reported."""
+Rules = Literal["plain", "livecodebench", "livecodebench_strict"]
+"""Plain Python; with LiveCodeBench's preamble and limits; or exactly as its checker runs a program, with all
+tests in one process."""
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """The isolation of a program, besides resource limits."""
+
+    landlock: bool
+    seccomp: bool
+    drop_user: bool
+    """Run as nobody (needs root, and Python's folder readable by others)."""
+
+    @property
+    def strict(self) -> bool:
+        return self.landlock and self.seccomp
+
+    @property
+    def as_root(self) -> bool:
+        return os.geteuid() == 0 and not self.drop_user
+
+    def __str__(self) -> str:
+        parts = ["rlimits"] + [name for name in ("landlock", "seccomp") if getattr(self, name)]
+        user = ["nobody"] * self.drop_user + ["root without capabilities"] * self.as_root
+        return " + ".join(parts + user)
+
+
+@dataclass(frozen=True)
+class Limits:
+    cpu_seconds: float
+    wall_seconds: float
+    memory_mb: int
+    output_bytes: int = 16 << 20
+    """Of standard output, of standard error, and of any file; more where a test expects more."""
+
+
+def readable_paths() -> list[str]:
+    """Python's own folders and the system libraries."""
+    return [*SYSTEM_PATHS, *SYSTEM_FILES, *{sys.prefix, sys.base_prefix, os.path.dirname(os.__file__)}]
+
+
+def enter(limits: Limits, isolation: Isolation, folder: str, zygote: int) -> None:
+    """Give up every right, and die with the process ``zygote``; ``folder`` (empty, not writable) becomes the
+    working directory."""
+    os.setsid()
+    os.chdir(folder)
+    os.umask(0o077)
+    signal.signal(
+        signal.SIGXFSZ, signal.SIG_DFL
+    )  # Python ignores it by default, and too much output would look like an error
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _limit_resources(limits, isolation)
+    if isolation.drop_user:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+    drop_capabilities()
+    die_with(zygote)  # after the change of user, which would reset it
+    prctl(SET_DUMPABLE, 0)
+    if isolation.landlock:
+        restrict_files(readable_paths())
+    if isolation.seccomp:
+        restrict_system_calls()
+
+
+def _limit_resources(limits: Limits, isolation: Isolation) -> None:
+    memory = limits.memory_mb << 20
+    cpu = max(1, round(limits.cpu_seconds + 0.5))
+    for kind, value in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CPU, cpu),
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_DATA, memory),
+        (resource.RLIMIT_FSIZE, limits.output_bytes),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_STACK, min(memory, 256 << 20)),
+    ):
+        _limit(kind, value)
+    if (
+        not isolation.seccomp
+    ):  # it counts all of the user's threads, so it cannot be low; with seccomp it is not needed
+        _limit(resource.RLIMIT_NPROC, 256 if isolation.drop_user else 4096)
+
+
+def _limit(kind: int, value: int) -> None:
+    """Set a limit; a lower one that is already there stays."""
+    hard = resource.getrlimit(kind)[1]
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(kind, (value, value))
+
+
+def run(function: str | None, rules: Rules, token: str) -> NoReturn:
+    """Run the program at SOURCE as ``__main__``; or load it and call ``function`` on stdin's arguments.
+    Exits.
+    """
+    main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = main
+    sys.argv = ["solution.py"]
+    os.environ.clear()
+    sys.stdin = sys.__stdin__ = _text_file(0, "r")
+    sys.stdout = sys.__stdout__ = _text_file(1, "w")
+    sys.stderr = sys.__stderr__ = _text_file(2, "w")
+    atexit._clear()  # the worker's
+    _allow_null()
+    status = 1
+    try:
+        with open(SOURCE, "rb") as file:
+            source = file.read()
+        if rules == "livecodebench_strict":
+            status = _execute_officially(source, function, _Report(token))
+        else:
+            status = _execute(source, main, function, rules, _Report(token))
+    finally:
+        os._exit(status)  # always: the program must never return into the code that called us
+
+
+def _allow_null() -> None:
+    """Let Python open /dev/null for writing: the system-call filter sees flags but no path, so it refuses."""
+    open_file, open_descriptor, dup = io.open, os.open, os.dup
+
+    def open_with_null(file: Any, *arguments: Any, **options: Any) -> Any:
+        if _is_null(file):
+            options["opener"] = lambda *_: dup(NULL)
+        return open_file(file, *arguments, **options)
+
+    def open_descriptor_with_null(path: Any, *arguments: Any, **options: Any) -> int:
+        return dup(NULL) if _is_null(path) else open_descriptor(path, *arguments, **options)
+
+    builtins.open = io.open = open_with_null
+    os.open = open_descriptor_with_null
+
+
+def _is_null(path: Any) -> bool:
+    return isinstance(path, str | bytes | os.PathLike) and os.fsencode(path) == os.devnull.encode()
+
+
+def _text_file(descriptor: int, mode: Literal["r", "w"]) -> io.TextIOWrapper:
+    return open(descriptor, mode, encoding="utf-8", errors="replace", closefd=False)
+
+
+def _execute(
+    source: bytes, main: types.ModuleType, function: str | None, rules: Rules, report: _Report
+) -> int:
+    """Run the program; returns its exit status. Any exception it raises is an error of the program's."""
+    stage = "compile_error"
+    lcb = rules == "livecodebench"
+    try:
+        code = compile(source, "solution.py", "exec", dont_inherit=True)
+        stage = "runtime_error"
+        if lcb:
+            livecodebench.prepare(main.__dict__)
+        if function is None:
+            exec(code, main.__dict__)
+            _finish()
+        else:
+            main.__name__ = "solution"  # so the program's `__main__` part is not run
+            exec(code, main.__dict__)
+            report.write("result", _call(main, function, livecodebench.encode if lcb else encode))
+    except SystemExit as end:
+        _finish()
+        return 0 if lcb else end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException as error:  # noqa: BLE001 - the program's, whatever it is
+        stage = "memory_limit" if isinstance(error, MemoryError) else stage
+        own = error.__traceback__ and error.__traceback__.tb_next  # leave this frame out of the traceback
+        text = "".join(traceback.format_exception(type(error), error, own, limit=-3))
+        report.write(stage, text[-REPORT_TEXT:])
+        return 1
+    return 0
+
+
+def _execute_officially(source: bytes, function: str | None, report: _Report) -> int:
+    """Run all tests in this process, as LiveCodeBench's checker does. Stdin holds them, not the program's."""
+    asked = json.load(sys.stdin)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    sys.stdin = _text_file(0, "r")
+    try:
+        for outcome in livecodebench.outcomes(source.decode(), asked["inputs"], function, asked["seconds"]):
+            report.write(*outcome)
+    except BaseException as error:  # noqa: BLE001 - sys.exit and the like end the checker, too
+        report.write("runtime_error", repr(error)[:REPORT_TEXT])
+    return 0
+
+
+def _call(main: types.ModuleType, name: str, encode: Callable[[Any], str]) -> str:
+    """The result of ``name``, a method of ``class Solution`` or a function, on one JSON value a line of
+    stdin; what is not plain data is an error of the program's.
+    """
+    arguments = [json.loads(line) for line in sys.stdin.read().split("\n") if line.strip()]
+    owner = main.Solution() if hasattr(main, "Solution") else main
+    return encode(getattr(owner, name)(*arguments))
+
+
+def encode(value: Any) -> str:
+    """JSON of a function's result: tuples are lists, NumPy's scalars are numbers."""
+    return json.dumps(value, default=livecodebench.number_like)
+
+
+def _finish() -> None:
+    """Do what the interpreter does when it ends: wait for threads, run exit functions, flush."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.__stdout__):
+        if stream is not None and not getattr(stream, "closed", True):
+            stream.flush()
+
+
+class _Report:
+    """Records for the worker, each behind a token that the program was not given."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+
+    def write(self, kind: str, text: str) -> None:
+        data = f"{self._token} {kind}\n{text}".encode(errors="replace")
+        while data:
+            data = data[os.write(REPORT, data) :]

@@ -1,0 +1,145 @@
+"""Sending programs to a SandboxFusion-compatible server instead of running them on this machine.
+
+``POST URL/run_code`` with ``code, language, stdin, run_timeout, memory_limit_MB``; the answer's
+``run_result`` holds ``status`` (Finished, Error, TimeLimitExceeded), ``return_code``, ``stdout``,
+``stderr``. The tests' outputs stay here. A function is called by a few lines after the program, which
+print its result behind a marker.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any
+
+from megatron_eqlen.rewards.code.judge import judge
+from megatron_eqlen.rewards.code.livecodebench import LARGEST_INTEGER_TEXT, PREAMBLE
+from megatron_eqlen.rewards.code.tests import CodeTests
+from megatron_eqlen.rewards.sandbox.client import Execution, SandboxError
+from megatron_eqlen.rewards.sandbox.program import REPORT_TEXT, Limits, Rules
+
+ATTEMPTS = 3
+REQUESTS_PER_WORKER = 8
+
+CALL = """
+import json as _json, sys as _sys
+_owner = Solution() if "Solution" in globals() else None
+_call = getattr(_owner, {function!r}) if _owner else globals()[{function!r}]
+_result = _call(*[_json.loads(_line) for _line in _sys.stdin.read().split("\\n") if _line.strip()])
+print("\\n" + {marker!r} + _json.dumps(_result, default=lambda value: value.item()))
+"""
+AS_LIVECODEBENCH = f"""\
+{PREAMBLE}
+sys.set_int_max_str_digits({LARGEST_INTEGER_TEXT})
+__name__ = {{name!r}}
+try:
+    exec(compile({{source!r}}, "solution.py", "exec", dont_inherit=True), globals())
+except SystemExit:
+    if __name__ != "__main__":
+        raise
+"""
+
+
+def whole_program(source: str, function: str | None, rules: Rules, marker: str) -> str:
+    """What the server is to run: ``source`` under ``rules``, and the call whose result follows ``marker``."""
+    if rules == "livecodebench":
+        source = AS_LIVECODEBENCH.format(source=source, name="solution" if function else "__main__")
+    return source if function is None else source + CALL.format(function=function, marker=marker)
+
+
+class SandboxServer:
+    """A client of the server at ``url`` (without ``/run_code``)."""
+
+    def __init__(self, url: str, workers: int) -> None:
+        self._url = url.rstrip("/") + "/run_code"
+        self._size = workers * REQUESTS_PER_WORKER
+        self._threads: ThreadPoolExecutor | None = None
+
+    def submit(self, item: dict[str, Any]) -> Future[dict[str, Any]]:
+        """A Judgement's fields, later, for a ``{"program", "tests", "limits"}``."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(self._size, "sandbox-server")
+        return self._threads.submit(self._judge, item)
+
+    def cut(self) -> None:
+        """Give up what was submitted; what the server is at, it ends."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            self._threads = None
+
+    close = cut
+
+    def run(
+        self,
+        source: str,
+        stdin: str,
+        limits: Limits,
+        function: str | None = None,
+        rules: Rules = "plain",
+    ) -> Execution:
+        """Raises SandboxError if the server gives no verdict in three attempts."""
+        marker = secrets.token_hex(16)
+        body = {
+            "code": whole_program(source, function, rules, marker),
+            "language": "python",
+            "stdin": stdin,
+            "run_timeout": limits.cpu_seconds,
+            "memory_limit_MB": limits.memory_mb,
+        }
+        answer = self._post(body)
+        result = answer["run_result"]
+        run = _interpret(result, limits)
+        if function is None or run.status != "finished":
+            return run
+        _, found, value = run.stdout.rpartition("\n" + marker)
+        if not found:
+            return Execution(
+                "runtime_error", run.stdout, None, f"it ended before {function} returned", run.seconds
+            )
+        return Execution(run.status, run.stdout, value.strip(), "", run.seconds)
+
+    def _judge(self, item: dict[str, Any]) -> dict[str, Any]:
+        tests, limits = CodeTests.from_json(item["tests"]), Limits(**item["limits"])
+        return asdict(judge(item["program"], tests, limits, self.run))
+
+    def _post(self, body: dict[str, Any]) -> dict[str, Any]:
+        request = urllib.request.Request(
+            self._url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        problem = ""
+        for attempt in range(ATTEMPTS):
+            time.sleep(attempt)
+            try:
+                with urllib.request.urlopen(request, timeout=body["run_timeout"] * 4 + 30) as response:
+                    answer = json.load(response)
+            except (urllib.error.URLError, OSError, ValueError) as error:
+                problem = str(error)
+                continue
+            if (
+                isinstance(answer, dict)
+                and answer.get("status") != "SandboxError"
+                and answer.get("run_result")
+            ):
+                return answer
+            problem = f"answer {str(answer)[:200]}"
+        raise SandboxError(f"{self._url}: no verdict in {ATTEMPTS} attempts: {problem}")
+
+
+def _interpret(result: dict[str, Any], limits: Limits) -> Execution:
+    stdout, stderr = result.get("stdout") or "", (result.get("stderr") or "")[-REPORT_TEXT:]
+    seconds = float(result.get("execution_time") or 0.0)
+    if result["status"] == "TimeLimitExceeded":
+        return Execution("time_limit", stdout, None, f"limit {limits.cpu_seconds:g} s", seconds)
+    if result["status"] == "Finished" and result.get("return_code") == 0:
+        return Execution("finished", stdout[: limits.output_bytes], None, "", seconds)
+    last = stderr.strip().rpartition("\n")[2]
+    if last.startswith("MemoryError"):
+        return Execution("memory_limit", stdout, None, stderr, seconds)
+    if last.startswith(("SyntaxError", "IndentationError", "TabError")):
+        return Execution("compile_error", stdout, None, stderr, seconds)
+    return Execution("runtime_error", stdout, None, stderr, seconds)

@@ -1,0 +1,111 @@
+"""The clean process that grader workers are forked from.
+
+    trainer ──Popen──► host (imports the grader once, no torch) ──fork──► worker ──fork──► ...
+
+``python -m megatron_eqlen.rewards.workers.host MODULE OPTIONS`` imports MODULE, then forks a worker for
+every socket that arrives on its stdin. A worker reads batches, calls ``MODULE.make_handler(**OPTIONS)``'s
+handler on each item and answers one by one, in order. A worker that hangs is killed by the trainer; a new one
+is forked, with everything already imported. When the trainer is gone, however it ended and even if another
+process still holds the socket, the host ends and takes its workers with it; they die with the host, too. The
+host checks for the trainer in its main loop, because a process that forks must have no second thread.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from megatron_eqlen.processes.lifeline import INTERVAL
+from megatron_eqlen.rewards.sandbox.kernel import die_with
+
+Item = dict[str, Any]
+HEADER = struct.Struct("<I")
+
+
+def send_message(connection: socket.socket, message: Any) -> None:
+    """One length-prefixed JSON message."""
+    data = json.dumps(message).encode()
+    connection.sendall(HEADER.pack(len(data)) + data)
+
+
+def receive_message(connection: socket.socket) -> Any:
+    """The next message. Raises EOFError when the other side is gone."""
+    (size,) = HEADER.unpack(_receive(connection, HEADER.size))
+    return json.loads(_receive(connection, size))
+
+
+def _receive(connection: socket.socket, size: int) -> bytearray:
+    data = bytearray()
+    while len(data) < size:
+        chunk = connection.recv(min(size - len(data), 1 << 20))
+        if not chunk:
+            raise EOFError
+        data += chunk
+    return data
+
+
+def serve(connection: socket.socket, handle: Callable[[Item], Item]) -> None:
+    """Answer batches until the trainer closes the connection. An exception is reported and ends the
+    worker.
+    """
+    while True:
+        try:
+            batch = receive_message(connection)
+        except (EOFError, ConnectionResetError):
+            return
+        for item in batch:
+            try:
+                answer = handle(item)
+            except BaseException as error:
+                send_message(connection, {"failure": f"{type(error).__name__}: {error}"[:500]})
+                raise
+            send_message(connection, answer)
+
+
+def main() -> None:
+    module = importlib.import_module(sys.argv[1])
+    options = json.loads(sys.argv[2])
+    trainer = int(sys.argv[3])
+    control = socket.socket(fileno=os.dup(0))
+    with open(os.devnull) as null:
+        os.dup2(null.fileno(), 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
+    workers: set[int] = set()
+    host = os.getpid()
+    while os.getppid() == trainer:  # an orphan gets another parent
+        if not select.select([control], [], [], INTERVAL)[0]:
+            continue
+        data, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not data:
+            break
+        workers -= {pid for pid in workers if os.waitpid(pid, os.WNOHANG)[0]}
+        pid = os.fork()
+        if pid == 0:
+            die_with(host)
+            control.close()
+            _run_worker(module, options, descriptors[0])
+        workers.add(pid)
+        os.close(descriptors[0])
+        control.sendall(HEADER.pack(pid))
+    for pid in workers:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def _run_worker(module: Any, options: dict[str, Any], descriptor: int) -> None:
+    try:
+        serve(socket.socket(fileno=descriptor), module.make_handler(**options))
+    finally:
+        os._exit(0)  # a worker must not run the host's clean-up
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Checks, before anything is trained, that recorded rollouts fit the recipe that replays them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_eqlen.files import step_name
+from megatron_eqlen.objectives.registry import resolve
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.rollout.record.reader import has_routes
+from megatron_eqlen.rollout.record.recorder import FILES
+from megatron_eqlen.sampling import KINDS, kind_of
+from megatron_eqlen.types import Rollout, rollout_key
+
+
+class ReplayError(ValueError):
+    """A record that cannot stand in for an engine; names the folder, what was expected and what was found."""
+
+
+def check_steps(streams: Path, first: int, steps: int | None) -> None:
+    """Raise ReplayError unless steps ``first`` (counted from 0) to ``steps - 1`` are recorded."""
+    recorded = {folder.name for folder in streams.glob("step-*") if any(folder.glob(FILES))}
+    wanted = [step_name(number) for number in range(first, max(first + 1, steps or 0))]
+    if missing := [name for name in wanted if name not in recorded]:
+        found = (
+            f"{len(recorded)} steps, {min(recorded)} to {max(recorded)}" if recorded else "no recorded step"
+        )
+        raise ReplayError(
+            f"--replay: {streams}: expected {wanted[0]} to {wanted[-1]}, found {found}: "
+            f"{missing[0]} is missing"
+        )
+
+
+def check_step(folder: Path, rollouts: Sequence[Rollout], recipe: Recipe, eos: frozenset[int]) -> None:
+    """Raise ReplayError unless a step's rollouts are those that ``recipe`` would generate for their
+    prompts."""
+    kinds = Counter(kind_of(one).name for one in rollouts)
+    if set(kinds) != {recipe.sampling}:
+        _refuse(folder, f"rollouts of sampling: {recipe.sampling}", " and ".join(kinds) or "none")
+    if recipe.rollout.keep_routes and not all(map(has_routes, rollouts)):
+        raise ReplayError(
+            f"--replay: {folder}: expected routes (rollout.keep_routes: true), found tokens without: its run "
+            f"had rollout.keep_routes or rollout.record_routes off. With rollout.keep_routes=false the "
+            f"trainer's own routers choose the experts"
+        )
+    prompts = {one.prompt_id: one.prompt for one in rollouts}
+    if recipe.rollout.carry_over:
+        return  # the number of resumed rollouts depends on the step before
+    wanted, rollout = recipe.data.prompts_per_step, recipe.rollout
+    cut = rollout.tokens_per_step is not None or rollout.seconds_per_step is not None
+    too_many = len(prompts) > wanted and not resolve(recipe).dynamic_sampling
+    if too_many or (len(prompts) < wanted and not cut):
+        _refuse(folder, f"rollouts of {wanted} prompts (data.prompts_per_step)", str(len(prompts)))
+    harvesters = KINDS[recipe.sampling].harvesters(list(prompts.values()), recipe, eos, 0)
+    expected = {(one.prompt.prompt_id, one.index) for one in harvesters}
+    found = {rollout_key(one) for one in rollouts}
+    if found - expected or (expected - found and not cut):
+        counts = Counter(prompt_id for prompt_id, _ in found)
+        each = len(expected) // len(prompts)
+        prompt_id = next(name for name in prompts if counts[name] != each)
+        what = f"{each} rollouts of every prompt (group_size {recipe.group_size})"
+        _refuse(folder, what, f"{counts[prompt_id]} of {prompt_id}")
+
+
+def _refuse(folder: Path, expected: str, found: str) -> None:
+    raise ReplayError(
+        f"--replay: {folder}: expected {expected}, found {found}: the record is of another recipe, or "
+        f"its run was stopped in the middle"
+    )

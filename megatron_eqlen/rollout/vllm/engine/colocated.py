@@ -1,0 +1,164 @@
+"""vLLM in the training process: the same GPUs (or CPU) generate and train in turns.
+
+Under a launcher of several ranks each group of ``rollout.tensor_parallel`` ranks is one replica, and its
+ranks must make the same calls in the same order. While training runs, ``sleep`` has given the GPU memory
+back: weights are dropped, not kept in host memory, since every harvest starts with new ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron_eqlen.metrics import (
+    ENGINE_PREEMPTIONS,
+    ENGINE_REMOVED_PROBABILITY,
+    ENGINE_ROUTE_SECONDS,
+    ENGINE_SYNC_BYTES,
+    ENGINE_SYNC_SECONDS,
+)
+from megatron_eqlen.recipe import RolloutRecipe
+from megatron_eqlen.rollout.engine import PROBE, Answer, Delta, EngineError, answer_of, check_request
+from megatron_eqlen.rollout.vllm.engine.containment import importing_vllm
+from megatron_eqlen.rollout.weights import WeightTable
+from megatron_eqlen.types import Metrics
+
+with importing_vllm():
+    from megatron_eqlen.rollout.vllm.engine import engine_core, lifecycle
+
+
+class ColocatedEngine:
+    """An ``Engine`` (see there) around vLLM in this process.
+
+    ``model_path`` is a Hugging Face folder with weights; they are those of ``policy_version``.
+    ``dtype`` is ``float32`` or ``bfloat16``. ``seed`` is for vLLM itself; draws come from ``submit``'s.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        rollout: RolloutRecipe,
+        dtype: str,
+        eos_token_ids: Collection[int],
+        max_model_len: int,
+        seed: int = 0,
+        policy_version: int = 0,
+    ) -> None:
+        self.weights = WeightTable.read(model_path)
+        self.llm = lifecycle.build(str(model_path), rollout, dtype, max_model_len, seed)
+        self.params = engine_core.sampling_params(rollout, eos_token_ids)
+        self.vocab_size = lifecycle.vocab_size(self.llm)
+        self.max_model_len = max_model_len
+        self.max_num_seqs = rollout.max_num_seqs
+        self.keep_routes = rollout.keep_routes
+        self.policy_version = policy_version
+        self.requests: dict[str, engine_core.Request] = {}
+        self.numbers = itertools.count()
+        """Of requests, in vLLM's names."""
+        self.refusal: str | None = None
+        """Why requests are refused now: the weights are gone or half loaded."""
+        self.asleep = False
+        self.preemptions = 0
+        """Times a request was pushed out of the KV cache, since the last ``metrics``."""
+        self.sync: Metrics = {}
+
+    def submit(
+        self, request_id: str, token_ids: list[int], max_tokens: int, seed: int, prompt_routes: int = 0
+    ) -> None:
+        if self.refusal is not None:
+            raise EngineError(f"request {request_id}: {self.refusal}")
+        if request_id in self.requests:
+            raise ValueError(f"request {request_id}: expected an unused id, found it in flight")
+        check_request(request_id, token_ids, max_tokens, self.max_model_len, self.vocab_size)
+        self._wake_cache()
+        self.requests[request_id] = engine_core.submit(
+            self.llm, request_id, next(self.numbers), token_ids, self.params, max_tokens, seed, prompt_routes
+        )
+
+    def step(self) -> list[Delta]:
+        deltas = engine_core.step(self.llm)
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                self.preemptions += self.requests.pop(delta.request_id).num_preemptions
+        return deltas
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        mine = [self.requests.pop(request_id) for request_id in request_ids if request_id in self.requests]
+        engine_core.abort(self.llm, mine)
+        self.preemptions += sum(request.num_preemptions for request in mine)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.requests)
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        if self.requests:
+            raise EngineError(f"update_weights: {len(self.requests)} requests are unfinished")
+        start = time.perf_counter()
+        self.refusal = "the last weight update failed half way; update_weights must succeed first"
+        checked = self.weights.check(named_tensors)
+        lifecycle.load_weights(self.llm, checked)
+        self.refusal = None
+        self.policy_version = policy_version
+        self.sync = {
+            ENGINE_SYNC_SECONDS: time.perf_counter() - start,
+            ENGINE_SYNC_BYTES: self.weights.bytes_seen,
+        }
+
+    def probe(self) -> dict[str, Answer]:
+        assert not self.requests
+        token_ids, most = PROBE
+        self.submit("probe", list(token_ids), most, seed=0)
+        deltas: list[Delta] = []
+        while self.requests:
+            deltas += self.step()
+        return {"the engine in the training processes": answer_of(deltas)}
+
+    def reset_cache(self) -> None:
+        lifecycle.reset_cache(self.llm)
+
+    def sleep(self) -> None:
+        if self.requests:
+            raise EngineError(f"sleep: {len(self.requests)} requests are unfinished")
+        self.refusal = "sleep dropped the weights; wake and update_weights must come first"
+        self.asleep = True
+        lifecycle.sleep(self.llm)
+
+    def wake(self) -> None:
+        """Memory for the weights only; that of the KV cache is taken with the first request, so that
+        a weight sync has the room."""
+        lifecycle.wake(self.llm, "weights")
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "policy_version": self.policy_version,
+            "requests": len(self.requests),
+            "asleep": self.asleep,
+            "refusal": self.refusal,
+        }
+
+    def close(self) -> None:
+        lifecycle.close(self.llm)
+
+    def metrics(self) -> Metrics:
+        removed, sampled = lifecycle.removed_mass(self.llm)
+        metrics: Metrics = {
+            ENGINE_PREEMPTIONS: self.preemptions,
+            ENGINE_REMOVED_PROBABILITY: removed / max(sampled, 1),
+            **self.sync,
+        }
+        if self.keep_routes:
+            metrics[ENGINE_ROUTE_SECONDS] = lifecycle.route_seconds(self.llm)
+        self.preemptions = 0
+        self.sync = {}
+        return metrics
+
+    def _wake_cache(self) -> None:
+        if self.asleep:
+            lifecycle.wake(self.llm, "kv_cache")
+            self.asleep = False

@@ -1,0 +1,69 @@
+"""The recipe's rollout settings as vLLM's engine arguments, for the engine in this process and for
+servers."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+from vllm.platforms import current_platform
+
+from megatron_eqlen.hf.config import ModelConfig, read_config
+from megatron_eqlen.recipe import RolloutRecipe
+
+ROUTES = "megatron_eqlen.rollout.vllm.engine.routes"
+ROUTES_ARGS = {"worker_cls": f"{ROUTES}.RoutesWorker", "scheduler_cls": f"{ROUTES}.scheduler"}
+"""What an engine that records routes is started with."""
+RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+"""vLLM's variable for what ``PathSampler`` and routes are written for: the V1 model runner."""
+
+logger = logging.getLogger(__name__)
+
+
+def engine_args(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: int) -> dict[str, Any]:
+    """Fields of vLLM 0.31's ``EngineArgs``. ``dtype`` is ``float32`` or ``bfloat16``."""
+    cpu = current_platform.is_cpu()
+    kv_gib = rollout.kv_cache_gib or (1.0 if cpu else None)
+    model = read_config(model_path)
+    args: dict[str, Any] = {
+        "model": model_path,
+        "dtype": _supported_dtype(model_path, model, dtype),
+        "skip_tokenizer_init": True,
+        "max_model_len": max_model_len,
+        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_batched_tokens": rollout.max_num_batched_tokens,
+        "block_size": rollout.block_size,
+        "enable_prefix_caching": True,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "tensor_parallel_size": rollout.tensor_parallel,
+        "enforce_eager": cpu,
+        "generation_config": "vllm",
+    }
+    if rollout.keep_routes:
+        args |= ROUTES_ARGS
+    if kv_gib:
+        args["kv_cache_memory_bytes"] = int(kv_gib * 2**30)
+    if model.yarn:  # vLLM takes max_position_embeddings for the length after scaling, Qwen3's files keep it
+        args["hf_overrides"] = {"max_position_embeddings": model.context_length}
+    return args
+
+
+def as_flags(args: dict[str, Any]) -> list[str]:
+    """Engine arguments as command-line flags; False ones are left out."""
+    flags = []
+    for name, value in args.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            flags += [flag] if value else []
+        else:
+            flags += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+    return flags
+
+
+def _supported_dtype(model_path: str, model: ModelConfig, dtype: str) -> str:
+    """On CPUs vLLM's Gated DeltaNet has only a bfloat16 kernel."""
+    if current_platform.is_cpu() and model.delta_net and dtype != "bfloat16":
+        logger.warning("%s: vLLM rolls Gated DeltaNet out in bfloat16 on CPUs, not in %s", model_path, dtype)
+        return "bfloat16"
+    return dtype

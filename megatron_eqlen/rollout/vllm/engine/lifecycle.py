@@ -1,0 +1,155 @@
+"""An engine in this process, from its start to its end: vLLM 0.31, its V1 engine and V1 model runner."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from vllm import LLM
+from vllm.config import set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+from vllm.platforms import current_platform
+from vllm.v1.sample.sampler import Sampler
+
+from megatron_eqlen.hf.config import read_config
+from megatron_eqlen.recipe import RolloutRecipe, layout
+from megatron_eqlen.rollout.engine import EngineError
+from megatron_eqlen.rollout.vllm.engine.containment import contained
+from megatron_eqlen.rollout.vllm.engine.engine_args import RUNNER, engine_args
+from megatron_eqlen.rollout.vllm.engine.engine_core import client
+from megatron_eqlen.rollout.vllm.engine.repack import repack
+from megatron_eqlen.rollout.vllm.engine.sampler import PathSampler
+
+_live_engines = 0
+_owns_process_group = False
+
+
+def build(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: int, seed: int) -> LLM:
+    """An in-process engine. Where torch.distributed is initialized, every rank must call this: groups of
+    ``rollout.tensor_parallel`` neighbouring ranks become one replica each (vLLM's external launcher)."""
+    global _live_engines, _owns_process_group
+    launched = dist.is_initialized() and not _owns_process_group
+    ranks = dist.get_world_size() if launched else 1
+    layout.require(layout.replicas(rollout, int(os.environ.get("LOCAL_WORLD_SIZE", ranks))))
+    layout.require(layout.engine(rollout, read_config(model_path)))
+    cpu = current_platform.is_cpu()
+    args = engine_args(model_path, rollout, dtype, max_model_len)
+    with contained():
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.update(RUNNER)
+        if launched:
+            os.environ["RANK"] = str(dist.get_rank())
+            os.environ.setdefault("LOCAL_RANK", "0" if cpu else str(torch.cuda.current_device()))
+            os.environ.setdefault("MASTER_ADDR", "localhost")  # required, but unused: the group exists
+            os.environ.setdefault("MASTER_PORT", "0")
+        else:
+            _owns_process_group = True
+        try:
+            llm = LLM(
+                **args,
+                seed=seed,
+                distributed_executor_backend="external_launcher" if launched else "uni",
+                enable_sleep_mode=not cpu,
+                use_tqdm_on_load=False,
+            )
+        except ValueError as error:
+            raise ValueError(
+                f"vLLM does not start with rollout.kv_cache_gib {rollout.kv_cache_gib}, "
+                f"rollout.gpu_memory_utilization {rollout.gpu_memory_utilization} and paths of "
+                f"{max_model_len} tokens: {error}"
+            ) from error
+        client(llm)._finalizer.detach()  # ``close`` shuts it down instead
+        runner = _worker_runner(llm)
+        runner.sampler = PathSampler(runner, rollout.logprobs_mode == "processed", rollout.mask_width)
+    _live_engines += 1
+    return llm
+
+
+def close(llm: LLM) -> None:
+    """Stop the engine; with the last one, take down vLLM's process groups and no others (its own
+    shutdown would take down the trainer's too)."""
+    global _live_engines, _owns_process_group
+    core = client(llm).engine_core
+    with contained():
+        core.model_executor.shutdown()
+        core.scheduler.shutdown()
+        gc.unfreeze()
+        _live_engines -= 1
+        if _live_engines:
+            return
+        parallel_state.destroy_model_parallel()
+        if _owns_process_group:
+            parallel_state.destroy_distributed_environment()
+            _owns_process_group = False
+        elif parallel_state._WORLD is not None:
+            parallel_state._WORLD.destroy()
+            parallel_state._WORLD = None
+
+
+def load_weights(llm: LLM, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Stream weights into the running model (vLLM's layerwise reload) and forget all cached prefixes.
+    If the stream raises, some layers hold old weights or none, but the model can be loaded again."""
+    runner = _worker_runner(llm)
+    with contained():
+        try:
+            llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
+        finally:  # no effect after a complete reload
+            with set_current_vllm_config(runner.vllm_config):
+                finalize_layerwise_reload(runner.get_model(), runner.model_config)
+        repack(runner.get_model())
+    reset_cache(llm)
+
+
+def reset_cache(llm: LLM) -> None:
+    if not llm.reset_prefix_cache():
+        raise EngineError("the prefix cache is still in use: requests were left unfinished")
+
+
+def sleep(llm: LLM) -> None:
+    """Drop weights and KV cache from the GPU. Does nothing on a CPU."""
+    if not current_platform.is_cpu():
+        llm.sleep(level=2)
+
+
+def wake(llm: LLM, tag: str) -> None:
+    """Take back the memory of ``weights`` or of the ``kv_cache``."""
+    if not current_platform.is_cpu():
+        llm.wake_up(tags=[tag])
+
+
+def vocab_size(llm: LLM) -> int:
+    return llm.model_config.get_vocab_size()
+
+
+def removed_mass(llm: LLM) -> tuple[float, int]:
+    """Probability mass that top-k, top-p and min-p removed, summed over the sampled tokens, and how many."""
+    sampler = _worker_runner(llm).sampler
+    assert isinstance(sampler, PathSampler)
+    return sampler.take_removed_mass()
+
+
+def route_seconds(llm: LLM) -> float:
+    """What routes took of an engine that records them, since the last call."""
+    return llm.llm_engine.model_executor.driver_worker.worker.routes.take_seconds()
+
+
+@contextmanager
+def stock_sampler(llm: LLM) -> Iterator[None]:
+    """vLLM's own sampler in place of ours: what benchmarks compare with."""
+    runner = _worker_runner(llm)
+    ours, runner.sampler = runner.sampler, Sampler()
+    try:
+        yield
+    finally:
+        runner.sampler = ours
+
+
+def _worker_runner(llm: LLM) -> Any:
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner

@@ -1,0 +1,58 @@
+"""A vLLM server for a recipe's rollouts: ``python -m megatron_eqlen.rollout.vllm.server RECIPE --port PORT``.
+
+The command sets vLLM's variables and becomes ``serve``, which is vLLM's own server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from megatron_eqlen.hf.config import read_config
+from megatron_eqlen.processes.quiet import VERBOSE, quiet
+from megatron_eqlen.recipe import Recipe, layout
+from megatron_eqlen.recipe.load import load
+
+
+def server_command(recipe: Recipe, port: int, host: str = "0.0.0.0") -> tuple[list[str], dict[str, str]]:
+    """Arguments and environment of a server that ``ServerEngine`` can use with this recipe."""
+    from megatron_eqlen.rollout.vllm.engine.engine_args import RUNNER, as_flags, engine_args
+
+    rollout = recipe.rollout
+    longest = recipe.data.max_prompt_length + rollout.max_response_length
+    flags = engine_args(recipe.model.path, rollout, recipe.model.dtype, longest) | {
+        "host": host,
+        "port": port,
+        "return_tokens_as_token_ids": True,
+        "enable_scale_out": True,
+        "enable_prompt_tokens_details": True,
+        "disable_uvicorn_access_log": True,
+        "uvicorn_log_level": "info" if VERBOSE in os.environ else "warning",
+        "max_logprobs": max(rollout.top_k, 20),  # sampling masks come as these
+        "worker_extension_cls": "megatron_eqlen.rollout.vllm.weights.worker.WorkerExtension",
+        "weight_transfer_config": {"backend": f"eqlen_{rollout.sync}"},
+    }
+    environ = {"VLLM_SERVER_DEV_MODE": "1", **RUNNER}
+    return [sys.executable, "-m", "megatron_eqlen.rollout.vllm.server.serve", *as_flags(flags)], environ
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Start a vLLM server for a recipe's rollouts.")
+    parser.add_argument("recipe")
+    parser.add_argument("--host", default="0.0.0.0")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
+    args = parser.parse_args()
+    recipe = load(args.recipe, args.overrides)
+    layout.require(layout.engine(recipe.rollout, read_config(recipe.model.path)))
+    quiet()
+    command, environ = server_command(recipe, args.port, args.host)
+    print(
+        f"vLLM server of {recipe.model.path} on port {args.port}; EQLEN_VERBOSE=1 shows its log", flush=True
+    )
+    os.execve(command[0], command, os.environ | environ)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""vLLM's own server, whose engine and workers die with it: started by ``server``, with vLLM's arguments.
+
+vLLM's engine waits for work for ever when the server that spawned it is killed, and holds the GPU's memory.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from megatron_eqlen.processes.lifeline import die_with_launcher, named
+from megatron_eqlen.processes.quiet import quiet
+
+
+def main() -> None:
+    os.environ.update(named())
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    from megatron_eqlen.rollout.vllm.engine.engine_args import ROUTES_ARGS
+
+    if ROUTES_ARGS["worker_cls"] in sys.argv:
+        from megatron_eqlen.rollout.vllm.engine.routes import stream_routes
+
+        stream_routes()
+    from vllm.entrypoints.launchers.api_server.entry import main as serve
+
+    serve()
+
+
+# Python's multiprocessing imports the main module of a server, as __mp_main__, into every process that it
+# spawns, before anything else: here the engine and the workers begin to watch over their parent.
+if __name__ in ("__main__", "__mp_main__"):
+    die_with_launcher()
+    quiet()
+if __name__ == "__main__":
+    main()

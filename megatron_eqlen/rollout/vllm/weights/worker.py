@@ -1,0 +1,142 @@
+"""What this package adds to a vLLM server: its sampler, and weights from the trainer.
+
+Loaded inside the server's workers by ``--worker-extension-cls`` (see ``server.server_command``);
+importing it registers the weight-transfer backends ``eqlen_tcp`` and ``eqlen_nccl`` (``rollout.sync``).
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import torch.distributed as dist
+from vllm.distributed.parallel_state import get_world_group
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from megatron_eqlen.rollout.vllm.engine.repack import repack
+from megatron_eqlen.rollout.vllm.engine.sampler import PathSampler
+from megatron_eqlen.rollout.vllm.weights.relay import Neighbours, node_name, receive_on_node
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Nothing(WeightTransferInitInfo):
+    """vLLM's settings for a rendezvous at the start: none, because every sync opens its own connections."""
+
+
+@dataclass
+class Invitation(WeightTransferUpdateInfo):
+    """Where to connect for the weights, see ``weight_feed``."""
+
+    host: str
+    port: int
+    nonce: str
+    """Hexadecimal."""
+    timeout: float
+    """Seconds that the trainer may be silent."""
+
+
+class _Reload:
+    """vLLM's layerwise reload of a whole model, whichever way the weights come."""
+
+    model: Any
+    model_config: Any
+
+    def start_weight_update(self) -> None:
+        # After an interrupted sync some layers still wait for the rest of their weights, and vLLM would mix
+        # the new ones with those. After a complete sync this has no effect.
+        finalize_layerwise_reload(self.model, self.model_config)
+        initialize_layerwise_reload(self.model)
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        repack(self.model)
+
+
+class TcpWeightTransfer(_Reload, WeightTransferEngine[Nothing, Invitation]):
+    """Fed frame by frame."""
+
+    init_info_cls = Nothing
+    update_info_cls = Invitation
+
+    def init_transfer_engine(self, init_info: Nothing) -> None:
+        pass
+
+    @cached_property
+    def neighbours(self) -> Neighbours:
+        """Collective over the server's workers, when it is asked for first."""
+        group = get_world_group()
+        nodes: list[Any] = [None] * group.world_size
+        dist.all_gather_object(nodes, node_name(), group=group.cpu_group)
+        return Neighbours(group.rank_in_group, nodes)
+
+    def receive_weights(self, update_info: Invitation) -> None:
+        """Load the weights as they arrive. A broken connection is logged, not raised. The trainer notices by
+        itself (it gets no ``done``), or is dead. But if one rank raised here, vLLM would read the other
+        ranks' answers to this call as answers to its next call, and the next trainer's sync would fail."""
+        try:
+            for named_tensors in receive_on_node(self.neighbours, **asdict(update_info)):
+                self.model.load_weights(named_tensors)
+        except OSError as error:
+            logger.warning("weight update broke off: %s", error)
+
+    def shutdown(self) -> None:
+        pass
+
+
+class NcclWeightTransfer(_Reload, NCCLWeightTransferEngine):
+    """vLLM's own, fed by ``nccl_sender``."""
+
+
+for name, engine in {"eqlen_tcp": TcpWeightTransfer, "eqlen_nccl": NcclWeightTransfer}.items():
+    if name not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(name, engine)
+
+
+class WorkerExtension:
+    """Methods for ``/collective_rpc``; mixed into vLLM's worker."""
+
+    model_runner: Any
+    model_config: Any
+
+    def eqlen_setup(
+        self, logprobs_mode: str, mask_width: int, keep_routes: bool, follow: bool
+    ) -> dict[str, int]:
+        """Sample as ``PathSampler`` does with these arguments, and send routes if they are kept; returns the
+        engine's limits, and whether it can."""
+        self._weight_update_active = False  # a trainer that was killed may have left one open
+        asked = (logprobs_mode == "processed", mask_width, follow)
+        sampler = self.model_runner.sampler
+        if not isinstance(sampler, PathSampler) or sampler.settings != asked:
+            self.model_runner.sampler = PathSampler(self.model_runner, *asked)
+        routes = self._eqlen_routes()
+        if routes is not None:
+            routes.sent = keep_routes
+        return {
+            "routes": int(routes is not None),
+            "vocab_size": self.model_config.get_vocab_size(),
+            "max_model_len": self.model_config.max_model_len,
+        }
+
+    def eqlen_sampled_tokens(self) -> dict[str, int | None]:
+        """``PathSampler.sampled_tokens``, of a paused engine."""
+        return self.model_runner.sampler.sampled_tokens()
+
+    def eqlen_counts(self) -> list[float]:
+        """Since the last call: probability mass removed, tokens sampled, seconds spent on routes."""
+        routes = self._eqlen_routes()
+        return [*self.model_runner.sampler.take_removed_mass(), routes.take_seconds() if routes else 0.0]
+
+    def _eqlen_routes(self) -> Any:
+        """The ``RouteCapture`` of a server that was started with ``rollout.keep_routes``."""
+        return getattr(self, "routes", None)

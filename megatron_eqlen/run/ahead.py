@@ -1,0 +1,121 @@
+"""Steps that are harvested while earlier ones train (``rollout.staleness: K``, with servers).
+
+    all ranks        collect n ─► train n ─► sync ─► collect n+1 ─► train n+1 ─► sync ─► ...
+                        │ begins n+K              ▲ takes n+1
+    rank 0's thread     └─► harvest, score n+1 .. n+K, one after the other ─►
+
+The thread does all that a step needs before its token trees, on rank 0 alone: it uses no process group,
+only the servers and the graders. A sync holds up its requests, which then continue under the new weights. The
+harvest of step n begins when step n - K is taken: no token of step n is older than the weights that step n -
+K trained.
+
+With ``rollout.carry_over`` the harvest of a step resumes the rollouts that the step before suspended: the
+thread has scored these by then. Such tokens are older by as many steps.
+
+If the run is killed, the steps under way are on disk like any other (``rollout.recorder``). A checkpoint
+after step n holds where the data source was after its prompts, and how old the tokens of the steps may be
+that had begun: a resumed run draws the same prompts for them again and resumes from the record.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+from megatron_eqlen.evaluation.result import EvaluationResult
+from megatron_eqlen.recipe import BenchmarkRecipe
+from megatron_eqlen.rollout.partial import RolloutOrigin
+from megatron_eqlen.run.generation import Generator, suspended_at
+from megatron_eqlen.run.replicas import shared
+from megatron_eqlen.run.step import Step
+from megatron_eqlen.training import distributed
+from megatron_eqlen.training.distributed import agree
+from megatron_eqlen.training.policy import Policy
+from megatron_eqlen.types import Metrics, RolloutKey
+
+
+class Ahead:
+    """``Rollouts`` of a ``Generator`` over servers, harvested ahead."""
+
+    def __init__(self, generator: Generator) -> None:
+        self.generator, self.session = generator, generator.session
+        self.staleness, self.steps = self.session.recipe.rollout.staleness, self.session.recipe.steps
+        self.oldest: dict[int, int] = {}
+        """Oldest policy version that may have sampled a step, for each step that has begun and is not taken.
+        The same on every rank."""
+        self.under_way: deque[Future[Step]] = deque()
+        """Steps that have begun and are not taken, on rank 0 alone."""
+        self.begun = 0
+        """Number of the next step to begin."""
+        self.suspended: dict[RolloutKey, RolloutOrigin] = {}
+        """With ``rollout.carry_over``, rollouts that the newest step taken has suspended."""
+        self._thread = ThreadPoolExecutor(1, "harvest")
+        self.session.ends_with(self.close)
+
+    @property
+    def benchmarks(self) -> Sequence[BenchmarkRecipe]:
+        return self.generator.benchmarks
+
+    def collect(self, step: Step) -> Step:
+        """Begin all steps that may begin with the engine's weights, and wait for this one."""
+        self._begin_from(step)
+        with self.session.stage("wait") as seconds:
+            taken = on_every_rank(self.under_way.popleft().result() if distributed.is_rank0() else None)
+        del self.oldest[step.number]
+        self.suspended = suspended_at(taken.data_position)
+        position = {"source": taken.data_position, "oldest": list(self.oldest.items())}
+        known = {"policy_version": step.policy_version, "started": step.started, "data_position": position}
+        return dataclasses.replace(taken, **known).log(seconds)
+
+    def _begin_from(self, step: Step) -> None:
+        last = step.number + self.staleness
+        end = last + 1 if self.steps is None else min(last + 1, self.steps)
+        for number in range(max(self.begun, step.number), end):
+            oldest = self.oldest.setdefault(number, step.policy_version)
+            if distributed.is_rank0():
+                self.under_way.append(self._thread.submit(self._harvest, Step(number, oldest)))
+        self.begun = end
+
+    def _harvest(self, step: Step) -> Step:
+        with distributed.alone():
+            return self.generator.collect(step)
+
+    def evaluate(self, benchmark: BenchmarkRecipe) -> EvaluationResult:
+        """After the harvests that are under way: an evaluation has the engine for itself."""
+        wait(self.under_way)
+        return self.generator.evaluate(benchmark)
+
+    def check(self, first: int) -> None:
+        self.generator.check(first)
+
+    def go_to(self, data_position: dict[str, Any] | None) -> None:
+        position = data_position or {"source": None, "oldest": []}
+        self.oldest = dict(position["oldest"])
+        self.suspended = suspended_at(position["source"])
+        self.generator.go_to(position["source"])
+
+    def sleep(self) -> None: ...
+
+    def update_weights(self, policy: Policy) -> Metrics:
+        return self.generator.update_weights(policy)
+
+    def disagreement(self, mismatch: float | None) -> str | None:
+        return self.generator.disagreement(mismatch)
+
+    def close(self) -> None:
+        """Break off what is under way; it stays recorded."""
+        self.generator.engine.close()
+        self._thread.shutdown(cancel_futures=True)
+
+
+def on_every_rank(step: Step | None) -> Step:
+    """Return rank 0's step on every rank, elsewhere with skeletons of its rollouts. Collective; other ranks
+    pass None."""
+    mine = step.rollouts if step is not None else ()
+    prompts = agree(lambda: list({rollout.prompt_id: rollout.prompt for rollout in mine}.values()))
+    known = agree(lambda: step and dataclasses.replace(step, rollouts=()))
+    assert known is not None, "rank 0 has it"
+    return dataclasses.replace(known, rollouts=tuple(shared(mine, prompts)))

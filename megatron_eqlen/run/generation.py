@@ -1,0 +1,365 @@
+"""Source of a step's scored rollouts: an engine (or the record of a run: ``replay``).
+
+    prompts ─► harvest (this replica's share) ─► score (skeletons of all replicas', graded) ─► Step.add
+
+Prompts are split over the engine replicas for generation, and a replica's rollouts over its ranks for
+scoring; afterwards every rank has the rollouts that it graded, and skeletons of all others.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from megatron_eqlen.data.prompts import PromptSource, position_metrics, read_benchmark
+from megatron_eqlen.evaluation.evaluate import evaluate
+from megatron_eqlen.evaluation.result import EvaluationResult
+from megatron_eqlen.files import step_name
+from megatron_eqlen.hf.folder import HFFolder
+from megatron_eqlen.metrics import ENGINE_PROBE_SECONDS, at_once
+from megatron_eqlen.objectives import dynamic_sampling
+from megatron_eqlen.objectives.units import due_rollouts
+from megatron_eqlen.recipe import BenchmarkRecipe, Recipe
+from megatron_eqlen.rewards.scoring import reward_metrics
+from megatron_eqlen.rollout.engine import Engine, IdleEngine
+from megatron_eqlen.rollout.harvest import harvest, harvest_seed
+from megatron_eqlen.rollout.harvest_plan import HarvestPlan
+from megatron_eqlen.rollout.partial import RolloutOrigin, open_prompts, restore_grades
+from megatron_eqlen.rollout.read_partial import read_partial_rollouts
+from megatron_eqlen.rollout.record.reader import (
+    read_progress,
+    read_prompts,
+    read_skeletons,
+    recorded_files,
+    remove_journals,
+    set_aside_stale,
+    step_files,
+)
+from megatron_eqlen.rollout.record.recorder import Recorder, record_grades
+from megatron_eqlen.rollout.sync_check import SyncCheck, SyncError
+from megatron_eqlen.run.replicas import Replicas, shared
+from megatron_eqlen.run.session import Session
+from megatron_eqlen.run.step import Batch, Step
+from megatron_eqlen.sampling.harvester import HarvestObserver
+from megatron_eqlen.training import distributed
+from megatron_eqlen.training.agreement import MismatchWatch
+from megatron_eqlen.training.distributed import agree, gather
+from megatron_eqlen.training.policy import Policy
+from megatron_eqlen.types import Metrics, Prompt, RolloutKey, rollout_key
+
+SUSPENDED = "suspended"
+"""Key in a data position that holds the rollouts that the next step resumes."""
+
+
+def suspended_at(data_position: dict[str, Any] | None) -> dict[RolloutKey, RolloutOrigin]:
+    """Return ``Rollouts.suspended`` for a data source at ``data_position``."""
+    found = (data_position or {}).get(SUSPENDED, [])
+    return {(prompt_id, index): RolloutOrigin(*origin) for prompt_id, index, *origin in found}
+
+
+class Rollouts(Protocol):
+    """Source of the loop's rollouts: a ``Generator``, ``Ahead`` of one, or a ``replay.Replay``."""
+
+    suspended: dict[RolloutKey, RolloutOrigin]
+    """Rollouts that the next step resumes (``rollout.carry_over``); the same on every rank."""
+
+    @property
+    def benchmarks(self) -> Sequence[BenchmarkRecipe]:
+        """Benchmarks that ``evaluate`` accepts."""
+        ...
+
+    def collect(self, step: Step) -> Step:
+        """Return the step with its scored rollouts."""
+        ...
+
+    def check(self, first: int) -> None:
+        """Raise ValueError if rollouts for the steps from ``first`` (counted from 0) on are not available."""
+        ...
+
+    def sleep(self) -> None:
+        """Free the accelerator's memory for the trainer."""
+        ...
+
+    def update_weights(self, policy: Policy) -> Metrics:
+        """Bring the policy's weights to the engine; return the time it took."""
+        ...
+
+    def disagreement(self, mismatch: float | None) -> str | None:
+        """Return a warning about a step's mismatch, if it gives reason to (``MismatchWatch.see``)."""
+        ...
+
+    def evaluate(self, benchmark: BenchmarkRecipe) -> EvaluationResult: ...
+
+    def go_to(self, data_position: dict[str, Any] | None) -> None:
+        """Continue drawing prompts after ``data_position`` (of a checkpoint)."""
+        ...
+
+
+class InTurn(ABC):
+    """Collects a step's rollouts when it is asked for them, of as many batches of prompts as it needs."""
+
+    def collect(self, step: Step) -> Step:
+        while prompts := self.prompts(step):
+            step = step.add(self.score(step, self.harvest(step, prompts)))
+        return step
+
+    @abstractmethod
+    def prompts(self, step: Step) -> list[Prompt]:
+        """Return the next prompts for ``step``, the same on every rank; none when it has enough."""
+
+    @abstractmethod
+    def harvest(self, step: Step, prompts: list[Prompt]) -> Batch:
+        """Generate this replica's share of the rollouts of ``prompts``."""
+
+    @abstractmethod
+    def score(self, step: Step, harvested: Batch) -> Batch:
+        """Return all replicas' rollouts, graded; with dynamic sampling only those that ``step`` keeps."""
+
+
+class Generator(InTurn):
+    """Rollouts from this rank's engine, recorded under ``streams`` as they complete.
+
+    ``synced``: weights come from a policy before anything is generated; otherwise those at
+    ``recipe.model.path`` are used.
+    """
+
+    def __init__(self, session: Session, streams: Path, synced: bool = True) -> None:
+        self.session, self.recipe, self.streams = session, session.recipe, streams
+        self.benchmarks = self.recipe.evaluation.benchmarks
+        self.source: PromptSource | None = None
+        """On rank 0 only, which draws for all ranks. Gold answers are checked under a time limit, so ranks
+        that each drew their own prompts could keep different ones."""
+        if distributed.is_rank0():
+            self.source = PromptSource(self.recipe.data, session.tokenizer, self.recipe.seed)
+            session.ends_with(self.source.close)
+        self.engine = start_engine(
+            self.recipe, session.tokenizer.eos_token_ids, session.replicas, syncs_first=synced
+        )
+        session.ends_with(self.engine.close)
+        session.watchdog.tells(lambda: {"engine": self.engine.state()})
+        self.patience = self.recipe.rollout.request_timeout
+        """Seconds after which a silent engine is given up."""
+        self.sync_check = SyncCheck()
+        self.watch = MismatchWatch(self.recipe.rollout.mismatch)
+        self.suspended: dict[RolloutKey, RolloutOrigin] = {}
+        self.resumed: dict[RolloutKey, RolloutOrigin] = {}
+        """Partial rollouts that this step resumes."""
+        self.recorded: tuple[int | None, list[Path]] = None, []
+        """Number of a step, and the files of an attempt at it that was cut short. Files that this process
+        writes for later prompts of the step need no reading."""
+
+    # ---- prompts ------------------------------------------------------------------------------------
+
+    def prompts(self, step: Step) -> list[Prompt]:
+        """Return the step's prompts: those of resumed rollouts, and so many new ones that as many tracks are
+        open as at the beginning of any step. With dynamic sampling, as many again until enough of them have
+        unequal rewards, at most ``loss.max_num_gen_batches`` times; not with ``rollout.carry_over``, where
+        suspended rollouts would pile up."""
+        wanted = self.recipe.data.prompts_per_step
+        again = self.session.objective.dynamic_sampling and not self.recipe.rollout.carry_over
+        most = self.recipe.loss.max_num_gen_batches if again else 1
+        if len(step.batches) >= most or step.prompts >= wanted:
+            return []
+        if not step.batches:
+            self.resumed, self.suspended = self.suspended, {}
+        return agree(lambda: self._draw(step, {} if step.batches else self.resumed, wanted))
+
+    def _draw(self, step: Step, resumed: Collection[RolloutKey], wanted: int) -> list[Prompt]:
+        """Return, on rank 0, the prompts of ``resumed`` rollouts, and as many new ones as fit beside their
+        open tracks: ``wanted`` in all."""
+        assert self.source is not None
+        prompts: list[Prompt] = []
+        if resumed:
+            names = {prompt_id for prompt_id, _ in resumed}
+            files = step_files(self.streams / step_name(step.number - 1))
+            prompts = [prompt for prompt in read_prompts(files) if prompt.prompt_id in names]
+            rollouts = [rollout for rollout in read_skeletons(files) if rollout_key(rollout) in resumed]
+            wanted -= min(wanted, round(open_prompts(rollouts, self.recipe)))
+        return prompts + self.source.next(wanted)
+
+    def go_to(self, data_position: dict[str, Any] | None) -> None:
+        if self.source is not None:
+            if data_position is None:
+                raise ValueError(
+                    "the checkpoint was made with --replay and holds no data position: continue with "
+                    "--replay, or start a new run from its weights (model.path)"
+                )
+            self.source.load_state_dict(data_position)
+        self.suspended |= suspended_at(data_position)
+
+    # ---- rollouts -----------------------------------------------------------------------------------
+
+    def harvest(self, step: Step, prompts: list[Prompt]) -> Batch:
+        """Generate the rollouts of this step that are not recorded yet; one rank of each replica records
+        them."""
+        replicas, mine = self.session.replicas, self.session.replicas.share(prompts)
+        if self.recorded[0] != step.number:
+            self._set_aside_stale(step)
+            self.recorded = step.number, agree(lambda: recorded_files(self.streams / step.name))
+        plan = self._plan(step, mine)
+        self.session.scorer.begin_ended(replicas.part(plan.progress.rollouts))
+        probed = self._probe()
+        with self.session.stage("harvest", self.patience) as seconds, ExitStack() as files:  # until on disk
+            observers: list[HarvestObserver] = [self.session.early_grading]
+            if replicas.leads:
+                recorder = Recorder(self._file(step), self.recipe.rollout.record_routes)
+                observers.append(files.enter_context(recorder))
+            rollouts, metrics = harvest(self.engine, plan, observers)
+        position = self.source.state_dict() if self.source is not None else None
+        combined = replicas.combine(metrics)  # every rank has read the journals that are removed now
+        if distributed.is_rank0():
+            remove_journals(self.recorded[1], [prompt.prompt_id for prompt in prompts])
+        measured = combined | probed | seconds | position_metrics(position)
+        return Batch(rollouts, measured, position, prompts)
+
+    def _plan(self, step: Step, prompts: list[Prompt]) -> HarvestPlan:
+        """Return the plan for this replica's ``prompts``: new rollouts, and recorded and partial ones."""
+        replicas, rollout = self.session.replicas, self.recipe.rollout
+        prompt_ids = {prompt.prompt_id for prompt in prompts}
+        progress = read_progress(self.recorded[1], prompt_ids, rollout.keep_routes)
+        suspended = {key: origin for key, origin in self.resumed.items() if key[0] in prompt_ids}
+        partial = read_partial_rollouts(self.streams, step.number, suspended, self.recipe)
+        restore_grades(partial, progress.rollouts)
+        return HarvestPlan(
+            prompts,
+            one_replicas_share(self.recipe, replicas),
+            self.session.tokenizer.eos_token_ids,
+            seed=harvest_seed(self.recipe, step.number),
+            progress=progress,
+            partial=partial,
+            oldest_version=step.policy_version if rollout.staleness else None,
+            keeps_columns=replicas.keeps,
+            agree=replicas.agree,
+        )
+
+    def score(self, step: Step, harvested: Batch) -> Batch:
+        """Grade this rank's part of its replica's rollouts, share all as skeletons, record the grades."""
+        with self.session.stage("score", self.recipe.reward.step_timeout) as seconds:
+            part = self.session.replicas.part(harvested.rollouts)
+            graded = self.session.scorer.score(part, self.recipe.reward.step_timeout)
+            everyone = shared(part, harvested.prompts)
+            if self.session.replicas.leads:
+                mine = {rollout_key(rollout) for rollout in harvested.rollouts}
+                record_grades(
+                    self._file(step), [rollout for rollout in everyone if rollout_key(rollout) in mine]
+                )
+            seconds |= at_once(gather([graded]))
+        keys = [rollout_key(rollout) for rollout in everyone if rollout.suspended]
+        origin = RolloutOrigin(step.number, step.policy_version)
+        self.suspended |= {key: self.resumed.get(key, origin) for key in keys}
+        position = harvested.data_position
+        if position is not None and self.recipe.rollout.carry_over:
+            position[SUSPENDED] = [[*key, *origin] for key, origin in self.suspended.items()]
+        return select(Batch(everyone, harvested.metrics | seconds, position), step, self.session)
+
+    def evaluate(self, benchmark: BenchmarkRecipe) -> EvaluationResult:
+        """Evaluate a benchmark with the engine's current weights."""
+        session = self.session
+        self._probe()
+        return evaluate(
+            self.engine,
+            benchmark,
+            agree(lambda: read_benchmark(benchmark, self.recipe.data, session.tokenizer)),
+            session.scorer,
+            self.recipe,
+            session.tokenizer.eos_token_ids,
+            share=session.replicas.share,
+            grades=session.replicas.grades,
+            gather=gather,
+        )
+
+    def check(self, first: int) -> None:
+        """Nothing to check: an engine can generate any step."""
+
+    # ---- weights ------------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        self.engine.sleep()
+
+    def update_weights(self, policy: Policy) -> Metrics:
+        with self.session.stage("sync", self.patience) as seconds:
+            self.engine.wake()
+            self.engine.update_weights(self.sync_check.passing(policy.weights()), policy.version)
+        return seconds
+
+    def _probe(self) -> Metrics:
+        """Check, once after each sync, that it had an effect on the engine. Returns the time it took. Raises
+        SyncError, on every rank, naming the replica."""
+        if not self.sync_check.due:
+            return {}
+        started = time.perf_counter()
+        mine = self.sync_check.stale(self.engine.probe())
+        named = [f"{name}, driven by rank {dist.get_rank()}" for name in mine]
+        if stale := gather(named if self.session.replicas.leads else []):
+            raise SyncError(
+                f"the weight sync had no effect on {'; '.join(stale)}: the answer to a fixed prompt has not "
+                f"changed by one bit, though most of the weights that were sent have"
+            )
+        return {ENGINE_PROBE_SECONDS: time.perf_counter() - started}
+
+    def disagreement(self, mismatch: float | None) -> str | None:
+        return self.watch.see(mismatch) if self.recipe.rollout.comparable else None
+
+    def _set_aside_stale(self, step: Step) -> None:
+        staleness, folder = self.recipe.rollout.staleness, self.streams / step.name
+        newest = math.inf if staleness else step.policy_version
+        resumed = {key: origin.oldest_version for key, origin in self.resumed.items()}
+        agree(lambda: set_aside_stale(folder, step.policy_version, newest, resumed))
+
+    def _file(self, step: Step) -> Path:
+        return self.streams / step.name / f"rank-{dist.get_rank()}.arrow"
+
+
+def select(scored: Batch, step: Step, session: Session) -> Batch:
+    """Return the batch with reward metrics of responses that ended in this step, and only the rollouts that
+    the step trains. Dynamic sampling leaves out prompts without unequal rewards, and prompts beyond
+    ``data.prompts_per_step``."""
+    recipe = session.recipe
+    ended = [
+        (rollout.prompt, segment)
+        for rollout in scored.rollouts
+        for segment in rollout.segments()
+        if segment.finish_reason == "stop"
+    ]
+    new = [(prompt, segment.grade) for prompt, segment in ended if not segment.carried]
+    metrics = scored.metrics | reward_metrics(new)
+    rollouts = due_rollouts(scored.rollouts, recipe)
+    if session.objective.dynamic_sampling:
+        room = recipe.data.prompts_per_step - step.prompts
+        rollouts, metrics["objective/filtered_prompts"] = dynamic_sampling.select(rollouts, recipe, room)
+    return Batch(rollouts, metrics, scored.data_position)
+
+
+def start_engine(
+    recipe: Recipe, eos_token_ids: frozenset[int], replicas: Replicas, syncs_first: bool
+) -> Engine:
+    """Start this rank's engine, with the weights that the recipe starts from."""
+    rollout, path = recipe.rollout, recipe.model.path
+    longest = recipe.data.max_prompt_length + rollout.max_response_length
+    if not replicas.drives:
+        return IdleEngine(longest)
+    if not syncs_first:
+        HFFolder(path).check_vllm_reads_the_same()
+    if rollout.engine == "server":
+        from megatron_eqlen.rollout.vllm.client import ServerEngine
+
+        return ServerEngine(path, rollout, eos_token_ids, longest, syncs_first=syncs_first)
+    from megatron_eqlen.rollout.vllm.engine.colocated import ColocatedEngine  # imports vLLM
+
+    return ColocatedEngine(path, rollout, recipe.model.dtype, eos_token_ids, longest, recipe.seed)
+
+
+def one_replicas_share(recipe: Recipe, replicas: Replicas) -> Recipe:
+    """Return the recipe with the token budget of one replica."""
+    budget = recipe.rollout.tokens_per_step
+    if budget is None:
+        return recipe
+    rollout = recipe.rollout.model_copy(update={"tokens_per_step": max(1, budget // replicas.count)})
+    return recipe.model_copy(update={"rollout": rollout})

@@ -1,0 +1,96 @@
+"""The main loop: the stages of training, and what one hands to the next.
+
+    begin ─► collect ─► build_trees ─► update ─► update_weights ─► evaluate ─► end ─► checkpoint
+      ▲      rollouts   token trees    policy    engine            every N            │
+      └───────────────────────────────── the next step ───────────────────────────────┘
+
+Trainer and engine share GPUs: the engine sleeps while the trainer has its memory, and the trainer is parked
+while the engine is awake (``recipe/phases.py`` has the table).
+
+With ``rollout.staleness`` the rollouts are collected while earlier steps train (``ahead.py``).
+
+``Session``, ``Policy`` and ``Rollouts`` (an engine, or a run's record) live as long as the process, a ``Run``
+as long as its folder, a ``Step`` from ``begin`` to ``end``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_eqlen.files import write_text
+from megatron_eqlen.processes.hold import Hold
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe.load import RECIPE, dump
+from megatron_eqlen.run.ahead import Ahead
+from megatron_eqlen.run.generation import Generator, Rollouts
+from megatron_eqlen.run.replay import Replay
+from megatron_eqlen.run.run import Run, evaluate
+from megatron_eqlen.run.session import Session
+from megatron_eqlen.run.step import Step
+from megatron_eqlen.training import distributed
+from megatron_eqlen.training.policy import Policy
+
+
+def train(recipe: Recipe, replay: Path | None = None) -> None:
+    """Train as ``recipe`` says, from the newest checkpoint of its run folder if there is one.
+
+    With ``replay``, rollouts come from a run's recorded streams and no engine is started.
+    """
+    with Session(recipe) as session:
+        run = Run(session)
+        if run.was_asked_to_stop():
+            return
+        policy = Policy(recipe)
+        run.load(policy)
+        run.park(policy)  # the engine is built where it will live: in what the trainer leaves free
+        rollouts = start_rollouts(session, run.folder.streams, replay)
+        run.resume(rollouts)
+        rollouts.update_weights(policy)
+        run.evaluate("before", rollouts)
+        while run.goes_on():
+            step = rollouts.collect(run.begin(policy))
+            step, trees = run.build_trees(step)
+            rollouts.sleep()
+            step = step.log(run.finish_checkpoint())
+            step = step.log(run.unpark(policy))
+            step = run.update(step, policy, trees)
+            step = step.log(run.park(policy))
+            run.heed(rollouts.disagreement(policy.mismatch))
+            step = step.log(rollouts.update_weights(policy))
+            step = run.evaluate_if_due(step, rollouts)
+            run.end(step)
+            run.checkpoint_if_due(step, policy)
+            del step, trees  # their arrays go before those of the next step come
+        if run.complete:
+            run.evaluate("after", rollouts)
+            run.export(policy)
+        run.report(rollouts)
+
+
+def harvest_only(recipe: Recipe, out: Path) -> None:
+    """Record one step's scored rollouts under ``out``, beside the recipe, with the weights that the recipe
+    starts from. A harvest that was cut off is completed."""
+    with Session(recipe) as session:
+        hold: Hold | None = None  # until this function ends
+        if distributed.is_rank0():
+            out.mkdir(parents=True, exist_ok=True)
+            hold = Hold(out)
+            write_text(out / RECIPE, dump(recipe))
+        step = Generator(session, out, synced=False).collect(Step(number=0, policy_version=0))
+        if hold is not None:
+            hold.check()
+        session.progress.say(f"{len(step.rollouts)} rollouts in {out / step.name}")
+
+
+def evaluate_only(recipe: Recipe, out: Path) -> None:
+    """The recipe's benchmarks on the model at ``recipe.model.path``; the result goes to ``out``."""
+    with Session(recipe) as session:
+        evaluate(session, Generator(session, out.parent, synced=False), out, "model")
+
+
+def start_rollouts(session: Session, streams: Path, replay: Path | None) -> Rollouts:
+    """What the recipe's rollouts come from; they are recorded under ``streams``."""
+    if replay is not None:
+        return Replay(session, replay)
+    generator = Generator(session, streams)
+    return Ahead(generator) if session.recipe.rollout.staleness else generator

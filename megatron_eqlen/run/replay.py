@@ -1,0 +1,79 @@
+"""Rollouts from a run's record in place of an engine (``--replay``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_eqlen.evaluation.result import EvaluationResult
+from megatron_eqlen.files import step_name
+from megatron_eqlen.metrics import at_once
+from megatron_eqlen.recipe import BenchmarkRecipe
+from megatron_eqlen.rollout.partial import RolloutOrigin
+from megatron_eqlen.rollout.record.reader import read_prompts, read_skeletons, read_step, step_files
+from megatron_eqlen.rollout.record.replayed import check_step, check_steps
+from megatron_eqlen.run.generation import InTurn, select
+from megatron_eqlen.run.replicas import shared
+from megatron_eqlen.run.session import Session
+from megatron_eqlen.run.step import Batch, Step
+from megatron_eqlen.training.distributed import agree, gather
+from megatron_eqlen.training.policy import Policy
+from megatron_eqlen.types import Metrics, Prompt, RolloutKey
+
+
+class Replay(InTurn):
+    """Rollouts that a run recorded, instead of an engine; each rank reads a share of them."""
+
+    benchmarks: Sequence[BenchmarkRecipe] = ()
+
+    def __init__(self, session: Session, streams: Path) -> None:
+        self.session, self.recipe, self.streams = session, session.recipe, streams
+        self.suspended: dict[RolloutKey, RolloutOrigin] = {}
+
+    def prompts(self, step: Step) -> list[Prompt]:
+        """All prompts of the recorded step. Raises ReplayError if the record does not fit the recipe."""
+        if step.batches:
+            return []
+        self._check_step(step.number)
+        return agree(lambda: read_prompts(step_files(self.streams / step.name)))
+
+    def harvest(self, step: Step, prompts: list[Prompt]) -> Batch:
+        with self.session.stage("harvest") as seconds:
+            mine = prompts[dist.get_rank() :: dist.get_world_size()]
+            asked = {prompt.prompt_id for prompt in mine}
+            rollouts = read_step(self.streams / step.name, asked, self.recipe.rollout.keep_routes)
+        return Batch(rollouts, seconds, None, prompts)
+
+    def check(self, first: int) -> None:
+        """Raise ReplayError unless every step from ``first`` on is recorded and the first fits the recipe."""
+        check_steps(self.streams, first, self.recipe.steps)
+        self._check_step(first)
+
+    def _check_step(self, number: int) -> None:
+        folder = self.streams / step_name(number)
+        rollouts = read_skeletons(step_files(folder))
+        check_step(folder, rollouts, self.recipe, self.session.tokenizer.eos_token_ids)
+
+    def score(self, step: Step, harvested: Batch) -> Batch:
+        """Grade only the responses without a recorded grade."""
+        with self.session.stage("score", self.recipe.reward.step_timeout) as seconds:
+            graded = self.session.scorer.score(harvested.rollouts, self.recipe.reward.step_timeout)
+            everyone = shared(harvested.rollouts, harvested.prompts)
+            seconds |= at_once(gather([graded]))
+        return select(Batch(everyone, harvested.metrics | seconds, None), step, self.session)
+
+    def sleep(self) -> None: ...
+
+    def update_weights(self, policy: Policy) -> Metrics:
+        return {}
+
+    def disagreement(self, mismatch: float | None) -> str | None:
+        """None: recorded tokens may come from any weights."""
+
+    def evaluate(self, benchmark: BenchmarkRecipe) -> EvaluationResult:
+        raise AssertionError("a replay has no benchmarks")
+
+    def go_to(self, data_position: dict[str, Any] | None) -> None: ...

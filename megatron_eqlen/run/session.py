@@ -1,0 +1,104 @@
+"""What lives as long as a rank's process: its place among the ranks, the screen, tokenizer and graders."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_eqlen.hf.tokenizer import load_tokenizer
+from megatron_eqlen.objectives.recipes import remarks
+from megatron_eqlen.objectives.registry import resolve
+from megatron_eqlen.processes import failures
+from megatron_eqlen.processes.timeline import Timeline
+from megatron_eqlen.processes.watchdog import FIRST, Watchdog
+from megatron_eqlen.recipe import Recipe, layout
+from megatron_eqlen.report.progress import Progress
+from megatron_eqlen.rewards.scoring import EarlyGrading, Scorer
+from megatron_eqlen.run.replicas import Replicas
+from megatron_eqlen.training import distributed, flight_recorder, peak_memory
+from megatron_eqlen.training.profiler import marked
+from megatron_eqlen.types import Metrics
+
+
+class Session:
+    """One rank's process. Use as a context manager: at its end, the functions given to ``ends_with`` are
+    called, newest first.
+
+    Every rank of a run has a session and calls the same verbs in the same order.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        layout.check_started(recipe, distributed.world_size())
+        flight_recorder.enable()
+        seconds = recipe.cluster.watchdog_seconds
+        timeout = timedelta(seconds=max(1800.0, 2 * FIRST * (seconds or 0.0)))  # longer than a hang lasts
+        distributed.start(recipe.parallel, recipe.seed, timeout)
+        self._ends = contextlib.ExitStack()
+        self.watchdog = Watchdog(dist.get_rank(), dist.get_world_size(), seconds, flight_recorder.status)
+        self.ends_with(self.watchdog.stop)  # what ends before it may hang, too
+        self._ends.callback(distributed.stop)
+        self.recipe = recipe
+        self.timeline = Timeline()
+        self.watchdog.tells(lambda: {"collectives": flight_recorder.collectives()})
+        self.watchdog.tells(lambda: {"timeline": self.timeline.newest()})
+        self.objective = resolve(recipe)
+        self.replicas = engine_replicas(recipe)
+        self.tokenizer = load_tokenizer(recipe.model.path)
+        self.scorer = Scorer(recipe.reward, self.tokenizer, recipe.graders_on_node)
+        self.early_grading = EarlyGrading(self.scorer, self.replicas.grades)
+        self.ends_with(self.scorer.close)
+        self.progress = Progress(recipe.budget, f"{recipe.name} {recipe.method}", show=distributed.is_rank0())
+        self.ends_with(self.progress.close)
+        for remark in remarks(recipe):
+            self.progress.warn(remark)
+        if recipe.reward.workers is None:
+            self.progress.say(f"reward.workers: {self.scorer.workers}, the cores of a rank")
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:  # before anything ends here that makes other ranks fail
+            failures.record(error)
+        self._ends.__exit__(kind, error, trace)
+
+    def enter(self, context: contextlib.AbstractContextManager[Any]) -> None:
+        """Leave ``context`` when the session ends; it learns of the error that ends it."""
+        self._ends.enter_context(context)
+
+    def ends_with(self, close: Callable[[], None]) -> None:
+        """Call ``close`` when the session ends."""
+        self._ends.callback(close)
+
+    def watch(self, folder: Path) -> None:
+        """From now on a hang is noticed, and what it is goes to a folder of this try's under ``folder``."""
+        self.watchdog.start(folder / distributed.agree(lambda: time.strftime("%Y%m%d-%H%M%S")))
+
+    @contextlib.contextmanager
+    def stage(self, name: str, patience: float = 0.0) -> Iterator[Metrics]:
+        """Show ``name`` while the block runs; what it yields then holds the seconds as ``time/NAME``, and the
+        most memory meanwhile. A stage beside training, in another thread, is not shown, nor its memory.
+        ``patience``: see ``Watchdog.stage``."""
+        measured: Metrics = {}
+        alone = distributed.is_alone()
+        if not alone:
+            self.progress.stage(name)
+            peak_memory.begin()
+        with marked(f"stage {name}"), self.watchdog.stage(name, patience), self.timeline.span(name) as span:
+            yield measured
+        measured[f"time/{name}"] = span.ended - span.began
+        if not alone:
+            measured |= peak_memory.measured(name)
+
+
+def engine_replicas(recipe: Recipe) -> Replicas:
+    """Servers are driven by rank 0 alone; a colocated engine by all the ranks it lives in."""
+    if recipe.rollout.engine == "server":
+        return Replicas(dist.get_world_size(), in_step=False)
+    return Replicas(recipe.rollout.tensor_parallel, decides=recipe.rollout.seconds_per_step is not None)
