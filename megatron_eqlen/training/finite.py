@@ -8,7 +8,7 @@ possible change (``_reach``) is a float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +32,10 @@ LARGEST = 3e38
 class NonFiniteError(ValueError):
     """Training cannot continue: numbers are not finite. The newest checkpoint was written before they
     appeared."""
+
+
+class NoGradientError(RuntimeError):
+    """The loss depends on the weights' log-probs, but no gradient has reached any weight."""
 
 
 NOT_FINITE = "not finite"
@@ -67,10 +71,14 @@ def row_problem(rows: Rows, losses: Sequence[RowLoss]) -> Problem | None:
     return None
 
 
-def state_problem(chunks: list, optimizer: ChainedOptimizer) -> Problem | None:
-    """A weight or a number of the optimizer's state that is not finite, on this rank."""
-    if not _all_finite(parameter for _, parameter in _named(chunks)):
-        return Problem(1, f"the weight {_first_name(_named(chunks))}")
+def state_problem(
+    chunks: list, optimizer: ChainedOptimizer, read: Callable[[torch.Tensor], torch.Tensor] = lambda own: own
+) -> Problem | None:
+    """A weight or a number of the optimizer's state that is not finite, on this rank. ``read`` returns a
+    parameter's numbers."""
+    weights = [(name, read(parameter)) for name, parameter in _named(chunks)]
+    if not _all_finite(weight for _, weight in weights):
+        return Problem(1, f"the weight {_first_name(weights)}")
     for kind, tensors in _state(optimizer).items():
         if not _all_finite(tensors) or (kind == "exp_avg_sq" and _ends(tensors)[0] < 0):
             return Problem(1, f"the optimizer's {kind}")

@@ -53,8 +53,9 @@ class TrainerMemory:
 
     @contextlib.contextmanager
     def readable(self) -> Iterator[None]:
-        """Inside, weights and the optimizer's state can be read, on the device or on the host."""
-        with self.weights.readable(), self.state.readable():
+        """Inside, the optimizer's state can be read, on the device or on the host; the model's parameters
+        through ``weights.host``."""
+        with self.weights.readable(but=self._parameters), self.state.readable():
             yield
 
     def on_device(self) -> dict[str, int]:

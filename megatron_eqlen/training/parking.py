@@ -1,6 +1,7 @@
 """Device memory that the trainer gives up for a while and takes back bit for bit.
 
     parked.park()          the numbers go to host memory, the device's memory is free
+    parked.host(tensor)    meanwhile: a tensor with the same numbers, on the host
     parked.readable()      meanwhile: the tensors read what lies on the host
     parked.unpark()        the numbers are back
 
@@ -59,14 +60,27 @@ class Parked:
             whole.copy_(self._copies[key], non_blocking=True) if self._keep else whole.zero_()
         self.away = False
 
+    def host(self, tensor: Tensor) -> Tensor:
+        """Return the tensor's numbers where they can be read: a view of the host's copy while parked, else
+        the tensor itself. The result must not be written to."""
+        if not self.away or memory_of(tensor) not in self._copies or not tensor.numel():
+            return tensor
+        copy = self._copies[memory_of(tensor)].untyped_storage()
+        like = torch.empty(0, dtype=tensor.dtype)
+        return like.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
+
     @contextlib.contextmanager
-    def readable(self) -> Iterator[None]:
-        """Inside, parked tensors read their numbers where they lie on the host. Writing is not allowed."""
-        own = [(tensor, tensor.data) for tensor in self._tensors] if self.away else []
+    def readable(self, but: Iterable[Tensor] = ()) -> Iterator[None]:
+        """Inside, parked tensors other than ``but`` read their numbers on the host. Writing is not allowed.
+
+        ``but`` must hold the parameters of modules in training: when ``data`` of a parameter moves to another
+        device, torch drops its gradient accumulator and every hook on it, and Megatron's gradients stay 0
+        from then on. Read those through ``host``.
+        """
+        left_out = set(map(id, but))
+        own = [(tensor, tensor.data) for tensor in self._tensors if self.away and id(tensor) not in left_out]
         for tensor, on_device in own:
-            copy = self._copies[memory_of(on_device)].untyped_storage()
-            like = torch.empty(0, dtype=tensor.dtype)
-            tensor.data = like.set_(copy, on_device.storage_offset(), on_device.size(), on_device.stride())
+            tensor.data = self.host(on_device)
         try:
             yield
         finally:

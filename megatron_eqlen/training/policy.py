@@ -39,6 +39,7 @@ from megatron_eqlen.training.distributed import device, gather, is_rank0
 from megatron_eqlen.training.exchange import Seat, exchange
 from megatron_eqlen.training.finite import (
     NOT_FINITE,
+    NoGradientError,
     NonFiniteError,
     Problem,
     first_problem,
@@ -99,6 +100,8 @@ class Policy:
         for router in routers(self.chunks):
             router.replays = recipe.loss.router_replay
         self.seats = gather([self.seat])
+        self.due = torch.zeros((), device=device())
+        """Rows of the newest backward pass whose loss has a gradient at some token's log-prob."""
         self.version = 0
         """Optimizer steps taken."""
         self.skipped_in_a_row = 0
@@ -149,7 +152,7 @@ class Policy:
     def check_finite(self) -> None:
         """Raise NonFiniteError, on every rank, if a weight or the optimizer's state is not finite on any."""
         with self.memory.readable():
-            problem = first_problem(state_problem(self.chunks, self.optimizer))
+            problem = first_problem(state_problem(self.chunks, self.optimizer, self.memory.weights.host))
         if problem:
             raise NonFiniteError(str(problem))
 
@@ -214,6 +217,8 @@ class Policy:
         assert batch.rows is not None
         losses = self._backward(batch.rows)
         grad_norm = gradient_norm(self.optimizer)
+        if grad_norm == 0:
+            self._check_no_gradient_was_due()
         by_kind = gradient_norms(self.chunks, self.optimizer)
         measured, worst = self._measured(batch.rows, losses)
         problem = first_problem(self._problem(batch.rows, losses, grad_norm))
@@ -238,6 +243,7 @@ class Policy:
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        self.due.zero_()
         if self.router_pool is not None:
             with self.router_pool.counting():
                 self._run(rows, lambda *_: None, train=False)
@@ -283,6 +289,16 @@ class Policy:
             )
         return skipped(1)
 
+    def _check_no_gradient_was_due(self) -> None:
+        """Raise NoGradientError, on every rank, if a token's loss has a gradient on any. Collective."""
+        dist.all_reduce(self.due)
+        if self.due:
+            raise NoGradientError(
+                f"update {self.version + 1}: rows carry weight (the loss has a gradient at their tokens' "
+                f"log-probs), but the gradient of every weight is exactly 0: it is lost on the way to "
+                f"Megatron's buffers, and the update would train nothing"
+            )
+
     def _check_updated(self) -> None:
         """Raise if the new weights are not finite: the checks before the step exclude that, unless hardware
         or this package is faulty."""
@@ -314,6 +330,12 @@ class Policy:
         def of(values: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(values[at]).to(logprobs.device)
 
+        open_tokens = entropy.detach() > 0  # a token that is certain has gradient 0
+
+        def see(gradient: torch.Tensor) -> None:
+            self.due += ((gradient != 0) & open_tokens).any()
+
+        logprobs.register_hook(see)
         return policy_loss(
             logprobs,
             entropy,

@@ -10,6 +10,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
 from megatron_eqlen.files import CheckpointError
 from megatron_eqlen.models.megatron_checkpoint import checkpoint_metadata
 from megatron_eqlen.training import optimizer_state
@@ -27,8 +30,14 @@ def content(policy: Policy) -> dict[str, Any]:
 
 
 def of(policy: Policy) -> dict[str, Any]:
-    """The state to save; ``policy.memory`` must be readable."""
-    return _build(policy, SHARDING[policy.recipe.checkpoint.resharding], is_loading=False)
+    """The state to save; ``policy.memory`` must be readable. Weights that are parked are the host's copies:
+    Megatron finds the optimizer's shards by the parameters themselves, so they are put in at the end."""
+    state = _build(policy, SHARDING[policy.recipe.checkpoint.resharding], is_loading=False)
+    for number in range(len(policy.chunks)):
+        for entry in nested_values(state[_chunk_key(policy, number)]):
+            if isinstance(entry, ShardedTensor | ShardedTensorFactory) and entry.data is not None:
+                entry.data = policy.memory.weights.host(entry.data)
+    return state
 
 
 def like(policy: Policy, saved: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import torch
 
 from megatron_eqlen.recipe.phases import phases
 from megatron_eqlen.training import checkpoint
+from megatron_eqlen.training.finite import NoGradientError
 from megatron_eqlen.training.parking import memory_of
 from megatron_eqlen.training.policy import Policy
 from tests.kit.distributed import run_ranks
@@ -33,7 +34,8 @@ def changes_of(name: str, folders: Path, park: str) -> tuple[str, dict[str, Any]
 
 def numbers(policy: Policy) -> list[torch.Tensor]:
     """Weights, main weights and all that the optimizer keeps, of this rank."""
-    found = [parameter for chunk in policy.chunks for parameter in chunk.parameters()]
+    read = policy.memory.weights.host
+    found = [read(parameter) for chunk in policy.chunks for parameter in chunk.parameters()]
     for part in policy.optimizer.chained_optimizers:
         for group in part.param_groups:
             for main in group["params"]:
@@ -69,6 +71,7 @@ def park_between_updates(folder: str, changes: dict[str, Any]) -> list[str]:
             parked.park()  # no effect
             with parked.memory.readable():
                 wrong += [] if same(numbers(parked), before) else [f"unreadable while parked, step {step}"]
+                wrong += [] if is_wired(parked) else [f"parameters were moved to be read, step {step}"]
             again = {name: tensor.clone() for name, tensor in parked.weights()}
             wrong += [] if same([*sent.values()], [*again.values()]) else [f"other weights sent, step {step}"]
             parked.unpark()
@@ -150,3 +153,27 @@ def test_a_checkpoint_of_a_parked_trainer_resumes_bit_for_bit(folders, tmp_path,
     resumed = run_ranks(2, resume_parked, folder, changes, str(tmp_path))
     for one, other in zip(went_on, resumed, strict=True):
         assert same(one, other)
+
+
+def update_without_hooks(folder: str, changes: dict[str, Any]) -> str:
+    """The error of an update after torch has dropped the gradient accumulators, with Megatron's hooks on
+    them: it does where a parameter's ``data`` takes another dtype, as where it moves to another device."""
+    policy = build_policy(folder, changes)
+    policy.update([one_tree_a_row(3)])
+    for chunk in policy.chunks:
+        for parameter in chunk.parameters():
+            own = parameter.data
+            parameter.data = own.double()
+            parameter.data = own
+    try:
+        policy.update([one_tree_a_row(3)])
+    except NoGradientError as error:
+        return str(error)
+    return "no error"
+
+
+def test_an_update_without_gradients_though_rows_carry_weight_is_an_error(folders):
+    folder, changes = changes_of("DP 2, float32", folders, "none")
+    for error in run_ranks(2, update_without_hooks, folder, changes):
+        assert "rows carry weight" in error
+        assert "the gradient of every weight is exactly 0" in error
