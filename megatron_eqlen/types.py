@@ -3,15 +3,15 @@
     Prompt ──harvest──► Rollout ──score──► (grades filled in) ──objective──► TokenTree ──pack──► Row
 
 After scoring, a rank holds the arrays of the rollouts that it graded; of the others it has skeletons, the
-same records with ``Elsewhere`` in place of arrays. What needs only lengths and grades is decided alike on all
-ranks.
+same records with ``Elsewhere`` in place of arrays. Decisions that need only lengths and grades are made alike
+on all ranks.
 
 A worked example, used throughout the tests. The prompt is ``q = [1, 2]`` and 9 ends a response::
 
     track 1:  5 9                    track 2:  6 7 8 9
     A_1 = [5, 9]  B_1 = [6, 7]       the shorter track ended at 2, so both sides are 2 long
     a third track forks off after q + B_1 and gives  4 4 9;  track 2 has [8, 9] there
-    A_2 = [8, 9]  B_2 = [4, 4]       B_2 is the trunk now; the stream goes on after q + B_1 + B_2
+    A_2 = [8, 9]  B_2 = [4, 4]       B_2 is the trunk now; the stream continues after q + B_1 + B_2
 
 The trunk is ``q B_1 B_2 ...``; every ``A_i`` is a leaf that forks off where ``B_i`` starts. As a
 token tree: the root holds ``q``; ``A_1`` and ``B_1`` are its children; ``A_2`` and ``B_2`` are
@@ -48,13 +48,13 @@ Outcome = Literal["both_ended", "truncated", "max_pairs", "budget"]
 ``max_pairs`` were harvested (the survivor was finished alone); the step's budget ran out."""
 
 Suspended = Literal["suspended"]
-"""In place of an outcome: it is not complete, the next step goes on with it (``rollout.carry_over``). It has
-what is final of it."""
+"""Partial rollout: finished segments only; the next step resumes it (``rollout.carry_over``). Stands in place
+of an outcome."""
 
 
 Versions = tuple[tuple[int, int], ...]
-"""Which weights sampled a piece of a path, as runs of tokens of one policy version: (first token, version) of
-each, the first from token 0 on. Nearly always one run; none where nobody recorded it."""
+"""Policy versions that sampled a piece of a path, as runs of tokens of one version: (first token, version) of
+each run, the first from token 0 on. Nearly always one run; empty where the versions were not recorded."""
 
 
 class _Arrays:
@@ -81,14 +81,14 @@ class Elsewhere:
 
     length: int
     row: tuple[int, ...] = ()
-    """Of routes: ``shape[1:]``."""
+    """``shape[1:]`` of routes; empty for other arrays."""
     dtype: str = ""
-    """Of routes, whose type depends on the model."""
+    """Type of routes, which depends on the model; empty for other arrays."""
 
     @classmethod
     def of(cls, array: np.ndarray) -> np.ndarray:
-        """What a skeleton has in place of ``array``; fields of records are annotated as the arrays that they
-        hold elsewhere."""
+        """Return the placeholder for ``array`` in a skeleton, whose fields are annotated as the arrays that
+        they hold on the array's rank."""
         if isinstance(array, cls):
             return array
         known = cls(len(array), array.shape[1:], array.dtype.name) if array.ndim > 1 else cls(len(array))
@@ -131,37 +131,37 @@ class SamplingMask(_Arrays):
 
     @classmethod
     def of(cls, kept: Iterable[Sequence[int]]) -> SamplingMask:
-        """From the kept ids of each token."""
+        """Make a mask from the kept ids of each token."""
         kept = list(kept)
         counts = np.fromiter(map(len, kept), np.uint8, len(kept))
         return cls(np.fromiter(chain.from_iterable(kept), np.int32, int(counts.sum())), counts)
 
     @classmethod
     def joined(cls, masks: Sequence[SamplingMask]) -> SamplingMask:
-        """Of consecutive pieces of a path."""
+        """Join the masks of consecutive pieces of a path."""
         if len(masks) == 1:
             return masks[0]
         return cls(joined([mask.ids for mask in masks]), joined([mask.counts for mask in masks]))
 
     @classmethod
     def empty(cls, ids: int, tokens: int) -> SamplingMask:
-        """With room for ``ids`` kept ids of ``tokens`` tokens, to be filled."""
+        """Make a mask with room for ``ids`` kept ids of ``tokens`` tokens, to be filled."""
         return cls(np.empty(ids, np.int32), np.empty(tokens, np.uint8))
 
     def bare(self) -> SamplingMask:
-        """What a skeleton has in its place."""
+        """Return the placeholder for this mask in a skeleton."""
         return SamplingMask(Elsewhere.of(self.ids), Elsewhere.of(self.counts))
 
     def __len__(self) -> int:
         return len(self.counts)
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        """Each token's ids."""
+        """Iterate over the ids of each token."""
         return iter(np.split(self.ids, np.cumsum(self.counts, dtype=np.int64)[:-1]) if len(self) else ())
 
 
 def route_dtype(experts: int) -> np.dtype:
-    """Of routes through layers of so many experts: vLLM's (``RoutedExpertsCapturer``)."""
+    """Return vLLM's type of routes (``RoutedExpertsCapturer``) for layers with ``experts`` experts."""
     return np.dtype(np.uint8 if experts <= 256 else np.uint16)
 
 
@@ -182,7 +182,7 @@ def version_spans(runs: Sequence[tuple[int, int]], length: int) -> Iterator[tupl
 
 
 def versions_within(runs: Sequence[tuple[int, int]], start: int, stop: int) -> Versions:
-    """Of tokens ``start`` to ``stop`` of a path with these runs."""
+    """Return the versions of tokens ``start`` to ``stop`` of a path with these runs."""
     return tuple(
         (max(first - start, 0), version)
         for first, end, version in version_spans(runs, stop)
@@ -191,7 +191,7 @@ def versions_within(runs: Sequence[tuple[int, int]], start: int, stop: int) -> V
 
 
 def joined_versions(pieces: Iterable[tuple[int, Versions]]) -> Versions:
-    """Of consecutive pieces, each with its length."""
+    """Return the versions of consecutive pieces, each given with its length."""
     runs: list[tuple[int, int]] = []
     start = 0
     for length, versions in pieces:
@@ -224,7 +224,7 @@ class Prompt:
     grader: str
     """Which grader scores an answer to it: ``math``, ``code`` or ``rubric``."""
     gold: str
-    """What the grader compares with: LaTeX or text for ``math``, a JSON of tests for ``code``."""
+    """Reference for the grader: LaTeX or text for ``math``, a JSON of tests for ``code``."""
     source: str = ""
     """The data source's name in the recipe (metrics are reported per source)."""
     number: int = 0
@@ -249,7 +249,7 @@ class Delta:
     num_cached_tokens: int | None = None
     """In one of a request's deltas: prompt tokens whose KV came from the prefix cache."""
     policy_version: int | None = None
-    """Of the weights that sampled these tokens. None: the engine's ``policy_version`` when it gave them."""
+    """Version of the weights that sampled these tokens. None: the engine's ``policy_version`` at delivery."""
     routes: Routes | None = None
     """With ``rollout.keep_routes``: a row for each token."""
     prompt_routes: Routes | None = None
@@ -281,20 +281,21 @@ class Segment(_Arrays):
     logprobs: Logprobs
     """The engine's log-probs of ``token_ids`` (rollout_logprobs), natural log, same length."""
     finish_reason: FinishReason | None = None
-    """None where the track went on beyond this segment."""
+    """None where the track continued beyond this segment."""
     grade: Grade | None = None
     """Filled by scoring where ``finish_reason == "stop"``: the grade of the whole response that
     this segment ends (everything after the prompt on its path)."""
     sampling_mask: SamplingMask | None = None
     """Same length as ``token_ids``, with ``rollout.keep_sampling_mask``."""
     home: int | None = None
-    """The rank that holds the arrays. None: every rank that has it."""
+    """Rank that holds the arrays. None: every rank with the segment holds them."""
     routes: Routes | None = None
     """Same length as ``token_ids``, with ``rollout.keep_routes``."""
     versions: Versions = ()
-    """Which weights sampled ``token_ids``."""
+    """Policy versions that sampled ``token_ids``."""
     carried: bool = False
-    """It was final before this step began: an earlier one graded it, and trained it if it could."""
+    """True if the segment was final before this step began: an earlier step graded it, and trained it if its
+    reward was final."""
 
     def __post_init__(self) -> None:
         self.token_ids = _array(self.token_ids, np.int32)
@@ -320,7 +321,7 @@ class Pair:
 
 @dataclass(eq=False)
 class Stream(_Arrays):
-    """What one dual-track subgroup (2 of the G tracks) harvested."""
+    """Rollout of one dual-track subgroup (2 of the G tracks)."""
 
     prompt: Prompt
     index: int
@@ -331,7 +332,7 @@ class Stream(_Arrays):
     pairs: list[Pair]
     outcome: Outcome | Suspended
     tail: Segment | None = None
-    """What the trunk track generated after the last pair (the invalid suffix, never trained).
+    """Tokens of the trunk's track after the last pair (the invalid suffix, never trained).
     If it ended (``stop``) its grade still counts as an extension of every B."""
     prompt_routes: Routes | None = None
     """[len(prompt.token_ids) - 1, moe_layers, top_k], with ``rollout.keep_routes``."""
@@ -382,7 +383,7 @@ class Group(_Arrays):
     numbers: list[int] = field(default_factory=list)
     """Each completion's number among the G, ascending. Default: as they lie in ``completions``."""
     suspended: bool = False
-    """``Suspended``: only completions that have ended are here."""
+    """True for a partial rollout, with only the completions that have ended."""
 
     def __post_init__(self) -> None:
         self.numbers = self.numbers or list(range(len(self.completions)))
@@ -418,7 +419,7 @@ class SampledTree(_Arrays):
     """Each step's number in the whole N-ary heap, which names it before all steps are known, ascending.
     Default: as they lie in ``steps``."""
     suspended: bool = False
-    """``Suspended``: only steps that have ended are here."""
+    """True for a partial rollout, with only the steps that have ended."""
     prompt_routes: Routes | None = None
     """[len(prompt.token_ids) - 1, moe_layers, top_k], with ``rollout.keep_routes``."""
 
@@ -479,11 +480,11 @@ class Node(_Arrays):
     sampling_mask: SamplingMask | None = None
     """Same length as ``token_ids``: log-probs are normalised over these alone. None: the vocabulary."""
     home: int | None = None
-    """As its segments'."""
+    """Rank that holds the arrays (see ``Segment.home``)."""
     routes: Routes | None = None
     """Same length as ``token_ids``, the root's one less. None: the trainer's routers choose."""
     versions: Versions = ()
-    """Which weights sampled ``token_ids``."""
+    """Policy versions that sampled ``token_ids``."""
 
     def __post_init__(self) -> None:
         self.token_ids = _array(self.token_ids, np.int32)
