@@ -73,17 +73,28 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def read_json(file: Path) -> Any:
-    """The content of a JSON file. Raises ValueError with the reason, without the file's name."""
+    """Return the content of a JSON file. Raises ValueError with the file's name and the reason."""
     try:
         return json.loads(file.read_bytes().decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8: {error}") from None
+        raise ValueError(f"{file}: not UTF-8: {error}") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"not valid JSON: {error}") from None
+        raise ValueError(f"{file}: not valid JSON: {error}") from None
     except FileNotFoundError:
-        raise ValueError("no such file") from None
+        raise ValueError(f"{file}: no such file") from None
     except OSError as error:
-        raise ValueError(f"cannot be read: {error.strerror}") from None
+        raise ValueError(f"{file}: cannot be read: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def expecting(what: str, file: Path) -> Iterator[None]:
+    """Raise ValueError that names ``file`` where the block finds in its content something else than
+    ``what``."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        found = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{file}: expected {what}, found something else ({found})") from None
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 
 from megatron_eqlen.evaluation import statistics
 from megatron_eqlen.evaluation.statistics import Interval
-from megatron_eqlen.files import write_json
+from megatron_eqlen.files import expecting, read_json, write_json
 from megatron_eqlen.types import Metrics
 
 
@@ -127,16 +126,13 @@ def write_results(path: Path, results: list[EvaluationResult]) -> None:
 
 def read_results(path: Path) -> list[EvaluationResult]:
     """What ``write_results`` wrote. Raises ValueError naming the file for anything else."""
-    try:
-        records = json.loads(path.read_text(encoding="utf-8"))
+    with expecting("an evaluation result", path):
         return [
             EvaluationResult(
                 record["benchmark"], [Answers(**one) for one in record["answers"]], record["manifest"]
             )
-            for record in records
+            for record in read_json(path)
         ]
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: expected an evaluation result, found something else ({error})") from None
 
 
 def file_hashes(path: Path) -> dict[str, str]:

@@ -89,7 +89,7 @@ def read_config(path: str | Path) -> ModelConfig:
     try:
         raw = read_json(file)
     except ValueError as error:
-        raise ConfigError(f"{file}: {error}") from None
+        raise ConfigError(str(error)) from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{file}: expected a JSON object, found a {type(raw).__name__}")
     return parse_config(raw, str(file))

@@ -192,7 +192,7 @@ def _read_index(folder: Path) -> dict[str, Any]:
     try:
         index = read_json(file)
     except ValueError as error:
-        raise CheckpointError(f"{file}: {error}") from None
+        raise CheckpointError(str(error)) from None
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{file}: not an index of safetensors files: no weight_map")

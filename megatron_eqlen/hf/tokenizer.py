@@ -6,7 +6,6 @@ and at ``<|endoftext|>``, and its ``config.json`` names only one of them.
 
 from __future__ import annotations
 
-import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_eqlen.files import read_json
 from megatron_eqlen.hf.byte_pieces import BytePieces, byte_pieces
 
 log = logging.getLogger(__name__)
@@ -238,7 +238,10 @@ def _as_set(value: Any, where: Path) -> frozenset[int]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    found = read_json(path) if path.is_file() else {}
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: expected a JSON object, found a {type(found).__name__}")
+    return found
 
 
 def _read_template(folder: Path, config: dict[str, Any]) -> str | None:

@@ -73,7 +73,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         manifest = read_json(file)
     except ValueError as error:
-        raise CheckpointError(f"{file}: {error}; this is not a whole checkpoint") from None
+        raise CheckpointError(f"{error}; this is not a whole checkpoint") from None
     if not isinstance(manifest, dict) or not all(map(_is_description, manifest.values())):
         raise CheckpointError(f"{file}: damaged: expected bytes and crc32 of each file")
     for path in sorted(folder.glob("*.distcp")):

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from megatron_eqlen.files import naming
+from megatron_eqlen.files import expecting, naming, read_json
 
 PATIENCE = 10.0
 """Seconds to wait for the processes of a killed run."""
@@ -97,9 +97,15 @@ def is_locked(path: Path) -> bool:
 def read_holder(path: Path) -> dict[str, Any]:
     """What its holder wrote; empty if it has not written yet, or nobody has the file."""
     try:
-        return json.loads(path.read_text(encoding="utf-8") or "{}")
+        if not path.stat().st_size:
+            return {}
     except FileNotFoundError:
         return {}
+    found = read_json(path)
+    with expecting("the holder of a run", path):
+        return (
+            {name: found[name] for name in ("host", "pid", "time", "slurm_job", "restart")} if found else {}
+        )
 
 
 def named(holder: dict[str, Any]) -> str:

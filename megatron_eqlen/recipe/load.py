@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from megatron_eqlen.files import read_json
+from megatron_eqlen.files import expecting, read_json
 from megatron_eqlen.recipe import Recipe, RecipeError, Section
 from megatron_eqlen.recipe.checks import check
 from megatron_eqlen.recipe.keys import RENAMED, nearest
@@ -48,7 +48,9 @@ def load_run(folder: Path) -> Recipe:
     ValueError where it is none."""
     file, submitted = folder / RECIPE, folder / SUBMITTED
     if not file.is_file() and submitted.is_file():
-        return parse(read_json(submitted)["recipe"], str(submitted))
+        with expecting("a submitted job", submitted):
+            raw = read_json(submitted)["recipe"]
+        return parse(raw, str(submitted))
     if not file.is_file():
         raise ValueError(f"{folder}: expected a run folder with a {RECIPE}, found none")
     return load(file)

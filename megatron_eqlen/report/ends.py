@@ -51,7 +51,7 @@ def read_ends(folder: Path, since: float) -> Ends:
         hangs,
         bool(hangs) and hangs[0].time >= since,
         _text(folder / GIVEN_UP) or None,
-        int(_text(folder / STALLED) or 0),
+        _count(folder / STALLED),
         _text(folder / CANCELLED) or None,
     )
 
@@ -73,6 +73,13 @@ def _hang(folder: Path) -> Hang | None:
             cause = f"no thread of rank {rank} could run Python: C code kept its lock"
             return Hang(str(stacks), cause, folder.stat().st_mtime)
     return None
+
+
+def _count(path: Path) -> int:
+    text = _text(path) or "0"
+    if not text.isdecimal():
+        raise ValueError(f"{path}: expected a number of tries, found {text[:80]!r}")
+    return int(text)
 
 
 def _text(path: Path) -> str:

@@ -103,7 +103,7 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
         record = json.loads(line)
     except ValueError:
         record = None
-    if not isinstance(record, dict) or "step" not in record:
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
         raise ValueError(f"{where}: expected a JSON object with a step, found {line[:80]!r}")
     return record
 

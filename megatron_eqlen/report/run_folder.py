@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_eqlen.files import (
+    expecting,
     read_json,
     refuse_unwritable,
     step_folders,
@@ -81,7 +82,8 @@ def read_submitted(folder: Path) -> Submitted | None:
     if not file.is_file():
         return None
     said, began = read_json(file), restart.stat().st_mtime if restart.exists() else 0.0
-    return Submitted(said["job"], said["time"], began if began >= file.stat().st_mtime else 0.0)
+    with expecting("a submitted job", file):
+        return Submitted(said["job"], said["time"], began if began >= file.stat().st_mtime else 0.0)
 
 
 class RunFolder:

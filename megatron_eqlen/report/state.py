@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_eqlen.files import expecting, read_json
 from megatron_eqlen.processes.hold import HeldError, Hold
 from megatron_eqlen.processes.timeline import Timeline
 from megatron_eqlen.report.progress import Progress
@@ -45,12 +46,13 @@ class State:
 
 def read_state(folder: Path) -> State | None:
     """None: the run has not begun to write it."""
-    try:
-        found = json.loads((folder / FILE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    path = folder / FILE
+    if not path.exists():
         return None
-    moments = {name: [(since, text) for since, text in found[name]] for name in ("stages", "warnings")}
-    return State(**found | moments)
+    found = read_json(path)
+    with expecting("the state of a run", path):
+        moments = {name: [(since, text) for since, text in found[name]] for name in ("stages", "warnings")}
+        return State(**found | moments)
 
 
 class StateWriter:

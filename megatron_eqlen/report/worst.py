@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_eqlen.files import write_text
+from megatron_eqlen.files import expecting, read_json, write_text
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.objectives.units import comparison_units
 from megatron_eqlen.recipe import Recipe
@@ -67,4 +67,7 @@ def write(folder: Path, worst: WorstToken) -> None:
 def read(folder: Path) -> WorstToken | None:
     """None: the step took no update, or is of an earlier version."""
     path = folder / FILE
-    return WorstToken(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+    if not path.is_file():
+        return None
+    with expecting("a token", path):
+        return WorstToken(**read_json(path))

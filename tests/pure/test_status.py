@@ -184,6 +184,20 @@ def test_an_error_for_which_the_disk_had_no_room_is_told(run, monkeypatch):
     assert "an error that could not be written down, as on a full disk (" in screen(run)
 
 
+@pytest.mark.parametrize("damage", ["{", '"text"', "[3]", '{"step": "x"}', "\0"])
+@pytest.mark.parametrize(
+    "name", ["state.json", "metrics.jsonl", "submitted.json", "evaluation/before.json", ".stalled", ".lock"]
+)
+def test_a_damaged_file_is_named(run, name, damage):
+    life = Life(run)
+    life.wait_until(lambda one: read_state(run))
+    life.cut_off()
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).write_text(damage + "\n")
+    with pytest.raises(ValueError, match=f"^{run / name}:"):
+        screen(run)
+
+
 def hang(run: Path, name: str, *, at: float, **texts: str) -> Path:
     folder = run / "hang" / name
     folder.mkdir(parents=True, exist_ok=True)
