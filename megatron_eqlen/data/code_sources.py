@@ -18,7 +18,7 @@ from typing import Any
 from megatron_eqlen.data.code_prompts import code_question
 from megatron_eqlen.data.code_rows import reading_tests
 from megatron_eqlen.data.files import find_files, read_records
-from megatron_eqlen.data.rows import BadRow, number_field, text_field
+from megatron_eqlen.data.rows import BadRow, number_field, optional_text_field, text_field
 from megatron_eqlen.rewards.code.tests import CodeTests
 
 INTERACTIVE = re.compile(
@@ -75,7 +75,8 @@ def question_and_tests(source: SourceSet, record: dict[str, Any]) -> tuple[str, 
         raise BadRow("needs_checker", f"the statement says {found[0]!r}")
     with reading_tests():
         tests = source.tests(record)
-    return code_question(statement, tests.function, record.get("starter_code") or ""), tests
+    starter = optional_text_field(record, "starter_code") or ""
+    return code_question(statement, tests.function, starter), tests
 
 
 def _input_output_tests(record: dict[str, Any]) -> CodeTests:

@@ -1,8 +1,8 @@
 r"""Plain JSON Lines: one question a line.
 
 ``{"question": text, "answer": text or integer}`` is graded by ``math``. Optional: ``grader`` (``math``,
-``code``, ``rubric``), ``difficulty`` (number), ``instruction`` (replaces the recipe's), and for ``code``
-instead of ``answer`` the ``tests`` object of ``rewards/code/tests.py``.
+``code``, ``rubric``), ``difficulty`` (number), ``instruction`` (replaces the recipe's; "" adds none), and for
+``code`` instead of ``answer`` the ``tests`` object of ``rewards/code/tests.py``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from megatron_eqlen.data.rows import (
     field_of,
     number_field,
     numbered,
+    optional_text_field,
     text_field,
 )
 from megatron_eqlen.rewards.code.tests import CodeTests
@@ -43,7 +44,7 @@ def _row(row_id: str, record: Any) -> Problem:
     grader = record.get("grader", "math")
     if grader not in GRADERS:
         raise BadRow("unknown_grader", f"expected one of {GRADERS}, found {grader!r}")
-    instruction = text_field(record, "instruction") if "instruction" in record else None
+    instruction = optional_text_field(record, "instruction")
     difficulty = number_field(record, "difficulty")
     if grader == "code":
         with reading_tests():

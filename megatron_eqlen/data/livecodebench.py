@@ -20,7 +20,15 @@ from typing import Any
 from megatron_eqlen.data.code_prompts import code_question
 from megatron_eqlen.data.code_rows import code_row, reading_tests
 from megatron_eqlen.data.files import find_files, parse_json, read_records
-from megatron_eqlen.data.rows import BadRow, Problem, Tally, field_of, numbered, text_field
+from megatron_eqlen.data.rows import (
+    BadRow,
+    Problem,
+    Tally,
+    field_of,
+    numbered,
+    optional_text_field,
+    text_field,
+)
 from megatron_eqlen.rewards.code.livecodebench import MEMORY_MB
 from megatron_eqlen.rewards.code.tests import CodeTests
 
@@ -113,7 +121,8 @@ def _row(question_id: str, record: dict[str, Any]) -> Problem:
         outputs = [json.loads(text_field(test, "output")) for test in found]
     else:
         raise BadRow("bad_tests", f"expected stdin or functional tests, found {sorted(map(str, kinds))}")
-    starter = field_of(record, "starter_code") or ""
+    field_of(record, "starter_code")
+    starter = optional_text_field(record, "starter_code") or ""
     question = code_question(text_field(record, "question_content"), function, starter)
     tests = CodeTests(inputs, outputs, function, memory_mb=MEMORY_MB, livecodebench=True)
     return code_row(question_id, question, tests)

@@ -8,6 +8,7 @@ needs a special checker, is counted and left out: a problem without tests must n
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from typing import Any
 from megatron_eqlen.data.code_rows import code_row
 from megatron_eqlen.data.code_sources import SOURCE_SETS, SourceSet, question_and_tests
 from megatron_eqlen.data.files import find_files, read_records
-from megatron_eqlen.data.rows import BadRow, Problem, Tally, field_of, numbered, text_field
+from megatron_eqlen.data.rows import BadRow, Problem, Tally, answer_field, numbered, text_field
 
 COLUMNS = ("id", "input", "dataset", "split", "difficulty")
 NO_TEXT = "-"
@@ -38,9 +39,12 @@ def read(path: Path, tally: Tally, split: str | None = None, tests: str | None =
         source = SOURCE_SETS[dataset]
         for number, record in enumerate(source.records(Path(tests), part)):
             found = _take(wanted, number, record, source)
-            if found is None:
+            if not found:
                 continue
-            question_id, difficulty = found
+            question_id, difficulty = found[0]
+            for other_id, _ in found[1:]:
+                detail = f"{other_id}; {question_id} has the same text"
+                tally.drop(f"{dataset}/{part}#{number}", "same_question", detail)
             try:
                 question, checked = question_and_tests(source, record)
                 yield code_row(question_id, question, checked, difficulty)
@@ -64,6 +68,10 @@ def _collect(path: Path, tally: Tally, split: str | None) -> dict[tuple[str, str
                     tally.drop(f"{path}: {row_id}", "same_question", question_id)
                     continue
                 key, address = _address(record)
+                if address in wanted[key]:
+                    detail = f"{question_id}; {wanted[key][address][0]} names the same record"
+                    tally.drop(f"{path}: {row_id}", "same_question", detail)
+                    continue
                 wanted[key][address] = (question_id, _difficulty(record))
                 seen.add(question_id)
             except BadRow as bad:
@@ -78,21 +86,20 @@ def _address(record: dict[str, Any]) -> tuple[tuple[str, str], int | bytes]:
     text = text_field(record, "input")
     if text != NO_TEXT:
         return (dataset, part), _digest(text)
-    index = str(field_of(record, "index"))
-    if not index.isdigit():
-        raise BadRow("wrong_type", f"index: expected a number, found {index!r}")
+    index = answer_field(record, "index")
+    if not re.fullmatch(r"[0-9]{1,18}", index):
+        raise BadRow("wrong_type", f"index: expected the number of a record, found {index!r:.80}")
     return (dataset, part), int(index)
 
 
 def _take(
     wanted: Wanted, number: int, record: dict[str, Any], source: SourceSet
-) -> tuple[str, float | None] | None:
-    if number in wanted:
-        return wanted.pop(number)
-    try:
-        return wanted.pop(_digest(source.statement(record)), None)
-    except BadRow:
-        return None  # a record without text matches no question
+) -> list[tuple[str, float | None]]:
+    """Remove the questions that name this record, by its number or by its text, from ``wanted``."""
+    addresses: list[int | bytes] = [number]
+    with contextlib.suppress(BadRow):  # a record without text matches no text
+        addresses.append(_digest(source.statement(record)))
+    return [wanted.pop(address) for address in addresses if address in wanted]
 
 
 def _digest(text: str) -> bytes:
@@ -102,5 +109,5 @@ def _digest(text: str) -> bytes:
 
 def _difficulty(record: dict[str, Any]) -> float | None:
     """Codeforces and CodeContests write numbers, TACO and APPS words."""
-    text = str(record["difficulty"])
-    return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else None
+    text = str(record.get("difficulty"))
+    return float(text) if re.fullmatch(r"[0-9]{1,18}(\.[0-9]{1,18})?", text) else None

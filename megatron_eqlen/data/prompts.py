@@ -24,6 +24,14 @@ from megatron_eqlen.rewards.math.grader import MathGrader
 from megatron_eqlen.types import Metrics, Prompt
 
 
+class LongPrompt(BadRow):
+    """A prompt of more tokens than ``data.max_prompt_length``."""
+
+    def __init__(self, tokens: int, limit: int) -> None:
+        super().__init__("too_long", f"{tokens} tokens, limit {limit}")
+        self.tokens = tokens
+
+
 class PromptMaker:
     """Rows to prompts. Holds the grader that checks gold answers, which starts when it is first needed."""
 
@@ -46,7 +54,7 @@ class PromptMaker:
             self._data.enable_thinking,
         )
         if len(token_ids) > self._data.max_prompt_length:
-            raise BadRow("too_long", f"{len(token_ids)} tokens, limit {self._data.max_prompt_length}")
+            raise LongPrompt(len(token_ids), self._data.max_prompt_length)
         unchecked = grader == "math" and not row.gold_checked
         if unchecked and (reason := self._grader.check_golds([row.gold])[0]):
             raise BadRow(reason, repr(row.gold[:200]))
@@ -194,20 +202,30 @@ def read_benchmark(benchmark: BenchmarkRecipe, data: DataRecipe, tokenizer: Toke
     """
     tally = Tally()
     maker = PromptMaker(data, tokenizer)
-    prompts = []
+    prompts: list[Prompt] = []
+    long: dict[str, int] = {}
+    where = f"benchmark {benchmark.name}: {benchmark.path}"
     try:
         for row in islice(read_problems(benchmark, tally), benchmark.limit):
             prompt_id = f"{benchmark.name}/{row.row_id}"
-            prompts.append(maker.make(row, benchmark, prompt_id, len(prompts)))
-    except BadRow as bad:
-        raise ValueError(f"benchmark {benchmark.name}: {benchmark.path}: {row.row_id}: {bad}") from None
+            try:
+                prompts.append(maker.make(row, benchmark, prompt_id, len(prompts)))
+            except LongPrompt as bad:
+                long[row.row_id] = bad.tokens
+            except BadRow as bad:
+                raise ValueError(f"{where}: {row.row_id}: {bad}") from None
     finally:
         maker.close()
+    if long:
+        longest = max(long, key=long.__getitem__)
+        raise ValueError(
+            f"{where}: {len(long)} of {len(prompts) + len(long)} questions are longer than "
+            f"data.max_prompt_length: {data.max_prompt_length}; {longest} has {long[longest]} tokens: set "
+            f"data.max_prompt_length={long[longest]}"
+        )
     unusable = {reason: count for reason, count in tally.dropped.items() if reason != "date"}
     if unusable or not prompts:
-        raise ValueError(
-            f"benchmark {benchmark.name}: {benchmark.path}: unusable rows {unusable}, usable {len(prompts)}"
-        )
+        raise ValueError(f"{where}: unusable rows {unusable}, usable {len(prompts)}")
     return prompts
 
 

@@ -80,6 +80,14 @@ def text_field(record: Any, name: str) -> str:
     return value
 
 
+def optional_text_field(record: Any, name: str) -> str | None:
+    """The text in ``record[name]``, which may be empty; None where there is none. Raises BadRow."""
+    value = record.get(name)
+    if value is not None and not isinstance(value, str):
+        raise BadRow("wrong_type", f"{name}: expected text, found {type(value).__name__}")
+    return value
+
+
 def answer_field(record: Any, name: str) -> str:
     """The answer in ``record[name]`` as text; files in the wild write numbers too, and 70 as 70.0. Raises
     BadRow.

@@ -19,7 +19,7 @@ def cores_per_rank(ranks_on_node: int, environ: Mapping[str, str] = os.environ) 
     (torchrun).
     """
     share = usable_cores() // ranks_on_node
-    if (task := environ.get("SLURM_CPUS_PER_TASK", "")).isdigit():
+    if (task := environ.get("SLURM_CPUS_PER_TASK", "")).isdecimal():
         ranks_in_task = -(-ranks_on_node // _tasks_on_node(environ))
         share = min(usable_cores(), int(task)) // ranks_in_task
     return max(1, share)

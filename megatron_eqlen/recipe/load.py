@@ -154,7 +154,7 @@ def _child(at: Any, part: str, override: str) -> Any:
 
 
 def _index(at: list, part: str, override: str) -> int:
-    if not part.isdigit() or int(part) >= len(at):
+    if not part.isdecimal() or int(part) >= len(at):
         raise RecipeError(
             f"override {override!r}: {part!r} is not one of the list's numbers 0..{len(at) - 1}"
         )

@@ -32,7 +32,7 @@ def evaluations(folder: Path, steps: int) -> list[tuple[str, int, list[Evaluatio
 
 def _step(label: str, last: int) -> int:
     digits = label.removeprefix("step-")
-    return 0 if label == "before" else int(digits) if digits.isdigit() else last
+    return 0 if label == "before" else int(digits) if digits.isdecimal() else last
 
 
 def read_evaluations(folder: Path, steps: int) -> list[Evaluation]:

@@ -153,6 +153,41 @@ def test_one_split_alone(folders):
     assert [row.row_id for row in rows] == ["apps-1"]
 
 
+@pytest.mark.parametrize("index", ["\u00b2", "\u0663", "9" * 5000, "-1", "1.5", "", None])
+def test_an_index_that_is_no_number_is_a_bad_row(folders, index):
+    ocr, sets = folders
+    write(ocr / "split_1" / "train-00000-of-00001.parquet", [ocr_row("x", "apps", "-", index=index)])
+    tally = Tally()
+    assert list(opencodereasoning.read(ocr, tally, split="split_1", tests=str(sets))) == []
+    assert tally.dropped.total() == 1
+    assert {"wrong_type", "empty_field"} & set(tally.dropped)
+
+
+def test_two_ids_of_one_record_are_one_question_and_the_second_is_counted(folders):
+    ocr, sets = folders
+    numbered = [ocr_row(name, "apps", "-", index="1") for name in ("first", "second")]
+    write(ocr / "split_1" / "train-00000-of-00001.parquet", numbered)
+    write(ocr / "split_0" / "train-00000-of-00001.parquet", [ocr_row("text", "apps", "Sum a list.")])
+    tally = Tally()
+    (row,) = opencodereasoning.read(ocr, tally, tests=str(sets))
+    assert row.row_id == "first"
+    assert tally.dropped == {"same_question": 2}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"starter_code": ["def f():"]}, {"starter_code": 5}, {"difficulty": None}, {"difficulty": "\u00b2"}],
+)
+def test_odd_values_in_optional_columns_never_end_the_reading(tmp_path, change):
+    question = ocr_row("q", "taco", TAKE_TWO) | ({} if "starter_code" in change else change)
+    write(tmp_path / "ocr.jsonl", [{key: value for key, value in question.items() if value is not None}])
+    record = taco_row(TAKE_TWO, {"inputs": [[1]], "outputs": [1], "fn_name": "f"}) | change
+    write(tmp_path / "sets" / "taco" / "train.jsonl", [record])
+    tally = Tally()
+    rows = list(opencodereasoning.read(tmp_path / "ocr.jsonl", tally, tests=str(tmp_path / "sets")))
+    assert len(rows) + tally.dropped["wrong_type"] == 1
+
+
 def test_missing_source_sets_are_named(folders, tmp_path):
     ocr, _ = folders
     with pytest.raises(ValueError, match="tests: expected the folder"):

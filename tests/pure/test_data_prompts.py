@@ -314,6 +314,31 @@ def test_a_benchmark_with_an_unusable_row_is_refused(tokenizer, tmp_path):
         read_benchmark(benchmark, recipe(source(file)), tokenizer)
 
 
+def test_a_benchmark_with_long_questions_names_the_longest_and_the_key_to_raise(tokenizer, tmp_path):
+    rows = [*sums(3), ("Long " * 100, "5", 1.0), ("Longer " * 200, "5", 1.0)]
+    file = write_deepmath(tmp_path / "test.parquet", rows)
+    benchmark, data = BenchmarkRecipe(name="b", path=str(file)), recipe(source(file), max_prompt_length=100)
+    with pytest.raises(
+        ValueError, match=r"benchmark b: .*2 of 5 questions .*test.parquet#4 has \d+ tokens: set data"
+    ) as long:
+        read_benchmark(benchmark, data, tokenizer)
+    key, _, value = str(long.value).rpartition("set ")[2].partition("=")
+    assert key == "data.max_prompt_length"
+    enough = data.model_copy(update={"max_prompt_length": int(value)})
+    assert len(read_benchmark(benchmark, enough, tokenizer)) == 5
+
+
+@pytest.mark.parametrize(
+    ("given", "added"), [({"instruction": ""}, ""), ({"instruction": None}, "Box it."), ({}, "Box it.")]
+)
+def test_an_empty_instruction_replaces_the_recipes(tokenizer, tmp_path, given, added):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"question": "What is 1 + 1?", "answer": 2} | given) + "\n")
+    data = recipe(source(file, reader="jsonl"), instruction="Box it.")
+    (prompt,) = PromptSource(data, tokenizer, 0).next(1)
+    assert ("Box it." in tokenizer.decode(prompt.token_ids)) == bool(added)
+
+
 def test_benchmark_limit_takes_the_first(tokenizer, tmp_path):
     file = write_deepmath(tmp_path / "test.parquet", sums(10))
     benchmark = BenchmarkRecipe(name="held-out", path=str(file), limit=4)

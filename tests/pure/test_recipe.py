@@ -288,6 +288,13 @@ def test_a_key_that_holds_text_keeps_what_looks_like_something_else(tmp_path, te
     assert load(path) == recipe
 
 
+def test_a_lists_number_in_an_override_has_decimal_digits(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("name: a\nsteps: 3\nmodel: {path: m}\ndata: {sources: [{name: s, path: b}]}\n")
+    with pytest.raises(RecipeError, match="'\u00b2' is not one of the list"):
+        load(path, ["data.sources.\u00b2.path=c"])
+
+
 def test_null_unsets_a_key_that_holds_text(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_text(dump(small(cluster={"account": "a"})))
