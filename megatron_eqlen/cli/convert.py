@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from megatron_eqlen.models import convert
+from megatron_eqlen.models.groups import start, stop
 from megatron_eqlen.processes import failures
 from megatron_eqlen.recipe import ParallelRecipe
-from megatron_eqlen.training.distributed import start, stop
 
 
 def hf_to_megatron(argv: list[str] | None = None) -> int:

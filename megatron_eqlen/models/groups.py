@@ -1,11 +1,44 @@
-"""Megatron's process groups of this rank; ``parallel_state`` gives them without types."""
+"""Megatron's process groups: start and stop them, and find those of this rank."""
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import cast
 
+import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core import tensor_parallel as megatron_tensor_parallel
 from torch.distributed import ProcessGroup
+
+from megatron_eqlen.processes import distributed
+from megatron_eqlen.recipe import ParallelRecipe, layout
+
+
+def start(parallel: ParallelRecipe, seed: int, timeout: timedelta = timedelta(minutes=30)) -> None:
+    """Join the world, split it by ``parallel`` and seed the generators (tensor-parallel ranks differ where
+    their parameters do).
+
+    ``timeout``: how long a collective may wait for a lost rank. Raises LayoutError where the layout does not
+    divide the world.
+    """
+    distributed.join(timeout)
+    layout.require(layout.groups(parallel, dist.get_world_size()))
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        context_parallel_size=parallel.context,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
+        distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
+    )
+    megatron_tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def stop() -> None:
+    """Leave the groups that ``start`` made, and the world."""
+    parallel_state.destroy_model_parallel()
+    distributed.leave()
 
 
 def tensor_parallel() -> ProcessGroup:

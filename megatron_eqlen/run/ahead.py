@@ -26,13 +26,13 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from megatron_eqlen.evaluation.result import EvaluationResult
+from megatron_eqlen.processes import distributed
+from megatron_eqlen.processes.distributed import agree
 from megatron_eqlen.recipe import BenchmarkRecipe
 from megatron_eqlen.rollout.partial import RolloutOrigin
 from megatron_eqlen.run.generation import Generator, suspended_at
 from megatron_eqlen.run.replicas import shared
 from megatron_eqlen.run.step import Step
-from megatron_eqlen.training import distributed
-from megatron_eqlen.training.distributed import agree
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.types import Metrics, RolloutKey
 

@@ -26,6 +26,8 @@ from megatron_eqlen.hf.folder import HFFolder
 from megatron_eqlen.metrics import ENGINE_PROBE_SECONDS, at_once
 from megatron_eqlen.objectives import dynamic_sampling
 from megatron_eqlen.objectives.units import due_rollouts
+from megatron_eqlen.processes import distributed
+from megatron_eqlen.processes.distributed import agree, gather
 from megatron_eqlen.recipe import BenchmarkRecipe, Recipe
 from megatron_eqlen.rewards.scoring import reward_metrics
 from megatron_eqlen.rollout.engine import Engine, IdleEngine
@@ -48,9 +50,7 @@ from megatron_eqlen.run.replicas import Replicas, shared
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Batch, Step
 from megatron_eqlen.sampling.harvester import HarvestObserver
-from megatron_eqlen.training import distributed
 from megatron_eqlen.training.agreement import MismatchWatch
-from megatron_eqlen.training.distributed import agree, gather
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.types import Metrics, Prompt, RolloutKey, rollout_key
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_eqlen.files import write_text
+from megatron_eqlen.processes import distributed
 from megatron_eqlen.processes.hold import Hold
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.load import RECIPE, dump
@@ -27,7 +28,6 @@ from megatron_eqlen.run.replay import Replay
 from megatron_eqlen.run.run import Run, evaluate
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Step
-from megatron_eqlen.training import distributed
 from megatron_eqlen.training.policy import Policy
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron_eqlen.evaluation.result import EvaluationResult
 from megatron_eqlen.files import step_name
 from megatron_eqlen.metrics import at_once
+from megatron_eqlen.processes.distributed import agree, gather
 from megatron_eqlen.recipe import BenchmarkRecipe
 from megatron_eqlen.rollout.partial import RolloutOrigin
 from megatron_eqlen.rollout.record.reader import read_prompts, read_skeletons, read_step, step_files
@@ -19,7 +20,6 @@ from megatron_eqlen.run.generation import InTurn, select
 from megatron_eqlen.run.replicas import shared
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Batch, Step
-from megatron_eqlen.training.distributed import agree, gather
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.types import Metrics, Prompt, RolloutKey
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_eqlen.metrics import at_once
+from megatron_eqlen.processes.distributed import gather
 from megatron_eqlen.sampling import kind_of
-from megatron_eqlen.training.distributed import gather
 from megatron_eqlen.types import Metrics, Prompt, Rollout, rollout_key, training_order
 
 Item = TypeVar("Item")

@@ -37,7 +37,8 @@ from megatron_eqlen.metrics import (
 )
 from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.plan.achieved import achieved
-from megatron_eqlen.processes import failures
+from megatron_eqlen.processes import distributed, failures
+from megatron_eqlen.processes.distributed import agree, gather
 from megatron_eqlen.processes.timeline import ENGINE, TRAINER
 from megatron_eqlen.recipe.budget import COSTS, Budget, Spent
 from megatron_eqlen.report.metrics import FILE as METRICS
@@ -53,9 +54,8 @@ from megatron_eqlen.report.worst import write as write_worst
 from megatron_eqlen.run.generation import Rollouts
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Step
-from megatron_eqlen.training import checkpoint, distributed
+from megatron_eqlen.training import checkpoint
 from megatron_eqlen.training.agreement import MismatchError
-from megatron_eqlen.training.distributed import agree, gather
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.training.profiler import Profiler, snapshot_when_out_of_memory
 from megatron_eqlen.types import Metrics, TokenTree, WorstToken

@@ -12,16 +12,17 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_eqlen.hf.tokenizer import load_tokenizer
+from megatron_eqlen.models import groups
 from megatron_eqlen.objectives.recipes import remarks
 from megatron_eqlen.objectives.registry import resolve
-from megatron_eqlen.processes import failures
+from megatron_eqlen.processes import distributed, failures
 from megatron_eqlen.processes.timeline import Timeline
 from megatron_eqlen.processes.watchdog import FIRST, Watchdog
 from megatron_eqlen.recipe import Recipe, layout
 from megatron_eqlen.report.progress import Progress
 from megatron_eqlen.rewards.scoring import EarlyGrading, Scorer
 from megatron_eqlen.run.replicas import Replicas
-from megatron_eqlen.training import distributed, flight_recorder, peak_memory
+from megatron_eqlen.training import flight_recorder, peak_memory
 from megatron_eqlen.training.profiler import marked
 from megatron_eqlen.types import Metrics
 
@@ -38,11 +39,11 @@ class Session:
         flight_recorder.enable()
         seconds = recipe.cluster.watchdog_seconds
         timeout = timedelta(seconds=max(1800.0, 2 * FIRST * (seconds or 0.0)))  # longer than a hang lasts
-        distributed.start(recipe.parallel, recipe.seed, timeout)
+        groups.start(recipe.parallel, recipe.seed, timeout)
         self._ends = contextlib.ExitStack()
         self.watchdog = Watchdog(dist.get_rank(), dist.get_world_size(), seconds, flight_recorder.status)
         self.ends_with(self.watchdog.stop)  # what ends before it may hang, too
-        self._ends.callback(distributed.stop)
+        self._ends.callback(groups.stop)
         self.recipe = recipe
         self.timeline = Timeline()
         self.watchdog.tells(lambda: {"collectives": flight_recorder.collectives()})

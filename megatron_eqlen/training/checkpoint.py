@@ -42,8 +42,8 @@ from megatron_eqlen.files import (
 from megatron_eqlen.metrics import CHECKPOINT_BYTES, CHECKPOINT_WRITE_SECONDS
 from megatron_eqlen.models import checkpoint_folder
 from megatron_eqlen.models.megatron_checkpoint import load_sharded
+from megatron_eqlen.processes.distributed import agree, gather
 from megatron_eqlen.training import sharded_state
-from megatron_eqlen.training.distributed import agree, gather
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.types import Metrics
 

@@ -19,7 +19,7 @@ from megatron.core.optimizer import ChainedOptimizer
 
 from megatron_eqlen.metrics import KL_PENALTY, POLICY_LOSS
 from megatron_eqlen.packing.pack import Packing
-from megatron_eqlen.training.distributed import device, gather
+from megatron_eqlen.processes.distributed import device, gather
 from megatron_eqlen.training.forward import supervised_positions
 from megatron_eqlen.training.policy_loss import RowLoss
 from megatron_eqlen.training.rows import Rows

@@ -17,8 +17,8 @@ from megatron_eqlen.models import groups
 from megatron_eqlen.models.context import Share
 from megatron_eqlen.models.tree_params import TreeParams
 from megatron_eqlen.packing.context import BLOCK
+from megatron_eqlen.processes.distributed import device
 from megatron_eqlen.processes.watchdog import beat
-from megatron_eqlen.training.distributed import device
 from megatron_eqlen.training.head import Head
 from megatron_eqlen.types import Row
 

@@ -13,7 +13,7 @@ from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.transformer.module import param_is_not_shared
 
 from megatron_eqlen.metrics import TRAIN_GRAD_NORM
-from megatron_eqlen.training.distributed import device
+from megatron_eqlen.processes.distributed import device
 from megatron_eqlen.types import Metrics
 
 KINDS = ("embedding", "attention", "mlp", "experts", "router", "norms", "head")

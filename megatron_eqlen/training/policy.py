@@ -33,9 +33,9 @@ from megatron_eqlen.models.weights import export_hf, load_hf, save_hf
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.packing.pack import Packing, plan_rows
 from megatron_eqlen.packing.tree import NonFiniteTreeError
+from megatron_eqlen.processes.distributed import device, gather, is_rank0
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.training.agreement import MismatchError, mismatch_of, mismatch_problem, worst_token
-from megatron_eqlen.training.distributed import device, gather, is_rank0
 from megatron_eqlen.training.exchange import Seat, exchange
 from megatron_eqlen.training.finite import (
     NOT_FINITE,

@@ -26,7 +26,7 @@ from megatron_eqlen.hf.config import ModelConfig
 from megatron_eqlen.metrics import EXCHANGE_ROUTES_BYTES, EXCHANGE_ROUTES_SECONDS, at_once
 from megatron_eqlen.packing.arrays import check_route_shapes, check_routes
 from megatron_eqlen.packing.pack import Packing
-from megatron_eqlen.training.distributed import gather
+from megatron_eqlen.processes.distributed import gather
 from megatron_eqlen.training.exchange import Seat
 from megatron_eqlen.training.shipping import Load, load_of, ship, with_nodes
 from megatron_eqlen.types import Elsewhere, Metrics, Node

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_eqlen.packing.pack import Packing
-from megatron_eqlen.training.distributed import host
+from megatron_eqlen.processes.distributed import host
 from megatron_eqlen.types import Node
 
 CHUNK = 1 << 20

@@ -26,11 +26,12 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_eqlen.models.build import build_model
+from megatron_eqlen.models.groups import start, stop
 from megatron_eqlen.models.router_replay import moe_layers
 from megatron_eqlen.models.weights import export_hf, load_hf
 from megatron_eqlen.packing.pack import plan_rows
+from megatron_eqlen.processes.distributed import gather
 from megatron_eqlen.recipe import ParallelRecipe
-from megatron_eqlen.training.distributed import gather, start, stop
 from megatron_eqlen.training.exchange import Seat
 from megatron_eqlen.training.forward import row_multiple, run_rows
 from megatron_eqlen.training.logprobs import token_logprobs

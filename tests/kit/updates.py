@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_eqlen.models.groups import start
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.training.distributed import start
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.types import Metrics, TokenTree
 from tests.kit.tree_samples import stream

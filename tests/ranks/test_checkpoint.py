@@ -20,8 +20,8 @@ STEPS = (4, 8, 12)
 def policy_of(model: str):
     from megatron.core import parallel_state
 
+    from megatron_eqlen.models.groups import start
     from megatron_eqlen.objectives.recipes import parse
-    from megatron_eqlen.training.distributed import start
     from megatron_eqlen.training.policy import Policy
 
     recipe = parse(

@@ -53,10 +53,10 @@ def both(folder: Path, layout: dict[str, Any], checkpoint: Path) -> None:
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
 
+    from megatron_eqlen.models.groups import start
     from megatron_eqlen.models.megatron_checkpoint import load_sharded
     from megatron_eqlen.models.weights import load_hf, local_parameters
     from megatron_eqlen.recipe import ParallelRecipe
-    from megatron_eqlen.training.distributed import start
     from tests.kit.transformer_engine_names import stand_in
 
     start(ParallelRecipe(**layout), seed=1)

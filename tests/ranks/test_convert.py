@@ -24,8 +24,8 @@ LAYOUTS = {
 
 def build(folder: str, layout: dict) -> list:
     from megatron_eqlen.models.build import build_model
+    from megatron_eqlen.models.groups import start
     from megatron_eqlen.recipe import ParallelRecipe
-    from megatron_eqlen.training.distributed import start
 
     parallel = ParallelRecipe(**layout)
     start(parallel, seed=1)
@@ -67,8 +67,8 @@ def load_with_megatron(folder: str, layout: dict, checkpoint: str) -> bool:
 
 
 def start_alone() -> None:
+    from megatron_eqlen.models.groups import start
     from megatron_eqlen.recipe import ParallelRecipe
-    from megatron_eqlen.training.distributed import start
 
     start(ParallelRecipe(), seed=1)
 

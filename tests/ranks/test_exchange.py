@@ -17,12 +17,12 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megatron_eqlen.models.groups import start
 from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.packing.pack import Packing, plan_rows
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.run.replicas import shared
 from megatron_eqlen.training import shipping
-from megatron_eqlen.training.distributed import start
 from megatron_eqlen.training.exchange import Seat, exchange
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.training.routes import exchange_routes

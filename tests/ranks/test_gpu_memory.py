@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_eqlen.training import distributed
+from megatron_eqlen.models import groups
 from megatron_eqlen.training.policy import Policy
 from tests.kit.tiny_models import save_tiny
 from tests.kit.updates import one_tree_a_row, recipe_of
@@ -30,7 +30,7 @@ def folder(tmp_path_factory) -> str:
 def world() -> Iterator[None]:
     """This process alone, with NCCL."""
     yield
-    distributed.stop()
+    groups.stop()
 
 
 def build(folder: str, park: str = "state", **optimizer: Any) -> Policy:
@@ -42,7 +42,7 @@ def build(folder: str, park: str = "state", **optimizer: Any) -> Policy:
             "optimizer": {"lr": 1e-3, "warmup_steps": 0} | optimizer,
         },
     )
-    distributed.start(recipe.parallel, seed=1)
+    groups.start(recipe.parallel, seed=1)
     return Policy(recipe)
 
 

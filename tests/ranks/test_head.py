@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_eqlen.models.groups import start, stop
 from megatron_eqlen.packing.pack import plan_rows
 from megatron_eqlen.recipe import ParallelRecipe
 from megatron_eqlen.training import logprobs
-from megatron_eqlen.training.distributed import start, stop
 from megatron_eqlen.training.forward import run_rows
 from megatron_eqlen.training.head import Head
 from tests.kit.allocations import peak_bytes

@@ -97,8 +97,8 @@ def adam_after_reload(scratch: str) -> tuple[list[float], bool]:
 
     from megatron_eqlen.hf.config import parse_config
     from megatron_eqlen.models.build import build_model
+    from megatron_eqlen.models.groups import start
     from megatron_eqlen.recipe import ParallelRecipe
-    from megatron_eqlen.training.distributed import start
     from tests.kit.tiny_models import tiny_config
 
     parallel = ParallelRecipe()

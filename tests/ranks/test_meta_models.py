@@ -33,9 +33,9 @@ def allocations(folder: Path) -> list[str]:
     """What is allocated while a checkpoint's layout is worked out, on a machine that says it has a GPU."""
     from megatron_eqlen.hf.config import read_config
     from megatron_eqlen.megatron_cpu import cuda_namespace
+    from megatron_eqlen.models.groups import start
     from megatron_eqlen.models.megatron_checkpoint import checkpoint_layout
     from megatron_eqlen.recipe import ParallelRecipe
-    from megatron_eqlen.training.distributed import start
 
     def on_a_gpu(*_: object) -> None:
         raise AssertionError("a module was moved to the GPU")
@@ -60,9 +60,9 @@ def test_a_checkpoints_layout_takes_no_memory_on_any_device(tmp_path, family):
 
 def used_on_the_gpu(folder: Path) -> int:
     from megatron_eqlen.hf.config import read_config
+    from megatron_eqlen.models.groups import start
     from megatron_eqlen.models.megatron_checkpoint import checkpoint_layout
     from megatron_eqlen.recipe import ParallelRecipe
-    from megatron_eqlen.training.distributed import start
 
     start(ParallelRecipe(), seed=1)
     checkpoint_layout(read_config(folder))

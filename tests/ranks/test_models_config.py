@@ -34,7 +34,7 @@ def saved(tmp_path, family: str, **changes) -> dict:
 
 def count_on_meta(name: str) -> int:
     from megatron_eqlen.models.build import build_model, meta_device
-    from megatron_eqlen.training.distributed import start
+    from megatron_eqlen.models.groups import start
 
     start(ParallelRecipe(), seed=1)
     with meta_device():

@@ -6,8 +6,8 @@ from tests.kit.distributed import run_ranks
 
 
 def layout_error(layout: dict) -> str:
+    from megatron_eqlen.models.groups import start
     from megatron_eqlen.recipe import ParallelRecipe
-    from megatron_eqlen.training.distributed import start
 
     try:
         start(ParallelRecipe(**layout), seed=1)
@@ -34,8 +34,9 @@ def restarted() -> list[tuple[int, int]]:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
+    from megatron_eqlen.models.groups import start, stop
+    from megatron_eqlen.processes.distributed import is_rank0
     from megatron_eqlen.recipe import ParallelRecipe
-    from megatron_eqlen.training.distributed import is_rank0, start, stop
 
     sizes = []
     for layout in ({"tensor": 1}, {"pipeline": 1}):
@@ -62,8 +63,8 @@ def random_numbers() -> tuple[float, float]:
     import torch
     from megatron.core import tensor_parallel
 
+    from megatron_eqlen.models.groups import start
     from megatron_eqlen.recipe import ParallelRecipe
-    from megatron_eqlen.training.distributed import start
 
     start(ParallelRecipe(tensor=2), seed=11)
     outside = torch.rand(1).item()

@@ -65,9 +65,9 @@ def our_pass(folder: str, layout: dict) -> tuple[dict[int, Tensor], dict[str, Te
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
     from megatron_eqlen.models.build import build_model
+    from megatron_eqlen.models.groups import start
     from megatron_eqlen.models.weights import export_hf, load_hf
     from megatron_eqlen.recipe import ParallelRecipe
-    from megatron_eqlen.training.distributed import start
 
     parallel = ParallelRecipe(**layout)
     start(parallel, seed=1)
@@ -207,9 +207,9 @@ def test_tied_embeddings_are_trained_as_one_across_a_pipeline(tmp_path):
 
 def logits_at(folder: str, positions: list[int]) -> Tensor:
     from megatron_eqlen.models.build import build_model
+    from megatron_eqlen.models.groups import start
     from megatron_eqlen.models.weights import load_hf
     from megatron_eqlen.recipe import ParallelRecipe
-    from megatron_eqlen.training.distributed import start
 
     start(ParallelRecipe(), seed=1)
     (chunk,) = build_model(folder, ParallelRecipe(), torch.float32)

@@ -14,9 +14,9 @@ SUPERVISED = [3, 4, 5, 11, 17, 22]
 
 def build(folder: str, layout: dict, **overrides) -> list:
     from megatron_eqlen.models.build import build_model
+    from megatron_eqlen.models.groups import start
     from megatron_eqlen.models.weights import load_hf
     from megatron_eqlen.recipe import ParallelRecipe
-    from megatron_eqlen.training.distributed import start
 
     parallel = ParallelRecipe(**layout)
     start(parallel, seed=1)

@@ -29,8 +29,8 @@ CASES = [(family, world, layout) for family in FAMILIES for world, layout in LAY
 
 def build(folder: str, layout: dict, dtype: torch.dtype = torch.float32) -> list:
     from megatron_eqlen.models.build import build_model
+    from megatron_eqlen.models.groups import start
     from megatron_eqlen.recipe import ParallelRecipe
-    from megatron_eqlen.training.distributed import start
 
     parallel = ParallelRecipe(**layout)
     start(parallel, seed=1)

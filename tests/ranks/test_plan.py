@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.models import context
+from megatron_eqlen.models.groups import start, stop
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.packing.context import BLOCK
 from megatron_eqlen.packing.pack import pack
@@ -29,7 +30,6 @@ from megatron_eqlen.plan.exchange import forward_bytes
 from megatron_eqlen.plan.host import checkpoint_bytes
 from megatron_eqlen.plan.trainer import SENT_AT_ONCE, optimizer_bytes, trainer
 from megatron_eqlen.recipe import ParallelRecipe
-from megatron_eqlen.training.distributed import start, stop
 from megatron_eqlen.training.forward import run_rows
 from megatron_eqlen.types import Node, TokenTree
 from tests.kit.distributed import run_ranks

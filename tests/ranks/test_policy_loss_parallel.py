@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from megatron_eqlen.models.groups import start, stop
 from megatron_eqlen.objectives.registry import lookup
 from megatron_eqlen.packing.pack import plan_rows
 from megatron_eqlen.recipe import LossRecipe, ParallelRecipe
-from megatron_eqlen.training.distributed import start, stop
 from megatron_eqlen.training.forward import row_multiple, run_rows
 from megatron_eqlen.training.policy_loss import policy_loss, reduce_metrics
 from tests.kit.distributed import run_ranks

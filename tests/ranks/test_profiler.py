@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_eqlen.models.groups import start, stop
 from megatron_eqlen.packing.pack import plan_rows
 from megatron_eqlen.recipe import ParallelRecipe, ProfileRecipe
 from megatron_eqlen.training import profiler
-from megatron_eqlen.training.distributed import start, stop
 from megatron_eqlen.training.forward import run_rows
 from megatron_eqlen.training.profiler import Profiler, snapshot_when_out_of_memory
 from tests.kit.distributed import run_ranks

@@ -29,8 +29,8 @@ from megatron_eqlen.hf.config import parse_config
 from megatron_eqlen.hf.families import weight_map
 from megatron_eqlen.hf.folder import INDEX, HFFolder
 from megatron_eqlen.models.convert import hf_to_megatron, megatron_to_hf, verify_hash
+from megatron_eqlen.models.groups import start, stop
 from megatron_eqlen.recipe import ParallelRecipe
-from megatron_eqlen.training.distributed import start, stop
 from tools.benchmarks.table import show
 
 BLOCK = 16 << 20

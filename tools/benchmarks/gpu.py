@@ -30,12 +30,13 @@ from torch import Tensor
 
 from megatron_eqlen.hf.config import ModelConfig
 from megatron_eqlen.models.gated_delta_net import tree_convolution, tree_delta_rule
+from megatron_eqlen.models.groups import start, stop
 from megatron_eqlen.models.tree_attention import tree_attention
 from megatron_eqlen.models.tree_params import TreeParams
 from megatron_eqlen.packing.context import BLOCK
 from megatron_eqlen.packing.pack import pack
+from megatron_eqlen.processes.distributed import device
 from megatron_eqlen.recipe import ParallelRecipe
-from megatron_eqlen.training.distributed import device, start, stop
 from megatron_eqlen.training.logprobs import token_logprobs
 from megatron_eqlen.types import Node, Row, TokenTree
 from tools.benchmarks import trees

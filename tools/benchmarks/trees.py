@@ -44,12 +44,13 @@ from megatron_eqlen.hf.cost import active_parameters, attention_layers
 from megatron_eqlen.models.build import build_model
 from megatron_eqlen.models.context import Share
 from megatron_eqlen.models.gated_delta_net import CHUNK
+from megatron_eqlen.models.groups import start, stop
 from megatron_eqlen.models.tree_attention import BACKENDS, fastest_backend, tree_block_mask
 from megatron_eqlen.models.tree_params import Backend, TreeParams
 from megatron_eqlen.packing.context import BLOCK
 from megatron_eqlen.packing.pack import pack
+from megatron_eqlen.processes.distributed import device
 from megatron_eqlen.recipe import ParallelRecipe
-from megatron_eqlen.training.distributed import device, start, stop
 from megatron_eqlen.training.logprobs import token_logprobs
 from megatron_eqlen.types import Node, Row, TokenTree
 from tools.benchmarks.clock import memory, timed

@@ -1,4 +1,4 @@
-"""Starts and stops torch.distributed and Megatron's parallel groups: NCCL with CUDA, gloo without.
+"""The ranks of a run: join and leave the world, agree, gather. NCCL with CUDA, gloo without.
 
 Under torchrun or srun the ranks come from the environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT,
 LOCAL_RANK). Without RANK the process is a world of its own. A default group that exists already is used.
@@ -15,9 +15,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
-
-from megatron_eqlen.recipe import ParallelRecipe, layout
 
 Item = TypeVar("Item")
 
@@ -28,41 +25,25 @@ connections, which ends the wait at once."""
 _host: dist.ProcessGroup | None = None
 
 
-def start(parallel: ParallelRecipe, seed: int, timeout: timedelta = timedelta(minutes=30)) -> None:
-    """Join the world, split it by ``parallel`` and seed the generators (tensor-parallel ranks differ
-    where their parameters do).
-
-    ``timeout``: how long a collective may wait for a lost rank. Raises LayoutError where the layout
-    does not divide the world.
-    """
+def join(timeout: timedelta = timedelta(minutes=30)) -> None:
+    """Join the world, unless this process is in it already. ``timeout``: how long a collective may wait for a
+    lost rank."""
+    global _host
     if not dist.is_initialized():
         _join_world(timeout)
-    layout.require(layout.groups(parallel, dist.get_world_size()))
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tensor,
-        context_parallel_size=parallel.context,
-        pipeline_model_parallel_size=parallel.pipeline,
-        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
-        expert_model_parallel_size=parallel.expert,
-        expert_tensor_parallel_size=parallel.expert_tensor,
-        distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    global _host
     _host = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=HOST_PATIENCE))
 
 
 def host() -> dist.ProcessGroup | None:
     """All ranks, for plain objects: gloo on any machine, since NCCL would stage them on every GPU. None, the
-    default group, in a world that ``start`` did not make."""
+    default group, in a world that ``join`` did not make."""
     return _host
 
 
-def stop() -> None:
-    """Leave the groups that ``start`` made, and the world."""
+def leave() -> None:
+    """Leave the world and the groups made in it."""
     global _host
     _host = None
-    parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
 
