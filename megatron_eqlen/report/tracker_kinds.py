@@ -58,7 +58,8 @@ class Wandb:
             resume="allow",
             config=recipe.model_dump(mode="json"),
             allow_val_change=True,  # a resumed run may have other steps, for example
-            settings=wandb.Settings(finish_timeout=last_words),  # also where the process ends without finish
+            # also where the process ends without finish, or while a server that never answers is asked
+            settings=wandb.Settings(finish_timeout=last_words, init_timeout=last_words),
         )
 
     def log(self, step: int, metrics: Metrics, samples: Samples | None) -> None:

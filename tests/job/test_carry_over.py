@@ -3,9 +3,6 @@
 from collections import Counter
 from pathlib import Path
 
-import torch
-from safetensors.torch import load_file
-
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.objectives.units import comparison_units
@@ -13,7 +10,7 @@ from megatron_eqlen.rollout.record.reader import read_step
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.types import rollout_key
 from tests.kit.jobs import run, start_ranks
-from tests.kit.train_runs import column, command, train, wait_for_steps
+from tests.kit.train_runs import column, command, same_weights, train, wait_for_steps
 
 CARRIED = (
     "rollout.carry_over=true", "rollout.tokens_per_step=400", "loss.rollout_is=token", "steps=4",
@@ -39,11 +36,6 @@ def check_that_every_pair_is_trained_once(folder: Path) -> None:
     assert of_complete == Counter(pairs), "and all of them"
     assert sum(column(folder, "reward/calls")) <= len(ended), "nothing was graded twice"
     assert any(version < number for number, version in versions), "some tokens were older than their step"
-
-
-def same_weights(one: Path, other: Path) -> bool:
-    weights = [load_file(folder / "export/model.safetensors") for folder in (one, other)]
-    return all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 def test_suspended_streams_go_on_in_the_next_step_also_of_a_run_that_stopped_and_of_its_record(home):

@@ -6,16 +6,21 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from megatron_eqlen.models import checkpoint_folder
 from megatron_eqlen.report.status import status
+from megatron_eqlen.rollout.journal import prompts_of, read_journals
+from megatron_eqlen.rollout.record_reader import read_step
+from megatron_eqlen.types import Segment
 from tests.kit import ROOT
 from tests.kit.jobs import run, start, start_ranks
-from tests.kit.processes import within
+from tests.kit.processes import are_gone, descendants, within
 from tests.kit.train_runs import (
     STEPS,
     checkpoints,
@@ -24,10 +29,21 @@ from tests.kit.train_runs import (
     metrics,
     nan_logprob,
     no_reward,
+    same_weights,
     streams_that_teach_little,
     train,
     wait_for_steps,
 )
+
+
+def streams_of(folder: Path) -> list[Segment]:
+    """All segments of a run's record, in training order."""
+    return [
+        segment
+        for step in sorted((folder / "streams").glob("step-*"))
+        for rollout in read_step(step)
+        for segment in rollout.segments()
+    ]
 
 
 def test_a_finished_run_is_left_as_it_is(home, trained):
@@ -70,8 +86,35 @@ def test_a_run_whose_last_update_is_skipped_ends_like_any_other(home, trained, t
     assert (home / "last/export/model.safetensors").read_bytes() == exported
 
 
+LONG = (
+    "rollout.max_response_length=400",
+    "packing.max_tokens_per_row=2048",
+    "steps=2",
+    "evaluation.benchmarks=[]",
+)
+
+
+def test_killed_in_mid_harvest_it_resumes_from_the_journal_and_ends_with_the_same_bits(home):
+    whole = train(home, "long", *LONG)
+    folder = home / "long-killed"
+    journal = folder / "streams/step-00000001/journal-rank-0.arrow"
+    job = start(*command(home, "long-killed", *LONG))
+    assert within(300, lambda: prompts_of(journal) or job.poll() is not None, every=0.01)
+    job.kill()
+    left = read_journals([journal], prompts_of(journal)).tracks
+    assert sum(map(len, left.values())) > 100, "the harvest was under way"
+    assert status(folder).condition == "killed"
+    train(home, "long-killed", *LONG)
+    tokens = [[one.token_ids for one in streams_of(run)] for run in (folder, whole)]
+    assert all(np.array_equal(mine, others) for mine, others in zip(*tokens, strict=True))
+    assert same_weights(folder, whole)
+    assert column(folder, "harvest/resumed_tokens")[1] > 100
+    assert column(folder, "harvest/generated_tokens") == column(whole, "harvest/generated_tokens")
+
+
 def test_killed_at_any_moment_and_started_again_it_ends_the_same(home, trained):
     """Once the launcher alone, with what `eqlen` itself starts; once the ranks."""
+    whole = train(home, "two", ranks=2)
     folder = home / "killed"
     two = command(home, "killed", "cluster.processes_per_node=2")
     launcher = subprocess.Popen(
@@ -82,8 +125,10 @@ def test_killed_at_any_moment_and_started_again_it_ends_the_same(home, trained):
         stderr=subprocess.DEVNULL,
     )
     wait_for_steps(folder, 1, launcher)
+    started = descendants(launcher.pid)
     launcher.kill()
     launcher.wait()
+    assert within(20, are_gone(started))
     ranks = start_ranks(2, *two)
     wait_for_steps(folder, 2, *ranks)
     for rank in ranks:
@@ -91,6 +136,8 @@ def test_killed_at_any_moment_and_started_again_it_ends_the_same(home, trained):
     assert status(folder).condition == "killed"
     train(home, "killed", ranks=2)
     assert column(folder, "step") == [1, 2, 3]
+    assert column(folder, "loss/total") == column(whole, "loss/total")
+    assert same_weights(folder, whole)
     assert column(folder, "loss/total") == pytest.approx(column(trained, "loss/total"), rel=1e-4, abs=1e-6)
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from safetensors.torch import load_file
 
 from megatron_eqlen.rollout.record import recorder
 from megatron_eqlen.rollout.record.reader import read_dump
@@ -92,6 +94,12 @@ def no_reward(rollout) -> None:
 def nan_logprob(rollout) -> None:
     for segment in rollout.segments():
         segment.logprobs = np.where(np.arange(len(segment)) == 0, np.float32(math.nan), segment.logprobs)
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    """Whether two runs have exported the same bits."""
+    weights = [load_file(folder / "export/model.safetensors") for folder in (one, other)]
+    return all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 def checkpoints(run_folder: Path) -> list[str]:

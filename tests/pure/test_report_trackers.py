@@ -175,6 +175,15 @@ def test_a_resumed_run_goes_on_with_its_curve_and_shows_no_step_twice(tmp_path, 
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4]
 
 
+def test_wandb_waits_for_its_server_as_long_as_a_runs_end_may_wait(tmp_path, wandb):
+    """Its hook at the process's end waits for ``init`` too: 97 s with wandb's own 90 s."""
+    fake = wandb()
+    train(tmp_path, [1])
+    assert fake.started[0]["settings"] == dict.fromkeys(
+        ("finish_timeout", "init_timeout"), trackers.LAST_WORDS
+    )
+
+
 def test_an_mlflow_run_has_the_recipe_as_parameters_and_goes_on_when_resumed(tmp_path, mlflow):
     report = {"mlflow_experiment": "eqlen"}
     asked = train(tmp_path, [1, 2, 3], report=report)
