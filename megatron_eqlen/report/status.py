@@ -80,6 +80,12 @@ class Status:
     """What is known of a SLURM job that has not taken the folder yet, or was told to end; else empty."""
     held_by: str
     """Process, host and SLURM job that train it, or did last; empty before the first."""
+    command: str
+    """Command line of the newest try; empty before the first."""
+    commit: str
+    """Of the repository that it ran from; empty where it ran from none."""
+    versions: dict[str, str]
+    """By package."""
     sign_of_life: float | None
     stages: list[Moment]
     """Under way, or when it was cut off."""
@@ -137,6 +143,9 @@ def status(folder: Path) -> Status:
         condition=end if end and condition in UNEXPLAINED else condition,
         job=job,
         held_by=hold.named(holder) if holder else "",
+        command=holder.get("command", ""),
+        commit=holder.get("commit", ""),
+        versions=holder.get("versions", {}),
         sign_of_life=state.time if state else None,
         stages=state.stages if state and condition in ("running", "killed") else [],
         error=ends.first_error or (state.error if state and condition == "failed" else None),
@@ -233,20 +242,27 @@ def print_status(folder: Path, as_json: bool = False, console: Console | None = 
 
 
 def page_rows(found: Status, live: bool) -> list[tuple[str, str]]:
-    """Rows of the page's card. A page that is not ``live`` leaves out what is true for a moment only."""
-    rows = [(name, str(text)) for name, text in screen_rows(found)]
-    passing = {"job", "now"} | ({"state"} if found.condition in ("running", "silent") else set())
-    return [(name, text) for name, text in rows if live or name not in passing]
+    """Rows of the page's card: those of the screen, and what the run was started with. A page that is not
+    ``live`` has times instead of ages, and leaves out what holds only while the run trains."""
+    passing = {"state", "job", "now"} if not live and found.condition in ("running", "silent") else set()
+    rows = [(name, str(text)) for name, text in screen_rows(found, ages=live) if name not in passing]
+    origin = {
+        "trained by": found.held_by,
+        "command": found.command,
+        "commit": found.commit,
+        "versions": ", ".join(f"{name} {version}" for name, version in found.versions.items()),
+    }
+    return [*rows, *((name, text) for name, text in origin.items() if text)]
 
 
-def screen_rows(found: Status) -> list[tuple[str, str | Text]]:
-    """Each line's name and text."""
-    now = time.time()
+def screen_rows(found: Status, ages: bool = True) -> list[tuple[str, str | Text]]:
+    """Each line's name and text. Without ``ages`` the times of events are absolute."""
+    now = time.time() if ages else None
     rows: list[tuple[str, str | Text | None]] = [
         ("state", Text(found.condition, STYLES.get(found.condition, "bold yellow")) + Text(_who(found, now))),
         ("job", found.job),
         ("progress", f"{found.outcome}{_pace(found)}"),
-        ("now", _under_way(found, now)),
+        ("now", _under_way(found, now or time.time())),
         ("error", _with(found.error, found.error_file)),
         ("hang", _hung(found)),
         ("tries", found.given_up or _stalled(found)),
@@ -259,7 +275,7 @@ def screen_rows(found: Status) -> list[tuple[str, str | Text]]:
     return [(name, text) for name, text in rows if text]
 
 
-def _who(found: Status, now: float) -> str:
+def _who(found: Status, now: float | None) -> str:
     if not found.held_by:
         return ""
     seen = f", last sign of life {_ago(found.sign_of_life, now)}" if found.sign_of_life else ""
@@ -313,7 +329,7 @@ def _under_way(found: Status, now: float) -> str:
     return ", ".join(f"cut off in {stage}" for _, stage in found.stages)
 
 
-def _numbers(found: Status, now: float) -> str:
+def _numbers(found: Status, now: float | None) -> str:
     if not found.metrics:
         return ""
     return f"{_ago(found.last_step, now)}: {numbers(found.metrics, found.rewards)}"
@@ -323,5 +339,10 @@ def _warned(found: Status, most: int = 5) -> Sequence[str]:
     return [f"{time.strftime('%H:%M:%S', time.localtime(at))} {text}" for at, text in found.warnings[-most:]]
 
 
-def _ago(moment: float | None, now: float) -> str:
-    return "" if moment is None else f"{duration(max(now - moment, 0.0))} ago"
+def _ago(moment: float | None, now: float | None) -> str:
+    """``2:05 ago``, or without ``now`` the date and time."""
+    if moment is None:
+        return ""
+    if now is None:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+    return f"{duration(max(now - moment, 0.0))} ago"

@@ -292,6 +292,18 @@ def test_a_page_elsewhere_that_calls_itself_this_machine_gets_nothing(browser):
     assert browser.get("/", host="127.0.0.1")[0] == 200
 
 
+@pytest.mark.parametrize("host", ["[", "[::1", "[]", "", "a[b"])
+def test_a_malformed_host_is_refused_without_a_traceback(browser, capsys, host):
+    """Also an address that is none."""
+    for path, header in (("/", host), ("http://[/", "localhost")):
+        request = f"GET {path} HTTP/1.1\r\nHost: {header}\r\nConnection: close\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", browser.port)) as connection:
+            connection.sendall(request.encode())
+            answer = connection.makefile("rb").read()
+        assert answer.startswith(b"HTTP/1.0 400 "), answer
+    assert capsys.readouterr().err == ""
+
+
 def test_a_port_in_use_and_a_folder_that_is_no_run_are_named(browser, tmp_path, capsys):
     run = str(browser.run)
     assert main(["report", run, "--serve", "--port", str(browser.port)]) == 2

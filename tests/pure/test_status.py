@@ -8,9 +8,12 @@ import json
 import logging
 import os
 import resource
+import socket
+import subprocess
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -27,7 +30,8 @@ from megatron_eqlen.report.metrics import MetricsWriter
 from megatron_eqlen.report.progress import Progress
 from megatron_eqlen.report.run_folder import CANCELLED, RESTART, RunFolder
 from megatron_eqlen.report.state import StateWriter, read_state
-from megatron_eqlen.report.status import SILENCE, Status, print_status, status
+from megatron_eqlen.report.status import SILENCE, Status, page_rows, print_status, status
+from tests.kit import ROOT
 from tests.kit.processes import within
 from tests.kit.report_runs import recipe, write_run
 
@@ -258,6 +262,36 @@ def test_one_that_holds_its_folder_without_a_sign_of_life_is_silent(run, monkeyp
     assert status(run).condition == "silent"
     assert "it is stopped, or the disk of its folder blocks" in screen(run)
     assert status(run).sign_of_life <= now
+    life.end()
+
+
+def test_a_run_says_with_what_it_was_started(run, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["/venv/bin/eqlen", "train", "a b.yaml", "steps=3"])
+    made = recipe(run.parent, run_dir=str(run))
+    write_run(run, made)
+    RunFolder(made).open(made).check()
+    found = status(run)
+    assert found.command == "eqlen train 'a b.yaml' steps=3"
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert head.stdout.startswith(found.commit.split()[0])
+    assert found.versions["torch"] == metadata.version("torch")
+    shown = dict(page_rows(found, live=False))
+    assert shown["command"] == found.command
+    assert f"process {os.getpid()} on {socket.gethostname()}" in shown["trained by"]
+    assert f"torch {metadata.version('torch')}" in shown["versions"]
+
+
+def test_a_page_that_is_not_live_has_times_in_place_of_ages(run):
+    """It is read long after it was written, by the run itself at its end."""
+    life = Life(run)
+    life.steps(4)
+    with life.timeline.span("evaluate"):
+        found = life.wait_until(lambda one: one.stages)
+        assert "evaluate for " in dict(page_rows(found, live=True))["now"]
+        written = dict(page_rows(found, live=False))
+    assert not {"state", "now"} & {*written}
+    assert written["last step"].startswith(time.strftime("%Y-%m-%d %H:", time.localtime(found.last_step)))
+    assert " ago" not in " ".join(written.values())
     life.end()
 
 
