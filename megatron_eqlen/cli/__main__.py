@@ -67,10 +67,23 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     arguments.sbatch = words[end + 1 :]
     strange = [text for text in rest if text.startswith("-") or "=" not in text]
     if strange or (rest and "overrides" not in arguments):
-        parser.error(f"{arguments.name}: unrecognized arguments: {' '.join(strange or rest)}")
+        hint = _as_override(rest) if "overrides" in arguments else ""
+        parser.error(f"{arguments.name}: unrecognized arguments: {' '.join(strange or rest)}{hint}")
     if rest:
         arguments.overrides += rest
     return arguments
+
+
+def _as_override(rest: list[str]) -> str:
+    """The end of a message about options that are recipe keys: ``--steps 3`` means ``steps=3``."""
+    from megatron_eqlen.recipe.keys import all_keys
+
+    for word, after in zip(rest, [*rest[1:], "VALUE"], strict=True):
+        key, equals, value = word.removeprefix("--").replace("-", "_").partition("=")
+        if word.startswith("--") and tuple(key.split(".")) in all_keys():
+            value = word.partition("=")[2] if equals else "VALUE" if after.startswith("-") else after
+            return f" (a recipe key is given without dashes: {key}={value})"
+    return ""
 
 
 def _parser() -> argparse.ArgumentParser:

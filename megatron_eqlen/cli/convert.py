@@ -27,7 +27,10 @@ from megatron_eqlen.recipe import ParallelRecipe
 
 def hf_to_megatron(argv: list[str] | None = None) -> int:
     """Hugging Face folder -> torch_dist checkpoint."""
-    parser = _parser("Convert a Hugging Face folder to a Megatron torch_dist checkpoint, for any layout.")
+    parser = _parser(
+        "hf-to-megatron" if argv is not None else None,
+        "Convert a Hugging Face folder to a Megatron torch_dist checkpoint, for any layout.",
+    )
     parser.add_argument("source", type=Path, help="Hugging Face folder: config.json and safetensors")
     parser.add_argument("out", type=Path, help="checkpoint folder to make; must not exist")
     args = parser.parse_args(argv)
@@ -42,7 +45,10 @@ def hf_to_megatron(argv: list[str] | None = None) -> int:
 
 def megatron_to_hf(argv: list[str] | None = None) -> int:
     """torch_dist checkpoint -> Hugging Face folder."""
-    parser = _parser("Convert a Megatron torch_dist checkpoint, of any layout, to a Hugging Face folder.")
+    parser = _parser(
+        "megatron-to-hf" if argv is not None else None,
+        "Convert a Megatron torch_dist checkpoint, of any layout, to a Hugging Face folder.",
+    )
     parser.add_argument("checkpoint", type=Path, help="checkpoint, or a run's checkpoints/ for its newest")
     parser.add_argument("out", type=Path, help="Hugging Face folder to make; must not exist")
     parser.add_argument(
@@ -62,8 +68,13 @@ def megatron_to_hf(argv: list[str] | None = None) -> int:
     return _guarded(parser.prog, run)
 
 
-def _parser(description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description, epilog="One process, on the CPU.")
+def _parser(direction: str | None, description: str) -> argparse.ArgumentParser:
+    """``direction``: of ``eqlen convert``; None where a script of ``tools/`` was called."""
+    parser = argparse.ArgumentParser(
+        prog=direction and f"eqlen convert {direction}",
+        description=description,
+        epilog="One process, on the CPU.",
+    )
     parser.add_argument(
         "--verify",
         nargs="?",

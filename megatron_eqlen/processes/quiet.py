@@ -33,6 +33,7 @@ def quiet() -> None:
     for name in LOGGERS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", category=FutureWarning, message=".*reduce_op. is deprecated")
+    warnings.filterwarnings("ignore", category=UserWarning, message=".*numa_migrate_pages failed")
     warnings.filterwarnings(
         "ignore", category=UserWarning, message=".*attribute of a Tensor that is not a leaf"
     )

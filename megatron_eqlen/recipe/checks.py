@@ -39,9 +39,19 @@ def check_inputs(recipe: Recipe) -> None:
         paths[f"data.sources.{number}.path"] = source.path
     for number, benchmark in enumerate(recipe.evaluation.benchmarks):
         paths[f"evaluation.benchmarks.{number}.path"] = benchmark.path
-    missing = [f"{key}: {path} does not exist" for key, path in paths.items() if not Path(path).exists()]
+    missing = {key: path for key, path in paths.items() if not Path(path).exists()}
     if missing:
-        raise RecipeError("; ".join(missing) + where_from(recipe))
+        told = "; ".join(f"{key}: {path} does not exist" for key, path in missing.items())
+        hint = where_from(recipe) if missing.keys() - recipe.variant.keys() else ""
+        raise RecipeError(told + _of_the_hub(missing.get("model.path", "")) + hint)
+
+
+def _of_the_hub(path: str) -> str:
+    """The end of a message about a missing model that has the form of a name on the Hugging Face Hub."""
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or Path(path).parent.exists():
+        return ""
+    folder = f"models/{Path(path).name}"
+    return f" (expected a folder: hf download {path} --local-dir {folder}, and model.path={folder})"
 
 
 def where_from(recipe: Recipe) -> str:

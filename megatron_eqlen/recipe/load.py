@@ -171,4 +171,7 @@ def explain(item: ErrorDetails, schema: type[Section] = Recipe) -> str:
         return f"unknown key {key!r}" + (f" (nearest: {near!r})" if near else "")
     if item["type"] == "missing":
         return f"missing key {key!r}"
+    if item["type"] == "value_error":  # of our own validators
+        said = f"{key}: {item['ctx']['error']}"
+        return said if ", found " in said else f"{said}, found {item['input']!r}"
     return f"{key}: {item['msg']}, found {item['input']!r}"

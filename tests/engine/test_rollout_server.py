@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -123,7 +124,8 @@ def test_a_server_that_falls_silent_in_a_harvest_is_left_and_nothing_is_lost(ser
         url, process = list(servers.items())[1 - silent[0]]
         freeze([*descendants(process.pid)])
         assert urllib.request.urlopen(f"{url}/health", timeout=60).status == 200
-        says = "none is alive of " + "; ".join(f"{url}: heartbeat: silent for 4 s" for url in servers)
+        clock = r"\(since \d\d:\d\d:\d\d\)"
+        says = "none is alive of " + "; ".join(f"{url}: heartbeat: silent for 4 s {clock}" for url in servers)
         with pytest.raises(EngineError, match=says):
             harvest(remote, HarvestPlan(PROMPTS[:1], recipe, EOS, seed=2))
     remote.close()
@@ -416,6 +418,28 @@ def test_a_replica_that_restarted_with_old_weights_is_noticed(fake, monkeypatch,
     assert found == COUNTED
     assert metrics["harvest/retries"] == 4
     assert "expected weights '7', found 'default'" in caplog.text
+
+
+@pytest.mark.parametrize("status", [200, 404])
+def test_a_web_page_is_told_in_one_line_and_no_more_of_it(status):
+    class Foreign(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(b"<!DOCTYPE html>\n<html><title>Not\n found</title><p>...")
+
+        def log_message(self, format, *args): ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Foreign) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(EngineError) as error:
+            open_engine(server_recipe([f"http://127.0.0.1:{server.server_port}"]))
+        server.shutdown()
+    assert re.search(
+        r"weight_info[:,].* a web page \(Not found\): not a vLLM server \(since \d\d:\d\d:\d\d\); "
+        r"start them again, and the same command resumes$",
+        str(error.value),
+    )
 
 
 def test_servers_that_do_not_fit_are_refused(fake):

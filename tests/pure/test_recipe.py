@@ -15,6 +15,7 @@ from megatron_eqlen.objectives.recipes import load, parse, remarks
 from megatron_eqlen.objectives.registry import OBJECTIVES, resolve, with_defaults
 from megatron_eqlen.processes import cores
 from megatron_eqlen.recipe import Recipe, RecipeError, Section
+from megatron_eqlen.recipe.checks import check_inputs
 from megatron_eqlen.recipe.load import dump, read_yaml
 from megatron_eqlen.recipe.yaml_values import read_value
 from megatron_eqlen.report.run_folder import RunFolder, check_harvest
@@ -446,6 +447,42 @@ def test_overrides_may_stand_after_options(capsys):
         with pytest.raises(SystemExit, match="2"):
             cli.main(words)
         assert f"{words[0]}: unrecognized arguments: {words[-1]}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (
+            ["--steps", "3"],
+            "unrecognized arguments: --steps 3 (a recipe key is given without dashes: steps=3)",
+        ),
+        (["--optimizer.lr=1e-5"], " (a recipe key is given without dashes: optimizer.lr=1e-5)"),
+        (["--group-size", "--dry-run"], " (a recipe key is given without dashes: group_size=VALUE)"),
+        (["--stepz", "3"], "unrecognized arguments: --stepz 3"),
+    ],
+)
+def test_a_recipe_key_with_dashes_is_told_without(capsys, words, hint):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["train", str(RECIPES / "tiny_cpu.yaml"), *words])
+    assert capsys.readouterr().err.endswith(f"{hint}\n")
+
+
+def test_a_value_that_our_own_checks_refuse_is_told_once():
+    with pytest.raises(RecipeError) as error:
+        small(data={"sources": [{"name": "a", "path": "b", "reader": "parket"}]})
+    assert str(error.value).count("parket") == 1
+    assert "data.sources.0.reader: expected one of deepmath, " in str(error.value)
+
+
+def test_a_model_of_the_hub_is_not_told_to_be_made(tmp_path):
+    (tmp_path / "r.yaml").write_text(dump(small(inputs_from="tools/quickstart")))
+    recipe = load(tmp_path / "r.yaml", ["model.path=Qwen/Qwen3-0.6B", f"data.sources.0.path={tmp_path}"])
+    with pytest.raises(RecipeError) as error:
+        check_inputs(recipe)
+    assert str(error.value) == (
+        "model.path: Qwen/Qwen3-0.6B does not exist (expected a folder: hf download Qwen/Qwen3-0.6B "
+        "--local-dir models/Qwen3-0.6B, and model.path=models/Qwen3-0.6B)"
+    )
 
 
 def test_missing_inputs_are_named_before_anything_starts(capsys, tmp_path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
@@ -69,8 +70,13 @@ class ReplicaPool:
 
     def check_any_alive(self) -> None:
         if not self.alive:
-            absent = "; ".join(f"{replica.url}: {replica.absence}" for replica in self.replicas)
-            raise EngineError(f"rollout.servers: none is alive of {absent}")
+            absent = "; ".join(
+                f"{replica.url}: {replica.absence} (since {_clock(replica.absent_since)})"
+                for replica in self.replicas
+            )
+            raise EngineError(
+                f"rollout.servers: none is alive of {absent}; start them again, and the same command resumes"
+            )
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> list[Any]:
         """The same POST to every live replica at once; the answers."""
@@ -113,8 +119,7 @@ class ReplicaPool:
                 len(replica.requests),
                 reason,
             )
-            replica.absence = reason
-        replica.alive = False
+            replica.miss(reason)
         self._lose_requests(replica)
 
     def _lose_requests(self, replica: ServerReplica) -> None:
@@ -152,3 +157,7 @@ async def _watch(
                 raise ConnectionError(f"expected weights {expected!r}, found {version!r}")
     except ReplicaError as error:
         on_failure(replica, f"heartbeat: {words(error)}")
+
+
+def _clock(moment: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(moment))

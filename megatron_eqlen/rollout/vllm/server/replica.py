@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import threading
+import time
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -93,11 +95,19 @@ class ServerReplica:
         """vLLM's counter when it was last read."""
         self.absence = ""
         """Why it is not used; empty while it is used."""
+        self.absent_since = 0.0
+        """Seconds since 1970."""
 
     def leave_out(self, why: str) -> None:
         """Stop using the replica; logged once, not at every sync."""
         if why != self.absence:
             logger.warning("%s: left out: %s", self.url, why)
+        self.miss(why)
+
+    def miss(self, why: str) -> None:
+        """Note why the replica is absent, and since when."""
+        if not self.absence:
+            self.absent_since = time.time()
         self.alive, self.absence = False, why
 
     def take_in(self, workers: int) -> None:
@@ -122,7 +132,10 @@ class ServerReplica:
             return workers
 
     async def weight_version(self) -> str:
-        return json.loads(await self.get("weight_info"))["weight_version"]
+        found = parsed(await self.get("weight_info"), "weight_info")
+        if not isinstance(found, dict) or "weight_version" not in found:
+            raise ConnectionError(f"expected a version from /weight_info, found {shortened(str(found))}")
+        return found["weight_version"]
 
     async def new_preemptions(self) -> float:
         """Preemptions since the last call. A counter that is lower than before means that the server was
@@ -143,7 +156,7 @@ class ServerReplica:
         async with self.io.session.post(f"{self.url}/{path}", json=body) as response:
             await _check_status(response)
             text = await response.text()
-            return json.loads(text) if text else None
+            return parsed(text, path) if text else None
 
     async def events(
         self, path: str, body: dict[str, Any], silence: float
@@ -183,8 +196,24 @@ def words(error: BaseException) -> str:
 async def _check_status(response: aiohttp.ClientResponse) -> None:
     """Raise ConnectionError with the server's message unless the request succeeded."""
     if response.status != 200:
-        text = (await response.text())[:500]
+        text = shortened(await response.text())
         raise ConnectionError(f"HTTP {response.status} from {response.url.path}: {text}")
+
+
+def parsed(text: str, path: str) -> Any:
+    """Return the JSON of an answer. Raises ConnectionError where it is something else."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise ConnectionError(f"expected JSON from /{path}, found {shortened(text)}") from None
+
+
+def shortened(text: str) -> str:
+    """Return an answer in one line; of a web page its title, since it comes from another kind of server."""
+    if re.match(r"\s*<(!doctype|html)", text, re.IGNORECASE):
+        title = re.search(r"<title>(.*?)</title>", text, re.IGNORECASE | re.DOTALL)
+        return f"a web page ({' '.join(title[1].split()) if title else 'without a title'}): not a vLLM server"
+    return " ".join(text.split())[:300]
 
 
 def read_counter(text: str, name: str) -> float:
