@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from math import gcd
 
+from megatron_eqlen.rewards.math.arguments import delimit
 from megatron_eqlen.rewards.math.units import CURRENCIES, SIZES, is_known, unit_name
 
 Rules = list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]]
@@ -57,6 +58,7 @@ _MARKUP = _compile(  # what is drawn, not what it means
     (r"\\(?:left|right)\s*\.", ""),
     (r"\\(?:left|right|middle|[bB]igg?[lrm]?|(?:display|text|script)style|limits|strut|[lL]arge|LARGE|[hH]uge"
      rf"|(?:foot|script)size|small|tiny|normalsize|bf|it|rm|sf|tt|bfseries|boldmath){_END}", ""),
+    (r"(?<=\d),\s*\\!\s*(?=\d{3})", ""),
     (r"\\!", ""),
     (rf"(?<!\\)\\(?:[,;:> \n]|(?:q?quad|thinspace|enspace|space){_END})|~|\\$|\s+", " "),
     (r"\\hspace\*?\{[^{}]*\}", " "),
@@ -80,9 +82,6 @@ _WRAPPERS = _compile(  # from the inside out, until nothing changes
 _SPELLING = _compile(  # one name for one thing
     (rf"\\(?:[dtc]frac|nicefrac|sfrac){_END}", r"\\frac"),
     (rf"\\[dt]binom{_END}", r"\\binom"),
-    (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
-    (r"\\frac\s*(\{[^{}]*\})\s*(\w)", r"\\frac\1{\2}"),
-    (r"\\frac\s*(\d)\s*(\{)", r"\\frac{\1}\2"),
     (rf"^\s*\{{?([^{{}}]*?)\\over{_END}([^{{}}]*)\}}?\s*$", r"\\frac{\1}{\2}"),
     (r"\{?\s*(\w+)\s*\\choose\s*(\w+)\s*\}?", r"\\binom{\1}{\2}"),
     (rf"\\(?:leqslant|leqq?){_END}|<=", r"\\le "),
@@ -104,19 +103,26 @@ _SPELLING = _compile(  # one name for one thing
     (rf"\\[lc]?dots[bcmio]?{_END}|\.\.\.", r"\\ldots "),
     (r"(?:^|(?<=[(\[,=]))\s*\+\s*(?=\\infty|\d)", ""),
     (r"\\log_\s*\{?\s*e\s*\}?", r"\\ln "),
+    (rf"\\lg{_END}", r"\\log_{10}"),
     (r"\\(sin|cos|tan)\s*\^\s*\{\s*-1\s*\}", r"\\arc\1 "),
     (rf"(?<![\\A-Za-z])({_FUNCTIONS}|pi|sqrt|infty){_END}", r"\\\1"),
     (r"\\exp\s*\(([^()]*)\)", r"e^{\1}"),
     (rf"(?i)(?<![\\A-Za-z])(?:\\text\s*\{{\s*inf(?:inity)?\s*\}}|inf(?:inity)?{_END})", r"\\infty "),
     (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
     (r"\\sqrt\s*\[2\]", r"\\sqrt"),
-    (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"),
     (r"[(\[]\s*\\begin\{(array)\}\s*\{[^{}]*\}(.*?)\\end\{array\}\s*[)\]]",
      r"\\begin{pmatrix}\2\\end{pmatrix}"),
     (r"\\(begin|end)\{(?:b|small)matrix\}", r"\\\1{pmatrix}"),
     (r"(?<![\w)])\]\s*([^\[\](),]+),([^\[\](),]+)([\[\]])", lambda m: f"({m[1]},{m[2]}" + "])"[m[3] == "["]),
     (r"(\[[^\[\](),]+,[^\[\](),]+)\[", r"\1)"),  # ]0,1[ and [0,1[
-    (r"\\%|\s*\\text\{\s*(?:percent|per cent|pct)\.?\s*\}|(?<=\d)\s*(?:percent|pct)\b|%", r"\\%"),
+    (r"\\%|\s*\\text\{\s*(?:percent(?:age)?|per cent|pct)\.?\s*\}|(?<=\d)\s*(?:percent(?:age)?|pct)\b|%",
+     r"\\%"),
+    (r"\\begin\{(cases|aligned)\}([^&]*?)(?:\\\\\s*)?\\end\{\1\}", lambda m: m[2].replace(r"\\", ",")),
+    (r"\(\s*-\s*\\infty\s*,\s*\\infty\s*\)", r"\\mathbb{R}"),
+    (r"\\mathbb\{Z\}\s*/\s*\(?\s*(\d+)\s*(?:\\mathbb\{Z\})?\s*\)?", r"\\mathbb{Z}_{\1}"),
+    (r"^\\begin\{pmatrix\}([^&,]*)\\end\{pmatrix\}$", lambda m: f"({m[1].replace(chr(92) * 2, ',')})"),
+    (rf"\\equiv{_END}", "="),
+    (rf"\\oplus{_END}", r"\\times "),
 )  # fmt: skip
 _LEADS = _compile(  # what stands before the answer
     (r"(?i)^\s*(?:\\text\s*\{\s*)?(?:the\s+)?(?:final\s+|correct\s+)?(?:answer|ans|result|option|choice)\b\.?\s*"
@@ -155,9 +161,21 @@ _LAYOUT = _compile(
 
 _TEXT_UNIT = re.compile(r"(.*\S)\s*\\text\s*\{([^{}]*)\}\s*(?:\^\s*\{?\s*(\d)\s*\}?)?\s*")
 _BARE_UNIT = re.compile(r"(.*[\d})\]])((?:[\s./]*+[^\W\d_]++)++)\.?(?:\s*\^\s*\{?\s*(\d)\s*\}?)?\s*")
+_REMARK = re.compile(
+    r"(?is)(?<=\S)[\s,;]*\(?\s*(?:\\text\s*\{[\s,;(]*(?:by|here|with equality|for (?:all|any|every|each)"
+    r"|i\.e\.|as (?:desired|required|claimed)|since|because|where|which|obtained|achieved|attained|using)"
+    r"|(?<![\\A-Za-z])(?:since|because|where|obtained|achieved|attained))\b.*"
+    r"|(?<=\S)[\s,;]*\(?\s*(?<![\\A-Za-z])[kmn]\s*\\in\s*\\mathbb\{[ZN]\}(?:[_^]\{?[+\d]\}?)?\s*\)?\s*$"
+)
+"""A reason or a condition after an answer."""
+_DOUBT = re.compile(r"(?i)\b(?:or|not|and|if|else|otherwise|unless|maybe|perhaps|except|but)\b")
 _GREEK = re.compile(r"GREEK (SMALL|CAPITAL) LETTER ([A-Z]+)")
 _SIGN_UNIT = re.compile(r"([+-]?)\s*(\\\$|[€£¥])\s*(.*)|(.*?)\s*(\\\$|[€£¥¢])\s*|(.*?)\s*(\^\\circ)\s*")
+_INTEGER = re.compile(r"(?<![\w.}/^-])-?\d+(?![\d.^/])$")
 _BASE = re.compile(r"\(?([0-9A-F]*\d[0-9A-F]*)\)?\s*_\s*\{?\s*\(?(\d\d?)\)?\s*\}?")
+_MODULUS = re.compile(
+    r"(.*?)[\s,]*(?:\\pmod|\(\s*\\?(?:bmod|mod)|\(?\s*\\text\s*\{[\s(]*mod(?:ulo)?\s*\}?)\s*\{?(\d+)[\s})]*"
+)
 _SIZE = re.compile(rf"(?<=\d)\s*(\\text\s*\{{\s*)?({'|'.join(SIZES)})\b\s*", re.IGNORECASE)
 _BASE_NAMES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "ten": 10}
 _BASE_WORD = re.compile(rf"_\s*\{{\s*(?:\\text\s*\{{)?\s*({'|'.join(_BASE_NAMES)})\s*\}}+")
@@ -174,7 +192,13 @@ _PROSE = re.compile(
 _PHRASE = re.compile(r"[^\W\d_]+(?:[\s-]+[^\W\d_]+)*")
 _WORDS = re.compile(r"\s*([A-Za-z]+(?:[\s-]+[A-Za-z]+)*)\s*")
 _SHORT_WORDS = {"yes", "no", "odd", "one", "two", "six", "ten", "all", "any", "dne", "nan"}
-_SAME_WORDS = {"dne": r"\text{doesnotexist}"} | dict.fromkeys(("nosolution", "nosolutions"), r"\emptyset")
+_SAME_WORDS = dict.fromkeys(("dne", "thelimitdoesnotexist", "limitdoesnotexist"), r"\text{doesnotexist}")
+_SAME_WORDS |= {"infinite": r"\infty", "infinitelymany": r"\infty"}
+_SAME_WORDS |= dict.fromkeys(("allrealnumbers", "allreals", "therealnumbers", "realnumbers"), r"\mathbb{R}")
+_SAME_WORDS |= dict.fromkeys(
+    ("nosolution", "nosolutions", "norealsolution", "norealsolutions", "emptyset", "theemptyset"),
+    r"\emptyset",
+)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -186,11 +210,16 @@ def normalize(answer: str) -> str:
     text = _apply(_MARKUP, text)
     while (unwrapped := _apply(_WRAPPERS, text)) != text:
         text = unwrapped
-    text = _apply(_LEADS, _apply(_SPELLING, _apply(_LEADS, text)))
+    text = delimit(_apply(_LEADS, _apply(_SPELLING, _apply(_LEADS, _REMARK.sub(_without_remark, text)))))
     value, unit = _split_unit(_SIZE.sub(_power_of_ten, text))
     value = _words(_CONNECTIVE.sub(lambda match: _connect(match, value), value))
     value = _apply(_LAYOUT, _apply(_NUMBERS, value.strip()))
     return (value or "0") + rf"\unit{{{unit}}}" if unit and value else value
+
+
+def _without_remark(match: re.Match[str]) -> str:
+    before = match.string[: match.start()]
+    return match[0] if _DOUBT.search(match[0]) else "}" * (before.count("{") - before.count("}"))
 
 
 def _plain(text: str) -> str:
@@ -268,6 +297,8 @@ def _word(match: re.Match[str]) -> str:
 def _split_unit(text: str) -> tuple[str, str]:
     """The value and the name of the unit that stands after it (or of the currency before it), "" for none."""
     text = _BASE_WORD.sub(lambda match: f"_{{{_BASE_NAMES[match[1]]}}}", text).strip()
+    if (match := _MODULUS.fullmatch(text)) and is_numeric(match[1]):
+        return _INTEGER.sub(lambda value: str(int(value[0]) % int(match[2])), match[1]), f"mod{match[2]}"
     if match := _SIGN_UNIT.fullmatch(text):
         sign, before, amount, value, after, degrees, _ = match.groups()
         value = (sign or "") + (amount or value or degrees or "")

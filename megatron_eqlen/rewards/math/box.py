@@ -15,7 +15,7 @@ _ARGUMENT = re.compile(
     r"|\\[A-Za-z]+(?:\{[^{}]*\})?|[A-Za-z](?![A-Za-z]))"
 )
 """The content of a box without braces. TeX would take one token, but people mean the whole number."""
-_SEPARATOR = re.compile(r"(?:[\s$,;&{}]|\\(?:q?quad|text|[,;()\[\]])|and\b|or\b)*")
+_SEPARATOR = re.compile(r"(?:[\s$,;&{}]|\\(?:q?quad|text|[,;()\[\]])|and\b|or\b|[A-Za-z](?:_\{?\w\}?)?\s*=)*")
 
 
 def extract_answer(text: str) -> str | None:

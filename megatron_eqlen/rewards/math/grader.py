@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 MathRule = Literal["exact", "math_verify", "either"]
 
-RULES_VERSION = 2
+RULES_VERSION = 3
 """Raised whenever our own rules change a verdict: extraction, normal form, units, structure."""
 LIBRARY = version("math-verify")
 LONGEST_ANSWER = 2_000

@@ -12,6 +12,8 @@ _LETTER_UNIT = re.compile(r"(-?\d+(?:\.\d+)?)[msghlLNJWV]")
 _CHOICE = re.compile(r"\(?([A-Z])[).:]\)?(?!.*(?<![A-Za-z\\])[A-Z](?![A-Za-z]))")
 _CLAUSE = re.compile(r"\\text\{(yes|no|true|false)\}[,:.](.*)")
 _OPPOSITE = {"yes": "no|not|never|false", "true": "no|not|never|false", "no": "yes|true", "false": "yes|true"}
+_DECIMAL, _COMMA = re.compile(r"-?\d+\.\d+"), re.compile(r"-?\d+,\d+")
+_AFFIRMATIONS = (r"\text{yes}", r"\text{true}"), (r"\text{no}", r"\text{false}")
 _RATIO = re.compile(r"\d+(?::\d+)+")
 _TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d)?")
 _CHOICES = re.compile(r"[A-H](?:,[A-H])+")
@@ -33,7 +35,16 @@ def match_units(gold: str, answer: str) -> tuple[str, str] | None:
         return gold, gold
     if not unit and is_numeric(gold_value) and (letter := _LETTER_UNIT.fullmatch(answer)):
         return None if gold_unit and answer[-1] != gold_unit else (gold_value, letter[1])
-    return _as_asked(gold_value, value)
+    return _as_asked(*_decimal_commas(gold_value, value))
+
+
+def _decimal_commas(gold: str, answer: str) -> tuple[str, str]:
+    """``1,22`` beside ``1.22`` is a decimal, else a list."""
+    if _DECIMAL.fullmatch(gold) and _COMMA.fullmatch(answer):
+        return gold, answer.replace(",", ".")
+    if _DECIMAL.fullmatch(answer) and _COMMA.fullmatch(gold) and len(gold.partition(",")[2]) > 1:
+        return gold.replace(",", "."), answer
+    return gold, answer
 
 
 def _as_asked(gold: str, answer: str) -> tuple[str, str]:
@@ -43,7 +54,13 @@ def _as_asked(gold: str, answer: str) -> tuple[str, str]:
     if _CHOICES.fullmatch(answer) and gold.isalpha() and gold.isupper():
         return gold, answer.replace(",", "")
     if (clause := _CLAUSE.match(answer)) and not re.search(_OPPOSITE[clause[1]], clause[2], re.IGNORECASE):
-        return gold, rf"\text{{{clause[1]}}}"
+        answer = rf"\text{{{clause[1]}}}"
+    if any(gold in words and answer in words for words in _AFFIRMATIONS):
+        return gold, gold
+    if ":" in gold and _RATIO.fullmatch(answer):
+        gold = gold.rpartition("=")[2]
+    if ":" in answer and _RATIO.fullmatch(gold):
+        answer = answer.rpartition("=")[2]
     if _TIME.fullmatch(gold):
         return gold, answer if answer == gold else ""
     if _RATIO.fullmatch(answer):  # no number: math-verify would divide

@@ -14,7 +14,7 @@ from antlr4 import PredictionMode
 from antlr4.error.ErrorListener import ErrorListener
 from latex2sympy2_extended import NormalizationConfig, normalize_latex
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig, _Latex2Sympy
-from sympy import I, Set, Symbol, Union
+from sympy import Function, I, Set, Symbol, Union, zeta
 
 CLEAN_UP = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none"
@@ -24,6 +24,9 @@ READING = ConversionConfig(interpret_as_mixed_fractions=False, lowercase_symbols
 """Mixed numbers were already written as sums."""
 _PRODUCT = re.compile(r"(?<=\d)(?=\(|\\(?:binom|frac))")
 """Where the library would wrongly read a mixed number, for example ``2(3)`` as 5."""
+_RECIPROCAL = re.compile(r"\\(coth|sech|csch)((?:\^\{\w+\})?\([^()]*\))")
+_HYPERBOLIC = {"coth": "tanh", "sech": "cosh", "csch": "sinh"}
+"""Each function that the library cannot read, and its reciprocal."""
 _TWO_NUMBERS = re.compile(r"\d \d")
 
 
@@ -69,8 +72,10 @@ def read(text: str, is_complex: bool = False) -> Any:
         return _read_union(text.split(r"\lor"), is_complex)
     try:
         parser = _Latex2Sympy(is_real=not is_complex, config=READING)
+        text = _RECIPROCAL.sub(lambda call: rf"(1/\{_HYPERBOLIC[call[1]]}{call[2]})", text)
         value: Any = parser.parse(normalize_latex(_PRODUCT.sub(r"\\cdot ", text), CLEAN_UP))
-        return value.xreplace({Symbol("i", real=False): I}) if is_complex else value
+        value = value.xreplace({Symbol("i", real=False): I}) if is_complex else value
+        return value.replace(Function(r"\zeta"), zeta) if r"\zeta(" in text else value
     except Exception:  # noqa: BLE001  the library raises what it likes on text that is no mathematics
         return None
 

@@ -18,9 +18,16 @@ from functools import lru_cache
 from typing import Any
 
 from math_verify import verify
-from sympy import Expr, Float, Rational
+from sympy import Float, Rational
 
-from megatron_eqlen.rewards.math.numbers import as_written, is_huge, number_of
+from megatron_eqlen.rewards.math.numbers import (
+    as_written,
+    has_decimals,
+    is_huge,
+    number_of,
+    surely_different,
+    surely_equal,
+)
 from megatron_eqlen.rewards.math.reading import read
 
 MEMORY_BYTES = 3 << 30
@@ -59,10 +66,20 @@ _GROUP = re.compile(r"(\\\{|[(\[])(.*)(\\\}|[)\]])", re.DOTALL)
 _EQUALS = r"(?<![<>!:\\])="
 _APPROXIMATELY = r"\\approx(?![A-Za-z])"
 _SET = re.compile(r"[<>]|\\(?:le|ge|ne|in|notin|subset|cup|cap|setminus|lor|emptyset|mathbb)(?![A-Za-z])")
-_NAME = re.compile(
-    r"\\?[A-Za-z]'*(?:_\{\w+\})?(?:\([\w,]+\))?"
+_SYMBOL = (
+    r"(?:\\?[A-Za-z]'*(?:_\{\w+\})?(?:\([\w,]+\))?"
     r"|\\(?!pi|infty|emptyset)[A-Za-z]+(?:_\{\w+\})?|\\(?:vec|hat|bar|tilde|overline)\{\w+\}"
+    r"|(?:[A-Z]'*(?:_\{\w+\})?){2,})"  # a length, AB
 )
+_NAME = re.compile(
+    rf"{_SYMBOL}|{_SYMBOL}(?::{_SYMBOL})+|\({_SYMBOL}(?:,{_SYMBOL})+\)|[a-w](?:\+[a-w])+"
+    rf"|\|[^|=+-]+\||\[[A-Z]+\]|\\(?:angle|triangle) ?[A-Z]+|{_SYMBOL}/{_SYMBOL}"
+    rf"|\\frac\{{{_SYMBOL}\}}\{{{_SYMBOL}\}}|\\(?:sin|cos|tan|cot)\((?:\\[a-z]+|[A-Z])\)"
+    r"|(?:[A-Z]|\\mathbb\{[A-Z]\}|\\text\{[^{}]*\}|[a-z]'*(?:\^\{[^{}]*\})?(?=\())(?:\([^()]*\)|\[[^\[\]]*\])?"
+    r"|\\(?:dim|det|lim|max|min|sup|inf|gcd|lcm|deg|arg|int|sum|prod|ker)(?![A-Za-z]).+"
+)
+"""The left side of an equation that only names the value on the right."""
+_BARE_LOG = re.compile(r"\\log(?!_|[A-Za-z])")
 _TEXT = re.compile(r"\\text\{(.*?)\}")
 _OBJECT = re.compile(
     r"\\(?:mathbb|mathcal|mathfrak|mathscr|aleph|oplus|otimes|[rl]times|cong|simeq|text)(?![A-Za-z])"
@@ -120,6 +137,8 @@ def equal(gold: str, answer: str, is_complex: bool = False) -> bool:
     """Whether ``answer``, a normal form without unit, means the same as ``gold``."""
     if gold == answer:
         return True
+    if (named := _without_names(gold, answer)) is not None:
+        return equal(*named, is_complex) if named else False
     if gold.endswith(r"\%") or answer.endswith(r"\%"):
         return _equal_percentages(gold, answer, is_complex)
     if len(split(answer, ",")) == 1:
@@ -132,6 +151,54 @@ def equal(gold: str, answer: str, is_complex: bool = False) -> bool:
     if min(len(wanted), len(found)) == 1 and (_SET.search(gold) or _SET.search(answer)):
         return _equal_values(gold, answer, is_complex)
     return _equal_lists(gold, answer, is_complex)
+
+
+def _without_names(gold: str, answer: str) -> tuple[str, str] | tuple[()] | None:
+    r"""Write lists of named values as tuples: ``x=1,y=2`` as ``(1,2)``.
+
+    The values stand in the alphabetical order of their names; a gold's in its own order where the answer is a
+    list without names and brackets. Return None if neither side names several values, () if they name
+    different ones.
+    """
+    wanted, found = _assignments(gold), _assignments(answer)
+    if wanted is None and found is None:
+        return None
+    if wanted is not None and found is not None:
+        same = set(wanted[0]) == set(found[0])
+        return (
+            (_tuples(*wanted, sorted(set(wanted[0]))), _tuples(*found, sorted(set(found[0])))) if same else ()
+        )
+    names, values = wanted or found or ([], [])
+    order = sorted(set(names))
+    other = answer if wanted else gold
+    if len(names) == len(order) == len(split(other, ",")):
+        other = f"({other})"
+        order = names if wanted else order
+    return (_tuples(names, values, order), other) if wanted else (other, _tuples(names, values, order))
+
+
+def _assignments(text: str) -> tuple[list[str], list[str]] | None:
+    r"""The names and values of ``x=1,y=2``, of ``(x,y)=(1,2)`` and of several such; None of anything else."""
+    sides = [split(part, _EQUALS) for part in split(text, ",")]
+    if len(sides) == 1 and len(sides[0]) == 2:
+        (left, names), (right, values) = map(members, sides[0])
+        if left == right == "()" and len(names) == len(values):
+            sides = list(map(list, zip(names, values, strict=True)))
+    names = [side[0] for side in sides]
+    cycle = len(set(names))
+    if cycle < 2 or any(len(side) != 2 or not _NAME.fullmatch(side[0]) for side in sides):
+        return None
+    return (names, [side[1] for side in sides]) if names == names[:cycle] * (len(names) // cycle) else None
+
+
+def _tuples(names: list[str], values: list[str], order: list[str]) -> str:
+    """The values of each solution in the given order of their names."""
+    size = len(order)
+    solutions = [
+        dict(zip(names[at : at + size], values[at : at + size], strict=True))
+        for at in range(0, len(names), size)
+    ]
+    return ",".join(f"({','.join(solution[name] for name in order)})" for solution in solutions)
 
 
 def _equal_percentages(gold: str, answer: str, is_complex: bool) -> bool:
@@ -154,24 +221,18 @@ def _equal_lists(gold: str, answer: str, is_complex: bool) -> bool:
     (brackets, wanted), (others, found) = members(gold), members(answer)
     if len(wanted) == len(found) == 1 and not (brackets == others == r"\{\}"):
         return _equal_values(wanted[0], found[0], is_complex)
+    if brackets in ("", r"\{\}") and others in ("", r"\{\}") and len(wanted) > 1 < len(found):
+        return _same_members(wanted, found, is_complex) and _same_members(found, wanted, is_complex)
     if len(wanted) != len(found):
         return False
-    if brackets in ("", r"\{\}") and others in ("", r"\{\}"):
-        return _same_members(wanted, found, is_complex)
     if brackets != others and {brackets, others} != {"", "()"}:
         return False
     return all(equal(one, other, is_complex) for one, other in zip(wanted, found, strict=True))
 
 
 def _same_members(wanted: list[str], found: list[str], is_complex: bool) -> bool:
-    """In any order, each once."""
-    left = list(found)
-    for one in wanted:
-        match = next((other for other in left if equal(one, other, is_complex)), None)
-        if match is None:
-            return False
-        left.remove(match)
-    return True
+    """In any order."""
+    return all(any(equal(value, other, is_complex) for other in found) for value in wanted)
 
 
 def _equal_equations(gold: str, answer: str, is_complex: bool) -> bool:
@@ -184,7 +245,13 @@ def _equal_equations(gold: str, answer: str, is_complex: bool) -> bool:
         return any(equal(value, answer, is_complex) for value in values)
     if not _is_true(found, is_complex):
         return False
+    if _NAME.fullmatch(wanted[0]) and _plain_name(wanted[0]) == _plain_name(found[0]):
+        return equal(wanted[-1], found[-1], is_complex)
     return _equal_values(f"{wanted[0]}={wanted[-1]}", f"{found[0]}={found[-1]}", is_complex)
+
+
+def _plain_name(name: str) -> str:
+    return re.sub(r"[() ]", "", name)
 
 
 def _conclusions(answer: str, gold: str, is_complex: bool) -> list[str]:
@@ -224,43 +291,20 @@ def _equal_values(gold: str, answer: str, is_complex: bool) -> bool:
         return as_written(wanted) == as_written(found)
     if surely_different(wanted, found):
         return False
-    if _verify(_exact(wanted), _exact(found)):
+    if _verify(_exact(wanted), _exact(found)) or surely_equal(wanted, found):
         return True
-    return _has_decimals(wanted, found) and _verify(wanted, found) and not _only_both_small(wanted, found)
+    return has_decimals(wanted, found) and _verify(wanted, found) and not _only_both_small(wanted, found)
 
 
 def _verify(gold: Any, answer: Any) -> bool:
     return verify(gold, answer, timeout_seconds=None, allow_set_relation_comp=True)
 
 
-def _has_decimals(*values: Any) -> bool:
-    return any(value.has(Float) for value in values)
-
-
 def _exact(value: Any) -> Any:
     """``value`` with its decimals as the fractions they are written as."""
-    if not _has_decimals(value):
+    if not has_decimals(value):
         return value
     return value.xreplace({decimal: Rational(str(decimal)) for decimal in value.atoms(Float)})
-
-
-def surely_different(gold: Any, answer: Any) -> bool:
-    """Both are expressions that differ at one point of their symbols: no simplification can make them equal.
-
-    Most wrong answers are found here, at a tenth of the cost of SymPy's ``simplify``. False means: not known.
-    """
-    if not (isinstance(gold, Expr) and isinstance(answer, Expr)):
-        return False
-    if gold.is_Symbol or answer.is_Symbol:
-        return False  # names compare as text
-    symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
-    point = {symbol: Rational(2 * number + 3, 7 * number + 11) for number, symbol in enumerate(symbols)}
-    here, there = number_of(gold, point), number_of(answer, point)
-    return (
-        here is not None
-        and there is not None
-        and bool(abs(here - there) > 1e-3 * max(1, abs(here), abs(there)))
-    )
 
 
 def _only_both_small(gold: Any, answer: Any) -> bool:
@@ -274,7 +318,20 @@ def _only_both_small(gold: Any, answer: Any) -> bool:
 
 
 def compare(item: dict[str, str]) -> dict[str, bool]:
-    """``correct``: the answer equals the gold; ``parsed``: the answer is mathematics, not only text."""
+    r"""``correct``: the answer equals the gold; ``parsed``: the answer is mathematics, not only text.
+
+    A ``\log`` without base is natural or decimal: the answer is right if it is under one of the two readings.
+    """
+    if _BARE_LOG.search(item["gold"] + item["answer"]):
+        natural, decimal = (
+            _compare({key: _BARE_LOG.sub(log, text) for key, text in item.items()})
+            for log in (r"\\ln", r"\\log_{10}")
+        )
+        return natural | {"correct": natural["correct"] or decimal["correct"]}
+    return _compare(item)
+
+
+def _compare(item: dict[str, str]) -> dict[str, bool]:
     gold, answer = item["gold"], item["answer"]
     is_complex = bool(_IMAGINARY.search(gold) or _IMAGINARY.search(answer))
     return {
