@@ -74,7 +74,7 @@ class Watchdog:
     ) -> None:
         self.rank, self.world, self.seconds = rank, world, seconds
         self._collectives = collectives
-        self._tells: list[Callable[[], dict[str, Any]]] = []
+        self._facts_sources: list[Callable[[], dict[str, Any]]] = []
         self._running: list[Running] = []
         self._silences: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
         self._seen: Any = None
@@ -99,10 +99,10 @@ class Watchdog:
             self._silences[name].append(running.silence)
             beat()
 
-    def tells(self, facts: Callable[[], dict[str, Any]]) -> None:
-        """Put what ``facts`` returns into this rank's facts. It is called while the run hangs, from another
-        thread: it must take no lock."""
-        self._tells.append(facts)
+    def add_facts(self, facts: Callable[[], dict[str, Any]]) -> None:
+        """Add the result of ``facts`` to this rank's facts of a hang. The watchdog calls ``facts`` while the
+        run hangs, from another thread: it must take no lock."""
+        self._facts_sources.append(facts)
 
     def start(self, folder: Path) -> None:
         """Watch from now on; all ranks of the run pass the same ``folder``, which is this try's alone. Its
@@ -250,8 +250,8 @@ class Watchdog:
             "stages": [stage.name for stage in list(self._running)],
             "at": hang.place(_main_stack()),
         }
-        for tell in self._tells:
-            facts |= tell()
+        for more_facts in self._facts_sources:
+            facts |= more_facts()
         self._file.write(_stacks())
         self._file.flush()
         write_text(self._of(self.rank).with_suffix(".json"), json.dumps(facts, indent=1, default=str) + "\n")

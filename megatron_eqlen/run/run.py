@@ -72,7 +72,7 @@ class Run:
             state = StateWriter(self.folder.path, hold, session.timeline, session.progress)
             session.enter(state)
         failures.keep_in(self.folder.path)
-        session.watchdog.tells(lambda: {"step": self.begun})
+        session.watchdog.add_facts(lambda: {"step": self.begun})
         session.watch(self.folder.hang)
         self.profiler = Profiler(self.folder.profile, self.recipe.profile)
         if self.recipe.profile.out_of_memory:
@@ -246,8 +246,8 @@ class Run:
             policy.unpark()
         return seconds
 
-    def heed(self, disagreement: str | None) -> None:
-        """Say that trainer and engine disagree, and end the run after this step where the recipe says so."""
+    def report_mismatch(self, disagreement: str | None) -> None:
+        """Warn that trainer and engine disagree, and end the run after this step where the recipe says so."""
         if disagreement is None:
             return
         self.session.progress.warn(f"{disagreement}; most in {self.worst}")

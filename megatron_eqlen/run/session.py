@@ -46,8 +46,8 @@ class Session:
         self._ends.callback(groups.stop)
         self.recipe = recipe
         self.timeline = Timeline()
-        self.watchdog.tells(lambda: {"collectives": flight_recorder.collectives()})
-        self.watchdog.tells(lambda: {"timeline": self.timeline.newest()})
+        self.watchdog.add_facts(lambda: {"collectives": flight_recorder.collectives()})
+        self.watchdog.add_facts(lambda: {"timeline": self.timeline.newest()})
         self.objective = resolve(recipe)
         self.replicas = engine_replicas(recipe)
         self.tokenizer = load_tokenizer(recipe.model.path)

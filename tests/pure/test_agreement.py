@@ -80,9 +80,9 @@ def test_stop_ends_the_run_after_the_step_and_warn_does_not(then, monkeypatch):
     run.recipe, screen = small(mismatch={"then": then}), Screen()
     run.session = SimpleNamespace(progress=screen)
     run.spent, run.stopped_by, run.worst = Spent(3), None, "some token"
-    run.heed(None)
+    run.report_mismatch(None)
     assert not screen.lines
-    run.heed("they differ")
+    run.report_mismatch("they differ")
     assert screen.lines == ["WARNING: they differ; most in some token"]
     if then == "warn":
         return run.report(no_rollouts)

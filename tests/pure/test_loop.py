@@ -45,7 +45,7 @@ def calls(monkeypatch) -> list[str]:
             "build_trees": lambda step: (step, []),
             "update": lambda step, policy, trees: step,
             "evaluate_if_due": lambda step, rollouts: step,
-            "heed": None,
+            "report_mismatch": None,
         },
     )
     rollouts = Recorded("engine", calls, {"collect": lambda step: step})

@@ -20,7 +20,7 @@ from megatron_eqlen.processes import watchdog
 watchdog.FIRST = 1.0
 home = Path(sys.argv[1])
 dog = watchdog.Watchdog(0, 1, 1.0)
-dog.tells(lambda: {"collectives": []})
+dog.add_facts(lambda: {"collectives": []})
 dog.start(home / "hang" / "1")
 never = threading.Event().wait
 """

@@ -29,7 +29,7 @@ if len(sys.argv) > 2:
     dist.all_reduce(torch.ones(1))
 watchdog.FIRST = 1.5
 dog = watchdog.Watchdog(rank, world, 2.0, flight_recorder.status)
-dog.tells(lambda: {"collectives": flight_recorder.collectives(), "step": 7})
+dog.add_facts(lambda: {"collectives": flight_recorder.collectives(), "step": 7})
 dog.start(Path(sys.argv[1]))
 atexit.register(dog.stop)
 """
