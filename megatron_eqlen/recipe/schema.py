@@ -23,14 +23,16 @@ def _number(value: Any) -> Any:
     return value
 
 
-Integer = Annotated[int, BeforeValidator(_number)]
-Real = Annotated[float, BeforeValidator(_number)]
-PositiveInt = Annotated[Integer, Field(gt=0)]
-NonNegativeInt = Annotated[Integer, Field(ge=0)]
-PositiveFloat = Annotated[Real, Field(gt=0)]
-NonNegativeFloat = Annotated[Real, Field(ge=0)]
-Fraction = Annotated[Real, Field(ge=0, le=1)]
-BelowOne = Annotated[Real, Field(ge=0, lt=1)]
+NUMBER = BeforeValidator(_number)
+"""Last in a number's annotation: the documentation's schema lacks bounds that come after it."""
+Integer = Annotated[int, NUMBER]
+Real = Annotated[float, NUMBER]
+PositiveInt = Annotated[int, Field(gt=0), NUMBER]
+NonNegativeInt = Annotated[int, Field(ge=0), NUMBER]
+PositiveFloat = Annotated[float, Field(gt=0), NUMBER]
+NonNegativeFloat = Annotated[float, Field(ge=0), NUMBER]
+Fraction = Annotated[float, Field(ge=0, le=1), NUMBER]
+BelowOne = Annotated[float, Field(ge=0, lt=1), NUMBER]
 
 
 def _ascending(band: tuple[float, float]) -> tuple[float, float]:
@@ -162,7 +164,7 @@ class EqualLengthRecipe(Section):
 class TreeSamplingRecipe(Section):
     """With ``sampling: tree``: the shape of the sampled trees."""
 
-    branching: Annotated[Integer, Field(ge=2)] = 8
+    branching: Annotated[int, Field(ge=2), NUMBER] = 8
     """Continuations of every step; a prompt has up to branching ** depth responses."""
     depth: PositiveInt = 3
     """Steps of a response; the last one runs to max_response_length."""
@@ -190,9 +192,9 @@ class RolloutRecipe(Section):
 
     engine: Literal["colocated", "server"] = "colocated"
     """``colocated``: vLLM in the training processes. ``server``: vLLM servers, see ``servers``."""
-    temperature: Annotated[Real, Field(ge=0.01)] = 0.6
+    temperature: Annotated[float, Field(ge=0.01), NUMBER] = 0.6
     """Of sampling and of the trainer's log-probs. vLLM would raise lower ones to 0.01 without a word."""
-    top_p: Annotated[Real, Field(gt=0, le=1)] = 0.95
+    top_p: Annotated[float, Field(gt=0, le=1), NUMBER] = 0.95
     """Sample among the likeliest tokens that together have this probability; 1: off."""
     top_k: Integer = 20
     """Sample among this many likeliest tokens; 0 or -1: off."""
@@ -312,7 +314,7 @@ class LossRecipe(Section):
     """A ratio below 1 - this is clipped."""
     clip_ratio_high: NonNegativeFloat | None = None
     """A ratio above 1 + this is clipped."""
-    clip_ratio_c: Annotated[Real, Field(gt=1)] | None = None
+    clip_ratio_c: Annotated[float, Field(gt=1), NUMBER] | None = None
     """Dual clip: lower bound of the objective for negative advantages."""
     kl_coef: NonNegativeFloat = 0.002
     """The paper's beta_kl, on supervised tokens against the reference model; 0 keeps no reference."""
@@ -331,7 +333,7 @@ class LossRecipe(Section):
     rollout_rs: dict[RejectionName, PositiveFloat | Band] | None = None
     """Tokens or segments beyond a bound give no gradient. Of ``k1`` it is of the ratio engine / trainer,
     ``[low, high]``, or one number for ``[1 / number, number]``; of ``k2`` and ``k3`` it is in nats."""
-    rollout_token_veto_threshold: Annotated[Real, Field(gt=0, lt=1)] | None = None
+    rollout_token_veto_threshold: Annotated[float, Field(gt=0, lt=1), NUMBER] | None = None
     """A segment with a token whose ratio trainer / engine is below this gives no gradient; 1e-4, say."""
     minibatches: PositiveInt = 1
     """Parts of a harvest, each an optimizer step (our choice: 1, on-policy)."""
@@ -394,7 +396,7 @@ class ParallelRecipe(Section):
     """GPUs that share the positions of a row (CP)."""
     pipeline: PositiveInt = 1
     """Stages, each with some of the layers (PP)."""
-    virtual_pipeline: Annotated[Integer, Field(ge=2)] | None = None
+    virtual_pipeline: Annotated[int, Field(ge=2), NUMBER] | None = None
     """Stages of a rank, interleaved; needs ``pipeline`` > 1."""
     layers_per_stage: list[PositiveInt] | None = None
     """Layers of each pipeline stage; with ``virtual_pipeline`` of stage 0, 1, ..., and again from 0. Default:
@@ -419,7 +421,7 @@ class PackingRecipe(Section):
     layout: Literal["tree", "expanded"] = "tree"
     """``tree``: each token once. ``expanded``: each trained segment with a copy of its prefix, which
     ``equal_length.prefix_in_gradient`` needs."""
-    logits_chunk: Annotated[Integer, Field(ge=64, multiple_of=8)] = 8192
+    logits_chunk: Annotated[int, Field(ge=64, multiple_of=8), NUMBER] = 8192
     """Supervised tokens whose logits exist at once; a row with more takes them chunk by chunk, and computes
     them once more in the backward pass."""
 
@@ -550,7 +552,7 @@ class Recipe(Section):
     """How rollouts are made and what is compared: equal-length pairs, groups of whole responses, or trees."""
     objective: str = "grpo"
     """The method by name (objectives/README.md lists them), or the import path of your own."""
-    group_size: Annotated[Integer, Field(ge=2)] = 16
+    group_size: Annotated[int, Field(ge=2), NUMBER] = 16
     """G: independent completions of a prompt, or 2 x its dual-track subgroups."""
     model: ModelRecipe
     data: DataRecipe

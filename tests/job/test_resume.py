@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from megatron_eqlen.rollout.journal import prompts_of, read_journals
-from megatron_eqlen.rollout.record_reader import read_step
 from safetensors.torch import load_file
 
 from megatron_eqlen.models import checkpoint_folder
 from megatron_eqlen.report.status import status
+from megatron_eqlen.rollout.record.journal import prompts_of, read_journals
+from megatron_eqlen.rollout.record.reader import read_step
 from megatron_eqlen.types import Segment
 from tests.kit import ROOT
 from tests.kit.jobs import run, start, start_ranks
