@@ -87,7 +87,7 @@ def versions() -> dict[str, str]:
 def origin() -> dict[str, Any]:
     """What a run is started with: its command line, the commit of the repository (empty where there is none),
     and versions. Host and process are the holder's."""
-    is_ours = Path(sys.argv[0]).name in ("eqlen", "cli/__main__.py", "__main__.py")
+    is_ours = Path(sys.argv[0]).name in ("eqlen", "__main__.py")
     command = ["eqlen", *sys.argv[1:]] if is_ours else sys.argv
     return {"command": shlex.join(command), "commit": _commit(), "versions": versions()}
 
