@@ -6,16 +6,19 @@ Real vLLM, real Megatron, real checkpoints; the reward is a rubric, so that a ra
 import gzip
 import json
 import re
+import shutil
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM
 
+from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.report.rollouts import recipe_of
 from megatron_eqlen.report.status import status
 from megatron_eqlen.rollout.record.reader import read_dump, read_step
+from megatron_eqlen.toys.tokenizer_maker import write_sentencepiece_tokenizer
 from tests.kit.jobs import run
 from tests.kit.processes import are_gone, command_line, descendants, within
 from tests.kit.train_runs import STEPS, column, metrics, train
@@ -139,6 +142,17 @@ def test_with_the_sampling_mask_the_trainer_computes_the_distribution_that_was_s
 def test_sampled_trees_train(home):
     folder = train(home, "tree", "objective=treerpo", "sampling=tree", "tree_sampling.branching=2", "steps=1")
     assert column(folder, "train/grad_norm")[0] > 0
+
+
+def test_a_model_whose_tokenizer_is_a_sentencepiece_model_is_trained_reported_and_exported(home):
+    model = home / "pieces"
+    shutil.copytree(home / "base", model, ignore=shutil.ignore_patterns("tokenizer*"))
+    write_sentencepiece_tokenizer(model, (home / "questions.jsonl").read_text().splitlines())
+    folder = train(home, "pieces-run", f"model.path={model}", "steps=1")
+    assert re.search(r"Compute \$\d+\+1\$", (folder / "report.html").read_text())
+    texts = [load_tokenizer(each).encode("Compute $12+1$.</think>") for each in (model, folder / "export")]
+    assert texts[0] == texts[1]
+    assert not (folder / "export/tokenizer.json").exists()
 
 
 def test_harvest_without_a_trainer(home):

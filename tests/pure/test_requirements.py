@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -58,6 +59,10 @@ def test_what_this_package_imports_has_one_version_on_cpus_and_gpus():
     direct = {re.split("[><=]", each.lower().replace("_", "-"))[0] for each in PROJECT["dependencies"]}
     assert direct <= cpu.keys()
     assert {name: cpu[name] for name in direct} == {name: gpu[name] for name in direct}
+
+
+def test_the_command_is_a_function_of_the_package():
+    assert callable(pkgutil.resolve_name(PROJECT["scripts"]["eqlen"]))
 
 
 def test_the_parts_of_transformer_engine_have_one_version():

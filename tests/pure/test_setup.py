@@ -18,7 +18,7 @@ class Machine:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "tools").mkdir()
-        for name in ("tools/setup", "tools/quickstart", "uv.lock"):
+        for name in ("tools/setup", "tools/quickstart", "pyproject.toml", "uv.lock"):
             shutil.copy(ROOT / name, folder / name)
         self.environ: dict[str, str] = {}
         self.command("bin/nvidia-smi", "echo 580.95.05")
