@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_eqlen.check.finding import Check, Finding, Place
+from megatron_eqlen.data.overlap import read_overlaps
 from megatron_eqlen.megatron_cpu import packages
 from megatron_eqlen.megatron_cpu.packages import FLA, NEEDED, TRANSFORMER_ENGINE, Package
 from megatron_eqlen.plan.model import model_config
@@ -50,6 +51,15 @@ def inputs(place: Place) -> Finding | None:
         return None
     check_inputs(place.recipe)
     return Finding("ok", f"{place.recipe.model.path} and the data are there")
+
+
+def overlap(place: Place) -> Finding | None:
+    """Benchmark questions in the training data, which is read for it."""
+    if place.recipe is None or not place.recipe.evaluation.benchmarks:
+        return None
+    if found := read_overlaps(place.recipe.data, place.recipe.evaluation.benchmarks):
+        return Finding("failed", "; ".join(found))
+    return Finding("ok", "the training data holds no question of a benchmark")
 
 
 def container(place: Place) -> Finding | None:
@@ -109,5 +119,6 @@ CHECKS = [
     _on_gpus(FLA),
     Check("container", container),
     Check("inputs", inputs),
+    Check("benchmarks apart", overlap, needed=lambda place: False, in_short=False),
     Check("code sandbox", sandbox, needed=_grades_code, in_short=False),
 ]

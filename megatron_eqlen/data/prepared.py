@@ -127,9 +127,9 @@ class PreparedRows(Sequence[Problem]):
 
 
 class Selection(Sequence[Problem]):
-    """A view of some rows of another sequence, by their numbers."""
+    """A view of some rows of a prepared file, by their numbers."""
 
-    def __init__(self, rows: Sequence[Problem], numbers: Sequence[int]) -> None:
+    def __init__(self, rows: PreparedRows, numbers: Sequence[int]) -> None:
         self._rows = rows
         self._numbers = numbers
 
@@ -138,6 +138,11 @@ class Selection(Sequence[Problem]):
 
     def __getitem__(self, number: int) -> Problem:
         return self._rows[self._numbers[number]]
+
+    def without_golds(self) -> Iterator[Problem]:
+        """The rows in the file's order, their golds left out."""
+        chosen = set(self._numbers)
+        return (row for number, row in enumerate(self._rows.without_golds()) if number in chosen)
 
 
 def read(path: Path, tally: Tally) -> Iterator[Problem]:

@@ -9,12 +9,14 @@ reason, and replaced by the next one of the same source.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from megatron_eqlen.data.chat import format_prompt
+from megatron_eqlen.data.overlap import overlaps
 from megatron_eqlen.data.rows import BadRow, Problem, Tally
 from megatron_eqlen.data.sources import open_source, read_problems
 from megatron_eqlen.hf.tokenizer import Tokenizer
@@ -69,7 +71,7 @@ class _Source:
 
     def __init__(self, recipe: SourceRecipe, number: int, seed: int, shuffle: bool) -> None:
         self.name = recipe.name
-        self._recipe = recipe
+        self.recipe = recipe
         self.tally = Tally()
         self.rows = open_source(recipe, self.tally)
         self.epoch = 0
@@ -95,7 +97,7 @@ class _Source:
             row = self.rows[number]
             prompt_id = f"{self.name}/{row.row_id}" + (f"@{self.epoch}" if self.epoch else "")
             try:
-                prompt = maker.make(row, self._recipe, prompt_id, drawn)
+                prompt = maker.make(row, self.recipe, prompt_id, drawn)
             except BadRow as bad:
                 self._refuse(number, row, bad)
                 continue
@@ -182,6 +184,10 @@ class PromptSource:
     def report(self) -> dict[str, dict[str, int]]:
         """Per source: rows that became prompts so far, and rows left out by reason."""
         return {source.name: source.tally.report() for source in self._sources}
+
+    def overlaps(self, benchmarks: Sequence[BenchmarkRecipe]) -> list[str]:
+        """A sentence for each source that holds questions of a benchmark."""
+        return overlaps(((source.recipe, source.rows) for source in self._sources), benchmarks)
 
     def close(self) -> None:
         self._maker.close()

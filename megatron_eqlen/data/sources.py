@@ -49,7 +49,7 @@ def _open_prepared(source: SourceRecipe, tally: Tally) -> Sequence[Problem]:
     whole = prepared.PreparedRows(path)
     if not whole.tests_checked and whole.manifest.get("source", {}).get("reader") == "opencodereasoning":
         log.warning("%s: %s", path, OLD_CODE_FILE)
-    if whole.tests_checked and not _has_filters(source):
+    if whole.tests_checked and not has_filters(source):
         return whole
     read = whole.without_golds() if whole.tests_checked else prepared.usable(whole, path, tally)
     kept = {row.row_id for row in _filtered(source, read, tally)}
@@ -57,7 +57,7 @@ def _open_prepared(source: SourceRecipe, tally: Tally) -> Sequence[Problem]:
     return prepared.Selection(whole, numbers)
 
 
-def _has_filters(source: SourceRecipe) -> bool:
+def has_filters(source: SourceRecipe) -> bool:
     return any(value is not None for value in (source.min_difficulty, source.max_difficulty, source.exclude))
 
 

@@ -8,6 +8,7 @@ scoring; afterwards every rank has the rollouts that it graded, and skeletons of
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from abc import ABC, abstractmethod
@@ -53,6 +54,8 @@ from megatron_eqlen.sampling.harvester import HarvestObserver
 from megatron_eqlen.training.agreement import MismatchWatch
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.types import Metrics, Prompt, RolloutKey, rollout_key
+
+log = logging.getLogger(__name__)
 
 SUSPENDED = "suspended"
 """Key in a data position that holds the rollouts that the next step resumes."""
@@ -154,6 +157,11 @@ class Generator(InTurn):
         self.recorded: tuple[int | None, list[Path]] = None, []
         """Number of a step, and the files of an attempt at it that was cut short. Files that this process
         writes for later prompts of the step need no reading."""
+
+    def warn_of_overlaps(self) -> None:
+        """Say which sources of the training prompts hold questions of a benchmark."""
+        for overlap in self.source.overlaps(self.benchmarks) if self.source else ():
+            log.warning("%s", overlap)
 
     # ---- prompts ------------------------------------------------------------------------------------
 

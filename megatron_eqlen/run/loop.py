@@ -93,4 +93,5 @@ def start_rollouts(session: Session, streams: Path, replay: Path | None) -> Roll
     if replay is not None:
         return Replay(session, replay)
     generator = Generator(session, streams)
+    generator.warn_of_overlaps()
     return Ahead(generator) if session.recipe.rollout.staleness else generator

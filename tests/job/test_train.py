@@ -21,7 +21,7 @@ from megatron_eqlen.rollout.record.reader import read_dump, read_step
 from megatron_eqlen.toys.tokenizer_maker import write_sentencepiece_tokenizer
 from tests.kit.jobs import run
 from tests.kit.processes import are_gone, command_line, descendants, within
-from tests.kit.train_runs import STEPS, column, metrics, train
+from tests.kit.train_runs import STEPS, column, command, metrics, train
 
 
 def test_trainer_and_engine_agree_at_every_step(trained):
@@ -139,9 +139,12 @@ def test_with_the_sampling_mask_the_trainer_computes_the_distribution_that_was_s
         assert all(t in kept for t, kept in zip(segment.token_ids, segment.sampling_mask, strict=True))
 
 
-def test_sampled_trees_train(home):
-    folder = train(home, "tree", "objective=treerpo", "sampling=tree", "tree_sampling.branching=2", "steps=1")
-    assert column(folder, "train/grad_norm")[0] > 0
+def test_sampled_trees_train_and_a_run_says_once_that_it_trains_on_its_benchmark(home):
+    options = ["objective=treerpo", "sampling=tree", "tree_sampling.branching=2", "steps=1"]
+    said = run(*command(home, "tree", "cluster.processes_per_node=1", *options))
+    assert column(home / "tree", "train/grad_norm")[0] > 0
+    text = said.stdout + said.stderr
+    assert text.count("data source questions holds 4 of the 4 questions of benchmark questions") == 1
 
 
 def test_a_model_whose_tokenizer_is_a_sentencepiece_model_is_trained_reported_and_exported(home):

@@ -356,3 +356,14 @@ def test_hosts_that_do_not_meet_say_who_waited_where(monkeypatch):
     monkeypatch.setattr(machine, "MEETING", machine.timedelta(seconds=1))
     with pytest.raises(RuntimeError, match=r"did not meet 1 others at 127.0.0.1:1 within 1 s"):
         machine.meet("127.0.0.1:1", 2, 1)
+
+
+def test_benchmark_questions_in_the_training_data_are_said_and_stop_no_run(tmp_path, large):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "What is 1 + 1?", "answer": 2}\n')
+    rows = f"{{name: rows, reader: jsonl, path: {path}}}"
+    place = with_recipe(large, f"data.sources=[{rows}]", f"evaluation.benchmarks=[{rows}]")
+    (check_of_it,) = [one for one in CHECKS if one.name == "benchmarks apart"]
+    found = look(check_of_it, place)
+    assert (found.state, check_of_it.needed(place), check_of_it.in_short) == ("failed", False, False)
+    assert "data source rows holds 1 of the 1 questions of benchmark rows" in found.text

@@ -9,12 +9,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from megatron_eqlen.data.overlap import read_overlaps
 from megatron_eqlen.data.prepare import prepare
 from megatron_eqlen.data.prepared import PreparedRows, PreparedWriter, manifest_path, sha256
 from megatron_eqlen.data.prompts import PromptSource
 from megatron_eqlen.data.rows import Problem, Tally
 from megatron_eqlen.data.sources import open_source
-from megatron_eqlen.recipe import DataRecipe, SourceRecipe
+from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, SourceRecipe
 from megatron_eqlen.rewards.math.grader import MathGrader
 from tests.kit import ROOT
 
@@ -109,6 +110,16 @@ def test_a_prepared_source_is_opened_without_reading_its_golds(prepared, monkeyp
     else:
         with pytest.raises(ValueError, match="no usable row"):
             open_source(source, Tally())
+
+
+@pytest.mark.parametrize("least", [None, 5])
+def test_benchmark_questions_in_a_prepared_source_are_found_without_reading_golds(
+    raw, prepared, monkeypatch, least
+):
+    monkeypatch.setattr(PreparedRows, "_group", lambda rows, group: pytest.fail("whole rows were read"))
+    source = SourceRecipe(name="s", reader="prepared", path=str(prepared), min_difficulty=least)
+    (found,) = read_overlaps(DataRecipe(sources=[source]), [BenchmarkRecipe(name="b", path=str(raw))])
+    assert f"holds {300 if least is None else 150} of the 302 questions" in found
 
 
 def test_a_file_that_is_not_the_manifests_is_refused(prepared, tmp_path):

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_eqlen.data.competitions import read_aime25
+from megatron_eqlen.data.overlap import read_overlaps
 from megatron_eqlen.data.prompts import PromptSource, read_benchmark
 from megatron_eqlen.data.rows import Tally
 from megatron_eqlen.hf.tokenizer import Tokenizer, load_tokenizer
@@ -337,6 +338,46 @@ def test_an_empty_instruction_replaces_the_recipes(tokenizer, tmp_path, given, a
     data = recipe(source(file, reader="jsonl"), instruction="Box it.")
     (prompt,) = PromptSource(data, tokenizer, 0).next(1)
     assert ("Box it." in tokenizer.decode(prompt.token_ids)) == bool(added)
+
+
+def held_out(path: Path, name: str = "b", **keys) -> BenchmarkRecipe:
+    return BenchmarkRecipe(name=name, path=str(path), **keys)
+
+
+def test_benchmark_questions_in_the_training_data_are_counted(tokenizer, tmp_path):
+    """However a copy writes white space and formulas; a sum of other numbers is another question."""
+    formula = ("Compute $1 + 2$.", "3", 1.0)
+    train = write_deepmath(tmp_path / "train.parquet", [*sums(20), ("Compute  \\(1+2\\).", "3", 1.0)])
+    test = write_deepmath(
+        tmp_path / "test.parquet", [*sums(4, start=18), formula, ("Compute $1-2$.", "-1", 1.0)]
+    )
+    clean = write_deepmath(tmp_path / "clean.parquet", sums(4, start=50))
+    prompts = PromptSource(recipe(source(train, "mixed"), source(clean, "clean")), tokenizer, 0)
+    (found,) = prompts.overlaps([held_out(test)])
+    assert found.startswith("data source mixed holds 3 of the 6 questions of benchmark b: ")
+    assert prompts.overlaps([held_out(clean, limit=2)]) == [
+        "data source clean holds 2 of the 2 questions of benchmark b "
+        f"({clean} and {clean} have 1 equal file): its accuracy is one of training; leave them out "
+        "(data.sources[].exclude)"
+    ]
+    assert prompts.overlaps([]) == []
+
+
+def test_a_copy_of_the_benchmarks_file_is_noticed_by_its_bytes_unless_filters_leave_it_out(
+    tokenizer, tmp_path
+):
+    train = write_deepmath(tmp_path / "train" / "a.parquet", sums(3))
+    copy = tmp_path / "test.parquet"
+    copy.write_bytes(train.read_bytes())
+    data = recipe(source(train.parent))
+    (found,) = read_overlaps(data, [held_out(copy)])
+    assert "holds 3 of the 3" in found
+    assert "have 1 equal file)" in found
+    excluded = tmp_path / "exclude.txt"
+    excluded.write_text("".join(f"{question}\n" for question, *_ in sums(2)))
+    (found,) = read_overlaps(recipe(source(train.parent, exclude=str(excluded))), [held_out(copy)])
+    assert "holds 1 of the 3" in found
+    assert read_overlaps(recipe(source(train, exclude=str(excluded))), [held_out(copy, limit=2)]) == []
 
 
 def test_benchmark_limit_takes_the_first(tokenizer, tmp_path):

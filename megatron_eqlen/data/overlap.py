@@ -1,0 +1,83 @@
+"""Finds benchmark questions in the training data: an accuracy on them does not measure what was learnt."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+from megatron_eqlen.data.prepared import PreparedRows, Selection, sha256
+from megatron_eqlen.data.rows import Problem, Tally
+from megatron_eqlen.data.sources import has_filters, open_source, read_problems
+from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, SourceRecipe
+
+_MARKUP = re.compile(r"\s+|\$|\\[()\[\],;:! ]")
+"""White space and the marks around and within formulas, which copies of a question write differently."""
+
+
+def overlaps(
+    sources: Iterable[tuple[SourceRecipe, Sequence[Problem]]], benchmarks: Sequence[BenchmarkRecipe]
+) -> list[str]:
+    """A sentence for each source and benchmark that have questions, or a whole file, in common.
+
+    Questions are compared without white space, markup of formulas and case.
+    """
+    asked = {benchmark.name: _benchmark_questions(benchmark) for benchmark in benchmarks}
+    wanted = set().union(*asked.values())
+    sentences = []
+    for source, rows in sources:
+        held = wanted.intersection(map(_normalized, _questions(rows))) if wanted else set()
+        for benchmark in benchmarks:
+            shared = len(held & asked[benchmark.name])
+            files = _shared_files(Path(source.path), Path(benchmark.path))
+            if shared or (files and not has_filters(source)):
+                sentences.append(_sentence(source, benchmark, shared, len(asked[benchmark.name]), files))
+    return sentences
+
+
+def read_overlaps(data: DataRecipe, benchmarks: Sequence[BenchmarkRecipe]) -> list[str]:
+    """``overlaps`` of a recipe's data, which is read for it."""
+    return overlaps(((source, open_source(source, Tally())) for source in data.sources), benchmarks)
+
+
+def _sentence(source: SourceRecipe, benchmark: BenchmarkRecipe, shared: int, asked: int, files: int) -> str:
+    text = f"data source {source.name} holds {shared} of the {asked} questions of benchmark {benchmark.name}"
+    if files:
+        text += f" ({source.path} and {benchmark.path} have {files} equal file{'s' * (files > 1)})"
+    return text + ": its accuracy is one of training; leave them out (data.sources[].exclude)"
+
+
+def _benchmark_questions(benchmark: BenchmarkRecipe) -> set[str]:
+    problems = islice(read_problems(benchmark, Tally()), benchmark.limit)
+    return {_normalized(problem.question) for problem in problems}
+
+
+def _questions(rows: Sequence[Problem]) -> Iterator[str]:
+    """The questions of ``rows``; golds of a prepared file stay unread."""
+    read = rows.without_golds() if isinstance(rows, PreparedRows | Selection) else rows
+    return (row.question for row in read)
+
+
+def _normalized(question: str) -> str:
+    return _MARKUP.sub("", unicodedata.normalize("NFKC", question)).casefold()
+
+
+def _shared_files(source: Path, benchmark: Path) -> int:
+    """Number of the benchmark's files that the source has too, at the same path or with the same bytes."""
+    ours = {file.resolve() for file in _files(source)}
+    sizes = {file.stat().st_size for file in ours}
+    shared = 0
+    for file in _files(benchmark):
+        size = file.stat().st_size
+        if file.resolve() in ours:
+            shared += 1
+        elif size in sizes:
+            digest = sha256(file)
+            shared += any(sha256(other) == digest for other in ours if other.stat().st_size == size)
+    return shared
+
+
+def _files(path: Path) -> list[Path]:
+    return [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
