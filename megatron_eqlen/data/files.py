@@ -32,6 +32,12 @@ UTF8_MARK = b"\xef\xbb\xbf"
 def find_files(path: Path, *patterns: str) -> list[Path]:
     """``path`` itself if it is a file, else the files below it of the first pattern that has any, sorted."""
     if path.is_file():
+        kinds = {Path(pattern).suffix for pattern in patterns}
+        if path.suffix == ".parquet" and ".parquet" not in kinds:
+            expected = " or ".join(sorted(kinds))
+            raise ValueError(
+                f"{path}: this reader expects {expected}, found a parquet file: name another reader"
+            )
         return [path]
     if not path.is_dir():
         raise ValueError(f"{path}: no such file or folder")

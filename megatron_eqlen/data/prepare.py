@@ -97,7 +97,7 @@ def _write(
             progress(tally)
         if not tally.kept:
             checks.path.unlink()
-            raise ValueError(f"{source.path}: no usable row: {tally.report()}")
+            raise ValueError(f"{source.path}: no usable row: {tally.summary(0)}")
         return tally, writer.finish()
     except BaseException:
         writer.abandon()

@@ -9,6 +9,7 @@ reason, and replaced by the next one of the same source.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any
@@ -24,6 +25,8 @@ from megatron_eqlen.metrics import PROMPTS_DRAWN
 from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, SourceRecipe
 from megatron_eqlen.rewards.math.grader import MathGrader
 from megatron_eqlen.types import Metrics, Prompt
+
+log = logging.getLogger(__name__)
 
 
 class LongPrompt(BadRow):
@@ -88,6 +91,9 @@ class _Source:
         none of the source's rows does."""
         while True:
             if self.position == len(self.rows):
+                if self.epoch == 0 and self.refused:
+                    summary = self.tally.summary(self.tally.kept)
+                    log.warning("data source %s: after its first epoch %s", self.name, summary)
                 self.epoch, self.position = self.epoch + 1, 0
                 self._order = self._shuffled()
             number = int(self._order[self.position])
@@ -131,7 +137,7 @@ class _Source:
         self.tally.drop(f"{self.name}/{row.row_id}", bad.reason, bad.detail)
         self.refused.add(number)
         if len(self.refused) == len(self.rows):
-            raise ValueError(f"data source {self.name}: no usable row: {self.tally.report()}")
+            raise ValueError(f"data source {self.name}: no usable row: {self.tally.summary(0)}")
 
     def _shuffled(self) -> np.ndarray:
         if not self._shuffle:

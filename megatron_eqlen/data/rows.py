@@ -38,7 +38,7 @@ class Problem:
 
 @dataclass
 class Tally:
-    """Rows kept, and rows left out by reason; the first of each reason is logged."""
+    """Rows kept, and rows left out by reason; the first of each reason is logged as it is found."""
 
     kept: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
@@ -47,6 +47,14 @@ class Tally:
         if not self.dropped[reason]:
             log.warning("%s: left out: %s%s", where, reason, f" ({detail})" if detail else "")
         self.dropped[reason] += 1
+
+    def summary(self, kept: int) -> str:
+        """How many rows were left out beside ``kept`` ones, the most frequent reason first."""
+        left_out = self.dropped.total()
+        if not kept + left_out:
+            return "the files hold no row"
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in self.dropped.most_common())
+        return f"{left_out:,} of {kept + left_out:,} rows are left out" + f": {reasons}" * bool(reasons)
 
     def report(self) -> dict[str, int]:
         return {"kept": self.kept} | {

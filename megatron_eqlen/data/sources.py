@@ -38,7 +38,9 @@ def open_source(source: SourceRecipe, tally: Tally) -> Sequence[Problem]:
     """
     rows = _open_prepared(source, tally) if source.reader == "prepared" else list(read_source(source, tally))
     if not rows:
-        raise ValueError(f"data source {source.name}: {source.path}: no usable row: {tally.report()}")
+        raise ValueError(f"data source {source.name}: {source.path}: no usable row: {tally.summary(0)}")
+    if tally.dropped:
+        log.warning("data source %s: %s", source.name, tally.summary(len(rows)))
     return rows
 
 

@@ -334,7 +334,9 @@ def test_bad_tests_in_plain_rows_are_left_out_with_file_row_and_reason(tmp_path,
         in caplog.text
     )
     write(path, rows[:-1])
-    with pytest.raises(ValueError, match=r"code.jsonl: no usable row: .*'dropped/bad_tests': 15"):
+    with pytest.raises(
+        ValueError, match=r"code.jsonl: no usable row: 15 of 15 rows are left out: 15 bad_tests"
+    ):
         open_source(SourceRecipe(name="s", reader="jsonl", path=str(path)), Tally())
 
 

@@ -222,11 +222,44 @@ def test_what_is_left_out_is_counted_by_reason(tokenizer, tmp_path):
     prompts.close()
 
 
+def test_rows_left_out_are_totalled_when_a_source_is_read_and_after_its_first_epoch(
+    tokenizer, tmp_path, caplog
+):
+    rows = [*sums(5), *sums(2), ("Long " * 500, "5", 3.0), (None, "4", 3.0)]
+    file = write_deepmath(tmp_path / "train-0.parquet", rows)
+    prompts = PromptSource(recipe(source(file), max_prompt_length=200), tokenizer, 0)
+    assert "data source deepmath: 3 of 9 rows are left out: 2 duplicate, 1 wrong_type" in caplog.text
+    prompts.next(5)
+    assert "after its first epoch" not in caplog.text
+    prompts.next(10)
+    expected = "after its first epoch 4 of 9 rows are left out: 2 duplicate, 1 wrong_type, 1 too_long"
+    assert caplog.text.count(expected) == 1
+
+
+def test_a_file_without_rows_says_so(tokenizer, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n\n")
+    with pytest.raises(ValueError, match=r"rows.jsonl: no usable row: the files hold no row$"):
+        PromptSource(recipe(source(file, reader="jsonl")), tokenizer, 0)
+
+
+@pytest.mark.parametrize("reader", ["jsonl", "livecodebench"])
+def test_a_parquet_file_under_a_reader_of_json_is_refused(tokenizer, tmp_path, reader):
+    file = write_deepmath(tmp_path / "train-0.parquet", sums(3))
+    with pytest.raises(
+        ValueError, match=r"train-0.parquet: this reader expects .jsonl, found a parquet file: name another"
+    ):
+        benchmark = BenchmarkRecipe(
+            name="b", reader=reader, path=str(file), since="2025-02-01", until="2025-05-31"
+        )
+        read_benchmark(benchmark, recipe(source(file)), tokenizer)
+
+
 def test_a_source_without_a_usable_row_says_why(tokenizer, tmp_path):
     file = write_deepmath(tmp_path / "train-0.parquet", sums(3))
-    with pytest.raises(ValueError, match=r"no usable row.*dropped/difficulty': 3"):
+    with pytest.raises(ValueError, match=r"no usable row: 3 of 3 rows are left out: 3 difficulty"):
         PromptSource(recipe(source(file, min_difficulty=100.0)), tokenizer, 0)
-    with pytest.raises(ValueError, match=r"no usable row.*dropped/too_long': 3"):
+    with pytest.raises(ValueError, match=r"no usable row: 3 of 3 rows are left out: 3 too_long"):
         PromptSource(recipe(source(file), max_prompt_length=3), tokenizer, 0).next(1)
 
 
