@@ -1,4 +1,5 @@
 """Pictures to scale, as SVG without a style of its own: a rollout, and who worked when in the last steps.
+Places along the width are percentages, so that text keeps its size on a narrow screen.
 
 In a rollout the trunk is one row, and under each B_i stands its leaf A_i. A_i and B_i begin at the same
 position and are equally long, so leaves never overlap. While a stream is harvested, its two open tracks stand
@@ -14,7 +15,8 @@ from megatron_eqlen.report.format import compact
 from megatron_eqlen.report.metrics import SPANS, Records
 from megatron_eqlen.report.rollouts import RolloutView, SegmentView
 
-WIDTH, PROMPT, ROW, GAP = 800, 30, 20, 8
+PROMPT, ROW, GAP = 4.0, 20, 8
+"""Width of the prompt's box in percent; pixels of a row, and between rows."""
 
 STEPS = 4
 LANES = {
@@ -24,15 +26,16 @@ LANES = {
 }
 STAGES = tuple(stage for lane in LANES.values() for stage in lane)
 """In the order of their colours."""
-LEFT, LANE, BOTTOM = 70, 26, 20
+LEFT, LANE, BOTTOM = 14.0, 26, 20
+"""Percent left of the spans; pixels of a lane, and below all of them."""
 
 
 def draw(rollout: RolloutView) -> str:
     """A rollout; widths are tokens, colours the segments' roles."""
     rows = _rows(rollout)
     end = max((segment.inherited + segment.length for row in rows for segment in row), default=1)
-    scale = (WIDTH - PROMPT - 2) / max(end, 1)
-    parts = [_box("prompt", 0, 0, PROMPT - 2, "q", "the prompt")]
+    scale = (100 - PROMPT) / max(end, 1)
+    parts = [_box("prompt", 0, 0, PROMPT, "q", "the prompt")]
     for number, row in enumerate(rows):
         parts += [_segment(segment, number, scale) for segment in row]
     return _svg("stream", rollout.title, parts, len(rows) * (ROW + GAP) or ROW)
@@ -46,24 +49,24 @@ def _rows(rollout: RolloutView) -> list[list[SegmentView]]:
 
 
 def _segment(segment: SegmentView, row: int, scale: float) -> str:
-    left, top = PROMPT + segment.inherited * scale, row * (ROW + GAP)
-    fork = ""
-    if row:
-        fork = f'<path class="fork" d="M{left:.1f} {ROW / 2} V{top + ROW / 2} h3"/>'
+    left, top, width = PROMPT + segment.inherited * scale, row * (ROW + GAP), segment.length * scale
+    fork = _line("fork", left, ROW, top) if row else ""
     reward = "" if segment.reward is None else f", reward {compact(segment.reward)}"
     title = f"{segment.label}: {segment.length} tokens{reward}"
-    end = ""
-    if segment.end == "stop":
-        end = f'<path class="end" d="M{left + segment.length * scale - 2:.1f} {top} v{ROW}"/>'
-    return fork + _box(segment.role, left, top, segment.length * scale, segment.label, title) + end
+    end = _line("end", left + width, top, top + ROW) if segment.end == "stop" else ""
+    return fork + _box(segment.role, left, top, width, segment.label, title) + end
 
 
 def _box(role: str, left: float, top: float, width: float, label: str, title: str) -> str:
-    text = f'<text x="{left + 6:.1f}" y="{top + 14}">{escape(label)}</text>' if width > 8 * len(label) else ""
+    place = f'x="{left:.2f}%" y="{top}" width="{width:.2f}%" height="{ROW}"'
     return (
-        f'<g><title>{escape(title)}</title><rect class="{role}" x="{left + 1:.1f}" y="{top}" '
-        f'width="{max(width - 2, 1):.1f}" height="{ROW}" rx="3"/>{text}</g>'
+        f'<g><title>{escape(title)}</title><rect class="{role}" {place} rx="3"/>'
+        f'<svg {place}><text x="6" y="14">{escape(label)}</text></svg></g>'
     )
+
+
+def _line(kind: str, x: float, top: float, bottom: float) -> str:
+    return f'<line class="{kind}" x1="{x:.2f}%" x2="{x:.2f}%" y1="{top}" y2="{bottom}"/>'
 
 
 def timeline(records: Records) -> tuple[list[tuple[str, str]], str]:
@@ -77,25 +80,24 @@ def timeline(records: Records) -> tuple[list[tuple[str, str]], str]:
     for span in spans:
         seconds[span["stage"]] += span["ended"] - span["began"]
     first, last = min(span["began"] for span in spans), max(record["time"] for record in shown)
-    scale, bottom = (WIDTH - LEFT - 24) / max(last - first, 1e-9), LANE * len(LANES)
+    scale, bottom = (97 - LEFT) / max(last - first, 1e-9), LANE * len(LANES)
 
     def place(moment: float) -> float:
         return LEFT + (moment - first) * scale
 
     parts = [
-        f'<text x="{LEFT - 6}" y="{LANE * (number + 0.6):.0f}" class="lane">{name}</text>'
-        for number, name in enumerate(LANES)
+        f'<text x="0" y="{LANE * (number + 0.6):.0f}">{name}</text>' for number, name in enumerate(LANES)
     ]
     for record in shown:
-        x = f"{place(record['time']):.1f}"
-        parts.append(f'<line x1="{x}" x2="{x}" y1="0" y2="{bottom}"/>')
-        parts.append(f'<text x="{x}" y="{bottom + 14}" class="ended">step {record["step"]}</text>')
+        end = place(record["time"])
+        parts.append(_line("step", end, 0, bottom))
+        parts.append(f'<text x="{end:.2f}%" y="{bottom + 14}" class="ended">step {record["step"]}</text>')
     for span in spans:
         lane = next(number for number, stages in enumerate(LANES.values()) if span["stage"] in stages)
         left, right = place(span["began"]), place(span["ended"])
         parts.append(
-            f'<rect class="c{STAGES.index(span["stage"])}" x="{left:.1f}" y="{LANE * lane + 4}" '
-            f'width="{max(right - left, 0.5):.1f}" height="{LANE - 8}">'
+            f'<rect class="c{STAGES.index(span["stage"])}" x="{left:.2f}%" y="{LANE * lane + 4}" '
+            f'width="{max(right - left, 0.1):.2f}%" height="{LANE - 8}">'
             f"<title>{span['stage']}: {compact(span['ended'] - span['began'])} s</title></rect>"
         )
     legend = [(stage, f"{compact(total)} s") for stage, total in seconds.items()]
@@ -104,6 +106,6 @@ def timeline(records: Records) -> tuple[list[tuple[str, str]], str]:
 
 def _svg(kind: str, title: str, parts: Sequence[str], height: int) -> str:
     return (
-        f'<svg class="{kind}" viewBox="0 0 {WIDTH} {height}" role="img" '
+        f'<svg class="{kind}" width="100%" height="{height}" role="img" '
         f'aria-label="{escape(title)}">{"".join(parts)}</svg>'
     )

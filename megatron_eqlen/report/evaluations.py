@@ -21,6 +21,11 @@ class Evaluation:
     """The change since the run's first evaluation of the benchmark, paired by problem; None if there is
     none."""
 
+    @property
+    def when(self) -> str:
+        """``before``, ``step 20`` or ``after``."""
+        return self.label if self.label in ("before", "after") else f"step {self.step}"
+
 
 def evaluations(folder: Path, steps: int) -> list[tuple[str, int, list[EvaluationResult]]]:
     """(label, step, benchmarks' results) of a run that has taken ``steps`` steps, in order: ``before`` is

@@ -40,7 +40,7 @@ def test_a_run_is_waited_for_and_followed_from_its_first_harvest_to_a_text(tmp_p
         stream.feed(2, *tokenizer.encode("nine ten"))
         assert browser.shows("track 3", "#growing")
         assert browser.shows("nine ten", "#growing")
-        assert browser.becomes("document.querySelectorAll('#growing svg path.end').length == 1")
+        assert browser.becomes("document.querySelectorAll('#growing svg line.end').length == 1")
 
         stream.end()
         assert browser.shows("correct 1", "#verdicts")

@@ -60,7 +60,7 @@ def test_the_picture_has_a_bar_for_each_stage_in_its_lane():
     records = [{"step": 1, "time": 104.0, "spans": spans[:4]}, {"step": 2, "time": 107.0, "spans": spans[4:]}]
     legend, picture = timeline([{"step": 0, "time": 99.0}, *records])
     assert legend == [(stage, "1 s") for stage in STAGES]
-    bars = re.findall(r'<rect class="c(\d)" x="([\d.]+)" y="(\d+)" width="([\d.]+)"', picture)
+    bars = re.findall(r'<rect class="c(\d)" x="([\d.]+)%" y="(\d+)" width="([\d.]+)%"', picture)
     assert [int(colour) for colour, *_ in bars] == list(range(len(STAGES)))
     lanes = [number for number, stages in enumerate(LANES.values()) for _ in stages]
     rows = sorted({int(y) for _, _, y, _ in bars})
