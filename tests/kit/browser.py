@@ -75,6 +75,18 @@ class Browser:
     def open(self, address: str) -> None:
         self.ask("Page.navigate", url=address)
 
+    def look(self, width: int, height: int = 2000, dark: bool = False) -> None:
+        """Set the size of the window and the scheme of colours."""
+        self.ask(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.ask("Emulation.setEmulatedMedia", features=[scheme])
+
     def value(self, expression: str) -> Any:
         """Of a JavaScript expression, or what its promise brings."""
         told = self.ask("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
