@@ -131,7 +131,7 @@ def _add_training(verbs: Verbs) -> None:
 
     check = _add(verbs, "check", "what is installed and works here, and what a recipe lacks")
     check.add_argument("recipe", type=Path, nargs="?", help="recipe file (YAML); default: none in particular")
-    check.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=OVERRIDES_HELP)
+    check.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help=OVERRIDES_HELP)
     check.add_argument("--short", action="store_true", help="what takes seconds; print what is not ok")
 
 
@@ -181,8 +181,10 @@ def _add_sweep(verbs: Verbs) -> None:
     about = "run recipes x methods x seeds at equal cost, then make tables and figures; resumes like train"
     sweep = _add(verbs, "sweep", about)
     sweep.add_argument("sweep", type=Path, help="sweep file (YAML), for example recipes/paper_tables.yaml")
-    sweep.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="override recipe keys of all runs")
-    sweep.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (default 1)")
+    sweep.add_argument(
+        "overrides", nargs="*", default=[], metavar="KEY=VALUE", help="override recipe keys of all runs"
+    )
+    sweep.add_argument("--jobs", type=_positive, default=1, metavar="N", help="runs at a time (default 1)")
     instead = sweep.add_mutually_exclusive_group()
     instead.add_argument("--dry-run", action="store_true", help="print the runs and what they may spend")
     instead.add_argument("--tables", action="store_true", help="only make tables of the runs that have ended")
@@ -208,12 +210,18 @@ def _add_inspect(verbs: Verbs) -> None:
     inspect.add_argument(
         "--recipe", type=Path, help="recipe they were trained with (default: recipe.yaml of their run)"
     )
-    inspect.add_argument("--limit", type=int, default=5, help="rollouts to print (default 5)")
+    inspect.add_argument("--limit", type=_positive, default=5, help="rollouts to print (default 5)")
     inspect.add_argument(
         "--worst",
         action="store_true",
         help="print the token of each step about which trainer and engine disagree most, the worst first",
     )
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"expected a number from 1 on, found {text!r}")
+    return int(text)
 
 
 def _add(verbs: Verbs, name: str, text: str) -> argparse.ArgumentParser:
@@ -223,7 +231,7 @@ def _add(verbs: Verbs, name: str, text: str) -> argparse.ArgumentParser:
 
 def _add_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", type=Path, help="recipe file (YAML)")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=OVERRIDES_HELP)
+    parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help=OVERRIDES_HELP)
 
 
 if __name__ == "__main__":

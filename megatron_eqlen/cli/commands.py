@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_eqlen.files import refuse_existing
+from megatron_eqlen.files import refuse_existing, refuse_unwritable
 from megatron_eqlen.objectives.recipes import load, remarks
 from megatron_eqlen.processes.interrupts import Interrupts, watch
 from megatron_eqlen.recipe import Recipe, RecipeError, layout
@@ -87,6 +87,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     overrides = [*arguments.overrides, *([f"model.path={arguments.model}"] if arguments.model else [])]
     recipe = load(arguments.recipe, overrides)
     refuse_existing(arguments.out)
+    refuse_unwritable(arguments.out.parent)
 
     def work() -> None:
         from megatron_eqlen.run.loop import evaluate_only
@@ -128,6 +129,7 @@ def status(arguments: argparse.Namespace) -> int:
 
 
 def compare(arguments: argparse.Namespace) -> int:
+    _must_exist(*arguments.runs)
     from megatron_eqlen.report.compare import compare_runs
 
     compare_runs(arguments.runs, arguments.baseline, arguments.interval, arguments.json)
@@ -152,15 +154,19 @@ def sweep(arguments: argparse.Namespace) -> int:
 
 
 def inspect(arguments: argparse.Namespace) -> int:
-    for path in (arguments.streams, arguments.model):
-        if not path.exists():
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    _must_exist(arguments.streams, arguments.model)
     from megatron_eqlen.report.text import print_rollouts, print_worst
 
     recipe = load(arguments.recipe) if arguments.recipe else None
     show = print_worst if arguments.worst else print_rollouts
     show(arguments.streams, arguments.model, arguments.limit, recipe)
     return 0
+
+
+def _must_exist(*paths: Path) -> None:
+    for path in paths:
+        if not path.exists():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
 def _on_ranks(recipe: Recipe, work: Callable[[], None], stop: Path | None = None) -> int:

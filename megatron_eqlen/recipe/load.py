@@ -33,6 +33,8 @@ def load(path: str | Path, overrides: Sequence[str] = (), checks: Sequence[Check
     that is only read again, for a report, needs none.
     """
     raw = read_yaml(Path(path))
+    if raw.keys() >= {"recipes", "methods"}:
+        raise RecipeError(f"{path}: expected a recipe, found a sweep of several: eqlen sweep {path}")
     changed = copy.deepcopy(raw)
     for override in overrides:
         _apply(changed, override)
@@ -100,7 +102,8 @@ def read_yaml(path: Path, schema: type[Section] = Recipe, seen: tuple[Path, ...]
     if path.resolve() in seen:
         raise RecipeError(f"{path}: extends itself through {' -> '.join(map(str, seen))}")
     if not path.is_file():
-        raise RecipeError(f"{path}: no such recipe file")
+        extends = f" ({seen[-1]} extends it)" if seen else ""
+        raise RecipeError(f"{path}: no such recipe file{extends}")
     try:
         raw = read_value(path.read_text(encoding="utf-8"), schema)
     except UnicodeDecodeError as error:
@@ -108,7 +111,8 @@ def read_yaml(path: Path, schema: type[Section] = Recipe, seen: tuple[Path, ...]
     except yaml.YAMLError as error:
         raise RecipeError(f"{path}: not valid YAML: {in_one_line(error)}") from None
     if not isinstance(raw, dict):
-        raise RecipeError(f"{path}: expected keys and values, found {type(raw).__name__}")
+        found = "nothing" if raw is None else f"{type(raw).__name__} {raw!r}"[:80]
+        raise RecipeError(f"{path}: expected keys and values, found {found}")
     base = raw.pop("extends", None)
     if base is None:
         return raw

@@ -74,6 +74,8 @@ class SweepRecipe(Section):
 def load_sweep(path: Path) -> SweepRecipe:
     """The checked sweep in ``path``, its recipes' paths as seen from here. Raises RecipeError."""
     raw = read_yaml(path, SweepRecipe)
+    if "model" in raw:
+        raise RecipeError(f"{path}: expected a sweep (recipes, methods), found a recipe: eqlen train {path}")
     try:
         sweep = SweepRecipe.model_validate(raw)
     except ValidationError as error:

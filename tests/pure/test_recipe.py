@@ -450,6 +450,47 @@ def test_overrides_may_stand_after_options(capsys):
 
 
 @pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["train", "{here}/extends.yaml"],
+            "nope.yaml: no such recipe file ({here}/extends.yaml extends it)",
+        ),
+        (["train", "{here}/empty.yaml"], "{here}/empty.yaml: expected keys and values, found nothing"),
+        (["train", "{recipes}/paper_tables.yaml"], "found a sweep of several: eqlen sweep {recipes}/paper"),
+        (["sweep", "{recipes}/tiny_cpu.yaml"], "found a recipe: eqlen train {recipes}/tiny_cpu.yaml"),
+        (["compare", "nope"], "eqlen compare: nope: No such file or directory"),
+        (
+            ["evaluate", "{recipes}/tiny_cpu.yaml", "--out", "{here}/empty.yaml/x"],
+            "empty.yaml: Not a directory",
+        ),
+        (["harvest", "{recipes}/tiny_cpu.yaml", "--out", "{here}/empty.yaml"], "empty.yaml: Not a directory"),
+    ],
+)
+def test_a_mistaken_command_is_told_what_is_wrong_in_one_line(capsys, tmp_path, words, message):
+    (tmp_path / "extends.yaml").write_text("extends: nope.yaml\n")
+    (tmp_path / "empty.yaml").touch()
+    named = {"here": tmp_path, "recipes": RECIPES}
+    assert cli.main([word.format(**named) for word in words]) == 2
+    error = capsys.readouterr().err
+    assert message.format(**named) in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train"], "the following arguments are required: recipe\n"),
+        (["sweep", "s.yaml", "--jobs", "0"], "argument --jobs: expected a number from 1 on, found '0'\n"),
+    ],
+)
+def test_what_is_not_required_or_possible_is_not_asked_for(capsys, words, message):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(words)
+    assert capsys.readouterr().err.endswith(message)
+
+
+@pytest.mark.parametrize(
     ("words", "hint"),
     [
         (
