@@ -62,6 +62,7 @@ HARVEST_SLOT_OCCUPANCY = "harvest/slot_occupancy"
 HARVEST_OVERHEAD_SECONDS_PER_STEP = "harvest/overhead_seconds_per_step"
 HARVEST_FORKS = "harvest/forks"
 HARVEST_ROUTE_BYTES = "harvest/route_bytes"
+HARVEST_REROUTED_TOKENS = "harvest/rerouted_tokens"
 HARVEST_RECOMPUTED_TOKENS_PER_FORK = "harvest/recomputed_tokens_per_fork"
 HARVEST_ENDED_RESPONSE_LENGTH = "harvest/ended_response_length"
 HARVEST_PAIRS_PER_STREAM = "harvest/pairs_per_stream"
@@ -181,6 +182,13 @@ DECLARED = (
     Metric(HARVEST_ENDED_RESPONSE_LENGTH, "tokens", mean("harvest/ended_responses"), "length of one"),
     Metric("harvest/masked_tokens", "tokens", "sum", "recorded with a sampling mask"),
     Metric("harvest/kept_per_token", "tokens", mean("harvest/masked_tokens"), "tokens in a sampling mask"),
+    Metric(HARVEST_REROUTED_TOKENS, "tokens", "sum", "older positions whose experts were chosen again"),
+    Metric(
+        "harvest/rerouted_agreement",
+        "share",
+        mean(HARVEST_REROUTED_TOKENS),
+        "of their experts, what newer weights chose as well",
+    ),
     Metric(HARVEST_ROUTE_BYTES, "bytes", "sum", "of the experts chosen for prompts and generated tokens"),
     Metric("harvest/streams", "streams", "sum", "dual-track subgroups"),
     Metric("harvest/pairs", "pairs", "sum", "equal-length pairs"),

@@ -6,6 +6,14 @@
 
 The driver admits harvesters while the engine has free slots, hands each its tokens, submits its forks at
 once, submits lost requests again, and stops at the token or time budget.
+
+With ``rollout.keep_routes`` a path has one row of routes for each position: that of the newest prefill. A
+request under new weights (of a rollout that an earlier step began, or lost across a weight sync) computes the
+whole path again, and the new tokens rest on the experts that the new weights chose for it; so the request
+brings these rows, and they replace the older ones. The older tokens of the path have log-probs from older
+experts. Their ratio trainer / engine compares two policies, and the routers belong to the policy: the new
+weights with the experts that they choose are the policy that is trained, and the old weights with theirs the
+one that sampled. The new weights with the experts of old ones are neither.
 """
 
 from __future__ import annotations
@@ -13,6 +21,9 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
 
 from megatron_eqlen.processes.watchdog import beat
 from megatron_eqlen.rollout.engine import Decoder, EngineError
@@ -23,7 +34,18 @@ from megatron_eqlen.sampling.track import Track, rollout_of
 from megatron_eqlen.types import Delta, Rollout, RolloutKey, Routes
 
 MAX_ATTEMPTS = 4
-"""Attempts per track. A track that is lost so often means that the engine fails."""
+"""Attempts per track and policy version. A track that is lost so often means that the engine fails."""
+
+PROMPT = -1
+"""Stands for the prompt among the numbers of parts."""
+
+
+class RouteRequest(NamedTuple):
+    """What a request brings of its path."""
+
+    rows: int
+    version: int
+    """Policy version that computes them."""
 
 
 class Driver:
@@ -41,8 +63,13 @@ class Driver:
         self.running: dict[RolloutKey, Harvester] = {}
         self.in_flight: dict[str, tuple[Track, RolloutKey]] = {}
         """Tracks that the engine decodes, by request id."""
-        self.prompt_route_requests: dict[RolloutKey, str] = {}
-        """Request that brings the routes of a rollout's prompt."""
+        self.route_requests: dict[str, RouteRequest] = {}
+        """Requests in flight that bring routes of their path."""
+        self.route_versions: dict[RolloutKey, dict[int, int]] = {}
+        """Policy version whose prefill chose the routes of a part, by its number or ``PROMPT``, where that is
+        not the one that sampled its tokens."""
+        self.losses: Counter[tuple[str, int]] = Counter()
+        """Lost requests by track and policy version."""
         self.generated: Counter[RolloutKey] = Counter()
         """Tokens that this step generated for each running harvester, in tracks that have ended."""
         self.launched: dict[RolloutKey, list[Track]] = {}
@@ -118,6 +145,8 @@ class Driver:
         if track.name in self.recorded_tracks:
             track.resume(self.recorded_tracks[track.name])
             track.prompt_routes = harvester.prompt_routes
+            if self.rollout.keep_routes and self.ended_on_older_routes(track):
+                track.reopen()
         if self.rollout.keep_routes and track.keeps_columns and len(track.routes) != len(track):
             raise EngineError(
                 f"track {track.name}: expected routes of the {len(track)} tokens that it had before, found "
@@ -134,18 +163,78 @@ class Driver:
         """Submit the rest of a track as a request."""
         self.in_flight[track.request_id] = (track, key)
         self.meter.launched(track)
-        prompt_rows = self.prompt_route_rows(track, key)
-        self.engine.submit(track.request_id, track.path, track.remaining, track.seed, prompt_rows)
+        route_rows = self.request_routes(track, key)
+        self.engine.submit(track.request_id, track.path, track.remaining, track.seed, route_rows)
 
-    def prompt_route_rows(self, track: Track, key: RolloutKey) -> int:
-        """Return the number of rows of prompt routes that a track's request brings: the first request of a
-        rollout brings all, the others none."""
-        harvester = self.running[key]
-        asked = key in self.prompt_route_requests or harvester.prompt_routes is not None
-        if not self.rollout.keep_routes or asked:
+    def request_routes(self, track: Track, key: RolloutKey) -> int:
+        """Return the number of rows of routes that a track's request brings of its path: of the prompt for
+        the first request of a rollout, of all positions where older weights chose some of the routes."""
+        if not self.rollout.keep_routes:
             return 0
-        self.prompt_route_requests[key] = track.request_id
-        return len(harvester.prompt.token_ids) - 1
+        version, prompt = self.engine.policy_version, self.running[key].prompt
+        versions = self.route_versions.setdefault(key, {})
+        if self.has_older_routes(track, key, version):
+            rows = len(track.path) - 1
+        elif self.running[key].prompt_routes is None and PROMPT not in versions:
+            rows = len(prompt.token_ids) - 1
+        else:
+            return 0
+        versions[PROMPT] = version
+        self.route_requests[track.request_id] = RouteRequest(rows, version)
+        return rows
+
+    def has_older_routes(self, track: Track, key: RolloutKey, version: int) -> bool:
+        """Return True if weights other than those of ``version`` chose routes of a track's path."""
+        harvester, versions = self.running[key], self.route_versions[key]
+        resumed = harvester.prompt_routes is not None and key in self.partial
+        if versions.get(PROMPT, -1 if resumed else version) != version:
+            return True
+        if any(sampled_by != version for _, sampled_by in track.runs):
+            return True
+        return any(
+            versions[part.number] != version
+            if part.number in versions
+            else any(sampled_by != version for _, sampled_by in part.segment.versions)
+            for _, part, _ in harvester.parts_along(track)
+        )
+
+    def ended_on_older_routes(self, track: Track) -> bool:
+        """Return True if the weights in use continued and ended a track that older weights had begun: the
+        journal has its tokens, but not the routes that the weights in use chose for the older ones."""
+        versions = {version for _, version in track.runs}
+        current = self.engine.policy_version
+        return track.finish_reason is not None and len(versions) > 1 and track.runs[-1][1] == current
+
+    def take_routes(self, track: Track, key: RolloutKey, delta: Delta) -> None:
+        """Take the routes of a track's path from the first tokens of a request that brings them."""
+        request = self.route_requests.pop(delta.request_id)
+        rows = _asked_routes(delta, request.rows)
+        harvester, versions = self.running[key], self.route_versions[key]
+        prompt = len(harvester.prompt.token_ids)
+        older, newer = [], []
+        # prompt
+        if harvester.prompt_routes is not None:
+            older.append(harvester.prompt_routes)
+            newer.append(rows[: prompt - 1])
+        track.prompt_routes = harvester.prompt_routes = rows[: prompt - 1]
+        # finished parts
+        for start, part, shared in harvester.parts_along(track):
+            first = prompt - 1 + start
+            if first + shared > len(rows):
+                continue
+            versions[part.number] = request.version
+            if (known := part.segment.routes) is not None:
+                part.segment.routes = np.concatenate([rows[first : first + shared], known[shared:]])
+                older.append(known[:shared])
+                newer.append(rows[first : first + shared])
+        # the track's own tokens
+        own = rows[len(track.context) - 1 :]
+        if len(own) and track.keeps_columns:
+            older.append(track.routes[: len(own)])
+            newer.append(own)
+            track.routes.replace(own)
+        if older:
+            self.meter.rerouted(np.concatenate(older), np.concatenate(newer))
 
     def deliver(self, deltas: list[Delta]) -> list[RolloutKey]:
         """Hand tokens to their tracks; return the keys of harvesters that can now decide something."""
@@ -157,12 +246,9 @@ class Driver:
                 continue
             track, key = entry
             _check_delta(track, delta, self.rollout.keep_routes)
-            # routes of the prompt
-            if delta.token_ids and self.prompt_route_requests.get(key) == delta.request_id:
-                track.prompt_routes = self.running[key].prompt_routes = _prompt_routes(
-                    delta, len(self.running[key].prompt.token_ids) - 1
-                )
-                del self.prompt_route_requests[key]
+            # routes of the path
+            if delta.token_ids and delta.request_id in self.route_requests:
+                self.take_routes(track, key, delta)
             # tokens
             tokens += len(delta.token_ids)
             if delta.num_cached_tokens is not None:
@@ -189,14 +275,15 @@ class Driver:
         """Submit the rest of a request that the engine gave up or ended early. Raises EngineError after
         MAX_ATTEMPTS."""
         del self.in_flight[delta.request_id]
-        if self.prompt_route_requests.get(key) == delta.request_id:
-            del self.prompt_route_requests[key]
+        if self.route_requests.pop(delta.request_id, None) is not None:
+            self.route_versions[key].pop(PROMPT, None)
         track.attempts += 1
         self.meter.retries += 1
-        if track.attempts >= MAX_ATTEMPTS:
+        self.losses[track.name, self.engine.policy_version] += 1
+        if (times := self.losses[track.name, self.engine.policy_version]) >= MAX_ATTEMPTS:
             raise EngineError(
                 f"request {delta.request_id}: finish_reason {delta.finish_reason!r} after "
-                f"{len(track)} of {track.limit} tokens without an end of sequence, {track.attempts} times"
+                f"{len(track)} of {track.limit} tokens without an end of sequence, {times} times"
             )
         self.submit(track, key)
 
@@ -226,7 +313,7 @@ class Driver:
     def take(self, key: RolloutKey, harvester: Harvester) -> tuple[Rollout, int]:
         """Stop running a harvester; return its rollout, and the number of tokens generated for it."""
         self.running.pop(key, None)
-        self.prompt_route_requests.pop(key, None)  # still there if cut before its first token
+        self.route_versions.pop(key, None)
         return harvester.rollout(self.engine.policy_version), self.generated.pop(key, 0)
 
     def finish_decode_step(self, last: bool = False) -> None:
@@ -240,6 +327,7 @@ class Driver:
         for track, key in self.in_flight.values():
             self.generated[key] += len(track)
         self.in_flight.clear()
+        self.route_requests.clear()
         # end running harvesters
         for key, harvester in list(self.running.items()):
             if self.may_suspend(key):
@@ -267,13 +355,14 @@ class Driver:
             observer.rollout_suspended(rollout, generated, tracks)
 
 
-def _prompt_routes(delta: Delta, expected: int) -> Routes:
-    """Return the prompt routes that the request asked for. Raises EngineError where rows are missing."""
+def _asked_routes(delta: Delta, expected: int) -> Routes:
+    """Return the routes of its path that a request asked for. Raises EngineError where rows are missing."""
     assert delta.routes is not None
     found = delta.routes[:0] if delta.prompt_routes is None else delta.prompt_routes
     if len(found) != expected:
         raise EngineError(
-            f"request {delta.request_id}: expected routes of {expected} prompt tokens, found {len(found)}"
+            f"request {delta.request_id}: expected routes of the first {expected} positions of its path, "
+            f"found {len(found)}"
         )
     return found
 

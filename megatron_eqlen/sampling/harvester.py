@@ -7,7 +7,7 @@ tracks ─tokens─► Harvester ─► parts (final, append-only) ─► rollou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -86,6 +86,13 @@ class Harvester(Protocol):
 
     def response(self, part: RolloutPart) -> TokenIds:
         """Return the token ids from after the prompt to the end of ``part``. Any thread may call this."""
+        ...
+
+    def parts_along(self, track: Track) -> Iterator[tuple[int, RolloutPart, int]]:
+        """Yield the finished parts that share positions with the path of ``track``: the part's first position
+        after the prompt, the part, and how many of its rows of routes are of positions on the path. These are
+        all of a part that lies on the path, and the first one of a part that forks off it (the row of a
+        token is that of the position before it)."""
         ...
 
     def open_tracks(self) -> list[tuple[Track, int]]:

@@ -153,6 +153,9 @@ class IndependentGroup:
     def response(self, part: RolloutPart) -> TokenIds:
         return part.segment.token_ids
 
+    def parts_along(self, track: Track) -> Iterator[tuple[int, RolloutPart, int]]:
+        return ((0, part, 1) for part in self.parts)
+
     def open_tracks(self) -> list[tuple[Track, int]]:
         return [(track, 0) for track in self.open.values()]
 

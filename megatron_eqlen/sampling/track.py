@@ -57,6 +57,10 @@ class RouteRows:
             self._width = max(1, int(np.prod(self._row)) * rows.itemsize)
         self._bytes += rows.tobytes()
 
+    def replace(self, rows: Routes) -> None:
+        """Put ``rows`` in the place of the first rows."""
+        self._bytes[: len(rows) * self._width] = rows.tobytes()
+
     def cut(self, end: int) -> None:
         """Drop the rows from number ``end`` on."""
         del self._bytes[end * self._width :]
@@ -184,7 +188,15 @@ class Track:
             self.finish_reason = "stop"
         elif len(self.token_ids) >= self.limit:
             self.finish_reason = "length"
-        end = min(stop + 1, self.limit)
+        self._cut(min(stop + 1, self.limit))
+
+    def reopen(self) -> None:
+        """Drop the last token of a track that has ended, to be generated again."""
+        self.finish_reason = None
+        self._cut(len(self) - 1)
+
+    def _cut(self, end: int) -> None:
+        """Drop the tokens from number ``end`` on."""
         del self.mask_ids[len(self.mask_ids) - sum(self.mask_counts[end:]) :]
         for column in (self.token_ids, self.logprobs, self.mask_counts):
             del column[end:]

@@ -210,6 +210,17 @@ class GrowingTree:
         above = [] if before is None else [self.response(before)]
         return joined([*above, part.segment.token_ids])
 
+    def parts_along(self, track: Track) -> Iterator[tuple[int, RolloutPart, int]]:
+        above, number = [-1], int(track.name.rpartition("/")[2])
+        while (number := self._parent(number)) >= 0:
+            above.append(number)
+        ends = {-1: 0}
+        for part in sorted(self.parts, key=lambda part: part.number):  # a step comes after its parent
+            if part.parent in above:
+                start, on_path = ends[part.parent], part.number in above
+                ends[part.number] = start + len(part.segment)
+                yield start, part, len(part.segment) if on_path else 1
+
     def open_tracks(self) -> list[tuple[Track, int]]:
         return [(track, 0) for track in self.open.values()]
 

@@ -3,6 +3,7 @@ its log-prob is theirs."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator
 
@@ -32,8 +33,14 @@ def sync(engine: ServerEngine, version: int) -> None:
 
 @pytest.fixture(params=["continue", "recompute"])
 def engine(servers, request) -> Iterator[ServerEngine]:
-    """Of servers that have the weights of version 0, before and after."""
-    recipe = server_recipe(list(servers), staleness=1, on_sync=request.param)
+    with opened(servers, on_sync=request.param) as engine:
+        yield engine
+
+
+@contextlib.contextmanager
+def opened(servers, **rollout) -> Iterator[ServerEngine]:
+    """An engine of servers that have the weights of version 0, before and after."""
+    recipe = server_recipe(list(servers), staleness=1, **rollout)
     one = ServerEngine(recipe.model.path, recipe.rollout, [], 200, syncs_first=True)
     sync(one, 0)
     yield one
@@ -105,3 +112,28 @@ def reference(context: list[int], tokens: list[int], before: int, recomputed: bo
             parts.append(model(1)(path[:, held_up_at:], past_key_values=old.past_key_values).logits[0, :-1])
     logprobs = torch.cat(parts).log_softmax(-1)
     return logprobs.gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
+
+
+def test_requests_that_a_recomputing_sync_holds_up_are_lost_and_bring_the_new_routes_of_their_paths(servers):
+    with opened(servers, on_sync="recompute", keep_routes=True) as engine:
+        context, limit, seed = [5, 6, 7, 8] * 10, 100, 3
+        path = list(context)
+        engine.submit("r/0", context, limit, seed)
+        while len(path) < len(context) + 20:
+            path += [token for delta in engine.step() for token in delta.token_ids]
+        sync(engine, 1)
+        lost = [delta for _ in range(20) for delta in engine.step()]
+        assert [(delta.request_id, delta.token_ids, delta.finish_reason) for delta in lost] == [
+            ("r/0", [], "lost")
+        ]
+        engine.submit("r/0~1", path, limit, seed, prompt_routes=len(path) - 1)
+        while not (deltas := [delta for delta in engine.step() if delta.token_ids]):
+            pass
+        rows = deltas[0].prompt_routes
+        engine.abort(["r/0~1"])
+    with torch.no_grad():
+        logits = model(1)(torch.tensor([path]), output_router_logits=True).router_logits
+    chosen = torch.stack(logits, 1)[:-1].topk(rows.shape[-1]).indices  # [positions, layers, experts]
+    same = (chosen[..., None] == torch.from_numpy(rows.astype("int64"))[..., None, :]).any(-1)
+    assert len(rows) == len(path) - 1
+    assert same.double().mean() > 0.97

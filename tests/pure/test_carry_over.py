@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -256,6 +258,51 @@ SIMPLE = {
     "kind": "equal_length", "suffix_reward": "max", "unfinished": "zero", "max_pairs": None, "overlong": 0,
     "seed": 1, "limit": 24, "routes": False,
 }  # fmt: skip
+
+
+class Rerouting(Lockstep):
+    """Chooses experts by the weights that prefill or decode: each row is the policy version."""
+
+    def _with_routes(self, delta, first):
+        delta = super()._with_routes(delta, first)
+        rows = {
+            name: None if found is None else np.full_like(found, self.policy_version)
+            for name, found in (("routes", delta.routes), ("prompt_routes", delta.prompt_routes))
+        }
+        return replace(delta, **rows)
+
+
+def paths_with_rows(rollout: Rollout) -> Iterator[tuple[Segment, np.ndarray]]:
+    """Each segment, and the rows of the positions before it, those of the prompt first."""
+    above = {-1: rollout.prompt_routes}
+    for part in kind_of(rollout).parts(rollout):
+        before = above[-1 if isinstance(rollout, Stream) else part.parent]
+        yield part.segment, before
+        after = np.concatenate([before, part.segment.routes])
+        above[part.number] = after
+        if part.role == "b":
+            above[-1] = after
+
+
+@pytest.mark.parametrize("kills", [(), (4, 12)], ids=["", "killed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_new_tokens_rest_on_routes_of_the_weights_that_prefilled_their_path(
+    kind, kills, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(recorder_module, "INTERVAL", 0.0)
+    monkeypatch.setattr(sys.modules[__name__], "Lockstep", Rerouting)
+    recipe = recipe_of(SIMPLE | {"kind": kind, "routes": True})
+    run = Run(tmp_path, recipe, end=0.1)
+    run.step(0, prompts_of(0, 2), budget=30)
+    assert run.suspended
+    found = run.step(1, [], budget=None, kills=kills)
+    mixed = 0
+    for segment, before in (pair for one in found for pair in paths_with_rows(one)):
+        if segment.versions[-1][1] == 1:
+            assert (before == 1).all()
+            assert (segment.routes == 1).all()
+            mixed += len(segment.versions) > 1
+    assert mixed
 
 
 def test_a_rollout_is_cut_where_it_would_grow_too_old(tmp_path):

@@ -531,8 +531,8 @@ def test_weights_that_change_under_a_harvest_are_noticed():
     [
         ({"routes": None}, "expected a row of routes for each of 1 tokens, found 0"),
         ({"routes": np.zeros((2, 1, 2), np.uint8)}, "expected a row of routes for each of 1 tokens, found 2"),
-        ({"prompt_routes": None}, "expected routes of 1 prompt tokens, found 0"),
-        ({"prompt_routes": np.zeros((2, 1, 2), np.uint8)}, "expected routes of 1 prompt tokens, found 2"),
+        ({"prompt_routes": None}, "of the first 1 positions of its path, found 0"),
+        ({"prompt_routes": np.zeros((2, 1, 2), np.uint8)}, "of the first 1 positions of its path, found 2"),
     ],
 )
 def test_a_row_that_is_missing_or_too_many_is_an_error(found, message):

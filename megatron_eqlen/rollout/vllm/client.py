@@ -348,8 +348,18 @@ class ServerEngine:
         self.pool.post("resume" if self.rollout.staleness else "reset_prefix_cache")
 
     def _pause(self, policy_version: int) -> None:
-        """Stop decoding; what each request gets from now on is of ``policy_version``."""
+        """Stop decoding; what each request gets from now on is of ``policy_version``.
+
+        With ``on_sync: recompute`` and routes, requests are lost instead: whoever submits them again asks for
+        the routes that the new weights choose for their paths. A server that computes a path again in the
+        middle of a request would not send these.
+        """
         recompute = self.rollout.on_sync == "recompute"
+        if recompute and self.rollout.keep_routes:
+            for replica in self.pool.replicas:
+                for request_id in list(replica.requests):
+                    replica.forget(request_id)
+                    self._lose(request_id)
         self.pool.post(f"pause?mode=keep&clear_cache={str(recompute).lower()}")
         sampled: dict[str, int | None] = {}
         for first, *_ in self.pool.rpc("eqlen_sampled_tokens"):

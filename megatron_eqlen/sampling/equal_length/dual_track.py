@@ -14,7 +14,7 @@ twice, and the harvest depends on token sequences alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from megatron_eqlen.sampling.harvester import RolloutHeader, RolloutPart
 from megatron_eqlen.sampling.track import Track
@@ -120,6 +120,13 @@ class DualTrack:
     def response(self, part: RolloutPart) -> TokenIds:
         trunk = [before.segment.token_ids for before in self.parts[: part.number] if before.role == "b"]
         return joined([*trunk, part.segment.token_ids])
+
+    def parts_along(self, track: Track) -> Iterator[tuple[int, RolloutPart, int]]:
+        start = 0  # both tracks continue the trunk, which all B sides make
+        for part in self.parts:
+            on_path = part.role == "b"
+            yield start, part, len(part.segment) if on_path else 1
+            start += len(part.segment) if on_path else 0
 
     def open_tracks(self) -> list[tuple[Track, int]]:
         return [(open_track.track, open_track.start) for open_track in self.open]
