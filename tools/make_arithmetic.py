@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from megatron_eqlen.processes.failures import run_script
 from megatron_eqlen.toys.synthetic import make_rows, write_split
 
 
@@ -30,4 +31,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from megatron_eqlen.processes.failures import run_script
 from megatron_eqlen.toys.programs import make_rows, write
 
 
@@ -31,4 +32,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

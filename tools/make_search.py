@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from megatron_eqlen.processes.failures import run_script
 from megatron_eqlen.toys.search import Dials, make_rows
 from megatron_eqlen.toys.synthetic import write_split
 
@@ -44,4 +45,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

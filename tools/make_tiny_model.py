@@ -38,6 +38,7 @@ from transformers.models.qwen3_next import Qwen3NextConfig
 from transformers.utils import logging as transformers_logging
 
 from megatron_eqlen.hf.tokenizer import Tokenizer, load_tokenizer
+from megatron_eqlen.processes.failures import run_script
 from megatron_eqlen.toys.tokenizer_maker import END_OF_TURN, write_hf_tokenizer, write_sentencepiece_tokenizer
 
 VOCAB_SIZE = 384
@@ -305,4 +306,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -27,6 +27,7 @@ from rich.table import Table
 from megatron_eqlen.data.prepare import prepare
 from megatron_eqlen.data.rows import Tally
 from megatron_eqlen.hf.tokenizer import load_tokenizer
+from megatron_eqlen.processes.failures import run_script
 from megatron_eqlen.recipe import SourceRecipe
 from megatron_eqlen.rewards.math.grader import MathGrader
 
@@ -100,4 +101,4 @@ def print_summary(manifest: dict, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -14,9 +14,10 @@ import os
 import re
 import shutil
 import socket
+import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,6 +119,18 @@ def _lost_host(text: str) -> str:
         return socket.gethostbyaddr(address)[0]
     except OSError:
         return address
+
+
+def run_script(main: Callable[[], None]) -> None:
+    """Run the ``main`` of a script in ``tools/``; an error whose message says all ends it in one line, with
+    status 2."""
+    try:
+        main()
+    except Exception as error:
+        if not is_expected(error):
+            raise
+        print(f"{Path(sys.argv[0]).name}: {words(error)}", file=sys.stderr)
+        sys.exit(2)
 
 
 def record(error: BaseException) -> bool:

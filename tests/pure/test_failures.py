@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import socket
+import subprocess
+import sys
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -14,6 +16,7 @@ from megatron_eqlen.processes.failures import ERROR_FILE, FIRST, Failure
 from megatron_eqlen.processes.hold import HeldError
 from megatron_eqlen.report.metrics import MetricsWriter
 from megatron_eqlen.rollout.engine import EngineError
+from tests.kit import ROOT
 
 BROKEN = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.3]:31"
 
@@ -147,3 +150,13 @@ def test_where_nothing_can_be_written_the_process_tells_it_itself(run, monkeypat
     failures.keep_in(run / "gone")
     error = raised(OSError("no space left on device"))
     assert [failures.record(error), failures.record(error)] == [False, False]
+
+
+@pytest.mark.parametrize("script", ["make_arithmetic.py", "make_search.py", "make_programs.py"])
+def test_a_script_whose_output_is_a_file_says_so_in_one_line(tmp_path, script):
+    (tmp_path / "file").touch()
+    command = [sys.executable, str(ROOT / "tools" / script), "--out", str(tmp_path / "file")]
+    said = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert said.returncode == 2
+    assert said.stderr.startswith(f"{script}: {tmp_path}/file")
+    assert said.stderr.count("\n") == 1
