@@ -6,11 +6,14 @@ torchrun starts its ranks in sessions of their own, where SLURM may lose sight o
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
 import threading
 import time
+
+from megatron_eqlen.processes.scratch import note_shared_memory
 
 LAUNCHER = "EQLEN_LAUNCHED"
 """Environment variable: the process id of the launcher."""
@@ -19,6 +22,9 @@ TORCHRUN = "TORCHELASTIC_RUN_ID"
 INTERVAL = 0.25
 """Seconds between two looks. The kernel's own signal (``PR_SET_PDEATHSIG``) would come when the launcher's
 *thread* ends, which is not always its process."""
+
+LOOKS_A_NOTE = 40
+"""Looks between two notes of the shared memory that the process maps."""
 
 
 def named() -> dict[str, str]:
@@ -39,6 +45,9 @@ def die_with_launcher() -> None:
 
 
 def _watch(launcher: int) -> None:
+    looks = itertools.count()
     while os.getppid() == launcher:  # an orphan gets another parent
+        if next(looks) % LOOKS_A_NOTE == 0:
+            note_shared_memory()
         time.sleep(INTERVAL)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -244,6 +244,7 @@ def test_without_an_image_srun_starts_the_ranks_and_nothing_else(here):
     assert said.splitlines()[-1] == "scontrol requeue 7"
     assert ranks.startswith("--kill-on-bad-exit=1 --wait=60 bash -c ")
     assert "container" not in ranks
+    assert f" --log-dir={here}/run/.torchrun/0 " in ranks, "torchrun leaves its own under TMPDIR"
 
 
 def test_in_a_container_every_python_runs_in_one_that_the_job_names(here):

@@ -10,9 +10,11 @@ import sys
 
 from megatron_eqlen.processes.lifeline import die_with_launcher, named
 from megatron_eqlen.processes.quiet import quiet
+from megatron_eqlen.processes.scratch import use_scratch
 
 
 def main() -> None:
+    use_scratch()
     os.environ.update(named())
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     from megatron_eqlen.rollout.vllm.engine.engine_args import ROUTES_ARGS
