@@ -1,4 +1,5 @@
-"""What a recipe needs, worked out without a GPU: memory phase by phase, host, disk, time (see README.md)."""
+"""Resources that a recipe needs, computed without a GPU: memory by phase, host, disk, time (see
+README.md)."""
 
 from megatron_eqlen.plan.text import describe
 

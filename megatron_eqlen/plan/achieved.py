@@ -1,4 +1,4 @@
-"""What a step achieved: FLOPs counted from its tokens, and how fast that was, a GPU."""
+"""FLOPs and throughput that a step achieved, per GPU."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from megatron_eqlen.types import Metrics
 
 
 def achieved(recipe: Recipe, model: ModelConfig, metrics: Mapping[str, float], device: str | None) -> Metrics:
-    """Of a step that measured ``metrics``, on GPUs that call themselves ``device`` (None: on a CPU).
+    """Return the throughput of a step with the given ``metrics``. ``device``: the GPUs' name; None: a CPU.
 
-    Model FLOPs utilisation is the model's own work over the stage's time and what the GPU's data sheet says,
-    in bfloat16; only of GPUs that ``plan.speed`` knows. Rates are tokens a second and GPU: those of training
-    of the trees as they are (each token once) and as if every side had its own prefix.
+    Model FLOPs utilisation divides the model's own FLOPs by the stage's time and the GPU's peak bfloat16
+    rate; it is reported only for GPUs that ``plan.speed`` knows. Rates are tokens per second and GPU;
+    training has two: each token of a tree once, and every side with its own copy of the prefix.
     """
     flops = counted(recipe, model, metrics)
     gpu = gpu_named(device)

@@ -1,10 +1,10 @@
-"""Bytes that autograd keeps for the backward pass of one row, and what the pass needs beside them.
+"""Bytes that autograd keeps for the backward pass of one row, and the temporary memory of the pass.
 
-The terms follow the modules' own code, tensor by tensor: ``models/layer_specs.py`` says which modules a layer
-has, Megatron-Core and ``models/`` what they save. Four kinds of module save something else on a GPU than
-without one (``Kernels``); the tests count the latter on real models. A row is taken to be full.
+The terms follow the modules' code tensor by tensor: ``models/layer_specs.py`` lists the modules of a layer;
+Megatron-Core and ``models/`` define which tensors they save. Four kinds of module save different tensors on a
+GPU and on a CPU (``Kernels``); tests check the CPU count on real models. Every row is assumed to be full.
 
-b: bytes of a number in the model's dtype. wide: of one in at least float32.
+b: bytes of a number in the model's dtype. wide: bytes of a number in at least float32.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ ROUTING_IMBALANCE = 1.25
 
 @dataclass(frozen=True)
 class Kernels:
-    """Whose modules run."""
+    """Kernel implementations, which decide what autograd saves."""
 
     transformer_engine: bool
-    """Its norms keep their input in the model's dtype; plain torch's two copies in float32."""
+    """True: Transformer Engine's norms, which keep their input in the model's dtype; plain torch keeps two
+    float32 copies."""
     fla: bool
-    """The delta rule by fla, or in plain torch."""
+    """True: fla's delta rule; False: plain torch."""
     flex: bool
-    """Attention by FlexAttention, whose output is copied into another order, or in merged parts."""
+    """True: FlexAttention, whose output is copied into another order; False: attention in merged parts."""
 
 
 GPU = Kernels(transformer_engine=True, fla=True, flex=True)
@@ -48,13 +49,13 @@ class Activations:
     """Bytes of one rank of one pipeline stage, at the moment that needs most."""
 
     kept: float
-    """What the forward passes of all rows that are under way keep until their backward passes."""
+    """Saved by the forward passes of all rows in flight, until their backward passes."""
     layer: float
-    """What one recomputed layer keeps; 0 without ``parallel.recompute: full``."""
+    """Saved by one recomputed layer; 0 without ``parallel.recompute: full``."""
     head: float
-    """What the final norm and the language-model head of the last stage keep."""
+    """Saved by the final norm and the language-model head of the last stage."""
     loss: float
-    """What the language-model head and the loss of the last stage need beside that."""
+    """Needed by the language-model head and the loss of the last stage, beyond ``head``."""
     passing: float
     """Gradients, gathered inputs and dispatched tokens of one layer; an estimate."""
 
@@ -78,8 +79,8 @@ def activations(
     imbalance: float = ROUTING_IMBALANCE,
     rows: int | None = None,
 ) -> Activations:
-    """Of pipeline stage ``stage``. ``sequence``: whether sequence parallelism is on. ``rows``: of a
-    data-parallel rank in one minibatch; None: enough to fill the pipeline."""
+    """Return the activation memory of pipeline stage ``stage``. ``sequence``: sequence parallelism is on.
+    ``rows``: rows per data-parallel rank and minibatch; None: enough to fill the pipeline."""
     parallel = recipe.parallel
     row = Row(
         model,
@@ -93,7 +94,7 @@ def activations(
     saved = [row.layer(number, imbalance) for chunk in chunks for number in chunk]
     passing = max(row.passing(number, imbalance) for chunk in chunks for number in chunk)
     under_way = _under_way(parallel, stage, rows) / len(chunks)
-    """Forward passes through all of this stage's layers whose backward pass is still to come."""
+    """Forward passes through all layers of this stage that still await their backward pass."""
     boundary = row.boundary if parallel.pipeline > 1 else 0.0  # a stage's output waits for its gradient
     full = parallel.recompute == "full"
     of_layers = len(saved) * row.boundary if full else sum(saved)
@@ -108,8 +109,8 @@ def activations(
 
 
 def _under_way(parallel: ParallelRecipe, stage: int, rows: int | None) -> int:
-    """Chunks with a forward pass whose backward pass is still to come, at most: those of the warm-up of
-    Megatron's schedules, and one more (pipeline_parallel/schedules.py)."""
+    """Return the maximum number of chunks that await their backward pass: the warm-up of Megatron's schedules
+    plus one (pipeline_parallel/schedules.py)."""
     pipeline, virtual = parallel.pipeline, parallel.virtual_pipeline
     if virtual:
         most = 2 * (pipeline - stage - 1) + (virtual - 1) * pipeline + 1
@@ -119,7 +120,7 @@ def _under_way(parallel: ParallelRecipe, stage: int, rows: int | None) -> int:
 
 @dataclass(frozen=True)
 class Row:
-    """A row's ``tokens`` of one context-parallel rank."""
+    """The ``tokens`` of a row on one context-parallel rank."""
 
     model: ModelConfig
     parallel: ParallelRecipe
@@ -130,16 +131,16 @@ class Row:
 
     @cached_property
     def shard(self) -> float:
-        """Tokens between the tensor-parallel parts."""
+        """Tokens per rank between the tensor-parallel parts."""
         return self.tokens / self.parallel.tensor if self.sequence else self.tokens
 
     @cached_property
     def boundary(self) -> float:
-        """The hidden states between two layers."""
+        """Bytes of the hidden states between two layers."""
         return self.shard * self.model.hidden_size * self.b
 
     def layer(self, number: int, imbalance: float) -> float:
-        """What autograd keeps of one layer."""
+        """Return the bytes that autograd keeps for one layer."""
         net, experts = self.model.delta_net, self.model.experts
         mixer = self._delta_net(net) if net and net.layers[number] else self._attention()
         sparse = experts is not None and experts.layers[number]
@@ -148,8 +149,8 @@ class Row:
         return norms + 2 * self.boundary + mixer + mlp  # each norm's output is the next linear's input
 
     def passing(self, number: int, imbalance: float) -> float:
-        """Beside what is kept: the gradients of a layer's widest part, and with sequence parallelism an input
-        of a linear layer for the whole row, with its gradient."""
+        """Return the temporary bytes of one layer: the gradients of its widest part and, with sequence
+        parallelism, a linear layer's input for the whole row with its gradient."""
         whole = 2 * self.tokens * self.model.hidden_size * self.b if self.sequence else 0.0
         experts, net = self.model.experts, self.model.delta_net
         if experts and experts.layers[number]:
@@ -162,8 +163,9 @@ class Row:
         return whole + max(mlp, mixer)
 
     def _rule_passing(self, net: DeltaNet) -> float:
-        """Of the delta rule. fla's backward pass makes w, u, states, their gradients and those of q, k and v;
-        plain torch copies q and k for all value heads in float32, and makes their gradients."""
+        """Return the temporary bytes of the delta rule. fla's backward pass makes w, u, states, their
+        gradients and those of q, k and v; plain torch copies q and k for all value heads in float32 and makes
+        their gradients."""
         key, value = net.key_head_dim, net.value_head_dim
         states = 2 * key * value / FLA_CHUNK
         fla = self.b * (6 * key + 4 * value + states)
@@ -171,15 +173,16 @@ class Row:
         return self.tokens * net.num_value_heads / self.parallel.tensor * (fla if self.kernels.fla else plain)
 
     def head(self, chunk: int) -> float:
-        """The final norm, the head's input, and the logits of a row that is one chunk (training/head.py). All
-        tokens are taken to be supervised."""
+        """Return the bytes kept by the final norm, the head's input, and the logits of a row that is one
+        chunk (training/head.py). All tokens are assumed to be supervised."""
         hidden = self.model.hidden_size
         logits = self._logits(self.tokens) if self.tokens <= chunk else 0.0
         return self._norm(self.shard, hidden) + self.tokens * hidden * self.b + logits
 
     def loss(self, chunk: int) -> float:
-        """Beside what ``head`` keeps. Forward: a chunk's logits and two blocks of them in float32. Backward:
-        the gradient of the logits, with a block, then with the gradients of the head's weight and input."""
+        """Return the temporary bytes beyond ``head``. Forward: a chunk's logits and two float32 blocks of
+        them. Backward: the gradient of the logits with a block, then with the gradients of the head's weight
+        and input."""
         hidden = self.model.hidden_size
         logits = self._logits(min(self.tokens, chunk))
         block = min(LOSS_BLOCK, logits * WIDE / self.b)
@@ -191,7 +194,8 @@ class Row:
         return tokens * self.b * self.model.vocab_size / self.parallel.tensor
 
     def _norm(self, rows: float, width: float, heads: float = 1, input_is_kept: bool = False) -> float:
-        """One RMSNorm over ``heads`` groups in each of ``rows`` rows; its output is counted elsewhere."""
+        """Return the bytes of one RMSNorm over ``heads`` groups in each of ``rows`` rows, without its
+        output."""
         if self.kernels.transformer_engine:
             return rows * (self.b * width + WIDE * heads)
         return self._plain_norm(rows, width, heads, input_is_kept)
@@ -212,19 +216,20 @@ class Row:
         kept += WIDE * heads  # log-sum-exp
         if model.gated_attention:
             kept += query * (self.b + WIDE)
-        if (ranks := self.parallel.context) > 1:  # of the keys and values that it sees, at most the row's
+        if (ranks := self.parallel.context) > 1:  # gathered keys and values, at most those of the whole row
             kept += self.b * (2 * key * ranks - key)
         norms = self._norm(self.tokens, query, heads) + self._norm(self.tokens, key, groups, True)
         return self.tokens * kept + norms
 
     def _gated_mlp(self, width: int) -> float:
-        """gate|up, silu(gate), up, their product; the norm and its output are counted in ``layer``."""
+        """Return the bytes of gate|up, silu(gate), up and their product; ``layer`` counts the norm and its
+        output."""
         return self.tokens * self.b * 5 * width / self.parallel.tensor
 
     def _experts(self, imbalance: float) -> float:
         experts = self.model.experts
         assert experts is not None
-        scores = 10 if experts.router_aux_loss_coef else 5  # with a loss the probabilities of all experts
+        scores = 10 if experts.router_aux_loss_coef else 5  # a loss keeps all probabilities
         router = self.shard * (scores * experts.num_experts + 20 * experts.num_experts_per_tok)
         width = 6 * experts.moe_intermediate_size / self.parallel.expert_tensor
         routed = self._routed(imbalance) * (self.b * (self.model.hidden_size + width) + WIDE)
@@ -234,7 +239,7 @@ class Row:
         return router + routed + shared + self.boundary + self.shard * self.b
 
     def _routed(self, imbalance: float) -> float:
-        """Tokens that this rank's experts get."""
+        """Return the number of tokens routed to this rank's experts."""
         experts, parallel = self.model.experts, self.parallel
         assert experts is not None
         busiest = imbalance if parallel.expert > 1 else 1.0
@@ -252,11 +257,13 @@ class Row:
         return self.tokens * (kept + rule(net, heads)) + self._plain_norm(self.tokens, values, heads)
 
     def _plain_rule(self, net: DeltaNet, heads: float) -> float:
-        """``chunked_delta_rule``: five matrices of a chunk and the copies of q, k, v around them, float32."""
+        """Return the bytes per token of ``chunked_delta_rule``: five matrices per chunk and float32 copies of
+        q, k, v."""
         key, value = net.key_head_dim, net.value_head_dim
         return heads * WIDE * (5 * CPU_CHUNK + 12 * key + 4 * value + key * value / CPU_CHUNK)
 
     def _fla_rule(self, net: DeltaNet, heads: float) -> float:
-        """q, k, v, the chunks' triangular matrix, decay, beta, and the output before it is put in order."""
+        """Return the bytes per token of q, k, v, the chunks' triangular matrix, decay, beta, and the
+        unordered output."""
         keys = net.num_key_heads * net.key_head_dim / self.parallel.tensor
         return self.b * 2 * keys + heads * (self.b * (2 * net.value_head_dim + FLA_CHUNK) + WIDE + self.b)

@@ -1,8 +1,8 @@
-"""Bytes of a colocated vLLM engine on one GPU: its weights, its KV cache, and what it keeps asleep.
+"""Bytes of a colocated vLLM engine on one GPU: weights, KV cache, and the memory it keeps asleep.
 
 vLLM 0.31 takes ``rollout.gpu_memory_utilization`` of the GPU: weights, workspace and graphs first, the rest
-is KV cache (v1/worker/gpu_worker.py). It starts only where that share of the GPU is free at that moment, with
-``rollout.kv_cache_gib`` set too (v1/worker/utils.py, ``request_memory``).
+is KV cache (v1/worker/gpu_worker.py). It starts only if that share of the GPU is free at that moment, even if
+``rollout.kv_cache_gib`` is set (v1/worker/utils.py, ``request_memory``).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ GIB = 2**30
 WORKSPACE = 3e9
 """CUDA graphs, and the workspace of a forward pass of ``max_num_batched_tokens``; an allowance."""
 ASLEEP = 3.5e9
-"""What ``sleep(level=2)`` leaves: graphs, NCCL buffers, workspaces; an allowance. With the CUDA context
-4 GB, of the 2 to 5 that users of vLLM's sleep mode report."""
+"""Memory that remains after ``sleep(level=2)``: graphs, NCCL buffers, workspaces; an allowance. With the CUDA
+context 4 GB; users of vLLM's sleep mode report 2 to 5 GB."""
 STATE_BYTES = 4
-"""Of a number of Gated DeltaNet's state."""
+"""Bytes of one number of Gated DeltaNet's state."""
 
 
 def weights(recipe: Recipe, model: ModelConfig) -> float:
@@ -31,8 +31,9 @@ def weights(recipe: Recipe, model: ModelConfig) -> float:
 
 
 def parameters(model: ModelConfig, ranks: int) -> float:
-    """Of one of an engine's ranks. vLLM divides every tensor that Megatron-Core divides, experts too;
-    key-value heads that are fewer than the ranks are copied, the vocabulary is padded."""
+    """Return the parameters on one rank of an engine. vLLM splits every tensor that Megatron-Core splits,
+    experts included; it replicates key-value heads if they are fewer than the ranks, and pads the vocabulary.
+    """
     found = 0.0
     for weight in weight_map(model):
         size = sum(map(prod, weight.shapes))
@@ -49,13 +50,13 @@ def parameters(model: ModelConfig, ranks: int) -> float:
 
 
 def kv_bytes_per_token(recipe: Recipe, model: ModelConfig) -> float:
-    """Keys and values of all attention layers, on one GPU."""
+    """Return the bytes of keys and values per token, for all attention layers on one GPU."""
     heads = max(1.0, model.num_key_value_heads / recipe.rollout.tensor_parallel)
     return 2 * attention_layers(model) * heads * model.head_dim * BYTES[recipe.model.dtype]
 
 
 def state_bytes_per_sequence(recipe: Recipe, model: ModelConfig) -> float:
-    """The states of all Gated DeltaNet layers, on one GPU."""
+    """Return the bytes of the states of all Gated DeltaNet layers on one GPU."""
     if (net := model.delta_net) is None:
         return 0.0
     elements = net.num_value_heads * net.key_head_dim * net.value_head_dim
@@ -63,19 +64,19 @@ def state_bytes_per_sequence(recipe: Recipe, model: ModelConfig) -> float:
 
 
 def requested(recipe: Recipe) -> float:
-    """What vLLM wants free when it starts."""
+    """Return the bytes that vLLM requires to be free when it starts."""
     return recipe.rollout.gpu_memory_utilization * recipe.cluster.gpu_memory_gib * GIB
 
 
 def kv_cache(recipe: Recipe, model: ModelConfig) -> float:
-    """Negative where weights and workspace alone are more than vLLM may take."""
+    """Return the bytes of the KV cache; negative if weights and workspace exceed vLLM's share of the GPU."""
     if recipe.rollout.kv_cache_gib:
         return recipe.rollout.kv_cache_gib * GIB
     return requested(recipe) - weights(recipe, model) - WORKSPACE
 
 
 def sequences_at_once(recipe: Recipe, model: ModelConfig, mean_length: float) -> float:
-    """Sequences of ``mean_length`` tokens, prompt included, that the KV cache holds; at most
+    """Return how many sequences of ``mean_length`` tokens, prompt included, the KV cache holds; at most
     ``max_num_seqs``."""
     each = mean_length * kv_bytes_per_token(recipe, model) + state_bytes_per_sequence(recipe, model)
     return min(recipe.rollout.max_num_seqs, kv_cache(recipe, model) / each)

@@ -1,7 +1,7 @@
-"""What context-parallel ranks send each other (``models/context.py``): bytes that the busiest one gets or
-gives, whichever are more.
+"""Bytes that context-parallel ranks exchange (``models/context.py``): the larger of what the busiest rank
+receives and sends.
 
-Left out are the log-probs of supervised tokens, 8 bytes each.
+The log-probs of supervised tokens, 8 bytes each, are not counted.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ from megatron_eqlen.plan.workload import Workload
 from megatron_eqlen.recipe import ParallelRecipe, Recipe
 
 SIMULATED = 64
-"""Streams or responses that stand for a step's."""
+"""Number of simulated streams or responses that represent a step."""
 
 
 def key_bytes(model: ModelConfig, parallel: ParallelRecipe, b: int) -> float:
-    """A position's key and value in an attention layer, of this rank's heads. ``b``: bytes of a number."""
+    """Return the bytes of a position's key and value in an attention layer, for this rank's heads. ``b``:
+    bytes of a number."""
     return 2 * model.num_key_value_heads * model.head_dim / parallel.tensor * b
 
 
 def forward_bytes(
     model: ModelConfig, parallel: ParallelRecipe, positions: float, keys: float, b: int
 ) -> float:
-    """In a forward pass through all layers. ``positions``: of rows, on all context-parallel ranks; ``keys``:
-    those of them whose keys the rank gets or gives. A backward pass sends as much, the other way."""
+    """Return the bytes of a forward pass through all layers. ``positions``: positions of the rows on all
+    context-parallel ranks; ``keys``: positions whose keys the rank receives or sends. A backward pass
+    exchanges as many bytes in the opposite direction."""
     attention = attention_bytes(model, parallel, keys, b)
     net, ranks = model.delta_net, parallel.context
     if net is None:
@@ -42,13 +44,13 @@ def forward_bytes(
 
 
 def attention_bytes(model: ModelConfig, parallel: ParallelRecipe, keys: float, b: int) -> float:
-    """Of these, those in attention layers."""
+    """Return the bytes exchanged in attention layers."""
     return attention_layers(model) * keys * key_bytes(model, parallel, b)
 
 
 def key_share(recipe: Recipe) -> float:
-    """Of a row's positions those whose keys the busiest rank gets or gives: an estimate, on simulated
-    rollouts."""
+    """Return the share of a row's positions whose keys the busiest rank receives or sends, estimated on
+    simulated rollouts."""
     sizes = recipe.rollout.max_response_length, recipe.data.max_prompt_length
     pairs, packing = recipe.sampling == "equal_length", recipe.packing
     return _key_share(pairs, *sizes, packing.max_tokens_per_row, recipe.parallel.context, packing.layout)
@@ -61,20 +63,20 @@ def _key_share(pairs: bool, limit: int, prompt: int, budget: int, ranks: int, la
 
 
 def step_bytes(recipe: Recipe, model: ModelConfig, work: Workload) -> float:
-    """In a step, by a rank of the average pipeline stage."""
+    """Return the bytes that a rank of the average pipeline stage exchanges in a step."""
     parallel = recipe.parallel
     data = recipe.world_size / (parallel.tensor * parallel.context * parallel.pipeline)
     positions, b = work.trained / data, BYTES[recipe.model.dtype]
     keys = positions * key_share(recipe)
     forward = forward_bytes(model, parallel, positions, keys, b)
     again = {"none": 0.0, "selective": attention_bytes(model, parallel, keys, b), "full": forward}
-    passes = training_passes(recipe) - recipe.loss.epochs  # a backward pass counts as two there, sends as one
+    passes = training_passes(recipe) - recipe.loss.epochs  # backward counts as two passes, one exchange
     return (passes * forward + recipe.loss.epochs * again[parallel.recompute]) / parallel.pipeline
 
 
 def leaving_share(recipe: Recipe) -> float:
-    """Of what a rank gets, the part from other nodes. Tensor-parallel ranks are neighbours, then those of one
-    context."""
+    """Return the share of the received bytes that come from other nodes. Ranks are placed with tensor
+    parallelism innermost, then context parallelism."""
     ranks = recipe.parallel.context
     near = min(ranks, max(1, recipe.cluster.processes_per_node // recipe.parallel.tensor))
     return (ranks - near) / max(ranks - 1, 1)

@@ -1,7 +1,7 @@
-"""Floating-point operations of a step, from its tokens: what a plan estimates and a run counts.
+"""Floating-point operations of a step, computed from its tokens; plans estimate and runs count with it.
 
-Only the model's own work is counted, so the same tokens give the same number on any machine: not what
-activation checkpointing computes again, nor what the engine recomputes after it has evicted something.
+Only the model's own work counts, so the same tokens give the same number on any machine: activation
+recomputation and the engine's recomputation after cache evictions are excluded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from megatron_eqlen.types import Metrics
 
 
 def training_passes(recipe: Recipe) -> float:
-    """In forward passes: forward, backward (as two), and forward for reference and old log-probs."""
+    """Return the training passes in units of a forward pass: forward, backward (counts as two), and forward
+    passes for reference and old log-probs."""
     loss = recipe.loss
     return 3.0 * loss.epochs + (loss.kl_coef > 0) + (loss.minibatches * loss.epochs > 1)
 
@@ -34,26 +35,26 @@ def training_passes(recipe: Recipe) -> float:
 def generation_flops(
     recipe: Recipe, model: ModelConfig, generated: float, context: float, prompts: float, branches: float
 ) -> float:
-    """Of ``generated`` tokens that see ``context`` tokens, and of prefilling: ``prompts`` tokens, and of the
-    prefix of each of ``branches`` forks what lies after the last whole block of the cache, half a block on
-    average."""
+    """Return the FLOPs of generating ``generated`` tokens that see ``context`` tokens on average, and of
+    prefilling ``prompts`` tokens and, for each of ``branches`` forks, the part of its prefix after the last
+    full cache block (half a block on average)."""
     prefilled = prompts + branches * (recipe.rollout.block_size + 1) / 2
     return (generated + prefilled) * forward_flops(model, context)
 
 
 def training_flops(recipe: Recipe, model: ModelConfig, trained: float, context: float) -> float:
-    """Of ``trained`` positions that see ``context`` others."""
+    """Return the FLOPs of training ``trained`` positions that see ``context`` others on average."""
     return training_passes(recipe) * trained * forward_flops(model, context)
 
 
 def planned_flops(recipe: Recipe, model: ModelConfig, work: Workload) -> float:
-    """Of one step, estimated; prefilling is left out."""
+    """Return the estimated FLOPs of one step, without prefilling."""
     generation = generation_flops(recipe, model, work.generated, work.context, prompts=0.0, branches=0.0)
     return generation + training_flops(recipe, model, work.trained, work.context)
 
 
 def counted(recipe: Recipe, model: ModelConfig, metrics: Mapping[str, float]) -> Metrics:
-    """A step's FLOPs, from what it measured; of replayed rollouts none were generated."""
+    """Return a step's FLOPs, from its metrics; replayed rollouts count no generation."""
 
     def of(name: str) -> float:
         return metrics.get(name, 0.0)

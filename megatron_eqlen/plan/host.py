@@ -14,15 +14,15 @@ from megatron_eqlen.recipe.phases import on_host
 from megatron_eqlen.types import route_dtype
 
 PROCESS = 6e9
-"""A rank without the parts that are counted: Python, PyTorch, vLLM, the data; an allowance."""
+"""Bytes of a rank beyond the counted parts: Python, PyTorch, vLLM, the data; an allowance."""
 TOKEN = 8
-"""Of a generated token: its id and its log-prob."""
+"""Bytes of a generated token: its id and its log-prob."""
 TOKEN_ON_DISK = 5.8
-"""Of a recorded token, compressed; measured on drawn ids and log-probs."""
+"""Bytes of a recorded token, compressed; measured on random ids and log-probs."""
 
 
 def host_parts(recipe: Recipe, model: ModelConfig, stages: list[Trainer], work: Workload) -> dict[str, float]:
-    """Of one node, its ranks on the pipeline stage that holds most."""
+    """Return the host memory of one node, part by part, for the pipeline stage that holds most."""
     cluster, optimizer, kept = recipe.cluster, recipe.optimizer, on_host(recipe)
     most = max(stages, key=lambda stage: stage.parameters.elements)
     rank, width = most.parameters, BYTES[recipe.model.dtype]
@@ -33,16 +33,16 @@ def host_parts(recipe: Recipe, model: ModelConfig, stages: list[Trainer], work: 
     elif "optimizer" in kept:
         tensors = 3 if recipe.model.dtype == "bfloat16" else 2
         parts["optimizer"] = tensors * pinned(rank, optimizer_bytes(recipe) // tensors, sharded=True)
-    if "weights" in kept:  # a block for each of Megatron's buffers
+    if "weights" in kept:  # one block per Megatron buffer
         parts["weights"] = sum(power_of_two(width * buffer.elements) for buffer in rank.buffers)
-    if "reference" in kept:  # and the policy's weights, while those of the reference are swapped in
+    if "reference" in kept:  # plus the policy's weights while the reference is swapped in
         parts["reference"] = 2 * pinned(rank, width, sharded=False)
     parts = {name: cluster.processes_per_node * size for name, size in parts.items()}
     parts["checkpoint"] = staged_bytes(recipe, model, rank)
     sharing = recipe.parallel.tensor * recipe.parallel.context
     copies = 1 + sharing * recipe.parallel.pipeline  # graded on one rank, trained on these
     parts["rollouts"] = copies * work.generated * token_bytes(recipe) / cluster.nodes
-    if recipe.rollout.keep_routes:  # of each stage its own layers
+    if recipe.rollout.keep_routes:  # each stage keeps its own layers' routes
         routes = work.generated * route_bytes(model)
         parts["routes"] = (1 + sharing) * routes / cluster.nodes
     parts["processes"] = cluster.processes_per_node * PROCESS
@@ -50,8 +50,8 @@ def host_parts(recipe: Recipe, model: ModelConfig, stages: list[Trainer], work: 
 
 
 def pinned(rank: Held, each: int, *, sharded: bool) -> float:
-    """Bytes of a pinned copy of each parameter, ``each`` bytes a number; sharded: of the part that one
-    data-parallel rank updates."""
+    """Return the bytes of a pinned copy of each parameter, at ``each`` bytes per number. ``sharded``: copy
+    only the part that one data-parallel rank updates."""
     return sum(
         power_of_two(each * size / (buffer.ranks if sharded else 1))
         for buffer in rank.buffers
@@ -61,19 +61,20 @@ def pinned(rank: Held, each: int, *, sharded: bool) -> float:
 
 
 def power_of_two(size: float) -> float:
-    """PyTorch pins memory in blocks of these sizes (ATen/core/CachingHostAllocator.h) unless
-    ``PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb`` is set."""
+    """Round up to a power of two: the block sizes of PyTorch's pinned memory
+    (ATen/core/CachingHostAllocator.h) unless ``PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb`` is set."""
     return 2.0 ** math.ceil(math.log2(size))
 
 
 def checkpoint_bytes(recipe: Recipe, model: ModelConfig) -> float:
-    """Weights, and in float32 main weights (also of a float32 model) and moments: each parameter once."""
+    """Return the bytes of a checkpoint: each parameter's weight, float32 main weight (even of a float32
+    model) and moments, once."""
     return total(model) * (BYTES[recipe.model.dtype] + MAIN_WEIGHT + MOMENTS)
 
 
 def staged_bytes(recipe: Recipe, model: ModelConfig, rank: Held) -> float:
-    """Of a node, while a checkpoint is written: copies of the weights, each parameter of the model at most
-    once. The optimizer's state is written from where it lies, unless it is on the GPU or gathered."""
+    """Return the bytes that a node stages while a checkpoint is written: copies of the weights, each
+    parameter at most once. The optimizer state is written in place, unless it is on the GPU or gathered."""
     each = BYTES[recipe.model.dtype]
     stays = recipe.rollout.parked == "none" and not recipe.optimizer.offload
     if stays or recipe.checkpoint.resharding == "any":
@@ -86,13 +87,14 @@ def export_bytes(recipe: Recipe, model: ModelConfig) -> float:
 
 
 def token_bytes(recipe: Recipe) -> float:
-    """Of a generated token in memory; with sampling masks as many kept ids as top-k allows, at most."""
+    """Return the bytes of a generated token in memory, with at most ``mask_width`` kept ids of its sampling
+    mask."""
     width = recipe.rollout.mask_width
     return TOKEN + (4 * width + 1 if width else 0)
 
 
 def route_bytes(model: ModelConfig) -> int:
-    """Of a token's routes (``types.Routes``)."""
+    """Return the bytes of a token's routes (``types.Routes``)."""
     experts = model.experts
     if experts is None:
         return 0
@@ -100,7 +102,7 @@ def route_bytes(model: ModelConfig) -> int:
 
 
 def recorded_bytes(recipe: Recipe, model: ModelConfig, work: Workload) -> float:
-    """Of one step's recorded rollouts; routes as if they could not be compressed."""
+    """Return the bytes of one step's recorded rollouts; routes are counted uncompressed."""
     token = TOKEN_ON_DISK + token_bytes(recipe) - TOKEN
     if recipe.rollout.keep_routes and recipe.rollout.record_routes:
         token += route_bytes(model)

@@ -1,4 +1,4 @@
-"""The GPU's memory, phase by phase: what ``recipe/phases.py`` names, in bytes, and whether it fits."""
+"""GPU memory in bytes for each phase of ``recipe/phases.py``, and the check whether it fits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNUSABLE = 0.05
 
 @dataclass(frozen=True)
 class Memory:
-    """Of one GPU, on the pipeline stage that needs most."""
+    """Memory of one GPU on the pipeline stage that needs most."""
 
     recipe: Recipe
     stages: list[Trainer]
@@ -28,7 +28,7 @@ class Memory:
     parts: dict[str, float]
     """Bytes of each part of ``phases.Part``, and of ``runtime``."""
     table: dict[str, tuple[str, ...]]
-    """For each phase the parts that are on the GPU."""
+    """Parts on the GPU, by phase."""
 
     @property
     def total(self) -> float:
@@ -40,7 +40,7 @@ class Memory:
 
     @cached_property
     def phases(self) -> dict[str, float]:
-        """Bytes live in each phase."""
+        """Bytes in use, by phase."""
         return {phase: sum(self.parts[part] for part in parts) for phase, parts in self.table.items()}
 
     @property
@@ -48,7 +48,7 @@ class Memory:
         return max(self.phases.values())
 
     def problems(self) -> list[str]:
-        """Why the recipe does not fit; none: it does, or takes no GPU."""
+        """Return the reasons why the recipe does not fit; empty if it fits or uses no GPU."""
         if self.recipe.cluster.device == "cpu":
             return []
         found = [
@@ -73,7 +73,7 @@ class Memory:
 
 
 def memory(recipe: Recipe, model: ModelConfig) -> Memory:
-    """Call ``layout.check`` first."""
+    """Return the memory plan of the recipe. Call ``layout.check`` first."""
     stages = trainer(recipe, model)
     most = max(stages, key=lambda stage: stage.total)
     return Memory(recipe, stages, most.activations, _parts(recipe, model, most), _table(recipe))

@@ -1,4 +1,4 @@
-"""The model of a recipe: from its folder, or from the configurations that are shipped."""
+"""Model configuration of a recipe, from its folder or from the shipped configurations."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.checks import where_from
 
 KNOWN_MODELS = Path(megatron_eqlen.hf.__file__).parent / "configs"
-"""config.json of public models, so that a plan needs no download."""
+"""config.json files of public models, so that a plan needs no download."""
 
 
 def model_config(recipe: Recipe) -> ModelConfig:
-    """The model's configuration, from the recipe's model folder or the shipped one of the same name."""
+    """Return the model's configuration, from the recipe's model folder or the shipped file of the same name.
+    Raises ValueError if neither exists."""
     folder = Path(recipe.model.path)
     if (folder / "config.json").is_file():
         return read_config(folder)

@@ -1,9 +1,9 @@
-"""How many parameters one GPU holds, in Megatron-Core's buffers with their padding.
+"""Number of parameters that one GPU holds, in Megatron-Core's buffers with their padding.
 
-Megatron's DDP lays the weights of a model chunk in one buffer and their gradients in another; experts have
-buffers of their own, whose data-parallel groups differ. With the distributed optimizer each parameter starts
+Megatron's DDP puts the weights of a model chunk into one buffer and their gradients into another; experts
+have separate buffers, whose data-parallel groups differ. With the distributed optimizer each parameter starts
 at a multiple of 64 elements, and each bucket ends at a multiple of 128 and of the data-parallel size, since
-each rank owns one equal part of every bucket (megatron/core/distributed/param_and_grad_buffer.py).
+each rank owns an equal part of every bucket (megatron/core/distributed/param_and_grad_buffer.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_eqlen.recipe import ParallelRecipe, layout
 PARAMETER_START = 64
 BUCKET_END = 128
 BUCKET_ELEMENTS = 40_000_000
-"""Least size of a bucket whose reduction overlaps with the backward pass, or a million for each rank."""
+"""Minimum size of a bucket whose reduction overlaps with the backward pass; at least a million per rank."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Buffer:
     sizes: tuple[int, ...]
     """Elements of each parameter, in the order of the model."""
     ranks: int
-    """Size of the data-parallel group that shares the optimizer's state."""
+    """Size of the data-parallel group that shares the optimizer state."""
     bucket_elements: int | None = None
-    """None: one bucket."""
+    """Minimum size of a bucket; None: a single bucket."""
     shared_embedding: int = 0
-    """Elements of a tied embedding that two pipeline stages hold: a bucket of its own."""
+    """Elements of a tied embedding that two pipeline stages hold, in a separate bucket."""
 
     @property
     def parameters(self) -> int:
@@ -43,7 +43,7 @@ class Buffer:
 
     @property
     def buckets(self) -> list[int]:
-        """Elements of each, padding included."""
+        """Elements of each bucket, padding included."""
         buckets, end = [], 0
         for size in reversed(self.sizes):
             end = _round_up(end, PARAMETER_START) + size
@@ -56,13 +56,13 @@ class Buffer:
 
     @property
     def elements(self) -> int:
-        """Of the weights' buffer, and of the gradients'."""
+        """Elements of the weight buffer; the gradient buffer is as large."""
         return sum(self.buckets)
 
     @property
     def shard(self) -> int:
-        """Most parameters that one rank of the group updates: its part of every bucket. Where padding lies in
-        it, a rank updates fewer."""
+        """Maximum number of parameters that one rank of the group updates: its part of every bucket, padding
+        included."""
         return sum(bucket // self.ranks for bucket in self.buckets)
 
     def _bucket(self, end: int) -> int:
@@ -71,7 +71,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank of one pipeline stage holds, as long as the policy lives."""
+    """Buffers that a rank of one pipeline stage holds for the lifetime of the policy."""
 
     buffers: tuple[Buffer, ...]
 
@@ -89,12 +89,12 @@ class Held:
 
 
 def total(model: ModelConfig) -> int:
-    """All parameters of a model; a tied head is not counted again."""
+    """Return the number of parameters of a model; a tied head is not counted twice."""
     return sum(piece.elements * (piece.experts or 1) for piece in _pieces(model))
 
 
 def held(model: ModelConfig, parallel: ParallelRecipe, processes: int) -> list[Held]:
-    """For each pipeline stage what one of its ranks holds. Call ``layout.check`` first."""
+    """Return the buffers of one rank, for each pipeline stage. Call ``layout.check`` first."""
     chunks = layout.stages(parallel, model)
     dense_ranks = processes // (parallel.tensor * parallel.pipeline)
     expert_ranks = processes // (parallel.expert_tensor * parallel.expert * parallel.pipeline)
@@ -126,13 +126,13 @@ def held(model: ModelConfig, parallel: ParallelRecipe, processes: int) -> list[H
 
 @dataclass(frozen=True)
 class _Piece:
-    """One parameter of the model, or the same one of all experts of a layer."""
+    """One parameter of the model, or the corresponding parameters of all experts of a layer."""
 
     name: str
     layer: int | None
     elements: int
     divided: bool
-    """Whether tensor parallelism divides it."""
+    """True if tensor parallelism splits the parameter."""
     experts: int | None
 
 
@@ -141,7 +141,7 @@ def _pieces(model: ModelConfig) -> tuple[_Piece, ...]:
     pieces = []
     for weight in weight_map(model):
         if weight.expert:
-            continue  # its sizes are those of expert 0
+            continue  # all experts have the sizes of expert 0
         layer = re.search(r"layers\.(\d+)\.", weight.megatron)
         pieces.append(
             _Piece(

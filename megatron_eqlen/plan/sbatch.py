@@ -1,4 +1,4 @@
-"""What SLURM must know of a recipe's job: ``plan`` prints it, ``submit`` and ``sweep --slurm`` use it."""
+"""SLURM options of a recipe's job, used by ``plan``, ``submit`` and ``sweep --slurm``."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from megatron_eqlen.plan.workload import workload
 from megatron_eqlen.recipe import Recipe
 
 NOTICE = 600
-"""Seconds before its time limit that a run is asked to stop (``slurm/train.sbatch``: ``USR1@600``)."""
+"""Seconds before the time limit at which a run is asked to stop (``slurm/train.sbatch``: ``USR1@600``)."""
 SHORT = 2 * NOTICE
-"""Seconds of a time limit below which the start takes much of what is left before the notice."""
+"""Time limit in seconds below which start-up takes most of the time before the notice."""
 TIME = re.compile(r"((?P<days>\d+)-)?(?P<first>\d+)(:(?P<second>\d+))?(:(?P<third>\d+))?")
 """SLURM's ``minutes``, ``minutes:seconds``, ``hours:minutes:seconds``, ``days-hours[:minutes[:seconds]]``."""
 
 
 def train_options(recipe: Recipe, job_name: str) -> list[str]:
-    """Of the trainer's job, one task a node. Call ``layout.check`` first."""
+    """Return sbatch's options for the trainer's job, one task per node. Call ``layout.check`` first."""
     cluster = recipe.cluster
     return [
         f"--job-name={job_name}",
@@ -33,13 +33,14 @@ def train_options(recipe: Recipe, job_name: str) -> list[str]:
 
 
 def train_environment(recipe: Recipe) -> dict[str, str]:
-    """What ``slurm/train.sbatch`` must be told of a job without GPUs."""
+    """Return the environment variables that ``slurm/train.sbatch`` needs for a job without GPUs."""
     cluster = recipe.cluster
     return {"PROCESSES_PER_NODE": str(cluster.processes_per_node)} if cluster.device == "cpu" else {}
 
 
 def server_options(recipe: Recipe, job_name: str, nodes: int) -> list[str]:
-    """Of ``nodes`` nodes like the trainer's that are full of vLLM servers, one task each."""
+    """Return sbatch's options for ``nodes`` nodes like the trainer's, filled with vLLM servers, one task per
+    server."""
     each = recipe.rollout.tensor_parallel
     return [
         f"--job-name={job_name}",
@@ -52,7 +53,8 @@ def server_options(recipe: Recipe, job_name: str, nodes: int) -> list[str]:
 
 
 def replicas_on_node(recipe: Recipe) -> int:
-    """vLLM servers that a node holds, each on ``rollout.tensor_parallel`` GPUs. Raises ValueError if none."""
+    """Return how many vLLM servers, each on ``rollout.tensor_parallel`` GPUs, a node holds. Raises ValueError
+    if none fits."""
     here, each = recipe.cluster.processes_per_node, recipe.rollout.tensor_parallel
     if each > here:
         raise ValueError(
@@ -63,15 +65,15 @@ def replicas_on_node(recipe: Recipe) -> int:
 
 
 def _of_gpus(recipe: Recipe, gpus: str, host_bytes: Callable[[Recipe], float]) -> list[str]:
-    """GPUs, and the host memory that the plan counts beside them; on CPUs models and caches lie there, too,
-    and it is left to the partition."""
+    """Return the options for GPUs and for host memory as planned; none on CPUs, where models and caches share
+    the host memory and the partition's default applies."""
     if recipe.cluster.device == "cpu":
         return []
     return [gpus, f"--mem={math.ceil(host_bytes(recipe) / 2**30)}G"]
 
 
 def trainer_bytes(recipe: Recipe) -> float:
-    """Of host memory that the plan counts for a node."""
+    """Return the bytes of host memory that the plan counts for a node."""
     model = model_config(recipe)
     return sum(host_parts(recipe, model, trainer(recipe, model), workload(recipe)).values())
 
@@ -87,7 +89,7 @@ def _where(recipe: Recipe) -> list[str]:
 
 
 def short_limit(recipe: Recipe) -> str | None:
-    """Warning about a ``cluster.time`` that leaves hardly a step to each try; None for a longer one."""
+    """Return a warning if ``cluster.time`` leaves time for hardly one step per job; None otherwise."""
     seconds = limit_seconds(recipe.cluster.time)
     if seconds is None or seconds > SHORT:
         return None
@@ -99,7 +101,7 @@ def short_limit(recipe: Recipe) -> str | None:
 
 
 def limit_seconds(text: str) -> int | None:
-    """Seconds of a time limit as SLURM writes it; None for one without a number (``UNLIMITED``)."""
+    """Return the seconds of a SLURM time limit; None for a limit without a number (``UNLIMITED``)."""
     if not (found := TIME.fullmatch(text.strip())):
         return None
     first, second, third = (int(found[name] or 0) for name in ("first", "second", "third"))

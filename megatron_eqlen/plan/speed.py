@@ -1,4 +1,4 @@
-"""Tokens a second and hours a step: estimated from a GPU's data sheet and stated shares of it."""
+"""Estimated tokens per second and hours per step, from a GPU's data sheet and assumed shares of it."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from megatron_eqlen.recipe import Recipe
 
 @dataclass(frozen=True)
 class Gpu:
-    """From its maker's data sheet."""
+    """Figures of a GPU's data sheet, and assumed shares of them."""
 
     name: str
     memory_gib: float
     flops: float
-    """A second, dense, in bfloat16."""
+    """Dense bfloat16 FLOPs per second."""
     bandwidth: float
-    """Bytes a second of its memory."""
+    """Memory bandwidth in bytes per second."""
     training: float
-    """Share of the FLOPs that the passes of a dense model reach, recomputation counted; an assumption."""
+    """Share of ``flops`` that training a dense model reaches, recomputation included; an assumption."""
     near: float
-    """Bytes a second from the GPUs of its node: NVLink, or PCIe 4.0."""
+    """Bytes per second from GPUs of the same node: NVLink, or PCIe 4.0."""
     far: float
-    """From GPUs of other nodes: its part of the network in its maker's nodes (200 and 400 Gbit/s InfiniBand a
-    GPU; of an RTX 4090 25 Gbit/s); an assumption."""
+    """Bytes per second from GPUs of other nodes: the GPU's share of the network in its maker's nodes (200 and
+    400 Gbit/s InfiniBand per GPU; RTX 4090: 25 Gbit/s); an assumption."""
 
 
 GPUS = (
@@ -40,42 +40,42 @@ GPUS = (
     Gpu("H100", 80, 989e12, 3.35e12, 0.33, 450e9, 50e9),
     Gpu("H200", 141, 989e12, 4.8e12, 0.33, 450e9, 50e9),
 )
-"""H100 and H200 as SXM modules."""
+"""Known GPUs; H100 and H200 are SXM modules."""
 LINKS = 0.7
-"""Share of these rates that context-parallel ranks reach; an assumption."""
+"""Share of ``near`` and ``far`` that context-parallel ranks reach; an assumption."""
 EXPERTS = 0.4
-"""Of that share, with experts: small matrices, and tokens sent between ranks; an assumption."""
+"""Factor on ``training`` for models with experts: small matrices, token exchange; an assumption."""
 DECODING_BANDWIDTH, DECODING_FLOPS = 0.6, 0.4
-"""Shares that decoding reaches."""
+"""Shares of ``bandwidth`` and ``flops`` that decoding reaches; assumptions."""
 STEP_FLOOR = 0.012
-"""Seconds of a decode step at least: scheduling and sampling on the host."""
+"""Minimum seconds of a decode step: scheduling and sampling on the host."""
 _REACHED = ", ".join(f"{gpu.training:.0%} ({gpu.name})" for gpu in GPUS)
 ASSUMPTIONS = (
     f"training reaches {_REACHED} of the FLOPs, with experts {EXPERTS:.0%} of that;",
     f"decoding {DECODING_BANDWIDTH:.0%} of the bandwidth, a step takes {1e3 * STEP_FLOOR:.0f} ms at least;",
     f"responses are log-normal, their median {MEDIAN:.0%} of the limit; no graders, no evaluations",
 )
-"""Lines."""
+"""Lines that state the assumptions."""
 CONTEXT_ASSUMPTIONS = (
     f"context-parallel ranks compute nothing while they exchange, at {LINKS:.0%} of what links bring,",
     "GB/s in a node and between nodes: "
     + ", ".join(f"{gpu.near / 1e9:.0f} and {gpu.far / 1e9:.0f} ({gpu.name})" for gpu in GPUS),
 )
-"""Lines beside these, of context parallelism."""
+"""Further lines, for context parallelism."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Of one step on ``gpu``."""
+    """Estimated speed of one step on ``gpu``."""
 
     gpu: Gpu
     generation: float
-    """Seconds."""
+    """Seconds of generation."""
     training: float
     exchange: float
-    """Of that, what context-parallel ranks wait for each other's keys, values and heads."""
+    """Seconds of ``training`` that context-parallel ranks spend on exchanging keys, values and heads."""
     tokens_per_second: float
-    """Generated tokens over the whole step, of all GPUs."""
+    """Generated tokens per second of the whole step, over all GPUs."""
 
     @property
     def seconds(self) -> float:
@@ -83,7 +83,7 @@ class Speed:
 
 
 def gpu_named(device: str | None) -> Gpu | None:
-    """The GPU that calls itself ``NVIDIA H100 80GB HBM3``, say; None for one that is not known, and for
+    """Return the GPU with the given device name (``NVIDIA H100 80GB HBM3``); None for unknown GPUs and for
     slower cards of the same name (``NVIDIA H100 PCIe``, ``NVIDIA H100 NVL``)."""
     if not device or any(card in device.upper() for card in ("PCIE", "NVL")):
         return None
@@ -91,7 +91,7 @@ def gpu_named(device: str | None) -> Gpu | None:
 
 
 def speeds(recipe: Recipe, model: ModelConfig, work: Workload) -> list[Speed]:
-    """On each known GPU of the recipe's size, the smallest that is large enough."""
+    """Return the speeds on the known GPUs with the smallest sufficient memory; empty on CPUs."""
     if recipe.cluster.device == "cpu":
         return []
     enough = [gpu.memory_gib for gpu in GPUS if gpu.memory_gib >= recipe.cluster.gpu_memory_gib]
@@ -106,7 +106,7 @@ def speed(recipe: Recipe, model: ModelConfig, work: Workload, gpu: Gpu) -> Speed
 
 
 def _computing_seconds(recipe: Recipe, model: ModelConfig, work: Workload, gpu: Gpu) -> float:
-    """Of training, recomputation counted."""
+    """Return the seconds of training's computation, recomputation included."""
     flops = training_flops(recipe, model, work.trained, work.context)
     if recipe.parallel.recompute == "full":
         flops *= 1 + recipe.loss.epochs / training_passes(recipe)
@@ -115,7 +115,7 @@ def _computing_seconds(recipe: Recipe, model: ModelConfig, work: Workload, gpu: 
 
 
 def _exchange_seconds(recipe: Recipe, model: ModelConfig, work: Workload, gpu: Gpu) -> float:
-    """Both kinds of link one after the other."""
+    """Return the seconds of the exchange, with both kinds of link used in turn."""
     if recipe.parallel.context == 1:
         return 0.0
     far = leaving_share(recipe)
@@ -123,7 +123,8 @@ def _exchange_seconds(recipe: Recipe, model: ModelConfig, work: Workload, gpu: G
 
 
 def _generation_seconds(recipe: Recipe, model: ModelConfig, work: Workload, gpu: Gpu) -> float:
-    """All tokens at full batches, and the longest response's steps where that is longer."""
+    """Return the seconds of all tokens at full batches, or of the longest response's steps if that is
+    more."""
     servers = recipe.rollout.engine == "server"
     ranks = recipe.rollout.tensor_parallel
     replicas = len(recipe.rollout.servers) if servers else recipe.world_size // ranks
@@ -139,7 +140,8 @@ def _generation_seconds(recipe: Recipe, model: ModelConfig, work: Workload, gpu:
 
 
 def _weights_read(recipe: Recipe, model: ModelConfig, batch: float) -> float:
-    """Bytes of weights that a decode step reads on one GPU: of the experts those that some token chose."""
+    """Return the bytes of weights that a decode step reads on one GPU; only experts that a token chose are
+    read."""
     whole = engine.weights(recipe, model)
     if model.experts is None:
         return whole

@@ -1,4 +1,4 @@
-"""One line for each recipe, as in the README: what machines it needs, and an estimate of its time."""
+"""One line per recipe for the README's table: machines needed, and an estimate of the time."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ STEPS = 100
 
 
 def row(file: str, recipe: Recipe) -> str:
-    """Of the recipe in ``recipes/FILE``. ``GB a GPU``: the largest phase, of the GPU's size."""
+    """Return the table's line for the recipe in ``recipes/FILE``. ``GB a GPU``: the largest phase of the
+    GPU's size."""
     model, cluster = model_config(recipe), recipe.cluster
     need, work = memory(recipe, model), workload(recipe)
     host = sum(host_parts(recipe, model, need.stages, work).values())
     estimates = "; ".join(
-        f"{one.gpu.name} {one.tokens_per_second:,.0f}, {STEPS * one.seconds / 3600:.0f}"
-        for one in speeds(recipe, model, work)
+        f"{estimate.gpu.name} {estimate.tokens_per_second:,.0f}, {STEPS * estimate.seconds / 3600:.0f}"
+        for estimate in speeds(recipe, model, work)
     )
     gpus = f"{cluster.nodes} x {cluster.processes_per_node}"
     used = f"{need.peak / 1e9:.0f} of {need.total / 1e9:.0f}"

@@ -21,11 +21,11 @@ from megatron_eqlen.processes.cores import cores_per_rank
 from megatron_eqlen.recipe import Recipe, layout
 
 WORTH_A_LARGER_BUDGET = 0.05
-"""Share of positions that repeat what another row holds too."""
+"""Share of repeated positions from which a larger row budget is recommended."""
 
 
 def describe(recipe: Recipe) -> str:
-    """The plan as text. Raises LayoutError for a layout that cannot start."""
+    """Return the plan as text. Raises LayoutError for a layout that cannot start."""
     model = model_config(recipe)
     layout.check(recipe, model)
     need, work = memory(recipe, model), workload(recipe)
@@ -64,7 +64,7 @@ def _model(recipe: Recipe, model: ModelConfig) -> str:
 
 
 def _memory(need: Memory) -> str:
-    """Of the GPUs: the verdict, a line for each part, in the phases that hold it, and activations."""
+    """Return the verdict, one line per part with the phases that hold it, and the activations."""
     if need.recipe.cluster.device == "cpu":
         return "memory      no GPU is used (cluster.device: cpu)"
     phases = [*need.table]
@@ -90,7 +90,7 @@ def _activations(need: Memory) -> str:
 
 
 def _context(recipe: Recipe, model: ModelConfig) -> str:
-    """Empty without context parallelism."""
+    """Return the lines on context parallelism; empty without it."""
     if recipe.parallel.context == 1:
         return ""
     ranks, row = recipe.parallel.context, recipe.packing.max_tokens_per_row
@@ -117,12 +117,12 @@ def _host(recipe: Recipe, model: ModelConfig, need: Memory, work: Workload) -> s
 
 
 def _speed(recipe: Recipe, model: ModelConfig, work: Workload) -> str:
-    """Empty where no GPU is used, or no known one has the recipe's size."""
+    """Return the estimates; empty if no GPU is used or no known GPU has the recipe's size."""
     lines = [
-        f"estimate    {one.gpu.name}: {one.tokens_per_second:,.0f} tokens/s, {one.seconds / 3600:.2f} hours "
-        f"a step (generation {one.generation / 3600:.2f}, training {one.training / 3600:.2f}"
-        + (f", {one.exchange / one.training:.1%} of it exchange)" if one.exchange else ")")
-        for one in speeds(recipe, model, work)
+        f"estimate    {estimate.gpu.name}: {estimate.tokens_per_second:,.0f} tokens/s, {estimate.seconds / 3600:.2f} hours "
+        f"a step (generation {estimate.generation / 3600:.2f}, training {estimate.training / 3600:.2f}"
+        + (f", {estimate.exchange / estimate.training:.1%} of it exchange)" if estimate.exchange else ")")
+        for estimate in speeds(recipe, model, work)
     ]
     more = CONTEXT_ASSUMPTIONS if recipe.parallel.context > 1 else ()
     assumed = [" " * 12 + line for line in ("not measured; assumed:", *ASSUMPTIONS, *more)]
@@ -158,7 +158,7 @@ def _graders(recipe: Recipe) -> str:
 
 
 def _packing(recipe: Recipe) -> str:
-    """What cut trunks cost, where it is worth a larger row budget; empty elsewhere."""
+    """Return a warning about repeated trunks if a larger row budget is worthwhile; empty otherwise."""
     if recipe.sampling != "equal_length" or recipe.packing.layout != "tree":
         return ""
     budget = recipe.packing.max_tokens_per_row
@@ -179,7 +179,7 @@ def _repeated(recipe: Recipe, max_tokens_per_row: int) -> float:
 
 
 def _objective(recipe: Recipe) -> str:
-    """The method's parts, and every key of ``loss`` that means something for it, defaults included."""
+    """Return the method's parts and every key of ``loss`` that applies to it, defaults included."""
     objective = resolve(recipe)
     parts = [f"advantage {objective.advantage_name}", f"ratio {objective.ratio}"]
     if objective.ratio == "vespo":

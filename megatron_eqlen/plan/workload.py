@@ -1,4 +1,4 @@
-"""How many tokens a step has: an estimate, on the responses that ``packing/simulated.py`` draws."""
+"""Estimated number of tokens of a step, on the simulated responses of ``packing/simulated.py``."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ SAMPLES = 256
 
 @dataclass(frozen=True)
 class Workload:
-    """Of one step, on average."""
+    """Mean token counts of one step."""
 
     tracks: int
-    """Sequences that are decoded at once, at most."""
+    """Maximum number of sequences that are decoded at once."""
     generated: float
     """Tokens of all rollouts."""
     trained: float
-    """Positions of all rows; trunks that rows cut are not repeated."""
+    """Positions of all rows; trunks that rows cut are counted once."""
     context: float
-    """Tokens that a token sees, on average."""
+    """Mean number of tokens that a token sees."""
     cached: float
-    """Of these, those in the KV cache for it: two tracks of a stream share their trunk."""
+    """Mean number of KV cache entries per token; the two tracks of a stream share their trunk."""
 
 
 def workload(recipe: Recipe) -> Workload:
@@ -36,7 +36,7 @@ def workload(recipe: Recipe) -> Workload:
     if recipe.sampling == "equal_length":
         generated, trained, context, cached = _stream(*sizes)
         rollouts = prompts * recipe.streams_per_prompt
-    else:  # also for sampled trees: each of their leaves ends a response
+    else:  # also for sampled trees, where each leaf ends a response
         generated, trained, context = _response(*sizes)
         cached = context
         rollouts = prompts * recipe.group_size
@@ -45,8 +45,8 @@ def workload(recipe: Recipe) -> Workload:
 
 @cache
 def _stream(limit: int, prompt: int) -> tuple[float, float, float, float]:
-    """Of a stream of equal-length pairs: tokens, positions in rows, tokens that a token sees, and its part of
-    the KV cache."""
+    """Simulate streams of equal-length pairs. Return per stream the tokens and the positions in rows, and per
+    token the tokens it sees and its share of the KV cache."""
     forest = Forest.of(simulated_streams(SAMPLES, limit, prompt))
     generated = forest.length[forest.parent >= 0].sum()
     live = forest.live
@@ -60,7 +60,8 @@ def _stream(limit: int, prompt: int) -> tuple[float, float, float, float]:
 
 @cache
 def _response(limit: int, prompt: int) -> tuple[float, float, float]:
-    """The same of an independent response, which shares no more than its prompt."""
+    """Simulate independent responses, which share only the prompt. Return the means of tokens, positions and
+    context."""
     trees = simulated_responses(SAMPLES, limit, prompt)
     lengths = np.array([len(tree.nodes[1]) for tree in trees])
     start = np.mean([len(tree.nodes[0]) for tree in trees])
