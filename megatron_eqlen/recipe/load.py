@@ -176,6 +176,6 @@ def explain(item: ErrorDetails, schema: type[Section] = Recipe) -> str:
     if item["type"] == "missing":
         return f"missing key {key!r}"
     if item["type"] == "value_error":  # of our own validators
-        said = f"{key}: {item['ctx']['error']}"
+        said = f"{key}: {item.get('ctx', {}).get('error')}"
         return said if ", found " in said else f"{said}, found {item['input']!r}"
     return f"{key}: {item['msg']}, found {item['input']!r}"
