@@ -342,7 +342,10 @@ def _compare(item: dict[str, str]) -> dict[str, bool]:
 
 
 def is_readable(text: str, is_complex: bool) -> bool:
-    """Can all its members be read?"""
+    """Can all its members be read, or the value that it names?"""
+    name, *values = split(text, _EQUALS)
+    if len(values) == 1 and _NAME.fullmatch(name):
+        text = values[0]
     return all(read(member, is_complex) is not None for member in members(text)[1]) or (
         read(text, is_complex) is not None
     )
