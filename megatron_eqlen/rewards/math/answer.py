@@ -137,7 +137,7 @@ _LEADS = _compile(  # what stands before the answer
     (r"(?<=[a-z]{2})!+$", ""),
 )  # fmt: skip
 _NUMBERS = _compile(  # numbers as people write them
-    (r"^([+-]?\d{1,3}(?:[,' ]\d{3})+(?:\.\d+)?)$", lambda m: re.sub("[,' ]", "", m[1])),
+    (r"^([+-]?[1-9]\d{0,2}(?:[,' ]\d{3})+(?:\.\d+)?)$", lambda m: re.sub("[,' ]", "", m[1])),
     (r"(?<![\w.])(\d+(?:\.\d+)?)[eE]\+?(-?\d+)(?!\w)", r"\1\\cdot10^{\2}"),
     (r"(?<=\d)\s*[xX*]\s*(?=10\s*\^)", r"\\cdot "),
     (r"(?<![\w.}/^])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])", r"\1\\frac{\2}{\3}"),
