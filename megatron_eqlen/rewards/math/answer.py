@@ -192,7 +192,9 @@ _PROSE = re.compile(
 _PHRASE = re.compile(r"[^\W\d_]+(?:[\s-]+[^\W\d_]+)*")
 _WORDS = re.compile(r"\s*([A-Za-z]+(?:[\s-]+[A-Za-z]+)*)\s*")
 _SHORT_WORDS = {"yes", "no", "odd", "one", "two", "six", "ten", "all", "any", "dne", "nan"}
-_SAME_WORDS = dict.fromkeys(("dne", "thelimitdoesnotexist", "limitdoesnotexist"), r"\text{doesnotexist}")
+_SAME_WORDS: dict[str, str] = dict.fromkeys(
+    ("dne", "thelimitdoesnotexist", "limitdoesnotexist"), r"\text{doesnotexist}"
+)
 _SAME_WORDS |= {"infinite": r"\infty", "infinitelymany": r"\infty"}
 _SAME_WORDS |= dict.fromkeys(("allrealnumbers", "allreals", "therealnumbers", "realnumbers"), r"\mathbb{R}")
 _SAME_WORDS |= dict.fromkeys(

@@ -44,7 +44,7 @@ def _delimit(text: str) -> str:
 
 def _command(text: str, at: int) -> tuple[str, int]:
     """The token at ``at`` with its arguments, delimited; and where it ends."""
-    token = _TOKEN.match(text, at)[0]
+    token = next(_TOKEN.finditer(text, at))[0]
     at += len(token)
     if token in _MACROS:
         return _macro(token, text, at)

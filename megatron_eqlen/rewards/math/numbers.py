@@ -19,7 +19,7 @@ LARGEST_COMPARED = 1e20
 """Larger numbers that differ by 1 agree in too many of the 100 digits."""
 
 
-def number_of(value: Any, point: dict[Any, Rational] | None = None) -> Any:
+def number_of(value: Any, point: dict[Any, Any] | None = None) -> Any:
     """The number (mpmath.mpc) that ``value`` is at ``point``, of any size; None if it is none."""
     if not isinstance(value, Expr) or is_huge(value) or (not point and value.free_symbols):
         return None
@@ -70,7 +70,9 @@ def surely_different(gold: Any, answer: Any) -> bool:
     if gold.is_Symbol or answer.is_Symbol:
         return False  # names compare as text
     symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
-    point = {symbol: Rational(2 * number + 3, 7 * number + 11) for number, symbol in enumerate(symbols)}
+    point: dict[Any, Any] = {
+        symbol: Rational(2 * number + 3, 7 * number + 11) for number, symbol in enumerate(symbols)
+    }
     here, there = number_of(gold, point), number_of(answer, point)
     return (
         here is not None
@@ -94,7 +96,7 @@ def surely_equal(gold: Any, answer: Any) -> bool:
     )
 
 
-def _vanishes(gold: Expr, answer: Expr, point: dict[Any, Rational]) -> bool:
+def _vanishes(gold: Expr, answer: Expr, point: dict[Any, Any]) -> bool:
     try:
         terms = [abs(complex(term.subs(point).evalf(DIGITS))) for term in (gold, answer)]
         parts = (gold - answer).subs(point).evalf(DIGITS, maxn=100).as_real_imag()
