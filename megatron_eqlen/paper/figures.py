@@ -136,7 +136,7 @@ def sheet(title: str, charts: Sequence[Chart]) -> str:
     from matplotlib.figure import Figure
 
     rows = -(-len(charts) // COLUMNS)
-    settings = {"svg.fonttype": "none", "svg.hashsalt": "eqlen", "font.size": 8, "axes.titlesize": 9}
+    settings: Any = {"svg.fonttype": "none", "svg.hashsalt": "eqlen", "font.size": 8, "axes.titlesize": 9}
     with matplotlib.rc_context(settings):
         figure = Figure(figsize=(8, 1.2 + 2.1 * rows), layout="constrained")
         figure.suptitle(title, fontsize=10, fontweight="bold")
@@ -152,7 +152,7 @@ def sheet(title: str, charts: Sequence[Chart]) -> str:
         for place in places[len(charts) :]:
             place.remove()
         names = [series.name for series in charts[0].series if series.name in lines]
-        figure.legend([lines[name] for name in names], names, loc="outside upper left", ncols=4)
+        figure.legend([lines[name] for name in names], names, loc="outside lower center", ncols=4)
         drawn = io.StringIO()
         figure.savefig(drawn, format="svg", metadata={"Date": None})
     return drawn.getvalue()

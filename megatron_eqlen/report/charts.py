@@ -29,6 +29,7 @@ from megatron_eqlen.metrics import (
     spent,
 )
 from megatron_eqlen.recipe.budget import Budget
+from megatron_eqlen.report.drawing import STAGES as LANED
 from megatron_eqlen.report.evaluations import Evaluation
 from megatron_eqlen.report.format import (
     MISMATCH,
@@ -45,6 +46,9 @@ from megatron_eqlen.report.progress import STEPS_FOR_ETA
 
 MAX_POINTS = 1000
 """Longer series are averaged in equal groups of neighbours: no chart has more pixels."""
+
+COLOURED = [*LANED, *(stage for stage in STAGES if stage not in LANED)]
+"""Stages in the order of their colours, which the picture of the last steps has, too."""
 
 Point = tuple[float, float]
 Names = tuple[str, ...]
@@ -88,6 +92,8 @@ class Series:
     """(x, value), x rising."""
     intervals: Sequence[Point] = ()
     """(low, high) of each point, drawn as a band; empty for none."""
+    colour: int | None = None
+    """Default: its place in the chart."""
     remark: str = ""
     """Stands in the legend beside the name; default: the last value."""
 
@@ -101,7 +107,7 @@ class Chart:
     title: str
     series: Sequence[Series]
     x_name: str = "step"
-    seconds: Mapping[float, float] = field(default_factory=dict)
+    seconds: Mapping[Any, float] = field(default_factory=dict)
     """Seconds since the run's start at each x; empty where x is no step of one run."""
     stacked: bool = False
     """The series are parts of a whole and have the same x."""
@@ -117,7 +123,7 @@ class Chart:
             "x": [_rounded(x) for x in places],
             "seconds": [_rounded(_at(self.seconds, x)) for x in places] if self.seconds else None,
             "series": [
-                {"name": series.name, **_columns(series, places)} for series in drawn
+                {"name": series.name, "colour": series.colour, **_columns(series, places)} for series in drawn
             ],
         }  # fmt: skip
 
@@ -136,7 +142,7 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
 
 
-def _at(values: Mapping[float, float], x: float) -> float:
+def _at(values: Mapping[Any, float], x: float) -> float:
     """The value at ``x``, or at the largest key below it: averaged points lie between steps."""
     if x in values:
         return values[x]
@@ -177,6 +183,7 @@ def stages(records: Records) -> Chart | None:
         Series(
             name,
             [(record["step"], row.get(name, 0.0)) for record, row in zip(records, rows, strict=True)],
+            colour=COLOURED.index(name),
             remark=f"{compact(total / len(rows))} s, {total / whole:.0%}",
         )
         for name, total in totals.most_common()

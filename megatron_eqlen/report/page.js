@@ -50,7 +50,7 @@ function lines(chart, shown, log) {
   const add = (values, options) => { data.push(known(values)); series.push({spanGaps: true, ...options}); };
   shown.forEach((one, n) => {
     if (!one) return;
-    const stroke = () => colour(`--c${n % 10}`), faint = () => colour(`--c${n % 10}`) + "38";
+    const stroke = () => colour(`--c${(one.colour ?? n) % 10}`), faint = () => stroke() + "38";
     if (one.low) {
       add(one.high, {stroke: faint, width: 1, points: {show: false}});
       add(one.low, {stroke: faint, width: 1, points: {show: false}});
@@ -70,7 +70,7 @@ function stack(chart, shown) {
     if (!one) return;
     one.y.forEach((value, i) => { sums[i] += value ?? 0; });
     data.unshift([...sums]);
-    const stroke = () => colour(`--c${n % 10}`);
+    const stroke = () => colour(`--c${(one.colour ?? n) % 10}`);
     series.unshift({stroke, fill: stroke, width: 0, paths: uPlot.paths.bars({size: [0.84, 60]}), points: {show: false}, legendOf: n});
   });
   return {data, series, bands: []};

@@ -12,7 +12,8 @@ from megatron_eqlen.report import page
 from megatron_eqlen.report.metrics import MetricsWriter
 from megatron_eqlen.report.page import write_page
 from megatron_eqlen.report.server import LiveServer
-from tests.kit.browser import Browser, program
+from tests.kit.browser import PATIENCE, Browser, program
+from tests.kit.processes import within
 from tests.kit.report_runs import Harvesting, example_stream, make_tokenizer, prompt, recipe, write_run
 
 pytestmark = [
@@ -105,6 +106,14 @@ def opened(tmp_path_factory) -> Iterator[Browser]:
         assert browser.errors == []
 
 
+def look(browser: Browser, width: int, dark: bool = False) -> None:
+    """Set the window's size and colours, and wait until all charts are drawn for it."""
+    browser.look(width, dark=dark)
+    drawn = "figure => figure.plot?.width === figure.querySelector('.plot').clientWidth"
+    wanted = f"innerWidth === {width} && [...document.querySelectorAll('.chart')].every({drawn})"
+    assert browser.becomes(wanted)
+
+
 def canvas(browser: Browser, title: str) -> str:
     return browser.value(CHART.format(title) + ".querySelector('canvas').toDataURL()")
 
@@ -112,15 +121,14 @@ def canvas(browser: Browser, title: str) -> str:
 @pytest.mark.parametrize("width", [1300, 420])
 def test_nothing_is_cut_off(opened, width):
     """Every element with text lies within the window, and scrolls in no box of its own."""
-    opened.look(width)
-    assert opened.becomes(f"document.querySelector('canvas').getBoundingClientRect().right <= {width}")
+    look(opened, width)
     cut_off = """[...document.querySelectorAll('main, .card, .wide, dd, td, figure')]
         .filter(one => one.getBoundingClientRect().right > innerWidth
                        || one.scrollWidth > one.clientWidth + 1)
         .map(one => one.tagName + ' ' + one.className + ': ' + one.textContent.slice(0, 80))"""
     assert opened.value(cut_off) == []
     assert opened.value("document.documentElement.scrollWidth") <= width
-    opened.look(1300)
+    look(opened, 1300)
 
 
 def test_lines_that_coincide_are_both_seen(opened):
@@ -167,10 +175,11 @@ def test_a_name_hides_its_line(opened):
 def test_a_dark_scheme_changes_the_page_and_its_charts(opened):
     before, ground = canvas(opened, "Reward"), "getComputedStyle(document.body).backgroundColor"
     light = opened.value(ground)
-    opened.look(1300, dark=True)
+    look(opened, 1300, dark=True)
     assert opened.becomes(f"{ground} != '{light}'")
-    assert canvas(opened, "Reward") != before
-    opened.look(1300)
+    assert within(PATIENCE, lambda: canvas(opened, "Reward") != before)
+    look(opened, 1300)
+    assert within(PATIENCE, lambda: canvas(opened, "Reward") == before)
 
 
 def test_no_script_runs_but_the_page_s_own(opened):

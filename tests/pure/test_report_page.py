@@ -109,6 +109,19 @@ def test_only_stages_share_out_a_step(tmp_path):
     assert "gpu_hours" not in text.partition("Details")[0]
 
 
+def test_a_stage_has_one_colour_on_the_page(tmp_path):
+    run = write_run(tmp_path, recipe(tmp_path))
+    writer = MetricsWriter(run)
+    span = {"stage": "train", "began": 0.0, "ended": 1.0}
+    writer.write(1, {"time/harvest": 3.0, "time/train": 1.0, "time/evaluate": 1.0}, [span])
+    writer.close()
+    html = Page(write_page(run)).html
+    colours = {name: colour for colour, name in re.findall(r'class="(c\d)[^>]*><i></i>(\w+) <b>', html)}
+    assert len(re.findall(r'class="(c\d)[^>]*><i></i>train <b>', html)) == 2
+    assert set(re.findall(r'class="(c\d)[^>]*><i></i>train <b>', html)) == {colours["train"]}
+    assert f'<rect class="{colours["train"]}"' in html
+
+
 def test_charts_of_what_was_not_measured_are_left_out(tmp_path):
     run = write_run(tmp_path, recipe(tmp_path))
     log_steps(run, 3, **{"train/grad_norm": float("nan")})
@@ -179,7 +192,7 @@ def test_a_charts_series_share_one_axis_of_steps_and_of_seconds(tmp_path):
     )
     data = Chart("t", [first, second], seconds=seconds).data()
     assert (data["x"], data["seconds"]) == ([0, 1, 2, 3], [0, 4, 9, 15])
-    assert data["series"][0] == {"name": "a", "y": [None, 0.5, None, 0.25]}
+    assert data["series"][0] == {"name": "a", "colour": None, "y": [None, 0.5, None, 0.25]}
     assert data["series"][1]["low"] == [0.5, None, 2.0, None]
 
 
