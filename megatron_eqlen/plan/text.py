@@ -119,8 +119,9 @@ def _host(recipe: Recipe, model: ModelConfig, need: Memory, work: Workload) -> s
 def _speed(recipe: Recipe, model: ModelConfig, work: Workload) -> str:
     """Return the estimates; empty if no GPU is used or no known GPU has the recipe's size."""
     lines = [
-        f"estimate    {estimate.gpu.name}: {estimate.tokens_per_second:,.0f} tokens/s, {estimate.seconds / 3600:.2f} hours "
-        f"a step (generation {estimate.generation / 3600:.2f}, training {estimate.training / 3600:.2f}"
+        f"estimate    {estimate.gpu.name}: {estimate.tokens_per_second:,.0f} tokens/s, "
+        f"{estimate.seconds / 3600:.2f} hours a step (generation {estimate.generation / 3600:.2f}, "
+        f"training {estimate.training / 3600:.2f}"
         + (f", {estimate.exchange / estimate.training:.1%} of it exchange)" if estimate.exchange else ")")
         for estimate in speeds(recipe, model, work)
     ]

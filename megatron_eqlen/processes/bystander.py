@@ -1,10 +1,10 @@
-"""A process beside a rank that is alone, which ends it where no thread of it can run Python.
+"""Helper process of a single-rank run: kills the rank if none of its threads can run Python.
 
-    python -IS bystander.py STACKS SECONDS    kills its parent once STACKS has had stacks for so long
+    python -IS bystander.py STACKS SECONDS    kills its parent once STACKS has held stacks for SECONDS
 
-faulthandler writes the stacks, and could end the rank itself. But its clock goes on while the rank is stopped
-(Ctrl-Z): it would end one that has just been continued, and that removes its stacks at its next look. Time is
-counted in looks here, since this process may be stopped, too. Several ranks look after each other.
+faulthandler writes the stacks and could end the rank itself, but its clock runs while the rank is stopped
+(Ctrl-Z): it would kill a rank that was just continued. The rank removes its stacks at its next look. Time is
+counted in looks, since this process may be stopped, too. With several ranks, the ranks watch each other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ INTERVAL = 0.25
 
 
 def has_stacks(path: str | os.PathLike[str]) -> bool:
-    """Whether the file is there and holds what faulthandler has written."""
+    """Return True if the file exists and holds faulthandler's output."""
     try:
         with open(path, "rb") as file:
             return file.read(7) == b"Timeout"
@@ -30,7 +30,7 @@ def has_stacks(path: str | os.PathLike[str]) -> bool:
 
 def main(stacks: str, seconds: str) -> None:
     rank, late = os.getppid(), 0
-    while os.getppid() == rank:  # an orphan gets another parent
+    while os.getppid() == rank:  # an orphan has another parent
         time.sleep(INTERVAL)
         late = late + 1 if has_stacks(stacks) else 0
         if late * INTERVAL > float(seconds):

@@ -1,6 +1,4 @@
-"""How many processor cores and how much memory this process may use: what the scheduler, the container and
-SLURM leave of the machine's.
-"""
+"""Processor cores and memory that this process may use, given the scheduler, the container and SLURM."""
 
 from __future__ import annotations
 
@@ -13,10 +11,9 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def cores_per_rank(ranks_on_node: int, environ: Mapping[str, str] = os.environ) -> int:
-    """The cores of one rank where ``ranks_on_node`` of them share the node; at least 1.
+    """Return the cores of one rank if ``ranks_on_node`` ranks share the node; at least 1.
 
-    ``SLURM_CPUS_PER_TASK`` is what one task has, which is a rank (srun) or the launcher of several
-    (torchrun).
+    ``SLURM_CPUS_PER_TASK`` applies to a task, which is one rank (srun) or the launcher of several (torchrun).
     """
     share = usable_cores() // ranks_on_node
     if (task := environ.get("SLURM_CPUS_PER_TASK", "")).isdecimal():
@@ -26,12 +23,12 @@ def cores_per_rank(ranks_on_node: int, environ: Mapping[str, str] = os.environ) 
 
 
 def usable_cores() -> int:
-    """Cores of this process's affinity, or less where a cgroup's quota allows less; at least 1."""
+    """Return the cores of this process's affinity or of its cgroup quota, whichever is less; at least 1."""
     return max(1, min([len(os.sched_getaffinity(0)), *(int(quota) for quota in cgroup_quotas())]))
 
 
 def memory_limit(proc: Path = PROC, cgroups: Path = CGROUPS) -> float:
-    """Bytes that this process's cgroup and those around it allow, version 2 and 1; infinite without any."""
+    """Return the bytes that the cgroups of this process allow (version 2 and 1); infinite without a limit."""
     limits = [
         int(text)
         for folder in _cgroup_folders("memory", proc, cgroups)
@@ -42,14 +39,14 @@ def memory_limit(proc: Path = PROC, cgroups: Path = CGROUPS) -> float:
 
 
 def cgroup_quotas(proc: Path = PROC, cgroups: Path = CGROUPS) -> Iterator[float]:
-    """Cores that the quotas of this process's cgroup and of those around it allow, version 2 and 1."""
+    """Yield the quotas in cores of this process's cgroup and its parents (version 2 and 1)."""
     return filter(None, map(_quota, _cgroup_folders("cpu", proc, cgroups)))
 
 
 def _cgroup_folders(controller: str, proc: Path, cgroups: Path) -> Iterator[Path]:
-    """Of this process's cgroups with ``controller``, and of those around them."""
+    """Yield the folders of this process's cgroup with ``controller`` and of its parents."""
     mine = proc / "self" / "cgroup"
-    for line in mine.read_text().splitlines() if mine.is_file() else ():  # none: a kernel without cgroups
+    for line in mine.read_text().splitlines() if mine.is_file() else ():  # missing: a kernel without cgroups
         _, controllers, path = line.split(":", 2)
         root = cgroups if not controllers else cgroups / controllers
         if controllers and controller not in controllers.split(","):
@@ -59,7 +56,8 @@ def _cgroup_folders(controller: str, proc: Path, cgroups: Path) -> Iterator[Path
 
 
 def _quota(folder: Path) -> float | None:
-    """Cores; None without a quota, and for a folder that this process cannot see (its container's root)."""
+    """Return the quota in cores; None without a quota or if the folder is not visible (the container's
+    root)."""
     if (both := folder / "cpu.max").is_file():
         quota, period = both.read_text().split()
         return None if quota == "max" else int(quota) / int(period)
@@ -70,6 +68,7 @@ def _quota(folder: Path) -> float | None:
 
 
 def _tasks_on_node(environ: Mapping[str, str]) -> int:
-    """``8(x2),4`` is SLURM's way to write 8 tasks on each of two nodes and 4 on a third."""
+    """Return the tasks on a node. SLURM writes ``8(x2),4`` for 8 tasks on each of two nodes and 4 on a
+    third."""
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or "1"
     return max(int(part.partition("(")[0]) for part in tasks.split(","))

@@ -1,7 +1,7 @@
-"""The ranks of a run: join and leave the world, agree, gather. NCCL with CUDA, gloo without.
+"""Process group of a run: join and leave it, agree, gather. NCCL with CUDA, gloo without.
 
 Under torchrun or srun the ranks come from the environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT,
-LOCAL_RANK). Without RANK the process is a world of its own. A default group that exists already is used.
+LOCAL_RANK). Without RANK the process is a world of size 1. An existing default group is used.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import torch.distributed as dist
 Item = TypeVar("Item")
 
 HOST_PATIENCE = timedelta(days=7)
-"""How long ranks wait for each other over ``host``: as long as servers generate. A rank that dies closes its
-connections, which ends the wait at once."""
+"""Timeout of collectives over ``host``: as long as servers may generate. A dead rank closes its connections,
+which ends the wait at once."""
 
 _host: dist.ProcessGroup | None = None
 
 
 def join(timeout: timedelta = timedelta(minutes=30)) -> None:
-    """Join the world, unless this process is in it already. ``timeout``: how long a collective may wait for a
-    lost rank."""
+    """Join the world, unless this process has joined already. ``timeout``: how long a collective may wait for
+    a lost rank."""
     global _host
     if not dist.is_initialized():
         _join_world(timeout)
@@ -35,26 +35,25 @@ def join(timeout: timedelta = timedelta(minutes=30)) -> None:
 
 
 def host() -> dist.ProcessGroup | None:
-    """All ranks, for plain objects: gloo on any machine, since NCCL would stage them on every GPU. None, the
-    default group, in a world that ``join`` did not make."""
+    """Return the group of all ranks for plain objects: gloo on any machine, since NCCL would stage objects on
+    every GPU. None, the default group, in a world that ``join`` did not make."""
     return _host
 
 
 def leave() -> None:
-    """Leave the world and the groups made in it."""
+    """Destroy the default group and all other groups."""
     global _host
     _host = None
     dist.destroy_process_group()
 
 
 def world_size() -> int:
-    """Number of processes of this run, including those that a launcher started and that have not joined
-    yet."""
+    """Return the number of processes of this run, including processes that have not joined yet."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_rank0() -> bool:
-    """Whether this process writes the run's files and prints."""
+    """Return True on the rank that writes the run's files and prints."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
@@ -63,8 +62,8 @@ _alone: ContextVar[bool] = ContextVar("alone", default=False)
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Within the block this thread has no other ranks for ``agree`` and ``gather``. So a rank can do beside
-    its training what else all ranks do together: only one thread of a process may use its groups."""
+    """Make ``agree`` and ``gather`` local to this thread within the block. A rank can then run collective
+    code in a thread beside its training; only one thread of a process may use its groups."""
     token = _alone.set(True)
     try:
         yield
@@ -77,7 +76,7 @@ def is_alone() -> bool:
 
 
 def gather(items: list[Item]) -> list[Item]:
-    """All ranks' items, in rank order, on every rank."""
+    """Return all ranks' items, in rank order, on every rank."""
     if is_alone():
         return list(items)
     gathered: list[Any] = [None] * dist.get_world_size()
@@ -86,8 +85,8 @@ def gather(items: list[Item]) -> list[Item]:
 
 
 def agree(ask: Callable[[], Item]) -> Item:
-    """Rank 0's answer, on every rank. Only rank 0 asks: a file may appear between the looks of two ranks, and
-    ranks that decide differently would wait for each other for ever."""
+    """Return rank 0's result of ``ask`` on every rank. Only rank 0 calls ``ask``: ranks that see different
+    files would decide differently and deadlock."""
     if is_alone():
         return ask()
     box: list[Any] = [ask() if dist.get_rank() == 0 else None]
@@ -96,7 +95,7 @@ def agree(ask: Callable[[], Item]) -> Item:
 
 
 def device() -> torch.device:
-    """The device that holds this process's model."""
+    """Return the device that holds this process's model."""
     return (
         torch.device("cuda", torch.cuda.current_device())
         if torch.cuda.is_available()
@@ -105,7 +104,7 @@ def device() -> torch.device:
 
 
 def gpu_name() -> str | None:
-    """What this process's GPU calls itself; None without one."""
+    """Return the device name of this process's GPU; None without a GPU."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 

@@ -1,9 +1,9 @@
-"""What ended a rank, written down where its launcher and the run folder have it: told once, the first cause.
+"""Record the first cause of a rank's failure, for its launcher and for the run folder.
 
     the rank that fails   record ─► TORCHELASTIC_ERROR_FILE (torch's own form) ─► the launcher's last lines
                                 └─► RUN/first_error.txt, if no other rank was first (several nodes)
 
-Other ranks soon fail, too, because a collective breaks: those are consequences.
+Other ranks soon fail as well, because a collective breaks: their failures are consequences.
 """
 
 from __future__ import annotations
@@ -25,44 +25,44 @@ from megatron_eqlen.files import DISK_FULL
 from megatron_eqlen.processes.hold import HeldError
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Environment variable: where torch's launchers want to read what ended a rank."""
+"""Environment variable: the file from which torch's launchers read a rank's failure."""
 FIRST = "first_error.txt"
-"""In a run's folder; empty where the disk had no room for the words."""
+"""File in a run's folder; empty if the disk had no room for the text."""
 CONSEQUENCES = re.compile(
     r"gloo/transport|ncclRemoteError|NCCL communicator was aborted|DistNetworkError|DistStoreError|TCPStore"
     r"|ProcessGroup.*(abort|tim(ed|e) ?out)|Timed out waiting .* for (send|recv)"
 )
-"""What a rank says that has lost another one."""
+"""Messages of a rank that lost another rank."""
 PEER = re.compile(r"\[(?:::ffff:)?([0-9a-fA-F.:]+)\]:\d+|peer ([\w.-]+)<\d+>")
-"""Address of the lost one in gloo's words, or its host in NCCL's."""
+"""Address of the lost rank in gloo's messages, or its host in NCCL's."""
 
 TRACEBACK = "EQLEN_TRACEBACK"
-"""Environment variable: if it is set, the traceback of an expected error is shown, too."""
+"""Environment variable: if set, the traceback of an expected error is shown as well."""
 
 _run: Path | None = None
 _told: bool | None = None
-"""What ``tell`` returned; None: not called yet."""
+"""Return value of ``tell``; None: not called yet."""
 
 
 class ExpectedError(RuntimeError):
-    """What no programmer needs to look into, like a ValueError of a user's: its message says all."""
+    """Error whose message is sufficient, like a user's ValueError; no traceback is shown."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What ended a rank, at ``time`` (seconds since 1970)."""
+    """Cause of a rank's end, at ``time`` (seconds since 1970)."""
 
     rank: int | None
-    """None: all of them together."""
+    """None: all ranks."""
     host: str
     message: str
     time: float
     traceback: str = ""
-    """Empty where the message says all: a user's mistake."""
+    """Empty if the message is sufficient: a user's mistake."""
 
     @property
     def is_consequence(self) -> bool:
-        """Whether another rank's end is likely to have caused this one's."""
+        """True if another rank's end has probably caused this failure."""
         return bool(CONSEQUENCES.search(self.message))
 
     def __str__(self) -> str:
@@ -71,25 +71,26 @@ class Failure:
 
 
 def first(failures: Sequence[Failure]) -> Failure:
-    return min(failures, key=lambda one: (one.is_consequence, one.time))
+    return min(failures, key=lambda failure: (failure.is_consequence, failure.time))
 
 
 def keep_in(run: Path) -> None:
-    """From now on the first failure of all ranks is written to ``run``, too."""
+    """Write the first failure of all ranks to ``run`` from now on."""
     global _run
     _run = run
 
 
 def is_expected(error: BaseException) -> bool:
-    """Return whether the message says all: a user's mistake, a file or disk, or another rank's end."""
+    """Return True if the message is sufficient: a user's mistake, a file or disk error, or another rank's
+    end."""
     known = isinstance(error, ValueError | FileNotFoundError | ExpectedError)
     disk = isinstance(error, OSError) and (error.filename is not None or error.errno in DISK_FULL)
     return (known or disk or bool(CONSEQUENCES.search(str(error)))) and TRACEBACK not in os.environ
 
 
 def words(error: BaseException) -> str:
-    """Return the message and notes: of an error of the operating system ``PATH: what is wrong``, of a lost
-    connection first to which host."""
+    """Return the message and notes. Errors of the operating system read ``PATH: what is wrong``; lost
+    connections start with the lost host."""
     text = _message(error) + "".join(f" ({note})" for note in getattr(error, "__notes__", []))
     host = _lost_host(text) if CONSEQUENCES.search(text) else ""
     return f"lost the connection to {host}: {text}" if host else text
@@ -104,13 +105,13 @@ def _message(error: BaseException) -> str:
 
 
 def free_space(path: Path) -> str:
-    """Return how much is free where ``path`` is, or would be."""
+    """Return a text with the free disk space at ``path``, or at its nearest existing parent."""
     there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
     return f"{shutil.disk_usage(there).free / 1e9:.2f} GB are free there"
 
 
 def _lost_host(text: str) -> str:
-    """Empty where the text names none, or this machine."""
+    """Return the host named in the text; empty if there is none or it is this machine."""
     found = PEER.search(text)
     address = (found[1] or found[2]) if found else ""
     if not address or address.startswith("127.") or address == "::1":
@@ -122,7 +123,7 @@ def _lost_host(text: str) -> str:
 
 
 def run_script(main: Callable[[], None]) -> None:
-    """Run the ``main`` of a script in ``tools/``; an error whose message says all ends it in one line, with
+    """Run the ``main`` of a script in ``tools/``. An expected error is printed in one line and exits with
     status 2."""
     try:
         main()
@@ -134,7 +135,7 @@ def run_script(main: Callable[[], None]) -> None:
 
 
 def record(error: BaseException) -> bool:
-    """Write down what ends this process, once; whether a launcher will tell it."""
+    """Record the error that ends this process, once. Return True if a launcher will print it."""
     hidden = isinstance(error, HeldError)
     if is_expected(error):
         return tell(words(error), hidden=hidden)
@@ -143,8 +144,8 @@ def record(error: BaseException) -> bool:
 
 
 def tell(message: str, stack: str = "", hidden: bool = False, everyone: bool = False) -> bool:
-    """The same of what is no exception. ``hidden``: from the run's folder, which is another process's now.
-    ``everyone``: it ends all ranks."""
+    """Record a failure without an exception. ``hidden``: do not write to the run's folder, which another
+    process holds now. ``everyone``: the failure ends all ranks."""
     global _told
     if _told is None:
         rank = None if everyone else int(os.environ.get("RANK", "0"))
@@ -159,12 +160,12 @@ def tell(message: str, stack: str = "", hidden: bool = False, everyone: bool = F
 
 
 def read(folder: Path) -> list[Failure]:
-    """What the ranks of a launcher have recorded in files somewhere under ``folder``."""
+    """Return the failures that the ranks of a launcher have recorded in files under ``folder``."""
     return [_from_torch(file.read_text(encoding="utf-8")) for file in sorted(folder.rglob("error.json"))]
 
 
 def _write(path: Path, text: str) -> bool:
-    """Write a file that does not exist; whether that went well. What ends this process may be a full disk."""
+    """Write a new file; return False if it exists or cannot be written (the failure may be a full disk)."""
     try:
         with open(path, "x", encoding="utf-8") as file:
             file.write(text)
@@ -177,7 +178,8 @@ def _write(path: Path, text: str) -> bool:
 
 
 def _to_torch(failure: Failure) -> str:
-    """What ``torch.distributed.elastic.multiprocessing.errors.ErrorHandler`` writes, and a little more."""
+    """Return the JSON of ``torch.distributed.elastic.multiprocessing.errors.ErrorHandler``, with extra
+    fields."""
     extra = {
         "py_callstack": failure.traceback or failure.message,
         "timestamp": str(int(failure.time)),

@@ -1,13 +1,14 @@
-"""Why a run hangs, from what each of its ranks has written down (``watchdog``): who waits for whom.
+"""Find the cause of a hang from the facts that each rank has written (``watchdog``): which rank waits for
+which.
 
 A rank's facts (rank-N.json) hold ``host``, ``pid``, ``stages``, ``at`` (where its main thread is),
-``silent_seconds``, and ``collectives``: one entry for each process group that it has used,
+``silent_seconds``, and ``collectives``: one entry for each process group that the rank has used,
 
     {"group": "8", "called": "TENSOR_MODEL_PARALLEL_GROUP", "ranks": [0, 1], "entered": 17,
      "waits_in": {"number": 17, "operation": "gloo:all_reduce", "sizes": [[3]], "at": "file.py:12 in name"}}
 
-where ``entered`` is the number of the newest collective of the group that the rank has come to (None: not
-known) and ``waits_in``, which may be None, the oldest one that has not ended.
+where ``entered`` is the number of the newest collective that the rank has entered (None: not known) and
+``waits_in`` the oldest collective that has not ended, or None.
 """
 
 from __future__ import annotations
@@ -23,17 +24,18 @@ from megatron_eqlen.files import read_json
 
 Facts = Mapping[str, Any]
 HANGS = "hang"
-"""In a run's folder: it has a folder for each try."""
+"""Folder in a run's folder, with a subfolder for each start of the run."""
 INDEX = "index.txt"
-"""In the folder of a hang: what it was, in words."""
+"""File in the folder of a hang: its description."""
 OURS = "megatron_eqlen"
 WAITING = re.compile(r"torch/distributed/|p2p_communication\.py|\.wait\(\)$")
-"""Where a rank waits for others: a file, or a line of code. gloo's messages are in no flight recorder."""
+"""Code in which a rank waits for other ranks. The flight recorder has no gloo point-to-point messages."""
 
 
 @dataclass(frozen=True)
 class Gap:
-    """Collective ``number`` of a group: ``waiting`` ranks are in it, ``absent`` ones have not come to it."""
+    """Collective ``number`` of a group: the ``waiting`` ranks are in it, the ``absent`` ranks have not
+    entered it."""
 
     group: Facts
     operation: str
@@ -47,14 +49,18 @@ class Gap:
 
 
 def read(folder: Path) -> dict[int, Facts]:
-    """The facts of the ranks that wrote some."""
+    """Return the facts of the ranks that have written them."""
     facts = [read_json(file) for file in folder.glob("rank-*.json")]
-    return {one["rank"]: one for one in sorted(facts, key=lambda one: one["rank"])}
+    return {
+        rank_facts["rank"]: rank_facts
+        for rank_facts in sorted(facts, key=lambda rank_facts: rank_facts["rank"])
+    }
 
 
 def explain(facts: Mapping[int, Facts], world: int) -> str:
-    """The first cause, in one line, then a line for each of ``world`` ranks."""
-    lines = [f"no progress on any rank for {min(one['silent_seconds'] for one in facts.values()):.0f} s: "]
+    """Return the first cause in one line, then a line for each of ``world`` ranks."""
+    silence = min(rank_facts["silent_seconds"] for rank_facts in facts.values())
+    lines = [f"no progress on any rank for {silence:.0f} s: "]
     lines[0] += first_cause(facts, world)
     lines += ["", *(_line(rank, facts.get(rank)) for rank in range(world)), ""]
     lines.append(
@@ -64,7 +70,7 @@ def explain(facts: Mapping[int, Facts], world: int) -> str:
 
 
 def first_cause(facts: Mapping[int, Facts], world: int) -> str:
-    """Which rank keeps the others waiting, in one sentence."""
+    """Return a sentence that names the rank that keeps the others waiting."""
     if silent := [rank for rank in range(world) if rank not in facts]:
         return (
             f"{_ranks(silent)} wrote no facts: the process or its node is stopped or gone, or no thread "
@@ -86,8 +92,8 @@ def first_cause(facts: Mapping[int, Facts], world: int) -> str:
 
 
 def waits(facts: Facts) -> bool:
-    """Whether the rank waits for others."""
-    return any(one["waits_in"] for one in facts["collectives"]) or bool(WAITING.search(facts["at"]["in"]))
+    """Return True if the rank waits for other ranks."""
+    return any(group["waits_in"] for group in facts["collectives"]) or bool(WAITING.search(facts["at"]["in"]))
 
 
 def find_gaps(facts: Mapping[int, Facts]) -> Iterator[Gap]:
@@ -99,7 +105,7 @@ def find_gaps(facts: Mapping[int, Facts]) -> Iterator[Gap]:
 
 
 def find_differences(facts: Mapping[int, Facts]) -> Iterator[str]:
-    """Where ranks of a group wait in different collectives under the same number."""
+    """Yield a description wherever ranks of a group wait in different collectives under the same number."""
     found: dict[tuple[str, int], dict[str, tuple[int, ...]]] = {}
     for group, (number, operation), waiting in _waited_for(facts):
         found.setdefault((group["called"], number), {})[operation] = waiting
@@ -110,11 +116,11 @@ def find_differences(facts: Mapping[int, Facts]) -> Iterator[str]:
 
 
 def _waited_for(facts: Mapping[int, Facts]) -> Iterator[tuple[Facts, tuple[int, str], tuple[int, ...]]]:
-    """Each collective that ranks wait in: its group, number and operation, and those ranks."""
+    """Yield each collective in which ranks wait: its group, number and operation, and those ranks."""
     ranks: dict[tuple[str, int, str], list[int]] = {}
     groups: dict[str, Facts] = {}
-    for rank, one in facts.items():
-        for group in one["collectives"]:
+    for rank, rank_facts in facts.items():
+        for group in rank_facts["collectives"]:
             if waited := group["waits_in"]:
                 groups[group["group"]] = group
                 ranks.setdefault((group["group"], waited["number"], waited["operation"]), []).append(rank)
@@ -123,18 +129,18 @@ def _waited_for(facts: Mapping[int, Facts]) -> Iterator[tuple[Facts, tuple[int, 
 
 
 def _entered(facts: Facts, group: Facts) -> int | None:
-    same = [one["entered"] for one in facts["collectives"] if one["group"] == group["group"]]
+    same = [other["entered"] for other in facts["collectives"] if other["group"] == group["group"]]
     return same[0] if same else 0
 
 
 def place(stack: traceback.StackSummary) -> dict[str, str]:
-    """Where a thread is: its newest call within this package (``at``), and the newest of all (``in``)."""
+    """Return where a thread is: its newest call within this package (``at``) and its newest call (``in``)."""
     ours = [frame for frame in stack if f"/{OURS}/" in frame.filename]
     return {"at": _frame(ours[-1] if ours else stack[-1]), "in": _frame(stack[-1])}
 
 
 def _frame(frame: traceback.FrameSummary) -> str:
-    """Without the folders that libraries lie in."""
+    """Return the frame's place, without the folders of installed libraries."""
     name = re.sub(rf".*/(site-packages/|lib/python[^/]*/|(?={OURS}/))", "", frame.filename)
     return f"{name}:{frame.lineno} in {frame.name}" + (f": {frame.line}" if frame.line else "")
 
@@ -143,14 +149,14 @@ def _line(rank: int, facts: Facts | None) -> str:
     if facts is None:
         return f"rank {rank}: no facts"
     where = f"rank {rank} on {facts['host']}, process {facts['pid']}, {_place(facts)}"
-    waited = [(one, one["waits_in"]) for one in facts["collectives"] if one["waits_in"]]
+    waited = [(group, group["waits_in"]) for group in facts["collectives"] if group["waits_in"]]
     for group, collective in waited:
         where += f"; waits in {collective['operation']} number {collective['number']} of {group['called']}"
     return where
 
 
 def _where(facts: Mapping[int, Facts], ranks: Sequence[int]) -> str:
-    """Where these ranks are, of many the first."""
+    """Return where the ranks are; for several ranks only the place of the first."""
     more = f" (and {len(ranks) - 1} more)" if len(ranks) > 1 else ""
     return f"rank {ranks[0]}{more} is {_place(facts[ranks[0]])}"
 

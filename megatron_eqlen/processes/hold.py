@@ -1,8 +1,8 @@
-"""Who writes to a run's folder: one process at a time, wherever it runs.
+"""Lock of a run's folder: one process at a time writes to it, wherever that process runs.
 
-A lock lasts as long as the process that took it. That is not enough on a cluster: a node that lost the
-network runs on while SLURM starts the job again elsewhere. So the lock file says who holds it, a later try of
-the same SLURM job takes it over, and who holds it looks again before it puts anything in force.
+A file lock lasts as long as the process that took it. On a cluster this does not suffice: a node that lost
+the network keeps running while SLURM restarts the job elsewhere. The lock file therefore names its holder, a
+later start of the same SLURM job takes the lock over, and the holder checks the file before each write.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ PATIENCE = 10.0
 """Seconds to wait for the processes of a killed run."""
 FILE = ".lock"
 HOLDER = ("host", "pid", "time", "slurm_job", "restart")
-"""Keys of its record; a run adds others."""
+"""Keys of the holder's record; a run adds others."""
 
 
 class HeldError(ValueError):
-    """Another process holds the folder, or has taken it over from this one."""
+    """Another process holds the folder, or has taken it over from this process."""
 
 
 class Hold:
-    """``folder/.lock``, held until this process ends; it says who holds it, and ``about`` what else. Raises
+    """Lock ``folder/.lock`` until this process ends; the file names the holder and contains ``about``. Raises
     HeldError while another process holds it."""
 
     def __init__(self, folder: Path, about: Mapping[str, Any] = MappingProxyType({})) -> None:
@@ -51,7 +51,7 @@ class Hold:
             self._file.flush()
 
     def check(self) -> None:
-        """Raise HeldError if a later try of this job has taken the folder over."""
+        """Raise HeldError if a later start of this job has taken the folder over."""
         if (holder := read_holder(self.path)) != self._mine:
             raise HeldError(
                 f"{self.path.parent}: {named(holder)} has taken this run over; this process (SLURM job "
@@ -69,17 +69,18 @@ class Hold:
             else:
                 if os.path.samestat(os.fstat(file.fileno()), os.stat(self.path)):
                     return file
-                continue  # between our opening and our lock somebody took it over
+                continue  # the file was replaced between our open and our lock
             holder = read_holder(self.path)
             if self._follows(holder):
-                self.path.unlink(missing_ok=True)  # its holder keeps its lock on a file that is gone
+                self.path.unlink(missing_ok=True)  # the holder keeps its lock on the deleted file
             elif time.monotonic() > deadline:
                 raise HeldError(f"{self.path.parent}: another run is writing here, {named(holder)}") from None
             else:
                 time.sleep(0.2)
 
     def _follows(self, holder: dict[str, Any]) -> bool:
-        """Whether this process is a later try of the holder's SLURM job, which SLURM itself has given up."""
+        """Return True if this process is a later start of the holder's SLURM job; SLURM has given up the
+        holder."""
         job = self._mine["slurm_job"]
         return (
             job is not None and holder.get("slurm_job") == job and holder["restart"] < self._mine["restart"]
@@ -87,11 +88,11 @@ class Hold:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether some process has the lock file ``path``, as far as this machine sees: some file systems keep a
-    lock to the machine that took it."""
+    """Return True if a process holds the lock file ``path``, as far as this machine sees: on some file
+    systems a lock is visible only on the machine that took it."""
     try:
         with open(path, encoding="utf-8") as file:
-            # For an instant: who wants the lock waits longer than that.
+            # Held for an instant only: processes that want the lock wait longer than that.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -101,7 +102,7 @@ def is_locked(path: Path) -> bool:
 
 
 def read_holder(path: Path) -> dict[str, Any]:
-    """What its holder wrote; empty if it has not written yet, or nobody has the file."""
+    """Return the holder's record; empty if it has not been written yet or the file does not exist."""
     try:
         if not path.stat().st_size:
             return {}

@@ -1,7 +1,7 @@
-"""Ctrl-C, a closed terminal, a scheduler's TERM: what the process that a user started does then.
+"""Handle Ctrl-C, a closed terminal and a scheduler's SIGTERM in the process that a user started.
 
-SIGINT once: the run stops after its step, with a checkpoint, as ``touch RUN/STOP`` asks it to. Twice, SIGTERM
-or SIGHUP: it ends at once, and its processes with it. What is on disk can be resumed at any moment.
+First SIGINT: the run stops after its step, with a checkpoint, as with ``touch RUN/STOP``. Second SIGINT,
+SIGTERM or SIGHUP: the process and its children end at once. A run can be resumed from any moment.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ SHOW_CURSOR = "\x1b[?25h"
 
 
 class Interrupts:
-    """What has been asked so far. ``stop``: the run's file STOP, for a command that has one."""
+    """State of the requests so far. ``stop``: the run's STOP file; None for a command without one."""
 
     def __init__(self, stop: Path | None) -> None:
         self._stop = stop
         self._asked = False
 
     def ends(self, number: int) -> bool:
-        """Whether signal ``number`` ends this process now; if not, the run has been asked to stop."""
+        """Return True if signal ``number`` ends this process now; False if the run was asked to stop."""
         if number == signal.SIGINT and not self._asked and self._stop and self._stop.parent.is_dir():
             self._asked = True
             self._stop.touch()
@@ -35,20 +35,20 @@ class Interrupts:
             return False
         if self._asked and self._stop:
             self._stop.unlink(missing_ok=True)
-        _say(f"ended by {signal.Signals(number).name}; the same command goes on where it was")
+        _say(f"ended by {signal.Signals(number).name}; the same command resumes it")
         return True
 
 
 def begin() -> None:
-    """Make Ctrl-C raise KeyboardInterrupt, except in an import: there it ends the process at once, since
-    modules in C lose the exception or print it."""
+    """Make Ctrl-C raise KeyboardInterrupt. During an import it ends the process at once, since C modules lose
+    or print the exception."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
 
 
 def end() -> int:
-    """Say that Ctrl-C ended this command; returns its exit status."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one, while Python ends
+    """Print that Ctrl-C ended this command; return its exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C, while Python ends
     _say("ended by SIGINT")
     return 128 + signal.SIGINT
 
@@ -62,22 +62,22 @@ def _interrupt(_: int, frame: FrameType | None) -> NoReturn:
 
 
 def handled() -> list[signal.Signals]:
-    """Of ``ENDING`` what the caller of this process does not ignore (``nohup``)."""
+    """Return the signals of ``ENDING`` that the caller of this process does not ignore (``nohup``)."""
     return [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def watch(interrupts: Interrupts) -> None:
-    """Heed signals from a thread: the main one may be in C code, which no Python handler interrupts."""
+    """Handle signals in a thread: the main thread may be in C code, which no Python handler interrupts."""
     rung, bell = socket.socketpair()
     bell.setblocking(False)
     for number in handled():
         signal.signal(number, _nothing)
     signal.set_wakeup_fd(bell.detach(), warn_on_full_buffer=False)
     os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_forget)
-    threading.Thread(target=_heed, args=(rung, interrupts), daemon=True, name="signals").start()
+    threading.Thread(target=_handle, args=(rung, interrupts), daemon=True, name="signals").start()
 
 
-def _heed(rung: socket.socket, interrupts: Interrupts) -> NoReturn:
+def _handle(rung: socket.socket, interrupts: Interrupts) -> NoReturn:
     while True:
         for number in rung.recv(64):
             if number in ENDING and interrupts.ends(number):
@@ -93,7 +93,7 @@ def _release() -> None:
 
 
 def _forget() -> None:
-    """A process that this one forks ends when it is told to, and leaves Ctrl-C to this one."""
+    """In a forked child: default SIGTERM and SIGHUP, ignore SIGINT (the parent handles it)."""
     signal.set_wakeup_fd(-1)
     for number in handled():
         signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
@@ -101,11 +101,11 @@ def _forget() -> None:
 
 
 def _nothing(*_: object) -> None:
-    """A handler in Python, with which C code that waits is woken and goes on."""
+    """Python-level handler that does nothing; it only lets a signal interrupt waiting C code."""
 
 
 def _say(text: str) -> None:
-    shown = SHOW_CURSOR if sys.stderr.isatty() else ""  # a display that redraws itself hides it
+    shown = SHOW_CURSOR if sys.stderr.isatty() else ""  # hidden by a display that redraws itself
     try:
         print(f"{shown}eqlen: {text}", file=sys.stderr, flush=True)
     except OSError:

@@ -1,4 +1,4 @@
-"""Starts this machine's ranks with torch's elastic agent, and sees that none outlives it."""
+"""Start this machine's ranks with torch's elastic agent; no rank outlives it."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from megatron_eqlen.processes.quiet import quiet
 def launch(
     processes: int, arguments: list[str], interrupts: Interrupts, module: str = "megatron_eqlen.cli"
 ) -> int:
-    """Run ``python -m MODULE ARGUMENTS`` on ``processes`` ranks of this machine; returns the first failure's
-    status, and has said what it was."""
+    """Run ``python -m MODULE ARGUMENTS`` on ``processes`` ranks of this machine. Print the first failure and
+    return its status."""
 
     def handle(number: int, _: object) -> None:
         if interrupts.ends(number):
-            raise SignalException("", signal.Signals(number))  # torch's agent then ends the ranks
+            raise SignalException("", signal.Signals(number))  # makes torch's agent end the ranks
 
     for number in handled():
         signal.signal(number, handle)
-    quiet()  # again: the agent's module has set its logger's level since
+    quiet()  # again: importing the agent's module resets its logger's level
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.update(named())
     with tempfile.TemporaryDirectory(prefix="eqlen-") as folder:
@@ -60,11 +60,10 @@ def launch(
 
 
 def _tell(ended: Mapping[int, ProcessFailure], recorded: list[Failure], processes: int) -> int:
-    """Say what failed first, of the ranks that have ``ended`` and those that have ``recorded`` why they will;
-    returns its status."""
+    """Print the first failure of the ranks that have ``ended`` or ``recorded`` a cause; return its status."""
     told = {failure.rank for failure in recorded}
     here = socket.gethostname()
-    silent = [  # whole seconds, after it had ended
+    silent = [  # timestamps are whole seconds, after the end
         Failure(rank, here, _how(process), process.timestamp + 1.0)
         for rank, process in ended.items()
         if rank not in told
@@ -78,7 +77,7 @@ def _tell(ended: Mapping[int, ProcessFailure], recorded: list[Failure], processe
 
 
 def _how(process: ProcessFailure) -> str:
-    """How a process ended that has not said why."""
+    """Return how a process ended that has recorded no cause."""
     if process.exitcode >= 0:
         return f"it ended with status {process.exitcode}"
     memory = ", as the kernel does where memory runs out" if process.exitcode == -signal.SIGKILL else ""

@@ -1,7 +1,7 @@
-"""A process that ends when the one that launched it ends, however that ends: returned, raised, or killed -9.
+"""End a process when its launcher ends, whether the launcher returned, raised, or was killed with SIGKILL.
 
 A parent names itself in its children's environment (``named``); each child calls ``die_with_launcher`` first.
-torchrun starts its ranks in sessions of their own, where SLURM may lose sight of them: they watch it, too.
+torchrun starts its ranks in separate sessions, which SLURM may lose track of; the ranks watch torchrun, too.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from megatron_eqlen.processes.scratch import note_shared_memory
 LAUNCHER = "EQLEN_LAUNCHED"
 """Environment variable: the process id of the launcher."""
 TORCHRUN = "TORCHELASTIC_RUN_ID"
-"""Set by torchrun for its ranks."""
+"""Environment variable that torchrun sets for its ranks."""
 INTERVAL = 0.25
-"""Seconds between two looks. The kernel's own signal (``PR_SET_PDEATHSIG``) would come when the launcher's
-*thread* ends, which is not always its process."""
+"""Seconds between two looks. The kernel's signal (``PR_SET_PDEATHSIG``) would arrive when the launcher's
+*thread* ends, which may be before its process ends."""
 
 LOOKS_A_NOTE = 40
-"""Looks between two notes of the shared memory that the process maps."""
+"""Looks between two updates of the list of mapped shared memory."""
 
 
 def named() -> dict[str, str]:
-    """What a child's environment needs so that the child dies with this process."""
+    """Return the environment variables that make a child end with this process."""
     return {LAUNCHER: str(os.getpid())}
 
 
 def die_with_launcher() -> None:
-    """Watch the launcher that the environment names, or torchrun, if there is one, from a thread; kill this
-    process when it is gone. Processes that this one starts find this one in their environment."""
+    """Kill this process when its launcher ends: a thread watches the launcher that the environment names, or
+    torchrun. Child processes find this process in their environment."""
     parent = os.getppid()
     if LAUNCHER not in os.environ and TORCHRUN not in os.environ:
         return
@@ -46,7 +46,7 @@ def die_with_launcher() -> None:
 
 def _watch(launcher: int) -> None:
     looks = itertools.count()
-    while os.getppid() == launcher:  # an orphan gets another parent
+    while os.getppid() == launcher:  # an orphan has another parent
         if next(looks) % LOOKS_A_NOTE == 0:
             note_shared_memory()
         time.sleep(INTERVAL)

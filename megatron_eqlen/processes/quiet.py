@@ -1,5 +1,4 @@
-"""Silences library output that repeats itself or does not matter here, so that a run's own lines can be
-read."""
+"""Silence repetitive and irrelevant output of libraries, so that a run's own lines can be read."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import os
 import warnings
 
 VERBOSE = "EQLEN_VERBOSE"
-"""Environment variable: if it is set (to anything), library output is shown."""
+"""Environment variable: if set (to anything), library output is shown."""
 ENVIRON = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -25,7 +24,8 @@ LOGGERS = (
 
 
 def quiet() -> None:
-    """Call before the libraries are imported; processes started from here inherit what can be inherited."""
+    """Silence the libraries. Call before they are imported; child processes inherit the environment
+    settings."""
     if VERBOSE in os.environ:
         return
     for name, value in ENVIRON.items():

@@ -1,6 +1,6 @@
-"""Temporary files of a process and of those it starts: one folder under TMPDIR, which a later start removes.
+"""Folder under TMPDIR for temporary files of a process and its children; later starts remove stale folders.
 
-    $TMPDIR/eqlen-tmp-XXXXXXXX/      locked by its owner as long as that lives; TMPDIR of its children
+    $TMPDIR/eqlen-tmp-XXXXXXXX/      locked by its owner for its lifetime; TMPDIR of its children
         shared-memory-PID            segments in /dev/shm that process PID maps (``note_shared_memory``)
 
 A killed process removes nothing: torch's agents leave folders, vLLM's servers sockets and shared memory.
@@ -18,10 +18,10 @@ import tempfile
 from pathlib import Path
 
 SCRATCH = "EQLEN_SCRATCH"
-"""Environment variable: the folder that this process shares with the one that made it."""
+"""Environment variable: the folder, which children share with the process that made it."""
 PREFIX, NOTES = "eqlen-tmp-", "shared-memory-"
 LONGEST = 50
-"""Most bytes of TMPDIR: a socket's path has 107, of which this folder and vLLM's names take 56."""
+"""Maximum bytes of TMPDIR: a socket's path has 107, of which this folder and vLLM's names take 56."""
 SHORT = "/tmp"
 SEGMENT = re.compile(r" (/dev/shm/[^ \n]+)$", re.MULTILINE)
 
@@ -29,9 +29,9 @@ _lock: int | None = None
 
 
 def use_scratch() -> None:
-    """Make the folder, unless a parent has, and remove those whose owners are gone.
+    """Create the folder, unless a parent has, and remove the folders whose owners have ended.
 
-    Compiled code stays where it was, for later starts.
+    Compiled code keeps its place, for later starts.
     """
     global _lock
     if os.path.isdir(os.environ.get(SCRATCH, "")):
@@ -42,30 +42,30 @@ def use_scratch() -> None:
     _sweep(Path(base))
     while _lock is None:
         folder = tempfile.mkdtemp(prefix=PREFIX, dir=base)
-        _lock = _locked(Path(folder))  # None: another process took it for an abandoned one
-    os.chmod(folder, 0o711)  # as public as TMPDIR for who knows a name
+        _lock = _locked(Path(folder))  # None: another process swept it already
+    os.chmod(folder, 0o711)  # like TMPDIR: open to processes that know a name
     os.environ[SCRATCH] = os.environ["TMPDIR"] = tempfile.tempdir = folder
     atexit.register(_remove_own, os.getpid(), folder)
 
 
 def note_shared_memory() -> None:
-    """Write down which segments this process maps, for the start that finds it killed."""
+    """Write the shared-memory segments that this process maps, for the sweep after a kill."""
     if (folder := os.environ.get(SCRATCH)) is None:
         return
     mapped = sorted(set(SEGMENT.findall(Path("/proc/self/maps").read_text(encoding="utf-8"))))
     if mapped:
-        with contextlib.suppress(OSError):  # the owner has ended, or its disk is full
+        with contextlib.suppress(OSError):  # the owner has ended, or the disk is full
             Path(folder, f"{NOTES}{os.getpid()}").write_text("\n".join(mapped), encoding="utf-8")
 
 
 def _remove_own(owner: int, folder: str) -> None:
-    if os.getpid() == owner:  # not a fork of it
+    if os.getpid() == owner:  # not a fork of the owner
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _sweep(base: Path) -> None:
     for folder in base.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # another user's, or another process removes it
+        with contextlib.suppress(OSError):  # another user's folder, or another process removes it
             if folder.stat().st_uid != os.getuid() or (lock := _locked(folder)) is None:
                 continue
             for note in folder.glob(f"{NOTES}*"):
@@ -76,7 +76,7 @@ def _sweep(base: Path) -> None:
 
 
 def _locked(folder: Path) -> int | None:
-    """Lock ``folder``; None while another process has it."""
+    """Lock ``folder`` and return its descriptor; None while another process holds the lock."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

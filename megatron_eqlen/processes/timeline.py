@@ -1,4 +1,4 @@
-"""Who worked when: the stages of a run as spans of time, and what engine and trainer were idle."""
+"""Stages of a run as time spans, and the idle time of engine and trainer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 ENGINE = ("harvest", "evaluate")
 TRAINER = ("trees", "unpark", "train", "park", "sync", "checkpoint")
-"""Stages in which each of the two works; graders work beside both."""
+"""Stages in which engine and trainer work; graders work beside both."""
 
 
 @dataclass
@@ -21,11 +21,11 @@ class Span:
     stage: str
     began: float
     ended: float = math.inf
-    """Infinite while it goes on."""
+    """Infinite while the stage runs."""
 
 
 class Timeline:
-    """The spans of this process. Several threads may add to it."""
+    """Spans of this process. Several threads may add to it."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -41,15 +41,15 @@ class Timeline:
             span.ended = time.perf_counter()
 
     def under_way(self) -> list[tuple[float, str]]:
-        """(began, stage) of the spans that go on, in seconds since 1970."""
+        """Return (began, stage) of the running spans, in seconds since 1970."""
         return [(span.began + self._epoch, span.stage) for span in list(self.spans) if span.ended == math.inf]
 
     def ended(self) -> list[dict[str, Any]]:
-        """The spans that have ended and that nobody has taken, as ``take`` gives them."""
+        """Return the ended spans that ``take`` has not returned yet, in the form of ``take``."""
         return [self._told(span) for span in list(self.spans) if span.ended < math.inf]
 
     def idle(self, stages: tuple[str, ...], since: float, until: float) -> float:
-        """Seconds from ``since`` to ``until`` in which none of ``stages`` went on."""
+        """Return the seconds from ``since`` to ``until`` in which none of ``stages`` ran."""
         busy, reached = 0.0, since
         mine = [span for span in list(self.spans) if span.stage in stages]
         for span in sorted(mine, key=lambda span: span.began):
@@ -59,15 +59,15 @@ class Timeline:
         return until - since - busy
 
     def newest(self, count: int = 20) -> list[str]:
-        """The newest spans in words, the oldest of them first."""
+        """Describe the newest spans, oldest first."""
         return [
             f"{time.strftime('%H:%M:%S', time.localtime(span.began + self._epoch))} {span.stage}: "
-            + (f"{span.ended - span.began:.1f} s" if span.ended < math.inf else "goes on")
+            + (f"{span.ended - span.began:.1f} s" if span.ended < math.inf else "running")
             for span in list(self.spans)[-count:]
         ]
 
     def take(self, until: float) -> list[dict[str, Any]]:
-        """The spans that ended by ``until``, each given once, with times in seconds since 1970."""
+        """Remove and return the spans that ended by ``until``, with times in seconds since 1970."""
         ended = [span for span in list(self.spans) if span.ended <= until]
         for span in ended:
             self.spans.remove(span)

@@ -1,12 +1,12 @@
-"""Notices that a run hangs, writes down where every rank stands, and ends it.
+"""Detect that a run hangs, record where every rank is, and end the run.
 
     a rank's progress: stages, beats, collectives ─► its deadline: the time stamp of RUN/hang/WHEN/rank-N.txt
     all deadlines have passed ─► stacks into that file, facts into rank-N.json, index.txt ─► status HUNG
 
-A rank that waits for others is silent, too, so one rank's silence says nothing: only when no rank has made
-progress for as long as it may take does the run hang. Each rank looks by itself, from a thread; they meet in
-the run folder alone, which another thread asks: its disk may block, and then that is told on the screen.
-Where no thread can run (C code that keeps Python's lock), faulthandler's does, which needs no lock.
+A rank that waits for others makes no progress either, so the run hangs only if no rank has made progress for
+its time limit. Each rank watches from a thread; ranks communicate only through the run folder, which a second
+thread reads and writes: if its disk blocks, the first thread reports that on the screen. If no thread can run
+(C code that holds Python's lock), faulthandler's thread, which needs no lock, writes the stacks.
 """
 
 from __future__ import annotations
@@ -33,40 +33,40 @@ from megatron_eqlen.processes import bystander, failures, hang
 HUNG = 75
 """Exit status of a run that hung: ``EX_TEMPFAIL`` of sysexits.h, to be tried again."""
 FIRST = 3.0
-"""Times ``seconds`` that a stage may be silent before any of its kind has ended, and a rank between stages:
-engines start, kernels are compiled, weights are read."""
+"""Multiple of ``seconds`` that a stage may be silent before a stage of its name has ended, and a rank between
+stages: engines start, kernels are compiled, weights are read."""
 LONGER = 10.0
-"""Times the median of a stage's longest silences so far: what it may take later, but at least ``seconds``,
-and not more than the first time: ranks that wait for others are silent, too."""
+"""Multiple of the median of a stage's longest silences that later runs of the stage may take; at least
+``seconds`` and at most the first limit, since ranks that wait for others are silent, too."""
 REMEMBERED = 50
-"""Newest silences of a stage that its median is of."""
+"""Number of recent silences of a stage in the median."""
 STUCK = 10
-"""Looks that the watching thread may miss before it counts as stuck. Not fewer: faulthandler reads the frames
-of threads that may run."""
+"""Intervals that the watching thread may miss before it counts as stuck. Smaller values are unsafe:
+faulthandler reads the frames of threads that may run."""
 
 _beats = 0
 
 
 def beat() -> None:
-    """Something went on that may be the only sign of life for long: tokens came, a row was computed."""
+    """Report progress that may be the only sign of life for long: tokens arrived, a row was computed."""
     global _beats
     _beats += 1
 
 
 class Running:
-    """A stage that goes on."""
+    """A running stage."""
 
     def __init__(self, name: str, patience: float) -> None:
         self.name, self.patience = name, patience
         self.silence = 0.0
-        """Its longest so far, seconds."""
+        """Longest silence so far, in seconds."""
 
 
 class Watchdog:
-    """Of one rank of ``world``. It knows the stages from the beginning, and watches after ``start``.
+    """Watchdog of one rank of ``world``. It records stages from the beginning and watches after ``start``.
 
-    ``seconds`` (``cluster.watchdog_seconds``) is how long there may be no progress; None: it never watches.
-    ``collectives`` is a number or anything else that changes when one begins or ends.
+    ``seconds`` (``cluster.watchdog_seconds``) is the time limit without progress; None: never watch.
+    ``collectives`` returns a number or any other value that changes when a collective begins or ends.
     """
 
     def __init__(
@@ -79,16 +79,16 @@ class Watchdog:
         self._silences: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
         self._seen: Any = None
         self._since = time.monotonic()
-        """When progress was seen last."""
+        """Time of the last progress."""
         self._ended, self._looked = threading.Event(), threading.Event()
         self._asking: float | None = None
-        """Since when the run folder is asked."""
+        """Start of the current access to the run folder; None: no access."""
         self._threads: list[threading.Thread] = []
         self._bystander: subprocess.Popen[bytes] | None = None
 
     @contextlib.contextmanager
     def stage(self, name: str, patience: float = 0.0) -> Iterator[None]:
-        """A stage goes on in the block, which gives up by itself after ``patience`` seconds of silence."""
+        """Mark the block as a stage. ``patience``: the block's own timeout in seconds, added to the limit."""
         running = Running(name, patience)
         beat()
         self._running.append(running)
@@ -100,13 +100,13 @@ class Watchdog:
             beat()
 
     def add_facts(self, facts: Callable[[], dict[str, Any]]) -> None:
-        """Add the result of ``facts`` to this rank's facts of a hang. The watchdog calls ``facts`` while the
-        run hangs, from another thread: it must take no lock."""
+        """Add the result of ``facts`` to this rank's facts of a hang. The watchdog calls ``facts`` during the
+        hang, from another thread; ``facts`` must take no lock."""
         self._facts_sources.append(facts)
 
     def start(self, folder: Path) -> None:
-        """Watch from now on; all ranks of the run pass the same ``folder``, which is this try's alone. Its
-        parent is for those of all tries, and goes with the last of them."""
+        """Start watching. All ranks pass the same ``folder``, which belongs to this start of the run alone;
+        its parent holds the folders of all starts and is removed with the last of them."""
         if self.seconds is None:
             return
         self.interval = min(self.seconds / 20, 30.0)
@@ -117,14 +117,15 @@ class Watchdog:
         self._declare()
         if self.world == 1:
             command = [sys.executable, "-IS", bystander.__file__, self._file.name, str(STUCK * self.interval)]
-            self._bystander = subprocess.Popen(command, start_new_session=True)  # Ctrl-C is not for it
+            self._bystander = subprocess.Popen(command, start_new_session=True)  # not reached by Ctrl-C
         for name, work in (("watchdog", self._watch), ("watchdog-disk", self._ask)):
             self._threads.append(threading.Thread(target=work, daemon=True, name=name))
             self._threads[-1].start()
 
     def stop(self) -> None:
-        """The rank ends well, or has said why it does not; where the run hangs this never returns: the first
-        rank that leaves breaks the others' collectives. Safe to call twice, and before ``start``."""
+        """Stop watching: the rank ends, or has recorded its failure. Never returns while the run hangs, since
+        the first rank that leaves breaks the others' collectives. May be called twice, and before ``start``.
+        """
         self._ended.set()
         self._looked.set()
         if not self._threads:
@@ -137,7 +138,7 @@ class Watchdog:
             self._bystander.wait()
         self._file.close()
         self._of(self.rank).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # others are still there, or what tries that hung have left
+        with contextlib.suppress(OSError):  # other ranks, or files of hangs, are still there
             self.folder.rmdir()
             self.folder.parent.rmdir()
 
@@ -146,7 +147,7 @@ class Watchdog:
         """Seconds for which this rank may be silent now."""
         assert self.seconds is not None
         running = list(self._running)
-        return max([self._limit(one) for one in running], default=FIRST * self.seconds)
+        return max([self._limit(stage) for stage in running], default=FIRST * self.seconds)
 
     def _limit(self, stage: Running) -> float:
         assert self.seconds is not None
@@ -155,13 +156,13 @@ class Watchdog:
             return min(max(longest, self.seconds), FIRST * self.seconds) + stage.patience
         return FIRST * self.seconds + stage.patience
 
-    # ---- the threads --------------------------------------------------------------------------------
+    # ---- threads ------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         looked = time.monotonic()
         while not self._ended.wait(self.interval):
             now = time.monotonic()
-            if now - looked > 10 * self.interval:  # this process was stopped meanwhile, others perhaps, too
+            if now - looked > 10 * self.interval:  # this process was stopped, others perhaps, too
                 self._since = now
             looked = now
             self._look(now)
@@ -172,8 +173,8 @@ class Watchdog:
                 self._report_disk(now - asking)
 
     def _ask(self) -> None:
-        """After each look: tell the run folder, and ask it for the others. What looks like a hang must do so
-        after the next look, too: a process may be stopped between the two, while the clock runs on."""
+        """Write this rank's deadline and read the others' after each look. A hang is reported only if two
+        looks in a row see it: a process may be stopped between the two while the clock runs."""
         hangs = False
         try:
             while self._looked.wait() and not self._ended.is_set():
@@ -186,7 +187,7 @@ class Watchdog:
                 if hung and hangs:
                     self._report()
         finally:
-            faulthandler.cancel_dump_traceback_later()  # nobody would put it off any more
+            faulthandler.cancel_dump_traceback_later()  # no thread would postpone it any more
 
     def _look(self, now: float) -> None:
         if (seen := (_beats, self._collectives())) != self._seen:
@@ -195,19 +196,19 @@ class Watchdog:
             stage.silence = max(stage.silence, now - self._since)
 
     def _declare(self) -> float:
-        """Say until when this rank is fine, if there is no more progress; seconds since 1970."""
+        """Set and return the deadline of this rank's next progress, in seconds since 1970."""
         left = self.limit - (time.monotonic() - self._since)
         deadline = time.time() + left
         if os.fstat(self._file.fileno()).st_size:  # stacks of a thread that was late, not stuck
             self._file.seek(0)
             self._file.truncate()
         os.utime(self._file.fileno(), (deadline, deadline))
-        later = max(left, 0.0) + STUCK * self.interval  # the other ranks, or a bystander, see what it writes
+        later = max(left, 0.0) + STUCK * self.interval  # other ranks, or the bystander, see its output
         faulthandler.dump_traceback_later(later, file=self._file)
         return deadline
 
     def _is_fine(self, rank: int) -> bool:
-        """Whether the rank may be silent still. One whose file is gone has ended."""
+        """Return True if the rank may still be silent. A rank without a file has ended."""
         try:
             return self._of(rank).stat().st_mtime > time.time()
         except FileNotFoundError:
@@ -216,7 +217,7 @@ class Watchdog:
     def _of(self, rank: int) -> Path:
         return self.folder / f"rank-{rank}.txt"
 
-    # ---- a hang -------------------------------------------------------------------------------------
+    # ---- hang ---------------------------------------------------------------------------------------
 
     def _report(self) -> None:
         try:
@@ -226,8 +227,8 @@ class Watchdog:
         os._exit(HUNG)
 
     def _report_disk(self, seconds: float) -> None:
-        """Nothing can be written where it belongs. The process cannot end before its threads come back from
-        the disk; its launcher can be told nothing before that."""
+        """Report a blocked disk on the screen. The process ends only when its threads return from the disk,
+        and its launcher learns nothing before that."""
         at, stages = hang.place(_main_stack())["at"], [stage.name for stage in list(self._running)]
         where = f"in stage {stages[-1]}" if stages else "between stages"
         said = (
@@ -241,7 +242,7 @@ class Watchdog:
     def _write(self) -> None:
         faulthandler.cancel_dump_traceback_later()
         silence = time.monotonic() - self._since
-        self.folder.mkdir(parents=True, exist_ok=True)  # a later try may have removed it
+        self.folder.mkdir(parents=True, exist_ok=True)  # a later start may have removed it
         facts: dict[str, Any] = {
             "rank": self.rank,
             "host": socket.gethostname(),
@@ -266,7 +267,8 @@ class Watchdog:
             print(f"eqlen: {said}", file=sys.stderr, flush=True)
 
     def _await_others(self) -> int:
-        """Wait until all ranks have written, or had the time to; the first that has."""
+        """Wait until all ranks have written their facts, or until a timeout; return the first rank that
+        has."""
         facts = [self._of(rank).with_suffix(".json") for rank in range(self.world)]
 
         def written(rank: int) -> bool:
@@ -283,12 +285,12 @@ class Watchdog:
 
 
 def remove_quiet(folder: Path) -> None:
-    """Remove what tries that did not hang have left under ``folder``: they were killed."""
-    for one in filter(Path.is_dir, folder.glob("*")):
-        if not any(file.stat().st_size for file in one.iterdir()):
-            for file in one.iterdir():
+    """Remove the folders under ``folder`` of killed runs, which hold no stacks of a hang."""
+    for hang_folder in filter(Path.is_dir, folder.glob("*")):
+        if not any(file.stat().st_size for file in hang_folder.iterdir()):
+            for file in hang_folder.iterdir():
                 file.unlink()
-            one.rmdir()
+            hang_folder.rmdir()
 
 
 def _main_stack() -> traceback.StackSummary:
@@ -297,7 +299,7 @@ def _main_stack() -> traceback.StackSummary:
 
 
 def _stacks() -> str:
-    """Every thread's, the main thread's first, the newest call last."""
+    """Return the stacks of all threads, main thread first, newest call last."""
     frames = sys._current_frames()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident

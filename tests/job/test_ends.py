@@ -74,7 +74,7 @@ def test_a_signal_ends_the_launcher_and_its_ranks_at_once(tmp_path, number):
     pids = ranks(tmp_path)
     send(job, number)
     assert job.wait() == 128 + number
-    assert job.stderr == f"eqlen: ended by {number.name}; the same command goes on where it was\n"
+    assert job.stderr == f"eqlen: ended by {number.name}; the same command resumes it\n"
     assert are_gone(pids)()
 
 
@@ -93,7 +93,7 @@ def test_ctrl_c_asks_for_a_stop_and_the_second_one_ends_it(tmp_path, script):
     assert job.wait() == 128 + signal.SIGINT
     assert job.stderr == (
         "eqlen: stops after this step, with a checkpoint; Ctrl-C again ends it at once\n"
-        "eqlen: ended by SIGINT; the same command goes on where it was\n"
+        "eqlen: ended by SIGINT; the same command resumes it\n"
     )
     assert not (tmp_path / "STOP").exists(), "the next try would stop after a step"
     assert within(2, are_gone(pids))
