@@ -1,4 +1,5 @@
-"""``eqlen check``: what is installed and works on this machine, a line each, and what to do about the rest.
+"""``eqlen check``: report, a line each, what is installed and works on this machine, and how to mend the
+rest.
 
 A new check is a function and its line in one of the lists ``CHECKS``.
 """
@@ -18,9 +19,11 @@ CHECKS = [*software.CHECKS, *devices.CHECKS, *machine.CHECKS]
 
 
 def check(recipe: Recipe | None, short: bool = False, checks: Sequence[Check] = CHECKS) -> int:
-    """Print what the checks find; returns 1 if something is missing or fails that ``recipe`` needs.
+    """Run the checks and print what they find; return 1 if something that ``recipe`` needs is missing or
+    fails.
 
-    ``short``: only what is quick, and only lines that are not ok, for each node of a job before it trains.
+    ``short``: run only quick checks and print only lines that are not ok, for each node of a job before it
+    trains.
     """
     place = Place(recipe, recipe.run_folder if recipe else Path("runs"), short)
     wanting = []
@@ -42,7 +45,7 @@ def check(recipe: Recipe | None, short: bool = False, checks: Sequence[Check] = 
 
 
 def look(one: Check, place: Place) -> Finding | None:
-    """What ``one`` finds; an error that it raises is a finding."""
+    """Return what the check finds; an error that it raises is a finding."""
     try:
         return one.look(place)
     except (OSError, ValueError, RuntimeError, SubprocessError) as error:

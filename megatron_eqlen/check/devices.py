@@ -1,4 +1,4 @@
-"""GPUs: driver, memory, kernels, and what connects them."""
+"""GPUs: driver, memory, kernels and interconnect."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOLERANCE = 2e-2
 
 
 def gpus(place: Place) -> Finding:
-    """Driver, number and names; each multiplies two matrices."""
+    """Report driver, number and names of the GPUs; each one multiplies two matrices."""
     if not torch.cuda.is_available():
         return Finding("missing", f"no CUDA device{_why()}", "" if not place.on_gpus else _todo())
     count = torch.cuda.device_count()
@@ -39,13 +39,13 @@ def gpus(place: Place) -> Finding:
 
 
 def multiplied(device: torch.device) -> float:
-    """64 on a device that computes."""
+    """Return 64 on a device that computes correctly."""
     ones = torch.ones(64, 64, device=device)
     return float((ones @ ones).max())
 
 
 def gpu_memory(place: Place) -> Finding | None:
-    """Whether the plan fits these GPUs, and whether somebody else has some of their memory."""
+    """Check that the plan fits these GPUs, and that no other process holds much of their memory."""
     if not torch.cuda.is_available():
         return None
     sizes = [torch.cuda.mem_get_info(device) for device in range(torch.cuda.device_count())]
@@ -65,7 +65,8 @@ def gpu_memory(place: Place) -> Finding | None:
 
 
 def collectives(place: Place) -> Finding:
-    """An all-reduce: NCCL between all GPUs of this machine, without GPUs gloo between two threads."""
+    """Run an all-reduce: with NCCL between all GPUs of this machine, or without GPUs with gloo between two
+    threads."""
     if not torch.cuda.is_available():
         sums, by, todo = reduced_by_gloo(), "gloo", ""
     else:
@@ -78,14 +79,14 @@ def collectives(place: Place) -> Finding:
 
 
 def reduced_by_nccl() -> list[float]:
-    """The sum of a one from each GPU of this machine, as each has it."""
+    """Return the sum of a 1 from each GPU of this machine, as each GPU received it."""
     ones = [torch.ones(1 << 20, device=f"cuda:{number}") for number in range(torch.cuda.device_count())]
     nccl.all_reduce(ones)
     return [float(one.max()) for one in ones]
 
 
 def reduced_by_gloo() -> list[float]:
-    """The sum of a one from each of two threads, as both see it."""
+    """Return the sum of a 1 from each of two threads, as each thread received it."""
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] (documented, not in __all__)
     numbers = [torch.ones(4) for _ in range(2)]
 
@@ -99,7 +100,8 @@ def reduced_by_gloo() -> list[float]:
 
 
 def flex_attention(place: Place) -> Finding | None:
-    """Compiled, forward and backward, against plain attention. Token trees on GPUs run on it."""
+    """Compare compiled FlexAttention, forward and backward, with plain attention. Token trees on GPUs run on
+    it."""
     if not torch.cuda.is_available():
         return None
     from torch.nn.attention import flex_attention as flex
@@ -148,7 +150,7 @@ def _todo() -> str:
 
 
 def _driver() -> str:
-    """Empty without NVIDIA's tools."""
+    """Return NVIDIA's driver version; empty without NVIDIA's tools."""
     if (program := shutil.which("nvidia-smi")) is None:
         return ""
     command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]

@@ -1,4 +1,4 @@
-"""What a check looks at, and what it can say."""
+"""Inputs and results of a check."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ State = Literal["ok", "slow", "missing", "failed"]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a run would be: this machine, and what runs."""
+    """Machine and run that the checks are about."""
 
     recipe: Recipe | None
-    """None: nothing in particular."""
+    """None: no particular recipe."""
     folder: Path
-    """Of the run; need not exist."""
+    """Run folder; need not exist."""
     short: bool
-    """Seconds matter: every node of a job is waiting."""
+    """Run only quick checks, because every node of a job is waiting."""
 
     @property
     def on_gpus(self) -> bool:
-        """Whether GPUs are asked for."""
+        """True if the recipe asks for GPUs."""
         return self.recipe is not None and self.recipe.cluster.device == "gpu"
 
     @property
     def processes(self) -> int:
-        """Of the run on this machine."""
+        """Number of the run's processes on this machine."""
         return self.recipe.cluster.processes_per_node if self.recipe else 1
 
 
@@ -49,10 +49,11 @@ class Check:
 
     name: str
     look: Callable[[Place], Finding | None]
-    """None: there is nothing to look at here. An OSError, ValueError, RuntimeError or SubprocessError
-    counts as ``failed``."""
+    """The check itself; returns None if there is nothing to look at here. An OSError, ValueError,
+    RuntimeError or SubprocessError counts as ``failed``."""
     needed: Callable[[Place], bool] = lambda place: True
-    """Whether a run cannot do without; else ``missing`` and ``failed`` are only said."""
+    """True if a run cannot do without it; otherwise ``missing`` and ``failed`` are reported but do not fail
+    the command."""
     in_short: bool = True
 
 

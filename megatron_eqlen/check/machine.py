@@ -25,17 +25,17 @@ from megatron_eqlen.recipe import Recipe, RecipeError
 MEET = "EQLEN_MEET"
 """Environment variable, HOST:PORT: where the tasks of a SLURM step meet."""
 CORES_OF_A_GPU = 2
-"""A process that drives one, and something beside it."""
+"""One core for the process that drives a GPU, one for its helpers."""
 MOST_ON_A_CORE = 4
-"""Processes of a run on CPUs: each has an engine and a trainer that compute."""
+"""Most processes per core in a run on CPUs; each has an engine and a trainer that compute."""
 SHARED_MEMORY = 1e9
 """Bytes of /dev/shm below which NCCL or a worker may fail: Docker gives 64 MB unless told otherwise."""
 SLOW_DISK = 100e6
-"""Bytes a second."""
+"""Bytes per second below which a disk is called slow."""
 SAMPLE, SHORT_SAMPLE = 256 << 20, 32 << 20
-"""Bytes that are written."""
+"""Number of bytes written."""
 CLOCKS = 1.0
-"""Seconds that clocks may differ: times of several machines stand in one table."""
+"""Largest difference of the machines' clocks in seconds; one table holds times of several machines."""
 MEETING = timedelta(seconds=120)
 
 
@@ -75,7 +75,7 @@ def refuse_unfit(recipe: Recipe) -> None:
 
 
 def host_memory(place: Place) -> Finding:
-    """What the machine, and a cgroup around this process, leave."""
+    """Report the memory that the machine, and a cgroup around this process, have free."""
     page = os.sysconf("SC_PAGE_SIZE")
     usable = min(os.sysconf("SC_PHYS_PAGES") * page, memory_limit())
     text = gigabytes(usable)
@@ -98,7 +98,7 @@ def shared_memory(place: Place) -> Finding:
 
 
 def disk(place: Place) -> Finding:
-    """Writes a file to the run folder's disk, waits until it is there, and reads it."""
+    """Write a file to the run folder's disk, wait until it is there, and read it."""
     size = SHORT_SAMPLE if place.short else SAMPLE
     folder = _existing(place.folder)
     block = os.urandom(1 << 20)
@@ -133,7 +133,7 @@ def seconds(work: Callable[[], None]) -> float:
 
 
 def space(place: Place) -> Finding:
-    """Free space, with what this run has there already, against all that it keeps."""
+    """Compare the free space, plus what this run already occupies, with all that the run keeps."""
     folder = _existing(place.folder)
     free = shutil.disk_usage(folder).free
     text = f"{gigabytes(free)} free in {folder}"
@@ -151,7 +151,7 @@ def space(place: Place) -> Finding:
 
 
 def hosts(place: Place) -> Finding | None:
-    """The machines of a SLURM step meet and compare their clocks."""
+    """Let the machines of a SLURM step meet and compare their clocks."""
     count = int(os.environ.get("SLURM_NTASKS", "1"))
     if MEET not in os.environ or count == 1:
         return None
@@ -166,7 +166,7 @@ def hosts(place: Place) -> Finding | None:
 
 
 def meet(address: str, count: int, number: int) -> list[float]:
-    """The clocks of ``count`` processes at one moment, in seconds; process 0 is at ``address``."""
+    """Return the clocks of ``count`` processes at one moment, in seconds; process 0 is at ``address``."""
     host, _, port = address.rpartition(":")
     try:
         store = TCPStore(host, int(port), is_master=number == 0, timeout=MEETING)
@@ -188,7 +188,7 @@ def meet(address: str, count: int, number: int) -> list[float]:
 
 
 def _existing(folder: Path) -> Path:
-    """``folder``, or where it will be made."""
+    """Return ``folder``, or its nearest parent that exists."""
     return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
 
 

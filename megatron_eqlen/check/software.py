@@ -33,7 +33,7 @@ def python(place: Place) -> Finding:
 
 
 def package(wanted: Package, place: Place) -> Finding | None:
-    """Imports it; where seconds matter, looks whether it is installed."""
+    """Import the package; where seconds matter, only look whether it is installed."""
     if wanted is FLA and not _has_delta_net(place):
         return None
     found = packages.look(wanted) if place.short else packages.find(wanted)
@@ -46,7 +46,7 @@ def package(wanted: Package, place: Place) -> Finding | None:
 
 
 def inputs(place: Place) -> Finding | None:
-    """The model, data and benchmarks that the recipe reads."""
+    """Check the model, data and benchmarks that the recipe reads."""
     if place.recipe is None:
         return None
     check_inputs(place.recipe)
@@ -54,7 +54,7 @@ def inputs(place: Place) -> Finding | None:
 
 
 def overlap(place: Place) -> Finding | None:
-    """Benchmark questions in the training data, which is read for it."""
+    """Look for benchmark questions in the training data, which is read for this."""
     if place.recipe is None or not place.recipe.evaluation.benchmarks:
         return None
     if found := read_overlaps(place.recipe.data, place.recipe.evaluation.benchmarks):
@@ -63,7 +63,7 @@ def overlap(place: Place) -> Finding | None:
 
 
 def container(place: Place) -> Finding | None:
-    """Whether SLURM can start what ``CONTAINER_IMAGE`` names; looked at outside of it, where srun is."""
+    """Check that SLURM can start ``CONTAINER_IMAGE``; runs outside the container, where srun is."""
     image, srun = os.environ.get("CONTAINER_IMAGE"), shutil.which("srun")
     if image is None or srun is None:
         return None
@@ -79,7 +79,7 @@ def container(place: Place) -> Finding | None:
 
 
 def sandbox(place: Place) -> Finding | None:
-    """What isolation programs get that models write, tried with programs that attempt to escape."""
+    """Report the isolation that generated programs get, tested with programs that attempt to escape."""
     if place.recipe and (place.recipe.reward.sandbox_url or not _graders(place) & (CODE | ANY)):
         return None
     isolation = offered_isolation()
@@ -104,7 +104,7 @@ def _graders(place: Place) -> set[str]:
 
 
 def _has_delta_net(place: Place) -> bool:
-    """Or may have: without a recipe."""
+    """Return True if the model has gated delta net layers, or, without a recipe, may have."""
     return place.recipe is None or model_config(place.recipe).delta_net is not None
 
 

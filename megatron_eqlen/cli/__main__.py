@@ -1,4 +1,4 @@
-"""The ``eqlen`` command: what can be written on its line, and how it ends. What it does: ``commands``."""
+"""The ``eqlen`` command: its arguments and exit status. The work is in ``commands``."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ OVERRIDES_HELP = "override a recipe key, for example objective=dapo loss.kl_coef
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one ``eqlen`` command; returns its exit status. User mistakes end with one line on stderr, Ctrl-C
+    """Run one ``eqlen`` command and return its exit status. User mistakes end with one line on stderr, Ctrl-C
     with one line and status 130."""
     arguments = _parse(argv)
     interrupts.begin()
     quiet()
     try:
-        from megatron_eqlen.cli import commands  # takes long enough for Ctrl-C
+        from megatron_eqlen.cli import commands  # the import takes long enough for Ctrl-C
 
         status = getattr(commands, arguments.name)(arguments)
         sys.stdout.flush()
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
     except Exception as error:
         expected = failures.is_expected(error)
-        if failures.record(error):  # the launcher tells it
+        if failures.record(error):  # the launcher reports it
             return 2 if expected else 1
         if not expected:
             raise
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _reader_left() -> bool:
-    """Return whether nobody reads what this command prints any more (``eqlen inspect ... | head``)."""
+    """Return True if nobody reads this command's output any more (``eqlen inspect ... | head``)."""
     output = select.poll()
     output.register(sys.stdout, 0)
     if not output.poll(0):  # errors are always reported
@@ -58,8 +58,8 @@ def _reader_left() -> bool:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    """Overrides may stand before, between and after options; argparse alone takes only the first of them.
-    What follows ``--`` is for sbatch."""
+    """Parse the arguments. Overrides may stand before, between and after options (argparse alone accepts only
+    the first group); arguments after ``--`` are for sbatch."""
     parser = _parser()
     words = sys.argv[1:] if argv is None else argv
     end = words.index("--") if words[:1] == ["submit"] and "--" in words else len(words)
@@ -75,7 +75,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _as_override(rest: list[str]) -> str:
-    """The end of a message about options that are recipe keys: ``--steps 3`` means ``steps=3``."""
+    """Return the end of a message about options that are recipe keys: ``--steps 3`` means ``steps=3``."""
     from megatron_eqlen.recipe.keys import all_keys
 
     for word, after in zip(rest, [*rest[1:], "VALUE"], strict=True):
@@ -136,7 +136,7 @@ def _add_training(verbs: Verbs) -> None:
 
 
 def _add_parts(verbs: Verbs) -> None:
-    """Parts of training alone, and what comes before it."""
+    """Add the commands that do a part of training, or prepare it."""
     harvest = _add(verbs, "harvest", "generate and score one step's rollouts, no trainer")
     _add_recipe(harvest)
     harvest.add_argument("--out", type=Path, required=True, help="folder for the recorded rollouts")
@@ -225,7 +225,7 @@ def _positive(text: str) -> int:
 
 
 def _add(verbs: Verbs, name: str, text: str) -> argparse.ArgumentParser:
-    """Add the command that the function ``name`` of ``commands`` does."""
+    """Add the command that runs the function ``name`` of ``commands``."""
     return verbs.add_parser(name, help=text, description=text)
 
 

@@ -1,5 +1,5 @@
-"""What each ``eqlen`` command does with its arguments (``cli``), and in which processes. Heavy modules are
-imported where a command needs them, so that the others start at once."""
+"""One function per ``eqlen`` command (``cli``), run in this process or in ranks. Heavy modules are imported
+where a command needs them, so that the other commands start at once."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def _must_exist(*paths: Path) -> None:
 
 def _on_ranks(recipe: Recipe, work: Callable[[], None], stop: Path | None = None) -> int:
     """Do ``work`` in this process if it is a rank (or the only one), else in ranks started here. ``stop``:
-    the file that asks it to stop.
+    the file that asks the run to stop.
 
     A layout that cannot start is refused here, before any process is started.
     """
@@ -195,7 +195,7 @@ def _start(recipe: Recipe, work: Callable[[], None], interrupts: Interrupts) -> 
     if _needs_launch(recipe):
         return launch(recipe.cluster.processes_per_node, sys.argv[1:], interrupts)
     if "RANK" in os.environ:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # it is for the launcher, who ends its ranks
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher handles SIGINT and ends its ranks
     else:
         watch(interrupts)
     work()
@@ -203,7 +203,8 @@ def _start(recipe: Recipe, work: Callable[[], None], interrupts: Interrupts) -> 
 
 
 def _needs_launch(recipe: Recipe) -> bool:
-    """Whether this process must start the ranks itself: several on this machine and no launcher above."""
+    """Return True if this process must start the ranks itself: several on this machine and no launcher
+    above."""
     if "RANK" in os.environ or recipe.world_size == 1:
         return False
     if recipe.cluster.nodes > 1:

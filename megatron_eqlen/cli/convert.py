@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks: everything here is done on the CPU
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks: conversion runs on the CPU
 
 import argparse
 import contextlib
@@ -26,7 +26,7 @@ from megatron_eqlen.recipe import ParallelRecipe
 
 
 def hf_to_megatron(argv: list[str] | None = None) -> int:
-    """Hugging Face folder -> torch_dist checkpoint."""
+    """Convert a Hugging Face folder to a torch_dist checkpoint."""
     parser = _parser(
         "hf-to-megatron" if argv is not None else None,
         "Convert a Hugging Face folder to a Megatron torch_dist checkpoint, for any layout.",
@@ -44,7 +44,7 @@ def hf_to_megatron(argv: list[str] | None = None) -> int:
 
 
 def megatron_to_hf(argv: list[str] | None = None) -> int:
-    """torch_dist checkpoint -> Hugging Face folder."""
+    """Convert a torch_dist checkpoint to a Hugging Face folder."""
     parser = _parser(
         "megatron-to-hf" if argv is not None else None,
         "Convert a Megatron torch_dist checkpoint, of any layout, to a Hugging Face folder.",
@@ -69,7 +69,8 @@ def megatron_to_hf(argv: list[str] | None = None) -> int:
 
 
 def _parser(direction: str | None, description: str) -> argparse.ArgumentParser:
-    """``direction``: of ``eqlen convert``; None where a script of ``tools/`` was called."""
+    """Return the parser. ``direction``: argument of ``eqlen convert``; None if a script of ``tools/`` was
+    called."""
     parser = argparse.ArgumentParser(
         prog=direction and f"eqlen convert {direction}",
         description=description,

@@ -38,7 +38,8 @@ KEPT = ("CONTAINER_IMAGE", "CONTAINER_MOUNTS", "EQLEN_CHECK", "EQLEN_PYTHON", "M
 
 
 class Submission:
-    """A job to submit. ``servers``: nodes full of vLLM servers; ``options``: more for sbatch, the last word.
+    """A job to submit. ``servers``: number of nodes full of vLLM servers; ``options``: further sbatch
+    options, which overrule the others.
 
     Raises RecipeError or LayoutError for a run that could not start.
     """
@@ -56,7 +57,7 @@ class Submission:
         self.folder.check(self.recipe)
 
     def script(self) -> str:
-        """The batch script."""
+        """Return the batch script."""
         train = SCRIPTS / "train.sbatch"
         if not train.is_file():
             raise FileNotFoundError(f"{train}: not found; submit with the eqlen of a checkout (tools/setup)")
@@ -78,11 +79,11 @@ class Submission:
         return "\n".join(["#!/bin/bash", "# Written by eqlen submit; sbatch submits it again.", *lines, ""])
 
     def submit(self) -> int:
-        """Keep the script, submit it and say what to look at; returns the exit status."""
+        """Keep the script, submit it and print where to look; return the exit status."""
         if self.folder.ended(self.recipe):
             print(f"{self.folder.path}: complete; see {self.folder.report}")
             return 0
-        if "CONTAINER_IMAGE" not in os.environ:  # whose mounts may give files other names
+        if "CONTAINER_IMAGE" not in os.environ:  # the container's mounts may give files other names
             check_inputs(self.recipe)
         for problem in memory(self.recipe, self.model).problems():
             print(f"WARNING: the plan says that it does not fit: {problem}", file=sys.stderr)
@@ -122,12 +123,13 @@ def _directives(*options: str) -> list[str]:
 
 
 def _directive(options: Sequence[str]) -> str:
-    """sbatch reads a line of its script as a shell does, and later lines overrule earlier ones."""
+    """Return a line of ``options``. sbatch reads it as a shell does, and later lines overrule earlier
+    ones."""
     return "#SBATCH " + shlex.join(options)
 
 
 def _sbatch(script: Path) -> str:
-    """Submit; returns the job's id. Raises ValueError with what sbatch says."""
+    """Submit the script and return the job's id. Raises ValueError with the message of sbatch."""
     try:
         said = subprocess.run(
             ["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False

@@ -16,11 +16,10 @@ def format_prompt(
     instruction_role: InstructionRole = "user",
     enable_thinking: bool | None = None,
 ) -> list[int]:
-    """Token ids of ``question``, ready for the assistant's answer.
+    """Return the token ids of ``question``, ready for the assistant's answer.
 
-    ``user`` puts the instruction after the question in the same turn (Qwen's model cards), ``system``
-    into a turn of its own before it (DeepMath's authors). ``enable_thinking`` is passed to the template
-    where set.
+    ``user`` puts the instruction after the question in the same turn (Qwen's model cards), ``system`` into a
+    turn of its own before it (DeepMath's authors). ``enable_thinking`` is passed to the template where set.
     """
     messages = chat_messages(question, instruction, instruction_role)
     return tokenizer.apply_chat_template(messages, enable_thinking)

@@ -1,4 +1,4 @@
-"""The question text of a code problem: the statement, then what kind of program is wanted."""
+"""The question text of a code problem: the statement, then the kind of program that is wanted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FUNCTION = (
 
 
 def code_question(statement: str, function: str | None = None, starter: str = "") -> str:
-    """The question text of a code problem: statement and answer format in one turn."""
+    """Return the question text of a code problem: statement and answer format in one turn."""
     if function is None:
         wanted = STDIN
     elif starter.strip():

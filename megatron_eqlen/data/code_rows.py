@@ -11,7 +11,7 @@ from megatron_eqlen.rewards.code.tests import CodeTests
 
 @contextlib.contextmanager
 def reading_tests() -> Iterator[None]:
-    """Turn an error in tests, while they are read or made, into a BadRow ``bad_tests``."""
+    """Turn an error in reading or making tests into a BadRow ``bad_tests``."""
     try:
         yield
     except BadRow:
@@ -27,5 +27,5 @@ def code_row(
     difficulty: float | None = None,
     instruction: str | None = "",
 ) -> Problem:
-    """A row graded by ``code``. Its question says what is wanted: no instruction is added."""
+    """Return a row graded by ``code``. Its question states the answer format, so no instruction is added."""
     return Problem(row_id, question, tests.to_json(), "code", difficulty, instruction, gold_checked=True)

@@ -44,7 +44,7 @@ SEVERAL_ANSWERS = re.compile(
 
 @dataclass(frozen=True)
 class SourceSet:
-    """One set of problems: its folder under the tests folder, and how a record is read."""
+    """One set of problems: its folder under the tests folder, and the functions that read a record."""
 
     folder: str
     columns: tuple[str, ...]
@@ -56,7 +56,7 @@ class SourceSet:
     """The set has a column for checkers, so the statement is not searched for several right answers."""
 
     def records(self, tests: Path, split: str) -> Iterator[dict[str, Any]]:
-        """The records of ``split`` in the set's own order, streamed."""
+        """Yield the records of ``split`` in the set's own order, streamed."""
         folder = tests / self.folder
         if not folder.is_dir():
             raise ValueError(
@@ -67,7 +67,7 @@ class SourceSet:
 
 
 def question_and_tests(source: SourceSet, record: dict[str, Any]) -> tuple[str, CodeTests]:
-    """Question and tests of one record. Raises BadRow."""
+    """Return question and tests of one record. Raises BadRow."""
     statement = source.statement(record)
     if found := INTERACTIVE.search(statement):
         raise BadRow("interactive", f"the statement says {found[0]!r}")
@@ -80,7 +80,7 @@ def question_and_tests(source: SourceSet, record: dict[str, Any]) -> tuple[str, 
 
 
 def _input_output_tests(record: dict[str, Any]) -> CodeTests:
-    """APPS and TACO: a JSON text ``{inputs, outputs[, fn_name]}``, often empty."""
+    """Read tests of APPS and TACO: a JSON text ``{inputs, outputs[, fn_name]}``, often empty."""
     text = record.get("input_output")
     held = json.loads(text) if isinstance(text, str) and text.strip() else {}
     if not isinstance(held, dict) or not held.get("inputs"):
@@ -95,13 +95,13 @@ def _input_output_tests(record: dict[str, Any]) -> CodeTests:
 
 
 def _joined(text: Any) -> Any:
-    """Some problems give stdin as a list of lines."""
+    """Join lines: some problems give stdin as a list of lines."""
     return "\n".join(map(str, text)) if isinstance(text, list) else text
 
 
 def _code_contests_tests(record: dict[str, Any]) -> CodeTests:
-    """CodeContests: three structs of ``{input[], output[]}``, and the names of files in place of stdin and
-    stdout."""
+    """Read tests of CodeContests: three structs of ``{input[], output[]}``; records that name files in place
+    of stdin and stdout are refused."""
     for name in ("input_file", "output_file"):
         if found := record.get(name):
             raise BadRow("file_input", f"{name} is {found!r:.80}, expected none")
@@ -119,7 +119,8 @@ def _code_contests_tests(record: dict[str, Any]) -> CodeTests:
 
 
 def _codeforces_tests(record: dict[str, Any]) -> CodeTests:
-    """open-r1/codeforces: a list of ``{input, output}``, and columns that say what the tests can judge."""
+    """Read tests of open-r1/codeforces: a list of ``{input, output}``; other columns say what the tests can
+    judge."""
     if record.get("interaction_format"):
         raise BadRow("interactive", "interaction_format is not empty")
     if (mode := record.get("input_mode") or "stdio") not in ("stdio", "stdin"):
@@ -158,7 +159,7 @@ def _description(record: dict[str, Any]) -> str:
 
 
 def _codeforces_statement(record: dict[str, Any]) -> str:
-    """Statement, formats, examples and note, put together as OpenCodeReasoning's authors do."""
+    """Join statement, formats, examples and note as OpenCodeReasoning's authors do."""
     parts = [text_field(record, "description")]
     for title, name in (("Input", "input_format"), ("Output", "output_format")):
         parts += _section(title, record.get(name))
@@ -198,4 +199,4 @@ SOURCE_SETS = {
         names_checkers=True,
     ),
 }
-"""By the name in OpenCodeReasoning's ``dataset`` column."""
+"""Source sets by their name in OpenCodeReasoning's ``dataset`` column."""

@@ -21,7 +21,7 @@ _AIME_ANSWER = re.compile(r"(\d{1,3})(?:\\unit\{(?!base)[^{}]*\})?")
 
 
 def read_aime25(path: Path, tally: Tally) -> Iterator[Problem]:
-    """AIME 2025's problems; the gold is an integer."""
+    """Read AIME 2025; the gold is an integer."""
     for row_id, question, answer in _read(path, tally):
         if integer := _AIME_ANSWER.fullmatch(normalize(answer)):
             yield Problem(row_id, question, integer[1])
@@ -30,7 +30,7 @@ def read_aime25(path: Path, tally: Tally) -> Iterator[Problem]:
 
 
 def read_hmmt25(path: Path, tally: Tally) -> Iterator[Problem]:
-    """HMMT February 2025's problems; the gold is LaTeX."""
+    """Read HMMT February 2025; the gold is LaTeX."""
     for row_id, question, answer in _read(path, tally):
         yield Problem(row_id, question, answer)
 

@@ -15,7 +15,7 @@ COLUMNS = ("question", "final_answer", "difficulty")
 
 
 def read(path: Path, tally: Tally) -> Iterator[Problem]:
-    """The rows of a DeepMath-103K file, or of a folder of them."""
+    """Yield the rows of a DeepMath-103K file, or of a folder of them."""
     for file in find_files(path, "train-*.parquet", "*.parquet"):
         for row_id, record in numbered(path, file, read_records(file, COLUMNS)):
             try:

@@ -30,7 +30,8 @@ UTF8_MARK = b"\xef\xbb\xbf"
 
 
 def find_files(path: Path, *patterns: str) -> list[Path]:
-    """``path`` itself if it is a file, else the files below it of the first pattern that has any, sorted."""
+    """Return ``path`` itself if it is a file, else the files below it of the first pattern that has any,
+    sorted."""
     if path.is_file():
         kinds = {Path(pattern).suffix for pattern in patterns}
         if path.suffix == ".parquet" and ".parquet" not in kinds:
@@ -50,7 +51,7 @@ def find_files(path: Path, *patterns: str) -> list[Path]:
 def read_records(
     file: Path, columns: Iterable[str], optional: Iterable[str] = ()
 ) -> Iterator[dict[str, Any]]:
-    """The records of a parquet, JSON Lines or JSON-list file, streamed.
+    """Yield the records of a parquet, JSON Lines or JSON-list file, streamed.
 
     A parquet file lacking one of ``columns`` raises ValueError; in JSON a record may lack any of them.
     """
@@ -67,10 +68,9 @@ def read_records(
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text. Raises ValueError for text that is not JSON, and for values that no tokenizer
-    or program can hold: NaN, integers of more digits than Python reads, endless nesting, half a surrogate
-    pair.
-    """
+    """Return the value of a JSON text. Raises ValueError for text that is not JSON, and for values that no
+    tokenizer or program can hold: NaN, integers of more digits than Python reads, endless nesting, half a
+    surrogate pair."""
     if isinstance(text, bytes):
         try:
             text = text.decode("utf-8")
@@ -154,7 +154,7 @@ def _wanted_columns(file: Path, present: list[str], columns: list[str], optional
 
 
 def _decoded(batch: pa.RecordBatch, file: Path, first: int) -> list[dict[str, Any]]:
-    """The rows of ``batch``, the first of which is row ``first`` of ``file``."""
+    """Return the rows of ``batch``, the first of which is row ``first`` of ``file``."""
     try:
         return batch.to_pylist()
     except UnicodeDecodeError:

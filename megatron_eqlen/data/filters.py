@@ -1,4 +1,4 @@
-"""Which rows of a source are kept: difficulty, decontamination, duplicates."""
+"""Filters for the rows of a source: difficulty, decontamination, duplicates."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Exclusion:
 
 
 def read_exclusion(path: Path) -> Exclusion:
-    """The list in ``path``: one question a line, as plain text or as a JSON string."""
+    """Return the list in ``path``: one question a line, as plain text or as a JSON string."""
     if not path.is_file():
         raise ValueError(f"exclude: {path}: no such file")
     return Exclusion(_read_lines(path))
@@ -48,7 +48,8 @@ def filter_rows(
     max_difficulty: float | None = None,
     exclusion: Exclusion | None = None,
 ) -> Iterator[Problem]:
-    """The rows that pass; each other one is counted in ``tally``. Of equal questions the first is kept."""
+    """Yield the rows that pass; every other row is counted in ``tally``. Of equal questions the first is
+    kept."""
     bounded = min_difficulty is not None or max_difficulty is not None
     lowest = float("-inf") if min_difficulty is None else min_difficulty
     highest = float("inf") if max_difficulty is None else max_difficulty

@@ -30,7 +30,7 @@ GRADERS = ("math", "code", "rubric")
 
 
 def read(path: Path, tally: Tally) -> Iterator[Problem]:
-    """The rows of a ``.jsonl`` file, or of a folder of them."""
+    """Yield the rows of a ``.jsonl`` file, or of a folder of them."""
     for file in find_files(path, "*.jsonl"):
         for row_id, record in numbered(path, file, read_records(file, ())):
             try:

@@ -39,10 +39,10 @@ LARGEST_UNPACKED = 1 << 29
 
 
 def read(path: Path, tally: Tally, since: str | None = None, until: str | None = None) -> Iterator[Problem]:
-    """The problems whose contest date lies in ``since..until`` (YYYY-MM-DD, both inclusive).
+    """Yield the problems whose contest date lies in ``since..until`` (YYYY-MM-DD, both inclusive).
 
-    Raises ValueError without both: "v6" names the cumulative release (1055 problems) and its last file
-    (175).
+    Raises ValueError unless both are given: "v6" names the cumulative release (1055 problems) as well as its
+    last file (175).
     """
     first, last = _date(since, "since"), _date(until, "until")
     seen: set[str] = set()
@@ -66,7 +66,7 @@ def read(path: Path, tally: Tally, since: str | None = None, until: str | None =
 
 
 def unpack_private_tests(packed: str) -> Any:
-    """The list of private tests. Raises BadRow if it is neither JSON nor a packed plain text."""
+    """Return the list of private tests. Raises BadRow if it is neither JSON nor a packed plain text."""
     if packed.lstrip().startswith("["):
         return _checked_json(packed)
     try:
@@ -80,7 +80,7 @@ def unpack_private_tests(packed: str) -> Any:
 
 
 def unpickle_text(data: bytes) -> str:
-    """The text in a pickle that holds one and nothing else.
+    """Return the text in a pickle that holds one text and nothing else.
 
     The pickle is read, not executed: it cannot name a class or function, and cannot ask for memory that it
     does not fill.

@@ -1,9 +1,9 @@
 """OpenCodeReasoning: questions from split_0 and split_1, tests from the sets they were taken from.
 
-735,255 rows hold 28,319 distinct questions and no tests. One pass over its files collects the distinct
-questions (by ``id``), one pass over each source set yields those of them that have tests: a split_1 row
-names its record by ``index``, a split_0 row repeats its text. Both passes stream. What has no tests, or
-needs a special checker, is counted and left out: a problem without tests must never be rewarded.
+735,255 rows hold 28,319 distinct questions and no tests. One pass over the files collects the distinct
+questions (by ``id``); one pass over each source set yields the collected questions that have tests: a split_1
+row names its record by ``index``, a split_0 row repeats its text. Both passes stream. A problem without
+tests, or one that needs a special checker, is counted and left out: it must never be rewarded.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ NO_TEXT = "-"
 """The value of ``input`` in rows of split_1, which have no text of their own."""
 
 Wanted = dict[int | bytes, tuple[str, float | None]]
-"""From a record's number, or the digest of its text, to (question id, difficulty)."""
+"""A record's number, or the digest of its text, -> (question id, difficulty)."""
 
 
 def read(path: Path, tally: Tally, split: str | None = None, tests: str | None = None) -> Iterator[Problem]:
-    """The distinct questions that have tests, in the source sets' order."""
+    """Yield the distinct questions that have tests, in the source sets' order."""
     if tests is None:
         raise ValueError(
             "opencodereasoning: tests: expected the folder of TACO, APPS, CodeContests, Codeforces"
@@ -55,7 +55,7 @@ def read(path: Path, tally: Tally, split: str | None = None, tests: str | None =
 
 
 def _collect(path: Path, tally: Tally, split: str | None) -> dict[tuple[str, str], Wanted]:
-    """The wanted records of each (dataset, split) of the source sets."""
+    """Return the wanted records of each (dataset, split) of the source sets."""
     wanted: dict[tuple[str, str], Wanted] = defaultdict(dict)
     seen: set[str] = set()
     patterns = (f"{split}*.parquet", f"{split}/*.parquet") if split else ("*.parquet",)
@@ -103,11 +103,11 @@ def _take(
 
 
 def _digest(text: str) -> bytes:
-    """Digest of the text without white space: the sets write white space differently."""
+    """Return the digest of the text without white space, which the sets write differently."""
     return blake2b(re.sub(r"\s+", "", text).encode(), digest_size=16).digest()
 
 
 def _difficulty(record: dict[str, Any]) -> float | None:
-    """Codeforces and CodeContests write numbers, TACO and APPS words."""
+    """Return the difficulty as a number: Codeforces and CodeContests write numbers, TACO and APPS words."""
     text = str(record.get("difficulty"))
     return float(text) if re.fullmatch(r"[0-9]{1,18}(\.[0-9]{1,18})?", text) else None

@@ -1,4 +1,4 @@
-"""Finds benchmark questions in the training data: an accuracy on them does not measure what was learnt."""
+"""Finds benchmark questions in the training data, which would inflate the benchmark's accuracy."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megatron_eqlen.data.sources import has_filters, open_source, read_problems
 from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, SourceRecipe
 
 _MARKUP = re.compile(r"\s+|\$|\\[()\[\],;:! ]")
-"""White space and the marks around and within formulas, which copies of a question write differently."""
+"""White space and the marks around and within formulas; copies of a question differ in these."""
 
 
 def overlaps(
     sources: Iterable[tuple[SourceRecipe, Sequence[Problem]]], benchmarks: Sequence[BenchmarkRecipe]
 ) -> list[str]:
-    """A sentence for each source and benchmark that have questions, or a whole file, in common.
+    """Return a sentence for each source and benchmark that have questions, or a whole file, in common.
 
     Questions are compared without white space, markup of formulas and case.
     """
@@ -38,7 +38,7 @@ def overlaps(
 
 
 def read_overlaps(data: DataRecipe, benchmarks: Sequence[BenchmarkRecipe]) -> list[str]:
-    """``overlaps`` of a recipe's data, which is read for it."""
+    """Read a recipe's data and return its ``overlaps``."""
     return overlaps(((source, open_source(source, Tally())) for source in data.sources), benchmarks)
 
 
@@ -55,7 +55,7 @@ def _benchmark_questions(benchmark: BenchmarkRecipe) -> set[str]:
 
 
 def _questions(rows: Sequence[Problem]) -> Iterator[str]:
-    """The questions of ``rows``; golds of a prepared file stay unread."""
+    """Yield the questions of ``rows``; golds of a prepared file stay unread."""
     read = rows.without_golds() if isinstance(rows, PreparedRows | Selection) else rows
     return (row.question for row in read)
 
@@ -65,7 +65,8 @@ def _normalized(question: str) -> str:
 
 
 def _shared_files(source: Path, benchmark: Path) -> int:
-    """Number of the benchmark's files that the source has too, at the same path or with the same bytes."""
+    """Return number of the benchmark's files that the source has too, at the same path or with the same
+    bytes."""
     ours = {file.resolve() for file in _files(source)}
     sizes = {file.stat().st_size for file in ours}
     shared = 0

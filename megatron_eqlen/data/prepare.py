@@ -33,10 +33,10 @@ log = logging.getLogger(__name__)
 CHUNK = 256
 """Rows whose golds are checked together."""
 PROBE = "What is 1 + 1?"
-"""Probe text: tokenizers that give it other tokens are different tokenizers."""
+"""Probe text: tokenizers that split it differently are different tokenizers."""
 
 Refusal = tuple[str, str]
-"""Why a row is left out: the reason that is counted, and what was found."""
+"""Reason why a row is left out, as it is counted, and what was found."""
 
 
 def prepare(
@@ -47,11 +47,11 @@ def prepare(
     max_prompt_length: int | None = None,
     progress: Callable[[Tally], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Write ``out`` and its manifest; returns the manifest. ``progress`` is called after every chunk.
+    """Write ``out`` and its manifest; return the manifest. ``progress`` is called after every chunk.
 
-    With ``tokenizer``, questions of more than ``max_prompt_length`` tokens (without an instruction) are
-    left out. A run that was killed continues where it stopped and gives the same file; a complete one is left
-    as it is. Raises ValueError if no row is kept.
+    With ``tokenizer``, questions of more than ``max_prompt_length`` tokens (without an instruction) are left
+    out. A killed run continues where it stopped and gives the same file; a complete file is not changed.
+    Raises ValueError if no row is kept.
     """
     request = {
         "source": source.model_dump(mode="json", exclude={"name", "weight"}),
@@ -83,7 +83,7 @@ def _write(
     checks: CheckLog,
     progress: Callable[[Tally], None],
 ) -> tuple[Tally, dict[str, str]]:
-    """Write the rows that pass; returns the counts and what the file is known by."""
+    """Write the rows that pass; return the counts and the file's digests for the manifest."""
     tally = Tally()
     writer = PreparedWriter(out)
     try:
@@ -105,7 +105,7 @@ def _write(
 
 
 def _finished(out: Path, request: dict[str, Any]) -> dict[str, Any] | None:
-    """The manifest of ``out`` if it is whole and was made by the same request."""
+    """Return the manifest of ``out`` if the file is complete and was made by the same request."""
     try:
         manifest = read_manifest(out)
     except ValueError:
@@ -117,7 +117,7 @@ def _finished(out: Path, request: dict[str, Any]) -> dict[str, Any] | None:
 def check_rows(
     rows: list[Problem], grader: MathGrader, tokenizer: Tokenizer | None, limit: int | None
 ) -> list[Refusal | None]:
-    """For each row None, or why it is left out: the prompt's length, then the gold."""
+    """Return for each row None, or why it is left out: prompt length is checked first, then the gold."""
     refusals: list[Refusal | None] = []
     for row in rows:
         length = len(format_prompt(tokenizer, row.question)) if tokenizer and limit else 0
@@ -142,12 +142,12 @@ class CheckLog:
             log.warning("%s: made from other inputs or settings: starting again", path)
         self._said = deque(whole[1:] if whole[:1] == [first] else [])
         if self._said:
-            log.warning("%s: going on after %d rows", path, len(self._said) * CHUNK)
+            log.warning("%s: resuming after %d rows", path, len(self._said) * CHUNK)
         write_whole(path, "\n".join([first, *self._said]) + "\n")
         self._file = path.open("a", encoding="utf-8")
 
     def next(self) -> list[Refusal | None] | None:
-        """The recorded results of the next chunk, None if it was not checked yet."""
+        """Return the recorded results of the next chunk, None if it was not checked yet."""
         if not self._said:
             return None
         return [None if refusal is None else tuple(refusal) for refusal in json.loads(self._said.popleft())]

@@ -1,4 +1,5 @@
-"""A prepared source: one parquet file of checked rows and its manifest, read at random in bounded memory."""
+"""A prepared source: one parquet file of checked rows and its manifest, with random access in bounded
+memory."""
 
 from __future__ import annotations
 
@@ -32,14 +33,14 @@ SCHEMA = pa.schema(
         pa.field("gold_checked", pa.bool_(), nullable=False),
     ]
 )
-"""The fields of a Problem."""
+"""Columns: the fields of a Problem."""
 ROWS_PER_GROUP = 64
-"""Most rows in a row group: one random access decodes so many."""
+"""Most rows in a row group: one random access decodes a whole group."""
 CHARACTERS_PER_GROUP = 4 << 20
-"""Of golds, after which a row group ends: some problems have megabytes of tests."""
+"""Characters of golds after which a row group ends: some problems have megabytes of tests."""
 GROUPS_KEPT = 8
 FOOTER_END = 8
-"""Bytes at the end of a parquet file: the length of its footer, and the format's name."""
+"""Number of bytes at the end of a parquet file: the length of its footer, and the format's name."""
 
 assert SCHEMA.names == [field.name for field in fields(Problem)]
 
@@ -54,8 +55,8 @@ def sha256(path: Path) -> str:
 
 
 def fingerprint(path: Path) -> str:
-    """sha256 of a parquet file's size and footer, which says where everything in it lies. Pages have
-    checksums of their own, so that a file needs not be read to be known."""
+    """Return the sha256 of a parquet file's size and footer, which says where everything in the file lies.
+    Pages have checksums of their own, so the file is identified without reading all of it."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(-min(size, FOOTER_END), os.SEEK_END)
@@ -98,7 +99,7 @@ class PreparedRows(Sequence[Problem]):
         return (self[number] for number in range(len(self)))
 
     def without_golds(self) -> Iterator[Problem]:
-        """The rows in order, their golds left out, which is most of what there is to read."""
+        """Yield the rows in order without their golds, which are most of the bytes."""
         columns = [name for name in SCHEMA.names if name != "gold"]
         with self._reading():
             for batch in self._file.iter_batches(4096, columns=columns):
@@ -110,7 +111,7 @@ class PreparedRows(Sequence[Problem]):
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Pages are checked as they are read."""
+        """Raise ValueError for a damaged page: pages are checked as they are read."""
         try:
             yield
         except (pa.ArrowException, OSError) as error:
@@ -140,18 +141,18 @@ class Selection(Sequence[Problem]):
         return self._rows[self._numbers[number]]
 
     def without_golds(self) -> Iterator[Problem]:
-        """The rows in the file's order, their golds left out."""
+        """Yield the rows in the file's order without their golds."""
         chosen = set(self._numbers)
         return (row for number, row in enumerate(self._rows.without_golds()) if number in chosen)
 
 
 def read(path: Path, tally: Tally) -> Iterator[Problem]:
-    """The rows of a prepared file in order."""
+    """Yield the rows of a prepared file in order."""
     return usable(PreparedRows(path), path, tally)
 
 
 def usable(rows: PreparedRows, path: Path, tally: Tally) -> Iterator[Problem]:
-    """All rows but those with bad tests, which a file written by an earlier version may hold."""
+    """Yield all rows except those with bad tests, which a file written by an earlier version may hold."""
     for row in rows:
         try:
             if row.grader == "code" and not row.gold_checked:
@@ -163,9 +164,9 @@ def usable(rows: PreparedRows, path: Path, tally: Tally) -> Iterator[Problem]:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a prepared file. Raises ValueError if it is missing or describes another file.
+    """Return the manifest of a prepared file. Raises ValueError if it is missing or describes another file.
 
-    Where the manifest has no fingerprint (of an earlier version) the whole file is read to know it.
+    If the manifest has no fingerprint (earlier versions), the whole file is read to compare its sha256.
     """
     file = manifest_path(path)
     if not path.is_file() or not file.is_file():
@@ -210,7 +211,7 @@ class PreparedWriter:
             self._flush()
 
     def finish(self) -> dict[str, str]:
-        """Close and name the file; returns what its manifest says to know it by."""
+        """Close the file, give it its name, and return its digests for the manifest."""
         self._flush()
         self._writer.close()
         self._unfinished.rename(self._path)

@@ -38,7 +38,8 @@ class LongPrompt(BadRow):
 
 
 class PromptMaker:
-    """Rows to prompts. Holds the grader that checks gold answers, which starts when it is first needed."""
+    """Turns rows into prompts. Holds the grader that checks gold answers, which starts when it is first
+    needed."""
 
     def __init__(self, data: DataRecipe, tokenizer: Tokenizer) -> None:
         self._data = data
@@ -48,8 +49,8 @@ class PromptMaker:
     def make(
         self, row: Problem, recipe: SourceRecipe | BenchmarkRecipe, prompt_id: str, number: int
     ) -> Prompt:
-        """The prompt of a ``row`` of ``recipe``. Raises BadRow if it is too long or its gold cannot be graded
-        against."""
+        """Return the prompt of a ``row`` of ``recipe``. Raises BadRow if it is too long or its gold cannot be
+        parsed."""
         grader = recipe.grader or row.grader
         token_ids = format_prompt(
             self._tokenizer,
@@ -79,16 +80,16 @@ class _Source:
         self.rows = open_source(recipe, self.tally)
         self.epoch = 0
         self.position = 0
-        """Number of rows of this epoch that were used."""
+        """Number of this epoch's rows that were used."""
         self.refused: set[int] = set()
-        """Numbers of the rows that made no prompt."""
+        """Numbers of the rows that cannot become prompts."""
         self._key = (seed, number)
         self._shuffle = shuffle
         self._order = self._shuffled()
 
     def take(self, maker: PromptMaker, drawn: int) -> Prompt:
-        """The next row that makes a prompt, as the run's prompt number ``drawn``. Raises ValueError if
-        none of the source's rows does."""
+        """Return the next row that makes a prompt, as the run's prompt number ``drawn``. Raises ValueError if
+        no row of the source does."""
         while True:
             if self.position == len(self.rows):
                 if self.epoch == 0 and self.refused:
@@ -167,16 +168,18 @@ class PromptSource:
         self._drawn = 0
 
     def next(self, n: int) -> list[Prompt]:
-        """The next ``n`` prompts."""
+        """Return the next ``n`` prompts."""
         return [self._draw() for _ in range(n)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data; ``load_state_dict`` of a source with the same recipe and seed goes on from here."""
+        """Return plain data; after ``load_state_dict`` a source with the same recipe and seed continues from
+        here."""
         sources = {source.name: source.state_dict() for source in self._sources}
         return {"seed": self._seed, "drawn": self._drawn, "sources": sources}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ValueError if the sources, their rows or the seed are not those of the checkpoint."""
+        """Continue from ``state``. Raises ValueError if sources, rows or seed differ from the
+        checkpoint's."""
         names = [source.name for source in self._sources]
         if state["seed"] != self._seed or list(state["sources"]) != names:
             raise ValueError(
@@ -192,7 +195,7 @@ class PromptSource:
         return {source.name: source.tally.report() for source in self._sources}
 
     def overlaps(self, benchmarks: Sequence[BenchmarkRecipe]) -> list[str]:
-        """A sentence for each source that holds questions of a benchmark."""
+        """Return a sentence for each source that holds questions of a benchmark."""
         return overlaps(((source.recipe, source.rows) for source in self._sources), benchmarks)
 
     def close(self) -> None:
@@ -207,10 +210,11 @@ class PromptSource:
 
 
 def read_benchmark(benchmark: BenchmarkRecipe, data: DataRecipe, tokenizer: Tokenizer) -> list[Prompt]:
-    """All problems of a benchmark in file order (the first ``limit``), formatted as the recipe formats
+    """Return all problems of a benchmark in file order (the first ``limit``), formatted as the recipe formats
     questions.
 
-    Raises ValueError if a row cannot be used: without one of its problems it would be another benchmark.
+    Raises ValueError if a row cannot be used: a benchmark without one of its problems would be another
+    benchmark.
     """
     tally = Tally()
     maker = PromptMaker(data, tokenizer)
@@ -242,7 +246,8 @@ def read_benchmark(benchmark: BenchmarkRecipe, data: DataRecipe, tokenizer: Toke
 
 
 def position_metrics(position: dict[str, Any] | None) -> Metrics:
-    """What a step logs of ``PromptSource.state_dict``; nothing on a rank that draws no prompts."""
+    """Return the metrics that a step logs of ``PromptSource.state_dict``; none on a rank that draws no
+    prompts."""
     if position is None:
         return {}
     sources = {

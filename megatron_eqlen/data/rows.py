@@ -1,8 +1,7 @@
-"""What every reader yields, and the count of the rows that it left out.
+"""The rows that every reader yields, and the count of rows left out.
 
-A reader is a generator ``read(path, tally, ...)`` of one data set's files: it streams, checks every
-field, and leaves out a bad row with its file, number and reason. A fault of a whole file is an error
-(``files.py``).
+A reader is a generator ``read(path, tally, ...)`` over one data set's files: it streams, checks every field,
+and leaves out a bad row with its file, number and reason. A fault of a whole file is an error (``files.py``).
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ class Problem:
     """File and number, for example ``train-00000.parquet#17``; unique in its source."""
     question: str
     gold: str
-    """What the grader compares with, as in ``Prompt.gold``."""
+    """Reference for the grader, as in ``Prompt.gold``."""
     grader: str = "math"
     difficulty: float | None = None
-    """The data set's own scale."""
+    """Difficulty on the data set's own scale."""
     instruction: str | None = None
-    """Replaces the recipe's; None: the recipe's."""
+    """Replaces the recipe's instruction; None: the recipe's."""
     gold_checked: bool = False
-    """The gold is known to parse and to equal itself."""
+    """True if the gold is known to parse and to equal itself."""
 
 
 @dataclass
@@ -49,7 +48,7 @@ class Tally:
         self.dropped[reason] += 1
 
     def summary(self, kept: int) -> str:
-        """How many rows were left out beside ``kept`` ones, the most frequent reason first."""
+        """Return how many rows were left out beside ``kept`` ones, the most frequent reason first."""
         left_out = self.dropped.total()
         if not kept + left_out:
             return "the files hold no row"
@@ -63,7 +62,7 @@ class Tally:
 
 
 class BadRow(ValueError):
-    """A row that cannot be used: ``reason`` is what is counted, ``detail`` what was found."""
+    """A row that cannot be used. ``reason`` is the name that is counted, ``detail`` what was found."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason} ({detail})" if detail else reason)
@@ -72,14 +71,14 @@ class BadRow(ValueError):
 
 
 def numbered(path: Path, file: Path, records: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    """(row id, record) for each record of ``file``, named relative to the source's ``path``."""
+    """Yield (row id, record) for each record of ``file``, named relative to the source's ``path``."""
     name = file.relative_to(path).as_posix() if file != path else file.name
     for number, record in enumerate(records):
         yield f"{name}#{number}", record
 
 
 def text_field(record: Any, name: str) -> str:
-    """The non-empty text in ``record[name]``. Raises BadRow."""
+    """Return the non-empty text in ``record[name]``. Raises BadRow."""
     value = field_of(record, name)
     if not isinstance(value, str):
         raise BadRow("wrong_type", f"{name}: expected text, found {type(value).__name__}")
@@ -89,7 +88,7 @@ def text_field(record: Any, name: str) -> str:
 
 
 def optional_text_field(record: Any, name: str) -> str | None:
-    """The text in ``record[name]``, which may be empty; None where there is none. Raises BadRow."""
+    """Return the text in ``record[name]``, which may be empty; None where there is none. Raises BadRow."""
     value = record.get(name)
     if value is not None and not isinstance(value, str):
         raise BadRow("wrong_type", f"{name}: expected text, found {type(value).__name__}")
@@ -97,9 +96,8 @@ def optional_text_field(record: Any, name: str) -> str | None:
 
 
 def answer_field(record: Any, name: str) -> str:
-    """The answer in ``record[name]`` as text; files in the wild write numbers too, and 70 as 70.0. Raises
-    BadRow.
-    """
+    """Return the answer in ``record[name]`` as text; files in the wild write numbers too, and 70 as 70.0.
+    Raises BadRow."""
     value = field_of(record, name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return text_field(record, name)
@@ -109,7 +107,7 @@ def answer_field(record: Any, name: str) -> str:
 
 
 def number_field(record: Any, name: str) -> float | None:
-    """The finite number in ``record[name]``, None where there is none. Raises BadRow."""
+    """Return the finite number in ``record[name]``, None where there is none. Raises BadRow."""
     value = record.get(name)
     if value is None:
         return None

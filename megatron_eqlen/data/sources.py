@@ -1,4 +1,4 @@
-"""A recipe's source -> its rows: picks the reader and applies the filters."""
+"""Opens a recipe's source: picks the reader and applies the filters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_eqlen.recipe.plugins import is_import_path, load_object
 log = logging.getLogger(__name__)
 
 Reader = Callable[[Path, Tally], Iterator[Problem]]
-"""(a file or folder, where to count what is left out) -> the rows, streamed."""
+"""(file or folder, tally of the rows left out) -> the rows, streamed."""
 
 PLAIN_READERS: dict[str, Reader] = {
     "deepmath": deepmath.read,
@@ -32,7 +32,7 @@ OLD_CODE_FILE = (
 
 
 def open_source(source: SourceRecipe, tally: Tally) -> Sequence[Problem]:
-    """The rows of ``source`` that pass its filters; a prepared file stays on disk.
+    """Return the rows of ``source`` that pass its filters; a prepared file stays on disk.
 
     Raises ValueError if no row does.
     """
@@ -45,8 +45,9 @@ def open_source(source: SourceRecipe, tally: Tally) -> Sequence[Problem]:
 
 
 def _open_prepared(source: SourceRecipe, tally: Tally) -> Sequence[Problem]:
-    """All rows of a file that this version prepared, without reading one, where the recipe filters none: it
-    holds no question twice. Filters look at questions, not at golds, which are most of the file."""
+    """Return the rows of a prepared file that pass the filters. Without filters none is read, if this version
+    prepared the file: it holds no question twice. Filters read questions but no golds, which are most of
+    the file."""
     path = Path(source.path)
     whole = prepared.PreparedRows(path)
     if not whole.tests_checked and whole.manifest.get("source", {}).get("reader") == "opencodereasoning":
@@ -64,7 +65,7 @@ def has_filters(source: SourceRecipe) -> bool:
 
 
 def read_source(source: SourceRecipe, tally: Tally) -> Iterator[Problem]:
-    """The rows of ``source`` that pass its filters, streamed."""
+    """Yield the rows of ``source`` that pass its filters, streamed."""
     path = Path(source.path)
     if source.reader == "opencodereasoning":
         rows = opencodereasoning.read(path, tally, source.split, source.tests)
@@ -74,7 +75,7 @@ def read_source(source: SourceRecipe, tally: Tally) -> Iterator[Problem]:
 
 
 def read_problems(benchmark: BenchmarkRecipe, tally: Tally) -> Iterator[Problem]:
-    """The rows of a benchmark, unfiltered but for its dates."""
+    """Yield the rows of a benchmark, filtered by its dates only."""
     path = Path(benchmark.path)
     if benchmark.reader == "livecodebench":
         return livecodebench.read(path, tally, benchmark.since, benchmark.until)
@@ -82,7 +83,7 @@ def read_problems(benchmark: BenchmarkRecipe, tally: Tally) -> Iterator[Problem]
 
 
 def _reader(name: str) -> Reader:
-    """A reader of this package, or a user's own by import path."""
+    """Return a reader of this package, or a user's own by import path."""
     return load_object(name, "reader") if is_import_path(name) else PLAIN_READERS[name]
 
 

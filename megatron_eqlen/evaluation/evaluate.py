@@ -19,8 +19,8 @@ from megatron_eqlen.sampling.harvester import all_rollouts
 from megatron_eqlen.types import Group, Prompt, Segment
 
 EVALUATION_SEED = 20_000_003
-"""Added to the recipe's seed, so that no sample repeats one of training. Evaluations before and after use the
-same seed."""
+"""Added to the recipe's seed, so that no sample repeats a training sample. Evaluations before and after use
+the same seed."""
 
 
 def _everything(items: list) -> list:
@@ -45,10 +45,10 @@ def evaluate(
 ) -> EvaluationResult:
     """Evaluate the engine's weights on ``problems`` with ``recipe.evaluation.samples`` completions each.
 
-    With several engine replicas each answers its ``share`` of the problems, each of its ranks ``grades`` some
-    of them, and ``gather`` brings all together, in any order. Responses are graded while others are
+    With several engine replicas, each answers its ``share`` of the problems, each of its ranks ``grades``
+    some of them, and ``gather`` merges the results in any order. Responses are graded while others are
     generated, and every verdict is waited for. The same weights and recipe give the same result. Raises
-    ValueError where the recipe asks for other sampling than the engine was started with.
+    ValueError if the recipe asks for other sampling than the engine was started with.
     """
     sampling = recipe.model_copy(
         update={

@@ -17,11 +17,11 @@ from megatron_eqlen.types import Metrics
 
 @dataclass(frozen=True)
 class Answers:
-    """The samples of one problem, in their order."""
+    """Samples of one problem, in order."""
 
     prompt_id: str
     rewards: list[float]
-    """0 where the response did not end."""
+    """0 for a truncated response."""
     verdicts: list[str]
     """The grader's verdict, or ``truncated``."""
     lengths: list[int]
@@ -35,7 +35,7 @@ class EvaluationResult:
     benchmark: str
     answers: list[Answers]
     manifest: dict[str, Any]
-    """What must be equal in two comparable results: files, questions, grader, sampling."""
+    """Values that must be equal in two comparable results: files, questions, grader, sampling."""
 
     @property
     def scores(self) -> np.ndarray:
@@ -79,18 +79,19 @@ class EvaluationResult:
 
 
 def compare(before: EvaluationResult, after: EvaluationResult) -> Interval:
-    """How much ``after`` is better, paired by problem. Raises ValueError for different questions."""
+    """Return how much better ``after`` is, paired by problem. Raises ValueError for different questions."""
     return compare_seeds([before], [after])
 
 
 def compare_seeds(before: list[EvaluationResult], after: list[EvaluationResult]) -> Interval:
-    """As ``compare``, for training runs that differ in their seed."""
+    """Like ``compare``, for training runs that differ in their seed."""
     _check_questions([*before, *after])
     return statistics.paired_difference(_replicates(before), _replicates(after))
 
 
 def over_seeds(results: list[EvaluationResult]) -> dict[str, Interval]:
-    """Accuracy over training runs that differ in their seed: headline, t, and the paper's own interval.
+    """Return the accuracy over training runs that differ in their seed: headline, t, and the paper's own
+    interval.
 
     A run's samples are averaged first, so that the seeds are the replicates; with a single run its samples
     are. Raises ValueError for different questions.
@@ -105,7 +106,7 @@ def over_seeds(results: list[EvaluationResult]) -> dict[str, Interval]:
 
 
 def _replicates(results: list[EvaluationResult]) -> np.ndarray:
-    """[R, P]: each run's mean over its samples, or the samples of the only run."""
+    """Return [R, P]: each run's mean over its samples, or the samples of the only run."""
     if len(results) == 1:
         return results[0].scores
     return np.stack([result.scores.mean(axis=0) for result in results])
@@ -125,7 +126,7 @@ def write_results(path: Path, results: list[EvaluationResult]) -> None:
 
 
 def read_results(path: Path) -> list[EvaluationResult]:
-    """What ``write_results`` wrote. Raises ValueError naming the file for anything else."""
+    """Read a file of ``write_results``. Raises ValueError naming the file for any other content."""
     with expecting("an evaluation result", path):
         return [
             EvaluationResult(
@@ -162,5 +163,5 @@ def _summary(result: EvaluationResult) -> dict[str, Any]:
 
 
 def _finite(record: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN."""
+    """Replace NaN by None: JSON has no NaN."""
     return {key: None if value != value else value for key, value in record.items()}

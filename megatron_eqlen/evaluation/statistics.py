@@ -33,26 +33,26 @@ class Interval:
 
     @property
     def points(self) -> str:
-        """Of a difference: in percentage points, with its sign."""
+        """A difference in percentage points, with its sign."""
         return f"{100 * self.mean:+.1f} points [{100 * self.low:+.1f}, {100 * self.high:+.1f}]"
 
 
 def crossed_bootstrap(scores: np.ndarray, seed: int = 0) -> Interval:
-    """The headline: percentile bootstrap that resamples replicates and problems independently."""
+    """Headline interval: percentile bootstrap that resamples replicates and problems independently."""
     replicates, problems = _draw_weights(_checked(scores).shape, seed)
     means = _crossed_means(scores, replicates, problems)
     return _interval(float(scores.mean()), means, "crossed bootstrap over replicates and problems")
 
 
 def replicate_bootstrap(scores: np.ndarray, seed: int = 0) -> Interval:
-    """The paper's: percentile bootstrap over replicates, problems held fixed."""
+    """Interval of the paper: percentile bootstrap over replicates, with the problems held fixed."""
     per_replicate = _checked(scores).mean(axis=1)
     draws = np.random.default_rng(seed).choice(per_replicate, size=(DRAWS, len(per_replicate)))
     return _interval(float(scores.mean()), draws.mean(axis=1), "paper: bootstrap over replicates")
 
 
 def t_interval(scores: np.ndarray) -> Interval:
-    """Student's t over replicates, problems held fixed. Not a number for a single replicate."""
+    """Student's t over replicates, with the problems held fixed. NaN for a single replicate."""
     per_replicate = _checked(scores).mean(axis=1)
     mean, count = float(per_replicate.mean()), len(per_replicate)
     if count == 1:
@@ -62,10 +62,10 @@ def t_interval(scores: np.ndarray) -> Interval:
 
 
 def paired_difference(before: np.ndarray, after: np.ndarray, seed: int = 0) -> Interval:
-    """``after`` minus ``before`` on the same problems, ``[R1, P]`` and ``[R2, P]``.
+    """Return ``after`` minus ``before`` on the same problems, ``[R1, P]`` and ``[R2, P]``.
 
-    A bootstrap draw takes the same problems on both sides and replicates of each side on its own.
-    Raises ValueError if the numbers of problems differ.
+    A bootstrap draw takes the same problems on both sides and resamples the replicates of each side on its
+    own. Raises ValueError if the numbers of problems differ.
     """
     before, after = _checked(before), _checked(after)
     if before.shape[1] != after.shape[1]:
@@ -77,17 +77,17 @@ def paired_difference(before: np.ndarray, after: np.ndarray, seed: int = 0) -> I
 
 
 def seed_difference(before: np.ndarray, after: np.ndarray) -> Interval:
-    """``after`` minus ``before``, two means of each seed, [R] each, paired by seed: Student's t, problems
-    held fixed. Not a number for a single seed."""
+    """Return ``after`` minus ``before``, [R] means by seed, paired by seed: Student's t, with the problems
+    held fixed. NaN for a single seed."""
     return t_interval((after - before)[:, None])
 
 
 def detectable_difference(before: np.ndarray, after: np.ndarray) -> float:
-    """The smallest difference that so many seeds, paired, would have shown in 80% of all experiments.
+    """Return the smallest difference that this many paired seeds would have shown in 80% of all experiments.
 
     (t_{0.975, R - 1} + t_{0.8, R - 1}) s / sqrt(R) for the R differences' standard deviation s (Bloom 1995,
-    "Minimum detectable effects"): shown is what the interval of ``seed_difference`` parts from 0. Not a
-    number for a single seed.
+    "Minimum detectable effects"); a difference is shown if the interval of ``seed_difference`` excludes 0.
+    NaN for a single seed.
     """
     differences = after - before
     count = len(differences)
@@ -98,7 +98,8 @@ def detectable_difference(before: np.ndarray, after: np.ndarray) -> float:
 
 
 def pass_at_k(scores: np.ndarray, k: int) -> float:
-    """Chance that at least one of k samples is right (score above 0), unbiased from R >= k replicates.
+    """Return the chance that at least one of k samples is right (score above 0), unbiased from R >= k
+    replicates.
 
     1 - C(R - c, k) / C(R, k) for a problem with c right samples (Chen et al. 2021).
     """
@@ -118,19 +119,19 @@ def _checked(scores: np.ndarray) -> np.ndarray:
 
 
 def _crossed_means(scores: np.ndarray, replicates: np.ndarray, problems: np.ndarray) -> np.ndarray:
-    """[DRAWS] means of redrawn replicates and problems, whose weights are given."""
+    """Return [DRAWS] means over resampled replicates and problems, given their weights."""
     return ((replicates @ scores) * problems).sum(axis=1)
 
 
 def _draw_weights(counts: tuple[int, ...], seed: int) -> list[np.ndarray]:
-    """For each count [DRAWS, count] float64: how often each item is drawn, over ``count``."""
+    """Return for each count [DRAWS, count] float64: how often each item is drawn, divided by ``count``."""
     return [drawn / drawn.shape[1] for drawn in _draws(counts, seed)]
 
 
 @lru_cache(maxsize=16)
 def _draws(counts: tuple[int, ...], seed: int) -> list[np.ndarray]:
-    """[DRAWS, count] int16, how often each item is drawn. All evaluations of a run's page need the same
-    few."""
+    """Return [DRAWS, count] int16: how often each item is drawn. Cached, because all evaluations of a run's
+    page need the same few."""
     rng = np.random.default_rng(seed)
     draws = (rng.multinomial(count, np.full(count, 1 / count), size=DRAWS) for count in counts)
     return [drawn.astype(np.int16) for drawn in draws]

@@ -1,20 +1,20 @@
-"""Steps that are harvested while earlier ones train (``rollout.staleness: K``, with servers).
+"""Harvests of later steps while earlier ones train (``rollout.staleness: K``, with servers).
 
     all ranks        collect n ─► train n ─► sync ─► collect n+1 ─► train n+1 ─► sync ─► ...
                         │ begins n+K              ▲ takes n+1
     rank 0's thread     └─► harvest, score n+1 .. n+K, one after the other ─►
 
-The thread does all that a step needs before its token trees, on rank 0 alone: it uses no process group,
-only the servers and the graders. A sync holds up its requests, which then continue under the new weights. The
+The thread does all work of a step that precedes its token trees, on rank 0 alone: it uses no process group,
+only the servers and the graders. A sync pauses its requests, which then continue under the new weights. The
 harvest of step n begins when step n - K is taken: no token of step n is older than the weights that step n -
 K trained.
 
-With ``rollout.carry_over`` the harvest of a step resumes the rollouts that the step before suspended: the
-thread has scored these by then. Such tokens are older by as many steps.
+With ``rollout.carry_over`` the harvest of a step resumes the rollouts that the step before suspended, and
+which the thread has scored by then. Their tokens may be older by as many steps.
 
 If the run is killed, the steps under way are on disk like any other (``rollout.recorder``). A checkpoint
-after step n holds where the data source was after its prompts, and how old the tokens of the steps may be
-that had begun: a resumed run draws the same prompts for them again and resumes from the record.
+after step n holds the data source's position after step n's prompts, and the ages of the tokens in steps that
+had begun: a resumed run draws the same prompts for them again and resumes from the record.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class Ahead:
         self.generator, self.session = generator, generator.session
         self.staleness, self.steps = self.session.recipe.rollout.staleness, self.session.recipe.steps
         self.oldest: dict[int, int] = {}
-        """Oldest policy version that may have sampled a step, for each step that has begun and is not taken.
-        The same on every rank."""
+        """Oldest policy version that may have sampled a token of a step, for each step that has begun and is
+        not taken. The same on every rank."""
         self.under_way: deque[Future[Step]] = deque()
         """Steps that have begun and are not taken, on rank 0 alone."""
         self.begun = 0
         """Number of the next step to begin."""
         self.suspended: dict[RolloutKey, RolloutOrigin] = {}
-        """With ``rollout.carry_over``, rollouts that the newest step taken has suspended."""
+        """With ``rollout.carry_over``, rollouts suspended by the newest step taken."""
         self._thread = ThreadPoolExecutor(1, "harvest")
         self.session.ends_with(self.close)
 
@@ -60,7 +60,7 @@ class Ahead:
         return self.generator.benchmarks
 
     def collect(self, step: Step) -> Step:
-        """Begin all steps that may begin with the engine's weights, and wait for this one."""
+        """Begin all steps that may begin with the engine's present weights, and wait for this one."""
         self._begin_from(step)
         with self.session.stage("wait") as seconds:
             taken = on_every_rank(self.under_way.popleft().result() if distributed.is_rank0() else None)
@@ -84,7 +84,7 @@ class Ahead:
             return self.generator.collect(step)
 
     def evaluate(self, benchmark: BenchmarkRecipe) -> EvaluationResult:
-        """After the harvests that are under way: an evaluation has the engine for itself."""
+        """Evaluate after the harvests under way: an evaluation has the engine for itself."""
         wait(self.under_way)
         return self.generator.evaluate(benchmark)
 
@@ -106,7 +106,7 @@ class Ahead:
         return self.generator.disagreement(mismatch)
 
     def close(self) -> None:
-        """Break off what is under way; it stays recorded."""
+        """Cancel the steps under way; they stay recorded."""
         self.generator.engine.close()
         self._thread.shutdown(cancel_futures=True)
 

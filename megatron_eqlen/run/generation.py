@@ -159,17 +159,17 @@ class Generator(InTurn):
         writes for later prompts of the step need no reading."""
 
     def warn_of_overlaps(self) -> None:
-        """Say which sources of the training prompts hold questions of a benchmark."""
+        """Warn about sources of training prompts that hold questions of a benchmark."""
         for overlap in self.source.overlaps(self.benchmarks) if self.source else ():
             log.warning("%s", overlap)
 
     # ---- prompts ------------------------------------------------------------------------------------
 
     def prompts(self, step: Step) -> list[Prompt]:
-        """Return the step's prompts: those of resumed rollouts, and so many new ones that as many tracks are
-        open as at the beginning of any step. With dynamic sampling, as many again until enough of them have
-        unequal rewards, at most ``loss.max_num_gen_batches`` times; not with ``rollout.carry_over``, where
-        suspended rollouts would pile up."""
+        """Return the step's prompts: those of resumed rollouts, and enough new ones that as many tracks are
+        open as at the beginning of any step. With dynamic sampling, draw as many again until enough
+        prompts have unequal rewards, at most ``loss.max_num_gen_batches`` times; not with
+        ``rollout.carry_over``, where suspended rollouts would pile up."""
         wanted = self.recipe.data.prompts_per_step
         again = self.session.objective.dynamic_sampling and not self.recipe.rollout.carry_over
         most = self.recipe.loss.max_num_gen_batches if again else 1
@@ -214,7 +214,10 @@ class Generator(InTurn):
         plan = self._plan(step, mine)
         self.session.scorer.begin_ended(replicas.part(plan.progress.rollouts))
         probed = self._probe()
-        with self.session.stage("harvest", self.patience) as seconds, ExitStack() as files:  # until on disk
+        with (
+            self.session.stage("harvest", self.patience) as seconds,
+            ExitStack() as files,
+        ):  # until the record is on disk
             observers: list[HarvestObserver] = [self.session.early_grading]
             if replicas.leads:
                 recorder = Recorder(self._file(step), self.recipe.rollout.record_routes)
@@ -284,7 +287,7 @@ class Generator(InTurn):
         )
 
     def check(self, first: int) -> None:
-        """Nothing to check: an engine can generate any step."""
+        """Do nothing: an engine can generate any step."""
 
     # ---- weights ------------------------------------------------------------------------------------
 
@@ -298,7 +301,7 @@ class Generator(InTurn):
         return seconds
 
     def _probe(self) -> Metrics:
-        """Check, once after each sync, that it had an effect on the engine. Returns the time it took. Raises
+        """Check, once after each sync, that the engine's answers changed; return the time it took. Raises
         SyncError, on every rank, naming the replica."""
         if not self.sync_check.due:
             return {}

@@ -1,4 +1,4 @@
-"""The main loop: the stages of training, and what one hands to the next.
+"""The main loop: the stages of training, and the values that each hands to the next.
 
     begin ─► collect ─► build_trees ─► update ─► update_weights ─► evaluate ─► end ─► checkpoint
       ▲      rollouts   token trees    policy    engine            every N            │
@@ -42,7 +42,7 @@ def train(recipe: Recipe, replay: Path | None = None) -> None:
             return
         policy = Policy(recipe)
         run.load(policy)
-        run.park(policy)  # the engine is built where it will live: in what the trainer leaves free
+        run.park(policy)  # the engine is built where it will live: in the memory that the trainer leaves free
         rollouts = start_rollouts(session, run.folder.streams, replay)
         run.resume(rollouts)
         rollouts.update_weights(policy)
@@ -60,7 +60,7 @@ def train(recipe: Recipe, replay: Path | None = None) -> None:
             step = run.evaluate_if_due(step, rollouts)
             run.end(step)
             run.checkpoint_if_due(step, policy)
-            del step, trees  # their arrays go before those of the next step come
+            del step, trees  # free these arrays before the next step's are made
         if run.complete:
             run.evaluate("after", rollouts)
             run.export(policy)
@@ -83,13 +83,13 @@ def harvest_only(recipe: Recipe, out: Path) -> None:
 
 
 def evaluate_only(recipe: Recipe, out: Path) -> None:
-    """The recipe's benchmarks on the model at ``recipe.model.path``; the result goes to ``out``."""
+    """Evaluate the model at ``recipe.model.path`` on the recipe's benchmarks; write the result to ``out``."""
     with Session(recipe) as session:
         evaluate(session, Generator(session, out.parent, synced=False), out, "model")
 
 
 def start_rollouts(session: Session, streams: Path, replay: Path | None) -> Rollouts:
-    """What the recipe's rollouts come from; they are recorded under ``streams``."""
+    """Return the source of the recipe's rollouts, recorded under ``streams``."""
     if replay is not None:
         return Replay(session, replay)
     generator = Generator(session, streams)

@@ -34,7 +34,8 @@ class Replay(InTurn):
         self.suspended: dict[RolloutKey, RolloutOrigin] = {}
 
     def prompts(self, step: Step) -> list[Prompt]:
-        """All prompts of the recorded step. Raises ReplayError if the record does not fit the recipe."""
+        """Return all prompts of the recorded step. Raises ReplayError if the record does not fit the
+        recipe."""
         if step.batches:
             return []
         self._check_step(step.number)
@@ -71,7 +72,7 @@ class Replay(InTurn):
         return {}
 
     def disagreement(self, mismatch: float | None) -> str | None:
-        """None: recorded tokens may come from any weights."""
+        """Return None: recorded tokens may come from any weights."""
 
     def evaluate(self, benchmark: BenchmarkRecipe) -> EvaluationResult:
         raise AssertionError("a replay has no benchmarks")

@@ -52,16 +52,16 @@ class Replicas:
         return list(items[self.mine :: self.count]) if self.drives else []
 
     def grades(self, prompt: Prompt, index: int) -> bool:
-        """Return True if this rank grades a prompt's rollout number ``index`` where its replica generates it.
-        Known beforehand, so that a response can be graded when it ends."""
+        """Return True if this rank grades a prompt's rollout number ``index``, provided its replica generates
+        it. The assignment is known beforehand, so that a response can be graded as soon as it ends."""
         return (prompt.number // self.count + index) % self.graders == self.place
 
     def keeps(self, prompt: Prompt, index: int) -> bool:
-        """Return True if this rank needs a rollout's log-probs and masks: it records or grades it."""
+        """Return True if this rank needs a rollout's log-probs and masks, to record or to grade it."""
         return self.leads or self.grades(prompt, index)
 
     def part(self, rollouts: Sequence[Some]) -> list[Some]:
-        """Return the rollouts that this rank grades, of those that every rank of its replica has."""
+        """Return the rollouts that this rank grades; every rank of the replica has all of ``rollouts``."""
         return [rollout for rollout in rollouts if self.grades(rollout.prompt, rollout.index)]
 
     def combine(self, metrics: Metrics) -> Metrics:

@@ -1,4 +1,4 @@
-"""What lives as long as a run: its folder, how far it has come, what it writes down."""
+"""State that lives as long as a run: its folder, its progress and its records."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ from megatron_eqlen.types import Metrics, TokenTree, WorstToken
 
 
 class Run:
-    """A training run, as every rank sees it; rank 0 writes. No other run may use its folder meanwhile."""
+    """A training run, as every rank sees it; rank 0 writes. A run locks its folder."""
 
     def __init__(self, session: Session) -> None:
         self.session, self.recipe = session, session.recipe
@@ -79,22 +79,23 @@ class Run:
             self._watch_memory()
         self.writer: MetricsWriter | None = None
         self.spent = Spent()
-        """On the steps that are done."""
+        """Budget spent on the completed steps."""
         self.begun = 0
-        """Steps begun: more than one may be under way."""
+        """Number of steps begun; several may be under way."""
         self.saved = 0
         """Steps taken when the newest checkpoint was begun."""
         self.saving: checkpoint.Saving | None = None
-        """The checkpoint that is being written."""
+        """Checkpoint that is being written."""
         self.saving_seconds = 0.0
-        """How long its beginning took."""
+        """Seconds that beginning this checkpoint took."""
         self.position: dict[str, Any] | None = None
-        """What the checkpoint that was loaded holds beside the policy."""
+        """Contents of the loaded checkpoint except the policy."""
         self.stopping = False
-        """End after this step: the file STOP was found, or ``stopped_by`` says why."""
+        """True if the run ends after this step: the file STOP was found, or ``stopped_by`` names the reason.
+        """
         self.stopped_by: str | None = None
         self.worst: str | None = None
-        """The token of the newest step about which trainer and engine disagree most, in words."""
+        """Description of the newest step's token about which trainer and engine disagree most."""
 
     def _watch_memory(self) -> None:
         if torch.cuda.is_available():
@@ -105,7 +106,7 @@ class Run:
     # ---- beginning and end --------------------------------------------------------------------------
 
     def was_asked_to_stop(self) -> bool:
-        """Whether the file STOP has come before the run could begin; it is served then."""
+        """Return True if the file STOP was there before the run could begin; it is removed then."""
         if not agree(self.folder.stop.exists):
             return False
         if distributed.is_rank0():
@@ -116,8 +117,8 @@ class Run:
         return True
 
     def load(self, policy: Policy) -> None:
-        """Bring the policy and this run to the newest checkpoint, or leave them at the start. Raises
-        CheckpointError where a checkpoint was saved and none is there; says which records are not there."""
+        """Load the newest checkpoint into the policy and this run, or leave both at the start. Raises
+        CheckpointError if a checkpoint was saved and none is there; reports missing records."""
         self.position = checkpoint.load(self.folder.checkpoints, policy)
         if self.position is None:
             if fault := agree(self.folder.lost_checkpoints):
@@ -129,7 +130,7 @@ class Run:
             self._compare_with_records()
 
     def _compare_with_records(self) -> None:
-        """Say what does not agree with the steps that this run begins after."""
+        """Report disagreements with the records of the steps before this start."""
         recorded = {record["step"] for record in read_metrics(self.folder.path)}
         if self.position is None and recorded:
             self.session.progress.say(f"no checkpoint was saved yet: {len(recorded)} steps are trained again")
@@ -137,11 +138,11 @@ class Run:
         if missing:
             self.session.progress.warn(
                 f"{self.folder.path / METRICS} has no record of {len(missing)} of {self.steps} steps (the "
-                f"first: step {missing[0]}): the run goes on, and reports and comparisons lack them"
+                f"first: step {missing[0]}): the run continues, and reports and comparisons lack them"
             )
 
     def resume(self, rollouts: Rollouts) -> None:
-        """Go on from there."""
+        """Continue from the loaded position."""
         if self.position is not None:
             rollouts.go_to(self.position["data"])
         if not self.complete:
@@ -157,7 +158,7 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Steps done."""
+        """Number of completed steps."""
         return self.spent.steps
 
     @cached_property
@@ -165,7 +166,7 @@ class Run:
         return read_config(self.recipe.model.path)
 
     def goes_on(self) -> bool:
-        """Whether another step is to be taken."""
+        """True if another step is to be taken."""
         return not self.complete and not self.stopping
 
     @property
@@ -173,7 +174,7 @@ class Run:
         return self.recipe.budget.ended_by(self.spent) is not None
 
     def export(self, policy: Policy) -> None:
-        """The trained model as a Hugging Face folder."""
+        """Export the trained model as a Hugging Face folder."""
         if not agree(self.folder.export.exists):
             self._check_held()
             with self.session.stage("export"):
@@ -181,12 +182,12 @@ class Run:
 
     def report(self, rollouts: Rollouts) -> None:
         """Write report.html and print its path, as the last line of the run. Raises MismatchError if the
-        mismatch ended it."""
+        mismatch ended the run."""
         if distributed.is_rank0():
             if count := len(rollouts.suspended):
                 self.session.progress.say(
-                    f"{count} rollouts are suspended at the end: what was final of them has been trained, "
-                    f"the rest has not; a run with more steps goes on with them"
+                    f"{count} rollouts are suspended at the end: their finished parts have been trained, "
+                    "the rest has not; a run with more steps resumes with them"
                 )
             if idle := _idle(read_metrics(self.folder.path)):
                 self.session.progress.warn(idle)
@@ -198,19 +199,21 @@ class Run:
         if self.stopped_by and not self.complete:
             raise MismatchError(
                 f"{self.stopped_by}: stopped after step {self.steps}, with a checkpoint "
-                f"(rollout.mismatch.then: stop); the same command goes on, and rollout.mismatch may change"
+                f"(rollout.mismatch.then: stop); the same command resumes the run, and "
+                "rollout.mismatch may change"
             )
 
     # ---- a step -------------------------------------------------------------------------------------
 
     def begin(self, policy: Policy) -> Step:
-        """The next step, still empty."""
+        """Return the next step, still empty."""
         self.begun += 1
         self.profiler.begin(self.begun, policy.chunks)
         return Step(self.begun - 1, policy.version)
 
     def build_trees(self, step: Step) -> tuple[Step, list[list[TokenTree]]]:
-        """The step's minibatches of token trees, with advantages and weights; the same on every rank."""
+        """Return the step with its minibatches of token trees, with advantages and weights; the same on every
+        rank."""
         with self.session.stage("trees") as seconds:
             version = step.policy_version if self.recipe.rollout.trains_older else None
             minibatches, metrics = build_minibatches(step.rollouts, self.recipe, version)
@@ -225,7 +228,7 @@ class Run:
         with self.session.stage("train") as seconds:
             metrics = policy.update(minibatches)
         if metrics[TRAIN_SKIPPED_UPDATES]:
-            policy.check_finite()  # no later step mends weights or the optimizer's state, and engines crash
+            policy.check_finite()  # no later step repairs weights or optimizer state, and engines crash
         self.worst = self._keep(policy.worst, step) if policy.worst and distributed.is_rank0() else None
         trained = metrics.get(PACKING_TOKENS, 0.0) * self.recipe.loss.epochs
         speed = trained / seconds[TIME_TRAIN]
@@ -235,13 +238,13 @@ class Run:
         return step
 
     def park(self, policy: Policy) -> Metrics:
-        """Make room for the engine."""
+        """Free the accelerator's memory for the engine."""
         with self.session.stage("park") as seconds:
             freed = policy.park()
         return freed | seconds
 
     def unpark(self, policy: Policy) -> Metrics:
-        """Take the room back."""
+        """Load the parked memory again."""
         with self.session.stage("unpark") as seconds:
             policy.unpark()
         return seconds
@@ -306,7 +309,7 @@ class Run:
         self.session.progress.step(self.steps, metrics)
 
     def _samples(self, step: Step) -> Samples | None:
-        """Of the step's rollouts for trackers, where the recipe says so. On rank 0."""
+        """Return samples of the step's rollouts for trackers, if the recipe asks for them. On rank 0."""
         every = self.recipe.report.samples_every
         if not every or self.steps % every:
             return None
@@ -328,7 +331,8 @@ class Run:
             self.folder.stop.unlink(missing_ok=True)  # served; the same command resumes the run
 
     def finish_checkpoint(self) -> Metrics:
-        """Put a checkpoint that is being written in force; the next update changes what it is read from."""
+        """Put a checkpoint that is being written in force, before the next update changes the tensors it is
+        read from."""
         if self.saving is None:
             return {}
         self._check_held()
@@ -353,7 +357,7 @@ class Run:
             self.finish_checkpoint()
 
     def _check_held(self) -> None:
-        """Before anything is put in force: a later try of this job may have taken the run over."""
+        """Check, before anything is put in force, that no later try of this job has taken the run over."""
         agree(self.folder.check_held)
 
     # ---- evaluation ---------------------------------------------------------------------------------
@@ -377,8 +381,8 @@ class Run:
 
 
 def _spent_until(position: dict[str, Any], budget: Budget) -> Spent:
-    """What a checkpoint's run had spent. Raises CheckpointError where it does not say how much of what the
-    budget limits: it was written before that was counted."""
+    """Return what a checkpoint's run had spent. Raises CheckpointError if it does not say how much of a
+    limited quantity was spent, because it was written before that was counted."""
     for key, limit in budget.limits():
         if key in COSTS and key not in position:
             raise CheckpointError(
@@ -388,7 +392,7 @@ def _spent_until(position: dict[str, Any], budget: Budget) -> Spent:
 
 
 def _why_not(step: Step) -> str:
-    """Why no update was taken in ``step``."""
+    """Return why no update was taken in ``step``."""
     if skipped := step.metrics[TRAIN_SKIPPED_UPDATES]:
         return f"{skipped:.0f} updates were skipped, see the warnings above"
     units = step.metrics[OBJECTIVE_UNITS]
@@ -396,7 +400,8 @@ def _why_not(step: Step) -> str:
 
 
 def _seconds(spans: Sequence[dict[str, Any]]) -> str:
-    """``checkpoint 3.1 s, evaluate 12.0 s, export 2.2 s`` of a run's end, which is in no step's record."""
+    """Return ``checkpoint 3.1 s, evaluate 12.0 s, export 2.2 s``: the stages of a run's end, which no step's
+    record holds."""
     took = dict.fromkeys(("checkpoint", "evaluate", "export"), 0.0)
     for span in spans:
         if span["stage"] in took:
@@ -405,7 +410,7 @@ def _seconds(spans: Sequence[dict[str, Any]]) -> str:
 
 
 def _idle(records: Sequence[dict[str, float | None]]) -> str:
-    """A warning if some steps trained nothing, else an empty text."""
+    """Return a warning if some steps trained nothing, else an empty text."""
     idle = sum(record.get(UPDATES) == 0 for record in records)
     if idle and idle == len(records):
         return "no step trained anything; the weights are those that the run started from"
@@ -436,7 +441,8 @@ def evaluate(
 
 
 def _change(result: EvaluationResult, before: Path | None) -> str:
-    """The paired change since an earlier result on the same questions, as text; empty if there is none."""
+    """Return the paired change since an earlier result on the same questions, as text; empty if there is
+    none."""
     if before is None or not before.exists():
         return ""
     questions = result.manifest["question_ids"]

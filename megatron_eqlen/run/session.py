@@ -1,4 +1,4 @@
-"""What lives as long as a rank's process: its place among the ranks, the screen, tokenizer and graders."""
+"""State that lives as long as a rank's process: its rank, the screen, tokenizer and graders."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Session:
         groups.start(recipe.parallel, recipe.seed, timeout)
         self._ends = contextlib.ExitStack()
         self.watchdog = Watchdog(dist.get_rank(), dist.get_world_size(), seconds, flight_recorder.status)
-        self.ends_with(self.watchdog.stop)  # what ends before it may hang, too
+        self.ends_with(self.watchdog.stop)  # closing the functions registered before may hang, too
         self._ends.callback(groups.stop)
         self.recipe = recipe
         self.timeline = Timeline()
@@ -65,12 +65,13 @@ class Session:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None:  # before anything ends here that makes other ranks fail
+        if error is not None:  # before any cleanup that makes other ranks fail
             failures.record(error)
         self._ends.__exit__(kind, error, trace)
 
     def enter(self, context: contextlib.AbstractContextManager[Any]) -> None:
-        """Leave ``context`` when the session ends; it learns of the error that ends it."""
+        """Enter ``context`` and leave it when the session ends, passing on the error that ends the
+        session."""
         self._ends.enter_context(context)
 
     def ends_with(self, close: Callable[[], None]) -> None:
@@ -78,13 +79,13 @@ class Session:
         self._ends.callback(close)
 
     def watch(self, folder: Path) -> None:
-        """From now on a hang is noticed, and what it is goes to a folder of this try's under ``folder``."""
+        """From now on, notice hangs, and write their records to a folder of this try under ``folder``."""
         self.watchdog.start(folder / distributed.agree(lambda: time.strftime("%Y%m%d-%H%M%S")))
 
     @contextlib.contextmanager
     def stage(self, name: str, patience: float = 0.0) -> Iterator[Metrics]:
-        """Show ``name`` while the block runs; what it yields then holds the seconds as ``time/NAME``, and the
-        most memory meanwhile. A stage beside training, in another thread, is not shown, nor its memory.
+        """Show ``name`` while the block runs; the metrics yielded then hold the seconds as ``time/NAME``, and
+        the peak memory. A stage beside training, in another thread, is not shown, nor its memory.
         ``patience``: see ``Watchdog.stage``."""
         measured: Metrics = {}
         alone = distributed.is_alone()
@@ -99,7 +100,8 @@ class Session:
 
 
 def engine_replicas(recipe: Recipe) -> Replicas:
-    """Servers are driven by rank 0 alone; a colocated engine by all the ranks it lives in."""
+    """Return the replicas: servers are driven by rank 0 alone, a colocated engine by all ranks it lives
+    in."""
     if recipe.rollout.engine == "server":
         return Replicas(dist.get_world_size(), in_step=False)
     return Replicas(recipe.rollout.tensor_parallel, decides=recipe.rollout.seconds_per_step is not None)

@@ -21,34 +21,35 @@ class Batch:
     """The rollouts of some of a step's prompts."""
 
     rollouts: list[Rollout]
-    """After ``harvest`` this replica's share; after ``score`` all replicas', graded, in training order, those
-    that other ranks graded as skeletons."""
+    """After ``harvest`` this replica's share; after ``score`` all replicas' rollouts, graded, in training
+    order; skeletons where another rank graded them."""
     metrics: Metrics
     data_position: dict[str, Any] | None
-    """Where the data source stands after these prompts; on rank 0 alone."""
+    """Position of the data source after these prompts; on rank 0 alone."""
     prompts: Sequence[Prompt] = ()
-    """All replicas', the same on every rank."""
+    """Prompts of all replicas, the same on every rank."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What is known of a step so far, the same on every rank unless a field says otherwise."""
+    """Results of a step so far, the same on every rank unless a field says otherwise."""
 
     number: int
-    """Steps before it in the run."""
+    """Number of earlier steps in the run."""
     policy_version: int
     """Version of the weights that generate: the number of optimizer steps taken before. With
-    ``rollout.staleness`` of the oldest ones that may have; once it is taken, of those that it trains."""
+    ``rollout.staleness``, the oldest version that may generate; once the step is taken, the version that
+    it trains."""
     started: float = field(default_factory=time.perf_counter)
     rollouts: tuple[Rollout, ...] = ()
-    """Those of all engine replicas, scored, in training order; with dynamic sampling only those that are
-    kept. Whole on the rank that graded them, elsewhere skeletons."""
+    """Rollouts of all engine replicas, scored, in training order; with dynamic sampling only the kept ones.
+    Complete on the rank that graded them, skeletons elsewhere."""
     batches: tuple[Metrics, ...] = ()
     """Metrics of generation and scoring, for each batch of prompts."""
     measured: Metrics = field(default_factory=dict)
     """Metrics of the other stages."""
     data_position: dict[str, Any] | None = None
-    """Where the data source stands after its prompts; on rank 0 alone."""
+    """Position of the data source after the step's prompts; on rank 0 alone."""
 
     @property
     def name(self) -> str:
@@ -61,11 +62,11 @@ class Step:
 
     @property
     def metrics(self) -> Metrics:
-        """All that was measured. Raises MetricError for a name that is not declared."""
+        """Return all metrics. Raises MetricError for a name that is not declared."""
         return check(in_turn(self.batches) | self.measured)
 
     def add(self, batch: Batch) -> Step:
-        """This step with another batch of scored rollouts."""
+        """Return this step with another batch of scored rollouts."""
         return dataclasses.replace(
             self,
             rollouts=(*self.rollouts, *batch.rollouts),
@@ -74,5 +75,5 @@ class Step:
         )
 
     def log(self, metrics: Metrics) -> Step:
-        """This step with more metrics."""
+        """Return this step with more metrics."""
         return dataclasses.replace(self, measured=self.measured | metrics)

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from megatron_eqlen.files import replaced
 
 TESTS = 6
-"""Of a problem."""
+"""Number of tests per problem."""
 LARGEST = 20
 OCR_COLUMNS = (
     "id", "input", "output", "source", "license", "dataset", "split", "difficulty", "solution",
@@ -39,7 +39,7 @@ class Part:
 
 
 def _keeps() -> list[Part]:
-    """Which numbers are kept."""
+    """Return the filters: which numbers a program keeps."""
     parts = [
         Part("that are even", "x % 2 == 0", lambda x: x % 2 == 0),
         Part("that are odd", "x % 2 == 1", lambda x: x % 2 == 1),
@@ -95,7 +95,7 @@ class Task:
         return self.result.does([self.value.does(x) for x in numbers if self.keep.does(x)])
 
     def tests(self, rng: random.Random) -> dict[str, list[str]]:
-        """``input_output`` of TACO: lines of stdin, and what is printed."""
+        """TACO's ``input_output``: lines of stdin, and the output of each."""
         lines = [[rng.randint(-LARGEST, LARGEST) for _ in range(rng.randint(1, 9))] for _ in range(TESTS)]
         return {
             "inputs": [" ".join(map(str, line)) + "\n" for line in lines],
@@ -107,8 +107,8 @@ TASKS = [Task(*parts) for parts in product(_keeps(), VALUES, RESULTS)]
 
 
 def make_rows(count: int, seed: int) -> tuple[list[dict], list[dict]]:
-    """``count`` rows of OpenCodeReasoning, and the records of TACO with their tests. Raises ValueError for
-    more than there are."""
+    """Return ``count`` rows of OpenCodeReasoning and the records of TACO with their tests. Raises ValueError
+    if there are fewer distinct programs."""
     if count > len(TASKS):
         raise ValueError(f"count: expected at most {len(TASKS)} programs, found {count}")
     rng = random.Random(seed)

@@ -30,20 +30,21 @@ SOLUTIONS = 3
 
 @dataclass(frozen=True)
 class Dials:
-    """What shapes the lengths."""
+    """Parameters that shape the lengths."""
 
     moduli: Sequence[int] = (5, 7)
-    """Primes; a search at random takes as many tries on average, if it does not give up."""
+    """Primes. A random search takes this many tries on average, if it does not give up."""
     offsets: int = 3
-    """Terms without x: they make a try longer, and the questions more."""
+    """Number of terms without x: more terms make a try longer, and more questions possible."""
     gives_up: float = 0.15
-    """Probability before each try: shorter responses, and more wrong ones."""
+    """Probability of giving up before each try: higher means shorter responses, and more wrong ones."""
     in_order: float = 0.15
     """Share of searches that try 0, 1, 2, ...: never longer than the modulus."""
     checks: float = 0.2
-    """Share of searches that write the try that fits once more."""
+    """Share of searches that repeat the try that fits, as a check."""
     remarks: float = 0.5
-    """Share of tries that do not fit and say so: two searches of as many tries seldom end at one length."""
+    """Share of failed tries that end with a remark, so that searches of equally many tries seldom have equal
+    lengths."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Puzzle:
         return -sum(self.offsets) * pow(self.factor, -1, self.modulus) % self.modulus
 
     def attempt(self, x: int) -> str:
-        """The line that tries ``x``, term by term."""
+        """Return the line that tries ``x``, term by term."""
         value = self.factor * x % self.modulus
         line = f"{self.factor}*{x}={value}"
         for offset in self.offsets:
@@ -80,7 +81,7 @@ def draw_puzzle(rng: random.Random, dials: Dials) -> Puzzle:
 
 
 def demonstrate(puzzle: Puzzle, dials: Dials, rng: random.Random) -> str:
-    """A response that ends with the right answer, found or not."""
+    """Return a response that ends with the answer, found or guessed."""
     lines = []
     for x in search(puzzle, dials, rng):
         fits = x == puzzle.answer
@@ -91,7 +92,7 @@ def demonstrate(puzzle: Puzzle, dials: Dials, rng: random.Random) -> str:
 
 
 def search(puzzle: Puzzle, dials: Dials, rng: random.Random) -> Iterator[int]:
-    """The values tried, up to the one that fits or to the last before it gives up."""
+    """Yield the values tried, up to the one that fits or to the last before it gives up."""
     in_order = rng.random() < dials.in_order
     tried = 0
     while rng.random() >= dials.gives_up:
@@ -103,7 +104,7 @@ def search(puzzle: Puzzle, dials: Dials, rng: random.Random) -> Iterator[int]:
 
 
 def make_rows(count: int, seed: int, dials: Dials = Dials()) -> list[dict]:
-    """``count`` rows with distinct questions. Raises ValueError for more than there are."""
+    """Return ``count`` rows with distinct questions. Raises ValueError if there are fewer."""
     most = sum((modulus - 1) * modulus**dials.offsets for modulus in {*dials.moduli})
     if count > most:
         raise ValueError(f"count: expected at most {most} questions with {dials}, found {count}")

@@ -65,7 +65,7 @@ class Chain:
 
 
 def draw_chain(rng: random.Random, operands: int) -> Chain:
-    """A random chain of ``operands`` operands."""
+    """Return a random chain of ``operands`` operands."""
     start = value = rng.randint(1, LARGEST_RESULT)
     digits = rng.sample(range(1, LARGEST_OPERAND + 1), operands)
     signed = []
@@ -77,7 +77,7 @@ def draw_chain(rng: random.Random, operands: int) -> Chain:
 
 
 def demonstrate(chain: Chain, style: str, rng: random.Random) -> str:
-    """A right response to ``chain`` in one of STYLES."""
+    """Return a right response to ``chain`` in one of STYLES."""
     lines = []
     if style == "coarse":
         lines = _work(chain, lambda: rng.choice((2, 3)))
@@ -89,7 +89,7 @@ def demonstrate(chain: Chain, style: str, rng: random.Random) -> str:
 
 
 def _work(chain: Chain, stride: Callable[[], int]) -> list[str]:
-    """Lines that each add the next ``stride()`` operands to the result so far."""
+    """Return lines that each add the next ``stride()`` operands to the result so far."""
     lines, value, done = [], chain.start, 0
     while done < len(chain.operands):
         terms = chain.operands[done : done + stride()]
@@ -100,7 +100,7 @@ def _work(chain: Chain, stride: Callable[[], int]) -> list[str]:
 
 
 def _undo(chain: Chain) -> list[str]:
-    """Lines that take the operands off the answer again, last one first."""
+    """Return lines that take the operands off the answer again, the last operand first."""
     backwards = Chain(chain.answer, tuple(-term for term in reversed(chain.operands)))
     return _work(backwards, lambda: 1)
 
@@ -110,7 +110,8 @@ def _expression(value: int, terms: tuple[int, ...]) -> str:
 
 
 def make_rows(count: int, seed: int, min_operands: int = 3, max_operands: int = 6) -> list[dict]:
-    """``count`` rows with distinct questions; each draws its number of operands. Raises ValueError."""
+    """Return ``count`` rows with distinct questions; each draws its number of operands. Raises ValueError if
+    there are fewer."""
     if not 1 <= min_operands <= max_operands <= LARGEST_OPERAND:
         raise ValueError(
             f"operands: expected 1 <= min <= max <= {LARGEST_OPERAND}, found {min_operands}, {max_operands}"

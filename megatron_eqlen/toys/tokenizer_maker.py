@@ -17,11 +17,11 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 END_OF_TEXT, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, START_OF_TURN, END_OF_TURN)
 THINK_TOKENS = ("<think>", "</think>")
-"""Added tokens, but not special: decoding keeps them, as in Qwen3."""
+"""Tokens that are added but not special: decoding keeps them, as in Qwen3."""
 
 PRETOKEN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-"""How text is split before BPE: words with the sign before them, single digits, runs of signs, white
-space."""
+"""Split of the text before BPE: words with the sign before them, single digits, runs of signs, white space.
+"""
 
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
@@ -71,7 +71,7 @@ def write_hf_tokenizer(folder: Path, corpus: Iterable[str], vocab_size: int = 38
 
 
 def _write_companions(folder: Path, token_id: Callable[[str], int]) -> None:
-    """The chat template, and the end-of-sequence set as Qwen3 has it: the turn's end and the text's."""
+    """Write the chat template, and the end-of-sequence set as Qwen3 has it: end of turn and end of text."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END_OF_TURN,

@@ -44,7 +44,7 @@ def test_suspended_streams_go_on_in_the_next_step_also_of_a_run_that_stopped_and
     assert min(column(whole, "harvest/carried_tokens")[1:]) > 0
     check_that_every_pair_is_trained_once(whole)
     said = run(*command(home, "carried-2", *CARRIED, "steps=2")).stdout
-    assert "rollouts are suspended at the end: what was final of them has been trained" in said
+    assert "rollouts are suspended at the end: their finished parts have been trained" in said
     assert same_weights(train(home, "carried-2", *CARRIED), whole)
     replay = train(home, "replayed", *CARRIED, "--replay", str(whole / "streams"))
     assert same_weights(replay, whole)

@@ -244,7 +244,7 @@ def test_a_killed_run_goes_on_and_gives_the_same_file_bit_for_bit(four_chunks, t
     assert again.asked == 4 - last
     assert sha256(out) == sha256(tmp_path / "whole.parquet")
     assert not log.exists()
-    assert last == 0 or f"going on after {last * 256} rows" in caplog.text
+    assert last == 0 or f"resuming after {last * 256} rows" in caplog.text
 
 
 def test_what_is_complete_is_not_prepared_again(four_chunks, tmp_path, caplog):
