@@ -1,7 +1,7 @@
-"""The schema of a recipe: every key, its type, its default, and the name that a run gets from it.
+"""Recipes: every key with its type and default, and the name of a run.
 
-``recipe_load`` reads files, ``recipe_checks`` says what must fit together; nothing of the rest of the code is
-known here.
+``recipe.load`` reads files and ``recipe.checks`` checks keys against each other. This folder imports nothing that
+trains or generates.
 """
 
 from megatron_eqlen.recipe.naming import MAY_CHANGE, differences, is_under, leaves

@@ -1,7 +1,5 @@
-"""Checks of a recipe beyond the type of each key: what must fit together.
-
-The objective's own checks are in ``objectives/checks.py``.
-"""
+"""Checks between the keys of a recipe; types are checked by the schema, objectives in
+``objectives/checks.py``."""
 
 from __future__ import annotations
 
@@ -47,7 +45,8 @@ def check_inputs(recipe: Recipe) -> None:
 
 
 def _of_the_hub(path: str) -> str:
-    """The end of a message about a missing model that has the form of a name on the Hugging Face Hub."""
+    """Return the end of a message about a missing model whose path looks like a name on the Hugging Face
+    Hub."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or Path(path).parent.exists():
         return ""
     folder = f"models/{Path(path).name}"
@@ -55,13 +54,13 @@ def _of_the_hub(path: str) -> str:
 
 
 def where_from(recipe: Recipe) -> str:
-    """The end of a message about missing inputs: the command that makes them, if the recipe has
-    ``inputs_from``."""
+    """Return the end of a message about missing inputs: the recipe's command that makes them
+    (``inputs_from``)."""
     return f" ({recipe.inputs_from} makes what this recipe reads: run it first)" if recipe.inputs_from else ""
 
 
 def _check_name(name: str) -> None:
-    """The name becomes a folder under ``runs/``."""
+    """Raise ValueError unless the name can name a folder under ``runs/``."""
     if name in (".", "..") or not re.fullmatch(r"[\w.,=+@ -]{1,100}", name):
         raise ValueError(
             f"name: expected 1 to 100 letters, digits or any of ' _-.,=+@' (it names a folder under runs/), "
@@ -136,7 +135,7 @@ def _check_servers(urls: list[str]) -> None:
         try:
             parts = urlsplit(url)
             valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:  # a port that is no number, or brackets that hold no address
+        except ValueError:  # the port is no number, or brackets hold no address
             valid = False
         if not valid:
             raise ValueError(f"rollout.servers.{number}: expected http://HOST:PORT, found {url!r}")

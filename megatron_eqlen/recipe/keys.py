@@ -1,4 +1,4 @@
-"""All keys that a recipe may have, and the nearest of them to a misspelt one."""
+"""All keys of a recipe, and the nearest key to a misspelt one."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ ABBREVIATION = 0.9
 
 
 RENAMED = {"rollout.sync_tolerance": "rollout.mismatch.tolerance"}
-"""Keys of earlier versions and what they are called now."""
+"""Keys of earlier versions, and their current names."""
 
 
 def nearest(unknown: Sequence[str | int], schema: type[Section] = Recipe) -> str | None:
-    """The dotted key of the whole ``schema`` whose name is most like the last part of ``unknown``.
+    """Return the dotted key of ``schema`` whose name is most similar to the last part of ``unknown``.
 
     ``("lr",)`` -> ``optimizer.lr``; ``("data", "sources", 3, "wieght")`` -> ``data.sources.3.weight``.
     """
@@ -41,13 +41,13 @@ def nearest(unknown: Sequence[str | int], schema: type[Section] = Recipe) -> str
 
 
 def _alike(name: str, key: str) -> float:
-    """From 0 to 1, for the same name."""
+    """Return the similarity of two names, from 0 to 1 (equal)."""
     ratio = difflib.SequenceMatcher(None, name, key).ratio()
     return max(ratio, ABBREVIATION) if len(name) >= 3 and key.startswith(name) and name != key else ratio
 
 
 def all_keys(section: type[Section] = Recipe, at: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Every key of the schema and of its sections; an item of a list has the number 0."""
+    """Yield every key of the schema and of its sections; list items have the number 0."""
     for name, field in section.model_fields.items():
         yield (*at, name)
         below, is_list = _section(field.annotation)
@@ -56,11 +56,11 @@ def all_keys(section: type[Section] = Recipe, at: tuple[str, ...] = ()) -> Itera
 
 
 def _section(annotation: Any) -> tuple[type[Section] | None, bool]:
-    """The section that a key of this type holds, and whether it holds a list of them."""
+    """Return the section in a key of this type, and True if the key holds a list of sections."""
     origin = typing.get_origin(annotation)
     if origin in (list, types.UnionType, typing.Union):
         found = [_section(argument)[0] for argument in typing.get_args(annotation)]
-        return next((one for one in found if one is not None), None), origin is list
+        return next((section for section in found if section is not None), None), origin is list
     is_section = isinstance(annotation, type) and issubclass(annotation, Section)
     return (annotation if is_section else None), False
 

@@ -1,14 +1,14 @@
-"""Which layouts can start: every rule of what must divide what, said once, with its arithmetic.
+"""Layouts that can start: every divisibility rule, in one place, with its arithmetic.
 
-Recipe checks, ``plan``, model building, process groups and engines ask here. A rule is a line in one of
-four generators, by what has to be known to decide it:
+Recipe checks, ``plan``, model building, process groups and engines use these rules. Each rule is a line in
+one of four generators, grouped by what a rule needs to know:
 
     groups(parallel, processes)              the ranks into parallel groups
     weights(parallel, model)                 the model over those groups (Megatron-Core)
     replicas(rollout, processes_per_node)    the ranks into engines
     engine(rollout, model)                   the model over an engine's ranks (vLLM)
 
-Pure Python: it must be cheap to ask before any process starts.
+Pure Python, since the rules are checked before any process starts.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ PROCESSES = "processes (cluster.nodes x cluster.processes_per_node)"
 
 
 class LayoutError(ValueError):
-    """A layout that cannot start; the message names the recipe's keys and shows the numbers."""
+    """Layout that cannot start; the message names the recipe's keys and shows the numbers."""
 
 
 def check(recipe: Recipe, model: ModelConfig | None = None) -> None:
-    """Raise LayoutError for a layout that cannot start; without ``model`` what the recipe alone says."""
+    """Raise LayoutError for a layout that cannot start; without ``model`` only the recipe's own rules are
+    checked."""
     problems = [*groups(recipe.parallel, recipe.world_size)]
     if recipe.rollout.engine == "colocated":
         problems += replicas(recipe.rollout, recipe.cluster.processes_per_node)
@@ -49,7 +50,7 @@ def require(problems: Iterable[str]) -> None:
 
 
 def check_started(recipe: Recipe, processes: int) -> None:
-    """Raise LayoutError where a launcher started another number of processes than the recipe says."""
+    """Raise LayoutError if a launcher started another number of processes than the recipe specifies."""
     cluster = recipe.cluster
     if processes != recipe.world_size:
         raise LayoutError(
@@ -59,11 +60,11 @@ def check_started(recipe: Recipe, processes: int) -> None:
 
 
 def groups(parallel: ParallelRecipe, processes: int) -> Iterator[str]:
-    """Megatron-Core divides all ranks twice: for the dense layers and for the experts."""
+    """Yield violations of Megatron-Core's two divisions of the ranks: for dense layers and for experts."""
     tensor, context, pipeline = parallel.tensor, parallel.context, parallel.pipeline
-    if processes % (whole := tensor * context * pipeline):
+    if processes % (ranks := tensor * context * pipeline):
         yield (
-            f"parallel: tensor {tensor} x context {context} x pipeline {pipeline} = {whole} does not divide "
+            f"parallel: tensor {tensor} x context {context} x pipeline {pipeline} = {ranks} does not divide "
             f"the {processes} {PROCESSES}"
         )
     experts = parallel.expert_tensor * parallel.expert * pipeline
@@ -80,7 +81,8 @@ def groups(parallel: ParallelRecipe, processes: int) -> Iterator[str]:
 
 
 def weights(parallel: ParallelRecipe, model: ModelConfig) -> Iterator[str]:
-    """What each kind of parallelism divides of a model. Heads are divided by key-value group."""
+    """Yield violations of the model's division over the parallel groups. Heads are divided by key-value
+    group."""
     yield from _divides("parallel.tensor", parallel.tensor, _tensor_sizes(model))
     if parallel.context > 1 and model.delta_net:
         sizes = _delta_net_heads(model.delta_net)
@@ -103,15 +105,16 @@ def weights(parallel: ParallelRecipe, model: ModelConfig) -> Iterator[str]:
 
 
 def stages(parallel: ParallelRecipe, model: ModelConfig) -> list[range]:
-    """The layers of each of Megatron's model chunks; stage s of P has chunks s, s + P, ... Call ``check``
-    first."""
+    """Return the layers of each of Megatron's model chunks; stage s of P has chunks s, s + P, ... Call
+    ``check`` first."""
     chunks = parallel.pipeline * (parallel.virtual_pipeline or 1)
     ends = [0, *accumulate(parallel.layers_per_stage or _nearly_even(model.num_hidden_layers, chunks))]
     return [range(start, end) for start, end in pairwise(ends)]
 
 
 def _nearly_even(layers: int, chunks: int) -> list[int]:
-    """One less first where there is more beside layers (the head), then where most rows are under way."""
+    """Distribute layers over chunks. The last chunk, which has the head, gets fewer first, then the first
+    chunks, which keep the most rows in flight."""
     least, longer = divmod(layers, chunks)
     short_first = [chunks - 1, *range(chunks - 1)]
     short = set(short_first[: chunks - longer])
@@ -119,7 +122,7 @@ def _nearly_even(layers: int, chunks: int) -> list[int]:
 
 
 def replicas(rollout: RolloutRecipe, processes_per_node: int) -> Iterator[str]:
-    """A colocated engine lives in neighbouring ranks of one machine."""
+    """Yield violations of the rule that a colocated engine uses neighbouring ranks of one machine."""
     if processes_per_node % rollout.tensor_parallel:
         yield (
             f"rollout.tensor_parallel: {rollout.tensor_parallel} does not divide "
@@ -128,8 +131,8 @@ def replicas(rollout: RolloutRecipe, processes_per_node: int) -> Iterator[str]:
 
 
 def engine(rollout: RolloutRecipe, model: ModelConfig) -> Iterator[str]:
-    """vLLM's tensor parallelism: it pads the vocabulary and copies key-value heads that are fewer than the
-    ranks; every expert lies on all ranks."""
+    """Yield violations of vLLM's tensor parallelism, which pads the vocabulary, replicates key-value heads if
+    they are fewer than the ranks, and divides every expert over all ranks."""
     if rollout.keep_routes and model.experts is None:
         yield f"rollout.keep_routes: true, but a {model.model_type} model has no experts"
     key, parts = "rollout.tensor_parallel", rollout.tensor_parallel
@@ -147,7 +150,7 @@ def engine(rollout: RolloutRecipe, model: ModelConfig) -> Iterator[str]:
 
 
 def paths(recipe: Recipe, model: ModelConfig) -> Iterator[str]:
-    """The longest path must lie within the positions that the model knows."""
+    """Yield a violation if the longest path exceeds the model's positions."""
     prompt, response = recipe.data.max_prompt_length, recipe.rollout.max_response_length
     if prompt + response > model.context_length:
         source = "max_position_embeddings"
@@ -160,7 +163,7 @@ def paths(recipe: Recipe, model: ModelConfig) -> Iterator[str]:
 
 
 def _tensor_sizes(model: ModelConfig) -> dict[str, int]:
-    """What tensor parallelism divides outside the experts, by its field in config.json."""
+    """Return the sizes that tensor parallelism divides outside the experts, by their field in config.json."""
     sizes = {"num_key_value_heads": model.num_key_value_heads, "vocab_size": model.vocab_size}
     experts, delta_net = model.experts, model.delta_net
     if experts is None or not all(experts.layers):
@@ -173,7 +176,7 @@ def _tensor_sizes(model: ModelConfig) -> dict[str, int]:
 
 
 def _delta_net_heads(delta_net: DeltaNet) -> dict[str, int]:
-    """Context parallelism divides them too."""
+    """Return the head counts of Gated DeltaNet, which context parallelism divides as well."""
     return {
         "linear_num_key_heads": delta_net.num_key_heads,
         "linear_num_value_heads": delta_net.num_value_heads,

@@ -1,4 +1,4 @@
-"""Recipe files: reading, ``extends:``, ``key.sub=value`` overrides, writing. Every mistake names its key."""
+"""Recipe files: reading, ``extends:``, ``key.sub=value`` overrides, writing. Every error names its key."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from megatron_eqlen.recipe.naming import ABLATIONS, MAY_CHANGE, NAMED_ELSEWHERE,
 from megatron_eqlen.recipe.yaml_values import below, in_one_line, read_value, to_yaml
 
 RECIPE, SUBMITTED = "recipe.yaml", "submitted.json"
-"""In a run's folder: the resolved recipe, and before the run begins what ``eqlen submit`` knows of it."""
+"""Files in a run's folder: the resolved recipe, and, before the run begins, the record of ``eqlen
+submit``."""
 
 
 Check = Callable[[Recipe], None]
-"""Raises ValueError where keys of a recipe contradict each other."""
+"""Check that raises ValueError if keys of a recipe contradict each other."""
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), checks: Sequence[Check] = ()) -> Recipe:
     """Load the recipe in ``path`` with ``key.sub=value`` overrides applied. Raises RecipeError.
 
-    ``checks`` run after the recipe's own. ``objectives.recipes.load`` passes those of the objective; a recipe
-    that is only read again, for a report, needs none.
+    ``checks`` run after the recipe's own. ``objectives.recipes.load`` passes the objective's checks; reading
+    the recipe of an earlier run, for a report, needs none.
     """
     raw = read_yaml(Path(path))
     if raw.keys() >= {"recipes", "methods"}:
@@ -46,8 +47,8 @@ def load(path: str | Path, overrides: Sequence[str] = (), checks: Sequence[Check
 
 
 def load_run(folder: Path) -> Recipe:
-    """The recipe of a run's folder, or as ``eqlen submit`` left it there where the run has not begun. Raises
-    ValueError where it is none."""
+    """Return the recipe of a run's folder; if the run has not begun, the recipe that ``eqlen submit`` put
+    there. Raises ValueError if the folder has neither."""
     file, submitted = folder / RECIPE, folder / SUBMITTED
     if not file.is_file() and submitted.is_file():
         with expecting("a submitted job", submitted):
@@ -59,15 +60,16 @@ def load_run(folder: Path) -> Recipe:
 
 
 def may_become_run(folder: Path) -> bool:
-    """Whether a run that has not begun may do so in ``folder``: it is not there yet, or holds no more than
-    ``slurm/train.sbatch`` puts there first. A folder of runs is none of them."""
+    """Return True if a new run may begin in ``folder``: the folder is missing or holds only what
+    ``slurm/train.sbatch`` puts there. A folder of runs is refused."""
     if (folder / RECIPE).is_file() or (folder / SUBMITTED).is_file():
         return False
-    return not folder.exists() or (folder.is_dir() and not any(one.is_dir() for one in folder.iterdir()))
+    return not folder.exists() or (folder.is_dir() and not any(path.is_dir() for path in folder.iterdir()))
 
 
 def _variant(raw: dict[str, Any], recipe: Recipe, keys: tuple[str, ...]) -> dict[str, Any]:
-    """The values of ``keys`` in ``recipe`` that differ from those of the recipe file alone (``raw``)."""
+    """Return the values of ``keys`` in ``recipe`` that differ from the recipe file without overrides
+    (``raw``)."""
     try:
         alone: Any = Recipe.model_validate(raw).model_dump(mode="json")
     except ValidationError:  # the file alone is not a complete recipe
@@ -93,7 +95,7 @@ def parse(raw: dict[str, Any], where: str, checks: Sequence[Check] = ()) -> Reci
 
 
 def dump(recipe: Recipe) -> str:
-    """The resolved recipe as YAML that ``load`` reads back to the same recipe."""
+    """Return the resolved recipe as YAML that ``load`` reads back to the same recipe."""
     return to_yaml(recipe.model_dump(mode="json"))
 
 
@@ -166,7 +168,7 @@ def _index(at: list, part: str, override: str) -> int:
 
 
 def explain(item: ErrorDetails, schema: type[Section] = Recipe) -> str:
-    """What is wrong with a key, and the nearest key of ``schema`` to an unknown one."""
+    """Return the error of a key as text, with the nearest key of ``schema`` for an unknown one."""
     key = ".".join(str(part) for part in item["loc"])
     if key in RENAMED:
         return f"unknown key {key!r}: it is called {RENAMED[key]!r} now"
@@ -175,7 +177,7 @@ def explain(item: ErrorDetails, schema: type[Section] = Recipe) -> str:
         return f"unknown key {key!r}" + (f" (nearest: {near!r})" if near else "")
     if item["type"] == "missing":
         return f"missing key {key!r}"
-    if item["type"] == "value_error":  # of our own validators
+    if item["type"] == "value_error":  # from our own validators
         said = f"{key}: {item.get('ctx', {}).get('error')}"
         return said if ", found " in said else f"{said}, found {item['input']!r}"
     return f"{key}: {item['msg']}, found {item['input']!r}"

@@ -1,4 +1,4 @@
-"""How recipes differ, and the name that a run gets from what makes it differ."""
+"""Differences between recipes, and the name of a run's folder, which is derived from them."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ MAY_CHANGE = (
     "rollout.mismatch",
     "optimizer.offload",
 )
-"""Keys that may change when a run is resumed: where and how it runs, not what it computes; and
-``rollout.mismatch``, since a run that it ended may go on. Any other change would mix two experiments in one
-folder."""
+"""Keys that may change when a run resumes: where and how it runs, not what it computes, and
+``rollout.mismatch``, so that a run which it ended may resume. Any other change would mix two experiments in
+one folder."""
 NAMED_ELSEWHERE = ("name", "seed", "objective", "sampling")
-"""Keys that are part of the run folder's path in any case."""
+"""Keys that the path of the run folder always contains."""
 ABLATIONS = (
     "equal_length.single_pair",
     "equal_length.prefix_in_gradient",
     "equal_length.suffix_reward",
 )
-"""Keys that ``Recipe.method`` names, with equal-length sampling."""
+"""Keys that ``Recipe.method`` names, for equal-length sampling."""
 LONGEST = 100
-"""Characters of a variant's name; longer ones are cut and get a hash."""
+"""Maximum length of a variant's name; longer names are cut and get a hash."""
 
 
 def is_under(key: str, names: tuple[str, ...]) -> bool:
-    """Whether ``key`` is one of ``names`` or in a section of that name."""
+    """Return True if ``key`` is one of ``names`` or inside a section of that name."""
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
 def leaves(plain: Any, at: str = "") -> dict[str, Any]:
-    """``{"data.sources.0.path": "x"}``: every value of plain data by its dotted key."""
+    """Return every value of plain data by its dotted key: ``{"data.sources.0.path": "x"}``."""
     if not isinstance(plain, dict | list) or not plain:
         return {at: plain}
     items = plain.items() if isinstance(plain, dict) else enumerate(plain)
@@ -59,14 +59,15 @@ def leaves(plain: Any, at: str = "") -> dict[str, Any]:
 
 
 def differences(before: Any, after: Any) -> dict[str, tuple[Any, Any]]:
-    """``{"loss.kl_coef": (old, new)}`` for every key whose value differs; None stands for a missing one."""
+    """Return ``{"loss.kl_coef": (old, new)}`` for every key whose value differs; None marks a missing
+    value."""
     old, new = leaves(before), leaves(after)
     keys = [*old, *(key for key in new if key not in old)]
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
 
 def variant_name(variant: dict[str, Any]) -> str:
-    """``group_size=8,loss.kl_coef=0``; two different variants never have the same name."""
+    """Return a name like ``group_size=8,loss.kl_coef=0``; different variants have different names."""
     exact = json.dumps(variant, sort_keys=True)
     text = ",".join(f"{key}={_text(value)}" for key, value in sorted(variant.items()))
     safe = re.sub(r"[^\w.=,+-]", "_", text)[:LONGEST]
@@ -79,7 +80,7 @@ def _text(value: Any) -> str:
 
 
 def _reads_back(value: Any) -> bool:
-    """Whether ``value``'s text can belong to no other value: a plain word, or not a text (the text "5" looks
+    """Return True if no other value has the same text: a plain word, or not a string (the string "5" looks
     like a number)."""
     return (
         not isinstance(value, str)

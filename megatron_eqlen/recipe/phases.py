@@ -1,22 +1,22 @@
-"""What lies in a GPU's memory in each phase of a run, with the engine in the training processes.
+"""Contents of a GPU's memory in each phase of a run, with a colocated engine.
 
     load ─► start ─► sync ─► evaluate ─► generate ─► train ─► sync ─► evaluate ─► checkpoint ─► generate ...
                                          └────────────────── a step ──────────────────────┘
 
-``run/loop.py`` makes the phases, ``rollout.park_trainer`` and ``optimizer.offload`` say what the trainer
+``run/loop.py`` makes the phases; ``rollout.park_trainer`` and ``optimizer.offload`` decide what the trainer
 keeps. With ``rollout.park_trainer: state``:
 
-=============  ================================================  ============================
+=============  ================================================  =============================
 phase          the trainer on the GPU                            the engine on the GPU
-=============  ================================================  ============================
+=============  ================================================  =============================
 load           weights, gradients, optimizer                     (not built)
 start          weights                                           weights, KV cache
-sync           weights, the tensor that is sent                  weights
+sync           weights, tensors in transit                       weights
 evaluate       weights                                           weights, KV cache
 generate       weights                                           weights, KV cache
-train          weights, gradients, optimizer, activations        what a sleeping engine keeps
+train          weights, gradients, optimizer, activations        the sleeping engine's rest
 checkpoint     weights                                           weights, KV cache
-=============  ================================================  ============================
+=============  ================================================  =============================
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ Part = Literal[
     "kv_cache",
     "sleeping_engine",
 ]
-"""``optimizer``: main weights and Adam's moments. ``activations``: those of a row, with logits and loss.
-``sent_tensors``: the two largest ones, whole. ``engine``: its weights and graphs."""
+"""``optimizer``: main weights and Adam's moments. ``activations``: activations of a row, with logits and
+loss. ``sent_tensors``: the two largest tensors, unsharded. ``engine``: the engine's weights and graphs."""
 
 HostPart = Literal["optimizer", "weights", "reference"]
-"""``reference``: the reference model's weights, and the policy's while those are swapped in."""
+"""``reference``: the reference model's weights, and the policy's while the reference's are swapped in."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of a run in which the same parts are on the GPU."""
+    """Period of a run in which the same parts are on the GPU."""
 
     name: str
     parts: tuple[Part, ...]
@@ -55,7 +55,7 @@ class Phase:
 
 
 def phases(recipe: Recipe) -> list[Phase]:
-    """The phases in the order in which they first come."""
+    """Return the phases in the order of their first occurrence."""
     parked = recipe.rollout.parked
     weights: list[Part] = ["weights"]
     state: list[Part] = ["gradients"] if recipe.optimizer.offload else ["gradients", "optimizer"]
@@ -78,7 +78,7 @@ def phases(recipe: Recipe) -> list[Phase]:
 
 
 def on_host(recipe: Recipe) -> tuple[HostPart, ...]:
-    """What the trainer keeps in host memory from its first parking to its end."""
+    """Return the parts that the trainer keeps in host memory from its first parking to its end."""
     parked = recipe.rollout.parked
     parts: list[HostPart] = []
     if recipe.optimizer.offload or parked != "none":

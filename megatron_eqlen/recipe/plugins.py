@@ -1,4 +1,4 @@
-"""A user's own objects, which a recipe names by import path: ``package.module:name``."""
+"""Import a user's own objects, which a recipe names by import path: ``package.module:name``."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ def is_import_path(value: str) -> bool:
 
 
 def load_object(path: str, key: str, expected: type | None = None) -> Any:
-    """What ``package.module:name`` names; the module is looked for in the working directory, too.
+    """Return the object that ``package.module:name`` names; the working directory is searched as well.
 
-    ``key``: the recipe's, for messages. Raises ValueError where it cannot be imported, is not there, or is no
-    ``expected`` (None: not callable).
+    ``key``: the recipe's key, for messages. Raises ValueError if the object cannot be imported, does not
+    exist, or is not an instance of ``expected`` (None: not callable).
     """
     module, colon, name = path.partition(":")
     if not (module and colon and name):
         raise ValueError(f"{key}: expected package.module:name, found {path!r}")
-    if os.getcwd() not in sys.path:  # as for `python -m`, whichever way this process was started
+    if os.getcwd() not in sys.path:  # as for `python -m`, however this process was started
         sys.path.append(os.getcwd())
     try:
         found = getattr(importlib.import_module(module), name, None)

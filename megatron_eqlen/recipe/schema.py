@@ -1,4 +1,4 @@
-"""The schema of a recipe: what a YAML file may say, and what each key means.
+"""Schema of a recipe: the keys of a YAML file and their meanings.
 
 Relative paths in a recipe are relative to the working directory, as on the command line.
 """
@@ -17,14 +17,14 @@ from megatron_eqlen.recipe.plugins import is_import_path
 
 
 def _number(value: Any) -> Any:
-    """Refuse a boolean, which Python and pydantic take for 0 or 1."""
+    """Refuse a boolean, which Python and pydantic treat as 0 or 1."""
     if isinstance(value, bool):
         raise ValueError("expected a number")
     return value
 
 
 NUMBER = BeforeValidator(_number)
-"""Last in a number's annotation: the documentation's schema lacks bounds that come after it."""
+"""Must be last in a number's annotation: the documentation's schema lacks bounds that come after it."""
 Integer = Annotated[int, NUMBER]
 Real = Annotated[float, NUMBER]
 PositiveInt = Annotated[int, Field(gt=0), NUMBER]
@@ -52,7 +52,7 @@ AggregationName = Literal[
     "prompt-mean-token-mean",
     "balanced-token-mean",
 ]
-"""verl's ``loss_agg_mode``, and two more; ``objectives.aggregation`` says what each does."""
+"""verl's ``loss_agg_mode``, and two more; ``objectives.aggregation`` defines them."""
 
 RejectionName = Literal[
     "token_k1", "token_k2", "token_k3",
@@ -60,15 +60,15 @@ RejectionName = Literal[
     "seq_mean_k1", "seq_mean_k2", "seq_mean_k3",
     "seq_max_k2", "seq_max_k3",
 ]  # fmt: skip
-"""verl's ``rollout_rs`` options; ``training.mismatch`` says what each does."""
+"""verl's ``rollout_rs`` options; ``training.mismatch`` defines them."""
 
 
 class RecipeError(ValueError):
-    """A recipe that cannot run; the message names the key, what was expected and what was found."""
+    """Recipe that cannot run; the message names the key, what was expected and what was found."""
 
 
 def one_of(*names: str) -> AfterValidator:
-    """Type of a key whose value is one of ``names``, or the import path of a user's own object."""
+    """Validator of a key whose value is one of ``names``, or the import path of a user's own object."""
 
     def check(value: str) -> str:
         if value not in names and not is_import_path(value):
@@ -92,12 +92,12 @@ class Section(BaseModel):
 
 
 class ModelRecipe(Section):
-    """Which model is trained."""
+    """The model that is trained."""
 
     path: str
-    """Hugging Face folder (config.json, safetensors, tokenizer) that training starts from."""
+    """Hugging Face folder (config.json, safetensors, tokenizer) from which training starts."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Of parameters and activations in training; the optimizer's main weights are float32."""
+    """Dtype of parameters and activations in training; the optimizer's main weights are float32."""
 
 
 class SourceRecipe(Section):
@@ -106,24 +106,25 @@ class SourceRecipe(Section):
     name: str
     """Rewards of its prompts are logged under this name."""
     reader: SourceReader = "deepmath"
-    """A reader's name (data/README.md lists them), or your own's import path, ``package.module:read``."""
+    """A reader's name (data/README.md lists them), or the import path of your own,
+    ``package.module:read``."""
     grader: GraderName | None = None
-    """What grades all its answers: ``math``, ``code``, ``rubric``, or the import path of your own,
-    ``package.module:factory`` (rewards/README.md). Default: what the reader says of each row."""
+    """Grader of all its answers: ``math``, ``code``, ``rubric``, or the import path of your own,
+    ``package.module:factory`` (rewards/README.md). Default: the grader that the reader sets for each row."""
     path: str
     """A file, or a folder with the data set's files."""
     weight: PositiveFloat = 1.0
-    """Its share of the prompts, relative to the other sources' weights."""
+    """Share of the prompts, relative to the other sources' weights."""
     split: Literal["split_0", "split_1"] | None = None
-    """Which half of OpenCodeReasoning; default: both."""
+    """Half of OpenCodeReasoning; default: both."""
     tests: str | None = None
     """Folder of the source sets (TACO, APPS, CodeContests, Codeforces) that hold the code problems' tests."""
     min_difficulty: Real | None = None
-    """Rows below this difficulty are left out, and rows without one."""
+    """Leave out rows below this difficulty, and rows without a difficulty."""
     max_difficulty: Real | None = None
-    """Rows above this difficulty are left out, and rows without one."""
+    """Leave out rows above this difficulty, and rows without a difficulty."""
     exclude: str | None = None
-    """A file of questions, one JSON string or line each, to leave out (decontamination)."""
+    """File of questions to leave out (decontamination), one JSON string or line each."""
 
 
 class DataRecipe(Section):
@@ -131,38 +132,38 @@ class DataRecipe(Section):
 
     sources: list[SourceRecipe] = Field(min_length=1)
     prompts_per_step: PositiveInt = 64
-    """Questions of a step; each gets ``group_size`` responses or tracks. The paper's number."""
+    """Prompts per step; each gets ``group_size`` responses or tracks. The paper's number."""
     max_prompt_length: PositiveInt = 2048
-    """Tokens; longer prompts are left out and counted."""
+    """Limit in tokens; longer prompts are left out and counted."""
     instruction: str = "Please reason step by step, and put your final answer within \\boxed{}."
-    """Told to the model with every question, unless its row has an instruction of its own."""
+    """Instruction that the model gets with every question, unless the row has its own."""
     instruction_role: Literal["user", "system", "none"] = "user"
-    """Whose turn of the chat holds it; ``none`` leaves it out."""
+    """Chat role that holds the instruction; ``none`` leaves the instruction out."""
     enable_thinking: bool | None = None
-    """Handed to the chat template: whether the model may think first. Not set: the template's own default."""
+    """Passed to the chat template: whether the model may think first. Default: the template's own."""
     shuffle: bool = True
-    """Rows in a new random order in each epoch, by the run's seed; false: in the order of the files."""
+    """Shuffle the rows anew in each epoch, by the run's seed; false: keep the order of the files."""
 
 
 class EqualLengthRecipe(Section):
-    """With ``sampling: equal_length``: how pairs are made and rewarded."""
+    """Construction and reward of pairs, for ``sampling: equal_length``."""
 
     suffix_reward: Literal["max", "mean"] = "max"
     """Reward of B_i over the ended responses that extend it (ablation: mean)."""
     unfinished: Literal["zero", "drop"] = "zero"
-    """A B_i that no ended response extends: reward 0, or its pair is left out."""
+    """B_i that no ended response extends: its reward is 0, or its pair is left out."""
     pair_count: Literal["all", "effective"] = "all"
-    """N_k of Eq. 6: all pairs, as written, or only those with unequal rewards."""
+    """N_k of Eq. 6: all pairs, as written, or only pairs with unequal rewards."""
     max_pairs: PositiveInt | None = None
-    """End a stream after this many pairs; the track that is left runs on alone to its end, for its reward."""
+    """End a stream after this many pairs; the remaining track runs alone to its end, for its reward."""
     single_pair: bool = False
-    """Ablation: one pair a stream, no prefix inheritance."""
+    """Ablation: one pair per stream, no prefix inheritance."""
     prefix_in_gradient: bool = False
     """Ablation: the inherited prefix is trained with its side's advantage (expanded layout)."""
 
 
 class TreeSamplingRecipe(Section):
-    """With ``sampling: tree``: the shape of the sampled trees."""
+    """Shape of the sampled trees, for ``sampling: tree``."""
 
     branching: Annotated[int, Field(ge=2), NUMBER] = 8
     """Continuations of every step; a prompt has up to branching ** depth responses."""
@@ -173,119 +174,122 @@ class TreeSamplingRecipe(Section):
 
 
 class MismatchRecipe(Section):
-    """The mismatch is the mean |log-prob difference| of trainer and engine over those of an update's tokens
-    that the weights sampled which it trains."""
+    """Monitoring of the train-inference mismatch: the mean |log-prob difference| of trainer and engine, over
+    those tokens of an update that were sampled by the weights which the update trains."""
 
     tolerance: PositiveFloat = 0.1
-    """Nats. Float32 on CPUs stays below 1e-4, dense models in bfloat16 at 0.01 to 0.04; an engine with wrong
-    weights reaches 0.7 and more."""
+    """Limit in nats. Float32 on CPUs stays below 1e-4, dense models in bfloat16 at 0.01 to 0.04; an engine
+    with wrong weights reaches 0.7 and more."""
     window: PositiveInt = 5
-    """Steps whose mean is compared with ``tolerance`` by ``warn`` and ``stop``."""
+    """Number of steps whose mean ``warn`` and ``stop`` compare with ``tolerance``."""
     then: Literal["warn", "skip", "stop"] = "warn"
-    """``warn``: say so, once until the mean is below again. ``skip``: do not take an update whose own
-    mismatch is above, as one that is not finite (``optimizer.max_skipped_updates``). ``stop``: end the run
-    after the step, with a checkpoint."""
+    """``warn``: print a warning, once until the mean is below again. ``skip``: skip an update whose own
+    mismatch is above, like an update that is not finite (``optimizer.max_skipped_updates``). ``stop``: end
+    the run after the step, with a checkpoint."""
 
 
 class RolloutRecipe(Section):
-    """How responses are generated: sampling, the engine, and what a step's harvest may take."""
+    """Generation of responses: sampling, the engine, and the limits of a step's harvest."""
 
     engine: Literal["colocated", "server"] = "colocated"
     """``colocated``: vLLM in the training processes. ``server``: vLLM servers, see ``servers``."""
     temperature: Annotated[float, Field(ge=0.01), NUMBER] = 0.6
-    """Of sampling and of the trainer's log-probs. vLLM would raise lower ones to 0.01 without a word."""
+    """Temperature of sampling and of the trainer's log-probs. vLLM would silently raise lower values to
+    0.01."""
     top_p: Annotated[float, Field(gt=0, le=1), NUMBER] = 0.95
-    """Sample among the likeliest tokens that together have this probability; 1: off."""
+    """Sample among the likeliest tokens whose probabilities sum to this; 1: off."""
     top_k: Integer = 20
     """Sample among this many likeliest tokens; 0 or -1: off."""
     min_p: Fraction = 0.0
-    """Sample among tokens with at least this share of the likeliest one's probability; 0: off."""
+    """Sample among tokens with at least this share of the likeliest token's probability; 0: off."""
     max_response_length: PositiveInt = 32768
-    """Tokens after the prompt on any path."""
+    """Maximum number of tokens after the prompt, on any path."""
     logprobs_mode: Literal["raw", "processed"] = "raw"
-    """``raw``: log-softmax of the logits divided by the temperature alone, what the trainer computes.
-    ``processed``: after top-k, top-p and min-p too."""
+    """``raw``: log-softmax of the logits divided by the temperature, as in the trainer. ``processed``: after
+    top-k, top-p and min-p as well."""
     keep_sampling_mask: bool = False
-    """Record which tokens top-k, top-p and min-p kept, and normalise over the same ones in training: the
-    trained distribution is then the sampled one (DeepSeek-V3.2, section 3.1)."""
+    """Record the tokens that top-k, top-p and min-p kept, and normalise over the same tokens in training: the
+    trained distribution is then the sampled distribution (DeepSeek-V3.2, section 3.1)."""
     keep_routes: bool = False
-    """Record which experts each MoE layer chose for every token, and train with the same ones (router replay,
-    R3, arXiv:2510.11370); the gates are the trainer's own. Servers must be started with it, too."""
+    """Record the experts that each MoE layer chose for every token, and train with the same experts (router
+    replay, R3, arXiv:2510.11370); the gates are the trainer's own. Servers must be started with it, too."""
     record_routes: bool = True
-    """With ``keep_routes``: routes are in the record of a step as well, hundreds of bytes a token. Without, a
-    step can be replayed with the trainer's own routing only, and one that is killed between its harvest and
-    its update is generated again."""
+    """With ``keep_routes``: record routes on disk as well, hundreds of bytes per token. If false, a replayed
+    step uses the trainer's own routing, and a step killed between its harvest and its update is generated
+    again."""
     tokens_per_step: PositiveInt | None = None
-    """Generated tokens after which a step's harvest ends early; with ``loss.dynamic_sampling``, after which
-    the harvest of each batch of prompts ends that the step draws."""
+    """Generated tokens after which a step's harvest ends early; with ``loss.dynamic_sampling``, the limit
+    applies to each batch of prompts that the step draws."""
     seconds_per_step: PositiveFloat | None = None
-    """Seconds after which a step's harvest ends early (those of a killed attempt do not count)."""
+    """Seconds after which a step's harvest ends early (seconds of a killed attempt do not count)."""
     carry_over: bool = False
-    """What a harvest that ends early has not finished goes on in the next step; otherwise it is cut."""
+    """Resume the unfinished rollouts of a harvest that ended early in the next step; otherwise they are
+    cut."""
     max_staleness: PositiveInt = 8
-    """``carry_over``: a rollout goes on for so many steps after the one that drew its prompt. It is cut then,
-    so no token is trained more steps after it was sampled; with ``staleness`` the two add up."""
+    """With ``carry_over``: number of steps for which a rollout resumes after the step that drew its prompt;
+    then it is cut. No token is trained more steps after it was sampled; with ``staleness`` the two add up."""
     tensor_parallel: PositiveInt = 1
-    """GPUs of an engine or of a server's replica."""
+    """GPUs of one engine or server replica."""
     max_num_seqs: PositiveInt = 512
-    """Most requests that an engine decodes at once."""
+    """Maximum number of requests that an engine decodes at once."""
     max_num_batched_tokens: PositiveInt = 8192
-    """Most tokens of one engine step, prefills included."""
+    """Maximum number of tokens in one engine step, prefills included."""
     block_size: PositiveInt = 32
-    """Tokens in a block of the KV cache."""
+    """Tokens per block of the KV cache."""
     gpu_memory_utilization: Fraction = 0.85
     """Share of a GPU's memory that the engine may use while it is awake."""
     kv_cache_gib: PositiveFloat | None = None
     """Fixed size of the KV cache (the CPU engine needs one; default there: 1)."""
     park_trainer: Literal["none", "state", "all"] | None = None
-    """What the trainer gives up on the GPU while the engine is awake. ``state``: gradients, and the
-    optimizer's state, which goes to host memory; ``all``: the weights too, except for weight syncs.
-    Default: ``state`` with a colocated engine, ``none`` with servers."""
+    """Trainer memory that leaves the GPU while the engine is awake. ``state``: gradients, and the optimizer
+    state, which moves to host memory; ``all``: the weights as well, except during weight syncs. Default:
+    ``state`` with a colocated engine, ``none`` with servers."""
     servers: list[str] = []
-    """``engine: server``: base URLs of the replicas."""
+    """Base URLs of the replicas, for ``engine: server``."""
     staleness: NonNegativeInt = 0
-    """With servers: how many steps are harvested while an earlier one trains. A token is trained at most so
-    many weight syncs after it was sampled. 0: each step is harvested with the weights that it trains."""
+    """With servers: number of steps that are harvested while an earlier step trains. A token is trained at
+    most this many weight syncs after it was sampled. 0: each step is harvested with the weights that it
+    trains."""
     on_sync: Literal["continue", "recompute"] = "continue"
-    """With ``staleness``, what a request in flight goes on from after a weight sync: from its KV cache, which
-    older weights computed, or from one that the new weights compute of all its tokens."""
+    """With ``staleness``: KV cache with which a request in flight resumes after a weight sync: its own,
+    computed with older weights, or one that the new weights recompute for all its tokens."""
     sync: Literal["tcp", "nccl"] = "tcp"
-    """How weights reach servers: over TCP, once for each node; or by NCCL, where trainer and servers share a
-    fabric (servers must be started with the same value)."""
+    """Transport of weights to servers: TCP, once per node; or NCCL, if trainer and servers share a fabric
+    (servers must be started with the same value)."""
     request_timeout: PositiveFloat = 600.0
     """Seconds without progress after which an engine counts as hung."""
     mismatch: MismatchRecipe = MismatchRecipe()
 
     @property
     def comparable(self) -> bool:
-        """Whether the engine's log-probs are of the distribution that the trainer computes."""
+        """True if the engine's log-probs belong to the distribution that the trainer computes."""
         return self.logprobs_mode == "raw" or self.keep_sampling_mask
 
     @property
     def mask_width(self) -> int:
-        """Most tokens that the sampling mask of a token can hold; 0: none is recorded."""
+        """Maximum number of tokens in the sampling mask of a token; 0: no mask is recorded."""
         return self.top_k if self.keep_sampling_mask else 0
 
     @property
     def trains_older(self) -> bool:
-        """Whether steps train tokens that older weights sampled."""
+        """True if steps train tokens that older weights sampled."""
         return self.carry_over or self.staleness > 0
 
     @property
     def parked(self) -> Literal["none", "state", "all"]:
-        """``park_trainer``, or its default."""
+        """Value of ``park_trainer``, or its default."""
         return self.park_trainer or ("state" if self.engine == "colocated" else "none")
 
 
 class RewardRecipe(Section):
-    """How responses are graded."""
+    """Grading of responses."""
 
     math_rule: Literal["exact", "math_verify", "either"] = "either"
-    """When a math answer is right: ``exact``: the same after normalisation; ``math_verify``: equal by that
-    library; ``either``: one of the two."""
+    """Criterion for a correct math answer. ``exact``: equal after normalisation; ``math_verify``: equal by
+    that library; ``either``: one of the two."""
     workers: PositiveInt | None = None
-    """Grader processes of a rank, for each grader that it uses. None: as many as the rank has processor cores
-    (affinity, cgroup quota and SLURM's share counted)."""
+    """Processes per rank for each grader in use. None: as many as the rank has processor cores (affinity,
+    cgroup quota and SLURM's share counted)."""
     step_timeout: PositiveFloat = 1800.0
     """Seconds that a step waits for grader processes after its harvest; responses without a verdict by then
     count as ``timeout``. An evaluation waits for all."""
@@ -294,76 +298,76 @@ class RewardRecipe(Section):
     code_timeout: PositiveFloat = 6.0
     """Seconds a code test may take."""
     code_memory_mb: PositiveInt = 1024
-    """Memory that a code test may take; more where its problem says so."""
+    """Memory that a code test may use; a problem may set a higher limit."""
     code_sandbox: Literal["strict", "best_effort"] = "strict"
-    """``strict``: refuse to run programs where the machine cannot isolate them; ``best_effort``: isolate them
-    as far as it can, and warn."""
+    """``strict``: refuse to run programs if the machine cannot isolate them; ``best_effort``: isolate them as
+    far as possible, and warn."""
     lcb_strict: bool = False
-    """Run programs for LiveCodeBench's problems as its own checker does, its faults included (see
+    """Run programs for LiveCodeBench's problems exactly as its own checker does, faults included (see
     rewards/README.md)."""
     sandbox_url: str | None = None
-    """A SandboxFusion-compatible server to send programs to."""
+    """URL of a SandboxFusion-compatible server that runs the programs."""
     rubric: str | None = None
-    """``module:function`` called for prompts whose grader is ``rubric``."""
+    """Function ``module:function``, called for prompts whose grader is ``rubric``."""
 
 
 class LossRecipe(Section):
-    """Keys left out take the objective's own default; ``eqlen train --dry-run`` prints what they are."""
+    """Loss. Missing keys take the objective's own defaults, which ``eqlen train --dry-run`` prints."""
 
     clip_ratio_low: NonNegativeFloat | None = None
-    """A ratio below 1 - this is clipped."""
+    """Clip ratios below 1 - this."""
     clip_ratio_high: NonNegativeFloat | None = None
-    """A ratio above 1 + this is clipped."""
+    """Clip ratios above 1 + this."""
     clip_ratio_c: Annotated[float, Field(gt=1), NUMBER] | None = None
     """Dual clip: lower bound of the objective for negative advantages."""
     kl_coef: NonNegativeFloat = 0.002
     """The paper's beta_kl, on supervised tokens against the reference model; 0 keeps no reference."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """How a token's KL divergence is estimated (objectives/README.md). Our choice; the paper names none."""
+    """Estimator of a token's KL divergence (objectives/README.md). Our choice; the paper names none."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
-    """What ratios are relative to: the trainer's log-probs before the step's first update, or those that
-    the engine recorded."""
+    """Denominator of the ratios: the trainer's log-probs before the step's first update, or the log-probs
+    that the engine recorded."""
     router_replay: bool = True
-    """With ``rollout.keep_routes``: experts are those that the engine chose (R3, arXiv 2510.11370). False:
-    routers choose, and ``mismatch/expert_agreement`` tells how often they choose the same."""
+    """With ``rollout.keep_routes``: use the experts that the engine chose (R3, arXiv 2510.11370). False: the
+    trainer's routers choose, and ``mismatch/expert_agreement`` reports how often they agree."""
     rollout_is: Literal["none", "token", "sequence"] = "none"
-    """Importance weights for the train-inference mismatch, of each token or of its segment as a whole."""
+    """Importance weights for the train-inference mismatch, per token or per segment."""
     rollout_is_threshold: PositiveFloat | Band = 2.0
-    """One number truncates weights; with ``[low, high]`` weights outside give no gradient (IcePop)."""
+    """A number truncates weights; with ``[low, high]``, weights outside give no gradient (IcePop)."""
     rollout_rs: dict[RejectionName, PositiveFloat | Band] | None = None
-    """Tokens or segments beyond a bound give no gradient. Of ``k1`` it is of the ratio engine / trainer,
-    ``[low, high]``, or one number for ``[1 / number, number]``; of ``k2`` and ``k3`` it is in nats."""
+    """Bounds beyond which tokens or segments give no gradient. ``k1`` bounds the ratio engine / trainer:
+    ``[low, high]``, or one number for ``[1 / number, number]``; ``k2`` and ``k3`` are bounded in nats."""
     rollout_token_veto_threshold: Annotated[float, Field(gt=0, lt=1), NUMBER] | None = None
-    """A segment with a token whose ratio trainer / engine is below this gives no gradient; 1e-4, say."""
+    """A segment gives no gradient if a token's ratio trainer / engine is below this; for example 1e-4."""
     minibatches: PositiveInt = 1
     """Parts of a harvest, each an optimizer step (our choice: 1, on-policy)."""
     epochs: PositiveInt = 1
-    """How often a harvest is trained."""
+    """Number of times that a harvest is trained."""
     loss_agg_mode: AggregationName | None = None
-    """How tokens are averaged, by verl's names; ``prompt-mean-token-mean`` is DAPO's equation as printed."""
+    """Averaging over tokens, by verl's names; ``prompt-mean-token-mean`` is DAPO's equation as printed."""
     gr3_alpha: NonNegativeFloat | None = None
     """Strength of GR3's length scaling."""
     overlong_buffer: NonNegativeInt | None = None
-    """DAPO: the last so many tokens before ``max_response_length`` are penalised, more and more."""
+    """DAPO: number of tokens before ``max_response_length`` in which a growing penalty applies."""
     overlong_factor: NonNegativeFloat | None = None
-    """DAPO: the penalty of a response that reached the limit."""
+    """DAPO: penalty of a response that reached the limit."""
     dynamic_sampling: bool | None = None
-    """DAPO: prompts with equal rewards only are replaced by new ones."""
+    """DAPO: replace prompts whose rewards are all equal with new prompts."""
     max_num_gen_batches: PositiveInt = 10
-    """With ``dynamic_sampling``: a step draws prompts at most so often."""
+    """With ``dynamic_sampling``: maximum number of batches of prompts that a step draws."""
 
 
 class OptimizerRecipe(Section):
-    """AdamW, and where its state lives."""
+    """AdamW, and the placement of its state."""
 
     lr: PositiveFloat = 1e-6
     """Learning rate after the warm-up."""
     warmup_steps: NonNegativeInt = 20
     """Updates in which the learning rate rises from 0."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What the learning rate does after the warm-up, until ``steps``."""
+    """Learning rate after the warm-up, until ``steps``."""
     min_lr: NonNegativeFloat = 0.0
-    """Where ``linear`` and ``cosine`` end."""
+    """Final value of ``linear`` and ``cosine``."""
     adam_beta1: BelowOne = 0.9
     """Decay of Adam's first moment. Our choice."""
     adam_beta2: BelowOne = 0.999
@@ -371,36 +375,36 @@ class OptimizerRecipe(Section):
     adam_eps: PositiveFloat = 1e-8
     """Added to the root of the second moment. Our choice."""
     weight_decay: NonNegativeFloat = 0.0
-    """AdamW's. Our choice."""
+    """Weight decay of AdamW. Our choice."""
     clip_grad: NonNegativeFloat = 1.0
-    """Global gradient norm; 0 is off."""
+    """Maximum global gradient norm; 0 is off."""
     offload: bool = False
-    """Main weights and Adam's moments live in host memory, where they are updated: 16 bytes a parameter."""
+    """Keep main weights and Adam's moments in host memory and update them there: 16 bytes per parameter."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """Of what the optimizer keeps on the GPU. ``bfloat16``: moments in bfloat16, and of each float32 main
-    weight only the 16 bits that the model's weight lacks: 6 bytes a parameter, not 12. Needs a GPU and
+    """Precision of the optimizer state on the GPU. ``bfloat16``: moments in bfloat16, and of each float32
+    main weight only the 16 bits that the model's weight lacks: 6 bytes per parameter, not 12. Needs a GPU and
     Transformer Engine."""
     grad_dtype: Literal["float32", "bfloat16"] = "float32"
-    """In which gradients are summed, over rows and over ranks; ``bfloat16`` rounds each sum."""
+    """Dtype in which gradients are summed, over rows and ranks; ``bfloat16`` rounds each sum."""
     max_skipped_updates: NonNegativeInt = 3
     """An update with a loss, gradient or weight that is not finite is skipped; more than this many in a row
     end the run, and no checkpoint is written meanwhile."""
 
 
 class ParallelRecipe(Section):
-    """How the trained model is spread over GPUs; sets of GPUs that hold the same are data-parallel."""
+    """Distribution of the trained model over GPUs; sets of GPUs that hold the same are data-parallel."""
 
     tensor: PositiveInt = 1
     """GPUs that share each matrix (TP)."""
     context: PositiveInt = 1
     """GPUs that share the positions of a row (CP)."""
     pipeline: PositiveInt = 1
-    """Stages, each with some of the layers (PP)."""
+    """Pipeline stages, each with some of the layers (PP)."""
     virtual_pipeline: Annotated[int, Field(ge=2), NUMBER] | None = None
-    """Stages of a rank, interleaved; needs ``pipeline`` > 1."""
+    """Interleaved stages per rank; needs ``pipeline`` > 1."""
     layers_per_stage: list[PositiveInt] | None = None
     """Layers of each pipeline stage; with ``virtual_pipeline`` of stage 0, 1, ..., and again from 0. Default:
-    equally many; where they do not divide, one less on the last stage (it has the head) and on the first."""
+    an even split; a remainder leaves one less on the last stage (it has the head) and on the first stages."""
     expert: PositiveInt = 1
     """GPUs that share a layer's experts (EP)."""
     expert_tensor: PositiveInt = 1
@@ -408,53 +412,56 @@ class ParallelRecipe(Section):
     sequence: bool | None = None
     """Sequence parallel; default: on with tensor > 1 in MoE models and on GPUs."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """What the backward pass computes again instead of keeping it: nothing, attention, or whole layers."""
+    """Part that the backward pass recomputes instead of keeping: nothing, attention, or whole layers."""
     overlap_grad_reduce: bool = False
-    """Sum gradients over ranks while the backward pass goes on."""
+    """Sum gradients over ranks during the backward pass."""
 
 
 class PackingRecipe(Section):
-    """How token trees become rows."""
+    """Packing of token trees into rows."""
 
     max_tokens_per_row: PositiveInt = 36864
-    """Budget of a row (a micro-batch); at least the longest path, max_prompt_length + max_response_length."""
+    """Token budget of a row (a micro-batch); at least the longest path, max_prompt_length +
+    max_response_length."""
     layout: Literal["tree", "expanded"] = "tree"
     """``tree``: each token once. ``expanded``: each trained segment with a copy of its prefix, which
     ``equal_length.prefix_in_gradient`` needs."""
     logits_chunk: Annotated[int, Field(ge=64, multiple_of=8), NUMBER] = 8192
-    """Supervised tokens whose logits exist at once; a row with more takes them chunk by chunk, and computes
-    them once more in the backward pass."""
+    """Supervised tokens whose logits exist at once; a row with more computes its logits chunk by chunk, and
+    again in the backward pass."""
 
 
 class CheckpointRecipe(Section):
-    """What a run can resume from."""
+    """Checkpoints, from which a run resumes."""
 
     every: PositiveInt = 10
     """Steps from one checkpoint to the next."""
     keep: PositiveInt = 2
-    """The newest this many stay."""
+    """Number of newest checkpoints that are kept."""
     resharding: Literal["data_parallel", "any"] = "data_parallel"
     """Layouts that can resume from a checkpoint. ``data_parallel``: the same ``parallel`` section on any
-    number of nodes; every rank writes what it holds. ``any``: all, but ranks gather the optimizer's state."""
+    number of nodes; every rank writes its own shard. ``any``: all layouts, but ranks gather the optimizer
+    state."""
     background: bool = True
-    """Write while the next step generates; its update waits if the disk is slower than that."""
+    """Write while the next step generates; the next update waits for a slow disk."""
 
 
 class BenchmarkRecipe(Section):
     """One benchmark."""
 
     name: str
-    """Accuracies are logged under this name."""
+    """Name under which accuracies are logged."""
     reader: BenchmarkReader = "deepmath"
     """Name of a reader (data/README.md lists them), or the import path of your own."""
     grader: GraderName | None = None
-    """A grader's name or import path, as ``data.sources[].grader``; default: what the reader says."""
+    """Name or import path of a grader, as in ``data.sources[].grader``; default: the reader's grader."""
     path: str
     """A file, or a folder with the benchmark's files."""
     limit: PositiveInt | None = None
-    """Take only the first so many problems."""
+    """Use only the first this many problems."""
     since: str | None = None
-    """First contest date (YYYY-MM-DD). LiveCodeBench needs both: "v6" alone names several problem sets."""
+    """First contest date (YYYY-MM-DD). LiveCodeBench needs both dates: "v6" alone names several problem
+    sets."""
     until: str | None = None
     """Last contest date, inclusive."""
 
@@ -466,55 +473,57 @@ class EvaluationRecipe(Section):
     samples: PositiveInt = 32
     """Completions of each problem: the k of avg@k."""
     every: NonNegativeInt = 0
-    """Steps between evaluations; 0: only before and after. Samples are drawn as the rollout's are."""
+    """Steps between evaluations; 0: only before and after training. Sampling parameters are the rollout's."""
 
 
 class ReportRecipe(Section):
-    """What is kept and shown of a run."""
+    """Records and reports of a run."""
 
     metric_names: Literal["eqlen", "verl", "slime"] = "eqlen"
-    """What trackers call a metric that verl or slime has, too; ``metrics.jsonl`` always has our names."""
+    """Names in trackers for metrics that verl or slime has as well; ``metrics.jsonl`` always uses our
+    names."""
     wandb_project: str | None = None
-    """Log to this project of Weights & Biases, too, where the package wandb is installed."""
+    """Project of Weights & Biases to which the run is logged; needs the package wandb."""
     mlflow_experiment: str | None = None
-    """Log to this experiment of MLflow, too, where its package is installed, on the server that
-    MLFLOW_TRACKING_URI names."""
+    """Experiment of MLflow to which the run is logged, on the server of MLFLOW_TRACKING_URI; needs its
+    package."""
     samples_every: NonNegativeInt = 0
-    """Steps from one table of a few scored rollouts in the trackers to the next: those that the report shows.
-    0: none; what a service gets then are numbers and the recipe alone."""
+    """Steps between tables of a few scored rollouts in the trackers, the same rollouts as in the report. 0:
+    none; the service then receives only numbers and the recipe."""
     keep_streams: Literal["all", "evaluations"] | PositiveInt = "all"
-    """Which steps' recorded rollouts stay: of all steps, of those that were evaluated, or of the newest N.
-    Others are removed once a checkpoint from after them is saved."""
+    """Steps whose recorded rollouts are kept: all, evaluated steps only, or the newest N. Others are removed
+    once a later checkpoint is saved."""
 
 
 class ProfileRecipe(Section):
-    """What PyTorch's profilers say, in the run's folder ``profile/``."""
+    """Output of PyTorch's profilers, in the run's folder ``profile/``."""
 
     steps: list[PositiveInt] = []
-    """Steps that every rank traces, counted from 1, for Chrome's and Perfetto's viewers. They are slower."""
+    """Steps that every rank traces, counted from 1, for Chrome's and Perfetto's viewers. Traced steps are
+    slower."""
     memory: bool = False
-    """Traces have each allocation and release of memory."""
+    """Include each allocation and release of memory in the traces."""
     out_of_memory: bool = False
-    """When a GPU's memory runs out, write a snapshot of it, for pytorch.org/memory_viz. Each allocation takes
-    longer."""
+    """Write a memory snapshot when a GPU runs out of memory, for pytorch.org/memory_viz. Slows each
+    allocation."""
 
 
 class ClusterRecipe(Section):
-    """The machines."""
+    """Machines of a run."""
 
     nodes: PositiveInt = 1
-    """Machines that train; servers come beside them."""
+    """Machines that train; servers need further machines."""
     processes_per_node: PositiveInt = 1
-    """One per GPU; on CPU one per core used."""
+    """Processes per node: one per GPU; on CPUs one per core used."""
     watchdog_seconds: PositiveFloat | None = 600.0
-    """A run hangs if no rank makes progress for so long, or up to 3 times as long where its stage is new or
-    was silent for long before: each rank's stacks go to ``RUN/hang/``, and the run ends with status 75. null:
-    it waits for ever (for a debugger, say)."""
+    """Seconds without progress on any rank after which the run counts as hung; up to 3 times as long for stages
+    that are new or were silent for long before. Each rank's stacks go to ``RUN/hang/``, and the run ends with
+    status 75. null: wait for ever (for a debugger, say)."""
     device: Literal["gpu", "cpu"] = "gpu"
-    """What a SLURM job asks for. ``gpu``: a run without a GPU is refused. ``cpu``: a run uses a GPU all the
-    same where it finds one."""
+    """Resource that a SLURM job requests. ``gpu``: a run without a GPU is refused. ``cpu``: a run still uses
+    a GPU if it finds one."""
     cpus_per_process: PositiveInt = 8
-    """Cores that a SLURM job asks for: graders, the optimizer on the host, the engine."""
+    """Cores that a SLURM job requests per process: graders, the optimizer on the host, the engine."""
     gpu_memory_gib: PositiveFloat = 80.0
     """Memory of a GPU, for `eqlen plan`."""
     partition: str | None = None
@@ -522,38 +531,39 @@ class ClusterRecipe(Section):
     account: str | None = None
     """SLURM account of the job."""
     time: str = "24:00:00"
-    """Time limit of a SLURM job, in which a run need not finish: it resumes in the next."""
+    """Time limit of a SLURM job. A run need not finish in it: it resumes in the next job."""
 
 
 class Recipe(Section):
     name: str
-    """Names the experiment; its runs are under ``runs/NAME``."""
+    """Name of the experiment; its runs are under ``runs/NAME``."""
     inputs_from: str | None = None
-    """Command that makes the model and the data; the message about a missing one names it."""
+    """Command that makes the model and the data; shown in the message about a missing input."""
     run_dir: str | None = None
-    """Default ``runs/NAME/METHOD-VARIANT-seedN``, METHOD being ``eqlen-grpo`` or ``grpo``, for example."""
+    """Run folder; default ``runs/NAME/METHOD-VARIANT-seedN``, where METHOD is for example ``eqlen-grpo`` or
+    ``grpo``."""
     variant: dict[str, Any] = {}
-    """What tells this run apart from others of its recipe file: keys and values that were given on the
-    command line and that the file has otherwise. Filled in by loading."""
+    """Keys and values that the command line changed from the recipe file; they distinguish this run from
+    other runs of the file. Filled in by loading."""
     seed: NonNegativeInt = 0
-    """Of prompts, sampling and intervals. Part of the run folder's name."""
+    """Seed of prompts, sampling and intervals. Part of the run folder's name."""
     steps: PositiveInt | None = None
-    """End the run after this many steps. This or one of the next three must be set; with several, the first
-    that is reached ends it."""
+    """End the run after this many steps. This or one of the next three must be set; the first limit that is
+    reached ends the run."""
     gpu_hours: PositiveFloat | None = None
-    """End the run after this much work, evaluations not counted: the paper compares methods at equal GPU
-    hours. An hour of a process counts as one on CPUs."""
+    """End the run after this many GPU hours, without evaluations: the paper compares methods at equal GPU
+    hours. On CPUs, an hour of a process counts as one."""
     generated_tokens: PositiveFloat | None = None
     """End the run after the step in which the engine has generated this many tokens for training."""
     flops: PositiveFloat | None = None
     """End the run after this many floating-point operations of the model, estimated from tokens generated,
-    prefilled and trained (``plan/flops.py``): the same on any machine, however loaded."""
+    prefilled and trained (``plan/flops.py``): the same on any machine and under any load."""
     sampling: Literal["equal_length", "independent", "tree"] = "equal_length"
-    """How rollouts are made and what is compared: equal-length pairs, groups of whole responses, or trees."""
+    """Kind of sampling and comparison: equal-length pairs, groups of whole responses, or trees."""
     objective: str = "grpo"
-    """The method by name (objectives/README.md lists them), or the import path of your own."""
+    """Name of the method (objectives/README.md lists them), or the import path of your own."""
     group_size: Annotated[int, Field(ge=2), NUMBER] = 16
-    """G: independent completions of a prompt, or 2 x its dual-track subgroups."""
+    """G: independent completions per prompt, or 2 x its dual-track subgroups."""
     model: ModelRecipe
     data: DataRecipe
     equal_length: EqualLengthRecipe = EqualLengthRecipe()
@@ -580,15 +590,15 @@ class Recipe(Section):
 
     @property
     def run_name(self) -> str:
-        """``eqlen-grpo-seed0``, or ``eqlen-grpo-group_size=8-seed0`` where the command line said so."""
+        """Folder name like ``eqlen-grpo-seed0``, or ``eqlen-grpo-group_size=8-seed0`` with that override."""
         variant = [variant_name(self.variant)] if self.variant else []
         return "-".join([self.method, *variant, f"seed{self.seed}"])
 
     @property
     def method(self) -> str:
-        """``eqlen-grpo``: equal-length sampling; ``grpo``: independent sampling; ``eqlen-grpo-mean-reward``,
-        for example: one of the paper's ablations."""
-        objective = self.objective.rpartition(":")[2]  # of an import path the name
+        """Name of the method. ``eqlen-grpo``: equal-length sampling; ``grpo``: independent sampling; a
+        paper's ablation: ``eqlen-grpo-mean-reward``, for example."""
+        objective = self.objective.rpartition(":")[2]  # the name in an import path
         if self.sampling != "equal_length":
             return objective
         ablations = {
@@ -600,7 +610,7 @@ class Recipe(Section):
 
     @property
     def graders_on_node(self) -> int:
-        """Ranks of a node that grade: servers are driven by rank 0 alone, which has their responses."""
+        """Number of ranks on a node that grade: with servers only rank 0, which receives their responses."""
         return 1 if self.rollout.engine == "server" else self.cluster.processes_per_node
 
     @property
@@ -609,7 +619,7 @@ class Recipe(Section):
 
     @property
     def gpus(self) -> int:
-        """All that the run holds, those of its servers included."""
+        """Number of GPUs of the run, servers included."""
         servers = self.rollout.servers if self.rollout.engine == "server" else []
         return self.world_size + len(servers) * self.rollout.tensor_parallel
 
@@ -619,5 +629,5 @@ class Recipe(Section):
 
     @property
     def rollouts_per_prompt(self) -> int:
-        """Streams, or a group or tree."""
+        """Number of rollouts per prompt: streams, or one group or tree."""
         return self.streams_per_prompt if self.sampling == "equal_length" else 1

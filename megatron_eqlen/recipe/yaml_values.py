@@ -1,4 +1,4 @@
-"""YAML as recipes have it: the numbers of YAML 1.2, each key once, and text where the schema wants text.
+"""YAML of recipes: numbers of YAML 1.2, unique keys, and text wherever the schema expects text.
 
 ``time: 13`` and ``account: 0123`` are text under keys that hold text, although YAML reads numbers there.
 """
@@ -24,11 +24,12 @@ _NUMBERS = {
 
 
 class _Loader(yaml.SafeLoader):
-    """With numbers of YAML 1.2: by PyYAML's older rules ``1e-6`` is text, and ``1:00:00`` is 3600."""
+    """YAML loader with the numbers of YAML 1.2. PyYAML's older rules read ``1e-6`` as text and ``1:00:00`` as
+    3600."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that ``_Loader`` or PyYAML's own loaders would read as something else."""
+    """YAML dumper that quotes text which ``_Loader`` or PyYAML's own loaders would read as another type."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -41,18 +42,18 @@ for _kind, _form in _NUMBERS.items():
 
 
 def read_value(text: str, schema: Any = Any) -> Any:
-    """Value of the YAML ``text`` for a key of type ``schema``. Raises yaml.YAMLError, also for a key that is
-    given twice."""
+    """Return the value of the YAML ``text`` for a key of type ``schema``. Raises yaml.YAMLError, also for
+    duplicate keys."""
     return copy.deepcopy(_parsed(text, schema))
 
 
 def to_yaml(value: Any) -> str:
-    """YAML that ``read_value`` reads back to the same value."""
+    """Return YAML that ``read_value`` reads back to the same value."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def in_one_line(error: yaml.YAMLError) -> str:
-    """``line 7: ...``, where the error has a place."""
+    """Return the error as ``line 7: ...``, if its line is known."""
     if not isinstance(error, yaml.MarkedYAMLError):
         return " ".join(str(error).split())
     mark = error.problem_mark or error.context_mark
@@ -62,7 +63,8 @@ def in_one_line(error: yaml.YAMLError) -> str:
 
 @lru_cache(maxsize=64)
 def _parsed(text: str, schema: Any) -> Any:
-    """Most of the time that loading a recipe takes; a sweep loads the same files for each of its runs."""
+    """Parse YAML, with a cache: parsing dominates the loading of recipes, and a sweep loads the same files
+    for each run."""
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
@@ -75,9 +77,9 @@ def _parsed(text: str, schema: Any) -> Any:
 
 
 def _apply_schema(node: yaml.Node, schema: Any, at: str, seen: set[int]) -> None:
-    """Make text of the plain scalars whose keys hold text. Raises yaml.MarkedYAMLError for a key that is
-    given twice. ``at``: dotted key of ``node``, with a dot at its end; ``seen``: ids of nodes, since aliases
-    may repeat them."""
+    """Turn the plain scalars of keys that hold text into text. Raises yaml.MarkedYAMLError for a duplicate
+    key. ``at``: dotted key of ``node``, with a final dot; ``seen``: ids of visited nodes, since aliases may
+    repeat them."""
     if id(node) in seen:
         return
     seen.add(id(node))
@@ -101,7 +103,7 @@ def _apply_schema(node: yaml.Node, schema: Any, at: str, seen: set[int]) -> None
 
 
 def below(schema: Any, key: str | int) -> Any:
-    """Type of ``key`` in a section, list or mapping of type ``schema``; Any where it has none."""
+    """Return the type of ``key`` in a section, list or mapping of type ``schema``; Any if unknown."""
     for option in _options(schema):
         if isinstance(option, type) and issubclass(option, BaseModel) and key in option.model_fields:
             return option.model_fields[str(key)].annotation
@@ -111,7 +113,7 @@ def below(schema: Any, key: str | int) -> Any:
 
 
 def _options(schema: Any) -> Iterator[Any]:
-    """Types of which a value may be, without None."""
+    """Yield the member types of a union, without None."""
     origin = typing.get_origin(schema)
     if origin is typing.Annotated:
         yield from _options(typing.get_args(schema)[0])
@@ -123,7 +125,7 @@ def _options(schema: Any) -> Iterator[Any]:
 
 
 def _holds_text(schema: Any, text: str) -> bool:
-    """Whether a key of type ``schema`` takes ``text`` as it is written."""
+    """Return True if a key of type ``schema`` accepts ``text`` as it is written."""
     options = [*_options(schema)]
     return all(option is str for option in options) or any(
         typing.get_origin(option) is Literal and text in typing.get_args(option) for option in options
