@@ -106,10 +106,11 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(answer, dict(parse_qsl(where.query)))
 
     def _answer(self, answer: Callable[[Query], tuple[str, str]], query: Query) -> None:
-        """A file may be removed meanwhile (``report.keep_streams``); the next request sees the rest."""
+        """Files may be removed meanwhile (``report.keep_streams``), and names in the address may be too long
+        for a file system."""
         try:
             kind, text = answer(query)
-        except (ValueError, FileNotFoundError) as error:
+        except (ValueError, OSError) as error:
             self._send(HTTPStatus.NOT_FOUND, "text/plain", str(error))
         except KeyError as error:
             self._send(HTTPStatus.BAD_REQUEST, "text/plain", f"expected {error} in the address")

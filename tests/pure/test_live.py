@@ -267,6 +267,7 @@ def test_bad_questions_are_answered_with_what_was_expected(browser):
         (f"/rollout?step={step}&prompt={quote(PROMPT)}&index=x", 404, "invalid literal"),
         (f"/rollout?step={step}", 400, "expected 'prompt' in the address"),
         (f"/worst?step={step}", 404, "expected worst.json"),
+        (f"/worst?step=step-{'1' * 400}", 404, "File name too long"),
         ("/recipe.yaml", 404, "nothing here"),
     ]:
         assert browser.get(where)[0] == status, where
@@ -284,6 +285,21 @@ def test_a_browser_that_leaves_before_its_answer_is_no_error(browser, capsys, mo
     left.set()
     assert browser.get("/")[0] == 200
     assert capsys.readouterr().err == ""
+
+
+def test_every_answer_says_that_nothing_else_may_run_or_load(browser):
+    """A served page by its header, any page by itself: other pages may not hold it in a frame either."""
+    for where in ("/", "/news", "/nothing"):
+        connection = http.client.HTTPConnection("127.0.0.1", browser.port, timeout=20)
+        connection.request("GET", where, headers={"Host": "localhost"})
+        said = connection.getresponse().getheader("Content-Security-Policy")
+        connection.close()
+        assert said.startswith("default-src 'none'; script-src 'sha256-")
+        assert "unsafe" not in said
+        assert said.endswith("; frame-ancestors 'none'")
+    assert re.search(
+        """<meta http-equiv="Content-Security-Policy" content="default-src""", browser.get("/")[1]
+    )
 
 
 def test_a_page_elsewhere_that_calls_itself_this_machine_gets_nothing(browser):

@@ -109,6 +109,19 @@ def test_only_stages_share_out_a_step(tmp_path):
     assert "gpu_hours" not in text.partition("Details")[0]
 
 
+def test_a_step_is_a_number_and_its_seconds_and_the_progress_have_names_of_their_own(tmp_path):
+    """The seconds are a mean of the same newest steps wherever they stand."""
+    run = write_run(tmp_path, recipe(tmp_path))
+    writer = MetricsWriter(run)
+    for step in range(1, 15):
+        writer.write(step, {"time/step": 100.0 if step < 5 else 3.0})
+    writer.close()
+    page = Page(write_page(run))
+    assert "progress 14 of 20 steps, 3 s a step" in page.text
+    assert "time per step 3 s mean of the newest 10" in page.text
+    assert "progress 14 of 20 steps limit: 20 steps" in page.text
+
+
 def test_a_stage_has_one_colour_on_the_page(tmp_path):
     run = write_run(tmp_path, recipe(tmp_path))
     writer = MetricsWriter(run)
