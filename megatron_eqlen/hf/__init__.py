@@ -1,1 +1,1 @@
-"""What a Hugging Face model folder holds: configuration, tensors, and their names in Megatron."""
+"""Hugging Face model folders: configuration, tensors, and their names in Megatron."""

@@ -1,6 +1,5 @@
-"""Byte-level BPE (GPT-2, Qwen, Llama 3): each token is a piece of the text's UTF-8, so a text can be decoded
-from any token on, and ten times as fast as by the library, which goes through a string for each token.
-"""
+"""Decoder for byte-level BPE (GPT-2, Qwen, Llama 3). Each token is a piece of the text's UTF-8, so a text can
+be decoded from any token, ten times as fast as by the library, which builds a string for each token."""
 
 from __future__ import annotations
 
@@ -10,28 +9,28 @@ from typing import Any
 import numpy as np
 
 FIRST_READ = 1024
-"""Tokens at a response's end that are looked at first; then four times as many, and so on."""
+"""Tokens at a response's end that are read first; each further read takes four times as many."""
 LONGEST_CHARACTER = 4
-"""Bytes in UTF-8."""
+"""Maximum bytes of a character in UTF-8."""
 
 
 class BytePieces:
-    """The bytes of every token of a vocabulary; a text's bytes are its tokens' bytes, one after another."""
+    """Bytes of every token of a vocabulary; a text's bytes are the concatenated bytes of its tokens."""
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
         self._pieces = pieces
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
-        """The text. As in the library, bytes that are no UTF-8 become U+FFFD, unknown ids nothing."""
+        """Return the text. As in the library, invalid UTF-8 becomes U+FFFD and unknown ids are left out."""
         return self._bytes(token_ids).decode("utf-8", errors="replace")
 
     def decode_end(self, token_ids: Sequence[int] | np.ndarray, after: str, longest: int) -> str:
-        """``decode(token_ids).rpartition(after)[2][-longest:]``, of which no more is decoded than needed;
+        """Return ``decode(token_ids).rpartition(after)[2][-longest:]``, decoding no more than needed;
         ``after`` is ASCII.
 
-        How a character is decoded does not depend on anything before an ASCII character, nor on anything more
-        than three bytes away. So a read that begins in the middle of a character ends like the whole text,
-        once it has ``after`` or enough characters.
+        The decoding of a character does not depend on anything before an ASCII character, nor on anything
+        more than three bytes away. A read that begins inside a character therefore has the same end as the
+        whole text, once it contains ``after`` or enough characters.
         """
         marker, read = after.encode("ascii"), FIRST_READ
         while True:
@@ -49,8 +48,8 @@ class BytePieces:
 
 
 def byte_pieces(backend: Any, silent: Collection[int]) -> BytePieces | None:
-    """The pieces of a ``tokenizers.Tokenizer``, none for ``silent`` tokens; None if its tokens (or those of a
-    ``backend`` of another library) are no pieces of bytes."""
+    """Return the pieces of a ``tokenizers.Tokenizer``, empty for ``silent`` tokens; None if its tokens (or
+    the tokens of another library's ``backend``) are not pieces of bytes."""
     from tokenizers import decoders
 
     if backend is None or type(backend.decoder) is not decoders.ByteLevel:
@@ -61,7 +60,7 @@ def byte_pieces(backend: Any, silent: Collection[int]) -> BytePieces | None:
     for token, number in vocabulary.items():
         try:
             pieces[number] = bytes(letters[letter] for letter in token)
-        except KeyError:  # an added token with a letter that stands for no byte: it is taken as it is
+        except KeyError:  # an added token with a letter that maps to no byte is used as it is
             pieces[number] = token.encode("utf-8")
     for number in set(silent) & set(range(len(pieces))):
         pieces[number] = b""
@@ -69,7 +68,7 @@ def byte_pieces(backend: Any, silent: Collection[int]) -> BytePieces | None:
 
 
 def _alphabet() -> list[str]:
-    """The letter that stands for each byte in GPT-2's vocabularies: itself if it is printable, else one from
+    """Return the letter for each byte in GPT-2's vocabularies: the byte itself if printable, else one from
     U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = iter(range(0x100, 0x200))

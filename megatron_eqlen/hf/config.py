@@ -1,8 +1,8 @@
-"""Hugging Face ``config.json`` -> what a model is (``ModelConfig``).
+"""Read Hugging Face's ``config.json`` into a ``ModelConfig``.
 
-Every value comes from the file; no default of any library's configuration class stands in for one that is
-missing. A field that changes the result and is not supported is an error that names it. Families:
-``qwen3`` (dense), ``qwen3_moe``, ``qwen3_next`` (Gated DeltaNet, gated attention, shared expert).
+Every value comes from the file; no library's default replaces a missing value. An unsupported field that
+changes the result is an error that names the field. Families: ``qwen3`` (dense), ``qwen3_moe``,
+``qwen3_next`` (Gated DeltaNet, gated attention, shared expert).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FAMILIES: tuple[Family, ...] = ("qwen3", "qwen3_moe", "qwen3_next")
 
 @dataclass(frozen=True)
 class Experts:
-    """The sparse feed-forward layers."""
+    """Sparse feed-forward layers."""
 
     num_experts: int
     num_experts_per_tok: int
@@ -32,14 +32,14 @@ class Experts:
     """Coefficient of the router's loss. 0 unless the file asks for the router's logits, as in
     Transformers."""
     shared_expert_intermediate_size: int
-    """0: there is no shared expert."""
+    """0: no shared expert."""
     layers: tuple[bool, ...]
-    """Per layer: experts, or a dense feed-forward layer."""
+    """Per layer: True for experts, False for a dense feed-forward layer."""
 
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """The Gated DeltaNet layers."""
+    """Gated DeltaNet layers."""
 
     num_key_heads: int
     num_value_heads: int
@@ -47,12 +47,12 @@ class DeltaNet:
     value_head_dim: int
     conv_kernel_dim: int
     layers: tuple[bool, ...]
-    """Per layer: Gated DeltaNet, or attention."""
+    """Per layer: True for Gated DeltaNet, False for attention."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One model, in the field names of its config.json."""
+    """Model configuration, in the field names of config.json."""
 
     model_type: Family
     vocab_size: int
@@ -73,18 +73,18 @@ class ModelConfig:
 
     @property
     def context_length(self) -> int:
-        """Positions that the model knows. Qwen3's way to a longer context is to add yarn alone, so that
-        ``max_position_embeddings`` is still that of the original."""
+        """Maximum number of positions. Qwen3 reaches longer contexts by adding yarn alone, so that
+        ``max_position_embeddings`` keeps the original length."""
         return self.yarn.context_length if self.yarn else self.max_position_embeddings
 
     @property
     def gated_attention(self) -> bool:
-        """q_proj holds an output gate beside each query head; norms are centred on zero."""
+        """True if q_proj holds an output gate beside each query head; norms are then centred on zero."""
         return self.model_type == "qwen3_next"
 
 
 def read_config(path: str | Path) -> ModelConfig:
-    """The model of ``path``: a config.json or a folder with one. Raises ConfigError."""
+    """Return the model of ``path``: a config.json or a folder that contains it. Raises ConfigError."""
     file = config_file(path)
     try:
         raw = read_json(file)
@@ -101,7 +101,7 @@ def config_file(path: str | Path) -> Path:
 
 
 def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
-    """The model that the fields ``raw`` describe; ``where`` names them in errors."""
+    """Return the model that the fields ``raw`` describe; ``where`` names the file in errors."""
     fields = Fields(raw, where)
     family = fields.get("model_type", str)
     if family not in FAMILIES:
@@ -113,7 +113,7 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     _refuse_unsupported(fields, family, layers)
     heads = fields.get("num_attention_heads", int)
     hidden = fields.get("hidden_size", int)
-    if family == "qwen3_moe" and "head_dim" not in raw:  # only this family's files may leave it out
+    if family == "qwen3_moe" and "head_dim" not in raw:  # only files of this family may leave it out
         head_dim = hidden // heads
     else:
         head_dim = fields.get("head_dim", int)
@@ -208,7 +208,7 @@ ONLY_SUPPORTED: dict[str, Any] = {
     "use_sliding_window": False,
     "quantization_config": None,
 }
-"""Fields that change the result and are supported at one value; leaving them out means that value."""
+"""Fields that change the result and are supported at one value only; missing fields mean that value."""
 
 LAYER_TYPES: dict[Family, set[str]] = {
     "qwen3": {"full_attention"},
@@ -225,7 +225,7 @@ HARMLESS = frozenset(
     chunk_size_feed_forward is_encoder_decoder
     """.split()  # noqa: SIM905
 )
-"""Fields that do not change the result, or that are read only where they do."""
+"""Fields that do not change the result, or that are read only where they matter."""
 
 
 def _refuse_unsupported(fields: Fields, family: Family, layers: int) -> None:

@@ -1,4 +1,4 @@
-"""The fields of a config.json, read one by one: each checked, none with a default of its own."""
+"""Checked access to the fields of a config.json, without default values."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from typing import Any
 
 
 class ConfigError(ValueError):
-    """A config.json that cannot be built here; the message names the file and the field."""
+    """config.json that cannot be built here; the message names the file and the field."""
 
 
 @dataclass(frozen=True)
 class Fields:
-    """A config.json's fields. Errors name the file; fields that were never read are remembered."""
+    """Fields of a config.json. Errors name the file; unread fields are remembered."""
 
     raw: Mapping[str, Any]
     where: str
     read: set[str] = field(default_factory=set)
 
     def get(self, name: str, kind: type) -> Any:
-        """A field that must be there; numbers are positive."""
+        """Return a required field; numbers must be positive."""
         if name not in self.raw:
             raise ConfigError(f"{self.where}: missing field {name!r}")
         return self._checked(name, kind)
 
     def get_or_null(self, name: str, kind: type, null: Any) -> Any:
-        """A field that must be there but may be null, which then means ``null``."""
+        """Return a required field that may be null, which means ``null``."""
         self.read.add(name)
         return null if name in self.raw and self.raw[name] is None else self.get(name, kind)
 
     def optional(self, name: str, kind: type, default: Any) -> Any:
-        """A field that may be missing or null: then ``default``."""
+        """Return a field, or ``default`` if it is missing or null."""
         return default if self.raw.get(name) is None else self._checked(name, kind)
 
     def _checked(self, name: str, kind: type) -> Any:
@@ -48,7 +48,7 @@ class Fields:
         return kind(value)
 
     def one_of(self, name: str, other: str, kind: type) -> Any:
-        """A field with two names, of which at least one must be there."""
+        """Return a field with two names, of which at least one must be present."""
         found = [self.get(key, kind) for key in (name, other) if key in self.raw]
         if not found:
             raise ConfigError(f"{self.where}: missing field {name!r} (or {other!r})")

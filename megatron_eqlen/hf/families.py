@@ -1,4 +1,4 @@
-"""The model families: which trained tensors each has, by both names."""
+"""Model families, and their trained tensors by Hugging Face's and Megatron's names."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ FAMILIES: dict[Family, Callable[[ModelConfig], Iterator[Weight]]] = {
 
 @cache
 def weight_map(model: ModelConfig) -> tuple[Weight, ...]:
-    """Every trained tensor of ``model``, in the model's order."""
+    """Return every trained tensor of ``model``, in the model's order."""
     return tuple(FAMILIES[model.model_type](model))

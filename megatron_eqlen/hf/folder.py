@@ -1,7 +1,7 @@
 """Hugging Face folders on disk: read any part of any tensor, write tensors in any order.
 
-The one reader of such folders, for training, conversion and weight sync. Tensors are mapped one at a time and
-written one at a time into files whose layout is known before.
+Training, conversion and weight sync share this reader. Tensors are mapped one at a time and written one at a
+time into files whose layout is known in advance.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ DTYPES = {
 """PyTorch's dtype for each of ``safetensors_header.ITEM_BYTES``."""
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".index.json")
-"""Ends of the names of files that hold weights, or the index that says which file holds them."""
+"""Endings of the names of files that hold weights, or of an index of such files."""
 
 FUSED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
 
 class HFFolder:
-    """The tensors of a folder with ``model.safetensors``, or else an index and its shards.
+    """Tensors of a folder with ``model.safetensors``, or else an index and its shards.
 
     This is Transformers' order (``modeling_utils._get_resolved_checkpoint_files``): an index beside
-    ``model.safetensors`` is ignored, with a warning. Experts that are fused on disk
-    (``experts.gate_up_proj [experts, 2 x width, hidden]``) appear one by one, as in the checkpoints that
-    Qwen publishes. Raises CheckpointError for what is missing or broken.
+    ``model.safetensors`` is ignored, with a warning. Experts that are fused on disk (``experts.gate_up_proj
+    [experts, 2 x width, hidden]``) appear individually, as in the checkpoints that Qwen publishes. Raises
+    CheckpointError for anything missing or broken.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -76,7 +76,7 @@ class HFFolder:
         self.entries = self._read_entries()
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor, mapped from disk: pages are read when they are used, and dropped with the tensor."""
+        """Return the tensor, mapped from disk: pages are read on use and dropped with the tensor."""
         entry = self.entries[name]
         if entry.nbytes == 0:
             return torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
@@ -86,14 +86,15 @@ class HFFolder:
         return torch.frombuffer(mapped, dtype=torch.uint8).view(DTYPES[entry.dtype]).view(entry.shape)
 
     def other_files(self) -> Iterable[Path]:
-        """Everything beside the weights: configuration, tokenizer, generation settings, chat template."""
+        """Return all files except the weights: configuration, tokenizer, generation settings, chat
+        template."""
         for file in sorted(self.path.iterdir()):
             if file.is_file() and not file.name.endswith(WEIGHT_SUFFIXES) and not file.name.startswith("."):
                 yield file
 
     def check_vllm_reads_the_same(self) -> None:
-        """Raise CheckpointError where vLLM loads other files than Transformers and this class: all
-        safetensors files, or those in an index (``model_loader/default_loader.py``)."""
+        """Raise CheckpointError if vLLM would load other files than Transformers and this class: vLLM reads
+        all safetensors files, or the files of an index (``model_loader/default_loader.py``)."""
         index = _read_index(self.path) if (self.path / INDEX).is_file() else None
         found = {file.name for file in self.path.glob("*.safetensors")}
         theirs = set(index["weight_map"].values()) if index else found
@@ -119,8 +120,8 @@ class HFFolder:
 
 
 class FolderWriter:
-    """Writes a folder like ``source`` into the empty folder ``path``: the same files, tensors and dtypes,
-    other values. Tensors may come in any order; it is whole after ``finish``."""
+    """Write a folder like ``source`` into the empty folder ``path``: the same files, tensors and dtypes with
+    other values. Tensors may come in any order; the folder is complete after ``finish``."""
 
     def __init__(self, path: Path, source: HFFolder) -> None:
         self.path, self.source = path, source
@@ -131,7 +132,7 @@ class FolderWriter:
         self.missing = set(self.entries)
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Put ``tensor`` in its place, in the source's dtype; CheckpointError where it does not fit."""
+        """Write ``tensor`` to its place, in the source's dtype. Raises CheckpointError if it does not fit."""
         entry = self.entries[name]
         if tuple(tensor.shape) != entry.shape:
             raise CheckpointError(f"{name}: expected shape {entry.shape}, found {tuple(tensor.shape)}")
@@ -143,7 +144,7 @@ class FolderWriter:
         self.missing.discard(name)
 
     def finish(self) -> None:
-        """Copy from the source the tensors that were not written, the index and the other files."""
+        """Copy the tensors that were not written, the index and the other files from the source."""
         for name in sorted(self.missing):
             self.write(name, self.source.tensor(name))
         if self.source.index:
@@ -156,20 +157,20 @@ class FolderWriter:
 
 
 def first_few(names: Collection[str]) -> str:
-    """The first three in alphabetical order, and how many more."""
+    """Return the first three names in alphabetical order, and the number of the others."""
     few = ", ".join(sorted(names)[:3])
     return f"{few} and {len(names) - 3} more" if len(names) > 3 else few or "nothing"
 
 
 @functools.cache
 def say_once(message: str) -> None:
-    """Log a warning once per process, and on the first rank only."""
+    """Log a warning once per process, on the first rank only."""
     if int(os.environ.get("RANK", 0)) == 0:
         logger.warning(message)
 
 
 def _check_range(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-    """A number beyond ``dtype``'s range would become an infinity."""
+    """Raise CheckpointError for a number beyond ``dtype``'s range, which would become infinity."""
     if tensor.dtype == dtype or not tensor.numel():
         return
     largest = max(abs(end.item()) for end in torch.aminmax(tensor.detach()))
@@ -180,7 +181,7 @@ def _check_range(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
 
 
 def _write_all(handle: int, data: memoryview) -> None:
-    """Write everything: the kernel writes at most 2 GiB in one call."""
+    """Write all data: the kernel writes at most 2 GiB per call."""
     while data:
         data = data[os.write(handle, data) :]
 
@@ -203,7 +204,7 @@ def _read_index(folder: Path) -> dict[str, Any]:
 
 
 def _check_index(folder: Path, weight_map: Mapping[str, str], entries: Mapping[str, Entry]) -> None:
-    """Raise CheckpointError unless every tensor of the index is where the index says."""
+    """Raise CheckpointError unless every tensor of the index is in the file that the index names."""
     for name, file in weight_map.items():
         for single in _single_names(name):
             if single not in entries or entries[single].file != file:
@@ -211,7 +212,7 @@ def _check_index(folder: Path, weight_map: Mapping[str, str], entries: Mapping[s
 
 
 def _single_names(name: str) -> list[str]:
-    """The tensor's own name, or the name of the first expert if experts are fused."""
+    """Return the tensor's own name, or the name of the first expert if experts are fused."""
     match = FUSED_EXPERTS.fullmatch(name)
     if match is None:
         return [name]
@@ -223,7 +224,7 @@ def _projections(fused: str) -> list[str]:
 
 
 def _unfused(folder: Path, name: str, entry: Entry) -> Iterator[tuple[str, Entry]]:
-    """The entry itself, or one per expert and projection where they are fused."""
+    """Yield the entry itself, or one entry per expert and projection if they are fused."""
     match = FUSED_EXPERTS.fullmatch(name)
     if match is None:
         yield name, entry

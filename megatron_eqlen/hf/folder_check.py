@@ -1,4 +1,4 @@
-"""Whether a folder holds every trained tensor of a model, in its shape and in a dtype of weights."""
+"""Check that a folder holds every trained tensor of a model, in its shape and in a dtype of weights."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 def with_tied_head(
     tensors: Iterable[tuple[str, Tensor]], model: ModelConfig, folder: HFFolder
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors, plus the embeddings again as output layer if ``folder`` holds both although they are
-    tied."""
+    """Yield the tensors and, if ``folder`` stores a tied output layer, the embeddings again under its
+    name."""
     for name, tensor in tensors:
         yield name, tensor
         if name == EMBEDDING and model.tie_word_embeddings and HEAD in folder.entries:
@@ -35,8 +35,8 @@ def with_tied_head(
 
 
 def check_folder(folder: HFFolder, model: ModelConfig) -> dict[str, Weight]:
-    """The weight map by Megatron name, if ``folder`` holds all its tensors in their shapes. Tensors that the
-    model has no use for are named in a warning."""
+    """Return the weight map by Megatron name, if ``folder`` holds all its tensors in their shapes. Warns of
+    tensors that the model does not use."""
     family = read_config(folder.path).model_type
     if family != model.model_type:
         raise CheckpointError(f"{folder.path}: expected a {model.model_type} model, found {family}")
@@ -67,13 +67,13 @@ def _check_tensor(folder: HFFolder, name: str, shape: tuple[int, ...]) -> None:
 
 
 def _check_tied(folder: HFFolder, shape: tuple[int, ...]) -> None:
-    """An output layer beside tied embeddings must be the same. If it differs, Transformers does not tie
-    (``PreTrainedModel.tie_weights``) but vLLM does, so the folder must say which is meant."""
+    """Raise CheckpointError if an output layer beside tied embeddings differs from them: Transformers then
+    does not tie (``PreTrainedModel.tie_weights``) but vLLM does, so the folder must decide."""
     if HEAD not in folder.entries:
         return
     _check_tensor(folder, HEAD, shape)
     rows = (folder.tensor(name).split(4096) for name in (EMBEDDING, HEAD))
-    if not all(torch.equal(one.double(), other.double()) for one, other in zip(*rows, strict=True)):
+    if not all(torch.equal(row.double(), other.double()) for row, other in zip(*rows, strict=True)):
         raise CheckpointError(
             f"{folder.path}: config.json has tie_word_embeddings: true, but {HEAD} differs from {EMBEDDING}. "
             f"Set it to false to use {HEAD}, as Transformers does, or remove that tensor"

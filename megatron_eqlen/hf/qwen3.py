@@ -1,4 +1,4 @@
-"""Weight map of the dense Qwen3 models, and the parts that the other families share."""
+"""Weight map of the dense Qwen3 models, and the parts that other families share."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def dense_mlp(model: ModelConfig, layer: int) -> Iterator[Weight]:
 
 
 def gated_mlp(here: str, there: str, hidden: int, width: int, expert: int | None = None) -> Iterator[Weight]:
-    """gate, up and down projections; ``here`` and ``there``: Megatron's and Hugging Face's prefixes."""
+    """Yield the gate, up and down projections; ``here`` and ``there``: Megatron's and Hugging Face's
+    prefixes."""
     yield Weight(
         here + "linear_fc1.weight",
         (there + "gate_proj.weight", there + "up_proj.weight"),

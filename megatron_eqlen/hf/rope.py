@@ -1,7 +1,7 @@
-"""Rotary embeddings in a config.json: ``rope_scaling`` of old files, ``rope_parameters`` of new ones.
+"""Rotary embeddings of a config.json: ``rope_scaling`` of old files, ``rope_parameters`` of new files.
 
-Rules and defaults are those of Transformers 5 (``modeling_rope_utils.py``). Where it guesses what a file
-leaves out, or vLLM reads the file otherwise, the file is refused.
+Rules and defaults are those of Transformers 5 (``modeling_rope_utils.py``). Files whose missing values
+Transformers guesses, or which vLLM reads differently, are refused.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ _YARN = {
 
 @dataclass(frozen=True)
 class Yarn:
-    """Longer contexts by YaRN (Peng et al., arXiv 2309.00071); every option is filled in."""
+    """Extended context by YaRN (Peng et al., arXiv 2309.00071); every option is filled in."""
 
     factor: float
     original_max_position_embeddings: int
     attention_factor: float
-    """Factor of cosine and sine: of queries and of keys."""
+    """Factor of cosine and sine, for queries and for keys."""
     beta_fast: float = 32.0
-    """Dimensions that turn more often than this within the original length keep their frequency."""
+    """Dimensions with more turns than this within the original length keep their frequency."""
     beta_slow: float = 1.0
-    """Dimensions that turn less often than this have their frequency divided by ``factor``."""
+    """Dimensions with fewer turns than this have their frequency divided by ``factor``."""
     truncate: bool = True
-    """Whether the range between both is rounded to whole dimensions."""
+    """True: the range between both is rounded to whole dimensions."""
 
     @property
     def context_length(self) -> int:
-        """Positions that the scaled frequencies are made for, and that vLLM has a table for."""
+        """Positions that the scaled frequencies are made for, and for which vLLM has a table."""
         return int(self.factor * self.original_max_position_embeddings)
 
 
@@ -54,7 +54,7 @@ class Rope:
 
 
 def read_rope(fields: Fields, partial: bool) -> Rope:
-    """The rotary embeddings of a file; ``partial``: the family rotates a part of each head."""
+    """Return the rotary embeddings of a file; ``partial``: the family rotates a part of each head."""
     rope = _rope_dict(fields)
     theta = _agreed(fields, rope, "rope_theta", float)
     if not theta:
@@ -72,7 +72,7 @@ def read_rope(fields: Fields, partial: bool) -> Rope:
 
 
 def _rope_dict(fields: Fields) -> Fields:
-    """The one dict that says how to rotate; empty where there is none."""
+    """Return the dict with the rotary parameters; empty if there is none."""
     found = {key: fields.optional(key, dict, {}) for key in ("rope_scaling", "rope_parameters")}
     if all(found.values()) and found["rope_scaling"] != found["rope_parameters"]:
         raise ConfigError(
@@ -91,7 +91,7 @@ def _rope_dict(fields: Fields) -> Fields:
 
 
 def _agreed(fields: Fields, rope: Fields, key: str, kind: type) -> Any:
-    """A value that a file may give in two places; they must agree."""
+    """Return a value that a file may give in two places, which must agree."""
     outer = fields.optional(key, kind, None)
     inner = rope.optional(key, kind, outer)
     if outer is not None and outer != inner:
@@ -107,7 +107,7 @@ def _yarn(fields: Fields, rope: Fields) -> Yarn | None:
     if factor < 1:
         raise ConfigError(f"{rope.where}: factor: expected at least 1, found {factor}")
     original = rope.get("original_max_position_embeddings", int)
-    _agreed(fields, rope, "original_max_position_embeddings", int)  # Transformers prefers the file's own
+    _agreed(fields, rope, "original_max_position_embeddings", int)  # Transformers prefers the outer value
     betas = {key: rope.get(key, float) for key in ("beta_fast", "beta_slow") if key in rope.raw}
     if zero := [key for key, value in betas.items() if value == 0]:
         raise ConfigError(f"{rope.where}: {zero[0]}: expected more than 0, found 0")
@@ -116,7 +116,8 @@ def _yarn(fields: Fields, rope: Fields) -> Yarn | None:
 
 
 def _attention_factor(rope: Fields, factor: float) -> float:
-    """Transformers' rule: as said; or from ``mscale`` and ``mscale_all_dim``; or 0.1 ln(factor) + 1."""
+    """Return the attention factor by Transformers' rule: the file's value; or from ``mscale`` and
+    ``mscale_all_dim``; or 0.1 ln(factor) + 1."""
     given = rope.optional("attention_factor", float, None)
     if given is not None:
         return given

@@ -1,7 +1,7 @@
-"""The headers of safetensors files: read and checked as strictly as by the safetensors library, and written.
+"""Headers of safetensors files: reading, with the checks of the safetensors library, and writing.
 
-The library opens files whole and saves dictionaries whole. Here a model may be larger than memory: what is
-needed is where each tensor lies. Format (https://github.com/huggingface/safetensors): 8 bytes length
+The library opens whole files and saves whole dictionaries. Here a model may be larger than memory, so only
+the place of each tensor is read. Format (https://github.com/huggingface/safetensors): 8 bytes length
 (little-endian), JSON {name: {dtype, shape, data_offsets}}, then the data, without gaps or overlaps.
 """
 
@@ -25,18 +25,18 @@ ITEM_BYTES = {
 """Bytes of one element, by the format's name of its dtype."""
 
 LONGEST = 100_000_000
-"""Most bytes of a header, as in the safetensors library."""
+"""Maximum bytes of a header, as in the safetensors library."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a tensor lies in its file."""
+    """Place of a tensor in its file."""
 
     file: str
     dtype: str
     shape: tuple[int, ...]
     start: int
-    """Byte in the file."""
+    """Offset in the file, in bytes."""
 
     @property
     def nbytes(self) -> int:
@@ -48,7 +48,7 @@ class Entry:
 
 
 def read_header(file: Path) -> dict[str, Entry]:
-    """Every tensor of a safetensors file, in the order of the header. Raises CheckpointError."""
+    """Return every tensor of a safetensors file, in the order of the header. Raises CheckpointError."""
     text, size = _read_text(file)
     try:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=_without_repetition)
@@ -64,7 +64,8 @@ def read_header(file: Path) -> dict[str, Entry]:
 
 
 def write_header(file: Path, entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    """Create ``file`` with room for the data of ``entries``, in their order; returns where each goes."""
+    """Create ``file`` with room for the data of ``entries``, in their order; return the place of each
+    tensor."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, entry in entries.items():
@@ -84,7 +85,7 @@ def write_header(file: Path, entries: Mapping[str, Entry]) -> dict[str, Entry]:
 
 
 def _read_text(file: Path) -> tuple[bytes, int]:
-    """(the header's bytes, the file's size)"""
+    """Return (the header's bytes, the file's size)."""
     try:
         with open(file, "rb") as opened:
             size = os.fstat(opened.fileno()).st_size
@@ -102,7 +103,7 @@ def _read_text(file: Path) -> tuple[bytes, int]:
 
 
 def _entry(file: Path, name: str, item: Any, data: int) -> Entry:
-    """A tensor's entry from its JSON; ``data``: where offset 0 lies in the file."""
+    """Return a tensor's entry from its JSON; ``data``: position of offset 0 in the file."""
     where = f"{file}: {name!a}"
     if not isinstance(item, dict):
         raise CheckpointError(f"{where}: expected dtype, shape and data_offsets, found {item!a}")
@@ -128,7 +129,7 @@ def _are_sizes(value: Any) -> TypeGuard[list[int]]:
 
 def _check_extent(file: Path, entries: dict[str, Entry], data: int, size: int) -> None:
     """Raise CheckpointError unless the tensors lie without gap or overlap and fill the file."""
-    placed = sorted(entries.items(), key=lambda one: (one[1].start, one[1].stop))
+    placed = sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop))
     end = placed[-1][1].stop if placed else data
     if end > size:
         raise CheckpointError(
@@ -147,7 +148,7 @@ def _check_extent(file: Path, entries: dict[str, Entry], data: int, size: int) -
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Raises ValueError if a key is not valid text or comes twice."""
+    """Return a JSON object. Raises ValueError if a key is not valid text or occurs twice."""
     for name, _ in pairs:
         name.encode("utf-8")
     if len(members := dict(pairs)) < len(pairs):

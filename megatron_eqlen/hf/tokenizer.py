@@ -1,7 +1,7 @@
 """Tokenizers from a model's own files: ``tokenizer.json`` (Hugging Face) or a SentencePiece ``.model``.
 
-Which tokens end a response is a set, read from ``generation_config.json``: Qwen3 stops at ``<|im_end|>``
-and at ``<|endoftext|>``, and its ``config.json`` names only one of them.
+A set of tokens ends a response. It is read from ``generation_config.json``: Qwen3 stops at ``<|im_end|>`` and
+at ``<|endoftext|>``, but its ``config.json`` names only one of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Message = dict[str, str]
 
 
 class Tokenizer(ABC):
-    """Text to token ids and back; chat turns by the model's own template."""
+    """Convert text to token ids and back, and chat messages by the model's own template."""
 
     def __init__(self, folder: Path, eos_token_ids: frozenset[int], pad_token_id: int) -> None:
         self.folder = folder
@@ -35,20 +35,21 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``; special tokens written out in it become their ids, none are added."""
+        """Return the token ids of ``text``; special tokens in the text become their ids, none are added."""
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
-        """Text of ``token_ids`` without end-of-sequence and padding tokens; ``</think>`` is kept."""
+        """Return the text of ``token_ids`` without end-of-sequence and padding tokens; ``</think>`` is
+        kept."""
         ids = np.asarray(token_ids, np.int64)
         return self._decode(ids[~np.isin(ids, self._silent)].tolist())
 
     def decode_end(self, token_ids: Sequence[int] | np.ndarray, after: str, longest: int) -> str:
-        """What follows the last ``after`` in ``decode(token_ids)``, or all of it without one; of that at most
-        the last ``longest`` characters."""
+        """Return the text after the last ``after`` in ``decode(token_ids)``, or all of it if ``after`` is
+        missing; at most the last ``longest`` characters."""
         return self.decode(token_ids).rpartition(after)[2][-longest:]
 
     def apply_chat_template(self, messages: list[Message], enable_thinking: bool | None = None) -> list[int]:
-        """Token ids of ``messages`` up to where the assistant's answer starts.
+        """Return the token ids of ``messages`` up to the start of the assistant's answer.
 
         Raises ValueError if the model's files hold no chat template.
         """
@@ -58,12 +59,12 @@ class Tokenizer(ABC):
     @property
     @abstractmethod
     def vocab_size(self) -> int:
-        """Token ids lie below it (added tokens included; the embedding may be larger)."""
+        """Upper bound of the token ids (added tokens included; the embedding may be larger)."""
 
     @property
     @abstractmethod
     def chat_template(self) -> str | None:
-        """The Jinja source, None where the model has none."""
+        """Jinja source of the chat template; None if the model has none."""
 
     @abstractmethod
     def _decode(self, token_ids: list[int]) -> str: ...
@@ -127,10 +128,10 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A ``.model`` file through the ``sentencepiece`` library.
+    """``.model`` file, read by the ``sentencepiece`` library.
 
-    Chat tokens such as ``<|im_start|>`` must be user-defined symbols of the model: SentencePiece never
-    reads control symbols from text.
+    Chat tokens such as ``<|im_start|>`` must be user-defined symbols of the model: SentencePiece never reads
+    control symbols from text.
     """
 
     def __init__(self, model: Path) -> None:
@@ -181,9 +182,9 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of a model folder, or of a SentencePiece ``.model`` file.
+    """Return the tokenizer of a model folder, or of a SentencePiece ``.model`` file.
 
-    Raises ValueError if the folder holds no tokenizer, or no end-of-sequence token can be found.
+    Raises ValueError if the folder holds no tokenizer, or if no end-of-sequence token can be found.
     """
     path = Path(path)
     if path.is_file() and path.suffix == ".model":
@@ -204,7 +205,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 def _special_ids(
     folder: Path, tokenizer_eos: int | None, tokenizer_pad: int | None
 ) -> tuple[frozenset[int], int]:
-    """The end-of-sequence set and the padding token of a model folder."""
+    """Return the end-of-sequence set and the padding token of a model folder."""
     generation = _read_json(folder / "generation_config.json")
     eos = _as_set(generation.get("eos_token_id"), folder / "generation_config.json")
     if not eos:
@@ -250,5 +251,5 @@ def _read_template(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 def _token_text(token: str | dict[str, Any]) -> str:
-    """Tokenizer files write a special token as text or as an added-token record."""
+    """Return a special token's text; tokenizer files store it as text or as an added-token record."""
     return token if isinstance(token, str) else token["content"]

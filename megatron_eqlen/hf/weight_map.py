@@ -1,12 +1,12 @@
-"""What a family's weight map is made of: which Megatron tensor holds which Hugging Face tensors.
+"""Building blocks of a family's weight map, which assigns Hugging Face tensors to Megatron tensors.
 
-A map is a list of ``Weight`` in the order of the model. Two properties make one list enough for loading
+A map is a list of ``Weight`` in the order of the model. Two properties make one list sufficient for loading
 into any parallel layout, for export and for weight sync:
 
-- Tensor parallelism gives each rank the r-th n-th of every *Hugging Face* tensor along one dimension
-  (heads lie group by group there), so a rank reads its own part of the file and nothing else.
-- A rank's Megatron tensor is then a rearrangement of its own parts (``arrangement``), bit for bit,
-  and export runs the same rearrangement backwards before it gathers the parts.
+- Tensor parallelism gives rank r of n the r-th n-th of every *Hugging Face* tensor along one dimension
+  (heads lie group by group there), so a rank reads only its own part of the file.
+- A rank's Megatron tensor is a rearrangement of these parts (``arrangement``), bit for bit, and export
+  reverses the rearrangement before it gathers the parts.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ if TYPE_CHECKING:
 
 
 class Arrangement(Protocol):
-    """How one Megatron tensor is made of Hugging Face tensors, both as parts of one tensor-parallel rank."""
+    """Rearrangement of Hugging Face tensors into one Megatron tensor, both as parts of one tensor-parallel
+    rank."""
 
     def merge(self, parts: list[Tensor]) -> Tensor:
-        """Hugging Face's tensors -> Megatron's."""
+        """Return Megatron's tensor from Hugging Face's."""
         ...
 
     def split(self, tensor: Tensor) -> list[Tensor]:
-        """Megatron's tensor -> Hugging Face's."""
+        """Return Hugging Face's tensors from Megatron's."""
         ...
 
 
 @dataclass(frozen=True)
 class Same:
-    """One tensor, as it is."""
+    """One tensor, unchanged."""
 
     def merge(self, parts: list[Tensor]) -> Tensor:
         return parts[0]
@@ -44,7 +45,7 @@ class Same:
 
 @dataclass(frozen=True)
 class Stacked:
-    """Equal tensors one below the other: ``[gate; up]``."""
+    """Tensors of equal shape, concatenated along the first dimension: ``[gate; up]``."""
 
     def merge(self, parts: list[Tensor]) -> Tensor:
         return _cat(parts)
@@ -57,7 +58,7 @@ class Stacked:
 class GroupedHeads:
     """q, k, v rows -> for each key-value group its query heads, (its gate heads,) its key, its value.
 
-    A gated q_proj holds for every head its query rows, then its gate rows.
+    A gated q_proj holds the query rows and then the gate rows of every head.
     """
 
     head_dim: int
@@ -130,20 +131,23 @@ class Weight:
     """One Megatron tensor and its Hugging Face tensors, all shapes without parallelism."""
 
     megatron: str
-    """Its name in the plain-torch layer spec, with layer and expert numbers of the whole model."""
+    """Name in the plain-torch layer spec, with layer and expert numbers of the whole model."""
     hf: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    """Of the Hugging Face tensors."""
+    """Shapes of the Hugging Face tensors."""
     dim: int | None = None
-    """The dimension of the Hugging Face tensors that tensor parallelism divides; None: each rank has all."""
+    """Dimension of the Hugging Face tensors that tensor parallelism divides; None: replicated on each
+    rank."""
     sections: tuple[int, ...] = ()
-    """Sizes along ``dim`` that are divided one by one; none: the whole dimension."""
+    """Sizes along ``dim`` that are divided separately; empty: the whole dimension."""
     arrangement: Arrangement = Same()
     expert: int | None = None
-    """The expert it belongs to: divided by expert-tensor and placed by expert parallelism."""
+    """Number of the expert, which is divided by expert-tensor and placed by expert parallelism; None: no
+    expert."""
 
     def local_ranges(self, shape: tuple[int, ...], rank: int, size: int) -> list[tuple[int, int]]:
-        """[start, stop) along ``dim`` of what tensor-parallel rank ``rank`` of ``size`` holds of a tensor."""
+        """Return the [start, stop) ranges along ``dim`` that tensor-parallel rank ``rank`` of ``size`` holds
+        of a tensor."""
         assert self.dim is not None
         ranges, start = [], 0
         for section in self.sections or (shape[self.dim],):
@@ -153,7 +157,7 @@ class Weight:
         return ranges
 
     def gather(self, parts: list[Tensor]) -> Tensor:
-        """The whole Hugging Face tensor from all tensor-parallel ranks' parts, in rank order."""
+        """Return the complete Hugging Face tensor from all tensor-parallel ranks' parts, in rank order."""
         if self.dim is None or len(parts) == 1:
             return parts[0]
         if not self.sections:
@@ -164,6 +168,6 @@ class Weight:
 
 
 def _cat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-    import torch  # seconds; to plan, only shapes are asked for
+    import torch  # takes seconds; planning needs only shapes
 
     return torch.cat(tuple(parts), dim)

@@ -1,4 +1,4 @@
-"""What nodes' arrays must hold, looked at where they are, before rows are filled."""
+"""Checks of the contents of nodes' arrays, on the rank that holds them, before rows are filled."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_eqlen.packing.tree import Forest, NonFiniteTreeError, TreeError
 
 
 def check_tokens(forest: Forest, nodes: np.ndarray) -> None:
-    """Raises TreeError where a token id of ``nodes`` ([m] int64, forest indices) is negative."""
+    """Raise TreeError if a token id of ``nodes`` ([m] int64, forest indices) is negative."""
     for node in nodes.tolist():
         least = forest.nodes[node].token_ids.min()
         if least < 0:
@@ -16,8 +16,8 @@ def check_tokens(forest: Forest, nodes: np.ndarray) -> None:
 
 
 def check_loss_arrays(forest: Forest, nodes: np.ndarray) -> None:
-    """Raises TreeError where a rollout log-prob of ``nodes``, which are supervised, is not finite, or a token
-    not in its sampling mask."""
+    """Raise TreeError if a rollout log-prob of ``nodes``, which are supervised, is not finite, or if a token
+    is not in its sampling mask."""
     for node in nodes.tolist():
         _check_logprobs(forest, node)
         _check_mask(forest, node)
@@ -49,8 +49,8 @@ def _check_mask(forest: Forest, node: int) -> None:
 
 
 def check_route_shapes(forest: Forest, expected: tuple[int, int]) -> None:
-    """Raises TreeError where a node's routes do not have the model's (MoE layers, experts a token). Looks at
-    shapes alone, so skeletons will do."""
+    """Raise TreeError if a node's routes do not have the model's (MoE layers, experts per token). Reads
+    shapes only, so skeletons suffice."""
     for node in np.flatnonzero(forest.has_routes).tolist():
         routes = forest.nodes[node].routes
         assert routes is not None
@@ -62,8 +62,8 @@ def check_route_shapes(forest: Forest, expected: tuple[int, int]) -> None:
 
 
 def check_routes(forest: Forest, nodes: np.ndarray, experts: int) -> None:
-    """Raises TreeError where routes of ``nodes`` ([m] int64, forest indices) name an expert that is none of
-    ``experts``, or the same one twice."""
+    """Raise TreeError if routes of ``nodes`` ([m] int64, forest indices) name an expert outside ``experts``,
+    or the same expert twice."""
     for node in nodes[forest.has_routes[nodes]].tolist():
         routes = forest.nodes[node].routes
         assert routes is not None
@@ -74,7 +74,7 @@ def check_routes(forest: Forest, nodes: np.ndarray, experts: int) -> None:
 
 
 def _check_distinct(forest: Forest, node: int, routes: np.ndarray) -> None:
-    """The first two experts of each choice: they are equal where rows were never filled."""
+    """Raise TreeError if the first two experts of a choice are equal, as in rows that were never filled."""
     if routes.shape[2] < 2:
         return
     twice = routes[:, :, 0] == routes[:, :, 1]

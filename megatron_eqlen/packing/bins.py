@@ -8,7 +8,7 @@ import numpy as np
 
 
 def first_fit_decreasing(sizes: np.ndarray, capacity: int) -> list[list[int]]:
-    """Bins of item numbers, none fuller than ``capacity``; every size is at most ``capacity``."""
+    """Return bins of item numbers, none fuller than ``capacity``; every size is at most ``capacity``."""
     bins: list[list[int]] = []
     room = np.full(len(sizes), capacity, dtype=np.int64)
     for item in np.argsort(-sizes, kind="stable"):
@@ -21,7 +21,8 @@ def first_fit_decreasing(sizes: np.ndarray, capacity: int) -> list[list[int]]:
 
 
 def balance(costs: np.ndarray, ranks: int) -> list[list[int]]:
-    """Items for each rank with nearly equal cost: the costliest item left goes to the least loaded rank."""
+    """Return items for each rank with nearly equal cost: the costliest remaining item goes to the least
+    loaded rank."""
     loads = [(0.0, rank) for rank in range(ranks)]
     items: list[list[int]] = [[] for _ in range(ranks)]
     for item in np.argsort(-costs, kind="stable"):

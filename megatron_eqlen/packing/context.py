@@ -1,9 +1,9 @@
-"""A row over the ranks of context parallelism: which positions each one has, and which keys it must see.
+"""Context parallelism of a row: the positions of each rank, and the keys that they see.
 
-The row is cut into 2 N slices of one length, as Megatron's layers want equally many positions on all N ranks.
-A rank gets two of them: the slice whose queries see most keys with the one whose queries see fewest, the
-second with the last but one, ... So all ranks have the same tokens and nearly the same attention. (Of one
-causal sequence these are the zigzag's pairs.)
+The row is cut into 2 N slices of equal length, as Megatron's layers need equally many positions on all N
+ranks. Each rank gets two slices: the slice whose queries see the most keys with the slice whose queries see
+the fewest, the second with the last but one, ... All ranks then have equally many tokens and nearly equal
+attention. (For one causal sequence these are the zigzag pairs.)
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import math
 import numpy as np
 
 Span = tuple[int, int]
-"""Positions of a row: the first, and the one after the last."""
+"""Positions of a row: first (inclusive) and last (exclusive)."""
 BLOCK = 128
-"""FlexAttention's block of queries and keys."""
+"""Size of FlexAttention's blocks of queries and keys."""
 
 
 def slices_of_ranks(position_ids: np.ndarray, ranks: int) -> list[tuple[Span, Span]]:
-    """Each rank's two slices of a row, in row order. ``position_ids``: ``Row.position_ids``, a multiple of
-    2 x ``ranks`` long."""
+    """Return each rank's two slices of a row, in row order. ``position_ids``: ``Row.position_ids``, whose
+    length is a multiple of 2 x ``ranks``."""
     size, rest = divmod(len(position_ids), 2 * ranks)
     assert not rest, f"a row of {len(position_ids)} positions cannot be cut into {2 * ranks} slices"
     seen = (position_ids + 1).reshape(2 * ranks, size).sum(1)  # a query sees its path, itself included
@@ -30,8 +30,8 @@ def slices_of_ranks(position_ids: np.ndarray, ranks: int) -> list[tuple[Span, Sp
 
 
 def keys_of_ranks(slices: list[tuple[Span, Span]], visible_until: np.ndarray) -> list[np.ndarray]:
-    """Of each rank, [S] bool: the keys that its queries see, and all keys that share a block with one of them
-    (of BLOCK positions, where slices are whole blocks). ``visible_until``: ``Row.visible_until``."""
+    """Return for each rank [S] bool: the keys that its queries see, and all keys in the same blocks (of BLOCK
+    positions if slices are whole blocks). ``visible_until``: ``Row.visible_until``."""
     start, end = slices[0][0]
     unit = math.gcd(end - start, BLOCK)
     return [_seen_by(spans, visible_until).reshape(-1, unit).any(1).repeat(unit) for spans in slices]

@@ -42,7 +42,7 @@ PAIR_COST = 3.3e-5
 
 @dataclass(frozen=True)
 class Part:
-    """What is placed as one piece: a whole tree, or some of its leaf chains with their ancestors."""
+    """Unit of placement: a whole tree, or some of its leaf chains with their ancestors."""
 
     nodes: np.ndarray
     """[m] int64, forest indices in row order."""
@@ -52,26 +52,26 @@ class Part:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """The parts of one row."""
+    """Parts of one row."""
 
     parts: list[Part]
     used: int
-    """Positions that the parts take."""
+    """Positions that the parts occupy."""
 
     @property
     def nodes(self) -> np.ndarray:
-        """[m] int64, forest indices in row order; a node that several parts need is there for each."""
+        """[m] int64, forest indices in row order; a node that several parts need occurs once per part."""
         return np.concatenate([np.zeros(0, np.int64), *(part.nodes for part in self.parts)])
 
     @property
     def supervised(self) -> np.ndarray:
-        """[m] bool, which of them are trained here unless their weight is 0."""
+        """[m] bool, nodes that are trained here unless their weight is 0."""
         return np.concatenate([np.zeros(0, bool), *(part.supervised for part in self.parts)])
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Where every node goes. ``ranks[r]`` are the rows of data-parallel rank r, equally many for all."""
+    """Placement of every node. ``ranks[r]`` are the rows of data-parallel rank r, equally many for all."""
 
     forest: Forest
     ranks: list[list[RowPlan]]
@@ -81,40 +81,40 @@ class Packing:
     pair_cost: float
 
     def rows(self, rank: int) -> list[Row]:
-        """The filled rows of one data-parallel rank, all at once. Raises TreeError where a node's arrays
-        hold what cannot be trained on."""
+        """Return the filled rows of one data-parallel rank. Raises TreeError if a node's arrays cannot be
+        trained on."""
         self.check_arrays(rank)
         return [self.fill(row) for row in self.ranks[rank]]
 
     def fill(self, row: RowPlan, for_loss: bool = True) -> Row:
-        """One row's arrays; ``for_loss`` as in ``fill_row``."""
+        """Return one row's arrays; ``for_loss`` as in ``fill_row``."""
         return fill_row(self.forest, row.nodes, row.supervised, self.length(row), for_loss)
 
     def needed(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """The nodes in a data-parallel rank's rows and those of them that it trains: [n] and [m] int64,
-        ascending forest indices."""
+        """Return the nodes in a data-parallel rank's rows, and the nodes that the rank trains: [n] and [m]
+        int64, ascending forest indices."""
         nodes = np.concatenate([row.nodes for row in self.ranks[rank]])
         supervised = np.concatenate([row.supervised for row in self.ranks[rank]])
         return np.unique(nodes), np.unique(nodes[supervised & (self.forest.weight[nodes] > 0)])
 
     def check_arrays(self, rank: int, for_loss: bool = True) -> None:
-        """Raises TreeError where a node that the rank's rows need has arrays that cannot be trained on."""
+        """Raise TreeError if a node in the rank's rows has arrays that cannot be trained on."""
         nodes, trained = self.needed(rank)
         check_tokens(self.forest, nodes)
         if for_loss:
             check_loss_arrays(self.forest, trained)
 
     def length(self, row: RowPlan) -> int:
-        """The row's S: what it uses, or all of the budget; rounded up to ``multiple_of``."""
+        """Return the row's S: the positions in use, or the full budget; rounded up to ``multiple_of``."""
         least = self.max_tokens_per_row if self.full_rows else max(1, row.used)
         return -(-least // self.multiple_of) * self.multiple_of
 
     @cached_property
     def metrics(self) -> Metrics:
-        """Token counts and how well rows and ranks are used; ``fill`` counts every position equally.
+        """Token counts and utilisation of rows and ranks; ``fill`` counts every position equally.
 
-        ``fill``: share of the computed positions that are not padding; ``budget_fill``: share of all
-        rows' full budget; ``expanded_tokens``: what the same supervised nodes would take one by one.
+        ``fill``: share of the computed positions that are not padding; ``budget_fill``: share of all rows'
+        full budget; ``expanded_tokens``: positions of the same supervised nodes with separate prefixes.
         """
         rows = [row for rank in self.ranks for row in rank]
         used = sum(row.used for row in rows)
@@ -152,7 +152,7 @@ def pack(
     full_rows: bool = False,
     pair_cost: float = PAIR_COST,
 ) -> list[list[Row]]:
-    """All rows of every data-parallel rank; one rank's alone are ``plan_rows(...).rows(rank)``."""
+    """Return all rows of every data-parallel rank; for a single rank use ``plan_rows(...).rows(rank)``."""
     planned = plan_rows(
         trees,
         max_tokens_per_row,
@@ -176,7 +176,7 @@ def plan_rows(
     pair_cost: float = PAIR_COST,
     row_count_multiple_of: int = 1,
 ) -> Packing:
-    """Decides which nodes share a row, and which rows a rank trains. Deterministic.
+    """Assign nodes to rows, and rows to ranks. Deterministic.
 
     Every rank gets equally many rows, at least one and a multiple of ``row_count_multiple_of`` (the pipeline
     size with a virtual pipeline); rows without a tree are padding alone. A row is as long as its tokens, or
@@ -191,7 +191,8 @@ def plan_rows(
     for chosen in balance(costs, data_parallel):
         items = np.array(chosen, np.int64)
         rows = [items[row] for row in first_fit_decreasing(sizes[items], max_tokens_per_row)]
-        rows.sort(key=lambda row: -costs[row].sum())  # ranks that wait for each other get similar work
+        # rows at the same place on different ranks get similar work
+        rows.sort(key=lambda row: -costs[row].sum())
         ranks.append([RowPlan([parts[i] for i in row], int(sizes[row].sum())) for row in rows])
     count = max([1, *map(len, ranks)])
     count += -count % row_count_multiple_of
@@ -200,17 +201,17 @@ def plan_rows(
 
 
 def node_costs(forest: Forest, pair_cost: float) -> np.ndarray:
-    """[n] float64: each node's positions + ``pair_cost`` x the pairs its queries see."""
+    """Return [n] float64: each node's positions + ``pair_cost`` x the pairs that its queries see."""
     return forest.length + pair_cost * pairs_seen(forest)
 
 
 def pairs_seen(forest: Forest) -> np.ndarray:
-    """[n] float64: the (query, key) pairs of each node's queries."""
+    """Return [n] float64: the (query, key) pairs of each node's queries."""
     return forest.length * forest.position + forest.length * (forest.length + 1) / 2
 
 
 def _sums(values: np.ndarray, parts: list[Part]) -> np.ndarray:
-    """[parts]: each part's sum of a number that nodes have."""
+    """Return [parts]: for each part the sum of the nodes' values."""
     if not parts:
         return np.zeros(0, values.dtype)
     starts = np.cumsum([0, *(len(part.nodes) for part in parts[:-1])])
@@ -218,7 +219,7 @@ def _sums(values: np.ndarray, parts: list[Part]) -> np.ndarray:
 
 
 def _tree_parts(forest: Forest, budget: int) -> Iterator[Part]:
-    """Whole trees where they fit, else the parts they are cut into."""
+    """Yield whole trees if they fit, otherwise the parts into which they are cut."""
     order = forest.row_order()
     if not order.size:
         return
@@ -231,10 +232,10 @@ def _tree_parts(forest: Forest, budget: int) -> Iterator[Part]:
 
 
 def _cut(forest: Forest, order: np.ndarray, budget: int) -> Iterator[Part]:
-    """Leaf chains in row order, as many to a part as fit with their ancestors (repeated as context).
+    """Yield runs of leaf chains in row order, each as long as fits with its ancestors (repeated as context).
 
-    Deepest chains come first, so each part reaches as far up as it can before the next one repeats a
-    prefix; no other cut into consecutive chains repeats less of a stream.
+    Deepest chains come first, so each part reaches as far up as it can before the next part repeats a prefix;
+    no other cut into consecutive chains repeats less of a stream.
     """
     used = [0, *np.cumsum(forest.length[order]).tolist()]
     first, context = 0, 0
@@ -246,14 +247,14 @@ def _cut(forest: Forest, order: np.ndarray, budget: int) -> Iterator[Part]:
 
 
 def _with_context(forest: Forest, nodes: np.ndarray) -> Part:
-    """``nodes`` after the path above the first of them, which is not supervised again."""
+    """Return a part of ``nodes``, preceded by the ancestors of the first node as unsupervised context."""
     above = forest.path(int(nodes[0]))[:-1]
     supervised = np.arange(len(above) + len(nodes)) >= len(above)
     return Part(np.concatenate((np.array(above, np.int64), nodes)), supervised)
 
 
 def _expanded_parts(forest: Forest) -> Iterator[Part]:
-    """Each supervised node with its own copy of everything above it."""
+    """Yield each supervised node with its own copy of its ancestors."""
     for node in np.flatnonzero(forest.weight > 0):
         path = np.array(forest.path(int(node)))
         yield Part(path, path == node)

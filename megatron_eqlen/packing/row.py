@@ -1,4 +1,4 @@
-"""A row's arrays from its nodes: the layout that ``types.Row`` documents."""
+"""Fill a row's arrays from its nodes, in the layout that ``types.Row`` documents."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megatron_eqlen.types import Row, RowNode, SamplingMask, version_spans
 def fill_row(
     forest: Forest, nodes: np.ndarray, supervised: np.ndarray, length: int, for_loss: bool = True
 ) -> Row:
-    """Lays out ``nodes`` one after the other and pads to ``length`` positions.
+    """Lay out ``nodes`` consecutively and pad to ``length`` positions.
 
-    ``nodes`` [m] int64 are forest indices of whole or partial trees in depth-first order, ancestors
-    included; ``supervised`` [m] bool says which of them are trained here (the others are context).
-    ``for_loss``: fill in what only the loss reads, rollout log-probs, their versions and sampling masks.
+    ``nodes`` [m] int64 are forest indices of whole or partial trees in depth-first order, ancestors included;
+    ``supervised`` [m] bool marks the nodes that are trained here (the others are context). ``for_loss``: fill
+    in the arrays that only the loss reads: rollout log-probs, their versions and sampling masks.
     """
     lengths = forest.length[nodes]
     starts = np.cumsum(lengths) - lengths
@@ -56,13 +56,12 @@ def fill_row(
 def _ancestry(
     forest: Forest, nodes: np.ndarray, starts: np.ndarray, lengths: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Each node's parent in the row (-1: none) and the end of its subtree."""
+    """Return each node's parent in the row (-1: none) and the end of its subtree."""
     above = np.full(len(nodes), -1, np.int64)
     latest: dict[int, int] = {}
     for i, (node, parent) in enumerate(zip(nodes.tolist(), forest.parent[nodes].tolist(), strict=True)):
-        above[i] = latest.get(
-            parent, -1
-        )  # the latest copy: another part of the same tree may lie in this row
+        # the latest copy: another part of the same tree may lie in this row
+        above[i] = latest.get(parent, -1)
         latest[node] = i
     ends = starts + lengths
     for i in range(len(nodes) - 1, -1, -1):
@@ -72,7 +71,8 @@ def _ancestry(
 
 
 def _row_nodes(forest: Forest, nodes: np.ndarray, above: np.ndarray, starts: np.ndarray) -> list[RowNode]:
-    """The nodes that take positions. A one-token prompt takes none: its children are roots of the row."""
+    """Return the nodes that occupy positions. A one-token prompt occupies none: its children are roots of the
+    row."""
     number = np.cumsum(forest.length[nodes] > 0) - 1
     row_nodes: list[RowNode] = []
     columns = (nodes, forest.length[nodes], above, starts, forest.position[nodes])
@@ -87,7 +87,7 @@ def _row_nodes(forest: Forest, nodes: np.ndarray, above: np.ndarray, starts: np.
 
 
 def _labels(forest: Forest, nodes: np.ndarray, used: int) -> np.ndarray:
-    """[used] int64: the nodes' tokens; a root's without its first."""
+    """Return [used] int64: the nodes' tokens; a root's first token is left out."""
     roots = (forest.parent[nodes] < 0).tolist()
     tokens = [forest.nodes[node].token_ids[root:] for node, root in zip(nodes, roots, strict=True)]
     labels = np.concatenate([np.zeros(0, np.int64), *tokens])
@@ -98,7 +98,7 @@ def _labels(forest: Forest, nodes: np.ndarray, used: int) -> np.ndarray:
 def _inputs(
     forest: Forest, nodes: np.ndarray, labels: np.ndarray, starts: np.ndarray, lengths: np.ndarray
 ) -> np.ndarray:
-    """[used] int64: what each position reads, the token before its label on the path."""
+    """Return [used] int64: the input of each position, which is the token before its label on the path."""
     before = np.fromiter(
         (
             forest.nodes[node].token_ids[0] if parent < 0 else forest.nodes[parent].token_ids[-1]
@@ -114,7 +114,8 @@ def _inputs(
 
 
 def _routes(forest: Forest, nodes: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray | None:
-    """[length, layers, top_k] int16, -1 where a position has none; None if no position has."""
+    """Return [length, layers, top_k] int16, -1 at positions without routes; None if no position has
+    routes."""
     known = [(start, forest.nodes[node].routes) for start, node in zip(starts.tolist(), nodes, strict=True)]
     routes = [(start, experts) for start, experts in known if experts is not None]
     if not routes:
@@ -126,12 +127,12 @@ def _routes(forest: Forest, nodes: np.ndarray, starts: np.ndarray, length: int) 
 
 
 def _logprobs(forest: Forest, nodes: np.ndarray) -> np.ndarray:
-    """The rollout log-probs of ``nodes``, one after the other."""
+    """Return the rollout log-probs of ``nodes``, concatenated."""
     return np.concatenate([np.zeros(0), *(forest.nodes[node].rollout_logprobs for node in nodes)])
 
 
 def _versions(forest: Forest, nodes: np.ndarray) -> np.ndarray:
-    """Of the tokens of ``nodes``, one after the other."""
+    """Return the policy versions of the tokens of ``nodes``, concatenated; -1: unknown."""
     versions = np.full(int(forest.length[nodes].sum()), -1, np.int64)
     start = 0
     for node, length in zip(nodes.tolist(), forest.length[nodes].tolist(), strict=True):
@@ -142,7 +143,7 @@ def _versions(forest: Forest, nodes: np.ndarray) -> np.ndarray:
 
 
 def _mask(forest: Forest, nodes: np.ndarray) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
-    """The kept tokens of ``nodes``, one token after the other, and how many each has; None without masks."""
+    """Return the kept tokens of ``nodes``, concatenated, and their number per token; None without masks."""
     masks = [forest.nodes[node].sampling_mask for node in nodes]
     if not any(mask is not None for mask in masks):
         return None, None

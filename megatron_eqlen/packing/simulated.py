@@ -1,9 +1,8 @@
-"""Simulated streams of equal-length pairs: what packing depends on is known before anything is generated.
+"""Simulated streams of equal-length pairs, to predict packing before anything is generated.
 
-Streams are simulated as the harvester makes them: response lengths are log-normal; the shorter of two
-tracks ends a pair; the survivor goes on and the fork's length is drawn given that it is longer than the
-trunk; a stream ends where both tracks end at once or reach the limit. Half of the pairs have equal
-rewards and carry no weight.
+The simulation follows the harvester: response lengths are log-normal; the shorter of two tracks ends a pair;
+the survivor continues, and the fork's length is drawn conditional on being longer than the trunk; a stream
+ends if both tracks end at once or reach the limit. Half of the pairs have equal rewards and carry no weight.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ SHORTEST_PROMPT = 64
 
 
 def repeated_share(max_tokens_per_row: int, limit: int, prompt: int, streams: int = 128) -> float:
-    """Share of the rows' positions that repeat a trunk that was cut: the real packer on simulated streams.
+    """Return the share of the rows' positions that repeat a cut trunk: the real packer on simulated streams.
 
     ``limit`` and ``prompt``: tokens of the longest response and prompt.
     """
@@ -35,8 +34,9 @@ def repeated_share(max_tokens_per_row: int, limit: int, prompt: int, streams: in
 def exchanged_share(
     trees: Sequence[TokenTree], max_tokens_per_row: int, ranks: int, layout: Layout = "tree"
 ) -> float:
-    """Positions whose keys a row's busiest context-parallel rank gets from the ``ranks`` - 1 others or gives
-    them, whichever are more, over all positions of the rows; on GPUs, where rows are whole blocks."""
+    """Return the positions whose keys a row's busiest context-parallel rank receives from the ``ranks`` - 1
+    others or sends to them, whichever is more, over all positions of the rows; on GPUs, where rows are whole
+    blocks."""
     planned = plan_rows(trees, max_tokens_per_row, multiple_of=2 * ranks * BLOCK, layout=layout)
     exchanged = positions = 0
     for row in (planned.fill(row, for_loss=False) for row in planned.ranks[0]):
@@ -44,20 +44,20 @@ def exchanged_share(
         seen = np.array(keys_of_ranks(slices, row.visible_until))
         everyone = seen.sum(0)
         given = [sum(int(everyone[start:end].sum()) for start, end in spans) for spans in slices]
-        exchanged += max(*seen.sum(1).tolist(), *given) - length // ranks  # but for its own
+        exchanged += max(*seen.sum(1).tolist(), *given) - length // ranks  # without its own
         positions += length
     return exchanged / positions
 
 
 def simulated_streams(count: int, limit: int, prompt: int) -> list[TokenTree]:
-    """``limit`` and ``prompt``: tokens of the longest response and prompt."""
+    """Return simulated streams. ``limit`` and ``prompt``: tokens of the longest response and prompt."""
     rng = np.random.default_rng(0)
     median = max(1, round(MEDIAN * limit))
     return [simulated_stream(rng, number, median, limit, prompt) for number in range(count)]
 
 
 def simulated_responses(count: int, limit: int, prompt: int) -> list[TokenTree]:
-    """Independent ones, each with a prompt of its own."""
+    """Return independent responses, each with its own prompt."""
     rng = np.random.default_rng(0)
     median = max(1, round(MEDIAN * limit))
     trees = []
@@ -72,7 +72,8 @@ def simulated_responses(count: int, limit: int, prompt: int) -> list[TokenTree]:
 def simulated_stream(
     rng: np.random.Generator, number: int, median: int, limit: int, prompt: int
 ) -> TokenTree:
-    """One stream's token tree (zero tokens: the packer's work does not depend on their values)."""
+    """Return one stream's token tree (all tokens are 0: the packer's work does not depend on their
+    values)."""
     ends = [response_length(rng, median, 0), response_length(rng, median, 0)]
     root = np.zeros(int(rng.integers(min(SHORTEST_PROMPT, prompt), prompt + 1)), np.int32)
     nodes, trunk, length = [Node(-1, root)], 0, 0
@@ -87,7 +88,7 @@ def simulated_stream(
 
 
 def response_length(rng: np.random.Generator, median: int, longer_than: int) -> int:
-    """Log-normal, given that it is longer."""
+    """Draw a log-normal length, conditional on being longer than ``longer_than``."""
     while True:
         draws = median * rng.lognormal(0.0, SIGMA, 1000)
         longer = draws[draws > longer_than + 1]

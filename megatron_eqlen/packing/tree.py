@@ -1,8 +1,7 @@
-"""Token trees as one flat forest: checked, pruned, and put in row order.
+"""Flat forest of token trees: checked, pruned, and put in row order.
 
-``Forest.of(trees)`` reads every node once into arrays (a batch has a few ten thousand nodes and
-millions of tokens). It reads how many tokens there are, not which, so skeletons will do. It relies on three
-exact facts:
+``Forest.of(trees)`` reads every node once into arrays (a batch has tens of thousands of nodes and millions of
+tokens). It reads only the number of tokens, so skeletons suffice. It relies on three exact facts:
 
 * A node without a supervised node at or below it changes no loss and no gradient: it is pruned.
 * Restricting depth-first order to a set of nodes that holds all its ancestors is depth-first order again.
@@ -21,16 +20,16 @@ from megatron_eqlen.types import Node, TokenTree
 
 
 class TreeError(ValueError):
-    """A token tree that cannot be trained on; the message names the tree and the node."""
+    """Token tree that cannot be trained on; the message names the tree and the node."""
 
 
 class NonFiniteTreeError(TreeError):
-    """A token tree with a number that is not finite."""
+    """Token tree with a number that is not finite."""
 
 
 @dataclass(frozen=True)
 class Forest:
-    """Every node of a batch. Arrays are [n] over nodes, in the order of the trees and their nodes."""
+    """All nodes of a batch. Arrays are [n] over nodes, in the order of the trees and their nodes."""
 
     names: list[str]
     nodes: list[Node]
@@ -43,11 +42,11 @@ class Forest:
     weight: np.ndarray
     """float64"""
     home: np.ndarray
-    """int64, the rank that holds the node's arrays, -1 where every rank does."""
+    """int64, the rank that holds the node's arrays, -1 if every rank does."""
 
     @classmethod
     def of(cls, trees: Sequence[TokenTree]) -> Forest:
-        """The checked forest of ``trees``. Raises TreeError on the first tree that is not one."""
+        """Return the checked forest of ``trees``. Raises TreeError on the first invalid tree."""
         nodes = [node for tree in trees for node in tree.nodes]
         counts = np.array([len(tree.nodes) for tree in trees], dtype=np.int64)
         names = [tree.name for tree in trees]
@@ -85,7 +84,7 @@ class Forest:
         return depth
 
     def levels(self) -> list[np.ndarray]:
-        """Node indices of depth 0, 1, 2, ..."""
+        """Return the node indices of depth 0, 1, 2, ..."""
         order = np.argsort(self.depth, kind="stable")
         ends = np.cumsum(np.bincount(self.depth))
         return np.split(order, ends[:-1])
@@ -101,7 +100,7 @@ class Forest:
 
     @cached_property
     def live(self) -> np.ndarray:
-        """[n] bool, whether the node or one below it is supervised."""
+        """[n] bool, True if the node or a node below it is supervised."""
         live = self.weight > 0
         for level in reversed(self.levels()[1:]):
             live[self.parent[level[live[level]]]] = True
@@ -114,9 +113,9 @@ class Forest:
         return np.where(supervised, np.cumsum(supervised) - 1, -1)
 
     def row_order(self) -> np.ndarray:
-        """Live nodes, tree after tree, each in depth-first order with the longest child first.
+        """Return the live nodes, tree after tree, each in depth-first order with the longest child first.
 
-        Longest by its longest path of live positions; ties keep the order of the tree's nodes.
+        A child's length is its longest path of live positions; ties keep the order of the tree's nodes.
         """
         length = np.where(self.live, self.length, 0)
         levels = self.levels()
@@ -141,24 +140,24 @@ class Forest:
         return order[self.live[order]]
 
     def path(self, node: int) -> list[int]:
-        """The node and those above it, root first."""
+        """Return the node and its ancestors, root first."""
         path = [node]
         while self.parent[path[-1]] >= 0:
             path.append(int(self.parent[path[-1]]))
         return path[::-1]
 
     def of_segment(self, segment: int) -> tuple[str, int]:
-        """The tree's name and the index in it of the node with this number in ``segment``."""
+        """Return the name of the tree and the index in it of the node with this number in ``segment``."""
         node = int(np.flatnonzero(self.segment == segment)[0])
         return self.names[self.tree[node]], node - int(np.searchsorted(self.tree, self.tree[node]))
 
     def where(self, node: int) -> str:
-        """Names the node, for messages."""
+        """Return the node's name for messages."""
         local = node - int(np.searchsorted(self.tree, self.tree[node]))
         return f"token tree {self.names[self.tree[node]]!r}, node {local}"
 
     def check_budget(self, max_tokens_per_row: int) -> None:
-        """Raises TreeError where a live path does not fit into a row."""
+        """Raise TreeError if a live path does not fit into a row."""
         path = self.position + self.length
         over = np.flatnonzero(self.live & (path > max_tokens_per_row))
         if over.size:
@@ -170,7 +169,8 @@ class Forest:
 
 
 def leaf_chain_bounds(forest: Forest, order: np.ndarray) -> list[int]:
-    """Where one tree's row order is cut into downward runs that end at a leaf each; with 0 and the end."""
+    """Return the bounds of the downward runs in one tree's row order that each end at a leaf, with 0 and the
+    end."""
     cuts = np.flatnonzero(forest.parent[order[1:]] != order[:-1]) + 1
     return [0, *cuts.tolist(), len(order)]
 
@@ -206,7 +206,7 @@ def _check_parents(
 
 
 def _cycle(tree: TokenTree, node: int) -> list[int]:
-    """The nodes from ``node`` up to one that was already met, or [] if the path ends at a root."""
+    """Return the nodes from ``node`` up to the first repeated node, or [] if the path ends at a root."""
     seen = [node]
     while 0 <= tree.nodes[seen[-1]].parent < len(tree.nodes):
         seen.append(tree.nodes[seen[-1]].parent)

@@ -1,7 +1,7 @@
 """Recipes: every key with its type and default, and the name of a run.
 
-``recipe.load`` reads files and ``recipe.checks`` checks keys against each other. This folder imports nothing that
-trains or generates.
+``recipe.load`` reads files and ``recipe.checks`` checks keys against each other. This folder imports nothing
+that trains or generates.
 """
 
 from megatron_eqlen.recipe.naming import MAY_CHANGE, differences, is_under, leaves

@@ -14,7 +14,7 @@ start          weights                                           weights, KV cac
 sync           weights, tensors in transit                       weights
 evaluate       weights                                           weights, KV cache
 generate       weights                                           weights, KV cache
-train          weights, gradients, optimizer, activations        the sleeping engine's rest
+train          weights, gradients, optimizer, activations        memory of the sleeping engine
 checkpoint     weights                                           weights, KV cache
 =============  ================================================  =============================
 """
