@@ -27,32 +27,32 @@ def check(recipe: Recipe | None, short: bool = False, checks: Sequence[Check] = 
     """
     place = Place(recipe, recipe.run_folder if recipe else Path("runs"), short)
     wanting = []
-    for one in checks:
-        if short and not one.in_short:
+    for entry in checks:
+        if short and not entry.in_short:
             continue
-        finding = look(one, place)
+        finding = look(entry, place)
         if finding is None:
             continue
-        bad = finding.state in ("missing", "failed") and one.needed(place)
+        bad = finding.state in ("missing", "failed") and entry.needed(place)
         if bad:
-            wanting.append(one.name)
+            wanting.append(entry.name)
         if finding.state != "ok" or not short:
-            print(line(one, finding, bad), flush=True)
+            print(line(entry, finding, bad), flush=True)
     who = recipe.name if recipe else "what every run needs"
     verdict = f"NOT READY for {who}: {', '.join(wanting)}" if wanting else f"ready for {who}"
     print(f"{socket.gethostname()}: {verdict}", flush=True)
     return 1 if wanting else 0
 
 
-def look(one: Check, place: Place) -> Finding | None:
+def look(entry: Check, place: Place) -> Finding | None:
     """Return what the check finds; an error that it raises is a finding."""
     try:
-        return one.look(place)
+        return entry.look(place)
     except (OSError, ValueError, RuntimeError, SubprocessError) as error:
         return Finding("failed", f"{type(error).__name__}: {error}")
 
 
-def line(one: Check, finding: Finding, bad: bool) -> str:
+def line(entry: Check, finding: Finding, bad: bool) -> str:
     optional = "" if bad or finding.state in ("ok", "slow") else " (not needed here)"
     todo = f" -> {finding.todo}" if finding.todo else ""
-    return f"{finding.state:<7}  {one.name:<18}  {finding.text}{optional}{todo}"
+    return f"{finding.state:<7}  {entry.name:<18}  {finding.text}{optional}{todo}"

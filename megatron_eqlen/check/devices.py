@@ -82,7 +82,7 @@ def reduced_by_nccl() -> list[float]:
     """Return the sum of a 1 from each GPU of this machine, as each GPU received it."""
     ones = [torch.ones(1 << 20, device=f"cuda:{number}") for number in range(torch.cuda.device_count())]
     nccl.all_reduce(ones)
-    return [float(one.max()) for one in ones]
+    return [float(tensor.max()) for tensor in ones]
 
 
 def reduced_by_gloo() -> list[float]:
@@ -119,7 +119,7 @@ def flex_attention(place: Place) -> Finding | None:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     found, expected = _with_gradient(tree, q), _with_gradient(plain, q)
-    off = max(float((one - other).abs().max()) for one, other in zip(found, expected, strict=True))
+    off = max(float((tensor - other).abs().max()) for tensor, other in zip(found, expected, strict=True))
     if off > TOLERANCE:
         return Finding("failed", f"differs from plain attention by {off:.3g}", "tools/setup gpu")
     return Finding("ok", "compiles, forward and backward")

@@ -174,7 +174,7 @@ def meet(address: str, count: int, number: int) -> list[float]:
             store.set("all", "")
         store.wait(["all"])
         store.set(f"clock {number}", str(time.time()))
-        clocks = [float(store.get(f"clock {one}")) for one in range(count)]
+        clocks = [float(store.get(f"clock {process}")) for process in range(count)]
         if store.add("read", 1) == count:
             store.set("done", "")
         if number == 0:  # the store lives in this process

@@ -100,7 +100,7 @@ def _graders(place: Place) -> set[str]:
     if place.recipe is None:
         return set()
     read = [*place.recipe.data.sources, *place.recipe.evaluation.benchmarks]
-    return {one.grader or one.reader for one in read}
+    return {source.grader or source.reader for source in read}
 
 
 def _has_delta_net(place: Place) -> bool:
@@ -114,7 +114,7 @@ def _on_gpus(wanted: Package) -> Check:
 
 CHECKS = [
     Check("python", python),
-    *(Check(one.name, partial(package, one)) for one in NEEDED),
+    *(Check(wanted.name, partial(package, wanted)) for wanted in NEEDED),
     _on_gpus(TRANSFORMER_ENGINE),
     _on_gpus(FLA),
     Check("container", container),

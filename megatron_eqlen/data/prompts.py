@@ -251,7 +251,7 @@ def position_metrics(position: dict[str, Any] | None) -> Metrics:
     if position is None:
         return {}
     sources = {
-        f"data/source/{name}/epochs": one["epoch"] + one["position"] / one["rows"]
-        for name, one in position["sources"].items()
+        f"data/source/{name}/epochs": source["epoch"] + source["position"] / source["rows"]
+        for name, source in position["sources"].items()
     }
     return {PROMPTS_DRAWN: float(position["drawn"])} | sources

@@ -52,7 +52,7 @@ class EvaluationResult:
         return statistics.crossed_bootstrap(self.scores)
 
     def verdict_fraction(self, verdict: str) -> float:
-        verdicts = [one for answers in self.answers for one in answers.verdicts]
+        verdicts = [found for answers in self.answers for found in answers.verdicts]
         return verdicts.count(verdict) / len(verdicts)
 
     @property
@@ -130,7 +130,7 @@ def read_results(path: Path) -> list[EvaluationResult]:
     with expecting("an evaluation result", path):
         return [
             EvaluationResult(
-                record["benchmark"], [Answers(**one) for one in record["answers"]], record["manifest"]
+                record["benchmark"], [Answers(**answers) for answers in record["answers"]], record["manifest"]
             )
             for record in read_json(path)
         ]

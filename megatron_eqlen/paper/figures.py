@@ -47,7 +47,9 @@ class Curves:
 
     def along(self, axis: str) -> dict[int, float]:
         """Step to what was spent by its end, of ``axis``, a key of ``UNITS``."""
-        return {0: 0.0} | {one["step"]: getattr(spent(one["step"], one), axis) for one in self.records}
+        return {0: 0.0} | {
+            record["step"]: getattr(spent(record["step"], record), axis) for record in self.records
+        }
 
 
 def read_curves(folder: Path) -> Curves:
@@ -71,7 +73,7 @@ def metric(*names: str) -> Measure:
     """The first of ``names`` that the run measured."""
 
     def measure(curves: Curves) -> list[tuple[int, float]]:
-        found = ((one["step"], first_of(one, names)) for one in curves.records)
+        found = ((record["step"], first_of(record, names)) for record in curves.records)
         return [(step, value) for step, value in found if value is not None]
 
     return measure
@@ -81,8 +83,8 @@ def summed(name: str) -> Measure:
     """All of it so far."""
 
     def measure(curves: Curves) -> list[tuple[int, float]]:
-        values = np.cumsum([one.get(name) or 0.0 for one in curves.records])
-        return [(one["step"], float(value)) for one, value in zip(curves.records, values, strict=True)]
+        values = np.cumsum([record.get(name) or 0.0 for record in curves.records])
+        return [(record["step"], float(value)) for record, value in zip(curves.records, values, strict=True)]
 
     return measure
 
@@ -116,13 +118,19 @@ MEASURES: dict[str, Measure] = {
 
 def figures(groups: Sequence[Group]) -> dict[str, list[Chart]]:
     """By what is on the x axis, the charts of methods on one model; an axis without numbers is left out."""
-    runs = {one.method: [read_curves(run.folder) for run in one.runs] for one in groups if one.method != BASE}
-    benchmarks = dict.fromkeys(name for seeds in runs.values() for one in seeds for name in one.accuracies)
+    runs = {
+        group.method: [read_curves(run.folder) for run in group.runs]
+        for group in groups
+        if group.method != BASE
+    }
+    benchmarks = dict.fromkeys(
+        name for seeds in runs.values() for curves in seeds for name in curves.accuracies
+    )
     measures = {f"Accuracy on {name}, %": _accuracy(name) for name in benchmarks} | MEASURES
     drawn = {
         axis: [_chart(title, runs, measure, axis) for title, measure in measures.items()]
         for axis in UNITS
-        if any(max(one.along(axis).values()) for seeds in runs.values() for one in seeds)
+        if any(max(curves.along(axis).values()) for seeds in runs.values() for curves in seeds)
     }
     return {
         axis: [chart for chart in charts if any(series.points for series in chart.series)]
@@ -174,11 +182,11 @@ def ends(groups: Sequence[Group]) -> list[dict[Column, Any]]:
     """Where each method's curves end: means over its seeds and their last ``WINDOW`` steps; and of the
     responses to the final evaluation the length, and how many were cut at the limit."""
     rows = []
-    for one in groups:
-        if one.method != BASE:
-            row: dict[Column, Any] = {METHOD: one.method}
-            row |= {title: _end(one, measure) for title, measure in MEASURES.items() if title != EFFECTIVE}
-            tested = [result for run in one.runs for result in run.after.values()]
+    for group in groups:
+        if group.method != BASE:
+            row: dict[Column, Any] = {METHOD: group.method}
+            row |= {title: _end(group, measure) for title, measure in MEASURES.items() if title != EFFECTIVE}
+            tested = [result for run in group.runs for result in run.after.values()]
             row["Test: length, tokens"] = mean_of_known(result.mean_tokens for result in tested)
             cut = mean_of_known(result.verdict_fraction("truncated") for result in tested)
             rows.append(row | {"Test: cut, %": None if cut is None else 100 * cut})
@@ -197,7 +205,8 @@ def _accuracy(benchmark: str) -> Measure:
 
 def _chart(title: str, runs: dict[str, list[Curves]], measure: Measure, axis: str) -> Chart:
     parts = [
-        over_seeds(method, [_points(one, measure, axis) for one in seeds]) for method, seeds in runs.items()
+        over_seeds(method, [_points(curves, measure, axis) for curves in seeds])
+        for method, seeds in runs.items()
     ]
     return Chart(title, parts, UNITS[axis] if axis != "steps" else "step")
 
@@ -221,7 +230,7 @@ def over_seeds(name: str, seeds: Sequence[Sequence[Point]]) -> Series:
         grid = np.array(own[0])
     else:
         grid = np.linspace(max(places[0] for places in own), min(places[-1] for places in own), POINTS)
-    values = np.array([np.interp(grid, [x for x, _ in one], [y for _, y in one]) for one in seeds])
+    values = np.array([np.interp(grid, [x for x, _ in curve], [y for _, y in curve]) for curve in seeds])
     low, high = values.min(axis=0), values.max(axis=0)
     points = list(zip(grid.tolist(), values.mean(axis=0).tolist(), strict=True))
     return Series(name, points, list(zip(low.tolist(), high.tolist(), strict=True)))

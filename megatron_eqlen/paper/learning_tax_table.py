@@ -40,13 +40,13 @@ def tax_of_step(folder: Path, recipe: Recipe) -> Tax:
 def learning_taxes(groups: Sequence[Group]) -> list[dict[Column, Any]]:
     """A row for each method: its runs' shared prefixes, and what their gradients come to."""
     rows = []
-    for one in groups:
-        if one.method == BASE:
+    for group in groups:
+        if group.method == BASE:
             continue
-        tax = sum((tax_of_run(run.folder, run.recipe) for run in one.runs), Tax())
+        tax = sum((tax_of_run(run.folder, run.recipe) for run in group.runs), Tax())
         rows.append(
             {
-                METHOD: one.method,
+                METHOD: group.method,
                 "shared tokens": tax.shared,
                 "pushed both ways, %": 100 * tax.opposed_share,
                 "cancelled, %": 100 * tax.cancelled_share,

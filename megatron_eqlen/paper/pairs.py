@@ -29,12 +29,12 @@ def pairs(groups: Sequence[Group]) -> list[dict[Column, Any]]:
     """Two rows for each method that has pairs: means over its seeds of their first third of steps, and of
     their last."""
     rows = []
-    for one in groups:
-        if one.method == BASE or one.runs[0].recipe.sampling != "equal_length":
+    for group in groups:
+        if group.method == BASE or group.runs[0].recipe.sampling != "equal_length":
             continue
-        runs = [read_metrics(run.folder) for run in one.runs]
+        runs = [read_metrics(run.folder) for run in group.runs]
         for part, steps in (("first third", _first_third), ("last third", _last_third)):
-            row: dict[Column, Any] = {METHOD: one.method, "of each run": part}
+            row: dict[Column, Any] = {METHOD: group.method, "of each run": part}
             for title, (metric, scale) in SHOWN.items():
                 mean = mean_of_known(
                     mean_of_known(record.get(metric) for record in steps(records)) for records in runs

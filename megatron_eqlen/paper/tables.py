@@ -38,12 +38,12 @@ def differences(
     groups: Sequence[Group], baseline: str, benchmarks: Sequence[str] | None = None
 ) -> list[dict[Column, Any]]:
     """How much better each method is than ``baseline``, in the same columns."""
-    base = {one.model: one for one in groups if one.method == baseline}
+    base = {group.model: group for group in groups if group.method == baseline}
 
     def above(group: Group, benchmark: str) -> Difference | None:
         return difference(base[group.model], group, benchmark) if group.model in base else None
 
-    return _by_benchmark([one for one in groups if one.method != baseline], benchmarks, above)
+    return _by_benchmark([group for group in groups if group.method != baseline], benchmarks, above)
 
 
 def _by_benchmark(
@@ -52,13 +52,13 @@ def _by_benchmark(
     value: Callable[[Group, str], Accuracy | Difference | None],
 ) -> list[dict[Column, Any]]:
     """A row for each method, with ``value(group, benchmark)`` for each model and benchmark."""
-    models = list(dict.fromkeys(one.model for one in groups))
-    named = dict.fromkeys(name for one in groups for run in one.runs for name in run.after)
+    models = list(dict.fromkeys(group.model for group in groups))
+    named = dict.fromkeys(name for group in groups for run in group.runs for name in run.after)
     rows = []
-    for method in dict.fromkeys(one.method for one in groups):
+    for method in dict.fromkeys(group.method for group in groups):
         row: dict[Column, Any] = {METHOD: "Base" if method == BASE else method}
         for model in models:
-            mine = next((one for one in groups if (one.model, one.method) == (model, method)), None)
+            mine = next((group for group in groups if (group.model, group.method) == (model, method)), None)
             for benchmark in benchmarks or named:
                 row[model, benchmark] = value(mine, benchmark) if mine else None
         rows.append(row)

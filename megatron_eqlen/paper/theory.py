@@ -244,7 +244,9 @@ class Moments:
 def prefix_term(responses: Sequence[tuple[Sequence[int], float]], probabilities: Sequence[float]) -> Moments:
     """Exact moments of GRPO's (G = 2) coefficient on B_1 when both responses are drawn independently."""
     draws = itertools.product(zip(responses, probabilities, strict=True), repeat=2)
-    outcomes = [(direct_coefficient(grpo_group(one, two), B_1), p * q) for (one, p), (two, q) in draws]
+    outcomes = [
+        (direct_coefficient(grpo_group(first, second), B_1), p * q) for (first, p), (second, q) in draws
+    ]
     return moments(outcomes)
 
 

@@ -76,9 +76,9 @@ class Scorer:
 
     def begin_ended(self, rollouts: Iterable[Rollout]) -> None:
         """``begin`` every response of ``rollouts`` that has no grade."""
-        for one in _ended(rollouts):
-            if one.segment.grade is None:
-                self._begin(one.key, one.prompt, one.response)
+        for entry in _ended(rollouts):
+            if entry.segment.grade is None:
+                self._begin(entry.key, entry.prompt, entry.response)
 
     def score(self, rollouts: Sequence[Rollout], seconds: float = math.inf) -> Metrics:
         """Fill ``grade`` of every segment that ends a response; a grade that is already there is kept.
@@ -89,12 +89,14 @@ class Scorer:
         """
         started = time.monotonic()
         ended = list(_ended(rollouts))
-        ungraded = {one.key: one for one in ended if one.segment.grade is None}
+        ungraded = {entry.key: entry for entry in ended if entry.segment.grade is None}
         try:
             hidden = sum(grade.seconds for grade in self._background.ready(ungraded))
-            for key, one in ungraded.items():
-                self._begin(key, one.prompt, one.response)
-            grades = self._grade_now([one for key, one in ungraded.items() if key not in self._background])
+            for key, entry in ungraded.items():
+                self._begin(key, entry.prompt, entry.response)
+            grades = self._grade_now(
+                [entry for key, entry in ungraded.items() if key not in self._background]
+            )
             waiting = time.monotonic()
             late = self._collect([key for key in ungraded if key not in grades], grades, seconds)
             waited = time.monotonic() - waiting
@@ -108,9 +110,9 @@ class Scorer:
                 len(ungraded),
                 seconds,
             )
-        for one in ended:
-            one.segment.grade = one.segment.grade or grades[one.key]
-        new = [(one.prompt, one.segment.grade) for one in ended if not one.segment.carried]
+        for entry in ended:
+            entry.segment.grade = entry.segment.grade or grades[entry.key]
+        new = [(entry.prompt, entry.segment.grade) for entry in ended if not entry.segment.carried]
         return (
             reward_metrics(new)
             | policy_metrics(rollouts)
@@ -156,9 +158,9 @@ class Scorer:
         return answer_section(self._tokenizer.decode(response), longest)
 
     def _grade_now(self, responses: Sequence[_Ended]) -> dict[Key, Grade]:
-        texts = [self._tokenizer.decode(one.response) for one in responses]
-        grades = self.grade_texts(texts, [one.prompt for one in responses])
-        return {one.key: grade for one, grade in zip(responses, grades, strict=True)}
+        texts = [self._tokenizer.decode(entry.response) for entry in responses]
+        grades = self.grade_texts(texts, [entry.prompt for entry in responses])
+        return {entry.key: grade for entry, grade in zip(responses, grades, strict=True)}
 
     def _collect(self, begun: Sequence[Key], grades: dict[Key, Grade], seconds: float) -> int:
         """Wait for what was begun, at most ``seconds`` in all; returns for how many that was too short."""

@@ -117,7 +117,7 @@ class Plan:
         """The runs that say what ``cell`` may spend."""
         if not self.is_matched(cell):
             return []
-        return [one for one in self.cells if one.model == cell.model and self.is_reference(one)]
+        return [other for other in self.cells if other.model == cell.model and self.is_reference(other)]
 
     def limits(self, cell: Cell) -> list[str] | None:
         """The overrides that end its run; None while a run of the reference that says so has not ended."""
@@ -125,9 +125,11 @@ class Plan:
             return []
         if cell.model not in self.amounts:
             references = self.references(cell)
-            if not all(one.ended([]) for one in references):
+            if not all(reference.ended([]) for reference in references):
                 return None
-            self.amounts[cell.model] = fmean(getattr(one.spent(), self.sweep.match) for one in references)
+            self.amounts[cell.model] = fmean(
+                getattr(reference.spent(), self.sweep.match) for reference in references
+            )
         return self.matched(self.amounts[cell.model])
 
     def matched(self, amount: float) -> list[str]:

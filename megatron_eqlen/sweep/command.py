@@ -47,11 +47,11 @@ def to_slurm(plan: Plan, file: Path, overrides: Sequence[str], submit: bool) -> 
 
 def cell(plan: Plan, name: str) -> int:
     """Print the arguments of ``eqlen train`` for a run, one a line."""
-    one = plan.cell(name)
-    limits = plan.limits(one)
+    run = plan.cell(name)
+    limits = plan.limits(run)
     if limits is None:
         raise ValueError(f"{name} may spend what the runs of {plan.sweep.reference} did: not all have ended")
-    print(one.recipe_file, *one.overrides, *limits, sep="\n")
+    print(run.recipe_file, *run.overrides, *limits, sep="\n")
     return 0
 
 

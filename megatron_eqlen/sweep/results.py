@@ -52,7 +52,7 @@ def groups(plan: Plan) -> list[Group]:
             ]
             if runs:
                 methods.append(Group(model, method, runs))
-        every = [run for one in methods for run in one.runs]
+        every = [run for group in methods for run in group.runs]
         found += [Group(model, BASE, every)] if any(run.before for run in every) else []
         found += methods
     return found
@@ -60,7 +60,7 @@ def groups(plan: Plan) -> list[Group]:
 
 def tables(sweep: SweepRecipe, found: Sequence[Group]) -> list[Table]:
     """Those that the sweep names, rows in the order that it gives."""
-    return [_table(sweep, one, found) for one in sweep.tables or _default(sweep)]
+    return [_table(sweep, table, found) for table in sweep.tables or _default(sweep)]
 
 
 def _default(sweep: SweepRecipe) -> list[TableRecipe]:
@@ -70,7 +70,9 @@ def _default(sweep: SweepRecipe) -> list[TableRecipe]:
 def _table(sweep: SweepRecipe, table: TableRecipe, found: Sequence[Group]) -> Table:
     recipes = table.recipes or [Path(recipe).stem for recipe in sweep.recipes]
     methods = table.methods or [BASE, *sweep.methods]
-    chosen = [one for method in methods for one in found if one.method == method and one.model in recipes]
+    chosen = [
+        group for method in methods for group in found if group.method == method and group.model in recipes
+    ]
     missing = [
         f"{sweep.label(method)} on {sweep.called(model)}: {count} of {len(sweep.seeds)}"
         for model in recipes
@@ -78,7 +80,7 @@ def _table(sweep: SweepRecipe, table: TableRecipe, found: Sequence[Group]) -> Ta
         if method != BASE and (count := _count(chosen, model, method)) < len(sweep.seeds)
     ]
     names = {method: BASE if method == BASE else sweep.label(method) for method in methods}
-    named = [Group(one.model, names[one.method], one.runs) for one in chosen]
+    named = [Group(group.model, names[group.method], group.runs) for group in chosen]
     notes = [f"Seeds that have ended: {'; '.join(missing)}"] if missing else []
     notes += budget_notes(named)
     baseline = names[methods[0]]
@@ -102,7 +104,7 @@ def _called(sweep: SweepRecipe, column: Column) -> Column:
 
 def _count(found: Sequence[Group], model: str, method: str) -> int:
     """Runs of a method on a model."""
-    return sum(len(one.runs) for one in found if (one.model, one.method) == (model, method))
+    return sum(len(group.runs) for group in found if (group.model, group.method) == (model, method))
 
 
 def write(plan: Plan) -> list[Path]:
@@ -154,24 +156,24 @@ def write_into(document: Path, sweep: Path) -> None:
 
 def _figures(sweep: SweepRecipe, found: Sequence[Group]) -> dict[str, dict[str, list[Chart]]]:
     """By model and by what is on the x axis."""
-    methods = [one for one in found if one.method in (sweep.figures or sweep.methods)]
+    methods = [group for group in found if group.method in (sweep.figures or sweep.methods)]
     return {
         model: figures(
-            [Group(model, sweep.label(one.method), one.runs) for one in methods if one.model == model]
+            [Group(model, sweep.label(group.method), group.runs) for group in methods if group.model == model]
         )
-        for model in dict.fromkeys(one.model for one in methods)
+        for model in dict.fromkeys(group.model for group in methods)
     }
 
 
 def _page(
     plan: Plan, found: Sequence[Group], made: Sequence[Table], models: dict[str, dict[str, list[Chart]]]
 ) -> str:
-    sweep, methods = plan.sweep, [one for one in found if one.method != BASE]
+    sweep, methods = plan.sweep, [group for group in found if group.method != BASE]
     drawn = {axis for charts in models.values() for axis in charts}
     runs = [
-        (one, run, os.path.relpath(run.folder / "report.html", sweep.path))
-        for one in methods
-        for run in one.runs
+        (group, run, os.path.relpath(run.folder / "report.html", sweep.path))
+        for group in methods
+        for run in group.runs
     ]
     page = environment(grid=lambda table: formats.grid(table.rows)).get_template("sweep.html.jinja")
     return page.render(

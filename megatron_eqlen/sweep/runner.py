@@ -75,7 +75,7 @@ class Runner:
         while self.todo or self.running:
             self._collect()
             self._fill()
-            self.display.show([one.cell for one in self.running])
+            self.display.show([child.cell for child in self.running])
             if not self.running and self.todo:  # they wait for runs that failed
                 break
             if self.running:
@@ -86,19 +86,19 @@ class Runner:
 
     def _collect(self) -> None:
         """Look which runs have ended."""
-        for one in [*self.running]:
-            status = one.process.poll()
+        for child in [*self.running]:
+            status = child.process.poll()
             if status is None:
                 continue
-            self.running.remove(one)
-            self.slots.append(one.environ)
-            limits = self.plan.limits(one.cell)
-            if status == 0 and limits is not None and one.cell.ended(limits):
-                self.done.add(one.cell)
-                self.display.ended(one.cell, duration(time.monotonic() - one.started))
+            self.running.remove(child)
+            self.slots.append(child.environ)
+            limits = self.plan.limits(child.cell)
+            if status == 0 and limits is not None and child.cell.ended(limits):
+                self.done.add(child.cell)
+                self.display.ended(child.cell, duration(time.monotonic() - child.started))
             else:
-                self.failed.append(one.cell)
-                self.display.failed(one.cell, status, one.cell.folder / LOG)
+                self.failed.append(child.cell)
+                self.display.failed(child.cell, status, child.cell.folder / LOG)
 
     def _fill(self) -> None:
         """Start runs while there are slots and runs that may start."""

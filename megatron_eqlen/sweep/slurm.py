@@ -47,7 +47,9 @@ def script(plan: Plan, file: Path, overrides: Sequence[str] = ()) -> str:
     """Variable that holds an array's job id, by what it runs."""
     for group in dict.fromkeys(cell.group for cell in plan.cells):
         if left := _left(plan, group):
-            waits = dict.fromkeys(jobs[one.group] for one in plan.references(left[0]) if one.group in jobs)
+            waits = dict.fromkeys(
+                jobs[reference.group] for reference in plan.references(left[0]) if reference.group in jobs
+            )
             lines.append(f"job{len(jobs)}=$({_array(plan, left, waits, file, overrides)})")
             lines.append(f'echo "job $job{len(jobs)}: {group}"')
             jobs[group] = f"$job{len(jobs)}"
@@ -87,4 +89,4 @@ def _tables(plan: Plan, jobs: list[str], file: Path, overrides: Sequence[str]) -
 
 def _quoted(options: Sequence[str]) -> str:
     """Shell variables in them stay variables."""
-    return " ".join(one if "$job" in one else shlex.quote(one) for one in options)
+    return " ".join(option if "$job" in option else shlex.quote(option) for option in options)

@@ -37,7 +37,7 @@ def _recipe(plan: Plan, cells: list[Cell]) -> list[str]:
     for _, group in groupby(cells, key=lambda cell: cell.method):
         seeds = [*group]
         lines.append(f"  {seeds[0].method:<22} {_limit(plan, seeds)}")
-        made = [one for one in seeds[0].overrides if not one.startswith(("seed=", "run_dir="))]
+        made = [override for override in seeds[0].overrides if not override.startswith(("seed=", "run_dir="))]
         lines.append(f"  {'':<22}   {shlex.join(made) or 'as the recipe says'}")
     return [*lines, _cost(plan, cells)]
 
@@ -63,8 +63,8 @@ def _cost(plan: Plan, cells: list[Cell]) -> str:
     model, work = model_config(first), workload(first)
     flops = first.steps * planned_flops(first, model, work)
     hours = [
-        f"{one.gpu.name} {compact(first.steps * one.seconds * first.gpus / 3600)}"
-        for one in speeds(first, model, work)
+        f"{speed.gpu.name} {compact(first.steps * speed.seconds * first.gpus / 3600)}"
+        for speed in speeds(first, model, work)
     ]
     return (
         f"estimate    a run of {plan.sweep.reference}: {flops:.2g} FLOPs"

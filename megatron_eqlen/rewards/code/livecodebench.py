@@ -151,10 +151,10 @@ def _load_function(source: str, function: str) -> Callable[[list[Any]], tuple[st
 def _load_program(source: str) -> Callable[[str], tuple[str, str]]:
     """The whole program becomes the body of one function, its top-level imports come before."""
     body = ast.parse(_without_main_guard(source)).body
-    imports = [one for one in body if isinstance(one, ast.Import | ast.ImportFrom)]
+    imports = [statement for statement in body if isinstance(statement, ast.Import | ast.ImportFrom)]
     function = ast.parse("def wrapped_function(): pass").body[0]
     assert isinstance(function, ast.FunctionDef)
-    function.body = [one for one in body if one not in imports]
+    function.body = [statement for statement in body if statement not in imports]
     module = _load("\n".join([PREAMBLE, _text_of(imports), ast.unparse(function)]))
     return lambda text: ("output", _output(module.wrapped_function, text))
 

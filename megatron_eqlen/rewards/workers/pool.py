@@ -199,7 +199,7 @@ class WorkerPool:
     def _give_up(self) -> list[Job]:
         """All jobs without an answer; workers that are at one are killed."""
         jobs, self._waiting = self._waiting, []
-        for worker in [one for one in self._workers if one.pending]:
+        for worker in [candidate for candidate in self._workers if candidate.pending]:
             self._remove(worker)
             jobs += worker.pending
         return jobs

@@ -36,7 +36,7 @@ def check_steps(streams: Path, first: int, steps: int | None) -> None:
 def check_step(folder: Path, rollouts: Sequence[Rollout], recipe: Recipe, eos: frozenset[int]) -> None:
     """Raise ReplayError unless a step's rollouts are those that ``recipe`` would generate for their
     prompts."""
-    kinds = Counter(kind_of(one).name for one in rollouts)
+    kinds = Counter(kind_of(recorded).name for recorded in rollouts)
     if set(kinds) != {recipe.sampling}:
         _refuse(folder, f"rollouts of sampling: {recipe.sampling}", " and ".join(kinds) or "none")
     if recipe.rollout.keep_routes and not all(map(has_routes, rollouts)):
@@ -45,7 +45,7 @@ def check_step(folder: Path, rollouts: Sequence[Rollout], recipe: Recipe, eos: f
             f"had rollout.keep_routes or rollout.record_routes off. With rollout.keep_routes=false the "
             f"trainer's own routers choose the experts"
         )
-    prompts = {one.prompt_id: one.prompt for one in rollouts}
+    prompts = {recorded.prompt_id: recorded.prompt for recorded in rollouts}
     if recipe.rollout.carry_over:
         return  # the number of resumed rollouts depends on the step before
     wanted, rollout = recipe.data.prompts_per_step, recipe.rollout
@@ -54,8 +54,8 @@ def check_step(folder: Path, rollouts: Sequence[Rollout], recipe: Recipe, eos: f
     if too_many or (len(prompts) < wanted and not cut):
         _refuse(folder, f"rollouts of {wanted} prompts (data.prompts_per_step)", str(len(prompts)))
     harvesters = KINDS[recipe.sampling].harvesters(list(prompts.values()), recipe, eos, 0)
-    expected = {(one.prompt.prompt_id, one.index) for one in harvesters}
-    found = {rollout_key(one) for one in rollouts}
+    expected = {(harvester.prompt.prompt_id, harvester.index) for harvester in harvesters}
+    found = {rollout_key(recorded) for recorded in rollouts}
     if found - expected or (expected - found and not cut):
         counts = Counter(prompt_id for prompt_id, _ in found)
         each = len(expected) // len(prompts)

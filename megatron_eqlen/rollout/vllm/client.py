@@ -208,8 +208,13 @@ class ServerEngine:
 
     def state(self) -> dict[str, Any]:
         replicas = [
-            {"url": one.url, "alive": one.alive, "requests": len(one.requests), "absence": one.absence}
-            for one in self.pool.replicas
+            {
+                "url": replica.url,
+                "alive": replica.alive,
+                "requests": len(replica.requests),
+                "absence": replica.absence,
+            }
+            for replica in self.pool.replicas
         ]
         return {"policy_version": self.policy_version, "refusal": self.refusal, "replicas": replicas}
 

@@ -118,7 +118,7 @@ def step(llm: LLM) -> list[Delta]:
 def _sampling_masks(chosen: Sequence[LogprobsLists | None]) -> list[list[array[int]] | None]:
     """Of each request of a step, all at once, from ``PathSampler``'s [tokens, 1 + width]; None where it
     records no mask."""
-    columns = [one.logprob_token_ids for one in chosen if one is not None]
+    columns = [output.logprob_token_ids for output in chosen if output is not None]
     if not columns or columns[0].shape[1] == 1:
         return [None] * len(chosen)
     ids = np.sort(np.concatenate(columns), axis=1)
@@ -127,7 +127,9 @@ def _sampling_masks(chosen: Sequence[LogprobsLists | None]) -> list[list[array[i
     together = array("i", ids[first].astype(np.int32).tobytes())
     ends = np.cumsum(first.sum(axis=1)).tolist()
     tokens = (together[start:end] for start, end in zip([0, *ends], ends, strict=False))
-    return [None if one is None else list(islice(tokens, len(one.logprob_token_ids))) for one in chosen]
+    return [
+        None if output is None else list(islice(tokens, len(output.logprob_token_ids))) for output in chosen
+    ]
 
 
 def abort(llm: LLM, requests: Iterable[Request]) -> None:

@@ -135,7 +135,11 @@ class RouteCapture:
     def _slots_of(self, requests: np.ndarray | int, positions: np.ndarray) -> np.ndarray:
         """[n] int64, by the block table of the first layers that keep keys and values by position."""
         tables = self.runner.input_batch.block_table.block_tables
-        table = next(one for one in tables if one.slot_mapping_mode == SlotMappingMode.TOKEN_TO_KV_SLOT)
+        table = next(
+            candidate
+            for candidate in tables
+            if candidate.slot_mapping_mode == SlotMappingMode.TOKEN_TO_KV_SLOT
+        )
         if self.slots is None:
             places = self.runner.kv_cache_config.num_blocks * table.kv_cache_block_size
             dtype = np.dtype(self.capturer.output_dtype_name)
@@ -254,9 +258,9 @@ def stream_routes() -> None:
 
     def add_rows(self: RequestOutput, next_output: RequestOutput, aggregate: bool) -> None:
         """Outputs that nobody has fetched yet are joined."""
-        rows = [out.routed_experts for one in (self, next_output) for out in one.outputs]
+        rows = [out.routed_experts for output in (self, next_output) for out in output.outputs]
         add(self, next_output, aggregate)
-        if aggregate and (found := [one for one in rows if one is not None]):
+        if aggregate and (found := [routes for routes in rows if routes is not None]):
             (output,) = self.outputs
             output.routed_experts = np.concatenate(found)
 

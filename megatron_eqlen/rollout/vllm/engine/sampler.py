@@ -121,7 +121,7 @@ class PathSampler(Sampler):
             self.followed[name]: None if state is None else len(state.output_token_ids)
             for name, state in states.items()
         }
-        self.followed = {name: one for name, one in self.followed.items() if states[name] is not None}
+        self.followed = {name: ticket for name, ticket in self.followed.items() if states[name] is not None}
         return counts
 
     def _candidates(self, logits: Tensor) -> Tensor | None:
@@ -144,13 +144,13 @@ class PathSampler(Sampler):
     def _rows(self, metadata: SamplingMetadata, rows: int) -> _Rows:
         names = self.runner.input_batch.req_ids
         params = [self.runner.requests[name].sampling_params for name in names]
-        extras = [one.extra_args or {} for one in params]
+        extras = [param.extra_args or {} for param in params]
         seeds = [extra.get(SEED) for extra in extras]
         if len(seeds) != rows or None in seeds:
             return _Rows(metadata, None, None)
         if self.follow:
             self.followed |= {name: extra[TICKET] for name, extra in zip(names, extras, strict=True)}
-        limits = [one.top_k for one in params]
+        limits = [param.top_k for param in params]
         most_kept = None if min(limits) < 1 else max(limits) + TIES
         return _Rows(metadata, np.array(seeds, dtype=np.uint64), most_kept)
 
