@@ -1,4 +1,4 @@
-"""Grades to come: responses are decoded and handed to their graders by a thread, as soon as they end.
+"""Background grading: a thread decodes each response and hands it to its grader, as soon as it ends.
 
 begin ─► thread: decode what the grader reads ─► grader.begin ─► Pending ─► grade, when it is asked for
 """
@@ -15,7 +15,7 @@ from megatron_eqlen.rewards.grader import BackgroundGrader, Pending
 from megatron_eqlen.types import Grade, Prompt, TokenIds
 
 Key = tuple[str, bytes]
-"""A response: its prompt's id and a hash of its token ids. Equal responses are graded once."""
+"""Key of a response: its prompt's id and a hash of its token ids. Equal responses are graded once."""
 
 
 def response_key(prompt: Prompt, response: TokenIds) -> Key:
@@ -23,8 +23,8 @@ def response_key(prompt: Prompt, response: TokenIds) -> Key:
 
 
 class Background:
-    """What was begun and not yet asked for. ``read`` makes text of a response: (token ids, the ``longest`` of
-    the grader) -> what the grader reads."""
+    """Responses whose grading was begun and whose grade was not yet asked for. ``read`` decodes a response:
+    (token ids, ``longest`` of the grader) -> text for the grader."""
 
     def __init__(self, read: Callable[[TokenIds, int], str]) -> None:
         self._read = read
@@ -35,18 +35,18 @@ class Background:
         return key in self._begun
 
     def begin(self, key: Key, grader: BackgroundGrader, prompt: Prompt, response: TokenIds) -> None:
-        """Costs the caller next to nothing; what goes wrong is raised by ``grade``."""
+        """Start grading a response. Costs the caller next to nothing; ``grade`` raises its errors."""
         if key not in self._begun:
             self._begun[key] = grader, self._thread.submit(self._start, grader, prompt, response)
 
     def ready(self, keys: Collection[Key]) -> list[Grade]:
-        """The grades among those of ``keys`` that are there."""
+        """Return the grades that are ready, for those of ``keys`` that were begun."""
         grades = [self.grade(key, deadline=0.0) for key in keys if key in self._begun]
         return [grade for grade in grades if grade is not None]
 
     def grade(self, key: Key, deadline: float = float("inf")) -> Grade | None:
-        """The grade of a response that was begun; None if there is none at ``deadline`` (monotonic seconds).
-        Raises what its grader raised, with a note that names the prompt."""
+        """Return the grade of a response that was begun; None if there is none at ``deadline`` (monotonic
+        seconds). Raises the grader's error, with a note that names the prompt."""
         begun = self._begun[key][1]
         with naming(key[0]):
             if wait([begun], _left(deadline)).not_done:
@@ -60,11 +60,11 @@ class Background:
                 return None
 
     def timeout(self, key: Key, detail: str) -> Grade:
-        """In place of a grade that came too late."""
+        """Return the grade of a response whose grader was too late."""
         return Grade(0.0, "timeout", None, self._begun[key][0].name, detail=detail)
 
     def give_up(self) -> None:
-        """Forget everything; what has no grade yet is not waited for, and its processes are killed."""
+        """Forget everything: pending grades are not waited for, and their processes are killed."""
         begun, self._begun = self._begun, {}
         for _, pending in begun.values():
             pending.cancel()
@@ -82,7 +82,7 @@ class Background:
 
 @contextmanager
 def naming(prompt_id: str) -> Iterator[None]:
-    """An error of the block gets a note that names the prompt."""
+    """Add a note that names the prompt to an error of the block."""
     try:
         yield
     except Exception as error:

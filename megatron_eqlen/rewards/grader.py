@@ -1,4 +1,4 @@
-"""What a grader is, and a grade to come."""
+"""Protocols of graders, and grades that are still being computed."""
 
 from __future__ import annotations
 
@@ -12,55 +12,54 @@ from megatron_eqlen.types import Grade
 
 
 class Grader(Protocol):
-    """What a factory named by import path returns, called with the recipe's ``reward`` section."""
+    """Result of a factory named by import path, which is called with the recipe's ``reward`` section."""
 
     def grade(self, texts: Sequence[str], golds: Sequence[str]) -> list[Grade]:
-        """A grade for each response text against its gold, in order."""
+        """Return a grade for each response text against its gold, in order."""
         ...
 
     def close(self) -> None:
-        """End processes, if it has any."""
+        """End the grader's processes, if it has any."""
         ...
 
 
 class Pending(Protocol):
-    """A grade to come."""
+    """A grade that may still be computed."""
 
     def done(self) -> bool: ...
     def result(self, timeout: float | None = None) -> Grade:
-        """Wait for it. Raises TimeoutError if it is not there after ``timeout`` seconds."""
+        """Wait for the grade. Raises TimeoutError if it is not there after ``timeout`` seconds."""
         ...
 
 
 @runtime_checkable
 class BackgroundGrader(Grader, Protocol):
-    """A grader that works while responses are generated: its work is done by other processes, so that it
-    takes no time from the one that drives the engine. ``begin`` and ``cut`` are called by one thread at a
-    time."""
+    """A grader that works while responses are generated: other processes do its work, so that it takes no
+    time from the process that drives the engine. ``begin`` and ``cut`` are called by one thread at a time."""
 
     @property
     def name(self) -> str:
-        """With its version; recorded with every grade."""
+        """Name and version; recorded with every grade."""
         ...
 
     @property
     def longest(self) -> int:
-        """How many characters of a response's answer (``thinking.answer_section``) it reads, counted from the
-        end: what comes before them cannot change a grade, and is not decoded."""
+        """Most characters of a response's answer (``thinking.answer_section``) that the grader reads, counted
+        from the end: earlier characters cannot change a grade, and are not decoded."""
         ...
 
     def begin(self, text: str, gold: str) -> Pending:
-        """Start grading a response, of which ``text`` is at least what the grader reads."""
+        """Start grading a response; ``text`` is at least the part that the grader reads."""
         ...
 
     def cut(self) -> None:
-        """Give up what was begun and has no grade."""
+        """Cancel grading that was begun and has no grade yet."""
         ...
 
 
 @dataclass(frozen=True)
 class Known(Pending):
-    """A grade that needs no waiting."""
+    """A grade that is known at once."""
 
     grade: Grade
 

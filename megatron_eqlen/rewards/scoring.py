@@ -1,7 +1,7 @@
 """Scoring: every response that ended gets its verifier's grade, once.
 
-a response ends ──begin──► background: decode, grade ──┐
-the harvest ends ─► score: what is not begun yet ──────┴──► Segment.grade
+a response ends ──begin──► background: decode, grade ──┐ the harvest ends ─► score: what is not begun yet
+──────┴──► Segment.grade
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Rubric = Callable[[str, str, str], float]
 
 
 class Decoder(Protocol):
-    """All that scoring needs of a tokenizer; a ``Tokenizer`` can also decode a response's end alone."""
+    """The part of a tokenizer that scoring needs; a ``Tokenizer`` can also decode a response's end alone."""
 
     def decode(self, token_ids: TokenIds) -> str: ...
 
@@ -57,13 +57,13 @@ class Scorer:
     """Sends each response to its prompt's grader: when it ends (``begin``), or with all others (``score``).
 
     Only a ``BackgroundGrader`` works beside generation. A rubric, and any other grader, is code that runs in
-    this process: it would take the processor from whoever drives the engine. It waits for ``score``, whose
-    thread calls it.
+    this process and would slow down the thread that drives the engine. It waits for ``score``, whose thread
+    calls it.
     """
 
     def __init__(self, reward: RewardRecipe, tokenizer: Decoder, graders_on_node: int = 1) -> None:
         self.workers = reward.workers or cores_per_rank(graders_on_node)
-        """Processes of each grader of this rank, one of ``graders_on_node`` that share the node's cores."""
+        """Processes of each grader of this rank; ``graders_on_node`` ranks share the node's cores."""
         self._reward = reward.model_copy(update={"workers": self.workers})
         self._tokenizer = tokenizer
         self._graders: dict[str, Grader] = {}
@@ -71,11 +71,11 @@ class Scorer:
         self._background = Background(self._decode_end)
 
     def begin(self, prompt: Prompt, response: TokenIds) -> None:
-        """Start grading a response that has just ended, if its grader can beside generation."""
+        """Start grading a response that has just ended, if its grader works beside generation."""
         self._begin(response_key(prompt, response), prompt, response)
 
     def begin_ended(self, rollouts: Iterable[Rollout]) -> None:
-        """``begin`` every response of ``rollouts`` that has no grade."""
+        """Call ``begin`` for every response of ``rollouts`` without a grade."""
         for entry in _ended(rollouts):
             if entry.segment.grade is None:
                 self._begin(entry.key, entry.prompt, entry.response)
@@ -83,9 +83,9 @@ class Scorer:
     def score(self, rollouts: Sequence[Rollout], seconds: float = math.inf) -> Metrics:
         """Fill ``grade`` of every segment that ends a response; a grade that is already there is kept.
 
-        Waits at most ``seconds`` for graders that work in the background; what has no grade then gets 0, as
-        ``timeout``. What was begun and is not among ``rollouts`` is given up. Raises what a grader raised,
-        with a note that names the prompt.
+        Waits at most ``seconds`` for graders that work in the background; responses without a grade then get
+        0, as ``timeout``. Grading that was begun for responses not among ``rollouts`` is cancelled. Raises a
+        grader's error, with a note that names the prompt.
         """
         started = time.monotonic()
         ended = list(_ended(rollouts))
@@ -126,7 +126,7 @@ class Scorer:
         )
 
     def grade_texts(self, texts: Sequence[str], prompts: Sequence[Prompt]) -> list[Grade]:
-        """A grade for each response text to its prompt, by this thread."""
+        """Return a grade for each response text, computed by this thread."""
         grades: dict[int, Grade] = {}
         by_grader: dict[str, list[int]] = defaultdict(list)
         for number, prompt in enumerate(prompts):
@@ -142,7 +142,7 @@ class Scorer:
         return [grades[number] for number in range(len(texts))]
 
     def close(self) -> None:
-        """Give up what was begun; end the graders' processes."""
+        """Cancel pending grading; end the graders' processes."""
         self._background.close()
         for grader in self._graders.values():
             grader.close()
@@ -163,7 +163,7 @@ class Scorer:
         return {entry.key: grade for entry, grade in zip(responses, grades, strict=True)}
 
     def _collect(self, begun: Sequence[Key], grades: dict[Key, Grade], seconds: float) -> int:
-        """Wait for what was begun, at most ``seconds`` in all; returns for how many that was too short."""
+        """Wait for grades that were begun, at most ``seconds`` in all; return how many were late."""
         deadline, late = time.monotonic() + seconds, 0
         for key in begun:
             grade = self._background.grade(key, deadline)
@@ -194,7 +194,7 @@ class Scorer:
 
 
 class EarlyGrading(HarvestObserver):
-    """Starts grading responses as they end, those of rollouts that this rank grades."""
+    """Starts grading responses as they end, for rollouts that this rank grades."""
 
     def __init__(self, scorer: Scorer, grades: Callable[[Prompt, int], bool] = all_rollouts) -> None:
         self.scorer, self.grades = scorer, grades
@@ -230,8 +230,8 @@ def make_grader(name: str, reward: RewardRecipe) -> Grader:
 
 
 def reward_metrics(ended: Sequence[tuple[Prompt, Grade | None]]) -> Metrics:
-    """Mean and spread of the rewards, per source too, and the share of each verdict, of responses that ended;
-    all have been graded."""
+    """Return mean and spread of the rewards, per source too, and the share of each verdict, over responses
+    that ended; all have been graded."""
     graded = [(prompt, grade) for prompt, grade in ended if grade is not None]
     assert len(graded) == len(ended), "a response that ended has no grade"
     metrics: Metrics = {"reward/ended": len(graded)}

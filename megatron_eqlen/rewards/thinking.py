@@ -1,12 +1,13 @@
-"""Where a response's answer begins: after the model's thinking."""
+"""Finds where a response's answer begins: after the model's thinking."""
 
 from __future__ import annotations
 
 END_OF_THINKING = "</think>"
-"""Prompts of thinking models end with ``<think>``, so responses hold only this one, or none."""
+"""End tag of the thinking. Prompts of thinking models end with ``<think>``, so responses hold this tag alone,
+or none."""
 
 
 def answer_section(text: str, longest: int) -> str:
-    """What follows the last ``</think>``, the whole text without one; of that at most the last ``longest``
+    """Return the text after the last ``</think>``, the whole text without one; at most its last ``longest``
     characters."""
     return text.rpartition(END_OF_THINKING)[2][-longest:]

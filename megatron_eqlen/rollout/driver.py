@@ -41,11 +41,11 @@ PROMPT = -1
 
 
 class RouteRequest(NamedTuple):
-    """What a request brings of its path."""
+    """Rows of routes of its path that a request brings."""
 
     rows: int
     version: int
-    """Policy version that computes them."""
+    """Policy version whose prefill computes these routes."""
 
 
 class Driver:

@@ -70,8 +70,8 @@ class SyncCheck:
 
 
 def digest(tensor: torch.Tensor) -> torch.Tensor:
-    """[] int64 on the tensor's device: equal for equal tensors, and nearly always different for others. Of
-    the values in bfloat16, in which an engine may hold what a trainer has in float32."""
+    """Return [] int64 on the tensor's device: equal for equal tensors, and nearly always different for
+    others. Values are compared in bfloat16, in which an engine may hold what a trainer has in float32."""
     import torch  # drivers of servers need none before the first sync
 
     bits = tensor.detach().to(torch.bfloat16).contiguous().view(torch.int16).view(-1)
@@ -82,5 +82,5 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _changed(before: dict[str, torch.Tensor], now: dict[str, torch.Tensor]) -> float:
-    """Share of the tensors that differ."""
+    """Return share of the tensors that differ."""
     return sum(bool(now[name] != before[name]) for name in now) / max(len(now), 1)

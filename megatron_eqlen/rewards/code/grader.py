@@ -33,12 +33,12 @@ log = logging.getLogger(__name__)
 VERSION = 3
 """Raised whenever a change here or in ``code_tests`` changes a verdict."""
 LONGEST_PROGRAM = 100_000
-"""Characters."""
+"""Most characters of a program."""
 LONGEST_SECTION = 4 * LONGEST_PROGRAM
 """Characters at the end of a response in which the program is looked for."""
 AS_ROOT = f" (programs run as root: nobody cannot read Python's folder {sys.prefix} or its parents)"
 ATTEMPTS = 2
-"""A sandbox that fails on a program is not the program's fault, at first."""
+"""Most attempts at a program: the sandbox's failures are not the program's fault at first."""
 WORKER_MODULE = "megatron_eqlen.rewards.code.worker"
 
 _FENCE = re.compile(r"^[ \t]*+(?P<fence>`{3,}+|~{3,}+)(?P<info>[^\n`]*+)$\n?", re.MULTILINE)
@@ -46,7 +46,7 @@ _PYTHON = re.compile(r"[ \t]*py", re.IGNORECASE)
 
 
 def extract_program(text: str) -> str | None:
-    """The last fenced block after the last ``</think>``, None if there is none.
+    """Return the last fenced block after the last ``</think>``, None if there is none.
 
     A fence is three or more backticks or tildes; it ends with at least as many. A fence that never ends holds
     no answer, nor does one that is interrupted by a new ``` ```python ``` line.
@@ -62,7 +62,8 @@ def extract_program(text: str) -> str | None:
 
 
 def extract_as_livecodebench(text: str) -> str | None:
-    """As LiveCodeBench's ``extract_code``: the lines between the last two that hold three backticks."""
+    """Return the lines between the last two lines that hold three backticks, as LiveCodeBench's
+    ``extract_code`` does."""
     lines = answer_section(text, sys.maxsize).split("\n")
     fences = [number for number, line in enumerate(lines) if "```" in line]
     return "\n".join(lines[fences[-2] + 1 : fences[-1]]) if len(fences) > 1 else None
@@ -89,7 +90,7 @@ class CodeGrader:
         self._server = SandboxServer(sandbox_url, workers) if sandbox_url else None
         self._pool: WorkerPool | None = None
         self._asked: WeakValueDictionary[tuple[str, str], Asked] = WeakValueDictionary()
-        """Grades that somebody waits for, by program and tests."""
+        """Grades that a caller still waits for, by program and tests."""
         self.isolation: Isolation | None = None
         """The isolation in force; None before the sandbox starts."""
 
@@ -99,11 +100,11 @@ class CodeGrader:
 
     @property
     def longest(self) -> int:
-        """LiveCodeBench's checker reads an answer of any length."""
+        """Most characters read; LiveCodeBench's checker reads an answer of any length."""
         return sys.maxsize if self._lcb_strict else LONGEST_SECTION
 
     def begin(self, text: str, gold: str) -> Pending:
-        """Start grading a response; a program whose grade somebody still waits for is not run again."""
+        """Start grading a response; a program that is being graded already is not run again."""
         program = self._extract(text, gold)
         if program is None:
             return Known(Grade(0.0, "no_answer", None, self.name))
@@ -117,17 +118,17 @@ class CodeGrader:
         return asked
 
     def grade(self, texts: Sequence[str], golds: Sequence[str]) -> list[Grade]:
-        """A grade for each response against its tests; reward 1 only if all pass.
+        """Return a grade for each response against its tests; reward 1 only if all pass.
 
-        Verdicts: passed, wrong_answer, time_limit, memory_limit, output_limit, runtime_error,
-        compile_error, no_answer. ``Grade.detail`` names the first failing test. Raises SandboxError if no
-        verdict can be given.
+        Verdicts: passed, wrong_answer, time_limit, memory_limit, output_limit, runtime_error, compile_error,
+        no_answer. ``Grade.detail`` names the first failing test. Raises SandboxError if no verdict can be
+        given.
         """
         begun = [self.begin(text, gold) for text, gold in zip(texts, golds, strict=True)]
         return [pending.result() for pending in begun]
 
     def cut(self) -> None:
-        """Give up what was begun and has no grade."""
+        """Cancel grading that was begun and has no grade yet."""
         self._asked.clear()
         for judge in filter(None, (self._pool, self._server)):
             judge.cut()
@@ -157,7 +158,7 @@ class CodeGrader:
         return self._pool.submit(item, _longest(item), wall_factor=1.0, attempts=ATTEMPTS)
 
     def _start(self) -> WorkerPool:
-        """Find out which isolation works; refuse too little; log what is in force."""
+        """Find out which isolation works; refuse too little; log the isolation in force."""
         self.isolation = offered_isolation()
         if not self.isolation.strict and self._mode == "strict":
             raise ValueError(
@@ -178,7 +179,7 @@ class CodeGrader:
 
 @lru_cache(maxsize=1)
 def offered_isolation() -> Isolation:
-    """The strongest isolation that works on this machine, tried once in a process of its own."""
+    """Return the strongest isolation that works on this machine, tried once in a process of its own."""
     pool = WorkerPool(WORKER_MODULE, 1)
     try:
         (answer,) = pool.map([{}], 600.0, wall_factor=1.0)
@@ -195,6 +196,6 @@ def _parse_tests(gold: str) -> CodeTests:
 
 
 def _longest(item: dict[str, Any]) -> float:
-    """Seconds after which the worker itself must be stuck, not its program."""
+    """Return the seconds after which the worker itself, not its program, must be stuck."""
     tests = _parse_tests(item["tests"])
     return len(tests.inputs) * (item["limits"]["wall_seconds"] + 1.0) + EXTRA_SECONDS

@@ -34,7 +34,7 @@ class Judgement:
 
 
 def judge(program: str, tests: CodeTests, limits: Limits, run: RunProgram) -> Judgement:
-    """Passed only if every test passes."""
+    """Return the verdict on a program; passed only if every test passes."""
     seconds, rules = 0.0, "livecodebench" if tests.livecodebench else "plain"
     for number in range(len(tests.inputs)):
         ended = run(program, tests.stdin(number), limits, tests.function, rules)
@@ -48,9 +48,8 @@ def judge(program: str, tests: CodeTests, limits: Limits, run: RunProgram) -> Ju
 
 
 def judge_as_livecodebench(program: str, tests: CodeTests, limits: Limits, run: RunProgram) -> Judgement:
-    """The verdict of LiveCodeBench's own checker: one process for all tests, its replacements of stdin and
-    stdout, and ``limits.cpu_seconds`` of wall-clock time for each test.
-    """
+    """Return the verdict of LiveCodeBench's own checker: one process for all tests, its replacements of stdin
+    and stdout, and ``limits.cpu_seconds`` of wall-clock time for each test."""
     number_of_tests = len(tests.inputs)
     asked = json.dumps({"inputs": tests.inputs, "seconds": limits.cpu_seconds})
     whole = (limits.cpu_seconds + 1) * number_of_tests + 5

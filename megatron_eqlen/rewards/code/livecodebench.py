@@ -1,6 +1,6 @@
-"""How LiveCodeBench's own checker runs a program (lcb_runner/evaluation/testing_util.py, July 2025).
+"""LiveCodeBench's own way of running a program (lcb_runner/evaluation/testing_util.py, July 2025).
 
-Two uses. ``names`` are in force for every LiveCodeBench problem: what its preamble imports, so that a program
+Two uses. ``names`` are in force for every LiveCodeBench problem: its preamble's imports, so that a program
 that never imports ``List`` or ``heapq`` runs, as it does there. ``outcomes`` runs a program exactly as the
 checker does, including the faults of its replacements of stdin and stdout (``reward.lcb_strict``).
 """
@@ -26,11 +26,11 @@ MODULES = (
     "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics",
     "itertools", "functools", "operator", "io", "sys", "json",
 )  # fmt: skip
-"""Imported by name, after everything in them and in ``builtins`` and ``typing`` was imported by ``*``."""
+"""Modules imported by name, after ``*`` imports of all of them and of ``builtins`` and ``typing``."""
 STARRED = (*MODULES, "builtins", "typing")
 RECURSION_LIMIT = 50_000
 LARGEST_INTEGER_TEXT = 50_000
-"""Digits that ``str`` and ``int`` convert."""
+"""Most digits that ``str`` and ``int`` convert."""
 MEMORY_MB = 4096
 """The checker sets no limit; a comment in it names 4 GB."""
 PREAMBLE = "\n".join(
@@ -63,8 +63,8 @@ def prepare(namespace: dict[str, Any]) -> None:
 
 
 def encode(value: Any) -> str:
-    """JSON that equals the expected value's exactly if ``value`` equals it by Python's ``==`` (a tuple counts
-    as a list).
+    """Return JSON that equals the expected value's exactly if ``value`` equals it by Python's ``==`` (a tuple
+    counts as a list).
 
     A value that equals no JSON value (a tuple inside a list, a key that is not text) gives text that is not
     JSON.
@@ -76,7 +76,8 @@ def encode(value: Any) -> str:
 
 
 def number_like(value: Any) -> int | float:
-    """The plain number that equals a NumPy scalar, Decimal or Fraction. Raises TypeError if there is none."""
+    """Return the plain number that equals a NumPy scalar, Decimal or Fraction. Raises TypeError if there is
+    none."""
     for kind in (int, lambda scalar: float(str(scalar)), float):  # 0.3 of a float32, not 0.30000001192
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             if (number := kind(value)) == value:
@@ -99,7 +100,7 @@ def _plain(value: Any) -> Any:
 def outcomes(
     source: str, inputs: list[Any], function: str | None, seconds: float
 ) -> Iterator[tuple[str, str]]:
-    """The outcome of each test: ``output`` or ``result`` with its text, or a verdict with the error.
+    """Yield the outcome of each test: ``output`` or ``result`` with its text, or a verdict with the error.
 
     Ends with the first error. All tests share one process, ``seconds`` of wall-clock time are for each.
     """
@@ -149,7 +150,7 @@ def _load_function(source: str, function: str) -> Callable[[list[Any]], tuple[st
 
 
 def _load_program(source: str) -> Callable[[str], tuple[str, str]]:
-    """The whole program becomes the body of one function, its top-level imports come before."""
+    """Return the program as the body of one function, after its top-level imports."""
     body = ast.parse(_without_main_guard(source)).body
     imports = [statement for statement in body if isinstance(statement, ast.Import | ast.ImportFrom)]
     function = ast.parse("def wrapped_function(): pass").body[0]
@@ -168,12 +169,12 @@ def _without_main_guard(source: str) -> str:
 
 
 def _text_of(statements: list[Any]) -> str:
-    """As LiveCodeBench does, with lists of statements, which ``ast`` does not declare."""
+    """Unparse statements as LiveCodeBench does, from lists, which ``ast`` does not declare."""
     return ast.unparse(statements)  # pyright: ignore[reportArgumentType]
 
 
 def _output(program: Callable[[], Any], text: str) -> str:
-    """What ``program`` prints, with stdin, stdout and ``open`` replaced; sys.exit is a normal end."""
+    """Return what ``program`` prints, with stdin, stdout and ``open`` replaced; sys.exit is a normal end."""
     real, lines = sys.stdin, iter(text.split("\n"))
     real.read = lambda *_: text  # for programs that imported stdin by name before it was replaced
     real.readline = lambda *_: next(lines)
@@ -200,7 +201,7 @@ def _opener(text: str) -> Callable[..., Any]:
 
 class _Stdout(io.StringIO):
     def close(self, _: Any) -> int:
-        """An error here as in the checker, whose ``close`` takes an argument that nobody passes."""
+        """Fail like the checker's ``close``, which takes an argument that nobody passes."""
         return 1
 
 

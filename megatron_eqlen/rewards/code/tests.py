@@ -1,8 +1,8 @@
-r"""The tests of a code problem, as ``Prompt.gold`` holds them, and when an output is right.
+r"""The tests of a code problem, as ``Prompt.gold`` holds them, and the comparison of outputs.
 
-``{"inputs": [...], "outputs": [...], "function": name or absent, ...}``. Without ``function`` a test is
-the text of stdin and the expected text of stdout; with it an input is the list of arguments and an output
-the value::
+``{"inputs": [...], "outputs": [...], "function": name or absent, ...}``. Without ``function`` a test is the
+text of stdin and the expected text of stdout; with it an input is the list of arguments and an output the
+value::
 
     {"inputs": ["2 3\n"], "outputs": ["5\n"]}
     {"inputs": [[2, 3]], "outputs": [5], "function": "add"}
@@ -23,11 +23,11 @@ VERSION = 2
 """Version of the checks that tests and their problems must pass; raised with every new check, so that
 prepared files are checked again."""
 LARGEST_TIME_LIMIT = 3600.0
-"""Seconds."""
+"""Longest time limit in seconds."""
 LARGEST_MEMORY = 1 << 20
-"""MiB."""
+"""Largest memory limit in MiB."""
 LARGEST_OUTPUT = 64 << 20
-"""Bytes that a test may expect to be printed or returned."""
+"""Most bytes that a test may expect to be printed or returned."""
 LONGEST_NAME = 200
 DEEPEST_VALUE = 200
 """Deepest nesting of lists and objects, in an argument or a result."""
@@ -41,13 +41,14 @@ class CodeTests:
     outputs: list[Any]
     function: str | None = None
     wrapped: bool = False
-    """APPS and TACO may wrap a function's value in a list: its first element is right too."""
+    """True if a function's value may be wrapped in a list, as in APPS and TACO: its first element is right
+    too."""
     time_limit: float | None = None
-    """Seconds a test may take; None: the recipe's."""
+    """Seconds a test may take; None: the recipe's limit."""
     memory_mb: int | None = None
-    """MiB a program may use where that is more than the recipe's."""
+    """MiB a program may use if that is more than the recipe allows."""
     livecodebench: bool = False
-    """LiveCodeBench's preamble, limits and equality are in force (rewards/code/livecodebench.py)."""
+    """True if LiveCodeBench's preamble, limits and equality apply (rewards/code/livecodebench.py)."""
 
     def __post_init__(self) -> None:
         for name in ("inputs", "outputs"):
@@ -95,7 +96,7 @@ class CodeTests:
 
     @classmethod
     def from_json(cls, text: str) -> CodeTests:
-        """Raises ValueError if ``text`` does not hold tests."""
+        """Parse tests. Raises ValueError if ``text`` does not hold tests."""
         try:
             return cls.from_fields(json.loads(text))
         except RecursionError:
@@ -103,7 +104,8 @@ class CodeTests:
 
     @classmethod
     def from_fields(cls, fields: Any) -> CodeTests:
-        """The tests in an object that ``to_json`` writes. Raises ValueError if it does not hold tests."""
+        """Return the tests in an object that ``to_json`` writes. Raises ValueError if it does not hold
+        tests."""
         if not isinstance(fields, dict):
             raise ValueError(f"expected an object of tests, found {type(fields).__name__}")
         names = cls.__dataclass_fields__
@@ -117,13 +119,13 @@ class CodeTests:
         return json.dumps({name: value for name, value in held.items() if value not in (None, False)})
 
     def stdin(self, number: int) -> str:
-        """What the program reads in a test: the text, or one JSON argument a line."""
+        """Return the stdin of a test: the text, or one JSON argument a line."""
         given = self.inputs[number]
         return given if self.function is None else "\n".join(json.dumps(argument) for argument in given)
 
     def is_right(self, number: int, stdout: str, result: str | None) -> bool:
-        """Whether the test is passed by what the program printed, or its function returned (as JSON; None:
-        nothing)."""
+        """Return True if the program passes the test with what it printed, or its function returned (as JSON;
+        None: nothing)."""
         expected = self.outputs[number]
         if self.function is None:
             return same_output(stdout, expected)
@@ -134,7 +136,8 @@ class CodeTests:
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """LiveCodeBench's rule: as many lines, and each equal as text, or token by token as decimal numbers.
+    """Compare outputs by LiveCodeBench's rule: as many lines, each equal as text, or token by token as
+    decimal numbers.
 
     So 3.0 equals 3, but 0.3000001 is not 0.3 and ``Yes`` is not ``YES``; white space around a line is
     ignored.
@@ -151,7 +154,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _same_numbers(line: str, want: str) -> bool:
-    """Token by token, so that a line of millions ends with the first that differs."""
+    """Compare token by token, so that a line of millions ends with the first difference."""
     tokens = (token[0] for token in re.finditer(r"\S+", line))
     try:
         return all(
@@ -163,7 +166,8 @@ def _same_numbers(line: str, want: str) -> bool:
 
 
 def _is_json_of(text: str, value: Any) -> bool:
-    """Is ``text`` the JSON of ``value``? Parsed only if it has as many parts, so never a larger value."""
+    """Return True if ``text`` is the JSON of ``value``. It is parsed only if it has as many parts, so never
+    as a larger value."""
     wanted = json.dumps(value)
     if any(text.count(mark) != wanted.count(mark) for mark in "[{,"):
         return False

@@ -1,4 +1,4 @@
-"""What runs inside a code grader's worker: judge programs in a sandbox of its own.
+"""A code grader's worker process: judges programs in a sandbox of its own.
 
 The worker knows the tests; the sandbox's zygote, forked before any arrives, does not.
 """
@@ -18,9 +18,8 @@ from megatron_eqlen.rewards.sandbox.program import Isolation, Limits
 
 
 def make_handler(isolation: dict[str, bool] | None = None) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Answers ``{"program", "tests", "limits"}`` with a Judgement; without ``isolation``: what is
-    offered.
-    """
+    """Return a handler that answers ``{"program", "tests", "limits"}`` with a Judgement. Without
+    ``isolation`` it answers with the isolation that the machine offers."""
     if isolation is None:
         return lambda _: asdict(probe())
     sandbox = Sandbox(Isolation(**isolation))
@@ -39,5 +38,5 @@ def make_handler(isolation: dict[str, bool] | None = None) -> Callable[[dict[str
 
 @lru_cache(maxsize=16)
 def _parse_tests(text: str) -> CodeTests:
-    """The samples of a prompt come one after another."""
+    """Parse tests; cached, because the samples of a prompt come one after another."""
     return CodeTests.from_json(text)

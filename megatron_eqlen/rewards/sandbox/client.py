@@ -43,7 +43,7 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True)
 class Execution:
-    """How one run of a program ended."""
+    """End of one run of a program."""
 
     status: str
     """``finished``, or a verdict: ``compile_error``, ``runtime_error``, ``time_limit``, ``memory_limit``,
@@ -90,8 +90,7 @@ class Sandbox:
         function: str | None = None,
         rules: Rules = "plain",
     ) -> Execution:
-        """Run ``source`` with ``stdin``; or call its ``function`` with one JSON argument a line of
-        ``stdin``.
+        """Run ``source`` with ``stdin``; or call its ``function`` with one JSON argument a line of ``stdin``.
 
         Raises SandboxError if the sandbox itself failed.
         """
@@ -120,7 +119,7 @@ class Sandbox:
 
 
 def _records(report: bytes, token: str) -> list[tuple[str, str]]:
-    """(kind, text) of what was reported behind ``token``; nothing of a report that starts otherwise.
+    """Return (kind, text) of each record behind ``token``; nothing if the report starts otherwise.
 
     No text is parsed here: a program may forge one of any size and shape.
     """
@@ -132,7 +131,7 @@ def _records(report: bytes, token: str) -> list[tuple[str, str]]:
 def _interpret(
     ending: dict, stdout: bytes, records: list[tuple[str, str]], limits: Limits, function: str | None
 ) -> Execution:
-    """How the program ended. ``ending``: exit, cpu and wall seconds, timed_out, crowded."""
+    """Return how the program ended. ``ending``: exit, cpu and wall seconds, timed_out, crowded."""
     kind, told = records[-1] if records else ("", "")
     text = stdout.decode(errors="replace")
     seconds, code = ending["wall"], ending["exit"]
@@ -156,7 +155,7 @@ def _interpret(
 
 
 def _serve(connection: socket.socket, isolation: Isolation, folder: EmptyFolder) -> None:
-    """The zygote: fork, wait, clean up, answer; end with the worker."""
+    """Run the zygote: fork, wait, clean up, answer; end with the worker."""
     _close_all_but(connection.fileno(), folder.lock)  # do not keep the worker's open
     prctl(SET_CHILD_SUBREAPER, 1)  # processes that a program leaves behind become our children
     zygote = os.getpid()  # a program that asked for its parent might find this process gone already

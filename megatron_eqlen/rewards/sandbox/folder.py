@@ -25,7 +25,7 @@ class EmptyFolder:
             self.lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
             if _lock(self.lock) and os.path.exists(self.path):
                 return
-            os.close(self.lock)  # another process removed it in between
+            os.close(self.lock)  # another process removed the folder in between
 
     def unlock(self) -> None:
         os.close(self.lock)
@@ -38,7 +38,7 @@ class EmptyFolder:
 def sweep() -> None:
     """Remove the folders that a killed process of this user left behind."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # it is another user's, or another process removed it first
+        with contextlib.suppress(OSError):  # another user's folder, or removed by another process
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 if os.fstat(descriptor).st_uid == os.getuid() and _lock(descriptor):

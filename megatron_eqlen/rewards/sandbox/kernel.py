@@ -21,13 +21,13 @@ CAPABILITY_VERSION = 0x20080522
 
 
 def prctl(option: int, *arguments: int) -> int:
-    """Raises OSError."""
+    """Call prctl. Raises OSError."""
     values = (*arguments, 0, 0, 0, 0)[:4]
     return checked(libc.prctl(option, *map(ctypes.c_ulong, values)), f"prctl {option}")
 
 
 def checked(result: int, what: str) -> int:
-    """``result`` of a libc function. Raises OSError where it is negative."""
+    """Return ``result`` of a libc function. Raises OSError if it is negative."""
     if result < 0:
         error = ctypes.get_errno()
         raise OSError(error, f"{what}: {os.strerror(error)}")
@@ -35,9 +35,9 @@ def checked(result: int, what: str) -> int:
 
 
 def die_with(parent: int) -> None:
-    """From here on the kernel kills this process when ``parent``, the thread that forked it, ends."""
+    """Make the kernel kill this process when ``parent``, the thread that forked it, ends."""
     prctl(SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before
+    if os.getppid() != parent:  # the parent ended before
         os._exit(1)
 
 

@@ -1,6 +1,5 @@
-"""Landlock: from here on this process can read below a few paths, and touch no other file, port or
-socket.
-"""
+"""Landlock: limits this process to reading below a few paths, with no access to any other file, port or
+socket."""
 
 from __future__ import annotations
 
@@ -15,21 +14,20 @@ CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 """System-call numbers, the same on every machine."""
 EXECUTE, READ_FILE, READ_DIR = 1 << 0, 1 << 2, 1 << 3
 FILE_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
-"""For each ABI version all file rights that the kernel knows. All are taken away except where a rule allows
+"""All file rights that the kernel knows, for each ABI version. All are taken away except where a rule allows
 one."""
 NETWORK_ABI, SCOPE_ABI = 4, 6
 BIND_AND_CONNECT, ABSTRACT_SOCKETS_AND_SIGNALS = 3, 3
 
 
 def abi_version() -> int:
-    """The kernel's Landlock version, 0 where it has none."""
+    """Return the kernel's Landlock version, 0 where it has none."""
     return max(0, libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1))
 
 
 def restrict_files(readable: Sequence[str]) -> None:
-    """From here on this process can only read, and only below ``readable``. Raises OSError where the
-    kernel has no Landlock.
-    """
+    """Allow this process only to read, and only below ``readable``. Raises OSError if the kernel has no
+    Landlock."""
     abi = abi_version()
     if abi == 0:
         raise OSError("the kernel has no Landlock")

@@ -1,4 +1,5 @@
-"""What isolation this machine really gives: programs that try to escape, run in sandboxes of every strength.
+"""Finds the isolation that this machine gives: programs that try to escape run in sandboxes of every
+strength.
 
 An attempt that succeeds does no harm: signals are number 0, and owners are set, but nothing that would signal
 them is armed.
@@ -25,7 +26,8 @@ for folder in sys.prefix, sys.base_prefix, os.path.dirname(os.__file__):
     os.listdir(folder)
 print(sum(map(int, input().split())))
 """
-"""Reads Python's folders, so that every module can be imported, also those that are not in memory yet."""
+"""A program that reads Python's folders, so that every module can be imported, also ones not yet in
+memory."""
 ESCAPES = """\
 import ctypes, fcntl, os, resource, socket
 libc = ctypes.CDLL(None, use_errno=True)
@@ -93,8 +95,8 @@ for name, act in attempts.items():
         name += f" ({error.strerror})"
     print("a program", name)
 """
-"""Prints every call that was not refused. A call with meaningless arguments counts if it reaches the
-kernel."""
+"""A program that prints every call that was not refused. A call with meaningless arguments counts if it
+reaches the kernel."""
 
 THREADS = f"""\
 import threading, time
@@ -103,11 +105,12 @@ for _ in range({2 * MOST_THREADS}):
     threading.Thread(target=time.sleep, args=(5,), daemon=True).start()
 time.sleep(5)
 """
-"""Has too many threads and finishes only where nobody counts them."""
+"""A program that starts too many threads and finishes only if nobody counts them."""
 
 
 def probe() -> Isolation:
-    """The strongest isolation that works here, tried with real programs. It may be less than strict."""
+    """Return the strongest isolation that works here, tried with real programs. It may be less than
+    strict."""
     root = os.geteuid() == 0
     wishes = [Isolation(True, True, drop) for drop in ((True, False) if root else (False,))]
     wishes += [
@@ -125,7 +128,7 @@ def probe() -> Isolation:
 
 
 def shortcoming(isolation: Isolation) -> str | None:
-    """None if programs run and (with strict isolation) cannot escape; else what went wrong."""
+    """Return None if programs run and (with strict isolation) cannot escape, else the failure."""
     try:
         with Sandbox(isolation) as sandbox:
             hello = sandbox.run(HELLO, "2 3\n", LIMITS)

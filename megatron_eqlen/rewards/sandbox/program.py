@@ -44,7 +44,7 @@ tests in one process."""
 
 @dataclass(frozen=True)
 class Isolation:
-    """The isolation of a program, besides resource limits."""
+    """Isolation of a program, besides resource limits."""
 
     landlock: bool
     seccomp: bool
@@ -71,11 +71,11 @@ class Limits:
     wall_seconds: float
     memory_mb: int
     output_bytes: int = 16 << 20
-    """Of standard output, of standard error, and of any file; more where a test expects more."""
+    """Bytes of standard output, of standard error, and of any file; more where a test expects more."""
 
 
 def readable_paths() -> list[str]:
-    """Python's own folders and the system libraries."""
+    """Return Python's own folders and the system libraries."""
     return [*SYSTEM_PATHS, *SYSTEM_FILES, *{sys.prefix, sys.base_prefix, os.path.dirname(os.__file__)}]
 
 
@@ -87,7 +87,7 @@ def enter(limits: Limits, isolation: Isolation, folder: str, zygote: int) -> Non
     os.umask(0o077)
     signal.signal(
         signal.SIGXFSZ, signal.SIG_DFL
-    )  # Python ignores it by default, and too much output would look like an error
+    )  # Python ignores SIGXFSZ by default, and too much output would look like an error
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _limit_resources(limits, isolation)
     if isolation.drop_user:
@@ -119,7 +119,7 @@ def _limit_resources(limits: Limits, isolation: Isolation) -> None:
         _limit(kind, value)
     if (
         not isolation.seccomp
-    ):  # it counts all of the user's threads, so it cannot be low; with seccomp it is not needed
+    ):  # RLIMIT_NPROC counts all of the user's threads, so it cannot be low; with seccomp it is not needed
         _limit(resource.RLIMIT_NPROC, 256 if isolation.drop_user else 4096)
 
 
@@ -142,7 +142,7 @@ def run(function: str | None, rules: Rules, token: str) -> NoReturn:
     sys.stdin = sys.__stdin__ = _text_file(0, "r")
     sys.stdout = sys.__stdout__ = _text_file(1, "w")
     sys.stderr = sys.__stderr__ = _text_file(2, "w")
-    atexit._clear()  # the worker's
+    atexit._clear()  # drop the worker's exit functions
     _allow_null()
     status = 1
     try:
@@ -183,7 +183,7 @@ def _text_file(descriptor: int, mode: Literal["r", "w"]) -> io.TextIOWrapper:
 def _execute(
     source: bytes, main: types.ModuleType, function: str | None, rules: Rules, report: _Report
 ) -> int:
-    """Run the program; returns its exit status. Any exception it raises is an error of the program's."""
+    """Run the program; return its exit status. Any exception it raises is an error of the program's."""
     stage = "compile_error"
     lcb = rules == "livecodebench"
     try:
@@ -225,16 +225,15 @@ def _execute_officially(source: bytes, function: str | None, report: _Report) ->
 
 
 def _call(main: types.ModuleType, name: str, encode: Callable[[Any], str]) -> str:
-    """The result of ``name``, a method of ``class Solution`` or a function, on one JSON value a line of
-    stdin; what is not plain data is an error of the program's.
-    """
+    """Return the result of ``name``, a method of ``class Solution`` or a function, on one JSON value a line
+    of stdin; a result that is not plain data is an error of the program's."""
     arguments = [json.loads(line) for line in sys.stdin.read().split("\n") if line.strip()]
     owner = main.Solution() if hasattr(main, "Solution") else main
     return encode(getattr(owner, name)(*arguments))
 
 
 def encode(value: Any) -> str:
-    """JSON of a function's result: tuples are lists, NumPy's scalars are numbers."""
+    """Return JSON of a function's result: tuples are lists, NumPy's scalars are numbers."""
     return json.dumps(value, default=livecodebench.number_like)
 
 

@@ -29,7 +29,7 @@ WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 O_ASYNC = 0x2000
 """O_ASYNC makes the kernel send signals to a descriptor's owner; a program may never set it."""
 THREAD_FLAGS = 0x7D0F00
-"""Of clone: what pthread_create of glibc and musl sets; no namespace, no exit signal."""
+"""Flags of clone that pthread_create of glibc and musl sets; no namespace, no exit signal."""
 SET_FLAGS = 4
 HARMLESS_COMMANDS = (0, 1030, 1, 2, 3, 5)
 """fcntl: F_DUPFD, F_DUPFD_CLOEXEC, F_GETFD, F_SETFD, F_GETFL, F_GETLK; and F_SETFL without O_ASYNC. Not
@@ -47,9 +47,9 @@ class Calls:
 
     audit_arch: int
     plain: dict[str, int]
-    """Allowed whatever their arguments."""
+    """Calls allowed with any arguments."""
     openers: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """(number, which argument holds the flags): allowed for reading."""
+    """(number, argument that holds the flags) of calls allowed for reading."""
     clone: int = 0
     clone3: int = 435
     fcntl: int = 0
@@ -109,7 +109,7 @@ MACHINES = {"x86_64": X86_64, "aarch64": AARCH64}
 
 
 def build_filter(calls: Calls, pid: int) -> bytes:
-    """The BPF program for the process ``pid``: 8 bytes an instruction."""
+    """Return the BPF program for the process ``pid``: 8 bytes an instruction."""
     program = [
         _load(ARCH_OFFSET),
         _pack(JUMP_EQUAL, calls.audit_arch, 1, 0),
@@ -133,7 +133,7 @@ def build_filter(calls: Calls, pid: int) -> bytes:
 
 
 def restrict_system_calls() -> None:
-    """Put the filter on this process, for good. Raises OSError where the kernel or machine has none."""
+    """Put the filter on this process, permanently. Raises OSError if the kernel or machine has none."""
     calls = MACHINES.get(platform.machine())
     if calls is None:
         raise OSError(f"no system-call table for {platform.machine()}")
@@ -145,7 +145,7 @@ def restrict_system_calls() -> None:
 
 
 def _thread_flags() -> list[bytes]:
-    """A clone makes a thread and nothing else: no process, no namespace, no other parent."""
+    """Allow clone only to make a thread: no process, no namespace, no other parent."""
     return [
         _load_argument(0),
         _pack(JUMP_IF_BITS, CLONE_THREAD, 0, 2),
@@ -167,14 +167,14 @@ def _harmless_command() -> list[bytes]:
 
 
 def _guard(number: int, check: list[bytes]) -> list[bytes]:
-    """If the call is ``number``: run ``check``. To deny the call, ``check`` jumps to the second instruction
+    """Run ``check`` if the call is ``number``. To deny the call, ``check`` jumps to the second instruction
     after itself."""
     body = [*check, _return(ALLOW), _return(DENY)]
     return [_pack(JUMP_EQUAL, number, 0, len(body)), *body]
 
 
 def _allow_values(number: int, argument: int, values: tuple[int, ...]) -> list[bytes]:
-    """If the call is ``number``: allow where the argument is one of ``values``, else deny."""
+    """Allow the call ``number`` if the argument is one of ``values``, else deny it."""
     tests = [_pack(JUMP_EQUAL, value, len(values) - i, 0) for i, value in enumerate(values)]
     body = [_load_argument(argument), *tests, _return(DENY), _return(ALLOW)]
     return [_pack(JUMP_EQUAL, number, 0, len(body)), *body]

@@ -46,7 +46,8 @@ except SystemExit:
 
 
 def whole_program(source: str, function: str | None, rules: Rules, marker: str) -> str:
-    """What the server is to run: ``source`` under ``rules``, and the call whose result follows ``marker``."""
+    """Return the program for the server: ``source`` under ``rules``, and the call whose result follows
+    ``marker``."""
     if rules == "livecodebench":
         source = AS_LIVECODEBENCH.format(source=source, name="solution" if function else "__main__")
     return source if function is None else source + CALL.format(function=function, marker=marker)
@@ -61,13 +62,13 @@ class SandboxServer:
         self._threads: ThreadPoolExecutor | None = None
 
     def submit(self, item: dict[str, Any]) -> Future[dict[str, Any]]:
-        """A Judgement's fields, later, for a ``{"program", "tests", "limits"}``."""
+        """Return a future of a Judgement's fields, for a ``{"program", "tests", "limits"}``."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self._size, "sandbox-server")
         return self._threads.submit(self._judge, item)
 
     def cut(self) -> None:
-        """Give up what was submitted; what the server is at, it ends."""
+        """Cancel queued requests; running ones finish on the server."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
             self._threads = None
@@ -82,7 +83,8 @@ class SandboxServer:
         function: str | None = None,
         rules: Rules = "plain",
     ) -> Execution:
-        """Raises SandboxError if the server gives no verdict in three attempts."""
+        """Run a program on the server. Raises SandboxError if the server gives no verdict in three
+        attempts."""
         marker = secrets.token_hex(16)
         body = {
             "code": whole_program(source, function, rules, marker),

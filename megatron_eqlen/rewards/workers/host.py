@@ -31,13 +31,13 @@ HEADER = struct.Struct("<I")
 
 
 def send_message(connection: socket.socket, message: Any) -> None:
-    """One length-prefixed JSON message."""
+    """Send one length-prefixed JSON message."""
     data = json.dumps(message).encode()
     connection.sendall(HEADER.pack(len(data)) + data)
 
 
 def receive_message(connection: socket.socket) -> Any:
-    """The next message. Raises EOFError when the other side is gone."""
+    """Return the next message. Raises EOFError when the other side is gone."""
     (size,) = HEADER.unpack(_receive(connection, HEADER.size))
     return json.loads(_receive(connection, size))
 

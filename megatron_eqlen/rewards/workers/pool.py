@@ -50,11 +50,11 @@ class WorkerPool:
         self._inbox: deque[Job | None] = deque()
         """Jobs submitted; None: those before it are cut."""
         self._ended: BaseException | None = None
-        """Why no more jobs are taken."""
+        """Why the pool takes no more jobs."""
         self._bell, self._rung = socket.socketpair()
-        """What wakes the thread; all below is the thread's own."""
+        """Wakes the thread; the attributes below belong to the thread."""
         self._waiting: list[Job] = []
-        """A heap."""
+        """Heap of jobs that no worker has."""
         self._workers: list[Worker] = []
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._rung, selectors.EVENT_READ)
@@ -65,10 +65,10 @@ class WorkerPool:
         self._thread.start()
 
     def submit(self, item: Item, seconds: float, wall_factor: float = 8.0, attempts: int = 1) -> Future[Item]:
-        """The item's answer, later.
+        """Return a future of the item's answer.
 
         ``seconds`` is its limit: CPU time of the worker, and ``wall_factor`` times it on the wall clock; a
-        factor of 1 makes it a limit on the wall clock alone. An item that times out or fails is asked
+        factor of 1 makes it a limit on the wall clock alone. An item that times out or fails is tried
         ``attempts`` times. Raises PoolEndedError.
         """
         return self._submit([item], [seconds], wall_factor, attempts)[0]
@@ -81,12 +81,12 @@ class WorkerPool:
         return [answer.result() for answer in self._submit(items, limits, wall_factor, attempts=1)]
 
     def cut(self) -> None:
-        """Give up what was submitted so far: it is cancelled, and workers that are at it are killed."""
+        """Cancel all submitted items; workers that run one are killed."""
         with contextlib.suppress(PoolEndedError):  # nothing is left to give up
             self._put([None])
 
     def close(self) -> None:
-        """End the thread, the workers and their host. What has no answer ends with PoolEndedError."""
+        """End the thread, the workers and their host. Items without an answer end with PoolEndedError."""
         with self._lock:
             self._ended = self._ended or PoolEndedError("the pool was closed")
         self._host.leave()
@@ -115,7 +115,7 @@ class WorkerPool:
         self._ring()
 
     def _ring(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # it was rung often enough
+        with contextlib.suppress(BlockingIOError):  # the bell was rung often enough
             self._bell.send(b"!")
 
     # ---- the pool's thread --------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class WorkerPool:
             worker.send([heapq.heappop(self._waiting) for _ in range(number)])
 
     def _idle(self) -> Iterator[Worker]:
-        """Workers without a job, new ones up to the pool's size, as long as jobs wait."""
+        """Yield workers without a job, new ones up to the pool's size, as long as jobs wait."""
         for worker in self._workers:
             if self._waiting and not worker.pending:
                 yield worker
@@ -162,12 +162,12 @@ class WorkerPool:
             yield worker
 
     def _collect(self) -> None:
-        """Wait for the next answers, the next overrun or the next call."""
+        """Wait for the next answer, overrun or call."""
         deadline = min((worker.deadline for worker in self._workers if worker.pending), default=None)
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
         ready = [key.data for key, _ in self._selector.select(timeout)]
         if self._ended is not None:
-            return  # workers end because their host does: no failure of theirs
+            return  # workers ended because their host did: no failure of theirs
         if None in ready:
             self._rung.recv(1 << 16)
         for worker in list(self._workers):
@@ -177,10 +177,11 @@ class WorkerPool:
                 self._answer(worker, {"timeout": True})
 
     def _answer(self, worker: Worker, answer: Item) -> None:
-        """Answer the worker's first job. A worker that cannot go on is killed; its other jobs wait again."""
+        """Answer the worker's first job. A worker that cannot continue is killed; its other jobs wait
+        again."""
         beat()
         seconds = worker.seconds
-        job = worker.pending.popleft() if worker.pending else None  # it may die without one
+        job = worker.pending.popleft() if worker.pending else None  # the worker may die without a job
         failed = "timeout" in answer or "failure" in answer
         if failed:
             self._remove(worker)
@@ -197,7 +198,7 @@ class WorkerPool:
                 job.answer.set_result(answer | {"seconds": seconds})
 
     def _give_up(self) -> list[Job]:
-        """All jobs without an answer; workers that are at one are killed."""
+        """Return all jobs without an answer; kill the workers that run one."""
         jobs, self._waiting = self._waiting, []
         for worker in [candidate for candidate in self._workers if candidate.pending]:
             self._remove(worker)

@@ -1,7 +1,7 @@
 """The processes behind a pool: a clean host, and the workers that are forked from it.
 
-The host imports a grader's module once (see worker_host); it is no fork of the trainer, so it has none of its
-memory and none of its environment.
+The host imports a grader's module once (see worker_host); it is no fork of the trainer, so it has none of the
+trainer's memory or environment.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from megatron_eqlen.rewards.workers.host import HEADER, Item, receive_message, s
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[3]
 START_SECONDS = 300.0
-"""The host imports SymPy and more; on a busy machine that takes a while."""
+"""Seconds in which the host must have started: it imports SymPy and more, slowly on a busy machine."""
 END_SECONDS = 5.0
-"""What the host has to end with its workers, which takes no time, before it is killed."""
+"""Seconds after which a host that was told to end with its workers is killed; normally it takes no time."""
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -51,7 +51,7 @@ class WorkerHost:
         return self._process.pid
 
     def fork(self) -> Worker:
-        """A new worker. Raises RuntimeError if the host has died or is silent."""
+        """Fork a new worker. Raises RuntimeError if the host has died or is silent."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -67,17 +67,17 @@ class WorkerHost:
 
     def leave(self) -> None:
         """Tell the host to end with its workers; a ``fork`` in another thread fails."""
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the host has ended
             self._control.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Wait until it has ended."""
+        """Wait until the host has ended."""
         self.leave()
         self._control.close()
         self._end()
 
     def _end(self) -> int:
-        """The status of the host, which has been told to end. One that is stopped does not hear it: it is
+        """Return the status of the host, which has been told to end. A stopped host does not hear this: it is
         killed, and the kernel kills its workers with it."""
         try:
             return self._process.wait(END_SECONDS)
@@ -88,17 +88,17 @@ class WorkerHost:
 
 @dataclass(order=True)
 class Job:
-    """An item on its way. Jobs sort by when they are begun: the longest limit first, so that nobody waits for
-    it alone at the end; equal ones as they came."""
+    """An item that was submitted. Jobs sort by the order in which they are begun: the longest limit first, so
+    that no long job runs alone at the end; equal ones in order of submission."""
 
     urgency: float = field(init=False)
     number: int
     item: Item = field(compare=False)
     limit: float = field(compare=False)
-    """Seconds of its worker's CPU time, and ``wall_factor`` times it on the wall clock."""
+    """Limit in seconds of the worker's CPU time, and ``wall_factor`` times it on the wall clock."""
     wall_factor: float = field(compare=False)
     attempts: int = field(compare=False)
-    """How often it may still be asked."""
+    """Number of remaining attempts."""
     answer: Future[Item] = field(init=False, compare=False, default_factory=Future)
 
     def __post_init__(self) -> None:
@@ -106,38 +106,39 @@ class Job:
 
 
 class Worker:
-    """A process that answers what it is sent, in order, and the clock of the first unanswered job."""
+    """A process that answers items in order, and the clock of the first unanswered job."""
 
     def __init__(self, connection: socket.socket, pid: int) -> None:
         self.connection, self.pid = connection, pid
         self.pending: deque[Job] = deque()
-        """Sent and not yet answered, in order."""
+        """Jobs that were sent and not yet answered, in order."""
         self.deadline = 0.0
-        """When to check next whether the first of them has used its limit, ``time.monotonic()``."""
+        """When to check next whether the first of them has used its limit, by ``time.monotonic()``."""
         self._since = self._cpu = 0.0
-        """When the first of them started, and the worker's CPU seconds then."""
+        """When the first job started, and the worker's CPU seconds then."""
 
     @property
     def seconds(self) -> float:
-        """How long it has been at its first job."""
+        """Return how long the worker has been at its first job."""
         return time.monotonic() - self._since
 
     def send(self, jobs: list[Job]) -> None:
-        """To a worker that has none."""
+        """Send jobs to a worker that has none."""
         self.pending.extend(jobs)
         self.begin()
-        with contextlib.suppress(BrokenPipeError):  # it died between batches; receive notices
+        with contextlib.suppress(BrokenPipeError):  # the worker died between batches; receive notices
             send_message(self.connection, [job.item for job in jobs])
 
     def receive(self) -> Item:
-        """Its next message."""
+        """Return the worker's next message."""
         try:
             return receive_message(self.connection)
         except (EOFError, ConnectionResetError):
             return {"failure": "the worker died"}
 
     def overrun(self) -> bool:
-        """Whether the first job has used its limit. If not, sets the earliest time at which it could have."""
+        """Return True if the first job has used its limit; otherwise set the earliest time at which it could
+        have."""
         job = self.pending[0]
         now, used = time.monotonic(), cpu_seconds(self.pid) - self._cpu
         last = self._since + job.wall_factor * job.limit
@@ -149,7 +150,7 @@ class Worker:
         return False
 
     def begin(self) -> None:
-        """The clock of the first pending job starts."""
+        """Start the clock of the first pending job."""
         self._since = time.monotonic()
         self._cpu = cpu_seconds(self.pid)
         self.deadline = self._since + (self.pending[0].limit if self.pending else 0.0)
@@ -161,7 +162,7 @@ class Worker:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a process so far, its own alone; 0 if it is gone."""
+    """Return the CPU time of a process so far, without its children; 0 if it is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -170,7 +171,8 @@ def cpu_seconds(pid: int) -> float:
 
 
 def scrubbed_environment() -> dict[str, str]:
-    """The part of the trainer's environment that a grader process may see: no token, no key, no rank."""
+    """Return the part of the trainer's environment that a grader process may see: no token, no key, no
+    rank."""
     return {
         "PATH": os.defpath,
         "LANG": "C.UTF-8",

@@ -111,7 +111,7 @@ class _Sink(io.RawIOBase):
 def batches(
     path: Path, schema: pa.Schema, columns: Sequence[str] | None = None, places: Iterable[int] | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the batches of ``placed`` without the places."""
+    """Yield the batches of ``placed`` without their places."""
     return (batch for _, batch in placed(path, schema, columns, places))
 
 
@@ -163,7 +163,7 @@ def values(path: Path, schema: pa.Schema, column: str) -> set[Any]:
 
 
 def lists(values: Sequence[np.ndarray | None], kind: pa.DataType) -> pa.ListArray:
-    """A column of ``pa.list_(kind)``, null for None."""
+    """Return a column of ``pa.list_(kind)``, null for None."""
     dtype = kind.to_pandas_dtype()
     missing = [value is None for value in values]
     arrays = [np.zeros(0, dtype) if value is None else value for value in values]

@@ -1,9 +1,9 @@
-"""Recorded rollouts as rows of an Arrow table: what each column means, and the way there and back.
+"""Recorded rollouts as rows of an Arrow table: the meaning of each column, and the conversion both ways.
 
     role        row
     prompt      a prompt, before the first rollout that answers it
     a b tail    segments of a stream; ``completion``: of a group; ``step``: of a sampled tree
-    end         the rollout is complete, or suspended; rows of one without it are left out when they are read
+    end         the rollout is complete, or suspended; readers leave out the rows of a rollout without it
 
 Segments of a rollout are numbered (``Part.number``); a grade (in a file of its own) belongs to a number.
 """
@@ -84,7 +84,7 @@ GRADES = pa.schema(
 )
 
 ARRAYS = ("token_ids", "logprobs", "mask_ids", "mask_counts", "routes")
-"""Nearly all that a record holds."""
+"""Columns of arrays: nearly all of a record's bytes."""
 
 SKELETON = tuple(name for name in SEGMENTS.names if name not in (*ARRAYS, "gold"))
 """Columns of skeletons: no arrays, and no golds, which may be long texts of tests."""
@@ -214,7 +214,7 @@ class Assembly:
     _open: dict[tuple[str, int], list[RolloutPart]] = field(default_factory=dict)
 
     def take(self, row: Row) -> None:
-        """Raises ValueError or KeyError for a row that has no place."""
+        """Add a row. Raises ValueError or KeyError for a row that does not fit its place."""
         key = row["prompt_id"], row["index"]
         if row["role"] == PROMPT:
             self.prompts[row["prompt_id"]] = _prompt(row)

@@ -39,12 +39,12 @@ from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.types import Rollout
 
 FILES = "rank-*.arrow"
-"""In a step's folder."""
+"""Names of files in a step's folder."""
 JOURNALS = f"{journal.PREFIX}{FILES}"
 SUSPENDED = f"{journal.SUSPENDED_PREFIX}{FILES}"
 GRADE_FILES = "grades-*.arrow"
 OLD_FILES = "rank-*.jsonl"
-"""Of versions before 3."""
+"""Names of such files in versions before 3."""
 
 INTERVAL = 2.0
 """Seconds between two looks at the tracks of a harvest."""

@@ -4,10 +4,10 @@
                  ◄── one heartbeat per replica: alive, and with the weights we sent?
     update_weights ──► one TCP connection per node of each replica (``tcp_sender``), or NCCL (``nccl_sender``)
 
-Requests of a replica that dies (``pool``) come back as ``lost`` with all their tokens kept, and the
-harvester submits the rest to another replica. With ``rollout.staleness`` one thread harvests while another
-brings new weights: the servers pause, and each request goes on where it was. Nothing here imports vLLM,
-unless NCCL sends the weights.
+Requests of a replica that dies (``pool``) come back as ``lost`` with all their tokens kept, and the harvester
+submits the rest to another replica. With ``rollout.staleness`` one thread harvests while another sends new
+weights: the servers pause, and each request then continues where it was. Nothing here imports vLLM, unless
+NCCL sends the weights.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Failure:
     replica: ServerReplica
     reason: str
     weight_version: str
-    """The engine's at that time."""
+    """Engine's weight version at that time."""
     request_id: str | None = None
 
 
@@ -87,18 +87,18 @@ class ServerEngine:
         self.weight_version = UNTOUCHED
         self.homes: dict[str, ServerReplica] = {}
         self.labels: dict[str, Labels] = {}
-        """Of each unfinished request."""
+        """Policy versions of each unfinished request's tokens."""
         self.arrivals: queue.SimpleQueue[Delta | Failure] = queue.SimpleQueue()
         self.lost: list[str] = []
         """Requests whose replica died; ``step`` gives them back."""
         self.busy = threading.RLock()
-        """Held by one call at a time: a weight sync holds up who harvests meanwhile."""
+        """Held by one call at a time: a weight sync blocks a thread that harvests."""
         self.vocab_size = 0
         self.refusal = "update_weights must come first" if syncs_first else None
         self.closed = False
         self.sync: Metrics = {}
         self.sent_bytes = 0
-        """By the last weight sync, to all replicas."""
+        """Bytes that the last weight sync sent, to all replicas."""
         self.pool = ReplicaPool(rollout.servers, rollout.request_timeout / 2, self._lose)
         try:
             self.sender = self._sender()
@@ -138,7 +138,8 @@ class ServerEngine:
             replica.requests[request_id] = self.pool.io.start(self._stream(replica, request_id, body))
 
     def step(self) -> list[Delta]:
-        """What has arrived; waits a moment if nothing has. Raises EngineError once the engine is closed."""
+        """Return the deltas that have arrived; wait a moment if there are none. Raises EngineError once the
+        engine is closed."""
         arrived: list[Delta | Failure] = []
         with suppress(queue.Empty):
             arrived.append(self.arrivals.get(timeout=0.05))
@@ -201,10 +202,10 @@ class ServerEngine:
         self.pool.post("reset_prefix_cache")
 
     def sleep(self) -> None:
-        """Servers have their own GPUs."""
+        """Do nothing: servers have their own GPUs."""
 
     def wake(self) -> None:
-        """Nothing to do: servers do not sleep."""
+        """Do nothing: servers do not sleep."""
 
     def state(self) -> dict[str, Any]:
         replicas = [
@@ -219,7 +220,7 @@ class ServerEngine:
         return {"policy_version": self.policy_version, "refusal": self.refusal, "replicas": replicas}
 
     def close(self) -> None:
-        """Safe to call more than once, and while another thread harvests."""
+        """Close the engine. Safe to call more than once, and while another thread harvests."""
         with self.busy:
             if not self.closed:
                 self.closed = True
@@ -248,11 +249,12 @@ class ServerEngine:
     # ---- requests -----------------------------------------------------------------------------------
 
     def _replica_of(self, request_id: str) -> ServerReplica | None:
-        """Where an unfinished request runs."""
+        """Return the replica that runs an unfinished request."""
         return next((replica for replica in self.pool.replicas if request_id in replica.requests), None)
 
     def _home(self, request_id: str) -> ServerReplica:
-        """Requests whose ids agree up to the last ``/`` share a prefix, so they share a replica."""
+        """Return the replica for a request. Requests whose ids agree up to the last ``/`` share a prefix, so
+        they share a replica."""
         family = request_id.rpartition("/")[0]
         home = self.homes.get(family)
         if home is None or not home.alive:
@@ -273,7 +275,7 @@ class ServerEngine:
         return labels.label(arrival)
 
     def _fail(self, failure: Failure) -> None:
-        """What was said of a replica before the newest weights is void; of a request it is not."""
+        """Handle a failure. A replica's failure before the newest weights is void; a request's is not."""
         if failure.weight_version == self.weight_version:
             self.pool.bury(failure.replica, failure.reason)
         elif failure.request_id in failure.replica.requests:
@@ -338,8 +340,8 @@ class ServerEngine:
             )
 
     def _update_replicas(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
-        """Bring all replicas that answer to these weights. Raises EngineError when none is left, and
-        whatever the stream raises."""
+        """Send these weights to all replicas that answer. Raises EngineError when none is left, and whatever
+        the stream raises."""
         self._connect(any_weights=True)
         self.refusal = "the last weight update failed half way; update_weights must succeed first"
         self.pool.stop_heartbeats()
@@ -353,11 +355,11 @@ class ServerEngine:
         self.pool.post("resume" if self.rollout.staleness else "reset_prefix_cache")
 
     def _pause(self, policy_version: int) -> None:
-        """Stop decoding; what each request gets from now on is of ``policy_version``.
+        """Stop decoding; tokens that each request gets from now on are of ``policy_version``.
 
-        With ``on_sync: recompute`` and routes, requests are lost instead: whoever submits them again asks for
-        the routes that the new weights choose for their paths. A server that computes a path again in the
-        middle of a request would not send these.
+        With ``on_sync: recompute`` and routes, requests are lost instead: the caller that submits them again
+        asks for the routes that the new weights choose for their paths. A server that computes a path again
+        in the middle of a request would not send these.
         """
         recompute = self.rollout.on_sync == "recompute"
         if recompute and self.rollout.keep_routes:
@@ -375,7 +377,7 @@ class ServerEngine:
                 labels.sync(count, policy_version)
 
     def _cache_salt(self) -> str | None:
-        """With ``on_sync: continue`` what requests cached under older weights stays theirs: no later one
-        begins from it."""
+        """Return the salt of the prefix cache. With ``on_sync: continue`` it changes with the weights, so
+        that no request begins from keys and values cached under older ones."""
         keeps = self.rollout.staleness and self.rollout.on_sync == "continue"
         return self.weight_version if keeps else None

@@ -59,12 +59,12 @@ class ColocatedEngine:
         self.policy_version = policy_version
         self.requests: dict[str, engine_core.Request] = {}
         self.numbers = itertools.count()
-        """Of requests, in vLLM's names."""
+        """Numbers of requests, used in vLLM's names."""
         self.refusal: str | None = None
-        """Why requests are refused now: the weights are gone or half loaded."""
+        """Why requests are refused now: weights are missing or half loaded."""
         self.asleep = False
         self.preemptions = 0
-        """Times a request was pushed out of the KV cache, since the last ``metrics``."""
+        """Number of requests pushed out of the KV cache since the last ``metrics``."""
         self.sync: Metrics = {}
 
     def submit(
@@ -130,8 +130,8 @@ class ColocatedEngine:
         lifecycle.sleep(self.llm)
 
     def wake(self) -> None:
-        """Memory for the weights only; that of the KV cache is taken with the first request, so that
-        a weight sync has the room."""
+        """Take memory for the weights only; the KV cache takes its memory with the first request, so that a
+        weight sync has the room."""
         lifecycle.wake(self.llm, "weights")
 
     def state(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ model."""
 
 @contextmanager
 def importing_vllm() -> Iterator[None]:
-    """Around the first import of vLLM, which reads and sets environment variables."""
+    """Surround the first import of vLLM, which reads and sets environment variables."""
     before = dict(os.environ)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -39,7 +39,7 @@ def contained() -> Iterator[None]:
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     try:
-        with torch.set_grad_enabled(torch.is_grad_enabled()):  # restored at the end
+        with torch.set_grad_enabled(torch.is_grad_enabled()):  # restores the setting at the end
             yield
     finally:
         torch.set_num_threads = set_num_threads
@@ -55,7 +55,7 @@ def contained() -> Iterator[None]:
 
 
 def _restore_environ(environ: dict[str, str]) -> dict[str, str]:
-    """Restore the environment except for vLLM's own variables; returns the variables that were undone."""
+    """Restore the environment except for vLLM's own variables; return the variables that were undone."""
     undone = {
         name: value
         for name, value in os.environ.items()

@@ -14,15 +14,15 @@ from megatron_eqlen.recipe import RolloutRecipe
 
 ROUTES = "megatron_eqlen.rollout.vllm.engine.routes"
 ROUTES_ARGS = {"worker_cls": f"{ROUTES}.RoutesWorker", "scheduler_cls": f"{ROUTES}.scheduler"}
-"""What an engine that records routes is started with."""
+"""Arguments of an engine that records routes."""
 RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
-"""vLLM's variable for what ``PathSampler`` and routes are written for: the V1 model runner."""
+"""Selects the V1 model runner, for which ``PathSampler`` and routes are written."""
 
 logger = logging.getLogger(__name__)
 
 
 def engine_args(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: int) -> dict[str, Any]:
-    """Fields of vLLM 0.31's ``EngineArgs``. ``dtype`` is ``float32`` or ``bfloat16``."""
+    """Return fields of vLLM 0.31's ``EngineArgs``. ``dtype`` is ``float32`` or ``bfloat16``."""
     cpu = current_platform.is_cpu()
     kv_gib = rollout.kv_cache_gib or (1.0 if cpu else None)
     model = read_config(model_path)
@@ -50,7 +50,7 @@ def engine_args(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_l
 
 
 def as_flags(args: dict[str, Any]) -> list[str]:
-    """Engine arguments as command-line flags; False ones are left out."""
+    """Return engine arguments as command-line flags; False ones are left out."""
     flags = []
     for name, value in args.items():
         flag = "--" + name.replace("_", "-")
@@ -62,7 +62,7 @@ def as_flags(args: dict[str, Any]) -> list[str]:
 
 
 def _supported_dtype(model_path: str, model: ModelConfig, dtype: str) -> str:
-    """On CPUs vLLM's Gated DeltaNet has only a bfloat16 kernel."""
+    """Return the dtype that vLLM supports: on CPUs its Gated DeltaNet has only a bfloat16 kernel."""
     if current_platform.is_cpu() and model.delta_net and dtype != "bfloat16":
         logger.warning("%s: vLLM rolls Gated DeltaNet out in bfloat16 on CPUs, not in %s", model_path, dtype)
         return "bfloat16"

@@ -23,7 +23,7 @@ from megatron_eqlen.rollout.engine import PROMPT_ROUTES, SEED, Delta, EngineErro
 
 
 def sampling_params(rollout: RolloutRecipe, eos_token_ids: Iterable[int]) -> SamplingParams:
-    """The recipe's sampling; ``submit`` adds what differs between requests."""
+    """Return the recipe's sampling; ``submit`` adds what differs between requests."""
     return SamplingParams(
         temperature=rollout.temperature,
         top_p=rollout.top_p,
@@ -40,11 +40,11 @@ FINISHED: dict[FinishReason, Literal["stop", "length"]] = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
 }
-"""How a request may end."""
+"""Finish reasons of completed requests."""
 
 
 def client(llm: LLM) -> InprocClient:
-    """What holds the engine core of an engine in this process."""
+    """Return the client that holds the engine core of an engine in this process."""
     client = llm.llm_engine.engine_core
     assert isinstance(client, InprocClient)
     return client
@@ -60,8 +60,8 @@ def submit(
     seed: int,
     prompt_routes: int = 0,
 ) -> Request:
-    """Hand a request to the engine core, which keeps the result up to date. The caller has checked the
-    ids and the length.
+    """Submit a request to the engine core and return its record, which ``step`` updates. The caller has
+    checked the ids and the length.
 
     ``number`` differs for each request of an engine and makes vLLM's name for it unique. With asynchronous
     scheduling, vLLM's default on GPUs, an aborted request may still have a token to come; a new request of
@@ -89,7 +89,7 @@ def submit(
 
 
 def step(llm: LLM) -> list[Delta]:
-    """One engine step. Raises EngineError if the engine ended a request with an error."""
+    """Run one engine step. Raises EngineError if the engine ended a request with an error."""
     deltas = []
     outputs = llm.llm_engine.engine_core.get_output().outputs
     masks = _sampling_masks([output.new_logprobs for output in outputs])
@@ -116,8 +116,8 @@ def step(llm: LLM) -> list[Delta]:
 
 
 def _sampling_masks(chosen: Sequence[LogprobsLists | None]) -> list[list[array[int]] | None]:
-    """Of each request of a step, all at once, from ``PathSampler``'s [tokens, 1 + width]; None where it
-    records no mask."""
+    """Return the sampling masks of all requests of a step from ``PathSampler``'s [tokens, 1 + width]; None
+    where it records no mask."""
     columns = [output.logprob_token_ids for output in chosen if output is not None]
     if not columns or columns[0].shape[1] == 1:
         return [None] * len(chosen)

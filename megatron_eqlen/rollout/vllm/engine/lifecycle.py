@@ -32,7 +32,7 @@ _owns_process_group = False
 
 
 def build(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: int, seed: int) -> LLM:
-    """An in-process engine. Where torch.distributed is initialized, every rank must call this: groups of
+    """Build an in-process engine. If torch.distributed is initialized, every rank must call this: groups of
     ``rollout.tensor_parallel`` neighbouring ranks become one replica each (vLLM's external launcher)."""
     global _live_engines, _owns_process_group
     launched = dist.is_initialized() and not _owns_process_group
@@ -129,20 +129,21 @@ def vocab_size(llm: LLM) -> int:
 
 
 def removed_mass(llm: LLM) -> tuple[float, int]:
-    """Probability mass that top-k, top-p and min-p removed, summed over the sampled tokens, and how many."""
+    """Return the probability mass that top-k, top-p and min-p removed, summed over the sampled tokens, and
+    their number."""
     sampler = _worker_runner(llm).sampler
     assert isinstance(sampler, PathSampler)
     return sampler.take_removed_mass()
 
 
 def route_seconds(llm: LLM) -> float:
-    """What routes took of an engine that records them, since the last call."""
+    """Return the seconds that routes took since the last call, of an engine that records them."""
     return llm.llm_engine.model_executor.driver_worker.worker.routes.take_seconds()
 
 
 @contextmanager
 def stock_sampler(llm: LLM) -> Iterator[None]:
-    """vLLM's own sampler in place of ours: what benchmarks compare with."""
+    """Use vLLM's own sampler instead of ours, as a baseline for benchmarks."""
     runner = _worker_runner(llm)
     ours, runner.sampler = runner.sampler, Sampler()
     try:

@@ -1,4 +1,4 @@
-"""What vLLM's CPU backend leaves stale when weights are loaded into a running model (vLLM 0.31)."""
+"""Repacks weights that vLLM's CPU backend leaves stale after loading into a running model (vLLM 0.31)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from vllm.platforms import current_platform
 
 
 def repack(model: nn.Module) -> list[str]:
-    """Prepack again what a reload leaves stale on the CPU backend: the kernels of experts, and an output
-    layer tied to the embeddings. Returns the names of the modules concerned; nothing to do elsewhere."""
+    """Prepack again the weights that a reload leaves stale on the CPU backend: the kernels of experts, and an
+    output layer tied to the embeddings. Return the names of these modules; elsewhere there is nothing to
+    do."""
     if not current_platform.is_cpu():
         return []
     done = []

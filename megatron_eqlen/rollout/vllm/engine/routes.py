@@ -1,4 +1,4 @@
-"""Which experts vLLM's MoE layers chose: from their routers to the outputs of each request, token by token.
+"""Expert choices of vLLM's MoE layers: from their routers to the outputs of each request, token by token.
 
     worker      routers ─► buffer of a step ─► slots, one for each place in the KV cache
                               └─► each request's newest row, and from the slots the rows of its prompt
@@ -6,11 +6,11 @@
     server      ─► an event's ``routed_experts``
 
 vLLM 0.31's own ``enable_return_routed_experts`` needs its V2 model runner and hands rows over when a request
-ends; a harvest aborts most requests, and loses others with their server. So what is vLLM's here is the
-capture and the way of the outputs; rows are delivered with the tokens that they belong to.
+ends; a harvest aborts most requests, and loses others with their server. So only the capture and the path of
+the outputs are vLLM's here; rows are delivered with the tokens that they belong to.
 
-A prefix that was cached is not computed again, so its rows are kept where its keys and values are: in slots,
-by the same block table. Whoever may read the one may read the other.
+A cached prefix is not computed again, so its rows are kept beside its keys and values: in slots, by the same
+block table. A request that may read the one may read the other.
 """
 
 from __future__ import annotations
@@ -47,17 +47,18 @@ else:
 
 @dataclass
 class StepRoutes:
-    """What the worker tells the scheduler of one step."""
+    """Routes of one step, passed from the worker to the scheduler."""
 
     newest: Routes
-    """[requests, moe_layers, top_k], of each request's newest position, which predicted its new token."""
+    """[requests, moe_layers, top_k] routes of each request's newest position, which predicted its new
+    token."""
     index: dict[str, int]
-    """Where in ``newest`` a request is."""
+    """Index of each request in ``newest``."""
     prompts: dict[str, Routes]
-    """Rows that requests asked for (``PROMPT_ROUTES``) and that got their first token now."""
+    """Rows asked for (``PROMPT_ROUTES``) by requests that got their first token in this step."""
 
     def of(self, request_id: str) -> Routes:
-        """The request's rows: those that it asked for, then the newest."""
+        """Return a request's rows: the ones it asked for, then the newest."""
         number = self.index[request_id]
         row = self.newest[number : number + 1]
         prompt = self.prompts.get(request_id)
@@ -68,15 +69,16 @@ class StepRoutes:
 
 
 class RouteCapture:
-    """A model runner's routes. Made after the model is loaded and before CUDA graphs are captured: they
-    contain the copies into vLLM's buffer."""
+    """Captures a model runner's routes. Made after the model is loaded and before CUDA graphs are captured:
+    they contain the copies into vLLM's buffer."""
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
         self.sent = True
-        """Whether outputs hold rows. Slots are always written: later requests may find what is cached now."""
+        """True if outputs hold rows. Slots are always written: later requests may find this step's tokens in
+        the cache."""
         self.seconds = 0.0
-        """Of the engine's time, for copying and sorting rows."""
+        """Engine seconds spent copying and sorting rows."""
         self.capturer = RoutedExpertsCapturer(runner.max_num_tokens, runner.vllm_config)
         bind_routed_experts_capturer(runner.get_model(), self.capturer)
         layers = (module.layer_id for module in runner.get_model().modules() if isinstance(module, MoERunner))
@@ -93,8 +95,8 @@ class RouteCapture:
         return taken
 
     def begin(self) -> PendingRoutes:
-        """Start copying the rows of the step that was computed last. Where they belong is looked up at once:
-        the next step may be prepared before they have arrived."""
+        """Start copying the rows of the step that was computed last. Their slots are looked up at once: the
+        next step may be prepared before the rows have arrived."""
         start = time.perf_counter()
         batch, count = self.runner.input_batch, self.runner.input_batch.num_reqs
         ends = self.runner.query_start_loc.np[: count + 1].astype(np.int64)
@@ -121,7 +123,8 @@ class RouteCapture:
         return pending
 
     def _asked(self) -> list[tuple[str, int, int]]:
-        """(id, number in the batch, rows) of those that get their first token now and asked for rows."""
+        """Return (id, number in the batch, rows) of the requests that get their first token now and asked for
+        rows."""
         batch, count = self.runner.input_batch, self.runner.input_batch.num_reqs
         first = batch.num_tokens_no_spec[:count] == batch.num_prompt_tokens[:count]
         found = []
@@ -133,7 +136,8 @@ class RouteCapture:
         return found
 
     def _slots_of(self, requests: np.ndarray | int, positions: np.ndarray) -> np.ndarray:
-        """[n] int64, by the block table of the first layers that keep keys and values by position."""
+        """Return [n] int64 slots, by the block table of the first layers that keep keys and values by
+        position."""
         tables = self.runner.input_batch.block_table.block_tables
         table = next(
             candidate
@@ -156,17 +160,17 @@ class PendingRoutes:
     rows: torch.Tensor
     """[tokens of the step, moe_layers, top_k]"""
     copied: Any
-    """A CUDA event, or None where they are here."""
+    """CUDA event of the copy; None if the rows are on the host already."""
     slots: np.ndarray
     """[tokens of the step] int64"""
     newest: np.ndarray
-    """[requests] int64, where in the step each request's newest position is."""
+    """[requests] int64, index in the step of each request's newest position."""
     index: dict[str, int]
     asked: dict[str, np.ndarray]
-    """Slots of the rows that a request asked for."""
+    """Slots of the rows that each request asked for."""
 
     def finish(self) -> StepRoutes:
-        """To be called for each step, in their order."""
+        """Return the step's routes. Call once for each step, in order."""
         if self.copied is not None:
             self.copied.synchronize()
         start, capture = time.perf_counter(), self.capture
@@ -179,7 +183,7 @@ class PendingRoutes:
 
 
 class RoutesWorker(PlatformWorker):
-    """The platform's worker, whose outputs hold routes."""
+    """The platform's worker, with routes in its outputs."""
 
     routes: RouteCapture
 
@@ -198,13 +202,13 @@ class RoutesWorker(PlatformWorker):
         return _with_routes(output, pending)
 
     def _answers(self) -> bool:
-        """Whether anybody reads this worker's outputs: of a server's, the first's alone."""
+        """Return True if this worker's outputs are read: in a server, only the first worker's are."""
         launched = self.parallel_config.distributed_executor_backend == "external_launcher"
         return launched or get_tp_group().rank_in_group == 0
 
 
 class _WithRoutes(AsyncModelRunnerOutput):
-    """Both are on their way to the host."""
+    """An output whose tokens and routes are both still on their way to the host."""
 
     def __init__(self, output: AsyncModelRunnerOutput, pending: PendingRoutes) -> None:
         self.output, self.pending = output, pending
@@ -224,7 +228,7 @@ def _with_routes(output: Any, pending: PendingRoutes) -> Any:
 
 
 def scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Scheduler:
-    """The scheduler that vLLM would take, with routes in its outputs."""
+    """Return the scheduler that vLLM would take, with routes in its outputs."""
     kind = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
     made: Any = kind(vllm_config, *args, **kwargs)
     made.aux_output_connector = _Delivery()
@@ -232,7 +236,7 @@ def scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Scheduler:
 
 
 class _Delivery:
-    """Stands where vLLM has its own collector of auxiliary outputs (``AuxOutputSchedulerConnector``)."""
+    """Stands in for vLLM's collector of auxiliary outputs (``AuxOutputSchedulerConnector``)."""
 
     def take_output(self, request: Request, output: StepRoutes | None) -> Routes | None:
         return None if output is None else output.of(request.request_id)
@@ -246,8 +250,8 @@ class _Delivery:
 
 
 def stream_routes() -> None:
-    """Make this process, a server's first, send a request's rows with its tokens: vLLM would collect them
-    until it ends."""
+    """Make this process, a server's first, send a request's rows with its tokens: vLLM would hold them back
+    until the request ends."""
     new_completion, add = RequestState._new_completion_output, RequestOutput.add
 
     def with_rows(self: RequestState, *args: Any, **kwargs: Any) -> CompletionOutput:
@@ -257,7 +261,7 @@ def stream_routes() -> None:
         return output
 
     def add_rows(self: RequestOutput, next_output: RequestOutput, aggregate: bool) -> None:
-        """Outputs that nobody has fetched yet are joined."""
+        """Join the rows of outputs that nobody has fetched yet."""
         rows = [out.routed_experts for output in (self, next_output) for out in output.outputs]
         add(self, next_output, aggregate)
         if aggregate and (found := [routes for routes in rows if routes is not None]):

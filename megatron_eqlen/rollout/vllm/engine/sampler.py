@@ -19,39 +19,39 @@ from vllm.v1.sample.sampler import Sampler
 from megatron_eqlen.rollout.engine import SEED, TICKET
 
 TIES = 64
-"""Top-k keeps all tokens that tie at its limit; of more than this many some are dropped."""
+"""Most ties at its limit that top-k keeps; further tied tokens are dropped."""
 
 
 @dataclass
 class _Rows:
-    """What the sampler keeps while the batch's requests stay the same."""
+    """Values that stay the same as long as the batch's requests do."""
 
     metadata: SamplingMetadata
     seeds: np.ndarray | None
     """[rows] uint64; None where a row has no seed."""
     most_kept: int | None
-    """Most tokens that top-k keeps of a row, ties included; None where it is off for one."""
+    """Most tokens that top-k keeps of a row, ties included; None where it is off for some row."""
 
 
 class PathSampler(Sampler):
     """Samples a batch so that token t of a path depends on the logits, its seed and t alone.
 
     vLLM's own per-request generators are drawn from one request at a time, consume the training process's
-    generator as well, and start over when a request is submitted again; and it has no log-prob mode for
-    the temperature alone. Here one uniform number per row, a hash of (seed, t), picks the token by the
-    inverse of the cumulative distribution.
+    generator as well, and start over when a request is submitted again; and it has no log-prob mode for the
+    temperature alone. Here one uniform number per row, a hash of (seed, t), picks the token by the inverse of
+    the cumulative distribution.
 
-    Log-probs are ``log_softmax(logits / temperature)`` at the token; ``processed`` ones are normalized
-    over the kept set instead: greater by minus the log of the kept mass.
+    Log-probs are ``log_softmax(logits / temperature)`` at the token; ``processed`` ones are normalized over
+    the kept set instead: greater by minus the log of the kept mass.
 
-    Where top-k is on, all after the log-softmax looks at its tokens alone and not at the vocabulary; in
+    If top-k is on, the work after the log-softmax covers its tokens alone instead of the vocabulary; in
     float64 the sums are the same.
 
     With ``mask_width`` the kept set is returned in the field that vLLM has for the ids of the most likely
     tokens: the drawn token, then ``mask_width`` kept ones; if fewer were kept, the drawn token fills the
     rest.
 
-    With ``follow`` it remembers the requests that it has drawn for, for ``sampled_tokens``.
+    With ``follow`` the sampler remembers which requests it has drawn for (``sampled_tokens``).
     """
 
     def __init__(self, runner: Any, processed: bool, mask_width: int = 0, follow: bool = False) -> None:
@@ -69,7 +69,7 @@ class PathSampler(Sampler):
     def forward(
         self, logits: Tensor, sampling_metadata: SamplingMetadata, *args: Any, **kwargs: Any
     ) -> SamplerOutput:
-        """``logits`` [rows, vocabulary], any float dtype."""
+        """Sample a token for each row. ``logits``: [rows, vocabulary], any float dtype."""
         draw = self._uniform(sampling_metadata, len(logits))
         if draw is None:  # vLLM's own dummy run, or another client's request to a server
             return super().forward(logits, sampling_metadata, *args, **kwargs)
@@ -114,8 +114,8 @@ class PathSampler(Sampler):
         return total
 
     def sampled_tokens(self) -> dict[str, int | None]:
-        """How many tokens each request has, by its ticket; None: it has ended. To be asked between two steps;
-        a request that has ended is named once."""
+        """Return the number of tokens of each request, by ticket; None: the request has ended. To be called
+        between two steps; a request that has ended is named once."""
         states = {name: self.runner.requests.get(name) for name in self.followed}
         counts = {
             self.followed[name]: None if state is None else len(state.output_token_ids)
@@ -125,7 +125,8 @@ class PathSampler(Sampler):
         return counts
 
     def _candidates(self, logits: Tensor) -> Tensor | None:
-        """[rows, c] int64: the tokens that top-k may keep, by ascending id; None: any of the vocabulary."""
+        """Return [rows, c] int64: the tokens that top-k may keep, by ascending id; None: the whole
+        vocabulary."""
         assert self.rows is not None
         most = self.rows.most_kept
         if most is None or most >= logits.shape[1]:
@@ -133,7 +134,8 @@ class PathSampler(Sampler):
         return logits.topk(most, sorted=False).indices.sort().values
 
     def _uniform(self, metadata: SamplingMetadata, rows: int) -> np.ndarray | None:
-        """[rows] float64 in [0, 1): a hash of each row's seed and path length; None where one has no seed."""
+        """Return [rows] float64 in [0, 1): a hash of each row's seed and path length; None if a row has no
+        seed."""
         if self.rows is None or self.rows.metadata is not metadata:
             self.rows = self._rows(metadata, rows)
         if self.rows.seeds is None:
@@ -155,8 +157,8 @@ class PathSampler(Sampler):
         return _Rows(metadata, np.array(seeds, dtype=np.uint64), most_kept)
 
     def _count_removed(self, mass: Tensor) -> None:
-        """``mass`` [rows] float64. Rows that are still in their prefill are not counted: vLLM discards their
-        samples."""
+        """Count the removed probability, ``mass`` [rows] float64. Rows that are still in their prefill are
+        left out: vLLM discards their samples."""
         counted = ~self.runner.discard_request_mask.np[: len(mass)]
         if not counted.all():
             mass = mass[torch.from_numpy(counted).to(mass.device)]
@@ -165,12 +167,12 @@ class PathSampler(Sampler):
 
 
 def _at(ids: Tensor | None, columns: Tensor) -> Tensor:
-    """The token ids of ``columns``, which are columns of ``ids`` or else of the vocabulary."""
+    """Return the token ids of ``columns``, which are columns of ``ids`` or else of the vocabulary."""
     return columns if ids is None else ids.gather(1, columns)
 
 
 def uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Numbers in [0, 1) that only ``seeds`` and ``positions`` (both uint64, same shape) determine:
+    """Return numbers in [0, 1) that only ``seeds`` and ``positions`` (both uint64, same shape) determine:
     splitmix64's finalizer applied twice, upper 32 bits."""
     with np.errstate(over="ignore"):
         state = _mix(_mix(seeds) + (positions + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))

@@ -16,7 +16,7 @@ from megatron_eqlen.recipe.load import load
 
 
 def server_command(recipe: Recipe, port: int, host: str = "0.0.0.0") -> tuple[list[str], dict[str, str]]:
-    """Arguments and environment of a server that ``ServerEngine`` can use with this recipe."""
+    """Return arguments and environment of a server that ``ServerEngine`` can use with this recipe."""
     from megatron_eqlen.rollout.vllm.engine.engine_args import RUNNER, as_flags, engine_args
 
     rollout = recipe.rollout
@@ -29,7 +29,7 @@ def server_command(recipe: Recipe, port: int, host: str = "0.0.0.0") -> tuple[li
         "enable_prompt_tokens_details": True,
         "disable_uvicorn_access_log": True,
         "uvicorn_log_level": "info" if VERBOSE in os.environ else "warning",
-        "max_logprobs": max(rollout.top_k, 20),  # sampling masks come as these
+        "max_logprobs": max(rollout.top_k, 20),  # the limit for sampling masks, which are sent as these
         "worker_extension_cls": "megatron_eqlen.rollout.vllm.weights.worker.WorkerExtension",
         "weight_transfer_config": {"backend": f"eqlen_{rollout.sync}"},
     }

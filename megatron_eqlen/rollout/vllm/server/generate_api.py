@@ -1,4 +1,4 @@
-"""vLLM 0.31's ``/inference/v1/generate``: what goes into a request and what its events say."""
+"""vLLM 0.31's ``/inference/v1/generate``: request bodies and event parsing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKENS_PER_EVENT = 8
 
 
 def sampling_params(rollout: RolloutRecipe, eos_token_ids: Iterable[int]) -> dict[str, Any]:
-    """The recipe's sampling; ``request_body`` adds what differs between requests."""
+    """Return the recipe's sampling; ``request_body`` adds what differs between requests."""
     return {
         "temperature": rollout.temperature,
         "top_p": rollout.top_p,
@@ -42,7 +42,7 @@ def request_body(
     prompt_routes: int = 0,
     cache_salt: str | None = None,
 ) -> dict[str, Any]:
-    """``cache_salt``: requests with another one share no cached prefix with it."""
+    """Return the body of a request. Requests share cached prefixes only with the same ``cache_salt``."""
     extra = {SEED: seed, TICKET: ticket, PROMPT_ROUTES: prompt_routes}
     return {
         "request_id": request_id,
@@ -55,8 +55,8 @@ def request_body(
 
 
 def read_event(request_id: str, event: dict[str, Any], masked: bool = False) -> Delta:
-    """One server-sent event as a delta, with sampling masks if ``masked``, and with routes if the server
-    sends them. Raises ConnectionError for an event of another shape than this version's."""
+    """Return one server-sent event as a delta, with sampling masks if ``masked``, and with routes if the
+    server sends them. Raises ConnectionError for an event of another shape than this version's."""
     try:
         return _delta(request_id, event["choices"][0], masked)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -80,16 +80,17 @@ def _delta(request_id: str, choice: dict[str, Any], masked: bool) -> Delta:
 
 
 def _routes(encoded: str | None) -> Routes | None:
-    """From base64 of NumPy's file format."""
+    """Decode routes from base64 of NumPy's file format."""
     return None if encoded is None else np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
 
 
 def cached_tokens(event: dict[str, Any]) -> int | None:
-    """Prompt tokens whose KV came from the prefix cache, in the last event."""
+    """Return the number of prompt tokens whose KV came from the prefix cache, as the last event reports
+    it."""
     details = (event.get("usage") or {}).get("prompt_tokens_details")
     return details["cached_tokens"] if details else None
 
 
 def _kept(top_logprobs: list[dict[str, Any]]) -> tuple[int, ...]:
-    """The sampling mask: ``PathSampler`` returns it in vLLM's field for the most likely tokens."""
+    """Return the sampling mask, which ``PathSampler`` puts into vLLM's field for the most likely tokens."""
     return tuple(sorted(int(token["token"].removeprefix("token_id:")) for token in top_logprobs))

@@ -1,7 +1,7 @@
-"""Which weights sampled each token of a request that weight syncs held up.
+"""Policy versions of the tokens of a request that weight syncs interrupted.
 
 A server sends tokens a few at a time: some that it sampled before a sync arrive after it, in one event with
-newer ones. So it is asked, while it is paused, how many tokens each request has.
+newer ones. So the client asks it, while it is paused, how many tokens each request has.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_eqlen.types import Delta
 class Labels:
     """The policy versions of one request's tokens, for its deltas in the order in which they arrive.
 
-    ``version``: of the weights in use when it was submitted.
+    ``version``: the weights in use when the request was submitted.
     """
 
     def __init__(self, version: int) -> None:
@@ -25,15 +25,15 @@ class Labels:
         self.version = version
         self._arrived = 0
         self._before: deque[tuple[int, int]] = deque()
-        """(tokens, version): those up to this number are of this version, of the syncs that still matter."""
+        """(tokens, version) of the syncs that still matter: tokens before this number have this version."""
 
     def sync(self, sampled: int, version: int) -> None:
-        """Tokens after the ``sampled`` first ones are of ``version``."""
+        """Give ``version`` to all tokens after the ``sampled`` first ones."""
         self._before.append((sampled, self.version))
         self.version = version
 
     def label(self, delta: Delta) -> list[Delta]:
-        """The delta with its policy version, cut in pieces where that changes."""
+        """Return the delta with its policy version, cut into pieces where the version changes."""
         pieces = []
         while self._before and self._arrived + len(delta.token_ids) > self._before[0][0]:
             stop, version = self._before.popleft()
@@ -47,7 +47,8 @@ class Labels:
 
 
 def cut(delta: Delta, tokens: int) -> tuple[Delta, Delta]:
-    """Its first ``tokens`` tokens, with what came before them, and the rest, with what is said of the end."""
+    """Return two deltas: the first ``tokens`` tokens with the prompt's data, and the rest with the finish
+    reason."""
     parts = {name: getattr(delta, name) for name in ("token_ids", "logprobs", "sampling_mask", "routes")}
     first, rest = (
         {name: None if part is None else part[within] for name, part in parts.items()}

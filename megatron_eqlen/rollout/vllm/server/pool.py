@@ -1,4 +1,4 @@
-"""All servers of a run: the same call to every live one, and what happens to one that fails.
+"""All servers of a run: calls to every live server, and the handling of one that fails.
 
 A replica that refuses, breaks off, or falls silent is dead: it is left out until the next weight sync, when
 it gets the same weights as all. A server takes far longer to start than ``HEARTBEAT``, so a restart (which
@@ -35,7 +35,7 @@ Calls = dict[ServerReplica, Any]
 class ReplicaPool:
     """Replicas at ``urls``; one that is silent for ``silence`` seconds is dead.
 
-    ``on_lost`` is called with the id of each request that a replica took with it.
+    ``on_lost`` is called with the id of each request that a dead replica had.
     """
 
     def __init__(self, urls: Iterable[str], silence: float, on_lost: Callable[[str], None]) -> None:
@@ -54,7 +54,7 @@ class ReplicaPool:
     ) -> None:
         """Set up every replica that answers and has the ``expected`` weights (see ``ServerReplica.set_up``).
 
-        ``check`` gets each replica with what its first worker says. Raises EngineError if none answers.
+        ``check`` gets each replica with the limits of its first worker. Raises EngineError if none answers.
         """
         calls = {replica: self.io.start(replica.set_up(expected, setup)) for replica in self.replicas}
         for replica, call in calls.items():
@@ -79,18 +79,18 @@ class ReplicaPool:
             )
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> list[Any]:
-        """The same POST to every live replica at once; the answers."""
+        """Send the same POST to every live replica at once; return the answers."""
         return self.each(path, lambda replica: replica.post(path, body))
 
     def rpc(self, method: str) -> list[list[Any]]:
-        """What ``WorkerExtension.method`` answers, on each worker of each live replica."""
+        """Return the answers of ``WorkerExtension.method``, from each worker of each live replica."""
         return self.each(method, lambda replica: replica.rpc(method))
 
     def each(self, what: str, call: Callable[[ServerReplica], Coroutine]) -> list[Any]:
         return self.settle(what, self.start(call))
 
     def start(self, call: Callable[[ServerReplica], Coroutine]) -> Calls:
-        """``call`` for every live replica at once; each fails after ``silence`` seconds."""
+        """Start ``call`` for every live replica at once; each fails after ``silence`` seconds."""
 
         async def limited(replica: ServerReplica) -> Any:
             async with at_most(self.silence):
@@ -99,8 +99,8 @@ class ReplicaPool:
         return {replica: self.io.start(limited(replica)) for replica in self.alive}
 
     def settle(self, what: str, calls: Calls) -> list[Any]:
-        """Wait for the answers; a replica that gives none is dead (``bury``). Raises EngineError when none is
-        left."""
+        """Wait for the answers; a replica that gives none is dead (``bury``). Raises EngineError when no
+        replica is left."""
         answers = []
         for replica, call in calls.items():
             try:

@@ -1,4 +1,4 @@
-"""One vLLM server of a run: whether it is alive, what it is doing, and HTTP to it."""
+"""One vLLM server of a run: its state, and HTTP to it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 PATIENCE = 30.0
 """Seconds a replica may take to answer a short request: it may be in the middle of a long engine step."""
 PATIENCE_ABSENT = 5.0
-"""The same of a replica that is not used: it has nothing to do, and each weight sync asks it again."""
+"""The same for a replica that is not used: it has nothing to do, and each weight sync asks it again."""
 PREEMPTIONS = "vllm:num_preemptions_total"
 """vLLM's counter of requests that were pushed out of the KV cache."""
 
 ReplicaError = (aiohttp.ClientError, OSError)
-"""What is raised here when a replica is dead, dying or silent (timeouts are OSErrors)."""
+"""Errors raised here when a replica is dead, dying or silent (timeouts are OSErrors)."""
 
 
 class Background:
@@ -38,12 +38,13 @@ class Background:
         self.thread.start()
         self._closed = False
         self._starts = threading.Lock()
-        """Nothing is given to the loop once it ends: it would never run, and who waits for it would hang."""
+        """Protects the loop's end: a coroutine handed over later would never run, and its caller would
+        hang."""
         self.session: aiohttp.ClientSession = self.run(self._open())
 
     def start(self, coroutine: Coroutine) -> Any:
-        """A concurrent future of the coroutine's result, cancelled if ``close`` comes before its end. Raises
-        EngineError after ``close``."""
+        """Return a concurrent future of the coroutine's result, cancelled if ``close`` comes before its end.
+        Raises EngineError after ``close``."""
         with self._starts:
             if not self._closed:
                 return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
@@ -63,7 +64,7 @@ class Background:
         self.loop.close()
 
     async def _end(self) -> None:
-        """Cancel all that was started before."""
+        """Cancel all coroutines that were started before."""
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
@@ -81,22 +82,22 @@ class Background:
 
 
 class ServerReplica:
-    """The server at ``url``. Its coroutines raise one of ``ReplicaError`` where it fails to answer."""
+    """The server at ``url``. Its coroutines raise one of ``ReplicaError`` if it fails to answer."""
 
     def __init__(self, url: str, io: Background) -> None:
         self.url = url
         self.io = io
         self.alive = False
         self.requests: dict[str, Any] = {}
-        """Unfinished ones by id, with the concurrent future that reads the answer."""
+        """Unfinished requests by id, each with the concurrent future that reads the answer."""
         self.workers = 0
-        """Its tensor-parallel ranks."""
+        """Number of its tensor-parallel ranks."""
         self.preemptions = 0.0
-        """vLLM's counter when it was last read."""
+        """Last value read of vLLM's counter."""
         self.absence = ""
-        """Why it is not used; empty while it is used."""
+        """Why the replica is not used; empty while it is used."""
         self.absent_since = 0.0
-        """Seconds since 1970."""
+        """Start of the absence in seconds since 1970."""
 
     def leave_out(self, why: str) -> None:
         """Stop using the replica; logged once, not at every sync."""
@@ -144,7 +145,7 @@ class ServerReplica:
         return self.preemptions - (before if before <= self.preemptions else 0)
 
     async def rpc(self, method: str, args: list[Any] | None = None) -> list[Any]:
-        """What ``WorkerExtension.method`` answers on each worker."""
+        """Return the answers of ``WorkerExtension.method``, one from each worker."""
         return (await self.post("collective_rpc", {"method": method, "args": args or []}))["results"]
 
     async def get(self, path: str) -> str:
@@ -161,7 +162,7 @@ class ServerReplica:
     async def events(
         self, path: str, body: dict[str, Any], silence: float
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """The server-sent events that answer a POST, as long as none is ``silence`` seconds late."""
+        """Yield the server-sent events that answer a POST, as long as none is ``silence`` seconds late."""
         timeout = aiohttp.ClientTimeout(total=None, sock_read=silence)
         async with self.io.session.post(f"{self.url}/{path}", json=body, timeout=timeout) as response:
             await _check_status(response)
@@ -175,7 +176,7 @@ class ServerReplica:
 
 @asynccontextmanager
 async def at_most(seconds: float) -> AsyncGenerator[None, None]:
-    """Raise ConnectionError where the block takes longer."""
+    """Raise ConnectionError if the block takes longer than ``seconds``."""
     try:
         async with asyncio.timeout(seconds) as limit:  # wait_for may swallow a cancellation (Python 3.11)
             yield
@@ -201,7 +202,7 @@ async def _check_status(response: aiohttp.ClientResponse) -> None:
 
 
 def parsed(text: str, path: str) -> Any:
-    """Return the JSON of an answer. Raises ConnectionError where it is something else."""
+    """Return the JSON of an answer. Raises ConnectionError if the text is no JSON."""
     try:
         return json.loads(text)
     except ValueError:
@@ -217,7 +218,8 @@ def shortened(text: str) -> str:
 
 
 def read_counter(text: str, name: str) -> float:
-    """The sum of a counter's lines in Prometheus' text format. Raises EngineError if there are none."""
+    """Return the sum of a counter's lines in Prometheus' text format. Raises EngineError if there are
+    none."""
     lines = [line for line in text.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
     if not lines:
         raise EngineError(f"/metrics: expected {name}, found none: was --disable-log-stats given?")

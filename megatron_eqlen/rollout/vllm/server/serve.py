@@ -1,6 +1,8 @@
-"""vLLM's own server, whose engine and workers die with it: started by ``server``, with vLLM's arguments.
+"""vLLM's own server, with an engine and workers that die with it: started by ``server``, with vLLM's
+arguments.
 
-vLLM's engine waits for work for ever when the server that spawned it is killed, and holds the GPU's memory.
+If the server that spawned it is killed, vLLM's engine otherwise waits for work for ever and holds the GPU's
+memory.
 """
 
 from __future__ import annotations

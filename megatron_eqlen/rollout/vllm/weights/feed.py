@@ -1,4 +1,4 @@
-"""The trainer's end of a weight sync, for one replica (``weight_stream`` is what goes over the wire).
+"""The trainer's end of a weight sync with one replica (``weight_stream`` has the wire format).
 
     open    HTTP POST ──► server            where to connect, and with which nonce
                           workers ──► hello     (one of each node: ``weight_relay``)
@@ -6,7 +6,7 @@
     finish  last frame ──► workers
                           workers ──► done; server ──► answer to the POST
 
-Workers send the nonce back. A connection without it is from somebody else and is closed.
+Workers send the nonce back. A connection without it comes from somebody else and is closed.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from urllib.parse import urlsplit
 from megatron_eqlen.rollout.vllm.weights.stream import DONE, HELLO, NONCE_BYTES, Frame, encode
 
 LAST_WORDS = 1.0
-"""Seconds that a server has to say over HTTP why its worker hung up."""
+"""Seconds in which a server may report over HTTP why its worker hung up."""
 
 
 class Feed:
     """Connections to the ``workers`` of the server at ``url``, each of which fails after ``timeout`` seconds
     of silence.
 
-    ``post`` gives a server an invitation for its workers, and returns when they have loaded everything.
-    Used inside one event loop. Every step raises OSError where a connection breaks, or what ``post``
-    raised where the server says more; ``close`` must follow in any case.
+    ``post`` gives a server an invitation for its workers, and returns when they have loaded everything. Used
+    inside one event loop. Every step raises OSError if a connection breaks, or the error of ``post`` if the
+    server reports more; ``close`` must follow in any case.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Feed:
         self.nonce = secrets.token_bytes(NONCE_BYTES)
         self.sockets: list[socket.socket] = []
         self.reached = 0
-        """Workers behind these connections."""
+        """Number of workers behind these connections."""
         self.sent_bytes = 0
         self.met = asyncio.Event()
         self.answer: asyncio.Task[Any] | None = None
@@ -85,8 +85,8 @@ class Feed:
             await asyncio.gather(self.answer, return_exceptions=True)
 
     async def _with_all(self, work: Callable[[socket.socket], Coroutine]) -> None:
-        """Do ``work`` with all workers at once. If one fails, the error is the server's answer where it gives
-        one."""
+        """Do ``work`` with all workers at once. If one fails, raise the server's answer if there is one, else
+        the connection's error."""
         try:
             async with asyncio.TaskGroup() as group:
                 for sock in self.sockets:
@@ -122,7 +122,7 @@ class Feed:
 
 
 async def listen_towards(url: str) -> socket.socket:
-    """A listening socket at the address by which this machine reaches ``url``, on a free port."""
+    """Return a listening socket at the address by which this machine reaches ``url``, on a free port."""
     server = urlsplit(url)
     default_port = 443 if server.scheme == "https" else 80
     _, writer = await asyncio.open_connection(server.hostname, server.port or default_port)

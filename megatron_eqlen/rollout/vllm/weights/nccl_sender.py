@@ -1,4 +1,4 @@
-"""Weights to all servers at once by NCCL broadcasts, where trainer and servers share a fabric.
+"""Weights to all servers at once by NCCL broadcasts, for trainers and servers that share a fabric.
 
 The group is the trainer's sending rank and every worker of every live replica; vLLM's own packed broadcast
 (``vllm.distributed.weight_transfer``) fills and empties its buffers. Unlike with TCP, a replica that dies in
@@ -29,11 +29,12 @@ from megatron_eqlen.rollout.vllm.server.replica import ServerReplica
 from megatron_eqlen.rollout.vllm.weights.feed import listen_towards
 
 BUFFERS, BUFFER_BYTES = 2, 256 * 2**20
-"""What each side holds while weights are under way."""
+"""Buffers on each side while weights are sent."""
 
 
 class NcclSender:
-    """A ``WeightSender``. The group is made at the first sync, and again when other replicas are alive.
+    """A ``WeightSender``. The group is made at the first sync, and again when the set of live replicas
+    changes.
 
     ``shapes``: of all weights in the order in which they are sent, by Hugging Face name. Raises EngineError
     on a machine without a GPU.
@@ -97,7 +98,8 @@ class NcclSender:
         )
 
     def _in_order(self, named_tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same stream. Workers cut it by what was announced, so order and dtype must be those."""
+        """Yield the same weights, checked against the announced order and dtype, by which workers cut the
+        stream."""
         dtype = None
         for expected, (name, tensor) in zip(self.shapes, named_tensors, strict=False):
             dtype = dtype or tensor.dtype
@@ -109,7 +111,7 @@ class NcclSender:
 
 
 def _worker_info(place: dict[str, Any], first_rank: int) -> NCCLWeightTransferInitInfo:
-    """For the workers of one replica, whose first has ``first_rank``."""
+    """Return the settings of one replica's workers, the first of which has ``first_rank``."""
     return NCCLWeightTransferInitInfo(
         **place,
         rank_offset=first_rank,

@@ -1,4 +1,4 @@
-"""The weights of a sync reach a node once, and all workers there read them from the same memory.
+"""Weight relay: a sync's weights reach a node once, and all workers there read them from the same memory.
 
     trainer ──frame──► first worker of the node ──► memory of the node (memfd)
                                 └── header and descriptor ──► its neighbours, who map that memory
@@ -38,11 +38,11 @@ MEETING = 30.0
 """Seconds that the workers of a node wait for each other; they are called at the same time."""
 LOADED = b"+"
 CREDENTIALS = struct.Struct("3i")
-"""Of the process at the other end of a Unix socket: pid, uid, gid."""
+"""Format of the peer's credentials on a Unix socket: pid, uid, gid."""
 
 
 def node_name() -> str:
-    """The same in all processes that can hand each other memory."""
+    """Return a name that is the same in all processes that can share memory."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
 
@@ -69,8 +69,8 @@ class Neighbours:
 def receive_on_node(
     neighbours: Neighbours, host: str, port: int, nonce: str, timeout: float
 ) -> Iterator[NamedTensors]:
-    """The weights, frame by frame, on each worker of the node. Asking for the next frame means that the last
-    one is loaded. Raises OSError where the trainer or a neighbour hangs up or is silent for ``timeout``
+    """Yield the weights, frame by frame, on each worker of the node. Asking for the next frame means that the
+    last one is loaded. Raises OSError if the trainer or a neighbour hangs up or is silent for ``timeout``
     seconds."""
     meeting = f"\0eqlen-weights-{nonce}-{neighbours.first}"  # an abstract socket: it is gone with its process
     with ExitStack() as stack:
@@ -116,8 +116,8 @@ def _receive_from_first(first: socket.socket) -> Iterator[NamedTensors]:
 
 
 def _mapped(memory: FileIO, size: int, flags: int) -> np.ndarray:
-    """[size] uint8. The memory is gone when nobody has mapped it any more; with ``MAP_PRIVATE`` others do not
-    see what is written to it."""
+    """Return [size] uint8. The memory is freed when no process maps it any more; with ``MAP_PRIVATE`` writes
+    are not seen by other processes."""
     return np.frombuffer(mmap.mmap(memory.fileno(), size, flags=flags), np.uint8)
 
 
@@ -125,7 +125,7 @@ def _mapped(memory: FileIO, size: int, flags: int) -> np.ndarray:
 
 
 def _meet_others(stack: ExitStack, meeting: str, count: int, timeout: float) -> list[socket.socket]:
-    """Connections of the node's other workers."""
+    """Return connections to the node's other workers."""
     deadline = time.monotonic() + MEETING
     found: list[socket.socket] = []
     if not count:
@@ -143,7 +143,7 @@ def _meet_others(stack: ExitStack, meeting: str, count: int, timeout: float) -> 
 
 
 def _meet_first(meeting: str, timeout: float) -> socket.socket:
-    """A connection to the node's first worker, which may be a little later."""
+    """Return a connection to the node's first worker, which may start listening a little later."""
     deadline = time.monotonic() + MEETING
     while time.monotonic() < deadline:
         sock = socket.socket(socket.AF_UNIX)
@@ -158,6 +158,6 @@ def _meet_first(meeting: str, timeout: float) -> socket.socket:
 
 
 def _same_user(sock: socket.socket) -> bool:
-    """Any process on the machine may know the address."""
+    """Return True if the peer runs as this user: any process on the machine may know the address."""
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
     return CREDENTIALS.unpack(credentials)[1] == os.getuid()

@@ -1,4 +1,4 @@
-"""Weights over TCP: what the trainer and a server's workers say to each other during a sync.
+"""Weights over TCP: the messages between the trainer and a server's workers during a sync.
 
     worker  ──► hello: nonce, and for how many workers of its node it receives (``weight_relay``)
     trainer ──► frame: JSON [[name, dtype, shape], ...], then the bytes of these tensors one after the other
@@ -34,12 +34,12 @@ LENGTH = struct.Struct("!I")
 """Format of a frame's length: the number of bytes of JSON that follow."""
 DONE = b"done"
 ALIGNMENT = 64
-"""Of a tensor's first byte in the memory of a frame."""
+"""Alignment in bytes of each tensor in the memory of a frame."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a frame holds, and where each tensor lies in the memory that it is received into."""
+    """Contents of a frame, and the place of each tensor in the memory that receives it."""
 
     text: bytes
     """JSON [[name, dtype, shape], ...]"""
@@ -72,14 +72,14 @@ class Header:
 
 
 def connect(host: str, port: int, nonce: str, timeout: float, workers: int = 1) -> socket.socket:
-    """A worker's connection, which fails after ``timeout`` seconds of silence. Raises OSError."""
+    """Return a worker's connection, which fails after ``timeout`` seconds of silence. Raises OSError."""
     sock = socket.create_connection((host, port), timeout)
     sock.sendall(HELLO.pack(bytes.fromhex(nonce), workers))
     return sock
 
 
 def receive(sock: socket.socket) -> Iterator[NamedTensors]:
-    """The weights, frame by frame. Asking for the next frame means that the last one is loaded. Raises
+    """Yield the weights, frame by frame. Asking for the next frame means that the last one is loaded. Raises
     OSError."""
     while (header := read_header(sock)).entries:
         memory = np.empty(header.size, np.uint8)  # NumPy asks the kernel for huge pages, PyTorch does not
@@ -89,7 +89,7 @@ def receive(sock: socket.socket) -> Iterator[NamedTensors]:
 
 
 def read_header(sock: socket.socket) -> Header:
-    """Raises ConnectionError where the connection ends."""
+    """Return the next frame's header. Raises ConnectionError if the connection ends."""
     (length,) = LENGTH.unpack(read(sock, LENGTH.size))
     return Header(read(sock, length))
 
@@ -131,7 +131,7 @@ def buckets(named_tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator
 
 
 def encode(named_tensors: NamedTensors) -> Frame:
-    """Contiguous CPU tensors as a frame; their bytes are not copied."""
+    """Encode contiguous CPU tensors as a frame; their bytes are not copied."""
     header = [(name, str(t.dtype).removeprefix("torch."), t.shape) for name, t in named_tensors]
     text = json.dumps(header).encode()
     tensors = [t.reshape(-1).view(torch.uint8).numpy().data for _, t in named_tensors]

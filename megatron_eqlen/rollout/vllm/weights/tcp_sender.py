@@ -17,24 +17,25 @@ BUCKET_BYTES = 64 * 2**20
 
 
 class WeightSender(Protocol):
-    """How weights reach the live replicas of a pool, between ``start_weight_update`` and
+    """Sends weights to the live replicas of a pool, between ``start_weight_update`` and
     ``finish_weight_update``."""
 
     def send(self, named_tensors: Iterable[tuple[str, Tensor]]) -> int:
-        """Returns the bytes that this process sent. Raises EngineError when no replica is left, and whatever
-        ``named_tensors`` raises."""
+        """Send the weights; return the bytes that this process sent. Raises EngineError when no replica is
+        left, and whatever ``named_tensors`` raises."""
         ...
 
 
 class TcpSender:
-    """A replica that fails is left out (``ReplicaPool.bury``), the others get everything."""
+    """A ``WeightSender`` over TCP: a replica that fails is left out (``ReplicaPool.bury``), the others get
+    everything."""
 
     def __init__(self, pool: ReplicaPool, timeout: float) -> None:
         self.pool = pool
         self.timeout = timeout
 
     def send(self, named_tensors: Iterable[tuple[str, Tensor]]) -> int:
-        """While one part is sent the next is fetched."""
+        """Send the weights; the next part is fetched while one is sent."""
         feeds = {replica: self._feed(replica) for replica in self.pool.alive}
         sending: Calls = {}
         try:

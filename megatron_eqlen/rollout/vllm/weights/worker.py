@@ -1,7 +1,7 @@
-"""What this package adds to a vLLM server: its sampler, and weights from the trainer.
+"""Additions of this package to a vLLM server: its sampler, and weights from the trainer.
 
-Loaded inside the server's workers by ``--worker-extension-cls`` (see ``server.server_command``);
-importing it registers the weight-transfer backends ``eqlen_tcp`` and ``eqlen_nccl`` (``rollout.sync``).
+Loaded inside the server's workers by ``--worker-extension-cls`` (see ``server.server_command``); importing it
+registers the weight-transfer backends ``eqlen_tcp`` and ``eqlen_nccl`` (``rollout.sync``).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Nothing(WeightTransferInitInfo):
 
 @dataclass
 class Invitation(WeightTransferUpdateInfo):
-    """Where to connect for the weights, see ``weight_feed``."""
+    """Address of the sender of the weights, see ``weight_feed``."""
 
     host: str
     port: int
@@ -47,7 +47,7 @@ class Invitation(WeightTransferUpdateInfo):
 
 
 class _Reload:
-    """vLLM's layerwise reload of a whole model, whichever way the weights come."""
+    """vLLM's layerwise reload of a whole model, for either transfer."""
 
     model: Any
     model_config: Any
@@ -64,7 +64,7 @@ class _Reload:
 
 
 class TcpWeightTransfer(_Reload, WeightTransferEngine[Nothing, Invitation]):
-    """Fed frame by frame."""
+    """Weight transfer by TCP, frame by frame."""
 
     init_info_cls = Nothing
     update_info_cls = Invitation
@@ -74,7 +74,7 @@ class TcpWeightTransfer(_Reload, WeightTransferEngine[Nothing, Invitation]):
 
     @cached_property
     def neighbours(self) -> Neighbours:
-        """Collective over the server's workers, when it is asked for first."""
+        """Return this node's workers. Collective over the server's workers at the first call."""
         group = get_world_group()
         nodes: list[Any] = [None] * group.world_size
         dist.all_gather_object(nodes, node_name(), group=group.cpu_group)
@@ -95,7 +95,7 @@ class TcpWeightTransfer(_Reload, WeightTransferEngine[Nothing, Invitation]):
 
 
 class NcclWeightTransfer(_Reload, NCCLWeightTransferEngine):
-    """vLLM's own, fed by ``nccl_sender``."""
+    """vLLM's own NCCL transfer, fed by ``nccl_sender``."""
 
 
 for name, engine in {"eqlen_tcp": TcpWeightTransfer, "eqlen_nccl": NcclWeightTransfer}.items():
@@ -112,8 +112,8 @@ class WorkerExtension:
     def eqlen_setup(
         self, logprobs_mode: str, mask_width: int, keep_routes: bool, follow: bool
     ) -> dict[str, int]:
-        """Sample as ``PathSampler`` does with these arguments, and send routes if they are kept; returns the
-        engine's limits, and whether it can."""
+        """Sample as ``PathSampler`` does with these arguments, and send routes if they are kept; return the
+        engine's limits, and whether it keeps routes."""
         self._weight_update_active = False  # a trainer that was killed may have left one open
         asked = (logprobs_mode == "processed", mask_width, follow)
         sampler = self.model_runner.sampler
@@ -129,14 +129,15 @@ class WorkerExtension:
         }
 
     def eqlen_sampled_tokens(self) -> dict[str, int | None]:
-        """``PathSampler.sampled_tokens``, of a paused engine."""
+        """Return ``PathSampler.sampled_tokens`` of a paused engine."""
         return self.model_runner.sampler.sampled_tokens()
 
     def eqlen_counts(self) -> list[float]:
-        """Since the last call: probability mass removed, tokens sampled, seconds spent on routes."""
+        """Return probability mass removed, tokens sampled and seconds spent on routes, since the last
+        call."""
         routes = self._eqlen_routes()
         return [*self.model_runner.sampler.take_removed_mass(), routes.take_seconds() if routes else 0.0]
 
     def _eqlen_routes(self) -> Any:
-        """The ``RouteCapture`` of a server that was started with ``rollout.keep_routes``."""
+        """Return the ``RouteCapture`` of a server that was started with ``rollout.keep_routes``."""
         return getattr(self, "routes", None)
