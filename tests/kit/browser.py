@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,8 @@ class Browser:
         pages = f"http://127.0.0.1:{port.read_text().split()[0]}/json/list"
         with urllib.request.urlopen(pages, timeout=PATIENCE) as answer:
             (page,) = [one for one in json.load(answer) if one["type"] == "page"]
-        self._page = connect(page["webSocketDebuggerUrl"], max_size=None)
+        self._ends = ExitStack()
+        self._page = self._ends.enter_context(connect(page["webSocketDebuggerUrl"], max_size=None))
         self._asked = 0
         self.errors: list[str] = []
         """What its scripts threw."""
@@ -56,7 +58,7 @@ class Browser:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._page.close()
+        self._ends.close()
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
