@@ -14,7 +14,7 @@ from megatron_eqlen.sampling.comparison import all_equal
 
 
 def grpo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
-    """(r - mean) / population std: ±1 on a pair with unequal rewards, as the paper states."""
+    """Return (r - mean) / population std: ±1 on a pair with unequal rewards, as the paper states."""
     if all_equal(rewards):
         return [0.0] * len(rewards)
     std = pstdev(rewards)
@@ -22,7 +22,7 @@ def grpo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
 
 
 def dr_grpo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
-    """r - mean."""
+    """Return r - mean."""
     if all_equal(rewards):
         return [0.0] * len(rewards)
     mean = fmean(rewards)
@@ -30,7 +30,7 @@ def dr_grpo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
 
 
 def rloo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
-    """r - mean of the others = n / (n - 1) x (r - mean)."""
+    """Return r - mean of the others = n / (n - 1) x (r - mean)."""
     if all_equal(rewards):
         return [0.0] * len(rewards)
     n = len(rewards)
@@ -38,7 +38,7 @@ def rloo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
 
 
 def reward(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
-    """r itself: REINFORCE++ compares with the whole batch only (``whiten``)."""
+    """Return r itself: REINFORCE++ compares with the whole batch only (``whiten``)."""
     return list(rewards)
 
 
@@ -55,8 +55,8 @@ class Gr3:
 
 
 def whiten(groups: list[list[float]], centre: bool) -> list[list[float]]:
-    """Batch normalisation: advantages over their population std in the whole batch; with ``centre`` their
-    mean is subtracted before.
+    """Divide advantages by their population std in the whole batch; with ``centre`` subtract their mean
+    before.
 
     Without ``centre`` the groups must be centred (DLER, REINFORCE++ with baseline): the batch's mean is zero
     then, and subtracting its round-off would move exact zeros.

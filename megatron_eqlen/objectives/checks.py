@@ -1,4 +1,4 @@
-"""Which objectives go with the rest of a recipe."""
+"""Checks that the objective fits the rest of a recipe."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_eqlen.recipe import LossRecipe, Recipe
 
 
 def check_combination(recipe: Recipe) -> None:
-    """Raise ValueError, with the reason, where the objective and the rest of the recipe do not fit."""
+    """Raise ValueError, with the reason, if the objective and the rest of the recipe do not fit."""
     objective = resolve(recipe)
     _check_sampling(recipe, objective)
     _check_clip(recipe, objective)
@@ -112,7 +112,8 @@ def _check_bounds(loss: LossRecipe) -> None:
 
 
 def _check_ratio_bound(key: str, bound: float | tuple[float, float], least: float) -> None:
-    """``least``: of a single number, which bounds the ratio from above."""
+    """Refuse a bound without the ratio 1. ``least``: lowest value of a single number, which bounds the ratio
+    from above."""
     if isinstance(bound, tuple):
         if not bound[0] <= 1 <= bound[1] or bound[0] == bound[1]:
             raise ValueError(
@@ -147,7 +148,7 @@ def _check_engine_logprobs(recipe: Recipe) -> None:
 
 
 def _older_tokens(recipe: Recipe) -> str:
-    """The key that makes a step train tokens of older weights."""
+    """Return the key that makes a step train tokens of older weights."""
     rollout = recipe.rollout
     return "rollout.carry_over: true" if rollout.carry_over else f"rollout.staleness: {rollout.staleness}"
 

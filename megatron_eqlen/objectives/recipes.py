@@ -1,5 +1,5 @@
-"""Recipes that are going to run: loaded with every check, those of the objective included, and remarks on
-what a valid recipe says in vain."""
+"""Recipes that are about to run: loaded with every check, those of the objective included, and remarks on
+keys of a valid recipe that have no effect."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def parse(raw: dict[str, Any], where: str) -> Recipe:
 
 
 def remarks(recipe: Recipe) -> list[str]:
-    """What the user should know of a valid recipe: keys that have no effect, corrections that do little."""
+    """Return remarks on a valid recipe: keys that have no effect, corrections that do little."""
     found = []
     for key, needed, met in _conditions(recipe):
         value, default = _value_and_default(recipe, key)
@@ -41,7 +41,7 @@ def remarks(recipe: Recipe) -> list[str]:
 
 
 def _conditions(recipe: Recipe) -> Iterator[tuple[str, str, bool]]:
-    """Keys that only another key gives a meaning: key, what it needs, whether the recipe has that."""
+    """Yield keys that depend on another key: the key, its condition, and whether the recipe meets it."""
     rollout, loss, objective = recipe.rollout, recipe.loss, resolve(recipe)
     served, importance = rollout.engine == "server", loss.rollout_is != "none"
     tracked = bool(recipe.report.wandb_project or recipe.report.mlflow_experiment)

@@ -29,7 +29,7 @@ from megatron_eqlen.report.run_groups import BASE, Group
 from megatron_eqlen.report.tables import Column
 
 POINTS = 40
-"""Of a curve: where the seeds' own points differ, each is interpolated to the same ones."""
+"""Points of a curve: if the seeds' own points differ, each seed's curve is interpolated to the same ones."""
 WINDOW = 10
 """Steps over which an oscillation, and the end of a curve, is averaged."""
 COLUMNS = 2
@@ -39,21 +39,21 @@ DASHES = ("-", "--", ":", "-.")
 
 @dataclass(frozen=True)
 class Curves:
-    """What one run measured, each over the same axis."""
+    """Metrics of one run over steps."""
 
     records: Records
     accuracies: dict[str, list[tuple[int, float]]]
-    """By benchmark: (step, accuracy)."""
+    """(step, accuracy) pairs by benchmark."""
 
     def along(self, axis: str) -> dict[int, float]:
-        """Step to what was spent by its end, of ``axis``, a key of ``UNITS``."""
+        """Return for each step the spending by its end, in the unit of ``axis``, a key of ``UNITS``."""
         return {0: 0.0} | {
             record["step"]: getattr(spent(record["step"], record), axis) for record in self.records
         }
 
 
 def read_curves(folder: Path) -> Curves:
-    """Of a run's folder."""
+    """Read the curves of a run's folder."""
     records = read_metrics(folder)
     done = records[-1]["step"] if records else 0
     accuracies: dict[str, dict[int, float]] = {}
@@ -66,11 +66,11 @@ def read_curves(folder: Path) -> Curves:
 # ---- what is drawn --------------------------------------------------------------------------------------
 
 Measure = Callable[[Curves], list[tuple[int, float]]]
-"""(step, value) of a run."""
+"""(step, value) pairs of a run."""
 
 
 def metric(*names: str) -> Measure:
-    """The first of ``names`` that the run measured."""
+    """Return the first of ``names`` that the run recorded."""
 
     def measure(curves: Curves) -> list[tuple[int, float]]:
         found = ((record["step"], first_of(record, names)) for record in curves.records)
@@ -80,7 +80,7 @@ def metric(*names: str) -> Measure:
 
 
 def summed(name: str) -> Measure:
-    """All of it so far."""
+    """Return the sum of a metric over the steps so far."""
 
     def measure(curves: Curves) -> list[tuple[int, float]]:
         values = np.cumsum([record.get(name) or 0.0 for record in curves.records])
@@ -90,8 +90,8 @@ def summed(name: str) -> Measure:
 
 
 def oscillation(name: str) -> Measure:
-    """How much a metric changes from one step to the next: 2 |x' - x| / (|x'| + |x|), a mean over the newest
-    ``WINDOW`` steps. 0: constant; 2: it changes its sign, or is zero at every other step."""
+    """Return how much a metric changes from one step to the next: 2 |x' - x| / (|x'| + |x|), a mean over the
+    newest ``WINDOW`` steps. 0: constant; 2: it changes its sign, or is zero at every other step."""
 
     def measure(curves: Curves) -> list[tuple[int, float]]:
         changes: list[tuple[int, float]] = []
@@ -117,7 +117,7 @@ MEASURES: dict[str, Measure] = {
 
 
 def figures(groups: Sequence[Group]) -> dict[str, list[Chart]]:
-    """By what is on the x axis, the charts of methods on one model; an axis without numbers is left out."""
+    """Return the charts of methods on one model, by x axis; an axis without numbers is left out."""
     runs = {
         group.method: [read_curves(run.folder) for run in group.runs]
         for group in groups
@@ -139,7 +139,8 @@ def figures(groups: Sequence[Group]) -> dict[str, list[Chart]]:
 
 
 def sheet(title: str, charts: Sequence[Chart]) -> str:
-    """``charts`` on one sheet for documents, as SVG; their series have the same names in the same order."""
+    """Return ``charts`` on one sheet for documents, as SVG; their series have the same names in the same
+    order."""
     import matplotlib  # slow to import
     from matplotlib.figure import Figure
 
@@ -179,8 +180,8 @@ def _plot(place: Any, series: Series, number: int) -> Any:
 
 
 def ends(groups: Sequence[Group]) -> list[dict[Column, Any]]:
-    """Where each method's curves end: means over its seeds and their last ``WINDOW`` steps; and of the
-    responses to the final evaluation the length, and how many were cut at the limit."""
+    """Return the end of each method's curves: means over its seeds and their last ``WINDOW`` steps; and for
+    the final evaluation the length of the responses, and the share cut at the limit."""
     rows = []
     for group in groups:
         if group.method != BASE:
@@ -217,9 +218,10 @@ def _points(curves: Curves, measure: Measure, axis: str) -> list[Point]:
 
 
 def over_seeds(name: str, seeds: Sequence[Sequence[Point]]) -> Series:
-    """The mean of the seeds' curves with the band from the lowest to the highest, where all have points.
+    """Return the mean of the seeds' curves with the band from the lowest to the highest, where all have
+    points.
 
-    At the seeds' own x where these are the same, else at ``POINTS`` places between their common ends, to
+    Points are the seeds' own x if these are the same, else ``POINTS`` places between their common ends, to
     which each curve is interpolated linearly.
     """
     seeds = [points for points in seeds if points]

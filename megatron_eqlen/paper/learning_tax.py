@@ -1,12 +1,11 @@
 """The paper's learning tax (Proposition 2), measured: gradients on prefixes that responses share.
 
-Each trained segment that holds a token after the same path gives that token the gradient c x d log pi, with
-c = weight x advantage and the same d log pi for all (before the step's first update). So mean and variance of
+Each trained segment that holds a token after the same path gives that token the gradient c x d log pi, with c
+= weight x advantage and the same d log pi for all (before the step's first update). So mean and variance of
 the gradient are those of c. GRPO trains a shared prefix once for each response, with that response's
-advantage; where these have both signs, they cancel. EqLen trains an inherited prefix once, as the pair's
-side B.
+advantage; advantages of both signs cancel. EqLen trains an inherited prefix once, as the pair's side B.
 
-Two responses also share what they happen to begin with, in any method: that is counted as well.
+Prefixes that responses share by chance, in any method, are counted as well.
 """
 
 from __future__ import annotations
@@ -25,44 +24,44 @@ class Tax:
     """Sums over the shared tokens of some steps; ``+`` joins those of several."""
 
     trained: int = 0
-    """Tokens that are trained, shared or not, each as often as it is trained."""
+    """Number of trained tokens, shared or not, each as often as it is trained."""
     squares: float = 0.0
-    """Of their coefficients, summed."""
+    """Sum of the squared coefficients of these tokens."""
     shared: int = 0
-    """Different tokens that two or more paths share and that are trained at least once."""
+    """Number of different tokens that two or more paths share and that are trained at least once."""
     opposed: int = 0
-    """Those of them that are trained with both signs."""
+    """Number of shared tokens that are trained with both signs."""
     mean_squares: float = 0.0
-    """Of the shared tokens' mean coefficients, summed."""
+    """Sum of the squared mean coefficients of the shared tokens."""
     variances: float = 0.0
-    """Of each shared token's coefficients, summed."""
+    """Sum of the variances of each shared token's coefficients."""
     gross: float = 0.0
-    """Absolute coefficients of shared tokens, summed."""
+    """Sum of the absolute coefficients of shared tokens."""
     net: float = 0.0
-    """The same after each token's coefficients were added up."""
+    """Sum of the absolute values of each shared token's summed coefficients."""
 
     def __add__(self, other: Tax) -> Tax:
         return Tax(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
 
     @property
     def opposed_share(self) -> float:
-        """Of shared tokens, those that are pushed both ways."""
+        """Share of shared tokens that are trained with both signs."""
         return self.opposed / self.shared if self.shared else 0.0
 
     @property
     def cancelled_share(self) -> float:
-        """Of what pushes shared tokens, the part that other responses take back."""
+        """Share of the shared tokens' absolute coefficients that other responses cancel."""
         return 1 - self.net / self.gross if self.gross else 0.0
 
     @property
     def mean(self) -> float:
-        """Root mean square, over shared tokens, of the gradient's mean, where that of all trained tokens'
-        gradients is 1."""
+        """Root mean square, over shared tokens, of the gradient's mean, in units of that of all
+        trained tokens' gradients."""
         return self._relative(self.mean_squares)
 
     @property
     def deviation(self) -> float:
-        """The same of its standard deviation."""
+        """Root mean square of the gradient's standard deviation, in the same units."""
         return self._relative(self.variances)
 
     def _relative(self, squares: float) -> float:
@@ -71,7 +70,8 @@ class Tax:
 
 
 def learning_tax(trees: Sequence[TokenTree]) -> Tax:
-    """Of one optimizer step's trees, with advantages and weights; arrays of token ids are read."""
+    """Return the tax of one optimizer step's trees, with advantages and weights; arrays of token ids are
+    read."""
     nodes = [node for tree in trees for node in tree.nodes if _coefficient(node)]
     tax = Tax(
         sum(len(node.token_ids) for node in nodes),
@@ -98,8 +98,8 @@ def _of_token(values: np.ndarray) -> Tax:
 
 
 def shared_coefficients(trees: Sequence[TokenTree]) -> Iterator[np.ndarray]:
-    """For each token that two or more paths of one prompt's ``trees`` share after the same tokens: [n]
-    float64, the coefficients of the segments that train it, at least one."""
+    """Yield, for each token that two or more paths of one prompt's ``trees`` share after the same tokens, [n]
+    float64: the coefficients of the segments that train it, at least one."""
     groups = [(0, [path for tree in trees for path in _paths(tree)])]
     while groups:
         position, paths = groups.pop()
@@ -119,15 +119,15 @@ def shared_coefficients(trees: Sequence[TokenTree]) -> Iterator[np.ndarray]:
 
 @dataclass(frozen=True)
 class _Path:
-    """From after the prompt to a leaf."""
+    """A path from the end of the prompt to a leaf."""
 
     nodes: list[Node]
     ends: np.ndarray
-    """[nodes] int64, where each ends."""
+    """[nodes] int64, end position of each node."""
     token_ids: np.ndarray
 
     def owner(self, position: int) -> Node:
-        """The node that holds the token at ``position``."""
+        """Return the node that holds the token at ``position``."""
         return self.nodes[int(np.searchsorted(self.ends, position, side="right"))]
 
 

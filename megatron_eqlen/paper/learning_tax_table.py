@@ -1,4 +1,4 @@
-"""The learning tax of runs, from what they recorded."""
+"""The learning tax of runs, from their recorded rollouts."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from megatron_eqlen.report.tables import Column
 from megatron_eqlen.rollout.record.reader import read_step
 
 STEPS = 8
-"""Of a run that are read, evenly spread."""
+"""Number of a run's steps that are read, evenly spread."""
 
 
 def tax_of_run(folder: Path, recipe: Recipe) -> Tax:
-    """Of some steps of a run; nothing where it kept no rollouts."""
+    """Return the tax of some steps of a run; zero if it kept no rollouts."""
     steps = [step for _, step in step_folders(folder / "streams")]
     chosen = (
         np.unique(np.linspace(0, len(steps) - 1, min(STEPS, len(steps))).round().astype(int)) if steps else []
@@ -38,7 +38,7 @@ def tax_of_step(folder: Path, recipe: Recipe) -> Tax:
 
 
 def learning_taxes(groups: Sequence[Group]) -> list[dict[Column, Any]]:
-    """A row for each method: its runs' shared prefixes, and what their gradients come to."""
+    """Return a row for each method: its runs' shared prefixes, and the sums of their gradients."""
     rows = []
     for group in groups:
         if group.method == BASE:

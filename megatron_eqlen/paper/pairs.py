@@ -1,4 +1,4 @@
-"""What the pairs of methods are like at the start of their runs and at the end."""
+"""Statistics of the pairs of methods, at the start and at the end of their runs."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SHOWN = {
     "pairs with equal rewards, %": (OBJECTIVE_SKIP_RATE, 100),
     "reward of B: max less mean": (OBJECTIVE_REWARD_GAP, 1),
 }
-"""Title to metric, and how many of the title's unit one of the metric's is."""
+"""Title -> (metric, factor from the metric's unit to the title's)."""
 
 
 def pairs(groups: Sequence[Group]) -> list[dict[Column, Any]]:
-    """Two rows for each method that has pairs: means over its seeds of their first third of steps, and of
-    their last."""
+    """Return two rows for each method that has pairs: means over its seeds of their first and their last
+    third of steps."""
     rows = []
     for group in groups:
         if group.method == BASE or group.runs[0].recipe.sampling != "equal_length":

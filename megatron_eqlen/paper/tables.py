@@ -1,4 +1,4 @@
-"""The paper's tables of groups of runs: accuracy of methods on models and benchmarks, and efficiency."""
+"""The paper's tables for groups of runs: accuracy of methods on models and benchmarks, and efficiency."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ HEADINGS = {
     "samples / 1k tokens": PER_TOKEN,
     "equal lengths": "Equal-Len.",
 }
-"""The paper's headings of its table 2, and one of ours."""
+"""Headings of the paper's table 2, and one of ours."""
 
 
 def accuracies(groups: Sequence[Group], benchmarks: Sequence[str] | None = None) -> list[dict[Column, Any]]:
-    """The paper's tables 1 and 3: a row for each method, a column for each model and benchmark.
+    """Return the paper's tables 1 and 3: a row for each method, a column for each model and benchmark.
 
-    ``benchmarks``: which, in this order; default: all.
+    ``benchmarks``: the benchmarks to show, in this order; default: all.
     """
     return _by_benchmark(groups, benchmarks, accuracy)
 
@@ -37,7 +37,7 @@ def accuracies(groups: Sequence[Group], benchmarks: Sequence[str] | None = None)
 def differences(
     groups: Sequence[Group], baseline: str, benchmarks: Sequence[str] | None = None
 ) -> list[dict[Column, Any]]:
-    """How much better each method is than ``baseline``, in the same columns."""
+    """Return how much better each method is than ``baseline``, in the same columns."""
     base = {group.model: group for group in groups if group.method == baseline}
 
     def above(group: Group, benchmark: str) -> Difference | None:
@@ -51,7 +51,7 @@ def _by_benchmark(
     benchmarks: Sequence[str] | None,
     value: Callable[[Group, str], Accuracy | Difference | None],
 ) -> list[dict[Column, Any]]:
-    """A row for each method, with ``value(group, benchmark)`` for each model and benchmark."""
+    """Return a row for each method, with ``value(group, benchmark)`` for each model and benchmark."""
     models = list(dict.fromkeys(group.model for group in groups))
     named = dict.fromkeys(name for group in groups for run in group.runs for name in run.after)
     rows = []
@@ -66,7 +66,7 @@ def _by_benchmark(
 
 
 def accuracy(group: Group, benchmark: str) -> Accuracy | None:
-    """None where the runs were not evaluated on it."""
+    """Return the accuracy; None if the runs were not evaluated on the benchmark."""
     results = group.results(benchmark)
     if not results:
         return None
@@ -75,7 +75,7 @@ def accuracy(group: Group, benchmark: str) -> Accuracy | None:
 
 
 def difference(before: Group, after: Group, benchmark: str) -> Difference | None:
-    """Paired over the seeds that both have; None where there are fewer than two."""
+    """Return the difference, paired over the seeds that both have; None for fewer than two seeds."""
     theirs, ours = _means(before, benchmark), _means(after, benchmark)
     seeds = sorted(theirs.keys() & ours.keys())
     if len(seeds) < 2:
@@ -85,7 +85,7 @@ def difference(before: Group, after: Group, benchmark: str) -> Difference | None
 
 
 def _means(group: Group, benchmark: str) -> dict[int, float]:
-    """Each seed's accuracy."""
+    """Return each seed's accuracy."""
     results = {run.recipe.seed: run.before if group.method == BASE else run.after for run in group.runs}
     return {
         seed: float(found[benchmark].scores.mean()) for seed, found in results.items() if benchmark in found
@@ -93,8 +93,8 @@ def _means(group: Group, benchmark: str) -> dict[int, float]:
 
 
 def efficiency(groups: Sequence[Group]) -> list[dict[Column, Any]]:
-    """The paper's table 2, and effective samples of generated tokens beside those of GPU hours; the last
-    columns compare both with the first method: ratios of counts."""
+    """Return the paper's table 2, with effective samples per generated token beside those per GPU hour; the
+    last columns compare both with the first method: ratios of counts."""
     rows: list[dict[Column, Any]] = [
         {HEADINGS.get(name, name): value for name, value in row.items()} for row in efficiency_table(groups)
     ]

@@ -1,8 +1,8 @@
-"""The paper's theory as executable facts: what one step does to the prefix of a correct solution.
+"""The paper's theory as executable facts: the effect of one step on the prefix of a correct solution.
 
-Everything here runs the objectives that training runs (``build_trees``) on policies small enough to be
-exact: a table of logits, a policy of one parameter, a transformer with random weights. ``tools/theory.py``
-prints the numbers, README.md beside this file says what they mean.
+Everything here runs the objectives that training runs (``build_trees``) on policies small enough to be exact:
+a table of logits, a policy of one parameter, a transformer with random weights. ``tools/theory.py`` prints
+the numbers, README.md beside this file explains them.
 
 The paper's construction (its appendix), with 9 as the end of a response and segments of two tokens:
 
@@ -44,7 +44,7 @@ class TabularPolicy(nn.Module):
         )
 
     def forward(self, response: Sequence[int]) -> torch.Tensor:
-        """[L] log-probs of a response's tokens."""
+        """Return [L] log-probs of a response's tokens."""
         rows = [self.row[tuple(response[:t])] for t in range(len(response))]
         return _picked(self.logits[rows], response)
 
@@ -68,7 +68,7 @@ class OneParameterPolicy(nn.Module):
 
 
 class TransformerPolicy(nn.Module):
-    """A two-layer Qwen3 with random weights, in float64: what the theory is about, at its smallest."""
+    """A two-layer Qwen3 with random weights, in float64: the smallest instance of the theory's subject."""
 
     def __init__(self, seed: int = 0) -> None:
         from transformers import Qwen3Config, Qwen3ForCausalLM  # seconds to import, needed here alone
@@ -101,7 +101,7 @@ def _picked(logits: torch.Tensor, response: Sequence[int]) -> torch.Tensor:
 
 
 def graded(token_ids: Sequence[int], reward: float | None = None) -> Segment:
-    """A segment that ended with this reward, or that went on (None)."""
+    """Return a segment that ended with this reward, or that had not ended (None)."""
     tokens, logprobs = np.array(token_ids, np.int32), np.zeros(len(token_ids), np.float32)
     if reward is None:
         return Segment(tokens, logprobs)
@@ -113,12 +113,12 @@ def grpo_group(*responses: tuple[Sequence[int], float]) -> Group:
 
 
 def unlucky_group() -> Group:
-    """The sample of Proposition 1: A_1 is right, B_1 A_2 is wrong."""
+    """Return the sample of Proposition 1: A_1 is right, B_1 A_2 is wrong."""
     return grpo_group((A_1, 1.0), (B_1 + A_2, 0.0))
 
 
 def eqlen_stream(third: float = 1.0) -> Stream:
-    """The same responses as a stream. ``third``: the reward of B_1 B_2 A_3, which ends the trunk."""
+    """Return the same responses as a stream. ``third``: the reward of B_1 B_2 A_3, which ends the trunk."""
     pairs = [Pair(graded(A_1, 1.0), graded(B_1)), Pair(graded(A_2, 0.0), graded(B_2))]
     return Stream(QUESTION, 0, 0, pairs, "max_pairs", tail=graded(A_3, third))
 
@@ -141,7 +141,7 @@ def recipe(sampling: str, prefix_in_gradient: bool = False) -> Recipe:
 
 
 def trees_of(rollout: Rollout, prefix_in_gradient: bool = False) -> list[TokenTree]:
-    """What GRPO (for a group) or EqLen-GRPO (for a stream) trains."""
+    """Return the trees that GRPO (for a group) or EqLen-GRPO (for a stream) trains."""
     sampling = "equal_length" if isinstance(rollout, Stream) else "independent"
     return build_trees([rollout], recipe(sampling, prefix_in_gradient))[0]
 
@@ -150,7 +150,7 @@ def trees_of(rollout: Rollout, prefix_in_gradient: bool = False) -> list[TokenTr
 
 
 def surrogate(policy: nn.Module, trees: Iterable[TokenTree]) -> torch.Tensor:
-    """-sum of weight x advantage x log pi: the on-policy loss, whose gradient is the objective's."""
+    """Return -sum of weight x advantage x log pi: the on-policy loss, whose gradient is the objective's."""
     total = torch.zeros((), dtype=torch.float64)
     for tree in trees:
         paths: list[list[int]] = [[]]
@@ -163,7 +163,7 @@ def surrogate(policy: nn.Module, trees: Iterable[TokenTree]) -> torch.Tensor:
 
 
 def gradient(policy: nn.Module, value: torch.Tensor) -> torch.Tensor:
-    """d value / d parameters, flat."""
+    """Return d value / d parameters, flat."""
     parameters = list(policy.parameters())
     found = torch.autograd.grad(value, parameters, allow_unused=True)
     flat = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
@@ -171,7 +171,8 @@ def gradient(policy: nn.Module, value: torch.Tensor) -> torch.Tensor:
 
 
 def slope(policy: nn.Module, rollout: Rollout, prefix: Sequence[int]) -> float:
-    """d log pi(prefix) / d step size of one gradient step on the rollout: negative where it gets rarer."""
+    """Return d log pi(prefix) / d step size of one gradient step on the rollout; negative: the prefix becomes
+    less likely."""
     trees = trees_of(rollout)
     if not any(node.weight for tree in trees for node in tree.nodes):
         return 0.0
@@ -180,8 +181,8 @@ def slope(policy: nn.Module, rollout: Rollout, prefix: Sequence[int]) -> float:
 
 
 def direct_coefficient(rollout: Rollout, prefix: Sequence[int], prefix_in_gradient: bool = False) -> float:
-    """What multiplies the gradient of log pi of each of the prefix's tokens in an ascent step on the rollout:
-    the sum of weight x advantage over supervised copies of the prefix."""
+    """Return the factor of the gradient of log pi of each of the prefix's tokens in an ascent step on the
+    rollout: the sum of weight x advantage over supervised copies of the prefix."""
     total = 0.0
     for tree in trees_of(rollout, prefix_in_gradient):
         paths: list[list[int]] = [[]]
@@ -216,7 +217,8 @@ def fisher_step(policy: nn.Module) -> FisherStep:
 
 
 def unfair_policy(strength: float = 8.0) -> OneParameterPolicy:
-    """Raising B_1 lowers A_2 ``strength`` times as much: one gradient step away from B_1 A_2 raises B_1."""
+    """Return a policy in which raising B_1 lowers A_2 ``strength`` times as much: one gradient step away from
+    B_1 A_2 raises B_1."""
     return OneParameterPolicy(
         {
             (): {1: 1.0, 3: 0.0},
@@ -232,7 +234,7 @@ def unfair_policy(strength: float = 8.0) -> OneParameterPolicy:
 
 PAPERS_RESPONSES = [(A_1, 1.0), (B_1 + A_2, 0.0), (B_1 + B_2 + A_3, 1.0)]
 UNINFORMATIVE = [([*B_1, 4, 9], 1.0), ([*B_1, 5, 9], 0.0), ([3, 6, 4, 9], 1.0), ([3, 6, 5, 9], 0.0)]
-"""Equal lengths, and a response is right with probability 1/2 with the prefix B_1 and without it."""
+"""Responses of equal length that are right with probability 1/2, with the prefix B_1 and without it."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +244,8 @@ class Moments:
 
 
 def prefix_term(responses: Sequence[tuple[Sequence[int], float]], probabilities: Sequence[float]) -> Moments:
-    """Exact moments of GRPO's (G = 2) coefficient on B_1 when both responses are drawn independently."""
+    """Return exact moments of GRPO's (G = 2) coefficient on B_1 when both responses are drawn
+    independently."""
     draws = itertools.product(zip(responses, probabilities, strict=True), repeat=2)
     outcomes = [
         (direct_coefficient(grpo_group(first, second), B_1), p * q) for (first, p), (second, q) in draws
@@ -251,7 +254,7 @@ def prefix_term(responses: Sequence[tuple[Sequence[int], float]], probabilities:
 
 
 def moments(outcomes: Sequence[tuple[float, float]]) -> Moments:
-    """Of (value, probability)s."""
+    """Return the moments of (value, probability) pairs."""
     mean = sum(value * p for value, p in outcomes)
     return Moments(mean, sum((value - mean) ** 2 * p for value, p in outcomes))
 
@@ -259,7 +262,7 @@ def moments(outcomes: Sequence[tuple[float, float]]) -> Moments:
 def survivor_advantage(
     extensions: int, success: float, objective: str = "grpo", suffix_reward: Literal["max", "mean"] = "max"
 ) -> Moments:
-    """Exact moments of the advantage of B_1 in its own pair when length and prefix say nothing.
+    """Return exact moments of the advantage of B_1 in its own pair when length and prefix say nothing.
 
     A_1 and each of the ``extensions`` ended responses that extend B_1 are right with probability ``success``,
     independently; no side deserves anything.

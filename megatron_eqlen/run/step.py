@@ -62,7 +62,7 @@ class Step:
 
     @property
     def metrics(self) -> Metrics:
-        """Return all metrics. Raises MetricError for a name that is not declared."""
+        """All metrics. Raises MetricError for a name that is not declared."""
         return check(in_turn(self.batches) | self.measured)
 
     def add(self, batch: Batch) -> Step:

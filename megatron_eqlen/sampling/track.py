@@ -115,7 +115,7 @@ class Track:
         self.prompt_routes: Routes | None = None
         """Routes of the rollout's prompt, where this track's request brought them."""
         self.runs: list[tuple[int, int]] = []
-        """``types.Versions`` of the tokens."""
+        """Policy versions of the tokens, as ``types.Versions``."""
         self.keeps_columns = True
         """False on a rank that neither records nor trains the rollout: it keeps no log-probs, masks and
         routes."""

@@ -3,5 +3,5 @@
     sweep file ─► cells ─┬─► runner, here        ─► run folders ─► tables, figures
                          └─► slurm, job arrays ──┘
 
-What is done and what a run may spend is read from the run folders: there is no other state.
+Progress and budgets are read from the run folders: there is no other state.
 """

@@ -1,8 +1,7 @@
-"""The runs of a sweep: each is a recipe with overrides, and what it may spend.
+"""The runs of a sweep: each is a recipe with overrides, and a budget.
 
-    eqlen train RECIPE OVERRIDES
-
-of a cell is that run, started by whatever; its folder is ``SWEEP'S FOLDER/RECIPE/METHOD-seedN``.
+``eqlen train RECIPE OVERRIDES`` with a cell's arguments is that run, however it is started; its folder is
+``SWEEP'S FOLDER/RECIPE/METHOD-seedN``.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from megatron_eqlen.sweep.schema import SweepRecipe
 
 @dataclass(frozen=True)
 class Cell:
-    """One run, without what it may spend."""
+    """One run, without its budget."""
 
     recipe_file: str
     method: str
@@ -36,12 +35,12 @@ class Cell:
 
     @property
     def model(self) -> str:
-        """The recipe file's name, which stands for its model."""
+        """Name of the recipe file, which stands for its model."""
         return Path(self.recipe_file).stem
 
     @property
     def group(self) -> str:
-        """The same of all seeds."""
+        """Name that all seeds of a recipe and method share."""
         return f"{self.model}/{self.method}"
 
     @property
@@ -49,28 +48,28 @@ class Cell:
         return f"{self.group}-seed{self.seed}"
 
     def recipe(self, limits: Sequence[str]) -> Recipe:
-        """Its recipe, with ``Plan.limits``. Raises RecipeError."""
+        """Return the cell's recipe with ``limits`` (see ``Plan.limits``). Raises RecipeError."""
         try:
             return load(self.recipe_file, [*self.overrides, *limits])
         except RecipeError as error:
             raise RecipeError(f"{self.name}: {error}") from None
 
     def ended(self, limits: Sequence[str]) -> bool:
-        """Whether nothing of the run is left to do."""
+        """Return True if nothing of the run is left to do."""
         recipe = self.recipe(limits)
         return RunFolder(recipe).ended(recipe)
 
     def spent(self) -> Spent:
-        """What the run has spent so far."""
+        """Return the run's spending so far."""
         records = read_metrics(self.folder)
         return spent(records[-1]["step"], records[-1]) if records else Spent()
 
 
 class Plan:
-    """All cells of a sweep, and what they may spend."""
+    """All cells of a sweep, and their budgets."""
 
     def __init__(self, sweep: SweepRecipe, overrides: Sequence[str] = ()) -> None:
-        """``overrides`` are of all runs, over those of the sweep."""
+        """Make the cells. ``overrides`` apply to all runs, after those of the sweep."""
         self.sweep = sweep
         self.cells = [
             Cell(
@@ -90,9 +89,9 @@ class Plan:
             for method in sorted(sweep.methods, key=lambda name: name != sweep.reference)
             for seed in sweep.seeds
         ]
-        """By recipe, the reference first."""
+        """Ordered by recipe, the reference first."""
         self.amounts: dict[str, float] = {}
-        """What the reference's runs of a recipe have spent, once all have ended."""
+        """Spending of the reference's runs of each recipe, once all have ended."""
 
     @property
     def firsts(self) -> list[Cell]:
@@ -100,7 +99,7 @@ class Plan:
         return self.cells[:: len(self.sweep.seeds)]
 
     def cell(self, name: str) -> Cell:
-        """Raises ValueError for a name that no cell has."""
+        """Return the cell of that name. Raises ValueError if there is none."""
         for cell in self.cells:
             if cell.name == name:
                 return cell
@@ -110,17 +109,18 @@ class Plan:
         return cell.method == self.sweep.reference
 
     def is_matched(self, cell: Cell) -> bool:
-        """Whether what it may spend comes from the reference's runs."""
+        """Return True if the cell's budget comes from the reference's runs."""
         return self.sweep.reference is not None and not self.is_reference(cell)
 
     def references(self, cell: Cell) -> list[Cell]:
-        """The runs that say what ``cell`` may spend."""
+        """Return the runs that determine the cell's budget."""
         if not self.is_matched(cell):
             return []
         return [other for other in self.cells if other.model == cell.model and self.is_reference(other)]
 
     def limits(self, cell: Cell) -> list[str] | None:
-        """The overrides that end its run; None while a run of the reference that says so has not ended."""
+        """Return the overrides that end the cell's run; None while a run of the reference that determines its
+        budget has not ended."""
         if not self.is_matched(cell):
             return []
         if cell.model not in self.amounts:
@@ -133,17 +133,17 @@ class Plan:
         return self.matched(self.amounts[cell.model])
 
     def matched(self, amount: float) -> list[str]:
-        """The overrides that end a run when it has spent ``amount`` of what is matched, and no others."""
+        """Return the overrides that end a run when it has spent ``amount`` of the matched quantity."""
         limits = dict.fromkeys(UNITS, None) | {"steps": self.sweep.max_steps, self.sweep.match: amount}
         return [*map(_override, limits.items())]
 
     def some_recipe(self, cell: Cell) -> Recipe:
-        """The cell's recipe, whatever it may spend. Raises RecipeError."""
+        """Return the cell's recipe, whatever its budget. Raises RecipeError."""
         return cell.recipe(self.matched(1.0) if self.is_matched(cell) else [])
 
 
 def _override(item: tuple[str, Any]) -> str:
-    """``key=value`` as the command line has it."""
+    """Return ``key=value`` as on the command line."""
     key, value = item
     plain = isinstance(value, str) and read_value(value) == value
     return f"{key}={value if plain else json.dumps(value)}"

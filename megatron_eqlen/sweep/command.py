@@ -1,4 +1,4 @@
-"""What ``eqlen sweep`` does, one function for each way to call it; each returns an exit status."""
+"""The ways to call ``eqlen sweep``, one function each; each returns an exit status."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_eqlen.sweep.schema import load_sweep
 
 
 def read(path: Path, overrides: Sequence[str]) -> Plan:
-    """The sweep's runs. Raises RecipeError for a file that is no sweep."""
+    """Read the sweep's runs. Raises RecipeError for a file that is no sweep."""
     return Plan(load_sweep(path), overrides)
 
 
@@ -24,8 +24,8 @@ def describe(plan: Plan) -> int:
 
 
 def run(plan: Plan, jobs: int, start: Start = start_process, into: Path | None = None) -> int:
-    """Run here what is not finished, ``jobs`` runs at a time, and make the tables, also in the document
-    ``into``; 1 if a run failed."""
+    """Run unfinished runs here, ``jobs`` at a time, and write the tables, also into the document ``into``;
+    return 1 if a run failed."""
     for cell in plan.firsts:
         check_inputs(plan.some_recipe(cell))
     display = Display(plan)

@@ -16,11 +16,11 @@ from megatron_eqlen.sweep.cells import Cell, Plan
 
 MARKS = {"waiting": "·", "running": "◐", "done": "●", "failed": "✗"}
 LAST_LINES = 3
-"""Of a failed run's output that are shown."""
+"""Number of last output lines shown of a failed run."""
 
 
 class Display:
-    """What happens to the runs of ``plan``."""
+    """Display of the runs of ``plan``."""
 
     def __init__(self, plan: Plan, console: Console | None = None) -> None:
         self.plan = plan
@@ -54,7 +54,7 @@ class Display:
         self.say(f"{cell.name} was not started: it may spend what runs of {self.plan.sweep.reference} did")
 
     def show(self, running: Sequence[Cell]) -> None:
-        """Redraw, on a terminal."""
+        """Redraw the display on a terminal."""
         self.running = running
         if not self.console.is_terminal or self.console.is_dumb_terminal:
             return
@@ -82,7 +82,8 @@ class Display:
         return [*self.state.values()].count(state)
 
     def _left(self) -> str:
-        """At the pace of the runs that this command has finished; empty after the last."""
+        """Return the estimated time left, at the pace of the runs that this command has finished; empty after
+        the last."""
         waiting = len(self.state) - self._count("done") - self._count("failed")
         seconds = (time.monotonic() - self.begun) / max(self.fresh, 1) * waiting
         return f"; about {duration(seconds)} left" if waiting else ""

@@ -1,4 +1,4 @@
-"""The tables and figures of a sweep, from the folders of its runs that have ended."""
+"""Tables and figures of a sweep, from the folders of its runs that have ended."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ ABOUT_DIFFERENCE = (
 )
 ABOUT_BANDS = "Lines are means over a method's seeds, bands reach from the lowest seed to the highest."
 START, END = "<!-- tables of a sweep -->", "<!-- end of the tables -->"
-"""Lines of a document between which it has the tables."""
+"""Lines of a document that enclose the tables."""
 FIGURES, PICTURES = "figures-", "pictures"
-"""How the files of figures begin; the folder beside a document that has copies of them."""
+"""Prefix of the figures' file names; name of the folder beside a document that holds copies of them."""
 FORMATS = {"txt": formats.text, "md": formats.markdown, "tex": formats.latex}
 
 
 def groups(plan: Plan) -> list[Group]:
-    """By recipe: the base, then the methods in the sweep's order; of the runs that have ended."""
+    """Return the groups of runs that have ended, by recipe: the base, then the methods in the sweep's
+    order."""
     found = []
     for recipe in plan.sweep.recipes:
         model = Path(recipe).stem
@@ -59,7 +60,7 @@ def groups(plan: Plan) -> list[Group]:
 
 
 def tables(sweep: SweepRecipe, found: Sequence[Group]) -> list[Table]:
-    """Those that the sweep names, rows in the order that it gives."""
+    """Return the tables that the sweep names, with rows in its order."""
     return [_table(sweep, table, found) for table in sweep.tables or _default(sweep)]
 
 
@@ -103,7 +104,7 @@ def _called(sweep: SweepRecipe, column: Column) -> Column:
 
 
 def _count(found: Sequence[Group], model: str, method: str) -> int:
-    """Runs of a method on a model."""
+    """Return the number of runs of a method on a model."""
     return sum(len(group.runs) for group in found if (group.model, group.method) == (model, method))
 
 
@@ -111,7 +112,7 @@ def write(plan: Plan) -> list[Path]:
     """Write the tables as text, Markdown, LaTeX and JSON, all in one page, and for each model a sheet of
     figures, into the sweep's folder.
 
-    Raises ValueError where no run has ended.
+    Raises ValueError if no run has ended.
     """
     found = groups(plan)
     if not found:
@@ -135,8 +136,8 @@ def write(plan: Plan) -> list[Path]:
 
 
 def write_into(document: Path, sweep: Path) -> None:
-    """Put the Markdown and the figures of a sweep's folder into a document, in place of what is there between
-    START and END; the figures' files go into the folder ``pictures`` beside it.
+    """Put the Markdown and the figures of a sweep's folder into a document, replacing the text between START
+    and END; the figures' files go into the folder ``pictures`` beside it.
 
     Raises ValueError for a document without these lines.
     """
@@ -155,7 +156,7 @@ def write_into(document: Path, sweep: Path) -> None:
 
 
 def _figures(sweep: SweepRecipe, found: Sequence[Group]) -> dict[str, dict[str, list[Chart]]]:
-    """By model and by what is on the x axis."""
+    """Return charts by model and by x axis."""
     methods = [group for group in found if group.method in (sweep.figures or sweep.methods)]
     return {
         model: figures(

@@ -1,7 +1,7 @@
 """Runs a sweep on this machine, one run or several at a time.
 
 Each run is ``eqlen train`` in a process of its own, which dies with this one. So the sweep may be killed at
-any moment: the same command leaves finished runs alone, and the others go on from their checkpoints.
+any moment: the same command leaves finished runs alone and resumes the others from their checkpoints.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from megatron_eqlen.sweep.cells import Cell, Plan
 from megatron_eqlen.sweep.display import Display
 
 LOG = "train.log"
-"""What a run said, in its folder."""
+"""File of a run's output, in its folder."""
 INTERVAL = 0.5
 """Seconds between two looks at the runs."""
 
 
 class Process(Protocol):
     def poll(self) -> int | None:
-        """Its exit status, None while it runs."""
+        """Return the process's exit status, None while it runs."""
         ...
 
 
@@ -71,12 +71,13 @@ class Runner:
         self.failed: list[Cell] = []
 
     def run(self) -> list[Cell]:
-        """Run what is not finished; returns the runs that failed, or that did not start because of one."""
+        """Run what is not finished; return the runs that failed, or that did not start because a run
+        failed."""
         while self.todo or self.running:
             self._collect()
             self._fill()
             self.display.show([child.cell for child in self.running])
-            if not self.running and self.todo:  # they wait for runs that failed
+            if not self.running and self.todo:  # the remaining runs wait for runs that failed
                 break
             if self.running:
                 time.sleep(INTERVAL)
@@ -85,7 +86,7 @@ class Runner:
         return self.failed + self.todo
 
     def _collect(self) -> None:
-        """Look which runs have ended."""
+        """Find out which runs have ended."""
         for child in [*self.running]:
             status = child.process.poll()
             if status is None:
@@ -126,7 +127,7 @@ class Runner:
 
 
 def slots(jobs: int, processes: int) -> list[dict[str, str]]:
-    """What each of ``jobs`` runs at a time has in its environment: its own GPUs, where there are some.
+    """Return the environment of each of ``jobs`` concurrent runs: its own GPUs, if there are some.
 
     Raises ValueError for more runs than the GPUs can take.
     """
@@ -140,7 +141,7 @@ def slots(jobs: int, processes: int) -> list[dict[str, str]]:
 
 
 def visible_gpus() -> list[str]:
-    """As ``CUDA_VISIBLE_DEVICES`` names them."""
+    """Return the GPUs as ``CUDA_VISIBLE_DEVICES`` names them."""
     if (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [name for name in chosen.split(",") if name]
     import torch

@@ -1,4 +1,4 @@
-"""The schema of a sweep file, and reading it."""
+"""Schema of a sweep file, and its reader."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megatron_eqlen.recipe import NonNegativeInt, PositiveInt, RecipeError, Sect
 from megatron_eqlen.recipe.load import explain, read_yaml
 
 BASE = "base"
-"""Names the model before training, in the lists of methods of tables."""
+"""Names the model before training, where a table lists methods."""
 
 
 class MethodRecipe(Section):
     label: str | None = None
-    """In tables and figures; default: the method's name."""
+    """Name in tables and figures; default: the method's name."""
     set: dict[str, Any] = Field({})
     """Recipe keys (``loss.kl_coef: 0``) that make the method."""
 
@@ -26,20 +26,21 @@ class TableRecipe(Section):
     title: str
     kind: Literal["accuracy", "difference", "efficiency", "training", "pairs", "learning_tax"] = "accuracy"
     methods: list[str] | None = None
-    """Its rows, ``base`` among them where it is wanted; default: all. A ``difference`` is to the first."""
+    """Rows of the table, ``base`` among them if it is wanted; default: all. A ``difference`` is taken to the
+    first."""
     recipes: list[str] | None = None
-    """Of which recipes; default: all."""
+    """Recipes that the table covers; default: all."""
     benchmarks: list[str] | None = None
-    """Default: all."""
+    """Benchmarks that the table covers; default: all."""
 
 
 class SweepRecipe(Section):
     name: str
-    """Its runs are under ``runs/NAME``."""
+    """Name of the sweep; its runs are under ``runs/NAME``."""
     recipes: list[str] = Field(min_length=1)
     """Recipe files, relative to this one. Each names a column of the tables: its model."""
     methods: dict[str, MethodRecipe] = Field(min_length=1)
-    """A method's name is part of its runs' folders."""
+    """Methods by name, which is part of their runs' folders."""
     seeds: list[NonNegativeInt] = Field([0], min_length=1)
     set: dict[str, Any] = Field({})
     """Recipe keys of all runs."""
@@ -47,17 +48,17 @@ class SweepRecipe(Section):
     """The method that ends as its recipe says. All others may spend as much as its runs did, on average over
     its seeds. Default: each run ends as its recipe says."""
     match: Literal["gpu_hours", "generated_tokens", "flops"] = "gpu_hours"
-    """Of what; the paper matches GPU hours, on a loaded machine ``flops`` is fairer."""
+    """Quantity to match; the paper matches GPU hours, on a loaded machine ``flops`` is fairer."""
     max_steps: PositiveInt | None = None
-    """Most steps of the others, whatever they have left to spend; default: no such limit."""
+    """Most steps of the other methods, whatever remains of their budget; default: no such limit."""
     names: dict[str, str] = Field({})
-    """What recipes and benchmarks are called in tables and figures; default: as they are."""
+    """Names of recipes and benchmarks in tables and figures; default: unchanged."""
     tables: list[TableRecipe] = Field([])
-    """Default: one of all accuracies, and one of efficiency."""
+    """Default: a table of all accuracies, and one of efficiency."""
     figures: list[str] | None = None
-    """The methods that figures show: more than ten are hard to tell apart. Default: all."""
+    """Methods that figures show: more than ten are hard to tell apart. Default: all."""
     folder: str | None = None
-    """Default ``runs/NAME``."""
+    """Folder of the sweep; default: ``runs/NAME``."""
 
     @property
     def path(self) -> Path:
@@ -67,12 +68,13 @@ class SweepRecipe(Section):
         return "Base" if method == BASE else self.methods[method].label or method
 
     def called(self, name: str) -> str:
-        """A recipe or benchmark, in tables and figures."""
+        """Return the name of a recipe or benchmark in tables and figures."""
         return self.names.get(name, name)
 
 
 def load_sweep(path: Path) -> SweepRecipe:
-    """The checked sweep in ``path``, its recipes' paths as seen from here. Raises RecipeError."""
+    """Return the checked sweep in ``path``; recipe paths are relative to the working directory. Raises
+    RecipeError."""
     raw = read_yaml(path, SweepRecipe)
     if "model" in raw:
         raise RecipeError(f"{path}: expected a sweep (recipes, methods), found a recipe: eqlen train {path}")

@@ -1,6 +1,6 @@
 """A sweep as SLURM jobs: an array for each recipe and method, a task for each seed, the tables at the end.
 
-The arrays of the reference come first. The others wait for them, because what they may spend is known then:
+The arrays of the reference come first. The others wait for them, because their budgets are known only then:
 each task asks ``eqlen sweep --cell`` for its arguments when it starts.
 """
 
@@ -22,11 +22,11 @@ set -euo pipefail"""
 
 
 SUBMITTED = re.compile(r"^job (\d+)\S*: (.+)$", re.MULTILINE)
-"""Line that the script prints for each array: its id, and the group of runs that it is for."""
+"""Line that the script prints for each array: its id, and the group of runs that it belongs to."""
 
 
 def submit(plan: Plan, file: Path, overrides: Sequence[str] = ()) -> int:
-    """Run ``script``, and note in each run's folder which task is for it; returns the script's status."""
+    """Run ``script``, and note in each run's folder its SLURM task; return the script's status."""
     left = {group: _left(plan, group) for group in dict.fromkeys(cell.group for cell in plan.cells)}
     ran = subprocess.run(
         ["bash", "-c", script(plan, file, overrides)], stdout=subprocess.PIPE, text=True, check=False
@@ -41,10 +41,10 @@ def submit(plan: Plan, file: Path, overrides: Sequence[str] = ()) -> int:
 
 
 def script(plan: Plan, file: Path, overrides: Sequence[str] = ()) -> str:
-    """A bash script that submits all runs that have not ended, and the job that makes the tables."""
+    """Return a bash script that submits all runs that have not ended, and the job that writes the tables."""
     lines = [HEAD.format(name=plan.sweep.name)]
     jobs: dict[str, str] = {}
-    """Variable that holds an array's job id, by what it runs."""
+    """Variable that holds an array's job id, by the array's group."""
     for group in dict.fromkeys(cell.group for cell in plan.cells):
         if left := _left(plan, group):
             waits = dict.fromkeys(
@@ -88,5 +88,5 @@ def _tables(plan: Plan, jobs: list[str], file: Path, overrides: Sequence[str]) -
 
 
 def _quoted(options: Sequence[str]) -> str:
-    """Shell variables in them stay variables."""
+    """Quote the options; shell variables in them stay variables."""
     return " ".join(option if "$job" in option else shlex.quote(option) for option in options)

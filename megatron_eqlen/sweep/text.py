@@ -1,4 +1,4 @@
-"""What ``eqlen sweep --dry-run`` prints: the runs, what makes each, what it may spend, and what all cost."""
+"""Output of ``eqlen sweep --dry-run``: the runs, their overrides and budgets, and the total cost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_eqlen.sweep.cells import Cell, Plan
 
 
 def describe(plan: Plan) -> str:
-    """The plan as text. Raises RecipeError for a run whose recipe is not one."""
+    """Return the plan as text. Raises RecipeError for a run whose recipe is invalid."""
     sweep = plan.sweep
     lines = [
         f"sweep       {sweep.name}: {len(sweep.recipes)} recipes x {len(sweep.methods)} methods x "
@@ -43,7 +43,7 @@ def _recipe(plan: Plan, cells: list[Cell]) -> list[str]:
 
 
 def _limit(plan: Plan, cells: list[Cell]) -> str:
-    """What ends a method's runs, and how many have ended."""
+    """Return how a method's runs end, and how many have ended."""
     plan.some_recipe(cells[0])
     limits = plan.limits(cells[0])
     if limits is None:
@@ -55,8 +55,8 @@ def _limit(plan: Plan, cells: list[Cell]) -> str:
 
 
 def _cost(plan: Plan, cells: list[Cell]) -> str:
-    """Estimated for the run that the others follow, times their number; of other runs' limits nothing is
-    known here."""
+    """Return the estimated cost of a reference run, times the number of runs; other budgets are not known in
+    advance."""
     first = plan.some_recipe(cells[0])
     if plan.sweep.reference is None or first.steps is None:
         return "estimate    none: it needs a reference with steps"

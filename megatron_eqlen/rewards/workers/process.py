@@ -119,7 +119,7 @@ class Worker:
 
     @property
     def seconds(self) -> float:
-        """Return how long the worker has been at its first job."""
+        """How long the worker has been at its first job."""
         return time.monotonic() - self._since
 
     def send(self, jobs: list[Job]) -> None:

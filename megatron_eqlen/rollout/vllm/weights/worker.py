@@ -74,7 +74,7 @@ class TcpWeightTransfer(_Reload, WeightTransferEngine[Nothing, Invitation]):
 
     @cached_property
     def neighbours(self) -> Neighbours:
-        """Return this node's workers. Collective over the server's workers at the first call."""
+        """This node's workers. Collective over the server's workers at the first call."""
         group = get_world_group()
         nodes: list[Any] = [None] * group.world_size
         dist.all_gather_object(nodes, node_name(), group=group.cpu_group)
