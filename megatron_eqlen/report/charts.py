@@ -1,4 +1,4 @@
-"""Charts of numbers over steps: what a run measured, and the form in which ``page.js`` draws it."""
+"""Charts over steps: a run's metrics, in the form that ``page.js`` draws."""
 
 from __future__ import annotations
 
@@ -45,16 +45,17 @@ from megatron_eqlen.report.metrics import Records
 from megatron_eqlen.report.progress import STEPS_FOR_ETA
 
 MAX_POINTS = 1000
-"""Longer series are averaged in equal groups of neighbours: no chart has more pixels."""
+"""Most points of a series; longer ones are averaged in equal groups of neighbours: no chart has more
+pixels."""
 
 COLOURED = [*LANED, *(stage for stage in STAGES if stage not in LANED)]
-"""Stages in the order of their colours, which the picture of the last steps has, too."""
+"""Stages in the order of their colours, which the picture of the last steps uses as well."""
 
 Point = tuple[float, float]
 Names = tuple[str, ...]
 
 PERCENT = ", % of "
-"""In the name of a series: its metric is a share of what follows, and is drawn in percent."""
+"""Part of a series' name: its metric is a share of the quantity named after it, and is drawn in percent."""
 CHARTS: dict[str, dict[str, Names]] = {
     "Reward": {"mean": REWARD},
     "Pairs per stream": {"pairs": PAIRS},
@@ -89,13 +90,13 @@ CHARTS: dict[str, dict[str, Names]] = {
 class Series:
     name: str
     points: Sequence[Point]
-    """(x, value), x rising."""
+    """(x, value) pairs, x rising."""
     intervals: Sequence[Point] = ()
     """(low, high) of each point, drawn as a band; empty for none."""
     colour: int | None = None
-    """Default: its place in the chart."""
+    """Number of the colour; default: the series' place in the chart."""
     remark: str = ""
-    """Stands in the legend beside the name; default: the last value."""
+    """Text beside the name in the legend; default: the last value."""
 
     @property
     def last(self) -> str:
@@ -108,12 +109,12 @@ class Chart:
     series: Sequence[Series]
     x_name: str = "step"
     seconds: Mapping[Any, float] = field(default_factory=dict)
-    """Seconds since the run's start at each x; empty where x is no step of one run."""
+    """Seconds since the run's start at each x; empty if x is not a step of one run."""
     stacked: bool = False
     """The series are parts of a whole and have the same x."""
 
     def data(self) -> dict[str, Any]:
-        """What ``page.js`` draws: every series over the union of all x, rounded to six digits."""
+        """Data for ``page.js``: every series over the union of all x, rounded to six digits."""
         drawn = [_averaged(series) for series in self.series]
         places = sorted({x for series in drawn for x, _ in series.points})
         return {
@@ -129,7 +130,7 @@ class Chart:
 
 
 def _columns(series: Series, places: Sequence[float]) -> dict[str, list[float | None]]:
-    """``y`` at each of ``places``, with ``low`` and ``high`` where the series has intervals."""
+    """Return ``y`` at each of ``places``, with ``low`` and ``high`` if the series has intervals."""
     xs = [x for x, _ in series.points]
     rows = {"y": [y for _, y in series.points]}
     if series.intervals:
@@ -143,14 +144,14 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _at(values: Mapping[Any, float], x: float) -> float:
-    """The value at ``x``, or at the largest key below it: averaged points lie between steps."""
+    """Return the value at ``x``, or at the largest key below it: averaged points lie between steps."""
     if x in values:
         return values[x]
     return values[max((key for key in values if key < x), default=min(values))]
 
 
 def _averaged(series: Series) -> Series:
-    """At most ``MAX_POINTS`` points, each the mean of neighbours."""
+    """Return at most ``MAX_POINTS`` points, each the mean of neighbours."""
     if len(series.points) <= MAX_POINTS or series.intervals:
         return series
     size = math.ceil(len(series.points) / MAX_POINTS)
@@ -162,7 +163,7 @@ def _averaged(series: Series) -> Series:
 
 
 def charts(records: Records, evaluations: Sequence[Evaluation]) -> list[Chart]:
-    """Accuracies with their intervals, then ``CHARTS``."""
+    """Return the charts: accuracies with their intervals, then ``CHARTS``."""
     seconds = _seconds(records)
     drawn = [_accuracy_chart(evaluations, seconds)] if evaluations else []
     for title, lines in CHARTS.items():
@@ -173,7 +174,7 @@ def charts(records: Records, evaluations: Sequence[Evaluation]) -> list[Chart]:
 
 
 def stages(records: Records) -> Chart | None:
-    """Seconds of every stage of every step, the longest at the bottom; None without records."""
+    """Return the seconds of every stage of every step, the longest at the bottom; None without records."""
     rows = [_stage_seconds(record) for record in records]
     totals = sum((Counter(row) for row in rows), Counter())
     if not totals:
@@ -192,7 +193,7 @@ def stages(records: Records) -> Chart | None:
 
 
 def facts(records: Records, budget: Budget) -> list[tuple[str, str, str]]:
-    """(name, value, remark) of the boxes below the headline."""
+    """Return (name, value, remark) of the boxes below the headline."""
     boxes = []
     if reward := measured(records, REWARD):
         share = max(len(reward) // 5, 1)
@@ -212,7 +213,7 @@ def facts(records: Records, budget: Budget) -> list[tuple[str, str, str]]:
 
 
 def measured(records: Records, names: Names) -> list[Point]:
-    """(step, value) of the first of ``names`` that the run measured, where it is a number."""
+    """Return (step, value) of the first of ``names`` that the run recorded, where it is a number."""
     name = next((name for name in names if any(name in record for record in records)), "")
     return [(record["step"], record[name]) for record in records if record.get(name) is not None]
 
@@ -223,7 +224,7 @@ def _points(records: Records, name: str, metric: Names) -> list[Point]:
 
 
 def _seconds(records: Records) -> dict[float, float]:
-    """Step to the seconds from the start of the first recorded step to its end."""
+    """Return for each step the seconds from the start of the first recorded step to its end."""
     if not records:
         return {}
     start = records[0]["time"] - (records[0].get(TIME_STEP) or 0.0)
@@ -231,7 +232,7 @@ def _seconds(records: Records) -> dict[float, float]:
 
 
 def _stage_seconds(record: dict[str, Any]) -> dict[str, float]:
-    """Seconds by stage, without the stages that the step did not have."""
+    """Return seconds by stage, without the stages that the step did not have."""
     return {stage: record[f"time/{stage}"] for stage in STAGES if record.get(f"time/{stage}") is not None}
 
 

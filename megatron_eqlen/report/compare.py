@@ -2,9 +2,9 @@
 
 run folders ──► groups (model, method) of seeds ──► accuracy, difference to a baseline, efficiency
 
-Markdown on the terminal, everything as JSON where asked. Accuracies are over seeds: a run's samples are
-averaged first. With a single seed its samples are the replicates, and the table says so. Budgets that are not
-equal are said below the tables.
+Markdown on the terminal, everything as JSON if asked for. Accuracies are over seeds: a run's samples are
+averaged first. With a single seed its samples are the replicates, and the table says so. Notes below the
+tables report unequal budgets.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_eqlen.report.run_groups import AFTER, BASE, Group, RunResult, grou
 from megatron_eqlen.report.tables import markdown_rows
 
 UNEQUAL = 1.1
-"""Ratio of costs from which budgets count as unequal. Not 1, because a run ends with a whole step."""
+"""Ratio of costs from which budgets count as unequal. Not 1, because a run completes its last step."""
 
 
 def compare_runs(
@@ -33,8 +33,8 @@ def compare_runs(
     """Print the tables of ``folders`` (run folders, or folders that hold some), and write them to ``out``.
 
     ``baseline``: the method whose difference to every other is shown, by default the first one sampled
-    independently. Runs that have not ended are named and left out. Raises ValueError where none has ended,
-    for two runs of one seed, and for evaluations on different questions.
+    independently. Runs that have not ended are named and left out. Raises ValueError if none has ended, for
+    two runs of one seed, and for evaluations on different questions.
     """
     found = run_folders(folders)
     ended = [folder for folder in found if (folder / AFTER).is_file()]
@@ -59,7 +59,7 @@ def compare_runs(
 
 
 def budget_notes(groups: Sequence[Group]) -> list[str]:
-    """Warnings for the reader of the tables: runs that ended before a limit, and unequal budgets."""
+    """Return warnings for the reader of the tables: runs that ended before a limit, and unequal budgets."""
     methods = [one for one in groups if one.method != BASE]
     notes = [note for one in methods for run in one.runs if (note := _short(_label(one, groups), run))]
     cost = compared_cost(methods)
@@ -77,14 +77,14 @@ def budget_notes(groups: Sequence[Group]) -> list[str]:
 
 
 def compared_cost(groups: Sequence[Group]) -> str:
-    """The recipe's key of what runs are compared at equal amounts of: what most of them are limited by, and
-    GPU hours where none is."""
+    """Return the recipe key of the cost at which runs are compared: the limit that most of them have, or GPU
+    hours if none has one."""
     limited = [key for one in groups for run in one.runs for key, _ in run.recipe.budget.limits()]
     return max(COSTS, key=limited.count)
 
 
 def _short(label: str, run: RunResult) -> str | None:
-    """How a run ended before its limits; None if it reached them."""
+    """Return how a run ended before its limits; None if it reached them."""
     budget, outcome = run.recipe.budget, run.recipe.budget.outcome(run.spent)
     by = budget.ended_by(run.spent)
     if by is None:
@@ -96,7 +96,8 @@ def _short(label: str, run: RunResult) -> str | None:
 
 
 def accuracy_table(groups: Sequence[Group], interval: str = "headline") -> list[dict[str, Any]]:
-    """One row for each method, one column for each model and benchmark: mean accuracy with interval, in %."""
+    """Return one row for each method, one column for each model and benchmark: mean accuracy with interval,
+    in %."""
     models = list(dict.fromkeys(one.model for one in groups))
     rows = []
     for method in dict.fromkeys(one.method for one in groups):
@@ -115,7 +116,7 @@ def accuracy_table(groups: Sequence[Group], interval: str = "headline") -> list[
 
 
 def difference_table(groups: Sequence[Group], baseline: str) -> list[dict[str, Any]]:
-    """How much better each method is than ``baseline``, in points, paired by problem."""
+    """Return how much better each method is than ``baseline``, in points, paired by problem."""
     if baseline not in {one.method for one in groups}:
         known = ", ".join(dict.fromkeys(one.method for one in groups))
         raise ValueError(f"--baseline: expected one of {known}, found {baseline!r}")
@@ -131,7 +132,7 @@ def difference_table(groups: Sequence[Group], baseline: str) -> list[dict[str, A
 
 
 def efficiency_table(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """The paper's efficiency comparison, a mean over each method's runs."""
+    """Return the paper's efficiency comparison, a mean over each method's runs."""
     return [
         {
             "method": _label(one, groups),

@@ -1,5 +1,5 @@
-"""Pictures to scale, as SVG without a style of its own: a rollout, and who worked when in the last steps.
-Places along the width are percentages, so that text keeps its size on a narrow screen.
+"""Pictures to scale, as SVG without a style of its own: a rollout, and the activity of the last steps. Places
+along the width are percentages, so that text keeps its size on a narrow screen.
 
 In a rollout the trunk is one row, and under each B_i stands its leaf A_i. A_i and B_i begin at the same
 position and are equally long, so leaves never overlap. While a stream is harvested, its two open tracks stand
@@ -25,13 +25,13 @@ LANES = {
     "trainer": ("trees", "train", "sync", "checkpoint"),
 }
 STAGES = tuple(stage for lane in LANES.values() for stage in lane)
-"""In the order of their colours."""
+"""Stages in the order of their colours."""
 LEFT, LANE, BOTTOM = 14.0, 26, 20
 """Percent left of the spans; pixels of a lane, and below all of them."""
 
 
 def draw(rollout: RolloutView) -> str:
-    """A rollout; widths are tokens, colours the segments' roles."""
+    """Draw a rollout; widths are tokens, colours the segments' roles."""
     rows = _rows(rollout)
     end = max((segment.inherited + segment.length for row in rows for segment in row), default=1)
     scale = (100 - PROMPT) / max(end, 1)
@@ -70,8 +70,8 @@ def _line(kind: str, x: float, top: float, bottom: float) -> str:
 
 
 def timeline(records: Records) -> tuple[list[tuple[str, str]], str]:
-    """(stage, its seconds) of the last ``STEPS`` steps, and their picture: a lane each for engine, graders
-    and trainer, and a line at each step's end. Empty where no step has spans."""
+    """Return (stage, its seconds) of the last ``STEPS`` steps, and their picture: a lane each for engine,
+    graders and trainer, and a line at each step's end. Empty if no step has spans."""
     shown = [record for record in records if record.get(SPANS)][-STEPS:]
     spans = [span for record in shown for span in record[SPANS] if span["stage"] in STAGES]
     if not spans:

@@ -1,4 +1,4 @@
-"""What a run's folder says of how its tries ended: errors, hangs, and that SLURM starts it no more."""
+"""Records in a run's folder of how its tries ended: errors, hangs, and SLURM giving up."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ class Hang:
     """A try that hung."""
 
     file: str
-    """To read first."""
+    """File to read first."""
     cause: str
     time: float
-    """Seconds since 1970."""
+    """Time of the hang in seconds since 1970."""
 
 
 @dataclass(frozen=True)
 class Ends:
     first_error: str | None
-    """What ended the newest try, in one line."""
+    """The error that ended the newest try, in one line."""
     error_file: str | None
     hangs: list[Hang] = field(default_factory=list)
-    """Of all tries, the newest first."""
+    """Hangs of all tries, the newest first."""
     hung: bool = False
-    """The newest try did."""
+    """True if the newest try hung."""
     given_up: str | None = None
     stalled_tries: int = 0
     cancelled: str | None = None
-    """SLURM told the newest try to end, in one line."""
+    """Notice that SLURM told the newest try to end, in one line."""
 
 
 def read_ends(folder: Path, since: float) -> Ends:
-    """Of the run in ``folder``, whose newest try began ``since`` (seconds since 1970)."""
+    """Read the records of the run in ``folder``, whose newest try began ``since`` (seconds since 1970)."""
     error, hangs = folder / FIRST, read_hangs(folder / HANGS)
     said = _text(error)
     if not said and error.exists():
@@ -57,8 +57,8 @@ def read_ends(folder: Path, since: float) -> Ends:
 
 
 def read_hangs(folder: Path) -> list[Hang]:
-    """What tries have left under ``folder``, the newest first. Folders of tries that go on, or did not hang,
-    hold empty files."""
+    """Read the hangs that tries recorded under ``folder``, the newest first. Tries that still run, or did not
+    hang, have folders with empty files."""
     hangs = [hang for one in folder.glob("*") if one.is_dir() and (hang := _hang(one))]
     return sorted(hangs, key=lambda one: -one.time)
 
@@ -83,7 +83,7 @@ def _count(path: Path) -> int:
 
 
 def _text(path: Path) -> str:
-    """Empty where there is no such file."""
+    """Return the file's text, empty if there is no such file."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:

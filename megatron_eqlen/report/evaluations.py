@@ -18,8 +18,7 @@ class Evaluation:
     result: EvaluationResult
     accuracy: Interval
     gain: Interval | None
-    """The change since the run's first evaluation of the benchmark, paired by problem; None if there is
-    none."""
+    """Change since the run's first evaluation of the benchmark, paired by problem; None without one."""
 
     @property
     def when(self) -> str:
@@ -28,8 +27,8 @@ class Evaluation:
 
 
 def evaluations(folder: Path, steps: int) -> list[tuple[str, int, list[EvaluationResult]]]:
-    """(label, step, benchmarks' results) of a run that has taken ``steps`` steps, in order: ``before`` is
-    step 0, ``after`` comes after all. Raises ValueError naming a file that holds something else."""
+    """Return (label, step, benchmarks' results) of a run that has taken ``steps`` steps, in order: ``before``
+    is step 0, ``after`` comes after all. Raises ValueError naming a file with other content."""
     order = {path: _step(path.stem, steps) for path in sorted(folder.glob("*.json"))}
     paths = sorted(order, key=lambda path: (order[path], path.stem == "after"))
     return [(path.stem, order[path], read_results(path)) for path in paths]
@@ -41,7 +40,7 @@ def _step(label: str, last: int) -> int:
 
 
 def read_evaluations(folder: Path, steps: int) -> list[Evaluation]:
-    """All evaluations of a run that has taken ``steps`` steps, by their steps."""
+    """Return all evaluations of a run that has taken ``steps`` steps, by their steps."""
     first: dict[str, EvaluationResult] = {}
     rows = []
     for label, step, results in evaluations(folder, steps):
@@ -57,7 +56,7 @@ def _gain(first: EvaluationResult, result: EvaluationResult) -> Interval | None:
 
 
 def outcomes(evaluations: list[Evaluation]) -> list[list[Evaluation]]:
-    """Of each benchmark the first and the last evaluation, or the only one."""
+    """Return the first and the last evaluation of each benchmark, or the only one."""
     by_benchmark: dict[str, list[Evaluation]] = {}
     for row in evaluations:
         by_benchmark.setdefault(row.result.benchmark, []).append(row)

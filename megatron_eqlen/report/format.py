@@ -1,4 +1,4 @@
-"""How numbers look, on the terminal and on the page."""
+"""Formats of numbers, on the terminal and on the page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_eqlen.metrics import (
 )
 
 if TYPE_CHECKING:
-    from megatron_eqlen.evaluation.statistics import Interval  # with SciPy, which commands start without
+    from megatron_eqlen.evaluation.statistics import Interval  # imports SciPy; commands start without it
 
 REWARD = (POLICY_REWARD, REWARD_MEAN, "objective/reward_mean")
 PAIRS = (HARVEST_PAIRS_PER_STREAM, OBJECTIVE_PAIRS_PER_STREAM)
@@ -32,16 +32,16 @@ TRAINING_SPEED = (TRAIN_TOKENS_PER_SECOND,)
 
 SCALES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 MOST_TEXT = 1500
-"""Characters of a segment on a page."""
+"""Most characters of a segment on a page."""
 
 
 def first_of(metrics: Mapping[str, float | None], names: tuple[str, ...]) -> float | None:
-    """The first of ``names`` that was measured, None if none was."""
+    """Return the first of ``names`` that was measured, None if none was."""
     return next((metrics[name] for name in names if name in metrics), None)
 
 
 def compact(value: float | None) -> str:
-    """About three digits: ``0.512``, ``96.3``, ``14.2k``, ``1.3e-06``; ``–`` for nothing."""
+    """Format to about three digits: ``0.512``, ``96.3``, ``14.2k``, ``1.3e-06``; ``–`` for None."""
     if value is None:
         return "–"
     size = abs(value)
@@ -58,7 +58,7 @@ def compact(value: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``9 s``, ``1:32``, ``2:05:00``."""
+    """Format a duration: ``9 s``, ``1:32``, ``2:05:00``."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -68,7 +68,7 @@ def duration(seconds: float) -> str:
 
 
 def shorten(text: str) -> str:
-    """``text``, or its beginning and end where it is too long for a page."""
+    """Return ``text``, or its beginning and end if it is too long for a page."""
     if len(text) <= MOST_TEXT:
         return text
     half = MOST_TEXT // 2
@@ -80,6 +80,6 @@ def percent(share: float) -> str:
 
 
 def points(interval: Interval) -> str:
-    """A difference of accuracies: ``+18.2 [+12.0, +24.5] points``."""
+    """Format a difference of accuracies: ``+18.2 [+12.0, +24.5] points``."""
     mean, low, high = (f"{100 * value:+.1f}" for value in (interval.mean, interval.low, interval.high))
     return f"{mean} [{low}, {high}] points"

@@ -1,7 +1,7 @@
-"""Rollouts that a harvest has not finished: what its journals say of their tracks, as far as they have come.
+"""Rollouts that a harvest has not finished, as far as its journals record them.
 
 journal-*.arrow ─► tokens by track ─► harvesters, as the harvest itself has them ─► parts, open tracks
-suspended-*.arrow of the step before, where this one goes on with its rollouts
+suspended-*.arrow of the step before, if this one resumes its rollouts
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from megatron_eqlen.sampling.track import rollout_of
 from megatron_eqlen.types import Elsewhere, Prompt, RolloutKey, Segment
 
 SHOWN = 3
-"""Rollouts of a harvest on the page."""
+"""Number of a harvest's rollouts on the page."""
 
 COLUMNS = ("role", "prompt_id", "index", "outcome", "question")
-"""Of a record, that are read."""
+"""Columns of a record that are read."""
 
 Tokens = dict[str, array]
 """Token ids by the track's name."""
@@ -44,22 +44,23 @@ class Grown:
     """A harvest at one moment."""
 
     step: int
-    """Counted from 1."""
+    """Number of the step, counted from 1."""
     complete: int
-    """Rollouts; those that have not begun are in no number."""
+    """Number of complete rollouts; rollouts that have not begun are not counted."""
     suspended: int
-    """For the next step (``rollout.carry_over``), by ranks whose harvest has ended."""
+    """Number of rollouts suspended for the next step (``rollout.carry_over``), by ranks whose harvest has
+    ended."""
     growing: int
     tokens: int
-    """Of those that grow, so far."""
+    """Number of tokens of growing rollouts so far."""
     carried_tokens: int
-    """Of these, from earlier steps."""
+    """Number of these tokens that earlier steps generated."""
     views: list[RolloutView]
-    """Of a few of them."""
+    """Views of a few growing rollouts."""
 
 
 class Growing:
-    """The harvest in a step's ``folder``. Its files are read on from where they were read last."""
+    """The harvest in a step's ``folder``. Each look reads its files from where the last one ended."""
 
     def __init__(self, folder: Path, recipe: Recipe, decoder: Decoder) -> None:
         self.folder, self._recipe, self._decoder = folder, recipe, decoder
@@ -116,14 +117,14 @@ class Growing:
         )
 
     def _harvesters(self, keys: Sequence[RolloutKey], tokens: Mapping[str, array]) -> Iterator[Harvester]:
-        """Of a few of ``keys``, where their tracks' tokens bring them. What they draw does not depend on the
-        seed."""
+        """Yield harvesters of a few of ``keys``, advanced to their tracks' tokens. Their drawing does not
+        depend on the seed."""
         found, make = 0, KINDS[self._recipe.sampling].harvesters
         for prompt_id, index in keys:
             prompt = Prompt(prompt_id, [], "", "", "")
             harvester = make([prompt], self._recipe, self._decoder.eos_token_ids, 0)[index]
             grow(harvester, tokens)
-            if not harvester.complete:  # its record is a moment behind
+            if not harvester.complete:  # its record is a moment late
                 found += 1
                 yield harvester
             if found == SHOWN:
@@ -149,7 +150,7 @@ class Growing:
 
 
 def grow(harvester: Harvester, tokens: Mapping[str, array]) -> None:
-    """Give a new harvester's tracks the ``tokens`` that they have, as the harvest did."""
+    """Give a new harvester's tracks their ``tokens``, as the harvest did."""
     launched = harvester.start()
     while launched:
         for track in launched:
@@ -166,10 +167,10 @@ class _Tail:
     def __init__(self, path: Path, schema: pa.Schema, columns: Sequence[str]) -> None:
         self._path, self._schema, self._columns = path, schema, columns
         self._newest: int | None = None
-        """Where the newest batch begins that was read."""
+        """Place where the newest batch begins that was read."""
 
     def read(self) -> Iterator[pa.RecordBatch]:
-        """What is new."""
+        """Yield the new batches."""
         for place, batch in placed(self._path, self._schema, self._columns, since=self._newest):
             if place != self._newest:
                 self._newest = place
@@ -184,7 +185,7 @@ class _Tracks:
         self._tail = _Tail(path, journal.SCHEMA, ["track", "token_ids"])
 
     def read(self, ended: Iterable[RolloutKey]) -> None:
-        """Read what is new, and forget what belongs to rollouts that have ``ended``."""
+        """Read new tokens, and forget tracks of rollouts that have ``ended``."""
         for batch in self._tail.read():
             names = batch["track"].to_pylist()
             for name, piece in zip(names, pieces(batch["token_ids"]), strict=True):
@@ -194,17 +195,17 @@ class _Tracks:
 
 
 class _Record:
-    """What is recorded of a step's rollouts, as far as this view needs it."""
+    """Recorded rollouts of a step, as far as this view needs them."""
 
     def __init__(self) -> None:
         self.complete: set[RolloutKey] = set()
         self.suspended: set[RolloutKey] = set()
         self.questions: dict[str, str] = {}
-        """By the prompt's id."""
+        """Questions by the prompt's id."""
         self._tails: dict[Path, _Tail] = {}
 
     def read(self, folder: Path) -> None:
-        """Read what is new."""
+        """Read new rows."""
         for path in step_files(folder):
             tail = self._tails.setdefault(path, _Tail(path, SEGMENTS, COLUMNS))
             for batch in tail.read():

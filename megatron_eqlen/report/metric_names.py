@@ -1,4 +1,4 @@
-"""What other frameworks call our metrics, where both measure the same; for ``report.metric_names``.
+"""Other frameworks' names of our metrics, if both measure the same; for ``report.metric_names``.
 
 verl: ``trainer/ppo/metric_utils.py`` and its workers; slime: ``utils/training/train_metric_utils.py``, its
 rollout and actor. Units differ where ``SCALE`` says so.
@@ -49,14 +49,14 @@ NAMES: dict[str, tuple[str, str]] = {
     "memory/reserved/train": ("perf/max_memory_reserved_gb", ""),
     "packing/expanded_tokens": ("perf/total_num_tokens", ""),
 }
-"""Ours to (verl's, slime's); empty where it has none."""
+"""Our name -> (verl's, slime's); empty if it has none."""
 
 SCALE = {"perf/max_memory_allocated_gb": 2**-30, "perf/max_memory_reserved_gb": 2**-30}
-"""By their name: what our value is multiplied by."""
+"""Factor from our value to theirs, by their name."""
 
 
 def renamed(metrics: Metrics, convention: Convention) -> Metrics:
-    """``metrics`` by the names of ``convention``; what it does not have keeps ours."""
+    """Return ``metrics`` by the names of ``convention``; metrics without such a name keep ours."""
     if convention == "eqlen":
         return metrics
     place = ("verl", "slime").index(convention)

@@ -1,8 +1,7 @@
 """A step's metrics on disk: ``metrics.jsonl``, one line a step, which is the run's record.
 
-A line is handed to the operating system whole, in one write: a process killed at any moment leaves at most
-one torn last line. A run that resumes at an earlier step removes the lines after it, so no step appears
-twice.
+Each line is written in one system call: a process killed at any moment leaves at most one torn last line. A
+run that resumes at an earlier step removes the lines after it, so no step appears twice.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 FILE = "metrics.jsonl"
 SPANS = "spans"
-"""What a record holds besides metrics."""
+"""Key of a record that holds spans beside the metrics."""
 
 Records = list[dict[str, Any]]
 """One dict a step: ``step`` (int), ``time`` (Unix seconds), the metrics (float, None if not finite), and
@@ -36,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 
 class MetricsWriter:
-    """Writes into a run folder, and hands the same metrics to ``trackers``, by the names that ``names`` says;
-    rank 0 has one. Use as a context: trackers learn whether an error ends the run.
+    """Writes into a run folder, and hands the same metrics to ``trackers``, named by the convention
+    ``names``; rank 0 has one. Use as a context: trackers learn whether an error ends the run.
 
     ``step`` is the number of steps that the run has taken: later lines are removed.
     """
@@ -83,10 +82,10 @@ class MetricsWriter:
 
 
 def read_metrics(folder: Path) -> Records:
-    """The record of each step; empty without the file.
+    """Return the record of each step; empty without the file.
 
-    A torn last line is left out with a warning. Raises ValueError with file and line for anything else
-    that is no record of a step.
+    A torn last line is left out with a warning. Raises ValueError with file and line for any other line that
+    is no record of a step.
     """
     path = folder / FILE
     if not path.is_file():
@@ -118,6 +117,6 @@ def _cut_after(path: Path, step: int) -> None:
 
 
 def mean_of_known(values: Iterable[float | None]) -> float | None:
-    """None where nothing is known: a metric that a run has not, or not in these steps."""
+    """Return the mean of the known values; None if the metric is unknown in all these steps."""
     found = [value for value in values if value is not None]
     return fmean(found) if found else None

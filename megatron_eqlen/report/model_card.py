@@ -1,4 +1,4 @@
-"""An exported model's README, as the Hugging Face hub reads it, made from the run folder's files alone."""
+"""An exported model's README for the Hugging Face hub, made from the run folder's files alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TASK = "text-generation"
 
 
 def write_model_card(run_folder: Path) -> Path:
-    """Write ``export/README.md`` of a run that has exported its model; returns its path."""
+    """Write ``export/README.md`` of a run that has exported its model; return its path."""
     recipe = load_run(run_folder)
     records = read_metrics(run_folder)
     steps = int(records[-1]["step"] or 0) if records else 0
@@ -42,7 +42,7 @@ def write_model_card(run_folder: Path) -> Path:
 
 
 def _data(recipe: Recipe, after: list[EvaluationResult]) -> ModelCardData:
-    """What the hub indexes."""
+    """Return the metadata that the hub indexes."""
     return ModelCardData(
         library_name="transformers",
         pipeline_tag=TASK,
@@ -76,7 +76,7 @@ def _sources(recipe: Recipe) -> str:
 
 
 def _table(before: list[EvaluationResult], after: list[EvaluationResult]) -> str:
-    """Accuracy with its 95% interval, and the paired change on the same questions."""
+    """Return a table of accuracies with 95% intervals, and the paired change on the same questions."""
     earlier = {result.benchmark: result for result in before}
     rows = ["| benchmark | problems | | accuracy | change |", "|---|---|---|---|---|"]
     for result in after:

@@ -38,17 +38,17 @@ from megatron_eqlen.types import RolloutKey, WorstToken
 POLL, POLL_HIDDEN = 2.0, 15.0
 """Seconds between two requests of a served page, and of one in a hidden tab."""
 STEPS = 2
-"""Newest graded steps whose rollouts are shown; the first step's are shown, too."""
+"""Number of newest graded steps whose rollouts are shown, besides the first step."""
 WORST = 6
 
 Stamp = tuple[tuple[str, int, int], ...]
-"""Name, size and modification time of each file: a section whose stamp is the same is the same."""
+"""Name, size and modification time of each file: a section with an unchanged stamp is unchanged."""
 
 
 @dataclass(frozen=True)
 class Section:
     stamp: Stamp | None
-    """None: it is made each time."""
+    """None: the section is made for each request."""
     version: str
     html: str
 
@@ -65,9 +65,9 @@ def write_page(run: Path) -> Path:
 
 
 class Page:
-    """The page of the run in ``folder``. Several threads may ask.
+    """The page of the run in ``folder``. Several threads may use it at once.
 
-    ``live``: a server answers the page's requests. Raises ValueError where ``folder`` holds no run.
+    ``live``: a server answers the page's requests. Raises ValueError if ``folder`` holds no run.
     """
 
     def __init__(self, folder: Path, live: bool) -> None:
@@ -79,7 +79,7 @@ class Page:
         self._made: dict[str, Section] = {}
         self._steps: dict[str, tuple[Stamp, Recorded]] = {}
         self._growing: Growing | None = None
-        """The newest harvest that is under way, or was cut off."""
+        """The newest harvest that is running, or was cut off."""
         self._lock = threading.Lock()
 
     def html(self) -> str:
@@ -92,7 +92,8 @@ class Page:
             )
 
     def news(self, known: Mapping[str, str]) -> dict[str, dict[str, str]]:
-        """Name to ``version`` and ``html`` of the sections whose version is not the ``known`` one."""
+        """Return ``version`` and ``html``, by section name, of the sections whose version is not the
+        ``known`` one."""
         with self._lock:
             sections = self._sections()
         return {
@@ -102,18 +103,18 @@ class Page:
         }
 
     def rollout(self, step: str, key: RolloutKey) -> str:
-        """One rollout of a step's folder with all of its text. Raises ValueError where there is none."""
+        """Return one rollout of a step's folder with all of its text. Raises ValueError if there is none."""
         with self._lock:
             return self._macros.one(step, self._step(self._folder(step)).view(key, self.decoder.decode))
 
     def graded(self, step: str, verdict: str) -> str:
-        """The responses of a step with this verdict."""
+        """Return the responses of a step with this verdict."""
         with self._lock:
             found = self._step(self._folder(step)).graded(with_golds=True)
             return self._macros.graded(step, verdict, [one for one in found if one.grade.verdict == verdict])
 
     def worst(self, step: str) -> str:
-        """The token of a step about which trainer and engine disagree most, within its rollout."""
+        """Return the token of a step about which trainer and engine disagree most, within its rollout."""
         folder = self._folder(step)
         token = worst.read(folder)
         if token is None:
@@ -129,7 +130,7 @@ class Page:
     # ---- sections -----------------------------------------------------------------------------------
 
     def _sections(self) -> dict[str, Section]:
-        """In the order of the page."""
+        """Return the sections in the order of the page."""
         macros = self._macros
         recipe = _stamp([self.folder / RECIPE])
         metrics = _stamp([self.folder / METRICS])
@@ -205,7 +206,7 @@ class Page:
         return self._macros.worst(sorted(found, reverse=True)[:WORST], self.live)
 
     def _harvest(self) -> Growing | None:
-        """The newest harvest that has a journal, which is removed when the harvest ends."""
+        """Return the newest harvest that has a journal, which is removed when the harvest ends."""
         journals = self.streams.glob(f"step-[0-9]*/{JOURNALS}")
         newest = max((journal.parent for journal in journals), default=None)
         if newest is None or not self.decoder.eos_token_ids:
@@ -217,13 +218,13 @@ class Page:
     # ---- steps --------------------------------------------------------------------------------------
 
     def _shown(self) -> list[Path]:
-        """The newest steps that are harvested and graded, the newest first, then the first one."""
+        """Return the newest steps that are harvested and graded, the newest first, then the first one."""
         newest = list(islice(filter(is_scored, recorded(self.streams, newest_first=True)), STEPS))
         first = list(islice(filter(is_scored, recorded(self.streams)), 1))
         return list(dict.fromkeys([*newest, *first]))
 
     def _step(self, folder: Path) -> Recorded:
-        """Kept until its files change; only a few steps are kept."""
+        """Return a recorded step. A few steps are cached until their files change."""
         stamp = _stamp(sorted(folder.glob("*.arrow")))
         before = self._steps.pop(folder.name, None)
         step = before[1] if before and before[0] == stamp else Recorded(folder, self.recipe)
@@ -240,7 +241,8 @@ class Page:
 
 
 def _step_under_way(records: Records, state: State | None) -> Records:
-    """A record of the stages so far of the step that a run is at, or was when it ended; none between two."""
+    """Return a record of the stages so far of the step in progress, or of the step at which the run ended;
+    empty between two steps."""
     done = records[-1] if records else {"step": 0, "time": 0.0}
     if state is None or state.time < done["time"]:
         return []

@@ -40,11 +40,11 @@ SHOWN = {
     "rollout": (ROLLOUT_SPEED, " tok/s"),
     "train": (TRAINING_SPEED, " tok/s"),
 }
-"""Label: names of the metric and its unit, in the order shown; what a run does not measure is left out."""
+"""Label -> (names of the metric, unit), in the order shown; metrics that a run does not have are left out."""
 
 STEPS_FOR_ETA = 10
 WARNINGS = 20
-"""The newest ones are kept."""
+"""Number of newest warnings that are kept."""
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_STEPS = 24
 
@@ -65,27 +65,28 @@ class Progress:
         self.stage_name = "starting"
         self.live: Live | None = None
         self.warnings: deque[tuple[float, str]] = deque(maxlen=WARNINGS)
-        """What ``warn`` said, with the time in seconds since 1970."""
+        """Warnings, with the time in seconds since 1970."""
 
     @property
     def redraws(self) -> bool:
-        """Whether there is a terminal that can redraw lines."""
+        """True if there is a terminal that can redraw lines."""
         return self.show and self.console.is_terminal and not self.console.is_dumb_terminal
 
     def resume(self, spent: Spent) -> None:
-        """The run goes on after this (of 0 steps: it begins)."""
+        """Show that the run begins (``spent`` of 0 steps) or resumes."""
         self.spent = spent
         self._draw()
         if spent.steps:
-            self.say(f"goes on after {self.budget.outcome(spent)}")
+            self.say(f"resumes after {self.budget.outcome(spent)}")
 
     def stage(self, name: str) -> None:
-        """Show what is being done now, for example ``harvest``."""
+        """Show the current stage, for example ``harvest``."""
         self.stage_name, self.stage_started = name, time.monotonic()
         self._draw()
 
     def step(self, number: int, metrics: Metrics) -> None:
-        """Step ``number`` (counted from 1) is done; ``metrics`` are its own, ``time/step`` in seconds."""
+        """Show that step ``number`` (counted from 1) is done; ``metrics`` are its own, ``time/step`` in
+        seconds."""
         self.spent, self.metrics = spent(number, metrics), metrics
         if TIME_STEP in metrics:
             self.step_seconds.append(metrics[TIME_STEP])
@@ -97,7 +98,7 @@ class Progress:
             self.say(self._line())
 
     def evaluated(self, label: str, text: str) -> None:
-        """An evaluation's result, for example ``before`` and ``avg@8 43.1% [39.0, 47.2]``."""
+        """Print an evaluation's result, for example ``before`` and ``avg@8 43.1% [39.0, 47.2]``."""
         self.say(f"{label}: {text}")
 
     def say(self, text: str) -> None:
@@ -112,7 +113,8 @@ class Progress:
         self.say(f"WARNING: {text}")
 
     def finish(self, page: Path, learned: str = "") -> None:
-        """Print the last line: which limit ended the run, what it ``learned``, and where its report is."""
+        """Print the last line: the limit that ended the run, the accuracies ``learned``, and the report's
+        path."""
         self.close()
         taken = duration(time.monotonic() - self.started)
         came = self.budget.outcome(self.spent)
@@ -126,7 +128,7 @@ class Progress:
             live.stop()
 
     def seconds_left(self) -> float | None:
-        """Estimated from the mean of the newest steps; None before the first step."""
+        """Return the time left, estimated from the mean of the newest steps; None before the first step."""
         return self.budget.seconds_left(self.spent, self.step_seconds)
 
     # ---- drawing ------------------------------------------------------------------------------------
@@ -174,12 +176,13 @@ class Progress:
 
 
 def numbers(metrics: Mapping[str, float | None], rewards: Collection[float]) -> str:
-    """A step's numbers as ``SHOWN`` says, the reward with the ``rewards`` of the newest steps as a line."""
+    """Format a step's numbers as ``SHOWN`` says, the reward with the ``rewards`` of the newest steps as a
+    line."""
     values = {label: (first_of(metrics, names), unit) for label, (names, unit) in SHOWN.items()}
     texts = [
         f"{label} {compact(value)}{unit}" for label, (value, unit) in values.items() if value is not None
     ]
-    if values["rollout"][0] == 0.0:  # a resumed step that was recorded whole before
+    if values["rollout"][0] == 0.0:  # a resumed step whose rollouts were all recorded before
         texts = ["rollout recorded" if text.startswith("rollout ") else text for text in texts]
     if len(rewards) > 1:
         texts.insert(1, sparkline(rewards))
@@ -187,7 +190,7 @@ def numbers(metrics: Mapping[str, float | None], rewards: Collection[float]) -> 
 
 
 def sparkline(values: Iterable[float]) -> str:
-    """One character a value, the lowest ``▁`` and the highest ``█``."""
+    """Return one character a value, the lowest ``▁`` and the highest ``█``."""
     values = list(values)
     low, high = min(values), max(values)
     scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0

@@ -1,6 +1,6 @@
-"""A recorded step, looked through: which of its rollouts teach, take long, or got which verdict.
+"""A recorded step: which of its rollouts teach, take long, or got a certain verdict.
 
-Skeletons are read once; token ids only of the rollouts that are shown.
+Skeletons are read once; token ids are read only of the rollouts that are shown.
 """
 
 from __future__ import annotations
@@ -23,65 +23,65 @@ from megatron_eqlen.sampling.kind import LabeledSegment
 from megatron_eqlen.types import Grade, Rollout, RolloutKey, rollout_key
 
 SHOWN = 4
-"""Rollouts of a step on a page."""
+"""Number of a step's rollouts on a page."""
 SLOWEST = 8
 
 
 @dataclass(frozen=True)
 class Graded:
-    """A response's grade, and where it ends."""
+    """A response's grade and its last segment."""
 
     rollout: RolloutKey
     label: str
-    """Of the segment that ends it."""
+    """Label of the segment that ends the response."""
     length: int
-    """Tokens of the response."""
+    """Number of tokens of the response."""
     grade: Grade
     gold: str = ""
-    """The answer that it was compared with, where one was asked for and the problem has one."""
+    """The gold answer, if asked for and if the problem has one."""
 
 
 @dataclass(frozen=True)
 class Slow:
-    """A prompt by the longest of its paths, which are decoded side by side, a token after the other."""
+    """A prompt by the longest of its paths; paths are decoded side by side, token after token."""
 
     prompt_id: str
     question: str
     rollout: RolloutKey
-    """That has the longest."""
+    """Rollout with the longest path."""
     longest: int
-    """Tokens of it."""
+    """Number of tokens of this path."""
     generated: int
-    """Tokens of all its rollouts."""
+    """Number of tokens of all the prompt's rollouts."""
     grading: float
-    """Seconds in graders."""
+    """Seconds spent in graders."""
     reward: float | None
-    """Mean over its responses that ended, None if none did."""
+    """Mean reward over its responses that ended, None if none did."""
 
 
 def recorded(streams: Path, newest_first: bool = False) -> Iterator[Path]:
-    """The folders of the steps that hold rollouts."""
+    """Yield the folders of the steps that hold rollouts."""
     folders = sorted(step_folders(streams), reverse=newest_first)
     return (folder for _, folder in folders if step_files(folder))
 
 
 def is_scored(folder: Path) -> bool:
-    """Whether grades of a step are recorded, which are written after its harvest."""
+    """Return True if the grades of a step are recorded; they are written after its harvest."""
     return any(folder.glob(GRADE_FILES))
 
 
 class Decoder(NamedTuple):
-    """What is used of a model's tokenizer."""
+    """The part of a model's tokenizer that pages use."""
 
     decode: Decode
     eos_token_ids: frozenset[int] = frozenset()
-    """Empty where it is not known."""
+    """End-of-sequence tokens; empty if unknown."""
     note: str = ""
-    """Why there are token ids instead of text, if there are."""
+    """Why token ids are shown instead of text; empty if text is shown."""
 
 
 def find_decoder(model: Path) -> Decoder:
-    """That of the tokenizer in ``model``, or where it cannot be found, one that prints token ids."""
+    """Return the decoder of the tokenizer in ``model``; if there is none, one that prints token ids."""
     try:
         tokenizer = load_tokenizer(model)
     except ValueError as error:
@@ -98,7 +98,7 @@ class Recorded:
         number = step_number(folder.name)
         assert number is not None, folder
         self.step = number + 1
-        """Counted from 1."""
+        """Number of the step, counted from 1."""
         self._recipe, self._files = recipe, step_files(folder)
         self.rollouts = read_skeletons(self._files)
 
@@ -107,21 +107,21 @@ class Recorded:
         return Training(self.rollouts, self._recipe)
 
     def views(self, decode: Decode) -> list[RolloutView]:
-        """A few rollouts of different prompts as text, first those with unequal rewards."""
+        """Return a few rollouts of different prompts as text, first those with unequal rewards."""
         by_prompt: dict[str, Rollout] = {}
         for rollout in sorted(self.rollouts, key=lambda one: not self._teaches(one)):
             by_prompt.setdefault(rollout.prompt_id, rollout)
         return self._as_text([*by_prompt.values()][:SHOWN], decode)
 
     def view(self, key: RolloutKey, decode: Decode) -> RolloutView:
-        """One rollout as text. Raises ValueError where the step has none of that name."""
+        """Return one rollout as text. Raises ValueError if the step has none with this key."""
         found = [one for one in self.rollouts if rollout_key(one) == key]
         if not found:
             raise ValueError(f"{self.folder}: expected rollout {key[1]} of {key[0]!r}, found none")
         return self._as_text(found, decode)[0]
 
     def graded(self, with_golds: bool = False) -> list[Graded]:
-        """All responses with a grade."""
+        """Return all responses with a grade."""
         has_golds = with_golds and any(one.prompt.grader == MATH for one in self.rollouts)
         prompts = read_prompts(self._files) if has_golds else []
         golds = {prompt.prompt_id: gold_answer(prompt) for prompt in prompts}
@@ -139,7 +139,7 @@ class Recorded:
         ]
 
     def slowest(self) -> list[Slow]:
-        """The prompts with the longest paths, the longest first."""
+        """Return the prompts with the longest paths, the longest first."""
         by_prompt: dict[str, list[Rollout]] = {}
         for rollout in self.rollouts:
             by_prompt.setdefault(rollout.prompt_id, []).append(rollout)
@@ -173,7 +173,7 @@ def _longest(rollout: Rollout) -> int:
 
 
 def _end(placed: LabeledSegment) -> int:
-    """Tokens from the prompt to its end."""
+    """Return the number of tokens from the prompt to the segment's end."""
     return len(placed.inherited) + len(placed.segment)
 
 

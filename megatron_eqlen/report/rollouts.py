@@ -1,4 +1,4 @@
-"""Recorded rollouts made ready to be read by people: text, rewards, and what was trained."""
+"""Recorded rollouts in readable form: text, rewards, and their part in training."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from megatron_eqlen.types import Grade, Node, Prompt, Rollout, Segment, TokenIds
 Decode = Callable[[TokenIds], str]
 
 Role = Literal["raised", "lowered", "equal", "plain", "open"]
-"""What training does to its probability, by its advantage. ``equal``: compared, but without an advantage;
-``plain``: not compared; ``open``: not yet a part of a rollout that is being harvested."""
+"""Effect of training on the segment's probability, by its advantage. ``equal``: compared, but without an
+advantage; ``plain``: not compared; ``open``: not yet a part of a rollout that is being harvested."""
 
 Use = Literal["trained", "skipped", "not trained", "not scored", ""]
 """``skipped``: compared, but its weight is 0 (equal rewards). ``not trained``: part of no comparison. Empty
-where that is not known."""
+if unknown."""
 
 MATH = "math"
 """The grader that compares an answer with a gold one (``Prompt.grader``)."""
@@ -35,12 +35,12 @@ CONTEXT_TOKENS = 24
 
 
 class Lesson(NamedTuple):
-    """What training makes of a segment."""
+    """Effect of training on a segment."""
 
     reward: float | None
-    """That it is compared by, or the grader's; None if it has none (yet)."""
+    """Reward in its comparison, or the grader's; None if there is none (yet)."""
     advantage: float | None
-    """None: not compared."""
+    """Advantage; None: not compared."""
     role: Role
     use: Use
 
@@ -51,27 +51,27 @@ class SegmentView:
 
     label: str
     before: str
-    """The end of what it inherits after the prompt."""
+    """End of the tokens that the segment inherits after the prompt."""
     text: str
     length: int
-    """Tokens."""
+    """Number of tokens."""
     inherited: int
-    """Tokens between the prompt and this segment."""
+    """Number of tokens between the prompt and this segment."""
     end: str
-    """``stop``, ``length`` or ``goes on``."""
+    """``stop``, ``length`` or ``goes on`` (not ended here)."""
     reward: float | None
-    """This and the next three: ``Lesson``."""
+    """This and the next three: see ``Lesson``."""
     advantage: float | None
     role: Role
     use: Use
     verdict: str = ""
-    """The grader's verdict, the extracted answer and, unless it is correct, the gold one, if the segment ends
-    a response."""
+    """If the segment ends a response: the grader's verdict, the extracted answer and, unless it is correct,
+    the gold one."""
     versions: tuple[int, ...] = ()
-    """Policy versions of the weights that sampled it, in order; none where that is not known."""
+    """Policy versions of the weights that sampled it, in order; empty if unknown."""
 
     def facts(self) -> list[str]:
-        """What stands beside its label."""
+        """Facts shown beside its label."""
         known = {"reward": self.reward, "advantage": self.advantage}
         return [
             *(f"{name} {compact(value)}" for name, value in known.items() if value is not None),
@@ -95,16 +95,17 @@ class RolloutView:
     title: str
     pairs: list[PairView] = field(default_factory=list)
     segments: list[SegmentView] = field(default_factory=list)
-    """What is not part of a pair."""
+    """Segments outside pairs."""
     opened: list[SegmentView] = field(default_factory=list)
-    """While it is harvested: what its tracks have that may become any part, the trunk's track first."""
+    """Tokens of open tracks, which may become any part, the trunk's track first; only during a harvest."""
 
     def all_segments(self) -> list[SegmentView]:
         return [*(side for pair in self.pairs for side in (pair.a, pair.b)), *self.segments]
 
 
 def recorded_steps(streams: Path) -> Iterator[tuple[str, list[Path]]]:
-    """(name, files) of a ``.arrow`` file, of one step's folder, or of the steps of a ``streams/`` folder.
+    """Yield (name, files) of a ``.arrow`` file, of one step's folder, or of the steps of a ``streams/``
+    folder.
 
     Raises ValueError naming the path if there are none.
     """
@@ -124,9 +125,9 @@ def recorded_steps(streams: Path) -> Iterator[tuple[str, list[Path]]]:
 
 
 def recipe_of(streams: Path) -> Recipe | None:
-    """The recipe of the run or harvest that recorded ``streams`` (as for ``recorded_steps``).
+    """Return the recipe of the run or harvest that recorded ``streams`` (as for ``recorded_steps``).
 
-    It stands beside the steps, or beside the folder ``streams/`` that holds them.
+    The recipe lies beside the steps, or beside the folder ``streams/`` that holds them.
     """
     here = streams.resolve()
     for folder in (here, *here.parents):
@@ -137,13 +138,13 @@ def recipe_of(streams: Path) -> Recipe | None:
 
 
 class Training:
-    """What was trained of a step's ``rollouts``, found with the functions of training itself and the run's
-    recipe. Skeletons will do."""
+    """Effects of training on a step's ``rollouts``, found with the functions of training itself and the run's
+    recipe. Skeletons suffice."""
 
     def __init__(self, rollouts: Sequence[Rollout], recipe: Recipe) -> None:
         self.scored = all(segment.grade for rollout in rollouts for segment, _ in rollout.ended())
         self.members: dict[int, Lesson] = {}
-        """By the ``id()`` of the segment."""
+        """Lessons by the ``id()`` of the segment."""
         if self.scored:
             self._compare(rollouts, recipe)
 
@@ -172,7 +173,7 @@ def _role(node: Node) -> Role:
 
 
 def view(rollout: Rollout, decode: Decode, training: Training | Unknown) -> RolloutView:
-    """A rollout as text; ``training`` says what was trained of it."""
+    """Return a rollout as text; ``training`` gives the lessons."""
     picture = kind_of(rollout).picture(rollout)
 
     gold = gold_answer(rollout.prompt)
@@ -190,12 +191,12 @@ def view(rollout: Rollout, decode: Decode, training: Training | Unknown) -> Roll
 
 
 def gold_answer(prompt: Prompt) -> str:
-    """The answer that a response is compared with; empty where that is not one answer, as for programs."""
+    """Return the gold answer; empty if that is not one answer, as for programs."""
     return prompt.gold if prompt.grader == MATH else ""
 
 
 def _verdict(grade: Grade, gold: str) -> str:
-    """``correct: 7``, ``wrong: 8 (gold: 7)``, ``no_answer (gold: 7)``."""
+    """Format the verdict: ``correct: 7``, ``wrong: 8 (gold: 7)``, ``no_answer (gold: 7)``."""
     answer = "" if grade.answer is None else f": {grade.answer}"
     beside = f" (gold: {gold})" if gold and grade.verdict != "correct" else ""
     return f"{grade.verdict}{answer}{beside}"
@@ -219,7 +220,7 @@ def _segment(
 
 
 def open_segment(placed: LabeledSegment, decode: Decode) -> SegmentView:
-    """Of a track that is not yet a part of its rollout."""
+    """Return the view of a track that is not yet a part of its rollout."""
     return replace(_segment(placed, decode, Unknown()), role="open")
 
 

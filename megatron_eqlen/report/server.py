@@ -38,8 +38,8 @@ Query = dict[str, str]
 
 
 class LiveServer(ThreadingHTTPServer):
-    """Listens on ``port`` of this machine alone (0: any that is free). Raises ValueError where the port is
-    taken or may not be used, or ``run`` neither is a run's folder nor may become one."""
+    """Listens on ``port`` of this machine alone (0: any that is free). Raises ValueError if the port is taken
+    or may not be used, or if ``run`` neither is a run's folder nor may become one."""
 
     daemon_threads = True
 
@@ -64,13 +64,13 @@ class LiveServer(ThreadingHTTPServer):
 
     @property
     def page(self) -> Page:
-        """Raises ValueError before the run begins."""
+        """Page. Raises ValueError before the run begins."""
         if self._page is None:
             self._page = Page(self.run, live=True)
         return self._page
 
     def start(self) -> str:
-        """The page, or before the run begins one that asks again."""
+        """Return the page, or before the run begins a page that asks again."""
         if self._page is None and may_become_run(self.run):
             return WAITING.format(run=escape(str(self.run)), seconds=page.POLL)
         return self.page.html()
@@ -80,7 +80,7 @@ class LiveServer(ThreadingHTTPServer):
         return f"http://{HOST}:{self.server_address[1]}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that has left before its answer came is no error."""
+        """Ignore a browser that left before its answer came."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -89,7 +89,7 @@ class Handler(BaseHTTPRequestHandler):
     server: LiveServer  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def do_GET(self) -> None:
-        """Answer no page from elsewhere whose name resolves to this machine."""
+        """Answer a request; refuse pages from elsewhere whose host name resolves to this machine."""
         try:
             where, host = urlsplit(self.path), urlsplit(f"//{self.headers.get('Host', '')}").hostname
         except ValueError as error:
@@ -106,8 +106,8 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(answer, dict(parse_qsl(where.query)))
 
     def _answer(self, answer: Callable[[Query], tuple[str, str]], query: Query) -> None:
-        """Files may be removed meanwhile (``report.keep_streams``), and names in the address may be too long
-        for a file system."""
+        """Send an answer, or an error: files may be removed meanwhile (``report.keep_streams``), and names in
+        the address may be too long for a file system."""
         try:
             kind, text = answer(query)
         except (ValueError, OSError) as error:
@@ -129,7 +129,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing on the screen for each question."""
+        """Print nothing for each request."""
 
 
 def _key(query: Query) -> tuple[str, int]:
@@ -137,7 +137,7 @@ def _key(query: Query) -> tuple[str, int]:
 
 
 def serve(run: Path, port: int = PORT) -> None:
-    """Answer until Ctrl-C."""
+    """Answer requests until Ctrl-C."""
     with LiveServer(run, port) as server:
         waits = ", where no run has begun yet" if may_become_run(run) else ""
         print(f"{run}{waits}: live on {server.address} (Ctrl-C ends it)", flush=True)

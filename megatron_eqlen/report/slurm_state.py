@@ -1,4 +1,4 @@
-"""State of a run's SLURM job, where SLURM's commands are on the PATH."""
+"""State of a run's SLURM job, if SLURM's commands are on the PATH."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import subprocess
 import time
 
 PATIENCE = 10.0
-"""Seconds that SLURM has to answer."""
+"""Seconds in which SLURM must answer."""
 REMEMBERED = 15.0
-"""Seconds for which an answer is used again: a live page asks each second."""
+"""Seconds for which an answer is cached: a live page asks each second."""
 GONE = "GONE"
-"""State of a job that SLURM no longer knows: it ended a while ago (``MinJobAge``), and is in no accounts."""
+"""State of a job that SLURM no longer knows: it ended a while ago (``MinJobAge``), and is not in the
+accounting."""
 ENDED = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT",
     GONE,
@@ -20,7 +21,7 @@ ENDED = {
 
 
 def job_state(job: str) -> str | None:
-    """Return the state of ``job`` in SLURM's words or ``GONE``; None where SLURM cannot be asked."""
+    """Return the state of ``job`` in SLURM's words or ``GONE``; None if SLURM cannot be asked."""
     return _asked(job, int(time.monotonic() / REMEMBERED))
 
 
@@ -38,7 +39,7 @@ def _asked(job: str, period: int) -> str | None:
 
 
 def _ask(*command: str) -> tuple[int | None, str]:
-    """Exit status, None if there was none, and all that the command said."""
+    """Return the exit status, None if there was none, and the command's output."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
     except (OSError, subprocess.TimeoutExpired):

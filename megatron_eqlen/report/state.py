@@ -1,7 +1,7 @@
-"""``state.json``: what a run does at this moment, for those who look at its folder from outside.
+"""``state.json``: the run's present activity, for readers of its folder.
 
 A thread of rank 0 writes it when a stage begins or ends, and every ``BEAT`` seconds as a sign of life. It is
-no record: nothing reads it to go on, and it is not flushed to the disk.
+no record: no resumed run reads it, and it is not flushed to the disk.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ Moment = tuple[float, str]
 @dataclass(frozen=True)
 class State:
     time: float
-    """Of its writing, in seconds since 1970."""
+    """Time of the write in seconds since 1970."""
     stages: list[Moment] = field(default_factory=list)
-    """Under way: none yet while model and engine start, several where a harvest goes on beside training."""
+    """Stages in progress: none while model and engine start, several while a harvest runs beside training."""
     spans: list[dict[str, Any]] = field(default_factory=list)
-    """Stages of the steps under way that have ended, as in metrics.jsonl."""
+    """Stages that have ended in the steps in progress, as in metrics.jsonl."""
     warnings: list[Moment] = field(default_factory=list)
-    """The newest ones since the process started, oldest first."""
+    """Newest warnings since the process started, oldest first."""
     ended: bool = False
-    """The process ended in order, whether the run is complete or not."""
+    """True if the process ended in order, whether the run is complete or not."""
     error: str | None = None
-    """What ended it, if an error did."""
+    """The error that ended the process, if one did."""
 
 
 def read_state(folder: Path) -> State | None:
-    """None: the run has not begun to write it."""
+    """Read the state; None if the run has not written it yet."""
     path = folder / FILE
     if not path.exists():
         return None
@@ -56,8 +56,8 @@ def read_state(folder: Path) -> State | None:
 
 
 class StateWriter:
-    """Use as a context manager, for as long as the run goes on. A process that no longer holds the folder
-    writes nothing."""
+    """Writes the state while the run lasts; use as a context manager. A process that no longer holds the
+    folder writes nothing."""
 
     def __init__(self, folder: Path, hold: Hold, timeline: Timeline, progress: Progress) -> None:
         self._path, self._hold = folder / FILE, hold
@@ -84,7 +84,7 @@ class StateWriter:
             self._write()
 
     def _write(self, **end: Any) -> None:
-        """Write it if something has changed or the last sign of life is old."""
+        """Write the state if something has changed or the last sign of life is old."""
         timeline = self._timeline
         state = State(time.time(), timeline.under_way(), timeline.ended(), [*self._progress.warnings], **end)
         before = self._written
@@ -96,17 +96,18 @@ class StateWriter:
             partial.write_text(json.dumps(asdict(state)), encoding="utf-8")
             partial.replace(self._path)
         except (HeldError, OSError):
-            return  # another process writes it now; or the disk is full, which the record's writer will say
+            # another process writes the state now; or the disk is full, which the metrics' writer reports
+            return
         self._written = state
 
 
 def _news(state: State) -> State:
-    """What is worth a write."""
+    """Return the part of the state whose changes are worth a write."""
     return replace(state, time=0.0)
 
 
 class _Handler(logging.Handler):
-    """Keeps what the package's own loggers warn of."""
+    """Keeps the warnings of the package's own loggers."""
 
     def __init__(self, warnings: deque[Moment]) -> None:
         super().__init__(logging.WARNING)
@@ -115,4 +116,4 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self._warnings.append((record.created, record.getMessage()))
         if logging.lastResort is not None and not logging.getLogger().handlers:
-            logging.lastResort.handle(record)  # what prints it where no logger has a handler
+            logging.lastResort.handle(record)  # the handler that prints warnings of loggers without one

@@ -1,4 +1,4 @@
-"""``eqlen status RUN``: where a run stands, on one screen, from its folder alone.
+"""``eqlen status RUN``: the state of a run on one screen, from its folder alone.
 
 recipe.yaml, .lock, state.json, metrics.jsonl, evaluation/*.json, checkpoints/latest ──► Status
 first_error.txt, hang/*/index.txt, given_up.txt (ends); submitted.json, .restart ───────┘
@@ -33,8 +33,8 @@ from megatron_eqlen.report.slurm_state import ENDED, GONE, job_state
 from megatron_eqlen.report.state import BEAT, Moment, State, read_state
 
 SILENCE = 4 * BEAT
-"""Seconds without a sign of life after which a run on another machine counts as dead, where its lock cannot
-be seen."""
+"""Seconds without a sign of life after which a run on another machine counts as dead, if its lock cannot be
+seen."""
 
 Condition = Literal[
     "not started",
@@ -58,7 +58,7 @@ STYLES: dict[Condition, str] = {
     "killed": "bold red",
 }
 UNEXPLAINED: tuple[Condition, ...] = ("not started", "stopped", "killed")
-"""Conditions that what SLURM says of the job replaces."""
+"""Conditions that the state of the SLURM job replaces."""
 FAILED = ENDED - {"CANCELLED", "COMPLETED", GONE}
 """States of a job that failed before it trained."""
 SOURCE_EPOCHS = re.compile(r"data/source/(.*)/epochs")
@@ -67,69 +67,70 @@ IS_SILENT = "it is stopped, or the disk of its folder blocks"
 
 @dataclass(frozen=True)
 class Status:
-    """Times are seconds since 1970, durations seconds."""
+    """State of a run. Times are seconds since 1970, durations seconds."""
 
     folder: str
     name: str
-    """Of the recipe, its method and seed."""
+    """Name of the recipe, its method and seed."""
     condition: Condition
     """``silent``: it holds its folder, but gives no sign of life. ``stopped``: it ended in order before its
-    limit. ``killed``: it was cut off without a word, or its machine is gone. ``given up``: SLURM starts it no
-    more. ``cancelled``: SLURM ended its job (scancel) and will not start it again."""
+    limit. ``killed``: it was cut off without a word, or its machine is gone. ``given up``: SLURM starts it
+    no more. ``cancelled``: SLURM ended its job (scancel) and will not start it again."""
     job: str
-    """What is known of a SLURM job that has not taken the folder yet, or was told to end; else empty."""
+    """State of a SLURM job that has not locked the folder yet, or was told to end; else empty."""
     held_by: str
     """Process, host and SLURM job that train it, or did last; empty before the first."""
     command: str
     """Command line of the newest try; empty before the first."""
     commit: str
-    """Of the repository that it ran from; empty where it ran from none."""
+    """Commit of the repository that it ran from; empty without a repository."""
     versions: dict[str, str]
-    """By package."""
+    """Versions by package."""
     sign_of_life: float | None
     stages: list[Moment]
-    """Under way, or when it was cut off."""
+    """Stages in progress, or at the moment it was cut off."""
     error: str | None
-    """What ended the newest try, of all ranks the first."""
+    """The error that ended the newest try, the first of all ranks."""
     error_file: str | None
-    """That has more of it."""
+    """File with more of the error."""
     hangs: list[Hang]
-    """Of all tries, the newest first."""
+    """Hangs of all tries, the newest first."""
     given_up: str | None
     stalled_tries: int
-    """Of its SLURM job: in a row, up to the newest, without a new step."""
+    """Number of newest tries in a row of its SLURM job that took no new step."""
     outcome: str
-    """``12 of 100 steps``, with other limits and which of them ended it."""
+    """``12 of 100 steps``, with other limits and the one that ended the run."""
     steps: int
-    """Done."""
+    """Number of completed steps."""
     steps_limit: int | None
     step_seconds: float | None
-    """Mean of the newest steps."""
+    """Mean duration of the newest steps."""
     seconds_left: float | None
     last_step: float | None
-    """When it ended."""
+    """End of the newest step."""
     rewards: list[float]
-    """Of the newest steps."""
+    """Rewards of the newest steps."""
     metrics: dict[str, float | None]
-    """Of the newest step."""
+    """Metrics of the newest step."""
     data_position: dict[str, float]
-    """Where the newest step stood: prompts drawn, and of each source the epochs."""
+    """Data position of the newest step: prompts drawn, and the epochs of each source."""
     evaluations: dict[str, list[str]] = field(default_factory=dict)
     """Benchmark to results: the first, and the newest if there is another."""
     checkpoint: str | None = None
     checkpoint_time: float | None = None
     warnings: list[Moment] = field(default_factory=list)
-    """Of the newest start, oldest first."""
+    """Warnings of the newest start, oldest first."""
 
 
 def status(folder: Path) -> Status:
-    """Raises ValueError where ``folder`` is no run's folder, or naming a file that cannot be read."""
+    """Return the status. Raises ValueError if ``folder`` is no run's folder, or naming a file that cannot be
+    read."""
     recipe = load_run(folder)
     files = RunFolder(recipe.model_copy(update={"run_dir": str(folder)}))
     records, state = read_metrics(folder), read_state(folder)
     holder = hold.read_holder(folder / hold.FILE)
     if state and state.time < holder.get("time", 0.0):
-        state = None  # an earlier try's
+        state = None  # the state of an earlier try
     ends = read_ends(folder, since=holder.get("time", 0.0))
     condition = _condition(files, recipe, holder, state, ends)
     job, end = _job(folder, holder, ends) if condition != "complete" else ("", None)
@@ -174,14 +175,14 @@ def status(folder: Path) -> Status:
 def _condition(
     files: RunFolder, recipe: Recipe, holder: dict[str, Any], state: State | None, ends: Ends
 ) -> Condition:
-    """A lock that is seen to be held proves that the run is alive; one that is not proves little on another
-    machine, from where a run is believed that gave a sign of life a moment ago."""
+    """Return the run's condition. A lock that is seen to be held proves that the run is alive; otherwise, on
+    another machine, a run that gave a sign of life a moment ago counts as alive."""
     here = holder.get("host") == socket.gethostname()
     goes_on = state is not None and not state.ended
     heard = state is not None and goes_on and time.time() - state.time < SILENCE
     if hold.is_locked(files.path / hold.FILE) or (heard and not here):
         if ends.hung and not (state and state.time > ends.hangs[0].time):
-            return "hung"  # it ends as soon as a disk that does not answer lets it
+            return "hung"  # the process ends as soon as a disk that does not answer lets it
         return "running" if heard or not goes_on else "silent"
     if files.ended(recipe):
         return "complete"
@@ -197,7 +198,7 @@ def _condition(
 
 
 def _job(folder: Path, holder: dict[str, Any], ends: Ends) -> tuple[str, Condition | None]:
-    """What is known of the newest SLURM job while no try of it trains, and the condition that follows."""
+    """Return the state of the newest SLURM job while no try of it trains, and the condition that follows."""
     found, held = read_submitted(folder), holder.get("time", 0.0)
     waits = found is not None and max(found.time, found.try_began) >= held
     if found is None or not (waits or ends.cancelled):
@@ -242,8 +243,8 @@ def print_status(folder: Path, as_json: bool = False, console: Console | None = 
 
 
 def page_rows(found: Status, live: bool) -> list[tuple[str, str]]:
-    """Rows of the page's card: those of the screen, and what the run was started with. A page that is not
-    ``live`` has times instead of ages, and leaves out what holds only while the run trains."""
+    """Return the rows of the page's card: those of the screen, and the origin of the run. A page that is not
+    ``live`` has times instead of ages, and leaves out rows that hold only while the run trains."""
     passing = {"state", "job", "now"} if not live and found.condition in ("running", "silent") else set()
     rows = [(name, str(text)) for name, text in screen_rows(found, ages=live) if name not in passing]
     origin = {
@@ -256,7 +257,7 @@ def page_rows(found: Status, live: bool) -> list[tuple[str, str]]:
 
 
 def screen_rows(found: Status, ages: bool = True) -> list[tuple[str, str | Text]]:
-    """Each line's name and text. Without ``ages`` the times of events are absolute."""
+    """Return each line's name and text. Without ``ages`` the times of events are absolute."""
     now = time.time() if ages else None
     rows: list[tuple[str, str | Text | None]] = [
         ("state", Text(found.condition, STYLES.get(found.condition, "bold yellow")) + Text(_who(found, now))),
@@ -288,7 +289,7 @@ def _with(text: str | None, file: str | None) -> str | None:
 
 
 def _hung(found: Status) -> str:
-    """The newest hang, where the error does not tell it already."""
+    """Describe the newest hang, unless the error does so already."""
     if not found.hangs or (found.error and found.hangs[0].file in found.error):
         return ""
     earlier = f" ({len(found.hangs)} tries hung)" if len(found.hangs) > 1 else ""
@@ -301,7 +302,7 @@ def _stalled(found: Status) -> str:
 
 
 def _position(found: Status) -> str:
-    """``480 prompts drawn; epochs: math 0.24, code 1.1``."""
+    """Format the data position: ``480 prompts drawn; epochs: math 0.24, code 1.1``."""
     epochs = [
         f"{named[1]} {compact(value)}"
         for name, value in found.data_position.items()
@@ -322,7 +323,7 @@ def _pace(found: Status) -> str:
 
 
 def _under_way(found: Status, now: float) -> str:
-    """What goes on, or at what a killed run was cut off."""
+    """Return the stages in progress, or those at which a killed run was cut off."""
     if found.condition == "running":
         stages = [f"{stage} for {duration(now - since)}" for since, stage in found.stages]
         return ", ".join(stages) or "starting, or between two stages"
@@ -340,7 +341,7 @@ def _warned(found: Status, most: int = 5) -> Sequence[str]:
 
 
 def _ago(moment: float | None, now: float | None) -> str:
-    """``2:05 ago``, or without ``now`` the date and time."""
+    """Format an age: ``2:05 ago``, or without ``now`` the date and time."""
     if moment is None:
         return ""
     if now is None:

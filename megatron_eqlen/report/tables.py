@@ -16,13 +16,14 @@ from megatron_eqlen.report.format import compact
 
 Column = str | tuple[str, str]
 WIDE = 5
-"""Columns that fit on a page of LaTeX."""
+"""Most columns that fit on a page of LaTeX."""
 Rows = Sequence[dict[Any, Any]]
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Of a method over its seeds, as the paper prints it and with the interval that readers expect."""
+    """Accuracy of a method over its seeds, as the paper prints it and with the interval that readers
+    expect."""
 
     paper: Interval
     """Bootstrap over seeds, problems held fixed."""
@@ -42,15 +43,15 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Difference:
-    """Of two methods' accuracies, paired over their seeds."""
+    """Difference of two methods' accuracies, paired over their seeds."""
 
     interval: Interval
     detectable: float
-    """The smallest difference that as many seeds would have shown in 80% of all experiments."""
+    """Smallest difference that as many seeds would have shown in 80% of all experiments."""
     seeds: int
 
     def __str__(self) -> str:
-        """``+2.0 [-0.9, +4.9] / 4.1``, in points."""
+        """Format the difference: ``+2.0 [-0.9, +4.9] / 4.1``, in points."""
         mean, low, high = (
             100 * value for value in (self.interval.mean, self.interval.low, self.interval.high)
         )
@@ -69,7 +70,7 @@ def columns(rows: Rows) -> list[Column]:
 
 
 def best(rows: Rows) -> set[tuple[int, Column]]:
-    """(row, column) of the highest accuracy of each column that has several."""
+    """Return (row, column) of the highest accuracy of each column that has several."""
     found = set()
     for column in columns(rows):
         values = [row.get(column) for row in rows]
@@ -80,7 +81,7 @@ def best(rows: Rows) -> set[tuple[int, Column]]:
 
 
 def text(table: Table) -> str:
-    """Aligned by spaces."""
+    """Format a table as text, aligned by spaces."""
     lines = grid(table.rows)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     aligned = [
@@ -91,12 +92,12 @@ def text(table: Table) -> str:
 
 
 def markdown(table: Table) -> str:
-    """A GitHub table, the best accuracy of a column in bold."""
+    """Format a table for GitHub, the best accuracy of a column in bold."""
     return "\n".join([f"### {table.title}", "", markdown_rows(table.rows), *_notes(table)])
 
 
 def markdown_rows(rows: Rows) -> str:
-    """The GitHub table alone."""
+    """Format the rows as a GitHub table without title and notes."""
     lines = grid(rows, lambda value, is_best: f"**{plain(value)}**" if is_best else plain(value))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     head, *body = lines
@@ -107,7 +108,7 @@ def markdown_rows(rows: Rows) -> str:
 
 
 def latex(table: Table) -> str:
-    """A table of the booktabs package, as the paper's: models above their benchmarks, the best in bold, a
+    """Format a table for LaTeX's booktabs, as the paper's: models above their benchmarks, the best in bold, a
     wide one scaled to the page (graphicx)."""
     names = columns(table.rows)
     _, *lines = grid(table.rows, _latex_value, _escaped)
@@ -127,7 +128,7 @@ def latex(table: Table) -> str:
 
 
 def as_json(tables: Sequence[Table]) -> str:
-    """Every number in full; a column of two levels is ``model benchmark``."""
+    """Format tables as JSON with all digits; a column of two levels is ``model benchmark``."""
     plain_tables = [
         {
             "title": table.title,
@@ -140,7 +141,7 @@ def as_json(tables: Sequence[Table]) -> str:
 
 
 def plain(value: Any) -> str:
-    """``84.2±1.0 [80.3, 88.0]`` for an accuracy, ``–`` for nothing."""
+    """Format a value: ``84.2±1.0 [80.3, 88.0]`` for an accuracy, ``–`` for None."""
     if isinstance(value, Accuracy):
         return f"{value.plus_minus} {value.brackets}" if value.seeds > 1 else f"{value.headline}"
     if isinstance(value, bool):
@@ -155,7 +156,8 @@ def grid(
     of: Callable[[Any, bool], str] = lambda value, is_best: plain(value),
     named: Callable[[str], str] = str,
 ) -> list[list[str]]:
-    """Head and rows as texts: ``named(column)``, and ``of(value, whether it is the column's best)``."""
+    """Return head and rows as texts: ``named(column)``, and ``of(value, whether it is the column's
+    best)``."""
     names, top = columns(rows), best(rows)
     body = [[of(row.get(name), (n, name) in top) for name in names] for n, row in enumerate(rows)]
     return [[named(_joined(name)) for name in names], *body]
@@ -170,7 +172,7 @@ def _leaf(name: Column) -> str:
 
 
 def _heads(names: Sequence[Column]) -> str:
-    """The models, each over its columns."""
+    """Return the row of models, each over its columns."""
     parts = []
     for model, under in groupby(names, key=lambda name: "" if isinstance(name, str) else name[0]):
         over = rf"\multicolumn{{{len([*under])}}}{{c}}{{\textbf{{{_escaped(model)}}}}}"

@@ -1,4 +1,4 @@
-"""Pages are HTML files that need nothing from elsewhere: style, script and the chart library stand in them.
+"""Templates of self-contained HTML pages: style, script and the chart library are part of the file.
 
 Their content security policy names the style and the script by their hashes, so nothing else can run or load.
 """
@@ -32,7 +32,7 @@ def script() -> str:
 
 @cache
 def policy() -> str:
-    """The page may load nothing, and ask only the server that it is from."""
+    """Return the content security policy: the page may load nothing, and ask only its own server."""
     return (
         f"default-src 'none'; script-src {_source(script())}; style-src {_source(style())}; img-src data:; "
         f"connect-src 'self'; base-uri 'none'; form-action 'none'"
@@ -40,7 +40,7 @@ def policy() -> str:
 
 
 def environment(**filters: Callable) -> jinja2.Environment:
-    """For the templates of this folder; a value that one lacks is an error."""
+    """Return the environment for the templates of this folder; a missing value is an error."""
     made: Any = jinja2.Environment(
         loader=jinja2.PackageLoader("megatron_eqlen.report", "."),
         autoescape=True,

@@ -38,8 +38,8 @@ def print_rollouts(
 ) -> None:
     """Print the first ``limit`` rollouts of a file, of a step's folder, or of a run's ``streams/`` folder.
 
-    ``model`` is the folder whose tokenizer decodes. ``recipe``, by default that of the run which recorded
-    them, says what was trained. Raises ValueError naming the path if there is nothing to read.
+    ``model`` is the folder whose tokenizer decodes. ``recipe``, by default that of the recorded run, gives
+    the lessons of training. Raises ValueError naming the path if there is nothing to read.
     """
     console = console or Console(highlight=False)
     recipe = recipe or recipe_of(streams)
@@ -72,8 +72,9 @@ def print_worst(
     recipe: Recipe | None = None,
     console: Console | None = None,
 ) -> None:
-    """Print, for the ``limit`` steps where it is largest, the token about which trainer and engine disagree
-    most, with the tokens around it. Arguments as of ``print_rollouts``; without a recipe it is not found."""
+    """Print, for the ``limit`` steps where the disagreement is largest, the token about which trainer and
+    engine disagree most, with the tokens around it. Arguments are those of ``print_rollouts``; without a
+    recipe the token is not found."""
     console = console or Console(highlight=False)
     recipe = recipe or recipe_of(streams)
     if recipe is None:

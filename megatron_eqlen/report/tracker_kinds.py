@@ -1,4 +1,5 @@
-"""The trackers: a service each, by its own client. ``trackers.py`` keeps their faults from the run."""
+"""The trackers: one class for each service, by its own client. ``trackers.py`` keeps their faults from the
+run."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ from megatron_eqlen.report.samples import COLUMNS, Samples
 from megatron_eqlen.types import Metrics
 
 TABLE = "rollouts"
-"""What samples are called."""
+"""Name of the samples' table."""
 STEP = "step"
-"""The newest step, as one of MLflow's metrics."""
+"""MLflow metric that holds the newest step."""
 MOST_PARAMS, LONGEST_PARAM = 100, 500
-"""Of one call to MLflow; characters of a parameter."""
+"""Most parameters per call to MLflow; most characters of a parameter."""
 
 
 class TensorBoard:
@@ -40,10 +41,10 @@ class TensorBoard:
 
 
 class Wandb:
-    """The wandb run of this folder: a new one, or the one that an earlier start made, which goes on.
+    """The wandb run of this folder: a new one, or the one that an earlier start made.
 
-    wandb cannot remove steps: those that it already has keep their first values. ``last_words``: seconds that
-    it has at the end of the process to send what it still has.
+    wandb cannot remove steps: steps that it already has keep their first values. ``last_words``: seconds at
+    the end of the process for sending the rest.
     """
 
     def __init__(self, folder: Path, recipe: Recipe, last_words: float) -> None:
@@ -75,8 +76,8 @@ class Wandb:
 class MLflow:
     """The MLflow run of this folder, on the server that ``MLFLOW_TRACKING_URI`` names.
 
-    As with wandb, steps that it already has keep their first values. Its parameters cannot change: they say
-    how the run began, and what a later start has otherwise is a tag ``recipe.KEY``.
+    As with wandb, steps that it already has keep their first values. Its parameters cannot change: they
+    describe the first start, and a later start's other values become tags ``recipe.KEY``.
     """
 
     def __init__(self, folder: Path, recipe: Recipe) -> None:
@@ -98,7 +99,7 @@ class MLflow:
         )
         self.client.update_run(self.id, status="RUNNING")
         self.steps = began.metrics.get(STEP, 0)
-        """That it has."""
+        """Number of steps that the server has."""
 
     def log(self, step: int, metrics: Metrics, samples: Samples | None) -> None:
         if step <= self.steps:
@@ -125,12 +126,12 @@ def _name(recipe: Recipe) -> str:
 
 
 def _kept(file: Path, make: Callable[[], str]) -> str:
-    """The id that this folder's run has at every start."""
+    """Return the run's id, the same for every start in this folder."""
     if not file.exists():
         write_text(file, make())
     return file.read_text(encoding="utf-8").strip()
 
 
 def _mlflow_name(metric: str) -> str:
-    """MLflow takes no ``@``."""
+    """Return the metric's name without ``@``, which MLflow refuses."""
     return metric.replace("@", "_at_")

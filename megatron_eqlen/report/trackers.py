@@ -1,4 +1,4 @@
-"""Places that show a run besides its own record: TensorBoard, and wandb and MLflow where asked.
+"""Places that show a run besides its own record: TensorBoard, and on request wandb and MLflow.
 
     MetricsWriter ─► Guarded ─► TensorBoard
                 └──► Background ─► Guarded ─► Wandb, MLflow     a thread each
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from megatron_eqlen.report.samples import Samples  # with all that reads rollouts
 
 LAST_WORDS = 20.0
-"""Seconds that a tracker has at a run's end to send what it still has."""
+"""Seconds at a run's end in which a tracker may send the rest."""
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +35,12 @@ class Tracker(Protocol):
         ...
 
     def finish(self, failed: bool) -> None:
-        """The run ends, by an error or not."""
+        """End the record; ``failed``: an error ended the run."""
         ...
 
 
 def start_trackers(folder: Path, steps: int, recipe: Recipe) -> list[Tracker]:
-    """The trackers of a run that has ``steps`` steps behind it: later points are removed.
+    """Start the trackers of a run that has ``steps`` steps behind it: later points are removed.
 
     Raises ValueError if the recipe wants one whose package is not installed.
     """

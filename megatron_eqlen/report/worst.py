@@ -1,4 +1,4 @@
-"""The token of a step about which trainer and engine disagree most, found again among the step's rollouts.
+"""The token of a step about which trainer and engine disagree most, located among the step's rollouts.
 
 It is kept beside them: ``streams/step-00000012/worst.json``.
 """
@@ -23,7 +23,7 @@ FILE = "worst.json"
 
 @dataclass(frozen=True)
 class Place:
-    """Where the token lies."""
+    """Location of the token."""
 
     rollout: Rollout
     title: str
@@ -36,14 +36,15 @@ class Place:
         return f"{self.rollout.prompt_id}, {self.title}: {number} of {self.placed.label}"
 
     def around(self, tokens: int) -> tuple[TokenIds, TokenIds, TokenIds]:
-        """Of its path up to so many tokens before it, itself, and up to so many after it."""
+        """Return up to ``tokens`` tokens of its path before it, the token itself, and up to ``tokens`` after
+        it."""
         path = joined([self.placed.inherited, self.placed.segment.token_ids])
         at = len(self.placed.inherited) + self.token
         return path[max(0, at - tokens) : at], path[at : at + 1], path[at + 1 : at + 1 + tokens]
 
 
 def find(worst: WorstToken, rollouts: Sequence[Rollout], recipe: Recipe) -> Place:
-    """Its place among ``rollouts`` (skeletons will do), found with the functions of training."""
+    """Return its place among ``rollouts`` (skeletons suffice), found with the functions of training."""
     for rollout in rollouts:
         if not worst.tree.startswith(rollout.prompt_id):
             continue
@@ -65,7 +66,7 @@ def write(folder: Path, worst: WorstToken) -> None:
 
 
 def read(folder: Path) -> WorstToken | None:
-    """None: the step took no update, or is of an earlier version."""
+    """Read the token; None if the step took no update, or is of an earlier version."""
     path = folder / FILE
     if not path.is_file():
         return None

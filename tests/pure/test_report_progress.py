@@ -59,7 +59,7 @@ def test_a_resumed_run_says_so_and_counts_on():
     run_steps(progress, range(11, 12))
     progress.finish(Path("runs/tiny/report.html"), "sums 40.1% -> 80.0%")
     said, step, end = out.getvalue().splitlines()
-    assert said == "goes on after 10 of 30 steps"
+    assert said == "resumes after 10 of 30 steps"
     assert step.startswith("step 11/30")
     assert step.endswith("1:16 left")
     assert "11 of 30 steps, sums 40.1% -> 80.0%, " in end
