@@ -20,7 +20,7 @@ import numpy as np
 from megatron_eqlen.evaluation.result import compare_seeds, over_seeds
 from megatron_eqlen.evaluation.statistics import Interval
 from megatron_eqlen.recipe.budget import COSTS, UNITS
-from megatron_eqlen.report.run_groups import AFTER, BASE, Group, RunResult, group, read_run, run_folders
+from megatron_eqlen.report.run_groups import AFTER, BASE, Group, RunResult, group_runs, read_run, run_folders
 from megatron_eqlen.report.tables import markdown_rows
 
 UNEQUAL = 1.1
@@ -43,7 +43,7 @@ def compare_runs(
             say(f"{folder}: left out, it has not ended ({AFTER} is not there)\n")
     if not ended:
         raise ValueError(f"{', '.join(map(str, folders))}: expected a run that has ended, found none")
-    groups = group([read_run(folder) for folder in ended])
+    groups = group_runs([read_run(folder) for folder in ended])
     notes = budget_notes(groups)
     tables = {
         "accuracy": accuracy_table(groups, interval),
@@ -60,17 +60,17 @@ def compare_runs(
 
 def budget_notes(groups: Sequence[Group]) -> list[str]:
     """Return warnings for the reader of the tables: runs that ended before a limit, and unequal budgets."""
-    methods = [one for one in groups if one.method != BASE]
-    notes = [note for one in methods for run in one.runs if (note := _short(_label(one, groups), run))]
+    methods = [group for group in groups if group.method != BASE]
+    notes = [note for group in methods for run in group.runs if (note := _short(_label(group, groups), run))]
     cost = compared_cost(methods)
-    for model in dict.fromkeys(one.model for one in methods):
-        mine = [one for one in methods if one.model == model]
-        costs = [_mean(one, lambda run: getattr(run.spent, cost)) for one in mine]
+    for model in dict.fromkeys(group.model for group in methods):
+        mine = [group for group in methods if group.model == model]
+        costs = [_mean(group, lambda run: getattr(run.spent, cost)) for group in mine]
         if max(costs) > UNEQUAL * min(costs):
             spent = [
-                f"{_label(one, groups)} {spent:.3g} {UNITS[cost]} in "
-                f"{_mean(one, lambda run: run.spent.steps):g} steps"
-                for one, spent in zip(mine, costs, strict=True)
+                f"{_label(group, groups)} {spent:.3g} {UNITS[cost]} in "
+                f"{_mean(group, lambda run: run.spent.steps):g} steps"
+                for group, spent in zip(mine, costs, strict=True)
             ]
             notes.append(f"Unequal budgets (means over runs): {'; '.join(spent)}")
     return notes
@@ -79,7 +79,7 @@ def budget_notes(groups: Sequence[Group]) -> list[str]:
 def compared_cost(groups: Sequence[Group]) -> str:
     """Return the recipe key of the cost at which runs are compared: the limit that most of them have, or GPU
     hours if none has one."""
-    limited = [key for one in groups for run in one.runs for key, _ in run.recipe.budget.limits()]
+    limited = [key for group in groups for run in group.runs for key, _ in run.recipe.budget.limits()]
     return max(COSTS, key=limited.count)
 
 
@@ -98,18 +98,18 @@ def _short(label: str, run: RunResult) -> str | None:
 def accuracy_table(groups: Sequence[Group], interval: str = "headline") -> list[dict[str, Any]]:
     """Return one row for each method, one column for each model and benchmark: mean accuracy with interval,
     in %."""
-    models = list(dict.fromkeys(one.model for one in groups))
+    models = list(dict.fromkeys(group.model for group in groups))
     rows = []
-    for method in dict.fromkeys(one.method for one in groups):
-        mine = [one for one in groups if one.method == method]
+    for method in dict.fromkeys(group.method for group in groups):
+        mine = [group for group in groups if group.method == method]
         row: dict[str, Any] = {
             "method": method,
-            "seeds": None if method == BASE else max(len(one.runs) for one in mine),
+            "seeds": None if method == BASE else max(len(group.runs) for group in mine),
         }
-        for one in mine:
+        for group in mine:
             for benchmark in _benchmarks(groups):
-                column = benchmark if len(models) == 1 else f"{one.model} {benchmark}"
-                results = one.results(benchmark)
+                column = benchmark if len(models) == 1 else f"{group.model} {benchmark}"
+                results = group.results(benchmark)
                 row[column] = over_seeds(results)[interval] if results else None
         rows.append(row)
     return rows
@@ -117,15 +117,15 @@ def accuracy_table(groups: Sequence[Group], interval: str = "headline") -> list[
 
 def difference_table(groups: Sequence[Group], baseline: str) -> list[dict[str, Any]]:
     """Return how much better each method is than ``baseline``, in points, paired by problem."""
-    if baseline not in {one.method for one in groups}:
-        known = ", ".join(dict.fromkeys(one.method for one in groups))
+    if baseline not in {group.method for group in groups}:
+        known = ", ".join(dict.fromkeys(group.method for group in groups))
         raise ValueError(f"--baseline: expected one of {known}, found {baseline!r}")
     rows = []
-    for one in (one for one in groups if one.method not in (baseline, BASE)):
-        row: dict[str, Any] = {f"points above {baseline}": _label(one, groups)}
-        for base in (other for other in groups if (other.model, other.method) == (one.model, baseline)):
+    for group in (group for group in groups if group.method not in (baseline, BASE)):
+        row: dict[str, Any] = {f"points above {baseline}": _label(group, groups)}
+        for base in (other for other in groups if (other.model, other.method) == (group.model, baseline)):
             for benchmark in _benchmarks(groups):
-                ours, theirs = one.results(benchmark), base.results(benchmark)
+                ours, theirs = group.results(benchmark), base.results(benchmark)
                 row[benchmark] = compare_seeds(theirs, ours) if ours and theirs else None
         rows.append(row)
     return rows
@@ -135,36 +135,38 @@ def efficiency_table(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """Return the paper's efficiency comparison, a mean over each method's runs."""
     return [
         {
-            "method": _label(one, groups),
-            "tracks": one.runs[0].recipe.group_size,
-            "effective samples": _mean(one, lambda run: run.effective_samples),
-            "GPU hours": _mean(one, lambda run: run.spent.gpu_hours),
-            "samples / GPU hour": _mean(one, lambda run: _ratio(run.effective_samples, run.spent.gpu_hours)),
-            "samples / 1k tokens": _mean(
-                one, lambda run: 1000 * _ratio(run.effective_samples, run.generated_tokens)
+            "method": _label(group, groups),
+            "tracks": group.runs[0].recipe.group_size,
+            "effective samples": _mean(group, lambda run: run.effective_samples),
+            "GPU hours": _mean(group, lambda run: run.spent.gpu_hours),
+            "samples / GPU hour": _mean(
+                group, lambda run: _ratio(run.effective_samples, run.spent.gpu_hours)
             ),
-            "equal lengths": one.runs[0].recipe.sampling == "equal_length",
+            "samples / 1k tokens": _mean(
+                group, lambda run: 1000 * _ratio(run.effective_samples, run.generated_tokens)
+            ),
+            "equal lengths": group.runs[0].recipe.sampling == "equal_length",
         }
-        for one in groups
-        if one.method != BASE
+        for group in groups
+        if group.method != BASE
     ]
 
 
-def _label(one: Group, groups: Sequence[Group]) -> str:
+def _label(group: Group, groups: Sequence[Group]) -> str:
     several = len({other.model for other in groups}) > 1
-    return f"{one.model} {one.method}" if several else one.method
+    return f"{group.model} {group.method}" if several else group.method
 
 
 def _benchmarks(groups: Sequence[Group]) -> list[str]:
-    return list(dict.fromkeys(name for one in groups for run in one.runs for name in run.after))
+    return list(dict.fromkeys(name for group in groups for run in group.runs for name in run.after))
 
 
 def _default_baseline(groups: Sequence[Group]) -> str:
-    return next((one.method for one in groups if one.method != BASE), BASE)
+    return next((group.method for group in groups if group.method != BASE), BASE)
 
 
-def _mean(one: Group, of: Callable[[RunResult], float]) -> float:
-    return float(np.mean([of(run) for run in one.runs]))
+def _mean(group: Group, of: Callable[[RunResult], float]) -> float:
+    return float(np.mean([of(run) for run in group.runs]))
 
 
 def _ratio(above: float, below: float) -> float:

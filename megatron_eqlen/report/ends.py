@@ -59,8 +59,8 @@ def read_ends(folder: Path, since: float) -> Ends:
 def read_hangs(folder: Path) -> list[Hang]:
     """Read the hangs that tries recorded under ``folder``, the newest first. Tries that still run, or did not
     hang, have folders with empty files."""
-    hangs = [hang for one in folder.glob("*") if one.is_dir() and (hang := _hang(one))]
-    return sorted(hangs, key=lambda one: -one.time)
+    hangs = [hang for path in folder.glob("*") if path.is_dir() and (hang := _hang(path))]
+    return sorted(hangs, key=lambda hang: -hang.time)
 
 
 def _hang(folder: Path) -> Hang | None:

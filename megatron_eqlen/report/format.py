@@ -48,7 +48,7 @@ def compact(value: float | None) -> str:
     if not math.isfinite(value):
         return str(value)
     if size >= 1e4:
-        scale, unit = next(one for one in SCALES if size >= one[0])
+        scale, unit = next(pair for pair in SCALES if size >= pair[0])
         return f"{value / scale:.3g}{unit}"
     if 0 < size < 1e-3:
         return f"{value:.1e}"

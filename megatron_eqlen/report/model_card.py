@@ -72,7 +72,9 @@ def _base(recipe: Recipe) -> str:
 
 def _sources(recipe: Recipe) -> str:
     sources = recipe.data.sources
-    return "\n".join(f"- {one.name}: `{Path(one.path).name}`, read as {one.reader}" for one in sources)
+    return "\n".join(
+        f"- {source.name}: `{Path(source.path).name}`, read as {source.reader}" for source in sources
+    )
 
 
 def _table(before: list[EvaluationResult], after: list[EvaluationResult]) -> str:

@@ -111,7 +111,9 @@ class Page:
         """Return the responses of a step with this verdict."""
         with self._lock:
             found = self._step(self._folder(step)).graded(with_golds=True)
-            return self._macros.graded(step, verdict, [one for one in found if one.grade.verdict == verdict])
+            return self._macros.graded(
+                step, verdict, [response for response in found if response.grade.verdict == verdict]
+            )
 
     def worst(self, step: str) -> str:
         """Return the token of a step about which trainer and engine disagree most, within its rollout."""
@@ -251,7 +253,7 @@ def _step_under_way(records: Records, state: State | None) -> Records:
 
 
 def _counted(graded: list[Graded]) -> list[tuple[str, int]]:
-    return Counter(one.grade.verdict for one in graded).most_common()
+    return Counter(response.grade.verdict for response in graded).most_common()
 
 
 def _stamp(files: list[Path]) -> Stamp:

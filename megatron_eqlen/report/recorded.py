@@ -109,32 +109,32 @@ class Recorded:
     def views(self, decode: Decode) -> list[RolloutView]:
         """Return a few rollouts of different prompts as text, first those with unequal rewards."""
         by_prompt: dict[str, Rollout] = {}
-        for rollout in sorted(self.rollouts, key=lambda one: not self._teaches(one)):
+        for rollout in sorted(self.rollouts, key=lambda rollout: not self._teaches(rollout)):
             by_prompt.setdefault(rollout.prompt_id, rollout)
         return self._as_text([*by_prompt.values()][:SHOWN], decode)
 
     def view(self, key: RolloutKey, decode: Decode) -> RolloutView:
         """Return one rollout as text. Raises ValueError if the step has none with this key."""
-        found = [one for one in self.rollouts if rollout_key(one) == key]
+        found = [rollout for rollout in self.rollouts if rollout_key(rollout) == key]
         if not found:
             raise ValueError(f"{self.folder}: expected rollout {key[1]} of {key[0]!r}, found none")
         return self._as_text(found, decode)[0]
 
     def graded(self, with_golds: bool = False) -> list[Graded]:
         """Return all responses with a grade."""
-        has_golds = with_golds and any(one.prompt.grader == MATH for one in self.rollouts)
+        has_golds = with_golds and any(rollout.prompt.grader == MATH for rollout in self.rollouts)
         prompts = read_prompts(self._files) if has_golds else []
         golds = {prompt.prompt_id: gold_answer(prompt) for prompt in prompts}
         return [
             Graded(
-                rollout_key(one),
+                rollout_key(rollout),
                 placed.label,
                 _end(placed),
                 placed.segment.grade,
-                golds.get(one.prompt_id, ""),
+                golds.get(rollout.prompt_id, ""),
             )
-            for one in self.rollouts
-            for placed in _placed(one)
+            for rollout in self.rollouts
+            for placed in _placed(rollout)
             if placed.segment.grade is not None
         ]
 
@@ -144,25 +144,25 @@ class Recorded:
         for rollout in self.rollouts:
             by_prompt.setdefault(rollout.prompt_id, []).append(rollout)
         every = [_slow(rollouts) for rollouts in by_prompt.values()]
-        return sorted(every, key=lambda one: -one.longest)[:SLOWEST]
+        return sorted(every, key=lambda prompt: -prompt.longest)[:SLOWEST]
 
     def _as_text(self, rollouts: Sequence[Rollout], decode: Decode) -> list[RolloutView]:
         fill_token_ids(rollouts, self._files)
         return [view(rollout, decode, self.training) for rollout in rollouts]
 
     def _teaches(self, rollout: Rollout) -> bool:
-        return any(self.training.of(one).role in ("raised", "lowered") for one in rollout.segments())
+        return any(self.training.of(segment).role in ("raised", "lowered") for segment in rollout.segments())
 
 
 def _slow(rollouts: Sequence[Rollout]) -> Slow:
-    longest, key = max((_longest(one), rollout_key(one)) for one in rollouts)
-    grades = [s.grade for one in rollouts for s in one.segments() if s.grade is not None]
+    longest, key = max((_longest(rollout), rollout_key(rollout)) for rollout in rollouts)
+    grades = [s.grade for rollout in rollouts for s in rollout.segments() if s.grade is not None]
     return Slow(
         key[0],
         rollouts[0].prompt.question,
         key,
         longest,
-        sum(len(segment) for one in rollouts for segment in one.segments()),
+        sum(len(segment) for rollout in rollouts for segment in rollout.segments()),
         sum(grade.seconds for grade in grades),
         fmean(grade.reward for grade in grades) if grades else None,
     )

@@ -100,7 +100,7 @@ def read_run(folder: Path) -> RunResult:
     )
 
 
-def group(runs: Sequence[RunResult]) -> list[Group]:
+def group_runs(runs: Sequence[RunResult]) -> list[Group]:
     """Group runs by model and method; each model's base first, then independent sampling, then equal
     lengths."""
     groups = []
@@ -112,9 +112,9 @@ def group(runs: Sequence[RunResult]) -> list[Group]:
         for method in dict.fromkeys(run.recipe.method for run in mine):
             same = sorted((run for run in mine if run.recipe.method == method), key=_seed)
             groups += [Group(model, name, runs) for name, runs in _by_recipe(method, same).items()]
-    for one in groups:
-        if one.method != BASE:
-            _check_seeds(one.runs)
+    for group in groups:
+        if group.method != BASE:
+            _check_seeds(group.runs)
     return groups
 
 
@@ -122,10 +122,12 @@ def _by_recipe(method: str, runs: Sequence[RunResult]) -> dict[str, list[RunResu
     """Return runs by the name of their recipe: the method, and the keys in which recipes of this method
     differ."""
     values = [_method_keys(run.recipe) for run in runs]
-    keys = [key for key in dict.fromkeys(key for one in values for key in one) if _differ(key, values)]
+    keys = [
+        key for key in dict.fromkeys(key for entries in values for key in entries) if _differ(key, values)
+    ]
     named: dict[str, list[RunResult]] = {}
-    for run, one in zip(runs, values, strict=True):
-        apart = ", ".join(f"{key}={_plain_text(one.get(key))}" for key in keys)
+    for run, entries in zip(runs, values, strict=True):
+        apart = ", ".join(f"{key}={_plain_text(entries.get(key))}" for key in keys)
         named.setdefault(f"{method} ({apart})" if apart else method, []).append(run)
     return named
 
@@ -137,7 +139,7 @@ def _method_keys(recipe: Recipe) -> dict[str, Any]:
 
 
 def _differ(key: str, values: Sequence[dict[str, Any]]) -> bool:
-    return any(one.get(key) != values[0].get(key) for one in values)
+    return any(entries.get(key) != values[0].get(key) for entries in values)
 
 
 def _plain_text(value: Any) -> str:
@@ -153,9 +155,9 @@ def _seed(run: RunResult) -> int:
 
 
 def _check_seeds(runs: list[RunResult]) -> None:
-    for one, other in pairwise(runs):
-        if _seed(one) == _seed(other):
+    for run, other in pairwise(runs):
+        if _seed(run) == _seed(other):
             raise ValueError(
-                f"{one.folder} and {other.folder}: expected runs of {one.recipe.method} to differ in their "
-                f"seed, found {_seed(one)} twice"
+                f"{run.folder} and {other.folder}: expected runs of {run.recipe.method} to differ in their "
+                f"seed, found {_seed(run)} twice"
             )

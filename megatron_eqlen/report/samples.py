@@ -27,17 +27,17 @@ class Samples:
     def rows(self) -> list[list[Any]]:
         """Return a row of ``COLUMNS`` for each segment; long texts are shortened, as in the report."""
         return [
-            [self.step, one.prompt_id, shorten(one.question), one.title, *_cells(segment)]
-            for one in self.rollouts
-            for segment in one.all_segments()
+            [self.step, rollout.prompt_id, shorten(rollout.question), rollout.title, *_cells(segment)]
+            for rollout in self.rollouts
+            for segment in rollout.all_segments()
         ]
 
     def markdown(self) -> str:
         """Return the samples as a text to be read from top to bottom."""
         parts = []
-        for one in self.rollouts:
-            parts += [f"### {one.prompt_id}, {one.title}", _quoted(one.question)]
-            for segment in one.all_segments():
+        for rollout in self.rollouts:
+            parts += [f"### {rollout.prompt_id}, {rollout.title}", _quoted(rollout.question)]
+            for segment in rollout.all_segments():
                 facts = [*segment.facts(), *([segment.use] if segment.use else [])]
                 parts += [f"**{segment.label}** · {' · '.join(facts)}", _quoted(segment.text)]
         return "\n\n".join(parts)

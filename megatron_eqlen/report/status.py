@@ -221,9 +221,9 @@ def _job(folder: Path, holder: dict[str, Any], ends: Ends) -> tuple[str, Conditi
 def _evaluated(folder: Path, steps: int) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for label, _, results in evaluations(folder / "evaluation", steps):
-        for one in results:
-            text = f"{label} avg@{one.samples} {one.accuracy}"
-            found.setdefault(one.benchmark, []).append(text)
+        for result in results:
+            text = f"{label} avg@{result.samples} {result.accuracy}"
+            found.setdefault(result.benchmark, []).append(text)
     return {name: [texts[0], *texts[1:][-1:]] for name, texts in found.items()}
 
 

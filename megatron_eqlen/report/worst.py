@@ -55,7 +55,7 @@ def find(worst: WorstToken, rollouts: Sequence[Rollout], recipe: Recipe) -> Plac
         members = (pair for unit in units for pair in zip(unit.members, unit.nodes, strict=True))
         segment = next(segment for segment, its_node in members if its_node is node)
         every = [*picture.segments, *(side for pair in picture.pairs for side in pair)]
-        placed = next(one for one in every if one.segment is segment)
+        placed = next(candidate for candidate in every if candidate.segment is segment)
         return Place(rollout, picture.title, placed, worst.token - (len(node) - len(segment)))
     raise ValueError(f"token tree {worst.tree!r}: expected it among the step's rollouts, found none")
 
