@@ -38,9 +38,9 @@ class Place:
 class Finding:
     state: State
     text: str
-    """What was found."""
+    """Text of the finding."""
     todo: str = ""
-    """What to do about it."""
+    """Remedy for the user."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ class Objective:
     name: str
     advantage: Estimator
     aggregation: AggregationName
-    """How tokens are averaged."""
+    """Average over tokens."""
     ratio: Ratio
     """``token``: clipped ratio of each token. ``sequence``: clipped geometric mean over the segment.
     ``none``: plain -A log pi. ``vespo``: the detached kernel phi(W) in front of -A log pi. ``cispo``: the

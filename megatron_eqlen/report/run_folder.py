@@ -1,4 +1,4 @@
-"""What a run leaves on disk, and where.
+"""Files of a run, and their places.
 
 runs/NAME/METHOD-seedN/     (eqlen-grpo-group_size=8-seed0: with what the command line changed)
     recipe.yaml          the resolved recipe

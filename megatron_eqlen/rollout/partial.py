@@ -49,11 +49,11 @@ class PartialRollout:
     """A suspended rollout, for the step that resumes it."""
 
     rollout: Rollout
-    """Its finished parts, graded."""
+    """Finished parts, graded."""
     tracks: dict[str, Segment]
     """Tokens of its tracks, by ``Track.name``; empty if it had not begun."""
     prompt_routes: Routes | None
-    """With ``rollout.keep_routes``, if it had begun."""
+    """Routes of the prompt, if the rollout had begun and ``rollout.keep_routes`` is on."""
     seed: int
     """Seed of the harvest that began it."""
     oldest_version: int

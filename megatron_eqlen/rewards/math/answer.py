@@ -30,7 +30,7 @@ def _apply(rules: Rules, text: str) -> str:
 
 
 _ANY = r"(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*"
-"""What may stand between braces."""
+"""Text that may stand between braces."""
 _END = r"(?![A-Za-z])"
 """The end of a command's name."""
 _FUNCTIONS = r"(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|ln|log|exp|det|gcd|lcm|max|min"
@@ -205,7 +205,7 @@ _SAME_WORDS |= dict.fromkeys(
 
 @lru_cache(maxsize=1 << 16)
 def normalize(answer: str) -> str:
-    """``answer`` in normal form: two answers that differ only in spelling have the same one."""
+    """Return ``answer`` in normal form: two answers that differ only in spelling have the same one."""
     if answer.isdecimal() and answer.isascii():
         return answer.lstrip("0") or "0"
     text = answer if answer.isascii() else _apply(_CHARACTERS, answer)
@@ -229,7 +229,7 @@ def _plain(text: str) -> str:
 
 
 def _ascii(sign: str) -> str:
-    """``sign`` as LaTeX: digits of any script, fractions, and what looks like ASCII. Others stay."""
+    """Return ``sign`` as LaTeX: digits of any script, fractions, and look-alikes of ASCII. Others stay."""
     if sign in _SIGNS:
         return _SIGNS[sign]
     if greek := _GREEK.fullmatch(unicodedata.name(sign, "")):
@@ -252,7 +252,7 @@ def _power_of_ten(match: re.Match[str]) -> str:
 
 
 def _repeating(whole: str, start: str, block: str) -> str:
-    """A repeating decimal as the fraction it is."""
+    """Return a repeating decimal as the fraction it is."""
     nines = 10 ** len(start) * (10 ** len(block) - 1)
     tail = int(start + block) - int(start or "0") + int(whole or "0") * nines
     common = gcd(tail, nines)
@@ -268,7 +268,7 @@ def _between_digits(match: re.Match[str]) -> bool:
 
 
 def _connect(match: re.Match[str], text: str) -> str:
-    """A list's comma; between inequalities ``and`` and ``or`` differ."""
+    """Return the separator of a list, a comma; between inequalities ``and`` and ``or`` differ."""
     word = match[1] or match[2]
     return {"or": r"\lor ", "and": r"\land "}[word] if word and _INEQUALITY.search(text) else ", "
 
@@ -297,7 +297,8 @@ def _word(match: re.Match[str]) -> str:
 
 
 def _split_unit(text: str) -> tuple[str, str]:
-    """The value and the name of the unit that stands after it (or of the currency before it), "" for none."""
+    """Return the value and the name of the unit that stands after it (or of the currency before it), "" for
+    none."""
     text = _BASE_WORD.sub(lambda match: f"_{{{_BASE_NAMES[match[1]]}}}", text).strip()
     if (match := _MODULUS.fullmatch(text)) and is_numeric(match[1]):
         return _INTEGER.sub(lambda value: str(int(value[0]) % int(match[2])), match[1]), f"mod{match[2]}"
@@ -321,6 +322,6 @@ def _split_unit(text: str) -> tuple[str, str]:
 
 
 def is_numeric(text: str) -> bool:
-    """No variable and no word in it, or after its last ``=``."""
+    """Return True if no variable or word is in the text, or after its last ``=``."""
     text = text.rpartition("=")[2]
     return not _LETTER.search(text.replace(r"\text", "")) and any(map(str.isalnum, text))

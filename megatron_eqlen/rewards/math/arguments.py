@@ -43,7 +43,7 @@ def _delimit(text: str) -> str:
 
 
 def _command(text: str, at: int) -> tuple[str, int]:
-    """The token at ``at`` with its arguments, delimited; and where it ends."""
+    """Return the token at ``at`` with its arguments, delimited, and its end."""
     token = next(_TOKEN.finditer(text, at))[0]
     at += len(token)
     if token in _MACROS:
@@ -66,7 +66,8 @@ def _macro(token: str, text: str, at: int) -> tuple[str, int]:
 
 
 def _argument(text: str, at: int) -> tuple[str, int]:
-    """TeX's next argument without its braces: a group, a command with its arguments, or one character."""
+    """Return TeX's next argument without its braces (a group, a command with its arguments, or one
+    character), and its end."""
     at = _skip(text, at)
     if text[at : at + 1] == "{" and (end := _closing(text, at)):
         return _delimit(text[at + 1 : end - 1]), end
@@ -94,7 +95,7 @@ def _call(name: str, text: str, at: int) -> tuple[str, int]:
 
 
 def _product(text: str, at: int) -> tuple[str, int]:
-    """The factors at ``at`` that stand side by side, delimited; and where they end."""
+    """Return the factors at ``at`` that stand side by side, delimited, and their end."""
     argument = ""
     if text[at : at + 1] == "|" and (end := text.find("|", at + 1) + 1):
         argument, at = _delimit(text[at:end]), end
@@ -123,7 +124,7 @@ def _skip(text: str, at: int) -> int:
 
 
 def _closing(text: str, at: int) -> int:
-    """The end of the group that opens at ``at``, 0 if it never closes."""
+    """Return the end of the group that opens at ``at``, 0 if it never closes."""
     opening, closing = text[at], "})"[text[at] == "("]
     depth = 0
     for match in _TOKEN.finditer(text, at):

@@ -1,4 +1,4 @@
-r"""The answer in a response: what its last box holds."""
+r"""Extracts the answer of a response: the content of its last box."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _SEPARATOR = re.compile(r"(?:[\s$,;&{}]|\\(?:q?quad|text|[,;()\[\]])|and\b|or\b|
 
 
 def extract_answer(text: str) -> str | None:
-    """The content of the last balanced, non-empty box after the last ``</think>``; None without one.
+    """Return the content of the last balanced, non-empty box after the last ``</think>``; None without one.
 
-    Boxes are ``\\boxed``, ``\\fbox`` and ``\\framebox``, with braces or without. A box in a box belongs to
-    the outer one. Boxes with nothing between them but ``,``, ``and``, ``or`` are one answer, a list: of two
+    Boxes are ``\boxed``, ``\fbox`` and ``\framebox``, with braces or without. A box in a box belongs to the
+    outer one. Boxes with nothing between them but ``,``, ``and``, ``or`` are one answer, a list: of two
     answers side by side neither is chosen.
     """
     tail = answer_section(text, LONGEST_TAIL)

@@ -31,11 +31,11 @@ RULES_VERSION = 3
 """Raised whenever our own rules change a verdict: extraction, normal form, units, structure."""
 LIBRARY = version("math-verify")
 LONGEST_ANSWER = 2_000
-"""Characters; a longer answer counts as unparseable."""
+"""Most characters of an answer; a longer one counts as unparseable."""
 MEMO_SIZE = 100_000
 WORKER_MODULE = "megatron_eqlen.rewards.math.worker"
 LARGEST_BATCH = 64
-"""Answers that a worker is sent at once: most take less than a message does."""
+"""Most answers sent to a worker at once: most take less time than a message does."""
 
 _INTEGER = re.compile(r"-?\d+")
 _PLAIN_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d+)?|\\frac\{[+-]?\d+\}\{[1-9]\d*\}|\d+/[1-9]\d*)")
@@ -58,7 +58,7 @@ class MathGrader:
 
     @property
     def name(self) -> str:
-        """The rule with its versions; recorded with every grade."""
+        """Name of the rule with its versions; recorded with every grade."""
         return f"{self.rule}-{RULES_VERSION}" + ("" if self.rule == "exact" else f"+math_verify-{LIBRARY}")
 
     def begin(self, text: str, gold: str) -> Pending:
@@ -75,22 +75,21 @@ class MathGrader:
         return self._memo[key]
 
     def grade(self, texts: Sequence[str], golds: Sequence[str]) -> list[Grade]:
-        """A grade for each response text against its gold: correct, wrong, no_answer, unparseable or
-        timeout.
-        """
+        """Return a grade for each response text against its gold: correct, wrong, no_answer, unparseable or
+        timeout."""
         begun = [self.begin(text, gold) for text, gold in zip(texts, golds, strict=True)]
         return [pending.result() for pending in begun]
 
     def cut(self) -> None:
-        """Give up what was begun and has no grade."""
+        """Cancel grading that was begun and has no grade yet."""
         self._memo = OrderedDict((key, grade) for key, grade in self._memo.items() if grade.done())
         if self._pool is not None:
             self._pool.cut()
 
     def check_golds(self, golds: Sequence[str]) -> list[str | None]:
-        """For each gold None if it can be graded against, or the reason why not.
+        """Return for each gold None if it can be graded against, or the reason why not.
 
-        A gold must parse and equal itself; else every right answer would be a silent 0.
+        A gold must parse and equal itself; else every right answer would silently get 0.
         """
         reasons = {gold: "unparseable_gold" if len(gold) > LONGEST_ANSWER else None for gold in golds}
         reasons |= {gold: "unparseable_gold" for gold in reasons if not reasons[gold] and not normalize(gold)}
@@ -114,7 +113,7 @@ class MathGrader:
         return Asked(reply, lambda reply: self._grade(self._verdict(reply, answer), answer, reply["seconds"]))
 
     def _compare_texts(self, gold: str, answer: str) -> str | None:
-        """The verdict where no worker is needed, else None."""
+        """Return the verdict where no worker is needed, else None."""
         if len(answer) > LONGEST_ANSWER:
             return "unparseable"
         if not normalize(answer):
@@ -152,7 +151,7 @@ class MathGrader:
 
 
 def _question(gold: str, answer: str) -> dict[str, str]:
-    """What a worker is asked: two normal forms without units."""
+    """Return the item sent to a worker: two normal forms without units."""
     gold, answer = match_units(normalize(gold), normalize(answer)) or (gold, answer)
     return {"gold": gold, "answer": answer}
 

@@ -20,7 +20,7 @@ _CHOICES = re.compile(r"[A-H](?:,[A-H])+")
 
 
 def match_units(gold: str, answer: str) -> tuple[str, str] | None:
-    r"""Two normal forms without their units; None if the units differ.
+    r"""Return two normal forms without their units; None if the units differ.
 
     A unit that only one side names is taken for the other's: the question may have asked for it. ``5 m``
     without ``\text`` is a product of a variable unless the other side makes it a length.
@@ -39,7 +39,7 @@ def match_units(gold: str, answer: str) -> tuple[str, str] | None:
 
 
 def _decimal_commas(gold: str, answer: str) -> tuple[str, str]:
-    """``1,22`` beside ``1.22`` is a decimal, else a list."""
+    """Resolve a comma: ``1,22`` beside ``1.22`` is a decimal, else a list."""
     if _DECIMAL.fullmatch(gold) and _COMMA.fullmatch(answer):
         return gold, answer.replace(",", ".")
     if _DECIMAL.fullmatch(answer) and _COMMA.fullmatch(gold) and len(gold.partition(",")[2]) > 1:
@@ -48,7 +48,8 @@ def _decimal_commas(gold: str, answer: str) -> tuple[str, str]:
 
 
 def _as_asked(gold: str, answer: str) -> tuple[str, str]:
-    """``answer`` brought to the gold's form if the gold is a choice, a word, a ratio or a time of day."""
+    """Return the two texts, ``answer`` in the gold's form if the gold is a choice, a word, a ratio or a time
+    of day."""
     if len(gold) == 1 and gold.isupper() and (choice := _CHOICE.match(answer)):
         return gold, choice[1]
     if _CHOICES.fullmatch(answer) and gold.isalpha() and gold.isupper():

@@ -20,7 +20,7 @@ LARGEST_COMPARED = 1e20
 
 
 def number_of(value: Any, point: dict[Any, Any] | None = None) -> Any:
-    """The number (mpmath.mpc) that ``value`` is at ``point``, of any size; None if it is none."""
+    """Return the number (mpmath.mpc) that ``value`` is at ``point``, of any size; None if it is none."""
     if not isinstance(value, Expr) or is_huge(value) or (not point and value.free_symbols):
         return None
     try:
@@ -31,12 +31,12 @@ def number_of(value: Any, point: dict[Any, Any] | None = None) -> Any:
 
 
 def is_huge(value: Any) -> bool:
-    """Does it hold a number of more than LARGEST_BITS bits, not yet computed?"""
+    """Return True if ``value`` holds a number of more than LARGEST_BITS bits, not yet computed."""
     return isinstance(value, Expr) and _bits(value) > LARGEST_BITS
 
 
 def _bits(value: Expr) -> float:
-    """About how many bits the largest number in ``value`` has."""
+    """Return about how many bits the largest number in ``value`` has."""
     if not value.args:
         return abs(value.p).bit_length() if isinstance(value, Integer) else 64.0
     bits = [_bits(arg) for arg in value.args if isinstance(arg, Expr)]
@@ -49,7 +49,7 @@ def _bits(value: Expr) -> float:
 
 
 def as_written(value: Any) -> Any:
-    """A huge expression as nested tuples: small parts computed, sums and products without order."""
+    """Return a huge expression as nested tuples: small parts computed, sums and products without order."""
     if not is_huge(value):
         return value.doit()
     parts = [as_written(arg) for arg in value.args]
@@ -61,7 +61,8 @@ def has_decimals(*values: Any) -> bool:
 
 
 def surely_different(gold: Any, answer: Any) -> bool:
-    """Both are expressions that differ at one point of their symbols: no simplification can make them equal.
+    """Return True if both are expressions that differ at one point of their symbols: no simplification can
+    make them equal.
 
     Most wrong answers are found here, at a tenth of the cost of SymPy's ``simplify``. False means: not known.
     """

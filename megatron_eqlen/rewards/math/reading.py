@@ -19,11 +19,12 @@ from sympy import Function, I, Set, Symbol, Union, zeta
 CLEAN_UP = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none"
 )
-"""We handle units ourselves: the library reads the variable in ``2m`` as metres."""
+"""Clean-up by the library, without units: it reads the variable in ``2m`` as metres, so we handle units
+ourselves."""
 READING = ConversionConfig(interpret_as_mixed_fractions=False, lowercase_symbols=False)
 """Mixed numbers were already written as sums."""
 _PRODUCT = re.compile(r"(?<=\d)(?=\(|\\(?:binom|frac))")
-"""Where the library would wrongly read a mixed number, for example ``2(3)`` as 5."""
+"""Place where the library would wrongly read a mixed number, for example ``2(3)`` as 5."""
 _RECIPROCAL = re.compile(r"\\(coth|sech|csch)((?:\^\{\w+\})?\([^()]*\))")
 _HYPERBOLIC = {"coth": "tanh", "sech": "cosh", "csch": "sinh"}
 """Each function that the library cannot read, and its reciprocal."""
@@ -31,7 +32,7 @@ _TWO_NUMBERS = re.compile(r"\d \d")
 
 
 class FullContextNeeded(Exception):
-    """SLL could not read it."""
+    """Raised if SLL could not read the text."""
 
 
 class _Refuse(ErrorListener):
@@ -43,7 +44,7 @@ _create_full_parser = _Latex2Sympy.create_parser
 
 
 def create_two_stage_parser(self: _Latex2Sympy, latex_str: str) -> Any:
-    """The library's parser, whose ``math`` rule tries SLL first."""
+    """Return the library's parser, whose ``math`` rule tries SLL first."""
     parser = _create_full_parser(self, latex_str)
     parser.removeErrorListeners()
     parser.addErrorListener(_Refuse())
@@ -65,7 +66,7 @@ _Latex2Sympy.create_parser = create_two_stage_parser
 
 @lru_cache(maxsize=4096)
 def read(text: str, is_complex: bool = False) -> Any:
-    """The SymPy object of a normal form without units; None if math-verify cannot read it."""
+    """Return the SymPy object of a normal form without units; None if math-verify cannot read it."""
     if _TWO_NUMBERS.search(text):
         return None  # the library would add or multiply them
     if r"\lor" in text:

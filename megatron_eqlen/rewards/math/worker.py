@@ -89,7 +89,7 @@ _IMAGINARY = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])")
 
 @lru_cache(maxsize=4096)
 def split(text: str, separator: str) -> list[str]:
-    """``text`` cut where ``separator``, a regular expression, stands outside all brackets."""
+    """Return ``text`` cut where ``separator``, a regular expression, stands outside all brackets."""
     parts, depth, start = [], 0, 0
     for match in re.finditer(rf"(?P<cut>{separator})|{_BRACKETS}", text):
         if match["cut"] is None:
@@ -102,7 +102,7 @@ def split(text: str, separator: str) -> list[str]:
 
 @lru_cache(maxsize=4096)
 def members(text: str) -> tuple[str, list[str]]:
-    r"""The brackets around a list, ``()`` or ``\{\}`` for example, and its members.
+    r"""Return the brackets around a list, ``()`` or ``\{\}`` for example, and its members.
 
     For a list without brackets, and for a single value (a list of one), the brackets are "".
     """
@@ -134,7 +134,7 @@ def _signs(text: str) -> list[str]:
 
 
 def equal(gold: str, answer: str, is_complex: bool = False) -> bool:
-    """Whether ``answer``, a normal form without unit, means the same as ``gold``."""
+    """Return True if ``answer``, a normal form without unit, means the same as ``gold``."""
     if gold == answer:
         return True
     if (named := _without_names(gold, answer)) is not None:
@@ -178,7 +178,8 @@ def _without_names(gold: str, answer: str) -> tuple[str, str] | tuple[()] | None
 
 
 def _assignments(text: str) -> tuple[list[str], list[str]] | None:
-    r"""The names and values of ``x=1,y=2``, of ``(x,y)=(1,2)`` and of several such; None of anything else."""
+    r"""Return the names and values of ``x=1,y=2``, of ``(x,y)=(1,2)`` and of several such; None of anything
+    else."""
     sides = [split(part, _EQUALS) for part in split(text, ",")]
     if len(sides) == 1 and len(sides[0]) == 2:
         (left, names), (right, values) = map(members, sides[0])
@@ -192,7 +193,7 @@ def _assignments(text: str) -> tuple[list[str], list[str]] | None:
 
 
 def _tuples(names: list[str], values: list[str], order: list[str]) -> str:
-    """The values of each solution in the given order of their names."""
+    """Return the values of each solution in the given order of their names."""
     size = len(order)
     solutions = [
         dict(zip(names[at : at + size], values[at : at + size], strict=True))
@@ -202,7 +203,7 @@ def _tuples(names: list[str], values: list[str], order: list[str]) -> str:
 
 
 def _equal_percentages(gold: str, answer: str, is_complex: bool) -> bool:
-    """As in math-verify, 50% is 50 and 0.5: a question may ask for either."""
+    """Compare percentages: as in math-verify, 50% is 50 and 0.5, because a question may ask for either."""
     gold_number, answer_number = gold.removesuffix(r"\%"), answer.removesuffix(r"\%")
     if equal(gold_number, answer_number, is_complex):
         return True
@@ -212,7 +213,7 @@ def _equal_percentages(gold: str, answer: str, is_complex: bool) -> bool:
 
 
 def _hundredths(text: str) -> str:
-    """A percentage as so many hundredths; any other number as it is."""
+    """Return a percentage as a number of hundredths; any other number unchanged."""
     number = text.removesuffix(r"\%")
     return text if number == text else rf"\frac{{{number}}}{{100}}"
 
@@ -231,12 +232,13 @@ def _equal_lists(gold: str, answer: str, is_complex: bool) -> bool:
 
 
 def _same_members(wanted: list[str], found: list[str], is_complex: bool) -> bool:
-    """In any order."""
+    """Compare members in any order."""
     return all(any(equal(value, other, is_complex) for other in found) for value in wanted)
 
 
 def _equal_equations(gold: str, answer: str, is_complex: bool) -> bool:
-    """The gold is an equation: the answer is it in another form, or the value that it gives a name."""
+    """Compare with a gold that is an equation: the answer is another form of it, or the value that it gives a
+    name."""
     wanted, found = split(gold, _EQUALS), split(answer, _EQUALS)
     if len(found) == 1:
         values = [wanted[-1]] * bool(_NAME.fullmatch(wanted[0])) + [wanted[0]] * bool(
@@ -255,7 +257,8 @@ def _plain_name(name: str) -> str:
 
 
 def _conclusions(answer: str, gold: str, is_complex: bool) -> list[str]:
-    """The values an answer may be read as: of a chain of equations its end, if no link is false."""
+    """Return the values as which an answer may be read: of a chain of equations the last, if no link is
+    false."""
     exact, *roundings = split(answer, _APPROXIMATELY)
     terms = split(exact, _EQUALS)
     if len(terms) + len(roundings) == 1:
@@ -269,7 +272,7 @@ def _conclusions(answer: str, gold: str, is_complex: bool) -> list[str]:
 
 
 def _is_true(terms: list[str], is_complex: bool) -> bool:
-    """Are the numbers among ``terms`` equal?"""
+    """Return True if the numbers among ``terms`` are equal."""
     numbers = [term for term in terms if number_of(read(term, is_complex)) is not None]
     return all(_equal_values(numbers[0], other, is_complex) for other in numbers[1:])
 
@@ -281,7 +284,7 @@ def _rounds_to(value: str, rounding: str, is_complex: bool) -> bool:
 
 
 def _equal_values(gold: str, answer: str, is_complex: bool) -> bool:
-    """Are two expressions, relations or sets equal? What math-verify says, made exact."""
+    """Return True if two expressions, relations or sets are equal by math-verify's rules, made exact."""
     if sorted(_TEXT.findall(gold)) != sorted(_TEXT.findall(answer)):
         return False  # words are no products of their letters
     wanted, found = read(gold, is_complex), read(answer, is_complex)
@@ -301,15 +304,15 @@ def _verify(gold: Any, answer: Any) -> bool:
 
 
 def _exact(value: Any) -> Any:
-    """``value`` with its decimals as the fractions they are written as."""
+    """Return ``value`` with its decimals as the fractions they are written as."""
     if not has_decimals(value):
         return value
     return value.xreplace({decimal: Rational(str(decimal)) for decimal in value.atoms(Float)})
 
 
 def _only_both_small(gold: Any, answer: Any) -> bool:
-    """Whether two numbers differ, though math-verify, which rounds decimals to six places, takes them for
-    equal."""
+    """Return True if two numbers differ, though math-verify, which rounds decimals to six places, takes them
+    for equal."""
     here, there = number_of(gold), number_of(answer)
     return here is not None and there is not None and abs(here - there) > DECIMAL_ERROR * abs(here)
 
@@ -318,7 +321,8 @@ def _only_both_small(gold: Any, answer: Any) -> bool:
 
 
 def compare(item: dict[str, str]) -> dict[str, bool]:
-    r"""``correct``: the answer equals the gold; ``parsed``: the answer is mathematics, not only text.
+    r"""Compare gold and answer. ``correct``: the answer equals the gold; ``parsed``: the answer is
+    mathematics, not only text.
 
     A ``\log`` without base is natural or decimal: the answer is right if it is under one of the two readings.
     """
@@ -342,7 +346,7 @@ def _compare(item: dict[str, str]) -> dict[str, bool]:
 
 
 def is_readable(text: str, is_complex: bool) -> bool:
-    """Can all its members be read, or the value that it names?"""
+    """Return True if all members of the text can be read, or the value that it names."""
     name, *values = split(text, _EQUALS)
     if len(values) == 1 and _NAME.fullmatch(name):
         text = values[0]
@@ -352,7 +356,8 @@ def is_readable(text: str, is_complex: bool) -> bool:
 
 
 def is_name(text: str) -> bool:
-    r"""Does it name an object that is no number, ``\mathbb{Z}/2\mathbb{Z}``? Names are compared as texts."""
+    r"""Return True if the text names an object that is no number, ``\mathbb{Z}/2\mathbb{Z}``; names are
+    compared as texts."""
     return bool(_OBJECT.search(text)) and _is_balanced(text)
 
 
