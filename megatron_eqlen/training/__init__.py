@@ -1,4 +1,4 @@
-"""Distributed set-up, policy loss, optimizer steps, checkpoints and weight sync on Megatron-Core."""
+"""Training on Megatron-Core: policy loss, optimizer steps, checkpoints and weight sync."""
 
 from megatron_eqlen.megatron_cpu import install
 

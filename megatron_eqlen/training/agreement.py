@@ -1,7 +1,7 @@
-"""What is done where trainer and engine disagree about the tokens that they share (``rollout.mismatch``).
+"""Reactions to a mismatch of trainer and engine on the tokens that they share (``rollout.mismatch``).
 
-The mismatch is the mean |log-prob difference| of an update's tokens, of those that the weights sampled which
-it trains: where older weights sampled all of them, there is none.
+The mismatch is the mean |log-prob difference| over those tokens of an update that were sampled by the weights
+which the update trains; it is undefined if older weights sampled all tokens.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from megatron_eqlen.types import Metrics, WorstToken
 
 
 class MismatchError(ValueError):
-    """Trainer and engine disagree by more than ``rollout.mismatch`` allows. The run can go on."""
+    """Trainer and engine disagree by more than ``rollout.mismatch`` allows. The run can be resumed."""
 
 
 class MismatchWatch:
-    """The mismatch of the newest steps of a run."""
+    """Mismatch of the newest steps of a run."""
 
     def __init__(self, options: MismatchRecipe) -> None:
         self.options = options
@@ -35,13 +35,13 @@ class MismatchWatch:
         self.above = False
 
     def see(self, mismatch: float | None) -> str | None:
-        """Take a step's mismatch; None: no update was taken. Returns what there is to say, once when the mean
-        rises above the tolerance, and not again until it has been below."""
+        """Add a step's mismatch; None: no update was taken. Return a warning once when the mean rises above
+        the tolerance, and again only after it has been below."""
         if mismatch is None:
             return None
         self.newest.append(mismatch)
         mean, before = fmean(self.newest), self.above
-        self.above = not mean <= self.options.tolerance  # NaN is not below it
+        self.above = not mean <= self.options.tolerance  # NaN counts as above
         if not self.above or before:
             return None
         steps = "the last step" if len(self.newest) == 1 else f"the last {len(self.newest)} steps"
@@ -52,7 +52,7 @@ class MismatchWatch:
 
 
 def mismatch_of(measured: Metrics) -> float | None:
-    """The mismatch of an update, from its metrics."""
+    """Return the mismatch of an update, from its metrics."""
     if COMPARED not in measured:
         return measured[MISMATCH]
     return measured[MISMATCH_OF_COMPARED] if measured[COMPARED] else None
@@ -61,7 +61,7 @@ def mismatch_of(measured: Metrics) -> float | None:
 def mismatch_problem(
     mismatch: float | None, worst: WorstToken | None, rollout: RolloutRecipe
 ) -> Problem | None:
-    """Why an update with this mismatch is not taken, where the recipe says ``skip``."""
+    """Return the reason to skip an update with this mismatch, if the recipe says ``skip``; None otherwise."""
     options = rollout.mismatch
     if options.then != "skip" or mismatch is None or mismatch <= options.tolerance:
         return None
@@ -71,9 +71,9 @@ def mismatch_problem(
 
 
 def worst_token(rows: Rows, losses: Sequence[RowLoss]) -> WorstToken | None:
-    """Of this rank's rows; None if no token of theirs can be compared."""
+    """Return the worst token of this rank's rows; None if none of their tokens can be compared."""
     differences = [torch.where(loss.compared, loss.log_ratio.abs(), -1.0) for loss in losses]
-    peaks = [float(one.max()) if len(one) else -1.0 for one in differences]
+    peaks = [float(values.max()) if len(values) else -1.0 for values in differences]
     number = int(np.argmax(peaks))
     if not peaks[number] >= 0:
         return None

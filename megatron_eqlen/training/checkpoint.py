@@ -1,16 +1,16 @@
-"""Checkpoints of a run: written whole or not at all, in the background.
+"""Checkpoints of a run: written atomically, in the background.
 
-    saving = begin(folder, step, policy, ...)    the state is being written, and must not change until ...
+    saving = begin(folder, step, policy, ...)    the state is being written and must not change until ...
     saving.finish()                              ... the checkpoint is in force
 
-A checkpoint is a folder ``checkpoints/step-00000012`` that appears by one rename after every file in it
-is on disk, with a manifest of its files' sizes and checksums. ``checkpoints/latest`` names the newest; it is
-replaced atomically afterwards. If a run is killed at any moment, ``latest`` still names the previous
-checkpoint. If a checkpoint is damaged, the one before it is used.
+A checkpoint is a folder ``checkpoints/step-00000012`` that appears by one rename after every file in it is on
+disk, with a manifest of its files' sizes and checksums. ``checkpoints/latest`` names the newest checkpoint
+and is replaced atomically afterwards. If a run is killed at any moment, ``latest`` still names the previous
+checkpoint. If a checkpoint is damaged, the previous checkpoint is used.
 
-Every rank writes what it holds, in a thread: a process would outlive a killed rank, and keep its locks.
-Weights on the device are copied for it. The optimizer's state is read where it lies on the host, parked or
-offloaded, so that no second copy of it needs room; that is why ``finish`` comes before the next update.
+Every rank writes its own shard, in a thread: a process would outlive a killed rank and keep its locks.
+Weights on the device are copied first. The optimizer state is read in place on the host, parked or offloaded,
+so that it needs no second copy; therefore ``finish`` comes before the next update.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 class Saving:
-    """A checkpoint that is being written; ``made`` renames its folder ``partial`` to ``final`` at the end."""
+    """Checkpoint that is being written; ``made`` renames its folder ``partial`` to ``final`` at the end."""
 
     def __init__(self, final: Path, partial: Path, made: ExitStack, request: AsyncRequest, keep: int) -> None:
         self.final, self._partial, self._made, self._keep = final, partial, made, keep
@@ -61,7 +61,7 @@ class Saving:
         self._failure: Exception | None = None
         arguments = [*request.async_fn_args]
         if request.preload_fn is not None:
-            arguments[1] = request.preload_fn()  # what lies on the device, copied
+            arguments[1] = request.preload_fn()  # copies of the data on the device
         self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint")
         self._thread.start()
 
@@ -74,11 +74,11 @@ class Saving:
             for finalize in self._request.finalize_fns:
                 try:
                     finalize()
-                except CheckpointException as error:  # on every rank, with the reasons on rank 0
+                except CheckpointException as error:  # on every rank; only rank 0 has the reasons
                     reasons = [str(reason) for reason, _ in error.failures.values()]
                     raise self._not_written(reasons[0] if reasons else "rank 0 says why") from None
             parts = gather([(self._seconds, self._written)])
-            manifest = {name: one for _, part in parts for name, one in part.items()}
+            manifest = {name: entry for _, part in parts for name, entry in part.items()}
             if dist.get_rank() == 0:
                 others = set(checkpoint_folder.file_names(self._partial)) - manifest.keys()
                 manifest |= checkpoint_folder.describe(self._partial, others)
@@ -86,18 +86,18 @@ class Saving:
         if dist.get_rank() == 0:
             checkpoint_folder.set_latest(self.final)
             _drop_old(self.final, self._keep)
-        size = agree(lambda: sum(one["bytes"] for one in manifest.values()))
+        size = agree(lambda: sum(entry["bytes"] for entry in manifest.values()))
         return {CHECKPOINT_BYTES: float(size), CHECKPOINT_WRITE_SECONDS: max(seconds for seconds, _ in parts)}
 
     def _not_written(self, reason: str) -> CheckpointError:
-        """With the room that is left: torch's writer does not say that a disk is full."""
+        """Return the error with the free disk space, since torch's writer does not report a full disk."""
         free = shutil.disk_usage(self.final.parent).free
         return CheckpointError(
             f"{self.final}: could not be written: {reason} ({free / 1e9:.2f} GB free there)"
         )
 
     def _write(self, *arguments: Any) -> None:
-        """This rank's files, and their checksums."""
+        """Write this rank's files and compute their checksums."""
         started = time.perf_counter()
         try:
             if self._request.async_fn is not None:
@@ -110,11 +110,11 @@ class Saving:
 
 
 def begin(folder: Path, step: int, policy: Policy, position: dict[str, Any], keep: int) -> Saving | None:
-    """Begin to write ``step``'s checkpoint under ``folder``; in the end all but the ``keep`` newest are
-    dropped. None if it is there already. Collective.
+    """Begin to write ``step``'s checkpoint under ``folder``; when it is finished, all but the ``keep`` newest
+    are removed. Return None if the checkpoint exists. Collective.
 
-    ``position`` is plain data beside the model: where the data source is, for example. Raises NonFiniteError
-    instead of writing a state with numbers that are not finite.
+    ``position`` is plain data beside the model, such as the position of the data source. Raises
+    NonFiniteError instead of writing a state with numbers that are not finite.
     """
     policy.check_finite()
     final = folder / step_name(step)
@@ -123,7 +123,7 @@ def begin(folder: Path, step: int, policy: Policy, position: dict[str, Any], kee
     made = ExitStack()
     if dist.get_rank() == 0:
         sweep(folder)
-        shutil.rmtree(final, ignore_errors=True)  # a leftover: not what ``latest`` names
+        shutil.rmtree(final, ignore_errors=True)  # a leftover that ``latest`` does not name
     partial = agree(lambda: made.enter_context(new_folder(final)))
     with policy.memory.readable():
         state = sharded_state.of(policy)
@@ -144,11 +144,11 @@ def save(folder: Path, step: int, policy: Policy, position: dict[str, Any], keep
 
 
 def load(folder: Path, policy: Policy) -> dict[str, Any] | None:
-    """Restore ``policy`` from the newest checkpoint that is whole. Collective.
+    """Restore ``policy`` from the newest complete checkpoint. Collective.
 
-    Damaged ones are named in a warning and set aside as ``step-00000012-damaged``. Returns the checkpoint's
-    position, None where there is no checkpoint. Raises CheckpointError where there are only damaged ones, or
-    where the newest is bound to another layout.
+    Damaged checkpoints are named in a warning and renamed to ``step-00000012-damaged``. Returns the
+    checkpoint's position, None if there is no checkpoint. Raises CheckpointError if all checkpoints are
+    damaged, or if the newest is bound to another layout.
     """
     newest = _newest_whole(folder)
     if newest is None:
@@ -165,7 +165,7 @@ def load(folder: Path, policy: Policy) -> dict[str, Any] | None:
 
 
 def _in_force(folder: Path) -> Path | None:
-    with suppress(CheckpointError):  # unreadable, but it is replaced now
+    with suppress(CheckpointError):  # unreadable, but replaced now
         return checkpoint_folder.latest(folder)
     return None
 
@@ -187,7 +187,8 @@ def _newest_whole(folder: Path) -> Path | None:
 
 
 def _candidates(folder: Path) -> tuple[list[Path], str | None]:
-    """(checkpoints from the one that ``latest`` names, newest first; the fault of ``latest``, if any)"""
+    """Return (checkpoints from the one that ``latest`` names, newest first; the fault of ``latest``, if
+    any)."""
     found = checkpoint_folder.steps(folder)[::-1]
     try:
         pointed = checkpoint_folder.latest(folder)
@@ -199,7 +200,7 @@ def _candidates(folder: Path) -> tuple[list[Path], str | None]:
 
 
 def _fault(checkpoint: Path) -> str | None:
-    """The fault of a checkpoint, the same on every rank; each rank reads a part of the files."""
+    """Return the fault of a checkpoint, the same on every rank; each rank reads a part of the files."""
     manifest, fault = agree(lambda: _manifest(checkpoint))
     if fault:
         return fault
@@ -215,7 +216,8 @@ def _manifest(checkpoint: Path) -> tuple[checkpoint_folder.Manifest, str | None]
 
 
 def _go_back(to: Path, damaged: dict[str, str], complaint: str | None) -> None:
-    """Make ``to`` the newest checkpoint; damaged ones are renamed, so that later steps do not meet them."""
+    """Make ``to`` the newest checkpoint; rename damaged checkpoints, so that later steps can use their
+    names."""
     for fault in filter(None, [complaint, *damaged.values()]):
         logger.warning("%s", fault)
     for name in damaged:
@@ -223,7 +225,7 @@ def _go_back(to: Path, damaged: dict[str, str], complaint: str | None) -> None:
         to.with_name(name).rename(aside)
         logger.warning("%s: set aside; you may examine or remove it", aside)
     checkpoint_folder.set_latest(to)
-    logger.warning("%s: the run goes on from this checkpoint", to)
+    logger.warning("%s: the run continues from this checkpoint", to)
 
 
 def _drop_old(newest: Path, keep: int) -> None:
@@ -234,5 +236,5 @@ def _drop_old(newest: Path, keep: int) -> None:
 
 
 def _by_all_ranks(work: Callable[[Collection[str]], Any], names: list[str]) -> list[Any]:
-    """``work`` on all names, of which every rank takes its share; all ranks' results."""
+    """Call ``work`` on each rank's share of the names; return all ranks' results."""
     return gather([work(names[dist.get_rank() :: dist.get_world_size()])])

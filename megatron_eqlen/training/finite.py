@@ -1,7 +1,7 @@
-"""Whether an optimizer step may be taken: every number that it is made of is finite, on every rank.
+"""Check before an optimizer step that every number involved is finite, on every rank.
 
-Each row's loss, the norm of all gradients, the weights and the optimizer's state are looked at before weights
-are touched, so nothing has to be undone. From finite numbers Adam makes finite weights as long as the largest
+Each row's loss, the norm of all gradients, the weights and the optimizer state are checked before weights
+change, so nothing has to be undone. From finite numbers Adam makes finite weights as long as the largest
 possible change (``_reach``) is a float32.
 """
 
@@ -26,12 +26,11 @@ from megatron_eqlen.training.rows import Rows
 from megatron_eqlen.types import Row
 
 LARGEST = 3e38
-"""Less than what float32 and bfloat16 can hold."""
+"""Bound below the largest numbers of float32 and bfloat16."""
 
 
 class NonFiniteError(ValueError):
-    """Training cannot continue: numbers are not finite. The newest checkpoint was written before they
-    appeared."""
+    """Training cannot continue because numbers are not finite. The newest checkpoint precedes them."""
 
 
 class NoGradientError(RuntimeError):
@@ -42,7 +41,7 @@ NOT_FINITE = "not finite"
 
 
 class Problem(NamedTuple):
-    """Why an update is not taken; the lowest ``order`` is nearest to the cause."""
+    """Reason to skip an update; the lowest ``order`` is nearest to the cause."""
 
     order: int
     text: str
@@ -53,7 +52,7 @@ class Problem(NamedTuple):
 
 
 def first_problem(mine: Problem | None) -> Problem | None:
-    """The one of all ranks' findings that is nearest to the cause, on every rank. Collective."""
+    """Return the problem of all ranks that is nearest to the cause, on every rank. Collective."""
     found = torch.tensor(float(mine is not None), device=device())
     dist.all_reduce(found)
     if not found:
@@ -62,8 +61,8 @@ def first_problem(mine: Problem | None) -> Problem | None:
 
 
 def row_problem(rows: Rows, losses: Sequence[RowLoss]) -> Problem | None:
-    """The first of this rank's rows whose loss is not finite; ``losses`` is empty except on the last pipeline
-    stage."""
+    """Return a problem for the first of this rank's rows whose loss is not finite; ``losses`` is empty except
+    on the last pipeline stage."""
     for number, loss in enumerate(losses):
         if not torch.isfinite(loss.metrics[POLICY_LOSS] + loss.metrics[KL_PENALTY]):
             rank, where = parallel_state.get_data_parallel_rank(), _where(rows.planned, rows[number], loss)
@@ -74,7 +73,7 @@ def row_problem(rows: Rows, losses: Sequence[RowLoss]) -> Problem | None:
 def state_problem(
     chunks: list, optimizer: ChainedOptimizer, read: Callable[[torch.Tensor], torch.Tensor] = lambda own: own
 ) -> Problem | None:
-    """A weight or a number of the optimizer's state that is not finite, on this rank. ``read`` returns a
+    """Return a problem for a weight or optimizer state of this rank that is not finite. ``read`` returns a
     parameter's numbers."""
     weights = [(name, read(parameter)) for name, parameter in _named(chunks)]
     if not _all_finite(weight for _, weight in weights):
@@ -86,7 +85,7 @@ def state_problem(
 
 
 def update_problem(optimizer: ChainedOptimizer, lr: float, grad_norm: float) -> Problem | None:
-    """Whether this step of Adam could take a weight beyond what a float32 holds."""
+    """Return a problem if this step of Adam could take a weight beyond float32's range."""
     reach = _reach(optimizer, lr, grad_norm)
     if reach < LARGEST:
         return None
@@ -94,7 +93,7 @@ def update_problem(optimizer: ChainedOptimizer, lr: float, grad_norm: float) -> 
 
 
 def gradient_problem(chunks: list, grad_norm: float) -> Problem | None:
-    """A norm that is not finite, and a gradient of this rank that made it so."""
+    """Return a problem if the norm is not finite, with a gradient of this rank that made it so."""
     if math.isfinite(grad_norm):
         return None
     name = _first_name((name, _main_grad(parameter)) for name, parameter in _named(chunks))
@@ -107,7 +106,7 @@ def gradient_problem(chunks: list, grad_norm: float) -> Problem | None:
 
 
 def _where(plan: Packing, row: Row, loss: RowLoss) -> str:
-    """Tree, node and token of a row's first number that is not finite."""
+    """Return tree, node and token of a row's first number that is not finite."""
     at = supervised_positions(row)
     bad = torch.nonzero(~torch.isfinite(loss.tokens))
     if not len(bad):
@@ -119,7 +118,7 @@ def _where(plan: Packing, row: Row, loss: RowLoss) -> str:
 
 
 def _what(row: Row, at: np.ndarray, losses: np.ndarray) -> str:
-    """What is not finite of the node at positions ``at``: one of its inputs, or one of its losses."""
+    """Name the quantity that is not finite in the node at positions ``at``: an input or a loss."""
     columns = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
     inputs = {name: getattr(row, name)[at] for name in columns if getattr(row, name) is not None}
     for name, values in (inputs | {"the loss": losses}).items():
@@ -130,7 +129,8 @@ def _what(row: Row, at: np.ndarray, losses: np.ndarray) -> str:
 
 
 def _reach(optimizer: ChainedOptimizer, lr: float, grad_norm: float) -> float:
-    """Upper bound of any weight after a step: |w| + lr (max(|m|, |g|) / ((1 - beta_1) eps) + decay |w|)."""
+    """Return an upper bound of any weight after a step: |w| + lr (max(|m|, |g|) / ((1 - beta_1) eps) + decay
+    |w|)."""
     state, reach = _state(optimizer), 0.0
     weight, moment = (max(map(abs, _ends(state.get(kind, [])))) for kind in ("weight", "exp_avg"))
     for group in optimizer.param_groups:
@@ -140,7 +140,7 @@ def _reach(optimizer: ChainedOptimizer, lr: float, grad_norm: float) -> float:
 
 
 def _state(optimizer: ChainedOptimizer) -> dict[str, list[torch.Tensor]]:
-    """This rank's main weights and what the optimizer keeps for each, by kind."""
+    """Return this rank's main weights and the optimizer's state of each, by kind."""
     kinds: dict[str, list[torch.Tensor]] = {}
     for part in optimizer.chained_optimizers:
         for group in part.param_groups:
@@ -170,8 +170,8 @@ def _all_finite(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def _ends(tensors: Iterable[torch.Tensor]) -> tuple[float, float]:
-    """The smallest and the largest element, NaN if any element is NaN. Reads each tensor once, copies
-    nothing."""
+    """Return the smallest and the largest element, NaN if any element is NaN. Reads each tensor once, without
+    copies."""
     ends = [torch.stack(torch.aminmax(tensor.detach())).double() for tensor in tensors if tensor.numel()]
     if not ends:
         return 0.0, 0.0

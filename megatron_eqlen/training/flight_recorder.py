@@ -1,7 +1,7 @@
-"""What torch's flight recorder knows of this rank's collectives: which it has come to, which have not ended.
+"""Read this rank's collectives from torch's flight recorder: the entered and the unfinished ones.
 
-gloo's and NCCL's record alike, but for point-to-point messages, which gloo's leaves out. Recording costs a
-microsecond or less a collective; reading takes no lock that a collective holds.
+gloo and NCCL record in the same format; gloo leaves out point-to-point messages. Recording costs at most a
+microsecond per collective; reading takes no lock that a collective holds.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 
 from torch.distributed import distributed_c10d
 
-_c10d = import_module("torch._C._distributed_c10d")  # its stubs leave the recorder out
+_c10d = import_module("torch._C._distributed_c10d")  # missing in its stubs
 
 SIZE = "2000"
-"""Collectives that are remembered. The recorder reads its size when the first process group is made."""
+"""Number of recorded collectives. The recorder reads it when the first process group is made."""
 
 
 def enable() -> None:
-    """Before any process group exists; a size that the environment sets is kept."""
+    """Enable the recorder. Call before any process group exists; a size that the environment sets is kept."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", SIZE)
 
 
 def status() -> str:
-    """Changes whenever a collective begins or ends; cheap."""
+    """Return a text that changes whenever a collective begins or ends; cheap."""
     dumps = [_c10d._dump_fr_trace_json(includeCollectives=False)]
     if has_nccl():
         dumps.append(_c10d._dump_nccl_trace_json(includeCollectives=False))
@@ -35,7 +35,7 @@ def status() -> str:
 
 
 def collectives() -> list[dict[str, Any]]:
-    """This rank's part in each process group that it has used, as ``hang`` describes it."""
+    """Return this rank's state in each process group that it has used, in the format of ``hang``."""
     dumps = [_c10d._dump_fr_trace()]
     if has_nccl():
         dumps.append(_c10d._dump_nccl_trace())
@@ -43,11 +43,12 @@ def collectives() -> list[dict[str, Any]]:
         str(name): sorted(distributed_c10d._world.pg_group_ranks[group])
         for group, name in list(distributed_c10d._world.pg_names.items())
     }
-    return [one for dump in dumps for one in of_entries(pickle.loads(dump).get("entries", ()), members)]
+    return [state for dump in dumps for state in of_entries(pickle.loads(dump).get("entries", ()), members)]
 
 
 def of_entries(entries: Iterable[dict[str, Any]], members: dict[str, list[int]]) -> Iterator[dict[str, Any]]:
-    """The same of a recorder's ``entries``, oldest first; ``members``: the ranks of each group by name."""
+    """Yield the state in each process group from a recorder's ``entries``, oldest first. ``members``: the
+    ranks of each group by name."""
     entries = list(entries)
     forgotten = bool(entries) and entries[0]["record_id"] > 0
     by_group: dict[str, list[dict[str, Any]]] = {name: [] for name in members}
@@ -69,12 +70,12 @@ def of_entries(entries: Iterable[dict[str, Any]], members: dict[str, list[int]])
 
 
 def _waited(entry: dict[str, Any]) -> dict[str, Any]:
-    frames = [f"{one['filename']}:{one['line']} in {one['name']}" for one in entry.get("frames", ())]
+    frames = [f"{frame['filename']}:{frame['line']} in {frame['name']}" for frame in entry.get("frames", ())]
     return {
         "number": entry["collective_seq_id"],
         "operation": entry["profiling_name"],
         "sizes": entry["input_sizes"],
-        "at": next((one for one in frames if "/torch/" not in one), ""),
+        "at": next((frame for frame in frames if "/torch/" not in frame), ""),
     }
 
 

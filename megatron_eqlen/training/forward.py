@@ -1,4 +1,4 @@
-"""Rows through Megatron's own pipeline schedules: a row is a micro-batch."""
+"""Run rows through Megatron's own pipeline schedules: a row is a micro-batch."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from megatron_eqlen.training.head import Head
 from megatron_eqlen.types import Row
 
 RowResult = Callable[[torch.Tensor, torch.Tensor, Row, np.ndarray], Any]
-"""(logprobs [n], entropy [n], row, the n supervised positions) -> what a pass returns for a row."""
+"""Function (logprobs [n], entropy [n], row, the n supervised positions) -> result of a pass for a row."""
 
 
 def microbatch_multiple(config: TransformerConfig) -> int:
-    """The number of rows must be a multiple of this: Megatron's interleaved schedule processes micro-batches
-    in groups of the pipeline's size; other schedules take any number."""
+    """Return the number of which the row count must be a multiple: Megatron's interleaved schedule processes
+    micro-batches in groups of the pipeline's size; other schedules take any number."""
     return config.pipeline_model_parallel_size if config.virtual_pipeline_model_parallel_size else 1
 
 
 def row_multiple(config: TransformerConfig) -> int:
-    """A row's length must be a multiple of this: context parallelism gives each rank two slices of it,
-    sequence parallelism splits these over ranks, and attention on GPUs computes them in blocks."""
+    """Return the number of which a row's length must be a multiple: context parallelism gives each rank two
+    slices, sequence parallelism splits these over ranks, and attention on GPUs computes them in blocks."""
     ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
     slices = 2 * config.context_parallel_size if config.context_parallel_size > 1 else 1
     return slices * (math.lcm(ranks, BLOCK) if torch.cuda.is_available() else ranks)
 
 
 def supervised_positions(row: Row) -> np.ndarray:
-    """[n] int64: the positions of the loss; the LM head is computed only there."""
+    """Return [n] int64: the positions of the loss; the LM head is computed only there."""
     return np.flatnonzero(row.weights > 0)
 
 
@@ -54,13 +54,14 @@ def run_rows(
     train: bool,
     logits_chunk: int | None = None,
 ) -> list[Any]:
-    """One pass over this data-parallel rank's rows, through every pipeline stage.
+    """Run this data-parallel rank's rows once through every pipeline stage.
 
-    With ``train``, ``result`` returns (loss, log) and gradients accumulate, undivided: the weights of
-    a row hold every factor. Returns what ``result`` gave per row (its log, with ``train``) on the last
+    With ``train``, ``result`` returns (loss, log) and gradients accumulate, undivided: the weights of a row
+    hold every factor. Returns the results of ``result`` per row (with ``train`` the logs) on the last
     pipeline stage and an empty list elsewhere. Every rank of a pipeline passes the same rows, and so do
-    context-parallel ranks, on which ``result`` gets and returns the same.
-    ``logits_chunk``: supervised tokens whose logits exist at once; None: a row's.
+    context-parallel ranks, on which ``result`` gets and returns the same values.
+
+    ``logits_chunk``: supervised tokens whose logits exist at once; None: all of a row.
     """
     step = _forward_step(temperature, result, train, logits_chunk)
     iterators = [iter(rows) for _ in chunks]
@@ -117,8 +118,8 @@ def _forward_step(temperature: float, result: RowResult, train: bool, logits_chu
 
 
 class _OfAllRanks(torch.autograd.Function):
-    """[2, n of this rank] -> [2, n of the row], the same on every context-parallel rank. Whatever is computed
-    from that is computed on all of them, so a rank's gradient is that of its own columns, unsummed."""
+    """[2, n of this rank] -> [2, n of the row], the same on every context-parallel rank. All ranks compute
+    the same values from the result, so a rank's gradient is that of its own columns, without a sum."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, columns: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:

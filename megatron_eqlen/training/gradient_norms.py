@@ -1,4 +1,5 @@
-"""The gradient's norm by kind of weight: embedding, attention, ...; the squares add up to the whole's."""
+"""Gradient norm by kind of weight (embedding, attention, ...); the squares add up to the square of the
+norm."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ KINDS = ("embedding", "attention", "mlp", "experts", "router", "norms", "head")
 
 
 def kind_of(name: str) -> str:
-    """One of ``KINDS``, by a parameter's name in Megatron's model. Shared experts and their gate are ``mlp``;
-    what a mixer of tokens has besides projections (convolution, decay) is ``attention``."""
+    """Return one of ``KINDS``, by a parameter's name in Megatron's model. Shared experts and their gate are
+    ``mlp``; the weights of a token mixer besides projections (convolution, decay) are ``attention``."""
     parts = name.split(".")
     if any("norm" in part for part in parts):
         return "norms"
@@ -39,8 +40,8 @@ def kind_of(name: str) -> str:
 
 
 def gradient_norms(chunks: list, optimizer: ChainedOptimizer) -> Metrics:
-    """``train/grad_norm/KIND`` of the kinds that the model has, over all ranks, before clipping. They must
-    have been reduced. Collective."""
+    """Return ``train/grad_norm/KIND`` for the model's kinds, over all ranks, before clipping. The gradients
+    must have been reduced. Collective."""
     kinds = {parameter: kind_of(name) for chunk in chunks for name, parameter in chunk.named_parameters()}
     whole = torch.zeros(len(KINDS), dtype=torch.float64, device=device())
     present = torch.zeros_like(whole)
@@ -58,8 +59,8 @@ def gradient_norms(chunks: list, optimizer: ChainedOptimizer) -> Metrics:
 
 
 def _shards(part: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """Of each parameter the piece of its reduced gradient that this rank owns, each piece once in the world:
-    as Megatron's own norm counts them."""
+    """Yield each parameter with the piece of its reduced gradient that this rank owns. Each piece occurs once
+    in the world, as in Megatron's own norm."""
     for parameter in part.model_param_gbuf_map:
         own = part._get_model_param_range_map(parameter)["param"]
         once = param_is_not_shared(parameter) and tensor_parallel.param_is_not_tensor_parallel_duplicate(

@@ -1,8 +1,8 @@
-"""The LM head and its log-probs. However long a row is, only a chunk of its logits exists at once.
+"""LM head and its log-probs. For rows of any length, only a chunk of the logits exists at once.
 
 A row of up to ``packing.logits_chunk`` supervised tokens goes through Megatron's linear layer, and its logits
-are kept for the backward pass. A longer one is cut into chunks of nearly equal length, and the backward pass
-computes each chunk's logits again.
+are kept for the backward pass. A longer row is cut into chunks of nearly equal length, and the backward pass
+recomputes each chunk's logits.
 
 Log-probs and the gradients of hidden states are computed token by token: chunks change no bit of them, as far
 as the matrix product treats rows alike whatever their number (MKL does from 16 rows on; cuBLAS may not). The
@@ -27,24 +27,25 @@ from megatron_eqlen.training.profiler import marked
 from megatron_eqlen.types import Row
 
 UNIT = 8
-"""Chunks begin at multiples of this, where kernels of matrix products do."""
+"""Chunks begin at multiples of this, like the blocks of matrix-product kernels."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """What turns the hidden states of a row's supervised tokens into log-probs."""
+    """LM head: computes log-probs from the hidden states of a row's supervised tokens."""
 
     labels: Tensor
     """[n] int64"""
     mask: tuple[Tensor, Tensor] | None
-    """The tokens that sampling kept: ids and counts, as ``masked_token_logprobs`` takes them."""
+    """Tokens that sampling kept: ids and counts, as for ``masked_token_logprobs``."""
     mask_ends: np.ndarray | None
-    """[n + 1] int64, where each token's ids start in the mask, and where the last one's end."""
+    """[n + 1] int64, start of each token's ids in the mask, and the end of the last token's ids."""
     temperature: float
     group: dist.ProcessGroup
     """The tensor-parallel group."""
     chunk: int
-    """Most tokens whose logits exist at once; a multiple of UNIT, or at least the row's."""
+    """Maximum number of tokens whose logits exist at once; a multiple of UNIT, or at least the row's
+    tokens."""
 
     @classmethod
     def of(
@@ -56,7 +57,7 @@ class Head:
         chunk: int,
         device: torch.device,
     ) -> Head:
-        """``at`` [n] int64: supervised positions, all of the row or some."""
+        """Make the head of a row. ``at`` [n] int64: all or some of its supervised positions."""
         labels = torch.from_numpy(row.labels[at]).to(device)
         if row.mask_ids is None or row.mask_counts is None:
             return cls(labels, None, None, temperature, group, chunk)
@@ -78,7 +79,7 @@ class Head:
         return torch.stack(self.logprobs(logits, slice(0, len(hidden))))
 
     def logprobs(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        """([m], [m]): log-probs and entropy of the tokens ``rows``, whose logits are [m, V / TP]."""
+        """Return ([m], [m]): log-probs and entropy of the tokens ``rows``, whose logits are [m, V / TP]."""
         labels = self.labels[rows]
         if self.mask is None or self.mask_ends is None:
             return token_logprobs(logits, labels, self.temperature, self.group)
@@ -87,7 +88,7 @@ class Head:
         return masked_token_logprobs(logits, labels, kept, counts[rows], self.temperature, self.group)
 
     def chunks(self) -> list[slice]:
-        """All tokens in as few pieces as ``chunk`` allows, of nearly equal length."""
+        """Return slices of all tokens: as few as ``chunk`` allows, of nearly equal length."""
         tokens = len(self.labels)
         units, count = -(-tokens // UNIT), -(-tokens // self.chunk)
         ends = [min(units * i // count * UNIT, tokens) for i in range(count + 1)]
@@ -119,7 +120,7 @@ class _ChunkedHead(torch.autograd.Function):
             dist.all_reduce(grad_hidden, group=ctx.head.group)
         if ctx.main_grad is None:
             return grad_hidden, total.to(weight.dtype), None
-        # DDP waits for the weight's gradient, and adds it to main_grad: nothing more
+        # DDP waits for this gradient and adds it to main_grad, so a zero suffices
         return grad_hidden, weight.new_zeros(()).expand_as(weight), None
 
 

@@ -1,7 +1,7 @@
-"""The distribution of log-ratios as counts, which add up over rows and ranks, and quantiles of it.
+"""Distribution of log-ratios as counts, which add up over rows and ranks, and its quantiles.
 
-Bins grow by 2% from 1e-7 to 20 nats on both sides of 0, as in DDSketch (arXiv 1908.10693): a quantile's log
-is within 1% of the exact one, wherever it lies.
+Bins grow by 2% from 1e-7 to 20 nats on both sides of 0, as in DDSketch (arXiv 1908.10693): the log of a
+quantile is within 1% of the exact value.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import math
 import torch
 
 SMALLEST, LARGEST = 1e-7, 20.0
-"""Below the first a log-ratio counts as 0; beyond the second as that."""
+"""Log-ratios below the first count as 0; log-ratios beyond the second are clamped to it."""
 GROWTH = 1.02
 LEVELS = math.ceil(math.log(LARGEST / SMALLEST) / math.log(GROWTH))
 BINS = 2 * LEVELS + 1
 
 
 def count(log_ratios: torch.Tensor) -> torch.Tensor:
-    """[BINS] float64, ascending, of [n] float64. Numbers that are not finite count as 0."""
+    """Return [BINS] float64 counts, ascending, of [n] float64. Numbers that are not finite count as 0."""
     sizes = log_ratios.nan_to_num(0.0, 0.0, 0.0).abs().clamp(SMALLEST, LARGEST)
     levels = ((sizes / SMALLEST).log() / math.log(GROWTH)).ceil().clamp(0, LEVELS)
     bins = LEVELS + (levels * log_ratios.nan_to_num(0.0, 0.0, 0.0).sign()).long()
@@ -26,7 +26,7 @@ def count(log_ratios: torch.Tensor) -> torch.Tensor:
 
 
 def quantile(counts: torch.Tensor, share: float) -> float:
-    """The smallest log-ratio that ``share`` of the counted ones (at least one) do not exceed."""
+    """Return the smallest log-ratio that ``share`` of the counted log-ratios (at least one) do not exceed."""
     below = counts.cumsum(0)
     rank = max(1.0, math.ceil(share * below[-1].item()))
     level = int(torch.searchsorted(below, rank)) - LEVELS

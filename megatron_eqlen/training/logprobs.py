@@ -24,12 +24,13 @@ def token_logprobs(
     group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-softmax of ``logits / temperature`` at ``labels``, and the entropy of that distribution (in nats).
+    """Return the log-softmax of ``logits / temperature`` at ``labels``, and the distribution's entropy (in
+    nats).
 
     logits: [n, V / tp], this rank's slice of the vocabulary, in rank order. labels: [n] int64, the same on
-    every rank. group: the tensor-parallel group, None for a whole vocabulary. vocab_size: columns from
-    there on are padding and have no probability. Returns ([n], [n]); the entropy is for reporting and has
-    no gradient.
+    every rank. group: the tensor-parallel group; None: the vocabulary is not split. vocab_size: columns from
+    there on are padding and have no probability. Returns ([n], [n]); the entropy is for reporting and has no
+    gradient.
     """
     return _TokenLogprobs.apply(logits, labels, temperature, group, vocab_size)
 
@@ -124,8 +125,8 @@ class _MaskedLogprobs(torch.autograd.Function):
 def _local_columns(
     logits: torch.Tensor, labels: torch.Tensor, group: dist.ProcessGroup | None, vocab_size: int | None
 ) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """The number of this rank's columns that are not padding, the labels' columns on this rank, and whether
-    each label is on this rank."""
+    """Return the number of this rank's columns without padding, the labels' columns on this rank, and a mask
+    of the labels on this rank."""
     columns = logits.shape[-1]
     first = columns * (group.rank() if group is not None else 0)
     real = columns if vocab_size is None else min(max(vocab_size - first, 0), columns)
@@ -134,13 +135,13 @@ def _local_columns(
 
 
 def _scaled(logits: torch.Tensor, kind: torch.dtype, temperature: float) -> torch.Tensor:
-    """A copy of ``logits`` in ``kind``, divided by the temperature."""
+    """Return a copy of ``logits`` in ``kind``, divided by the temperature."""
     return logits.to(kind, copy=True).div_(temperature)
 
 
 def _sums(shifted: torch.Tensor, local: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
-    """[3, tokens]: sums of exp(shifted) and of exp(shifted) x shifted, and the label's (0 on other ranks).
-    ``shifted`` is overwritten."""
+    """Return [3, tokens]: sums of exp(shifted) and of exp(shifted) x shifted, and the label's ``shifted`` (0
+    on other ranks). Overwrites ``shifted``."""
     label = (
         shifted.gather(-1, local[:, None])[:, 0] * mine if shifted.shape[-1] else shifted.new_zeros(len(mine))
     )

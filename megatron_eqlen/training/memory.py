@@ -1,4 +1,4 @@
-"""The trainer's own part of a GPU's memory: weights, gradients and what the optimizer keeps."""
+"""The trainer's part of a GPU's memory: weights, gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_eqlen.training.parking import Parked, memory_of, storage_bytes
 
 class TrainerMemory:
     """``model``: the chunks in Megatron's DistributedDataParallel, whose ``buffers`` is not torch's method.
-    ``parked``: what ``park`` frees, as ``rollout.park_trainer`` says."""
+    ``parked``: the parts that ``park`` frees, see ``rollout.park_trainer``."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class TrainerMemory:
 
     def park(self) -> None:
         if self._parts:
-            self._optimizer.zero_grad()  # an optimizer's gradient may be a copy, in another dtype
+            self._optimizer.zero_grad()  # may be a copy of the gradient in another dtype
         for part in self._parts:
             part.park()
 
@@ -48,18 +48,18 @@ class TrainerMemory:
 
     @property
     def away(self) -> bool:
-        """Whether nothing can be trained now."""
+        """True while the trainer's memory is parked and nothing can be trained."""
         return self.gradients.away
 
     @contextlib.contextmanager
     def readable(self) -> Iterator[None]:
-        """Inside, the optimizer's state can be read, on the device or on the host; the model's parameters
-        through ``weights.host``."""
+        """Make the optimizer state readable in the block, on the device or on the host; the model's
+        parameters are read through ``weights.host``."""
         with self.weights.readable(but=self._parameters), self.state.readable():
             yield
 
     def on_device(self) -> dict[str, int]:
-        """Bytes on the device now, by part (``phases.Part``)."""
+        """Return the bytes on the device now, by part (``phases.Part``)."""
         parts = {
             "weights": self._weights(),
             "gradients": [buffer.grad_data for buffer in self._buffers],
@@ -68,13 +68,13 @@ class TrainerMemory:
         return {name: storage_bytes(tensors) for name, tensors in parts.items()}
 
     def _weights(self) -> list[Tensor]:
-        """The parameters, and the optimizer's shards that are views of them."""
+        """Return the parameters, and the optimizer's shards that are views of them."""
         weights = {memory_of(parameter) for parameter in self._parameters}
         shards = [tensor for tensor in self._optimizers_own() if memory_of(tensor) in weights]
         return [*self._parameters, *shards]
 
     def _state(self) -> list[Tensor]:
-        """Main weights and moments that are on the device."""
+        """Yield the main weights and moments that are on the device."""
         weights = {memory_of(parameter) for parameter in self._parameters}
         return [tensor for tensor in self._optimizers_own() if memory_of(tensor) not in weights]
 
@@ -83,7 +83,7 @@ class TrainerMemory:
             for group in part.param_groups:
                 yield from group["params"]
             if isinstance(part.optimizer, HybridDeviceOptimizer):
-                continue  # its state is on the host
+                continue  # the state is on the host
             for state in part.optimizer.state.values():
                 tensors = (value for value in state.values() if isinstance(value, Tensor))
                 yield from (tensor for tensor in tensors if tensor.dim())  # torch's step is on the host

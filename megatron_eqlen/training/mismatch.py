@@ -1,19 +1,19 @@
-"""The mismatch of trainer and engine: how large it is, and what the loss does about it.
+"""Mismatch of trainer and engine, and its correction in the loss.
 
     rho_t = pi_trainer(y_t) / pi_engine(y_t)        of the weights that sampled, in two programs
 
     rollout_is         importance_t = rho_t, or the product of its segment
-                         one threshold: min(importance, threshold)   (truncated importance sampling)
-                         [low, high]:   0 outside of the band        (IcePop, arXiv 2510.18855)
+                       one threshold: min(importance, threshold)   (truncated importance sampling)
+                       [low, high]:   0 outside of the band        (IcePop, arXiv 2510.18855)
     rollout_rs         tokens or segments whose divergence is beyond its bound give no gradient
-                         (masked importance sampling; verl 0.8, ``rollout_corr_helper.py``, has the names)
+                       (masked importance sampling; verl 0.8, ``rollout_corr_helper.py``, has the names)
     rollout_token_veto_threshold
                        a segment with any rho_t below it gives no gradient (verl's, before 0.7)
 
-A token that ``rollout_rs`` or the veto rejects leaves the ratio of its segment (GSPO, LUSPO, VESPO), as in
-verl, whose rejection mask multiplies the response mask before the ratio is computed. It stays in the
-averages: weights hold every factor before the loss is known, so a rejected token counts as a token with
-gradient 0. (verl leaves it out of the number it divides by, too.)
+Tokens that ``rollout_rs`` or the veto rejects are excluded from the ratio of their segment (GSPO, LUSPO,
+VESPO), as in verl, whose rejection mask multiplies the response mask before the ratio is computed. They still
+count in the averages, with gradient 0: weights hold every factor before the loss is known. (verl excludes
+them from the denominator, too.)
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from megatron_eqlen.recipe import LossRecipe
 from megatron_eqlen.training.segments import Segments
 
 RATIO_LIMIT = 20.0
-"""What is exponentiated is clamped to +-20, as in verl: log rho of a token for ``rollout_is: token`` and
-``rollout_rs``, its sum over the segment for ``rollout_is: sequence``. The veto compares log rho itself."""
+"""Bound of exponents, +-20 as in verl: log rho of a token for ``rollout_is: token`` and ``rollout_rs``, its
+sum over the segment for ``rollout_is: sequence``. The veto compares log rho itself."""
 
 DIVERGENCES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "k1": lambda log_rho: -log_rho,
@@ -42,20 +42,20 @@ DIVERGENCES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class Correction:
-    """What the policy's loss and the KL penalty of each token are multiplied by; no gradient flows here."""
+    """Factors of the policy loss and the KL penalty of each token; no gradient flows here."""
 
     importance: torch.Tensor
-    """[n] float64, of the policy's loss; ``kept`` is in it."""
+    """[n] float64, factor of the policy loss, including ``kept``."""
     kept: torch.Tensor
-    """[n] float64: 0 where a token gives no gradient at all, else 1."""
+    """[n] float64: 0 for tokens without gradient, else 1."""
     log_ratio: torch.Tensor
     """[n] float64, log rho."""
     metrics: dict[str, torch.Tensor]
-    """[n] each; what is counted by segments is spread over their tokens."""
+    """[n] each; values per segment are spread over its tokens."""
 
 
 def correct(trainer: torch.Tensor, engine: torch.Tensor, segments: Segments, loss: LossRecipe) -> Correction:
-    """The correction of supervised tokens; both log-probs are [n] float64."""
+    """Return the correction for supervised tokens; both log-probs are [n] float64."""
     difference = trainer - engine
     log_rho = _clamp(difference)
     of_segment = segments.sum(difference)
@@ -117,7 +117,7 @@ def _kept(
 def _within(
     name: str, bound: float | tuple[float, float], log_rho: torch.Tensor, segments: Segments
 ) -> torch.Tensor:
-    """[n] bool: what the option ``name`` (``token_k1``, ``seq_mean_k3``, ...) keeps."""
+    """Return [n] bool: the tokens that the option ``name`` (``token_k1``, ``seq_mean_k3``, ...) keeps."""
     level, _, estimate = name.rpartition("_")
     divergence = DIVERGENCES[estimate](log_rho)
     if level != "token":

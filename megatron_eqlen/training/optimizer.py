@@ -31,7 +31,8 @@ from megatron_eqlen.training.optimizer_state import init_state
 
 
 def wrap(chunks: list, recipe: Recipe) -> list[DistributedDataParallel]:
-    """Each model chunk in Megatron's DDP, with gradients summed (never averaged) over data-parallel ranks."""
+    """Wrap each model chunk in Megatron's DDP, with gradients summed (never averaged) over data-parallel
+    ranks."""
     overlap = recipe.parallel.overlap_grad_reduce
     config = chunks[0].config
     assert config.calculate_per_token_loss, "gradients must be sums: token weights hold every factor"
@@ -54,9 +55,10 @@ def wrap(chunks: list, recipe: Recipe) -> list[DistributedDataParallel]:
 def build_optimizer(
     chunks: list[DistributedDataParallel], recipe: Recipe
 ) -> tuple[ChainedOptimizer, OptimizerParamScheduler]:
-    """AdamW on the distributed optimizer, and the schedule that changes its learning rate once a step.
+    """Return AdamW on the distributed optimizer, and the schedule that changes its learning rate once per
+    step.
 
-    Raises ValueError for ``optimizer.precision: bfloat16`` where there is no Transformer Engine.
+    Raises ValueError for ``optimizer.precision: bfloat16`` without Transformer Engine.
     """
     options = recipe.optimizer
     config = chunks[0].config
@@ -104,10 +106,11 @@ def build_optimizer(
 
 
 def _where_and_how(options: OptimizerRecipe) -> dict[str, Any]:
-    """Megatron's options for where the optimizer's state lies and how it is kept.
+    """Return Megatron's options for the placement and precision of the optimizer state.
 
-    Its "precision-aware" optimizer reads gradients where DDP has summed them, in their dtype, and keeps main
-    weights itself. A host optimizer needs that too: otherwise main weights are on the GPU as well.
+    Megatron's "precision-aware" optimizer reads gradients where DDP has summed them, in their dtype, and
+    keeps main weights itself. A host optimizer needs this, too: otherwise main weights are on the GPU as
+    well.
     """
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     aware = {"use_precision_aware_optimizer": True, "main_grads_dtype": dtypes[options.grad_dtype]}
@@ -140,7 +143,7 @@ def _require_transformer_engine() -> None:
 
 
 def gradient_norm(optimizer: ChainedOptimizer) -> float:
-    """The norm of all gradients of the model, which are then ready for ``take_step``. Collective."""
+    """Return the norm of all gradients of the model, which are then ready for ``take_step``. Collective."""
     optimizer.prepare_grads()
     return float(optimizer.get_grad_norm() or 0.0)
 
@@ -162,8 +165,8 @@ def take_step(optimizer: ChainedOptimizer, grad_norm: float) -> None:
 
 @contextlib.contextmanager
 def all_cores() -> Iterator[None]:
-    """Inside, torch computes with this rank's share of the machine's cores. Launchers leave a rank one
-    thread, which is right for a GPU's rank until it updates billions of weights on the host."""
+    """Let torch compute with this rank's share of the machine's cores in the block. Launchers give a rank one
+    thread, which is too few for updating billions of weights on the host."""
     before = torch.get_num_threads()
     torch.set_num_threads(max(before, cores_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))))
     try:
@@ -174,7 +177,7 @@ def all_cores() -> Iterator[None]:
 
 @functools.wraps(finalize_model_grads)
 def _sum_model_grads(model: list, num_tokens: object = None, **kwargs: Any) -> None:
-    """Megatron's gradient reduction without its division by the number of tokens."""
+    """Reduce gradients as Megatron does, without its division by the number of tokens."""
     finalize_model_grads(model, None, **kwargs)
 
 

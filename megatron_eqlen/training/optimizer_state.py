@@ -1,4 +1,5 @@
-"""What Megatron's distributed optimizer keeps: made before the first update, and loaded from a checkpoint."""
+"""State of Megatron's distributed optimizer: created before the first update, and loaded from a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -18,13 +19,15 @@ HOST_OPTIONS = (
     "pin_cpu_params",
     "overlap_cpu_optimizer_d2h_h2d",
 )
-"""What a host optimizer leaves in its parameter groups: for no checkpoint to hold (there are classes)."""
+"""Entries that a host optimizer adds to its parameter groups; checkpoints leave them out (some are
+classes)."""
 
 
 def init_state(optimizer: MegatronOptimizer) -> None:
     """Create Adam's moments as before the first update: zeros. The weights are not changed.
 
-    They take their memory now, and Megatron can neither save nor load an optimizer that has never stepped.
+    The moments allocate their memory now, and Megatron can neither save nor load an optimizer that has never
+    stepped.
     """
     assert isinstance(optimizer, DistributedOptimizer)
     groups = optimizer.optimizer.param_groups
@@ -42,7 +45,7 @@ def init_state(optimizer: MegatronOptimizer) -> None:
     optimizer.zero_grad()
     for group, rate in zip(groups, rates, strict=True):
         group["lr"] = rate
-        if "step" in group:  # Transformer Engine's Adam counts here, torch's in each state
+        if "step" in group:  # Transformer Engine's Adam counts steps here, torch's in each state
             group["step"] = 0
     for state in optimizer.optimizer.state.values():
         if "step" in state:
@@ -50,10 +53,10 @@ def init_state(optimizer: MegatronOptimizer) -> None:
 
 
 def load_state(optimizer: ChainedOptimizer, loaded: dict[str, Any]) -> None:
-    """Load what a checkpoint holds of the optimizer: its numbers, and how many steps it has taken.
+    """Load the optimizer's numbers and step count from a checkpoint.
 
     All other options stay those of the recipe: a checkpoint may come from another kind of optimizer (on the
-    host, or Transformer Engine's), which has others.
+    host, or Transformer Engine's) with other options.
     """
     parts = optimizer.chained_optimizers
     states = [loaded] if len(parts) == 1 else [loaded[number] for number in sorted(loaded)]

@@ -1,15 +1,15 @@
-"""Device memory that the trainer gives up for a while and takes back bit for bit.
+"""Release device memory of the trainer for a while and restore it bit for bit.
 
-    parked.park()          the numbers go to host memory, the device's memory is free
-    parked.host(tensor)    meanwhile: a tensor with the same numbers, on the host
-    parked.readable()      meanwhile: the tensors read what lies on the host
-    parked.unpark()        the numbers are back
+    parked.park()          moves the numbers to host memory and frees the device's memory
+    parked.host(tensor)    while parked: a tensor with the same numbers, on the host
+    parked.readable()      while parked: the tensors read the copies on the host
+    parked.unpark()        restores the numbers
 
-The storage under the tensors is emptied, the tensors stay. Whatever refers to them or to views of them
-(Megatron's buckets, the optimizer's shards, autograd's hooks) is right again after ``unpark``.
+The storage under the tensors is emptied; the tensors stay. All references to them or to views of them
+(Megatron's buckets, the optimizer's shards, autograd's hooks) are valid again after ``unpark``.
 
 Megatron-Core's own ``optimizer.offload_to_cpu`` is not used: it gives each tensor new memory, so that shards
-that are views of the model's weights no longer are, and it brings a host optimizer's state to the device.
+are no longer views of the model's weights, and it moves a host optimizer's state to the device.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch import Tensor, UntypedStorage
 
 
 class Parked:
-    """The storages under some tensors, on the device or parked in host memory.
+    """Storages under some tensors, on the device or parked in host memory.
 
-    ``tensors``: asked for at each parking, since an optimizer may replace its own. ``keep``: whether their
-    numbers matter; otherwise they are zeros after ``unpark``, and need no host memory.
+    ``tensors``: called at each parking, since an optimizer may replace its tensors. ``keep``: False: the
+    tensors are zeros after ``unpark`` and need no host memory.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], keep: bool = True) -> None:
@@ -34,7 +34,7 @@ class Parked:
         self._storages: dict[int, UntypedStorage] = {}
         self._sizes: dict[int, int] = {}
         self._copies: dict[int, Tensor] = {}
-        """Host memory by storage; it is kept for the next parking, since pinning is slow."""
+        """Host memory by storage, kept for the next parking since pinning is slow."""
         self.away = False
 
     @torch.no_grad()
@@ -51,7 +51,7 @@ class Parked:
 
     @torch.no_grad()
     def unpark(self) -> None:
-        """Take the memory back, with its numbers. No effect unless parked."""
+        """Allocate the memory again and restore the numbers. No effect unless parked."""
         if not self.away:
             return
         for key, storage in self._storages.items():
@@ -61,8 +61,8 @@ class Parked:
         self.away = False
 
     def host(self, tensor: Tensor) -> Tensor:
-        """Return the tensor's numbers where they can be read: a view of the host's copy while parked, else
-        the tensor itself. The result must not be written to."""
+        """Return the tensor's numbers for reading: a view of the host's copy while parked, else the tensor
+        itself. The result must not be written to."""
         if not self.away or memory_of(tensor) not in self._copies or not tensor.numel():
             return tensor
         copy = self._copies[memory_of(tensor)].untyped_storage()
@@ -71,7 +71,8 @@ class Parked:
 
     @contextlib.contextmanager
     def readable(self, but: Iterable[Tensor] = ()) -> Iterator[None]:
-        """Inside, parked tensors other than ``but`` read their numbers on the host. Writing is not allowed.
+        """Make parked tensors other than ``but`` read their numbers on the host in the block. Writing is not
+        allowed.
 
         ``but`` must hold the parameters of modules in training: when ``data`` of a parameter moves to another
         device, torch drops its gradient accumulator and every hook on it, and Megatron's gradients stay 0
@@ -89,17 +90,17 @@ class Parked:
 
     @contextlib.contextmanager
     def resident(self) -> Iterator[None]:
-        """Inside, the numbers are on the device, where they may only be read; then where they were before."""
+        """Restore the numbers on the device for reading in the block; then park again if they were parked."""
         away = self.away
         self.unpark()
         try:
             yield
         finally:
             if away:
-                self._empty()  # the copies on the host are still right
+                self._empty()  # the copies on the host are still valid
 
     def _empty(self) -> None:
-        """Free the memory for other allocators, too, once the device has done what it was told."""
+        """Free the memory, for other allocators as well, once the device has finished its work."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         for storage in self._storages.values():
@@ -109,7 +110,7 @@ class Parked:
         self.away = True
 
     def _copy(self, key: int) -> Tensor:
-        """The storage's bytes on the host."""
+        """Return the storage's bytes on the host."""
         storage, copy = self._storages[key], self._copies.get(key)
         if copy is None or copy.numel() != storage.nbytes():
             pin = storage.device.type == "cuda"
@@ -118,13 +119,14 @@ class Parked:
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the memory under these tensors; what several share counts once."""
+    """Return the bytes of the memory under these tensors; shared memory counts once."""
     storages = {memory_of(tensor): tensor.untyped_storage() for tensor in tensors}
     return sum(storage.nbytes() for storage in storages.values())
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Names the memory under a tensor; tensors with the same name share it."""
+    """Return an identifier of the memory under a tensor; tensors that share memory have the same
+    identifier."""
     return tensor.untyped_storage()._cdata
 
 

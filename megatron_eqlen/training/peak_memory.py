@@ -1,4 +1,4 @@
-"""The most memory that a stage had: of the GPU, as PyTorch's allocator knows it, or else of the process."""
+"""Peak memory of a stage: of the GPU, from PyTorch's allocator, or else of the process."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ STATUS = Path("/proc/self/status")
 
 
 def begin() -> None:
-    """Forget what was the most so far."""
-    with contextlib.suppress(OSError):  # where that is not allowed it is the most since the process began
+    """Reset the peak."""
+    with contextlib.suppress(OSError):  # if not allowed, the peak covers the process's lifetime
         forget()
 
 
 def forget() -> None:
-    """Raises OSError where a process may not do that."""
+    """Reset the peak. Raises OSError if a process is not allowed to."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     else:
@@ -28,7 +28,7 @@ def forget() -> None:
 
 
 def most() -> int:
-    """Bytes that were in use at one time since then."""
+    """Return the peak in bytes since the last reset."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     lines = STATUS.read_text(encoding="ascii").splitlines()
@@ -36,7 +36,8 @@ def most() -> int:
 
 
 def measured(stage: str) -> Metrics:
-    """Bytes since ``begin``, as ``memory/peak/STAGE``; on a GPU also what the allocator held of it."""
+    """Return the peak since ``begin`` as ``memory/peak/STAGE``; on a GPU also the allocator's reserved
+    memory."""
     found = {f"memory/peak/{stage}": float(most())}
     if torch.cuda.is_available():
         found[f"memory/reserved/{stage}"] = float(torch.cuda.max_memory_reserved())

@@ -1,4 +1,4 @@
-"""The policy: the Megatron model in training, with its optimizer and its reference weights.
+"""Policy: the Megatron model in training, with its optimizer and its reference weights.
 
 trees ─► plan ─► exchange ─► (old and reference log-probs) ─► forward, loss, backward ─► optimizer step
 """
@@ -36,7 +36,7 @@ from megatron_eqlen.packing.tree import NonFiniteTreeError
 from megatron_eqlen.processes.distributed import device, gather, is_rank0
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.training.agreement import MismatchError, mismatch_of, mismatch_problem, worst_token
-from megatron_eqlen.training.exchange import Seat, exchange
+from megatron_eqlen.training.exchange import Placement, exchange
 from megatron_eqlen.training.finite import (
     NOT_FINITE,
     NoGradientError,
@@ -65,13 +65,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Minibatch:
-    """What one optimizer step trains on."""
+    """Data of one optimizer step."""
 
     rows: Rows | None
-    """This rank's. None if there is a problem."""
+    """Rows of this rank; None if there is a problem."""
     problem: Problem | None = None
     routes: Metrics = field(default_factory=dict)
-    """What their exchange took."""
+    """Metrics of the exchange of routes."""
 
     @property
     def trains(self) -> bool:
@@ -79,7 +79,7 @@ class Minibatch:
 
 
 class Policy:
-    """Built with the weights at ``recipe.model.path``, which are also those of the reference model."""
+    """Policy built with the weights at ``recipe.model.path``, which are also those of the reference model."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -92,48 +92,48 @@ class Policy:
         self.memory = TrainerMemory(self.chunks, self.model, self.optimizer, recipe.rollout.parked)
         self.router_pool = RouterPool(self.chunks) if self.chunks[0].config.moe_aux_loss_coeff else None
         self.pair_cost = pair_cost(self.chunks[0].model_config)
-        self.seat = Seat(
+        self.placement = Placement(
             parallel_state.get_data_parallel_rank(),
             parallel_state.is_pipeline_last_stage(ignore_virtual=True),
             moe_layers(self.chunks),
         )
         for router in routers(self.chunks):
             router.replays = recipe.loss.router_replay
-        self.seats = gather([self.seat])
+        self.placements = gather([self.placement])
         self.due = torch.zeros((), device=device())
-        """Rows of the newest backward pass whose loss has a gradient at some token's log-prob."""
+        """Number of rows in the newest backward pass whose loss has a gradient at some token's log-prob."""
         self.version = 0
-        """Optimizer steps taken."""
+        """Number of optimizer steps taken."""
         self.skipped_in_a_row = 0
-        """Skipped updates since the last one that was taken."""
+        """Number of skipped updates since the last taken update."""
         self.mismatch: float | None = None
-        """Mean |trainer - engine| log-prob of the tokens of the newest ``update`` that can be compared
-        (``agreement``); None: there are none, or it took no step."""
+        """Mean |trainer - engine| log-prob over the comparable tokens of the newest ``update``
+        (``agreement``); None: there are none, or the update took no step."""
         self.before = 0
         """``version`` before the newest ``update``."""
         self.worst: WorstToken | None = None
-        """Of the newest ``update``, whether it took a step or not."""
+        """Worst token of the newest ``update``, even if the update took no step."""
 
     def park(self) -> Metrics:
-        """Make room for the engine, as ``rollout.park_trainer`` says. ``weights`` and checkpoints work all
-        the same; ``update`` needs ``unpark``. Returns the bytes that it freed."""
+        """Free memory for the engine, as ``rollout.park_trainer`` specifies. ``weights`` and checkpoints
+        still work; ``update`` needs ``unpark``. Return the bytes that were freed."""
         before = sum(self.memory.on_device().values())
         self.memory.park()
         return {PARKED_BYTES: float(before - sum(self.memory.on_device().values()))}
 
     def unpark(self) -> None:
-        """Take back what ``park`` gave up, bit for bit; gradients are zeros."""
+        """Restore the memory that ``park`` freed, bit for bit; gradients are zeros."""
         self.memory.unpark()
 
     def update(self, minibatches: list[list[TokenTree]]) -> Metrics:
-        """Train on the step's trees: one optimizer step for each minibatch, ``loss.epochs`` times over.
+        """Train on the step's trees: one optimizer step per minibatch, ``loss.epochs`` times over.
 
-        Every rank passes the same trees, as skeletons where the arrays have another home, and trains the rows
-        that the packer gives it; arrays that it lacks come from their homes. Minibatches without a
-        supervised token are left out. A step with a number that is not finite is not taken, on any rank:
-        weights, optimizer and schedule stay as they were; so is one whose mismatch is too large, where
-        ``rollout.mismatch`` says ``skip``. Metrics are merged over the steps that were taken. Raises
-        NonFiniteError or MismatchError after more than ``optimizer.max_skipped_updates`` skipped in a row.
+        Every rank passes the same trees, as skeletons if the arrays have another home, and trains the rows
+        that the packer assigns to it; it receives missing arrays from their homes. Minibatches without a
+        supervised token are left out. A step is skipped on all ranks if a number is not finite or, with
+        ``rollout.mismatch.then: skip``, the mismatch is too large: weights, optimizer and schedule are
+        unchanged. Metrics are merged over the steps that were taken. Raises NonFiniteError or MismatchError
+        after more than ``optimizer.max_skipped_updates`` skipped updates in a row.
         """
         assert not self.memory.away, "parked"
         self.worst, self.before = None, self.version
@@ -150,14 +150,16 @@ class Policy:
         return metrics
 
     def check_finite(self) -> None:
-        """Raise NonFiniteError, on every rank, if a weight or the optimizer's state is not finite on any."""
+        """Raise NonFiniteError, on every rank, if a weight or the optimizer state is not finite on any
+        rank."""
         with self.memory.readable():
             problem = first_problem(state_problem(self.chunks, self.optimizer, self.memory.weights.host))
         if problem:
             raise NonFiniteError(str(problem))
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All weights by Hugging Face name, whole, one by one. Collective over model-parallel ranks."""
+        """Yield all weights by Hugging Face name, unsharded, one at a time. Collective over model-parallel
+        ranks."""
         with self.memory.weights.resident():
             yield from export_hf(self.chunks)
 
@@ -179,19 +181,21 @@ class Policy:
         )
 
     def _prepare(self, trees: list[TokenTree]) -> Minibatch:
-        """Prepare a minibatch. If any rank finds a number in it that is not finite, it has a problem on every
-        rank."""
+        """Prepare a minibatch. If any rank finds a number that is not finite, the minibatch has a problem on
+        every rank."""
         try:
-            planned = exchange(self._pack(trees), self.seats)
-            planned, routes = with_routes(planned, self.seats, self.chunks[0].model_config)
-            batch = Minibatch(Rows(planned, self.seat.data_parallel, self.seat.for_loss), routes=routes)
+            planned = exchange(self._pack(trees), self.placements)
+            planned, routes = with_routes(planned, self.placements, self.chunks[0].model_config)
+            batch = Minibatch(
+                Rows(planned, self.placement.data_parallel, self.placement.for_loss), routes=routes
+            )
         except NonFiniteTreeError as error:
             batch = Minibatch(None, Problem(0, str(error)))
         problem = first_problem(batch.problem)
         return Minibatch(None, problem) if problem else batch
 
     def _annotate(self, rows: Rows, old: bool) -> None:
-        """Find old and reference log-probs where the loss needs them."""
+        """Compute old and reference log-probs if the loss needs them."""
         if old:
             with self._comparing(rows):
                 rows.old_logprobs = self._log_probs(rows)
@@ -200,18 +204,19 @@ class Policy:
                 rows.ref_logprobs = self._log_probs(rows)
 
     def _log_probs(self, rows: Rows) -> list[np.ndarray]:
-        """For each row [n] float64, at its supervised positions; empty except on the last pipeline stage."""
+        """Return for each row [n] float64, at its supervised positions; empty except on the last pipeline
+        stage."""
         return self._run(
             rows, lambda logprobs, entropy, row, at: logprobs.double().cpu().numpy(), train=False
         )
 
     def _run(self, rows: Rows, result: RowResult, *, train: bool) -> list[Any]:
-        """``run_rows`` as the recipe says."""
+        """Call ``run_rows`` with the recipe's options."""
         temperature, logits_chunk = self.recipe.rollout.temperature, self.recipe.packing.logits_chunk
         return run_rows(self.model, rows, temperature, result, train=train, logits_chunk=logits_chunk)
 
     def _step(self, batch: Minibatch) -> Metrics:
-        """One optimizer step with this rank's rows, or none."""
+        """Take or skip one optimizer step with this rank's rows."""
         if batch.problem:
             return self._skip(batch.problem)
         assert batch.rows is not None
@@ -225,7 +230,7 @@ class Policy:
         problem = problem or mismatch_problem(mismatch_of(measured), worst, self.recipe.rollout)
         if problem:
             return self._skip(problem)
-        self.schedule.step(increment=1)  # before the update, or the first one's learning rate is 0
+        self.schedule.step(increment=1)  # before the update, since the first learning rate is 0
         take_step(self.optimizer, grad_norm)
         self._check_updated()
         self.version, self.skipped_in_a_row = self.version + 1, 0
@@ -238,7 +243,7 @@ class Policy:
         return measured | self._router_metrics() | agreement | by_kind | taken
 
     def _backward(self, rows: Rows) -> list[RowLoss]:
-        """Compute the gradients of the rows' loss; returns each row's loss and metrics, on the last pipeline
+        """Compute the gradients of the rows' loss; return each row's loss and metrics, on the last pipeline
         stage."""
         for chunk in self.model:
             chunk.zero_grad_buffer()
@@ -252,7 +257,7 @@ class Policy:
 
     @contextlib.contextmanager
     def _comparing(self, rows: Rows) -> Iterator[None]:
-        """Around passes over rows: the first one finds ``rows.agreement``."""
+        """Set ``rows.agreement`` from the first pass over rows in the block."""
         if rows.agreement is not None or not rows.planned.forest.has_routes.any():
             yield
             return
@@ -261,7 +266,7 @@ class Policy:
         rows.agreement = agreement.metrics()
 
     def _problem(self, rows: Rows, losses: list[RowLoss], grad_norm: float) -> Problem | None:
-        """Why the step cannot be taken, as far as this rank knows."""
+        """Return the reason to skip the step that this rank knows, if any."""
         return (
             row_problem(rows, losses)
             or state_problem(self.chunks, self.optimizer)
@@ -270,7 +275,7 @@ class Policy:
         )
 
     def _skip(self, problem: Problem) -> Metrics:
-        """Skip the step: change nothing, and log why."""
+        """Skip the step: change nothing, and log the reason."""
         self.skipped_in_a_row += 1
         allowed = self.recipe.optimizer.max_skipped_updates
         if is_rank0():
@@ -290,7 +295,7 @@ class Policy:
         return skipped(1)
 
     def _check_no_gradient_was_due(self) -> None:
-        """Raise NoGradientError, on every rank, if a token's loss has a gradient on any. Collective."""
+        """Raise NoGradientError, on every rank, if a token's loss has a gradient on any rank. Collective."""
         dist.all_reduce(self.due)
         if self.due:
             raise NoGradientError(
@@ -300,8 +305,8 @@ class Policy:
             )
 
     def _check_updated(self) -> None:
-        """Raise if the new weights are not finite: the checks before the step exclude that, unless hardware
-        or this package is faulty."""
+        """Raise NonFiniteError if the new weights are not finite, which indicates faulty hardware or a bug
+        here: the checks before the step exclude it."""
         problem = first_problem(state_problem(self.chunks, self.optimizer))
         if problem:
             raise NonFiniteError(
@@ -309,12 +314,12 @@ class Policy:
             )
 
     def _measured(self, rows: Rows, losses: list[RowLoss]) -> tuple[Metrics, WorstToken | None]:
-        """What the last pipeline stages of all data-parallel ranks have measured, on every rank. The worst
-        token is kept as ``worst`` if it is worse than the one that is there."""
+        """Return the metrics of the last pipeline stages of all data-parallel ranks, and the worst token, on
+        every rank. ``worst`` is updated if this token is worse."""
         mine = (reduce_metrics(losses, groups.data_parallel()), worst_token(rows, losses)) if losses else None
-        found = [one for one in gather([mine]) if one is not None]
-        worst = max((one for _, one in found if one is not None), default=None)
-        self.worst = max((one for one in (self.worst, worst) if one is not None), default=None)
+        found = [measured for measured in gather([mine]) if measured is not None]
+        worst = max((token for _, token in found if token is not None), default=None)
+        self.worst = max((token for token in (self.worst, worst) if token is not None), default=None)
         return found[0][0], worst
 
     def _router_metrics(self) -> Metrics:
@@ -330,7 +335,7 @@ class Policy:
         def of(values: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(values[at]).to(logprobs.device)
 
-        open_tokens = entropy.detach() > 0  # a token that is certain has gradient 0
+        open_tokens = entropy.detach() > 0  # a certain token has gradient 0
 
         def see(gradient: torch.Tensor) -> None:
             self.due += ((gradient != 0) & open_tokens).any()

@@ -1,4 +1,4 @@
-"""The policy loss of every objective: a plain weighted sum over supervised tokens.
+"""Policy loss of every objective: a plain weighted sum over supervised tokens.
 
     loss = sum_t weight_t x (importance_t x policy_t + kept_t x kl_coef x kl_t)
 
@@ -42,24 +42,23 @@ from megatron_eqlen.training.segments import Segments
 from megatron_eqlen.types import Metrics
 
 EXPONENT_LIMIT = 20.0
-"""Log-ratios and the exponent of k3 are clamped to +-20, as in verl (core_algos.py): e^20 is far beyond any
-clip range, and no loss overflows. The gradient is 0 there. VESPO limits the log of a sequence's weight in the
-same way."""
+"""Bound of log-ratios and of the exponent of k3, +-20 as in verl (core_algos.py): e^20 is far beyond any clip
+range, and no loss overflows. The gradient is 0 there. VESPO bounds the log of a sequence's weight in the same
+way."""
 
 
 @dataclass(frozen=True)
 class RowLoss:
-    """One row's loss and metrics. Every row has the same metrics in the same order."""
+    """Loss and metrics of one row. Every row has the same metrics in the same order."""
 
     metrics: dict[str, torch.Tensor]
-    """The row's value of each metric: a sum over its tokens, or its largest (-inf without supervised
-    tokens)."""
+    """Row's value of each metric: a sum over its tokens, or its maximum (-inf without supervised tokens)."""
     tokens: torch.Tensor
-    """[n] float64: what each supervised token adds to the loss."""
+    """[n] float64: contribution of each supervised token to the loss."""
     log_ratio: torch.Tensor
-    """[n] float64: log-prob of the trainer less the engine's, of each supervised token."""
+    """[n] float64: the trainer's log-prob minus the engine's, for each supervised token."""
     compared: torch.Tensor
-    """[n] bool: the two are of the same weights."""
+    """[n] bool: both log-probs belong to the same weights."""
 
 
 def policy_loss(
@@ -76,11 +75,11 @@ def policy_loss(
     ref_logprobs: torch.Tensor | None = None,
     compared: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, RowLoss]:
-    """The row's part of the loss (a float64 scalar with gradient) and of the metrics.
+    """Return the row's part of the loss (a float64 scalar with gradient) and of the metrics.
 
-    All tensors are [n]: a row's positions, or any of them that include the supervised ones (weight > 0). Only
-    those are looked at. A segment lies whole in one row. ``old_logprobs`` None: this is the batch's first
-    and only update, the policy is the old policy. ``ref_logprobs`` are needed where ``loss.kl_coef > 0``.
+    All tensors are [n]: a row's positions, or any of them that include the supervised positions (weight > 0).
+    Only supervised positions are read. A segment lies in one row. ``old_logprobs`` None: the first and only
+    update of the batch, so the policy is the old policy. ``ref_logprobs`` are needed if ``loss.kl_coef > 0``.
     ``compared``, bool: tokens that the policy's own weights sampled; None: all.
     """
     at = weights > 0
@@ -122,7 +121,8 @@ def policy_loss(
 
 
 def reduce_metrics(rows: Sequence[RowLoss], group: dist.ProcessGroup | None = None) -> Metrics:
-    """The step's metrics from all rows of all ranks of ``group`` (data parallel; None: this rank's only)."""
+    """Return the step's metrics from all rows of all ranks of ``group`` (data parallel; None: this rank's
+    only)."""
     names = list(rows[0].metrics)
     values = torch.stack([torch.stack(list(row.metrics.values())) for row in rows])
     sums, peaks = values.sum(0), values.nan_to_num(torch.inf, torch.inf, -torch.inf).amax(0)  # MAX drops NaN
@@ -145,7 +145,7 @@ def reduce_metrics(rows: Sequence[RowLoss], group: dist.ProcessGroup | None = No
 def _merged(name: str, totals: Metrics, largest: Metrics) -> float:
     way = metric(name).merge
     if isinstance(way, Mean):
-        return totals[name] / (sum(totals[count] for count in way.counts) or 1.0)  # nothing was compared
+        return totals[name] / (sum(totals[count] for count in way.counts) or 1.0)  # 0 if nothing was compared
     return largest[name] if way == "max" else totals[name]
 
 
@@ -156,8 +156,9 @@ def _of_row(name: str, values: torch.Tensor) -> torch.Tensor:
 def _log_ratio(
     logp: torch.Tensor, old: torch.Tensor, kept: torch.Tensor, segments: Segments, objective: Objective
 ) -> torch.Tensor:
-    """[n] log-ratio that multiplies each token's advantage. Rejected tokens (``kept`` 0) leave the mean or
-    the sum of their segment, as in verl, which multiplies its response mask by the rejection mask first."""
+    """Return [n] log-ratios that multiply each token's advantage. Rejected tokens (``kept`` 0) are excluded
+    from the mean or sum of their segment, as in verl, which multiplies its response mask by the rejection
+    mask first."""
     log_ratio = logp - old
     if objective.ratio not in ("sequence", "vespo"):
         return log_ratio
@@ -171,7 +172,7 @@ def _log_ratio(
 def _surrogate(
     logp: torch.Tensor, log_ratio: torch.Tensor, advantages: torch.Tensor, objective: Objective
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """[n] loss of each token before its weight, and the ratio's metrics."""
+    """Return [n] the loss of each token before its weight, and the ratio's metrics."""
     log_ratio, clamped = _clamp(log_ratio)
     ratio = log_ratio.exp()
     metrics = {
@@ -195,7 +196,7 @@ def _surrogate(
 def _clipped(
     ratio: torch.Tensor, advantages: torch.Tensor, objective: Objective
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """PPO's clipped loss with separate bounds, and the dual clip."""
+    """Return PPO's clipped loss with separate bounds and the dual clip."""
     low, high = _bounds(objective)
     policy = torch.maximum(-ratio * advantages, -ratio.clamp(low, high) * advantages)
     dual = torch.zeros_like(advantages, dtype=torch.bool)
@@ -207,7 +208,7 @@ def _clipped(
 
 
 def _bounds(objective: Objective) -> tuple[float, float]:
-    """Of the ratio."""
+    """Return the lower and upper bound of the ratio."""
     below, above = objective.clip_ratio_low, objective.clip_ratio_high
     return -math.inf if below is None else 1 - below, math.inf if above is None else 1 + above
 
@@ -222,7 +223,7 @@ def _clip_fractions(
 
 
 def _vespo_kernel(log_weight: torch.Tensor, advantages: torch.Tensor, objective: Objective) -> torch.Tensor:
-    """phi(W) = W^k exp(lambda (1 - W)), with its own (k, lambda) for each sign of the advantage."""
+    """Return phi(W) = W^k exp(lambda (1 - W)), with separate (k, lambda) for each sign of the advantage."""
     (k_plus, lam_plus), (k_minus, lam_minus) = objective.vespo_positive, objective.vespo_negative
     positive = advantages >= 0
     k = torch.where(positive, k_plus, k_minus)
@@ -231,7 +232,8 @@ def _vespo_kernel(log_weight: torch.Tensor, advantages: torch.Tensor, objective:
 
 
 def _kl(logp: torch.Tensor, ref: torch.Tensor, loss: LossRecipe) -> tuple[torch.Tensor, torch.Tensor]:
-    """[n] estimates of KL(policy || reference) at the sampled tokens, and whether an exponent was clamped."""
+    """Return [n] estimates of KL(policy || reference) at the sampled tokens, and a mask of clamped
+    exponents."""
     difference = ref - logp
     if loss.kl_estimator == "k1":
         return -difference, torch.zeros_like(logp, dtype=torch.bool)
@@ -242,7 +244,7 @@ def _kl(logp: torch.Tensor, ref: torch.Tensor, loss: LossRecipe) -> tuple[torch.
 
 
 def _clamp(exponent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The values clamped to +-EXPONENT_LIMIT, and which of them were outside."""
+    """Return the values clamped to +-EXPONENT_LIMIT, and a mask of the clamped values."""
     return exponent.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT), exponent.abs() > EXPONENT_LIMIT
 
 

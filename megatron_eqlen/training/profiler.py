@@ -1,8 +1,8 @@
-"""What PyTorch can say of a step, of every rank, in the run's folder ``profile/``:
+"""PyTorch's profiles of a step on every rank, in the run's folder ``profile/``:
 
 step-00000003-rank-0.json.gz    a trace in Chrome's format (perfetto.dev, chrome://tracing), which names
                                 stages and kinds of layers; so do NVTX ranges on a GPU
-out-of-memory-rank-0.pickle     what lay in a GPU's memory when it ran out (pytorch.org/memory_viz)
+out-of-memory-rank-0.pickle     contents of a GPU's memory when it ran out (pytorch.org/memory_viz)
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ KINDS: dict[type[nn.Module], str] = {
     MoELayer: "experts",
     MLP: "mlp",
 }
-"""Of a layer's two halves."""
+"""Names of a layer's two halves."""
 EVENTS = 100_000
-"""The newest allocations and releases that a snapshot of memory names, with their stacks: some KB each."""
+"""Newest allocations and releases in a memory snapshot, with their stacks: some KB each."""
 
 
 class Profiler:
-    """Of this rank; ``folder`` is the run's ``profile/``."""
+    """Profiler of this rank; ``folder`` is the run's ``profile/``."""
 
     def __init__(self, folder: Path, recipe: ProfileRecipe) -> None:
         self._folder, self._recipe = folder, recipe
@@ -45,7 +45,8 @@ class Profiler:
         self._named = contextlib.ExitStack()
 
     def begin(self, step: int, chunks: Sequence[nn.Module]) -> None:
-        """Before step ``step``, counted from 1; the layers of ``chunks`` are named in its trace."""
+        """Begin a trace if step ``step`` (from 1) is one of the recipe's; the layers of ``chunks`` are named
+        in it."""
         if step not in self._recipe.steps or self._profile is not None:
             return
         gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
@@ -54,7 +55,7 @@ class Profiler:
         self._profile.start()
 
     def end(self, step: int) -> None:
-        """After it: write the trace, if this was one of the recipe's steps."""
+        """End the trace and write it, if this was one of the recipe's steps."""
         if self._profile is None or step not in self._recipe.steps:
             return
         self._profile.stop()
@@ -62,7 +63,7 @@ class Profiler:
         self._folder.mkdir(parents=True, exist_ok=True)
         name = f"{step_name(step)}-rank-{dist.get_rank()}.json.gz"
         with replaced(self._folder / name) as partial:
-            compressed = partial.with_name(f"{partial.name}.gz")  # torch looks at the suffix
+            compressed = partial.with_name(f"{partial.name}.gz")  # torch reads the suffix
             try:
                 self._profile.export_chrome_trace(str(compressed))
                 compressed.rename(partial)
@@ -73,7 +74,7 @@ class Profiler:
 
 @contextlib.contextmanager
 def marked(name: str) -> Iterator[None]:
-    """What runs inside has this name in traces."""
+    """Give the code in the block this name in traces."""
     with record_function(name):
         if not torch.cuda.is_available():
             yield
@@ -84,8 +85,10 @@ def marked(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def named_layers(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, the forward pass of each layer's halves is marked by its kind, each time it is computed."""
-    layers = [one for chunk in chunks for one in chunk.modules() if isinstance(one, TransformerLayer)]
+    """Mark the forward pass of each layer's halves by its kind in the block, also when recomputed."""
+    layers = [
+        module for chunk in chunks for module in chunk.modules() if isinstance(module, TransformerLayer)
+    ]
     running: list[contextlib.AbstractContextManager[None]] = []
     with contextlib.ExitStack() as hooks:
         for half in (half for layer in layers for half in (layer.self_attention, layer.mlp)):
@@ -105,8 +108,8 @@ def named_layers(chunks: Sequence[nn.Module]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def snapshot_when_out_of_memory(folder: Path) -> Iterator[None]:
-    """If the GPU's memory runs out inside, what lay there and who asked for it is written to ``folder``. Only
-    where there is a GPU."""
+    """Write a memory snapshot to ``folder`` if the GPU runs out of memory in the block. No effect without a
+    GPU."""
     torch.cuda.memory._record_memory_history(stacks="python", max_entries=EVENTS)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The reference model: a second set of weights, swapped into the policy's model for a forward pass."""
+"""Reference model: a second set of weights, swapped into the policy's model for a forward pass."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class ReferenceWeights:
-    """A frozen copy of the weights that a model has now, kept in host memory (pinned with CUDA)."""
+    """Frozen copy of a model's current weights, in host memory (pinned with CUDA)."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
         self._params = [param for chunk in chunks for param in chunk.parameters()]
@@ -17,7 +17,8 @@ class ReferenceWeights:
 
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Inside, the model computes with the reference weights; the policy's are put back bit for bit."""
+        """Let the model compute with the reference weights in the block; then restore the policy's bit for
+        bit."""
         policy = [_host_copy(param) for param in self._params]
         _write(self._params, self._copies)
         try:

@@ -1,16 +1,16 @@
-"""Routes to the ranks that train them: each pipeline stage gets the layers that it computes.
+"""Send routes to the ranks that train them: each pipeline stage gets the layers that it computes.
 
-Host memory, beside that of tokens (``exchange.py``): Qwen3-Next has 48 layers x 10 experts of 512, which are
-960 bytes a token. Of a step of 31M tokens over 4 nodes, in bytes a node:
+Host memory, in addition to that of tokens (``exchange.py``): Qwen3-Next has 48 layers x 10 experts of 512,
+which are 960 bytes per token. For a step of 31M tokens over 4 nodes, in bytes per node:
 
     after grading                              30 GB / 4  = 7.4 GB; with servers 30 GB on rank 0
     while the step is trained           TP 2 x 30 GB / 4  = 15 GB more
-    on the way, with pipeline stages                        a stage's part of the 7.4 GB
+    in transit, with pipeline stages                        a stage's part of the 7.4 GB
 
-Every tensor- and context-parallel rank has a copy, though it may read only its slices of a row.
-Slices would save half of those 15 GB; at TP 4, the most that the key-value heads of Qwen3-235B allow, three
-quarters of 23 GB (94 layers x 8 experts of 128, 752 bytes a token). A node has 1,000 GB, and with slices a
-rank could no longer fill its rows alone.
+Every tensor- and context-parallel rank has a copy, though it may read only its slices of a row. Slices would
+save half of those 15 GB; at TP 4, the most that the key-value heads of Qwen3-235B allow, three quarters of 23
+GB (94 layers x 8 experts of 128, 752 bytes per token). A node has 1,000 GB, and with slices a rank could no
+longer fill its rows alone.
 """
 
 from __future__ import annotations
@@ -27,15 +27,18 @@ from megatron_eqlen.metrics import EXCHANGE_ROUTES_BYTES, EXCHANGE_ROUTES_SECOND
 from megatron_eqlen.packing.arrays import check_route_shapes, check_routes
 from megatron_eqlen.packing.pack import Packing
 from megatron_eqlen.processes.distributed import gather
-from megatron_eqlen.training.exchange import Seat
-from megatron_eqlen.training.shipping import Load, load_of, ship, with_nodes
+from megatron_eqlen.training.exchange import Placement
+from megatron_eqlen.training.shipping import Demand, demand_of, send_arrays, with_nodes
 from megatron_eqlen.types import Elsewhere, Metrics, Node
 
 
-def with_routes(planned: Packing, seats: Sequence[Seat], model: ModelConfig) -> tuple[Packing, Metrics]:
-    """``exchange_routes``, with what it took on all ranks; nothing where no node has routes. Collective.
+def with_routes(
+    planned: Packing, placements: Sequence[Placement], model: ModelConfig
+) -> tuple[Packing, Metrics]:
+    """Return the plan with its routes (``exchange_routes``), and metrics of the exchange over all ranks; no
+    effect if no node has routes. Collective.
 
-    Raises TreeError where routes are not the model's.
+    Raises TreeError if routes do not fit the model.
     """
     forest, experts = planned.forest, model.experts
     if not forest.has_routes.any():
@@ -43,31 +46,35 @@ def with_routes(planned: Packing, seats: Sequence[Seat], model: ModelConfig) -> 
     check_route_shapes(forest, (sum(experts.layers), experts.num_experts_per_tok) if experts else (0, 0))
     assert experts is not None
     started = time.perf_counter()
-    planned, received = exchange_routes(planned, seats)
+    planned, received = exchange_routes(planned, placements)
     took = {EXCHANGE_ROUTES_SECONDS: time.perf_counter() - started, EXCHANGE_ROUTES_BYTES: float(received)}
-    needed, _ = planned.needed(seats[dist.get_rank()].data_parallel)
+    needed, _ = planned.needed(placements[dist.get_rank()].data_parallel)
     check_routes(planned.forest, needed, experts.num_experts)
     return planned, at_once(gather([took]))
 
 
-def exchange_routes(planned: Packing, seats: Sequence[Seat]) -> tuple[Packing, int]:
-    """The plan with the routes of all nodes that this rank trains, of the layers that it computes; and the
-    bytes that it received. Collective."""
+def exchange_routes(planned: Packing, placements: Sequence[Placement]) -> tuple[Packing, int]:
+    """Return the plan with the routes of all nodes that this rank trains, for the layers that it computes,
+    and the bytes received. Collective."""
     forest, received = planned.forest, 0
     nodes = list(forest.nodes)
-    loads = list(_route_loads(planned, seats))
-    for layers in dict.fromkeys(seat.moe_layers for seat in seats):  # one stage's copies at a time
-        received += ship(nodes, [load.first_hop() for load in loads if load.cargo == StageRoutes(layers)])
+    demands = list(_route_demands(planned, placements))
+    for layers in dict.fromkeys(
+        placement.moe_layers for placement in placements
+    ):  # copies for one stage at a time
+        received += send_arrays(
+            nodes, [demand.first_hop() for demand in demands if demand.payload == StageRoutes(layers)]
+        )
     rank = dist.get_rank()
     for number in np.flatnonzero(forest.has_routes & ((forest.home < 0) | (forest.home == rank))).tolist():
-        nodes[number] = _with_layers(nodes[number], seats[rank].moe_layers)
-    received += ship(nodes, [leg for load in loads for leg in load.second_hop()])
+        nodes[number] = _with_layers(nodes[number], placements[rank].moe_layers)
+    received += send_arrays(nodes, [transfer for demand in demands for transfer in demand.second_hop()])
     return with_nodes(planned, nodes), received
 
 
 @dataclasses.dataclass(frozen=True)
 class StageRoutes:
-    """Of some layers."""
+    """Routes of some layers."""
 
     layers: tuple[int, ...]
 
@@ -84,19 +91,19 @@ class StageRoutes:
 
 
 def _with_layers(node: Node, layers: tuple[int, ...]) -> Node:
-    """The node with these layers of its routes; a node that has no others stays as it is."""
+    """Return the node with these layers of its routes; a node with as many layers is returned unchanged."""
     assert node.routes is not None
     if node.routes.shape[1] == len(layers):
         return node
     return dataclasses.replace(node, routes=node.routes[:, np.array(layers, np.int64)])
 
 
-def _route_loads(planned: Packing, seats: Sequence[Seat]) -> Iterator[Load]:
-    stages: dict[Seat, list[int]] = {}
-    for rank, seat in enumerate(seats):
-        stages.setdefault(seat, []).append(rank)
-    for seat, ranks in stages.items():
-        nodes, _ = planned.needed(seat.data_parallel)
-        if seat.moe_layers:
+def _route_demands(planned: Packing, placements: Sequence[Placement]) -> Iterator[Demand]:
+    stages: dict[Placement, list[int]] = {}
+    for rank, placement in enumerate(placements):
+        stages.setdefault(placement, []).append(rank)
+    for placement, ranks in stages.items():
+        nodes, _ = planned.needed(placement.data_parallel)
+        if placement.moe_layers:
             routed = nodes[planned.forest.has_routes[nodes]]
-            yield load_of(routed, planned.forest.home, ranks, StageRoutes(seat.moe_layers))
+            yield demand_of(routed, planned.forest.home, ranks, StageRoutes(placement.moe_layers))

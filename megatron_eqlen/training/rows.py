@@ -1,4 +1,4 @@
-"""The rows that this rank trains, each filled when it is read, so that few are in memory at once."""
+"""Rows that this rank trains, each filled when it is read, so that few are in memory at once."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from megatron_eqlen.types import Metrics, Row
 
 
 class Rows(Sequence[Row]):
-    """Rows of a data-parallel rank, with old and reference log-probs once those are known.
+    """Rows of a data-parallel rank, with old and reference log-probs once they are known.
 
-    Raises TreeError where an array of a node cannot be trained on.
+    Raises TreeError if an array of a node cannot be trained on.
     """
 
     def __init__(self, planned: Packing, rank: int, for_loss: bool) -> None:
         planned.check_arrays(rank, for_loss)
         self.planned, self._plans, self._for_loss = planned, planned.ranks[rank], for_loss
         self.agreement: Metrics | None = None
-        """Of the engine's experts and those of the first pass over these rows, once that is done."""
+        """Agreement of the engine's experts with those of the first pass over these rows; None before that
+        pass."""
         self.old_logprobs: list[np.ndarray] = []
-        """For each row [n] float64, at its supervised positions; empty where not needed."""
+        """For each row [n] float64, at its supervised positions; empty if not needed."""
         self.ref_logprobs: list[np.ndarray] = []
         """As ``old_logprobs``."""
 
@@ -46,7 +47,7 @@ class Rows(Sequence[Row]):
 
 
 def _column(row: Row, logprobs: np.ndarray) -> np.ndarray:
-    """[S] float64 from values at the supervised positions."""
+    """Return [S] float64 from values at the supervised positions."""
     column = np.zeros(len(row.labels))
     column[row.weights > 0] = logprobs
     return column

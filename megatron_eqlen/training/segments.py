@@ -6,7 +6,7 @@ import torch
 
 
 class Segments:
-    """The sequences that tokens belong to: sides of pairs, completions, or steps of sampled trees."""
+    """Sequences that tokens belong to: sides of pairs, completions, or steps of sampled trees."""
 
     def __init__(self, segment_ids: torch.Tensor) -> None:
         """segment_ids: [n] int64, the same for tokens of the same segment."""

@@ -1,8 +1,8 @@
-"""A policy's state as Megatron's sharded state dict, in one of the two layouts of ``checkpoint.resharding``.
+"""Policy state as Megatron's sharded state dict, in one of the two layouts of ``checkpoint.resharding``.
 
-``data_parallel``: the optimizer's state as it lies in Megatron's buckets. No rank gathers anything; layouts
-whose buckets hold the same weights can read it: those that differ in the number of data-parallel ranks only.
-``any``: as tensors of the model. The first data-parallel rank gathers the state, in host memory.
+``data_parallel``: the optimizer state as it lies in Megatron's buckets. No rank gathers anything. Only
+layouts whose buckets hold the same weights can read it: layouts that differ in the number of data-parallel
+ranks. ``any``: as tensors of the model. The first data-parallel rank gathers the state in host memory.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ LAYERS = "parallel.layers_per_stage"
 
 
 def content(policy: Policy) -> dict[str, Any]:
-    """What a checkpoint says of itself: Megatron's options, and the layout that it may be bound to."""
+    """Return a checkpoint's metadata: Megatron's options, and the layout that it may be bound to."""
     resharding = policy.recipe.checkpoint.resharding
     return _metadata(SHARDING[resharding]) | {"bound_to": _bucket_layout(policy)}
 
 
 def of(policy: Policy) -> dict[str, Any]:
-    """The state to save; ``policy.memory`` must be readable. Weights that are parked are the host's copies:
-    Megatron finds the optimizer's shards by the parameters themselves, so they are put in at the end."""
+    """Return the state to save; ``policy.memory`` must be readable. Parked weights are replaced by the host's
+    copies at the end, since Megatron finds the optimizer's shards by the parameters themselves."""
     state = _build(policy, SHARDING[policy.recipe.checkpoint.resharding], is_loading=False)
     for number in range(len(policy.chunks)):
         for entry in nested_values(state[_chunk_key(policy, number)]):
@@ -41,12 +41,12 @@ def of(policy: Policy) -> dict[str, Any]:
 
 
 def like(policy: Policy, saved: dict[str, Any]) -> dict[str, Any]:
-    """The state to load a checkpoint into. ``saved``: its ``content``."""
+    """Return the state into which a checkpoint is loaded. ``saved``: its ``content``."""
     return _build(policy, saved["distrib_optim_sharding_type"], is_loading=True)
 
 
 def load(policy: Policy, state: dict[str, Any]) -> None:
-    """Give the policy the numbers of a state dict that Megatron has filled."""
+    """Load a state dict that Megatron has filled into the policy."""
     for number, chunk in enumerate(policy.chunks):
         chunk.load_state_dict(state[_chunk_key(policy, number)], strict=True)
     optimizer_state.load_state(policy.optimizer, state["optimizer"])
@@ -60,7 +60,7 @@ def check_layout(path: Path, saved: dict[str, Any], policy: Policy) -> None:
     if saved["distrib_optim_sharding_type"] != SHARDING["data_parallel"]:
         return
     ours, theirs = _bucket_layout(policy), saved["bound_to"]
-    theirs = {LAYERS: None} | theirs  # older checkpoints divide layers evenly
+    theirs = {LAYERS: None} | theirs  # older checkpoints have an even split
     different = [f"{key} {theirs[key]} (now {ours[key]})" for key in ours if ours[key] != theirs[key]]
     if different:
         raise CheckpointError(
@@ -95,7 +95,7 @@ def _metadata(sharding: str) -> dict[str, Any]:
 
 
 def _bucket_layout(policy: Policy) -> dict[str, Any]:
-    """All that decides which weights lie in which of Megatron's buckets, and where."""
+    """Return everything that decides which weights lie in which of Megatron's buckets, and where."""
     recipe = policy.recipe
     sizes = ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor", "overlap_grad_reduce")
     return {

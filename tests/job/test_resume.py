@@ -234,7 +234,7 @@ def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(home, trained
     data.write_bytes(content)
     said = run(*command(home, "damaged", "steps=4")).stderr
     assert f"{data}: damaged: expected crc32" in said
-    assert "step-00000002: the run goes on from this checkpoint" in said
+    assert "step-00000002: the run continues from this checkpoint" in said
     assert column(folder, "step") == [1, 2, 3, 4]
     for name in ("loss/total", "train/grad_norm", "reward/mean"):
         assert column(folder, name)[:3] == column(trained, name), "step 3 is taken again on its own rollouts"

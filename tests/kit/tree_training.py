@@ -32,7 +32,7 @@ from megatron_eqlen.models.weights import export_hf, load_hf
 from megatron_eqlen.packing.pack import plan_rows
 from megatron_eqlen.processes.distributed import gather
 from megatron_eqlen.recipe import ParallelRecipe
-from megatron_eqlen.training.exchange import Seat
+from megatron_eqlen.training.exchange import Placement
 from megatron_eqlen.training.forward import row_multiple, run_rows
 from megatron_eqlen.training.logprobs import token_logprobs
 from megatron_eqlen.training.routes import exchange_routes
@@ -109,8 +109,8 @@ def train_trees(
         ranks = parallel_state.get_data_parallel_world_size()
         planned = plan_rows(trees, budget, ranks, multiple, layout, full_rows=full_rows)
         routed = moe_layers(chunk.module for chunk in model)
-        seat = Seat(parallel_state.get_data_parallel_rank(), False, routed)
-        rows = exchange_routes(planned, gather([seat]))[0].rows(seat.data_parallel)
+        placement = Placement(parallel_state.get_data_parallel_rank(), False, routed)
+        rows = exchange_routes(planned, gather([placement]))[0].rows(placement.data_parallel)
         logs = run_rows(model, rows, 1.0, weighted_sum, train=True)
         trained = Trained(_summed([loss for loss, _ in logs]), gradients(model))
         trained.logprobs = _by_segment(rows, [values for _, values in logs])

@@ -135,7 +135,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(saved, chec
     heard = ranks[0][3]
     assert re.search(rf"checkpoints/step-00000012/.*{message}", heard[0])
     assert "step-00000012-damaged: set aside" in heard[1]
-    assert "step-00000008: the run goes on from this checkpoint" in heard[2]
+    assert "step-00000008: the run continues from this checkpoint" in heard[2]
     assert ranks[1][3] == [], "said once"
     assert names(checkpoints) == ["latest", "step-00000004", "step-00000008", "step-00000012-damaged"]
     assert (checkpoints / "latest").read_text() == "step-00000008\n"

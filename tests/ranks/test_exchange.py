@@ -23,7 +23,7 @@ from megatron_eqlen.packing.pack import Packing, plan_rows
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.run.replicas import shared
 from megatron_eqlen.training import shipping
-from megatron_eqlen.training.exchange import Seat, exchange
+from megatron_eqlen.training.exchange import Placement, exchange
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.training.routes import exchange_routes
 from megatron_eqlen.training.rows import Rows
@@ -136,14 +136,14 @@ cases = st.builds(
 )
 
 
-def seats_of(world: int, case: Case) -> list[Seat]:
+def placements_of(world: int, case: Case) -> list[Placement]:
     """Tensor-parallel ranks next to each other, pipeline stages furthest apart, as Megatron's are. The first
     of two stages has the first layer and the last, as an interleaved one may."""
     tensor = case.tensor if world % case.tensor == 0 else 1
     stages = case.stages if world % (case.stages * tensor) == 0 else 1
     ranks = product(range(stages), range(world // (stages * tensor)), range(tensor))
     layers = [(0, 2), (1,)] if stages == 2 else [tuple(range(MOE_LAYERS))]
-    return [Seat(index, stage == stages - 1, layers[stage]) for stage, index, _ in ranks]
+    return [Placement(index, stage == stages - 1, layers[stage]) for stage, index, _ in ranks]
 
 
 def planned_of(rollouts: list[Rollout], case: Case, ranks: int) -> tuple[list[Packing], dict[str, float]]:
@@ -178,9 +178,9 @@ def try_cases(cases: list[Case]) -> list[int]:
         rng = np.random.default_rng(case.seed)
         homes = np.zeros(len(everything)) if case.one_home else rng.integers(0, world, len(everything))
         part = [copy.deepcopy(one) for one, home in zip(everything, homes, strict=True) if home == rank]
-        seats = seats_of(world, case)
-        seat = seats[rank]
-        ranks = 1 + max(seat.data_parallel for seat in seats)
+        placements = placements_of(world, case)
+        placement = placements[rank]
+        ranks = 1 + max(placement.data_parallel for placement in placements)
         known = shared(part, list({one.prompt_id: one.prompt for one in everything}.values()))
         expected, metrics = planned_of(everything, case, ranks)
         plans, found = planned_of(known, case, ranks)
@@ -189,15 +189,15 @@ def try_cases(cases: list[Case]) -> list[int]:
         for whole, plan in zip(expected, plans, strict=True):
             assert whole.metrics == plan.metrics
             before = held(plan)
-            plan = exchange(plan, seats)
-            check_held(plan, whole, seat, rank)
-            assert held(plan) - before == lacked(whole, plan.forest.home, seat, rank)
+            plan = exchange(plan, placements)
+            check_held(plan, whole, placement, rank)
+            assert held(plan) - before == lacked(whole, plan.forest.home, placement, rank)
             received[-1] += held(plan) - before
-            plan, came = exchange_routes(plan, seats)
-            assert came == lacked_routes(whole, plan.forest.home, seat, rank)
-            whole, _ = exchange_routes(in_every_rank(whole), seats)
-            rows = Rows(plan, seat.data_parallel, seat.for_loss)
-            wanted = [whole.fill(row, seat.for_loss) for row in whole.ranks[seat.data_parallel]]
+            plan, came = exchange_routes(plan, placements)
+            assert came == lacked_routes(whole, plan.forest.home, placement, rank)
+            whole, _ = exchange_routes(in_every_rank(whole), placements)
+            rows = Rows(plan, placement.data_parallel, placement.for_loss)
+            wanted = [whole.fill(row, placement.for_loss) for row in whole.ranks[placement.data_parallel]]
             assert len(rows) == len(wanted)
             for row, full in zip(rows, wanted, strict=True):
                 assert all(same(getattr(row, name), getattr(full, name)) for name in vars(full))
@@ -209,25 +209,25 @@ def held(plan: Packing) -> int:
     return sum(array.nbytes for node in plan.forest.nodes for array in arrays_of(node))
 
 
-def lacked(whole: Packing, home: np.ndarray, seat: Seat, rank: int) -> int:
+def lacked(whole: Packing, home: np.ndarray, placement: Placement, rank: int) -> int:
     """Bytes that a rank's rows need and whose home is another: 4 + 4 a token, and those of its mask. Every
     rank has the prompts."""
-    needed, trained = whole.needed(seat.data_parallel)
+    needed, trained = whole.needed(placement.data_parallel)
     needed = needed[whole.forest.parent[needed] >= 0]
     apart = (home >= 0) & (home != rank)
     tokens = sum(4 * len(whole.forest.nodes[node]) for node in needed[apart[needed]])
     masks = [whole.forest.nodes[node].sampling_mask for node in trained[apart[trained]]]
     kept = sum(4 * len(mask.ids) + len(mask) for mask in masks if mask is not None)
     loss = sum(4 * len(whole.forest.nodes[node]) for node in trained[apart[trained]]) + kept
-    return tokens + (loss if seat.for_loss else 0)
+    return tokens + (loss if placement.for_loss else 0)
 
 
-def lacked_routes(whole: Packing, home: np.ndarray, seat: Seat, rank: int) -> int:
+def lacked_routes(whole: Packing, home: np.ndarray, placement: Placement, rank: int) -> int:
     """Bytes of the layers of this rank, of the nodes that its rows need, prompts too."""
-    needed, _ = whole.needed(seat.data_parallel)
+    needed, _ = whole.needed(placement.data_parallel)
     apart = needed[(home[needed] >= 0) & (home[needed] != rank)]
     routes = [whole.forest.nodes[node].routes for node in apart]
-    return sum(one[:, seat.moe_layers].nbytes for one in routes if one is not None)
+    return sum(one[:, placement.moe_layers].nbytes for one in routes if one is not None)
 
 
 def in_every_rank(plan: Packing) -> Packing:
@@ -235,15 +235,17 @@ def in_every_rank(plan: Packing) -> Packing:
     return replace(plan, forest=replace(forest, home=np.full_like(forest.home, -1)))
 
 
-def check_held(plan: Packing, whole: Packing, seat: Seat, rank: int) -> None:
+def check_held(plan: Packing, whole: Packing, placement: Placement, rank: int) -> None:
     """A node's arrays are here if this is their home or if its rows need them, and not otherwise."""
-    needed, trained = (set(nodes.tolist()) for nodes in whole.needed(seat.data_parallel))
+    needed, trained = (set(nodes.tolist()) for nodes in whole.needed(placement.data_parallel))
     for number, node in enumerate(plan.forest.nodes):
         if node.parent < 0:
             continue  # every rank has the prompts
         tokens, loss = node.token_ids, node.rollout_logprobs
         assert isinstance(tokens, Elsewhere) != (node.home == rank or number in needed)
-        assert isinstance(loss, Elsewhere) != (node.home == rank or (number in trained and seat.for_loss))
+        assert isinstance(loss, Elsewhere) != (
+            node.home == rank or (number in trained and placement.for_loss)
+        )
 
 
 @pytest.mark.parametrize("world", [slow(1), 2, slow(4)])
