@@ -1,15 +1,15 @@
-"""Megatron-Core on a machine without CUDA: the same source, its devices rewritten while it is imported.
+"""Megatron-Core on a machine without CUDA: the same source, with its devices rewritten during import.
 
-``install()`` puts a finder in front of Python's own for ``megatron.core`` alone. Each of its modules
-then goes through at most two steps:
+``install()`` puts a finder in front of Python's own, for ``megatron.core`` only. Each of its modules then
+goes through at most two steps:
 
-1. Without CUDA, ``source.py`` rewrites what names a CUDA device: ``torch.cuda`` becomes the namespace
-   in ``cuda_namespace.py``, ``"cuda"`` becomes ``"cpu"``. No cost per step, nothing outside
-   ``megatron.core`` changes.
+1. Without CUDA, ``source.py`` rewrites references to CUDA devices: ``torch.cuda`` becomes the namespace in
+   ``cuda_namespace.py``, ``"cuda"`` becomes ``"cpu"``. This costs nothing per step and changes nothing
+   outside ``megatron.core``.
 2. ``gaps.py`` closes the known gaps of Megatron-Core 0.16.1. Some of them concern GPUs as well.
 
-With CUDA step 1 is left out and Megatron-Core runs as it is. Nothing heavy is imported before
-``megatron.core`` is: a model's configuration can be read without torch.
+With CUDA, step 1 is skipped and Megatron-Core runs unchanged. Nothing heavy is imported before
+``megatron.core``: a model's configuration can be read without torch.
 """
 
 import sys
@@ -21,7 +21,7 @@ from types import ModuleType
 
 
 def install() -> None:
-    """Prepare this process for Megatron-Core; call before its first import. Calling again is free."""
+    """Prepare this process for Megatron-Core. Call before its first import; further calls have no effect."""
     if any(isinstance(finder, _MegatronCore) for finder in sys.meta_path):
         return
     if "megatron.core" in sys.modules:
@@ -32,7 +32,7 @@ def install() -> None:
 
 
 class _MegatronCore(MetaPathFinder):
-    """Hands ``megatron.core`` to ``MegatronFinder``, which is made when the first module is asked for."""
+    """Finder that delegates ``megatron.core`` to a ``MegatronFinder``, created for the first module."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

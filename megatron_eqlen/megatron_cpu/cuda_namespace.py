@@ -1,7 +1,7 @@
-"""What ``torch.cuda`` means inside ``megatron.core`` on a machine without CUDA: one device, the CPU, which
-runs everything in order.
+"""Replacement of ``torch.cuda`` inside ``megatron.core`` on a machine without CUDA: one device, the CPU,
+which runs everything in order.
 
-Only what Megatron-Core calls on the paths we use is here. Any other name is looked up in the real
+It contains only what Megatron-Core calls on the paths we use. Any other name is looked up in the real
 ``torch.cuda``: its classes serve annotations and ``isinstance``, its functions raise there.
 """
 
@@ -23,7 +23,7 @@ from torch import (  # noqa: F401  the tensor types, for their names in Megatron
 
 
 class Event:
-    """An event on a device that runs in order: it has always completed."""
+    """Event on a device that runs in order: it has always completed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     def record(self, stream: Stream | None = None) -> None: ...
@@ -38,7 +38,7 @@ class Event:
 
 
 class Stream:
-    """The one stream. All are equal, because Megatron-Core skips work when streams differ."""
+    """Single stream. All instances are equal, because Megatron-Core skips work when streams differ."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     def wait_stream(self, stream: Stream) -> None: ...

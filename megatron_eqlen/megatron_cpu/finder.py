@@ -1,4 +1,4 @@
-"""The import hook: finds ``megatron.core`` modules and gives them a loader that prepares them."""
+"""Import hook that finds ``megatron.core`` modules and gives them a loader that prepares them."""
 
 import importlib.abc
 import importlib.machinery
@@ -10,9 +10,9 @@ from megatron_eqlen.megatron_cpu import gaps, source
 
 
 class MegatronLoader(importlib.machinery.SourceFileLoader):
-    """Compiles a rewritten module if ``rewrite``, then closes the module's gaps.
+    """Loader that compiles a rewritten module if ``rewrite``, then closes the module's gaps.
 
-    Rewritten code is compiled anew in every process: in Python's own cache a process with CUDA would find
+    Rewritten code is compiled anew in every process: from Python's own cache, a process with CUDA would load
     it.
     """
 
@@ -32,7 +32,7 @@ class MegatronLoader(importlib.machinery.SourceFileLoader):
 
 
 class MegatronFinder(importlib.abc.MetaPathFinder):
-    """Finds what Python's path finder finds; asked for ``megatron.core`` only."""
+    """Finder of ``megatron.core`` modules, by Python's own path finder."""
 
     def __init__(self, rewrite: bool) -> None:
         self.rewrite = rewrite

@@ -1,6 +1,6 @@
-"""The known gaps of Megatron-Core 0.16.1, closed module by module right after each is imported.
+"""Known gaps of Megatron-Core 0.16.1, closed module by module right after each is imported.
 
-Look here first when Megatron-Core's version changes: every entry names what is missing and why.
+Start here when Megatron-Core's version changes: every entry names what is missing and why.
 """
 
 import logging
@@ -17,7 +17,7 @@ VERSION = "0.16.1"
 
 
 def close(module: types.ModuleType, on_cpu: bool) -> None:
-    """Close the gaps of one freshly imported ``megatron.core`` module."""
+    """Close the gaps of one newly imported ``megatron.core`` module."""
     if fix := EVERYWHERE.get(module.__name__):
         fix(module)
     if on_cpu and (fix := ON_CPU.get(module.__name__)):
@@ -32,7 +32,8 @@ def _check_version(core: types.ModuleType) -> None:
 
 
 def _answer_without_transformer_engine(utils: Any) -> None:
-    """``is_te_min_version`` compares the version None: TypeError, for a host optimizer too."""
+    """Let ``is_te_min_version`` return False without Transformer Engine, where it would compare None:
+    TypeError."""
     is_te_min_version = utils.is_te_min_version
 
     def is_installed_and_new(version: str, check_equality: bool = True) -> bool:
@@ -42,22 +43,23 @@ def _answer_without_transformer_engine(utils: Any) -> None:
 
 
 def _name_missing_gemm(moe_utils: types.ModuleType) -> None:
-    """The router reads ``te_general_gemm``, which is unbound without Transformer Engine."""
+    """Define ``te_general_gemm``, which the router reads and which is unbound without Transformer Engine."""
     vars(moe_utils).setdefault("te_general_gemm", None)
 
 
 def _allow_gated_delta_net(gated_delta_net: Any) -> None:
-    """The constructor demands fla's kernels; our forward (models/gated_delta_net.py) chooses its own."""
+    """Pass the constructor's check for fla's kernels; our forward (models/gated_delta_net.py) chooses its
+    own."""
     gated_delta_net.HAVE_FLA = True
 
 
 def _load_states_in_place(distrib_optimizer: Any) -> None:
-    """Faults in loading the states of torch's Adam, on the device or on the host, from a checkpoint.
+    """Fix the loading of the states of torch's Adam from a checkpoint, on the device or on the host.
 
-    Every state is copied from the loaded tensors, but ``step`` is not one of them (it is kept per
-    parameter group): KeyError. Then the one loaded ``step`` tensor is shared by all parameters, so
-    each of the N parameters advances it and Adam's bias correction is silently N steps ahead. A host
-    optimizer takes the loaded tensors for its own, some of which are small views of whole weights.
+    Every state is copied from the loaded tensors, but ``step`` is not one of them (it is kept per parameter
+    group): KeyError. Then the one loaded ``step`` tensor is shared by all parameters, so each of the N
+    parameters advances it and Adam's bias correction is silently N steps ahead. A host optimizer keeps the
+    loaded tensors as its own, some of which are small views of whole weights.
     """
     optimizer = distrib_optimizer.DistributedOptimizer
     set_states, load_state_dict = optimizer._set_main_param_and_optimizer_states, optimizer.load_state_dict
@@ -88,8 +90,8 @@ def _load_states_in_place(distrib_optimizer: Any) -> None:
 
 
 def _hold_main_weights_once(hybrid_optimizer: Any) -> None:
-    """After loading, a host optimizer's state holds main weights that it does not compute with, and they take
-    as much memory again until the next update."""
+    """Drop unused main weights from a host optimizer's state after loading; they take as much memory again
+    until the next update."""
     update_main_weights = hybrid_optimizer.HybridDeviceOptimizer._update_fp32_params_by_new_state
 
     def update_and_forget(self: Any) -> None:
@@ -101,20 +103,23 @@ def _hold_main_weights_once(hybrid_optimizer: Any) -> None:
 
 
 def _write_in_threads(filesystem_async: Any) -> None:
-    """A checkpoint is written by forked processes, whose results pass through a queue in one more. They
-    outlive a killed trainer, the forked ones with its locks; only an asynchronous save needs processes."""
+    """Write checkpoints in threads instead of forked processes, whose results pass through a queue in a
+    further process. They outlive a killed trainer, and the forked ones keep its locks; only an asynchronous
+    save needs processes."""
     threads = types.SimpleNamespace(Process=threading.Thread, Queue=queue.Queue, JoinableQueue=queue.Queue)
     filesystem_async.mp = types.SimpleNamespace(get_context=lambda method: threads)
     filesystem_async._results_queue = queue.Queue()
 
 
 def _no_jit(jit: types.ModuleType) -> None:
-    """torch.compile of the small fused functions needs a C++ compiler at run time and gains nothing."""
+    """Disable torch.compile of small fused functions, which needs a C++ compiler at run time and gains
+    nothing."""
     jit.disable_jit_fuser()
 
 
 def _exchange_uneven_parts(mappings: Any) -> None:
-    """gloo gathers and scatters equal parts only; those of experts in tensor parallelism are unequal."""
+    """Exchange unequal parts, as of experts in tensor parallelism; gloo gathers and scatters equal parts
+    only."""
     gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
     def gather_padded(part: Any, group: Any, sizes: list[int] | None = None, *buffer: bool) -> torch.Tensor:
@@ -140,7 +145,7 @@ def _exchange_uneven_parts(mappings: Any) -> None:
 
 
 def _copy_to_the_same_device(hybrid_optimizer: Any) -> None:
-    """A host optimizer asks ``is_cuda`` which tensors are its copies; here all tensors lie on the host."""
+    """Fix a host optimizer's use of ``is_cuda`` to recognise its copies; here all tensors lie on the host."""
 
     def copies(self: Any, offload_fraction: float) -> tuple[list, list, dict, dict, dict]:
         assert offload_fraction == 1
@@ -155,8 +160,8 @@ def _copy_to_the_same_device(hybrid_optimizer: Any) -> None:
 
 
 def quiet() -> None:
-    """Silence what is meant on a CPU: no Apex, no Transformer Engine, no CUDA graphs, seeds that set the
-    CPU's generator. Call before ``megatron.core`` is imported."""
+    """Silence messages that are expected on a CPU: no Apex, no Transformer Engine, no CUDA graphs, seeds that
+    set the CPU's generator. Call before ``megatron.core`` is imported."""
     warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed", category=UserWarning)
     warnings.filterwarnings("ignore", message="full scope is deprecated", category=UserWarning)
     warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS", category=UserWarning)

@@ -1,10 +1,10 @@
-"""Which packages are here: what each is for, whether it imports for real, and what happens without it.
+"""Packages in use: purpose of each, whether it really imports, and the effect of its absence.
 
-    python -m megatron_eqlen.megatron_cpu.packages    # prints that; status 1 if a needed one does not import
+    python -m megatron_eqlen.megatron_cpu.packages    # prints them; status 1 if a required one fails
 
-A package that is installed may still not import: a shared library is missing, or was built for another torch.
-Libraries take an optional package's ImportError for its absence, and crash on the OSError, RuntimeError or
-AssertionError that broken ones raise. ``leave_out_broken`` makes broken packages look absent to all.
+An installed package may fail to import: a shared library is missing, or was built for another torch.
+Libraries treat an optional package's ImportError as its absence, but crash on the OSError, RuntimeError or
+AssertionError that broken packages raise. ``leave_out_broken`` makes broken packages look absent to all.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Package:
-    """A package that this one imports, or that Megatron-Core does."""
+    """Package that this package or Megatron-Core imports."""
 
     name: str
-    """As it is imported."""
+    """Name for import."""
     distributions: tuple[str, ...]
-    """What it can be installed as."""
+    """Names of distributions that provide it."""
     purpose: str
     without: str = ""
-    """What happens without it; empty if it is needed."""
+    """Effect of its absence; empty if it is required."""
     modules: tuple[str, ...] = ()
-    """Imported to find out whether it works (default: ``name``)."""
+    """Modules whose import shows that it works (default: ``name``)."""
     after: tuple[str, ...] = ()
     """Modules to be imported before it, which load shared libraries that it needs."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What an import of ``package`` showed."""
+    """Result of an import of ``package``."""
 
     package: Package
     version: str
     installed: bool
     fault: str
-    """Why it cannot be used; empty if it can."""
+    """Reason why it cannot be used; empty if it can."""
 
     def __str__(self) -> str:
         name = f"{self.package.name} {self.version}".rstrip()
@@ -73,7 +73,7 @@ TRANSFORMER_ENGINE = Package(
     "fused layers and optimizer on GPUs, grouped matrix products of experts",
     without="Layers and optimizer are plain torch, slower",
     modules=("transformer_engine.pytorch",),
-    after=("torch",),  # NCCL
+    after=("torch",),  # loads NCCL
 )
 FLA = Package(
     "fla",
@@ -93,19 +93,20 @@ OPTIONAL = (TRANSFORMER_ENGINE, FLA, APEX)
 
 
 def look(package: Package) -> Finding:
-    """Whether ``package`` is installed, without an import."""
+    """Return whether ``package`` is installed, without importing it."""
     installed = find_spec(package.name) is not None
     return Finding(package, _version(package), installed, "" if installed else "not installed")
 
 
 def find(package: Package) -> Finding:
-    """Import ``package`` and say what came of it. Raises nothing."""
+    """Import ``package`` and return the result. Raises nothing."""
     found = look(package)
     return replace(found, fault=_fault(package)) if found.installed else found
 
 
 def usable(package: Package) -> bool:
-    """Whether the optional ``package`` imports. If not, a WARNING says why, once on each machine."""
+    """Return True if the optional ``package`` imports. If not, a WARNING gives the reason, once on each
+    machine."""
     finding = _find_or_hide(package)
     if finding.fault:
         _warn(finding)
@@ -113,16 +114,17 @@ def usable(package: Package) -> bool:
 
 
 def leave_out_broken() -> None:
-    """Call before Megatron-Core is imported, which imports every optional package that is installed."""
+    """Hide broken packages. Call before Megatron-Core is imported, which imports every installed optional
+    package."""
     for finding in map(_find_or_hide, OPTIONAL):
         if finding.fault and finding.installed:
             _warn(finding)
 
 
 def main() -> int:
-    """Print what is there; returns the exit status."""
+    """Print the packages; return the exit status."""
     quiet()
-    warnings.simplefilter("ignore")  # libraries warn of what is printed here
+    warnings.simplefilter("ignore")  # libraries warn of the same faults
     optional = [_find_or_hide(package) for package in OPTIONAL]
     needed = [find(package) for package in NEEDED]
     print(*needed, *optional, sep="\n")
@@ -131,7 +133,7 @@ def main() -> int:
 
 @cache
 def _find_or_hide(package: Package) -> Finding:
-    """What is found; if the package is broken, it looks absent from here on."""
+    """Return the finding; a broken package looks absent from now on."""
     finding = find(package)
     if finding.fault and finding.installed:
         _hide(package.name)
@@ -165,7 +167,7 @@ def _fault(package: Package) -> str:
 
 
 def _version(package: Package) -> str:
-    """Empty if it is not known."""
+    """Return the version; empty if unknown."""
     for distribution in package.distributions:
         try:
             return metadata.version(distribution)

@@ -1,4 +1,4 @@
-"""Rewrites a module's source so that it runs without CUDA.
+"""Rewrite a module's source so that it runs without CUDA.
 
 ============================  ==================================================================
 ``torch.cuda``                the module ``cuda_namespace``
@@ -17,19 +17,19 @@ ALIAS = "_cuda_namespace"  # two leading underscores would be mangled inside cla
 
 
 def names_cuda(text: bytes) -> bool:
-    """Whether there is anything to rewrite."""
+    """Return True if there is anything to rewrite."""
     return b"cuda" in text
 
 
 def without_cuda(text: bytes, path: str) -> ast.Module:
-    """The rewritten syntax tree of the source ``text`` of the file ``path``."""
+    """Return the rewritten syntax tree of the source ``text`` of the file ``path``."""
     tree = _Rewriter().visit(ast.parse(text, path))
     tree.body.insert(_after_header(tree.body), ast.Import([ast.alias(NAMESPACE, ALIAS)]))
     return ast.fix_missing_locations(tree)
 
 
 def _after_header(body: list[ast.stmt]) -> int:
-    """Where an import may go: after the docstring and the ``__future__`` imports."""
+    """Return where an import may be inserted: after the docstring and the ``__future__`` imports."""
     for i, statement in enumerate(body):
         docstring = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
         future = isinstance(statement, ast.ImportFrom) and statement.module == "__future__"

@@ -1,4 +1,4 @@
-"""Builds the chunks of a model that this rank holds."""
+"""Build the chunks of a model that this rank holds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megatron_eqlen.recipe import ParallelRecipe
 def build_model(
     model: str | Path | ModelConfig, parallel: ParallelRecipe, dtype: torch.dtype, **overrides: Any
 ) -> list[PolicyModel]:
-    """One chunk per virtual pipeline stage of this rank, on its device, weights not yet set.
+    """Return one chunk per virtual pipeline stage of this rank, on its device, with weights not yet set.
 
     ``model``: a Hugging Face folder, a config.json, or a ``ModelConfig``. ``overrides``: TransformerConfig
     fields. Megatron's groups must have been started with the same ``parallel``. Chunks keep the model's
@@ -45,7 +45,7 @@ def build_model(
 
 
 def build_meta_model(model: ModelConfig) -> PolicyModel:
-    """The whole model in plain torch modules on the meta device: names and shapes.
+    """Return the complete model in plain torch modules on the meta device: names and shapes.
 
     Megatron's groups must have been started without any parallelism.
     """
@@ -57,13 +57,14 @@ def build_meta_model(model: ModelConfig) -> PolicyModel:
 
 @contextlib.contextmanager
 def meta_device() -> Iterator[None]:
-    """Models built inside take no memory on any device."""
+    """Build models in the block without memory on any device."""
     with torch.device("meta"), _NamedDevicesAreMeta():
         yield
 
 
 class _NamedDevicesAreMeta(TorchFunctionMode):
-    """``torch.device("meta")`` is a default, and Megatron names the current GPU in places."""
+    """Redirect named devices to meta: ``torch.device("meta")`` sets only the default, and Megatron names the
+    GPU."""
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -108,10 +109,10 @@ def _mark_tensor_parallel_parameters(chunk: PolicyModel) -> None:
 
 
 def _mark_expert_parameters(chunk: PolicyModel) -> None:
-    """Give the experts' gradients to the expert data-parallel group.
+    """Assign the experts' gradients to the expert data-parallel group.
 
-    Megatron-Core does so itself with EP > 1 only; with EP = 1 and TP > 1 it silently leaves expert
-    gradients unsummed over the TP ranks, whose tokens differ.
+    Megatron-Core does so only with EP > 1; with EP = 1 and TP > 1 it silently leaves expert gradients
+    unsummed over the TP ranks, whose tokens differ.
     """
     for name, parameter in chunk.named_parameters():
         if ".experts." in name:

@@ -1,11 +1,11 @@
-"""Folders of checkpoints: which there are, which is the newest, and whether their bytes are what was written.
+"""Folders of checkpoints: list them, find the newest, and verify their bytes.
 
     checkpoints/step-00000010/  manifest.json     {file: {"bytes": size, "crc32": checksum}} of all others
                 step-00000012/
                 latest                            the name of the checkpoint in force
 
 CRC-32 finds any damage of up to 32 neighbouring bits, and misses other damage once in 4 billion times. It
-needs a fraction of the processor that a cryptographic hash needs, and damage is no forgery.
+needs a fraction of the time of a cryptographic hash, which damage does not call for.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Manifest = dict[str, dict[str, Any]]
 
 
 def steps(folder: Path) -> list[Path]:
-    """The checkpoints in ``folder``, oldest first."""
+    """Return the checkpoints in ``folder``, oldest first."""
     return [path for _, path in step_folders(folder)]
 
 
 def latest(folder: Path) -> Path | None:
-    """The checkpoint that ``folder/latest`` names; None if there is no such file. Raises CheckpointError."""
+    """Return the checkpoint that ``folder/latest`` names; None without that file. Raises CheckpointError."""
     pointer = folder / LATEST
     try:
         name = pointer.read_bytes().decode("utf-8").strip()
@@ -51,13 +51,13 @@ def set_latest(checkpoint: Path) -> None:
 
 
 def file_names(folder: Path) -> list[str]:
-    """Everything that a manifest lists, largest first."""
+    """Return the names of all files that a manifest lists, largest first."""
     files = [path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST]
     return [path.name for path in sorted(files, key=lambda path: (-path.stat().st_size, path.name))]
 
 
 def describe(folder: Path, names: Collection[str]) -> Manifest:
-    """The manifest's entries for these files."""
+    """Return the manifest's entries for these files."""
     with ThreadPoolExecutor(READERS) as readers:
         found = readers.map(lambda name: _describe(folder / name), names)
         return dict(zip(names, found, strict=True))
@@ -68,7 +68,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises CheckpointError where it is missing, damaged, or lacks one of the folder's data files."""
+    """Return the manifest. Raises CheckpointError if it is missing, damaged, or lacks one of the folder's
+    data files."""
     file = folder / MANIFEST
     try:
         manifest = read_json(file)
@@ -83,14 +84,14 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def faults(folder: Path, manifest: Manifest, names: Collection[str]) -> list[str]:
-    """What is wrong with these files, one sentence each."""
+    """Return the faults of these files, one sentence each."""
     with ThreadPoolExecutor(READERS) as readers:
         found = readers.map(lambda name: _fault(folder / name, manifest[name]), names)
         return [fault for fault in found if fault]
 
 
 def verify(folder: Path) -> None:
-    """Raise CheckpointError naming a file that is not what the folder's manifest says."""
+    """Raise CheckpointError if a file differs from the folder's manifest."""
     manifest = read_manifest(folder)
     if found := faults(folder, manifest, manifest):
         raise CheckpointError(found[0])

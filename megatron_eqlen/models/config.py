@@ -1,4 +1,5 @@
-"""``ModelConfig`` and a parallel layout -> Megatron's ``TransformerConfig`` and GPTModel's arguments."""
+"""Convert ``ModelConfig`` and a parallel layout to Megatron's ``TransformerConfig`` and GPTModel's
+arguments."""
 
 from __future__ import annotations
 
@@ -17,10 +18,10 @@ from megatron_eqlen.recipe import ParallelRecipe, layout
 def transformer_config(
     model: ModelConfig, parallel: ParallelRecipe, dtype: torch.dtype, **overrides: Any
 ) -> TransformerConfig:
-    """Megatron's configuration of ``model`` in the layout ``parallel``.
+    """Return Megatron's configuration of ``model`` in the layout ``parallel``.
 
     ``dtype``: of parameters and activations. ``overrides``: TransformerConfig fields that take precedence.
-    Raises LayoutError where the layout does not divide the model.
+    Raises LayoutError if the layout does not divide the model.
     """
     layout.require(layout.weights(parallel, model))
     fields: dict[str, Any] = {
@@ -56,7 +57,7 @@ def transformer_config(
 
 
 def gpt_arguments(model: ModelConfig) -> dict[str, Any]:
-    """GPTModel's arguments beside the configuration and the layers."""
+    """Return GPTModel's arguments besides the configuration and the layers."""
     return {
         "vocab_size": model.vocab_size,
         "max_sequence_length": model.context_length,
@@ -68,7 +69,7 @@ def gpt_arguments(model: ModelConfig) -> dict[str, Any]:
 
 
 def sequence_parallel(model: ModelConfig, parallel: ParallelRecipe) -> bool:
-    """Whether activations between the tensor-parallel parts are split along the sequence."""
+    """Return True if activations between the tensor-parallel parts are split along the sequence."""
     if parallel.tensor == 1:
         return False
     if parallel.sequence is None:
@@ -77,12 +78,12 @@ def sequence_parallel(model: ModelConfig, parallel: ParallelRecipe) -> bool:
 
 
 def uses_transformer_engine() -> bool:
-    """Transformer Engine's layers run where it imports and there is a GPU for them."""
+    """Return True if Transformer Engine imports and a GPU is present."""
     return torch.cuda.is_available() and packages.usable(packages.TRANSFORMER_ENGINE)
 
 
 def _execution_fields(parallel: ParallelRecipe, dtype: torch.dtype, sequence: bool) -> dict[str, Any]:
-    """Fields that say how the model runs: layout, precision, kernels."""
+    """Return the fields for execution: layout, precision, kernels."""
     fields: dict[str, Any] = {
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
@@ -101,9 +102,9 @@ def _execution_fields(parallel: ParallelRecipe, dtype: torch.dtype, sequence: bo
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
     }
-    if parallel.pipeline > 1:  # rows differ in length; the experts' dispatcher is what handles that
+    if parallel.pipeline > 1:  # rows differ in length, which needs this dispatcher
         fields |= {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
-    if parallel.virtual_pipeline:  # any other combination hangs or silently mixes up activations
+    if parallel.virtual_pipeline:  # other combinations hang or mix up activations
         fields |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     if parallel.recompute == "full":
         fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -113,7 +114,7 @@ def _execution_fields(parallel: ParallelRecipe, dtype: torch.dtype, sequence: bo
 
 
 def _pipeline_layout(stages: list[range]) -> list[list[str]] | None:
-    """Megatron's list of what each chunk has; None where all have equally many layers."""
+    """Return Megatron's list of the contents of each chunk; None for an even split."""
     if len(set(map(len, stages))) == 1:
         return None
     chunks = [["decoder"] * len(layers) for layers in stages]

@@ -1,13 +1,13 @@
-"""Context parallelism: a row's positions over several ranks, and what these send each other.
+"""Context parallelism: distribute a row's positions over ranks, and exchange data between them.
 
-Between tokens, all ranks see is their own positions. Where positions meet there are two ways:
+Token-wise layers need only a rank's own positions. Two kinds of layer mix positions:
 
-* Attention: a rank gets the keys and values that its queries see and another rank has (``gather_keys``).
-  Trees are sparse, so that these are less than half of what an all-gather or a ring would send. (Heads
-  cannot be exchanged instead: with tensor parallelism a rank has one key-value head or two.)
-* Gated DeltaNet: a rank gets a part of the heads of all positions, and sends its results back
-  (``scatter_heads``, ``gather_heads``; Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509). No state has to
-  be handed on, and the convolution works channel by channel.
+* Attention: a rank receives the keys and values that its queries see and another rank has (``gather_keys``).
+  Trees are sparse, so these are less than half of what an all-gather or a ring would send. (Heads cannot be
+  exchanged instead: with tensor parallelism a rank has only one or two key-value heads.)
+* Gated DeltaNet: a rank receives some heads of all positions and sends its results back
+  (``scatter_heads``, ``gather_heads``; Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509). No state passes
+  between ranks, and the convolution works channel by channel.
 
 Both are exact; gradients of keys are summed in at least float32.
 """
@@ -29,31 +29,31 @@ from megatron_eqlen.types import Row
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """One rank's part of a row of S positions: s of them, and what it exchanges. Tensors are int64."""
+    """One rank's share of a row of S positions: s positions and their exchange. Tensors are int64."""
 
     slices: tuple[Span, Span]
-    """The positions, in row order; their keys and values are the rank's own."""
+    """Positions of the rank, in row order; the rank computes their keys and values."""
     keys: np.ndarray
-    """[K] int64, ascending: the positions whose keys it needs, its own among them; whole blocks where
+    """[K] int64, ascending: the positions whose keys the rank needs, including its own; whole blocks if
     slices are."""
     order: Tensor
-    """[S]: where each position lies in all ranks' positions, one rank after the other."""
+    """[S]: index of each position in the concatenation of all ranks' positions."""
     inverse: Tensor
     """[S]: the positions in that order."""
     sent: Tensor
-    """[sum of send_counts]: which of its own s keys rank 0 gets, rank 1, ..."""
+    """[sum of send_counts]: indices into the rank's own s keys to be sent, for rank 0, rank 1, ..."""
     send_counts: list[int]
     receive_counts: list[int]
     arranged: Tensor
-    """[K]: ``keys`` in its own s keys with the received ones after them."""
+    """[K]: index of each of ``keys`` in the rank's own s keys followed by the received keys."""
 
     @classmethod
     def of(cls, row: Row, rank: int, ranks: int, device: torch.device | str) -> Share:
-        """Of ``rank``; a row's length is a multiple of 2 x ``ranks``."""
+        """Return the share of ``rank``; a row's length is a multiple of 2 x ``ranks``."""
         slices = slices_of_ranks(row.position_ids, ranks)
         held = [_positions(spans) for spans in slices]
         seen = keys_of_ranks(slices, row.visible_until)
-        to, received = [np.flatnonzero(one[held[rank]]) for one in seen], [p[seen[rank][p]] for p in held]
+        to, received = [np.flatnonzero(keys[held[rank]]) for keys in seen], [p[seen[rank][p]] for p in held]
         to[rank], received[rank] = to[rank][:0], received[rank][:0]
         there = np.concatenate([held[rank], *received])
         arranged = np.argsort(there)
@@ -75,23 +75,23 @@ class Share:
 
     @property
     def slice_size(self) -> int:
-        """Positions of a slice, of any rank."""
+        """Positions per slice, on any rank."""
         start, end = self.slices[0]
         return end - start
 
     @property
     def positions(self) -> np.ndarray:
-        """[s] int64, in row order."""
+        """[s] int64, the rank's positions in row order."""
         return _positions(self.slices)
 
     def query_span(self, span: Span) -> slice:
-        """Positions of one slice, as they lie among the rank's s."""
+        """Return the indices of one slice within the rank's s positions."""
         (first, end), (second, _) = self.slices
         shift = first if span[0] < end else second - (end - first)
         return slice(span[0] - shift, span[1] - shift)
 
     def key_span(self, span: Span) -> slice:
-        """Consecutive positions that the rank's queries see, as they lie among ``keys``."""
+        """Return the indices within ``keys`` of consecutive positions that the rank's queries see."""
         start = int(np.searchsorted(self.keys, span[0]))
         return slice(start, start + span[1] - span[0])
 
@@ -133,13 +133,13 @@ def scatter_heads(x: Tensor, share: Share, group: dist.ProcessGroup) -> Tensor:
 
 
 def gather_heads(x: Tensor, share: Share, group: dist.ProcessGroup) -> Tensor:
-    """Back: [S, ...] -> [s, N, ...]. Collective."""
+    """Inverse of ``scatter_heads``: [S, ...] -> [s, N, ...]. Collective."""
     parts = x.index_select(0, share.inverse).unflatten(0, (group.size(), -1))
     return _Transposed.apply(parts, group).transpose(0, 1)
 
 
 class _Transposed(torch.autograd.Function):
-    """[N, ...]: part r to rank r, and in its place what rank r sends."""
+    """[N, ...]: send part r to rank r, and replace it by the part that rank r sends."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

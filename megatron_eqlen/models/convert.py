@@ -34,10 +34,10 @@ from megatron_eqlen.models.megatron_checkpoint import (
 from megatron_eqlen.recipe import ParallelRecipe
 
 Progress = Callable[[int], None]
-"""Called with the number of bytes that were converted since the last call."""
+"""Callback with the number of bytes that were converted since the last call."""
 
 LOGIT_TOLERANCE = 1e-4
-"""Largest difference of float32 logits, relative to the largest logit."""
+"""Maximum difference of float32 logits, relative to the largest logit."""
 
 
 def no_progress(nbytes: int) -> None: ...
@@ -45,7 +45,8 @@ def no_progress(nbytes: int) -> None: ...
 
 @torch.no_grad()
 def hf_to_megatron(source: str | Path, out: str | Path, progress: Progress = no_progress) -> None:
-    """Raises CheckpointError (broken source, existing ``out``) and ConfigError; ``source`` is only read."""
+    """Convert a Hugging Face folder to a checkpoint. Raises CheckpointError (broken source, existing ``out``)
+    and ConfigError; ``source`` is only read."""
     out = Path(out)
     refuse_existing(out)
     folder, model = HFFolder(source), read_config(source)
@@ -63,7 +64,8 @@ def hf_to_megatron(source: str | Path, out: str | Path, progress: Progress = no_
 def megatron_to_hf(
     checkpoint: str | Path, source: str | Path, out: str | Path, progress: Progress = no_progress
 ) -> None:
-    """``source``: the Hugging Face folder that the checkpoint's model came from. Raises CheckpointError."""
+    """Convert a checkpoint to a Hugging Face folder. ``source``: the folder that the checkpoint's model came
+    from. Raises CheckpointError."""
     refuse_existing(Path(out))
     folder, model = HFFolder(source), read_config(source)
     check_folder(folder, model)
@@ -78,7 +80,7 @@ def megatron_to_hf(
 
 
 def converted_bytes(source: str | Path) -> int:
-    """The total that ``progress`` will be called with, from the folder's dtypes."""
+    """Return the total number of bytes that ``progress`` will report, from the folder's dtypes."""
     folder = HFFolder(source)
     weights = check_folder(folder, read_config(source)).values()
     return sum(folder.entries[name].nbytes for weight in weights for name in weight.hf)
@@ -86,8 +88,8 @@ def converted_bytes(source: str | Path) -> int:
 
 @torch.no_grad()
 def verify_hash(checkpoint: str | Path, folder: str | Path, progress: Progress = no_progress) -> str:
-    """SHA-256 of all weights, which are the same bits in both. Raises CheckpointError naming the first that
-    is not."""
+    """Return the SHA-256 of all weights, which must be the same bits in both. Raises CheckpointError with the
+    first tensor that differs."""
     stored, model = HFFolder(folder), read_config(folder)
     check_folder(stored, model)
     reader, layout = CheckpointReader(checkpoint), checkpoint_layout(model)
@@ -105,11 +107,9 @@ def verify_hash(checkpoint: str | Path, folder: str | Path, progress: Progress =
 
 @torch.no_grad()
 def verify_logits(checkpoint: str | Path, folder: str | Path) -> float:
-    """Largest difference of float32 logits between Megatron, which loads the checkpoint with its own code,
-    and Transformers with the folder, relative to the largest logit. Both models must fit in memory.
-
-    Raises CheckpointError above LOGIT_TOLERANCE.
-    """
+    """Return the largest difference of float32 logits, relative to the largest logit, between Megatron with
+    the checkpoint and Transformers with the folder. Both models must fit in memory. Raises CheckpointError
+    above LOGIT_TOLERANCE."""
     from transformers import AutoModelForCausalLM
 
     model = read_config(folder)

@@ -31,11 +31,11 @@ from megatron_eqlen.models.context import Share, gather_heads, scatter_heads
 from megatron_eqlen.models.tree_params import KERNEL_CHUNK, Chunks, TreeParams
 
 CHUNK = 32
-"""Positions of a chunk."""
+"""Positions per chunk."""
 
 
 class TreeGatedDeltaNet(GatedDeltaNet):
-    """Megatron's GatedDeltaNet, its parameters, sharding and checkpoints, with a forward for token trees."""
+    """Megatron's GatedDeltaNet (parameters, sharding and checkpoints) with a forward pass for token trees."""
 
     num_key_heads: int
     num_value_heads: int
@@ -72,7 +72,8 @@ class TreeGatedDeltaNet(GatedDeltaNet):
         return mixed, gate.unflatten(-1, (-1, self.value_head_dim)), beta, alpha
 
     def _mix(self, mixed: Tensor, beta: Tensor, alpha: Tensor, weights: Weights, tree: TreeParams) -> Tensor:
-        """What goes along paths, of H heads: q|k|v [b, S, *], beta and alpha [b, S, H] -> [b, S, H, d_v]."""
+        """Apply the convolution and the recurrence along paths, for H heads: q|k|v [b, S, *], beta and alpha
+        [b, S, H] -> [b, S, H, d_v]."""
         decay = -_wide(weights.A_log).exp() * F.softplus(_wide(alpha) + _wide(weights.dt_bias))
         mixed = self.act_fn(tree_convolution(mixed, weights.convolution, tree))
         query, key, value = mixed.split(self._sizes(beta.shape[-1]), dim=-1)
@@ -83,7 +84,8 @@ class TreeGatedDeltaNet(GatedDeltaNet):
     def _mix_shared(
         self, mixed: Tensor, beta: Tensor, alpha: Tensor, weights: Weights, tree: TreeParams, share: Share
     ) -> Tensor:
-        """``_mix`` of this rank's positions: each context-parallel rank computes some heads of the row."""
+        """Apply ``_mix`` for this rank's positions: each context-parallel rank computes some heads of the
+        row."""
         group = self.pg_collection.cp
         ranks, rank, heads = group.size(), group.rank(), beta.shape[-1]
         channels = self._sizes(heads)
@@ -96,13 +98,13 @@ class TreeGatedDeltaNet(GatedDeltaNet):
         return gather_heads(out[0], share, group).flatten(1, 2)[None]
 
     def _sizes(self, heads: int) -> list[int]:
-        """Columns of q, k and v with so many value heads."""
+        """Return the columns of q, k and v for this number of value heads."""
         share = self.num_value_heads // heads
         return [self.qk_dim // share, self.qk_dim // share, self.v_dim // share]
 
 
 class Weights(NamedTuple):
-    """Of some heads of a layer."""
+    """Weights of some heads of a layer."""
 
     convolution: Tensor
     """[D, 1, W]"""
@@ -120,8 +122,8 @@ def _by_rank(x: Tensor, sections: list[int], ranks: int) -> Tensor:
 def tree_convolution(x: Tensor, weight: Tensor, tree: TreeParams) -> Tensor:
     """Causal depthwise convolution along paths. x [b, S, D], weight [D, 1, W] -> [b, S, D].
 
-    One convolution over the row as it lies, then the few positions behind a fork or a tree's start again,
-    on their own windows.
+    One convolution runs over the row as it lies; the few positions after a fork or a tree's start are
+    recomputed on their own windows.
     """
     width = weight.shape[-1]
     flat = _row_convolution(x, weight)
@@ -134,7 +136,7 @@ def tree_convolution(x: Tensor, weight: Tensor, tree: TreeParams) -> Tensor:
 
 
 def _row_convolution(x: Tensor, weight: Tensor) -> Tensor:
-    """Causal depthwise convolution along the row, trees or not."""
+    """Causal depthwise convolution along the row, ignoring trees."""
     if x.is_cuda and (kernel := fla_convolution(x.dtype)):
         return kernel(x, weight.squeeze(1))[0]
     padded = F.pad(x.transpose(1, 2), (weight.shape[-1] - 1, 0))
@@ -183,10 +185,10 @@ def chunked_delta_rule(
 def _scan_levels(
     new: Tensor, reads: Tensor, writes: Tensor, keep: Tensor, chunks: Chunks
 ) -> tuple[Tensor, Tensor]:
-    """Passes the state from each chunk to its children.
+    """Pass the state from each chunk to its children.
 
-    All [n, b, H, *, *], chunks sorted by level. Returns the values written to the state, [.., size, d_v],
-    and the outputs read from the state at the chunk's start, [.., size, d_v].
+    All [n, b, H, *, *], chunks sorted by level. Returns the values written to the state, [.., size, d_v], and
+    the outputs read from the state at the chunk's start, [.., size, d_v].
     """
     size = new.shape[-2]
     state = None
@@ -209,7 +211,7 @@ def _scan_levels(
 
 
 def _to_chunks(x: Tensor, positions: Tensor, size: int) -> Tensor:
-    """[b, S, H, d] -> [n, b, H, size, d]; filling reads zeros, which neither decay nor write the state."""
+    """[b, S, H, d] -> [n, b, H, size, d]; filling slots are zero and neither decay nor write the state."""
     padded = F.pad(x, (0, 0, 0, 0, 0, 1))
     return padded.index_select(1, positions).unflatten(1, (-1, size)).permute(1, 0, 3, 2, 4)
 
@@ -223,7 +225,8 @@ def _from_chunks(x: Tensor, slots: Tensor) -> Tensor:
 def run_by_run_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, tree: TreeParams, kernel: Callable
 ) -> Tensor:
-    """The recurrence with ``kernel``, fla's or one with its signature: one call for each depth of runs."""
+    """Compute the recurrence with ``kernel``, fla's or one with its signature: one call for each depth of
+    runs."""
     outputs, state = [], None
     for depth, level in enumerate(tree.run_levels):
         last = depth + 1 == len(tree.run_levels)
@@ -244,7 +247,8 @@ def run_by_run_delta_rule(
 
 @cache
 def fla_kernel(dtype: torch.dtype) -> Callable | None:
-    """fla's chunked kernel, where the package imports and computes in ``dtype``; else says so once."""
+    """Return fla's chunked kernel if the package imports and computes in ``dtype``; else log once and return
+    None."""
     if dtype not in (torch.bfloat16, torch.float16):
         text = f"Gated DeltaNet runs in plain torch on this GPU, slowly: fla does not compute in {dtype}"
         warnings.warn(text, stacklevel=2)
@@ -260,7 +264,7 @@ def fla_kernel(dtype: torch.dtype) -> Callable | None:
 
 @cache
 def fla_convolution(dtype: torch.dtype) -> Callable | None:
-    """fla's causal convolution, where ``fla_kernel`` is."""
+    """Return fla's causal convolution if ``fla_kernel`` is available."""
     if fla_kernel(dtype) is None:
         return None
     from fla.modules.causal_conv1d import causal_conv1d  # pyright: ignore[reportMissingImports] (GPU only)
@@ -269,7 +273,7 @@ def fla_convolution(dtype: torch.dtype) -> Callable | None:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In float32, or wider where it is."""
+    """Return ``x`` in float32, or in its own dtype if that is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

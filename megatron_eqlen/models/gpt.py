@@ -18,17 +18,18 @@ from megatron_eqlen.hf.config import ModelConfig
 
 
 class PolicyModel(GPTModel):
-    """GPTModel with rotary angles at explicit positions and a language-model head where it is needed.
+    """GPTModel with rotary angles at explicit positions and a language-model head at the supervised
+    positions.
 
     Parameters, sharding and checkpoints are GPTModel's.
     """
 
     model_config: ModelConfig
-    """What ``build_model`` made it of."""
+    """Configuration from which ``build_model`` made the model."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.post_process:  # its input is gathered before, so that positions can be chosen from it
+        if self.post_process:  # its input is gathered first, so that positions can be selected
             self.output_layer.sequence_parallel = False
 
     def forward(
@@ -84,7 +85,7 @@ class PolicyModel(GPTModel):
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]
 
     def _left_out(self, supervised: Tensor | None, input_ids: Tensor) -> Tensor | None:
-        """[1, s (/ TP)] bool: the tokens that the router's auxiliary loss does not count."""
+        """Return [1, s (/ TP)] bool: the tokens that the router's auxiliary loss does not count."""
         if supervised is None or self.config.num_moe_experts is None:
             return None
         left_out = torch.ones(input_ids.shape[1], dtype=torch.bool, device=input_ids.device)
@@ -94,8 +95,9 @@ class PolicyModel(GPTModel):
         return left_out[None]
 
     def _chosen(self, hidden: Tensor, supervised: Tensor | None) -> Tensor:
-        """[s (/ TP), b, hidden] -> [n or s, b, hidden], on every tensor-parallel rank."""
-        if self.config.sequence_parallel:  # only split here: the head's own backward pass sums over TP
+        """Select the supervised positions: [s (/ TP), b, hidden] -> [n or s, b, hidden], on every
+        tensor-parallel rank."""
+        if self.config.sequence_parallel:  # only a split: the head's own backward pass sums over TP
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )

@@ -1,4 +1,4 @@
-"""Megatron's process groups: start and stop them, and find those of this rank."""
+"""Start, stop and look up Megatron's process groups."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def start(parallel: ParallelRecipe, seed: int, timeout: timedelta = timedelta(mi
     """Join the world, split it by ``parallel`` and seed the generators (tensor-parallel ranks differ where
     their parameters do).
 
-    ``timeout``: how long a collective may wait for a lost rank. Raises LayoutError where the layout does not
+    ``timeout``: how long a collective may wait for a lost rank. Raises LayoutError if the layout does not
     divide the world.
     """
     distributed.join(timeout)
@@ -36,7 +36,7 @@ def start(parallel: ParallelRecipe, seed: int, timeout: timedelta = timedelta(mi
 
 
 def stop() -> None:
-    """Leave the groups that ``start`` made, and the world."""
+    """Destroy the groups that ``start`` made, and leave the world."""
     parallel_state.destroy_model_parallel()
     distributed.leave()
 
@@ -50,7 +50,8 @@ def pipeline_parallel() -> ProcessGroup:
 
 
 def data_parallel() -> ProcessGroup:
-    """Ranks with other rows; those that share rows with them (context parallel) are not in it."""
+    """Return the group of ranks with other rows; ranks with the same rows (context parallel) are not in
+    it."""
     return cast(ProcessGroup, parallel_state.get_data_parallel_group())
 
 

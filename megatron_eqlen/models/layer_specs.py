@@ -1,4 +1,4 @@
-"""Which modules a model is made of: plain torch (any machine), or Transformer Engine's (GPU).
+"""Modules of a model: plain torch (any machine), or Transformer Engine's (GPU).
 
     TransformerLayer
       input_layernorm
@@ -8,7 +8,7 @@
       mlp              dense, or a router with experts and an optional gated shared expert
 
 Transformer Engine fuses a norm into the linear layer after it; the norm's parameter is then that layer's
-``layer_norm_weight`` and the norm of its own is an ``IdentityOp``.
+``layer_norm_weight``, and the separate norm is an ``IdentityOp``.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ FUSED_NORMS = {
     "self_attention.in_proj.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
-"""How the names of a layer's norms begin: fused into the linear layer after them -> on their own. Checkpoints
-have the fused names whatever the modules are; weight maps have the others."""
+"""Prefixes of the names of a layer's norms: fused into the following linear layer -> separate. Checkpoints
+always use the fused names, weight maps the separate names."""
 
 
 class TorchModules(LocalSpecProvider):
@@ -54,12 +54,12 @@ class TorchModules(LocalSpecProvider):
 
 
 def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage (and its virtual stage ``vp_stage``), and the final norm."""
+    """Return the layers of this pipeline stage (and its virtual stage ``vp_stage``), and the final norm."""
     modules = _modules(config)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     layers = [_layer(config, modules, number) for number in range(first, first + count)]
-    norm: Any = modules.layer_norm(rms_norm=True)  # Megatron declares no classes here, and takes them
+    norm: Any = modules.layer_norm(rms_norm=True)  # accepted by Megatron, but not declared
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
@@ -76,7 +76,7 @@ def _layer(config: TransformerConfig, modules: BackendSpecProvider, number: int)
     sparse = isinstance(config.moe_layer_freq, list) and config.moe_layer_freq[number]
     norm = modules.layer_norm(rms_norm=True)
     fused = modules.fuse_layernorm_and_linear()
-    bias_dropout_add: Any = get_bias_dropout_add  # Megatron declares no functions here, and takes them
+    bias_dropout_add: Any = get_bias_dropout_add  # accepted by Megatron, but not declared
     submodules = TransformerLayerSubmodules(
         input_layernorm=IdentityOp if fused else norm,
         self_attention=_delta_net(modules) if linear else _attention(modules),
@@ -90,7 +90,7 @@ def _layer(config: TransformerConfig, modules: BackendSpecProvider, number: int)
 
 
 def _checkpoint_names(linear: bool, sparse: bool) -> dict[str, str]:
-    """For a layer whose norms are modules of their own."""
+    """Return the checkpoint names for a layer whose norms are separate modules."""
     fused = [f"self_attention.{'in_proj' if linear else 'linear_qkv'}.layer_norm_"]
     if not sparse:  # the router is not fused with the norm before it
         fused.append("mlp.linear_fc1.layer_norm_")
@@ -98,7 +98,7 @@ def _checkpoint_names(linear: bool, sparse: bool) -> dict[str, str]:
 
 
 def _after_norm(modules: BackendSpecProvider) -> type:
-    """The linear layer that follows the input norm, with the norm inside where the backend fuses them."""
+    """Return the linear layer that follows the input norm, with the norm inside if the backend fuses them."""
     return modules.column_parallel_layer_norm_linear() or modules.column_parallel_linear()
 
 
@@ -117,8 +117,8 @@ def _attention(modules: BackendSpecProvider) -> ModuleSpec:
 def _delta_net(modules: BackendSpecProvider) -> ModuleSpec:
     submodules = GatedDeltaNetSubmodules(
         in_proj=_after_norm(modules),
-        # This is the only norm of Qwen3-Next that is centred on one. It is built so here; shifting the weight
-        # in conversion instead would make conversion inexact.
+        # The only norm of Qwen3-Next that is centred on one. Shifting its weight in conversion instead would
+        # make conversion inexact.
         out_norm=ModuleSpec(module=RMSNorm, params={"zero_centered": False}),
         out_proj=modules.row_parallel_linear(),
     )

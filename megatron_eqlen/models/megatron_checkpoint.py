@@ -1,10 +1,10 @@
 """Megatron ``torch_dist`` checkpoints, one tensor at a time.
 
-``megatron.core.dist_checkpointing`` saves and loads whole models. For conversion this module reads and
-writes the same files (torch.distributed.checkpoint's format) tensor by tensor. The names of a model's
-tensors, and how they are cut, come from Megatron itself: the model is built on the meta device without
-parallelism, and its sharded state dict is read. The format is free of layout, so a checkpoint saved at
-TP2 x PP2 is read here, and one written here loads at any layout.
+``megatron.core.dist_checkpointing`` saves and loads whole models. For conversion this module reads and writes
+the same files (torch.distributed.checkpoint's format) tensor by tensor. The names of a model's tensors and
+their division come from Megatron itself: the model is built on the meta device without parallelism, and its
+sharded state dict is read. The format does not depend on the layout: a checkpoint saved at TP2 x PP2 can be
+read here, and a checkpoint written here loads at any layout.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from megatron_eqlen.models.weights import local_parameters
 logger = logging.getLogger(__name__)
 
 FILE_BYTES = 8 << 30
-"""Bytes of a data file after which a new one is begun."""
+"""Size of a data file after which the next file begins."""
 
 UNREADABLE = (
     OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError, IndexError, KeyError, TypeError,
@@ -69,7 +69,7 @@ OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 
 @dataclass(frozen=True)
 class Piece:
-    """A contiguous range of a parameter, and where it lies in a tensor of the checkpoint."""
+    """Contiguous range of a parameter, and its place in a tensor of the checkpoint."""
 
     start: int
     """First element in the flattened parameter."""
@@ -86,17 +86,17 @@ class Piece:
 
 @dataclass(frozen=True)
 class CheckpointLayout:
-    """The names and shapes of everything in a checkpoint of a model."""
+    """Names and shapes of everything in a checkpoint of a model."""
 
     shapes: dict[str, tuple[int, ...]]
-    """The pieces of each parameter, by its name in the weight map."""
+    """Pieces of each parameter, by its name in the weight map."""
     pieces: dict[str, list[Piece]]
     objects: list[str]
-    """Keys of what is not a tensor: empty extra states."""
+    """Keys of entries that are not tensors: empty extra states."""
 
 
 def checkpoint_layout(model: ModelConfig) -> CheckpointLayout:
-    """The layout of ``model``'s checkpoint, from Megatron. Its groups must be started, without any
+    """Return the layout of ``model``'s checkpoint, from Megatron. Its groups must be started, without any
     parallelism."""
     chunk = build_meta_model(model)
     parameters = local_parameters([chunk])
@@ -115,16 +115,16 @@ def checkpoint_layout(model: ModelConfig) -> CheckpointLayout:
 
 
 def load_sharded(state: dict[str, Any], path: Path) -> dict[str, Any]:
-    """``state``, a sharded state dict, filled from the checkpoint ``path`` by Megatron. Collective.
+    """Return ``state``, a sharded state dict, filled from the checkpoint ``path`` by Megatron. Collective.
 
-    Modules' extra states are None: Transformer Engine keeps those of fp8 there, which is not used here, and
-    saves them for modules that have none elsewhere.
+    Modules' extra states are None: Transformer Engine keeps fp8 state there, which is not used here, and
+    saves extra states for modules that have none without it.
     """
     extra, kept = extract_matching_values(state, _is_extra_state)
     assert isinstance(kept, dict)  # as ``state`` is
     dict_list_map_inplace(lambda _: None, extra)
     loaded = dist_checkpointing.load(kept, str(path))
-    assert isinstance(loaded, dict)  # a tuple where one asks for the keys that do not match
+    assert isinstance(loaded, dict)  # a tuple only if mismatched keys are requested
     merge(loaded, extra)
     return loaded
 
@@ -134,7 +134,7 @@ def _is_extra_state(item: object) -> bool:
 
 
 def checkpoint_metadata() -> dict[str, Any]:
-    """How sharded state dicts are made: as one tensor per weight, for every layout."""
+    """Return the metadata of sharded state dicts: one tensor per weight, for every layout."""
     return {
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "singleton_local_shards": False,
@@ -142,10 +142,10 @@ def checkpoint_metadata() -> dict[str, Any]:
 
 
 class CheckpointReader:
-    """Reads parameters of a checkpoint, whatever layout saved it. Raises CheckpointError.
+    """Reader of a checkpoint's parameters, for any layout that saved it. Raises CheckpointError.
 
-    ``path``: a checkpoint, or a folder whose file ``latest`` names one. All of it is checked against its
-    manifest; one that other software wrote has none, which is said in a warning.
+    ``path``: a checkpoint, or a folder with a ``latest`` file. The checkpoint is verified against its
+    manifest; checkpoints of other software have none, which is logged as a warning.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -178,7 +178,7 @@ class CheckpointReader:
             )
 
     def parameter(self, layout: CheckpointLayout, name: str) -> Tensor:
-        """The whole parameter ``name``, in the checkpoint's dtype."""
+        """Return the complete parameter ``name``, in the checkpoint's dtype."""
         pieces, shape = layout.pieces[name], layout.shapes[name]
         if len(pieces) == 1 and len(items := self._items(pieces[0])) == 1:
             return self._load(items[0]).reshape(shape)
@@ -190,11 +190,11 @@ class CheckpointReader:
         return flat.view(shape)
 
     def _items(self, piece: Piece) -> list[ReadItem]:
-        """What to read for ``piece``, and where: it may have been saved in parts, or as part of something
-        larger."""
+        """Return the reads for ``piece``, which may have been saved in parts, or as part of a larger
+        tensor."""
         chunk = ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.shape))
         stored = self._tensor(piece)
-        if (piece.key, piece.offset, piece.shape) in self._chunks:  # no need to compare with all 512 experts
+        if (piece.key, piece.offset, piece.shape) in self._chunks:  # avoids a comparison with all 512 experts
             stored = TensorStorageMetadata(stored.properties, stored.size, [chunk])
         items = create_read_items_for_chunk_list(piece.key, stored, [chunk])
         if sum(math.prod(item.lengths) for item in items) != math.prod(piece.shape):
@@ -203,7 +203,7 @@ class CheckpointReader:
 
     @cached_property
     def _chunks(self) -> set[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-        """Key, offset and shape of what was saved in one part."""
+        """Key, offset and shape of everything that was saved as one part."""
         return {
             (key, tuple(chunk.offsets), tuple(chunk.sizes))
             for key, item in self.metadata.state_dict_metadata.items()
@@ -244,7 +244,7 @@ class CheckpointReader:
 
 
 class CheckpointWriter:
-    """Writes a checkpoint into the empty folder ``path``; it is whole after ``finish``."""
+    """Write a checkpoint into the empty folder ``path``; it is complete after ``finish``."""
 
     def __init__(self, path: Path, layout: CheckpointLayout) -> None:
         self.path, self.layout = path, layout
@@ -254,12 +254,12 @@ class CheckpointWriter:
         self._open_next()
 
     def write(self, name: str, parameter: Tensor) -> None:
-        """Add the whole parameter ``name``."""
+        """Add the complete parameter ``name``."""
         flat = parameter.view(-1)
         for piece in self.layout.pieces[name]:
             data = flat[piece.start : piece.stop].view(piece.shape)
             if data.numel() != flat.numel():
-                data = data.clone()  # torch.save writes a view's whole storage
+                data = data.clone()  # torch.save would write a view's whole storage
             chunk = ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.shape))
             properties = TensorProperties.create_from_tensor(data)
             empty = TensorStorageMetadata(properties, torch.Size(piece.size), [])
@@ -269,7 +269,7 @@ class CheckpointWriter:
     def finish(self) -> None:
         objects = {key: BytesStorageMetadata() for key in self.layout.objects}
         for key in objects:
-            self._save(MetadataIndex(key), [None])  # an object is saved as a list, as Megatron does
+            self._save(MetadataIndex(key), [None])  # objects are saved as lists, as by Megatron
         self.file.close()
         metadata = Metadata(state_dict_metadata={**self.tensors, **objects}, storage_data=self.stored)
         (self.path / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -299,7 +299,7 @@ def _box(tensor: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> Tens
 
 
 def _ends(metadata: Metadata) -> dict[str, int]:
-    """How many bytes each data file has at least."""
+    """Return the minimum number of bytes of each data file."""
     ends: dict[str, int] = {}
     for info in metadata.storage_data.values():
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
@@ -307,7 +307,7 @@ def _ends(metadata: Metadata) -> dict[str, int]:
 
 
 def _storage(tensor: Tensor) -> int:
-    """Identifies the memory of a tensor or view; works on the meta device too."""
+    """Return an identifier of the memory of a tensor or view; works on the meta device, too."""
     return tensor.untyped_storage()._cdata
 
 

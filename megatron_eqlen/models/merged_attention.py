@@ -1,10 +1,11 @@
-"""Attention on token trees by dense kernels alone: no mask, every part at a flash kernel's speed.
+"""Attention on token trees with dense kernels only: no mask, every part at a flash kernel's speed.
 
-Each chain is causal in itself and sees all of its prefix. The first call computes what every chain sees in
-itself; the next ones what it sees of its prefix's first span, of its second, and so on. A caterpillar's and a
-star's prefixes are one span: two calls. The results of two calls are merged by their log-sum-exp, and each
-call's backward pass is the kernel's own, given the merged output and log-sum-exp, as in ring attention (Liu
-et al., arXiv 2310.01889): probabilities are exp(score - log-sum-exp), so each call's gradients add up.
+Each chain is causal in itself and sees all of its prefix. The first call computes the attention of every
+chain to itself, the following calls its attention to the first span of its prefix, the second, and so on. The
+prefixes of a caterpillar or a star are one span: two calls. The results of two calls are merged by their
+log-sum-exp, and each call's backward pass is the kernel's own, given the merged output and log-sum-exp, as in
+ring attention (Liu et al., arXiv 2310.01889): probabilities are exp(score - log-sum-exp), so the calls'
+gradients add up.
 
 Here q and outputs are [S, heads, d], k and v [S, groups, d], log-sum-exps [heads, S]; with context
 parallelism [s, heads, d], [K, groups, d] and [heads, s], of a rank's positions and of the keys that they see.
@@ -28,7 +29,7 @@ Backward = tuple[slice, slice, Tensor, Tensor, Tensor]
 
 
 class Inputs(NamedTuple):
-    """Of a whole row."""
+    """Inputs for a whole row."""
 
     q: Tensor
     k: Tensor
@@ -37,14 +38,14 @@ class Inputs(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """Of everything that the row's queries see, in all calls."""
+    """Merged result of all calls for the row's queries."""
 
     out: Tensor
     lse: Tensor
 
 
 class Kernel(Protocol):
-    """A flash kernel for all pairs of a call, of which each is dense or causal."""
+    """Flash kernel for all pairs of a call, each dense or causal."""
 
     def forward(self, row: Inputs, call: Call) -> Iterator[Forward]: ...
 
@@ -54,7 +55,7 @@ class Kernel(Protocol):
 def merged_attention(
     q: Tensor, k: Tensor, v: Tensor, tree: TreeParams, scale: float, kernel: Kernel
 ) -> Tensor:
-    """[S, heads, d] in the dtype of ``q``. Accumulates in at least float32."""
+    """Return [S, heads, d] in the dtype of ``q``. Accumulates in at least float32."""
     return _Merged.apply(q, k, v, tree, scale, kernel)
 
 
@@ -90,14 +91,14 @@ class _Merged(torch.autograd.Function):
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """In place, as if the keys of both had been seen at once."""
+    """Merge a part in place, as if all keys had been seen in one call."""
     both = torch.logaddexp(lse, part_lse)
     out.mul_((lse - both).exp_().T[..., None]).addcmul_((part_lse - both).exp_().T[..., None], part)
     lse.copy_(both)
 
 
 class CpuKernel:
-    """torch's flash attention for CPUs, pair by pair, without a copy of anything."""
+    """torch's flash attention for CPUs, pair by pair, without copies."""
 
     def forward(self, row: Inputs, call: Call) -> Iterator[Forward]:
         attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -128,8 +129,8 @@ def _shd(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class FlashKernel:
-    """FlashAttention 2 as torch has it, one kernel for a call: float16 or bfloat16, heads of up to 256. A
-    prefix's keys are copied for each chain that sees it."""
+    """torch's FlashAttention 2, one kernel per call: float16 or bfloat16, heads of up to 256. A prefix's keys
+    are copied for each chain that sees them."""
 
     attend: Callable[..., Any] = torch.ops.aten._flash_attention_forward
     gradients: Callable[..., Any] = torch.ops.aten._flash_attention_backward
@@ -155,7 +156,7 @@ class FlashKernel:
 
 
 def _joined(x: Tensor, spans: tuple[slice, ...]) -> Tensor:
-    """The spans of ``x``, one after the other; what follows on itself is not copied."""
+    """Return the concatenated spans of ``x``; spans that are adjacent in ``x`` are not copied."""
     ends = [span.stop for span in spans[:-1]]
     if ends == [span.start for span in spans[1:]]:
         return x[spans[0].start : spans[-1].stop].contiguous()

@@ -1,4 +1,4 @@
-"""RMSNorm without Transformer Engine, as layer specs want it."""
+"""RMSNorm without Transformer Engine, with the interface of layer specs."""
 
 import torch
 import torch.nn.functional as F
@@ -6,10 +6,10 @@ from megatron.core.transformer import TransformerConfig
 
 
 class RMSNorm(torch.nn.Module):
-    """``x / rms(x) * weight``, or ``* (1 + weight)`` where zero-centred; computed in at least float32.
+    """``x / rms(x) * weight``, or ``* (1 + weight)`` if zero-centred; computed in at least float32.
 
     Args:
-        hidden_size: size of the last dimension, the one that is normalised.
+        hidden_size: size of the last dimension, which is normalised.
         zero_centered: default: the configuration's ``layernorm_zero_centered_gamma``.
     """
 
@@ -25,7 +25,7 @@ class RMSNorm(torch.nn.Module):
         self.zero_centered = config.layernorm_zero_centered_gamma if zero_centered is None else zero_centered
         initial = torch.zeros if self.zero_centered else torch.ones
         self.weight = torch.nn.Parameter(initial(hidden_size, dtype=config.params_dtype))
-        mark = config.sequence_parallel  # Megatron looks for it on the parameter
+        mark = config.sequence_parallel  # Megatron reads this mark of the parameter
         self.weight.sequence_parallel = mark  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

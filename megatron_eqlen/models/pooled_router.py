@@ -1,4 +1,4 @@
-"""The experts' router, with an auxiliary loss that does not depend on how tokens are put into rows.
+"""Experts' router with an auxiliary loss that does not depend on the packing of tokens into rows.
 
     loss of a layer = E sum_e f_e P_e        f_e = 1 / (k N) x choices of expert e
                                              P_e = 1 / N x sum of the router's probabilities of e
@@ -7,10 +7,10 @@ E experts, k of them for each token, N counted tokens. It is the Switch Transfor
 Megatron-Core: computed for each layer, 1 if the load is even; the training loss adds ``coef`` x its sum over
 layers. (Transformers' ``load_balancing_loss_func`` pools all layers before it multiplies, and has no 1 / k.)
 
-N and f are those of a whole optimizer step, over all its rows and ranks (the global batch of
-arXiv:2501.11873). Megatron multiplies two means for each row instead, and that product changes with the
-packing. N and f must be known before the first row's backward pass, so an extra forward pass counts them
-first. Then the loss is a plain sum over tokens.
+N and f cover a whole optimizer step, over all its rows and ranks (the global batch of arXiv:2501.11873).
+Megatron multiplies two means for each row instead, and that product changes with the packing. N and f must be
+known before the first row's backward pass, so an extra forward pass counts them first. The loss is then a
+plain sum over tokens.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from megatron_eqlen.models.router_replay import ReplayRouter
 
 
 class PooledRouter(ReplayRouter):
-    """Without a pool, N counts the tokens of the forward pass itself."""
+    """Router with a pooled loss; without a pool, N counts the tokens of the forward pass itself."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.pool: Tensor | None = None
         """[E] float64, choices of each expert in the whole optimizer step."""
         self.counted: Tensor | None = None
-        """[E] float64, this rank's choices, while they are counted."""
+        """[E] float64, this rank's choices during counting; None otherwise."""
         self.aux_loss: Tensor | None = None
         """float64, this rank's part of the layer's loss, since ``pool`` was set."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Megatron's; ``padding_mask`` is True for the tokens that are not counted."""
+        """Route as Megatron's router; ``padding_mask`` is True for tokens that are not counted."""
         probs, chosen = super().routing(logits, padding_mask)
         if self.counted is not None:
             self.counted += _choices(chosen if padding_mask is None else chosen & ~padding_mask.view(-1, 1))
@@ -49,7 +49,8 @@ class PooledRouter(ReplayRouter):
     def _apply_aux_loss(
         self, probs: Tensor, scores: Tensor, chosen: Tensor, with_padding_mask: bool = False
     ) -> Tensor:
-        """``probs`` with the loss's gradient attached; ``scores`` and ``chosen`` are 0 where not counted."""
+        """Return ``probs`` with the loss's gradient attached; ``scores`` and ``chosen`` are 0 for uncounted
+        tokens."""
         coef = self.get_aux_loss_coeff("aux_loss")
         if coef == 0:
             return probs
@@ -67,14 +68,14 @@ class PooledRouter(ReplayRouter):
 
 
 class RouterPool:
-    """The routers of this rank's layers."""
+    """Pool of the routers of this rank's layers."""
 
     def __init__(self, chunks: list) -> None:
         self.routers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, PooledRouter)]
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Run a forward pass over all rows of a step inside this block; its choices are the pool afterwards.
+        """Count the choices of a forward pass over all rows of a step in this block; they become the pool.
         Collective."""
         counts = [_zeros_per_expert(router) for router in self.routers]
         for router, count in zip(self.routers, counts, strict=True):
@@ -87,8 +88,8 @@ class RouterPool:
                 router.pool, router.counted, router.aux_loss = pool, None, pool.new_zeros(())
 
     def aux_loss(self) -> float:
-        """This rank's part of the loss since the pool was counted, averaged over the model's layers with
-        experts: the sum over all ranks is 1 where the load is even."""
+        """Return this rank's part of the loss since the pool was counted, averaged over the model's layers
+        with experts; the sum over all ranks is 1 for an even load."""
         return sum(_aux_loss(router) for router in self.routers)
 
 

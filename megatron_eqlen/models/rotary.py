@@ -1,4 +1,4 @@
-"""YaRN in Megatron-Core: its own class rotates heads whole and knows no ``attention_factor``."""
+"""YaRN in Megatron-Core, whose own class rotates entire heads and has no ``attention_factor``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from megatron_eqlen.hf.rope import Yarn
 
 
 def yarn_frequencies(yarn: Yarn, theta: float, dim: int) -> Tensor:
-    """Angles per position, [dim / 2] float32, of heads that are rotated in ``dim`` dimensions.
+    """Return the angles per position, [dim / 2] float32, of heads that are rotated in ``dim`` dimensions.
 
-    To the bit those of Transformers' ``_compute_yarn_parameters``: at position 131,072 another rounding of a
-    frequency near 1 is an angle of 0.01.
+    They equal those of Transformers' ``_compute_yarn_parameters`` to the bit: at position 131,072 a different
+    rounding of a frequency near 1 changes the angle by 0.01.
     """
 
     def dimension(turns: float) -> float:
-        """The dimension that turns so often within the original length (the paper's section 3.2)."""
+        """Return the dimension with this number of turns within the original length (the paper's section
+        3.2)."""
         length = yarn.original_max_position_embeddings
         return (dim * math.log(length / (turns * 2 * math.pi))) / (2 * math.log(theta))
 
@@ -34,11 +35,11 @@ def yarn_frequencies(yarn: Yarn, theta: float, dim: int) -> Tensor:
 
 
 def set_attention_factor(config: TransformerConfig, factor: float) -> None:
-    """Have Megatron's attention multiply cosine and sine by ``factor``.
+    """Make Megatron's attention multiply cosine and sine by ``factor``.
 
-    It reads three fields that ``TransformerConfig`` does not declare, and computes
-    (0.1 ``mscale`` ln(``scaling``) + 1) / (0.1 ``mscale_all_dim`` ln(``scaling``) + 1): with ln(scaling) = 10
-    that is ``mscale`` + 1 over 1.
+    Megatron reads three fields that ``TransformerConfig`` does not declare, and computes (0.1 ``mscale``
+    ln(``scaling``) + 1) / (0.1 ``mscale_all_dim`` ln(``scaling``) + 1): with ln(scaling) = 10 that is
+    ``mscale`` + 1 over 1.
     """
     fields = {"rotary_scaling_factor": math.exp(10), "mscale": factor - 1, "mscale_all_dim": 0.0}
     for name, value in fields.items():

@@ -1,14 +1,14 @@
 """Routers that compute with the experts which the engine chose (R3, routing replay: arXiv 2510.11370).
 
-A row brings the experts of each of its positions and layers (``Row.routes``). Those are chosen; how much each
-one counts is the model's own score, so the gradient flows through the router as ever. A position without
-routes, of padding for example, is routed freely.
+A row holds the experts of each of its positions and layers (``Row.routes``). The router chooses these experts
+and weights them by the model's own scores, so the gradient flows through the router as usual. Positions
+without routes, such as padding, are routed freely.
 
     TreeParams.routes ─► ReplayLayer.forward ─► ReplayRouter.given ─► Megatron's routing asks GivenExperts
 
-Megatron's own ``router_replay.RouterReplay`` is one list for the process, filled before a pass with what will
-be replayed, so that passes, interleaved stages and recomputation must be kept in step by hand. Here a layer
-takes its part of the row that it is called with.
+Megatron's own ``router_replay.RouterReplay`` is one list for the process, filled before a pass with the
+choices to be replayed, so that passes, interleaved stages and recomputation must be synchronised by hand.
+Here a layer takes its part of the row with which it is called.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from megatron_eqlen.types import Metrics
 
 
 class GivenExperts:
-    """One layer's experts of a pass; for ``TopKRouter.router_replay``, whose interface this is."""
+    """One layer's experts in a pass, with the interface of ``TopKRouter.router_replay``."""
 
     def __init__(self, experts: Tensor, replayed: bool) -> None:
-        """experts: [t, top_k] int64, -1 where a position has none. ``replayed``: False only compares."""
+        """experts: [t, top_k] int64, -1 for positions without routes. ``replayed``: False: compare only."""
         self.experts = experts
         self.replayed = replayed
         self.preferred: Tensor | None = None
-        """[t, top_k] int64, what the router chooses by itself."""
+        """[t, top_k] int64, the router's own choice."""
 
     def get_replay_topk(
         self,
@@ -49,7 +49,8 @@ class GivenExperts:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] = torch.topk,
     ) -> tuple[Tensor, Tensor]:
-        """The scores of the chosen experts, descending as top-k's are, and the experts: both [t, top_k]."""
+        """Return the scores of the chosen experts, descending like top-k's, and the experts: both [t,
+        top_k]."""
         values, self.preferred = default_compute_topk(scores, topk, num_groups, group_topk)
         if not self.replayed:
             return values, self.preferred
@@ -60,44 +61,46 @@ class GivenExperts:
 
 @dataclass
 class Agreement:
-    """[3] float64, counted over (token, layer, expert): the engine's choices, those that the trainer computed
-    with, and those that its router would choose. Only tokens that are trained and have routes."""
+    """[3] float64 counts over (token, layer, expert): the engine's choices, those that the trainer computed
+    with, and those that its router would choose. Counts only tokens that are trained and have routes."""
 
     counts: Tensor
 
     def add(self, given: GivenExperts, chosen: Tensor, left_out: Tensor | None) -> None:
-        """``chosen``: [t, experts] bool. ``left_out``: [t] bool, tokens that are not counted."""
+        """Add a layer's counts. ``chosen``: [t, experts] bool. ``left_out``: [t] bool, tokens that are not
+        counted."""
         assert given.preferred is not None, "the router has not run"
         counted = given.experts >= 0
         if left_out is not None:
             counted &= ~left_out[:, None]
         preferred = torch.zeros_like(chosen, dtype=torch.bool).scatter_(1, given.preferred, True)
         experts = given.experts.clamp_min(0)
-        used, wanted = (counted & one.bool().gather(1, experts) for one in (chosen, preferred))
+        used, wanted = (counted & choice.bool().gather(1, experts) for choice in (chosen, preferred))
         self.counts += torch.stack([counted.sum(), used.sum(), wanted.sum()])
 
     def metrics(self) -> Metrics:
-        """Of all ranks; none where no trained token has routes. Collective over the world."""
+        """Return the agreement over all ranks; empty if no trained token has routes. Collective over the
+        world."""
         dist.all_reduce(self.counts)
         given, used, wanted = self.counts.tolist()
         return {EXPERT_AGREEMENT: used / given, ROUTER_AGREEMENT: wanted / given} if given else {}
 
 
 class ReplayRouter(TopKRouter):
-    """Megatron's router, which takes given experts while it is told to."""
+    """Megatron's router, which uses given experts during ``given``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.column = 0
-        """Which of the layers of a row's routes is this one's; ``number_routers`` sets it."""
+        """This layer's index in a row's routes; ``number_routers`` sets it."""
         self.replays = True
-        """False: given experts are compared with the router's choice, and not used."""
+        """False: given experts are only compared with the router's choice."""
         self.agreement: Agreement | None = None
-        """Where it is counted, while it is."""
+        """Counter of agreement during ``compared``; None otherwise."""
 
     @property
     def moe_layer(self) -> int:
-        """How many of the model's layers before this one have experts: its place in ``types.Routes``."""
+        """Number of the model's MoE layers before this layer: its index in ``types.Routes``."""
         layers = self.config.moe_layer_freq
         assert isinstance(layers, list)
         assert self.layer_number is not None
@@ -105,7 +108,7 @@ class ReplayRouter(TopKRouter):
 
     @contextlib.contextmanager
     def given(self, routes: Tensor) -> Iterator[None]:
-        """Inside, the router's input is the row whose routes these are: [S, layers, top_k], -1: none."""
+        """Use these routes in the block, whose router input is their row: [S, layers, top_k], -1: none."""
         mine = routes[:, self.column]
         if self.config.sequence_parallel:
             mine = mine.chunk(self.tp_group.size())[self.tp_group.rank()]
@@ -116,7 +119,7 @@ class ReplayRouter(TopKRouter):
             self.router_replay = None
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Megatron's; ``padding_mask`` [s, 1] is True for tokens that are not trained."""
+        """Route as Megatron's router; ``padding_mask`` [s, 1] is True for tokens that are not trained."""
         probs, chosen = super().routing(logits, padding_mask)
         if self.agreement is not None and isinstance(self.router_replay, GivenExperts):
             left_out = None if padding_mask is None else padding_mask.reshape(-1)
@@ -125,8 +128,8 @@ class ReplayRouter(TopKRouter):
 
 
 class ReplayLayer(TransformerLayer):
-    """Megatron's layer; its router gets the routes of the row that the layer is called with, each time it is:
-    in forward passes and when activations are recomputed."""
+    """Megatron's layer; its router gets the routes of the row with which the layer is called, in forward
+    passes and when activations are recomputed."""
 
     def forward(self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **kwargs: Any) -> Any:
         kwargs["packed_seq_params"] = packed_seq_params
@@ -140,24 +143,24 @@ class ReplayLayer(TransformerLayer):
 
 
 def routers(chunks: Iterable[torch.nn.Module]) -> list[ReplayRouter]:
-    """Of this rank's layers, in the order of its chunks."""
+    """Return the routers of this rank's layers, in the order of its chunks."""
     return [m for chunk in chunks for m in chunk.modules() if isinstance(m, ReplayRouter)]
 
 
 def number_routers(chunks: Iterable[torch.nn.Module]) -> None:
-    """Give each of a rank's routers its column in the routes of the rank's rows (``moe_layers``)."""
+    """Set each router's column in the routes of the rank's rows (``moe_layers``)."""
     for column, router in enumerate(routers(chunks)):
         router.column = column
 
 
 def moe_layers(chunks: Iterable[torch.nn.Module]) -> tuple[int, ...]:
-    """The layers of ``types.Routes`` that a rank's rows have, in their order there."""
+    """Return the layers of ``types.Routes`` that a rank's rows hold, in the same order."""
     return tuple(router.moe_layer for router in routers(chunks))
 
 
 @contextlib.contextmanager
 def compared(chunks: Sequence[torch.nn.Module]) -> Iterator[Agreement]:
-    """Passes inside count how often the engine's choices and the routers' are the same."""
+    """Count in the block how often the engine's choices and the routers' agree."""
     mine = routers(chunks)
     agreement = Agreement(next(chunks[0].parameters()).new_zeros(3, dtype=torch.float64))
     for router in mine:

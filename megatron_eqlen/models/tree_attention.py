@@ -3,12 +3,12 @@
 Two implementations of the same rule (``BACKENDS``):
 
 * merged: dense flash attention part by part (``merged_attention.py``).
-* flex: FlexAttention. Which blocks of keys a block of queries sees, in full or in part, follows from the
-  block's smallest and largest ``visible_until``, so the mask costs (S / 128)^2. One compiled kernel serves
-  rows of all lengths that are whole blocks, as rows in training are; one more all others.
+* flex: FlexAttention. The blocks of keys that a block of queries sees, fully or partially, follow from
+  the smallest and largest ``visible_until`` of each block, so the mask costs (S / 128)^2. One compiled kernel
+  serves rows of whole blocks, as in training; another serves all other rows.
 
-With context parallelism a rank has a part of the queries, and gets the keys that they see (``context.py``);
-the rule is that of the row.
+With context parallelism a rank has some of the queries and receives the keys that they see (``context.py``);
+the same rule applies.
 """
 
 from __future__ import annotations
@@ -94,24 +94,24 @@ class TreeAttention(MegatronModule):
 
 def tree_attention(q: Tensor, k: Tensor, v: Tensor, tree: TreeParams, scale: float) -> Tensor:
     """q [1, heads, S, d], k and v [1, groups, S, d] -> [1, heads, S, d]; with ``tree.share`` s queries and K
-    keys in place of S."""
+    keys instead of S."""
     return BACKENDS[tree.attention or fastest_backend(q.device)](q, k, v, tree, scale)
 
 
 def fastest_backend(device: torch.device) -> Backend:
-    """By ``tools/bench.py trees``. On GPUs ``merged`` has not been measured yet."""
+    """Return the fastest backend by ``tools/bench.py trees``; ``merged`` has not been measured on GPUs."""
     return "flex" if device.type == "cuda" else "merged"
 
 
 def merged_tree_attention(q: Tensor, k: Tensor, v: Tensor, tree: TreeParams, scale: float) -> Tensor:
-    """Part by part, with the device's flash kernel."""
+    """Compute the parts one by one, with the device's flash kernel."""
     kernel = FlashKernel() if q.is_cuda else CpuKernel()
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
     return merged_attention(q, k, v, tree, scale, kernel).transpose(0, 1)[None]
 
 
 def flex_tree_attention(q: Tensor, k: Tensor, v: Tensor, tree: TreeParams, scale: float) -> Tensor:
-    """One FlexAttention call for the row."""
+    """Compute the row with one FlexAttention call."""
     if tree.block_mask is None:
         tree.block_mask = tree_block_mask(tree.visible_until, tree.share)
     compiled = _compiled_flex_attention(len(tree) % BLOCK == 0)
@@ -124,15 +124,15 @@ def _compiled_flex_attention(whole_blocks: bool) -> Callable[..., Tensor]:
 
 
 def whole_block_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """``flex_attention`` that knows, whatever S is, that no block is cut: its kernel then checks no edges."""
+    """``flex_attention`` with the hint, for any S, that no block is cut: its kernel then checks no edges."""
     torch._check(q.shape[2] % BLOCK == 0)
     torch._check(k.shape[2] % BLOCK == 0)
     return cast(Tensor, flex_attention(q, k, v, **options))
 
 
 def tree_block_mask(visible_until: Tensor, share: Share | None = None) -> BlockMask:
-    """FlexAttention's block mask of a row, or of a rank's share of it, whose slices are whole blocks; from
-    ``visible_until`` [S] alone, on its device."""
+    """Return FlexAttention's block mask of a row, or of a rank's share of it, whose slices are whole blocks;
+    from ``visible_until`` [S] alone, on its device."""
     partial, full = block_visibility(visible_until)
     if share is not None:
         return _shared_block_mask(visible_until, share, partial, full)
@@ -144,7 +144,7 @@ def tree_block_mask(visible_until: Tensor, share: Share | None = None) -> BlockM
 
 
 def _shared_block_mask(visible_until: Tensor, share: Share, partial: Tensor, full: Tensor) -> BlockMask:
-    """The row's mask, at the share's queries and keys."""
+    """Return the row's mask, at the share's queries and keys."""
     queries, keys = (torch.from_numpy(x).to(visible_until.device) for x in (share.positions, share.keys))
     assert len(queries) % (2 * BLOCK) == 0, "slices are whole blocks"
     rows, columns = queries[::BLOCK] // BLOCK, keys[::BLOCK] // BLOCK
@@ -164,11 +164,12 @@ def _block_mask(partial: Tensor, full: Tensor, visible: Callable, lengths: tuple
 
 
 def block_visibility(visible_until: Tensor) -> tuple[Tensor, Tensor]:
-    """Which blocks of keys a block of queries sees in part, and which in full: two [n, n] bool.
+    """Return the blocks of keys that a block of queries sees partially, and those it sees fully: two [n, n]
+    bool.
 
-    A later block of keys is never seen. A block sees itself always in part, since each position sees itself.
-    An earlier block of keys is seen if its largest ``visible_until`` lies beyond the first query, and seen in
-    full if its smallest lies beyond the last query.
+    A later block of keys is never seen. A block always sees itself partially, since each position sees
+    itself. An earlier block of keys is seen if its largest ``visible_until`` lies beyond the first query, and
+    fully seen if its smallest lies beyond the last query.
     """
     length = len(visible_until)
     blocks = -(-length // BLOCK)
@@ -182,7 +183,7 @@ def block_visibility(visible_until: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _listed(seen: Tensor) -> tuple[Tensor, Tensor]:
-    """[n, m] bool -> how many blocks each row sees [1, 1, n], and their numbers first [1, 1, n, m], int32."""
+    """[n, m] bool -> number of seen blocks per row [1, 1, n], and their indices first [1, 1, n, m], int32."""
     counts = seen.sum(dim=1, dtype=torch.int32)
     numbers = torch.argsort(~seen, dim=1, stable=True).to(torch.int32)
     return counts[None, None], numbers[None, None]

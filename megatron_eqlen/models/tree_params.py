@@ -1,17 +1,16 @@
-"""What a model's layers need to know about a row's trees; computed on the host once for each row, when the
-first layer asks, and shared by all layers.
+"""Metadata of a row's trees for a model's layers, computed on the host once per row, when the first layer
+needs it, and shared by all layers.
 
-``TreeParams`` is a Megatron ``PackedSeqParams``, so that it travels unchanged through recompute and
-pipeline stages to attention and Gated DeltaNet. Pieces of a row, from small to large:
+``TreeParams`` is a Megatron ``PackedSeqParams``, so that it passes unchanged through recompute and pipeline
+stages to attention and Gated DeltaNet. Pieces of a row, from small to large:
 
-* node: as packed (``types.RowNode``); it may be continued by several children.
+* node: as packed (``types.RowNode``); several children may continue it.
 * run: consecutive nodes without a fork between them; a recurrent state is needed only at its end, if at all.
-* chain: runs one after the other down to a leaf, contiguous in the row; plain causal attention inside,
-  and a prefix of earlier positions that every query of the chain sees.
+* chain: consecutive runs down to a leaf, contiguous in the row; plain causal attention inside, and a prefix
+  of earlier positions that every query of the chain sees.
 
 A row's padding is one more node, or with context parallelism one in each slice. Its results are not read, but
-it goes through the same code, so that every parameter is in the graph even of a row that is only padding.
-
+it takes the same code path, so that every parameter is in the graph even for a row that is only padding.
 Everything here is built with numpy from the nodes alone; nothing is of size S x S.
 """
 
@@ -34,7 +33,7 @@ from megatron_eqlen.types import Row, RowNode
 Backend = Literal["flex", "merged"]
 
 KERNEL_CHUNK = 64
-"""Positions that a kernel for runs of any length takes at a time."""
+"""Positions per chunk in kernels for runs of any length."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,8 @@ class Chain:
     prefix: tuple[Span, ...]
 
     def within(self, start: int, end: int) -> Chain | None:
-        """The part at positions ``start .. end``; it sees the chain before it. None: no part is there."""
+        """Return the part at positions ``start .. end``, which sees the chain before it; None if it is
+        empty."""
         first, last = max(self.start, start), min(self.end, end)
         if first >= last:
             return None
@@ -56,23 +56,25 @@ class Chain:
 
 @dataclass(frozen=True)
 class Call:
-    """Pairs of (queries, keys) for one call of a variable-length attention kernel; no query is in two."""
+    """Pairs of (queries, keys) for one call of a variable-length attention kernel; no query is in two
+    pairs."""
 
     pairs: tuple[tuple[slice, slice], ...]
-    """With ``TreeParams.share`` in its positions and its ``keys``, else in the row."""
+    """Slices of the row; with ``TreeParams.share``, slices of its positions and its ``keys``."""
     causal: bool
-    """The queries of a pair are its keys, each seeing those up to itself; or each query sees all keys."""
+    """True: the queries of a pair are its keys, and each sees those up to itself; False: each sees all
+    keys."""
     varlen: tuple[Tensor, Tensor, int, int]
-    """The kernel's arguments: where each pair's queries and keys start, [pairs + 1] int32, and how many the
-    longest has."""
+    """Kernel arguments: starts of each pair's queries and keys, [pairs + 1] int32, and their maximum
+    lengths."""
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """Runs cut into pieces of one size for the chunked delta rule, sorted by how many lie above them."""
+    """Runs cut into pieces of equal size for the chunked delta rule, sorted by the number of ancestors."""
 
     positions: Tensor
-    """[n * size] int64, the row position of each slot; S (one past the row) where it is filling."""
+    """[n * size] int64, the row position of each slot; S (one past the row) for filling slots."""
     slots: Tensor
     """[S] int64, the slot of each row position."""
     levels: list[int]
@@ -80,38 +82,38 @@ class Chunks:
     parents: list[Tensor]
     """For each level, [chunks] int64: the parent's number within the level before (level 0: empty)."""
     heirs: list[int]
-    """For each level, how many of its chunks have children; these come first in their level."""
+    """For each level, the number of its chunks with children; these come first in their level."""
 
 
 @dataclass(frozen=True)
 class RunLevel:
-    """All runs with equally many runs above them, for one variable-length kernel call."""
+    """All runs with equally many ancestor runs, for one variable-length kernel call."""
 
     positions: Tensor
     """[t] int64, row positions, run after run."""
     cu_seqlens: Tensor
-    """[runs + 1] int64, where each run starts in ``positions``."""
+    """[runs + 1] int64, start of each run in ``positions``."""
     chunk_indices: Tensor
-    """[chunks, 2] int64: the runs cut into chunks of KERNEL_CHUNK; each one's run, and its place there."""
+    """[chunks, 2] int64: the runs cut into chunks of KERNEL_CHUNK; each chunk's run, and its index there."""
     parents: Tensor
     """[runs] int64, the parent's number within the level before (level 0: empty)."""
 
 
 @dataclass(eq=False, kw_only=True)
 class TreeParams(PackedSeqParams):
-    """A row's trees. Tensors lie on ``device``."""
+    """Trees of a row. Tensors lie on ``device``."""
 
     position_ids: Tensor
-    """[S] int64, depth on the path; picks the rotary angles."""
+    """[S] int64, depth on the path; selects the rotary angles."""
     visible_until: Tensor
     """[S] int64: k is visible to q iff k <= q < visible_until[k]."""
     nodes: tuple[RowNode, ...]
     routes: Tensor | None = None
-    """``Row.routes``, of this rank's positions."""
+    """``Row.routes`` at this rank's positions."""
     share: Share | None = None
     """This rank's part of the row; None: all of it."""
     attention: Backend | None = None
-    """How attention is computed; None: the fastest way."""
+    """Attention backend; None: the fastest."""
     block_mask: BlockMask | None = None
     """FlexAttention's mask of the row, filled in by the first layer that needs it."""
 
@@ -123,7 +125,8 @@ class TreeParams(PackedSeqParams):
         attention: Backend | None = None,
         share: Share | None = None,
     ) -> TreeParams:
-        """``device``: default the current CUDA device, or the CPU where there is none."""
+        """Return the trees of ``row``. ``device``: default the current CUDA device, or the CPU without
+        one."""
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         longest = int(row.position_ids.max()) + 1
         length, size = len(row.input_ids), len(row.input_ids) if share is None else share.slice_size
@@ -147,7 +150,7 @@ class TreeParams(PackedSeqParams):
 
     @classmethod
     def causal(cls, length: int, device: torch.device | str) -> TreeParams:
-        """One plain causal sequence of ``length`` positions."""
+        """Return one plain causal sequence of ``length`` positions."""
         return cls(
             qkv_format="sbhd",
             max_seqlen_q=length,
@@ -162,12 +165,12 @@ class TreeParams(PackedSeqParams):
         return self.position_ids.device
 
     def __len__(self) -> int:
-        """S, padding included, of all ranks."""
+        """Return S, with padding, over all ranks."""
         return len(self.position_ids)
 
     @cached_property
     def runs(self) -> list[RowNode]:
-        """Nodes, an only child joined to its parent; ``depth`` counts runs."""
+        """Nodes with only children joined to their parents; ``depth`` counts runs."""
         children = np.bincount(
             [node.parent for node in self.nodes if node.parent >= 0], minlength=len(self.nodes)
         )
@@ -197,7 +200,7 @@ class TreeParams(PackedSeqParams):
         return chains
 
     def _prefix(self, run: RowNode) -> tuple[Span, ...]:
-        """The positions of all runs above, as few ascending spans."""
+        """Return the positions of all ancestor runs, as few ascending spans."""
         spans: list[Span] = []
         while run.parent >= 0:
             run = self.runs[run.parent]
@@ -209,7 +212,7 @@ class TreeParams(PackedSeqParams):
 
     @cached_property
     def calls(self) -> list[Call]:
-        """What every chain sees: first of itself, then of its prefix's first span, its second, ..."""
+        """Kernel calls: every chain with itself, then with its prefix's first span, its second, ..."""
         chains, share = self.chains, self.share
         if share is not None:
             parts = (chain.within(*span) for span in share.slices for chain in chains)
@@ -237,7 +240,7 @@ class TreeParams(PackedSeqParams):
 
     @cached_property
     def _previous(self) -> np.ndarray:
-        """[S + 1] int64, the position one step up the path; S where there is none."""
+        """[S + 1] int64, the preceding position on the path; S if there is none."""
         none = len(self)
         previous = np.append(np.arange(-1, none - 1), none)
         for run in self.runs:
@@ -246,11 +249,11 @@ class TreeParams(PackedSeqParams):
         return previous
 
     def seams(self, width: int) -> tuple[Tensor, Tensor]:
-        """Where a window of ``width`` positions on the path is not the row's last ``width`` positions; found
-        once for each width.
+        """Return the positions whose window of ``width`` positions on the path is not the row's last
+        ``width`` positions; cached per width.
 
-        Returns [m] int64 positions, and [m, width] int64 their windows, the position itself last, S where
-        the path has no such position. The row's start, where both windows are empty, is left out.
+        Returns [m] int64 positions, and [m, width] int64 their windows, the position itself last, S where the
+        path has no such position. The row's start, where both windows are empty, is left out.
         """
         if width not in self._seams:
             self._seams[width] = self._find_seams(width)
@@ -274,7 +277,7 @@ class TreeParams(PackedSeqParams):
         return torch.from_numpy(near[apart]).to(self.device), torch.from_numpy(window[apart]).to(self.device)
 
     def chunks(self, size: int) -> Chunks:
-        """Runs cut into chunks of ``size`` positions; cut once for each size."""
+        """Return the runs cut into chunks of ``size`` positions; cached per size."""
         if size not in self._chunks:
             self._chunks[size] = self._cut(size)
         return self._chunks[size]

@@ -1,12 +1,12 @@
 """Weights between Hugging Face folders and Megatron models in any parallel layout.
 
     load_hf(chunks, folder)           every rank reads its own part of the files
-    export_hf(chunks)                 (name, whole tensor) one by one, on every rank
+    export_hf(chunks)                 (name, unsharded tensor) one by one, on every rank
     save_hf(chunks, source, out)      a folder that Transformers and vLLM load
 
 All three follow the family's weight map (qwen3.py, qwen3_moe.py, qwen3_next.py). They copy bits and never
-compute: a round trip through any layout is exact. Peak extra memory: the two largest tensors, and of the
-export twice ``SENT_AT_ONCE`` where it is more.
+compute: a round trip through any layout is exact. Peak extra memory: the two largest tensors, or for the
+export twice ``SENT_AT_ONCE`` if that is more.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from megatron_eqlen.models.gpt import PolicyModel
 from megatron_eqlen.models.layer_specs import FUSED_NORMS
 
 SENT_AT_ONCE = 256 * 2**20
-"""Bytes of consecutive weights that a rank sends in one message; a larger weight goes alone. (One by one, the
-experts of an 80B model are 147,000 broadcasts of 2 MB.)"""
+"""Maximum bytes of consecutive weights in one message; a larger weight is sent alone. (Sent one by one, the
+experts of an 80B model would be 147,000 broadcasts of 2 MB.)"""
 
 
 @torch.no_grad()
 def load_hf(chunks: Sequence[torch.nn.Module], path: str | Path) -> None:
     """Fill this rank's chunks from a Hugging Face folder, cast to the chunks' dtype.
 
-    Raises CheckpointError where the folder is broken or holds another model's tensors.
+    Raises CheckpointError if the folder is broken or holds another model's tensors.
     """
     model = _config(chunks)
     folder = HFFolder(path)
@@ -55,10 +55,10 @@ def load_hf(chunks: Sequence[torch.nn.Module], path: str | Path) -> None:
 
 @torch.no_grad()
 def export_hf(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, whole tensor) of every trained tensor, in the model's order and dtype.
+    """Yield (Hugging Face name, unsharded tensor) of every trained tensor, in the model's order and dtype.
 
     Collective over TP, PP and EP: every rank must run the iterator to its end, and gets every tensor. A
-    tensor may share memory with the model: copy what is to be kept.
+    tensor may share memory with the model: copy it to keep it.
     """
     model, local = _config(chunks), local_parameters(chunks)
     like = next(iter(local.values()))
@@ -70,13 +70,13 @@ def export_hf(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]
 def save_hf(chunks: Sequence[torch.nn.Module], source: str | Path, out: str | Path) -> None:
     """Write the chunks' weights as a copy of the Hugging Face folder ``source``.
 
-    Configuration, tokenizer, dtypes, division into files and tensors that are not trained (``mtp.*``) are
-    the source's. Collective; rank 0 writes. ``out`` appears when it is complete.
+    Configuration, tokenizer, dtypes, division into files and tensors that are not trained (``mtp.*``) are the
+    source's. Collective; rank 0 writes. ``out`` appears when it is complete.
     """
     refuse_existing(Path(out))
     model, folder = _config(chunks), HFFolder(source)
     check_folder(folder, model)
-    dist.barrier()  # rank 0 makes ``out`` only after every rank has looked for it
+    dist.barrier()  # rank 0 creates ``out`` only after every rank has checked it
     with new_folder(Path(out)) if dist.get_rank() == 0 else nullcontext() as partial:
         writer = FolderWriter(partial, folder) if partial else None
         for name, tensor in with_tied_head(export_hf(chunks), model, folder):
@@ -88,7 +88,7 @@ def save_hf(chunks: Sequence[torch.nn.Module], source: str | Path, out: str | Pa
 
 
 def local_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
-    """This rank's parameters under their names in the weight maps."""
+    """Return this rank's parameters under their names in the weight maps."""
     return {
         _global_name(chunk, name): parameter
         for chunk in map(_unwrapped, chunks)
@@ -108,7 +108,7 @@ def _unwrapped(chunk: torch.nn.Module) -> PolicyModel:
 
 
 def _global_name(chunk: PolicyModel, name: str) -> str:
-    """A parameter's name with the layer and expert numbers of the whole model, as without TE."""
+    """Return a parameter's name with the layer and expert numbers of the whole model, as without TE."""
     in_layer = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name)
     if in_layer is None:
         return name
@@ -135,7 +135,7 @@ def _tensor_group(weight: Weight) -> dist.ProcessGroup:
 
 
 def _own_part(tensor: Tensor, weight: Weight) -> Tensor:
-    """This rank's part of a whole Hugging Face tensor."""
+    """Return this rank's part of an unsharded Hugging Face tensor."""
     group = _tensor_group(weight)
     if weight.dim is None or group.size() == 1:
         return tensor
@@ -145,7 +145,7 @@ def _own_part(tensor: Tensor, weight: Weight) -> Tensor:
 
 
 def _stages(local: dict[str, torch.nn.Parameter]) -> dict[str, int]:
-    """Which rank of the pipeline group holds a layer, or a tensor outside the layers."""
+    """Return the pipeline rank that holds each layer, or each tensor outside the layers."""
     group = groups.pipeline_parallel()
     homes: list[set[str]] = [set()] * group.size()
     dist.all_gather_object(homes, {_home(name) for name in local}, group=group)
@@ -158,15 +158,15 @@ def _home(name: str) -> str:
 
 @dataclass
 class _Batch:
-    """Weights that follow one another in the model and that the same rank sends."""
+    """Consecutive weights of the model that one rank sends together."""
 
     stage: int
-    """Rank of the pipeline group that has them."""
+    """Pipeline rank that holds the weights."""
     owner: int | None
-    """Rank of the expert-parallel group that has them; None: all have."""
+    """Expert-parallel rank that holds the weights; None: all ranks."""
     weights: list[Weight] = field(default_factory=list)
     size: int = 0
-    """Bytes."""
+    """Size in bytes."""
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -174,7 +174,7 @@ class _Batch:
 
 
 def _batches(model: ModelConfig, stages: dict[str, int], element_size: int) -> Iterator[_Batch]:
-    """The model's weights in order, as many at once as ``SENT_AT_ONCE`` allows."""
+    """Yield the model's weights in order, in batches of at most ``SENT_AT_ONCE``."""
     batch: _Batch | None = None
     for weight in weight_map(model):
         stage = stages[_home(weight.megatron)]
@@ -191,7 +191,7 @@ def _batches(model: ModelConfig, stages: dict[str, int], element_size: int) -> I
 
 
 def _whole(batch: _Batch, local: dict[str, torch.nn.Parameter], like: Tensor) -> list[Tensor]:
-    """The batch's Hugging Face tensors on every rank: gathered over TP, sent around EP, then PP."""
+    """Return the batch's Hugging Face tensors on every rank: gathered over TP, broadcast over EP, then PP."""
     pipeline = groups.pipeline_parallel()
     tensors = None
     if pipeline.rank() == batch.stage:
@@ -222,7 +222,7 @@ def _sent(
     owner: int,
     group: dist.ProcessGroup,
 ) -> list[Tensor]:
-    """``tensors`` of the group's rank ``owner``, on every rank of the group, in one message."""
+    """Return ``tensors`` of the group's rank ``owner`` on every rank of the group, in one message."""
     if group.size() == 1:
         assert tensors is not None
         return tensors
