@@ -68,10 +68,10 @@ class _Arrays:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
-        return np.array_equal(one, other)
-    return one is other or bool(one == other)
+def _equal(value: Any, other: Any) -> bool:
+    if isinstance(value, np.ndarray) and isinstance(other, np.ndarray):
+        return np.array_equal(cast(np.ndarray, value), cast(np.ndarray, other))
+    return value is other or bool(value == other)
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Elsewhere:
     def shape(self) -> tuple[int, ...]:
         return self.length, *self.row
 
-    def __getitem__(self, part: slice) -> Elsewhere:
+    def __getitem__(self, part: object) -> Elsewhere:
         if not isinstance(part, slice):
             self._refuse()
         return replace(self, length=len(range(self.length)[part]))
@@ -113,7 +113,7 @@ class Elsewhere:
 
 
 def _array(values: Any, dtype: type) -> np.ndarray:
-    return cast(np.ndarray, values) if isinstance(values, Elsewhere) else np.asarray(values, dtype)
+    return cast(np.ndarray, values if isinstance(values, Elsewhere) else np.asarray(values, dtype))
 
 
 WIDEST_MASK = 255

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_eqlen.objectives.checks import check_combination
 from megatron_eqlen.objectives.registry import resolve
-from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe import Recipe, Section
 from megatron_eqlen.recipe import load as recipe_load
 
 
@@ -26,7 +26,7 @@ def parse(raw: dict[str, Any], where: str) -> Recipe:
 
 def remarks(recipe: Recipe) -> list[str]:
     """Return remarks on a valid recipe: keys that have no effect, corrections that do little."""
-    found = []
+    found: list[str] = []
     for key, needed, met in _conditions(recipe):
         value, default = _value_and_default(recipe, key)
         if not met and value != default:
@@ -70,5 +70,5 @@ def _rate_falls(recipe: Recipe) -> bool:
 
 def _value_and_default(recipe: Recipe, key: str) -> tuple[Any, Any]:
     section, name = key.split(".")
-    values = getattr(recipe, section)
+    values: Section = getattr(recipe, section)
     return getattr(values, name), type(values).model_fields[name].default

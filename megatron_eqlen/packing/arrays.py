@@ -10,7 +10,7 @@ from megatron_eqlen.packing.tree import Forest, NonFiniteTreeError, TreeError
 def check_tokens(forest: Forest, nodes: np.ndarray) -> None:
     """Raise TreeError if a token id of ``nodes`` ([m] int64, forest indices) is negative."""
     for node in nodes.tolist():
-        least = forest.nodes[node].token_ids.min()
+        least = forest.node(node).token_ids.min()
         if least < 0:
             raise TreeError(f"{forest.where(node)}: expected token ids >= 0, found {least}")
 
@@ -24,7 +24,7 @@ def check_loss_arrays(forest: Forest, nodes: np.ndarray) -> None:
 
 
 def _check_logprobs(forest: Forest, node: int) -> None:
-    logprobs = forest.nodes[node].rollout_logprobs
+    logprobs = forest.node(node).rollout_logprobs
     assert logprobs is not None
     finite = np.isfinite(logprobs)
     if not finite.all():
@@ -35,7 +35,7 @@ def _check_logprobs(forest: Forest, node: int) -> None:
 
 
 def _check_mask(forest: Forest, node: int) -> None:
-    kept, tokens = forest.nodes[node].sampling_mask, forest.nodes[node].token_ids
+    kept, tokens = forest.node(node).sampling_mask, forest.node(node).token_ids
     if kept is None:
         return
     owner = np.repeat(np.arange(len(kept)), kept.counts)
@@ -52,7 +52,7 @@ def check_route_shapes(forest: Forest, expected: tuple[int, int]) -> None:
     """Raise TreeError if a node's routes do not have the model's (MoE layers, experts per token). Reads
     shapes only, so skeletons suffice."""
     for node in np.flatnonzero(forest.has_routes).tolist():
-        routes = forest.nodes[node].routes
+        routes = forest.node(node).routes
         assert routes is not None
         if routes.shape[1:] != expected:
             raise TreeError(
@@ -65,7 +65,7 @@ def check_routes(forest: Forest, nodes: np.ndarray, experts: int) -> None:
     """Raise TreeError if routes of ``nodes`` ([m] int64, forest indices) name an expert outside ``experts``,
     or the same expert twice."""
     for node in nodes[forest.has_routes[nodes]].tolist():
-        routes = forest.nodes[node].routes
+        routes = forest.node(node).routes
         assert routes is not None
         highest = routes.max(initial=0)
         if highest >= experts:

@@ -187,7 +187,7 @@ def plan_rows(
     forest.check_budget(max_tokens_per_row)
     parts = list(_tree_parts(forest, max_tokens_per_row) if layout == "tree" else _expanded_parts(forest))
     costs, sizes = _sums(node_costs(forest, pair_cost), parts), _sums(forest.length, parts)
-    ranks = []
+    ranks: list[list[RowPlan]] = []
     for chosen in balance(costs, data_parallel):
         items = np.array(chosen, np.int64)
         rows = [items[row] for row in first_fit_decreasing(sizes[items], max_tokens_per_row)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 
 from megatron_eqlen.packing.tree import Forest
@@ -42,7 +44,7 @@ def fill_row(
     row.visible_until[:used] = np.repeat(ends, lengths)
     trained = supervised & (forest.weight[nodes] > 0)
     row.segment_ids[:used] = np.repeat(np.where(trained, forest.segment[nodes], -1), lengths)
-    advantage = np.fromiter((forest.nodes[node].advantage for node in nodes), np.float64, len(nodes))
+    advantage = np.fromiter((forest.node(node).advantage for node in nodes), np.float64, len(nodes))
     row.advantages[:used] = np.repeat(np.where(trained, advantage, 0.0), lengths)
     row.weights[:used] = np.repeat(np.where(trained, forest.weight[nodes], 0.0), lengths)
     row.routes = _routes(forest, nodes, starts, length)
@@ -89,7 +91,7 @@ def _row_nodes(forest: Forest, nodes: np.ndarray, above: np.ndarray, starts: np.
 def _labels(forest: Forest, nodes: np.ndarray, used: int) -> np.ndarray:
     """Return [used] int64: the nodes' tokens; a root's first token is left out."""
     roots = (forest.parent[nodes] < 0).tolist()
-    tokens = [forest.nodes[node].token_ids[root:] for node, root in zip(nodes, roots, strict=True)]
+    tokens = [forest.node(node).token_ids[root:] for node, root in zip(nodes, roots, strict=True)]
     labels = np.concatenate([np.zeros(0, np.int64), *tokens])
     assert len(labels) == used
     return labels
@@ -101,7 +103,7 @@ def _inputs(
     """Return [used] int64: the input of each position, which is the token before its label on the path."""
     before = np.fromiter(
         (
-            forest.nodes[node].token_ids[0] if parent < 0 else forest.nodes[parent].token_ids[-1]
+            forest.node(node).token_ids[0] if parent < 0 else forest.node(parent).token_ids[-1]
             for node, parent in zip(nodes, forest.parent[nodes], strict=True)
         ),
         np.int64,
@@ -116,7 +118,7 @@ def _inputs(
 def _routes(forest: Forest, nodes: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray | None:
     """Return [length, layers, top_k] int16, -1 at positions without routes; None if no position has
     routes."""
-    known = [(start, forest.nodes[node].routes) for start, node in zip(starts.tolist(), nodes, strict=True)]
+    known = [(start, forest.node(node).routes) for start, node in zip(starts.tolist(), nodes, strict=True)]
     routes = [(start, experts) for start, experts in known if experts is not None]
     if not routes:
         return None
@@ -128,7 +130,10 @@ def _routes(forest: Forest, nodes: np.ndarray, starts: np.ndarray, length: int) 
 
 def _logprobs(forest: Forest, nodes: np.ndarray) -> np.ndarray:
     """Return the rollout log-probs of ``nodes``, concatenated."""
-    return np.concatenate([np.zeros(0), *(forest.nodes[node].rollout_logprobs for node in nodes)])
+    logprobs = (
+        cast(np.ndarray, forest.node(node).rollout_logprobs) for node in nodes
+    )  # ``Forest.of`` checked them
+    return np.concatenate([np.zeros(0), *logprobs])
 
 
 def _versions(forest: Forest, nodes: np.ndarray) -> np.ndarray:
@@ -136,7 +141,7 @@ def _versions(forest: Forest, nodes: np.ndarray) -> np.ndarray:
     versions = np.full(int(forest.length[nodes].sum()), -1, np.int64)
     start = 0
     for node, length in zip(nodes.tolist(), forest.length[nodes].tolist(), strict=True):
-        for first, stop, version in version_spans(forest.nodes[node].versions, length):
+        for first, stop, version in version_spans(forest.node(node).versions, length):
             versions[start + first : start + stop] = version
         start += length
     return versions
@@ -144,7 +149,7 @@ def _versions(forest: Forest, nodes: np.ndarray) -> np.ndarray:
 
 def _mask(forest: Forest, nodes: np.ndarray) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
     """Return the kept tokens of ``nodes``, concatenated, and their number per token; None without masks."""
-    masks = [forest.nodes[node].sampling_mask for node in nodes]
+    masks = [forest.node(node).sampling_mask for node in nodes]
     if not any(mask is not None for mask in masks):
         return None, None
     kept = SamplingMask.joined([mask for mask in masks if mask is not None])

@@ -60,7 +60,7 @@ def simulated_responses(count: int, limit: int, prompt: int) -> list[TokenTree]:
     """Return independent responses, each with its own prompt."""
     rng = np.random.default_rng(0)
     median = max(1, round(MEDIAN * limit))
-    trees = []
+    trees: list[TokenTree] = []
     for number in range(count):
         root = np.zeros((min(SHORTEST_PROMPT, prompt) + prompt) // 2, np.int32)
         tokens = np.zeros(min(response_length(rng, median, 0), limit), np.int32)

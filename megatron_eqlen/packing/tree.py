@@ -146,15 +146,20 @@ class Forest:
             path.append(int(self.parent[path[-1]]))
         return path[::-1]
 
+    def node(self, number: int) -> Node:
+        """Return the node with this index in the forest."""
+        return self.nodes[number]
+
     def of_segment(self, segment: int) -> tuple[str, int]:
         """Return the name of the tree and the index in it of the node with this number in ``segment``."""
         node = int(np.flatnonzero(self.segment == segment)[0])
-        return self.names[self.tree[node]], node - int(np.searchsorted(self.tree, self.tree[node]))
+        tree = int(self.tree[node])
+        return self.names[tree], node - int(np.searchsorted(self.tree, tree))
 
     def where(self, node: int) -> str:
         """Return the node's name for messages."""
-        local = node - int(np.searchsorted(self.tree, self.tree[node]))
-        return f"token tree {self.names[self.tree[node]]!r}, node {local}"
+        tree = int(self.tree[node])
+        return f"token tree {self.names[tree]!r}, node {node - int(np.searchsorted(self.tree, tree))}"
 
     def check_budget(self, max_tokens_per_row: int) -> None:
         """Raise TreeError if a live path does not fit into a row."""
@@ -251,4 +256,4 @@ def _check_values(
             i = int(np.argmax(wrong))
             detail = "" if found is None else f", found {found[i]}"
             error = NonFiniteTreeError if wrong is infinite[0] else TreeError
-            raise error(f"token tree {trees[index[i]].name!r}, node {local[i]}: {problem}{detail}")
+            raise error(f"token tree {trees[int(index[i])].name!r}, node {local[i]}: {problem}{detail}")

@@ -227,5 +227,5 @@ class Track:
         return SamplingMask(np.frombuffer(ids, np.int32), np.frombuffer(counts, np.uint8))
 
 
-def _sum(counts: array) -> int:
+def _sum(counts: array[int]) -> int:
     return int(np.frombuffer(counts, np.uint8).sum(dtype=np.int64))

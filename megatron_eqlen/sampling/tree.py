@@ -98,7 +98,7 @@ class TreeSampling(SamplingKind[SampledTree]):
         return TokenTree(rollout.prompt_id, [root(rollout), *nodes]), units
 
     def picture(self, rollout: SampledTree) -> Picture:
-        segments = []
+        segments: list[LabeledSegment] = []
         for number, (step, parent) in enumerate(zip(rollout.steps, rollout.parents, strict=True)):
             label = f"step {number}" + (f" after step {parent}" if parent >= 0 else "")
             segments.append(LabeledSegment(label, step, rollout.response(parent)))

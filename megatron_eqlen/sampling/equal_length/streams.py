@@ -98,7 +98,7 @@ class EqualLength(SamplingKind[Stream]):
         return not rollout.suspended and due_pairs(rollout, recipe.equal_length.suffix_reward).start == 0
 
     def picture(self, rollout: Stream) -> Picture:
-        pairs = []
+        pairs: list[tuple[LabeledSegment, LabeledSegment]] = []
         for number, pair in enumerate(rollout.pairs):
             prefix = rollout.trunk_token_ids(number)
             a = LabeledSegment(f"A{number + 1}", pair.a, prefix)
