@@ -1,13 +1,12 @@
-"""Files and folders that appear whole or not at all, and the names of steps on disk.
+"""Atomic writes of files and folders, and the names of steps on disk.
 
-    write_text(path, text), write_json(path, data)    a file in place of what was there
-    read_json(path)                                   what a JSON file holds
-    replaced(path)                                    the same for a file that something else writes
-    new_folder(path)                                  a folder under a new name
+    write_text(path, text), write_json(path, data)    replace a file
+    read_json(path)                                   read a JSON file
+    replaced(path)                                    replace a file that other code writes
+    new_folder(path)                                  create a folder under a new name
 
-All are flushed to disk before they get their final name. A process that is killed leaves the old file, or no
-folder, and something called ``.NAME.*.partial``; ``new_folder`` and ``sweep`` remove what a killed
-``new_folder`` left.
+All are flushed to disk before they get their final name. A killed process leaves the old file, or no folder,
+and a ``.NAME.*.partial``; ``new_folder`` and ``sweep`` remove the remains of a killed ``new_folder``.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ logger = logging.getLogger(__name__)
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 DISK_FAULTS = (*DISK_FULL, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
-"""Errors of a write that do not say which file it was for."""
+"""Errors of a write that do not name its file."""
 
 LATEST = "latest"
-"""In a folder of checkpoints: the file that names the one in force."""
+"""File in a folder of checkpoints that names the checkpoint in force."""
 
 LOCK = ".{name}.eqlen-lock"
 """Lock file beside a folder that is being made: its maker holds the lock; the file holds the temporary
@@ -45,30 +44,30 @@ class CheckpointError(ValueError):
 
 
 def step_name(step: int) -> str:
-    """``step-00000012``: sorts by name as by number."""
+    """Return ``step-00000012``, which sorts by name as by number."""
     return f"step-{step:08d}"
 
 
 def step_number(name: str) -> int | None:
-    """The inverse of ``step_name``; None for any other name."""
+    """Return the step's number from its name; None for any other name."""
     match = re.fullmatch(r"step-(\d{8,})", name)
     return int(match[1]) if match else None
 
 
 def step_folders(parent: Path) -> list[tuple[int, Path]]:
-    """(number, folder) of the steps in ``parent``, in order."""
+    """Return (number, folder) of the steps in ``parent``, in order."""
     named = ((step_number(path.name), path) for path in parent.glob("step-*") if path.is_dir())
     return sorted((number, path) for number, path in named if number is not None)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Put a UTF-8 file in place of ``path``."""
+    """Replace ``path`` by a UTF-8 file."""
     with replaced(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Put ``data`` in place of ``path`` as indented JSON."""
+    """Replace ``path`` by ``data`` as indented JSON."""
     write_text(path, json.dumps(data, indent=1) + "\n")
 
 
@@ -88,7 +87,7 @@ def read_json(file: Path) -> Any:
 
 @contextlib.contextmanager
 def expecting(what: str, file: Path) -> Iterator[None]:
-    """Raise ValueError that names ``file`` where the block finds in its content something else than
+    """Raise ValueError that names ``file`` if the block fails because its content is something else than
     ``what``."""
     try:
         yield
@@ -99,8 +98,8 @@ def expecting(what: str, file: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Name ``path`` in an OSError of the block that names no file: a failed write, of a full disk for
-    example, does not say where."""
+    """Add ``path`` to an OSError of the block that names no file: a failed write, for example on a full disk,
+    does not."""
     try:
         yield
     except OSError as error:
@@ -111,8 +110,8 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """A temporary path to write to. It replaces ``path`` when the block ends; after an error ``path`` is
-    unchanged."""
+    """Yield a temporary path to write to. It replaces ``path`` when the block ends; after an error ``path``
+    is unchanged."""
     partial = path.with_name(_partial_name(path))
     with naming(path):
         try:
@@ -126,9 +125,9 @@ def replaced(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """An empty folder to fill. It is renamed to ``path`` when the block ends; an error removes it.
+    """Yield an empty folder to fill. It is renamed to ``path`` when the block ends; an error removes it.
 
-    Until then no other process can make ``path``. Raises CheckpointError where ``path`` exists, or another
+    Until then no other process can make ``path``. Raises CheckpointError if ``path`` exists, or if another
     process is making it.
     """
     path = path.absolute()
@@ -149,7 +148,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def sweep(folder: Path) -> None:
-    """Remove the unfinished folders that killed processes left in ``folder``."""
+    """Remove the unfinished folders of killed processes in ``folder``."""
     for lock in folder.glob(LOCK.format(name="*")):
         name = lock.name.removeprefix(".").removesuffix(".eqlen-lock")
         with contextlib.suppress(CheckpointError), _claimed(folder / name):
@@ -162,7 +161,7 @@ def refuse_existing(path: Path) -> None:
 
 
 def refuse_unwritable(folder: Path) -> None:
-    """Raise OSError unless ``folder`` is a folder, or can be made, and this process may write there."""
+    """Raise OSError unless ``folder`` is a folder, or can be created, and this process may write there."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     wrong = 0
     if not there.is_dir():
@@ -176,7 +175,7 @@ def refuse_unwritable(folder: Path) -> None:
 
 
 def unused(path: Path) -> Path:
-    """``path``, or ``NAME-2``, ``NAME-3`` ... where that is taken."""
+    """Return ``path``, or ``NAME-2``, ``NAME-3`` ... if the name is taken."""
     names = itertools.chain([path.name], (f"{path.stem}-{n}{path.suffix}" for n in itertools.count(2)))
     return next(free for name in names if not os.path.lexists(free := path.with_name(name)))
 
@@ -191,7 +190,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Wait until everything in ``folder`` is on disk."""
+    """Wait until all files in ``folder`` are on disk."""
     for path in folder.rglob("*"):
         sync(path)
     sync(folder)
@@ -199,15 +198,15 @@ def sync_tree(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _claimed(path: Path) -> Iterator[TextIO]:
-    """Lock ``path`` against other processes until the block or this process ends, and remove what a killed
-    holder left. Yields the lock file."""
+    """Lock ``path`` against other processes until the block or this process ends, and remove the remains of a
+    killed holder. Yields the lock file."""
     lock = path.with_name(LOCK.format(name=path.name))
     with _locked(lock, path) as note:
         try:
             _sweep(note, path)
             yield note
         finally:
-            lock.unlink()  # while locked: a process that opened it too sees that it is gone
+            lock.unlink()  # while locked, so that a process that opened it notices
 
 
 @contextlib.contextmanager
@@ -225,10 +224,10 @@ def _locked(lock: Path, path: Path) -> Iterator[TextIO]:
 
 def _sweep(note: TextIO, path: Path) -> None:
     note.seek(0)
-    left = path.with_name(note.read().strip() or "nothing")
-    if re.fullmatch(_partial_pattern(path), left.name) and left.is_dir() and not left.is_symlink():
-        logger.warning("%s: removed, a process that was killed left it", left)
-        shutil.rmtree(left)
+    partial = path.with_name(note.read().strip() or "nothing")
+    if re.fullmatch(_partial_pattern(path), partial.name) and partial.is_dir() and not partial.is_symlink():
+        logger.warning("%s: removed, a process that was killed left it", partial)
+        shutil.rmtree(partial)
 
 
 def _write_note(note: TextIO, text: str) -> None:

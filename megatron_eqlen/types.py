@@ -1,21 +1,21 @@
-"""Every record that crosses a stage.
+"""Records that cross stages.
 
     Prompt ──harvest──► Rollout ──score──► (grades filled in) ──objective──► TokenTree ──pack──► Row
 
-After scoring, a rank holds the arrays of the rollouts that it graded; of the others it has skeletons, the
-same records with ``Elsewhere`` in place of arrays. Decisions that need only lengths and grades are made alike
+After scoring, a rank holds the arrays of the rollouts that it graded; of all others it has skeletons, the
+same records with ``Placeholder`` in place of arrays. Decisions that need only lengths and grades are the same
 on all ranks.
 
 A worked example, used throughout the tests. The prompt is ``q = [1, 2]`` and 9 ends a response::
 
     track 1:  5 9                    track 2:  6 7 8 9
+
     A_1 = [5, 9]  B_1 = [6, 7]       the shorter track ended at 2, so both sides are 2 long
     a third track forks off after q + B_1 and gives  4 4 9;  track 2 has [8, 9] there
     A_2 = [8, 9]  B_2 = [4, 4]       B_2 is the trunk now; the stream continues after q + B_1 + B_2
 
-The trunk is ``q B_1 B_2 ...``; every ``A_i`` is a leaf that forks off where ``B_i`` starts. As a
-token tree: the root holds ``q``; ``A_1`` and ``B_1`` are its children; ``A_2`` and ``B_2`` are
-children of ``B_1``.
+The trunk is ``q B_1 B_2 ...``; every ``A_i`` is a leaf that forks off where ``B_i`` starts. As a token tree:
+the root holds ``q``; ``A_1`` and ``B_1`` are its children; ``A_2`` and ``B_2`` are children of ``B_1``.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from typing import Any, Literal, NamedTuple, NoReturn, cast
 import numpy as np
 
 TokenIds = np.ndarray
-"""[L] int32, one-dimensional and not to be written to: segments of one path may share memory. Where a record
-is made, any sequence of whole numbers will do."""
+"""[L] int32, one-dimensional and read-only: segments of one path may share memory. Constructors accept any
+sequence of integers."""
 
 Logprobs = np.ndarray
-"""[L] float32, as ``TokenIds``; the engine computes them in this precision."""
+"""[L] float32, like ``TokenIds``; the engine computes them in this precision."""
 
 Routes = np.ndarray
 """[L, moe_layers, top_k] of ``route_dtype``: the experts that each MoE layer chose, in the model's order of
-layers, dense ones left out. Row i belongs to label i: it is what was chosen where token i was predicted, at
-the position whose input is the token before it on its path. So L tokens have L rows wherever their path
-forks, and a prompt ``q``, whose first token nothing predicts, has ``len(q) - 1``."""
+layers, without dense layers. Row i belongs to label i: the choice for the prediction of token i, at the
+position whose input is the preceding token on its path. L tokens therefore have L rows wherever their path
+forks, and a prompt ``q``, whose first token is not predicted, has ``len(q) - 1``."""
 
 FinishReason = Literal["stop", "length"]
 """``stop``: the last token is in the end-of-sequence set. ``length``: the path reached its limit."""
 
 Outcome = Literal["both_ended", "truncated", "max_pairs", "budget"]
-"""Why a stream is complete: both tracks ended at one position; no track can end any more;
+"""Reason why a stream is complete: both tracks ended at one position; no track can end any more;
 ``max_pairs`` were harvested (the survivor was finished alone); the step's budget ran out."""
 
 Suspended = Literal["suspended"]
-"""Partial rollout: finished segments only; the next step resumes it (``rollout.carry_over``). Stands in place
-of an outcome."""
+"""Partial rollout: finished segments only; the next step resumes it (``rollout.carry_over``). Replaces an
+outcome."""
 
 
 Versions = tuple[tuple[int, int], ...]
 """Policy versions that sampled a piece of a path, as runs of tokens of one version: (first token, version) of
-each run, the first from token 0 on. Nearly always one run; empty where the versions were not recorded."""
+each run, starting with token 0. Nearly always one run; empty if the versions were not recorded."""
 
 
 class _Arrays:
@@ -75,20 +75,20 @@ def _equal(value: Any, other: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Elsewhere:
-    """Stands in for an array that was not read, or that another rank holds: its length is known here, its
-    numbers are not."""
+class Placeholder:
+    """Placeholder for an array that was not read or that another rank holds: its length is known, its numbers
+    are not."""
 
     length: int
     row: tuple[int, ...] = ()
     """``shape[1:]`` of routes; empty for other arrays."""
     dtype: str = ""
-    """Type of routes, which depends on the model; empty for other arrays."""
+    """Dtype of routes, which depends on the model; empty for other arrays."""
 
     @classmethod
     def of(cls, array: np.ndarray) -> np.ndarray:
-        """Return the placeholder for ``array`` in a skeleton, whose fields are annotated as the arrays that
-        they hold on the array's rank."""
+        """Return the placeholder for ``array`` in a skeleton, whose fields are annotated with the array
+        types."""
         if isinstance(array, cls):
             return array
         known = cls(len(array), array.shape[1:], array.dtype.name) if array.ndim > 1 else cls(len(array))
@@ -101,7 +101,7 @@ class Elsewhere:
     def shape(self) -> tuple[int, ...]:
         return self.length, *self.row
 
-    def __getitem__(self, part: object) -> Elsewhere:
+    def __getitem__(self, part: object) -> Placeholder:
         if not isinstance(part, slice):
             self._refuse()
         return replace(self, length=len(range(self.length)[part]))
@@ -113,21 +113,21 @@ class Elsewhere:
 
 
 def _array(values: Any, dtype: type) -> np.ndarray:
-    return cast(np.ndarray, values if isinstance(values, Elsewhere) else np.asarray(values, dtype))
+    return cast(np.ndarray, values if isinstance(values, Placeholder) else np.asarray(values, dtype))
 
 
 WIDEST_MASK = 255
-"""Most ids that the sampling mask of a token can hold."""
+"""Maximum number of ids in the sampling mask of a token."""
 
 
 @dataclass(eq=False, slots=True)
 class SamplingMask(_Arrays):
-    """For each of L tokens the ids that top-k, top-p and min-p kept there; the token is one of them."""
+    """For each of L tokens, the ids that top-k, top-p and min-p kept; the token is among them."""
 
     ids: np.ndarray
-    """[m] int32, those of the first token, ascending, then those of the second, ..."""
+    """[m] int32, ids of the first token, ascending, then of the second, ..."""
     counts: np.ndarray
-    """[L] uint8, how many of ``ids`` each token has."""
+    """[L] uint8, number of ``ids`` per token."""
 
     @classmethod
     def of(cls, kept: Iterable[Sequence[int]]) -> SamplingMask:
@@ -150,7 +150,7 @@ class SamplingMask(_Arrays):
 
     def bare(self) -> SamplingMask:
         """Return the placeholder for this mask in a skeleton."""
-        return SamplingMask(Elsewhere.of(self.ids), Elsewhere.of(self.counts))
+        return SamplingMask(Placeholder.of(self.ids), Placeholder.of(self.counts))
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -166,17 +166,17 @@ def route_dtype(experts: int) -> np.dtype:
 
 
 def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Consecutive pieces as one array; a single piece is not copied."""
+    """Return consecutive pieces as one array; a single piece is not copied."""
     if len(arrays) == 1:
         return arrays[0]
     for array in arrays:
-        if isinstance(array, Elsewhere):
+        if isinstance(array, Placeholder):
             return cast(np.ndarray, replace(array, length=sum(map(len, arrays))))
     return np.concatenate(arrays)
 
 
 def version_spans(runs: Sequence[tuple[int, int]], length: int) -> Iterator[tuple[int, int, int]]:
-    """(start, stop, version) of each of the runs of ``length`` tokens."""
+    """Yield (start, stop, version) of each of the runs of ``length`` tokens."""
     for number, (start, version) in enumerate(runs):
         yield start, runs[number + 1][0] if number + 1 < len(runs) else length, version
 
@@ -203,7 +203,7 @@ def joined_versions(pieces: Iterable[tuple[int, Versions]]) -> Versions:
 
 
 def sampled_by(rollout: Rollout) -> set[int]:
-    """The policy versions of the weights that sampled a rollout's tokens."""
+    """Return the policy versions that sampled a rollout's tokens."""
     versions = {version for segment in rollout.segments() for _, version in segment.versions}
     return versions or {rollout.policy_version}
 
@@ -222,55 +222,55 @@ class Prompt:
     """The chat-formatted prompt."""
     question: str
     grader: str
-    """Which grader scores an answer to it: ``math``, ``code`` or ``rubric``."""
+    """Grader of the answers: ``math``, ``code`` or ``rubric``."""
     gold: str
     """Reference for the grader: LaTeX or text for ``math``, a JSON of tests for ``code``."""
     source: str = ""
-    """The data source's name in the recipe (metrics are reported per source)."""
+    """Name of the data source in the recipe (metrics are reported per source)."""
     number: int = 0
-    """Prompts drawn before it in the run (problems before it in a benchmark): a step trains its prompts in
-    this order, whichever engine replica generated them."""
+    """Number of prompts drawn before this prompt in the run (of problems before it in a benchmark): a step
+    trains its prompts in this order, for any assignment to engine replicas."""
 
 
 @dataclass(slots=True)
 class Delta:
-    """New tokens of one request since its last delta: one or a few, so plain lists."""
+    """New tokens of one request since its last delta; plain lists, since they are few."""
 
     request_id: str
     token_ids: list[int]
     logprobs: list[float]
     """Natural log, in the recipe's ``rollout.logprobs_mode``, same length as ``token_ids``."""
     finish_reason: Literal["stop", "length", "lost"] | None = None
-    """None: more will come. ``lost``: the engine gave the request up (a replica died); the tokens
-    delivered so far are valid and the caller submits the rest again."""
+    """None: more will come. ``lost``: the engine gave up the request (a replica died); the tokens delivered
+    so far are valid, and the caller submits the rest again."""
     sampling_mask: Sequence[Sequence[int]] | None = None
-    """With ``rollout.keep_sampling_mask``: for each token the ids that were kept there, ascending. An
-    ``array("i")`` is taken over fastest."""
+    """With ``rollout.keep_sampling_mask``: for each token the ids that were kept, ascending. ``array("i")``
+    is fastest."""
     num_cached_tokens: int | None = None
-    """In one of a request's deltas: prompt tokens whose KV came from the prefix cache."""
+    """Prompt tokens whose KV came from the prefix cache; set in one of a request's deltas."""
     policy_version: int | None = None
     """Version of the weights that sampled these tokens. None: the engine's ``policy_version`` at delivery."""
     routes: Routes | None = None
-    """With ``rollout.keep_routes``: a row for each token."""
+    """With ``rollout.keep_routes``: one row per token."""
     prompt_routes: Routes | None = None
-    """With a request's first tokens: the rows that it asked for."""
+    """With a request's first tokens: the prompt's rows that the request asked for."""
 
 
 @dataclass
 class Grade:
-    """A verifier's judgement of one ended response."""
+    """Verifier's judgement of one ended response."""
 
     reward: float
     """In [0, 1]."""
     verdict: str
     """``correct``, ``wrong``, ``no_answer``, ``unparseable``, ``timeout``, or a code verdict."""
     answer: str | None = None
-    """The answer that was extracted, shortened to a line."""
+    """Extracted answer, shortened to a line."""
     grader: str = ""
-    """The grader's name and version, for example ``math_verify-0.9.0``."""
+    """Name and version of the grader, for example ``math_verify-0.9.0``."""
     seconds: float = 0.0
     detail: str = ""
-    """More about the verdict, for example the first failing test of a program."""
+    """Details of the verdict, for example the first failing test of a program."""
 
 
 @dataclass(eq=False)
@@ -281,10 +281,10 @@ class Segment(_Arrays):
     logprobs: Logprobs
     """The engine's log-probs of ``token_ids`` (rollout_logprobs), natural log, same length."""
     finish_reason: FinishReason | None = None
-    """None where the track continued beyond this segment."""
+    """None if the track continued beyond this segment."""
     grade: Grade | None = None
-    """Filled by scoring where ``finish_reason == "stop"``: the grade of the whole response that
-    this segment ends (everything after the prompt on its path)."""
+    """Filled by scoring if ``finish_reason == "stop"``: the grade of the whole response that this segment
+    ends (everything after the prompt on its path)."""
     sampling_mask: SamplingMask | None = None
     """Same length as ``token_ids``, with ``rollout.keep_sampling_mask``."""
     home: int | None = None
@@ -325,15 +325,15 @@ class Stream(_Arrays):
 
     prompt: Prompt
     index: int
-    """Which of the prompt's G/2 subgroups this is."""
+    """Index among the prompt's G/2 subgroups."""
     policy_version: int
-    """The engine's weights when it was complete: the number of optimizer steps that made them. Those that
-    sampled each token: ``Segment.versions``."""
+    """Version of the engine's weights when the stream was complete: the number of optimizer steps behind
+    them. Versions per token: ``Segment.versions``."""
     pairs: list[Pair]
     outcome: Outcome | Suspended
     tail: Segment | None = None
-    """Tokens of the trunk's track after the last pair (the invalid suffix, never trained).
-    If it ended (``stop``) its grade still counts as an extension of every B."""
+    """Tokens of the trunk's track after the last pair (the invalid suffix, never trained). If the track ended
+    (``stop``), its grade still counts as an extension of every B."""
     prompt_routes: Routes | None = None
     """[len(prompt.token_ids) - 1, moe_layers, top_k], with ``rollout.keep_routes``."""
 
@@ -346,11 +346,11 @@ class Stream(_Arrays):
         return self.outcome == "suspended"
 
     def trunk_token_ids(self, pairs: int) -> TokenIds:
-        """Token ids of ``B_1 .. B_pairs``: the inherited prefix after the prompt."""
+        """Return the token ids of ``B_1 .. B_pairs``: the inherited prefix after the prompt."""
         return joined([NO_TOKENS, *(pair.b.token_ids for pair in self.pairs[:pairs])])
 
     def ended(self) -> Iterator[tuple[Segment, TokenIds]]:
-        """Every segment that ends a response, with the whole response's token ids."""
+        """Yield every segment that ends a response, with the whole response's token ids."""
         trunk = self.trunk_token_ids(len(self.pairs))
         end = 0
         for pair in self.pairs:
@@ -377,11 +377,11 @@ class Group(_Arrays):
     policy_version: int
     completions: list[Segment]
     index: int = 0
-    """A prompt has one group."""
+    """Always 0: a prompt has one group."""
     prompt_routes: Routes | None = None
     """[len(prompt.token_ids) - 1, moe_layers, top_k], with ``rollout.keep_routes``."""
     numbers: list[int] = field(default_factory=list)
-    """Each completion's number among the G, ascending. Default: as they lie in ``completions``."""
+    """Number of each completion among the G, ascending. Default: the indices in ``completions``."""
     suspended: bool = False
     """True for a partial rollout, with only the completions that have ended."""
 
@@ -393,7 +393,7 @@ class Group(_Arrays):
         return self.prompt.prompt_id
 
     def ended(self) -> Iterator[tuple[Segment, TokenIds]]:
-        """Every completion that ended by itself, with its token ids."""
+        """Yield every completion that ended by itself, with its token ids."""
         for completion in self.completions:
             if completion.finish_reason == "stop":
                 yield completion, completion.token_ids
@@ -405,19 +405,19 @@ class Group(_Arrays):
 @dataclass(eq=False)
 class SampledTree(_Arrays):
     """Step-wise branching of one prompt (``sampling: tree``): every step that did not end a response was
-    continued several times. Lists are aligned; a step comes after the step it continues."""
+    continued several times. Lists are aligned; a step comes after its parent."""
 
     prompt: Prompt
     policy_version: int
     steps: list[Segment]
-    """``finish_reason`` is None where the step was continued."""
+    """Steps; ``finish_reason`` is None if the step was continued."""
     parents: list[int]
-    """Index in ``steps`` of the step that this one continues, -1 for the prompt."""
+    """Index in ``steps`` of each step's parent, -1 for the prompt."""
     index: int = 0
-    """A prompt has one tree."""
+    """Always 0: a prompt has one tree."""
     numbers: list[int] = field(default_factory=list)
-    """Each step's number in the whole N-ary heap, which names it before all steps are known, ascending.
-    Default: as they lie in ``steps``."""
+    """Number of each step in the complete N-ary heap, which identifies it before all steps are known,
+    ascending. Default: the indices in ``steps``."""
     suspended: bool = False
     """True for a partial rollout, with only the steps that have ended."""
     prompt_routes: Routes | None = None
@@ -431,15 +431,15 @@ class SampledTree(_Arrays):
         return self.prompt.prompt_id
 
     def path(self, step: int) -> list[Segment]:
-        """The steps from after the prompt down to this one; none for -1."""
+        """Return the steps from the prompt down to ``step``; empty for -1."""
         return [*self.path(self.parents[step]), self.steps[step]] if step >= 0 else []
 
     def response(self, step: int) -> TokenIds:
-        """Token ids from after the prompt to the end of a step."""
-        return joined([NO_TOKENS, *(one.token_ids for one in self.path(step))])
+        """Return the token ids from the end of the prompt to the end of a step."""
+        return joined([NO_TOKENS, *(segment.token_ids for segment in self.path(step))])
 
     def ended(self) -> Iterator[tuple[Segment, TokenIds]]:
-        """Every step that ends a response, with the whole response's token ids."""
+        """Yield every step that ends a response, with the whole response's token ids."""
         for number, step in enumerate(self.steps):
             if step.finish_reason == "stop":
                 yield step, self.response(number)
@@ -451,7 +451,7 @@ class SampledTree(_Arrays):
 Rollout = Stream | Group | SampledTree
 
 RolloutKey = tuple[str, int]
-"""Identifies a rollout: its prompt's id, and its number among the prompt's rollouts."""
+"""Identifier of a rollout: its prompt's id, and its number among the prompt's rollouts."""
 
 
 def rollout_key(rollout: Rollout) -> RolloutKey:
@@ -459,30 +459,30 @@ def rollout_key(rollout: Rollout) -> RolloutKey:
 
 
 def training_order(rollout: Rollout) -> tuple[int, int]:
-    """Sorts the rollouts of a step into the order in which they are trained."""
+    """Return the sort key that puts the rollouts of a step into the order in which they are trained."""
     return rollout.prompt.number, rollout.index
 
 
 @dataclass(eq=False)
 class Node(_Arrays):
-    """One node of a token tree: ``token_ids`` continue the parent's path."""
+    """Node of a token tree: ``token_ids`` continue the parent's path."""
 
     parent: int
     """Index of the parent in ``TokenTree.nodes``, -1 for the root; always before this node."""
     token_ids: TokenIds
-    """The root's are the whole prompt (at least one token)."""
+    """Tokens of the node; the root holds the whole prompt (at least one token)."""
     advantage: float = 0.0
     weight: float = 0.0
-    """Weight of every token of this node in the loss: already holds every 1/L, 1/N_k, 2/G and 1/P,
-    so that the loss is a plain sum. 0: not supervised (context only)."""
+    """Weight of every token of this node in the loss; it contains every 1/L, 1/N_k, 2/G and 1/P, so that the
+    loss is a plain sum. 0: not supervised (context only)."""
     rollout_logprobs: Logprobs | None = None
-    """The engine's, same length as ``token_ids``, where ``weight > 0``."""
+    """Engine's log-probs, same length as ``token_ids``, if ``weight > 0``."""
     sampling_mask: SamplingMask | None = None
-    """Same length as ``token_ids``: log-probs are normalised over these alone. None: the vocabulary."""
+    """Same length as ``token_ids``: log-probs are normalised over these ids. None: over the vocabulary."""
     home: int | None = None
     """Rank that holds the arrays (see ``Segment.home``)."""
     routes: Routes | None = None
-    """Same length as ``token_ids``, the root's one less. None: the trainer's routers choose."""
+    """Same length as ``token_ids``, for the root one less. None: the trainer's routers choose."""
     versions: Versions = ()
     """Policy versions that sampled ``token_ids``."""
 
@@ -498,16 +498,16 @@ class Node(_Arrays):
 
 @dataclass
 class TokenTree:
-    """A prompt and everything that is trained after it; each generated token appears once."""
+    """Prompt and everything that is trained after it; each generated token appears once."""
 
     name: str
-    """For messages: the prompt's id and the stream's number."""
+    """Name for messages: the prompt's id and the stream's number."""
     nodes: list[Node]
     """``nodes[0]`` is the root."""
 
 
 class WorstToken(NamedTuple):
-    """The token of an update whose log-probs of trainer and engine differ most."""
+    """Token of an update whose log-probs of trainer and engine differ most."""
 
     difference: float
     """|trainer - engine|, nats."""
@@ -518,11 +518,11 @@ class WorstToken(NamedTuple):
     token: int
     """Index in the node's tokens."""
     trainer: float
-    """Log-prob."""
+    """Trainer's log-prob."""
     engine: float
 
     def __str__(self) -> str:
-        """Names the token, for messages."""
+        """Return the token's name for messages."""
         return (
             f"token {self.token} of node {self.node} of token tree {self.tree!r}: "
             f"log-prob {self.trainer:.3g} by the trainer, {self.engine:.3g} by the engine"
@@ -531,36 +531,36 @@ class WorstToken(NamedTuple):
 
 @dataclass
 class RowNode:
-    """Where a node lies in a row."""
+    """Place of a node in a row."""
 
     start: int
     length: int
     parent: int
     """Index in ``Row.nodes`` or -1."""
     depth: int
-    """Nodes above it."""
+    """Number of ancestors."""
     position: int
-    """``position_ids`` of its first input: how many tokens of its path come before."""
+    """``position_ids`` of its first input: the number of preceding tokens on its path."""
 
 
 @dataclass
 class Row:
     """One micro-batch: several trees (or parts of trees) in a fixed token budget of S positions.
 
-    Nodes lie in depth-first order, longest child first. A node with labels ``y_1 .. y_L`` takes L
-    positions whose inputs are (the token before the node, ``y_1 .. y_{L-1}``), so each child starts
-    by reading its parent's last token and a fork needs no special case. The root of a prompt ``q``
-    takes ``len(q) - 1`` positions, unsupervised.
+    Nodes lie in depth-first order, longest child first. A node with labels ``y_1 .. y_L`` takes L positions
+    whose inputs are (the token before the node, ``y_1 .. y_{L-1}``), so the first input of each child is its
+    parent's last token, and a fork needs no special case. The root of a prompt ``q`` takes ``len(q) - 1``
+    positions, unsupervised.
 
     Position k is visible to position q iff ``k <= q < visible_until[k]``.
     """
 
     input_ids: np.ndarray
-    """[S] int64; padding at the end is its own one-token trees."""
+    """[S] int64; padding at the end consists of one-token trees."""
     position_ids: np.ndarray
     """[S] int64, depth on the path."""
     labels: np.ndarray
-    """[S] int64, the token each position predicts."""
+    """[S] int64, the token that each position predicts."""
     visible_until: np.ndarray
     """[S] int64, end of the subtree of the position's node, exclusive."""
     segment_ids: np.ndarray
@@ -570,24 +570,24 @@ class Row:
     weights: np.ndarray
     """[S] float64, 0 where not supervised."""
     rollout_logprobs: np.ndarray
-    """[S] float64, the engine's; 0 where not supervised."""
+    """[S] float64, the engine's log-probs; 0 where not supervised."""
     versions: np.ndarray
     """[S] int64, policy version of the weights that sampled the label; -1 where not supervised or unknown."""
     nodes: list[RowNode]
     num_tokens: int
     """Positions in use; the rest up to S is padding."""
     old_logprobs: np.ndarray | None = None
-    """[S] float64, the trainer's before the first update of this batch."""
+    """[S] float64, the trainer's log-probs before the first update of this batch."""
     ref_logprobs: np.ndarray | None = None
-    """[S] float64, the reference model's."""
+    """[S] float64, the reference model's log-probs."""
     mask_ids: np.ndarray | None = None
-    """[m] int64, the kept tokens of all supervised positions, one position after the other. None: log-probs
-    are normalised over the vocabulary."""
+    """[m] int64, the kept tokens of all supervised positions, concatenated. None: log-probs are normalised
+    over the vocabulary."""
     mask_counts: np.ndarray | None = None
-    """[n] int64, how many of ``mask_ids`` belong to each of the n supervised positions."""
+    """[n] int64, number of ``mask_ids`` for each of the n supervised positions."""
     routes: np.ndarray | None = None
     """[S, layers, top_k] int16, the experts of each position in the MoE layers of this rank; -1: the router
-    chooses. None: it does everywhere."""
+    chooses. None: the router chooses everywhere."""
 
 
 Metrics = dict[str, float]

@@ -27,7 +27,7 @@ from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.harvester import Harvester
 from megatron_eqlen.sampling.kind import LabeledSegment, plural
 from megatron_eqlen.sampling.track import rollout_of
-from megatron_eqlen.types import Elsewhere, Prompt, RolloutKey, Segment
+from megatron_eqlen.types import Placeholder, Prompt, RolloutKey, Segment
 
 SHOWN = 3
 """Number of a harvest's rollouts on the page."""
@@ -157,7 +157,7 @@ def grow(harvester: Harvester, tokens: Mapping[str, array]) -> None:
             track.keeps_columns = False
             if known := tokens.get(track.name):
                 token_ids = np.frombuffer(known, np.int32)
-                track.resume(Segment(token_ids, Elsewhere.of(token_ids)))
+                track.resume(Segment(token_ids, Placeholder.of(token_ids)))
         launched = harvester.advance()
 
 

@@ -19,7 +19,7 @@ from megatron_eqlen.metrics import HARVEST_BRANCHES, HARVEST_CONTEXT, HARVEST_PR
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty
 from megatron_eqlen.sampling.harvester import Harvester, RolloutHeader, RolloutPart, header_of
-from megatron_eqlen.types import Elsewhere, Metrics, Prompt, Rollout, Routes, Segment, TokenIds, TokenTree
+from megatron_eqlen.types import Metrics, Placeholder, Prompt, Rollout, Routes, Segment, TokenIds, TokenTree
 
 AnyRollout = TypeVar("AnyRollout", bound=Any)
 
@@ -135,15 +135,15 @@ def _without_arrays(segment: Segment) -> Segment:
     mask = segment.sampling_mask
     return dataclasses.replace(
         segment,
-        token_ids=Elsewhere.of(segment.token_ids),
-        logprobs=Elsewhere.of(segment.logprobs),
+        token_ids=Placeholder.of(segment.token_ids),
+        logprobs=Placeholder.of(segment.logprobs),
         sampling_mask=None if mask is None else mask.bare(),
         routes=_without_rows(segment.routes),
     )
 
 
 def _without_rows(routes: Routes | None) -> Routes | None:
-    return None if routes is None else Elsewhere.of(routes)
+    return None if routes is None else Placeholder.of(routes)
 
 
 # ---- helpers for kinds -----------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ import numpy as np
 
 from megatron_eqlen.types import (
     Delta,
-    Elsewhere,
     FinishReason,
+    Placeholder,
     Prompt,
     Routes,
     SamplingMask,
@@ -210,7 +210,7 @@ class Track:
         logprobs = np.frombuffer(self.logprobs[start:stop], np.float32)
         return Segment(
             token_ids,
-            logprobs if self.keeps_columns else Elsewhere.of(token_ids),
+            logprobs if self.keeps_columns else Placeholder.of(token_ids),
             self.finish_reason if stop == len(self.token_ids) else None,
             sampling_mask=self._mask(start, stop) if self.mask_counts else None,
             routes=self.routes[start:stop] if self.routes else None,

@@ -29,7 +29,7 @@ from megatron_eqlen.packing.pack import Packing
 from megatron_eqlen.processes.distributed import gather
 from megatron_eqlen.training.exchange import Placement
 from megatron_eqlen.training.shipping import Demand, demand_of, send_arrays, with_nodes
-from megatron_eqlen.types import Elsewhere, Metrics, Node
+from megatron_eqlen.types import Metrics, Node, Placeholder
 
 
 def with_routes(
@@ -85,7 +85,7 @@ class StageRoutes:
 
     def with_room(self, node: Node) -> Node:
         absent = node.routes
-        assert isinstance(absent, Elsewhere)
+        assert isinstance(absent, Placeholder)
         shape = (len(absent), len(self.layers), absent.shape[2])
         return dataclasses.replace(node, routes=np.empty(shape, absent.dtype))
 

@@ -11,7 +11,7 @@ import pytest
 from megatron_eqlen.packing.arrays import check_route_shapes, check_routes
 from megatron_eqlen.packing.pack import pack
 from megatron_eqlen.packing.tree import Forest
-from megatron_eqlen.types import Elsewhere, Node, TokenTree
+from megatron_eqlen.types import Node, Placeholder, TokenTree
 
 
 def side(parent: int, **changes) -> Node:
@@ -102,6 +102,6 @@ def test_bad_routes_are_named(experts, twice, message):
 
 
 def test_routes_of_another_shape_are_named_though_the_arrays_are_elsewhere():
-    tree = TokenTree("t", [Node(-1, [1]), side(0, routes=Elsewhere.of(ROUTES))])
+    tree = TokenTree("t", [Node(-1, [1]), side(0, routes=Placeholder.of(ROUTES))])
     with pytest.raises(ValueError, match="node 1: expected routes of the model's 4 MoE layers x 2 experts"):
         check_route_shapes(Forest.of([tree]), (4, 2))

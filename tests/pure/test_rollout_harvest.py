@@ -29,9 +29,9 @@ from megatron_eqlen.sampling.harvester import Harvester, RolloutPart, all_rollou
 from megatron_eqlen.sampling.track import track_seed
 from megatron_eqlen.types import (
     Delta,
-    Elsewhere,
     Grade,
     Group,
+    Placeholder,
     Prompt,
     Rollout,
     SamplingMask,
@@ -396,7 +396,7 @@ def test_of_rollouts_that_another_rank_keeps_there_are_token_ids_alone(case, sam
             assert found == full
             continue
         for segment, wanted in zip(found.segments(), full.segments(), strict=True):
-            bare = replace(wanted, logprobs=Elsewhere.of(wanted.logprobs), sampling_mask=None)
+            bare = replace(wanted, logprobs=Placeholder.of(wanted.logprobs), sampling_mask=None)
             assert segment == bare
 
 

@@ -34,10 +34,10 @@ from megatron_eqlen.rollout.record.recorder import Recorder, record, record_grad
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.types import (
     Delta,
-    Elsewhere,
     Grade,
     Group,
     Pair,
+    Placeholder,
     Prompt,
     SampledTree,
     Segment,
@@ -92,8 +92,8 @@ def test_routes_are_recorded_as_the_recipe_says(tmp_path):
         assert read_progress([path], ["p"], with_routes=True).rollouts == [group] * with_routes
         assert path.stat().st_size < (0.9 if with_routes else 0.001) * routes.nbytes
     (found,) = read_skeletons([tmp_path / "True" / "rank-0.arrow"])
-    assert found.completions[0].routes == Elsewhere(20_000, (48, 8), "uint8")
-    assert found.prompt_routes == Elsewhere(0, (48, 8), "uint8")
+    assert found.completions[0].routes == Placeholder(20_000, (48, 8), "uint8")
+    assert found.prompt_routes == Placeholder(0, (48, 8), "uint8")
     assert has_routes(EMPTY), "without tokens there is nothing to route"
     assert not has_routes(bare)
 

@@ -28,11 +28,11 @@ from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.training.routes import exchange_routes
 from megatron_eqlen.training.rows import Rows
 from megatron_eqlen.types import (
-    Elsewhere,
     Grade,
     Group,
     Node,
     Pair,
+    Placeholder,
     Prompt,
     Rollout,
     SampledTree,
@@ -157,7 +157,7 @@ def arrays_of(node: Node) -> Iterator[np.ndarray]:
     mask = node.sampling_mask
     kept = (mask.ids, mask.counts) if mask else ()
     for array in (node.token_ids, node.rollout_logprobs, *kept):
-        if array is not None and not isinstance(array, Elsewhere):
+        if array is not None and not isinstance(array, Placeholder):
             yield array
 
 
@@ -242,8 +242,8 @@ def check_held(plan: Packing, whole: Packing, placement: Placement, rank: int) -
         if node.parent < 0:
             continue  # every rank has the prompts
         tokens, loss = node.token_ids, node.rollout_logprobs
-        assert isinstance(tokens, Elsewhere) != (node.home == rank or number in needed)
-        assert isinstance(loss, Elsewhere) != (
+        assert isinstance(tokens, Placeholder) != (node.home == rank or number in needed)
+        assert isinstance(loss, Placeholder) != (
             node.home == rank or (number in trained and placement.for_loss)
         )
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from megatron_eqlen.metrics import EXCHANGE_ROUTES_BYTES, EXPERT_AGREEMENT, MISMATCH, ROUTER_AGREEMENT
-from megatron_eqlen.types import Elsewhere, Metrics, TokenTree
+from megatron_eqlen.types import Metrics, Placeholder, TokenTree
 from tests.kit.distributed import run_ranks
 from tests.kit.tiny_models import save_tiny
 from tests.kit.tree_samples import stream
@@ -119,9 +119,9 @@ def update_of_shared(folder: str, trees: list[TokenTree], changes: dict[str, Any
     for number, node in ((number, node) for number, tree in enumerate(trees) for node in tree.nodes):
         node.home = number // 2 % 2
         if node.home != dist.get_rank():
-            node.routes = Elsewhere.of(node.routes)
-            node.rollout_logprobs = None if node.parent < 0 else Elsewhere.of(node.rollout_logprobs)
-            node.token_ids = node.token_ids if node.parent < 0 else Elsewhere.of(node.token_ids)
+            node.routes = Placeholder.of(node.routes)
+            node.rollout_logprobs = None if node.parent < 0 else Placeholder.of(node.rollout_logprobs)
+            node.token_ids = node.token_ids if node.parent < 0 else Placeholder.of(node.token_ids)
     return update(folder, trees, changes)
 
 

@@ -23,8 +23,8 @@ from megatron_eqlen.sampling import KINDS, kind_of
 from megatron_eqlen.sampling.harvester import RolloutHeader, RolloutPart, header_of
 from megatron_eqlen.types import (
     NO_TOKENS,
-    Elsewhere,
     Grade,
+    Placeholder,
     Prompt,
     Rollout,
     RolloutKey,
@@ -178,7 +178,7 @@ def _column(column: pa.Field, rows: list[Row]) -> pa.Array:
 
 def from_batch(batch: pa.RecordBatch) -> Iterator[Row]:
     """Yield the rows of a batch, the inverse of ``to_batch``. Token arrays are views of the batch, or
-    ``Elsewhere`` where it lacks their columns."""
+    ``Placeholder`` where it lacks their columns."""
     names = batch.schema.names
     columns = [_values(batch.column(name)) for name in names]
     complete = set(ARRAYS) <= set(names)
@@ -189,7 +189,7 @@ def from_batch(batch: pa.RecordBatch) -> Iterator[Row]:
 
 def _left_out(row: Row) -> Row:
     """Return placeholders for the columns that were not read."""
-    tokens, kept = (None if row[name] is None else Elsewhere(row[name]) for name in ("tokens", "kept"))
+    tokens, kept = (None if row[name] is None else Placeholder(row[name]) for name in ("tokens", "kept"))
     counts = None if kept is None else tokens
     arrays = {"token_ids": tokens, "logprobs": tokens, "mask_ids": kept, "mask_counts": counts}
     return arrays | {"routes": None, "gold": ""}
@@ -261,7 +261,7 @@ def _kind(name: str) -> Any:
 def _prompt(row: Row) -> Prompt:
     return Prompt(
         prompt_id=row["prompt_id"],
-        token_ids=[] if isinstance(row["token_ids"], Elsewhere) else row["token_ids"].tolist(),
+        token_ids=[] if isinstance(row["token_ids"], Placeholder) else row["token_ids"].tolist(),
         question=row["question"],
         grader=row["grader"],
         gold=row["gold"],

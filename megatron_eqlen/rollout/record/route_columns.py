@@ -6,7 +6,7 @@ from typing import cast
 
 import numpy as np
 
-from megatron_eqlen.types import Elsewhere, Routes
+from megatron_eqlen.types import Placeholder, Routes
 
 
 def route_name(routes: Routes | None) -> str | None:
@@ -32,7 +32,7 @@ def unread(name: str | None, length: int) -> Routes | None:
     if name is None:
         return None
     row, dtype = _parsed(name)
-    return cast(Routes, Elsewhere(length, row, dtype))
+    return cast(Routes, Placeholder(length, row, dtype))
 
 
 def _parsed(name: str) -> tuple[tuple[int, ...], str]:
