@@ -1,5 +1,5 @@
-"""What holds for the whole suite: which tests share a worker, and that no process that a test started is left
-when it ends."""
+"""Hooks and fixtures for the whole suite: the distribution of test files over workers, and a check that tests
+leave no process behind."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ hypothesis.settings.register_profile("tests", examples(100))
 hypothesis.settings.load_profile("tests")
 
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor/compile_worker")
-"""Libraries' own processes, which serve this one to its end and go with it."""
+"""Libraries' own processes, which live as long as this one."""
 
 
 TOGETHER = {
     "servers": ("engine/test_ahead_servers", "engine/test_rollout_held_up", "engine/test_rollout_server"),
     "a run": ("job/test_ahead", "job/test_resume", "job/test_sweep", "job/test_train"),
 }
-"""Files that share two vLLM servers, or a run that has ended."""
+"""Groups of files that share fixtures: two vLLM servers, or a run that has ended."""
 
 
 class ByFile(LoadScopeScheduling):
-    """A worker gets whole files, for the sake of their fixtures, and of files that share theirs all."""
+    """Gives each worker whole files, because of their fixtures, and files with shared fixtures to one
+    worker."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::")[0].removeprefix("tests/").removesuffix(".py")
@@ -48,26 +49,27 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that mostly wait come first: at the end they would have nothing beside them."""
+    """Put tests that mostly wait first: at the end they would have nothing beside them."""
     items.sort(key=lambda item: not item.nodeid.startswith("tests/slurm/"))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[XSpec]) -> None:
-    """Workers are forked from one process that has imported what tests import: else each would import it."""
+    """Fork workers from one process that has imported the tests' libraries: otherwise each worker would
+    import them."""
     python = Zygote.spawn(RANKS if folders(config) <= {"pure", "ranks"} else RANKS + JOBS).python
     specs[:] = [XSpec(f"{spec}//id={spec.id}//python={python}") for spec in specs]
 
 
 def folders(config: pytest.Config) -> set[str]:
-    """Of ``tests/``, that are named in the arguments; "" for all."""
+    """Return the folders of ``tests/`` that are named in the arguments; "" for all."""
     paths = [Path(argument.split("::")[0]).resolve().relative_to(ROOT) for argument in config.args]
     return {path.parts[1] if len(path.parts) > 1 else "" for path in paths}
 
 
 @pytest.fixture(scope="session", autouse=True)
 def no_process_is_left_over() -> Iterator[None]:
-    """Set up before and torn down after every other fixture."""
+    """Fail if a test leaves a process behind. Set up before and torn down after every other fixture."""
     adopt_orphans()
     yield
     jobs.stop_zygote()

@@ -1,5 +1,5 @@
-"""Two real vLLM servers, once for all tests of engines, the second one of two tensor-parallel workers, and
-with asynchronous scheduling. (``tests/job`` has one, started as a user does.)"""
+"""Two real vLLM servers, started once for all tests of engines; the second has two tensor-parallel workers
+and asynchronous scheduling. (``tests/job`` has one started as a user starts it.)"""
 
 from contextlib import nullcontext
 
@@ -15,14 +15,14 @@ from tools.benchmarks.servers import ENVIRON, free_ports, wait_until_up
 
 @pytest.fixture(scope="module", params=["in turns", "asynchronous"])
 def opened(request):
-    """``open_engine``, for engines that schedule as on CPUs, or as on GPUs."""
+    """Return ``open_engine`` for engines that schedule as on CPUs, or as on GPUs."""
     with nullcontext(open_engine) if request.param == "in turns" else asynchronous() as opened:
         yield opened
 
 
 @pytest.fixture(scope="session")
 def servers():
-    """{url: process}; some tests kill one."""
+    """Yield {url: process}; some tests kill one."""
     started = {}
     try:
         for workers, port in enumerate(free_ports(2), 1):

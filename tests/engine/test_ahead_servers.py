@@ -25,7 +25,7 @@ __all__ = ["world_of_one"]
 
 @dataclass
 class Policy:
-    """Weights of a version; those that are ``broken`` end a sync half way."""
+    """Weights of a version; a version in ``broken`` ends a sync half way."""
 
     version: int
     broken: bool = False
@@ -44,7 +44,7 @@ def recipe_for(urls: list[str]) -> Recipe:
 
 
 def live(streams: Path, urls: list[str], trained: dict[int, Trained], until: int, broken: int = -1) -> None:
-    """A process of a run: it trains up to step ``until``, unless the sync of version ``broken`` ends it."""
+    """Run a process of a run: train up to step ``until``, unless the sync of version ``broken`` ends it."""
     recipe = recipe_for(urls)
     engine = ServerEngine(recipe.model.path, recipe.rollout, EOS, 200, syncs_first=True)
     with opened(recipe, engine, streams) as one:
@@ -60,7 +60,7 @@ def live(streams: Path, urls: list[str], trained: dict[int, Trained], until: int
 
 @pytest.fixture
 def untouched(servers) -> Iterator[list[str]]:
-    """Servers whose weights are those of version 0 again when the test is over."""
+    """Yield servers; when the test is over, their weights are those of version 0 again."""
     yield [*servers]
     recipe = recipe_for([*servers])
     engine = ServerEngine(recipe.model.path, recipe.rollout, EOS, 200, syncs_first=True)

@@ -33,7 +33,7 @@ ARCHITECTURES = {
 
 @pytest.fixture
 def group():
-    """vLLM's groups of a world of one process."""
+    """Start vLLM's groups of a world of one process."""
     with importing_vllm():
         from vllm.distributed import parallel_state
 
@@ -45,7 +45,8 @@ def group():
 
 
 def vllm_parameters(folder: Path, ranks: int, parallel_state) -> int | None:
-    """Of the model that vLLM makes for one of ``ranks`` tensor-parallel ranks; None where it makes none."""
+    """Return the number of parameters of the model that vLLM makes for one of ``ranks`` tensor-parallel
+    ranks; None if it makes none."""
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
@@ -89,7 +90,7 @@ def test_an_engine_is_approved_if_and_only_if_vllm_builds_it_with_as_many_parame
 
 
 def test_vllm_asks_for_the_same_share_of_the_gpu():
-    """The pinned vLLM's own check, on a GPU of which the trainer holds what the plan says."""
+    """Run the pinned vLLM's own check, on a GPU of which the trainer holds what the plan says."""
     from vllm.v1.worker.utils import request_memory
 
     recipe = load(ROOT / "recipes/qwen3_32b.yaml")

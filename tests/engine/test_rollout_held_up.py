@@ -1,5 +1,5 @@
-"""A weight sync while requests are in flight (``rollout.staleness``): every token's weights are known, and
-its log-prob is theirs."""
+"""A weight sync while requests are in flight (``rollout.staleness``): the weights of every token are known,
+and its log-prob is from these weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIMIT = 150
 
 @functools.cache
 def model(version: int) -> torch.nn.Module:
-    """What the weights of a version are, for Transformers."""
+    """Return the Transformers model with a version's weights."""
     return AutoModelForCausalLM.from_pretrained(folder("qwen3_moe", version), dtype=torch.float32)
 
 
@@ -39,7 +39,7 @@ def engine(servers, request) -> Iterator[ServerEngine]:
 
 @contextlib.contextmanager
 def opened(servers, **rollout) -> Iterator[ServerEngine]:
-    """An engine of servers that have the weights of version 0, before and after."""
+    """Yield an engine over servers that have the weights of version 0, before and after."""
     recipe = server_recipe(list(servers), staleness=1, **rollout)
     one = ServerEngine(recipe.model.path, recipe.rollout, [], 200, syncs_first=True)
     sync(one, 0)
@@ -50,11 +50,12 @@ def opened(servers, **rollout) -> Iterator[ServerEngine]:
 
 
 Path = tuple[list[int], list[int], list[float], list[int]]
-"""Context; then tokens, log-probs, versions."""
+"""(context, tokens, log-probs, versions)."""
 
 
 def run(engine: ServerEngine, sync_after: int) -> dict[str, Path]:
-    """Six requests that a sync holds up when one has ``sync_after`` tokens, then a fork of one of them."""
+    """Run six requests that a sync interrupts when one has ``sync_after`` tokens, then a fork of one of
+    them."""
     paths: dict[str, Path] = {}
 
     def submit(name: str, context: list[int], seed: int) -> None:
@@ -100,7 +101,7 @@ def reference(context: list[int], tokens: list[int], before: int, recomputed: bo
     """[tokens] log-probs of tokens of which ``before`` were sampled by version 0, the rest by version 1."""
     path = torch.tensor([context + tokens])
     held_up_at = len(context) + before - 1
-    """Tokens whose KV the old weights have computed: all but the last one sampled."""
+    """Number of tokens whose KV the old weights have computed: all but the last one sampled."""
     parts = []
     with torch.no_grad():
         if before:

@@ -1,4 +1,4 @@
-"""vLLM servers: two real ones against the in-process engine, and a scripted one for what goes wrong."""
+"""vLLM servers: two real ones against the in-process engine, and a scripted one for faults."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def open_engine(recipe: Recipe) -> ServerEngine:
 
 
 def assert_same(found: list[Rollout], expected: list[Rollout]) -> None:
-    """Same tokens and outcomes; log-probs up to what batches of other sizes round differently."""
+    """Assert equal tokens and outcomes, and log-probs equal up to the round-off of other batch sizes."""
     assert [(r.prompt_id, r.index, r.outcome, len(r.pairs)) for r in found] == [
         (r.prompt_id, r.index, r.outcome, len(r.pairs)) for r in expected
     ]
@@ -85,7 +85,8 @@ def test_sampling_masks_come_from_servers_that_were_started_without(servers):
 
 @contextmanager
 def frozen(*processes: Job) -> Iterator[Callable[[list[int]], None]]:
-    """What freezes processes; at the end all of ``processes`` and what they started go on."""
+    """Yield a function that freezes processes; at the end all of ``processes`` and their children
+    continue."""
     all_of_them = [pid for process in processes for pid in (process.pid, *descendants(process.pid))]
 
     def signal_all(pids: list[int], number: int = signal.SIGSTOP) -> None:
@@ -99,8 +100,8 @@ def frozen(*processes: Job) -> Iterator[Callable[[list[int]], None]]:
 
 
 def test_a_server_that_falls_silent_in_a_harvest_is_left_and_nothing_is_lost(servers, monkeypatch, caplog):
-    """One is frozen: its connections stay open and nothing comes. Of the last one only the engine is: its
-    HTTP server goes on to say that it is well. Then all are named."""
+    """One server is frozen: its connections stay open and nothing arrives. Of the last one only the engine is
+    frozen: its HTTP server still reports that it is healthy. The error names all of them."""
     monkeypatch.setattr(pool, "PATIENCE", 4.0)
     recipe = server_recipe(list(servers))
     remote = open_engine(recipe)
@@ -132,7 +133,7 @@ def test_a_server_that_falls_silent_in_a_harvest_is_left_and_nothing_is_lost(ser
 
 
 def begin_a_sync_and_die(engine: ServerEngine) -> None:
-    """What a trainer leaves behind that is killed when a layer has some of its new weights."""
+    """Leave the state of a trainer that is killed when a layer has some of its new weights."""
     name = "model.layers.0.self_attn.q_proj.weight"
     weight = load_file(folder("qwen3_moe", 2) / "model.safetensors")[name]
     engine.pool.post("start_weight_update")
@@ -146,7 +147,8 @@ def begin_a_sync_and_die(engine: ServerEngine) -> None:
 def suspended(
     engine: ServerEngine, recipe: Recipe, streams: Path
 ) -> tuple[list[Rollout], list[PartialRollout], Metrics]:
-    """A step that its budget ends early: its complete rollouts, and what the next one goes on with."""
+    """Run a step that its budget ends early; return its complete rollouts, the partial rollouts that the next
+    step resumes, and the metrics."""
     limits = {"carry_over": True, "tokens_per_step": 400}
     recipe = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update=limits)})
     with Recorder(streams / "step-00000000/rank-0.arrow") as recorder:
@@ -315,7 +317,8 @@ class Fake:
         return {name: tensor for frame in self.frames for name, tensor in frame.items()}
 
     async def generate(self, request):
-        """Counts up from the last token, two tokens an event, to the limit or to 90, the end."""
+        """Generate by counting up from the last token, two tokens an event, to the limit or to 90, the
+        end."""
         body = await request.json()
         self.asked += 1
         if self.behaviour == "refuse":
@@ -560,7 +563,7 @@ def test_a_replica_that_fails_in_a_sync_is_left_out_and_the_others_get_all(
 
 
 def test_the_stream_is_read_to_its_end_even_when_all_replicas_die(open_fakes):
-    """Other ranks take part in exporting the weights."""
+    """Exporting weights is collective, so other ranks wait for a stream that is not read."""
     engine, _ = open_fakes("die", "die")
     stream = iter(new_weights().items())
     with pytest.raises(EngineError, match="none is alive"):
@@ -571,7 +574,7 @@ def test_the_stream_is_read_to_its_end_even_when_all_replicas_die(open_fakes):
 
 
 def submit_slow(engine: ServerEngine, bad: Fake, good: Fake) -> None:
-    """Two requests at each of two replicas, of which the bad one fails in the next sync."""
+    """Submit two requests at each of two replicas, of which the bad one fails in the next sync."""
     for name in ("a/0", "b/0", "c/0", "d/0"):
         engine.submit(name, [70], 20, 0)
     assert [len(replica.requests) for replica in engine.pool.replicas] == [2, 2]
@@ -625,8 +628,8 @@ def test_nccl_without_a_gpu_is_refused(fake):
 
 @pytest.fixture
 def without_nccl(monkeypatch) -> list[dict]:
-    """``NcclSender`` up to NCCL itself: the places where it would meet the workers; a broadcast reads the
-    stream."""
+    """Run ``NcclSender`` up to NCCL itself and return the places where it would meet the workers; a broadcast
+    reads the stream."""
     from megatron_eqlen.rollout.vllm.weights import nccl_sender
 
     places: list[dict] = []

@@ -25,15 +25,15 @@ from tests.pure.test_rollout_harvest import make_recipe
 
 @pytest.fixture(scope="module")
 def engine(opened):
-    """One engine for the tests that leave it as it was: paper's sampling, temperature 1."""
+    """Return one engine for tests that do not change it: the paper's sampling, temperature 1."""
     engine = opened(folder("qwen3"), temperature=1.0)
     yield engine
     engine.close()
 
 
 def kept_set(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
-    """Which tokens sampling keeps, by the definitions: min-p relative to the largest probability, the
-    top_k largest, then the fewest of the largest that reach top_p."""
+    """Return the tokens that sampling keeps, by the definitions: min-p relative to the largest probability,
+    the top_k largest, then the fewest of the largest that reach top_p."""
     probs = logits.softmax(-1)
     keep = probs >= min_p * probs.max(-1, keepdim=True).values
     probs = torch.where(keep, probs, 0.0)
@@ -115,7 +115,7 @@ def test_draws_follow_the_kept_distribution(engine):
 
 
 def test_a_path_depends_on_its_seed_alone(engine):
-    """Not on the batch around it, the cache, or where the request was cut and submitted again."""
+    """The path does not depend on the batch around it, the cache, or the place where the request was cut."""
     asked = requests(64)
     together = generate(engine, asked)
     engine.reset_cache()
@@ -130,8 +130,7 @@ def test_a_path_depends_on_its_seed_alone(engine):
 
 
 def test_a_harvest_that_was_killed_goes_on_bit_for_bit(engine, tmp_path, monkeypatch):
-    """With the real engine: it computes the tokens that were recorded in one prefill, and decoded them
-    before."""
+    """The real engine computes the recorded tokens in one prefill, while it decoded them before the kill."""
     recipe = make_recipe(rollout={"max_response_length": 60, "max_num_seqs": 64})
     prompts = [Prompt(f"p{i}", [5 + i, 6, 7, 8] * 5, "?", "math", "1", number=i) for i in range(6)]
     want, whole = harvest(engine, HarvestPlan(prompts, recipe, EOS, seed=3))
@@ -155,7 +154,7 @@ class Killed(Exception):
 
 
 def mortal(step, life):
-    """``step``, for so many times."""
+    """Allow ``step`` that many times, then die."""
     steps = iter(range(life))
 
     def next_step():

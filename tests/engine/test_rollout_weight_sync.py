@@ -23,7 +23,7 @@ from tests.kit import jobs
 from tests.kit.rollout_kit import CHANGES, DTYPES, folder, generate, open_engine, requests
 
 EOS = range(1, 7)
-"""So many that streams have pairs."""
+"""Enough end tokens that streams have pairs."""
 
 
 @pytest.fixture(scope="module", params=CHANGES)
@@ -36,7 +36,7 @@ def fresh(request):
 
 
 def test_after_a_sync_the_engine_is_a_freshly_loaded_one(fresh, monkeypatch):
-    """And a sync that does nothing is told from one of the same weights."""
+    """A sync that does nothing is also distinguished from a sync of the same weights."""
     kind, dtype, loaded = fresh
     engine = open_engine(folder(kind, 0), dtype, EOS, temperature=1.0)
     before = generate(engine, requests(16))
@@ -72,7 +72,8 @@ def test_after_a_sync_the_engine_is_a_freshly_loaded_one(fresh, monkeypatch):
 
 
 def logprobs_of(kind: str, paths: list[torch.Tensor], lengths: list[int], dtype: torch.dtype) -> torch.Tensor:
-    """Transformers' for the last so many tokens of each path, one after the other."""
+    """Return Transformers' log-probs of the last tokens of each path (``lengths``), one path after the
+    other."""
     model = AutoModelForCausalLM.from_pretrained(folder(kind, 1), dtype=dtype)
     tokens = pad_sequence(paths, batch_first=True)
     with torch.no_grad():
@@ -83,7 +84,7 @@ def logprobs_of(kind: str, paths: list[torch.Tensor], lengths: list[int], dtype:
 
 
 def test_every_family_is_harvested_and_its_logprobs_are_transformers(fresh):
-    """In float32 to 5e-5; Gated DeltaNet in bfloat16 as near as Transformers' own bfloat16 is."""
+    """Tolerance: 5e-5 in float32; Gated DeltaNet in bfloat16 is as near as Transformers' own bfloat16."""
     kind, dtype, engine = fresh
     engine.reset_cache()
     prompts = [Prompt(f"p{i}", [5 + i, 6, 7] * 14, "", "math", "") for i in range(4)]
@@ -140,7 +141,7 @@ def test_wrong_weights_are_named_and_the_engine_refuses_to_go_on():
 
 
 def test_two_ranks_are_two_replicas_or_one_split_engine():
-    """Beside a process group that is there already; both like one process on its own."""
+    """The process group exists before; both layouts equal one process on its own."""
     old, new = folder("qwen3_moe", 0), folder("qwen3_moe", 1)
     rank0 = jobs.run("-m", "tests.kit.vllm_ranks", old, new, ranks=2)
     single = open_engine(new, temperature=1.0, keep_routes=True)

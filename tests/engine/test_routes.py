@@ -1,4 +1,4 @@
-"""The experts that vLLM's CPU build chose, as harvests record them, against Transformers' routers."""
+"""Expert choices of vLLM's CPU build, as harvests record them, against Transformers' routers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.kit.rollout_kit import DTYPES, EOS, folder, open_engine
 from tests.pure.test_rollout_harvest import make_recipe
 
 PROMPTS = [Prompt(f"p{i}", [5 + i, 6, 7, 8] * 17, "?", "math", "1", number=i) for i in range(4)]
-"""Two blocks of the cache and a half."""
+"""Prompts of two and a half blocks of the cache."""
 
 
 def recipe_of(**over) -> Recipe:
@@ -36,7 +36,7 @@ def recipe_of(**over) -> Recipe:
 
 @pytest.fixture(scope="module")
 def engine(opened):
-    """In float32, to be left as it was but for what its cache holds."""
+    """Return an engine in float32 that tests leave unchanged except for its cache."""
     engine = opened(folder("qwen3_moe"), temperature=1.0, keep_routes=True)
     yield engine
     engine.close()
@@ -47,7 +47,7 @@ def harvested(engine, **over) -> list[Rollout]:
 
 
 def paths(rollout: Rollout):
-    """Of each of its segments the path to its end, and the rows of it."""
+    """Yield the path to the end of each of the rollout's segments, and the path's rows."""
     parts = {part.number: part for part in kind_of(rollout).parts(rollout)}
     for part in parts.values():
         if isinstance(rollout, Stream):
@@ -66,8 +66,8 @@ def paths(rollout: Rollout):
 
 
 def router_logits(model, tokens: list[int], routes: np.ndarray) -> np.ndarray:
-    """[tokens - 1, layers, experts] float32, of what comes into each layer after those before it took the
-    experts of ``routes``."""
+    """Return [tokens - 1, layers, experts] float32 router logits, from the input of each layer after earlier
+    layers used the experts of ``routes``."""
     found: list[torch.Tensor] = []
 
     def replay(router, _, output):
@@ -88,7 +88,7 @@ def router_logits(model, tokens: list[int], routes: np.ndarray) -> np.ndarray:
 
 
 def check(path: Path, rollouts: list[Rollout], dtype: torch.dtype, round_off: float) -> None:
-    """Rows are what Transformers chooses, from weights of ``dtype``, wherever its choice is clear of
+    """Assert that rows are Transformers' choice, from weights of ``dtype``, wherever that is clear of
     round-off."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).float()
     compared = []
@@ -124,8 +124,8 @@ def test_experts_are_written_as_narrow_as_vllm_does(experts):
 
 
 def test_routes_do_not_depend_on_what_the_cache_held_or_how_a_prefill_was_cut(engine, opened):
-    """A prefix that another request computed, one from a harvest before, prefills of 64 tokens, and a cache
-    so small that requests are pushed out of it and computed again."""
+    """Cases: a prefix that another request computed, one from a harvest before, prefills of 64 tokens, and a
+    cache so small that requests are pushed out of it and computed again."""
     engine.reset_cache()
     want = harvested(engine)
     again, metrics = harvest(engine, HarvestPlan(PROMPTS, recipe_of(), EOS, seed=3))
@@ -159,7 +159,7 @@ def test_a_killed_harvest_goes_on_with_the_routes_that_it_had(engine, tmp_path, 
 
 
 def test_routes_follow_a_weight_sync_and_the_hybrid_models():
-    """Of Qwen3-Next in bfloat16, the only type that vLLM's CPU build has for it."""
+    """Qwen3-Next runs in bfloat16, the only type that vLLM's CPU build has for it."""
     kind = "qwen3_next"
     engine = open_engine(folder(kind), dtype=DTYPES[kind], temperature=1.0, keep_routes=True)
     weights = load_file(folder(kind, 1) / "model.safetensors")

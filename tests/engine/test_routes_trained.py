@@ -1,4 +1,4 @@
-"""From vLLM's routers to Megatron's: what a harvest kept is what an update computes with."""
+"""From vLLM's routers to Megatron's: an update computes with the routes that a harvest kept."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def recipe_of(**changes) -> Recipe:
 
 
 def graded(rollouts: list[Rollout]) -> list[Rollout]:
-    """Every other response that ended is right."""
+    """Grade every other response that ended as right."""
     for rollout in rollouts:
         for number, (segment, _) in enumerate(rollout.ended()):
             segment.grade = Grade(float(number % 2 == 0), "scored")
@@ -61,7 +61,7 @@ def update(path: str, rollouts: list[Rollout], changes: dict) -> Metrics:
     ("kind", "layers", "close"), [("qwen3_moe", {"pipeline": 2}, 1e-4), ("qwen3_next", {"tensor": 2}, 0.05)]
 )
 def test_the_trainer_computes_with_the_experts_that_the_engine_chose(kind, layers, close):
-    """A float32 trainer; the engine is in bfloat16 where vLLM's CPU build has nothing else."""
+    """The trainer is in float32; the engine is in bfloat16 where vLLM's CPU build has nothing else."""
     engine = open_engine(folder(kind), DTYPES.get(kind, "float32"), temperature=1.0, keep_routes=True)
     try:
         rollouts = graded(harvest(engine, HarvestPlan(PROMPTS, recipe_of(), EOS, seed=3))[0])
@@ -80,13 +80,13 @@ def test_the_trainer_computes_with_the_experts_that_the_engine_chose(kind, layer
 
 
 def carried_over(kind: str) -> dict:
-    """Sections of a recipe whose first step ends after some tokens of each path."""
+    """Return sections of a recipe whose first step ends after some tokens of each path."""
     rollout = SECTIONS["rollout"] | {"carry_over": True, "tokens_per_step": 150}
     return KINDS[kind] | {"rollout": rollout, "loss": {"kl_coef": 0.1, "rollout_is": "token"}}
 
 
 def update_of_second_step(path: str, rollouts: list[Rollout], changes: dict) -> Metrics:
-    """The metrics of an update whose policy, of version 1, has the weights at ``path``."""
+    """Return the metrics of an update whose policy, of version 1, has the weights at ``path``."""
     minibatches, _ = build_minibatches(rollouts, recipe_of(**changes), policy_version=1)
     policy = build_policy(path, SECTIONS | changes)
     policy.version = 1
@@ -95,7 +95,7 @@ def update_of_second_step(path: str, rollouts: list[Rollout], changes: dict) -> 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_new_tokens_of_a_carried_rollout_train_with_the_experts_that_their_prefix_got(kind, tmp_path):
-    """Other weights continue what the first step began: they prefill it again, with other experts."""
+    """Newer weights continue the rollouts of the first step: they prefill them again, with other experts."""
     changes = carried_over(kind)
     recipe, first_step = recipe_of(**changes), tmp_path / "step-00000000"
     whole = recipe_of(**changes | {"rollout": changes["rollout"] | {"tokens_per_step": 10**6}})

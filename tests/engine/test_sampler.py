@@ -1,4 +1,4 @@
-"""``PathSampler`` alone, on logits that are made up: what it keeps, draws and records."""
+"""``PathSampler`` alone, on made-up logits: the tokens that it keeps, draws and records."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tools.benchmarks.sampler import batch
 
 
 def draw(logits: torch.Tensor, requests: dict[str, SamplingParams], **options: Any) -> list[torch.Tensor]:
-    """[drawn and recorded tokens, their log-probs, the mass that was removed]"""
+    """Return [drawn and recorded tokens, their log-probs, the mass that was removed]."""
     runner, metadata = batch(requests, logits.shape[1], str(logits.device))
     one = PathSampler(runner, **options)
     out = one.forward(logits.clone(), metadata)
@@ -31,7 +31,7 @@ def requests(rows: int, **sampling: Any) -> dict[str, SamplingParams]:
 
 
 def both_ways(logits: torch.Tensor, asked: dict[str, SamplingParams], **options: Any) -> list[tuple]:
-    """What top-k first and the whole vocabulary give: tokens, log-probs and removed mass of each."""
+    """Return tokens, log-probs and removed mass, once with top-k first and once over the whole vocabulary."""
     ours = draw(logits, asked, **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampler, "TIES", logits.shape[1])  # then every token is a candidate
@@ -52,8 +52,8 @@ def both_ways(logits: torch.Tensor, asked: dict[str, SamplingParams], **options:
 def test_top_k_first_draws_what_the_whole_vocabulary_draws(
     seed, rounded, top_k, top_p, min_p, processed, record
 ):
-    """Bit for bit: tokens, log-probs, masks and removed mass. Rounded logits tie, which top-k keeps; which of
-    them top-p removes vLLM's sort leaves open, so there it is off."""
+    """Results are equal bit for bit: tokens, log-probs, masks and removed mass. Rounded logits tie, which
+    top-k keeps; the order in which top-p removes ties depends on vLLM's sort, so there it is off."""
     generator = torch.Generator().manual_seed(seed)
     logits = 3 * torch.randn(16, 700, generator=generator)
     logits = logits.bfloat16() if rounded else logits
@@ -82,7 +82,7 @@ def test_without_top_k_any_token_can_be_drawn(top_k):
 
 
 def test_of_equal_logits_at_the_border_the_mask_holds_top_k_and_no_more():
-    """vLLM's top-k keeps all of them; what is recorded must be what was drawn from."""
+    """vLLM's top-k keeps all ties; the record must hold the tokens that were drawn from."""
     logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 1.0, 0.0]]).repeat(64, 1)
     columns, logprobs, _ = draw(logits, requests(64, top_k=3), processed=True, mask_width=3)
     mass = torch.tensor([2.0, 1.0, 1.0]).log_softmax(0)
@@ -94,7 +94,7 @@ def test_of_equal_logits_at_the_border_the_mask_holds_top_k_and_no_more():
 
 
 def test_more_ties_than_are_kept_leave_a_distribution():
-    """All of 500 tokens tie: what is drawn is among those that are kept, at their log-prob."""
+    """All of 500 tokens tie: the drawn token is among the kept ones, at its log-prob."""
     tokens, logprobs, removed = draw(torch.zeros(300, 500), requests(300, top_k=20), processed=True)
     assert len(set(tokens[:, 0].tolist())) <= 20 + sampler.TIES
     np.testing.assert_allclose(logprobs[:, 0].exp().numpy(), 1 / (20 + sampler.TIES), rtol=1e-5)
@@ -104,7 +104,7 @@ def test_more_ties_than_are_kept_leave_a_distribution():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_draws_what_the_cpu_draws():
-    """But where round-off decides: sums are taken in another order there."""
+    """Draws may differ only by round-off: a GPU sums in another order."""
     logits = 3 * torch.randn(2000, 5000, generator=torch.Generator().manual_seed(0))
     asked = requests(2000, top_k=20, top_p=0.95, temperature=0.6)
     ours, cpu = (draw(logits.to(device), asked, processed=False) for device in ("cuda", "cpu"))

@@ -1,4 +1,4 @@
-"""A tiny model with its data and a recipe, and a run of it that has ended: once for all jobs of a worker."""
+"""A tiny model with its data and a recipe, and a finished run of it: made once for all jobs of a worker."""
 
 import subprocess
 import sys
@@ -14,13 +14,13 @@ from tools.benchmarks import servers
 
 @pytest.fixture(scope="session")
 def home(tmp_path_factory) -> Path:
-    """A folder with a random tiny model, its data and a recipe."""
+    """Return a folder with a random tiny model, its data and a recipe."""
     return make_home(tmp_path_factory.mktemp("train"))
 
 
 @pytest.fixture(scope="session")
 def server(home) -> Iterator[tuple[str, subprocess.Popen]]:
-    """The URL of a server that runs, started as a user starts it, and its process."""
+    """Yield the URL of a running server, started as a user starts it, and its process."""
     port = str(*servers.free_ports(1))
     module = ["-m", "megatron_eqlen.rollout.vllm.server", home / "recipe.yaml", "--port", port]
     url = f"http://127.0.0.1:{port}"
@@ -34,11 +34,11 @@ def server(home) -> Iterator[tuple[str, subprocess.Popen]]:
 
 @pytest.fixture(scope="session")
 def served(server) -> list[str]:
-    """What a recipe needs to use it."""
+    """Return the overrides with which a recipe uses the server."""
     return ["rollout.engine=server", f"rollout.servers=[{server[0]}]"]
 
 
 @pytest.fixture(scope="session")
 def trained(home) -> Path:
-    """A finished run on one rank."""
+    """Return a finished run on one rank."""
     return train(home, "one")

@@ -12,7 +12,8 @@ from tests.kit.train_runs import column, command, metrics, train, wait_for_steps
 
 
 def check_steps(folder: Path, steps: int, staleness: int) -> None:
-    """Each step trained its own prompts, of weights that were not too old; an update made one version."""
+    """Assert that each step trained its own prompts, of weights that were not too old, and that an update
+    made one version."""
     numbers = []
     for step in range(steps):
         rollouts = read_step(folder / f"streams/step-{step:08d}")
@@ -38,7 +39,7 @@ def test_two_ranks_train_on_what_a_server_generates_ahead(home, served):
 
 
 def test_killed_and_stopped_in_the_middle_of_an_overlap_a_run_loses_and_repeats_nothing(home, served):
-    """Nor with streams that are suspended then."""
+    """The streams that are suspended at that moment are neither lost nor repeated."""
     folder, limits = home / "overlap", ("rollout.staleness=2", "rollout.max_staleness=2", "steps=8")
     asked = (*served, *CARRIED, *limits)
     killed = start(*command(home, "overlap", *asked))

@@ -1,4 +1,4 @@
-"""How a launcher ends: what it says, its status, and that nothing is left of its ranks."""
+"""The end of a launcher: its message, its status, and that none of its ranks is left."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ threading.Event().wait()
 
 
 def ranks(folder: Path) -> list[int]:
-    """The process ids of both, once they run."""
+    """Return the process ids of both ranks, once they run."""
     files = [folder / "pid-0", folder / "pid-1"]
     assert within(60, lambda: all(file.exists() and file.read_text() for file in files))
     return [int(file.read_text()) for file in files]
@@ -132,7 +132,7 @@ def test_ctrl_c_ends_a_live_page_in_one_line(tmp_path):
 
 
 def test_a_reader_that_leaves_ends_a_command_without_a_word(tmp_path):
-    """As ``| head`` does."""
+    """The reader is like ``| head``."""
     command = [sys.executable, "-m", "megatron_eqlen.cli", "plan", "recipes/qwen3_32b.yaml"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as job:
         assert job.stdout is not None

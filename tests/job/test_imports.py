@@ -1,4 +1,4 @@
-"""What a command imports before it knows that it needs it: seconds of every start."""
+"""Imports of a command before it needs them: they cost seconds of every start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.kit import ROOT
 
 
 def imported_by(modules: list[str]) -> set[str]:
-    """The packages that a fresh interpreter has loaded after importing ``modules``."""
+    """Return the packages that a fresh interpreter has loaded after importing ``modules``."""
     statements = [f"import {module}" for module in modules]
     script = "\n".join(
         [*statements, "import sys", "print(*(name for name in sys.modules if '.' not in name))"]

@@ -1,4 +1,4 @@
-"""Processes end with the one that launched them, however it ends, and not before."""
+"""Processes end with their launcher, however it ends, and not before."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ENDINGS = {
 
 
 def start(script: str) -> tuple[subprocess.Popen, list[int]]:
-    """A launcher, and the process ids of its child and grandchild."""
+    """Start a launcher; return it and the process ids of its child and grandchild."""
     launcher = subprocess.Popen(
         [sys.executable, "-c", script],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -92,7 +92,7 @@ segment.unlink()
 
 
 def hoard(temporary: Path) -> tuple[subprocess.Popen, Path, Path]:
-    """A process with a temporary file and shared memory, its folder and its segment."""
+    """Start a process with a temporary file and shared memory; return it, its folder and its segment."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOARD],
         env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)},

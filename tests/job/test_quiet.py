@@ -1,4 +1,4 @@
-"""What the screen shows: nothing of libraries unless asked for, and what to run first."""
+"""Messages on the screen: none of libraries unless asked for, and the command to run first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that stop, are killed, skip updates or lose a checkpoint, and go on."""
+"""Runs that stop, are killed, skip updates or lose a checkpoint, and resume."""
 
 import os
 import re
@@ -37,7 +37,7 @@ from tests.kit.train_runs import (
 
 
 def streams_of(folder: Path) -> list[Segment]:
-    """All segments of a run's record, in training order."""
+    """Return all segments of a run's record, in training order."""
     return [
         segment
         for step in sorted((folder / "streams").glob("step-*"))
@@ -113,7 +113,7 @@ def test_killed_in_mid_harvest_it_resumes_from_the_journal_and_ends_with_the_sam
 
 
 def test_killed_at_any_moment_and_started_again_it_ends_the_same(home, trained):
-    """Once the launcher alone, with what `eqlen` itself starts; once the ranks."""
+    """One kill hits the launcher alone, with the processes that `eqlen` itself starts; another the ranks."""
     whole = train(home, "two", ranks=2)
     folder = home / "killed"
     two = command(home, "killed", "cluster.processes_per_node=2")
@@ -143,7 +143,7 @@ def test_killed_at_any_moment_and_started_again_it_ends_the_same(home, trained):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a disk of its own needs root")
 def test_a_run_whose_disk_fills_up_leaves_whole_checkpoints_and_goes_on_when_there_is_room(home, trained):
-    """It fills while the second checkpoint is written."""
+    """The disk fills up while the second checkpoint is written."""
     folder = home / "full"
     folder.mkdir()
     one = sum(file.stat().st_size for file in (trained / "checkpoints/step-00000003").iterdir())
@@ -165,7 +165,7 @@ def test_a_run_whose_disk_fills_up_leaves_whole_checkpoints_and_goes_on_when_the
 
 
 def test_ctrl_c_ends_the_run_after_its_step_as_a_stop_file_does(home):
-    """And a STOP of before the start, which a killed try did not see, is none of this one's."""
+    """A STOP from before the start, which a killed try did not see, does not stop this one."""
     folder = home / "stopped"
     folder.mkdir()
     (folder / "STOP").touch()
@@ -226,7 +226,8 @@ def test_a_run_whose_checkpoints_or_records_are_gone_says_so(home, trained):
 
 
 def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(home, trained):
-    """The run was complete at step 3: what it ended with stays step 3's, though it goes back to step 2."""
+    """The run was complete at step 3: its final results stay those of step 3, though it goes back to
+    step 2."""
     folder = shutil.copytree(trained, home / "damaged")
     data = max((folder / "checkpoints/step-00000003").glob("*.distcp"), key=lambda file: file.stat().st_size)
     content = bytearray(data.read_bytes())

@@ -1,4 +1,4 @@
-"""A real sweep: killed in the middle it goes on, and each of its runs is the run that `eqlen train` makes."""
+"""A real sweep: killed in the middle it resumes, and each of its runs equals that of `eqlen train`."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_sweep_goes_on_where_it_was_killed_and_matches_what_the_reference_spen
 
     assert command.run(command.read(home / "sweep.yaml", []), 1, warm(SweepJob)) == 0
     assert (eqlen / "metrics.jsonl").read_bytes() == ended, "a finished run is not repeated"
-    assert column(grpo, "loss/total")[0] == before, "an unfinished one goes on"
+    assert column(grpo, "loss/total")[0] == before, "an unfinished run resumes"
     reference = column(eqlen, "total/flops")
     assert len(reference) == STEPS
     *earlier, last = column(grpo, "total/flops")

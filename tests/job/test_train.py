@@ -127,7 +127,7 @@ def test_dynamic_sampling_refills_the_step_with_prompts_that_teach(home):
 
 
 def test_with_the_sampling_mask_the_trainer_computes_the_distribution_that_was_sampled(home):
-    """Half of the probability is cut off here, so without the mask the two would be far apart."""
+    """Sampling cuts off half of the probability here, so without the mask the two would be far apart."""
     sampling = ["rollout.top_k=5", "rollout.top_p=0.7", "rollout.logprobs_mode=processed"]
     folder = train(home, "masked", "steps=2", *sampling, "rollout.keep_sampling_mask=true")
     assert max(column(folder, "mismatch/logprob_abs_diff_max")) < 1e-4
@@ -176,7 +176,7 @@ def test_another_model_is_evaluated_on_other_questions(home, trained):
 
 
 def test_the_engine_of_a_server_that_is_killed_dies_with_it(server):
-    """Comes last: no other test of a worker has the server after it."""
+    """This test comes last: no other test of a worker has the server after it."""
     _, process = server
     engine = descendants(process.pid)
     assert any("EngineCore" in command_line(pid) for pid in engine)

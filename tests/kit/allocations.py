@@ -1,4 +1,4 @@
-"""How much memory tensors took."""
+"""Measures the memory of tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity
 
 
 def peak_bytes(function: Callable[..., object], *args: object) -> int:
-    """Most bytes that CPU tensors made in ``function`` took at one time, by the allocator's own account."""
+    """Return the peak bytes of CPU tensors made in ``function``, by the allocator's own account."""
     with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profile:
         function(*args)
     events = profile.profiler.kineto_results.events()

@@ -1,7 +1,7 @@
 """vLLM's asynchronous scheduling on a CPU: a step is scheduled before the tokens of the last one are known.
 
-It is vLLM's default on GPUs. On CPUs vLLM turns it off, though all of it runs there but CUDA's streams and
-events, which bring tokens to the host.
+This is vLLM's default on GPUs. On CPUs vLLM turns it off, though all of it runs there except CUDA's streams
+and events, which bring tokens to the host.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class NoStream:
-    """A stream or an event where all is done in order."""
+    """A stream or an event of a device that does everything in order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     def wait_stream(self, stream: Any) -> None: ...
@@ -36,7 +36,7 @@ def without_streams(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_refusal(patch: pytest.MonkeyPatch) -> None:
-    """The platform leaves what vLLM has decided before."""
+    """Make the platform keep vLLM's earlier decision."""
     from vllm.platforms.cpu import CpuPlatform
 
     platforms = CpuPlatform.check_and_update_config
@@ -52,7 +52,7 @@ def without_refusal(patch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def asynchronous() -> Iterator[Callable[..., ColocatedEngine]]:
-    """``open_engine`` for such engines, to be used inside."""
+    """Yield ``open_engine`` for such engines, to be used inside."""
 
     def open_asynchronous(*args: Any, **over: Any) -> ColocatedEngine:
         with pytest.MonkeyPatch.context() as patch:

@@ -22,12 +22,12 @@ OPTIONS = (
     "--no-first-run", "--no-zygote", "--disable-background-networking", "--disable-extensions",
     "--window-size=1200,1600", "--remote-debugging-port=0",
 )  # fmt: skip
-"""It shows this machine's own pages alone; as root it runs without its sandbox only."""
+"""Options. The browser shows this machine's own pages alone; as root it runs only without its sandbox."""
 PATIENCE = 30.0
 
 
 def program() -> str | None:
-    """The browser that is installed; None if none is."""
+    """Return the path of the installed browser; None if there is none."""
     return next(filter(None, map(shutil.which, PROGRAMS)), None)
 
 
@@ -50,7 +50,7 @@ class Browser:
         self._page = self._ends.enter_context(connect(page["webSocketDebuggerUrl"], max_size=None))
         self._asked = 0
         self.errors: list[str] = []
-        """What its scripts threw."""
+        """Errors thrown by the page's scripts."""
         for domain in ("Page", "Runtime"):
             self.ask(f"{domain}.enable")
 
@@ -63,7 +63,7 @@ class Browser:
         self._process.wait()
 
     def ask(self, method: str, **params: Any) -> dict[str, Any]:
-        """A command of the protocol, and its answer."""
+        """Send a command of the protocol and return its answer."""
         self._asked += 1
         self._page.send(json.dumps({"id": self._asked, "method": method, "params": params}))
         while True:
@@ -90,17 +90,17 @@ class Browser:
         self.ask("Emulation.setEmulatedMedia", features=[scheme])
 
     def value(self, expression: str) -> Any:
-        """Of a JavaScript expression, or what its promise brings."""
+        """Return the value of a JavaScript expression, or of its promise."""
         told = self.ask("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in told, told["exceptionDetails"]
         return told["result"].get("value")
 
     def becomes(self, expression: str) -> bool:
-        """Whether a JavaScript expression comes true before long."""
+        """Return True if a JavaScript expression becomes true before long."""
         return within(PATIENCE, lambda: self.value(expression))
 
     def shows(self, text: str, where: str = "body") -> bool:
-        """Whether ``text`` can be read in the element ``where`` before long."""
+        """Return True if ``text`` can be read in the element ``where`` before long."""
         element = f"document.querySelector({json.dumps(where)})"
         return self.becomes(f"({element}?.innerText ?? '').includes({json.dumps(text)})")
 

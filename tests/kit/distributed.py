@@ -51,7 +51,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
 
 
 def _start(rank: int, world_size: int, imports: tuple[str, ...], message: bytes) -> tuple[Child, Connection]:
-    """The rank, and the pipe that is its standard input and brings its answer."""
+    """Start a rank; return it and the pipe that is its standard input and brings its answer."""
     place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     ours, theirs = socket.socketpair()
     with theirs:

@@ -1,4 +1,4 @@
-"""Ranks that end in some way, or do not: ``python -m tests.kit.ends HOW FOLDER``, under a launcher."""
+"""Ranks that end in a given way, or hang: ``python -m tests.kit.ends HOW FOLDER``, under a launcher."""
 
 import os
 import signal

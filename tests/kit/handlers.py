@@ -10,8 +10,8 @@ from typing import Any
 
 
 def make_handler(log: str = "") -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Answers with the item's ``name``, once it has done what ``do`` says; notes in the file ``log`` which
-    items began, and in which process."""
+    """Return a handler that answers with the item's ``name``, once it has done what ``do`` says; it notes in
+    the file ``log`` which items began, and in which process."""
 
     def handle(item: dict[str, Any]) -> dict[str, Any]:
         if log:

@@ -22,13 +22,14 @@ from tests.kit.processes import within
 from tests.kit.zygote import JOBS, Zygote
 
 ONE_CORE = {"OMP_NUM_THREADS": "1", "SLURM_CPUS_PER_TASK": "1"}
-"""More threads, those of an optimizer's updates, say, would wait for cores that other tests use."""
+"""Environment for one thread: more threads, of an optimizer's updates for example, would wait for cores that
+other tests use."""
 LIMIT = 400.0
-"""Seconds after which a job hangs."""
+"""Seconds after which a job counts as hanging."""
 
 
 class Child:
-    """A process that the zygote has forked for this one, or that has ended."""
+    """A process that the zygote has forked for this one; it may have ended."""
 
     def __init__(
         self, arguments: Sequence[Any], environ: dict[str, str], files: Sequence[int], imports: Sequence[str]
@@ -38,7 +39,7 @@ class Child:
         self.pid = _zygote().fork([*map(str, arguments)], environ, str(ROOT), files, imports)
 
     def poll(self) -> int | None:
-        """Its exit status, negative if a signal ended it; None while it runs."""
+        """Return its exit status, negative if a signal ended it; None while it runs."""
         return self._reap(os.WNOHANG)
 
     def kill(self) -> None:
@@ -81,7 +82,7 @@ class Job(Child):
 
 
 def start(*arguments: Any, **environ: str) -> Job:
-    """``python ARGUMENTS`` in the repository, where ``-m MODULE`` or a script's path comes first."""
+    """Start ``python ARGUMENTS`` in the repository, where ``-m MODULE`` or a script's path comes first."""
     return Job(arguments, environ)
 
 
@@ -106,19 +107,19 @@ class Ranks(list[Job]):
         )
 
     def wait(self) -> list[int]:
-        """Their exit statuses."""
+        """Wait for the ranks; return their exit statuses."""
         ended = within(LIMIT, lambda: all(job.poll() is not None for job in self))
         assert ended, f"it hangs: {[(job.poll(), job.stderr) for job in self]}"
         return [job.wait() for job in self]
 
 
 def start_ranks(count: int, *arguments: Any, **environ: str) -> Ranks:
-    """The same as the ranks of one world, as a launcher would start them."""
+    """Start the ranks of one world, as a launcher would start them."""
     return Ranks(count, arguments, environ)
 
 
 def run(*arguments: Any, ranks: int = 1, **environ: str) -> Job:
-    """Start it and wait until all ranks have ended well, or one has not; the job of rank 0."""
+    """Start a job and wait until all ranks have ended well, or one has not; return the job of rank 0."""
     jobs = [start(*arguments, **environ)] if ranks == 1 else start_ranks(ranks, *arguments, **environ)
     try:
         within(LIMIT, lambda: any(job.poll() for job in jobs) or all(job.poll() == 0 for job in jobs))
@@ -136,7 +137,7 @@ def _zygote() -> Zygote:
 
 
 def stop_zygote() -> None:
-    """At the end of all tests."""
+    """Stop the zygote; called at the end of all tests."""
     if Zygote.inherited or _zygote.cache_info().currsize:
         _zygote().stop()
         _zygote.cache_clear()

@@ -1,4 +1,4 @@
-"""Processes as the kernel knows them: who descends from whom, and who is still there."""
+"""Processes as the kernel knows them: ancestry, and which are running."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """From now on processes whose parent dies become this process's children, not init's."""
+    """From now on make processes whose parent dies children of this process instead of init's."""
     assert ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
 
 
 def running() -> dict[int, int]:
-    """Process id to parent's of everything that runs; zombies do not."""
+    """Return process id -> parent's id of all running processes, zombies excluded."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -29,7 +29,7 @@ def running() -> dict[int, int]:
 
 
 def descendants(pid: int) -> set[int]:
-    """Children, their children, and so on, that run now."""
+    """Return running children, their children, and so on."""
     parents, found = running(), {pid}
     while more := {child for child, parent in parents.items() if parent in found} - found:
         found |= more
@@ -37,7 +37,7 @@ def descendants(pid: int) -> set[int]:
 
 
 def command_line(pid: int) -> str:
-    """Empty if the process is gone."""
+    """Return the command line; empty if the process is gone."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -45,7 +45,7 @@ def command_line(pid: int) -> str:
 
 
 def is_stopped(pid: int) -> bool:
-    """By SIGSTOP or Ctrl-Z."""
+    """Return True if the process is stopped by SIGSTOP or Ctrl-Z."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
@@ -54,7 +54,7 @@ def are_gone(pids: Iterable[int]) -> Callable[[], bool]:
 
 
 def within(seconds: float, happened: Callable[[], bool], every: float = 0.05) -> bool:
-    """Whether it comes true in time; asked ``every`` so many seconds."""
+    """Return True if ``happened`` comes true in time; asked ``every`` so many seconds."""
     deadline = time.monotonic() + seconds
     while not happened():
         if time.monotonic() > deadline:

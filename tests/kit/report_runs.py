@@ -50,7 +50,7 @@ def prompt(number: int) -> Prompt:
 
 
 def example_stream() -> Stream:
-    """``A_1 = [5, 9]``, ``B_1 = [6, 7]``, ``A_2 = [8, 9]``, ``B_2 = [4, 4]``, tail ``[9]``.
+    """Return ``A_1 = [5, 9]``, ``B_1 = [6, 7]``, ``A_2 = [8, 9]``, ``B_2 = [4, 4]``, tail ``[9]``.
 
     A_1 is wrong, A_2 right, the tail wrong: B_1's reward is 1 (A_2 extends it), B_2's is 0.
     """
@@ -88,13 +88,13 @@ def write_run(folder: Path, recipe: Recipe, streams: dict[str, list[Rollout]] | 
 
 
 def charts_of(html: str) -> list[dict[str, Any]]:
-    """What the charts of a page are drawn from."""
+    """Return the data from which a page's charts are drawn."""
     return [json.loads(unescape(data)) for data in re.findall(r"data-chart='([^']*)'", html)]
 
 
 class Harvesting:
-    """A harvest of one stream in a step's folder of a run, whose tracks get tokens as they are fed, after
-    those of the ``carried`` ones."""
+    """A harvest of one stream in a step's folder of a run, whose tracks get tokens as they are fed, after the
+    tokens of ``carried`` tracks."""
 
     def __init__(
         self,
@@ -113,14 +113,14 @@ class Harvesting:
         self._advance()
 
     def feed(self, number: int, *token_ids: int) -> None:
-        """Tokens of track ``number``; with them everything is on disk."""
+        """Add tokens to track ``number`` and flush everything to disk."""
         tokens = list(token_ids)
         if self.tracks[number].extend(Delta("", tokens, [-1.0] * len(tokens)), 0):
             self._advance()
         self.tick()
 
     def suspend(self) -> None:
-        """What is there is left to the next step; it gets no grades."""
+        """Suspend the rollouts for the next step, without grades."""
         rollout = self.harvester.rollout(0)
         self.recorder.rollout_suspended(rollout, 0, self.tracks)
         self.tick()
@@ -132,7 +132,7 @@ class Harvesting:
         assert within(10, lambda: self.recorder._writing is None or self.recorder._writing.done())
 
     def end(self) -> None:
-        """What is there is graded: every response is right."""
+        """End the harvest with all responses graded as right."""
         self.harvester.cut()
         rollout = self.harvester.rollout(0)
         self.recorder.rollout_completed(rollout, 0)

@@ -1,4 +1,4 @@
-"""What the tests of the vLLM engines share: tiny models, engines, requests, and the reference."""
+"""Helpers of the vLLM engines' tests: tiny models, engines, requests, and the reference."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _models = tempfile.TemporaryDirectory(prefix="tiny-models-")
 
 @functools.cache
 def folder(kind: str, seed: int = 0) -> Path:
-    """A tiny model on disk, until the process ends."""
+    """Return a folder with a tiny model, which exists until the process ends."""
     path = Path(_models.name) / f"{kind}-{seed}"
     save_tiny(path, kind if kind in FAMILIES else "qwen3", seed=seed, **CHANGES[kind])
     return path
@@ -65,7 +65,7 @@ def open_engine(path: Path, dtype: str = "float32", eos=EOS, **over) -> Colocate
 
 
 def server_recipe(urls: list[str], **over) -> Recipe:
-    """Of a tiny model that is served at ``urls``."""
+    """Return the recipe of a tiny model that is served at ``urls``."""
     rollout = {"max_response_length": 150, "temperature": 1.0, "max_num_seqs": 16, "kv_cache_gib": 0.1}
     return parse(
         {
@@ -81,7 +81,7 @@ def server_recipe(urls: list[str], **over) -> Recipe:
 def generate(
     engine, requests: dict[str, tuple[list[int], int, int]], routes: dict[str, list] | None = None
 ) -> dict[str, tuple[list, list, str, int]]:
-    """{id: (context, max_tokens, seed)} -> {id: (tokens, logprobs, finish_reason, cached)}
+    """Run requests {id: (context, max_tokens, seed)}; return {id: (tokens, logprobs, finish_reason, cached)}.
 
     ``routes``: gets the rows of each request's tokens.
     """
@@ -105,7 +105,7 @@ def requests(count: int, max_tokens: int = 60) -> dict[str, tuple[list[int], int
 
 
 def reference_logits(path: Path, context: list[int], tokens: list[int], dtype=torch.float32) -> torch.Tensor:
-    """[tokens, vocabulary] float32"""
+    """Return [tokens, vocabulary] float32 logits of Transformers' model."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     with torch.no_grad():
         logits = model(torch.tensor([context + tokens])).logits[0, len(context) - 1 : -1]

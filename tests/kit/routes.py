@@ -1,4 +1,5 @@
-"""Routes for tests: any routes for trees, those of a path; Transformers' models made to take them."""
+"""Routes for tests: arbitrary routes for trees, the routes of a path, and Transformers models with given
+experts."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ NUM_EXPERTS, TOP_K = EXPERTS["num_experts"], EXPERTS["num_experts_per_tok"]
 
 
 def any_routes(rng: np.random.Generator, tokens: int, layers: int) -> Routes:
-    """Different experts for each token, in no order."""
+    """Return different experts for each token, in no order."""
     drawn = rng.random((tokens, layers, NUM_EXPERTS)).argsort(axis=-1)
     return drawn[..., :TOP_K].astype(np.uint8)
 
 
 def routed(trees: list[TokenTree], layers: int, seed: int = 0) -> list[TokenTree]:
-    """The same trees with routes that no model would choose."""
+    """Return the same trees with routes that no model would choose."""
     rng = np.random.default_rng(seed)
     for tree in trees:
         for number, node in enumerate(tree.nodes):
@@ -32,7 +33,7 @@ def routed(trees: list[TokenTree], layers: int, seed: int = 0) -> list[TokenTree
 
 
 def path_routes(tree: TokenTree, node: int) -> Routes:
-    """Of every token of the path to the end of a node but the prompt's first."""
+    """Return routes of every token of the path to the end of a node, except the prompt's first."""
     parts = []
     while node >= 0:
         routes = tree.nodes[node].routes

@@ -1,4 +1,4 @@
-"""Rewards for runs of random models, which no real grader would ever reward."""
+"""Rewards for runs of random models, to which real graders would give no reward."""
 
 import threading
 
@@ -8,11 +8,12 @@ __all__ = ["even_length", "even_length_if_odd_gold", "never"]
 
 
 def never(question: str, response: str, gold: str) -> float:
-    """A grader in the training process that does not return."""
+    """Never return: a grader in the training process that hangs."""
     threading.Event().wait()
     return 0.0
 
 
 def even_length_if_odd_gold(question: str, response: str, gold: str) -> float:
-    """A prompt whose gold is even teaches nothing: 0 for every response."""
+    """Return 0 for every response to a prompt with an even gold, which therefore teaches nothing; else 1 for
+    even length."""
     return even_length(question, response, gold) if int(gold) % 2 else 0.0

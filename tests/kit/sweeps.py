@@ -1,4 +1,4 @@
-"""Sweeps whose runs are written by the test instead of trained: what ``eqlen train`` would leave behind."""
+"""Sweeps whose runs are written by the test instead of trained, as ``eqlen train`` would write them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ cluster: {{device: cpu}}
 
 
 def write_sweep(folder: Path, text: str = SWEEP) -> Path:
-    """A sweep file of 3 methods x 3 seeds, with its recipe."""
+    """Write a sweep file of 3 methods x 3 seeds, with its recipe."""
     (folder / "Tiny-1B").mkdir(exist_ok=True)
     (folder / "tiny.yaml").write_text(RECIPE.format(folder=folder))
     (folder / "sweep.yaml").write_text(text.format(folder=folder))
@@ -53,7 +53,7 @@ def write_sweep(folder: Path, text: str = SWEEP) -> Path:
 
 
 def result(right: float, seed: int) -> EvaluationResult:
-    """About ``right`` of the answers are correct, others for other seeds."""
+    """Return a result with about the share ``right`` of correct answers; seeds differ in which."""
     answers = [
         Answers(
             f"q{problem}",
@@ -67,12 +67,12 @@ def result(right: float, seed: int) -> EvaluationResult:
 
 
 def cost_of_a_step(recipe: Recipe) -> float:
-    """FLOPs; a stream's more than a group's, and not the same for all seeds."""
+    """Return the FLOPs of a step: more for a stream than a group, and different for each seed."""
     return (500.0 if recipe.sampling == "equal_length" else 200.0) + 20 * recipe.seed
 
 
 def leave_a_run(recipe: Recipe) -> None:
-    """What an ended run of ``recipe`` leaves: it took steps until a limit was reached."""
+    """Write the folder of an ended run of ``recipe``: it took steps until a limit was reached."""
     folder = recipe.run_folder
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "recipe.yaml").write_text(dump(recipe))
@@ -103,12 +103,12 @@ def _spent(record: dict):
 
 
 class Scripted:
-    """Stands in for processes: a run ends at the second look at it, with its folder written."""
+    """Stands in for processes: a run ends at the second poll, with its folder written."""
 
     def __init__(self, fails: Callable[[Recipe], bool] = lambda recipe: False) -> None:
         self.fails = fails
         self.recipes: list[Recipe] = []
-        """Of the runs that were started."""
+        """Recipes of the runs that were started."""
         self.arguments: list[Sequence[str]] = []
         self.environs: list[dict[str, str]] = []
         self.at_once = self.most_at_once = 0

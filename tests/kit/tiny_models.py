@@ -44,7 +44,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_hidden_layers": 2},
     "qwen3_next": {"num_hidden_layers": 2, "full_attention_interval": 2},
 }
-"""Changes to half as many layers; of Qwen3-Next one of each kind."""
+"""Changes that halve the number of layers; Qwen3-Next keeps one of each kind."""
 
 
 def tiny_config(family: str, **changes: Any) -> Qwen3Config | Qwen3MoeConfig | Qwen3NextConfig:
@@ -56,7 +56,7 @@ def tiny_config(family: str, **changes: Any) -> Qwen3Config | Qwen3MoeConfig | Q
 
 
 def tiny_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A float32 model in which every weight, norms too, changes the result."""
+    """Return a float32 model in which every weight, norms too, changes the result."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config(family, **changes), attn_implementation="sdpa")
     with torch.no_grad():
@@ -76,7 +76,7 @@ def save_tiny(folder: Path, family: str, **changes: Any) -> PreTrainedModel:
 
 
 def gradients_by_name(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """By the names of files: experts, which Transformers fuses, one by one."""
+    """Return gradients by the names of files: experts, which Transformers fuses, one by one."""
     gradients: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name

@@ -1,4 +1,4 @@
-"""What the tests of `eqlen train` share: a run by command, and what its folder says."""
+"""Helpers of the tests of `eqlen train`: a run by command, and readers of its folder."""
 
 import json
 import math
@@ -20,7 +20,7 @@ STEPS = 3
 
 
 def make_home(folder: Path) -> Path:
-    """``folder`` with a random tiny model, its data and a recipe."""
+    """Fill ``folder`` with a random tiny model, its data and a recipe."""
     run("tools/make_arithmetic.py", "--out", folder / "data", "--train", "60", "--test", "4")
     data = folder / "data/train.parquet"
     model = ["--out", folder / "base", "--steps", "0", "--processes", "1"]
@@ -73,7 +73,7 @@ def column(run_folder: Path, name: str) -> list[float]:
 
 
 def streams_that_teach_little(trained: Path, folder: Path, spoil_of: dict[int, Callable]) -> Path:
-    """The run's record with the rollouts of some steps, counted from 0, spoiled."""
+    """Return a copy of the run's record with the rollouts of some steps, counted from 0, spoiled."""
     shutil.copytree(trained / "streams", folder)
     for step, spoil in spoil_of.items():
         path = folder / f"step-{step:08d}/rank-0.arrow"
@@ -97,7 +97,7 @@ def nan_logprob(rollout) -> None:
 
 
 def same_weights(one: Path, other: Path) -> bool:
-    """Whether two runs have exported the same bits."""
+    """Return True if two runs have exported the same bits."""
     weights = [load_file(folder / "export/model.safetensors") for folder in (one, other)]
     return all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
@@ -107,7 +107,7 @@ def checkpoints(run_folder: Path) -> list[str]:
 
 
 def wait_for_steps(folder: Path, count: int, *processes: Any) -> None:
-    """Until that many steps are in the metrics."""
+    """Wait until the metrics hold that many steps."""
 
     def there() -> bool:
         assert all(process.poll() is None for process in processes), "it ended before its time"

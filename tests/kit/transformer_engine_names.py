@@ -1,8 +1,8 @@
-"""A stand-in for Transformer Engine that knows what its modules call their parameters, and nothing else.
+"""A stand-in for Transformer Engine that knows only its modules' names of parameters.
 
 Megatron-Core's own classes around it decide how a checkpoint names and cuts these parameters. The names are
 those of Transformer Engine 2.20 (``pytorch/module/{linear,layernorm_linear,grouped_linear}.py``,
-``pytorch/ops/op.py`` for norms); where it is installed, a test compares them.
+``pytorch/ops/op.py`` for norms); if it is installed, a test compares them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Module(torch.nn.Module):
 
 
 def _local(kwargs: dict[str, Any]) -> tuple[int, int]:
-    """[out, in] of this tensor-parallel rank."""
+    """Return [out, in] of this tensor-parallel rank."""
     rows, columns = kwargs["out_features"], kwargs["in_features"]
     parts = kwargs["tp_size"]
     if kwargs["parallel_mode"] == "column":
@@ -87,7 +87,7 @@ class RMSNorm(_Module):
 
 
 class _Package(types.ModuleType):
-    """Has every name: classes are empty modules, all else is a package again."""
+    """A package that has every name: classes are empty modules, all else is a package again."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -115,7 +115,8 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def stand_in() -> None:
-    """From here on Megatron-Core finds Transformer Engine in this process; call in a process of its own."""
+    """From here on let Megatron-Core find Transformer Engine in this process; call in a process of its
+    own."""
     package = _Package("transformer_engine")
     package.__version__ = "2.20.2"
     for module in (Linear, LayerNormLinear, GroupedLinear, RMSNorm):

@@ -14,7 +14,7 @@ def tokens(rng: np.random.Generator, count: int) -> list[int]:
 
 
 def node(rng: np.random.Generator, parent: int, length: int, weight: float | None = None) -> Node:
-    """A node with random tokens, advantage, log-probs, and weight where none is given."""
+    """Return a node with random tokens, advantage, log-probs, and weight if none is given."""
     return Node(
         parent,
         tokens(rng, length),
@@ -25,7 +25,7 @@ def node(rng: np.random.Generator, parent: int, length: int, weight: float | Non
 
 
 def stream(rng: np.random.Generator, prompt: int, lengths: list[int]) -> TokenTree:
-    """The caterpillar of an EqLen stream: pair i forks two sides of ``lengths[i]`` off the trunk."""
+    """Return the caterpillar of an EqLen stream: pair i forks two sides of ``lengths[i]`` off the trunk."""
     nodes, trunk = [Node(-1, tokens(rng, prompt))], 0
     for length in lengths:
         nodes += [node(rng, trunk, length), node(rng, trunk, length)]
@@ -34,12 +34,12 @@ def stream(rng: np.random.Generator, prompt: int, lengths: list[int]) -> TokenTr
 
 
 def group(rng: np.random.Generator, prompt: int, lengths: list[int]) -> TokenTree:
-    """The star of a GRPO group: one completion for each of ``lengths``."""
+    """Return the star of a GRPO group: one completion for each of ``lengths``."""
     return TokenTree(f"group {prompt}", [Node(-1, tokens(rng, prompt)), *(node(rng, 0, n) for n in lengths)])
 
 
 def any_tree(rng: np.random.Generator, count: int, longest: int) -> TokenTree:
-    """A random shape; some nodes, also at the ends, are not supervised."""
+    """Return a tree of random shape; some nodes, also at the ends, are not supervised."""
     nodes = [Node(-1, tokens(rng, int(rng.integers(1, longest))))]
     for i in range(1, count):
         weight = None if rng.random() < 0.7 else 0.0
@@ -48,7 +48,7 @@ def any_tree(rng: np.random.Generator, count: int, longest: int) -> TokenTree:
 
 
 def forest(seed: int) -> list[TokenTree]:
-    """Streams, a group and general trees, with prompts of one and two tokens among them."""
+    """Return streams, a group and general trees, with prompts of one and two tokens among them."""
     rng = np.random.default_rng(seed)
     return [
         stream(rng, 7, [5, 70, 3, 1]),
@@ -62,7 +62,7 @@ def forest(seed: int) -> list[TokenTree]:
 
 
 def masked(trees: list[TokenTree], seed: int = 0) -> list[TokenTree]:
-    """The same trees; each token was drawn from itself and up to five others."""
+    """Return the same trees, where each token was drawn from itself and up to five others."""
     rng = np.random.default_rng(seed)
     for one in (node for tree in trees for node in tree.nodes[1:]):
         one.sampling_mask = SamplingMask.of(
@@ -72,12 +72,12 @@ def masked(trees: list[TokenTree], seed: int = 0) -> list[TokenTree]:
 
 
 def visible(row: Row) -> np.ndarray:
-    """[S, S] bool, [query, key]: the rule as ``types.Row`` states it."""
+    """Return [S, S] bool, [query, key]: the rule as ``types.Row`` states it."""
     at = np.arange(len(row.input_ids))
     return (at[None] <= at[:, None]) & (at[:, None] < row.visible_until[None])
 
 
 def paths(row: Row) -> list[np.ndarray]:
-    """For each position in use, the positions of its path, itself last."""
+    """Return for each position in use the positions of its path, itself last."""
     seen = visible(row)
     return [np.flatnonzero(seen[q]) for q in range(row.num_tokens)]

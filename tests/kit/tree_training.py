@@ -1,7 +1,7 @@
 """Loss and gradients of token trees on any parallel layout, by Hugging Face weight name, for comparison.
 
-The loss is the plain weighted sum of log-probs, sum of weight x advantage x log-prob: what every objective
-comes down to in its first update.
+The loss is the plain weighted sum of log-probs, sum of weight x advantage x log-prob: every objective is this
+in its first update.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from megatron_eqlen.types import Row, TokenTree
 
 
 class TorchOfDoubles:
-    """``torch``, whose softmax of doubles has doubles: Megatron's router asks for float32 in any
-    model, and would make 1e-7 of 1e-16."""
+    """``torch`` whose softmax of doubles has doubles: Megatron's router asks for float32 in any model, and
+    would turn an error of 1e-16 into 1e-7."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -56,16 +56,16 @@ moe_utils.torch = TorchOfDoubles()
 
 @dataclass
 class Trained:
-    """What one pass over all trees gave."""
+    """Results of one pass over all trees."""
 
     loss: float
     gradients: dict[str, torch.Tensor]
     logprobs: dict[int, np.ndarray] = field(default_factory=dict)
-    """By segment id."""
+    """Log-probs by segment id."""
 
 
 def build(folder: Path, parallel: ParallelRecipe, **overrides: Any) -> list:
-    """The float64 model of ``folder`` with gradients that Megatron only sums."""
+    """Build the float64 model of ``folder`` with gradients that Megatron only sums."""
     chunks = build_model(folder, parallel, torch.float64, **overrides)
     load_hf(chunks, folder)
     config = chunks[0].config
@@ -80,7 +80,7 @@ def build(folder: Path, parallel: ParallelRecipe, **overrides: Any) -> list:
 
 @contextmanager
 def world_of(folder: Path, parallel: ParallelRecipe | None = None, **overrides: Any) -> Iterator[list]:
-    """``build``'s model, in a world of its own."""
+    """Yield ``build``'s model, in a world of its own."""
     parallel = parallel or ParallelRecipe()
     start(parallel, seed=1)
     try:
@@ -103,7 +103,8 @@ def train_trees(
     overrides: dict[str, Any] | None = None,
     full_rows: bool = False,
 ) -> Trained | None:
-    """Runs in every rank of a world; ``layers``: the parallel section of a recipe. The result is rank 0's."""
+    """Train the trees in every rank of a world; ``layers``: the parallel section of a recipe. Return rank 0's
+    result."""
     with world_of(folder, ParallelRecipe(**layers or {}), **overrides or {}) as model:
         multiple = row_multiple(model[0].config)
         ranks = parallel_state.get_data_parallel_world_size()
@@ -118,13 +119,14 @@ def train_trees(
 
 
 def weighted_sum(logprobs: torch.Tensor, entropy: torch.Tensor, row: Row, at: np.ndarray) -> tuple:
-    """The loss of a row, and its log: (loss, log-probs)."""
+    """Return the loss of a row and its log: (loss, log-probs)."""
     loss = (logprobs * torch.from_numpy(row.weights[at] * row.advantages[at])).sum()
     return loss, (loss.item(), logprobs.detach().numpy())
 
 
 def train_sequences(model: list, sequences: Iterable[tuple[list[int], np.ndarray]]) -> Trained:
-    """The same loss on plain causal sequences: tokens, and each log-prob's factor from the second token."""
+    """Train the same loss on plain causal sequences: tokens, and each log-prob's factor from the second
+    token."""
     (chunk,) = model
     chunk.zero_grad_buffer()
     total = 0.0
@@ -139,7 +141,7 @@ def train_sequences(model: list, sequences: Iterable[tuple[list[int], np.ndarray
 
 
 def gradients(model: list) -> dict[str, torch.Tensor]:
-    """Whole gradients by Hugging Face name: written over the weights, then exported as weights."""
+    """Return whole gradients by Hugging Face name: written over the weights, then exported as weights."""
     chunks = [chunk.module for chunk in model]
     weights = [parameter.data.clone() for chunk in chunks for parameter in chunk.parameters()]
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
@@ -152,7 +154,8 @@ def gradients(model: list) -> dict[str, torch.Tensor]:
 
 
 def record_experts(model: list) -> list[torch.Tensor]:
-    """A list that receives each router's choice, [tokens, experts] bool, in the order of the layers."""
+    """Return a list that receives each router's choice, [tokens, experts] bool, in the order of the
+    layers."""
     choices: list[torch.Tensor] = []
     for module in model[0].modules():
         if isinstance(module, TopKRouter):
@@ -161,14 +164,14 @@ def record_experts(model: list) -> list[torch.Tensor]:
 
 
 def assert_same(ours: Trained, reference: Trained) -> None:
-    """But for the order of sums in float64."""
+    """Assert equality up to the order of sums in float64."""
     assert ours.loss == pytest.approx(reference.loss, rel=1e-12)
     difference, weight = worst_difference(ours, reference)
     assert difference <= 1e-12, f"{weight}: {difference}"
 
 
 def worst_difference(a: Trained, b: Trained) -> tuple[float, str]:
-    """Largest relative difference of a gradient (norm over norm), and its name."""
+    """Return the largest relative difference of a gradient (norm over norm), and its name."""
     assert a.gradients.keys() == b.gradients.keys()
     return max(
         (float((a.gradients[name] - mine).norm() / mine.norm().clamp_min(1e-300)), name)
@@ -177,7 +180,7 @@ def worst_difference(a: Trained, b: Trained) -> tuple[float, str]:
 
 
 def _summed(losses: list[float]) -> float:
-    """Over data-parallel ranks; the last pipeline stage alone has losses."""
+    """Return the sum over data-parallel ranks; only the last pipeline stage has losses."""
     total = torch.tensor([sum(losses)], dtype=torch.float64)
     if parallel_state.get_tensor_and_context_parallel_rank() > 0:
         total.zero_()

@@ -15,11 +15,11 @@ from megatron_eqlen.types import Metrics, TokenTree
 from tests.kit.tree_samples import stream
 
 ROW = 24
-"""Positions of a row: one tree of ``one_tree_a_row``."""
+"""Number of positions in a row: one tree of ``one_tree_a_row``."""
 
 
 def recipe_of(folder: str, changes: dict[str, Any]) -> Recipe:
-    """A recipe for updates alone; ``changes`` are whole sections."""
+    """Return a recipe for updates alone; ``changes`` are whole sections."""
     plain: dict[str, Any] = {
         "name": "t", "steps": 4, "model": {"path": folder, "dtype": "float32"},
         "data": {"sources": [{"name": "s", "path": "none"}], "max_prompt_length": 4},
@@ -31,13 +31,13 @@ def recipe_of(folder: str, changes: dict[str, Any]) -> Recipe:
 
 
 def one_tree_a_row(count: int) -> list[TokenTree]:
-    """Streams of two pairs, as long as a row."""
+    """Return streams of two pairs, as long as a row."""
     rng = np.random.default_rng(count)
     return [stream(rng, 3, [8, 3]) for _ in range(count)]
 
 
 def build_policy(folder: str, changes: dict[str, Any] | None = None) -> Policy:
-    """On a rank of a world; the groups stay, the process ends."""
+    """Build a policy on a rank of a world; the groups stay until the process ends."""
     recipe = recipe_of(folder, changes or {})
     start(recipe.parallel, seed=1)
     return Policy(recipe)
@@ -50,7 +50,7 @@ def weights_of(policy: Policy) -> dict[str, torch.Tensor]:
 def update(
     folder: str, minibatches: list[list[TokenTree]], changes: dict[str, Any] | None = None
 ) -> tuple[Metrics, dict[str, torch.Tensor]]:
-    """Metrics and weights after one ``Policy.update``."""
+    """Return metrics and weights after one ``Policy.update``."""
     policy = build_policy(folder, changes)
     return policy.update(minibatches), weights_of(policy)
 

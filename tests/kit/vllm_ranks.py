@@ -1,4 +1,4 @@
-"""A rank of the test of two ranks that are two replicas or one split engine, which schedule asynchronously:
+"""A rank in the test of two ranks that are two replicas or one split engine, with asynchronous scheduling:
 ``OLD_MODEL NEW_MODEL``."""
 
 import json
@@ -13,7 +13,7 @@ from tests.kit.rollout_kit import generate, requests
 
 
 def main(old: Path, new: Path) -> None:
-    """Rank 0 prints what a split engine and what two replicas generate after a sync, a line each."""
+    """Print, on rank 0, the output of a split engine and of two replicas after a sync, a line each."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     for size in (1, 2):

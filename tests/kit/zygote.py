@@ -1,7 +1,7 @@
 """A process that has imported heavy libraries once and forks others from itself, which need not import them.
 
-What it forks is what ``python ARGUMENTS`` would be: a process with its own environment, folder, standard
-files and exit status.
+Each fork behaves like ``python ARGUMENTS``: a process with its own environment, folder, standard files and
+exit status.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ LARGEST = 1 << 18
 
 
 class Zygote:
-    """One that ends with this process."""
+    """A zygote that ends with this process."""
 
     inherited: Zygote | None = None
-    """That of a process which was itself forked by a zygote's ``python``."""
+    """Zygote of a process which was itself forked by a zygote's ``python``."""
 
     def __init__(self, pid: int, listener: socket.socket, lifeline: int) -> None:
         self._pid = pid
@@ -73,7 +73,7 @@ class Zygote:
 
     @classmethod
     def spawn(cls, imports: Sequence[str] = ()) -> Zygote:
-        """A fresh interpreter, which imports these modules first."""
+        """Start a fresh interpreter, which imports these modules first."""
         adopt_orphans()  # what it forks
         listener, (theirs, ours) = _listener(), os.pipe()
         command = [sys.executable, "-c", START, "--serve", str(listener.fileno()), str(theirs), *imports]
@@ -84,7 +84,7 @@ class Zygote:
 
     @classmethod
     def split(cls) -> Zygote:
-        """A fork of this process, which has done nothing yet but import."""
+        """Fork this process, which has done nothing yet but import."""
         adopt_orphans()
         listener, (theirs, ours) = _listener(), os.pipe()
         if (pid := os.fork()) == 0:
@@ -101,8 +101,8 @@ class Zygote:
         files: Sequence[int],
         imports: Sequence[str] = (),
     ) -> int:
-        """The process id of ``python ARGUMENTS``, a child of this process, with ``files`` as standard input,
-        output and error. The zygote imports ``imports`` before, if it has not yet."""
+        """Fork ``python ARGUMENTS`` as a child of this process, with ``files`` as standard input, output and
+        error; return its process id. The zygote first imports ``imports``, if it has not yet."""
         request = {"arguments": arguments, "environ": dict(environ), "folder": folder, "imports": imports}
         with _ask(self.address, request, files) as connection:
             answer = connection.recv(20)
@@ -111,7 +111,8 @@ class Zygote:
 
     @property
     def python(self) -> str:
-        """For shells: ``PYTHON -c CODE`` runs in a process that is forked and has a zygote of its own."""
+        """Path of a program for shells: ``PYTHON -c CODE`` runs in a process that is forked and has a zygote
+        of its own."""
         return shlex.join([sys.executable, "-c", START, self.address])
 
     def stop(self) -> None:
@@ -127,7 +128,8 @@ def _listener() -> socket.socket:
 
 
 def _ask(address: str, request: dict[str, Any], files: Sequence[int]) -> socket.socket:
-    """A connection on which the process id comes, and which the process holds open until it ends."""
+    """Send a request; return a connection that brings the process id, and that the process holds open until
+    it ends."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST)
     connection.connect("\0" + address)
@@ -136,7 +138,7 @@ def _ask(address: str, request: dict[str, Any], files: Sequence[int]) -> socket.
 
 
 def _serve(listener: socket.socket, lifeline: int) -> NoReturn:
-    """Fork what is asked for, until nobody holds the other end of ``lifeline``."""
+    """Serve requests until nobody holds the other end of ``lifeline``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, for the tests
     while lifeline not in select.select([listener, lifeline], [], [])[0]:
         connection, _ = listener.accept()
@@ -166,7 +168,7 @@ def _import(names: Sequence[str]) -> None:
 
 
 def _fork_orphan() -> int:
-    """``os.fork`` of a process whose parent has ended: it becomes a child of the one that adopts orphans."""
+    """Fork a process whose parent has ended: it becomes a child of the process that adopts orphans."""
     ours, theirs = os.pipe()
     if (middle := os.fork()) == 0:
         parent = os.getpid()
@@ -188,8 +190,8 @@ def _fork_orphan() -> int:
 def _become(
     files: list[int], arguments: list[str], environ: dict[str, str], folder: str, splits: bool = False
 ) -> None:
-    """``python ARGUMENTS``, of code (``-c``), a module (``-m``) or a script; what it raises ends the process
-    as ever. ``splits``: it gets a zygote of its own, since only ancestors can adopt what a zygote forks."""
+    """Run ``python ARGUMENTS``, code (``-c``), a module (``-m``) or a script; an exception ends the process
+    as usual. ``splits``: give it a zygote of its own, since only ancestors can adopt what a zygote forks."""
     if splits:
         Zygote.inherited = Zygote.split()
     signal.signal(signal.SIGINT, signal.default_int_handler)
