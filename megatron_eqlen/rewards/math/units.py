@@ -60,6 +60,8 @@ def unit_name(words: str, power: str = "", bare: bool = False) -> str | None:
         return None  # a variable's name
     if bare and not (_is_word(tokens[0]) and (known or all(map(_is_word, tokens)))):
         return None
+    if bare and tokens[0] == "/" and not all(map(_is_word, tokens)):
+        return None  # 1/n is a quotient, 60/hour a rate
     for token in [token for token in tokens if token in _POWERS]:
         tokens.remove(token)
         power = power or str(_POWERS[token])

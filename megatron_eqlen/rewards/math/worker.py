@@ -71,9 +71,11 @@ _SYMBOL = (
     r"|\\(?!pi|infty|emptyset)[A-Za-z]+(?:_\{\w+\})?|\\(?:vec|hat|bar|tilde|overline)\{\w+\}"
     r"|(?:[A-Z]'*(?:_\{\w+\})?){2,})"  # a length, AB
 )
+_LENGTH = r"[A-Z]{2}(?:\^\{\d\})?"
 _NAME = re.compile(
     rf"{_SYMBOL}|{_SYMBOL}(?::{_SYMBOL})+|\({_SYMBOL}(?:,{_SYMBOL})+\)|[a-w](?:\+[a-w])+"
     rf"|\|[^|=+-]+\||\[[A-Z]+\]|\\(?:angle|triangle) ?[A-Z]+|{_SYMBOL}/{_SYMBOL}"
+    rf"|{_LENGTH}(?:(?:\\cdot ?|[+-]){_LENGTH})*|\\(?:(?:var)?phi|tau|sigma|mu|pi)\(\w+\)"
     rf"|\\frac\{{{_SYMBOL}\}}\{{{_SYMBOL}\}}|\\(?:sin|cos|tan|cot)\((?:\\[a-z]+|[A-Z])\)"
     r"|(?:[A-Z]|\\mathbb\{[A-Z]\}|\\text\{[^{}]*\}|[a-z]'*(?:\^\{[^{}]*\})?(?=\())(?:\([^()]*\)|\[[^\[\]]*\])?"
     r"|\\(?:dim|det|lim|max|min|sup|inf|gcd|lcm|deg|arg|int|sum|prod|ker)(?![A-Za-z]).+"
