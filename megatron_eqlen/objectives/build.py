@@ -8,6 +8,9 @@ of the N units of one of the K rollouts of one of the batch's P prompts, ``seq-m
     weight = 1/P x 1/K x 1/N x 1/M x 1/L
 
 An equal-length stream has K = G/2, N = N_k, M = 2 (Eq. 5 and 6 of the paper); a group K = N = 1, M = G.
+
+With ``equal_length.pair_weight: on_policy`` a unit names its share of the rollout, 2^-(i-1) for pair i, which
+replaces 1/N. P and K are then the recipe's numbers, not those of the step.
 """
 
 from __future__ import annotations
@@ -109,13 +112,18 @@ def _compare(rollouts: Sequence[Rollout], recipe: Recipe, objective: Objective) 
 
 
 def _set_advantages(units: list[ComparisonUnit], objective: Objective) -> None:
-    advantages = [objective.advantage(unit.rewards, unit.lengths) for unit in units]
+    advantages = [_advantages(unit, objective) for unit in units]
     if objective.whitened is not None:
         advantages = whiten(advantages, centre=objective.whitened == "standardize")
     for unit, values in zip(units, advantages, strict=True):
         unit.advantages = values
         for node, value in zip(unit.nodes, values, strict=True):
             node.advantage = value
+
+
+def _advantages(unit: ComparisonUnit, objective: Objective) -> list[float]:
+    lengths = unit.lengths + unit.lengths[:1] * len(unit.rivals)
+    return objective.advantage(unit.compared, lengths)[: len(unit.rewards)]
 
 
 def _mark_trained(units: list[ComparisonUnit], recipe: Recipe) -> None:
@@ -133,14 +141,23 @@ def _set_weights(batch: _Batch, recipe: Recipe, objective: Objective) -> None:
     for unit in batch.units:
         if not unit.trained:
             continue
-        members = batch.rollouts[unit.prompt_id] * counted[unit.rollout] * len(unit.nodes)
-        sequence = 1 / (len(batch.rollouts) * members)
+        if unit.share is None:
+            members = batch.rollouts[unit.prompt_id] * counted[unit.rollout] * len(unit.nodes)
+            sequence = 1 / (len(batch.rollouts) * members)
+        else:
+            sequence = unit.share / (_rollouts_per_update(recipe) * len(unit.compared))
         alike, tokens = _alike(unit)
         for node, advantage in zip(unit.nodes, unit.advantages, strict=True):
             if len(node):
                 sign = np.sign(advantage)
                 member = Member(sequence, len(node), unit.prompt_id, alike[sign], tokens[sign])
                 node.weight = token_weight(member, size)
+
+
+def _rollouts_per_update(recipe: Recipe) -> float:
+    """Return the number of rollouts that an optimizer step averages over, as the recipe has it: how many are
+    due in a step depends on their lengths with ``rollout.carry_over``, and so would the weight."""
+    return recipe.data.prompts_per_step * recipe.rollouts_per_prompt / recipe.loss.minibatches
 
 
 def _alike(unit: ComparisonUnit) -> tuple[Counter[float], Counter[float]]:

@@ -6,7 +6,7 @@ import math
 
 from megatron_eqlen.objectives.advantages import Gr3
 from megatron_eqlen.objectives.objective import Objective
-from megatron_eqlen.objectives.registry import resolve
+from megatron_eqlen.objectives.registry import is_on_policy, resolve
 from megatron_eqlen.recipe import LossRecipe, Recipe
 
 
@@ -14,6 +14,7 @@ def check_combination(recipe: Recipe) -> None:
     """Raise ValueError, with the reason, if the objective and the rest of the recipe do not fit."""
     objective = resolve(recipe)
     _check_sampling(recipe, objective)
+    _check_pair_weight(recipe, objective)
     _check_clip(recipe, objective)
     _check_ratio(recipe, objective)
     _check_bounds(recipe.loss)
@@ -44,6 +45,39 @@ def _check_sampling(recipe: Recipe, objective: Objective) -> None:
         raise ValueError(
             f"equal_length.single_pair: true stops after one pair, found max_pairs "
             f"{recipe.equal_length.max_pairs}"
+        )
+
+
+BIASED_WITH_ON_POLICY = {
+    "suffix_reward": ("max", "the reward of B_i is an estimate of its value, not a maximum or mean"),
+    "unfinished": ("zero", "pairs would be left out because they are long"),
+    "pair_count": ("all", "no pair is divided by a number of pairs"),
+    "prefix_in_gradient": (False, "an inherited prefix has its gradient from its own pair"),
+}
+"""Keys of ``equal_length`` that ``pair_weight: on_policy`` leaves no choice: key -> (value, reason)."""
+SUMS = ("seq-mean-token-sum", "seq-mean-token-sum-norm")
+"""Averages over sequences that sum a sequence's tokens."""
+
+
+def _check_pair_weight(recipe: Recipe, objective: Objective) -> None:
+    if not is_on_policy(recipe):
+        return
+    for key, (value, reason) in BIASED_WITH_ON_POLICY.items():
+        found = getattr(recipe.equal_length, key)
+        if found != value:
+            raise ValueError(
+                f"equal_length.{key}: {str(found).lower()} with equal_length.pair_weight: on_policy: "
+                f"{reason}; expected {str(value).lower()}"
+            )
+    if objective.aggregation not in SUMS:
+        raise ValueError(
+            f"loss.loss_agg_mode: {objective.aggregation} with equal_length.pair_weight: on_policy divides "
+            f"by numbers of tokens, which biases the gradient; expected one of {', '.join(SUMS)}"
+        )
+    if objective.name == "ba":
+        raise ValueError(
+            "objective: ba with equal_length.pair_weight: on_policy: ba is an average over tokens, which "
+            "on_policy replaces by a sum; use grpo"
         )
 
 

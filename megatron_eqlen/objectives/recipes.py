@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_eqlen.objectives.checks import check_combination
-from megatron_eqlen.objectives.registry import resolve
+from megatron_eqlen.objectives.registry import is_on_policy, resolve
 from megatron_eqlen.recipe import Recipe, Section
 from megatron_eqlen.recipe import load as recipe_load
 
@@ -36,6 +36,12 @@ def remarks(recipe: Recipe) -> list[str]:
         found.append(
             "loss.rollout_rs alone leaves out what is too far off: tokens of older weights within its bounds "
             "train as if the policy had sampled them (loss.rollout_is or loss.old_logprobs: rollout corrects)"
+        )
+    budget = recipe.rollout.tokens_per_step or recipe.rollout.seconds_per_step
+    if is_on_policy(recipe) and budget and not recipe.rollout.carry_over:
+        found.append(
+            "rollout.tokens_per_step and rollout.seconds_per_step cut the longest streams, whose open ends "
+            "count as 0: equal_length.pair_weight: on_policy is unbiased only with rollout.carry_over: true"
         )
     return found
 

@@ -69,10 +69,18 @@ def lookup(name: str) -> Objective:
 
 
 def resolve(recipe: Recipe) -> Objective:
-    """Return the recipe's objective: the method's defaults, overridden by the ``loss`` keys that are set."""
+    """Return the recipe's objective: the method's defaults, overridden by the ``loss`` keys that are set.
+
+    ``equal_length.pair_weight: on_policy`` sums tokens in place of the method's average, and does not divide
+    advantages by the standard deviation of a pair, which would leave only the sign of its gap.
+    """
     objective, loss = lookup(recipe.objective), recipe.loss
     named = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "overlong_factor", "dynamic_sampling")
     changes: dict[str, Any] = {key: getattr(loss, key) for key in named if getattr(loss, key) is not None}
+    if is_on_policy(recipe):
+        changes["aggregation"] = "seq-mean-token-sum-norm"
+        if objective.advantage is grpo:
+            changes["advantage"] = rloo
     if loss.loss_agg_mode is not None:
         changes["aggregation"] = loss.loss_agg_mode
     if loss.gr3_alpha is not None and isinstance(objective.advantage, Gr3):
@@ -84,6 +92,10 @@ def resolve(recipe: Recipe) -> Objective:
     if objective.ratio == "none" and "clip_ratio_low" in changes:
         changes["ratio"] = "token"
     return dataclasses.replace(objective, **changes)
+
+
+def is_on_policy(recipe: Recipe) -> bool:
+    return recipe.sampling == "equal_length" and recipe.equal_length.pair_weight == "on_policy"
 
 
 def with_defaults(recipe: Recipe) -> Recipe:

@@ -36,6 +36,7 @@ ABLATIONS = (
     "equal_length.single_pair",
     "equal_length.prefix_in_gradient",
     "equal_length.suffix_reward",
+    "equal_length.pair_weight",
 )
 """Keys that ``Recipe.method`` names, for equal-length sampling."""
 LONGEST = 100

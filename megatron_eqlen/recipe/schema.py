@@ -154,6 +154,10 @@ class EqualLengthRecipe(Section):
     """B_i that no ended response extends: its reward is 0, or its pair is left out."""
     pair_count: Literal["all", "effective"] = "all"
     """N_k of Eq. 6: all pairs, as written, or only pairs with unequal rewards."""
+    pair_weight: Literal["paper", "on_policy"] = "paper"
+    """``paper``: each of the N_k pairs of a stream has weight 1/N_k, as in Eq. 6. ``on_policy``: pair i has
+    weight 2^-(i-1), tokens are summed, and the reward of B_i is an unbiased estimate of its value: the
+    gradient is that of the expected reward (docs/length_bias.md)."""
     max_pairs: PositiveInt | None = None
     """End a stream after this many pairs; the remaining track runs alone to its end, for its reward."""
     single_pair: bool = False
@@ -605,6 +609,7 @@ class Recipe(Section):
             "single-pair": self.equal_length.single_pair,
             "prefix-in-gradient": self.equal_length.prefix_in_gradient,
             "mean-reward": self.equal_length.suffix_reward == "mean",
+            "on-policy": self.equal_length.pair_weight == "on_policy",
         }
         return "-".join(["eqlen", objective, *(name for name, on in ablations.items() if on)])
 

@@ -34,6 +34,10 @@ class ComparisonUnit:
     rewards: list[float]
     skip_equal: bool
     """The paper's skip rule: members with equal rewards are not trained, not even by the KL penalty."""
+    rivals: list[float] = field(default_factory=list)
+    """Rewards that the members are compared with, too, and that belong to no member."""
+    share: float | None = None
+    """Weight of the unit in its rollout; None: all units of the rollout weigh the same."""
     rollout: int = 0
     """Number of the rollout in its minibatch: units of one rollout share the rollout's weight."""
     advantages: list[float] = field(default_factory=list)
@@ -44,6 +48,11 @@ class ComparisonUnit:
     @property
     def lengths(self) -> list[int]:
         return [len(node) for node in self.nodes]
+
+    @property
+    def compared(self) -> list[float]:
+        """Rewards of the members, then those of their rivals."""
+        return self.rewards + self.rivals
 
 
 def all_equal(rewards: Sequence[float]) -> bool:

@@ -405,6 +405,16 @@ def test_a_pair_is_due_when_nothing_that_is_unfinished_can_change_its_reward(str
     assert KIND.is_due(stream, recipe) == bool(due)
 
 
+def test_on_policy_pairs_are_due_when_their_stream_is_complete():
+    recipe = make_recipe(equal_length={"pair_weight": "on_policy"})
+    right = stream_with("0011", carried=3)  # the maximum of the first two is final, their values are not
+    assert due_rewards(right, recipe, no_penalty) == [None] * 4
+    assert not KIND.is_due(right, recipe)
+    complete = stream_with("0011", carried=3, outcome="truncated")
+    values = [1 / 4 + 1 / 8, 1 / 2 + 1 / 4, 1 / 2, 0]
+    assert due_rewards(complete, recipe, no_penalty) == list(zip([0, 0, 1, 1], values, strict=True))
+
+
 def test_a_stream_without_pairs_is_averaged_over_in_the_step_where_it_ends():
     recipe = make_recipe()
     assert not KIND.is_due(stream_with(""), recipe)

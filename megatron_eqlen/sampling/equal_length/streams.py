@@ -27,7 +27,7 @@ from megatron_eqlen.sampling.comparison import (
     root,
 )
 from megatron_eqlen.sampling.equal_length.dual_track import DualTrack, stream_of
-from megatron_eqlen.sampling.equal_length.suffix import due_pairs, pair_rewards
+from megatron_eqlen.sampling.equal_length.suffix import due_pairs, pair_rewards, policy_rewards
 from megatron_eqlen.sampling.harvester import RolloutHeader, RolloutPart
 from megatron_eqlen.sampling.kind import (
     LabeledSegment,
@@ -71,6 +71,7 @@ class EqualLength(SamplingKind[Stream]):
     ) -> tuple[TokenTree, list[ComparisonUnit]]:
         """Return a caterpillar, or with ``prefix_in_gradient`` a star whose leaves hold their prefix, too;
         and a unit for each pair."""
+        on_policy = recipe.equal_length.pair_weight == "on_policy"
         tree = TokenTree(f"{rollout.prompt_id}/{rollout.index}", [root(rollout)])
         units: list[ComparisonUnit] = []
         trunk = 0
@@ -86,16 +87,19 @@ class EqualLength(SamplingKind[Stream]):
             trunk = len(tree.nodes) - 1
             if rewards is not None:
                 members = [pair.a, pair.b]
-                units.append(
-                    ComparisonUnit(rollout.prompt_id, members, sides, list(rewards), skip_equal=True)
-                )
+                unit = ComparisonUnit(rollout.prompt_id, members, sides, list(rewards), skip_equal=True)
+                if on_policy:
+                    unit.skip_equal, unit.share = False, 2.0**-i
+                units.append(unit)
+        if on_policy and units and rollout.outcome == "max_pairs":
+            units.append(_tail_unit(rollout, tree, units[-1]))
         return tree, units
 
     def is_due(self, rollout: Stream, recipe: Recipe) -> bool:
         """Return True if pairs are trained, or the stream ends here without any pair that was due before."""
         if any(rewards is not None for rewards in due_rewards(rollout, recipe, no_penalty)):
             return True
-        return not rollout.suspended and due_pairs(rollout, recipe.equal_length.suffix_reward).start == 0
+        return not rollout.suspended and due_pairs(rollout, _reduction(recipe)).start == 0
 
     def picture(self, rollout: Stream) -> Picture:
         pairs: list[tuple[LabeledSegment, LabeledSegment]] = []
@@ -136,6 +140,7 @@ class EqualLength(SamplingKind[Stream]):
         are not trained; empty for no streams."""
         if not rollouts:
             return {}
+        units = [unit for unit in units if not unit.rivals]
         lengths = [unit.lengths[0] for unit in units]
         return {
             "objective/pairs": float(len(units)),
@@ -172,10 +177,35 @@ KIND = EqualLength()
 def due_rewards(stream: Stream, recipe: Recipe, penalty: Penalty) -> list[tuple[float, float] | None]:
     """Return the rewards of A_i and B_i for each pair that is trained in this step, None for the others."""
     settings = recipe.equal_length
-    rewards = pair_rewards(stream, settings.suffix_reward, settings.unfinished, penalty)
-    due = due_pairs(stream, settings.suffix_reward)
+    if settings.pair_weight == "on_policy":
+        rewards: Sequence[tuple[float, float] | None] = policy_rewards(stream, penalty)
+    else:
+        rewards = pair_rewards(stream, settings.suffix_reward, settings.unfinished, penalty)
+    due = due_pairs(stream, _reduction(recipe))
     rewards = [pair if i in due else None for i, pair in enumerate(rewards)]
     return rewards[:1] if settings.single_pair else rewards
+
+
+def _reduction(recipe: Recipe) -> Literal["max", "mean"]:
+    """Return how rewards of B sides are reduced, as far as it says when they are final: a value, which is a
+    weighted mean, is final when a mean is."""
+    settings = recipe.equal_length
+    return "mean" if settings.pair_weight == "on_policy" else settings.suffix_reward
+
+
+def _tail_unit(stream: Stream, tree: TokenTree, last: ComparisonUnit) -> ComparisonUnit:
+    """Append the tail to ``tree`` and return its unit.
+
+    The tail continues the B side of ``last``, has its weight and is compared with the same A side. After
+    ``max_pairs`` no later pair trains what extends that B.
+    """
+    assert stream.tail is not None, "the track that remains after max_pairs runs to its end"
+    tail = node(len(tree.nodes) - 1, stream.tail)
+    tree.nodes.append(tail)
+    a, b = last.rewards
+    return ComparisonUnit(
+        stream.prompt_id, [stream.tail], [tail], [b], skip_equal=False, rivals=[a], share=last.share
+    )
 
 
 def _check_equal_length(stream: Stream, number: int, pair: Pair) -> None:

@@ -59,6 +59,29 @@ def pair_rewards(
     return rewards[::-1]
 
 
+def policy_rewards(stream: Stream, penalty: Penalty = no_penalty) -> list[tuple[float, float]]:
+    """Return ``(reward of A_i, value of B_i)`` for each pair of a scored, complete stream.
+
+    The value is an unbiased estimate of the expected reward of responses that extend B_i. Two tracks continue
+    the trunk: A_{i+1} is half of them, and what extends B_{i+1} estimates the other half. So the value is the
+    sum of 2^-j r(A_{i+j}), plus the remaining weight times the reward of the end of the trunk: that of a
+    both-ended B_N or of the tail, and 0 (with the full length penalty) where the trunk reached the limit.
+    """
+    starts = list(accumulate((len(pair.b) for pair in stream.pairs), initial=0))
+    if stream.tail is not None and stream.tail.finish_reason == "stop":
+        value = _reward(stream, stream.tail, starts[-1], penalty)
+    else:
+        value = _open_end(stream, penalty)[0]
+    rewards: list[tuple[float, float]] = []
+    for pair, start in zip(reversed(stream.pairs), reversed(starts[:-1]), strict=True):
+        if pair.b.finish_reason == "stop":
+            value = _reward(stream, pair.b, start, penalty)
+        a = _reward(stream, pair.a, start, penalty)
+        rewards.append((a, value))
+        value = (a + value) / 2
+    return rewards[::-1]
+
+
 def due_pairs(stream: Stream, reduce: Literal["max", "mean"]) -> range:
     """Return the pairs whose rewards became final in this step. They are consecutive: a response that extends
     a B side extends those before it, too."""

@@ -1,0 +1,200 @@
+"""Length bias of EqLen's gradient, exactly: all streams of small processes, enumerated in float64."""
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+
+from megatron_eqlen.objectives.build import build_trees
+from megatron_eqlen.objectives.recipes import parse, remarks
+from megatron_eqlen.paper.length_bias import Process
+from megatron_eqlen.recipe import RecipeError
+
+LIMIT = 3
+
+
+def recipe(limit=LIMIT, objective="rloo", sampling="equal_length", loss=None, rollout=None, **equal_length):
+    return parse(
+        {
+            "name": "test",
+            "steps": 1,
+            "group_size": 2,
+            "sampling": sampling,
+            "objective": objective,
+            "model": {"path": "none"},
+            "data": {
+                "sources": [{"name": "s", "path": "none"}],
+                "max_prompt_length": 1,
+                "prompts_per_step": 1,
+            },
+            "rollout": {"max_response_length": limit} | (rollout or {}),
+            "packing": {
+                "max_tokens_per_row": 16,
+                "layout": "expanded" if equal_length.get("prefix_in_gradient") else "tree",
+            },
+            "equal_length": equal_length,
+            "loss": {"kl_coef": 0.0} | (loss or {}),
+        },
+        "test",
+    )
+
+
+def repaired(**keys):
+    keys["loss"] = {"loss_agg_mode": "seq-mean-token-sum"} | keys.pop("loss", {})
+    return recipe(pair_weight="on_policy", **keys)
+
+
+@cache
+def reward_of(path):
+    """An arbitrary reward in [0, 1] of each response."""
+    return float(np.random.default_rng([7, *path]).random())
+
+
+@pytest.fixture(scope="module")
+def process():
+    return Process.random(3, LIMIT, reward_of)
+
+
+@pytest.fixture(scope="module")
+def line():
+    """A process with one token that does not end a response: few streams, of up to 3 pairs."""
+    return Process.random(2, LIMIT, reward_of)
+
+
+def coin_flips(go_on, last=None):
+    """Tokens 0 and 1 end a response, 0 wrong and 1 right, equally likely: length says nothing."""
+    logits = np.zeros((LIMIT, 3))
+    logits[:, 2] = go_on
+    logits[-1, 2] = go_on if last is None else last
+    return Process(logits, LIMIT, lambda path: float(path[-1] == 1), ends=2)
+
+
+def stopping(gradient):
+    """Derivative of the expected reward by a number that is added to the logits of both ends."""
+    return float(gradient[:, :2].sum())
+
+
+def test_enumerated_streams_are_all_there_are(process):
+    streams = list(process.streams(recipe()))
+    assert sum(probability for _, probability in streams) == pytest.approx(1, abs=1e-12)
+    assert {(stream.outcome, len(stream.pairs)) for stream, _ in streams} == {
+        *(("both_ended", pairs) for pairs in (1, 2, 3)),
+        *(("truncated", pairs) for pairs in (0, 1, 2, 3)),
+    }
+
+
+@pytest.mark.parametrize("keys", [{}, {"max_pairs": 1}, {"max_pairs": 2}, {"single_pair": True}], ids=str)
+def test_on_policy_pairs_have_exactly_the_policy_gradient(process, keys):
+    found = process.expected_estimate(repaired(**keys))
+    np.testing.assert_allclose(found, process.gradient(), rtol=0, atol=1e-12)
+    assert np.abs(process.gradient()).max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("objective", "factor"),
+    [
+        *((name, 1.0) for name in ("rloo", "grpo", "dapo", "gspo", "luspo", "cispo")),
+        *((name, 0.5) for name in ("dr_grpo", "vespo")),  # r - mean is half of r - the other's
+    ],
+)
+def test_every_objective_keeps_the_on_policy_gradient_up_to_a_constant(line, objective, factor):
+    found = line.expected_estimate(repaired(objective=objective))
+    np.testing.assert_allclose(found, factor * line.gradient(), rtol=0, atol=1e-12)
+    by_default = line.expected_estimate(recipe(objective=objective, pair_weight="on_policy"))
+    np.testing.assert_allclose(LIMIT * by_default, found, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("max_pairs", [None, 1])
+def test_a_length_penalty_is_a_part_of_the_on_policy_reward(process, max_pairs):
+    loss = {"overlong_buffer": 2, "overlong_factor": 0.5, "dynamic_sampling": False}
+    penalised = replace(
+        process, reward=lambda path: reward_of(path) - 0.25 * max(len(path) - 1, 0), truncated=-0.5
+    )
+    found = process.expected_estimate(repaired(objective="dapo", loss=loss, max_pairs=max_pairs))
+    np.testing.assert_allclose(found, penalised.gradient(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"objective": "grpo"},
+        {"suffix_reward": "mean"},
+        {"loss": {"loss_agg_mode": "seq-mean-token-sum"}},
+    ],
+    ids=str,
+)
+def test_the_papers_weights_have_another_direction_than_the_policy_gradient(process, keys):
+    found, truth = process.expected_estimate(recipe(**keys)).ravel(), process.gradient().ravel()
+    assert found @ truth / np.linalg.norm(found) / np.linalg.norm(truth) < 0.995
+
+
+def test_the_papers_weights_make_responses_longer_where_length_says_nothing():
+    process = coin_flips(go_on=1.0, last=-60.0)  # every response ends before the limit
+    assert stopping(process.gradient()) == pytest.approx(0, abs=1e-12)
+    assert stopping(process.expected_estimate(repaired())) == pytest.approx(0, abs=1e-12)
+    assert stopping(process.expected_estimate(recipe(objective="grpo"))) < -0.02
+    by_mean = process.expected_estimate(recipe(suffix_reward="mean"))
+    assert stopping(by_mean) == pytest.approx(0, abs=1e-12)
+
+
+def test_the_papers_weights_push_to_the_limit_where_the_truth_pulls_from_it():
+    """A truncated response has reward 0, so that stopping pays."""
+    process = coin_flips(go_on=-0.5)
+    assert stopping(process.gradient()) > 0.01
+    np.testing.assert_allclose(process.expected_estimate(repaired()), process.gradient(), rtol=0, atol=1e-12)
+    assert stopping(process.expected_estimate(recipe(objective="grpo"))) < 0
+    dropped = process.expected_estimate(recipe(suffix_reward="mean", unfinished="drop"))
+    assert stopping(dropped) == pytest.approx(0, abs=1e-12)
+
+
+def test_on_policy_kl_covers_each_token_as_often_as_the_policy_samples_it():
+    settings = repaired(loss={"kl_coef": 0.1})
+    logits = np.random.default_rng(3).normal(size=(1 + 2, 3))
+    logits[1:, 1:] = -60.0  # responses end before the limit
+    process = Process(logits, 2, reward_of)
+    visits = np.zeros(len(logits))
+    for stream, probability in process.streams(settings):
+        (tree,), _ = build_trees([stream], settings)
+        paths = [()]
+        for node in tree.nodes[1:]:
+            paths.append((*paths[node.parent], *node.token_ids.tolist()))
+            for end in range(len(paths[node.parent]), len(paths[-1])):
+                visits[process.contexts[paths[-1][:end]]] += probability * node.weight
+    np.testing.assert_allclose(visits, [1, *process.probabilities[0, 1:]], rtol=0, atol=1e-12)
+
+
+def test_on_policy_weight_of_a_stream_does_not_depend_on_the_streams_of_its_step(line):
+    """With carry-over short streams are complete in an earlier step than long ones of the same prompt."""
+    settings = repaired(rollout={"carry_over": True, "tokens_per_step": 100}, loss={"rollout_is": "token"})
+    settings = settings.model_copy(update={"group_size": 8})
+    streams = [
+        replace(stream, index=i) for i, (stream, _) in enumerate(line.streams(settings)) if stream.pairs
+    ]
+    together, _ = build_trees(streams[:4], settings)
+    for stream, tree in zip(streams[:4], together, strict=True):
+        (alone,), _ = build_trees([stream], settings)
+        assert [node.weight for node in alone.nodes] == [node.weight for node in tree.nodes]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"suffix_reward": "mean"}, "equal_length.suffix_reward: mean with .*not a maximum or mean"),
+        ({"unfinished": "drop"}, "equal_length.unfinished: drop with .*because they are long"),
+        ({"pair_count": "effective"}, "equal_length.pair_count: effective with"),
+        ({"prefix_in_gradient": True}, "equal_length.prefix_in_gradient: true with"),
+        ({"loss": {"loss_agg_mode": "token-mean"}}, "loss.loss_agg_mode: token-mean with .*biases"),
+        ({"objective": "ba"}, "objective: ba with"),
+    ],
+)
+def test_on_policy_refuses_what_would_bias_it(keys, message):
+    with pytest.raises(RecipeError, match=message):
+        repaired(**keys)
+
+
+def test_a_budget_that_cuts_on_policy_streams_is_remarked():
+    (remark,) = remarks(repaired(rollout={"tokens_per_step": 100}))
+    assert "unbiased only with rollout.carry_over" in remark
+    carried = repaired(rollout={"tokens_per_step": 100, "carry_over": True}, loss={"rollout_is": "token"})
+    assert not remarks(carried)
