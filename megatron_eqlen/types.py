@@ -261,7 +261,7 @@ class Grade:
     """Verifier's judgement of one ended response."""
 
     reward: float
-    """In [0, 1]."""
+    """Reward in [0, 1]."""
     verdict: str
     """``correct``, ``wrong``, ``no_answer``, ``unparseable``, ``timeout``, or a code verdict."""
     answer: str | None = None

@@ -189,7 +189,7 @@ class TreeParams(PackedSeqParams):
 
     @cached_property
     def chains(self) -> list[Chain]:
-        """Every position is in exactly one chain; chains are in row order."""
+        """Chains in row order; every position is in exactly one chain."""
         chains: list[Chain] = []
         for index, run in enumerate(self.runs):
             if run.parent == index - 1 and run.parent >= 0:

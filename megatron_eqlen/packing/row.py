@@ -38,10 +38,12 @@ def fill_row(
         nodes=_row_nodes(forest, nodes, above, starts),
         num_tokens=used,
     )
+    # tokens and the tree, of all nodes
     row.labels[:used] = labels
     row.input_ids[:used] = _inputs(forest, nodes, labels, starts, lengths)
     row.position_ids[:used] = np.arange(used) + np.repeat(forest.position[nodes] - starts, lengths)
     row.visible_until[:used] = np.repeat(ends, lengths)
+    # loss, of trained nodes only
     trained = supervised & (forest.weight[nodes] > 0)
     row.segment_ids[:used] = np.repeat(np.where(trained, forest.segment[nodes], -1), lengths)
     advantage = np.fromiter((forest.node(node).advantage for node in nodes), np.float64, len(nodes))
@@ -130,9 +132,8 @@ def _routes(forest: Forest, nodes: np.ndarray, starts: np.ndarray, length: int) 
 
 def _logprobs(forest: Forest, nodes: np.ndarray) -> np.ndarray:
     """Return the rollout log-probs of ``nodes``, concatenated."""
-    logprobs = (
-        cast(np.ndarray, forest.node(node).rollout_logprobs) for node in nodes
-    )  # ``Forest.of`` checked them
+    # never None: ``Forest.of`` checked them
+    logprobs = (cast(np.ndarray, forest.node(node).rollout_logprobs) for node in nodes)
     return np.concatenate([np.zeros(0), *logprobs])
 
 

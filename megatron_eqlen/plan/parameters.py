@@ -102,6 +102,7 @@ def held(model: ModelConfig, parallel: ParallelRecipe, processes: int) -> list[H
     for stage in range(parallel.pipeline):
         buffers = []
         for number, layers in enumerate(chunks[stage :: parallel.pipeline]):
+            # parameters of this chunk on one rank
             here = [piece for piece in _pieces(model) if _lies_in(piece, model, layers)]
             dense = tuple(_local(piece, parallel) for piece in here if not piece.experts)
             experts = tuple(
@@ -109,12 +110,14 @@ def held(model: ModelConfig, parallel: ParallelRecipe, processes: int) -> list[H
                 for piece in here
                 for _ in range((piece.experts or 0) // parallel.expert)
             )
+            # a tied embedding on the first and the last stage has a separate bucket
             shared = 0
             if model.tie_word_embeddings and parallel.pipeline > 1:
                 if layers.start == 0:
                     dense, shared = dense[1:], dense[0]
                 elif layers.stop == model.num_hidden_layers:
                     shared = model.vocab_size * model.hidden_size // parallel.tensor
+            # only the first chunk splits its buffers into buckets
             split = parallel.overlap_grad_reduce and stage == 0 and number == 0
             least = max(BUCKET_ELEMENTS, 1_000_000 * dense_ranks) if split else None
             buffers.append(Buffer(dense, dense_ranks, least, shared))

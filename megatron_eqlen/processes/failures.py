@@ -53,7 +53,7 @@ class Failure:
     """Cause of a rank's end, at ``time`` (seconds since 1970)."""
 
     rank: int | None
-    """None: all ranks."""
+    """Rank that ended; None: all ranks."""
     host: str
     message: str
     time: float

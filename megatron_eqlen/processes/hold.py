@@ -115,7 +115,7 @@ def read_holder(path: Path) -> dict[str, Any]:
 
 def named(holder: dict[str, Any]) -> str:
     if not holder:
-        return "which has not said yet who it is"
+        return "a process that has not recorded itself yet"
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["time"]))
     job = f" (SLURM job {holder['slurm_job']}, restart {holder['restart']})" if holder["slurm_job"] else ""
     return f"process {holder['pid']} on {holder['host']}{job} since {since}"

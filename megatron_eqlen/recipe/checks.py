@@ -73,14 +73,14 @@ def _check_end(recipe: Recipe) -> None:
         raise ValueError(f"steps: expected this, or one of {', '.join(COSTS)}, to end a run, found none")
     if recipe.steps is None and recipe.optimizer.lr_schedule != "constant":
         raise ValueError(
-            f"optimizer.lr_schedule: {recipe.optimizer.lr_schedule} falls over a run's steps: set steps"
+            f"optimizer.lr_schedule: {recipe.optimizer.lr_schedule} decays over a run's steps: set steps"
         )
 
 
 def _check_learning_rate(optimizer: OptimizerRecipe) -> None:
     if optimizer.min_lr > optimizer.lr:
         raise ValueError(
-            f"optimizer.min_lr: {optimizer.min_lr:g} is where the learning rate ends: expected at most "
+            f"optimizer.min_lr: {optimizer.min_lr:g} is the final learning rate: expected at most "
             f"optimizer.lr {optimizer.lr:g}"
         )
 

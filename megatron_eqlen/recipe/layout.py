@@ -100,7 +100,7 @@ def weights(parallel: ParallelRecipe, model: ModelConfig) -> Iterator[str]:
     if parallel.tensor > 1 and parallel.sequence is False:
         yield (
             f"parallel.sequence: false with parallel.tensor {parallel.tensor}: Megatron-Core needs sequence "
-            f"parallelism in a {model.model_type} model (experts, Gated DeltaNet); leave it out or say true"
+            f"parallelism in a {model.model_type} model (experts, Gated DeltaNet); omit it or set it to true"
         )
 
 

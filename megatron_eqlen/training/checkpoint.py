@@ -76,7 +76,7 @@ class Saving:
                     finalize()
                 except CheckpointException as error:  # on every rank; only rank 0 has the reasons
                     reasons = [str(reason) for reason, _ in error.failures.values()]
-                    raise self._not_written(reasons[0] if reasons else "rank 0 says why") from None
+                    raise self._not_written(reasons[0] if reasons else "see the message of rank 0") from None
             parts = gather([(self._seconds, self._written)])
             manifest = {name: entry for _, part in parts for name, entry in part.items()}
             if dist.get_rank() == 0:

@@ -87,6 +87,7 @@ def _forward_step(temperature: float, result: RowResult, train: bool, logits_chu
         beat()
         row = next(data)
         at = supervised_positions(row)
+        # this rank's positions, and its supervised positions
         share, mine, own = None, slice(None), at
         if context.size() > 1:
             share = Share.of(row, context.rank(), context.size(), device())

@@ -82,11 +82,13 @@ def policy_loss(
     update of the batch, so the policy is the old policy. ``ref_logprobs`` are needed if ``loss.kl_coef > 0``.
     ``compared``, bool: tokens that the policy's own weights sampled; None: all.
     """
+    # supervised positions
     at = weights > 0
     logp, entropy, weights, advantages, rollout = (
         x[at].double() for x in (logprobs, entropy, weights, advantages, rollout_logprobs)
     )
     segments = Segments(segment_ids[at])
+    # ratio, policy loss and KL penalty
     recomputed = logp.detach() if old_logprobs is None else old_logprobs[at].double()
     old = rollout if loss.old_logprobs == "rollout" else recomputed
     correction = correct(recomputed, rollout, segments, loss)
@@ -97,6 +99,7 @@ def policy_loss(
         if ref_logprobs is None:
             raise ValueError(f"loss.kl_coef: {loss.kl_coef} needs the reference's log-probs, found none")
         kl, kl_clamped = _kl(logp, ref_logprobs[at].double(), loss)
+    # weighted sums
     policy_part, kl_part = weights * correction.importance * policy, weights * correction.kept * kl
     policy_sum, kl_sum = policy_part.sum(), loss.kl_coef * kl_part.sum()
     with torch.no_grad():

@@ -59,9 +59,8 @@ def exchange_routes(planned: Packing, placements: Sequence[Placement]) -> tuple[
     forest, received = planned.forest, 0
     nodes = list(forest.nodes)
     demands = list(_route_demands(planned, placements))
-    for layers in dict.fromkeys(
-        placement.moe_layers for placement in placements
-    ):  # copies for one stage at a time
+    # one pipeline stage at a time, to limit the memory of copies
+    for layers in dict.fromkeys(placement.moe_layers for placement in placements):
         received += send_arrays(
             nodes, [demand.first_hop() for demand in demands if demand.payload == StageRoutes(layers)]
         )

@@ -26,7 +26,7 @@ class Rows(Sequence[Row]):
         self.old_logprobs: list[np.ndarray] = []
         """For each row [n] float64, at its supervised positions; empty if not needed."""
         self.ref_logprobs: list[np.ndarray] = []
-        """As ``old_logprobs``."""
+        """Reference log-probs, in the same form as ``old_logprobs``."""
 
     def __len__(self) -> int:
         return len(self._plans)

@@ -64,9 +64,9 @@ def check_layout(path: Path, saved: dict[str, Any], policy: Policy) -> None:
     different = [f"{key} {theirs[key]} (now {ours[key]})" for key in ours if ours[key] != theirs[key]]
     if different:
         raise CheckpointError(
-            f"{path}: was saved with {', '.join(different)}, and as checkpoint.resharding: data_parallel, "
-            f"which binds it to that. To change the layout, resume once as it was with "
-            f"checkpoint.resharding=any, end that with a file STOP in the run folder, then resume as you wish"
+            f"{path}: was saved with {', '.join(different)} and checkpoint.resharding: data_parallel, "
+            f"which binds it to that layout. To change the layout: resume once in the old layout with "
+            f"checkpoint.resharding=any, touch STOP in the run folder, resume in the new layout"
         )
 
 

@@ -128,7 +128,7 @@ def small(**changes):
         ),
         (
             {"optimizer": {"lr": 1e-6, "min_lr": 1e-5}},
-            "optimizer.min_lr: 1e-05 is where the learning rate ends: expected at most optimizer.lr 1e-06",
+            "optimizer.min_lr: 1e-05 is the final learning rate: expected at most optimizer.lr 1e-06",
         ),
         (
             {"optimizer": {"precision": "bfloat16"}, "checkpoint": {"resharding": "any"}},

@@ -125,7 +125,7 @@ def test_another_layout_refuses_a_bound_checkpoint_and_reads_the_other_kind(save
     folder, bound, plain = saved(*before)
     for refusal in run_ranks(others, carry_on, folder, others, other_parallel, bound, 0):
         assert f"step-00000001: was saved with {difference}" in refusal
-        assert "resume once as it was with checkpoint.resharding=any" in refusal
+        assert "resume once in the old layout with checkpoint.resharding=any" in refusal
     run_ranks(others, carry_on, folder, others, other_parallel, plain, 0, (ANY, str(tmp_path)))
     expected, found = tensors(plain, str(tmp_path))
     assert all(torch.equal(found[key], value) for key, value in expected.items())
