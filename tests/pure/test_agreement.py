@@ -1,4 +1,4 @@
-"""What a run says and does where trainer and engine disagree: once an episode, over a window of steps."""
+"""Reports and actions of a run whose trainer and engine disagree: once an episode, over a window of steps."""
 
 from __future__ import annotations
 

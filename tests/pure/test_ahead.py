@@ -47,7 +47,7 @@ class Served(ScriptedEngine):
     busy: Any = field(default_factory=threading.RLock)
     closed: bool = False
     gate: threading.Event = field(default_factory=threading.Event)
-    """Nothing is decoded while it is cleared."""
+    """Cleared: nothing is decoded."""
 
     def step(self):
         assert self.gate.wait(60)
@@ -72,7 +72,7 @@ class Served(ScriptedEngine):
 
 @dataclass
 class Counting:
-    """A source of prompts that are numbers."""
+    """A source of numbered prompts."""
 
     drawn: int = 0
 
@@ -153,7 +153,7 @@ def rollouts(
 
 @contextmanager
 def opened(recipe: Recipe, engine: Any, streams: Path) -> Iterator[Any]:
-    """The rollouts of a run, until it ends."""
+    """Yield the rollouts of a run, until it ends."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generation, "PromptSource", lambda *_: Counting())
         patch.setattr(generation, "start_engine", lambda *_, **__: engine)
@@ -169,7 +169,7 @@ def opened(recipe: Recipe, engine: Any, streams: Path) -> Iterator[Any]:
 
 @dataclass
 class Trained:
-    """What was trained in a step, and the weights that it was trained with."""
+    """Rollouts trained in a step, and the weights that they trained."""
 
     version: int
     rollouts: tuple
@@ -215,8 +215,9 @@ def uninterrupted() -> list[list[tuple]]:
 def test_killed_at_any_moment_a_run_trains_each_prompt_once_and_nothing_older_than_allowed(
     seed, staleness, lives, back
 ):
-    """``lives``: after how many decode steps each attempt is killed; ``back``: how many trained steps have no
-    checkpoint then. The script's tokens do not depend on the weights, so they are those of a run in turn."""
+    """``lives``: number of decode steps after which each attempt is killed; ``back``: number of trained steps
+    that then have no checkpoint. The script's tokens do not depend on the weights, so they equal those of
+    a run in turn."""
     chaos, trained = random.Random(seed), {}
     with tempfile.TemporaryDirectory() as home:
         for life in [*lives, float("inf")]:

@@ -1,4 +1,4 @@
-"""Harvests ahead of training that suspend what they do not finish: whatever ends a run's lives (kills, STOP,
+"""Harvests ahead of training that suspend unfinished rollouts: whatever ends a run's lives (kills, STOP,
 syncs and servers that fail, other numbers of servers), every unit is trained once and no token too late."""
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ STEPS = 6
 
 @dataclass
 class Servers(Served):
-    """Half of them die after ``death`` decode steps, with all requests that they have; so does every sync
-    after the first ``syncs``."""
+    """Half of the servers die after ``death`` decode steps, with all their requests; so does every sync after
+    the first ``syncs``."""
 
     death: float = float("inf")
     syncs: float = float("inf")
@@ -63,7 +63,7 @@ class Servers(Served):
 
 @dataclass
 class Trained:
-    """A step that is in the metrics: the weights that it trained, those that it made, what comes next."""
+    """A step that is in the metrics: the weights that it trained and made, and the next data position."""
 
     before: int
     after: int
@@ -72,7 +72,8 @@ class Trained:
 
 
 def train(one: Any, engine: Servers, trained: dict[int, Trained], until: int, updates: random.Random) -> None:
-    """Train from the step after the newest of ``trained`` on. An update may be skipped, a step have two."""
+    """Train from the step after the newest of ``trained`` on. An update may be skipped, or a step have
+    two."""
     first = max(trained, default=-1) + 1
     version = trained[first - 1].after if trained else 0
     if trained:
@@ -131,17 +132,17 @@ def test_every_unit_is_trained_once_and_no_token_too_late(seed, staleness, budge
 
 @dataclass
 class Harvested:
-    """What a run's record holds of its rollouts."""
+    """Rollouts in a run's record."""
 
     drawn: dict[RolloutKey, int]
-    """Steps."""
+    """Steps that drew each rollout's prompt."""
     ended: dict[RolloutKey, Rollout]
     units: dict[RolloutKey, list]
-    """All that was trained."""
+    """All trained units."""
 
 
 def check_record(streams: Path, trained: dict[int, Trained], recipe: Recipe) -> Harvested:
-    """Each rollout takes part where units are due, ends once, and is no older than allowed."""
+    """Assert that each rollout takes part where units are due, ends once, and is no older than allowed."""
     rollout, found = recipe.rollout, Harvested({}, {}, defaultdict(list))
     for number, step in sorted(trained.items()):
         recorded = read_step(streams / step_name(number))
@@ -179,7 +180,7 @@ def check(streams: Path, trained: dict[int, Trained], recipe: Recipe) -> None:
 
 
 def uninterrupted(prompt: Prompt, drawn: int, recipe: Recipe) -> list[Rollout]:
-    """The graded rollouts of a prompt as one harvest without a budget makes them."""
+    """Return the graded rollouts of a prompt as one harvest without a budget makes them."""
     rollout = recipe.rollout.model_copy(update={"tokens_per_step": None, "carry_over": False})
     recipe = recipe.model_copy(update={"rollout": rollout})
     engine = Lockstep(random.Random(0), masks=False)

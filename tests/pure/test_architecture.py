@@ -17,7 +17,7 @@ ROOT = Path(megatron_eqlen.__file__).resolve().parents[1]
 
 
 def rooms() -> dict[str, list[Path]]:
-    """Folders and top-level modules of the package, each with its source files."""
+    """Return folders and top-level modules of the package, each with its source files."""
     folder = ROOT / PACKAGE
     modules = {file.stem: [file] for file in folder.glob("*.py") if file.stem != "__init__"}
     packages = {path.name: list(path.rglob("*.py")) for path in folder.iterdir() if path.is_dir()}
@@ -25,7 +25,7 @@ def rooms() -> dict[str, list[Path]]:
 
 
 def imported(file: Path) -> Iterator[str]:
-    """The names within the package that a file imports, also inside its functions."""
+    """Yield the names within the package that a file imports, also inside its functions."""
     for node in ast.walk(ast.parse(file.read_text())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
         if isinstance(node, ast.ImportFrom):
@@ -36,7 +36,8 @@ def imported(file: Path) -> Iterator[str]:
 
 
 def documented_order() -> list[str]:
-    """Rooms from the lowest to the highest: the first column of the page's table of folders, from below."""
+    """Return the rooms from the lowest to the highest: the first column of the page's table of folders, from
+    below."""
     text = (ROOT / "docs" / "architecture.md").read_text()
     table = text.split("## Where things are")[1].split("\n## ")[0]
     return re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)[::-1]

@@ -1,4 +1,4 @@
-"""What ends a run: steps, GPU hours, or the first of both; and that every part of the package says which."""
+"""The end of a run: steps, GPU hours, or the first of both; every part of the package reports which."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.kit.report_runs import recipe, write_run
 
 
 def end_of(budget: Budget, steps: int, hours: float) -> str:
-    """The last line on the screen of a run that stopped there."""
+    """Return the last line on the screen of a run that stopped there."""
     out = io.StringIO()
     progress = Progress(budget, "run", console=Console(file=out, width=160, soft_wrap=True))
     progress.step(steps, {"time/gpu_hours": hours})

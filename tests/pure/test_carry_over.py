@@ -76,12 +76,12 @@ class Run:
         self.drawn: dict[str, tuple[int, Prompt]] = {}
         self.graded: Counter = Counter()
         self.engine: Lockstep | None = None
-        """In place of a new one for each harvest."""
+        """Engine to use instead of a new one for each harvest."""
 
     def step(
         self, number: int, new: list[Prompt], budget: int | None, replicas: int = 1, kills: Sequence[int] = ()
     ) -> list[Rollout]:
-        """Scored rollouts, those that are suspended included."""
+        """Run a step; return its scored rollouts, suspended ones included."""
         carried, self.suspended = self.suspended, {}
         self.drawn |= {prompt.prompt_id: (number, prompt) for prompt in new}
         prompts = [self.drawn[name][1] for name in dict.fromkeys(key[0] for key in carried)] + new
@@ -149,7 +149,7 @@ class Run:
                 segment.grade = Grade(reward_of(responses[id(segment)]), "wrong")
 
     def whole(self, prompt_id: str) -> list[Rollout]:
-        """The rollouts of a prompt as one harvest without a budget makes them, graded."""
+        """Return the rollouts of a prompt as one harvest without a budget makes them, graded."""
         number, prompt = self.drawn[prompt_id]
         rollout = self.recipe.rollout.model_copy(update={"tokens_per_step": None, "carry_over": False})
         recipe = self.recipe.model_copy(update={"rollout": rollout})
@@ -169,7 +169,7 @@ def content(rollout: Rollout) -> list:
 
 
 def units_of(rollout: Rollout, recipe: Recipe) -> list:
-    """Tokens and reward of each member of each unit."""
+    """Return tokens and reward of each member of each unit."""
     if not kind_of(rollout).is_due(rollout, recipe):
         return []
     units = comparison_units(rollout, recipe, resolve(recipe))[1]
@@ -273,7 +273,7 @@ class Rerouting(Lockstep):
 
 
 def paths_with_rows(rollout: Rollout) -> Iterator[tuple[Segment, np.ndarray]]:
-    """Each segment, and the rows of the positions before it, those of the prompt first."""
+    """Yield each segment with the rows of the positions before it, those of the prompt first."""
     above = {-1: rollout.prompt_routes}
     for part in kind_of(rollout).parts(rollout):
         before = above[-1 if isinstance(rollout, Stream) else part.parent]
@@ -318,7 +318,7 @@ def test_a_rollout_is_cut_where_it_would_grow_too_old(tmp_path):
 
 
 class Late(Lockstep):
-    """What it had decoded of aborted requests arrives when the next step has begun, as from a server."""
+    """Delivers tokens of aborted requests when the next step has begun, as a server may."""
 
     def __init__(self, *arguments, **settings) -> None:
         super().__init__(*arguments, **settings)
@@ -372,7 +372,7 @@ def test_what_was_suspended_and_is_not_there_is_named(tmp_path):
 
 
 def stream_with(rewards: str, carried: int = 0, outcome="suspended") -> Stream:
-    """A stream whose A sides were wrong (0), half right (h) or right (1)."""
+    """Return a stream whose A sides were wrong (0), half right (h) or right (1)."""
     pairs = [
         Pair(
             Segment([5, 9], [-1, -1], "stop", Grade({"0": 0.0, "h": 0.5, "1": 1.0}[r], "")),
@@ -427,7 +427,8 @@ def test_a_stream_without_pairs_is_averaged_over_in_the_step_where_it_ends():
 
 
 def test_a_part_of_a_stream_weighs_as_much_as_a_stream():
-    """Eq. 5 and 6 over what a step trains: 1/P x 1/K x 1/N x 1/2 x 1/L, N the pairs that are due."""
+    """Eq. 5 and 6 over the units that a step trains: 1/P x 1/K x 1/N x 1/2 x 1/L, N the pairs that are
+    due."""
     recipe = make_recipe(loss={"rollout_is": "token", "kl_coef": 0.1}, objective="grpo")
     two = stream_with("010", outcome="truncated")
     part = replace(stream_with("0001h", carried=2), index=1)

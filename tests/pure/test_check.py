@@ -1,5 +1,5 @@
-"""``eqlen check``: every state of every check, by what the machine would show; what counts for a
-recipe. ``tests/job`` looks at this machine."""
+"""``eqlen check``: every state of every check, on simulated machines, and the checks that count for a recipe.
+``tests/job`` checks this machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LARGE = ROOT / "recipes/qwen3_32b.yaml"
 
 @pytest.fixture
 def large(tmp_path) -> Place:
-    """A run on 8 GPUs of 80 GB, in a folder of its own."""
+    """Return a run on 8 GPUs of 80 GB, in a folder of its own."""
     return Place(load(LARGE, [f"run_dir={tmp_path}/run"]), tmp_path / "run", short=False)
 
 
@@ -40,7 +40,7 @@ def with_recipe(place: Place, *overrides: str) -> Place:
 
 
 def gpus(monkeypatch, count: int, free_gib: float = 79.0, gib: float = 79.6, computes: float = 64.0) -> None:
-    """This machine has so many GPUs."""
+    """Simulate that many GPUs on this machine."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     sizes = (int(free_gib * 2**30), int(gib * 2**30))
@@ -345,7 +345,7 @@ def test_hosts_that_meet_compare_their_clocks(anywhere, monkeypatch):
 
 @pytest.mark.parametrize("once", ["more", "and again"])
 def test_processes_meet_once(once, address):
-    """As the rendezvous of the ranks does at the same port afterwards."""
+    """The rendezvous of the ranks meets at the same port afterwards."""
     with ThreadPoolExecutor(3) as pool:
         first, *others = pool.map(lambda number: machine.meet(address, 3, number), range(3))
     assert others == [first, first]

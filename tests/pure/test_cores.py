@@ -1,4 +1,4 @@
-"""How many grader processes a rank starts: what the scheduler, the container and SLURM leave it."""
+"""The number of grader processes that a rank starts: limited by scheduler, container and SLURM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_eqlen.processes.cores import cgroup_quotas, cores_per_rank, memory
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A machine that leaves this process so many cores."""
+    """Simulate a machine that leaves this process that many cores."""
 
     def have(affinity: int, *quotas: float) -> None:
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(affinity)))

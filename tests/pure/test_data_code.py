@@ -45,7 +45,7 @@ def taco_row(question: str, input_output: object, starter: str = "") -> dict:
 
 @pytest.fixture
 def folders(tmp_path) -> tuple[Path, Path]:
-    """One OpenCodeReasoning folder and its source sets, every case once."""
+    """Return an OpenCodeReasoning folder and its source sets, every case once."""
     ocr, sets = tmp_path / "ocr", tmp_path / "sets"
     write(
         ocr / "split_0" / "train-00000-of-00001.parquet",
@@ -274,7 +274,7 @@ def test_columns_that_decide_whether_a_problem_is_kept_are_read_from_parquet(tmp
 
 
 def test_a_codeforces_question_has_its_formats_examples_and_note(tmp_path):
-    """As the sets' authors put it together, which a row of split_0 repeats."""
+    """The question is put together as by the sets' authors; a row of split_0 repeats it."""
     record = CODEFORCES_ROW | {
         "input_format": "Two integers.",
         "output_format": "One integer.",
@@ -355,7 +355,7 @@ def test_bad_tests_in_files_prepared_by_an_earlier_version_are_left_out(tmp_path
 
 
 def test_malformed_records_of_the_source_sets_are_bad_rows():
-    """Of JSON Lines files, where no schema holds a field's type."""
+    """The records come from JSON Lines files, where no schema holds a field's type."""
     records = {
         "code_contests": [
             {"public_tests": "x"},

@@ -1,4 +1,4 @@
-"""tools/prepare_data.py and the prepared reader: what it keeps, what it says, and that it stays bounded."""
+"""tools/prepare_data.py and the prepared reader: the rows kept, the messages, and bounded memory."""
 
 import json
 import subprocess
@@ -45,7 +45,7 @@ def raw(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def prepared(raw) -> Path:
-    """Made by the real command."""
+    """Return a file made by the real command."""
     out = raw.parent.parent / "prepared" / "deepmath.parquet"
     command = [
         sys.executable,
@@ -209,7 +209,7 @@ class Killed(BaseException):
 
 
 class DyingGrader:
-    """Checks golds by text, and dies at its ``last``-th batch as a killed process would."""
+    """Checks golds by text, and dies at batch number ``last`` like a killed process."""
 
     name = "exact-2"
 

@@ -1,4 +1,4 @@
-"""Readers, chat format, mixture, resume: facts about what the trainer is given."""
+"""Readers, chat format, mixture, resume: facts about the trainer's prompts."""
 
 import json
 from collections import Counter
@@ -375,7 +375,7 @@ def held_out(path: Path, name: str = "b", **keys) -> BenchmarkRecipe:
 
 
 def test_benchmark_questions_in_the_training_data_are_counted(tokenizer, tmp_path):
-    """However a copy writes white space and formulas; a sum of other numbers is another question."""
+    """Copies may differ in white space and formula marks; a sum of other numbers is another question."""
     formula = ("Compute $1 + 2$.", "3", 1.0)
     train = write_deepmath(tmp_path / "train.parquet", [*sums(20), ("Compute  \\(1+2\\).", "3", 1.0)])
     test = write_deepmath(

@@ -1,4 +1,4 @@
-"""Decoding only what a grader reads: the same text, and the same verdict, as of the whole response."""
+"""Decoding only the text that a grader reads: the same text and verdict as for the whole response."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ BITS = [
 
 @pytest.fixture(scope="module", params=["bytes", "pieces"])
 def tokenizer(request, tmp_path_factory):
-    """Byte-level BPE, and SentencePiece, which can only decode a whole text."""
+    """Return a tokenizer: byte-level BPE, or SentencePiece, which can only decode a whole text."""
     folder = tmp_path_factory.mktemp("tokenizer")
     write = {"bytes": write_hf_tokenizer, "pieces": write_sentencepiece_tokenizer}[request.param]
     write(folder, TEXT, vocab_size=340)
@@ -49,7 +49,8 @@ def tokenizer(request, tmp_path_factory):
 
 
 def responses(tokenizer):
-    """Token ids of the bits in any order, with any tokens between them, which cut characters in two."""
+    """Return token ids of the bits in any order, with any tokens between them, which cut characters in
+    two."""
     whole = [tokenizer.encode(bit) for bit in BITS]
     anything = st.integers(0, tokenizer.vocab_size - 1).map(lambda token: [token])
     return st.lists(st.sampled_from(whole) | anything, max_size=60).map(
@@ -107,7 +108,8 @@ def read_end(tokenizer, ids: list[int], longest: int, data) -> str:
 
 
 def test_no_more_is_decoded_than_needed(tokenizer, monkeypatch):
-    """After ``</think>`` nothing before it; without one, a few times what a grader reads."""
+    """After ``</think>`` nothing before the tag is decoded; without it, a few times the text that a grader
+    reads."""
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return
     decoded = []

@@ -1,4 +1,4 @@
-"""What the Markdown files say is there: links and their anchors, commands, files, recipe keys, metrics."""
+"""Links, anchors, commands, files, recipe keys and metrics that the Markdown files name exist."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FILES = markdown_files()
 
 
 def anchors(file: Path) -> set[str]:
-    """Of a file's headings, as GitHub makes them."""
+    """Return the anchors of a file's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", FENCE.sub("", file.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -58,7 +58,7 @@ def missing_links(file: Path, text: str) -> Iterator[str]:
 
 
 def code_of(text: str) -> Iterator[str]:
-    """Code spans, and the lines of blocks without their comments."""
+    """Yield code spans, and the lines of blocks without their comments."""
     for block in FENCE.findall(text):
         yield from (re.sub(r"(^|\s)#.*", "", line) for line in block.splitlines()[1:-1])
     for double, single in CODE.findall(FENCE.sub("", text)):
@@ -128,7 +128,7 @@ def test_a_name_that_is_not_there_is_found(missing, text, found):
 
 
 def rows(table: str) -> dict[str, list[str]]:
-    """The lines of all tables in a reference by what their first cell names."""
+    """Return the lines of all tables in a reference by the names in their first cell."""
     cells = [line[2:-2].split(" | ") for line in table.splitlines() if line.startswith("| `")]
     return {line[0].strip("`"): line[1:] for line in cells}
 
@@ -174,7 +174,7 @@ def test_every_page_of_the_documentation_is_in_the_navigation_of_the_site():
 
 
 def test_the_messages_of_troubleshooting_are_in_the_code():
-    """Each code span in the first column of a table of messages, up to where it leaves something out."""
+    """The test looks for each code span in the first column of a table of messages, up to its ellipsis."""
     text = (ROOT / "docs/troubleshooting.md").read_text()
     tables = re.findall(r"^\| message \|.*\n\|-.*\n((?:\|.*\n)+)", text, re.MULTILINE)
     cells = [line.split("|")[1] for table in tables for line in table.splitlines()]

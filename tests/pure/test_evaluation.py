@@ -168,7 +168,8 @@ def make_result(scores: np.ndarray, first_question: int = 0) -> EvaluationResult
 
 
 def test_the_difference_is_paired_by_problem():
-    """Problems differ widely, all improve alike: the paired interval is a point, the single ones are wide."""
+    """Problems differ widely and all improve alike: the paired interval is a point, the single ones are
+    wide."""
     hard = np.linspace(0, 0.5, 30)
     before, after = make_result(np.tile(hard, (4, 1))), make_result(np.tile(hard + 0.25, (4, 1)))
     gain = compare(before, after)
@@ -179,7 +180,7 @@ def test_the_difference_is_paired_by_problem():
 
 
 def test_intervals_over_seeds():
-    """Five seeds that agree on each of 30 problems: no spread between seeds, but between problems."""
+    """Five seeds agree on each of 30 problems: there is no spread between seeds, but between problems."""
     seeds = [make_result(np.tile(np.repeat([0.0, 1.0], 15), (2, 1))) for _ in range(5)]
     intervals = over_seeds(seeds)
     assert (intervals["paper"].low, intervals["paper"].high) == (0.5, 0.5)
@@ -189,7 +190,7 @@ def test_intervals_over_seeds():
 
 
 def test_students_interval():
-    """Against a printed table of Student's t."""
+    """The quantiles are from a printed table of Student's t."""
     interval = statistics.t_interval(np.array([[0.4], [0.5], [0.6]]))
     half = 4.3027 * 0.1 / np.sqrt(3)
     assert (interval.low, interval.high) == pytest.approx((0.5 - half, 0.5 + half), abs=1e-4)

@@ -1,4 +1,4 @@
-"""Each thing that can be added is where the READMEs say, and nothing else needs to know of it.
+"""Each extension goes where the READMEs say, and no other place needs to know of it.
 
 Objectives, readers and graders are one file of a user's own, named in the recipe. A sampling kind and a model
 family are added to this package: here for the length of a test.
@@ -79,7 +79,7 @@ class Longer:
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """A user's package ``mine``, found from the working directory as `eqlen` finds it."""
+    """Make a user's package ``mine``, found from the working directory as `eqlen` finds it."""
     folder = tmp_path / "mine"
     folder.mkdir()
     for name, source in {"__init__": "", "half": OBJECTIVE, "sums": READER, "longer": GRADER}.items():
@@ -153,7 +153,7 @@ def test_what_is_not_there_is_named_before_anything_starts(package, keys, messag
 
 
 def test_rows_cannot_name_code(package):
-    """Import paths are the recipe's: a data file must not choose what is run."""
+    """Import paths belong to the recipe: a data file must not choose the code that runs."""
     (package / "rows.jsonl").write_text(
         json.dumps({"question": "?", "answer": "1", "grader": "mine.longer:Longer"})
     )

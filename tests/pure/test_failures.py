@@ -1,4 +1,4 @@
-"""What ended a rank is written down once, in torch's form, and the cause comes before what it led to."""
+"""The error that ended a rank is recorded once, in torch's form; the cause comes before its consequences."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BROKEN = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """A run's folder, of which this process is rank 3."""
+    """Return a run's folder, of which this process is rank 3."""
     (tmp_path / "attempt_0/3").mkdir(parents=True)
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "attempt_0/3/error.json"))
     monkeypatch.setenv("RANK", "3")

@@ -1,4 +1,4 @@
-"""Outputs appear whole or not at all, and nothing is removed that we did not make."""
+"""Outputs appear complete or not at all, and only files that we made are removed."""
 
 import multiprocessing
 import os
@@ -38,7 +38,8 @@ def make_and_wait(path: Path, ready, go_on) -> None:
 
 @pytest.fixture
 def maker(tmp_path):
-    """(process, event that lets it finish): another process in the middle of making ``tmp_path/out``."""
+    """Start another process in the middle of making ``tmp_path/out``; return it and the event that lets it
+    finish."""
     ready, go_on = multiprocessing.Event(), multiprocessing.Event()
     process = start(make_and_wait, tmp_path / "out", ready, go_on)
     assert ready.wait(30)

@@ -1,4 +1,4 @@
-"""What a step costs: counted from its tokens, and the same as counting operation by operation."""
+"""The cost of a step: counted from its tokens, and equal to counting operation by operation."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def stream(sides: list[int]) -> Stream:
 
 
 def tree(steps: list[int]) -> SampledTree:
-    """Each step continues the one before the last."""
+    """Return a tree in which each step continues the one before the last."""
     return SampledTree(
         prompt(), 0, [segment(n) for n in steps], [n - 2 if n > 1 else -1 for n in range(len(steps))]
     )
@@ -81,7 +81,8 @@ rollouts = st.lists(
 
 
 def seen_one_by_one(rollout: Rollout) -> list[int]:
-    """For each generated token of a rollout, as it is drawn, the tokens before it on its path."""
+    """Return for each generated token of a rollout, as it is drawn, the number of tokens before it on its
+    path."""
     drawn = kind_of(rollout).picture(rollout)
     placed = [side for pair in drawn.pairs for side in pair] + drawn.segments
     return [3 + len(one.inherited) + n for one in placed for n in range(len(one.segment))]

@@ -1,4 +1,4 @@
-"""A harvest under way, read from the tokens of its tracks."""
+"""A harvest in progress, read from the tokens of its tracks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.kit.report_runs import prompt, recipe
 
 @given(st.data())
 def test_what_a_journal_holds_of_a_harvest_is_what_the_harvest_had(data):
-    """Of every kind of sampling, at any moment."""
+    """The comparison covers every kind of sampling, at any moment."""
     sampling = data.draw(st.sampled_from(sorted(KINDS)))
     of_trees = {"tree_sampling": {"branching": 2, "depth": 2}} if sampling == "tree" else {}
     objective = "treerpo" if sampling == "tree" else "grpo"

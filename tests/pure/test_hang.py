@@ -1,4 +1,4 @@
-"""What is said of a hang names the rank that the others wait for."""
+"""The report of a hang names the rank that the others wait for."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_what_killed_tries_left_is_removed_and_nothing_else(tmp_path):
 
 
 def test_stacks_of_a_thread_that_was_only_late_are_removed(tmp_path):
-    """Else the other ranks would take them for this rank's report."""
+    """Otherwise the other ranks would take them for this rank's report."""
     dog = Watchdog(0, 2, 2.0)
     dog.start(tmp_path / "try")
     stacks = tmp_path / "try/rank-0.txt"

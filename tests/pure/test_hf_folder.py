@@ -1,4 +1,4 @@
-"""Hugging Face folders are read as Transformers and the safetensors library read them, and bad ones named."""
+"""Hugging Face folders are read as by Transformers and the safetensors library; faulty ones are named."""
 
 import json
 import logging

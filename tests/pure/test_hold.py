@@ -59,7 +59,7 @@ def test_a_later_try_of_a_job_takes_over_from_a_node_that_was_given_up(tmp_path,
 
 @pytest.mark.parametrize(("job", "restart"), [("8", 1), ("7", 0), (None, 0)])
 def test_others_do_not(tmp_path, monkeypatch, job, restart):
-    """Another job, the same try once more, a shell."""
+    """Cases: another job, the same try once more, a shell."""
     try_of(monkeypatch, "7", 0)
     ours = Hold(tmp_path)
     try_of(monkeypatch, job, restart)
@@ -79,7 +79,7 @@ def test_a_lock_that_the_file_system_has_dropped_is_noticed(tmp_path):
 
 
 def test_a_run_that_was_taken_over_puts_nothing_in_force(tmp_path, monkeypatch):
-    """Neither a step's metrics nor a checkpoint nor the export: what would is not there to be called."""
+    """Metrics, checkpoint and export are not written: the functions that would are not there to be called."""
     monkeypatch.setattr("megatron_eqlen.run.run.agree", lambda ask: ask())
     run: Any = object.__new__(Run)
     run.recipe = recipe(tmp_path, run_dir=str(tmp_path / "run"))

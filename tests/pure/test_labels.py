@@ -1,4 +1,4 @@
-"""Whichever way tokens are cut into events, each is labelled with the weights that sampled it."""
+"""Each token is labelled with the weights that sampled it, however tokens are cut into events."""
 
 from __future__ import annotations
 

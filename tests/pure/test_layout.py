@@ -1,4 +1,4 @@
-"""Layouts: what is approved can be built by Megatron-Core and vLLM, and what is refused cannot."""
+"""Layouts: Megatron-Core and vLLM can build every approved one, and none of the refused ones."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ PARALLEL = ("tensor", "context", "pipeline", "virtual_pipeline", "expert", "expe
 
 
 def size(*often: int) -> st.SearchStrategy[int]:
-    """Mostly one of ``often``, which many layouts divide."""
+    """Return mostly one of ``often``, which many layouts divide."""
     return st.sampled_from(often) | st.integers(1, max(often))
 
 
 @st.composite
 def configs(draw) -> dict:
-    """config.json of a tiny model whose own numbers agree, of any family."""
+    """Draw a config.json of a tiny model whose own numbers agree, of any family."""
     family = draw(st.sampled_from(FAMILIES))
     groups, keys = draw(size(2, 4, 6)), draw(size(2, 4, 6))
     sizes = {
@@ -69,7 +69,7 @@ parallels = st.fixed_dictionaries(
 
 @contextmanager
 def fake_world(size: int, rank: int):
-    """One of ``size`` processes that are not there: groups and models are made, nothing is sent."""
+    """Fake one of ``size`` processes: groups and models are made, nothing is sent."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         yield
@@ -78,8 +78,8 @@ def fake_world(size: int, rank: int):
 
 
 def megatron_builds(parallel: ParallelRecipe, processes: int, rank: int, model: ModelConfig) -> bool:
-    """Whether Megatron-Core, with our rules switched off, makes its groups and this rank's model, and each
-    parameter has the size that the weight map reads for it."""
+    """Return True if Megatron-Core, with our rules switched off, makes its groups and this rank's model, and
+    each parameter has the size that the weight map reads for it."""
     from megatron.core import parallel_state, tensor_parallel
 
     with fake_world(processes, rank), pytest.MonkeyPatch.context() as monkeypatch:
@@ -108,7 +108,8 @@ def megatron_builds(parallel: ParallelRecipe, processes: int, rank: int, model: 
 
 
 def sizes_match(chunks: list, parallel: ParallelRecipe, model: ModelConfig) -> bool:
-    """Whether a rank's parts of the file, as Megatron arranges them, have the shapes of its parameters."""
+    """Return True if a rank's parts of the file, as Megatron arranges them, have the shapes of its
+    parameters."""
     weights = {weight.megatron: weight for weight in weight_map(model)}
     for name, parameter in local_parameters(chunks).items():
         weight = weights[name]
@@ -125,7 +126,7 @@ def sizes_match(chunks: list, parallel: ParallelRecipe, model: ModelConfig) -> b
 
 
 def heads_over_ranks(parallel: ParallelRecipe, model: ModelConfig) -> bool:
-    """Whether context-parallel ranks can share a tensor-parallel rank's heads of Gated DeltaNet."""
+    """Return True if context-parallel ranks can share a tensor-parallel rank's heads of Gated DeltaNet."""
     net = model.delta_net
     return net is None or all(
         heads // parallel.tensor % parallel.context == 0 for heads in (net.num_key_heads, net.num_value_heads)
@@ -147,8 +148,8 @@ def assert_plan_counts(chunks: list, parallel: ParallelRecipe, processes: int, m
 
 
 def uses_what_it_has(model: ModelConfig, parallel: ParallelRecipe) -> bool:
-    """Megatron-Core lets stages without layers, expert parallelism of no experts and the sizes of no layer
-    pass; we refuse them."""
+    """Return False for cases that Megatron-Core accepts and we refuse: stages without layers, expert
+    parallelism of no experts, and sizes of no layer."""
     if parallel.pipeline * (parallel.virtual_pipeline or 1) > model.num_hidden_layers:
         return False
     if model.experts is None:
@@ -261,7 +262,7 @@ def overrides(keys: dict) -> list[str]:
 
 
 def outcome(capsys, *arguments: str) -> str:
-    """What a command says of the recipe; empty where it accepts it."""
+    """Return a command's message about the recipe; empty if it accepts it."""
     status, said = cli.main(list(arguments)), capsys.readouterr()
     assert status in (0, 2)
     assert bool(status) == (said.err != "")
@@ -295,7 +296,7 @@ def test_plan_and_start_refuse_with_the_same_words_before_any_process(case, tmp_
 def test_what_plan_approves_is_launched_and_nothing_else(
     tmp_path_factory, family, keys, engine, nodes, per_node
 ):
-    """For any small numbers; and no message but one line."""
+    """The fact holds for any small numbers; and there is no message but one line."""
     recipe = str(write_recipe(tmp_path_factory.mktemp("any"), family))
     all_keys = {f"parallel.{key}": value for key, value in keys.items()}
     all_keys |= {
@@ -326,7 +327,7 @@ def test_the_papers_model_is_refused_where_it_cannot_start(capsys):
 
 
 def test_layers_that_do_not_divide_are_fewer_at_the_ends():
-    """94 layers of Qwen3-235B, 12 layers, and one layer a stage."""
+    """Cases: 94 layers of Qwen3-235B, 12 layers, and one layer a stage."""
     model = parse_config(tiny_config("qwen3").to_dict(), "tiny")
 
     def split(layers: int, pipeline: int, virtual: int | None = None) -> list[int]:
@@ -355,7 +356,7 @@ def test_yarn_lengthens_paths_and_says_how_far(tmp_path, capsys):
 
 
 def test_the_engine_copies_key_value_heads_and_no_others():
-    """vLLM's rule: fewer key-value heads than ranks are copied; Megatron's weights are not."""
+    """By vLLM's rule, key-value heads are copied if they are fewer than ranks; Megatron's weights are not."""
     model = parse_config(
         tiny_config("qwen3", num_attention_heads=12, num_key_value_heads=3, vocab_size=192).to_dict(), "tiny"
     )

@@ -1,4 +1,4 @@
-"""The learning tax is what Proposition 2 says of its own example, and what counting token by token gives."""
+"""The learning tax equals Proposition 2's value for its own example, and a count token by token."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.kit.marks import examples
 
 
 def test_grpo_pushes_the_papers_prefix_both_ways_and_most_of_it_cancels():
-    """-1/8 for each token of the wrong response of 4, +1/12 for each of the right one of 6."""
+    """Coefficients: -1/8 for each token of the wrong response of 4, +1/12 for each of the right one of 6."""
     group = grpo_group((B_1 + A_2, 0.0), (B_1 + B_2 + A_3, 1.0))
     tax = learning_tax(trees_of(group))
     assert (tax.shared, tax.opposed, tax.trained) == (len(B_1), len(B_1), 10)

@@ -1,4 +1,4 @@
-"""The live page: it follows the run's files, sends what has changed only, and answers this machine alone."""
+"""The live page: it follows the run's files, sends only changed sections, and answers this machine alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROMPT = "sums/a.parquet#1"
 
 
 class Browser:
-    """Asks the server as the page's script does."""
+    """Sends the requests of the page's script."""
 
     def __init__(self, run: Path, port: int) -> None:
         self.run, self.port = run, port
@@ -47,7 +47,7 @@ class Browser:
         return answer.status, text
 
     def poll(self) -> set[str]:
-        """The sections that were sent."""
+        """Return the sections that were sent."""
         status, text = self.get("/news?" + "&".join(f"{name}={one}" for name, one in self.known.items()))
         assert status == 200, text
         news = json.loads(text)
@@ -56,7 +56,7 @@ class Browser:
         return {*news} - {"now"}
 
     def step(self, number: int) -> None:
-        """The run takes a step."""
+        """Let the run take a step."""
         writer = MetricsWriter(self.run, number)
         stages = {"time/harvest": 3.0, "time/train": 1.0, "time/step": 4.0}
         writer.write(number + 1, {"reward/mean": 0.5, **stages})
@@ -92,7 +92,8 @@ def browser(tmp_path, model) -> Iterator[Browser]:
 
 
 def test_a_page_waits_for_a_run_that_is_to_come(tmp_path, model):
-    """In no folder yet; in the one of a SLURM job that was submitted; until the run begins."""
+    """Cases: no folder yet; the folder of a SLURM job that was submitted. The page waits until the run
+    begins."""
     run = tmp_path / "run"
     made = recipe(model, run_dir=str(run))
     with browsing(run) as browser:
@@ -144,7 +145,7 @@ def test_only_what_has_changed_is_sent(browser, model):
 
 
 def test_a_harvest_is_shown_as_its_tracks_grow_and_fork(browser, model):
-    """The worked example of types.py, with the tokenizer's end of sequence in place of 9."""
+    """The stream is the worked example of types.py, with the tokenizer's end of sequence in place of 9."""
     tokenizer = load_tokenizer(model)
     end = min(tokenizer.eos_token_ids)
     stream = Harvesting(browser.run, 0, recipe(model), tokenizer.eos_token_ids)
@@ -170,7 +171,7 @@ def test_a_harvest_is_shown_as_its_tracks_grow_and_fork(browser, model):
 
 
 def test_a_stream_of_an_earlier_step_is_shown_with_the_tokens_of_both(tmp_path, model):
-    """While it goes on in the next step, also where other ranks of that have suspended theirs already."""
+    """The next step resumes the stream; other ranks of that step may have suspended theirs already."""
     rollout = {"max_response_length": 192, "carry_over": True, "tokens_per_step": 400}
     made = recipe(model, rollout=rollout, loss={"rollout_is": "token"})
     tokenizer = load_tokenizer(model)
@@ -212,7 +213,7 @@ def test_a_stream_of_an_earlier_step_is_shown_with_the_tokens_of_both(tmp_path, 
 
 
 def boxes(html: str) -> list[tuple[str, str]]:
-    """The parts of a drawn rollout: (label, tokens)."""
+    """Return the parts of a drawn rollout: (label, tokens)."""
     return re.findall(r"<title>([^:<]+): ([^<]+?)(?: 0.*| 1.*)?</title>", html)
 
 
@@ -239,7 +240,7 @@ def test_verdicts_lead_to_the_responses_and_those_to_their_text(browser, model):
 
 
 def test_slowest_prompts_are_those_with_the_longest_paths(browser):
-    """The worked example's longest path: B_1, B_2 and the tail."""
+    """The worked example's longest path is B_1, B_2 and the tail."""
     browser.harvest(0)
     browser.poll()
     assert cells(browser.sections["slowest"])[2:4] == ["5", "9"]
@@ -275,7 +276,7 @@ def test_bad_questions_are_answered_with_what_was_expected(browser):
 
 
 def test_a_browser_that_leaves_before_its_answer_is_no_error(browser, capsys, monkeypatch):
-    """Its connection is reset: the answer meets an error."""
+    """The browser's connection is reset, so the answer meets an error."""
     left = threading.Event()
     answer = Handler.do_GET
     monkeypatch.setattr(Handler, "do_GET", lambda self: (left.wait(20), answer(self)))
@@ -288,7 +289,8 @@ def test_a_browser_that_leaves_before_its_answer_is_no_error(browser, capsys, mo
 
 
 def test_every_answer_says_that_nothing_else_may_run_or_load(browser):
-    """A served page by its header, any page by itself: other pages may not hold it in a frame either."""
+    """A served page has the policy in its header, any page in itself; other pages may not hold it in a frame
+    either."""
     for where in ("/", "/news", "/nothing"):
         connection = http.client.HTTPConnection("127.0.0.1", browser.port, timeout=20)
         connection.request("GET", where, headers={"Host": "localhost"})
@@ -309,7 +311,7 @@ def test_a_page_elsewhere_that_calls_itself_this_machine_gets_nothing(browser):
 
 @pytest.mark.parametrize("host", ["[", "[::1", "[]", "", "a[b"])
 def test_a_malformed_host_is_refused_without_a_traceback(browser, capsys, host):
-    """Also an address that is none."""
+    """The malformed hosts include an address that is none."""
     for path, header in (("/", host), ("http://[/", "localhost")):
         request = f"GET {path} HTTP/1.1\r\nHost: {header}\r\nConnection: close\r\n\r\n"
         with socket.create_connection(("127.0.0.1", browser.port)) as connection:
@@ -332,7 +334,7 @@ def test_a_port_in_use_and_a_folder_that_is_no_run_are_named(browser, tmp_path, 
 
 
 def cells(html: str) -> list[str]:
-    """The texts of a table's cells."""
+    """Return the texts of a table's cells."""
     return [
         re.sub("<[^>]*>", "", cell).strip() for cell in re.findall(r"<td[^>]*>(.*?)</td>", html, re.DOTALL)
     ]

@@ -1,4 +1,4 @@
-"""The page in a real browser: it follows a run without being loaded again, draws charts, fits its window."""
+"""The page in a real browser: it follows a run without a reload, draws charts, fits its window."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ WATCH = "window.refused = []; addEventListener('securitypolicyviolation', one =>
 
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory) -> Iterator[Browser]:
-    """The report of a run with long names, whose shares of pairs and of units are the same."""
+    """Return the report of a run with long names, whose shares of pairs and of units are the same."""
     folder = tmp_path_factory.mktemp("written")
     make_tokenizer(folder / "model")
     long = replace(prompt(1), prompt_id=f"sums/{'x' * 80}.parquet#1", question="How many ways " * 20)
@@ -120,7 +120,7 @@ def canvas(browser: Browser, title: str) -> str:
 
 @pytest.mark.parametrize("width", [1300, 420])
 def test_nothing_is_cut_off(opened, width):
-    """Every element with text lies within the window, and scrolls in no box of its own."""
+    """Every element with text lies within the window, and does not scroll in a box of its own."""
     look(opened, width)
     cut_off = """[...document.querySelectorAll('main, .card, .wide, dd, td, figure')]
         .filter(one => one.getBoundingClientRect().right > innerWidth
@@ -132,7 +132,7 @@ def test_nothing_is_cut_off(opened, width):
 
 
 def test_lines_that_coincide_are_both_seen(opened):
-    """The later one is dashed and narrower: pixels of both colours are on the canvas."""
+    """The later line is dashed and narrower: pixels of both colours are on the canvas."""
     counted = opened.value(
         """(() => {
         const at = CHART.querySelector('canvas'), seen = {};
@@ -183,7 +183,7 @@ def test_a_dark_scheme_changes_the_page_and_its_charts(opened):
 
 
 def test_no_script_runs_but_the_page_s_own(opened):
-    """Its own use of style and script is refused nowhere; what text might bring in is."""
+    """The page's own style and script are never refused; injected ones are."""
     assert opened.value("refused") == []
     image = "<img src=x onerror='window.ran = 1'>"
     opened.value(f'document.body.insertAdjacentHTML("beforeend", "{image}")')

@@ -1,4 +1,4 @@
-"""Quantiles of log-ratios from counts are those of the numbers, wherever these are counted."""
+"""Quantiles of log-ratios from counts equal those of the numbers, wherever these are counted."""
 
 from __future__ import annotations
 

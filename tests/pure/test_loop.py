@@ -1,4 +1,5 @@
-"""The main loop's order: who has the GPU when. The verbs themselves are tested where they live."""
+"""The main loop's order, and with it the owner of the GPU. The verbs themselves are tested in their own
+files."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ STEPS = 3
 
 
 class Recorded:
-    """An object of the loop whose verbs only write themselves down."""
+    """An object of the loop whose verbs only record their names."""
 
     def __init__(self, name: str, calls: list[str], answers: dict[str, Any]) -> None:
         self.name, self.calls, self.answers = name, calls, answers
@@ -30,7 +31,7 @@ class Recorded:
 
 @pytest.fixture
 def calls(monkeypatch) -> list[str]:
-    """The verbs of a run of three steps, in their order."""
+    """Return the verbs of a run of three steps, in their order."""
     calls: list[str] = []
     step = Step(0, 0)
     left = iter([True] * STEPS + [False])

@@ -1,4 +1,4 @@
-"""Metrics become one in the way that is declared beside their name, and no name is undeclared."""
+"""Metrics are merged as declared beside their name, and no name is undeclared."""
 
 import ast
 import itertools
@@ -19,7 +19,7 @@ from tests.kit import ROOT
 
 PACKAGE = ROOT / "megatron_eqlen"
 SOURCES = {*PACKAGE.rglob("*.py")} - {PACKAGE / "report/metric_names.py"}
-"""All but the table of what others call our metrics."""
+"""All sources but the table of other frameworks' names of our metrics."""
 STAGES = {one.name.split("/")[0] for one in DECLARED} - {"evaluation"}
 
 
@@ -52,7 +52,7 @@ rollouts = st.one_of(
 
 @given(rollouts, st.integers(0, 5))
 def test_two_replicas_together_report_what_one_would(rollouts, cut):
-    """Sums, maxima, and means of whatever each counts, wherever the rollouts are divided."""
+    """The merge covers sums, maxima, and means of any count, wherever the rollouts are divided."""
     parts = [rollout_metrics(rollouts[:cut]), rollout_metrics(rollouts[cut:])]
     for merge in (at_once, in_turn):
         assert merge(parts) == pytest.approx(rollout_metrics(rollouts))
@@ -140,7 +140,7 @@ def test_every_weight_is_itself_a_declared_sum():
 
 
 def test_every_name_in_the_package_is_declared():
-    """A report that looks for a metric that nobody writes shows nothing and says nothing."""
+    """A report that looks for a metric that nobody writes would silently show nothing."""
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and is_name(node.value):
@@ -148,7 +148,7 @@ def test_every_name_in_the_package_is_declared():
 
 
 def test_a_name_that_two_places_know_is_a_constant():
-    """Whoever renames it finds every place."""
+    """A change of the name then reaches every place."""
     places: dict[str, list[str]] = {}
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

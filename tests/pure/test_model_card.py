@@ -1,4 +1,4 @@
-"""The exported model's README: what the hub reads in it, and what people do."""
+"""The exported model's README, as the hub and people read it."""
 
 import dataclasses
 

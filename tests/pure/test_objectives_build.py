@@ -22,7 +22,7 @@ WITHOUT_RATIO = Objective("mine", rloo, "token-mean", "none")
 
 
 def recipe(**keys):
-    """A small recipe; ``section__key=value`` sets a key of a section."""
+    """Return a small recipe; ``section__key=value`` sets a key of a section."""
     raw = {
         "name": "test",
         "steps": 1,
@@ -43,7 +43,7 @@ def recipe(**keys):
 
 
 def segment(tokens, reward=None):
-    """A segment that ended with this reward, or went on (None)."""
+    """Return a segment that ended with this reward, or that did not end (None)."""
     ended = reward is not None
     return Segment(
         list(tokens),
@@ -54,7 +54,7 @@ def segment(tokens, reward=None):
 
 
 def worked_example(a1=0.0, a2=1.0, tail=0.0):
-    """A_1 = 5 9, B_1 = 6 7, A_2 = 8 9, B_2 = 4 4, and a tail that ends."""
+    """Return A_1 = 5 9, B_1 = 6 7, A_2 = 8 9, B_2 = 4 4, and a tail that ends."""
     pairs = [
         Pair(segment([5, 9], a1), segment([6, 7])),
         Pair(segment([8, 9], a2), segment([4, 4])),

@@ -83,7 +83,7 @@ EQUAL_LENGTH_KEYS = ("pair_count", "suffix_reward", "prefix_in_gradient", "singl
 
 
 def our_gradient(rollouts, tokens, recipe):
-    """d loss / d log pi, [number of tokens]."""
+    """Return d loss / d log pi, [number of tokens]."""
     trees, _ = build_trees(rollouts, recipe)
     table = torch.tensor(tokens.new, dtype=torch.float64, requires_grad=True)
     old, ref = (torch.tensor(t, dtype=torch.float64) for t in (tokens.old, tokens.ref))
@@ -109,9 +109,10 @@ def our_gradient(rollouts, tokens, recipe):
 
 
 def clip_slope(ratio, advantage, low, high, dual=None):
-    """d min(ratio A, clip(ratio) A) / d log ratio, with the dual clip max(., dual A) for A < 0.
+    """Return d min(ratio A, clip(ratio) A) / d log ratio, with the dual clip max(., dual A) for A < 0.
 
-    Log-ratios are clamped to +-20, as in verl."""
+    Log-ratios are clamped to +-20, as in verl.
+    """
     if abs(math.log(ratio)) > 20:
         return 0.0
     if advantage > 0:
@@ -123,7 +124,7 @@ def clip_slope(ratio, advantage, low, high, dual=None):
 
 
 def standardized(rewards):
-    """Eq. 1 of the paper, population std; all equal: 0."""
+    """Return Eq. 1 of the paper, population std; all equal: 0."""
     mean = sum(rewards) / len(rewards)
     std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards))
     return [0.0] * len(rewards) if std == 0 else [(r - mean) / std for r in rewards]
@@ -145,7 +146,7 @@ def gr3(rewards, lengths):
 
 
 def overlong(length):
-    """DAPO's soft punishment, piecewise as in its paper."""
+    """Return DAPO's soft punishment, piecewise as in its paper."""
     if length <= LONGEST - BUFFER:
         return 0.0
     return (LONGEST - BUFFER - length) / BUFFER
@@ -156,7 +157,8 @@ def log_ratios(tokens, ids):
 
 
 def sequence_slopes(name, tokens, ids, advantage):
-    """For each token of a response: d surrogate / d log pi(token), before any averaging over responses."""
+    """Return for each token of a response d surrogate / d log pi(token), before any averaging over
+    responses."""
     ratios = log_ratios(tokens, ids)
     if name in ("grpo", "dr_grpo", "gr3", "treerpo", "ba", "reinforce_pp", "reinforce_pp_baseline"):
         return [clip_slope(math.exp(x), advantage, 0.2, 0.2) for x in ratios]
@@ -192,7 +194,7 @@ TOKEN_MEANS = ("dapo", "dler", "vespo", "cispo", "reinforce_pp", "reinforce_pp_b
 
 
 def response_factor(name, length, total):
-    """What multiplies a token's slope besides 1/G and 1/P; token means divide by all tokens instead."""
+    """Return the factor of a token's slope besides 1/G and 1/P; token means divide by all tokens instead."""
     if name in TOKEN_MEANS:
         return 1 / total
     return {"dr_grpo": 1 / LONGEST, "gspo": 1.0, "luspo": length}.get(name, 1 / length)
@@ -207,7 +209,7 @@ scales = st.sampled_from([0.0, 1e-4, 0.3, 60.0])
 
 
 def of_grpo(groups, name="grpo"):
-    """Token ids of each completion, its advantage by the method's estimator, and GRPO's divisor."""
+    """Return token ids of each completion, its advantage by the method's estimator, and GRPO's divisor."""
     for group in groups:
         rewards = [c.grade.reward if c.grade else 0.0 for c in group.completions]
         for completion, advantage in zip(group.completions, advantages_of(name, rewards, None), strict=True):
@@ -264,7 +266,8 @@ def test_groups_follow_their_equation(name, shapes, scale, seed):
 @given(shapes=st.lists(lengths_and_rewards, min_size=1, max_size=3), scale=scales, seed=st.integers(0, 99))
 @THOROUGH
 def test_balanced_aggregation_follows_its_equation(shapes, scale, seed):
-    """Of each group: |S+| / G times the token mean over S+, and the same of S- (arXiv 2605.04077)."""
+    """The equation for each group: |S+| / G times the token mean over S+, and the same for S- (arXiv
+    2605.04077)."""
     tokens = Tokens(scale, seed)
     groups = sample_groups(shapes, tokens)
     expected = np.zeros(len(tokens.new))
@@ -316,12 +319,13 @@ def test_truncated_importance_sampling(level, shapes, seed):
 
 
 def divergence(kind, log_rho):
-    """The estimates of http://joschu.net/blog/kl-approx.html with r = trainer / engine, as verl has them."""
+    """Return the estimates of http://joschu.net/blog/kl-approx.html with r = trainer / engine, as verl has
+    them."""
     return {"k1": -log_rho, "k2": 0.5 * log_rho**2, "k3": math.exp(log_rho) - 1 - log_rho}[kind]
 
 
 def is_kept(option, bound, log_rhos, token):
-    """Whether verl's rollout_rs ``option`` keeps a token of a sequence, in plain loops."""
+    """Return True if verl's rollout_rs ``option`` keeps a token of a sequence, in plain loops."""
     level, kind = option.rsplit("_", 1)
     values = [divergence(kind, x) for x in log_rhos]
     value = {
@@ -362,7 +366,8 @@ rejections = st.fixed_dictionaries(
 def test_tokens_and_segments_beyond_their_bounds_give_no_gradient_and_leave_the_ratio(
     shapes, seed, level, band, rejected, veto, name
 ):
-    """Each token's own gradient, with a sequence's ratio too, and a ratio of the kept tokens, as in verl."""
+    """This covers a token's own gradient, also with a sequence's ratio, and a ratio of the kept tokens, as in
+    verl."""
     tokens = Tokens(0.1, seed)
     level = "none" if name == "vespo" else level  # its kernel takes no other importance weight
     groups = sample_groups(shapes, tokens)
@@ -428,7 +433,7 @@ stream_shape = st.tuples(
 
 
 def sample_streams(shapes, tokens):
-    """Two streams a prompt, as ``group_size: 4`` has them (the recipe's own number is not looked at)."""
+    """Return two streams a prompt, as ``group_size: 4`` has them (the recipe's own number is not read)."""
     streams = []
     for number, (pairs, outcome, last_reward) in enumerate(shapes):
         built = [Pair(tokens.segment(n, r), tokens.segment(n)) for n, r in pairs]
@@ -442,7 +447,7 @@ def sample_streams(shapes, tokens):
 
 
 def suffix_rewards(stream, reduce):
-    """The paper's: A_i by the verifier, B_i by all its extension trajectories."""
+    """Return the paper's rewards: A_i by the verifier, B_i by all its extension trajectories."""
     rewards = []
     for i, pair in enumerate(stream.pairs):
         if pair.b.grade is not None:
@@ -517,7 +522,7 @@ def test_pairs_follow_eq_5_and_eq_6(name, keys, shapes, scale, seed):
 @given(shapes=st.lists(stream_shape, min_size=1, max_size=3), seed=st.integers(0, 99))
 @THOROUGH
 def test_binary_eqlen_rloo_and_eqlen_grpo_are_one_method_on_policy(shapes, seed):
-    """The paper's appendix on RLOO."""
+    """Source: the paper's appendix on RLOO."""
     tokens = Tokens(0.0, seed)
     shapes = [([(n, round(r)) for n, r in pairs], outcome, round(r)) for pairs, outcome, r in shapes]
     streams = sample_streams(shapes, tokens)
@@ -541,7 +546,7 @@ def test_treerpo_compares_siblings_by_the_mean_of_their_leaves(branching, depth,
     groups = []
 
     def grow(parent, level):
-        """Adds a group of siblings; returns the mean of their rewards."""
+        """Add a group of siblings; return the mean of their rewards."""
         members, rewards = [], []
         for _ in range(branching):
             leaf = level == depth or tokens.random.random() < 0.3

@@ -20,7 +20,7 @@ def segment(length: int, finish_reason: str | None = None, reward: float | None 
 
 
 def signs(rollout, **keys) -> tuple[int, int]:
-    """Of the advantages of the first unit's two members."""
+    """Return the signs of the advantages of the first unit's two members."""
     (tree,), _ = build_trees([rollout], recipe(loss__overlong_buffer=10, **keys))
     first, second = tree.nodes[1:3]
     return tuple((node.advantage > 0) - (node.advantage < 0) for node in (first, second))

@@ -15,7 +15,7 @@ PROMPT = Prompt("q", [1, 2], "?", "math", "1")
 
 
 def sampled(branching, depth, step_tokens, limit, seed, order):
-    """Drives the unit as the harvest does; tokens depend on a track's seed, arrival on ``order``."""
+    """Drive the unit as the harvest does; tokens depend on a track's seed, arrival on ``order``."""
     settings = recipe(
         sampling="tree",
         objective="treerpo",

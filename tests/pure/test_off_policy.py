@@ -1,4 +1,4 @@
-"""Tokens of older weights: the expected gradient of what the pipeline does with them, in closed form.
+"""Tokens of older weights: the expected gradient of the pipeline, in closed form.
 
 A bandit: responses of one token, whose rewards are known, and policies that are tables of logits. All
 responses that weights of an age may sample are enumerated, so that expectations are exact.
@@ -21,18 +21,19 @@ from tests.pure.test_rollout_harvest import make_recipe
 ACTIONS = 5
 REWARDS = [0.0, 1.0, 0.25, 0.75, 0.5]
 LOGITS = torch.tensor(np.random.default_rng(0).normal(size=(4, ACTIONS)))
-"""Of versions 0 to 2, which sampled, and of the policy after an update; version 2 is the proximal policy."""
+"""Logits of versions 0 to 2, which sampled, and of the policy after an update; version 2 is the proximal
+policy."""
 PROBS = LOGITS.softmax(-1)
 
 
 def exact_gradient(logits: torch.Tensor) -> torch.Tensor:
-    """Of the expected reward, by the logits."""
+    """Return the gradient of the expected reward, by the logits."""
     probs, rewards = logits.softmax(-1), torch.tensor(REWARDS, dtype=torch.float64)
     return probs * (rewards - probs @ rewards)
 
 
 def groups_of(versions: tuple[int, int]) -> list[tuple[float, Group]]:
-    """Every group of two responses, sampled by weights of these versions, with its probability."""
+    """Return every group of two responses, sampled by weights of these versions, with its probability."""
     found = []
     for number, actions in enumerate(itertools.product(range(ACTIONS), repeat=2)):
         segments = [
@@ -50,7 +51,8 @@ def groups_of(versions: tuple[int, int]) -> list[tuple[float, Group]]:
 
 
 def expected_gradient(policy: int, versions: tuple[int, int], **recipe) -> torch.Tensor:
-    """Of the objective that is maximised, by the logits of the policy ``LOGITS[policy]``."""
+    """Return the expected gradient of the maximised objective, by the logits of the policy
+    ``LOGITS[policy]``."""
     mine = make_recipe(
         sampling="independent", group_size=2,
         rollout={"carry_over": True, "tokens_per_step": 1, "max_staleness": 2}, **recipe,
@@ -96,13 +98,13 @@ EXACT = {
         "dr_grpo", WIDE | {"old_logprobs": "rollout", "loss_agg_mode": "seq-mean-token-mean"}, 0.5, 3,
     ),
 }  # fmt: skip
-"""objective, loss, the estimator's scale (r - mean of two is half of r - the other), which policy."""
+"""(objective, loss, the estimator's scale (r - mean of two is half of r - the other), policy)."""
 
 
 @pytest.mark.parametrize("versions", [(2, 2), (0, 1), (0, 2)], ids=str)
 @pytest.mark.parametrize("case", EXACT)
 def test_responses_of_any_age_give_the_gradient_of_the_expected_reward(case, versions):
-    """Also where the members of one group are of different ages."""
+    """The members of one group may be of different ages."""
     objective, loss, scale, policy = EXACT[case]
     gradient = expected_gradient(policy, versions, objective=objective, loss=loss)
     torch.testing.assert_close(gradient, scale * exact_gradient(LOGITS[policy]), atol=1e-12, rtol=1e-10)
@@ -110,7 +112,8 @@ def test_responses_of_any_age_give_the_gradient_of_the_expected_reward(case, ver
 
 @pytest.mark.parametrize("threshold", [1.2, [0.5, 1.5]], ids=["truncated", "icepop"])
 def test_truncated_importance_is_the_gradient_with_truncated_weights(threshold):
-    """E over two old policies of w(a) (r_a - r_b) grad log pi(a), w the truncated or masked pi / mu."""
+    """Expected: E over two old policies of w(a) (r_a - r_b) grad log pi(a), w the truncated or masked pi /
+    mu."""
     gradient = expected_gradient(
         2, (0, 1), objective="rloo",
         loss={"rollout_is": "token", "rollout_is_threshold": threshold, "kl_coef": 0.0},

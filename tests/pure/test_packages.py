@@ -1,4 +1,4 @@
-"""Packages that are there, missing or broken are told apart by a real import, and said once."""
+"""Packages that are present, missing or broken are told apart by a real import, and reported once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BROKEN = {
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Puts a package of one's own where an optional one would be; afterwards nothing is left of it."""
+    """Put a package of one's own in the place of an optional one; afterwards remove every trace of it."""
     before = {name: module for name, module in sys.modules.items() if _optional(name)}
 
     def forget() -> None:
@@ -40,7 +40,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         gated_delta_net.fla_kernel.cache_clear()
 
     def write(modules: tuple[str, ...], *, last: str = "", deepest: bool = True) -> None:
-        """Empty modules; the first of ``modules`` holds ``last``, or its top package if not ``deepest``."""
+        """Write empty modules; the first of ``modules`` holds ``last``, or its top package if not
+        ``deepest``."""
         for module in modules:
             folder = tmp_path.joinpath(*module.split("."))
             folder.mkdir(parents=True, exist_ok=True)
@@ -81,7 +82,7 @@ def test_a_broken_package_is_said_once_with_its_reason_and_looks_absent(
 
 
 def test_transformer_engine_finds_the_libraries_that_torch_has_loaded(install, tmp_path):
-    """In a process that has not imported torch, as after a set-up."""
+    """The process has not imported torch, as after a set-up."""
     install(
         packages.TRANSFORMER_ENGINE.modules,
         last="import sys\nif 'torch' not in sys.modules: raise OSError('libnccl.so.2: cannot open')",
@@ -94,7 +95,7 @@ def test_transformer_engine_finds_the_libraries_that_torch_has_loaded(install, t
 
 
 def test_a_package_that_lacks_what_is_used_of_it_is_broken(install, caplog):
-    """As the apex of PyPI, which is another project."""
+    """An example is the apex of PyPI, which is another project."""
     install(("apex",))
     packages.leave_out_broken()
     assert "No module named 'apex.optimizers'" in caplog.text

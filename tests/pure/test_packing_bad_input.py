@@ -1,4 +1,4 @@
-"""A tree that cannot be trained on is named, with what is wrong with it."""
+"""A tree that cannot be trained on is named, with its fault."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_bad_sampling_masks_are_named(mask, message):
 
 
 ROUTES = np.array([[[0, 1]], [[7, 3]]], np.uint8)
-"""Of two tokens, through one layer, to two of eight experts."""
+"""Routes of two tokens, through one layer, to two of eight experts."""
 
 
 def test_routes_of_too_few_tokens_are_named():

@@ -1,4 +1,4 @@
-"""What a packed row must show, stated from the trees' paths alone (never from the packer's own numbers)."""
+"""Properties of a packed row, stated from the trees' paths alone (never from the packer's own numbers)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.kit.marks import examples
 
 @st.composite
 def token_trees(draw: st.DrawFn, max_nodes: int = 12) -> TokenTree:
-    """Any shape; about a third of the nodes unsupervised; tokens tell nodes apart."""
+    """Draw a tree of any shape; about a third of the nodes unsupervised; tokens tell nodes apart."""
     count = draw(st.integers(1, max_nodes))
     nodes = [Node(-1, draw(st.lists(st.integers(0, 50), min_size=1, max_size=6)))]
     for i in range(1, count):
@@ -33,7 +33,7 @@ forests = st.lists(token_trees(), min_size=1, max_size=6)
 
 
 def path_tokens(tree: TokenTree, node: int) -> list[int]:
-    """Every token from the prompt's first to the node's last."""
+    """Return every token from the prompt's first to the node's last."""
     above = tree.nodes[node].parent
     return (path_tokens(tree, above) if above >= 0 else []) + tree.nodes[node].token_ids.tolist()
 
@@ -43,7 +43,7 @@ def longest_path(trees: list[TokenTree]) -> int:
 
 
 def what_is_trained(trees: list[TokenTree]) -> list[tuple]:
-    """(path before, label, advantage, weight, log-prob) of every supervised token, sorted."""
+    """Return (path before, label, advantage, weight, log-prob) of every supervised token, sorted."""
     facts = []
     for tree in trees:
         for node in tree.nodes:
@@ -55,7 +55,7 @@ def what_is_trained(trees: list[TokenTree]) -> list[tuple]:
 
 
 def what_rows_train(rows: list[Row]) -> list[tuple]:
-    """The same, read back from rows through the visibility rule."""
+    """Return the same, read back from rows through the visibility rule."""
     facts = []
     for row in rows:
         for q in np.flatnonzero(row.segment_ids >= 0):
@@ -96,7 +96,7 @@ def test_every_supervised_token_once_with_its_path(trees, slack, ranks, multiple
 @examples(100)
 @given(forests, st.integers(0, 60))
 def test_row_nodes_agree_with_the_arrays(trees, slack):
-    """Back ends that walk nodes and back ends that read ``visible_until`` see the same rule."""
+    """Back ends that walk nodes and back ends that read ``visible_until`` must see the same rule."""
     for row in pack(trees, max(longest_path(trees), 1) + slack)[0]:
         covered = []
         for i, node in enumerate(row.nodes):
@@ -152,7 +152,7 @@ def test_the_worked_example():
 
 
 def caterpillar(lengths: list[int], dead: frozenset[int] = frozenset(), name: str = "stream") -> TokenTree:
-    """A stream with pairs of ``lengths``; pairs in ``dead`` carry no weight."""
+    """Return a stream with pairs of ``lengths``; pairs in ``dead`` carry no weight."""
     nodes, trunk = [Node(-1, [1] * 5)], 0
     for pair, length in enumerate(lengths):
         weight = 0.0 if pair in dead else 1.0

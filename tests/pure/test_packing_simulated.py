@@ -1,4 +1,4 @@
-"""What cut trunks cost, foretold from simulated streams."""
+"""Cost of cut trunks, predicted from simulated streams."""
 
 from __future__ import annotations
 

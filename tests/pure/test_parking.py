@@ -12,7 +12,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int16)
 
 @st.composite
 def buffers_with_views(draw):
-    """[(a buffer, some of its views)], as Megatron makes parameters of its buffers."""
+    """Draw [(a buffer, some of its views)], as Megatron makes parameters of its buffers."""
     found = []
     for number in range(draw(st.integers(1, 4))):
         length = draw(st.integers(1, 40))

@@ -1,4 +1,4 @@
-"""The plan: every shipped recipe fits and is in the README; each phase's verdict; what the engine wants."""
+"""The plan: every shipped recipe fits and is in the README; each phase's verdict; the engine's demands."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PUBLISHED = {
     "qwen3-32b": 32.762,
     "qwen3-next-80b-a3b-thinking": 79.674,
 }
-"""Billions of parameters."""
+"""Published parameters in billions."""
 
 
 def planned(file: str, *overrides: str) -> Memory:
@@ -63,7 +63,7 @@ def test_a_recipe_that_says_how_much_host_memory_it_needs_says_what_the_plan_say
 
 
 def test_rows_of_131072_of_the_32b_model_over_context_parallel_ranks():
-    """On 8 GPUs, and on 16 of which two share a row's positions."""
+    """The rows run on 8 GPUs, and on 16 of which two share a row's positions."""
     row = "packing.max_tokens_per_row=131072"
     one, two = (
         planned("qwen3_32b.yaml", row, *layout).activations.kept
@@ -87,8 +87,8 @@ def test_what_comes_from_other_nodes_is_what_ranks_beyond_the_nodes_eight_have(t
 
 
 def test_a_step_over_context_parallel_ranks_costs_what_it_did_and_the_exchange():
-    """Links that bring twice as much take half of that. A pass of recomputation exchanges again, and so do
-    the reference's and the old policy's."""
+    """Links that are twice as fast take half of that. Recomputation exchanges again, and so do the passes of
+    the reference model and the old policy."""
     keys = ["parallel.tensor=4", "parallel.context=2"]
     recipe, without = (load(ROOT / "recipes/qwen3_32b.yaml", more) for more in (keys, keys[:1]))
     model, work, gpu = model_config(recipe), workload(recipe), GPUS[2]
@@ -152,7 +152,7 @@ def test_only_what_is_parked_leaves_the_gpu_while_the_engine_generates():
 
 
 def test_a_trainer_that_is_not_parked_leaves_vllm_too_little_to_start():
-    """``request_memory`` wants its share of the GPU free, whatever size the KV cache is given."""
+    """``request_memory`` requires its share of the GPU to be free, whatever size the KV cache is given."""
     for overrides in ((), ("rollout.kv_cache_gib=20",)):
         need = planned("qwen3_32b.yaml", "rollout.park_trainer=none", *overrides)
         assert any(problem.startswith("start: vLLM wants 68.7 GB free") for problem in need.problems())

@@ -149,7 +149,8 @@ def test_a_missing_reference_is_an_error():
 
 @pytest.mark.parametrize("distance", [-1e4, -21.0, -19.0, 0.5, 19.0, 21.0, 1e4])
 def test_exponents_are_clamped_to_20_as_in_verl_and_counted(distance):
-    """Token ratio without a gain from clipping (A < 0), and k3: both stay finite, flat beyond the limit."""
+    """Both the token ratio without a gain from clipping (A < 0) and k3 stay finite, and flat beyond the
+    limit."""
     logprobs = torch.zeros(1, dtype=torch.float64, requires_grad=True)
     one = torch.ones(1, dtype=torch.float64)
     loss, log = policy_loss(
@@ -193,7 +194,7 @@ def test_the_mismatch_is_measured_as_defined():
 
 
 def test_metrics_of_rows_are_those_of_one_row_with_all_their_segments():
-    """Means over tokens, means over segments, extremes, and quantiles."""
+    """The metrics are means over tokens, means over segments, extremes, and quantiles."""
     torch.manual_seed(0)
     trainer, engine = torch.rand(2, 60, dtype=torch.float64).log()
     segment_ids = torch.arange(60) // 7

@@ -143,7 +143,7 @@ def test_a_mistake_is_an_error_that_names_the_key(changes, message):
 
 
 def number_keys(schema, path=()):
-    """Every key of the schema that takes a plain number, outside of lists."""
+    """Yield every key of the schema that takes a plain number, outside of lists."""
     for name, field in schema.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             yield from number_keys(field.annotation, (*path, name))
@@ -274,7 +274,7 @@ TEXTS = ("13", "0123", "0o17", "2026", "1e6", "1:30", "12:00:00", "2026-11-23", 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_key_that_holds_text_keeps_what_looks_like_something_else(tmp_path, text):
-    """In files, on the command line, and in the file that a run leaves."""
+    """Cases: in files, on the command line, and in the file that a run writes."""
     path = tmp_path / "r.yaml"
     sources = f"data: {{sources: [{{name: {text}, path: b}}]}}\n"
     path.write_text(f"name: a\ninputs_from: {text}\nsteps: 3\nmodel: {{path: {text}}}\n{sources}")
@@ -602,7 +602,7 @@ def test_results_are_not_written_over(capsys, tmp_path):
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_defaults_written_out_are_the_same_objective(name):
-    """And the recipe that says them all is one that loads."""
+    """The recipe that states all of them also loads."""
     before = small(objective=name, sampling="tree" if name == "treerpo" else "independent")
     after = with_defaults(before)
     assert resolve(after) == resolve(before)

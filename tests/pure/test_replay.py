@@ -1,4 +1,4 @@
-"""Recorded rollouts in place of an engine: what does not fit is named before anything is trained."""
+"""Recorded rollouts in place of an engine: a misfit is named before anything is trained."""
 
 from __future__ import annotations
 

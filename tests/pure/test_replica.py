@@ -1,4 +1,4 @@
-"""The thread in which calls to servers run: what becomes of them when the engine is closed."""
+"""The thread in which calls to servers run: pending calls when the engine is closed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_closed_engine_refuses_calls():
 
 
 def test_a_call_that_meets_a_close_ends_or_is_refused():
-    """Whichever of the two threads comes first."""
+    """Either thread may come first."""
     for _ in range(20):
         io, met = Background(), threading.Event()
         closing = threading.Thread(target=lambda io=io, met=met: (met.wait(), io.close()))

@@ -17,7 +17,7 @@ PROBLEMS, SAMPLES = 20, 4
 
 
 def result(right: int, benchmark: str = "aime25", questions: str = "q") -> EvaluationResult:
-    """``right`` of 20 problems are solved by every sample."""
+    """Return a result where ``right`` of 20 problems are solved by every sample."""
     answers = [
         Answers(f"{questions}{i}", [float(i < right)] * SAMPLES, ["correct"] * SAMPLES, [9] * SAMPLES)
         for i in range(PROBLEMS)
@@ -28,7 +28,7 @@ def result(right: int, benchmark: str = "aime25", questions: str = "q") -> Evalu
 def make_run(
     home: Path, seed: int, right: int | None, questions: str = "q", hours: float = 0.5, **changes
 ) -> Path:
-    """A run of 2 steps: 30 effective samples of 2,000 tokens in ``hours`` GPU hours each."""
+    """Write a run of 2 steps: 30 effective samples of 2,000 tokens in ``hours`` GPU hours each."""
     run = recipe(Path("models/Tiny-1B"), seed=seed, **{"steps": 2} | changes)
     folder = write_run(home / f"{run.method}-seed{seed}", run)
     write_results(folder / "evaluation/before.json", [result(10, questions=questions)])
@@ -118,7 +118,7 @@ def tables_of(tmp_path: Path) -> dict:
 
 
 def test_runs_of_two_recipes_are_two_methods_named_by_what_differs(tmp_path):
-    """Whatever their folders and names are; seeds of one recipe stay one method."""
+    """Folders and names do not matter; seeds of one recipe stay one method."""
     for seed, right in ((0, 11), (1, 13)):
         make_run(tmp_path / "small", seed, right, group_size=4)
         make_run(tmp_path / "large", seed, right + 4, group_size=8, name="other", optimizer={"lr": 1e-3})

@@ -15,7 +15,8 @@ from megatron_eqlen.report.tracker_kinds import TensorBoard
 
 @pytest.fixture(autouse=True)
 def files_are_counted_as_in_a_process_of_its_own(monkeypatch):
-    """TensorBoard sorts files of one second by the process's count of them, as text: 10 before 9."""
+    """Reset TensorBoard's count: it sorts files of one second by the process's count of them, as text: 10
+    before 9."""
     counter = type(event_file_writer._global_uid)(0)
     monkeypatch.setattr(event_file_writer, "_global_uid", counter)
 
@@ -30,7 +31,7 @@ def write(folder, steps, value, behind=0, close=True):
 
 
 def curve(folder):
-    """(step, value) of the reward as TensorBoard shows it."""
+    """Return (step, value) of the reward as TensorBoard shows it."""
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
     return [(event.step, event.value) for event in events.Scalars("reward/mean")]

@@ -24,7 +24,7 @@ VOID = {"meta", "br", "link", "input"}
 
 
 class Page(HTMLParser):
-    """Checks that tags close in order, collects text and references."""
+    """Checks that tags close in order; collects text and references."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def log_steps(run: Path, steps: int, **extra: float) -> None:
 
 
 def evaluate(run: Path, label: str, rewards: np.ndarray) -> None:
-    """``rewards`` [P, k]."""
+    """Write an evaluation of ``rewards`` [P, k]."""
     answers = [
         Answers(f"p{n}", [float(r) for r in row], ["correct" if r else "wrong" for r in row], [10] * len(row))
         for n, row in enumerate(rewards)
@@ -110,7 +110,7 @@ def test_only_stages_share_out_a_step(tmp_path):
 
 
 def test_a_step_is_a_number_and_its_seconds_and_the_progress_have_names_of_their_own(tmp_path):
-    """The seconds are a mean of the same newest steps wherever they stand."""
+    """The seconds are a mean of the same newest steps in every place."""
     run = write_run(tmp_path, recipe(tmp_path))
     writer = MetricsWriter(run)
     for step in range(1, 15):
@@ -197,7 +197,8 @@ def test_the_page_and_its_library_are_part_of_the_built_package(tmp_path):
 
 
 def test_a_charts_series_share_one_axis_of_steps_and_of_seconds(tmp_path):
-    """Two that were measured at other steps, in a run whose first step took 4 s and ended at 104."""
+    """The two series were measured at different steps, in a run whose first step took 4 s and ended at
+    104."""
     seconds = {0: 0.0, 1: 4.0, 2: 9.0, 3: 15.0}
     first, second = (
         Series("a", [(1, 0.5), (3, 0.25)]),

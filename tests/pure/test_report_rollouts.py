@@ -1,4 +1,4 @@
-"""Rollouts for people: what the views, drawings and the terminal say of types.py's worked example."""
+"""Rollouts in readable form: views, drawings and terminal output of types.py's worked example."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def as_ids(token_ids: list[int]) -> str:
 
 
 def look(rollout, sampling="equal_length", **changes):
-    """A rollout that was trained alone."""
+    """Return the view of a rollout that was trained alone."""
     return view(rollout, as_ids, Training([rollout], recipe(Path("model"), sampling=sampling, **changes)))
 
 
 def boxes(svg: str) -> dict[str, tuple[float, float]]:
-    """Label: left edge and width."""
+    """Return label -> (left edge, width)."""
     root = ET.fromstring(svg)
     found = {}
     for group in root.iter("g"):
@@ -145,8 +145,8 @@ def test_prompts_that_dynamic_sampling_dropped_are_not_trained():
 
 
 def test_roles_and_uses_are_those_of_the_trees_that_are_trained():
-    """Whatever the objective, a segment's tokens are trained upwards exactly where their node's product of
-    weight and advantage is positive."""
+    """With every objective, a segment's tokens are trained upwards exactly if their node's product of weight
+    and advantage is positive."""
     rollouts = [example_stream(), dataclasses.replace(example_stream(), index=1)]
     rollouts[1].pairs[0].a.grade = RIGHT
     for objective in ("grpo", "dr_grpo", "dler", "rloo", "gspo"):

@@ -1,4 +1,4 @@
-"""Trackers: a run goes on whatever they do, and one that is resumed goes on with its curve."""
+"""Trackers: no tracker stops a run, and a resumed run continues its curve."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class FakeMlflow(types.ModuleType):
 
 
 def train(folder, steps, /, behind=0, samples=None, error=False, **changes):
-    """What a run does with its writer."""
+    """Do what a run does with its writer."""
     report = {"wandb_project": "eqlen"}
     asked = recipe(folder, **{"report": report} | changes)
     with (
@@ -144,7 +144,7 @@ def mlflow(monkeypatch):
 
 @pytest.fixture
 def rollouts(tmp_path) -> Samples:
-    """Of the third step: types.py's worked example, and a group's question."""
+    """Return samples of the third step: types.py's worked example, and a group's question."""
     other = dataclasses.replace(example_stream(), prompt=prompt(2))
     other.pairs[1].a.grade = other.pairs[0].a.grade
     asked = recipe(tmp_path)
@@ -176,7 +176,7 @@ def test_a_resumed_run_goes_on_with_its_curve_and_shows_no_step_twice(tmp_path, 
 
 
 def test_wandb_waits_for_its_server_as_long_as_a_runs_end_may_wait(tmp_path, wandb):
-    """Its hook at the process's end waits for ``init`` too: 97 s with wandb's own 90 s."""
+    """Its hook at the process's end waits for ``init`` too: 97 s with wandb's own limit of 90 s."""
     fake = wandb()
     train(tmp_path, [1])
     assert fake.started[0]["settings"] == dict.fromkeys(

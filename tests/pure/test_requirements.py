@@ -19,7 +19,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def exported(*options: str) -> dict[str, str]:
-    """Versions by name of what the lock has for these extras or groups."""
+    """Return the versions, by name, that the lock has for these extras or groups."""
     command = [
         UV,
         "export",
@@ -50,7 +50,7 @@ def test_the_lock_answers_pyproject_toml(tmp_path):
 
 
 def test_the_lock_names_no_place_that_packages_come_from():
-    """pip's configuration says where they come from."""
+    """pip's configuration decides the places."""
     assert re.findall(r"\w+://[^\"]*", (ROOT / "uv.lock").read_text()) == []
 
 

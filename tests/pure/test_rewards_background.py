@@ -1,4 +1,4 @@
-"""Grading begins when a response ends: what overlaps, what is waited for, and what goes wrong meanwhile."""
+"""Grading begins when a response ends: overlap, waiting, and errors."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def verdicts(one: Group) -> list[tuple[str, float] | None]:
 
 @pytest.fixture
 def begun(tmp_path, monkeypatch):
-    """The items that graders have begun."""
+    """Return the items that graders have begun."""
     monkeypatch.setattr(slow_graders, "LOG", str(tmp_path / "log"))
     (tmp_path / "log").touch()
     return lambda: [line.split()[0] for line in (tmp_path / "log").read_text().splitlines()]

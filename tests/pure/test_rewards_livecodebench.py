@@ -1,4 +1,4 @@
-"""LiveCodeBench's verdicts: programs with what its own checker says of each, found by running it."""
+"""LiveCodeBench's verdicts: programs with the verdict of its own checker, found by running it."""
 
 import json
 
@@ -15,7 +15,7 @@ CASES = [(case, problem["tests"]) for problem in TABLE for case in problem["prog
 
 
 def gold(tests: dict, seconds: float | None = None) -> str:
-    """As the reader makes it of a row's texts."""
+    """Return the gold that the reader makes of a row's texts."""
     inputs, outputs, function = tests["inputs"], tests["outputs"], tests.get("fn_name")
     if function:
         inputs = [[json.loads(line) for line in text.split("\n")] for text in inputs]
@@ -62,7 +62,7 @@ def test_the_official_extraction_takes_what_lies_between_the_last_two_fences(tex
 
 
 def test_outputs_of_all_tests_together_may_be_large():
-    """More than one test's limit: the checker's process reports them all."""
+    """The output exceeds one test's limit: the checker's process reports all tests together."""
     tests = CodeTests([""] * 3, ["x" * (8 << 20)] * 3, livecodebench=True).to_json()
     grader = CodeGrader(workers=1, lcb_strict=True)
     (grade,) = grader.grade(["```python\nprint('x' * (8 << 20))\n```"], [tests])
@@ -84,7 +84,7 @@ def test_dev_null_opens_for_writing(strict):
 
 
 def test_rules_are_in_force_for_livecodebench_problems_alone():
-    """Another set's program must import what it uses, and an exit status is one."""
+    """Programs of other sets must import their names, and their exit status counts."""
     grader = CodeGrader(workers=1)
     programs = ["print(gcd(4, 6))", "import sys\nprint(2)\nsys.exit(1)"]
     texts = [f"```python\n{program}\n```" for program in programs]

@@ -1,4 +1,4 @@
-"""The math grader: what counts as right, and that nothing a model writes can hang or crash it."""
+"""The math grader: which answers are right, and that no model output can hang or crash it."""
 
 import os
 import signal
@@ -220,7 +220,8 @@ def table_grades(grader):
 
 @pytest.mark.slow  # 2,686 answers
 def test_the_table_of_answers_is_graded_as_people_grade_it(table_grades):
-    """Numbers, units, words, sets, equations, unicode, hedges: see tests/tables/math_answers.jsonl."""
+    """The table covers numbers, units, words, sets, equations, unicode, hedges: see
+    tests/tables/math_answers.jsonl."""
     graded = zip(TABLE, table_grades, strict=True)
     differ = {(case.gold, case.response) for case, grade in graded if grade.reward != case.right}
     assert differ == KNOWN_DIFFERENCES
@@ -275,7 +276,7 @@ ADVERSARIAL = {
 
 @pytest.mark.slow  # some cost what they may
 def test_no_answer_hangs_or_crashes_the_grader(grader):
-    """Every one gets a verdict, and the next ordinary answer is graded as ever."""
+    """Every answer gets a verdict, and the next ordinary answer is graded normally."""
     grades = grader.grade(list(ADVERSARIAL.values()), ["5"] * len(ADVERSARIAL))
     verdicts = dict(zip(ADVERSARIAL, (grade.verdict for grade in grades), strict=True))
     assert verdicts["nested boxes"] in ("correct", "no_answer", "unparseable")  # cut to the last characters
@@ -298,7 +299,7 @@ def test_unusable_golds_are_told_apart(grader):
 
 
 def test_workers_are_clean_processes(grader, monkeypatch):
-    """No torch, vLLM or Megatron in them, and none of the trainer's environment."""
+    """Workers have no torch, vLLM or Megatron, and none of the trainer's environment."""
     monkeypatch.setenv("SECRET_TOKEN", "hunter2")
     fresh = MathGrader("math_verify", workers=1)
     fresh.grade([r"\boxed{5}"], ["5"])

@@ -61,7 +61,8 @@ def make_prompts(count: int) -> list[Prompt]:
 
 
 def continuation(context: list[int], seed: int, end: float) -> list[int]:
-    """Token t of a path depends on (seed, t) and the tokens before it, as a model's does."""
+    """Return the continuation: token t of a path depends on (seed, t) and the tokens before it, as a model's
+    does."""
     tokens: list[int] = []
     while not tokens or tokens[-1] not in EOS:
         draw = random.Random(f"{seed}|{len(context) + len(tokens)}|{(context + tokens)[-3:]}")
@@ -82,7 +83,7 @@ class ScriptedEngine:
     max_num_seqs: int = 6
     policy_version: int = 3
     version_tokens: int | None = None
-    """Weights change after so many tokens of each path; None: never."""
+    """Number of tokens of each path after which the weights change; None: never."""
     max_chunk: int = 5
     max_losses: int = 3
     losses: Counter = field(default_factory=Counter)
@@ -92,7 +93,7 @@ class ScriptedEngine:
     submitted: list[tuple[str, list[int], int]] = field(default_factory=list)
     routes: bool = False
     paths: dict[str, tuple[list[int], int, int]] = field(default_factory=dict)
-    """Of each request: context and tokens, length of the context, rows that it brings of it."""
+    """(context and tokens, length of the context, rows of its path that it brings) of each request."""
 
     def submit(self, request_id, token_ids, max_tokens, seed, prompt_routes=0):
         assert request_id not in self.requests
@@ -158,13 +159,14 @@ class ScriptedEngine:
 
 
 def routes_of(path: list[int], first: int, stop: int) -> np.ndarray:
-    """Of tokens ``first`` to ``stop`` of a path: what was chosen depends on all tokens before each."""
+    """Return routes of tokens ``first`` to ``stop`` of a path; each depends on all tokens before it."""
     rows = [[zlib.crc32(bytes(path[:place])) % 256, place] for place in range(first, stop)]
     return np.array(rows, np.uint8).reshape(-1, 1, 2)
 
 
 def check_routes(rollout: Rollout) -> None:
-    """Every row is the one of its token, wherever its path forks, and the prompt's are there."""
+    """Assert that every row is the one of its token, wherever its path forks, and that the prompt's rows are
+    there."""
     prompt = rollout.prompt.token_ids
     assert np.array_equal(rollout.prompt_routes, routes_of(prompt, 1, len(prompt)))
     harvested = kind_of(rollout).parts(rollout)
@@ -180,8 +182,8 @@ def check_routes(rollout: Rollout) -> None:
 
 
 def reference_stream(prompt: Prompt, index: int, recipe: Recipe, seed: int, end: float) -> dict:
-    """The paper's lockstep: decode two tracks position by position; at an end, pair, inherit, and start
-    a new track beside the survivor."""
+    """Run the paper's lockstep: decode two tracks position by position; at an end, pair, inherit, and start a
+    new track beside the survivor."""
     limit = recipe.rollout.max_response_length
     max_pairs = 1 if recipe.equal_length.single_pair else recipe.equal_length.max_pairs
 
@@ -222,7 +224,8 @@ def shape(stream: Stream) -> dict:
 
 
 def check_logprobs(rollout: Rollout, start: int) -> None:
-    """The script's log-prob of a token tells its position, and its mask the token: they stay together."""
+    """Check the script's log-prob of a token, which encodes its position, and its mask, which encodes the
+    token."""
     paths = []
     if isinstance(rollout, Group):
         paths = list(rollout.completions)
@@ -293,8 +296,8 @@ def test_streams_are_the_lockstep_harvest_whatever_the_delivery(case):
     ("sampling", "objective"), [("equal_length", "grpo"), ("independent", "grpo"), ("tree", "treerpo")]
 )
 def test_means_over_draws_are_the_policys_where_means_over_ended_responses_are_not(sampling, objective):
-    """Each token ends a response with probability 0.2. What ends after more than 4 tokens gets 1, what does
-    not end within 12 gets 0."""
+    """Each token ends a response with probability 0.2. Responses that end after more than 4 tokens get 1,
+    responses that do not end within 12 get 0."""
     tree = {"branching": 2, "depth": 3}
     recipe = make_recipe(sampling=sampling, objective=objective, group_size=8, tree_sampling=tree)
     engine = ScriptedEngine(random.Random(1), max_num_seqs=400)
@@ -403,7 +406,7 @@ def test_of_rollouts_that_another_rank_keeps_there_are_token_ids_alone(case, sam
 @examples(100)
 @given(cases, st.sampled_from(["equal_length", "independent", "tree"]), st.sampled_from([None, 20, 80]))
 def test_parts_are_announced_as_they_become_final_and_make_up_the_rollout(case, sampling, budget):
-    """Each once, with its response; a kind's own ``parts`` and ``ended`` say which there are."""
+    """Each part is announced once, with its response; a kind's own ``parts`` and ``ended`` list them."""
     announced: dict[tuple[str, int], dict[int, tuple[RolloutPart, list[int]]]] = defaultdict(dict)
 
     def hear(harvester: Harvester, part: RolloutPart) -> None:
@@ -435,8 +438,8 @@ def test_parts_are_announced_as_they_become_final_and_make_up_the_rollout(case, 
 @examples(50)
 @given(cases)
 def test_a_harvester_is_asked_where_a_track_ends_and_not_at_every_token(case):
-    """Once for each track that ends, once after it was launched, and at most once more while the other one
-    catches up with it."""
+    """The harvester is asked once for each track that ends, once after it was launched, and at most once more
+    while the other track catches up with it."""
     asked = Counter()
 
     def count(self):

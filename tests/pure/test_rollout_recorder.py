@@ -78,7 +78,7 @@ def test_rollouts_and_grades_read_back_identically(tmp_path):
 
 
 def test_routes_are_recorded_as_the_recipe_says(tmp_path):
-    """In the record they take what the experts' numbers hold: 7 bits of 8 with 128 experts."""
+    """In the record, routes take the bits that the experts' numbers need: 7 of 8 with 128 experts."""
     routes = np.random.default_rng(0).integers(0, 128, (20_000, 48, 8)).astype(np.uint8)
     segment = Segment(np.ones(20_000), np.zeros(20_000), "stop", routes=routes)
     group = Group(prompt("p"), 0, [segment], prompt_routes=routes[:0])
@@ -202,7 +202,7 @@ def test_a_notebook_reads_segments_with_their_rewards(tmp_path):
 
 
 def shape(rollout) -> list:
-    """All that is decided from without arrays."""
+    """Return all that is decided without arrays."""
     facts = [(len(s), s.finish_reason, s.grade, s.sampling_mask is not None) for s in rollout.segments()]
     ended = [(s.finish_reason, len(response)) for s, response in rollout.ended()]
     routes = [rollout.prompt_routes, *(s.routes for s in rollout.segments())]
@@ -224,7 +224,7 @@ def test_skeletons_have_everything_but_arrays(tmp_path):
 
 
 def test_skeletons_read_no_arrays_and_token_ids_only_of_those_who_are_asked_for(tmp_path):
-    """Arrays are damaged here, and only who reads them finds out."""
+    """Arrays are damaged here, which only readers of arrays notice."""
     noise = np.random.default_rng(0).integers(0, 1 << 30, 100_000)
     long = Group(prompt("p"), 0, [Segment(noise, np.zeros(len(noise)), "stop", GRADE)])
     with Recorder(tmp_path / "rank-0.arrow") as recorder:
@@ -266,7 +266,7 @@ def test_pickled_rollouts_are_equal(rollout):
 
 
 def test_a_recorded_token_takes_at_most_9_bytes_in_memory_and_6_on_disk(tmp_path):
-    """Of a model's tokens: log-probs are 4 random bytes, ids fall off as words do."""
+    """The tokens are like a model's: log-probs are 4 random bytes, ids fall off as words do."""
     random = np.random.default_rng(0)
     ids = np.minimum(random.zipf(1.3, 200_000), 150_000)
     group = Group(prompt("p"), 0, [Segment(ids, -random.exponential(1, len(ids)).astype(np.float32), "stop")])
@@ -278,7 +278,7 @@ def test_a_recorded_token_takes_at_most_9_bytes_in_memory_and_6_on_disk(tmp_path
 
 
 def test_what_weights_of_another_version_generated_is_set_aside(tmp_path, caplog):
-    """After a resume an update that was skipped may be taken: what is recorded of later steps is stale."""
+    """After a resume an update that was skipped may be taken: later recorded steps are stale then."""
     folder = tmp_path / "step-00000003"
     set_aside_stale(folder, 3, 3)  # nothing is recorded yet
     record(folder / "rank-0.arrow", [TREE])

@@ -1,4 +1,4 @@
-"""A harvest that is killed, again and again, ends as one that was not: the scripted engine of
+"""A harvest that is killed, again and again, ends like one that was not: the scripted engine of
 ``test_rollout_harvest``, a real recorder, and a disk that stops at any batch."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Killed(Exception):
 
 @dataclass
 class Mortal(ScriptedEngine):
-    """Dies after so many steps."""
+    """An engine that dies after that many steps."""
 
     life: int = 10**9
     masks: bool = True
@@ -61,7 +61,7 @@ class Mortal(ScriptedEngine):
 
 @dataclass
 class Lockstep(Mortal):
-    """Gives each request one token a step, so what a budget leaves is the same in every run."""
+    """Gives each request one token a step, so that a budget leaves the same rollouts in every run."""
 
     max_chunk: int = 1
 
@@ -71,7 +71,7 @@ class Lockstep(Mortal):
 
 
 class Stopping:
-    """A disk that takes so many batches and no more, as when the process is killed between two."""
+    """A disk that takes that many batches and no more, as when the process is killed between two."""
 
     def __init__(self, batches: int) -> None:
         self.batches = batches
@@ -142,7 +142,8 @@ def recipe_of(case: dict) -> Recipe:
 
 
 def engine_of(case: dict, chaos: int, life: int = 10**9) -> Mortal:
-    """With a budget, what is harvested depends on the order in which tokens arrive: it must be one order."""
+    """Return the engine. With a budget, the harvest depends on the order in which tokens arrive: it must be
+    one order."""
     given = {
         "max_num_seqs": case["max_num_seqs"], "life": life, "masks": case["masks"], "routes": case["routes"],
         "version_tokens": case["version_tokens"],
@@ -180,7 +181,8 @@ def test_killed_at_any_batch_and_any_step_a_harvest_ends_as_if_it_had_not_been(c
 
 
 def check_versions(rollout: Rollout, version_tokens: int | None) -> None:
-    """The script's log-probs say where a token lies on its path, and so which weights sampled it."""
+    """Check versions by the script's log-probs, which encode a token's place on its path, and so its
+    weights."""
     for segment in rollout.segments():
         starts, versions = zip(*segment.versions, strict=True)
         assert starts[0] == 0

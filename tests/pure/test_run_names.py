@@ -1,4 +1,4 @@
-"""Run folders: a function of the recipe, apart for all that tells two experiments apart, and readable."""
+"""Run folders: a function of the recipe, different for different experiments, and readable."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ SECRET = "the-parents-secret"
 
 @pytest.fixture(scope="module")
 def sandbox():
-    """A worker with a sandbox, forked from a clean process as in training."""
+    """Yield a worker with a sandbox, forked from a clean process as in training."""
     os.environ["SECRET_TOKEN"] = SECRET
     pool = WorkerPool(WORKER_MODULE, 1, {"isolation": vars(offered_isolation())})
     run(pool, "pass")  # the worker starts with its first job
@@ -141,7 +141,8 @@ page = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXE
 page.write(code)
 ctypes.CFUNCTYPE(None)(ctypes.addressof(ctypes.c_char.from_buffer(page)))()
 """
-"""Calls clone 4,000 times and waits, in machine code: neither a stack nor Python limits its threads."""
+"""Program that calls clone 4,000 times and waits, in machine code: neither a stack nor Python limits its
+threads."""
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="machine code of x86_64")
@@ -174,7 +175,7 @@ def test_a_runtime_error_shows_the_programs_own_lines(sandbox):
 
 
 def test_nothing_of_one_program_is_left_for_the_next(sandbox):
-    """Neither its text, nor its input, nor what it changed in the interpreter."""
+    """This covers its text, its input, and its changes to the interpreter."""
     run(
         sandbox,
         "import json, builtins\nMARK = 'mark-of-the-first'\nbuiltins.print = json.dumps = None",
@@ -289,7 +290,7 @@ print(json.dumps([runs, shortcoming(isolation)]))
 
 
 def test_no_attack_succeeds_where_landlock_has_no_signal_scopes():
-    """As on kernels before 6.12, where only the system-call filter stands between a program and a signal."""
+    """Kernels before 6.12 have none: only the system-call filter stands between a program and a signal."""
     attacks = [text for name, text in ATTACKS.items() if "kill" in name or "pipe" in name or "owner" in name]
     command = [sys.executable, "-P", "-c", WITHOUT_SIGNAL_SCOPES]
     ended = subprocess.run(command, input=json.dumps(attacks), capture_output=True, text=True, check=True)
@@ -306,7 +307,7 @@ def test_a_machine_whose_filter_has_a_hole_is_not_called_strict(monkeypatch, hol
 
 
 def test_a_program_that_runs_as_root_has_no_capability(caplog):
-    """Seen from outside, in /proc; and it is a warning that it runs as root."""
+    """The capabilities are read from outside, in /proc; running as root is a warning."""
     with Sandbox(Isolation(True, True, False)) as sandbox, ThreadPoolExecutor() as threads:
         sleeper = threads.submit(sandbox.run, "import time\ntime.sleep(2)", "", Limits(9, 9, 256))
         children = Path(f"/proc/{sandbox._zygote}/task/{sandbox._zygote}/children")
@@ -333,7 +334,7 @@ def test_programs_that_run_as_root_are_a_warning(monkeypatch, caplog):
 
 
 def processes() -> set[int]:
-    """Pids of every live process that descends from this one."""
+    """Return the pids of every live process that descends from this one."""
     return descendants(os.getpid())
 
 
@@ -396,7 +397,7 @@ pool.map([item], 100.0, 1.0)
 
 @pytest.mark.parametrize("victim", ["trainer", "host", "worker", "zygote"])
 def test_what_a_killed_process_started_dies_with_it(victim):
-    """trainer > host > worker > zygote > program, and a process that keeps the sockets open."""
+    """The chain is trainer > host > worker > zygote > program, and a process that keeps the sockets open."""
     command = [sys.executable, "-P", "-c", TRAINER]
     trainer = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     try:
@@ -414,7 +415,7 @@ def test_what_a_killed_process_started_dies_with_it(victim):
 
 
 def test_a_program_whose_zygote_is_gone_already_does_not_run(tmp_path):
-    """It may be gone before the program looks for its parent, and then any process may be that."""
+    """The zygote may end before the program looks for its parent, and then any process may be the parent."""
     if (pid := os.fork()) == 0:
         try:
             another = os.getpid()  # nobody's own parent
@@ -425,7 +426,7 @@ def test_a_program_whose_zygote_is_gone_already_does_not_run(tmp_path):
 
 
 def deepest_chain(pid: int, length: int) -> list[int] | None:
-    """A line of descent of ``length`` processes from ``pid`` on."""
+    """Return a line of descent of ``length`` processes from ``pid`` on."""
     if length == 1:
         return [pid]
     try:
@@ -456,7 +457,8 @@ def test_folders_of_killed_processes_are_swept_at_the_next_start(tmp_path, monke
 
 
 def emulate(program: bytes, number: int, arguments: tuple[int, ...] = (), arch: int = 0xC000003E) -> int:
-    """What a classic-BPF program returns for a system call: an interpreter of the five instructions used."""
+    """Return the result of a classic-BPF program for a system call: an interpreter of the five instructions
+    used."""
     data = struct.pack("=IIQ6Q", number, arch, 0, *(*arguments, *[0] * (6 - len(arguments))))
     at, value = 0, 0
     while True:
@@ -476,7 +478,7 @@ ALLOWED, DENIED, KILLED, NO_SUCH = 0x7FFF0000, 0x00050001, 0x80000000, 0x0005002
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_the_filter_of_every_machine(machine):
-    """By emulation, so that the aarch64 filter is checked here too."""
+    """The filter is emulated, so that the aarch64 filter is checked here too."""
     calls = MACHINES[machine]
     arch = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}[machine]
     openat = {"x86_64": 257, "aarch64": 56}[machine]

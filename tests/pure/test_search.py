@@ -73,7 +73,7 @@ def test_lengths_have_a_heavy_tail_of_which_a_few_percent_reach_the_recipes_limi
 
 
 def test_who_imitates_it_is_right_half_of_the_time():
-    """Given up, an imitator can only guess among the modulus' values."""
+    """An imitator that gives up can only guess among the modulus' values."""
     rng = random.Random(1)
     right = []
     for _ in range(4000):

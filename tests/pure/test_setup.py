@@ -1,4 +1,4 @@
-"""tools/setup resumes, says what failed and refuses unfit machines; tools/quickstart chooses a device."""
+"""tools/setup resumes, reports failures and refuses unfit machines; tools/quickstart chooses a device."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def machine(tmp_path: Path) -> Machine:
 
 @pytest.mark.slow  # makes two environments
 def test_a_set_up_that_failed_says_why_and_resumes_and_a_new_lock_begins_anew(machine):
-    """uv cannot be installed, then a uv whose lock is empty is there."""
+    """First uv cannot be installed, then there is a uv whose lock is empty."""
     machine.environ = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}
     failed = machine.run("tools/setup", "docs")
     assert failed.returncode == 1

@@ -1,4 +1,4 @@
-"""`eqlen status`: where a run stands, whatever has become of it; and what the run itself writes for that."""
+"""`eqlen status`: the state of a run in every condition, and the files that the run writes for it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Life:
         self.hold._file.close()
 
     def cut_off(self) -> None:
-        """What kill -9 leaves: the file as it is, and no lock."""
+        """Leave the state of kill -9: the file as it is, and no lock."""
         self.hold._file.close()
         written = read_state(self.folder)
         self.end()
@@ -92,7 +92,7 @@ def test_a_folder_with_a_recipe_alone_has_not_started(run):
 
 
 def test_a_job_that_was_submitted_is_told_of_until_it_has_the_folder(run):
-    """Also where it is to go on with a run that was stopped."""
+    """The job may also be one that resumes a stopped run."""
     life = Life(run)
     life.end()
     made = recipe(run.parent, run_dir=str(run))
@@ -135,7 +135,7 @@ def test_a_run_that_goes_on_says_who_does_what_since_when(run):
 
 
 def test_one_that_was_cut_off_says_in_what(run):
-    """Though an earlier try hung."""
+    """An earlier try hung."""
     hang(run, "1", at=1.0, index="rank 0 is in stage score\n")
     life = Life(run)
     with life.timeline.span("train"):
@@ -158,7 +158,7 @@ def test_one_that_ended_before_its_limit_says_whether_an_error_ended_it(run, err
 
 
 def test_a_first_error_of_any_rank_is_what_ended_it(run):
-    """Rank 0, which writes the state, was killed by its launcher."""
+    """The launcher killed rank 0, which writes the state."""
     life = Life(run)
     life.wait_until(lambda one: read_state(run))
     life.cut_off()
@@ -253,7 +253,7 @@ def test_a_run_that_slurm_starts_no_more_says_so(run):
 
 
 def test_one_that_holds_its_folder_without_a_sign_of_life_is_silent(run, monkeypatch):
-    """Stopped by a signal, or in front of a disk that blocks."""
+    """Causes: stopped by a signal, or blocked by a disk."""
     life = Life(run)
     assert life.wait_until(lambda one: read_state(run)).condition == "running"
     now = time.time()
@@ -282,7 +282,7 @@ def test_a_run_says_with_what_it_was_started(run, monkeypatch):
 
 
 def test_a_page_that_is_not_live_has_times_in_place_of_ages(run):
-    """It is read long after it was written, by the run itself at its end."""
+    """The page is read long after the run wrote it at its end."""
     life = Life(run)
     life.steps(4)
     with life.timeline.span("evaluate"):
@@ -314,7 +314,7 @@ def test_one_whose_work_is_all_done_is_complete(run):
 
 
 def test_one_on_another_machine_is_believed_while_it_gives_signs_of_life(run, monkeypatch):
-    """There its lock may not be seen: some file systems keep locks to one machine."""
+    """The lock may not be seen there: some file systems keep locks to one machine."""
     life = Life(run)
     with life.timeline.span("train"):
         life.wait_until(lambda one: one.stages)
@@ -360,7 +360,7 @@ def test_json_has_all_of_it_and_a_folder_that_is_no_run_is_named(run, capsys):
 
 
 def slurm(folder: Path, monkeypatch, squeue: str, sacct: str = "exit 1") -> None:
-    """Stand-ins for SLURM's commands, first on the PATH."""
+    """Put stand-ins for SLURM's commands first on the PATH."""
     slurm_state._asked.cache_clear()
     (folder / "bin").mkdir(exist_ok=True)
     for name, text in {"squeue": squeue, "sacct": sacct}.items():
@@ -393,7 +393,7 @@ def test_a_job_that_never_trained_is_what_slurm_says_of_it(run, monkeypatch, squ
 
 
 def test_a_job_that_slurm_told_to_end_is_cancelled_unless_it_waits_to_start_again(run, monkeypatch):
-    """Also where no command of SLURM is at hand."""
+    """The condition is also found without any command of SLURM."""
     made = recipe(run.parent, run_dir=str(run))
     RunFolder(made).submitted("12", made)
     (run / RESTART).write_text("0")

@@ -1,4 +1,4 @@
-"""A step is a value: what one verb learns is in the step that it returns, and nowhere else."""
+"""A step is a value: the results of each verb are in the step that it returns, and nowhere else."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""``eqlen submit``: what the batch script asks for and calls, and what is refused before it is submitted; how
-the batch scripts start containers. ``tests/slurm`` submits for real."""
+"""``eqlen submit``: requests and calls of the batch script, refusals before submission, and how the batch
+scripts start containers. ``tests/slurm`` submits for real."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ echo "42;bed"
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch) -> Path:
-    """The working directory; nothing that the batch scripts read is set."""
+    """Return the working directory, with none of the batch scripts' variables set."""
     monkeypatch.chdir(tmp_path)
     for name in ("CONTAINER_IMAGE", "CONTAINER_MOUNTS", "EQLEN_PYTHON", "MAX_RESTARTS", "EQLEN_CHECK"):
         monkeypatch.delenv(name, raising=False)
@@ -46,7 +46,7 @@ def write(path: Path, text: str) -> Path:
 
 @pytest.fixture
 def recipe(here) -> str:
-    """One for a CPU whose inputs exist."""
+    """Return a recipe for a CPU whose inputs exist."""
     shutil.copy(ROOT / "megatron_eqlen/hf/configs/qwen3-0.6b.json", write(here / "base/config.json", ""))
     data = f"[{{name: sums, path: {here}, reader: jsonl}}]"
     text = f"name: small\nsteps: 1\nmodel: {{path: {here}/base}}\ndata: {{sources: {data}}}\n"
@@ -60,7 +60,7 @@ def script(capsys, *arguments: str) -> str:
 
 
 def directives(text: str) -> list[dict[str, str]]:
-    """What counts of ``#SBATCH`` lines, the last of each name, for each component of the job."""
+    """Return the effective ``#SBATCH`` lines, the last of each name, for each component of the job."""
     parts = re.split("^#SBATCH hetjob\n", text, flags=re.MULTILINE)
     lines = [re.findall(r"^#SBATCH (.*)", part, flags=re.MULTILINE) for part in parts]
     return [dict(word.partition("=")[::2] for line in part for word in shlex.split(line)) for part in lines]
@@ -99,7 +99,7 @@ def test_what_follows_two_dashes_has_the_last_word(capsys):
      ("21", None), ("0:20:01", None), ("1-0", None), ("24:00:00", None), ("UNLIMITED", None)],
 )  # fmt: skip
 def test_a_limit_that_leaves_hardly_a_step_before_slurms_notice_is_told(recipe, here, capsys, time, minutes):
-    """In plans, and when a job is submitted."""
+    """The warning is in plans, and at submission."""
     assert cli.main(["plan", recipe, f"cluster.time={time}"]) == 0
     warning = f"WARNING: cluster.time: {time} is {minutes} minutes for SLURM, and a run is asked to stop 10 "
     assert (warning in capsys.readouterr().out) == (minutes is not None)
@@ -279,7 +279,7 @@ def test_an_old_try_in_a_container_hides_its_end_from_the_new_one(here):
 def test_a_node_that_is_not_ready_ends_the_try_and_is_left_out_where_another_is_up(
     here, nodes, up, listed, left_out
 ):
-    """Not where none of several nodes is ready: that is not the nodes' fault."""
+    """A node is not left out if none of several is ready: that is not the nodes' fault."""
     environ = {"NODES": nodes, "SLURM_NNODES": str(len(nodes.split())), "UP": up, "LISTED": listed}
     status, (checked,), said = batch(here, "train.sbatch", EQLEN_CHECK="1", **environ)
     assert status == 1
@@ -307,7 +307,7 @@ exec {folder}/python "${{@:4}}"
 
 
 def test_the_documented_command_runs_every_python_in_apptainers_image(here):
-    """With a stand-in for apptainer, whose options it reads."""
+    """A stand-in for apptainer reads the command's options."""
     text = (ROOT / "docs/cluster.md").read_text()
     lines = text.split("apptainer build ")[1].split("```")[0].splitlines()[1:-1]
     subprocess.run(["bash", "-ec", "\n".join(lines)], cwd=here, check=True)
@@ -320,7 +320,7 @@ def test_the_documented_command_runs_every_python_in_apptainers_image(here):
 
 
 def test_a_run_that_was_asked_to_stop_is_not_started_again(here):
-    """It ends well, without an export, and the time limit is far."""
+    """The script ends with success, without an export, and the time limit is far."""
     status, _, said = batch(here, "train.sbatch", STATUS="0")
     assert status == 0
     assert "STOP asked: submit it again to go on" in said

@@ -1,4 +1,4 @@
-"""``eqlen sweep``: which runs start, in which order, with what to spend; what is left for a second call."""
+"""``eqlen sweep``: the runs that start, their order and budgets, and the work left for a second call."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_recipe_of_several_nodes_is_for_slurm(sweep):
 
 
 def test_a_process_that_cannot_start_is_reported(sweep, capsys):
-    """The real ``eqlen train``: the model's folder is empty."""
+    """The real ``eqlen train`` fails: the model's folder is empty."""
     only = SWEEP.replace("seeds: [0, 1, 2]", "seeds: [0]")
     assert cli.main(["sweep", str(write_sweep(sweep.parent, only))]) == 2
     said = capsys.readouterr()
@@ -145,7 +145,7 @@ def test_every_run_of_the_small_sweep_is_a_recipe():
 
 
 def test_the_papers_sweep_has_the_papers_methods():
-    """Every run's recipe passes the checks, and says what its label says."""
+    """Every run's recipe passes the checks and agrees with its label."""
     plan = Plan(load_sweep(ROOT / "recipes/paper_tables.yaml"))
     recipes = {cell: plan.some_recipe(cell) for cell in plan.cells}
     methods = {cell.method: recipe for cell, recipe in recipes.items()}
@@ -201,7 +201,8 @@ echo $((100 + $(wc -l <{log})))
 
 @pytest.fixture
 def submitted(tmp_path, monkeypatch) -> Path:
-    """Where an sbatch in front of the PATH writes its command lines; its jobs are 101, 102, ..."""
+    """Return the file where an sbatch in front of the PATH writes its command lines; its jobs are 101, 102,
+    ..."""
     (tmp_path / "bin").mkdir()
     log, program = tmp_path / "submitted", tmp_path / "bin/sbatch"
     program.write_text(SBATCH.format(log=log))
@@ -260,7 +261,7 @@ def test_a_task_of_an_array_asks_for_its_run(sweep, capsys):
 
 
 def test_the_batch_script_turns_a_task_into_its_run(sweep, tmp_path):
-    """The part of slurm/train.sbatch before SLURM is asked for anything."""
+    """The test runs the part of slurm/train.sbatch before SLURM is asked for anything."""
     script = (ROOT / "slurm/train.sbatch").read_text().split("restart=")[0] + '\nprintf "%s\\n" "$@"\n'
     name = ROOT / "slurm/train.sbatch"
     said = subprocess.run(

@@ -31,7 +31,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory) -> Plan:
-    """A sweep whose runs have all ended, and its tables."""
+    """Return a sweep whose runs have all ended, and its tables."""
     file = write_sweep(tmp_path_factory.mktemp("sweep"))
     plan = command.read(file, [])
     for cell in plan.cells:
@@ -46,13 +46,13 @@ def tables(plan) -> dict[str, list[dict]]:
 
 
 def rewards(folder: Path, label: str) -> list[list[float]]:
-    """[problem][sample], read from the file itself."""
+    """Return [problem][sample], read from the file itself."""
     (record,) = json.loads((folder / f"evaluation/{label}.json").read_text())
     return [answers["rewards"] for answers in record["answers"]]
 
 
 def percentile(values: list[float], share: float) -> float:
-    """The smallest of ``values`` that at least this share of them does not exceed."""
+    """Return the smallest of ``values`` that at least this share of them does not exceed."""
     return sorted(values)[math.ceil(share * len(values)) - 1]
 
 
@@ -95,7 +95,7 @@ def test_efficiency_counts_effective_samples_of_what_was_spent(tables):
 
 
 def test_pairs_are_averaged_over_the_first_and_the_last_third_of_every_run(tables):
-    """EqLen's runs have 4 steps, those of its ablation as many: a third is one of them."""
+    """EqLen's runs have 4 steps, those of its ablation as many: a third of them is one step."""
     rows = tables["Pairs"]
     assert [row["Method"] for row in rows] == ["EqLen", "EqLen", "Mean reward", "Mean reward"]
     first, last, *_ = rows
@@ -106,7 +106,7 @@ def test_pairs_are_averaged_over_the_first_and_the_last_third_of_every_run(table
 
 
 def test_differences_are_paired_by_seed_with_what_they_could_have_shown(plan, tables):
-    """Student's quantiles for 2 degrees of freedom from a table: 4.302653 (0.975), 1.060660 (0.8)."""
+    """Student's quantiles for 2 degrees of freedom are from a table: 4.302653 (0.975), 1.060660 (0.8)."""
     (row,) = tables["Differences"]
     assert (row["Method"], row["tiny Sums"]["seeds"]) == ("EqLen", 3)
     of = {
@@ -131,8 +131,8 @@ def test_differences_are_paired_by_seed_with_what_they_could_have_shown(plan, ta
 
 
 def test_a_detectable_difference_is_shown_in_80_percent_of_experiments():
-    """Five seeds, differences with deviation 1: a true difference of what a typical experiment calls
-    detectable."""
+    """Five seeds, differences with deviation 1: the true difference is the detectable one of a typical
+    experiment."""
     rng = np.random.default_rng(0)
     noise = rng.normal(size=(4000, 5))
     true = (2.776445 + 0.940965) / math.sqrt(5)
@@ -260,7 +260,7 @@ def test_seeds_with_the_same_steps_are_averaged_where_they_are():
 
 
 def test_seeds_with_other_costs_are_compared_at_the_same_cost():
-    """Both are straight lines, so interpolation is exact: y = x, and y = 2 x from x = 1 on."""
+    """Both curves are straight lines, so interpolation is exact: y = x, and y = 2 x from x = 1 on."""
     series = over_seeds("x", [[(0.0, 0.0), (3.0, 3.0), (8.0, 8.0)], [(1.0, 2.0), (5.0, 10.0)]])
     assert (series.points[0][0], series.points[-1][0]) == (1.0, 5.0)
     for (x, y), (low, high) in zip(series.points, series.intervals, strict=True):

@@ -1,4 +1,4 @@
-"""A weight sync without effect is found on each replica; weights that stay what they were are no alarm."""
+"""A weight sync without effect is found on each replica; weights that do not change raise no alarm."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def random_weights(seed: int, dtype: torch.dtype = torch.float32) -> Weights:
 
 
 class Replica:
-    """It answers with a function of what it holds, in bfloat16."""
+    """A replica that answers with a function of its weights, in bfloat16."""
 
     def __init__(self) -> None:
         self.held = random_weights(99)
@@ -32,7 +32,7 @@ class Replica:
 def sync(
     check: SyncCheck, weights: Weights, replicas: dict[str, Replica], lazy: tuple[str, ...] = ()
 ) -> list:
-    """The stale replicas after a sync that has no effect on ``lazy`` ones."""
+    """Return the stale replicas after a sync that has no effect on ``lazy`` ones."""
     sent = dict(check.passing(weights.items()))
     for name, replica in replicas.items():
         if name not in lazy:
@@ -58,7 +58,8 @@ def test_a_replica_is_stale_where_it_holds_other_weights_than_were_sent(steps):
 
 
 def test_one_changed_weight_of_many_is_no_alarm_and_many_steps_of_such_are():
-    """The probe may not use the one; a replica that always keeps the first weights is found all the same."""
+    """The probe may not use the changed weight; a replica that always keeps the first weights is still
+    found."""
     check, replica = SyncCheck(), {"r": Replica()}
     weights = random_weights(0)
     sync(check, weights, replica)

@@ -1,4 +1,4 @@
-"""Propositions 1 and 2 of the paper, and where their proofs need a condition, as numbers."""
+"""Propositions 1 and 2 of the paper, and the conditions that their proofs need, as numbers."""
 
 import itertools
 
@@ -49,7 +49,7 @@ def transformers():
 
 
 def after_a_step(policy, rollout, lr=1e-3):
-    """log pi of B_1 and of B_1 B_2 A_3, before and after one step of gradient descent."""
+    """Return log pi of B_1 and of B_1 B_2 A_3, before and after one step of gradient descent."""
 
     def measure():
         with torch.no_grad():
@@ -186,7 +186,7 @@ def test_eqlen_has_no_term_of_an_inherited_prefix():
 
 
 def test_prefix_in_gradient_cancels_exactly_on_policy():
-    """Its two sides carry opposite advantages on one prefix; what the ablation changes is 1/L."""
+    """The pair's two sides carry opposite advantages on one prefix; the ablation changes only 1/L."""
     stream = eqlen_stream()
     assert direct_coefficient(stream, B_1, prefix_in_gradient=True) == 0
     kept, ablated = (trees_of(stream, whole)[0].nodes[-1].weight for whole in (False, True))

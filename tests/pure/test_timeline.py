@@ -1,4 +1,4 @@
-"""Who was idle, from spans that overlap, go on, or lie outside the step; and the picture of them."""
+"""Idle times, from spans that overlap, are still open, or lie outside the step; and their picture."""
 
 from __future__ import annotations
 

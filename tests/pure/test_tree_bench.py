@@ -1,4 +1,4 @@
-"""The benchmarks count what they say they count."""
+"""The benchmarks' counts are right."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_trees_against_2n_and_n_plus_1(tmp_path, capsys):
 
 @pytest.mark.parametrize(("pairs", "bound"), [(6, 0.88), (12, 0.84)])
 def test_the_bound_of_trees_against_2n_is_what_a_hand_finds(pairs, bound):
-    """The closed form in ``trees``' docstring, whose pairs leave out half a token of each query."""
+    """The closed form in ``trees``' docstring leaves out half a token of each query in its pairs."""
     parser = argparse.ArgumentParser()
     trees.add_arguments(parser)
     args = parser.parse_args([])
@@ -75,7 +75,7 @@ def test_the_bound_of_trees_against_2n_is_what_a_hand_finds(pairs, bound):
 
 
 def test_what_context_parallel_ranks_send_of_a_trunk_with_leaves(tmp_path):
-    """Two ranks of a row whose leaves are as long as its trunk: never more than everything."""
+    """Two ranks share a row whose leaves are as long as its trunk: never more than everything is sent."""
     case = ["--pairs", "6", "--prompts", "128", "--segment", "500", "--context", "2", "--dtype", "bfloat16"]
     for result in run(trees, tmp_path, *case):
         assert result["all_gather_MB"] == result["positions"] / 2 * 2 * 2 * 64 * 2 / 1e6
@@ -109,7 +109,7 @@ def test_the_run_that_commands_are_measured_on_has_two_recorded_steps_of_the_siz
 
 
 def test_no_two_requests_of_the_scripted_engine_tell_the_same_story():
-    """Else a record of them is smaller than one of a model's tokens."""
+    """Otherwise a record of them would be smaller than one of a model's tokens."""
     engine = ScriptedEngine(median=300, prompt=1, kept=3)
     for seed in range(4):
         engine.submit(str(seed), [1], 100, seed)
@@ -129,7 +129,7 @@ SMALL += ["--vocabulary", "64", "--matrix", "32", "--dtype", "float32", "--repea
 
 
 def test_parts_of_a_step_are_measured_against_what_their_mathematics_takes(tmp_path, monkeypatch):
-    """On a GPU with larger ones. Here: 3 pairs of sides of 32 tokens, and what is fed of the prompt of 64."""
+    """A GPU has larger parts. Here: 3 pairs of sides of 32 tokens, and the used part of the prompt of 64."""
     monkeypatch.setattr(gpu, "DELTA_HEADS", 2)
     monkeypatch.setattr(gpu, "DELTA_DIM", 16)
     monkeypatch.setattr(gpu, "matrix_product", lambda args: 2e12)

@@ -73,7 +73,7 @@ def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: np.
 
 
 def assert_equal_with_gradients(ours, reference, inputs, used: int, tolerance: float) -> None:
-    """Outputs [.., used, ..] on dimension 2, and the gradients of a random weighted sum of them."""
+    """Compare outputs [.., used, ..] on dimension 2, and the gradients of a random weighted sum of them."""
     weights = normal(9, *reference.shape).detach().to(reference.device)
     for out in (ours, reference):
         assert out.shape == reference.shape
@@ -89,7 +89,8 @@ def assert_equal_with_gradients(ours, reference, inputs, used: int, tolerance: f
 
 
 def flash_forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug_mask, scale):
-    """torch's FlashAttention for rows of sequences: its arguments and shapes, by the definition."""
+    """Stand in for torch's FlashAttention for rows of sequences: its arguments and shapes, by the
+    definition."""
     assert (max_q, max_k) == (cu_q.diff().max(), cu_k.diff().max())
     out, lse = torch.empty_like(q), q.new_empty(q.shape[1::-1])
     for a, b in pieces(cu_q, cu_k):
@@ -100,7 +101,7 @@ def flash_forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug_mask
 
 
 def flash_backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, state, offset, scale):
-    """Its backward pass, which takes the output and the log-sum-exp that it is given for whole."""
+    """Stand in for its backward pass, which relies on the given output and log-sum-exp."""
     assert lse.is_contiguous()
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     group = q.shape[1] // k.shape[1]
@@ -120,7 +121,7 @@ def pieces(*starts: torch.Tensor) -> list[list[slice]]:
 
 
 def of_heads(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """[s, groups, d] -> [heads, s, d]"""
+    """Return [heads, s, d] from [s, groups, d]."""
     return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1).transpose(0, 1)
 
 
@@ -170,7 +171,7 @@ def shares_of(row: Row, ranks: int) -> list[Share]:
 
 
 def joined_shares(row: Row, ranks: int, attend: Callable[[Share], torch.Tensor]) -> torch.Tensor:
-    """[1, heads, S, d] from what ``attend`` gives for each rank's positions, [1, heads, s, d]."""
+    """Return [1, heads, S, d] from the results of ``attend`` for each rank's positions, [1, heads, s, d]."""
     parts = [(share.positions, attend(share)) for share in shares_of(row, ranks)]
     order = np.argsort(np.concatenate([positions for positions, _ in parts]))
     return torch.cat([out for _, out in parts], dim=2)[:, :, order]
@@ -179,7 +180,7 @@ def joined_shares(row: Row, ranks: int, attend: Callable[[Share], torch.Tensor])
 @examples(30)
 @given(**ANY_TREES, ranks=st.integers(2, 4))
 def test_context_parallel_ranks_share_the_dense_mask(seed, counts, longest, kernel, ranks):
-    """Of any trees, each rank with the keys alone that its queries see."""
+    """The trees are arbitrary; each rank has only the keys that its queries see."""
     rng = np.random.default_rng(seed)
     trees = [any_tree(rng, count, longest) for count in counts]
     for row in pack(trees, 14 * 40, multiple_of=2 * ranks)[0]:
@@ -217,7 +218,7 @@ def test_shares_divide_a_row_and_what_they_send_is_what_is_missing():
 
 
 def sent_to(share: Share, shares: list[Share]) -> list[tuple[Share, np.ndarray]]:
-    """From each rank which of its keys."""
+    """Return the sending ranks' shares, each with its keys."""
     to = shares.index(share)
     return [(one, np.split(one.sent.numpy(), np.cumsum(one.send_counts))[to]) for one in shares]
 
@@ -246,7 +247,7 @@ def test_chains_cover_the_row_once(row):
 @pytest.mark.parametrize("budget", [300, 384, 1000])
 @pytest.mark.parametrize("layout", ["tree", "expanded"])
 def test_block_mask_is_bit_equal_to_the_dense_rule(budget, layout):
-    """Also where S is no multiple of the block, and where a row is padded far beyond its trees."""
+    """S may be no multiple of the block, and a row may be padded far beyond its trees."""
     for row in pack(forest(1), budget, full_rows=budget == 384, layout=layout)[0]:
         until = torch.from_numpy(row.visible_until)
         partial, full = block_visibility(until)
@@ -266,7 +267,8 @@ def test_block_mask_is_bit_equal_to_the_dense_rule(budget, layout):
 
 
 def test_a_shares_block_mask_is_the_rows():
-    """In its blocks, position by position where a block is seen in part; keys come in whole blocks."""
+    """The mask has the rank's blocks, position by position where a block is seen in part; keys come in whole
+    blocks."""
     for row in pack(forest(1), 1024, multiple_of=4 * BLOCK)[0]:
         for share in shares_of(row, 2):
             mask = tree_block_mask(torch.from_numpy(row.visible_until), share)
@@ -279,7 +281,7 @@ def test_a_shares_block_mask_is_the_rows():
 
 
 def naive_delta_rule(q, k, v, g, beta, row: Row) -> torch.Tensor:
-    """The recurrence as written, each position from the state of the one before it on its path."""
+    """Compute the recurrence as written, each position from the state of the one before it on its path."""
     q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
     states, outputs = {}, []
     for path in paths(row):
@@ -299,7 +301,7 @@ def naive_delta_rule(q, k, v, g, beta, row: Row) -> torch.Tensor:
 
 
 def delta_inputs(length: int, heads: int = 4, key: int = 8, value: int = 6) -> list[torch.Tensor]:
-    """Two value heads for each key head."""
+    """Return inputs with two value heads for each key head."""
     q, k = (normal(i, 1, length, heads // 2, key) for i in (0, 1))
     v, g, beta = normal(2, 1, length, heads, value), normal(3, 1, length, heads), normal(4, 1, length, heads)
     return [q, k, v, g, beta]
@@ -322,7 +324,7 @@ def test_chunked_delta_rule_equals_the_recurrence(row, size):
 def sequential_kernel(
     q, k, v, g, beta, initial_state, output_final_state, cu_seqlens, chunk_indices, chunk_size
 ):
-    """fla's signature and shapes, one position after the other."""
+    """Stand in for fla's kernel, by its signature and shapes, one position after the other."""
     assert torch.equal(chunk_indices, chunks_of(cu_seqlens, chunk_size))
     q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
     outputs, states = [], []
@@ -338,14 +340,14 @@ def sequential_kernel(
 
 
 def chunks_of(cu_seqlens: torch.Tensor, size: int) -> torch.Tensor:
-    """What fla works out (and waits for the GPU to do so) where it is not given the chunks: each one's
-    sequence, and its number there."""
+    """Return each chunk's sequence and its number there. fla computes this itself, waiting for the GPU, if it
+    is not given."""
     counts = [-(-length // size) for length in cu_seqlens.diff().tolist()]
     return torch.tensor([(number, i) for number, count in enumerate(counts) for i in range(count)])
 
 
 def test_run_by_run_delta_rule_equals_the_recurrence(row):
-    """The plumbing of the GPU path, with a stand-in of the kernel's signature."""
+    """This tests the plumbing of the GPU path, with a stand-in of the kernel's signature."""
     inputs = delta_inputs(len(row.input_ids))
     tree = TreeParams.from_row(row, "cpu")
     ours = run_by_run_delta_rule(*activated(*inputs), tree, sequential_kernel)
@@ -367,7 +369,8 @@ def test_convolution_follows_the_path(row):
 
 
 def test_runs_join_only_children():
-    """Nothing forks off inside an expanded sequence: one run, one state, however many nodes it has."""
+    """Nothing forks off inside an expanded sequence: it is one run with one state, however many nodes
+    it has."""
     for row in rows(layout="expanded"):
         tree = TreeParams.from_row(row, "cpu")
         assert all(run.parent == -1 for run in tree.runs)
@@ -393,8 +396,8 @@ def test_later_layers_find_what_the_first_worked_out_on_the_host(row, size, monk
 
 
 class Graphs:
-    """A compiler's back end that runs graphs as they are; ``cut``: for each of them, whether it must reckon
-    with a last block that is not whole (then FlexAttention's kernel checks the edges of all)."""
+    """A compiler's back end that runs graphs as they are; ``cut``: for each graph, whether its last block may
+    be incomplete (FlexAttention's kernel then checks the edges of all)."""
 
     def __init__(self) -> None:
         self.cut: list[bool] = []
@@ -420,7 +423,7 @@ class Graphs:
 
 
 def test_one_kernel_serves_rows_of_any_length(monkeypatch):
-    """The GPU path, traced and run without its kernel."""
+    """The GPU path is traced and run without its kernel."""
     graphs = Graphs()
     lengths = rows(260) + rows(384, full_rows=True) + rows(336, layout="expanded") + rows(1000)
     graphs.attend(flex_attention, lengths, monkeypatch)
@@ -434,7 +437,8 @@ def test_one_kernel_without_edges_serves_all_rows_of_whole_blocks(monkeypatch):
 
 
 def test_kernels_without_edges_serve_all_shares_of_rows(monkeypatch):
-    """The GPU path with context parallelism; one kernel more where queries are as many as keys."""
+    """The GPU path runs with context parallelism; one more kernel is made where queries are as many as
+    keys."""
     graphs = Graphs()
     compiled = torch.compile(whole_block_attention, dynamic=True, backend=graphs)
     monkeypatch.setattr(tree_attention, "_compiled_flex_attention", lambda whole_blocks: compiled)
@@ -456,7 +460,7 @@ def test_kernels_without_edges_serve_all_shares_of_rows(monkeypatch):
     [(True, 8, 1, 128), (True, 3, 1, 384), (False, 8, 1, 8), (True, 8, 2, 512), (False, 8, 3, 48)],
 )
 def test_rows_are_whole_blocks_on_gpus_alone(gpu, ranks, context, multiple, monkeypatch):
-    """Of each slice of a rank, with context parallelism."""
+    """With context parallelism this holds for each slice of a rank."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     config: Any = SimpleNamespace(
         tensor_model_parallel_size=ranks, sequence_parallel=True, context_parallel_size=context
@@ -500,7 +504,7 @@ def test_flex_kernel_compiles_once_for_all_rows():
 
 
 def assert_close(ours, reference, our_inputs, inputs, tokens, tolerance):
-    """Values of the row's tokens, and the gradients of all inputs, in the norm."""
+    """Compare values of the row's tokens, and the gradients of all inputs, in the norm."""
     weights = normal(9, *reference.shape).detach()
     weights[:, tokens:] = 0
     mine = torch.autograd.grad((ours.cpu().double() * weights).sum(), our_inputs)
@@ -513,7 +517,7 @@ def assert_close(ours, reference, our_inputs, inputs, tokens, tolerance):
 @pytest.mark.gpu
 @gpu
 def test_delta_rule_on_gpu_equals_the_recurrence(row):
-    """Through fla's kernel where it is installed, else in plain torch."""
+    """fla's kernel is used if it is installed, else plain torch."""
     exact = [
         x.detach().bfloat16().double().requires_grad_() for x in delta_inputs(len(row.input_ids), 4, 64, 64)
     ]
@@ -526,7 +530,7 @@ def test_delta_rule_on_gpu_equals_the_recurrence(row):
 @pytest.mark.gpu
 @gpu
 def test_convolution_on_gpu_follows_the_path(row):
-    """Through fla's kernel where it is installed, else torch's."""
+    """fla's kernel is used if it is installed, else torch's."""
     exact = [normal(0, 1, len(row.input_ids), 64), normal(1, 64, 1, 4)]
     exact = [x.detach().bfloat16().double().requires_grad_() for x in exact]
     halves = [x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in exact]
@@ -538,7 +542,8 @@ def test_convolution_on_gpu_follows_the_path(row):
 @pytest.mark.gpu
 @gpu
 def test_a_second_layer_does_not_wait_for_the_gpu(row):
-    """Whatever is read back from the device is an error then (fla caches little, and asks for each level)."""
+    """Any value read back from the device is an error in this test (fla caches little, and asks for each
+    level)."""
     halves = [x.detach().to("cuda", torch.bfloat16) for x in delta_inputs(len(row.input_ids), 4, 64, 64)]
     shapes = [(1, len(row.input_ids), 64), (64, 1, 4)]
     x, weight = (normal(i, *shape).to("cuda", torch.bfloat16) for i, shape in enumerate(shapes))

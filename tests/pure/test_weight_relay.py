@@ -1,5 +1,5 @@
-"""Weights reach a node once, and every worker of it has the same bits. (Workers are threads here, and nodes
-what they are told.)"""
+"""Weights reach a node once, and every worker of it has the same bits. (Workers are threads here, on
+pretended nodes.)"""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FRAMES = [
 
 
 class Trainer:
-    """Accepts the workers that come, and sends all of them the same."""
+    """Accepts workers and sends the same to all of them."""
 
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -38,7 +38,7 @@ class Trainer:
         }
 
     def accept(self, workers: int) -> list[socket.socket]:
-        """Connections that ``workers`` workers are behind."""
+        """Return connections that stand for ``workers`` workers."""
         connections, reached = [], 0
         while reached < workers:
             connections.append(self.listener.accept()[0])
@@ -106,7 +106,7 @@ def test_a_node_is_sent_the_weights_once_and_all_its_workers_have_them(trainer, 
 
 
 def test_whoever_breaks_off_nobody_waits(trainer):
-    """The trainer, in the middle of a frame; the first worker; its neighbour."""
+    """Cases: the trainer, in the middle of a frame; the first worker; its neighbour."""
     for culprit in ("trainer", "first", "neighbour"):
         with ThreadPoolExecutor(2) as pool:
 

@@ -1,4 +1,4 @@
-"""The pool of grader processes: what is asked first, what one item may do to the others, and how it ends."""
+"""The pool of grader processes: order of the items, isolation between them, and the end of the pool."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_pool(begun):
 
 
 def names(begun: Path) -> list[str]:
-    """Of the items that began, in order."""
+    """Return the names of the items that began, in order."""
     return [line.split()[0] for line in begun.read_text().splitlines()]
 
 
@@ -86,7 +86,7 @@ def test_a_worker_that_is_stopped_times_out_and_another_answers_the_next_item(ma
 
 
 def test_a_host_that_is_stopped_is_killed_with_its_workers_when_the_pool_is_closed(begun, monkeypatch):
-    """While its thread waits for a new worker, too."""
+    """The pool's thread is waiting for a new worker at that moment."""
     monkeypatch.setattr(worker_process, "END_SECONDS", 0.2)
     pool = WorkerPool(HANDLERS, 1, {"log": str(begun)})
     pool.map([{"name": "first"}], 5.0)
@@ -129,7 +129,7 @@ def test_a_pool_that_is_closed_while_items_are_under_way_leaves_no_process_and_n
     ring = WorkerPool._ring
 
     def ring_late(pool: WorkerPool) -> None:
-        """The pool's thread hears first that its workers end."""
+        """Let the pool's thread notice first that its workers end."""
         assert within(30, are_gone(workers(begun)))
         ring(pool)
 
