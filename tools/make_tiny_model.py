@@ -43,9 +43,9 @@ from megatron_eqlen.toys.tokenizer_maker import END_OF_TURN, write_hf_tokenizer,
 
 VOCAB_SIZE = 384
 TOKENIZER_TEXTS = 3000
-"""Demonstrations that the tokenizer is trained on."""
+"""Number of demonstrations that the tokenizer is trained on."""
 ALIKE = 3
-"""Demonstrations of similar length that are computed together."""
+"""Number of demonstrations of similar length that are computed together."""
 COMMON = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 96,
@@ -82,7 +82,7 @@ ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
 def make_config(family: str):
-    """A tiny configuration of ``family``, every size divisible by 2 for tensor parallelism."""
+    """Return a tiny configuration of ``family``, every size divisible by 2 for tensor parallelism."""
     if family == "qwen3":
         return Qwen3Config(**COMMON, rope_parameters=ROPE)
     if family == "qwen3_moe":
@@ -97,7 +97,7 @@ def make_config(family: str):
 
 @dataclass(frozen=True)
 class Warmup:
-    """How a model is made; with the data's hash, all that its weights depend on."""
+    """Settings of a warm-up; with the data's hash, all that its weights depend on."""
 
     family: str
     tokenizer: str
@@ -116,7 +116,8 @@ class Example:
 
 
 def read_texts(path: Path) -> list[tuple[str, str]]:
-    """(question, demonstration) pairs of a DeepMath-103K parquet file. Raises ValueError for another file."""
+    """Return (question, demonstration) pairs of a DeepMath-103K parquet file. Raises ValueError for another
+    file."""
     columns = ["question", "r1_solution_1", "r1_solution_2", "r1_solution_3"]
     if missing := set(columns) - set(pq.read_schema(path).names):
         raise ValueError(f"{path}: expected DeepMath-103K's columns, missing {sorted(missing)}")
@@ -125,7 +126,7 @@ def read_texts(path: Path) -> list[tuple[str, str]]:
 
 
 def draw_examples(texts: list[tuple[str, str]], count: int, tokenizer: Tokenizer, seed: int) -> list[Example]:
-    """``count`` encoded demonstrations, epoch after epoch in random order."""
+    """Return ``count`` encoded demonstrations, epoch after epoch in random order."""
     rng = random.Random(seed)
     drawn: list[tuple[str, str]] = []
     while len(drawn) < count:
@@ -134,13 +135,13 @@ def draw_examples(texts: list[tuple[str, str]], count: int, tokenizer: Tokenizer
 
 
 def encode(tokenizer: Tokenizer, question: str, response: str) -> Example:
-    """A chat of one turn without an instruction, as recipes with ``instruction_role: none`` ask."""
+    """Encode a chat of one turn without an instruction, as recipes with ``instruction_role: none`` ask."""
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": question}])
     return Example(prompt + tokenizer.encode(response + END_OF_TURN), len(prompt))
 
 
 def collate(batch: list[Example], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``input_ids`` and ``labels``, [B, T] int64 each; labels are -100 on prompts and padding."""
+    """Return ``input_ids`` and ``labels``, [B, T] int64 each; labels are -100 on prompts and padding."""
     width = max(len(example.token_ids) for example in batch)
     input_ids = np.full((len(batch), width), pad)
     labels = np.full((len(batch), width), -100)
@@ -152,7 +153,7 @@ def collate(batch: list[Example], pad: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def backward(model: torch.nn.Module, batch: list[Example], pad: int) -> tuple[float, int]:
-    """Add the gradient of the batch's summed loss; returns that loss and the number of supervised tokens."""
+    """Add the gradient of the batch's summed loss; return that loss and the number of supervised tokens."""
     loss_sum, tokens = 0.0, 0
     by_length = sorted(batch, key=lambda example: len(example.token_ids))
     for start in range(0, len(batch), ALIKE):  # lengths have a heavy tail: all in one would be half padding
@@ -165,7 +166,7 @@ def backward(model: torch.nn.Module, batch: list[Example], pad: int) -> tuple[fl
 
 
 def average_over_processes(model: torch.nn.Module, loss_sum: float, tokens: int) -> float:
-    """Turn every process's summed gradient into the global mean over tokens; returns the global mean loss."""
+    """Turn every process's summed gradient into the global mean over tokens; return the global mean loss."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     flat = torch.cat(
         [torch.tensor([loss_sum, float(tokens)])] + [gradient.flatten() for gradient in gradients]
@@ -179,7 +180,8 @@ def average_over_processes(model: torch.nn.Module, loss_sum: float, tokens: int)
 
 
 def make_optimizers(model: torch.nn.Module, warmup: Warmup) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers (far fewer steps than with AdamW), AdamW for the rest."""
+    """Return Muon for the matrices inside the layers (far fewer steps than with AdamW), AdamW for the
+    rest."""
     inner = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name]
     inside = set(map(id, inner))
     outer = [parameter for parameter in model.parameters() if id(parameter) not in inside]
@@ -190,7 +192,7 @@ def make_optimizers(model: torch.nn.Module, warmup: Warmup) -> list[torch.optim.
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LambdaLR:
-    """20 warm-up steps, then a cosine to 2% of the peak."""
+    """Return 20 warm-up steps, then a cosine to 2% of the peak."""
     return torch.optim.lr_scheduler.LambdaLR(
         optimizer,
         lambda step: (
@@ -202,7 +204,7 @@ def make_schedule(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.l
 def update(
     model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], share: list[Example], pad: int
 ) -> float:
-    """One optimizer step on all processes' shares of a batch; returns the batch's mean loss."""
+    """Take one optimizer step on all processes' shares of a batch; return the batch's mean loss."""
     model.zero_grad(set_to_none=False)
     loss = average_over_processes(model, *backward(model, share, pad))
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -212,7 +214,8 @@ def update(
 
 
 def train(rank: int, warmup: Warmup, examples: list[Example], folder: str, pad: int) -> None:
-    """One process of the warm-up, with every ``processes``-th example; process 0 saves into ``folder``."""
+    """Run one process of the warm-up, with every ``processes``-th example; process 0 saves into
+    ``folder``."""
     torch.set_num_threads(1)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

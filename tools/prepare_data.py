@@ -8,7 +8,7 @@ prepared``.
 
 Left out and counted by reason: rows with missing or wrong fields, duplicates, what the filters exclude,
 golds that cannot be graded against, problems without tests. The manifest holds the counts and every
-file's sha256. After a kill the same command goes on where it stopped.
+file's sha256. After a kill the same command continues where it stopped.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def main() -> None:
 
 
 def count_rows(path: Path) -> int | None:
-    """Rows of the parquet files in ``path``; None (unknown) where there are none, or a damaged one."""
+    """Return the number of rows of the parquet files in ``path``; None (unknown) if there are none, or one is
+    damaged."""
     files = [path] if path.suffix == ".parquet" else sorted(path.rglob("*.parquet"))
     try:
         return sum(pq.read_metadata(file).num_rows for file in files if file.is_file()) or None

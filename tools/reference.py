@@ -26,13 +26,13 @@ MERGED = {"sum": "sum", "max": "largest", "min": "smallest", "last": "newest"}
 
 
 def keys() -> str:
-    """Each section of a recipe with its keys: type, default, meaning."""
+    """Return each section of a recipe with its keys: type, default, meaning."""
     whole = Recipe.model_json_schema()
     return "\n\n".join(_section(name, section, whole) for name, section in _sections("", whole, whole))
 
 
 def _sections(name: str, section: Schema, whole: Schema) -> Iterator[tuple[str, Schema]]:
-    """``section`` and those below it, by their dotted names; ``[]`` stands for the items of a list."""
+    """Yield ``section`` and those below it, by their dotted names; ``[]`` stands for the items of a list."""
     yield name, section
     for key, schema in section["properties"].items():
         below = _below(schema, whole)
@@ -42,7 +42,7 @@ def _sections(name: str, section: Schema, whole: Schema) -> Iterator[tuple[str, 
 
 
 def _below(schema: Schema, whole: Schema) -> Schema | None:
-    """The section that a key holds, or a list of."""
+    """Return the section that a key holds, or a list of."""
     reference = schema.get("$ref") or schema.get("items", {}).get("$ref")
     return whole["$defs"][reference.rpartition("/")[2]] if reference else None
 
@@ -58,7 +58,7 @@ def _section(name: str, section: Schema, whole: Schema) -> str:
 
 
 def _type(schema: Schema) -> str:
-    """In words: ``integer > 0``, ``list of text``, ``"a" or "b"``."""
+    """Return the type in words: ``integer > 0``, ``list of text``, ``"a" or "b"``."""
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(_type(one) for one in schema["anyOf"] if one != {"type": "null"}))
     if "enum" in schema or "const" in schema:
@@ -83,12 +83,12 @@ def _default(schema: Schema) -> str:
 
 
 def _text(schema: Schema) -> str:
-    """A docstring as one line of Markdown."""
+    """Return a docstring as one line of Markdown."""
     return re.sub(r"``(.+?)``", r"`\1`", " ".join(inspect.cleandoc(schema.get("description", "")).split()))
 
 
 def metrics() -> str:
-    """Each metric: unit, how several values become one, meaning, what verl and slime call it."""
+    """Return each metric: unit, merge of several values, meaning, name in verl and slime."""
     return "\n\n".join(
         f"## {family}\n\n" + _table(METRIC, map(_metric, members))
         for family, members in groupby(DECLARED, key=lambda one: one.name.split("/")[0])

@@ -38,7 +38,7 @@ def policy_of(model: str):
 
 
 def weight(policy) -> float:
-    """The first element of the last norm, which ``save_steps`` sets to the step."""
+    """Return the first element of the last norm, which ``save_steps`` sets to the step."""
     return float(dict(policy.chunks[0].named_parameters())["decoder.final_layernorm.weight"].detach()[0])
 
 
@@ -54,7 +54,7 @@ def save_steps(model: str, folder: str, steps: tuple[int, ...] = STEPS, keep: in
 
 
 def load_newest(model: str, folder: str) -> tuple[dict | None, float, int, list[str]]:
-    """(position, weight, policy version, warnings) on each rank, or the CheckpointError's message."""
+    """Return (position, weight, policy version, warnings) on each rank, or the CheckpointError's message."""
     from megatron_eqlen.training import checkpoint
 
     heard: list[str] = []
@@ -71,7 +71,7 @@ def load_newest(model: str, folder: str) -> tuple[dict | None, float, int, list[
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """(model, checkpoints of steps 4, 8 and 12 that two ranks wrote)"""
+    """Return (model, checkpoints of steps 4, 8 and 12 that two ranks wrote)."""
     folder = tmp_path_factory.mktemp("saved")
     save_tiny(folder / "hf", "qwen3", num_hidden_layers=2)
     run_ranks(2, save_steps, str(folder / "hf"), str(folder / "checkpoints"))
@@ -142,7 +142,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(saved, chec
 
 
 def go_on(model: str, folder: str) -> list[str]:
-    """Resume, go on to the same step, twice; the names on disk in the end."""
+    """Resume and train to the same step, twice; return the names on disk at the end."""
     load_newest(model, folder)
     save_steps(model, folder, (12,), keep=2)
     return names(Path(folder))
@@ -196,7 +196,7 @@ def test_a_pointer_alone_is_an_error_and_an_empty_folder_is_a_start(saved, tmp_p
 
 
 def test_an_older_checkpoint_that_the_pointer_names_is_in_force(saved, checkpoints):
-    """Between the rename of a checkpoint and that of the pointer a run may be killed."""
+    """A run may be killed between the rename of a checkpoint and that of the pointer."""
     (checkpoints / "latest").write_text("step-00000008\n")
     ((position, *_, heard),) = run_ranks(1, load_newest, saved[0], str(checkpoints))
     assert (position["step"], heard) == (8, [])
@@ -211,7 +211,7 @@ def test_the_manifest_lists_every_file(checkpoints):
 
 
 def save_before_training(model: str, folder: str) -> bool:
-    """Whether a run whose steps trained nothing is saved and loaded without a changed bit."""
+    """Return True if a run whose steps trained nothing is saved and loaded without a changed bit."""
     from megatron_eqlen.training import checkpoint
 
     policy = policy_of(model)

@@ -1,4 +1,4 @@
-"""Which layouts read which checkpoints, and what a save in the background may and may not do."""
+"""Compatibility of layouts and checkpoints, and saving in the background."""
 
 import os
 import signal
@@ -31,7 +31,8 @@ def policy_of(folder: str, processes: int, parallel: dict[str, Any], options: di
 def carry_on(
     folder: str, processes: int, parallel: dict[str, Any], source: str, updates: int, *saves: tuple[dict, str]
 ) -> str:
-    """Load ``source``, if any, update, and save with the options of each of ``saves``; or the refusal."""
+    """Load ``source``, if any, update, and save with the options of each of ``saves``; return the error, if
+    any."""
     policy = policy_of(folder, processes, parallel, BOUND)
     if source:
         try:
@@ -49,7 +50,7 @@ def carry_on(
 
 
 def tensors(*folders: str) -> list[dict[str, torch.Tensor]]:
-    """All tensors of checkpoints that are bound to no layout, whole, by the model's names."""
+    """Return all tensors of checkpoints that are bound to no layout, whole, by the model's names."""
     (found,) = run_ranks(1, plain_tensors, *folders)
     assert all(any("exp_avg_sq" in name for name in each) for each in found)
     return found
@@ -93,8 +94,8 @@ OTHER_BUCKETS = {
 
 @pytest.fixture(scope="module")
 def saved(folders, tmp_path_factory) -> Callable[[str, int, dict[str, Any]], tuple[str, str, str]]:
-    """(model, its checkpoint bound to a layout, the same one bound to none) of ranks after two updates; a
-    layout's are written once, and only to be read."""
+    """Return (model, its checkpoint bound to a layout, the same one bound to none) of ranks after two
+    updates; each layout's are written once, and only to be read."""
     made: dict[str, tuple[str, str, str]] = {}
 
     def saved(family: str, processes: int, parallel: dict[str, Any]) -> tuple[str, str, str]:
@@ -166,7 +167,7 @@ def numbers(policy: Policy) -> list[torch.Tensor]:
 
 
 def save_while_generating(folder: str, checkpoints: str, park: str, offload: bool) -> list[str]:
-    """What is wrong with a save that goes on while weights are sent."""
+    """Return the faults of a save that runs while weights are sent."""
     rollout = {"max_response_length": 20, "temperature": 1.0, "park_trainer": park}
     sections = {"rollout": rollout, "optimizer": {"lr": 1e-3, "warmup_steps": 0, "offload": offload}}
     model = {"path": folder, "dtype": "bfloat16"}

@@ -36,7 +36,7 @@ def sharded(chunks: list) -> dict[str, Any]:
 
 
 def tensors(chunks: list) -> set[tuple]:
-    """(key, whole shape, this part's shape and offset, replica) of every tensor that is saved."""
+    """Return (key, whole shape, this part's shape and offset, replica) of every tensor that is saved."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
@@ -49,7 +49,8 @@ def tensors(chunks: list) -> set[tuple]:
 
 
 def both(folder: Path, layout: dict[str, Any], checkpoint: Path) -> None:
-    """On each rank: the same tensors; what one model saved, the other loads."""
+    """Assert on each rank that both models have the same tensors, and that each loads what the other
+    saved."""
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
 

@@ -40,7 +40,7 @@ def state_of(chunks: list) -> dict:
 
 
 def save_with_megatron(folder: str, layout: dict, checkpoint: str) -> None:
-    """What training does: load the folder in a layout, save with Megatron's own checkpointing."""
+    """Load the folder in a layout and save it with Megatron's own checkpointing, as training does."""
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
 
@@ -55,7 +55,7 @@ def save_with_megatron(folder: str, layout: dict, checkpoint: str) -> None:
 
 
 def load_with_megatron(folder: str, layout: dict, checkpoint: str) -> bool:
-    """On each rank: whether Megatron's own loader gives the folder's weights."""
+    """Return on each rank whether Megatron's own loader gives the folder's weights."""
     from megatron.core import dist_checkpointing
 
     from megatron_eqlen.models.weights import export_hf
@@ -120,7 +120,7 @@ def test_a_converted_folder_loads_with_megatron_in_any_layout(tmp_path, family):
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory):
-    """(Hugging Face folder, its checkpoint)"""
+    """Return (Hugging Face folder, its checkpoint)."""
     folder = tmp_path_factory.mktemp("converted")
     save_tiny(folder / "hf", "qwen3", num_hidden_layers=2)
     run_ranks(1, to_megatron, str(folder / "hf"), str(folder / "megatron"))
@@ -128,7 +128,7 @@ def converted(tmp_path_factory):
 
 
 def interrupted(source: str, out: str) -> bool:
-    """Whether a conversion that dies half-way leaves nothing, and a second one is whole."""
+    """Return True if a conversion that dies half-way leaves nothing, and a second one is complete."""
     from megatron_eqlen.models.convert import hf_to_megatron, megatron_to_hf
 
     start_alone()
@@ -258,7 +258,7 @@ def test_a_broken_pointer_to_the_newest_checkpoint_is_named(tmp_path, converted,
 
 
 def test_a_checkpoint_with_a_head_is_not_exported_as_a_tied_model(tmp_path, converted):
-    """The head would be lost, and what is left would verify."""
+    """The head would be lost, and the rest would pass verification."""
     save_tiny(tmp_path / "tied", "qwen3", num_hidden_layers=2, tie_word_embeddings=True)
     with pytest.raises(RuntimeError, match=r"the model has no place for output_layer\.weight"):
         run_ranks(1, to_hf, str(converted[1]), str(tmp_path / "tied"), str(tmp_path / "out"))
@@ -286,7 +286,7 @@ def test_a_source_with_fewer_layers_does_not_shorten_a_model(tmp_path):
 
 
 def with_integers(checkpoint: str, source: str, out: str) -> None:
-    """A checkpoint whose writer was told that one weight is of integers."""
+    """Save a checkpoint whose writer was told that one weight is of integers."""
     from megatron_eqlen.hf.config import read_config
     from megatron_eqlen.models.megatron_checkpoint import (
         CheckpointReader,
@@ -344,7 +344,7 @@ def test_verification_finds_one_changed_bit(tmp_path, converted):
 
 
 def command(name: str, *args: str) -> tuple[int, str, str]:
-    """(exit status, stdout, stderr) of a converter's command."""
+    """Return (exit status, stdout, stderr) of a converter's command."""
     import contextlib
     import io
 
@@ -427,7 +427,7 @@ def test_a_conversion_killed_with_9_is_swept_by_the_next_and_a_users_folder_is_n
 
 
 def script(name: str, *args: str) -> tuple[int, str]:
-    """(exit status, stderr) of a script in tools/, run as from the shell."""
+    """Return (exit status, stderr) of a script in tools/, run as from the shell."""
     import contextlib
     import io
     import runpy

@@ -62,7 +62,7 @@ def segment(rng: np.random.Generator, length: int, masks: bool, ended: bool) -> 
 
 
 def rollouts_of(seed: int, sampling: str, masks: bool, routes: bool = False) -> list[Rollout]:
-    """Of three prompts, the first of one token."""
+    """Return rollouts of three prompts, the first of one token."""
     made = _rollouts_of(seed, sampling, masks)
     rng = np.random.default_rng(seed)
     for rollout in made if routes else ():
@@ -120,7 +120,7 @@ class Case:
     stages: int
     tensor: int
     one_home: bool
-    """Rank 0 has graded everything, as with servers."""
+    """True if rank 0 has graded everything, as with servers."""
 
 
 cases = st.builds(
@@ -137,8 +137,8 @@ cases = st.builds(
 
 
 def placements_of(world: int, case: Case) -> list[Placement]:
-    """Tensor-parallel ranks next to each other, pipeline stages furthest apart, as Megatron's are. The first
-    of two stages has the first layer and the last, as an interleaved one may."""
+    """Return the placement of tensor-parallel ranks next to each other, pipeline stages furthest apart, as
+    Megatron's are. The first of two stages has the first layer and the last, as an interleaved one may."""
     tensor = case.tensor if world % case.tensor == 0 else 1
     stages = case.stages if world % (case.stages * tensor) == 0 else 1
     ranks = product(range(stages), range(world // (stages * tensor)), range(tensor))
@@ -162,14 +162,14 @@ def arrays_of(node: Node) -> Iterator[np.ndarray]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Bit for bit."""
+    """Return True if both are equal bit for bit."""
     if isinstance(one, np.ndarray):
         return one.dtype == other.dtype and one.tobytes() == other.tobytes()
     return one == other
 
 
 def try_cases(cases: list[Case]) -> list[int]:
-    """Bytes that this rank has received in each; asserts what must hold of the rest."""
+    """Return the bytes that this rank received in each case; assert the other properties."""
     world, rank = dist.get_world_size(), dist.get_rank()
     shipping.CHUNK = 61  # so that arrays are cut anywhere
     received = []
@@ -205,13 +205,13 @@ def try_cases(cases: list[Case]) -> list[int]:
 
 
 def held(plan: Packing) -> int:
-    """Bytes of nodes' arrays."""
+    """Return the bytes of nodes' arrays."""
     return sum(array.nbytes for node in plan.forest.nodes for array in arrays_of(node))
 
 
 def lacked(whole: Packing, home: np.ndarray, placement: Placement, rank: int) -> int:
-    """Bytes that a rank's rows need and whose home is another: 4 + 4 a token, and those of its mask. Every
-    rank has the prompts."""
+    """Return the bytes that a rank's rows need and whose home is another rank: 4 + 4 a token, and those of
+    its mask. Every rank has the prompts."""
     needed, trained = whole.needed(placement.data_parallel)
     needed = needed[whole.forest.parent[needed] >= 0]
     apart = (home >= 0) & (home != rank)
@@ -223,7 +223,7 @@ def lacked(whole: Packing, home: np.ndarray, placement: Placement, rank: int) ->
 
 
 def lacked_routes(whole: Packing, home: np.ndarray, placement: Placement, rank: int) -> int:
-    """Bytes of the layers of this rank, of the nodes that its rows need, prompts too."""
+    """Return the bytes of this rank's layers, for the nodes that its rows need, prompts included."""
     needed, _ = whole.needed(placement.data_parallel)
     apart = needed[(home[needed] >= 0) & (home[needed] != rank)]
     routes = [whole.forest.nodes[node].routes for node in apart]
@@ -236,7 +236,7 @@ def in_every_rank(plan: Packing) -> Packing:
 
 
 def check_held(plan: Packing, whole: Packing, placement: Placement, rank: int) -> None:
-    """A node's arrays are here if this is their home or if its rows need them, and not otherwise."""
+    """Assert that a node's arrays are here exactly if this is their home or its rows need them."""
     needed, trained = (set(nodes.tolist()) for nodes in whole.needed(placement.data_parallel))
     for number, node in enumerate(plan.forest.nodes):
         if node.parent < 0:
@@ -270,7 +270,8 @@ def folder(tmp_path_factory):
 
 
 def whole_and_shared(folder: str, sections: dict[str, Any], one_home: bool) -> list[tuple[Any, dict]]:
-    """Metrics and weights after an update on everything, and after one on what this rank knows."""
+    """Return metrics and weights after an update on all arrays, and after one on the arrays that this rank
+    has."""
     world, rank = dist.get_world_size(), dist.get_rank()
     mine = recipe("equal_length", True, folder, **sections)
     start(mine.parallel, seed=1)
@@ -294,7 +295,7 @@ def whole_and_shared(folder: str, sections: dict[str, Any], one_home: bool) -> l
     ids=["data parallel", "tensor parallel", "pipeline", "servers"],
 )
 def test_an_update_is_the_same_bit_for_bit(folder, layers, one_home):
-    """With masks, old and reference log-probs, and two minibatches."""
+    """The update has masks, old and reference log-probs, and two minibatches."""
     sections = layout(2, **layers) | {"loss": {"kl_coef": 0.1, "epochs": 2, "minibatches": 2}}
     for (metrics, weights), (found, moved) in run_ranks(2, whole_and_shared, folder, sections, one_home):
         assert metrics["train/updates"] == 4
@@ -303,7 +304,7 @@ def test_an_update_is_the_same_bit_for_bit(folder, layers, one_home):
 
 
 def with_a_bad_logprob(folder: str, sections: dict[str, Any]) -> tuple[float, list[str]]:
-    """The last rank's last rollout has one; (skipped updates, what was logged)."""
+    """Run an update where the last rank's last rollout has a bad log-prob; return (skipped updates, log)."""
     world, rank = dist.get_world_size(), dist.get_rank()
     mine = recipe("equal_length", False, folder, **sections)
     start(mine.parallel, seed=1)

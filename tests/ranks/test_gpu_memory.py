@@ -28,7 +28,7 @@ def folder(tmp_path_factory) -> str:
 
 @pytest.fixture
 def world() -> Iterator[None]:
-    """This process alone, with NCCL."""
+    """Start a world of this process alone, with NCCL."""
     yield
     groups.stop()
 

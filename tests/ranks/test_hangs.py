@@ -1,4 +1,4 @@
-"""Hangs of each kind, provoked: what the run folder or the screen then says is where it hangs."""
+"""Provoked hangs of each kind: the run folder or the screen then says where the run hangs."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory) -> Iterator[dict[str, tuple[Path, Job]]]:
-    """All at once: they wait most of the time."""
+    """Start all hanging jobs at once: they wait most of the time."""
     homes = {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}
     begun = {kind: (home, start("-c", BEGIN + KINDS[kind][0], home)) for kind, home in homes.items()}
     yield begun
@@ -101,7 +101,7 @@ def test_a_hang_is_told_with_its_stage_and_line(jobs, kind):
 
 @pytest.fixture
 def disk(tmp_path) -> Iterator[Path]:
-    """A file system of its own, which can be frozen."""
+    """Mount a file system of its own, which can be frozen."""
     image, folder = tmp_path / "image", tmp_path / "disk"
     folder.mkdir()
     with open(image, "wb") as file:
@@ -119,7 +119,7 @@ def disk(tmp_path) -> Iterator[Path]:
 
 
 def test_a_disk_that_blocks_is_told_on_the_screen(disk):
-    """Nothing can be written where a hang belongs; the process ends when the disk is back."""
+    """Nothing can be written to the folder of hangs; the process ends when the disk is back."""
     job = start("-c", BEGIN + DISK, disk)
     assert within(60, lambda: "begun" in job.stdout)
     subprocess.run(["fsfreeze", "--freeze", disk], check=True)

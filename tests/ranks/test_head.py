@@ -43,7 +43,7 @@ def head(chunk: int, with_masks: bool) -> Head:
 
 
 def through_the_head(name: str, chunk: int, with_masks: bool) -> list[torch.Tensor]:
-    """[log-probs and entropy, gradients of the hidden states and of this rank's weight]"""
+    """Return [log-probs and entropy, gradients of the hidden states and of this rank's weight]."""
     generator = torch.Generator().manual_seed(1)
     dtype = getattr(torch, name)
     hidden = torch.randn(TOKENS, HIDDEN, generator=generator).to(dtype).requires_grad_()
@@ -58,7 +58,7 @@ def through_the_head(name: str, chunk: int, with_masks: bool) -> list[torch.Tens
 
 
 def differences(name: str, with_masks: bool) -> None:
-    """Chunks against the whole row, on each rank."""
+    """Compare chunks with the whole row, on each rank."""
     whole, exact = through_the_head(name, TOKENS, with_masks), None
     for chunk in (16, 64, 200):
         outputs, hidden, weight = through_the_head(name, chunk, with_masks)
@@ -74,12 +74,13 @@ def differences(name: str, with_masks: bool) -> None:
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("world", [1, 2])
 def test_chunks_change_no_bit_of_logprobs_entropy_and_hidden_gradients(world, name, with_masks):
-    """The weight's gradient is added up in another order: equal up to round-off."""
+    """The weight's gradient is summed in another order: equal up to round-off."""
     run_ranks(world, differences, name, with_masks)
 
 
 def peaks() -> list[int]:
-    """Bytes for a forward and backward pass of 4,096 tokens: whole, and in chunks of 256; forward alone."""
+    """Return the bytes for a forward and backward pass of 4,096 tokens: whole, and in chunks of 256; forward
+    alone."""
     logprobs.BLOCK_ELEMENTS = 1 << 14
     labels = torch.zeros(4096, dtype=torch.int64)
     hidden, weight = torch.randn(4096, 16).bfloat16(), torch.randn(2048, 16).bfloat16()
@@ -98,8 +99,8 @@ def peaks() -> list[int]:
 
 
 def test_the_peak_is_a_chunks_and_not_the_rows():
-    """A chunk's logits and their gradient in bfloat16, two blocks of float32, and what hidden states, the
-    weight and its float32 gradient take."""
+    """A chunk's logits and their gradient are in bfloat16, with two blocks of float32, beside hidden states,
+    the weight and its float32 gradient."""
     whole, chunked, forward = run_ranks(1, peaks)[0]
     logits, blocks = 2048 * 2 * 4096, 2 * 4 * (1 << 14)
     others = 5 * 4096 * 16 * 2 + 4096 * 8 * 8 + 2048 * 16 * (2 + 4 + 2 + 2)
@@ -109,7 +110,7 @@ def test_the_peak_is_a_chunks_and_not_the_rows():
 
 
 def train(folder: Path, layers: dict, with_masks: bool) -> None:
-    """On each rank: a real model with its head in chunks, against the whole row."""
+    """Compare, on each rank, a real model with its head in chunks with the whole row."""
     parallel = ParallelRecipe(**layers)
     start(parallel, seed=1)
     model = build(folder, parallel)
@@ -144,14 +145,15 @@ def train(folder: Path, layers: dict, with_masks: bool) -> None:
     ],
 )
 def test_a_model_trains_the_same_in_chunks(tmp_path, layers, tied, with_masks):
-    """Bit for bit, but for the gradient of the head's own weight (and of embeddings that are tied to it)."""
+    """Equal bit for bit, except for the gradient of the head's own weight (and of embeddings that are tied to
+    it)."""
     save_tiny(tmp_path, "qwen3", num_hidden_layers=2, tie_word_embeddings=tied)
     run_ranks(2, train, tmp_path, layers, with_masks)
 
 
 def on_the_gpu() -> tuple[list[int], float, float]:
-    """[peak bytes of 8,192 tokens whole and in chunks of 1,024], and how far the chunks' log-probs and hidden
-    gradients are from those of the whole row, at most."""
+    """Return [peak bytes of 8,192 tokens whole and in chunks of 1,024], and the largest differences of the
+    chunks' log-probs and hidden gradients from those of the whole row."""
     labels = torch.zeros(8192, dtype=torch.int64, device="cuda")
     generator = torch.Generator(device="cuda").manual_seed(0)
     hidden = torch.randn(8192, 1024, generator=generator, device="cuda").bfloat16()

@@ -1,4 +1,4 @@
-"""The import hook: what is rewritten, that nothing else changes, and the gaps it closes."""
+"""The import hook: the lines that it rewrites, that nothing else changes, and the gaps it closes."""
 
 import ast
 import subprocess
@@ -45,7 +45,7 @@ def test_a_rewritten_module_keeps_docstring_future_imports_and_lines():
 
 
 def outside() -> tuple[bool, bool]:
-    """(torch.cuda is torch's own, Megatron's is the namespace) after Megatron's import."""
+    """Return (torch.cuda is torch's own, Megatron's is the namespace) after Megatron's import."""
     import megatron.core.parallel_state as megatron
 
     ours = vars(megatron)[source.ALIAS] is cuda_namespace
@@ -88,7 +88,7 @@ def test_a_gap_that_does_not_exist_is_not_closed():
 
 
 def adam_after_reload(scratch: str) -> tuple[list[float], bool]:
-    """(steps that each parameter's Adam counts after one more update, whether states came back)."""
+    """Return (steps that each parameter's Adam counts after one more update, whether states came back)."""
     import tempfile
 
     from megatron.core import dist_checkpointing, parallel_state

@@ -1,4 +1,4 @@
-"""What converters need to know of a model they learn on the meta device: nothing is allocated anywhere."""
+"""Converters learn about a model on the meta device: nothing is allocated anywhere."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Allocated(TorchDispatchMode):
 
 
 def allocations(folder: Path) -> list[str]:
-    """What is allocated while a checkpoint's layout is worked out, on a machine that says it has a GPU."""
+    """Return allocations made to work out a checkpoint's layout, on a machine that pretends to have a GPU."""
     from megatron_eqlen.hf.config import read_config
     from megatron_eqlen.megatron_cpu import cuda_namespace
     from megatron_eqlen.models.groups import start
@@ -87,5 +87,5 @@ def visible_gpus() -> tuple[str | None, bool]:
 
 
 def test_the_commands_see_no_gpu():
-    """So that not even a CUDA context takes memory of a GPU that trains."""
+    """Otherwise a CUDA context would take memory of a GPU that trains."""
     assert run_ranks(1, visible_gpus) == [("", False)]

@@ -1,4 +1,5 @@
-"""config.json decides everything: its own fields, both spellings, and a clear word where it cannot work."""
+"""config.json decides everything: its own fields, both spellings, and a clear error where a model cannot
+work."""
 
 import json
 import math
@@ -23,11 +24,11 @@ from tests.kit.tiny_models import FAMILIES, tiny_config
 
 SHIPPED = Path(hf.__file__).parent / "configs"
 PARAMETERS = {"qwen3-32b": 32.762, "qwen3-next-80b-a3b-thinking": 79.674}
-"""In billions, of the published checkpoints without the multi-token prediction layer."""
+"""Billions of parameters of the published checkpoints without the multi-token prediction layer."""
 
 
 def saved(tmp_path, family: str, **changes) -> dict:
-    """What Transformers writes for a tiny model."""
+    """Return the config that Transformers writes for a tiny model."""
     tiny_config(family, **changes).save_pretrained(tmp_path)
     return json.loads((tmp_path / "config.json").read_text())
 
@@ -143,7 +144,7 @@ YARN_OPTIONS = {
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
 @pytest.mark.parametrize("options", YARN_OPTIONS)
 def test_yarn_is_that_of_transformers_to_the_bit(family, options):
-    """The real models' heads and bases, with every option."""
+    """The heads and bases are the real models', with every option."""
     rope = YARN | YARN_OPTIONS[options]
     name = {"qwen3": "qwen3-32b", "qwen3_next": "qwen3-next-80b-a3b-thinking"}[family]
     raw = json.loads((SHIPPED / f"{name}.json").read_text()) | {"rope_scaling": rope}
@@ -194,7 +195,7 @@ def test_what_yarn_cannot_be_is_refused_by_name(option):
     ("original_max_position_embeddings", 4096, "is 4096 but rope_parameters.orig"),
 ])  # fmt: skip
 def test_two_places_that_disagree_are_refused(tmp_path, field, value, message):
-    """Transformers takes one of them without a word."""
+    """Transformers silently takes one of them."""
     raw = saved(tmp_path, "qwen3", rope_parameters=YARN | {"rope_theta": 1e4})
     with pytest.raises(ConfigError, match=message):
         parse_config(raw | {field: value}, "here.json")
@@ -335,7 +336,7 @@ def test_layouts_that_do_not_fit_are_refused_with_the_numbers(tmp_path, case):
 @pytest.mark.parametrize(("name", "billions", "pairs"), [("qwen3-32b", 31.98, 3.28e-5), (
     "qwen3-next-80b-a3b-thinking", 3.56, 2.76e-5)])  # fmt: skip
 def test_the_cost_of_the_papers_models(name, billions, pairs):
-    """A3B: 3 billion without the head. Only 12 of Qwen3-Next's 48 layers have attention."""
+    """A3B has 3 billion without the head. Only 12 of Qwen3-Next's 48 layers have attention."""
     model = read_config(SHIPPED / f"{name}.json")
     assert active_parameters(model) / 1e9 == pytest.approx(billions, abs=0.01)
     assert pair_cost(model) == pytest.approx(pairs, rel=0.01)

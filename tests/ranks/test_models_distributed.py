@@ -28,7 +28,8 @@ def test_a_layout_that_does_not_divide_the_world_is_refused_with_the_numbers(mes
 
 
 def restarted() -> list[tuple[int, int]]:
-    """(TP, PP) sizes of two runs one after the other in the same processes; alone, without a launcher."""
+    """Return the (TP, PP) sizes of two runs one after the other in the same processes; alone, without a
+    launcher."""
     import os
 
     import torch.distributed as dist
@@ -59,7 +60,7 @@ def test_a_process_alone_is_a_world_and_can_start_again():
 
 
 def random_numbers() -> tuple[float, float]:
-    """(inside tensor-parallel regions, outside)"""
+    """Return random numbers (inside tensor-parallel regions, outside)."""
     import torch
     from megatron.core import tensor_parallel
 

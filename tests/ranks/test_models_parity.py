@@ -34,7 +34,7 @@ CASES += slow_but({"tp2-ep2"}, SPARSE, "qwen3_moe") + slow_but({"ep2"}, SPARSE, 
 
 
 def make_rows(vocab: int = 96) -> tuple[Tensor, Tensor, Tensor]:
-    """(input_ids, labels, weights), each [ROWS, LENGTH]: the loss is -sum(weight * log p(label))."""
+    """Return (input_ids, labels, weights), each [ROWS, LENGTH]: the loss is -sum(weight * log p(label))."""
     generator = torch.Generator().manual_seed(5)
     ids, labels = (torch.randint(0, vocab, (ROWS, LENGTH), generator=generator) for _ in range(2))
     return ids, labels, torch.rand(ROWS, LENGTH, generator=generator)
@@ -45,7 +45,7 @@ def weighted_loss(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
 
 
 def reference(model) -> tuple[Tensor, dict[str, Tensor]]:
-    """(logits, gradients by name) of Transformers' model, fused experts taken apart."""
+    """Return (logits, gradients by name) of Transformers' model, fused experts taken apart."""
     ids, labels, weights = make_rows()
     logits = model(ids).logits
     weighted_loss(logits, labels, weights).backward()
@@ -53,7 +53,7 @@ def reference(model) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def our_pass(folder: str, layout: dict) -> tuple[dict[int, Tensor], dict[str, Tensor]]:
-    """On each rank: (row -> logits where this rank has them, all gradients under Hugging Face names)."""
+    """Return on each rank (row -> logits if this rank has them, all gradients under Hugging Face names)."""
     import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.core.distributed import (
@@ -111,7 +111,7 @@ def our_pass(folder: str, layout: dict) -> tuple[dict[int, Tensor], dict[str, Te
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory):
-    """family -> (folder, logits, gradients)"""
+    """Return family -> (folder, logits, gradients)."""
     made = {}
     for family in FAMILIES:
         folder = tmp_path_factory.mktemp(family)
@@ -191,7 +191,7 @@ def test_every_shape_computes_what_transformers_computes(tmp_path, shape):
 
 
 def test_interleaved_stages_of_unequal_length(tmp_path):
-    """Six layers on two ranks of two stages: 1 + 2 + 2 + 1."""
+    """Six layers are on two ranks of two stages: 1 + 2 + 2 + 1."""
     logits, gradients = reference(save_tiny(tmp_path, "qwen3", num_hidden_layers=6))
     ranks = run_ranks(2, our_pass, str(tmp_path), {"pipeline": 2, "virtual_pipeline": 2})
     torch.testing.assert_close(ranks[1][0][0][0], logits[0], atol=MAX_LOGIT_ERROR, rtol=0)
@@ -219,7 +219,8 @@ def logits_at(folder: str, positions: list[int]) -> Tensor:
 
 
 def test_the_last_positions_of_the_documented_long_context(tmp_path):
-    """Qwen3's own setting, tokens 5,000 positions apart up to the last: an angle's rounding would show."""
+    """The setting is Qwen3's own, with tokens 5,000 positions apart up to the last: an angle's rounding would
+    show."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1e6}
     model = save_tiny(tmp_path, "qwen3", rope_parameters=yarn, max_position_embeddings=40960, head_dim=128)
     positions = [131071 - 5000 * i for i in reversed(range(LENGTH))]

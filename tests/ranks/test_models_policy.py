@@ -30,7 +30,8 @@ def tokens() -> Tensor:
 
 
 def head_at(folder: str, layout: dict, positions: list[int] | None) -> tuple[Tensor, dict[str, Tensor]]:
-    """(logits at SUPERVISED, gradients of a loss there): with the head everywhere or at ``positions``."""
+    """Return (logits at SUPERVISED, gradients of a loss there): with the head everywhere or at
+    ``positions``."""
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -71,7 +72,8 @@ def test_the_head_at_supervised_positions_changes_no_logit_and_no_gradient(tmp_p
 
 
 def router_gradients(folder: str, layout: dict, changed_token: int | None) -> dict[str, Tensor]:
-    """Gradients of the routers from the auxiliary loss alone; an unsupervised token may be another one."""
+    """Return gradients of the routers from the auxiliary loss alone; an unsupervised token may be another
+    one."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
@@ -91,7 +93,8 @@ def router_gradients(folder: str, layout: dict, changed_token: int | None) -> di
 
 
 def expected_router_gradient(model, layer: int) -> Tensor:
-    """Of the loss of the supervised tokens, a forward pass on its own, on layer 0's router."""
+    """Return the gradient of the loss of the supervised tokens by layer 0's router, from a separate forward
+    pass."""
     seen = {}
     gate = model.model.layers[layer].mlp.gate
     handle = gate.register_forward_hook(lambda module, inputs, output: seen.update(hidden=inputs[0]))
@@ -116,11 +119,11 @@ def test_the_routers_loss_counts_supervised_tokens_only(tmp_path):
 
 SEQUENCES = [[7, 3, 9, 1, 40, 41, 42, 50, 51], [3, 5, 8, 60, 61], [2, 4, 11, 12, 13, 14, 70, 71, 72, 73, 74]]
 PROMPT = 3
-"""Tokens of each sequence that are its prompt."""
+"""Number of tokens of each sequence's prompt."""
 
 
 def update_by_the_routers_loss(folder: str, layers: dict, budget: int) -> tuple[float, float, float]:
-    """(rows, auxiliary loss, gradient norm) of a training step where no token has an advantage."""
+    """Return (rows, auxiliary loss, gradient norm) of a training step where no token has an advantage."""
     import torch.distributed as dist
 
     from megatron_eqlen.hf.config import read_config
@@ -146,7 +149,8 @@ def update_by_the_routers_loss(folder: str, layers: dict, budget: int) -> tuple[
 
 @pytest.fixture(scope="module")
 def two_sparse_layers(tmp_path_factory) -> tuple[str, float, float]:
-    """(folder, loss averaged over layers, gradient norm): each layer's loss over all supervised tokens."""
+    """Return (folder, loss averaged over layers, gradient norm): each layer's loss over all supervised
+    tokens."""
     folder = tmp_path_factory.mktemp("moe")
     coef = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
     model = save_tiny(folder, "qwen3_moe", num_hidden_layers=2, **coef)
@@ -190,7 +194,7 @@ def test_the_routers_loss_is_of_the_whole_step_however_it_is_packed(
 
 
 def switch_loss(hidden: Tensor, router: Tensor, topk: int) -> Tensor:
-    """Switch-Transformer load balancing over T tokens: E / (T^2 k) sum_e f_e sum_t p_te."""
+    """Return the Switch-Transformer load balancing loss over T tokens: E / (T^2 k) sum_e f_e sum_t p_te."""
     probabilities = (hidden @ router.T).softmax(-1)
     count, experts = probabilities.shape
     chosen = torch.zeros_like(probabilities).scatter(1, probabilities.topk(topk).indices, 1.0).sum(0)
@@ -198,7 +202,7 @@ def switch_loss(hidden: Tensor, router: Tensor, topk: int) -> Tensor:
 
 
 def tree_logits(folder: str) -> tuple[Tensor, Row]:
-    """Logits of one row that holds a tree, [32, vocab], and the row."""
+    """Return the logits of one row that holds a tree, [32, vocab], and the row."""
     from megatron_eqlen.models.tree_params import TreeParams
     from megatron_eqlen.packing.pack import plan_rows
 

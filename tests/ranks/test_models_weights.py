@@ -38,7 +38,7 @@ def build(folder: str, layout: dict, dtype: torch.dtype = torch.float32) -> list
 
 
 def load_and_save(folder: str, layout: dict, out: str, dtype: torch.dtype) -> set[str]:
-    """On each rank: the names that the export gave this rank whole and equal to the file."""
+    """Return on each rank the names of tensors that the export gave this rank whole and equal to the file."""
     from megatron_eqlen.models.weights import export_hf, load_hf, save_hf
 
     chunks = build(folder, layout, dtype)
@@ -65,7 +65,8 @@ def test_round_trip_is_exact_on_every_rank(tmp_path, family, world_size, layout)
 
 
 def broadcasts_and_names(folder: str, layout: dict, sent_at_once: int) -> tuple[int, set[str]]:
-    """How many messages an export takes, and which tensors it gives equal to the file's."""
+    """Return the number of messages of an export, and the names of tensors that it gives equal to the
+    file's."""
     from megatron_eqlen.models import weights
 
     sent = []
@@ -90,7 +91,8 @@ def test_an_export_sends_many_weights_in_one_message_and_the_same_bits(tmp_path)
 
 @pytest.fixture
 def published(tmp_path):
-    """A bfloat16 Qwen3-Next folder as it is published: sharded, with an MTP layer and a tokenizer's files."""
+    """Write a bfloat16 Qwen3-Next folder as it is published: sharded, with an MTP layer and a tokenizer's
+    files."""
     folder = tmp_path / "published"
     save_tiny(folder, "qwen3_next")
     tensors = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
@@ -116,7 +118,8 @@ def contents(folder) -> dict[str, bytes]:
 
 
 def test_a_published_folder_comes_back_file_by_file(tmp_path, published):
-    """Shards, index, dtypes, tokenizer, generation settings, chat template and the untrained MTP layer."""
+    """This covers shards, index, dtypes, tokenizer, generation settings, chat template and the untrained MTP
+    layer."""
     out = tmp_path / "out"
     layout = {"tensor": 2, "expert": 2}
     run_ranks(2, load_and_save, str(published), layout, str(out), torch.bfloat16)
@@ -160,7 +163,7 @@ def test_a_head_stored_beside_tied_embeddings_follows_them(tmp_path):
 
 
 def load_change_and_save(folder: str, layout: dict, out: str) -> None:
-    """Training, in short: every weight changes."""
+    """Change every weight, as training does."""
     from megatron_eqlen.models.weights import load_hf, save_hf
 
     chunks = build(folder, layout)
@@ -300,6 +303,7 @@ def names_on_the_last_rank(folder: str) -> dict[str, str]:
 
 
 def test_names_of_both_layer_specs_lead_to_the_same_map(tmp_path):
-    """On the second of two pipeline stages, the second of two expert ranks: four layers, eight experts."""
+    """The rank is the second of two pipeline stages, and the second of two expert ranks: four layers, eight
+    experts."""
     tiny_config("qwen3_moe").save_pretrained(tmp_path)
     assert run_ranks(4, names_on_the_last_rank, str(tmp_path))[3] == TRANSFORMER_ENGINE_NAMES

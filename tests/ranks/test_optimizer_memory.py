@@ -1,4 +1,4 @@
-"""Where the optimizer's state lies and how gradients are summed: what that changes, and what it does not."""
+"""Placement of the optimizer's state and the dtype of gradient sums: their effects on results and memory."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ def changes_of(folders: Path, name: str) -> tuple[str, dict[str, Any]]:
 
 
 def main_weights(policy: Policy) -> list[torch.Tensor]:
-    """This rank's main weights, float32, and moments; by parameter."""
+    """Return this rank's main weights, float32, and moments, by parameter."""
     found = []
     for part in policy.optimizer.chained_optimizers:
         for group in part.param_groups:
@@ -46,7 +46,7 @@ def weights(policy: Policy) -> list[torch.Tensor]:
 
 
 def held_on_host(policy: Policy) -> tuple[int, int]:
-    """(bytes of the memory under a host optimizer's main weights and moments, bytes that they need)"""
+    """Return (bytes of memory under a host optimizer's main weights and moments, bytes that they need)."""
     found = []
     for part in policy.optimizer.chained_optimizers:
         host: Any = part.optimizer
@@ -57,14 +57,14 @@ def held_on_host(policy: Policy) -> tuple[int, int]:
 
 
 def policies(folder: str, changes: dict[str, Any], *optimizers: dict[str, Any]) -> list[Policy]:
-    """One per optimizer, all in the groups of the first."""
+    """Return one policy per optimizer, all in the groups of the first."""
     sections = [changes | {"optimizer": optimizer | {"warmup_steps": 0}} for optimizer in optimizers]
     first = build_policy(folder, sections[0])
     return [first, *(Policy(recipe_of(folder, section)) for section in sections[1:])]
 
 
 def train(policy: Policy, updates: int) -> float:
-    """The last gradient norm; parked before each update."""
+    """Train, parking before each update; return the last gradient norm."""
     norm = 0.0
     for _ in range(updates):
         policy.park()
@@ -74,19 +74,20 @@ def train(policy: Policy, updates: int) -> float:
 
 
 def steps(policy: Policy) -> list[float]:
-    """Adam's, of each parameter."""
+    """Return Adam's step of each parameter."""
     parts = policy.optimizer.chained_optimizers
     return [float(state["step"]) for part in parts for state in part.optimizer.state.values()]
 
 
 def worst(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
-    """Largest difference of two tensors' elements, relative to the tensors' largest."""
+    """Return the largest difference of two tensors' elements, relative to the tensors' largest."""
     pairs = [(a.double(), b.double()) for a, b in zip(one, other, strict=True) if a.numel()]
     return max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)) for a, b in pairs)
 
 
 def differences(folder: str, changes: dict[str, Any]) -> tuple[float, float, bool, bool]:
-    """Of updates on the host and on the device: (main weights, gradient norms, Adam's steps, a dtype)"""
+    """Compare updates on the host and on the device: (main weights, gradient norms, Adam's steps, a
+    dtype)."""
     host, device = policies(folder, changes, HOST, DEVICE)
     norms = [train(policy, 2) for policy in (host, device)]
     mains = main_weights(host)
@@ -100,7 +101,8 @@ def differences(folder: str, changes: dict[str, Any]) -> tuple[float, float, boo
 
 @pytest.mark.parametrize("name", ["DP 2", slow("VPP 2"), slow("EP 2"), slow("TP 2, DeltaNet")])
 def test_updates_on_the_host_are_those_on_the_device(folders, name):
-    """Two implementations of one formula in float32: 1e-6 of the largest main weight after 4 steps."""
+    """Two implementations of one formula in float32 differ by 1e-6 of the largest main weight after 4
+    steps."""
     for main, norm, *wrong in run_ranks(2, differences, *changes_of(folders, name)):
         assert main < 1e-6
         assert norm < 1e-6
@@ -108,7 +110,7 @@ def test_updates_on_the_host_are_those_on_the_device(folders, name):
 
 
 def go_over(folder: str, changes: dict[str, Any], checkpoints: str) -> list[str]:
-    """What is wrong with policies on host and device that load what others saved, there and here."""
+    """Return the faults of policies on host and device that load what others saved, there and here."""
     host, device, on_device, on_host, again = policies(folder, changes, HOST, DEVICE, DEVICE, HOST, HOST)
     new, _ = held_on_host(on_host)
     wrong = []
@@ -150,8 +152,8 @@ def test_a_checkpoint_goes_over_between_host_and_device_bit_for_bit(folders, tmp
 
 
 def gradient_bytes(folder: str, changes: dict[str, Any]) -> list[tuple[float, int, float]]:
-    """(gradients' bytes over weights', optimizer's bytes on the device, gradient norm) of gradients in
-    float32, in bfloat16, and in bfloat16 with the optimizer on the host"""
+    """Return (gradients' bytes over weights', optimizer's bytes on the device, gradient norm) for gradients
+    in float32, in bfloat16, and in bfloat16 with the optimizer on the host."""
     half = {"grad_dtype": "bfloat16"}
     return [
         (
@@ -172,7 +174,7 @@ def test_bfloat16_gradients_take_half_the_memory_and_their_norm_is_right_to_thei
 
 
 def test_a_host_optimizer_computes_with_this_ranks_share_of_the_cores(monkeypatch):
-    """Launchers give a rank one thread."""
+    """Launchers give a rank one thread only."""
     from megatron_eqlen.training.optimizer import all_cores
 
     monkeypatch.setattr(cores, "usable_cores", lambda: 12)

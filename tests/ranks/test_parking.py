@@ -1,4 +1,5 @@
-"""A trainer that is parked between its updates computes bit for bit what one that never is does."""
+"""A trainer that is parked between its updates computes bit for bit what one that is never parked
+computes."""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def changes_of(name: str, folders: Path, park: str) -> tuple[str, dict[str, Any]
 
 
 def numbers(policy: Policy) -> list[torch.Tensor]:
-    """Weights, main weights and all that the optimizer keeps, of this rank."""
+    """Return weights, main weights and all state of the optimizer, of this rank."""
     read = policy.memory.weights.host
     found = [read(parameter) for chunk in policy.chunks for parameter in chunk.parameters()]
     for part in policy.optimizer.chained_optimizers:
@@ -48,7 +49,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 def is_wired(policy: Policy) -> bool:
-    """Whether weights and gradients lie in Megatron's buffers, and its buckets are views of those."""
+    """Return True if weights and gradients lie in Megatron's buffers, and its buckets are views of those."""
     return all(
         memory_of(parameter) == memory_of(buffer.param_data) == memory_of(bucket.param_data)
         and memory_of(parameter.main_grad) == memory_of(buffer.grad_data) == memory_of(bucket.grad_data)
@@ -60,7 +61,7 @@ def is_wired(policy: Policy) -> bool:
 
 
 def park_between_updates(folder: str, changes: dict[str, Any]) -> list[str]:
-    """What is wrong with a policy that is parked between updates, beside one that is not."""
+    """Return the faults of a policy that is parked between updates, compared with one that is not."""
     kept, parked = build_policy(folder, changes), Policy(recipe_of(folder, changes))
     wrong = []
     for step in range(2):
@@ -92,7 +93,7 @@ def test_a_parked_trainer_makes_the_same_updates_bit_for_bit(folders, name):
 
 
 def parts_by_phase(folder: str, sections: dict[str, dict[str, Any]]) -> dict[str, dict[str, set[str]]]:
-    """The trainer's parts that have bytes on the device, for each way of parking."""
+    """Return the trainer's parts that have bytes on the device, for each way of parking."""
     found = {}
     for park, changes in sections.items():
         policy = Policy(recipe_of(folder, changes)) if found else build_policy(folder, changes)
@@ -156,8 +157,9 @@ def test_a_checkpoint_of_a_parked_trainer_resumes_bit_for_bit(folders, tmp_path,
 
 
 def update_without_hooks(folder: str, changes: dict[str, Any]) -> str:
-    """The error of an update after torch has dropped the gradient accumulators, with Megatron's hooks on
-    them: it does where a parameter's ``data`` takes another dtype, as where it moves to another device."""
+    """Return the error of an update after torch has dropped the gradient accumulators, with Megatron's hooks
+    on them. torch does so where a parameter's ``data`` takes another dtype, as where it moves to another
+    device."""
     policy = build_policy(folder, changes)
     policy.update([one_tree_a_row(3)])
     for chunk in policy.chunks:

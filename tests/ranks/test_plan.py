@@ -1,4 +1,5 @@
-"""What the plan counts is what Megatron allocates and what autograd keeps, on real models in real layouts."""
+"""The plan's counts equal Megatron's allocations and autograd's saved tensors, on real models in real
+layouts."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ from tests.kit.tree_training import build, weighted_sum
 
 ROW = 256
 ROWS = 4
-"""Of each data-parallel rank."""
+"""Number of rows of each data-parallel rank."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ CASES = {
 
 
 def recipe_of(folder: str, case: Case, row: int = ROW):
-    """A recipe whose rows are one chunk of the head."""
+    """Return a recipe whose rows are one chunk of the head."""
     return parse(
         {
             "name": "plan", "steps": 1, "model": {"path": folder, "dtype": case.dtype},
@@ -104,7 +105,8 @@ def recipe_of(folder: str, case: Case, row: int = ROW):
 
 
 def causal_rows(count: int, row: int = ROW) -> list[TokenTree]:
-    """Trees of one path, each as long as a row: forks would make the CPU's attention copy their prefixes."""
+    """Return trees of one path, each as long as a row: forks would make the CPU's attention copy their
+    prefixes."""
     generator = torch.Generator().manual_seed(0)
     trees = []
     for number in range(count):
@@ -116,7 +118,7 @@ def causal_rows(count: int, row: int = ROW) -> list[TokenTree]:
 
 
 class Saved:
-    """What autograd keeps now and kept at most, each storage once; parameters are not counted."""
+    """Bytes that autograd keeps now and kept at most, each storage once; parameters are not counted."""
 
     def __init__(self, ignored: set[int]) -> None:
         self.ignored = ignored
@@ -151,7 +153,7 @@ class Kept:
 
 
 class Live(TorchDispatchMode):
-    """Bytes of the tensors made inside and still alive, at most; ``before``: memory that was there."""
+    """Peak bytes of the tensors that are made inside and still alive; ``before``: memory that was there."""
 
     def __init__(self, before: set[int]) -> None:
         super().__init__()
@@ -179,7 +181,7 @@ class Live(TorchDispatchMode):
 
 
 def host_state(policy: Any) -> int:
-    """Bytes of main weights and moments of an optimizer on the host."""
+    """Return the bytes of main weights and moments of an optimizer on the host."""
     parts = [part.optimizer for part in policy.optimizer.chained_optimizers]
     copies = [copy for part in parts for copy in getattr(part, "cpu_copys_map_gpu_param", {})]
     moments = [
@@ -193,7 +195,7 @@ def host_state(policy: Any) -> int:
 
 
 def measure(folder: str, case: Case) -> dict[str, Any]:
-    """What this rank really holds, in bytes, and its pipeline stage."""
+    """Return what this rank really holds, in bytes, and its pipeline stage."""
     from megatron.core import parallel_state
 
     from megatron_eqlen.training.policy import Policy
@@ -228,7 +230,7 @@ FAST = {
 
 @pytest.fixture(scope="module", params=slow_but(FAST, CASES))
 def planned_and_real(request, tmp_path_factory):
-    """(recipe, model, what every rank measured)."""
+    """Return (recipe, model, measurements of every rank)."""
     case, folder = CASES[request.param], tmp_path_factory.mktemp("plan")
     save_tiny(folder, case.family, **case.model)
     ranks = run_ranks(case.ranks, measure, str(folder), case)
@@ -266,8 +268,8 @@ def test_what_autograd_keeps_is_within_a_tenth_of_the_plan(planned_and_real):
 
 
 def exchanged(folder: str, trees: list[TokenTree]) -> tuple[list[float], int]:
-    """Bytes that this context-parallel rank gets from the other or gives it, whichever are more, each time
-    when it trains the trees' row with its layers computed once more; and the row's length."""
+    """Return the bytes that this context-parallel rank receives from the other or sends to it, the larger of
+    the two, each time when it trains the trees' row with its layers recomputed; and the row's length."""
     parallel = ParallelRecipe(context=2, recompute="full")
     start(parallel, seed=1)
     chunks, sent = build(Path(folder), parallel), []
@@ -285,7 +287,7 @@ def exchanged(folder: str, trees: list[TokenTree]) -> tuple[list[float], int]:
 
 
 def test_the_planned_exchange_is_what_context_parallel_ranks_send(tmp_path):
-    """Attention and linear attention, in float64."""
+    """The model has attention and linear attention, in float64."""
     save_tiny(tmp_path, "qwen3_next", mlp_only_layers=[0, 1, 2, 3])
     trees = [stream(np.random.default_rng(0), 7, [60, 90, 70, 10])]
     (one, length), (other, _) = run_ranks(2, exchanged, str(tmp_path), trees)
@@ -298,7 +300,7 @@ WIDE: dict[str, Any] = {
     "hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 32,
     "num_hidden_layers": 2, "vocab_size": 96,
 }  # fmt: skip
-"""Layers beside which nothing else counts."""
+"""Layers so large that nothing else counts beside them."""
 MANY: dict[str, Any] = {"moe_intermediate_size": 256, "num_experts_per_tok": 4}
 LINEAR: dict[str, Any] = {
     "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 32,
@@ -320,7 +322,8 @@ LONG = 1024
 
 
 def measure_peak(folder: str, case: Case) -> int:
-    """The most bytes that the passes of a row need on this rank, beside what lives as long as the policy."""
+    """Return the peak bytes that the passes of a row need on this rank, beside what lives as long as the
+    policy."""
     from megatron.core import parallel_state
 
     from megatron_eqlen.training.policy import Policy

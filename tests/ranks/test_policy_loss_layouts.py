@@ -18,13 +18,14 @@ LAYOUTS = [(200, 1, "tree"), (200, 2, "tree"), (2000, 1, "tree"), (300, 3, "tree
 
 
 def noise(row, salt):
-    """[S] numbers that depend on a position's path alone, and so not on the layout."""
+    """Return [S] numbers that depend on a position's path alone, and so not on the layout."""
     key = row.labels * 7919 + row.position_ids * 104729 + np.rint(row.weights * 1e9).astype(np.int64) * 31
     return np.sin(key * (salt + 1.0))
 
 
 def train(rows, objective):
-    """Loss, gradient on a vocabulary table, and metrics of one rank's rows, one micro-batch at a time."""
+    """Return loss, gradient on a vocabulary table, and metrics of one rank's rows, one micro-batch at a
+    time."""
     table = torch.linspace(-3, -0.1, VOCABULARY, dtype=torch.float64, requires_grad=True)
     total, logs = 0.0, []
     for row in rows:
@@ -68,7 +69,7 @@ def data_parallel_metrics(name):
 
 
 def tensor_parallel_logprobs(dtype, vocab_size):
-    """This rank's log-probs, entropy and its slice of the logits' gradient."""
+    """Return this rank's log-probs, entropy and its slice of the logits' gradient."""
     logits = full_logits(dtype)
     width = logits.shape[-1] // dist.get_world_size()
     mine = logits[:, dist.get_rank() * width :][:, :width].contiguous().requires_grad_()

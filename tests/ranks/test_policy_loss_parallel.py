@@ -27,7 +27,8 @@ LAYOUTS = {
 
 
 def train(folder, layers, budget, with_masks, logits_chunk=None, objective="gspo"):
-    """With KL and truncated importance sampling: (metrics or None before the last stage, gradients)."""
+    """Train with KL and truncated importance sampling; return (metrics or None before the last stage,
+    gradients)."""
     from megatron.core import parallel_state  # after megatron_eqlen, which makes it run on CPU
 
     parallel = ParallelRecipe(**layers)
@@ -79,7 +80,7 @@ def test_every_layout_gives_the_loss_of_one_process(folder, one_process, name, w
 
 
 def test_sums_over_a_segment_do_not_know_that_it_lies_on_two_ranks(folder):
-    """VESPO's: its weights are of a sequence's sum of log-ratios; GSPO's and LUSPO's are of its mean."""
+    """VESPO's weights depend on a sequence's sum of log-ratios; GSPO's and LUSPO's on its mean."""
     options = True, None, "vespo"
     alone = run_ranks(1, train, folder, {}, 2000, *options)[0]
     assert_same(run_ranks(2, train, folder, {"context": 2}, 200, *options), *alone)

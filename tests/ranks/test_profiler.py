@@ -1,4 +1,4 @@
-"""What ``profile`` in a recipe writes: traces that name layers, snapshots of a GPU's memory."""
+"""Output of a recipe's ``profile``: traces that name layers, snapshots of a GPU's memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.kit.tree_training import build, weighted_sum
 
 
 def traced(folder: Path, out: Path) -> None:
-    """One row of a hybrid model with experts: in step 1 without a trace, in step 2 with one."""
+    """Trace one row of a hybrid model with experts: in step 1 without a trace, in step 2 with one."""
     parallel = ParallelRecipe()
     start(parallel, seed=1)
     model = build(folder, parallel)

@@ -1,4 +1,5 @@
-"""Ranks as engine replicas: who generates what, who grades what, and that all end with the same rollouts."""
+"""Ranks as engine replicas: their shares of generation and grading, and that all end with the same
+rollouts."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ END = 0
 
 
 class Letters:
-    """A tokenizer whose token ids are code points; it knows what it was asked."""
+    """A tokenizer whose token ids are code points; it records its calls."""
 
     def __init__(self) -> None:
         self.decoded: list[str] = []
@@ -41,7 +42,7 @@ def generated(prompt: Prompt, index: int) -> Group:
 
 
 def harvest_and_grade(engine_size: int, in_step: bool, rollouts: int) -> tuple[list, list, list]:
-    """(what this rank has harvested, what it graded, everyone's with the verdict)."""
+    """Return (rollouts harvested by this rank, rollouts graded by it, everyone's with the verdict)."""
     replicas, letters = Replicas(engine_size, in_step), Letters()
     scorer = Scorer(RewardRecipe(math_rule="exact", workers=1), letters)
     harvested = []
@@ -80,8 +81,8 @@ def test_every_response_is_graded_once_and_reaches_every_rank(ranks, engine_size
 
 
 def harvest_in_step(model: Path) -> tuple[list[bool], list[bool], list[bool]]:
-    """Of each rollout after scoring: whether it is whole on this rank, whether it is what was sampled. And
-    what is decided where the ranks' clocks differ."""
+    """Return for each rollout after scoring whether it is complete on this rank, and whether it equals the
+    sampled one; and the decisions where the ranks' clocks differ."""
     prompts, recipe, replicas = make_prompts(2), make_recipe(model, 64, kept=3), Replicas(2, decides=True)
 
     def harvested(keeps_columns: Callable[[Prompt, int], bool]) -> list[Rollout]:
@@ -108,7 +109,7 @@ def plain(segment: Segment) -> Segment:
 
 
 def test_ranks_of_a_replica_that_keep_parts_of_a_harvest_have_it_all_together(tmp_path):
-    """With sampling masks; the first rank records, so it keeps everything until then."""
+    """The rollouts have sampling masks; the first rank records, so it keeps everything until then."""
     (first, same, *decided), (second, also, *alike) = run_ranks(2, harvest_in_step, tmp_path)
     assert decided == alike == [[True, False, False]], "as the first rank says"
     assert first == [not whole for whole in second]

@@ -42,7 +42,7 @@ MODELS = {
     "next": ("qwen3_next", {}),
 }
 LAYERS = {"moe": 4, "some_dense": 3, "next": 4}
-"""With experts."""
+"""Number of layers with experts."""
 BUDGET = 400
 
 
@@ -56,7 +56,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def whole(folders) -> dict[str, Trained]:
-    """All trees in as few rows as they fit into, in one process."""
+    """Train all trees in as few rows as they fit into, in one process."""
     return {name: train_trees(folder, trees_of(name), BUDGET) for name, folder in folders.items()}
 
 
@@ -68,7 +68,7 @@ def trees_of(name: str) -> list[TokenTree]:
 
 
 def on_paths(folder: Path, trees: list[TokenTree]) -> Trained:
-    """Transformers' loss and gradients: each supervised node at the end of a sequence of its own."""
+    """Return Transformers' loss and gradients: each supervised node at the end of a sequence of its own."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
     given = force(model)
     sparse = [n for n, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "gate")]
@@ -95,7 +95,8 @@ def path_tokens(tree: TokenTree, node: int) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_given_experts_are_what_transformers_computes_with(name, folders, whole):
-    """Gradients of all weights, the routers' too. (Transformers' norms and delta rule are in float32.)"""
+    """Gradients of all weights are compared, the routers' too. (Transformers' norms and delta rule are in
+    float32.)"""
     expected = on_paths(folders[name], trees_of(name))
     assert whole[name].loss == pytest.approx(expected.loss, rel=1e-5)
     difference, weight = worst_difference(whole[name], expected)
@@ -103,7 +104,7 @@ def test_given_experts_are_what_transformers_computes_with(name, folders, whole)
 
 
 def free_and_given(folder: Path, replayed: bool) -> tuple[Trained, Trained]:
-    """A pass without routes, and one that is given the experts which the first one chose."""
+    """Return a pass without routes, and one that is given the experts which the first one chose."""
     with world_of(folder) as model:
         (chunk,) = model
         choices = record_experts(model)
@@ -123,7 +124,7 @@ def free_and_given(folder: Path, replayed: bool) -> tuple[Trained, Trained]:
 
 
 def as_routes(chosen: list[torch.Tensor]) -> np.ndarray:
-    """[S, layers, top_k] int16 from each layer's [S, experts] bool."""
+    """Return [S, layers, top_k] int16 from each layer's [S, experts] bool."""
     layers = [one.nonzero()[:, 1].view(-1, TOP_K) for one in chosen]
     return torch.stack(layers, dim=1).to(torch.int16).numpy()
 

@@ -25,7 +25,7 @@ WORST = "mismatch/logprob_abs_diff_max"
 
 
 def sampled_by(folder: Path, dtype: torch.dtype) -> list[TokenTree]:
-    """Streams with the log-probs, and the routes if any, of the model in ``folder`` in ``dtype``."""
+    """Return streams with the log-probs, and the routes if any, of the model in ``folder`` in ``dtype``."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
     chosen: list[torch.Tensor] = []
     for layer in model.model.layers:

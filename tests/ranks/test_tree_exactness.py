@@ -55,12 +55,13 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def whole(folders) -> dict[str, Trained]:
-    """All trees in as few rows as they fit into, in one process."""
+    """Train all trees in as few rows as they fit into, in one process."""
     return {name: train_trees(folder, forest(0), BUDGET) for name, folder in folders.items()}
 
 
 def path_to(tree: TokenTree, node: int, supervised: set[int]) -> tuple[list[int], np.ndarray]:
-    """Tokens from the prompt to the node's end, and weight x advantage of those of ``supervised`` nodes."""
+    """Return tokens from the prompt to the node's end, and weight x advantage of those of ``supervised``
+    nodes."""
     tokens, factors = [], []
     while node >= 0:
         at = tree.nodes[node]
@@ -72,7 +73,7 @@ def path_to(tree: TokenTree, node: int, supervised: set[int]) -> tuple[list[int]
 
 
 def each_side_alone(trees: list[TokenTree]) -> Iterator[tuple[list[int], np.ndarray]]:
-    """2N: a sequence for each supervised node."""
+    """Yield 2N sequences: one for each supervised node."""
     for tree in trees:
         for i, node in enumerate(tree.nodes):
             if node.weight:
@@ -80,7 +81,7 @@ def each_side_alone(trees: list[TokenTree]) -> Iterator[tuple[list[int], np.ndar
 
 
 def each_leaf_path(trees: list[TokenTree]) -> Iterator[tuple[list[int], np.ndarray]]:
-    """N + 1: a sequence for each leaf; a node is trained in the first one that passes it."""
+    """Yield N + 1 sequences: one for each leaf; a node is trained in the first one that passes it."""
     for tree in trees:
         left = {i for i, node in enumerate(tree.nodes) if node.weight}
         for leaf in set(range(len(tree.nodes))) - {node.parent for node in tree.nodes}:
@@ -113,7 +114,7 @@ ROWS = {
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("rows", ROWS)
 def test_gradients_do_not_depend_on_the_rows(name, rows, folders, whole):
-    """Nor on the order of the trees."""
+    """The order of the trees does not matter either."""
     options = {"budget": BUDGET} | ROWS[rows]
     assert_same(train_trees(folders[name], forest(0)[::-1], **options), whole[name])
 
@@ -146,7 +147,7 @@ def test_gradients_do_not_depend_on_the_parallel_layout(name, layers, folders, w
 
 
 def test_the_head_is_computed_where_supervised_alone(folders):
-    """The same logits there, and the same gradient of every weight, as from logits everywhere."""
+    """Logits there and the gradient of every weight equal those of logits everywhere."""
     with world_of(folders["dense"]) as chunks:
         (model,) = chunks
         row = pack(forest(0), BUDGET)[0][0]
@@ -179,7 +180,7 @@ TWO_TOKENS = [TokenTree("two tokens", [Node(-1, [5]), Node(0, [7, 11], 0.5, 0.3,
     ids=["a tree for two ranks", "two positions for six slices", "and a shared row without any"],
 )
 def test_a_rank_without_a_token_takes_part(folders, name, ranks, trees, layers):
-    """Its positions are padding, and its experts still serve the others."""
+    """The rank's positions are padding, and its experts still serve the other ranks."""
     alone = train_trees(folders[name], trees, BUDGET)
     for trained in run_ranks(ranks, train_trees, folders[name], trees, BUDGET, "tree", layers):
         assert_same(trained, alone)
@@ -187,7 +188,7 @@ def test_a_rank_without_a_token_takes_part(folders, name, ranks, trees, layers):
 
 @pytest.mark.parametrize("name", ["moe", "next"])
 def test_every_token_goes_to_the_same_experts(name, folders):
-    """Tree and plain sequences, layer by layer, to the bit."""
+    """Tree and plain sequences agree layer by layer, to the bit."""
     with world_of(folders[name]) as chunks:
         (model,) = chunks
         choices = record_experts(chunks)
@@ -205,7 +206,7 @@ def test_every_token_goes_to_the_same_experts(name, folders):
 
 
 def test_a_model_ends_with_its_world(folders):
-    """Else each would keep its process groups, whose threads slow the later tests of a worker."""
+    """Otherwise each would keep its process groups, whose threads slow the later tests of a worker."""
     with world_of(folders["next"]) as chunks:
         train_sequences(chunks, each_leaf_path(forest(0)[:1]))
         model = weakref.ref(chunks[0].module)

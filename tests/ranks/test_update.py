@@ -21,7 +21,8 @@ def with_experts(tmp_path_factory):
 
 
 def norms_of(folder, minibatches, changes):
-    """What an update logs of its gradient, and squares of the gradient as it lies in this rank's buffers."""
+    """Return what an update logs of its gradient, and squares of the gradient as it lies in this rank's
+    buffers."""
     policy = build_policy(folder, {"loss": {"epochs": 1}, "optimizer": {"clip_grad": 1e9}} | changes)
     metrics = policy.update(minibatches)
     squares = {}
@@ -33,7 +34,7 @@ def norms_of(folder, minibatches, changes):
 
 @pytest.fixture(scope="module")
 def alone(with_experts):
-    """``norms_of`` one process."""
+    """Return ``norms_of`` for one process."""
     return run_ranks(1, norms_of, with_experts, [one_tree_a_row(2)], {})[0]
 
 
@@ -61,7 +62,8 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("rows", [1, slow(2), slow(3), 5])
 def test_a_virtual_pipeline_trains_any_number_of_rows(folder, rows):
-    """With the reference's and the old policy's forward passes; the padding rows change no number."""
+    """The update has the reference's and the old policy's forward passes; the padding rows change no
+    number."""
     minibatches = [one_tree_a_row(rows)]
     ((metrics, weights),) = run_ranks(1, update, folder, minibatches)
     interleaved = layout(2, pipeline=2, virtual_pipeline=2)
@@ -71,8 +73,8 @@ def test_a_virtual_pipeline_trains_any_number_of_rows(folder, rows):
 
 
 def test_context_parallel_ranks_take_the_step_of_one(folder):
-    """With all its passes; weights are sent whole. Adam's eps is far above the gradients' round-off, which
-    else decides where weights go whose gradient is 0 but for it."""
+    """The step has all its passes; weights are sent whole. Adam's eps is far above the gradients' round-off;
+    otherwise round-off would decide the direction of weights with gradient 0."""
     minibatches = [one_tree_a_row(3)]
     smooth = {"optimizer": {"lr": 1e-3, "warmup_steps": 0, "adam_eps": 1e-5}}
     ((metrics, weights),) = run_ranks(1, update, folder, minibatches, smooth)

@@ -1,4 +1,5 @@
-"""An optimizer step with a number that is not finite is not taken, on any rank, wherever it comes from."""
+"""An optimizer step with a number that is not finite is not taken, on any rank, wherever the number comes
+from."""
 
 import copy
 import logging
@@ -37,7 +38,7 @@ def folder(tmp_path_factory):
 
 
 def in_a_tree(change):
-    """The trees with a fault in one of them."""
+    """Return the trees with a fault in one of them."""
     trees = copy.deepcopy(TREES)
     change(trees[1].nodes[2])
     return trees
@@ -52,7 +53,7 @@ def infinite_advantage(node):
 
 
 def in_a_column(policy, column, value):
-    """On the rank that trains the tree: a number of its row, after packing."""
+    """Put a fault into a number of a row, after packing, on the rank that trains the tree."""
     read = Rows.__getitem__
 
     def spoiled(rows, number):
@@ -68,7 +69,7 @@ def in_a_column(policy, column, value):
 
 
 def in_a_gradient(policy):
-    """On the last rank alone."""
+    """Put a fault into a gradient of the last rank alone."""
     if dist.get_rank() != dist.get_world_size() - 1:
         return lambda: None
     parameter = next(p for name, p in policy.chunks[0].named_parameters() if "linear_fc1" in name)
@@ -76,7 +77,8 @@ def in_a_gradient(policy):
 
 
 def in_a_loss(policy):
-    """Of one row, on the pipeline stage that computes losses; the gradient stays finite."""
+    """Put a fault into a row's loss, on the pipeline stage that computes losses; the gradient stays
+    finite."""
     loss = policy._loss
 
     def spoiled(logprobs, entropy, row, at):
@@ -92,7 +94,7 @@ def in_a_loss(policy):
 
 
 def in_the_state(policy, kind, value):
-    """One number of the optimizer's, on the first rank alone."""
+    """Put a fault into one number of the optimizer's state, on the first rank alone."""
     part = policy.optimizer.chained_optimizers[0]
     state = next(iter(part.state.values()))[kind].view(-1)
     before = state[0].item()
@@ -102,7 +104,7 @@ def in_the_state(policy, kind, value):
 
 
 def in_a_weight(policy):
-    """Of a token that nothing trains, on the first rank alone."""
+    """Put a fault into the weight of a token that nothing trains, on the first rank alone."""
     weight = next(policy.chunks[0].parameters()).data.view(-1)
     before = weight[-1].item()
     if dist.get_rank() == 0:
@@ -126,7 +128,7 @@ FAULTS = {
 
 
 def state_of(policy) -> list:
-    """Everything that an update changes, copied: weights, the optimizer's state, the schedule."""
+    """Return copies of everything that an update changes: weights, the optimizer's state, the schedule."""
     tensors = [p.detach().clone() for p in policy.chunks[0].parameters()]
     for part in policy.optimizer.chained_optimizers:
         for kept in part.state.values():
@@ -140,7 +142,7 @@ def unchanged(before: list, policy) -> bool:
 
 
 def try_all_faults(folder: str, changes: dict) -> dict:
-    """For each fault: (metrics, whether all stayed, what was logged, metrics of a good step after)."""
+    """Return for each fault (metrics, whether all stayed, what was logged, metrics of a good step after)."""
     policy = build_policy(folder, changes)
     policy.update([TREES])
     messages: list[str] = []
@@ -187,7 +189,8 @@ def test_nothing_changes_on_any_rank_and_the_next_good_step_is_taken(folder, nam
 
 
 def until_the_end(folder: str, checkpoints: Path) -> tuple:
-    """A checkpoint, then faults to the end: (the error, that of another save, the step and state loaded)."""
+    """Save a checkpoint, then take faults to the end; return (the error, that of another save, the step and
+    state loaded)."""
     policy = build_policy(folder, layout(2) | {"optimizer": {"lr": 1e-4, "max_skipped_updates": 3}})
     policy.update([TREES])
     checkpoint.save(checkpoints, 1, policy, {}, keep=2)
@@ -221,7 +224,7 @@ def test_an_update_beyond_float32_is_not_taken(folder):
 
 
 def in_a_run(folder: str) -> str:
-    """What a run says after an update that found a weight which is not a number."""
+    """Return a run's message after an update that found a weight which is not a number."""
     policy = build_policy(folder)
     in_a_weight(policy)
     run = object.__new__(Run)
@@ -233,6 +236,6 @@ def in_a_run(folder: str) -> str:
 
 @pytest.mark.slow
 def test_a_run_ends_before_its_engine_gets_a_weight_that_is_not_finite(folder):
-    """No later step mends it, and vLLM crashes on it."""
+    """No later step repairs the weight, and vLLM crashes on it."""
     (error,) = run_ranks(1, in_a_run, folder)
     assert "not finite: the weight" in error

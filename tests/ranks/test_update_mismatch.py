@@ -13,11 +13,11 @@ from tests.kit.marks import slow_but
 from tests.kit.updates import build_policy, layout, one_tree_a_row, weights_of
 
 TREES = one_tree_a_row(3)
-"""Random log-probs: each row has another mismatch, each rank other rows."""
+"""Trees with random log-probs: each row has another mismatch, each rank other rows."""
 
 
 def around_the_mismatch(folder: str, changes: dict) -> dict:
-    """What updates do that allow 1% more and 1% less than the mismatch of the trees."""
+    """Return the results of updates whose limit is 1% above and 1% below the mismatch of the trees."""
     still = {"optimizer": {"lr": 1e-12, "warmup_steps": 0, "max_skipped_updates": 2}}
     policy = build_policy(folder, changes | still)
     recipe = policy.recipe
@@ -63,7 +63,7 @@ def test_all_ranks_decide_by_the_mean_over_all_tokens(folders, name):
 
 
 def with_old_tokens_off(folder: str, changes: dict) -> tuple:
-    """An update whose older tokens have other log-probs, then one that has no others."""
+    """Take an update whose older tokens have other log-probs, then one that has no others."""
     rollout = {
         "max_response_length": 20, "temperature": 1.0, "carry_over": True, "tokens_per_step": 1,
         "mismatch": {"then": "skip", "tolerance": 20.0},
@@ -94,7 +94,7 @@ def test_tokens_of_older_weights_are_not_compared(folders, name):
 
 
 def with_one_token_off(folder: str, changes: dict) -> tuple:
-    """The worst token of updates of all trees, then of those without it."""
+    """Return the worst token of updates of all trees, then of updates without this token."""
     policy = build_policy(folder, changes)
     trees = copy.deepcopy(TREES)
     trees[1].nodes[3].rollout_logprobs[2] -= 40.0

@@ -1,4 +1,4 @@
-"""Ranks that hang end by themselves, and say where they stood; ranks that are only slow go on."""
+"""Ranks that hang end by themselves and report where they stood; ranks that are only slow continue."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
-    """All at once: they sleep most of the time. Each has its own folder."""
+    """Start all jobs at once: they sleep most of the time. Each has its own folder."""
     home = tmp_path_factory.mktemp("hang")
     begun = {
         "misses": start_ranks(2, "-c", BEGIN + SLOW + MISSES, home / "misses", "ranks"),
@@ -107,7 +107,7 @@ def test_ranks_that_are_all_stopped_go_on_and_one_that_is_stopped_alone_is_named
     files = [home / "alone/rank-0.txt", home / "stopped/rank-0.txt", home / "stopped/rank-1.txt"]
 
     def seconds_left() -> list[float]:
-        """Of each rank, until when it has said that it is fine."""
+        """Return for each rank the seconds for which it has reported that it is fine."""
         return [file.stat().st_mtime - time.time() if file.exists() else 0.0 for file in files]
 
     def send(number: signal.Signals) -> None:
@@ -129,7 +129,8 @@ def test_ranks_that_are_all_stopped_go_on_and_one_that_is_stopped_alone_is_named
 
 
 def test_after_a_stop_a_rank_that_waits_gives_the_others_time_to_come_back(jobs):
-    """It waits for a slow one, for longer than it may alone, when both are stopped; it goes on first."""
+    """The rank waits for a slow one, longer than it may alone, when both are stopped; it is continued
+    first."""
     home, begun = jobs
     waiting, slow = (home / f"waits/rank-{rank}.txt" for rank in (0, 1))
 

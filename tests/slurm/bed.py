@@ -24,7 +24,7 @@ from tests.kit.processes import within
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter", "setpriv", "unshare")
 SYSTEM_PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 WITH_US = ("setpriv", "--pdeathsig", "KILL")
-"""Before a command: it is killed when the thread that started it ends, whatever ends that."""
+"""Prefix of a command that is killed when the thread that started it ends, for whatever reason."""
 NETNS = Path("/run/netns")
 CONTROLLER = "login"
 PATIENCE = 120.0
@@ -80,9 +80,9 @@ class Bed:
         self.nodes = [f"n{number}" for number in range(1, nodes + 1)]
         self.cpus = cpus
         self.mark = f"bed-{os.getpid()}-{secrets.token_hex(3)}"
-        """What the names of its network namespaces begin with."""
+        """Prefix of the names of its network namespaces."""
         self.processes: dict[str, subprocess.Popen] = {}
-        """The first process of each node; with it all others of the node end."""
+        """First process of each node; all other processes of the node end with it."""
         self.munged: subprocess.Popen | None = None
 
     def __enter__(self) -> Bed:
@@ -116,13 +116,13 @@ class Bed:
         self._start(node, "slurmd", "-D", "-N", node)
 
     def crash(self, node: str) -> None:
-        """Power loss: nothing on the node runs on."""
+        """Cut the node's power: all its processes are killed."""
         process = self.processes.pop(node)
         subprocess.run(["pkill", "-KILL", "--parent", str(process.pid)], check=False)  # its init
         process.wait()
 
     def cut(self, node: str) -> None:
-        """Off the network; its processes run on."""
+        """Take the node off the network; its processes keep running."""
         _run("ip", "-n", self._netns("hub"), "link", "set", node, "down")
 
     def heal(self, node: str) -> None:
@@ -135,7 +135,7 @@ class Bed:
     # ---- jobs ---------------------------------------------------------------------------------------
 
     def run(self, *command: str | Path, folder: Path | None = None, **environment: str) -> str:
-        """A command on the controller's machine; returns what it prints."""
+        """Run a command on the controller's machine; return its output."""
         return _run(*self._inside(*map(str, command)), cwd=folder, env=self._environment() | environment)
 
     def program(self, path: Path, name: str) -> None:
@@ -145,18 +145,18 @@ class Bed:
         path.chmod(0o755)
 
     def submit(self, *arguments: str | Path, folder: Path, **environment: str) -> str:
-        """``sbatch`` in ``folder``; returns the job's id."""
+        """Call ``sbatch`` in ``folder``; return the job's id."""
         return self.run("sbatch", "--parsable", *arguments, folder=folder, **environment).strip()
 
     def job(self, job: str) -> dict[str, str]:
-        """``JobState``, ``Restarts``, ``NodeList`` and all else that SLURM says."""
+        """Return ``JobState``, ``Restarts``, ``NodeList`` and all other fields of SLURM's record."""
         return dict(re.findall(r"(\S+?)=(\S*)", self._ask("scontrol", "show", "job", job)))
 
     def state(self, job: str) -> str:
         return self.job(job)["JobState"]
 
     def _ask(self, *query: str) -> str:
-        """What SLURM answers; put again where a busy controller lets the query time out."""
+        """Return SLURM's answer; ask again if a busy controller lets the query time out."""
         answers: list[str] = []
 
         def answered() -> bool:
@@ -177,7 +177,7 @@ class Bed:
         self.wait(lambda: self.state(job) in states, f"job {job} {self.job(job)} is {' or '.join(states)}")
 
     def logs(self) -> str:
-        """The ends of all logs."""
+        """Return the ends of all logs."""
         return "\n".join(
             f"== {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-15:])
             for log in sorted(self.folder.glob("*.log"))
@@ -212,7 +212,8 @@ class Bed:
         (self.folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *hosts, ""]))
 
     def _connect(self) -> None:
-        """Every node's ``eth0`` is one end of a cable; the other, in the bridge, has the node's name."""
+        """Connect nodes: every node's ``eth0`` is one end of a cable; the other, in the bridge, has the
+        node's name."""
         hub = self._netns("hub")
         _run("ip", "netns", "add", hub)
         _run("ip", "-n", hub, "link", "add", "bridge", "type", "bridge")
@@ -228,7 +229,7 @@ class Bed:
                 _run("ip", "-n", mine, "link", "set", link, "up")
 
     def _authenticate(self) -> None:
-        """munge answers on a file-system socket, which all nodes see."""
+        """Start munge on a file-system socket, which all nodes see."""
         private = self.folder / "munge"
         private.mkdir(mode=0o700)
         (private / "key").write_bytes(secrets.token_bytes(1024))
@@ -244,7 +245,7 @@ class Bed:
         self.wait(socket.exists, "munged listens")
 
     def _start(self, node: str, *daemon: str) -> None:
-        """``daemon`` as a child of the first process of a new node."""
+        """Start ``daemon`` as a child of the first process of a new node."""
         inside = (
             f"hostname {node}; mount --bind {self.folder}/hosts /etc/hosts; "
             f"mount -t tmpfs -o size=2g shm /dev/shm; {' '.join(daemon)}; sleep infinity"
@@ -262,7 +263,7 @@ class Bed:
 
 
 def missing() -> str:
-    """Why no bed can be started here; empty if one can."""
+    """Return why no bed can be started here; empty if one can."""
     if os.geteuid() != 0:
         return "a SLURM of several nodes on one machine needs root"
     absent = [name for name in PROGRAMS if shutil.which(name, path=SYSTEM_PATH) is None]
@@ -270,7 +271,7 @@ def missing() -> str:
 
 
 def _remove_left_namespaces() -> None:
-    """Those of beds whose process is gone."""
+    """Remove network namespaces of beds whose process is gone."""
     for path in NETNS.glob("bed-*"):
         owner = re.match(r"bed-(\d+)-[0-9a-f]{6}-", path.name)
         if owner and not Path("/proc", owner[1]).exists():

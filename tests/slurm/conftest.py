@@ -15,6 +15,6 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture
 def bed(cluster):
-    """With all nodes up, connected and idle."""
+    """Return the bed with all nodes up, connected and idle."""
     cluster.wait(lambda: set(cluster.node_states().values()) == {"idle"}, "nodes are idle before the test")
     return cluster

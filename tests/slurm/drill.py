@@ -2,8 +2,8 @@
 
     python -m tests.slurm.drill --faults 30 --out FOLDER
 
-At the end of each run all that it has left is checked. Not among the tests, since each start of two trainers
-with their engines takes half a minute; ``test_train_sbatch.py`` has each fault once, with a trainer that only
+At the end of each run all its files are checked. Not among the tests, since each start of two trainers with
+their engines takes half a minute; ``test_train_sbatch.py`` has each fault once, with a trainer that only
 counts.
 """
 
@@ -33,7 +33,7 @@ from tests.slurm.bed import Bed, missing
 
 STEPS = 40
 PROMPTS, STREAMS = 4, 2
-"""A step's, of ``make_home``'s recipe."""
+"""Prompts and streams per step, of ``make_home``'s recipe."""
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
@@ -68,7 +68,7 @@ class Drill:
         self.job = self.bed.submit(*options, script, *arguments, folder=self.home, **environ)
 
     def _struck_at_random(self) -> bool:
-        """Whether a fault struck before the run ended."""
+        """Return True if a fault struck before the run ended."""
         self._wait(lambda: self._state() == "RUNNING" or self._is_over(), 300, "the run starts")
         if within(self.random.uniform(2, 60), self._is_over):
             return False
@@ -112,7 +112,7 @@ class Drill:
         return self.random.choice(hosts)
 
     def kill_one(self, node: str) -> None:
-        """Any process of the run on that node."""
+        """Kill any process of the run on that node."""
         if mine := self._those_of_the_run(descendants(self.bed.processes[node].pid)):
             os.kill(self.random.choice(mine), signal.SIGKILL)
 
@@ -120,7 +120,7 @@ class Drill:
         return [pid for pid in pids if str(self.run) in command_line(pid)]
 
     def _taken(self) -> int:
-        """Steps that the run has taken."""
+        """Return the number of steps that the run has taken."""
         return len(metrics(self.run)) if (self.run / "metrics.jsonl").exists() else 0
 
     def _state(self) -> str:
@@ -137,7 +137,7 @@ def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-# ---- faults: each strikes, and returns what mends it once the run goes on ----------------------------
+# ---- faults: each strikes, and returns its repair for when the run continues ----------------------------
 
 
 def process_killed(drill: Drill) -> Callable[[], object]:
@@ -158,7 +158,7 @@ def node_off_the_network(drill: Drill) -> Callable[[], object]:
 
 
 def asked_to_stop(drill: Drill) -> Callable[[], object]:
-    """As before the time limit."""
+    """Ask the run to stop, as before the time limit."""
     drill.bed.run("scancel", "--batch", "--signal=USR1", drill.job)
     return lambda: None
 
@@ -174,7 +174,7 @@ def requeued_by_hand(drill: Drill) -> Callable[[], object]:
 
 
 def node_drained(drill: Drill) -> Callable[[], object]:
-    """And then something fails there."""
+    """Drain the node, then let something fail there."""
     node = drill.a_node()
     drill.bed.run("scontrol", "update", f"nodename={node}", "state=drain", "reason=drill")
     time.sleep(1)

@@ -1,4 +1,4 @@
-"""What ``slurm/serve.sbatch`` does: on a real SLURM, with servers that only say that they are there."""
+"""``slurm/serve.sbatch`` on a real SLURM, with servers that only report that they are up."""
 
 import re
 from pathlib import Path

@@ -17,7 +17,7 @@ from tests.slurm.test_train_sbatch import TRAINER, Job
 
 @pytest.fixture
 def submit(bed, tmp_path, monkeypatch, capsys):
-    """``eqlen submit`` of a run on CPUs as on the controller's machine; returns its job."""
+    """Submit a run on CPUs with ``eqlen submit`` as on the controller's machine; return its job."""
     (tmp_path / "base").mkdir()
     shutil.copy(ROOT / "megatron_eqlen/hf/configs/qwen3-0.6b.json", tmp_path / "base/config.json")
     (tmp_path / "recipe.yaml").write_text(
@@ -64,7 +64,7 @@ def test_a_run_on_two_nodes_ends_and_is_not_started_again(submit, bed):
 
 
 def test_status_says_that_a_job_was_cancelled_before_it_trained(submit, bed, tmp_path):
-    """By what its batch script leaves; of one that never ran, by what SLURM says."""
+    """Its batch script's files say so; for a job that never ran, SLURM does."""
     job = submit()
     (job.run / "hold-check").touch()
     bed.wait(lambda: list(job.run.glob("checked-*")), "the check")

@@ -1,5 +1,5 @@
-"""What ``slurm/train.sbatch`` does when jobs, ranks, nodes and networks end: on a real SLURM, with a trainer
-that only counts its steps (``trainer.py``)."""
+"""``slurm/train.sbatch`` when jobs, ranks, nodes and networks end: on a real SLURM, with a trainer that only
+counts its steps (``trainer.py``)."""
 
 import json
 from collections.abc import Callable
@@ -20,7 +20,7 @@ ENVIRONMENT |= {"EQLEN_CHECK": "0"}
 
 
 class Job:
-    """A run that was submitted, and what it left."""
+    """A submitted run and its files."""
 
     def __init__(self, bed: Bed, run: Path, submit: Callable[[], str], faults: dict | None = None):
         self.bed, self.run = bed, run
@@ -48,14 +48,14 @@ class Job:
         self.bed.wait(lambda: any(one["restart"] == restart for one in self.tries), f"restart {restart}")
 
     def finished_with(self, restarts: int) -> None:
-        """It has taken every step once, in order, and left nothing that runs."""
+        """Assert that it has taken every step once, in order, and that none of its processes runs."""
         self.bed.wait_for(self.id, "COMPLETED")
         assert [one["step"] for one in self.metrics] == list(range(1, STEPS + 1))
         assert self.bed.job(self.id)["Restarts"] == str(restarts), self.log
         assert self.is_gone()
 
     def is_gone(self) -> bool:
-        """Whether nothing of it runs on any node, soon."""
+        """Return True if none of its processes runs on any node, soon."""
         return within(20, lambda: not any(str(self.run) in command_line(pid) for pid in running()))
 
 
@@ -64,7 +64,7 @@ def _lines(path: Path) -> list[dict]:
 
 
 def of_train(bed: Bed, folder: Path, options: tuple, faults: dict | None, environment: dict[str, str]) -> Job:
-    """A run that is submitted from ``folder``."""
+    """Submit a run from ``folder``."""
     run = folder / "run"
     arguments = ("--nodes=2", *options, SCRIPT, run)
     return Job(bed, run, lambda: bed.submit(*arguments, folder=folder, **ENVIRONMENT | environment), faults)
@@ -84,14 +84,14 @@ def submit(bed, tmp_path):
 
 
 def submitted(*options: str, faults: dict | None = None, **environment: str) -> Any:
-    """A test whose ``job`` does nothing to the nodes. Jobs mostly wait for SLURM to start them again, so all
-    of these are submitted before the first such test and run side by side."""
+    """Mark a test whose ``job`` does nothing to the nodes. Jobs mostly wait for SLURM to start them again, so
+    all of these are submitted before the first such test and run side by side."""
     return pytest.mark.submitted(options, faults, environment)
 
 
 @pytest.fixture(scope="module")
 def side_by_side(request, cluster, tmp_path_factory):
-    """The jobs, by their tests' names."""
+    """Return the jobs, by their tests' names."""
     jobs = {}
     for item in request.session.items:
         if item.path == request.path and (mark := item.get_closest_marker("submitted")):
@@ -116,7 +116,7 @@ def test_before_the_time_limit_it_stops_with_a_checkpoint_and_goes_on_in_a_new_t
 
 
 def test_a_task_of_an_array_is_started_again_alone(side_by_side, cluster, tmp_path):
-    """As of a sweep: the task that has the array's own number, too."""
+    """The task with the array's own number is covered, too, as in a sweep."""
     runs = [tmp_path / f"model/method-seed{seed}" for seed in (0, 1)]
     for run in runs:
         run.mkdir(parents=True)
@@ -152,7 +152,7 @@ def test_a_rank_that_dies_takes_the_others_along_and_the_run_goes_on(job):
 
 @submitted("--nodes=1", faults={"0": {"dies_at": STEPS}}, STEP_SECONDS="0")
 def test_a_failure_at_the_very_end_is_mended_by_another_try(job):
-    """Its job ends well, so that jobs which depend on it start."""
+    """The job ends well, so that jobs which depend on it start."""
     job.finished_with(restarts=1)
 
 
@@ -213,7 +213,7 @@ def test_a_node_that_loses_power_is_replaced(submit, bed):
 
 
 def test_a_node_back_from_a_crash_before_slurm_has_missed_it_does_not_keep_the_job(submit, bed):
-    """SLURM knows nothing of the task that is lost, and srun would wait for its end."""
+    """SLURM does not notice that the task is lost, and srun would wait for its end."""
     job = submit(STEP_SECONDS="0.5", SLURM_WAIT="1")
     job.wait_for_steps(1)
     lost = next(one["node"] for one in job.tries if one["rank"] == 1)
@@ -225,8 +225,8 @@ def test_a_node_back_from_a_crash_before_slurm_has_missed_it_does_not_keep_the_j
 
 
 def test_a_node_off_the_network_is_replaced_and_comes_back_to_nothing(submit, bed):
-    """It runs on while it is cut off, and sees the run folder. Its rank must write nothing once the job runs
-    elsewhere, and its batch script must not start the job yet again."""
+    """The node keeps running while it is cut off, and sees the run folder. Its rank must write nothing once
+    the job runs elsewhere, and its batch script must not start the job yet again."""
     job = submit("--nodes=1", faults={"0": {"outlived_at": 1}}, STEP_SECONDS="1")
     job.wait_for_steps(1)
     cut = job.tries[0]["node"]

@@ -26,7 +26,7 @@ STEPS = 6
 
 
 class Node:
-    """What one node's processes do in one try."""
+    """Processes of one node in one try."""
 
     def __init__(self, run: Path, servers: list[str]) -> None:
         self.run, self.rank = run, int(os.environ["SLURM_PROCID"])
@@ -37,7 +37,7 @@ class Node:
         self.write("tries.jsonl", {"restart": int(self.restart), "rank": self.rank, "node": node})
 
     def sync(self) -> None:
-        """As a weight sync: it takes servers back that were started again."""
+        """Take servers back that were started again, like a weight sync."""
         assert all(within(30, lambda url=url: _answers(url)) for url in self.servers)
 
     def train(self) -> int:

@@ -1,9 +1,9 @@
-"""Writes ``verl_rollout_corr.json``: what verl's own ``rollout_corr_helper`` computes of random log-probs.
+"""Writes ``verl_rollout_corr.json``: the results of verl's own ``rollout_corr_helper`` for random log-probs.
 
     python tests/tables/make_verl_rollout_corr.py CLONE_OF_VERL
 
-The table was made with verl 1dda039b9 (August 2026). What verl imports besides and does not use here (its
-data protocol, its configuration, its devices) is replaced by empty modules.
+The table was made with verl 1dda039b9 (August 2026). Modules that verl imports but does not use here (its
+data protocol, its configuration, its devices) are replaced by empty ones.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main(clone: Path) -> None:
 
 
 def compute(helper: Any, case: dict[str, Any], trainer: list, engine: list) -> dict[str, Any]:
-    """Weights and masks of all tokens, one after the other, and all metrics."""
+    """Return weights and masks of all tokens, one after the other, and all metrics."""
     options, bounds = case.get("rollout_rs") or {}, []
     for bound in options.values():
         bounds.append("_".join(map(str, bound)) if isinstance(bound, list) else str(bound))

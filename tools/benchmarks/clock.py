@@ -13,14 +13,14 @@ from megatron_eqlen.training import peak_memory
 
 
 def fastest(work: Callable[[], object], repeat: int) -> float:
-    """Seconds of the fastest of so many calls, after one more, which may compile."""
+    """Return the seconds of the fastest of ``repeat`` calls, after one more, which may compile."""
     work()
     return min(timed(work) for _ in range(repeat))
 
 
 def timed(function: Callable[[], object]) -> float:
-    """Seconds of one call: on a CPU this process's CPU time, which other processes do not disturb; on a GPU
-    wall-clock time, with the device's work."""
+    """Return the seconds of one call: on a CPU this process's CPU time, which other processes do not disturb;
+    on a GPU wall-clock time, with the device's work."""
     clock = time.perf_counter if torch.cuda.is_available() else time.process_time
     started = clock()
     function()
@@ -30,7 +30,8 @@ def timed(function: Callable[[], object]) -> float:
 
 
 def memory(reset: bool = False) -> int:
-    """Peak bytes in use since the last reset; with ``reset``, forget the peak and give the level now."""
+    """Return the peak bytes in use since the last reset; with ``reset``, forget the peak and return the
+    present level."""
     if reset:
         if not torch.cuda.is_available():
             gc.collect()

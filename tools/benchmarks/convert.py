@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def measure(folder: Path, family: str, gigabytes: float) -> list[dict[str, Any]]:
-    """Both directions for one model."""
+    """Measure both directions for one model."""
     source, checkpoint, back = folder / "hf", folder / "megatron", folder / "back"
     make_model(source, family, gigabytes)
     largest = sum(sorted(entry.nbytes for entry in HFFolder(source).entries.values())[-2:])
@@ -129,7 +129,7 @@ def measure(folder: Path, family: str, gigabytes: float) -> list[dict[str, Any]]
 
 
 def make_model(folder: Path, family: str, gigabytes: float) -> None:
-    """A Hugging Face folder with random bits, at least ``gigabytes``, in shards of about 1 GB."""
+    """Make a Hugging Face folder with random bits, at least ``gigabytes``, in shards of about 1 GB."""
     folder.mkdir()
     raw = model_config(family, gigabytes)
     (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
@@ -182,7 +182,7 @@ def copy(source: Path, target: Path) -> None:
 
 
 def timed(work: Callable[[], None]) -> tuple[float, int]:
-    """(seconds, bytes of resident memory that it needed beyond what was there)."""
+    """Return (seconds, bytes of resident memory beyond those in use before)."""
     Path("/proc/self/clear_refs").write_text("5")  # start a new high-water mark
     before = resident("VmRSS")
     began = time.perf_counter()
@@ -191,6 +191,6 @@ def timed(work: Callable[[], None]) -> tuple[float, int]:
 
 
 def resident(field: str) -> int:
-    """A memory field of /proc/self/status in bytes."""
+    """Return a memory field of /proc/self/status in bytes."""
     status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith(field)) * 1024

@@ -1,10 +1,11 @@
-"""What a training step is made of, at the paper's shapes on one GPU: a first look at a new machine.
+"""Costs of the parts of a training step, at the paper's shapes on one GPU: a first look at a new machine.
 
 A line is one part on one row of token trees: its forward pass, its backward pass, floating-point operations
 that the mathematics needs a second (a recomputed layer counts once), and the same as a share of a yardstick,
 measured beside it:
 
-* attention, of 8 query heads and 1 key head (a TP-8 rank of Qwen3-32B): a causal flash attention of as many
+* attention, of 8 query heads and 1 key head (a TP-8 rank of Qwen3-32B): a causal flash attention of as
+  many
   positions;
 * delta rule and convolution, of 16 heads of 128 (a TP-2 rank of Qwen3-Next): the same on a plain sequence;
 * head, the log-probs of a vocabulary's share, and layers, 4 of Qwen3-32B's 64 as a TP-8 rank has them: a
@@ -46,7 +47,7 @@ from tools.benchmarks.trees import DTYPES, visible_pairs
 
 PROMPT, DELTA_HEADS, DELTA_DIM, WINDOW = 64, 16, 128, 4
 HEADS, GROUPS, FEED_FORWARD = 8, 1, 5 / 8
-"""Of a TP-8 rank of Qwen3-32B; its feed-forward size is that share of ``--hidden``."""
+"""Heads, key groups and feed-forward share (of ``--hidden``) of a TP-8 rank of Qwen3-32B."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +78,7 @@ def run(args: Namespace) -> None:
 
 
 class Cost(NamedTuple):
-    """Seconds, and the bytes that the GPU had in use at most."""
+    """Seconds, and peak bytes that the GPU had in use."""
 
     forward: float
     backward: float
@@ -91,8 +92,8 @@ class Cost(NamedTuple):
 def result(
     part: str, positions: int, flops: float, cost: Cost | None, yardstick: float | None
 ) -> dict[str, Any]:
-    """``flops``: of a forward pass and a backward pass of twice that; ``yardstick``: FLOP/s; where one of
-    ``cost`` and ``yardstick`` is missing, memory was not enough."""
+    """Return a line of the table. ``flops``: of a forward pass and a backward pass of twice that;
+    ``yardstick``: FLOP/s; None for ``cost`` or ``yardstick``: memory was not enough."""
     line: dict[str, Any] = {"part": part, "positions": positions}
     if cost is None:
         return (
@@ -128,7 +129,8 @@ def attention(args: Namespace) -> Iterator[dict[str, Any]]:
 
 
 def delta_rule(args: Namespace) -> Iterator[dict[str, Any]]:
-    """Its FLOPs: of the state's update and of reading it, 4 of each of its numbers at every position."""
+    """Measure the delta rule. Its FLOPs: the state's update and reading it, 4 for each of its numbers at
+    every position."""
     for positions in args.positions:
         rows = [stream(positions, args), chain(positions, args)]
         shape = (1, len(rows[0].input_ids), DELTA_HEADS, DELTA_DIM)
@@ -156,14 +158,14 @@ def _against_a_chain(
     inputs: list[Tensor],
     args: Namespace,
 ) -> dict[str, Any]:
-    """``flops`` of a position. The second of ``rows`` is a plain sequence of as many positions."""
+    """Measure ``flops`` a position. The second of ``rows`` is a plain sequence of as many positions."""
     ours, plain = (measure(partial(function, tree=TreeParams.from_row(row)), inputs, args) for row in rows)
     n = len(rows[0].input_ids)
     return result(part, n, flops * n, ours, plain.speed(flops * n) if plain else None)
 
 
 def head(args: Namespace) -> Iterator[dict[str, Any]]:
-    """The product with the head's weight, and the loss, at 32,768 supervised positions or fewer."""
+    """Measure the product with the head's weight, and the loss, at 32,768 supervised positions or fewer."""
     n, yardstick = min(32768, max(args.positions)), matrix_product(args)
     labels = torch.randint(0, args.vocabulary, (n,), device=device())
     inputs = [random((n, args.hidden), args), random((args.vocabulary, args.hidden), args)]
@@ -172,7 +174,7 @@ def head(args: Namespace) -> Iterator[dict[str, Any]]:
 
 
 def layers(args: Namespace) -> Iterator[dict[str, Any]]:
-    """With the embedding and the head."""
+    """Measure the layers with the embedding and the head."""
     yardstick, model = matrix_product(args), rank_of_32b(args)
     for recompute in ("none", "full"):
         built = trees.random_model(model, DTYPES[args.dtype], ParallelRecipe(recompute=recompute))
@@ -217,13 +219,13 @@ PARTS: dict[str, Callable[[Namespace], Iterator[dict[str, Any]]]] = {
 
 
 def stream(positions: int, args: Namespace) -> Row:
-    """A stream of pairs of equal sides, in about so many positions, whole blocks."""
+    """Return a stream of pairs of equal sides, in about ``positions`` positions, whole blocks."""
     sides = Namespace(segment=(positions - PROMPT) // (2 * args.pairs), streams=1, vocabulary=args.vocabulary)
     return _row(trees.streams(args.pairs, PROMPT, False, sides), positions)
 
 
 def chain(positions: int, args: Namespace) -> Row:
-    """One sequence in as many positions as the stream has."""
+    """Return one sequence in as many positions as the stream has."""
     n = PROMPT + 2 * args.pairs * ((positions - PROMPT) // (2 * args.pairs))
     tokens = np.random.default_rng(0).integers(0, args.vocabulary, n)
     nodes = [Node(-1, tokens[:PROMPT]), Node(0, tokens[PROMPT:], 1.0, 1.0, np.zeros(n - PROMPT))]
@@ -240,13 +242,13 @@ def random(shape: Sequence[int], args: Namespace) -> Tensor:
 
 
 def matrix_product(args: Namespace) -> float:
-    """FLOP/s of a product of two square matrices."""
+    """Return the FLOP/s of a product of two square matrices."""
     a, b = (random((args.matrix, args.matrix), args).detach() for _ in range(2))
     return 2 * args.matrix**3 / fastest(lambda: a @ b, args.repeat)
 
 
 def measure(function: Callable[..., Tensor], inputs: list[Tensor], args: Namespace) -> Cost | None:
-    """None where the GPU's memory is not enough."""
+    """Measure a part; None if the GPU's memory is not enough."""
     memory(reset=True)
     try:
         with torch.no_grad():

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class AnswerCase:
-    """A response and whether a person calls it right."""
+    """A response and a person's verdict on it."""
 
     gold: str
     response: str
@@ -71,7 +71,7 @@ class AnswerCase:
 
 
 def read_answer_table(path: Path = ANSWER_TABLE) -> list[AnswerCase]:
-    """The cases of a JSON Lines file with the fields of AnswerCase."""
+    """Return the cases of a JSON Lines file with the fields of AnswerCase."""
     return [AnswerCase(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
@@ -103,7 +103,7 @@ def _agreement(name: str, cases: list[AnswerCase], judged: list[bool]) -> dict[s
 
 
 def plain_math_verify(gold: str, response: str) -> bool:
-    """math-verify as its documentation shows it; its own timers bound it."""
+    """Use math-verify as its documentation shows it; its own timers bound it."""
     from math_verify import parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns of its timeouts
@@ -122,7 +122,7 @@ def measure_math(name: str, rule: MathRule, samples: int, args: argparse.Namespa
 
 
 def measure_code(args: argparse.Namespace) -> dict[str, Any]:
-    """Programs with one test each: measures the cost of a process, not of a program."""
+    """Measure programs with one test each: the cost of a process, not of a program."""
     program = "```python\nprint(sum(map(int, input().split())) + {number} * 0)\n```"
     texts = [program.replace("{number}", str(number)) for number in range(args.programs)]
     tests = CodeTests(["2 3\n"], ["5\n"]).to_json()
@@ -145,7 +145,7 @@ def draw_answer(rng: random.Random, gold: str) -> str:
 def _measure(
     name: str, make: Callable[[], MathGrader | CodeGrader], warm_up: str, texts: list[str], golds: list[str]
 ) -> dict[str, Any]:
-    """Grade in warm workers; what start and warm-up cost is measured alone and subtracted."""
+    """Grade in warm workers; the cost of start and warm-up is measured alone and subtracted."""
     first = [([warm_up], golds[:1])]
     start = _session(make(), first)
     whole = _session(make(), [*first, (texts, golds)])
@@ -163,7 +163,7 @@ def _measure(
 class _Session:
     grades: list[Grade]
     wall: float
-    """Seconds of the last batch, as the next."""
+    """Seconds of the last batch, as are the next fields."""
     trainer: float
     workers: float
     """CPU seconds of all child processes from start to end."""
@@ -180,6 +180,6 @@ def _session(grader: MathGrader | CodeGrader, batches: list[tuple[list[str], lis
 
 
 def _child_seconds() -> float:
-    """CPU time of the child processes that have ended."""
+    """Return the CPU time of the child processes that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime

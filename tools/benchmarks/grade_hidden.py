@@ -1,4 +1,4 @@
-"""Grading beside generation: what a step still waits for when its harvest ends, and what decoding costs.
+"""Grading beside generation: the wait of a step when its harvest ends, and the cost of decoding.
 
 A simulated harvest: a driver whose decode step leaves the processor idle for ``STEP`` seconds (an accelerator
 is at work), and responses of ``CHARACTERS`` that end one after another. *after*: all are scored when it is
@@ -51,7 +51,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def measure_decoding(tokenizer: HuggingFaceTokenizer) -> list[dict[str, Any]]:
-    """Processor time, of the library and of ours: whole, and what the math grader reads of it."""
+    """Measure processor time of the library and of our decoder: whole, and the part that the math grader
+    reads."""
     thought = THOUGHT * (CHARACTERS // len(THOUGHT))
     answered = thought + END_OF_THINKING + THOUGHT * 15 + r"\boxed{5}"
     ways: dict[str, Callable[[np.ndarray], str]] = {
@@ -76,14 +77,14 @@ def _milliseconds(decode: Callable[[np.ndarray], str], ids: np.ndarray) -> float
 
 
 def draw_math(number: int) -> tuple[str, str, str]:
-    """(grader, gold, answer): the answer is another way to write the gold, or wrong."""
+    """Return (grader, gold, answer): the answer is another way to write the gold, or wrong."""
     rng = random.Random(number)
     gold = rf"\frac{{{number + 1}}}{{{number + 2}}}"
     return "math", gold, rf"\boxed{{{rng.choice([number + 1, number + 3])}/{number + 2}}}"
 
 
 def draw_program(number: int) -> tuple[str, str, str]:
-    """One in 16 never ends."""
+    """Return a program; one in 16 never ends."""
     program = LOOP + f"# {number}\n" if number % 16 == 15 else PROGRAM.format(number)
     return "code", TESTS, f"\n```python\n{program}```\n"
 
@@ -126,7 +127,7 @@ def _group(number: int, grader: str, gold: str, tokens: list[int], end: int) -> 
 
 
 def drive(groups: Sequence[Group], seconds: float, scorer: Scorer | None) -> float:
-    """The harvest; returns how long it took. Responses end evenly over it."""
+    """Run the harvest; return its duration. Responses end evenly over it."""
     steps, begun, started = int(seconds / STEP), 0, time.perf_counter()
     for step in range(1, steps + 1):
         time.sleep(STEP)

@@ -72,8 +72,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def make_model(folder: Path, experts: int) -> Path:
-    """A random Qwen3 of 4 layers x 128, or with ``experts`` a Qwen3-MoE; its draws are near uniform over 512
-    tokens."""
+    """Make a random Qwen3 of 4 layers x 128, or with ``experts`` a Qwen3-MoE; its draws are near uniform over
+    512 tokens."""
     from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
     torch.manual_seed(0)
@@ -119,7 +119,7 @@ def measure(model: Path, slots: int, args: argparse.Namespace) -> list[dict[str,
 
 
 def timed(engine: Any, way: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """One run from a cold prefix cache."""
+    """Run once from a cold prefix cache."""
     engine.reset_cache()
     wall, processor = time.perf_counter(), time.process_time()
     found = way()
@@ -130,7 +130,7 @@ def timed(engine: Any, way: Callable[[], dict[str, float]]) -> dict[str, float]:
 
 
 def summary(runs: list[dict[str, float]], rounds: list[dict[str, dict[str, float]]]) -> dict[str, float]:
-    """Medians over rounds; the ratio is taken within each round."""
+    """Return medians over rounds; the ratio is taken within each round."""
     row = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
     ratios = [run["tok/s"] / each["generate"]["tok/s"] for run, each in zip(runs, rounds, strict=True)]
     return row | {"÷ generate": statistics.median(ratios)}
@@ -139,7 +139,7 @@ def summary(runs: list[dict[str, float]], rounds: list[dict[str, dict[str, float
 def plain(
     engine: Any, prompts: list[Prompt], args: argparse.Namespace, eos: list[int], seeded: bool
 ) -> dict[str, float]:
-    """What a user of vLLM would call: all completions at once, with log-probs of the sampled tokens."""
+    """Call vLLM as a user would: all completions at once, with log-probs of the sampled tokens."""
     from vllm import SamplingParams
 
     from megatron_eqlen.rollout.vllm.engine.lifecycle import stock_sampler
@@ -185,7 +185,7 @@ def harvested(
 
 
 def effective_samples(rollouts: list[Rollout], recipe: Recipe, accuracy: float) -> int:
-    """Members of comparison units with unequal rewards: sides of pairs, or completions of groups."""
+    """Count members of comparison units with unequal rewards: sides of pairs, or completions of groups."""
     count = 0
     for rollout in rollouts:
         for segment, response in rollout.ended():
@@ -196,7 +196,7 @@ def effective_samples(rollouts: list[Rollout], recipe: Recipe, accuracy: float) 
 
 
 def coin(response: list[int]) -> float:
-    """In [0, 1), fixed by the tokens."""
+    """Return a number in [0, 1), fixed by the tokens."""
     return int.from_bytes(hashlib.blake2b(str(response).encode(), digest_size=4).digest()) / 2**32
 
 
@@ -219,7 +219,8 @@ def make_recipe(model: Path, slots: int, args: argparse.Namespace) -> Recipe:
 
 
 def end_tokens(model: Path, args: argparse.Namespace) -> list[int]:
-    """A model's own, or as many ids as give the random one's near-uniform draws the mean length."""
+    """Return a model's own end tokens, or enough ids to give the random model's near-uniform draws the mean
+    length."""
     if args.model is None:
         return list(range(max(1, round(VOCABULARY / args.mean_length))))
     from transformers import GenerationConfig

@@ -1,4 +1,4 @@
-"""What the processors do around the accelerators: a scripted engine at the paper's size, scaled down.
+"""Work of the processors around the accelerators: a scripted engine at the paper's size, scaled down.
 
     harvest, record ─► score ─► share ─► trees ─► plan ─► exchange ─► fill        read: a resume
 
@@ -49,13 +49,13 @@ DECODE_SECONDS = 0.025
 STEP_TOKENS = 31_000_000
 REPLICAS = 4
 RANKS = 8
-"""Of a replica, on one node."""
+"""Number of ranks of a replica, on one node."""
 PARTS = {
     "harvest": 1, "record": 0, "grades": 1, "score": 1, "share": REPLICAS, "trees": REPLICAS,
     "plan": REPLICAS, "exchange": 1, "fill": 1, "read": 0,
 }  # fmt: skip
-"""Of which replicas' tokens a rank does it in each step. 0: of one, not in each step or as a part of
-``harvest``."""
+"""Number of replicas whose tokens a rank processes in each step. 0: those of one, not in each step or as a
+part of ``harvest``."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> None:
 
 @dataclass
 class Size:
-    """What one size measured."""
+    """Measurements of one size."""
 
     tokens: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class Size:
 
 
 def line(name: str, sizes: Sequence[Size]) -> dict[str, Any]:
-    """A stage: cost of a token, how it grows, and what it comes to at the paper's size."""
+    """Return a stage's line: cost of a token, growth exponent, and projection to the paper's size."""
     seconds = [size.seconds[name] for size in sizes]
     token = seconds[-1] / sizes[-1].tokens
     growth = np.polyfit(np.log([size.tokens for size in sizes]), np.log(seconds), 1)[0]
@@ -121,7 +121,7 @@ def line(name: str, sizes: Sequence[Size]) -> dict[str, Any]:
 
 
 def measure(folder: Path, part: int, args: argparse.Namespace) -> Size:
-    """Every stage at 1 / ``part`` of the prompts and lengths."""
+    """Measure every stage at 1 / ``part`` of the prompts and lengths."""
     recipe = make_recipe(folder / "model", args.limit // part, args.kept)
     engine = ScriptedEngine(args.median // part, PROMPT_TOKENS, args.kept)
     streams = folder / f"run-{part}" / "streams" / step_name(0)
@@ -144,7 +144,7 @@ def timed(size: Size, name: str, work: Callable[[], Any]) -> Any:
 
 
 def harvested(engine: ScriptedEngine, prompts: list[Prompt], recipe: Recipe, size: Size) -> list[Rollout]:
-    """Recorded as it goes, the tokens of unfinished rollouts included."""
+    """Harvest and record, the tokens of unfinished rollouts included."""
 
     def work() -> list[Rollout]:
         with tempfile.TemporaryDirectory() as home, EverySoManySteps(Path(home) / "rank-0.arrow") as recorder:
@@ -156,7 +156,7 @@ def harvested(engine: ScriptedEngine, prompts: list[Prompt], recipe: Recipe, siz
 
 
 def record(rollouts: list[Rollout], folder: Path, size: Size) -> None:
-    """To disk and back, grades included."""
+    """Write the rollouts to disk and read them back, grades included."""
     file = folder / FILES.replace("*", "0")
 
     def write() -> None:
@@ -172,7 +172,7 @@ def record(rollouts: list[Rollout], folder: Path, size: Size) -> None:
 
 
 def train(rollouts: list[Rollout], recipe: Recipe, size: Size) -> None:
-    """From one replica's rollouts to filled rows, through what the ranks send each other."""
+    """Go from one replica's rollouts to filled rows, including the exchange between ranks."""
     size.bytes["skeletons"] = len(pickle.dumps([kind_of(rollout).skeleton(rollout) for rollout in rollouts]))
     size.bytes["in memory"] = resident(pickle.dumps(rollouts))
     size.seconds |= sharing.measure(rollouts, recipe)
@@ -182,7 +182,7 @@ def train(rollouts: list[Rollout], recipe: Recipe, size: Size) -> None:
 
 
 def resident(sent: bytes) -> int:
-    """Bytes that the rollouts take."""
+    """Return the bytes that the rollouts take."""
     gc.collect()
     tracemalloc.start()
     rollouts = pickle.loads(sent)
@@ -193,7 +193,8 @@ def resident(sent: bytes) -> int:
 
 
 def harvest_peak(folder: Path, args: argparse.Namespace) -> dict[str, float]:
-    """Bytes a token of a replica's rank that records, of one that only grades its part, and of the node."""
+    """Return bytes a token of a replica's rank that records, of one that only grades its part, and of the
+    node."""
     recipe = make_recipe(folder / "model", args.limit // 4, args.kept)
 
     def peak(whole: Callable[[Prompt, int], bool]) -> float:
@@ -214,8 +215,9 @@ def harvest_peak(folder: Path, args: argparse.Namespace) -> dict[str, float]:
 
 
 def decode_step(folder: Path, requests: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds of a decode step while all slots are taken, with lengths of 1/16: forks, pairs and ends
-    are then 16 times as frequent, and a fork's prefix as much shorter. It is recorded as it goes."""
+    """Return the milliseconds of a decode step while all slots are taken, with lengths of 1/16: forks, pairs
+    and ends are then 16 times as frequent, and a fork's prefix as much shorter. Tokens are recorded during
+    the harvest."""
     recipe = make_recipe(folder / "model", args.limit // 16, args.kept)
     engine = ScriptedEngine(args.median // 16, PROMPT_TOKENS, args.kept, max_num_seqs=requests)
     prompts = make_prompts(math.ceil(requests / recipe.group_size))

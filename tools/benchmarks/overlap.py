@@ -53,8 +53,8 @@ from tools.benchmarks.tiny_tasks import TASKS
 
 ROOT = Path(__file__).parents[2]
 PARTS = 4
-"""Of the time of the shortest run: the reward is compared in each. The final reward is of so much of the
-steps."""
+"""Number of equal parts of the shortest run's time in which rewards are compared. The final reward is of the
+same share of the steps."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Kind:
-    """How runs differ that have one seed."""
+    """Difference between runs of one seed."""
 
     staleness: int
     keys: str
@@ -88,7 +88,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Trained:
-    """A run that is complete."""
+    """A complete run."""
 
     records: Records
     accuracy: dict[str, float]
@@ -96,22 +96,23 @@ class Trained:
 
     @property
     def seconds(self) -> float:
-        """From the end of the first step to that of the last."""
+        """Seconds from the end of the first step to that of the last."""
         return self.ended(len(self.records) - 1)
 
     def ended(self, step: int) -> float:
-        """Seconds after the end of the first step."""
+        """Return the seconds from the end of the first step to that of ``step``."""
         return self.records[step]["time"] - self.records[0]["time"]
 
     def an_hour(self, name: str | None = None) -> float:
-        """Steps, or what they have of ``name``."""
+        """Return steps per hour, or the total of metric ``name`` per hour."""
         return 3600 * sum(one.get(name) or 0.0 if name else 1.0 for one in self.records[1:]) / self.seconds
 
     def mean(self, name: str) -> float:
         return fmean(one.get(name) or 0.0 for one in self.records[1:])
 
     def reward(self, since: float, until: float) -> float:
-        """Of the steps that ended after ``since`` and by ``until``, or of the newest one by then."""
+        """Return the mean reward of the steps that ended after ``since`` and by ``until``, or of the newest
+        one by then."""
         ended = [n for n in range(len(self.records)) if self.ended(n) <= until]
         return fmean(
             self.records[n][REWARD_MEAN] for n in [n for n in ended if self.ended(n) > since] or ended[-1:]

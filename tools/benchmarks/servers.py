@@ -18,7 +18,7 @@ from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout.vllm.server.__main__ import server_command
 
 ENVIRON = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-"""Several on one machine must not bind their threads to the same cores."""
+"""Environment: several servers on one machine must not bind their threads to the same cores."""
 
 
 class Process(Protocol):
@@ -27,7 +27,8 @@ class Process(Protocol):
 
 @contextmanager
 def running(recipe: Recipe, count: int, **environ: str) -> Iterator[dict[str, subprocess.Popen]]:
-    """``count`` servers of ``recipe``'s model that are up, by URL; ``environ`` adds to their environment."""
+    """Yield ``count`` running servers of ``recipe``'s model, by URL; ``environ`` adds to their
+    environment."""
     started = {}
     try:
         for port in free_ports(count):
@@ -44,7 +45,7 @@ def running(recipe: Recipe, count: int, **environ: str) -> Iterator[dict[str, su
 def start(
     command: Sequence[str | Path], environ: Mapping[str, str], cwd: Path | None = None
 ) -> subprocess.Popen:
-    """A silent server that dies with this process."""
+    """Start a silent server that dies with this process."""
     return subprocess.Popen(
         command,
         env=os.environ | named() | ENVIRON | dict(environ),
@@ -55,7 +56,7 @@ def start(
 
 
 def wait_until_up(url: str, process: Process) -> None:
-    """Raises RuntimeError if the server stops instead."""
+    """Wait until the server is up. Raises RuntimeError if it stops instead."""
     while process.poll() is None:
         try:
             urllib.request.urlopen(f"{url}/health", timeout=5)

@@ -1,4 +1,4 @@
-"""What a rank does to share rollouts: skeletons to all ranks, arrays to those that train them."""
+"""Cost for a rank of sharing rollouts: skeletons to all ranks, arrays to the ranks that train them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ RANKS = 2
 
 
 def measure(rollouts: list[Rollout], recipe: Recipe) -> dict[str, float]:
-    """Processor seconds of a rank for all of ``rollouts``: ``share`` the skeletons, ``exchange`` the arrays.
-    The slower of two ranks over gloo, each the home of half of them."""
+    """Return processor seconds of a rank for all of ``rollouts``: ``share`` the skeletons, ``exchange`` the
+    arrays. The slower of two ranks over gloo, each the home of half of them."""
     context = multiprocessing.get_context("fork")  # the rollouts are there already
     with tempfile.TemporaryDirectory() as folder:
         pipes = []

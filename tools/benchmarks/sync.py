@@ -28,7 +28,7 @@ from tools.benchmarks.servers import running
 from tools.benchmarks.table import show
 
 LAYER_BYTES = 2 * 63e6
-"""A bfloat16 layer of the model below."""
+"""Bytes of a bfloat16 layer of the model below."""
 MAX_LEN = 128
 
 
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def make_model(folder: Path, gigabytes: float) -> Path:
-    """Layers of Qwen3-1.7B with a small vocabulary, as many as make up the size."""
+    """Make layers of Qwen3-1.7B with a small vocabulary, as many as make up the size."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
@@ -92,7 +92,8 @@ def colocated(model: Path) -> Engine:
 def measure(
     name: str, engine: Engine, weights: dict[str, Tensor], repeat: int, workers: int = 1
 ) -> dict[str, Any]:
-    """Medians of ``repeat`` syncs after one that warms up, and once what ``SyncCheck`` adds to each."""
+    """Return medians of ``repeat`` syncs after a warm-up, and the additional cost of ``SyncCheck``, measured
+    once."""
     seconds, processor, sent = [], [], 0.0
     for version in range(1, repeat + 2):
         before = time.process_time()

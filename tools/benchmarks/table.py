@@ -8,7 +8,7 @@ from typing import Any
 
 
 def show(results: list[dict[str, Any]], title: str, json_file: Path | None) -> None:
-    """Prints ``results``, dicts with the same keys, one a line; writes them to ``json_file`` where given."""
+    """Print ``results``, dicts with the same keys, one a line; write them to ``json_file`` if given."""
     print(title)
     columns = list(results[0])
     cells = [columns] + [[_text(result[column]) for column in columns] for result in results]

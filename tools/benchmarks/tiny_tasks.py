@@ -1,4 +1,4 @@
-"""Tiny models with data and a recipe, made in a minute: what benchmarks train."""
+"""Tiny models with data and a recipe, made in a minute, for training benchmarks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def random_model(home: Path) -> Path:
-    """A recipe for a random tiny model, which it makes."""
+    """Make a random tiny model; return its recipe."""
     make("make_arithmetic.py", "--out", home / "data", "--train", 400, "--test", 4)
     train = home / "data/train.parquet"
     make("make_tiny_model.py", "--data", train, "--out", home / "base", "--steps", 0, "--processes", 1)
@@ -46,7 +46,7 @@ report: {{keep_streams: 1}}
 
 
 def half_warmed(home: Path) -> Path:
-    """The quickstart's recipe, for a model of chains of sums and its data, which it makes."""
+    """Make a model of chains of sums and its data; return the quickstart's recipe for them."""
     make("make_arithmetic.py", "--out", home / "data")
     make("make_tiny_model.py", "--data", home / "data/train.parquet", "--out", home / "base")
     write_text(
@@ -76,5 +76,5 @@ def make(script: str, *arguments: Any) -> None:
 
 
 def even_length(question: str, response: str, gold: str) -> float:
-    """1 for a response with an even number of characters."""
+    """Return 1 for a response with an even number of characters."""
     return float(len(response) % 2 == 0)

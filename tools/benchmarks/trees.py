@@ -101,8 +101,8 @@ def cases(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], list[Token
 
 
 def sent(trees: list[TokenTree], args: argparse.Namespace) -> dict[str, Any]:
-    """Of the busiest rank in the widest row, beside what it would receive of an all-gather or pass on in a
-    ring, which is the same; and how much attention it has over the mean."""
+    """Return the traffic of the busiest rank in the widest row, beside that of an all-gather or a ring, which
+    are the same; and the ratio of its attention to the mean."""
     ranks = args.context
     row = max(pack(trees, args.budget, multiple_of=2 * ranks * BLOCK)[0], key=lambda row: len(row.input_ids))
     shares = [Share.of(row, rank, ranks, "cpu") for rank in range(ranks)]
@@ -121,13 +121,13 @@ def sent(trees: list[TokenTree], args: argparse.Namespace) -> dict[str, Any]:
 
 
 def keys_bytes(args: argparse.Namespace) -> int:
-    """A token's key and value in a layer."""
+    """Return the bytes of a token's key and value in a layer."""
     model = model_config(args)
     return 2 * model.num_key_value_heads * model.head_dim * DTYPES[args.dtype].itemsize
 
 
 def compare(model: torch.nn.Module, trees: list[TokenTree], args: argparse.Namespace) -> Iterator[dict]:
-    """One result for each layout; ratios are against the tree."""
+    """Yield one result for each layout; ratios are against the tree."""
     layouts = {
         "tree": lambda: pack(trees, args.budget)[0],
         "2N": lambda: pack(trees, args.budget, layout="expanded")[0],
@@ -157,7 +157,8 @@ def compare(model: torch.nn.Module, trees: list[TokenTree], args: argparse.Names
 def measure(
     model: torch.nn.Module, layout: Callable[[], list[Row]], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Seconds of one forward and backward of all rows and of their metadata; memory above the idle level."""
+    """Return seconds of one forward and backward of all rows and of their metadata; memory above the idle
+    level."""
     rows = layout()
     model.zero_grad(set_to_none=True)
     idle = memory(reset=True)
@@ -175,12 +176,13 @@ def measure(
 
 
 def visible_pairs(row: Row) -> float:
-    """(query, key) pairs that attention computes."""
+    """Return the number of (query, key) pairs that attention computes."""
     return sum(node.length * (node.position + (node.length + 1) / 2) for node in row.nodes)
 
 
 def forward_flops(row: Row, model: ModelConfig, head: str) -> float:
-    """Of a row's forward pass, as ``hf.cost`` counts them, with the head where it is computed."""
+    """Return the FLOPs of a row's forward pass, as ``hf.cost`` counts them, with the head where it is
+    computed."""
     in_head = model.vocab_size * model.hidden_size
     positions = (row.weights > 0).sum() if head == "supervised" else row.num_tokens
     linear = (active_parameters(model) - in_head) * row.num_tokens + in_head * positions
@@ -194,7 +196,7 @@ def step(model: torch.nn.Module, rows: list[Row], head: str, attention: Backend 
 
 
 def forward(model: torch.nn.Module, row: Row, head: str, attention: Backend | None) -> torch.Tensor:
-    """The weighted sum of the row's supervised log-probs."""
+    """Return the weighted sum of the row's supervised log-probs."""
     at = torch.from_numpy(np.flatnonzero(row.weights > 0)).to(device())
     ids, positions, labels, weights = (
         torch.from_numpy(x).to(device()) for x in (row.input_ids, row.position_ids, row.labels, row.weights)
@@ -211,7 +213,7 @@ def forward(model: torch.nn.Module, row: Row, head: str, attention: Backend | No
 
 
 def derive(row: Row, args: argparse.Namespace) -> None:
-    """Everything that a model of the family derives from a row's nodes."""
+    """Derive everything that a model of the family derives from a row's nodes."""
     tree = TreeParams.from_row(row)
     if (args.attention or fastest_backend(tree.device)) == "flex":
         tree_block_mask(tree.visible_until)
@@ -222,7 +224,7 @@ def derive(row: Row, args: argparse.Namespace) -> None:
 
 
 def streams(pairs: int, prompt: int, uneven: bool, args: argparse.Namespace) -> list[TokenTree]:
-    """Caterpillars with random tokens; uneven sides have a third to five thirds of the mean length."""
+    """Return caterpillars with random tokens; uneven sides have a third to five thirds of the mean length."""
     rng = np.random.default_rng(0)
     trees = []
     for number in range(args.streams):
@@ -239,7 +241,8 @@ def streams(pairs: int, prompt: int, uneven: bool, args: argparse.Namespace) -> 
 
 
 def trunk_and_leaves(trees: list[TokenTree]) -> list[TokenTree]:
-    """N + 1 chains for each stream: its trunk with all B_i supervised, and each A_i after its prefix."""
+    """Return N + 1 chains for each stream: its trunk with all B_i supervised, and each A_i after its
+    prefix."""
     chains = []
     for tree in trees:
         trunk = [tree.nodes[0], *tree.nodes[2::2]]
@@ -260,7 +263,7 @@ def _chain(name: str, nodes: list[Node], supervised: set[int]) -> TokenTree:
 def random_model(
     config: ModelConfig, dtype: torch.dtype, parallel: ParallelRecipe | None = None
 ) -> torch.nn.Module:
-    """A model whose weights are drawn at random."""
+    """Return a model whose weights are drawn at random."""
     (model,) = build_model(config, parallel or ParallelRecipe(), dtype)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -273,7 +276,8 @@ def random_model(
 
 
 def model_config(args: argparse.Namespace) -> ModelConfig:
-    """Heads of 64; feed-forward 3 x hidden; experts an eighth of that, 4 of 16; delta net heads of 64."""
+    """Return heads of 64; feed-forward 3 x hidden; experts an eighth of that, 4 of 16; delta net heads
+    of 64."""
     layers, heads = args.layers, args.hidden // 64
     linear = args.family == "qwen3_next"
     experts = Experts(
