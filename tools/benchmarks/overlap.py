@@ -125,7 +125,7 @@ class Trained:
 
 
 Runs = dict[Kind, list[Trained]]
-"""One of each seed."""
+"""Runs of each kind, one for each seed."""
 
 
 def run(args: argparse.Namespace) -> None:
@@ -158,7 +158,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def train(recipe: Path, home: Path, kind: Kind, seed: int, fixed: Sequence[str], steps: int) -> Trained:
-    """A run, unless it is complete."""
+    """Return a run, trained unless it is complete."""
     folder = home / f"staleness={kind.staleness},{kind.keys},seed={seed}".replace("/", "_")
     if len(read_metrics(folder)) < steps or not (folder / "export").exists():
         shutil.rmtree(folder, ignore_errors=True)
@@ -200,12 +200,12 @@ def speeds(runs: Runs) -> list[dict[str, Any]]:
 
 
 def effective(one: Trained) -> float:
-    """Effective samples an hour."""
+    """Return effective samples per hour."""
     return one.an_hour(OBJECTIVE_EFFECTIVE_SAMPLES)
 
 
 def finals(runs: Runs) -> list[dict[str, Any]]:
-    """Reward and accuracy, and their differences to the first kind."""
+    """Return reward and accuracy, and their differences to the first kind."""
     measures: dict[str, Callable[[Trained], float]] = {"reward": lambda one: one.final_reward}
     if all(one.accuracy for of_kind in runs.values() for one in of_kind):
         measures["accuracy before"] = lambda one: one.accuracy["before"]
@@ -214,7 +214,7 @@ def finals(runs: Runs) -> list[dict[str, Any]]:
 
 
 def rewards(runs: Runs) -> list[dict[str, Any]]:
-    """At the same wall time."""
+    """Return rewards at the same wall time."""
     until = min(one.seconds for of_kind in runs.values() for one in of_kind)
     ends = [until * part / PARTS for part in range(PARTS + 1)]
     measures: dict[str, Callable[[Trained], float]] = {
@@ -226,7 +226,7 @@ def rewards(runs: Runs) -> list[dict[str, Any]]:
 def with_difference(
     runs: Runs, kind: Kind, measures: dict[str, Callable[[Trained], float]]
 ) -> dict[str, str]:
-    """Each measure over the seeds, and its difference to the first kind, paired by seed."""
+    """Return each measure over the seeds, and its difference to the first kind, paired by seed."""
     first = next(iter(runs.values()))
     row = {}
     for name, measure in measures.items():
@@ -237,7 +237,7 @@ def with_difference(
 
 
 def ratio(runs: Runs, kind: Kind, measure: Callable[[Trained], float]) -> str:
-    """To the first kind, paired by seed."""
+    """Return the ratio to the first kind, paired by seed."""
     first = next(iter(runs.values()))
     return of_values([measure(one) / measure(other) for one, other in zip(runs[kind], first, strict=True)])
 
@@ -247,13 +247,13 @@ def interval(runs: Sequence[Trained], measure: Callable[[Trained], float]) -> st
 
 
 def of_values(values: Sequence[float]) -> str:
-    """The mean, with its 95% interval where there are several."""
+    """Return the mean, with its 95% interval if there are several values."""
     found = t_interval(np.array(values)[:, None])
     return f"{found.mean:.4g}" if len(values) == 1 else f"{found.mean:.4g} ±{found.high - found.mean:.2g}"
 
 
 def raw(runs: Runs) -> list[dict[str, Any]]:
-    """Every run's numbers, to compute anything else from."""
+    """Return every run's numbers, for any further computation."""
     return [
         kind.names
         | {

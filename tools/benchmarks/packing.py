@@ -40,8 +40,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def fewest_rows(tokens: float, budget: int, ranks: int) -> int:
-    """The smallest number of rows of ``budget`` for ``tokens`` positions, with equally many rows on each
-    rank."""
+    """Return the smallest number of rows of ``budget`` for ``tokens`` positions, with equally many rows on
+    each rank."""
     return math.ceil(tokens / budget / ranks) * ranks
 
 

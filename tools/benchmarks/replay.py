@@ -1,9 +1,9 @@
-"""Router replay on an engine whose routers are perturbed: what it does to experts, mismatch and reward.
+"""Router replay on an engine whose routers are perturbed: effects on experts, mismatch and reward.
 
 A random Qwen3-MoE is trained in bfloat16 with EqLen-GRPO by the real loop. The engine gets every weight of
 the trainer, but noise is added to its routers' weights, the same at every sync, so it chooses other experts
 than the trainer's routers would. For each seed one run trains with the engine's experts
-(``loss.router_replay``) and one with the trainer's. Rewards are of what the engine generates. The task needs
+(``loss.router_replay``) and one with the trainer's. Rewards are of the engine's responses. The task needs
 context: the share of neighbouring characters of which exactly one is a digit.
 """
 
@@ -33,7 +33,7 @@ from tools.benchmarks.table import show
 
 FORK = multiprocessing.get_context("fork")
 Found = dict[tuple[int, bool], list[dict[str, float]]]
-"""The steps' metrics of each run, by seed and whether it replays."""
+"""Steps' metrics of each run, by seed and by whether it replays."""
 
 ENDS = 24
 """Tokens that end a response: a random model ends one after vocabulary / ENDS tokens."""
@@ -116,8 +116,8 @@ def interval(values: list[float]) -> str:
 
 
 def in_a_fork(work: Callable[..., None], home: Path, seed: int, replay: bool, *rest: Any) -> Any:
-    """A run has process groups and an engine of its own. Returns its steps' metrics; a run that is complete
-    in ``home`` is not repeated."""
+    """Do ``work`` in a fork, because a run has process groups and an engine of its own. Return its steps'
+    metrics; a run that is complete in ``home`` is not repeated."""
     folder = home / f"{'with' if replay else 'without'}-replay-seed{seed}"
     if len(read_metrics(folder)) >= rest[-1].steps:
         return read_metrics(folder)
@@ -166,7 +166,7 @@ def train(model: Path, folder: Path, seed: int, replay: bool, args: argparse.Nam
 
 
 def with_noise(weights: Iterable[tuple[str, Tensor]], noise: float) -> Iterator[tuple[str, Tensor]]:
-    """The weights, those of routers with the same random numbers added at every sync."""
+    """Yield the weights; the same random numbers are added to those of routers at every sync."""
     for name, weight in weights:
         if name.endswith("mlp.gate.weight"):
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -176,7 +176,7 @@ def with_noise(weights: Iterable[tuple[str, Tensor]], noise: float) -> Iterator[
 
 
 def make_model(folder: Path, seed: int) -> None:
-    """A random model whose experts matter, a tokenizer, and questions."""
+    """Make a random model whose experts matter, a tokenizer, and questions."""
     from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.models.qwen3_moe import Qwen3MoeConfig
 

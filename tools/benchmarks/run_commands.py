@@ -1,4 +1,4 @@
-"""What the commands cost that read a run: 500 steps with metrics and evaluations, two of them recorded."""
+"""Costs of the commands that read a run: 500 steps with metrics and evaluations, two of them recorded."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ assert main(sys.argv[1:]) == 0
 lines = Path("/proc/self/status").read_text().splitlines()
 print(time.process_time(), *(line.split()[1] for line in lines if line.startswith("VmHWM")), file=sys.stderr)
 """
-"""Says what it took: the kernel's own maximum of a child counts its parent's memory, too."""
+"""Reports its own cost: the kernel's maximum of a child counts its parent's memory, too."""
 PROBLEMS = {"aime25": 30, "hmmt25": 30, "livecodebench_v6": 175}
 
 
 def measure(folder: Path, rollouts: Sequence[Rollout], recipe: Recipe, tokens: int) -> list[dict[str, Any]]:
-    """Processor seconds and peak memory of each command, its imports included, where each recorded step holds
+    """Return processor seconds and peak memory of each command, its imports included, for recorded steps of
     ``tokens`` tokens: ``rollouts`` again and again, of other prompts."""
     runs = [folder / f"seed-{seed}" for seed in range(2)]
     for seed, run in enumerate(runs):
@@ -52,7 +52,7 @@ def measure(folder: Path, rollouts: Sequence[Rollout], recipe: Recipe, tokens: i
 
 
 def write_run(run: Path, recipe: Recipe) -> None:
-    """A run that has ended, without its streams."""
+    """Write a run that has ended, without its streams."""
     run.mkdir(parents=True)
     (run / "recipe.yaml").write_text(dump(recipe), encoding="utf-8")
     random = np.random.default_rng(recipe.seed)
@@ -77,7 +77,7 @@ def evaluation(benchmark: str, problems: int, random: np.random.Generator) -> Ev
 
 
 def record_steps(streams: Path, rollouts: Sequence[Rollout], tokens: int) -> None:
-    """The first and the last step, in files of as many tokens as ``rollouts`` have."""
+    """Record the first and the last step, in files of as many tokens as ``rollouts`` have."""
     first, last = (streams / step_name(step) for step in (0, STEPS - 1))
     size = sum(len(segment) for rollout in rollouts for segment in rollout.segments())
     for copy in range(max(1, round(tokens / size))):

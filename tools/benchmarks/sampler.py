@@ -60,10 +60,10 @@ def measure(rows: int, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def batch(requests: dict[str, SamplingParams], vocabulary: int, device: str = "cpu") -> tuple[Any, Any]:
-    """What vLLM's model runner hands to its sampler: (runner, metadata).
+    """Return the input of vLLM's sampler from its model runner: (runner, metadata).
 
-    A request has as many tokens as its place says. Top-k that is off is the vocabulary's size to vLLM; no
-    tensor comes where a limit is off for all.
+    The number of tokens of a request is its place. To vLLM, top-k that is off has the vocabulary's size; no
+    tensor is passed for a limit that is off for all.
     """
     params = list(requests.values())
     runner = SimpleNamespace(

@@ -19,20 +19,20 @@ from megatron_eqlen.types import Delta, Metrics
 VOCABULARY = 32768
 EOS = 0
 POOL = 1 << 16
-"""Tokens that are drawn beforehand."""
+"""Number of tokens that are drawn beforehand."""
 
 
 @dataclass(slots=True)
 class _Request:
     given: int
-    """Tokens delivered."""
+    """Number of tokens delivered."""
     length: int
-    """Tokens until it ends."""
+    """Number of tokens until the request ends."""
     ends: bool
-    """With an end of sequence; else at its limit."""
+    """True if it ends with an end of sequence, else at its limit."""
     stride: int
-    """Odd, of its steps through the pool: no two requests tell the same story, which compression would
-    find out."""
+    """Stride of its steps through the pool, odd: no two requests have the same tokens, which compression
+    would find."""
 
 
 @dataclass
@@ -45,9 +45,9 @@ class ScriptedEngine:
 
     median: int
     prompt: int
-    """Tokens of every prompt."""
+    """Number of tokens of every prompt."""
     kept: int = 0
-    """Tokens in each sampling mask; 0: none is recorded."""
+    """Number of tokens in each sampling mask; 0: none is recorded."""
     max_num_seqs: int = 256
     max_model_len: int = 1 << 20
     policy_version: int = 0
@@ -105,7 +105,7 @@ class ScriptedEngine:
 
 
 def _masks(tokens: np.ndarray, kept: int, rng: np.random.Generator) -> list[array[int]]:
-    """For each token ``kept`` ids, ascending, one of them the token."""
+    """Return for each token ``kept`` ids, ascending, one of them the token."""
     ids = np.sort(rng.integers(1, VOCABULARY - kept, (len(tokens), kept)), axis=1) + np.arange(kept)
     places = np.minimum((ids < tokens[:, None]).sum(axis=1), kept - 1)
     ids[np.arange(len(tokens)), places] = tokens
@@ -113,7 +113,7 @@ def _masks(tokens: np.ndarray, kept: int, rng: np.random.Generator) -> list[arra
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A tokenizer for the script's token ids; each is a word of five letters or so."""
+    """Write a tokenizer for the script's token ids; each is a word of five letters or so."""
     words = {f" w{number}": number for number in range(VOCABULARY)}
     backend = Tokenizer(models.WordLevel(words, unk_token=" w1"))
     backend.decoder = decoders.Fuse()
