@@ -30,43 +30,43 @@ def head(model: ModelConfig) -> Iterator[Weight]:
 
 
 def norms(model: ModelConfig, layer: int) -> Iterator[Weight]:
-    here, there, shape = f"decoder.layers.{layer}.", f"model.layers.{layer}.", (model.hidden_size,)
-    yield Weight(here + "input_layernorm.weight", (there + "input_layernorm.weight",), (shape,))
-    yield Weight(here + "pre_mlp_layernorm.weight", (there + "post_attention_layernorm.weight",), (shape,))
+    megatron, hf, shape = f"decoder.layers.{layer}.", f"model.layers.{layer}.", (model.hidden_size,)
+    yield Weight(megatron + "input_layernorm.weight", (hf + "input_layernorm.weight",), (shape,))
+    yield Weight(megatron + "pre_mlp_layernorm.weight", (hf + "post_attention_layernorm.weight",), (shape,))
 
 
 def attention(model: ModelConfig, layer: int) -> Iterator[Weight]:
-    here, there = f"decoder.layers.{layer}.self_attention.", f"model.layers.{layer}.self_attn."
+    megatron, hf = f"decoder.layers.{layer}.self_attention.", f"model.layers.{layer}.self_attn."
     hidden, heads, groups = model.hidden_size, model.num_attention_heads, model.num_key_value_heads
     query, key = heads * model.head_dim, groups * model.head_dim
     gated = model.gated_attention
     yield Weight(
-        here + "linear_qkv.weight",
-        (there + "q_proj.weight", there + "k_proj.weight", there + "v_proj.weight"),
+        megatron + "linear_qkv.weight",
+        (hf + "q_proj.weight", hf + "k_proj.weight", hf + "v_proj.weight"),
         ((2 * query if gated else query, hidden), (key, hidden), (key, hidden)),
         dim=0,
         arrangement=GroupedHeads(model.head_dim, heads // groups, gated),
     )
-    yield Weight(here + "linear_proj.weight", (there + "o_proj.weight",), ((hidden, query),), dim=1)
-    yield Weight(here + "q_layernorm.weight", (there + "q_norm.weight",), ((model.head_dim,),))
-    yield Weight(here + "k_layernorm.weight", (there + "k_norm.weight",), ((model.head_dim,),))
+    yield Weight(megatron + "linear_proj.weight", (hf + "o_proj.weight",), ((hidden, query),), dim=1)
+    yield Weight(megatron + "q_layernorm.weight", (hf + "q_norm.weight",), ((model.head_dim,),))
+    yield Weight(megatron + "k_layernorm.weight", (hf + "k_norm.weight",), ((model.head_dim,),))
 
 
 def dense_mlp(model: ModelConfig, layer: int) -> Iterator[Weight]:
-    here, there = f"decoder.layers.{layer}.mlp.", f"model.layers.{layer}.mlp."
-    yield from gated_mlp(here, there, model.hidden_size, model.intermediate_size)
+    megatron, hf = f"decoder.layers.{layer}.mlp.", f"model.layers.{layer}.mlp."
+    yield from gated_mlp(megatron, hf, model.hidden_size, model.intermediate_size)
 
 
-def gated_mlp(here: str, there: str, hidden: int, width: int, expert: int | None = None) -> Iterator[Weight]:
-    """Yield the gate, up and down projections; ``here`` and ``there``: Megatron's and Hugging Face's
+def gated_mlp(megatron: str, hf: str, hidden: int, width: int, expert: int | None = None) -> Iterator[Weight]:
+    """Yield the gate, up and down projections; ``megatron`` and ``hf``: Megatron's and Hugging Face's
     prefixes."""
     yield Weight(
-        here + "linear_fc1.weight",
-        (there + "gate_proj.weight", there + "up_proj.weight"),
+        megatron + "linear_fc1.weight",
+        (hf + "gate_proj.weight", hf + "up_proj.weight"),
         ((width, hidden), (width, hidden)),
         dim=0,
         arrangement=Stacked(),
         expert=expert,
     )
-    down = there + "down_proj.weight"
-    yield Weight(here + "linear_fc2.weight", (down,), ((hidden, width),), dim=1, expert=expert)
+    down = hf + "down_proj.weight"
+    yield Weight(megatron + "linear_fc2.weight", (down,), ((hidden, width),), dim=1, expert=expert)

@@ -21,8 +21,8 @@ def weights(model: ModelConfig) -> Iterator[Weight]:
 
 
 def experts(hidden: int, moe: Experts, layer: int) -> Iterator[Weight]:
-    here, there = f"decoder.layers.{layer}.mlp.", f"model.layers.{layer}.mlp."
-    yield Weight(here + "router.weight", (there + "gate.weight",), ((moe.num_experts, hidden),))
+    megatron, hf = f"decoder.layers.{layer}.mlp.", f"model.layers.{layer}.mlp."
+    yield Weight(megatron + "router.weight", (hf + "gate.weight",), ((moe.num_experts, hidden),))
     for e in range(moe.num_experts):
-        ours, theirs = f"{here}experts.local_experts.{e}.", f"{there}experts.{e}."
+        ours, theirs = f"{megatron}experts.local_experts.{e}.", f"{hf}experts.{e}."
         yield from gated_mlp(ours, theirs, hidden, moe.moe_intermediate_size, expert=e)

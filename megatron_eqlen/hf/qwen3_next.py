@@ -30,12 +30,12 @@ def weights(model: ModelConfig) -> Iterator[Weight]:
 
 
 def delta_net(hidden: int, net: DeltaNet, layer: int) -> Iterator[Weight]:
-    here, there = f"decoder.layers.{layer}.self_attention.", f"model.layers.{layer}.linear_attn."
+    megatron, hf = f"decoder.layers.{layer}.self_attention.", f"model.layers.{layer}.linear_attn."
     keys, values = net.num_key_heads * net.key_head_dim, net.num_value_heads * net.value_head_dim
     per_value_head = ((net.num_value_heads,),)
     yield Weight(
-        here + "in_proj.weight",
-        (there + "in_proj_qkvz.weight", there + "in_proj_ba.weight"),
+        megatron + "in_proj.weight",
+        (hf + "in_proj_qkvz.weight", hf + "in_proj_ba.weight"),
         ((2 * keys + 2 * values, hidden), (2 * net.num_value_heads, hidden)),
         dim=0,
         arrangement=DeltaNetInput(
@@ -43,21 +43,21 @@ def delta_net(hidden: int, net: DeltaNet, layer: int) -> Iterator[Weight]:
         ),
     )
     yield Weight(
-        here + "conv1d.weight",
-        (there + "conv1d.weight",),
+        megatron + "conv1d.weight",
+        (hf + "conv1d.weight",),
         ((2 * keys + values, 1, net.conv_kernel_dim),),
         dim=0,
         sections=(keys, keys, values),
     )
-    yield Weight(here + "dt_bias", (there + "dt_bias",), per_value_head, dim=0)
-    yield Weight(here + "A_log", (there + "A_log",), per_value_head, dim=0)
-    yield Weight(here + "out_norm.weight", (there + "norm.weight",), ((net.value_head_dim,),))
-    yield Weight(here + "out_proj.weight", (there + "out_proj.weight",), ((hidden, values),), dim=1)
+    yield Weight(megatron + "dt_bias", (hf + "dt_bias",), per_value_head, dim=0)
+    yield Weight(megatron + "A_log", (hf + "A_log",), per_value_head, dim=0)
+    yield Weight(megatron + "out_norm.weight", (hf + "norm.weight",), ((net.value_head_dim,),))
+    yield Weight(megatron + "out_proj.weight", (hf + "out_proj.weight",), ((hidden, values),), dim=1)
 
 
 def shared_expert(hidden: int, moe: Experts, layer: int) -> Iterator[Weight]:
-    here, there = f"decoder.layers.{layer}.mlp.", f"model.layers.{layer}.mlp."
+    megatron, hf = f"decoder.layers.{layer}.mlp.", f"model.layers.{layer}.mlp."
     width = moe.shared_expert_intermediate_size
-    yield from gated_mlp(here + "shared_experts.", there + "shared_expert.", hidden, width)
-    gate = there + "shared_expert_gate.weight"
-    yield Weight(here + "shared_experts.gate_weight", (gate,), ((1, hidden),))
+    yield from gated_mlp(megatron + "shared_experts.", hf + "shared_expert.", hidden, width)
+    gate = hf + "shared_expert_gate.weight"
+    yield Weight(megatron + "shared_experts.gate_weight", (gate,), ((1, hidden),))

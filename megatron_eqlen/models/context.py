@@ -51,20 +51,20 @@ class Share:
     def of(cls, row: Row, rank: int, ranks: int, device: torch.device | str) -> Share:
         """Return the share of ``rank``; a row's length is a multiple of 2 x ``ranks``."""
         slices = slices_of_ranks(row.position_ids, ranks)
-        held = [_positions(spans) for spans in slices]
+        owned = [_positions(spans) for spans in slices]
         seen = keys_of_ranks(slices, row.visible_until)
-        to, received = [np.flatnonzero(keys[held[rank]]) for keys in seen], [p[seen[rank][p]] for p in held]
+        to, received = [np.flatnonzero(keys[owned[rank]]) for keys in seen], [p[seen[rank][p]] for p in owned]
         to[rank], received[rank] = to[rank][:0], received[rank][:0]
-        there = np.concatenate([held[rank], *received])
-        arranged = np.argsort(there)
-        inverse = np.concatenate(held)
+        available = np.concatenate([owned[rank], *received])
+        arranged = np.argsort(available)
+        inverse = np.concatenate(owned)
 
         def tensor(numbers: np.ndarray) -> Tensor:
             return torch.from_numpy(numbers).to(device)
 
         return cls(
             slices=slices[rank],
-            keys=there[arranged],
+            keys=available[arranged],
             order=tensor(np.argsort(inverse)),
             inverse=tensor(inverse),
             sent=tensor(np.concatenate(to)),

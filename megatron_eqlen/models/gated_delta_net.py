@@ -90,8 +90,8 @@ class TreeGatedDeltaNet(GatedDeltaNet):
         ranks, rank, heads = group.size(), group.rank(), beta.shape[-1]
         channels = self._sizes(heads)
         columns = _by_rank(torch.cat((mixed, beta, alpha), dim=-1)[0], [*channels, heads, heads], ranks)
-        mine = scatter_heads(columns, share, group)[None]
-        mixed, beta, alpha = mine.split([sum(channels) // ranks, heads // ranks, heads // ranks], dim=-1)
+        own_heads = scatter_heads(columns, share, group)[None]
+        mixed, beta, alpha = own_heads.split([sum(channels) // ranks, heads // ranks, heads // ranks], dim=-1)
         convolution = _by_rank(weights.convolution[:, 0].T, channels, ranks)[:, rank].T[:, None].contiguous()
         A_log, dt_bias = (x.chunk(ranks)[rank] for x in (weights.A_log, weights.dt_bias))
         out = self._mix(mixed, beta, alpha, Weights(convolution, A_log, dt_bias), tree)

@@ -69,7 +69,7 @@ class PolicyModel(GPTModel):
         )
         if not self.post_process:
             return hidden
-        hidden = self._chosen(hidden, supervised)
+        hidden = self._select(hidden, supervised)
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         assert weight is not None
@@ -94,7 +94,7 @@ class PolicyModel(GPTModel):
             left_out = scatter_to_sequence_parallel_region(left_out, group=self.pg_collection.tp)
         return left_out[None]
 
-    def _chosen(self, hidden: Tensor, supervised: Tensor | None) -> Tensor:
+    def _select(self, hidden: Tensor, supervised: Tensor | None) -> Tensor:
         """Select the supervised positions: [s (/ TP), b, hidden] -> [n or s, b, hidden], on every
         tensor-parallel rank."""
         if self.config.sequence_parallel:  # only a split: the head's own backward pass sums over TP

@@ -172,9 +172,9 @@ class CheckpointReader:
             for key, item in self.metadata.state_dict_metadata.items()
             if isinstance(item, TensorStorageMetadata) and not OPTIMIZER.match(key)
         }
-        if lost := stored - {piece.key for piece in pieces}:
+        if unknown := stored - {piece.key for piece in pieces}:
             raise CheckpointError(
-                f"{self.path}: the model has no place for {first_few(lost)}: another model's checkpoint?"
+                f"{self.path}: the model has no place for {first_few(unknown)}: another model's checkpoint?"
             )
 
     def parameter(self, layout: CheckpointLayout, name: str) -> Tensor:

@@ -109,10 +109,10 @@ class ReplayRouter(TopKRouter):
     @contextlib.contextmanager
     def given(self, routes: Tensor) -> Iterator[None]:
         """Use these routes in the block, whose router input is their row: [S, layers, top_k], -1: none."""
-        mine = routes[:, self.column]
+        own_routes = routes[:, self.column]
         if self.config.sequence_parallel:
-            mine = mine.chunk(self.tp_group.size())[self.tp_group.rank()]
-        self.router_replay = GivenExperts(mine.long(), self.replays)  # pyright: ignore[reportAttributeAccessIssue]
+            own_routes = own_routes.chunk(self.tp_group.size())[self.tp_group.rank()]
+        self.router_replay = GivenExperts(own_routes.long(), self.replays)  # pyright: ignore[reportAttributeAccessIssue]
         try:
             yield
         finally:
@@ -161,10 +161,10 @@ def moe_layers(chunks: Iterable[torch.nn.Module]) -> tuple[int, ...]:
 @contextlib.contextmanager
 def compared(chunks: Sequence[torch.nn.Module]) -> Iterator[Agreement]:
     """Count in the block how often the engine's choices and the routers' agree."""
-    mine = routers(chunks)
+    own_routers = routers(chunks)
     agreement = Agreement(next(chunks[0].parameters()).new_zeros(3, dtype=torch.float64))
-    for router in mine:
+    for router in own_routers:
         router.agreement = agreement
     yield agreement
-    for router in mine:
+    for router in own_routers:
         router.agreement = None

@@ -64,7 +64,7 @@ def export_hf(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]
     like = next(iter(local.values()))
     for batch in _batches(model, _stages(local), like.element_size()):
         names = [name for weight in batch.weights for name in weight.hf]
-        yield from zip(names, _whole(batch, local, like), strict=True)
+        yield from zip(names, _gather_batch(batch, local, like), strict=True)
 
 
 def save_hf(chunks: Sequence[torch.nn.Module], source: str | Path, out: str | Path) -> None:
@@ -190,7 +190,7 @@ def _batches(model: ModelConfig, stages: dict[str, int], element_size: int) -> I
         yield batch
 
 
-def _whole(batch: _Batch, local: dict[str, torch.nn.Parameter], like: Tensor) -> list[Tensor]:
+def _gather_batch(batch: _Batch, local: dict[str, torch.nn.Parameter], like: Tensor) -> list[Tensor]:
     """Return the batch's Hugging Face tensors on every rank: gathered over TP, broadcast over EP, then PP."""
     pipeline = groups.pipeline_parallel()
     tensors = None
@@ -198,8 +198,8 @@ def _whole(batch: _Batch, local: dict[str, torch.nn.Parameter], like: Tensor) ->
         if batch.weights[0].megatron in local:
             tensors = [t for weight in batch.weights for t in _gathered(weight, local[weight.megatron])]
         if batch.owner is not None:
-            tensors = _sent(tensors, batch.shapes, like, batch.owner, groups.expert_parallel())
-    return _sent(tensors, batch.shapes, like, batch.stage, pipeline)
+            tensors = _broadcast(tensors, batch.shapes, like, batch.owner, groups.expert_parallel())
+    return _broadcast(tensors, batch.shapes, like, batch.stage, pipeline)
 
 
 def _gathered(weight: Weight, parameter: Tensor) -> list[Tensor]:
@@ -215,7 +215,7 @@ def _gathered(weight: Weight, parameter: Tensor) -> list[Tensor]:
     return wholes
 
 
-def _sent(
+def _broadcast(
     tensors: list[Tensor] | None,
     shapes: list[tuple[int, ...]],
     like: Tensor,

@@ -38,9 +38,9 @@ def forward_bytes(
     if net is None:
         return attention
     values = net.num_value_heads * net.value_head_dim
-    there = 2 * net.num_key_heads * net.key_head_dim + values + 2 * net.num_value_heads  # beta and decay
+    scattered = 2 * net.num_key_heads * net.key_head_dim + values + 2 * net.num_value_heads  # beta and decay
     foreign = positions / ranks * (ranks - 1) / ranks
-    return attention + sum(net.layers) * foreign * (there + values) / parallel.tensor * b
+    return attention + sum(net.layers) * foreign * (scattered + values) / parallel.tensor * b
 
 
 def attention_bytes(model: ModelConfig, parallel: ParallelRecipe, keys: float, b: int) -> float:

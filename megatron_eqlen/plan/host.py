@@ -6,7 +6,7 @@ import math
 
 from megatron_eqlen.hf.config import ModelConfig
 from megatron_eqlen.plan.activations import BYTES
-from megatron_eqlen.plan.parameters import Held, total
+from megatron_eqlen.plan.parameters import RankBuffers, total
 from megatron_eqlen.plan.trainer import MAIN_WEIGHT, MOMENTS, Trainer, optimizer_bytes
 from megatron_eqlen.plan.workload import Workload
 from megatron_eqlen.recipe import Recipe
@@ -49,7 +49,7 @@ def host_parts(recipe: Recipe, model: ModelConfig, stages: list[Trainer], work: 
     return parts
 
 
-def pinned(rank: Held, each: int, *, sharded: bool) -> float:
+def pinned(rank: RankBuffers, each: int, *, sharded: bool) -> float:
     """Return the bytes of a pinned copy of each parameter, at ``each`` bytes per number. ``sharded``: copy
     only the part that one data-parallel rank updates."""
     return sum(
@@ -72,7 +72,7 @@ def checkpoint_bytes(recipe: Recipe, model: ModelConfig) -> float:
     return total(model) * (BYTES[recipe.model.dtype] + MAIN_WEIGHT + MOMENTS)
 
 
-def staged_bytes(recipe: Recipe, model: ModelConfig, rank: Held) -> float:
+def staged_bytes(recipe: Recipe, model: ModelConfig, rank: RankBuffers) -> float:
     """Return the bytes that a node stages while a checkpoint is written: copies of the weights, each
     parameter at most once. The optimizer state is written in place, unless it is on the GPU or gathered."""
     each = BYTES[recipe.model.dtype]

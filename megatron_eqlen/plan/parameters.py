@@ -70,7 +70,7 @@ class Buffer:
 
 
 @dataclass(frozen=True)
-class Held:
+class RankBuffers:
     """Buffers that a rank of one pipeline stage holds for the lifetime of the policy."""
 
     buffers: tuple[Buffer, ...]
@@ -93,7 +93,7 @@ def total(model: ModelConfig) -> int:
     return sum(piece.elements * (piece.experts or 1) for piece in _pieces(model))
 
 
-def held(model: ModelConfig, parallel: ParallelRecipe, processes: int) -> list[Held]:
+def rank_buffers(model: ModelConfig, parallel: ParallelRecipe, processes: int) -> list[RankBuffers]:
     """Return the buffers of one rank, for each pipeline stage. Call ``layout.check`` first."""
     chunks = layout.stages(parallel, model)
     dense_ranks = processes // (parallel.tensor * parallel.pipeline)
@@ -123,7 +123,7 @@ def held(model: ModelConfig, parallel: ParallelRecipe, processes: int) -> list[H
             buffers.append(Buffer(dense, dense_ranks, least, shared))
             if experts:
                 buffers.append(Buffer(experts, expert_ranks, least))
-        stages.append(Held(tuple(buffers)))
+        stages.append(RankBuffers(tuple(buffers)))
     return stages
 
 

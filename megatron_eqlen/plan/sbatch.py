@@ -28,7 +28,7 @@ def train_options(recipe: Recipe, job_name: str) -> list[str]:
         f"--nodes={cluster.nodes}",
         *_of_gpus(recipe, f"--gpus-per-node={cluster.processes_per_node}", trainer_bytes),
         f"--cpus-per-task={cluster.processes_per_node * cluster.cpus_per_process}",
-        *_where(recipe),
+        *_placement_options(recipe),
     ]
 
 
@@ -48,7 +48,7 @@ def server_options(recipe: Recipe, job_name: str, nodes: int) -> list[str]:
         f"--ntasks-per-node={replicas_on_node(recipe)}",
         *_of_gpus(recipe, f"--gpus-per-task={each}", _servers_bytes),
         f"--cpus-per-task={each * recipe.cluster.cpus_per_process}",
-        *_where(recipe),
+        *_placement_options(recipe),
     ]
 
 
@@ -82,7 +82,7 @@ def _servers_bytes(recipe: Recipe) -> float:
     return recipe.cluster.processes_per_node * PROCESS + export_bytes(recipe, model_config(recipe))
 
 
-def _where(recipe: Recipe) -> list[str]:
+def _placement_options(recipe: Recipe) -> list[str]:
     cluster = recipe.cluster
     asked = {"time": cluster.time, "partition": cluster.partition, "account": cluster.account}
     return [f"--{name}={value}" for name, value in asked.items() if value]

@@ -142,10 +142,10 @@ def _generation_seconds(recipe: Recipe, model: ModelConfig, work: Workload, gpu:
 def _weights_read(recipe: Recipe, model: ModelConfig, batch: float) -> float:
     """Return the bytes of weights that a decode step reads on one GPU; only experts that a token chose are
     read."""
-    whole = engine.weights(recipe, model)
+    all_weights = engine.weights(recipe, model)
     if model.experts is None:
-        return whole
+        return all_weights
     share = model.experts.num_experts_per_tok / model.experts.num_experts
     touched = 1 - (1 - share) ** batch
     active = active_parameters(model) * BYTES[recipe.model.dtype] / recipe.rollout.tensor_parallel
-    return active + touched * max(whole - active, 0.0)
+    return active + touched * max(all_weights - active, 0.0)

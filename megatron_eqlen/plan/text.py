@@ -94,8 +94,8 @@ def _context(recipe: Recipe, model: ModelConfig) -> str:
     if recipe.parallel.context == 1:
         return ""
     ranks, row = recipe.parallel.context, recipe.packing.max_tokens_per_row
-    whole = row * key_bytes(model, recipe.parallel, BYTES[recipe.model.dtype]) / 1e6
-    about, most = whole * key_share(recipe), whole * (ranks - 1) / ranks
+    row_bytes = row * key_bytes(model, recipe.parallel, BYTES[recipe.model.dtype]) / 1e6
+    about, most = row_bytes * key_share(recipe), row_bytes * (ranks - 1) / ranks
     far = leaving_share(recipe)
     sources = f"{far:.0%} of it from other nodes" if far else "all from its node"
     return (
@@ -195,10 +195,10 @@ def _text(value: object) -> str:
 
 
 def _sbatch(recipe: Recipe) -> str:
-    told = "".join(f"{name}={value} " for name, value in train_environment(recipe).items())
+    environment = "".join(f"{name}={value} " for name, value in train_environment(recipe).items())
     options = " ".join(train_options(recipe, recipe.name))
     short = short_limit(recipe)
     return (
         f"submit      eqlen submit RECIPE [KEY=VALUE ...]\n"
-        f"{' ' * 12}as {told}sbatch {options} slurm/train.sbatch RECIPE [KEY=VALUE ...]"
+        f"{' ' * 12}as {environment}sbatch {options} slurm/train.sbatch RECIPE [KEY=VALUE ...]"
     ) + (f"\n{' ' * 12}WARNING: {short}" if short else "")

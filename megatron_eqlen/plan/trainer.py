@@ -9,7 +9,7 @@ from math import prod
 from megatron_eqlen.hf.config import ModelConfig
 from megatron_eqlen.hf.families import weight_map
 from megatron_eqlen.plan.activations import BYTES, GPU, Activations, Kernels, activations
-from megatron_eqlen.plan.parameters import Held, held
+from megatron_eqlen.plan.parameters import RankBuffers, rank_buffers
 from megatron_eqlen.recipe import Recipe
 
 MAIN_WEIGHT, MOMENTS = 4, 8
@@ -32,7 +32,7 @@ class Trainer:
     copied_gradients: float
     """Float32 copy of bfloat16 gradients during an update."""
     activations: Activations
-    parameters: Held
+    parameters: RankBuffers
 
     @property
     def passing(self) -> float:
@@ -57,7 +57,7 @@ def trainer(recipe: Recipe, model: ModelConfig, kernels: Kernels = GPU) -> list[
             activations=activations(recipe, model, stage, sequence=sequence, kernels=kernels),
             parameters=rank,
         )
-        for stage, rank in enumerate(held(model, parallel, recipe.world_size))
+        for stage, rank in enumerate(rank_buffers(model, parallel, recipe.world_size))
     ]
 
 

@@ -45,8 +45,8 @@ def cgroup_quotas(proc: Path = PROC, cgroups: Path = CGROUPS) -> Iterator[float]
 
 def _cgroup_folders(controller: str, proc: Path, cgroups: Path) -> Iterator[Path]:
     """Yield the folders of this process's cgroup with ``controller`` and of its parents."""
-    mine = proc / "self" / "cgroup"
-    for line in mine.read_text().splitlines() if mine.is_file() else ():  # missing: a kernel without cgroups
+    file = proc / "self" / "cgroup"
+    for line in file.read_text().splitlines() if file.is_file() else ():  # missing: a kernel without cgroups
         _, controllers, path = line.split(":", 2)
         root = cgroups if not controllers else cgroups / controllers
         if controllers and controller not in controllers.split(","):

@@ -106,8 +106,8 @@ def _message(error: BaseException) -> str:
 
 def free_space(path: Path) -> str:
     """Return a text with the free disk space at ``path``, or at its nearest existing parent."""
-    there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
-    return f"{shutil.disk_usage(there).free / 1e9:.2f} GB are free there"
+    existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    return f"{shutil.disk_usage(existing).free / 1e9:.2f} GB are free there"
 
 
 def _lost_host(text: str) -> str:

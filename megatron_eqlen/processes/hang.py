@@ -80,7 +80,7 @@ def first_cause(facts: Mapping[int, Facts], world: int) -> str:
     for gap in gaps:
         if busy := [rank for rank in gap.absent if not waits(facts[rank])]:
             missed = f"{_ranks(busy)} did not come to {gap}, in which {_ranks(gap.waiting)} waited"
-            return f"{missed}: {_where(facts, busy)}"
+            return f"{missed}: {_describe_places(facts, busy)}"
     if different := next(find_differences(facts), None):
         return different
     if gaps:
@@ -88,7 +88,7 @@ def first_cause(facts: Mapping[int, Facts], world: int) -> str:
             f"{_ranks(gap.waiting)} in {gap}, to which {_ranks(gap.absent)} did not come" for gap in gaps
         )
     busy = [rank for rank in facts if not waits(facts[rank])]
-    return _where(facts, busy or list(facts))
+    return _describe_places(facts, busy or list(facts))
 
 
 def waits(facts: Facts) -> bool:
@@ -155,7 +155,7 @@ def _line(rank: int, facts: Facts | None) -> str:
     return where
 
 
-def _where(facts: Mapping[int, Facts], ranks: Sequence[int]) -> str:
+def _describe_places(facts: Mapping[int, Facts], ranks: Sequence[int]) -> str:
     """Return where the ranks are; for several ranks only the place of the first."""
     more = f" (and {len(ranks) - 1} more)" if len(ranks) > 1 else ""
     return f"rank {ranks[0]}{more} is {_place(facts[ranks[0]])}"

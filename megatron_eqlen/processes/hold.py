@@ -44,7 +44,7 @@ class Hold:
             "restart": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
             **about,
         }
-        self._file = self._take()
+        self._file = self._acquire()
         with naming(self.path):
             self._file.truncate(0)
             self._file.write(json.dumps(self._mine))
@@ -58,7 +58,7 @@ class Hold:
                 f"{self._mine['slurm_job']}, restart {self._mine['restart']}) writes nothing more"
             )
 
-    def _take(self) -> TextIO:
+    def _acquire(self) -> TextIO:
         deadline = time.monotonic() + PATIENCE
         while True:
             file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (held until the process ends)

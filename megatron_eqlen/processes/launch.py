@@ -53,20 +53,20 @@ def launch(
         try:
             elastic_launch(config, sys.executable)("-m", module, *arguments)
         except ChildFailedError as error:
-            return _tell(error.failures, failures.read(Path(folder)), processes)
+            return _report(error.failures, failures.read(Path(folder)), processes)
         except SignalException as error:
             return 128 + error.sigval
     return 0
 
 
-def _tell(ended: Mapping[int, ProcessFailure], recorded: list[Failure], processes: int) -> int:
+def _report(ended: Mapping[int, ProcessFailure], recorded: list[Failure], processes: int) -> int:
     """Print the first failure of the ranks that have ``ended`` or ``recorded`` a cause; return its status."""
-    told = {failure.rank for failure in recorded}
+    reported = {failure.rank for failure in recorded}
     here = socket.gethostname()
     silent = [  # timestamps are whole seconds, after the end
-        Failure(rank, here, _how(process), process.timestamp + 1.0)
+        Failure(rank, here, _describe_end(process), process.timestamp + 1.0)
         for rank, process in ended.items()
-        if rank not in told
+        if rank not in reported
     ]
     first = failures.first([*recorded, *silent])
     alone = first.rank is None or processes == 1
@@ -76,7 +76,7 @@ def _tell(ended: Mapping[int, ProcessFailure], recorded: list[Failure], processe
     return max(1, statuses[first.rank] if first.rank in statuses else max(statuses.values()))
 
 
-def _how(process: ProcessFailure) -> str:
+def _describe_end(process: ProcessFailure) -> str:
     """Return how a process ended that has recorded no cause."""
     if process.exitcode >= 0:
         return f"it ended with status {process.exitcode}"

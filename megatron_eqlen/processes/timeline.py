@@ -46,13 +46,13 @@ class Timeline:
 
     def ended(self) -> list[dict[str, Any]]:
         """Return the ended spans that ``take`` has not returned yet, in the form of ``take``."""
-        return [self._told(span) for span in list(self.spans) if span.ended < math.inf]
+        return [self._as_dict(span) for span in list(self.spans) if span.ended < math.inf]
 
     def idle(self, stages: tuple[str, ...], since: float, until: float) -> float:
         """Return the seconds from ``since`` to ``until`` in which none of ``stages`` ran."""
         busy, reached = 0.0, since
-        mine = [span for span in list(self.spans) if span.stage in stages]
-        for span in sorted(mine, key=lambda span: span.began):
+        relevant = [span for span in list(self.spans) if span.stage in stages]
+        for span in sorted(relevant, key=lambda span: span.began):
             began, ended = max(span.began, reached), min(span.ended, until)
             busy += max(ended - began, 0.0)
             reached = max(reached, ended)
@@ -71,7 +71,7 @@ class Timeline:
         ended = [span for span in list(self.spans) if span.ended <= until]
         for span in ended:
             self.spans.remove(span)
-        return [self._told(span) for span in ended]
+        return [self._as_dict(span) for span in ended]
 
-    def _told(self, span: Span) -> dict[str, Any]:
+    def _as_dict(self, span: Span) -> dict[str, Any]:
         return {"stage": span.stage, "began": span.began + self._epoch, "ended": span.ended + self._epoch}

@@ -118,7 +118,7 @@ class Watchdog:
         if self.world == 1:
             command = [sys.executable, "-IS", bystander.__file__, self._file.name, str(STUCK * self.interval)]
             self._bystander = subprocess.Popen(command, start_new_session=True)  # not reached by Ctrl-C
-        for name, work in (("watchdog", self._watch), ("watchdog-disk", self._ask)):
+        for name, work in (("watchdog", self._watch), ("watchdog-disk", self._check_folder)):
             self._threads.append(threading.Thread(target=work, daemon=True, name=name))
             self._threads[-1].start()
 
@@ -165,14 +165,14 @@ class Watchdog:
             if now - looked > 10 * self.interval:  # this process was stopped, others perhaps, too
                 self._since = now
             looked = now
-            self._look(now)
+            self._update(now)
             asking = self._asking
             if asking is None:
                 self._looked.set()
             elif min(now - asking, now - self._since - self.limit) > STUCK * self.interval:
                 self._report_disk(now - asking)
 
-    def _ask(self) -> None:
+    def _check_folder(self) -> None:
         """Write this rank's deadline and read the others' after each look. A hang is reported only if two
         looks in a row see it: a process may be stopped between the two while the clock runs."""
         hangs = False
@@ -189,7 +189,7 @@ class Watchdog:
         finally:
             faulthandler.cancel_dump_traceback_later()  # no thread would postpone it any more
 
-    def _look(self, now: float) -> None:
+    def _update(self, now: float) -> None:
         if (seen := (_beats, self._collectives())) != self._seen:
             self._seen, self._since = seen, now
         for stage in list(self._running):
@@ -197,13 +197,13 @@ class Watchdog:
 
     def _declare(self) -> float:
         """Set and return the deadline of this rank's next progress, in seconds since 1970."""
-        left = self.limit - (time.monotonic() - self._since)
-        deadline = time.time() + left
+        remaining = self.limit - (time.monotonic() - self._since)
+        deadline = time.time() + remaining
         if os.fstat(self._file.fileno()).st_size:  # stacks of a thread that was late, not stuck
             self._file.seek(0)
             self._file.truncate()
         os.utime(self._file.fileno(), (deadline, deadline))
-        later = max(left, 0.0) + STUCK * self.interval  # other ranks, or the bystander, see its output
+        later = max(remaining, 0.0) + STUCK * self.interval  # other ranks, or the bystander, see its output
         faulthandler.dump_traceback_later(later, file=self._file)
         return deadline
 

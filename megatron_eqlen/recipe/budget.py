@@ -52,20 +52,20 @@ class Budget:
     def steps_left(self, spent: Spent) -> float | None:
         """Return the remaining steps at the mean cost of the steps so far; None if the cost is not known
         yet."""
-        left = [
+        remaining = [
             (limit - getattr(spent, key)) * spent.steps / getattr(spent, key)
             for key, limit in self.limits()
             if key != "steps" and getattr(spent, key)
         ]
-        left += [float(self.steps - spent.steps)] if self.steps is not None else []
-        return max(0.0, min(left)) if left else None
+        remaining += [float(self.steps - spent.steps)] if self.steps is not None else []
+        return max(0.0, min(remaining)) if remaining else None
 
     def seconds_left(self, spent: Spent, step_seconds: Collection[float]) -> float | None:
         """Return the remaining seconds at the mean time of the newest steps; None if it is not known yet."""
-        left = self.steps_left(spent)
-        if not step_seconds or left is None:
+        steps = self.steps_left(spent)
+        if not step_seconds or steps is None:
             return None
-        return sum(step_seconds) / len(step_seconds) * left
+        return sum(step_seconds) / len(step_seconds) * steps
 
     def describe(self) -> str:
         """Return a text like ``500 steps or 64 GPU hours, whichever comes first``."""

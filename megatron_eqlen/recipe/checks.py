@@ -39,9 +39,9 @@ def check_inputs(recipe: Recipe) -> None:
         paths[f"evaluation.benchmarks.{number}.path"] = benchmark.path
     missing = {key: path for key, path in paths.items() if not Path(path).exists()}
     if missing:
-        told = "; ".join(f"{key}: {path} does not exist" for key, path in missing.items())
+        problems = "; ".join(f"{key}: {path} does not exist" for key, path in missing.items())
         hint = where_from(recipe) if missing.keys() - recipe.variant.keys() else ""
-        raise RecipeError(told + _of_the_hub(missing.get("model.path", "")) + hint)
+        raise RecipeError(problems + _of_the_hub(missing.get("model.path", "")) + hint)
 
 
 def _of_the_hub(path: str) -> str:

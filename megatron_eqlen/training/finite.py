@@ -65,7 +65,7 @@ def row_problem(rows: Rows, losses: Sequence[RowLoss]) -> Problem | None:
     on the last pipeline stage."""
     for number, loss in enumerate(losses):
         if not torch.isfinite(loss.metrics[POLICY_LOSS] + loss.metrics[KL_PENALTY]):
-            rank, where = parallel_state.get_data_parallel_rank(), _where(rows.planned, rows[number], loss)
+            rank, where = parallel_state.get_data_parallel_rank(), _locate(rows.planned, rows[number], loss)
             return Problem(0, f"row {number} of data-parallel rank {rank}, {where}")
     return None
 
@@ -105,7 +105,7 @@ def gradient_problem(chunks: list, grad_norm: float) -> Problem | None:
     )
 
 
-def _where(plan: Packing, row: Row, loss: RowLoss) -> str:
+def _locate(plan: Packing, row: Row, loss: RowLoss) -> str:
     """Return tree, node and token of a row's first number that is not finite."""
     at = supervised_positions(row)
     bad = torch.nonzero(~torch.isfinite(loss.tokens))
@@ -114,10 +114,10 @@ def _where(plan: Packing, row: Row, loss: RowLoss) -> str:
     segments = row.segment_ids[at]
     segment = segments[int(bad[0])]
     node, own = int(np.flatnonzero(plan.forest.segment == segment)[0]), segments == segment
-    return f"{plan.forest.where(node)}: {_what(row, at[own], loss.tokens.cpu().numpy()[own])}"
+    return f"{plan.forest.where(node)}: {_faulty_quantity(row, at[own], loss.tokens.cpu().numpy()[own])}"
 
 
-def _what(row: Row, at: np.ndarray, losses: np.ndarray) -> str:
+def _faulty_quantity(row: Row, at: np.ndarray, losses: np.ndarray) -> str:
     """Name the quantity that is not finite in the node at positions ``at``: an input or a loss."""
     columns = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
     inputs = {name: getattr(row, name)[at] for name in columns if getattr(row, name) is not None}

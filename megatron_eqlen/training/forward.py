@@ -125,9 +125,9 @@ class _OfAllRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: Tensor, columns: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(columns)
-        whole = output.new_zeros(2, count).index_copy_(1, columns, output)
-        dist.all_reduce(whole, group=group)
-        return whole
+        values = output.new_zeros(2, count).index_copy_(1, columns, output)
+        dist.all_reduce(values, group=group)
+        return values
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -43,19 +43,19 @@ def gradient_norms(chunks: list, optimizer: ChainedOptimizer) -> Metrics:
     """Return ``train/grad_norm/KIND`` for the model's kinds, over all ranks, before clipping. The gradients
     must have been reduced. Collective."""
     kinds = {parameter: kind_of(name) for chunk in chunks for name, parameter in chunk.named_parameters()}
-    whole = torch.zeros(len(KINDS), dtype=torch.float64, device=device())
-    present = torch.zeros_like(whole)
+    totals = torch.zeros(len(KINDS), dtype=torch.float64, device=device())
+    present = torch.zeros_like(totals)
     for part in optimizer.chained_optimizers:
-        squares = torch.zeros_like(whole)
+        squares = torch.zeros_like(totals)
         for parameter, shard in _shards(part):
             kind = KINDS.index(kinds[parameter])
             squares[kind] += torch.linalg.vector_norm(shard, dtype=torch.float64) ** 2
             present[kind] = 1
         dist.all_reduce(squares, group=part.get_grad_stats_parallel_group())
-        whole += squares
+        totals += squares
     dist.all_reduce(present, op=dist.ReduceOp.MAX)
-    found = zip(KINDS, whole.tolist(), present.tolist(), strict=True)
-    return {f"{TRAIN_GRAD_NORM}/{kind}": math.sqrt(square) for kind, square, there in found if there}
+    found = zip(KINDS, totals.tolist(), present.tolist(), strict=True)
+    return {f"{TRAIN_GRAD_NORM}/{kind}": math.sqrt(square) for kind, square, exists in found if exists}
 
 
 def _shards(part: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:

@@ -77,7 +77,7 @@ def build_optimizer(
             bf16=recipe.model.dtype == "bfloat16",
             params_dtype=config.params_dtype,
             use_distributed_optimizer=True,
-            **_where_and_how(options),
+            **_state_options(options),
         ),
         [*chunks],
     )
@@ -105,7 +105,7 @@ def build_optimizer(
     return optimizer, schedule
 
 
-def _where_and_how(options: OptimizerRecipe) -> dict[str, Any]:
+def _state_options(options: OptimizerRecipe) -> dict[str, Any]:
     """Return Megatron's options for the placement and precision of the optimizer state.
 
     Megatron's "precision-aware" optimizer reads gradients where DDP has summed them, in their dtype, and

@@ -56,8 +56,8 @@ class Parked:
             return
         for key, storage in self._storages.items():
             storage.resize_(self._sizes[key])
-            whole = _bytes(storage)
-            whole.copy_(self._copies[key], non_blocking=True) if self._keep else whole.zero_()
+            target = _bytes(storage)
+            target.copy_(self._copies[key], non_blocking=True) if self._keep else target.zero_()
         self.away = False
 
     def host(self, tensor: Tensor) -> Tensor:

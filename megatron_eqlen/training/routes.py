@@ -47,10 +47,10 @@ def with_routes(
     assert experts is not None
     started = time.perf_counter()
     planned, received = exchange_routes(planned, placements)
-    took = {EXCHANGE_ROUTES_SECONDS: time.perf_counter() - started, EXCHANGE_ROUTES_BYTES: float(received)}
+    metrics = {EXCHANGE_ROUTES_SECONDS: time.perf_counter() - started, EXCHANGE_ROUTES_BYTES: float(received)}
     needed, _ = planned.needed(placements[dist.get_rank()].data_parallel)
     check_routes(planned.forest, needed, experts.num_experts)
-    return planned, at_once(gather([took]))
+    return planned, at_once(gather([metrics]))
 
 
 def exchange_routes(planned: Packing, placements: Sequence[Placement]) -> tuple[Packing, int]:
