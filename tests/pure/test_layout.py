@@ -307,6 +307,7 @@ def test_what_plan_approves_is_launched_and_nothing_else(
     launched = []
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RANK", raising=False)
+        patch.setattr("megatron_eqlen.check.machine.refuse_unfit", lambda _: None)  # this machine has no GPU
         patch.setattr(commands, "_start", lambda *_: launched.append(1) or 0)
         planned = cli.main(["plan", recipe, *overrides(all_keys)])
         started = cli.main(["train", recipe, *overrides(all_keys)])

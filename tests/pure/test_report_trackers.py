@@ -218,7 +218,7 @@ def test_samples_name_what_each_side_of_a_pair_got_and_who_sampled_it(rollouts):
         ("sums/a.parquet#1", name) for name in ("A1", "B1", "A2", "B2", "tail")
     ], "the stream that teaches comes first, with its pairs' sides side by side"
     first, second = rows[:2]
-    assert (first["text"], first["reward"], first["verdict"]) == ("5 9", 0.0, "wrong: <b>8</b>")
+    assert (first["text"], first["reward"], first["verdict"]) == ("5 9", 0.0, "wrong: <b>8</b> (gold: 7)")
     assert (second["text"], second["reward"], second["verdict"]) == ("6 7", 1.0, "")
     assert first["advantage"] == -second["advantage"] < 0
     assert {row["step"] for row in rows} == {3}
@@ -238,7 +238,7 @@ def test_every_tracker_gets_the_samples_in_its_own_form(tmp_path, wandb, mlflow,
     (text,) = events.Tensors("rollouts/text_summary")
     assert text.step == 3
     assert text.tensor_proto.string_val[0].decode() == rollouts.markdown()
-    assert "**A1** · reward 0 · advantage -1 · wrong: <b>8</b> · stop · 2 tokens · trained\n\n    5 9" in (
+    assert "**A1** · reward 0 · advantage -1 · wrong: <b>8</b> (gold: 7) · stop · 2 tokens · trained\n\n    5 9" in (
         rollouts.markdown()
     )
 
