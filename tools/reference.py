@@ -27,31 +27,31 @@ MERGED = {"sum": "sum", "max": "largest", "min": "smallest", "last": "newest"}
 
 def keys() -> str:
     """Return each section of a recipe with its keys: type, default, meaning."""
-    whole = Recipe.model_json_schema()
-    return "\n\n".join(_section(name, section, whole) for name, section in _sections("", whole, whole))
+    root = Recipe.model_json_schema()
+    return "\n\n".join(_section(name, section, root) for name, section in _sections("", root, root))
 
 
-def _sections(name: str, section: Schema, whole: Schema) -> Iterator[tuple[str, Schema]]:
+def _sections(name: str, section: Schema, root: Schema) -> Iterator[tuple[str, Schema]]:
     """Yield ``section`` and those below it, by their dotted names; ``[]`` stands for the items of a list."""
     yield name, section
     for key, schema in section["properties"].items():
-        below = _below(schema, whole)
+        below = _below(schema, root)
         if below is not None:
             dotted = f"{name}.{key}".lstrip(".") + "[]" * ("items" in schema)
-            yield from _sections(dotted, below, whole)
+            yield from _sections(dotted, below, root)
 
 
-def _below(schema: Schema, whole: Schema) -> Schema | None:
+def _below(schema: Schema, root: Schema) -> Schema | None:
     """Return the section that a key holds, or a list of."""
     reference = schema.get("$ref") or schema.get("items", {}).get("$ref")
-    return whole["$defs"][reference.rpartition("/")[2]] if reference else None
+    return root["$defs"][reference.rpartition("/")[2]] if reference else None
 
 
-def _section(name: str, section: Schema, whole: Schema) -> str:
+def _section(name: str, section: Schema, root: Schema) -> str:
     rows = [
         (f"`{name}.{key}`" if name else f"`{key}`", _type(schema), _default(schema), _text(schema))
         for key, schema in section["properties"].items()
-        if _below(schema, whole) is None
+        if _below(schema, root) is None
     ]
     head = f"## {name}\n\n{_text(section)}" if name else "## The whole run"
     return f"{head}\n\n" + _table(("key", "type", "default", "meaning"), rows)

@@ -137,10 +137,10 @@ class CheckLog:
     def __init__(self, path: Path, request: dict[str, Any]) -> None:
         self.path = path
         first = json.dumps(request)
-        whole = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
-        if whole and whole[0] != first:
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
+        if lines and lines[0] != first:
             log.warning("%s: made from other inputs or settings: starting again", path)
-        self._said = deque(whole[1:] if whole[:1] == [first] else [])
+        self._said = deque(lines[1:] if lines[:1] == [first] else [])
         if self._said:
             log.warning("%s: resuming after %d rows", path, len(self._said) * CHUNK)
         write_whole(path, "\n".join([first, *self._said]) + "\n")

@@ -49,15 +49,15 @@ def _open_prepared(source: SourceRecipe, tally: Tally) -> Sequence[Problem]:
     prepared the file: it holds no question twice. Filters read questions but no golds, which are most of
     the file."""
     path = Path(source.path)
-    whole = prepared.PreparedRows(path)
-    if not whole.tests_checked and whole.manifest.get("source", {}).get("reader") == "opencodereasoning":
+    stored = prepared.PreparedRows(path)
+    if not stored.tests_checked and stored.manifest.get("source", {}).get("reader") == "opencodereasoning":
         log.warning("%s: %s", path, OLD_CODE_FILE)
-    if whole.tests_checked and not has_filters(source):
-        return whole
-    read = whole.without_golds() if whole.tests_checked else prepared.usable(whole, path, tally)
+    if stored.tests_checked and not has_filters(source):
+        return stored
+    read = stored.without_golds() if stored.tests_checked else prepared.usable(stored, path, tally)
     kept = {row.row_id for row in _filtered(source, read, tally)}
-    numbers = [number for number, row_id in enumerate(whole.row_ids()) if row_id in kept]
-    return prepared.Selection(whole, numbers)
+    numbers = [number for number, row_id in enumerate(stored.row_ids()) if row_id in kept]
+    return prepared.Selection(stored, numbers)
 
 
 def has_filters(source: SourceRecipe) -> bool:

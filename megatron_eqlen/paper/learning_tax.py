@@ -107,14 +107,14 @@ def shared_coefficients(trees: Sequence[TokenTree]) -> Iterator[np.ndarray]:
         for path in paths:
             if position < len(path.token_ids):
                 by_token[int(path.token_ids[position])].append(path)
-        for together in by_token.values():
-            if len(together) < 2:
+        for sharing in by_token.values():
+            if len(sharing) < 2:
                 continue
-            owners = {id(node): node for node in (path.owner(position) for path in together)}
+            owners = {id(node): node for node in (path.owner(position) for path in sharing)}
             values = [value for node in owners.values() if (value := _coefficient(node))]
             if values:
                 yield np.array(values)
-            groups.append((position + 1, together))
+            groups.append((position + 1, sharing))
 
 
 @dataclass(frozen=True)

@@ -179,13 +179,13 @@ def stages(records: Records) -> Chart | None:
     totals = sum((Counter(row) for row in rows), Counter())
     if not totals:
         return None
-    whole = totals.total()
+    overall = totals.total()
     series = [
         Series(
             name,
             [(record["step"], row.get(name, 0.0)) for record, row in zip(records, rows, strict=True)],
             colour=COLOURED.index(name),
-            remark=f"{compact(total / len(rows))} s, {total / whole:.0%}",
+            remark=f"{compact(total / len(rows))} s, {total / overall:.0%}",
         )
         for name, total in totals.most_common()
     ]

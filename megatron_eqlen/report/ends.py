@@ -22,7 +22,7 @@ class Hang:
 
 
 @dataclass(frozen=True)
-class Ends:
+class EndRecord:
     first_error: str | None
     """The error that ended the newest try, in one line."""
     error_file: str | None
@@ -36,7 +36,7 @@ class Ends:
     """Notice that SLURM told the newest try to end, in one line."""
 
 
-def read_ends(folder: Path, since: float) -> Ends:
+def read_end_record(folder: Path, since: float) -> EndRecord:
     """Read the records of the run in ``folder``, whose newest try began ``since`` (seconds since 1970)."""
     error, hangs = folder / FIRST, read_hangs(folder / HANGS)
     said = _text(error)
@@ -45,7 +45,7 @@ def read_ends(folder: Path, since: float) -> Ends:
             f"an error that could not be written down, as on a full disk ({free_space(folder)} now); "
             f"the last lines of the run's output say it"
         )
-    return Ends(
+    return EndRecord(
         said.splitlines()[0] if said else None,
         str(error) if said else None,
         hangs,

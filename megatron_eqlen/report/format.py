@@ -59,10 +59,10 @@ def compact(value: float | None) -> str:
 
 def duration(seconds: float) -> str:
     """Format a duration: ``9 s``, ``1:32``, ``2:05:00``."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
+    total = round(seconds)
+    if total < 60:
+        return f"{total} s"
+    minutes, rest = divmod(total, 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 

@@ -95,8 +95,8 @@ class Growing:
             tracks.read(ended)
             for name, found in tracks.tokens.items():
                 before = self._carried.get(name)
-                whole = before + found if before else found  # a copy, and there may be many
-                tokens[name] = max(tokens.get(name, whole), whole, key=len)
+                merged = before + found if before else found  # a copy, and there may be many
+                tokens[name] = max(tokens.get(name, merged), merged, key=len)
         tokens = {name: found for name, found in tokens.items() if rollout_of(name) not in ended}
         keys = list(dict.fromkeys(map(rollout_of, tokens)))
         of_each_prompt: dict[str, RolloutKey] = {}

@@ -23,7 +23,7 @@ from megatron_eqlen.metrics import PROMPTS_DRAWN, TIME_STEP, spent
 from megatron_eqlen.processes import hold
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.load import load_run
-from megatron_eqlen.report.ends import Ends, Hang, read_ends
+from megatron_eqlen.report.ends import EndRecord, Hang, read_end_record
 from megatron_eqlen.report.evaluations import evaluations
 from megatron_eqlen.report.format import REWARD, compact, duration, first_of
 from megatron_eqlen.report.metrics import read_metrics
@@ -131,7 +131,7 @@ def status(folder: Path) -> Status:
     holder = hold.read_holder(folder / hold.FILE)
     if state and state.time < holder.get("time", 0.0):
         state = None  # the state of an earlier try
-    ends = read_ends(folder, since=holder.get("time", 0.0))
+    ends = read_end_record(folder, since=holder.get("time", 0.0))
     condition = _condition(files, recipe, holder, state, ends)
     job, end = _job(folder, holder, ends) if condition != "complete" else ("", None)
     last = records[-1] if records else {}
@@ -173,17 +173,17 @@ def status(folder: Path) -> Status:
 
 
 def _condition(
-    files: RunFolder, recipe: Recipe, holder: dict[str, Any], state: State | None, ends: Ends
+    files: RunFolder, recipe: Recipe, holder: dict[str, Any], state: State | None, ends: EndRecord
 ) -> Condition:
     """Return the run's condition. A lock that is seen to be held proves that the run is alive; otherwise, on
     another machine, a run that gave a sign of life a moment ago counts as alive."""
     here = holder.get("host") == socket.gethostname()
-    goes_on = state is not None and not state.ended
-    heard = state is not None and goes_on and time.time() - state.time < SILENCE
+    running = state is not None and not state.ended
+    heard = state is not None and running and time.time() - state.time < SILENCE
     if hold.is_locked(files.path / hold.FILE) or (heard and not here):
         if ends.hung and not (state and state.time > ends.hangs[0].time):
             return "hung"  # the process ends as soon as a disk that does not answer lets it
-        return "running" if heard or not goes_on else "silent"
+        return "running" if heard or not running else "silent"
     if files.ended(recipe):
         return "complete"
     if ends.given_up:
@@ -197,7 +197,7 @@ def _condition(
     return "stopped" if state.ended else "killed"
 
 
-def _job(folder: Path, holder: dict[str, Any], ends: Ends) -> tuple[str, Condition | None]:
+def _job(folder: Path, holder: dict[str, Any], ends: EndRecord) -> tuple[str, Condition | None]:
     """Return the state of the newest SLURM job while no try of it trains, and the condition that follows."""
     found, held = read_submitted(folder), holder.get("time", 0.0)
     waits = found is not None and max(found.time, found.try_began) >= held

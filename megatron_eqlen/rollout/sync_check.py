@@ -77,8 +77,8 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
     bits = tensor.detach().to(torch.bfloat16).contiguous().view(torch.int16).view(-1)
     if bits.storage_offset() % 4:  # part of a buffer: int64 are read from whole multiples only
         bits = bits.clone()
-    whole = bits.numel() - bits.numel() % 4
-    return bits[:whole].view(torch.int64).sum() + bits[whole:].sum(dtype=torch.int64)
+    length = bits.numel() - bits.numel() % 4
+    return bits[:length].view(torch.int64).sum() + bits[length:].sum(dtype=torch.int64)
 
 
 def _changed(before: dict[str, torch.Tensor], now: dict[str, torch.Tensor]) -> float:

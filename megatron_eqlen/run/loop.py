@@ -47,7 +47,7 @@ def train(recipe: Recipe, replay: Path | None = None) -> None:
         run.resume(rollouts)
         rollouts.update_weights(policy)
         run.evaluate("before", rollouts)
-        while run.goes_on():
+        while run.has_next_step():
             step = rollouts.collect(run.begin(policy))
             step, trees = run.build_trees(step)
             rollouts.sleep()

@@ -78,9 +78,9 @@ def shared(part: Sequence[Rollout], prompts: Sequence[Prompt]) -> list[Rollout]:
     rank, by_id = dist.get_rank(), {prompt.prompt_id: prompt for prompt in prompts}
     for segment in (segment for rollout in part for segment in rollout.segments()):
         segment.home = rank
-    whole = {rollout_key(rollout): rollout for rollout in part}
+    own = {rollout_key(rollout): rollout for rollout in part}
     rollouts = [
-        whole.get(rollout_key(bare)) or dataclasses.replace(bare, prompt=by_id[bare.prompt_id])
+        own.get(rollout_key(bare)) or dataclasses.replace(bare, prompt=by_id[bare.prompt_id])
         for bare in gather([kind_of(rollout).skeleton(rollout) for rollout in part])
     ]
     return sorted(rollouts, key=training_order)

@@ -165,7 +165,7 @@ class Run:
     def model(self) -> ModelConfig:
         return read_config(self.recipe.model.path)
 
-    def goes_on(self) -> bool:
+    def has_next_step(self) -> bool:
         """True if another step is to be taken."""
         return not self.complete and not self.stopping
 
@@ -322,7 +322,7 @@ class Run:
         non-finite numbers, and a new checkpoint would push out an older, good one.
         """
         every = self.recipe.checkpoint.every
-        due = self.steps // every > self.saved // every or not self.goes_on()
+        due = self.steps // every > self.saved // every or not self.has_next_step()
         if due and policy.skipped_in_a_row and not self.complete:
             self.session.progress.say(f"no checkpoint after step {self.steps}: its last update was skipped")
         elif due:
@@ -353,7 +353,7 @@ class Run:
                 self.folder.checkpoints, self.steps, policy, position, options.keep
             )
         self.saved, self.saving_seconds = self.steps, seconds[TIME_CHECKPOINT]
-        if not options.background or not self.goes_on():
+        if not options.background or not self.has_next_step():
             self.finish_checkpoint()
 
     def _check_held(self) -> None:

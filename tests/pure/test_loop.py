@@ -41,7 +41,7 @@ def calls(monkeypatch) -> list[str]:
         {
             "folder": SimpleNamespace(streams=None),
             "complete": True,
-            "goes_on": lambda: next(left),
+            "has_next_step": lambda: next(left),
             "begin": lambda policy: step,
             "build_trees": lambda step: (step, []),
             "update": lambda step, policy, trees: step,

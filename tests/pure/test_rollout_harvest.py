@@ -306,10 +306,10 @@ def test_means_over_draws_are_the_policys_where_means_over_ended_responses_are_n
     for segment, length in ended:
         segment.grade = Grade(float(length > 4), "scored")
     metrics = policy_metrics(rollouts)
-    goes_on = 0.8
+    survival = 0.8
     assert metrics["policy/rollouts"] == len(rollouts)
-    assert metrics["policy/response_length"] == pytest.approx((1 - goes_on**12) / 0.2, abs=0.35)
-    assert metrics["policy/reward"] == pytest.approx(goes_on**4 - goes_on**12, abs=0.05)
+    assert metrics["policy/response_length"] == pytest.approx((1 - survival**12) / 0.2, abs=0.35)
+    assert metrics["policy/reward"] == pytest.approx(survival**4 - survival**12, abs=0.05)
     plain = np.mean([length > 4 for _, length in ended])
     assert bool(plain > metrics["policy/reward"] + 0.1) == (sampling != "independent")
 

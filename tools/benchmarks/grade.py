@@ -148,14 +148,14 @@ def _measure(
     """Grade in warm workers; the cost of start and warm-up is measured alone and subtracted."""
     first = [([warm_up], golds[:1])]
     start = _session(make(), first)
-    whole = _session(make(), [*first, (texts, golds)])
+    session = _session(make(), [*first, (texts, golds)])
     return {
         "what": name,
         "answers": len(texts),
-        "right": sum(grade.reward for grade in whole.grades) / len(texts),
-        "answers/s (wall)": len(texts) / whole.wall,
-        "ms CPU in workers": 1000 * (whole.workers - start.workers) / len(texts),
-        "ms CPU in trainer": 1000 * whole.trainer / len(texts),
+        "right": sum(grade.reward for grade in session.grades) / len(texts),
+        "answers/s (wall)": len(texts) / session.wall,
+        "ms CPU in workers": 1000 * (session.workers - start.workers) / len(texts),
+        "ms CPU in trainer": 1000 * session.trainer / len(texts),
     }
 
 

@@ -52,10 +52,10 @@ def judge_as_livecodebench(program: str, tests: CodeTests, limits: Limits, run: 
     and stdout, and ``limits.cpu_seconds`` of wall-clock time for each test."""
     number_of_tests = len(tests.inputs)
     asked = json.dumps({"inputs": tests.inputs, "seconds": limits.cpu_seconds})
-    whole = (limits.cpu_seconds + 1) * number_of_tests + 5
+    total_seconds = (limits.cpu_seconds + 1) * number_of_tests + 5
     expected = sum(len(str(output)) for output in tests.outputs)
     output = limits.output_bytes + 4 * expected  # the sum over all tests
-    limits = replace(limits, cpu_seconds=whole, wall_seconds=whole, output_bytes=output)
+    limits = replace(limits, cpu_seconds=total_seconds, wall_seconds=total_seconds, output_bytes=output)
     ended = run(program, asked, limits, tests.function, "livecodebench_strict")
     for number, (kind, text) in enumerate(ended.records[:number_of_tests]):
         if kind in VERDICTS_OF_A_TEST:

@@ -124,9 +124,9 @@ def _sampling_masks(chosen: Sequence[LogprobsLists | None]) -> list[list[array[i
     ids = np.sort(np.concatenate(columns), axis=1)
     first = np.ones(ids.shape, bool)
     first[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    together = array("i", ids[first].astype(np.int32).tobytes())
+    kept_ids = array("i", ids[first].astype(np.int32).tobytes())
     ends = np.cumsum(first.sum(axis=1)).tolist()
-    tokens = (together[start:end] for start, end in zip([0, *ends], ends, strict=False))
+    tokens = (kept_ids[start:end] for start, end in zip([0, *ends], ends, strict=False))
     return [
         None if output is None else list(islice(tokens, len(output.logprob_token_ids))) for output in chosen
     ]
