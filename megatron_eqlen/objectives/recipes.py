@@ -29,7 +29,7 @@ def remarks(recipe: Recipe) -> list[str]:
     found: list[str] = []
     for key, needed, met in _conditions(recipe):
         value, default = _value_and_default(recipe, key)
-        if not met and value != default:
+        if not met and (value != default or _is_switched_on(recipe, key)):
             found.append(f"{key}: {json.dumps(value)} has no effect: it needs {needed}")
     from_engine = recipe.loss.old_logprobs == "rollout" and resolve(recipe).ratio != "none"
     if recipe.rollout.trains_older and recipe.loss.rollout_is == "none" and not from_engine:
@@ -72,6 +72,15 @@ def _conditions(recipe: Recipe) -> Iterator[tuple[str, str, bool]]:
 
 def _rate_falls(recipe: Recipe) -> bool:
     return recipe.optimizer.lr_schedule != "constant"
+
+
+def _is_switched_on(recipe: Recipe, key: str) -> bool:
+    """Return whether the recipe file switches ``key`` on, though it is on by default. A resolved recipe gives
+    every key of a section, on purpose or not."""
+    section, name = key.split(".")
+    values: Section = getattr(recipe, section)
+    given = values.model_fields_set
+    return name in given and len(given) < len(type(values).model_fields) and getattr(values, name) is True
 
 
 def _value_and_default(recipe: Recipe, key: str) -> tuple[Any, Any]:

@@ -131,15 +131,22 @@ def _check_engine(rollout: RolloutRecipe) -> None:
 
 
 def _check_servers(urls: list[str]) -> None:
+    addresses = []
     for number, url in enumerate(urls):
         try:
             parts = urlsplit(url)
-            valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:  # the port is no number, or brackets hold no address
+            port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+            valid = (
+                re.fullmatch(r"[^\s@]+", parts.netloc)
+                and parts.port != 0
+                and not parts.query + parts.fragment
+            )
+        except (ValueError, KeyError):  # the port is no number, brackets hold no address, or another scheme
             valid = False
-        if not valid:
+        if not valid or not parts.hostname:
             raise ValueError(f"rollout.servers.{number}: expected http://HOST:PORT, found {url!r}")
-        if url.rstrip("/") in (earlier.rstrip("/") for earlier in urls[:number]):
+        addresses.append((parts.hostname, port, parts.path.rstrip("/")))
+        if addresses[-1] in addresses[:-1]:
             raise ValueError(f"rollout.servers.{number}: expected each server once, found {url!r} again")
 
 

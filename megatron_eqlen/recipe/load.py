@@ -84,8 +84,7 @@ def parse(raw: dict[str, Any], where: str, checks: Sequence[Check] = ()) -> Reci
     try:
         recipe = Recipe.model_validate(raw)
     except ValidationError as error:
-        lines = [explain(item) for item in error.errors()]
-        raise RecipeError(f"{where}: " + "; ".join(lines)) from None
+        raise RecipeError(f"{where}: {explain(error)}") from None
     try:
         for each in (check, *checks):
             each(recipe)
@@ -167,17 +166,26 @@ def _index(at: list, part: str, override: str) -> int:
     return int(part)
 
 
-def explain(item: ErrorDetails, schema: type[Section] = Recipe) -> str:
-    """Return the error of a key as text, with the nearest key of ``schema`` for an unknown one."""
+def explain(error: ValidationError, schema: type[Section] = Recipe) -> str:
+    """Return the errors of all keys as text, with the nearest key of ``schema`` for an unknown one."""
+    alternatives: dict[tuple[str, str], list[str]] = {}  # of a key and its value: what each type expects
+    for item in error.errors():
+        key, expected, found = _parts(item, schema)
+        alternatives.setdefault((key, found), []).append(expected)
+    return "; ".join(key + " or ".join(expected) + found for (key, found), expected in alternatives.items())
+
+
+def _parts(item: ErrorDetails, schema: type[Section]) -> tuple[str, str, str]:
+    """Split the text of an error into the key, what was expected, and what was found."""
     key = ".".join(str(part) for part in item["loc"])
     if key in RENAMED:
-        return f"unknown key {key!r}: it is called {RENAMED[key]!r} now"
+        return f"unknown key {key!r}", f": it is called {RENAMED[key]!r} now", ""
     if item["type"] == "extra_forbidden":
         near = nearest(item["loc"], schema)
-        return f"unknown key {key!r}" + (f" (nearest: {near!r})" if near else "")
+        return f"unknown key {key!r}", f" (nearest: {near!r})" if near else "", ""
     if item["type"] == "missing":
-        return f"missing key {key!r}"
-    if item["type"] == "value_error":  # from our own validators
-        said = f"{key}: {item.get('ctx', {}).get('error')}"
-        return said if ", found " in said else f"{said}, found {item['input']!r}"
-    return f"{key}: {item['msg']}, found {item['input']!r}"
+        return f"missing key {key!r}", "", ""
+    key = ".".join(str(part) for part in item["loc"] if "[" not in str(part))  # [..] is a type of a union
+    own = item.get("ctx", {}).get("error") if item["type"] == "value_error" else None  # from our validators
+    expected = str(own or item["msg"])
+    return f"{key}: ", expected, "" if own and ", found " in expected else f", found {item['input']!r}"

@@ -37,7 +37,7 @@ BelowOne = Annotated[float, Field(ge=0, lt=1), NUMBER]
 
 def _ascending(band: tuple[float, float]) -> tuple[float, float]:
     if band[0] > band[1]:
-        raise ValueError(f"expected [low, high], found {list(band)}")
+        raise ValueError("expected [low, high]")
     return band
 
 

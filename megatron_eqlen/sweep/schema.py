@@ -81,8 +81,7 @@ def load_sweep(path: Path) -> SweepRecipe:
     try:
         sweep = SweepRecipe.model_validate(raw)
     except ValidationError as error:
-        lines = [explain(item, SweepRecipe) for item in error.errors()]
-        raise RecipeError(f"{path}: " + "; ".join(lines)) from None
+        raise RecipeError(f"{path}: {explain(error, SweepRecipe)}") from None
     try:
         _check(sweep)
     except ValueError as error:

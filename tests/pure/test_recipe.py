@@ -115,6 +115,15 @@ def small(**changes):
             "rollout.servers.2: expected each server once, found 'http://a:1/' again",
         ),
         (
+            {"rollout": SERVED | {"servers": ["http://a:80", "http://A"]}},
+            "rollout.servers.1: expected each server once, found 'http://A' again",
+        ),
+        ({"rollout": SERVED | {"servers": ["http://a b"]}}, "expected http://HOST:PORT, found 'http://a b'"),
+        (
+            {"loss": {"rollout_is_threshold": [2, 1]}},
+            "threshold: Input should be a valid number or expected [low, high], found [2, 1]",
+        ),
+        (
             {"model": {"path": "m", "dtype": "float32"}, "optimizer": {"grad_dtype": "bfloat16"}},
             "optimizer.grad_dtype: bfloat16 needs model.dtype: bfloat16, found float32",
         ),
@@ -174,7 +183,7 @@ def test_a_boolean_is_not_a_number_anywhere():
         for part in key[:-1]:
             section = section.setdefault(part, {})
         section[key[-1]] = value
-        with pytest.raises(RecipeError, match=rf"{'.'.join(key)}\b.*expected a number, found True"):
+        with pytest.raises(RecipeError, match=rf"{'.'.join(key)}\b.*expected a number\b.*, found True"):
             parse(raw, "test")
 
 
@@ -206,6 +215,10 @@ def test_bounds_that_reject_perfect_agreement_are_refused(bounds, reason):
         (
             {"loss": {"router_replay": False}},
             "loss.router_replay: false has no effect: it needs rollout",
+        ),
+        (
+            {"loss": {"router_replay": True}},
+            "loss.router_replay: true has no effect: it needs rollout",
         ),
         (
             {"rollout": {"record_routes": False}},
