@@ -61,13 +61,13 @@ def step_folders(parent: Path) -> list[tuple[int, Path]]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace ``path`` by a UTF-8 file."""
+    """Write ``text`` to ``path`` as UTF-8, atomically."""
     with replaced(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Replace ``path`` by ``data`` as indented JSON."""
+    """Write ``data`` to ``path`` as indented JSON, atomically."""
     write_text(path, json.dumps(data, indent=1) + "\n")
 
 

@@ -136,7 +136,7 @@ def tree_convolution(x: Tensor, weight: Tensor, tree: TreeParams) -> Tensor:
 
 
 def _row_convolution(x: Tensor, weight: Tensor) -> Tensor:
-    """Causal depthwise convolution along the row, ignoring trees."""
+    """Return the causal depthwise convolution along the row, ignoring trees."""
     if x.is_cuda and (kernel := fla_convolution(x.dtype)):
         return kernel(x, weight.squeeze(1))[0]
     padded = F.pad(x.transpose(1, 2), (weight.shape[-1] - 1, 0))
@@ -144,7 +144,7 @@ def _row_convolution(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def tree_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, tree: TreeParams) -> Tensor:
-    """The recurrence of the module's docstring along every path.
+    """Compute the recurrence of the module's docstring along every path.
 
     q, k [b, S, K, d_k] with unit length, v [b, S, H, d_v], log decay g and beta [b, S, H] -> [b, S, H, d_v]
     in v's dtype. Each key head serves H / K value heads.
@@ -157,7 +157,7 @@ def tree_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, tr
 def chunked_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, tree: TreeParams, size: int = CHUNK
 ) -> Tensor:
-    """The recurrence in plain torch, in at least float32."""
+    """Compute the recurrence in plain torch, in at least float32."""
     q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
     chunks = tree.chunks(size)
     q, k, v_, g, beta = (

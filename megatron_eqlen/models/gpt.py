@@ -41,7 +41,7 @@ class PolicyModel(GPTModel):
         supervised: Tensor | None = None,
         head: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Hidden states; on the last pipeline stage logits, or what ``head`` makes of its hidden states.
+        """Return hidden states; on the last pipeline stage logits, or the output of ``head``.
 
         Args:
             input_ids: [b, s] int64. Needed on every stage, for the sizes.

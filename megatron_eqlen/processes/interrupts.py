@@ -93,7 +93,7 @@ def _release() -> None:
 
 
 def _forget() -> None:
-    """In a forked child: default SIGTERM and SIGHUP, ignore SIGINT (the parent handles it)."""
+    """Restore default SIGTERM and SIGHUP in a forked child; ignore SIGINT, which the parent handles."""
     signal.set_wakeup_fd(-1)
     for number in handled():
         signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
@@ -101,7 +101,7 @@ def _forget() -> None:
 
 
 def _nothing(*_: object) -> None:
-    """Python-level handler that does nothing; it only lets a signal interrupt waiting C code."""
+    """Do nothing: a Python handler only lets a signal interrupt waiting C code."""
 
 
 def _say(text: str) -> None:

@@ -21,7 +21,7 @@ from megatron_eqlen.hf.config import ModelConfig, parse_config
 from megatron_eqlen.hf.families import weight_map
 from megatron_eqlen.models.build import build_model, meta_device
 from megatron_eqlen.models.weights import local_parameters
-from megatron_eqlen.plan.parameters import held
+from megatron_eqlen.plan.parameters import rank_buffers
 from megatron_eqlen.recipe import ParallelRecipe, RolloutRecipe, layout
 from tests.kit import ROOT
 from tests.kit.marks import examples
@@ -142,7 +142,7 @@ def assert_plan_counts(chunks: list, parallel: ParallelRecipe, processes: int, m
 
     stage = parallel_state.get_pipeline_model_parallel_rank()
     real = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
-    planned = held(model, parallel, processes)[stage].parameters
+    planned = rank_buffers(model, parallel, processes)[stage].parameters
     if planned != real:
         raise WrongPlan(f"stage {stage}: planned {planned} parameters, found {real}")
 
