@@ -173,6 +173,22 @@ def test_every_page_of_the_documentation_is_in_the_navigation_of_the_site():
     assert pages == set(re.findall(r": (docs/\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
 
 
+@pytest.mark.parametrize(
+    "folder", sorted(file.parent for file in (ROOT / "megatron_eqlen").glob("*/__init__.py"))
+)
+def test_the_readme_of_a_folder_lists_its_modules_and_no_others(folder: Path):
+    """The first column of its tables of files; a path may begin at a folder below."""
+    tables = re.findall(r"^\| file.*\n\|-.*\n((?:\|.*\n)+)", (folder / "README.md").read_text(), re.MULTILINE)
+    cells = [line.split("|")[1] for table in tables for line in table.splitlines()]
+    listed = {name for cell in cells for name in re.findall(r"`([\w/]+\.py)`", cell)}
+    modules = {str(file.relative_to(folder)) for file in folder.rglob("*.py")}
+    found = {name: {module for module in modules if f"/{module}".endswith(f"/{name}")} for name in listed}
+    assert {name for name, matches in found.items() if not matches} == set()
+    assert {
+        module for module in modules.difference(*found.values()) if Path(module).name != "__init__.py"
+    } == set()
+
+
 def test_the_messages_of_troubleshooting_are_in_the_code():
     """The test looks for each code span in the first column of a table of messages, up to its ellipsis."""
     text = (ROOT / "docs/troubleshooting.md").read_text()
