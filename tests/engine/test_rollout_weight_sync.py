@@ -109,7 +109,7 @@ def test_every_family_is_harvested_and_its_logprobs_are_transformers(fresh):
             path = [*context[stream.prompt_id], *stream.trunk_token_ids(number), *token_ids]
             paths.append(torch.tensor(path))
             ours.append(torch.tensor(logprobs))
-    lengths = [len(one) for one in ours]
+    lengths = [len(tokens) for tokens in ours]
     exact, near = (logprobs_of(kind, paths, lengths, dtype) for dtype in (torch.float32, torch.bfloat16))
     errors, noise = (exact - torch.cat(ours)).abs(), (exact - near).abs()
     if dtype == "float32":

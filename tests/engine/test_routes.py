@@ -131,7 +131,7 @@ def test_routes_do_not_depend_on_what_the_cache_held_or_how_a_prefill_was_cut(en
     again, metrics = harvest(engine, HarvestPlan(PROMPTS, recipe_of(), EOS, seed=3))
     assert again == want
     routes = [s.routes for one in want for s in one.segments()] + [one.prompt_routes for one in want]
-    assert metrics["harvest/route_bytes"] == sum(one.nbytes for one in routes)
+    assert metrics["harvest/route_bytes"] == sum(route.nbytes for route in routes)
     assert metrics["engine/route_seconds"] > 0
     small = opened(
         folder("qwen3_moe"), temperature=1.0, keep_routes=True, max_num_batched_tokens=64, kv_cache_gib=0.0005

@@ -17,9 +17,11 @@ def check_steps(folder: Path, steps: int, staleness: int) -> None:
     numbers = []
     for step in range(steps):
         rollouts = read_step(folder / f"streams/step-{step:08d}")
-        numbers += sorted({one.prompt.number for one in rollouts})
+        numbers += sorted({rollout.prompt.number for rollout in rollouts})
         assert len(rollouts) == 4 * 2
-        assert min(version for one in rollouts for version in sampled_by(one)) >= max(step - staleness, 0)
+        assert min(version for rollout in rollouts for version in sampled_by(rollout)) >= max(
+            step - staleness, 0
+        )
         assert all(segment.grade is not None for rollout in rollouts for segment, _ in rollout.ended())
     assert numbers == list(range(4 * steps)), "each prompt once"
     assert column(folder, "step") == [*range(1, steps + 1)]

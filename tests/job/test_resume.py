@@ -105,7 +105,7 @@ def test_killed_in_mid_harvest_it_resumes_from_the_journal_and_ends_with_the_sam
     assert sum(map(len, left.values())) > 100, "the harvest was under way"
     assert status(folder).condition == "killed"
     train(home, "long-killed", *LONG)
-    tokens = [[one.token_ids for one in streams_of(run)] for run in (folder, whole)]
+    tokens = [[segment.token_ids for segment in streams_of(run)] for run in (folder, whole)]
     assert all(np.array_equal(mine, others) for mine, others in zip(*tokens, strict=True))
     assert same_weights(folder, whole)
     assert column(folder, "harvest/resumed_tokens")[1] > 100

@@ -63,7 +63,7 @@ def result(right: float, seed: int) -> EvaluationResult:
         )
         for problem in range(PROBLEMS)
     ]
-    return EvaluationResult("sums", answers, {"question_ids": [one.prompt_id for one in answers]})
+    return EvaluationResult("sums", answers, {"question_ids": [answer.prompt_id for answer in answers]})
 
 
 def cost_of_a_step(recipe: Recipe) -> float:

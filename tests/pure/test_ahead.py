@@ -94,7 +94,7 @@ class Graders:
     def begin_ended(self, rollouts): ...
 
     def score(self, rollouts, seconds=0.0):
-        for segment in (segment for one in rollouts for segment, _ in one.ended()):
+        for segment in (segment for rollout in rollouts for segment, _ in rollout.ended()):
             segment.grade = Grade(len(segment) % 2, "scored")
         return {}
 
@@ -192,8 +192,8 @@ def train(one: Any, engine: Served, trained: dict[int, Trained], until: int) -> 
 
 def tokens(trained: Trained) -> list[tuple]:
     return [
-        (one.prompt_id, one.index, [segment.token_ids.tolist() for segment in one.segments()])
-        for one in trained.rollouts
+        (rollout.prompt_id, rollout.index, [segment.token_ids.tolist() for segment in rollout.segments()])
+        for rollout in trained.rollouts
     ]
 
 
@@ -233,7 +233,7 @@ def test_killed_at_any_moment_a_run_trains_each_prompt_once_and_nothing_older_th
     assert [tokens(trained[number]) for number in range(STEPS)] == uninterrupted()
     for number, step in trained.items():
         oldest = trained[max(number - staleness, 0)].version
-        assert min(version for one in step.rollouts for version in sampled_by(one)) >= oldest
+        assert min(version for rollout in step.rollouts for version in sampled_by(rollout)) >= oldest
 
 
 def test_steps_are_harvested_while_earlier_ones_train_and_no_further_than_allowed(tmp_path):

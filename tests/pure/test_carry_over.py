@@ -356,7 +356,7 @@ def test_a_harvest_ends_when_its_time_is_over_as_the_first_rank_says(carry_over,
     rollouts, metrics = harvest(
         Lockstep(random.Random(0), 0.0), HarvestPlan(prompts_of(0, 1), recipe, EOS, seed=0, agree=together)
     )
-    assert [one.outcome for one in rollouts] == ["suspended" if carry_over else "budget"] * 2
+    assert [rollout.outcome for rollout in rollouts] == ["suspended" if carry_over else "budget"] * 2
     assert metrics["harvest/generated_tokens"] == 4 * 4, "four steps of four tracks"
     assert asked == [True] * 5
     assert metrics.get("harvest/suspended_rollouts", 0) == 2 * carry_over

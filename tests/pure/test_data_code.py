@@ -442,7 +442,7 @@ def test_livecodebench_tests_of_both_kinds(tmp_path):
     tests = {row.row_id: CodeTests.from_json(row.gold) for row in kept}
     assert tests["stdin"].inputs == ["1 2\n", "5 5\n"]
     assert tests["json"].inputs == ["1 2\n"]
-    assert all(one.livecodebench and one.memory_mb == 4096 for one in tests.values())
+    assert all(test.livecodebench and test.memory_mb == 4096 for test in tests.values())
     assert tests["function"].inputs == [[[1, 2], "x"]] * 2
     assert tests["function"].outputs == [[3], [3]]
     assert "def solve(self, xs, s)" in kept[2].question

@@ -164,7 +164,7 @@ def make_result(scores: np.ndarray, first_question: int = 0) -> EvaluationResult
         Answers(f"q{first_question + n}", list(column), ["correct"] * len(column), [1] * len(column))
         for n, column in enumerate(scores.T)
     ]
-    return EvaluationResult("b", answers, {"question_ids": [one.prompt_id for one in answers]})
+    return EvaluationResult("b", answers, {"question_ids": [answer.prompt_id for answer in answers]})
 
 
 def test_the_difference_is_paired_by_problem():

@@ -34,7 +34,7 @@ def test_what_a_journal_holds_of_a_harvest_is_what_the_harvest_had(data):
         track.extend(Delta("", [token], [-1.0]), 0)
         while launched := first.advance():
             tracks |= {one.name: one for one in launched}
-    grow(again, {name: one.token_ids for name, one in tracks.items()})
+    grow(again, {name: track.token_ids for name, track in tracks.items()})
     assert state_of(again) == state_of(first)
     if not again.complete:
         parts = sum(len(part.segment) for part in again.parts)
@@ -43,6 +43,8 @@ def test_what_a_journal_holds_of_a_harvest_is_what_the_harvest_had(data):
 
 
 def state_of(harvester) -> tuple:
-    parts = [(one.role, one.number, one.parent, one.segment.token_ids.tolist()) for one in harvester.parts]
+    parts = [
+        (part.role, part.number, part.parent, part.segment.token_ids.tolist()) for part in harvester.parts
+    ]
     opened = [(track.name, list(track.token_ids), start) for track, start in harvester.open_tracks()]
     return harvester.complete, sorted(parts), [] if harvester.complete else sorted(opened)

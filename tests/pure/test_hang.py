@@ -27,7 +27,7 @@ def facts(rank: int, *groups: dict, stages=("train",), inside="time.py:1 in slee
 
 
 def cause(*ranks: dict, world: int | None = None) -> str:
-    return hang.first_cause({one["rank"]: one for one in ranks}, world or len(ranks))
+    return hang.first_cause({status["rank"]: status for status in ranks}, world or len(ranks))
 
 
 def test_a_rank_that_misses_a_collective_is_named_with_its_place():
@@ -92,7 +92,7 @@ def test_a_group_that_a_full_recorder_does_not_show_is_not_known(oldest, entered
         "is_p2p": False,
         "collective_seq_id": 5,
     }
-    found = {one["group"]: one for one in of_entries([entry], {"1": [0, 1], "2": [0]})}
+    found = {group["group"]: group for group in of_entries([entry], {"1": [0, 1], "2": [0]})}
     assert found["1"]["entered"] == 5
     assert found["1"]["called"] == "1"
     assert found.get("2", {"entered": 0})["entered"] == entered

@@ -51,8 +51,8 @@ class Browser:
         status, text = self.get("/news?" + "&".join(f"{name}={one}" for name, one in self.known.items()))
         assert status == 200, text
         news = json.loads(text)
-        self.known |= {name: one["version"] for name, one in news.items()}
-        self.sections |= {name: one["html"] for name, one in news.items()}
+        self.known |= {name: section["version"] for name, section in news.items()}
+        self.sections |= {name: section["html"] for name, section in news.items()}
         return {*news} - {"now"}
 
     def step(self, number: int) -> None:

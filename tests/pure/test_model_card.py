@@ -11,7 +11,7 @@ from tests.kit.report_runs import recipe, write_run
 
 
 def result(*rewards: list[float]) -> EvaluationResult:
-    answers = [Answers(f"sums#{n}", one, ["x"] * 2, [3] * 2) for n, one in enumerate(rewards)]
+    answers = [Answers(f"sums#{n}", reward, ["x"] * 2, [3] * 2) for n, reward in enumerate(rewards)]
     return EvaluationResult("sums", answers, {"question_ids": ["a", "b"], "weights": "before"})
 
 

@@ -408,7 +408,9 @@ def test_plan_says_how_many_processes_grade(capsys, monkeypatch):
     for change, text in said.items():
         servers = ['rollout.servers=["http://a"]'] if "server" in change else []
         assert cli.main(["plan", str(RECIPES / "qwen3_32b.yaml"), *change.split(), *servers]) == 0
-        (line,) = [one for one in capsys.readouterr().out.splitlines() if one.startswith("graders ")]
+        (line,) = [
+            printed for printed in capsys.readouterr().out.splitlines() if printed.startswith("graders ")
+        ]
         assert text in line
 
 

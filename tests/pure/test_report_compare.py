@@ -22,7 +22,7 @@ def result(right: int, benchmark: str = "aime25", questions: str = "q") -> Evalu
         Answers(f"{questions}{i}", [float(i < right)] * SAMPLES, ["correct"] * SAMPLES, [9] * SAMPLES)
         for i in range(PROBLEMS)
     ]
-    return EvaluationResult(benchmark, answers, {"question_ids": [one.prompt_id for one in answers]})
+    return EvaluationResult(benchmark, answers, {"question_ids": [answer.prompt_id for answer in answers]})
 
 
 def make_run(

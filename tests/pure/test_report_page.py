@@ -72,7 +72,7 @@ def evaluate(run: Path, label: str, rewards: np.ndarray) -> None:
         Answers(f"p{n}", [float(r) for r in row], ["correct" if r else "wrong" for r in row], [10] * len(row))
         for n, row in enumerate(rewards)
     ]
-    manifest = {"question_ids": [one.prompt_id for one in answers]}
+    manifest = {"question_ids": [answer.prompt_id for answer in answers]}
     write_results(run / "evaluation" / f"{label}.json", [EvaluationResult("sums", answers, manifest)])
 
 
@@ -227,7 +227,7 @@ def test_shares_are_drawn_in_percent_of_what_their_name_says(tmp_path):
     log_steps(run, 2, **{"harvest/truncated_fraction": 0.562})
     page = Page(write_page(run))
     (shares,) = [chart for chart in charts_of(page.html) if chart["title"] == "Shares, %"]
-    assert [(one["name"], one["y"]) for one in shares["series"]] == [
+    assert [(line["name"], line["y"]) for line in shares["series"]] == [
         ("truncated, % of streams or completions", [56.2, 56.2])
     ]
     assert "truncated, % of streams or completions 56.2" in page.text

@@ -248,7 +248,7 @@ def test_grades_do_not_depend_on_when_grading_began(texts, early):
     )
     scorer = Scorer(RewardRecipe(math_rule="exact", workers=1), Letters())
     scorer.score(at_once)
-    scorer.begin_ended([one for one, now in zip(in_parts, early * len(texts), strict=False) if now])
+    scorer.begin_ended([rollout for rollout, now in zip(in_parts, early * len(texts), strict=False) if now])
     scorer.score(in_parts)
     scorer.close()
     assert in_parts == at_once

@@ -302,7 +302,7 @@ def test_means_over_draws_are_the_policys_where_means_over_ended_responses_are_n
     recipe = make_recipe(sampling=sampling, objective=objective, group_size=8, tree_sampling=tree)
     engine = ScriptedEngine(random.Random(1), max_num_seqs=400)
     rollouts, _ = harvest(engine, HarvestPlan(make_prompts(250), recipe, EOS, seed=7))
-    ended = [(segment, len(tokens)) for one in rollouts for segment, tokens in one.ended()]
+    ended = [(segment, len(tokens)) for rollout in rollouts for segment, tokens in rollout.ended()]
     for segment, length in ended:
         segment.grade = Grade(float(length > 4), "scored")
     metrics = policy_metrics(rollouts)

@@ -206,7 +206,7 @@ def shape(rollout) -> list:
     facts = [(len(s), s.finish_reason, s.grade, s.sampling_mask is not None) for s in rollout.segments()]
     ended = [(s.finish_reason, len(response)) for s, response in rollout.ended()]
     routes = [rollout.prompt_routes, *(s.routes for s in rollout.segments())]
-    shapes = [one if one is None else one.shape for one in routes]
+    shapes = [route if route is None else route.shape for route in routes]
     return [rollout_key(rollout), training_order(rollout), rollout.policy_version, facts, ended, shapes]
 
 
@@ -235,7 +235,7 @@ def test_skeletons_read_no_arrays_and_token_ids_only_of_those_who_are_asked_for(
     data[100_000:300_000] = bytes(200_000)
     (tmp_path / "rank-0.arrow").write_bytes(data)
     skeletons = read_skeletons(step_files(tmp_path))
-    assert [rollout_key(one) for one in skeletons] == [rollout_key(long), rollout_key(STREAM)]
+    assert [rollout_key(skeleton) for skeleton in skeletons] == [rollout_key(long), rollout_key(STREAM)]
     fill_token_ids(skeletons[1:], step_files(tmp_path))
     found, written = ([s.token_ids.tolist() for s in one.segments()] for one in (skeletons[1], STREAM))
     assert found == written
@@ -325,7 +325,9 @@ def test_cut_at_any_byte_a_journal_holds_what_all_tracks_had_at_one_moment(tmp_p
             grown(track, tokens[1:], extras, version=8)  # weights change between two looks at the tracks
         recorder.decode_step_finished(last=True)
         recorder._thread.submit(int).result()  # it is written now
-        moments.append({one.name: replace(one.segment(0), finish_reason=None) for one in tracks if len(one)})
+        moments.append(
+            {track.name: replace(track.segment(0), finish_reason=None) for track in tracks if len(track)}
+        )
     journal = tmp_path / "journal-rank-0.arrow"
     data = journal.read_bytes()
     seen = []
@@ -333,7 +335,7 @@ def test_cut_at_any_byte_a_journal_holds_what_all_tracks_had_at_one_moment(tmp_p
         journal.write_bytes(data[:size])
         left = read_progress(recorded_files(tmp_path), ["a/b"], with_routes=extras)
         assert set(left.prompt_routes) == ({("a/b", 0)} if extras and left.tracks else set())
-        assert all(np.array_equal(one, ROUTES[:2]) for one in left.prompt_routes.values())
+        assert all(np.array_equal(prompt_route, ROUTES[:2]) for prompt_route in left.prompt_routes.values())
         seen.append(moments.index(left.tracks))
         assert left.generated_tokens == sum(map(len, left.tracks.values()))
         assert read_progress(recorded_files(tmp_path), ["a"]).tracks == {}

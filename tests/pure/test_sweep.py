@@ -105,7 +105,7 @@ def test_several_runs_at_a_time_never_pass_the_reference(sweep):
 def test_each_run_has_its_own_gpus(sweep, monkeypatch):
     monkeypatch.setattr(runner, "visible_gpus", lambda: ["2", "3"])
     _, started = run(sweep, jobs=2)
-    assert {one["CUDA_VISIBLE_DEVICES"] for one in started.environs} == {"2", "3"}
+    assert {environ["CUDA_VISIBLE_DEVICES"] for environ in started.environs} == {"2", "3"}
     with pytest.raises(ValueError, match="--jobs 3 x 1 GPUs a run: expected at most 2 GPUs"):
         run(sweep, jobs=3)
 
@@ -150,7 +150,7 @@ def test_the_papers_sweep_has_the_papers_methods():
     recipes = {cell: plan.some_recipe(cell) for cell in plan.cells}
     methods = {cell.method: recipe for cell, recipe in recipes.items()}
     assert {recipe.seed for recipe in recipes.values()} == {0, 1, 2, 3, 4}
-    assert [one.name for one in methods["grpo"].evaluation.benchmarks] == [
+    assert [benchmark.name for benchmark in methods["grpo"].evaluation.benchmarks] == [
         "aime25",
         "hmmt25",
         "livecodebench_v6",
@@ -224,7 +224,7 @@ def test_the_arrays_wait_for_the_reference_and_the_tables_for_all(sweep, submitt
     assert f"sweep --tables {sweep}" in last
     plan = command.read(sweep, [])
     jobs = {cell.name: read_submitted(cell.folder) for cell in plan.cells}
-    assert {name: one.job for name, one in jobs.items() if name.endswith("seed2")} == {
+    assert {name: submitted.job for name, submitted in jobs.items() if name.endswith("seed2")} == {
         "tiny/eqlen-seed2": "101_2",
         "tiny/grpo-seed2": "102_2",
         "tiny/mean-seed2": "103_2",

@@ -42,7 +42,9 @@ def plan(tmp_path_factory) -> Plan:
 
 @pytest.fixture(scope="module")
 def tables(plan) -> dict[str, list[dict]]:
-    return {one["title"]: one["rows"] for one in json.loads((plan.sweep.path / "tables.json").read_text())}
+    return {
+        table["title"]: table["rows"] for table in json.loads((plan.sweep.path / "tables.json").read_text())
+    }
 
 
 def rewards(folder: Path, label: str) -> list[list[float]]:
@@ -195,10 +197,12 @@ def test_every_format_has_the_same_numbers(plan, tables):
     folder = plan.sweep.path
     cells = [row["tiny Sums"] for row in tables["Main results"]]
     numbers = [
-        f"{100 * one['paper']['mean']:.1f}±{50 * (one['paper']['high'] - one['paper']['low']):.1f}"
-        for one in cells
+        f"{100 * cell['paper']['mean']:.1f}±{50 * (cell['paper']['high'] - cell['paper']['low']):.1f}"
+        for cell in cells
     ]
-    brackets = [f"[{100 * one['headline']['low']:.1f}, {100 * one['headline']['high']:.1f}]" for one in cells]
+    brackets = [
+        f"[{100 * cell['headline']['low']:.1f}, {100 * cell['headline']['high']:.1f}]" for cell in cells
+    ]
     for name in ("tables.txt", "tables.md", "index.html"):
         text = (folder / name).read_text()
         assert all(

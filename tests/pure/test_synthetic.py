@@ -219,6 +219,8 @@ def test_a_batchs_gradient_is_the_sum_of_its_examples(tool, data, tmp_path):
         return torch.cat([p.grad.flatten() for p in model.parameters()]), tokens
 
     whole, tokens = gradient(examples)
-    parts, same_tokens = gradient(*([one] for one in examples))
-    assert tokens == same_tokens == sum(len(one.token_ids) - one.prompt_length for one in examples)
+    parts, same_tokens = gradient(*([example] for example in examples))
+    assert (
+        tokens == same_tokens == sum(len(example.token_ids) - example.prompt_length for example in examples)
+    )
     torch.testing.assert_close(parts, whole, rtol=1e-10, atol=1e-12)

@@ -220,7 +220,7 @@ def test_shares_divide_a_row_and_what_they_send_is_what_is_missing():
 def sent_to(share: Share, shares: list[Share]) -> list[tuple[Share, np.ndarray]]:
     """Return the sending ranks' shares, each with its keys."""
     to = shares.index(share)
-    return [(one, np.split(one.sent.numpy(), np.cumsum(one.send_counts))[to]) for one in shares]
+    return [(share, np.split(share.sent.numpy(), np.cumsum(share.send_counts))[to]) for share in shares]
 
 
 def test_streams_and_groups_take_two_calls():

@@ -221,8 +221,8 @@ def save_before_training(model: str, folder: str) -> bool:
     checkpoint.load(Path(folder), policy)
     moments = [
         value
-        for one in policy.optimizer.chained_optimizers
-        for state in one.optimizer.state.values()
+        for chained_optimizer in policy.optimizer.chained_optimizers
+        for state in chained_optimizer.optimizer.state.values()
         for value in (state["step"], state["exp_avg"], state["exp_avg_sq"])
     ]
     same = all(torch.equal(one, before[name]) for name, one in policy.weights())

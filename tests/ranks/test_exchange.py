@@ -227,7 +227,7 @@ def lacked_routes(whole: Packing, home: np.ndarray, placement: Placement, rank: 
     needed, _ = whole.needed(placement.data_parallel)
     apart = needed[(home[needed] >= 0) & (home[needed] != rank)]
     routes = [whole.forest.nodes[node].routes for node in apart]
-    return sum(one[:, placement.moe_layers].nbytes for one in routes if one is not None)
+    return sum(route[:, placement.moe_layers].nbytes for route in routes if route is not None)
 
 
 def in_every_rank(plan: Packing) -> Packing:
@@ -284,7 +284,7 @@ def whole_and_shared(folder: str, sections: dict[str, Any], one_home: bool) -> l
         policy = Policy(mine)
         metrics = policy.update(build_minibatches(rollouts, mine)[0])
         gc.collect()
-        assert not any(isinstance(one, Packing) for one in gc.get_objects()), "arrays outlive the update"
+        assert not any(isinstance(item, Packing) for item in gc.get_objects()), "arrays outlive the update"
         results.append((metrics, weights_of(policy)))
     return results
 
@@ -326,5 +326,5 @@ def test_a_bad_number_is_named_on_whichever_rank_it_is(folder, layers):
     sections = layout(2, **layers) | {"optimizer": {"lr": 1e-3, "max_skipped_updates": 9}}
     (skipped, messages), (also, _) = run_ranks(2, with_a_bad_logprob, folder, sections)
     assert skipped == also == 2
-    assert all("token tree 'q2/1', node" in one for one in messages), messages
-    assert all("the rollout_logprob of token 0 is nan" in one for one in messages), messages
+    assert all("token tree 'q2/1', node" in message for message in messages), messages
+    assert all("the rollout_logprob of token 0 is nan" in message for message in messages), messages

@@ -41,7 +41,7 @@ def alone(with_experts):
 def test_gradient_norms_by_kind_are_those_of_the_gradient_that_lies_in_the_buffers(alone):
     logged, squares = alone
     assert set(squares) == {"embedding", "attention", "experts", "router", "norms", "head"}
-    norms = {f"train/grad_norm/{kind}": one**0.5 for kind, one in squares.items()}
+    norms = {f"train/grad_norm/{kind}": square**0.5 for kind, square in squares.items()}
     assert logged == pytest.approx(norms | {"train/grad_norm": sum(squares.values()) ** 0.5}, rel=5e-6)
 
 

@@ -92,8 +92,12 @@ class Drill:
         assert [record["step"] for record in metrics(self.run)] == [*range(1, STEPS + 1)]
         for step in range(STEPS):
             rollouts = read_step(self.run / f"streams/step-{step:08d}")
-            assert len(rollouts) == PROMPTS * STREAMS == len({(one.prompt_id, one.index) for one in rollouts})
-            assert all(segment.grade is not None for one in rollouts for segment, _ in one.ended())
+            assert (
+                len(rollouts)
+                == PROMPTS * STREAMS
+                == len({(rollout.prompt_id, rollout.index) for rollout in rollouts})
+            )
+            assert all(segment.grade is not None for rollout in rollouts for segment, _ in rollout.ended())
         changed = [file for file, digest in self.earned.items() if _digest(file) != digest]
         assert changed == [], "streams of steps that had been trained"
         for checkpoint in checkpoint_folder.steps(self.run / "checkpoints"):

@@ -54,12 +54,12 @@ def submit(bed, tmp_path, monkeypatch, capsys):
 def test_a_run_on_two_nodes_ends_and_is_not_started_again(submit, bed):
     job = submit("cluster.nodes=2", "--", "--comment", "two words")
     job.finished_with(restarts=0)
-    assert len({one["node"] for one in job.tries}) == 2
+    assert len({attempt["node"] for attempt in job.tries}) == 2
     assert (bed.job(job.id)["CPUs/Task"], bed.job(job.id)["TimeLimit"]) == ("2", "00:30:00")
     assert "Comment=two words" in bed.run("scontrol", "show", "job", job.id)
     assert (job.run / f"slurm-{job.id}.out").exists()
     assert {path.name for path in job.run.glob("checked-*")} == {
-        f"checked-{one['node']}" for one in job.tries
+        f"checked-{attempt['node']}" for attempt in job.tries
     }
 
 

@@ -45,12 +45,14 @@ class Job:
         self.bed.wait(lambda: len(self.metrics) >= count, f"{count} steps")
 
     def wait_for_restart(self, restart: int) -> None:
-        self.bed.wait(lambda: any(one["restart"] == restart for one in self.tries), f"restart {restart}")
+        self.bed.wait(
+            lambda: any(attempt["restart"] == restart for attempt in self.tries), f"restart {restart}"
+        )
 
     def finished_with(self, restarts: int) -> None:
         """Assert that it has taken every step once, in order, and that none of its processes runs."""
         self.bed.wait_for(self.id, "COMPLETED")
-        assert [one["step"] for one in self.metrics] == list(range(1, STEPS + 1))
+        assert [record["step"] for record in self.metrics] == list(range(1, STEPS + 1))
         assert self.bed.job(self.id)["Restarts"] == str(restarts), self.log
         assert self.is_gone()
 
@@ -126,7 +128,7 @@ def test_a_task_of_an_array_is_started_again_alone(side_by_side, cluster, tmp_pa
     cluster.wait(lambda: all((run / "export").is_dir() for run in runs), "both runs' ends")
     assert [len(_lines(run / "tries.jsonl")) for run in runs] == [1, 2]
     for run in runs:
-        assert [one["step"] for one in _lines(run / "metrics.jsonl")] == list(range(1, STEPS + 1))
+        assert [line["step"] for line in _lines(run / "metrics.jsonl")] == list(range(1, STEPS + 1))
 
 
 def test_a_stop_file_of_before_it_begins_ends_it_unless_an_earlier_try_left_it(submit, bed):
@@ -161,8 +163,8 @@ def test_a_fault_that_does_not_heal_is_given_up(job, cluster):
     cluster.wait_for(job.id, "FAILED")
     assert "2 tries took no new step: given up" in job.log
     assert (job.run / "given_up.txt").read_text() in job.log
-    assert [one["step"] for one in job.metrics] == [1, 2]
-    assert {one["restart"] for one in job.tries} == {0, 1, 2}  # the first took two steps
+    assert [record["step"] for record in job.metrics] == [1, 2]
+    assert {attempt["restart"] for attempt in job.tries} == {0, 1, 2}  # the first took two steps
 
 
 @submitted(faults={str(n): {"dies_at": n + 1} for n in range(9)}, MAX_RESTARTS="2")
@@ -198,17 +200,17 @@ def test_a_drained_node_is_left_to_its_step_and_not_taken_again(submit, bed):
     finally:
         bed.run("scontrol", "update", f"nodename={drained}", "state=resume")
     assert job.metrics[2]["restart"] == 0
-    assert drained not in {one["node"] for one in job.tries if one["restart"] == 1}
+    assert drained not in {attempt["node"] for attempt in job.tries if attempt["restart"] == 1}
 
 
 def test_a_node_that_loses_power_is_replaced(submit, bed):
     job = submit(STEP_SECONDS="0.5")
     job.wait_for_steps(1)
-    lost = next(one["node"] for one in job.tries if one["rank"] == 1)
+    lost = next(attempt["node"] for attempt in job.tries if attempt["rank"] == 1)
     bed.crash(lost)
     job.finished_with(restarts=1)
     assert f"\nlost node {lost}: SLURM has it as down\n" in job.log
-    assert lost not in {one["node"] for one in job.tries if one["restart"] == 1}
+    assert lost not in {attempt["node"] for attempt in job.tries if attempt["restart"] == 1}
     bed.start(lost)
 
 
@@ -216,7 +218,7 @@ def test_a_node_back_from_a_crash_before_slurm_has_missed_it_does_not_keep_the_j
     """SLURM does not notice that the task is lost, and srun would wait for its end."""
     job = submit(STEP_SECONDS="0.5", SLURM_WAIT="1")
     job.wait_for_steps(1)
-    lost = next(one["node"] for one in job.tries if one["rank"] == 1)
+    lost = next(attempt["node"] for attempt in job.tries if attempt["rank"] == 1)
     bed.crash(lost)
     bed.start(lost)
     (job.run / "peer-lost").touch()
@@ -237,12 +239,14 @@ def test_a_node_off_the_network_is_replaced_and_comes_back_to_nothing(submit, be
     bed.wait(lambda: "has taken this run over" in job.log, "the old try's refusal to write")
     bed.heal(cut)
     job.finished_with(restarts=1)
-    assert [one["restart"] for one in job.metrics] == sorted(one["restart"] for one in job.metrics)
+    assert [record["restart"] for record in job.metrics] == sorted(
+        record["restart"] for record in job.metrics
+    )
 
 
 def test_a_node_that_is_not_ready_is_left_out_of_the_next_try(submit, bed):
     job = submit(faults={"unready": ["n1"]}, EQLEN_CHECK="1")
     job.finished_with(restarts=1)
-    assert {one["node"] for one in job.tries} == {"n2", "n3"}
+    assert {attempt["node"] for attempt in job.tries} == {"n2", "n3"}
     assert bed.job(job.id)["ExcNodeList"] == "n1"
     assert "left out from now on: n1" in job.log

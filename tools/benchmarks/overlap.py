@@ -105,10 +105,12 @@ class Trained:
 
     def an_hour(self, name: str | None = None) -> float:
         """Return steps per hour, or the total of metric ``name`` per hour."""
-        return 3600 * sum(one.get(name) or 0.0 if name else 1.0 for one in self.records[1:]) / self.seconds
+        return (
+            3600 * sum(record.get(name) or 0.0 if name else 1.0 for record in self.records[1:]) / self.seconds
+        )
 
     def mean(self, name: str) -> float:
-        return fmean(one.get(name) or 0.0 for one in self.records[1:])
+        return fmean(record.get(name) or 0.0 for record in self.records[1:])
 
     def reward(self, since: float, until: float) -> float:
         """Return the mean reward of the steps that ended after ``since`` and by ``until``, or of the newest
@@ -169,7 +171,7 @@ def train(recipe: Path, home: Path, kind: Kind, seed: int, fixed: Sequence[str],
         subprocess.run(command, env=environ, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     results = {label: folder / f"evaluation/{label}.json" for label in ("before", "after")}
     accuracy = {
-        label: fmean(one.accuracy.mean for one in read_results(path))
+        label: fmean(result.accuracy.mean for result in read_results(path))
         for label, path in results.items()
         if path.exists()
     }

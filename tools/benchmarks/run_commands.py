@@ -73,7 +73,7 @@ def evaluation(benchmark: str, problems: int, random: np.random.Generator) -> Ev
         Answers(f"{benchmark}/{number}", right.tolist(), ["correct"] * SAMPLES, [9000] * SAMPLES)
         for number, right in enumerate(random.integers(0, 2, (problems, SAMPLES)).astype(float))
     ]
-    return EvaluationResult(benchmark, answers, {"question_ids": [one.prompt_id for one in answers]})
+    return EvaluationResult(benchmark, answers, {"question_ids": [answer.prompt_id for answer in answers]})
 
 
 def record_steps(streams: Path, rollouts: Sequence[Rollout], tokens: int) -> None:
@@ -82,7 +82,8 @@ def record_steps(streams: Path, rollouts: Sequence[Rollout], tokens: int) -> Non
     size = sum(len(segment) for rollout in rollouts for segment in rollout.segments())
     for copy in range(max(1, round(tokens / size))):
         others = [
-            replace(one, prompt=replace(one.prompt, prompt_id=f"{copy}/{one.prompt_id}")) for one in rollouts
+            replace(rollout, prompt=replace(rollout.prompt, prompt_id=f"{copy}/{rollout.prompt_id}"))
+            for rollout in rollouts
         ]
         record(first / FILES.replace("*", str(copy)), others)
     shutil.copytree(first, last, copy_function=os.link)

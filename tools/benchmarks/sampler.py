@@ -68,14 +68,14 @@ def batch(requests: dict[str, SamplingParams], vocabulary: int, device: str = "c
     params = list(requests.values())
     runner = SimpleNamespace(
         device=device,
-        requests={name: SimpleNamespace(sampling_params=one) for name, one in requests.items()},
+        requests={name: SimpleNamespace(sampling_params=request) for name, request in requests.items()},
         input_batch=SimpleNamespace(req_ids=list(requests), num_tokens_no_spec=np.arange(len(params))),
         discard_request_mask=SimpleNamespace(np=np.zeros(len(params), bool)),
     )
-    top_k = [one.top_k if one.top_k > 0 else vocabulary for one in params]
-    top_p = [one.top_p for one in params]
+    top_k = [param.top_k if param.top_k > 0 else vocabulary for param in params]
+    top_p = [param.top_p for param in params]
     metadata = SimpleNamespace(
-        temperature=torch.tensor([one.temperature for one in params], device=device),
+        temperature=torch.tensor([param.temperature for param in params], device=device),
         top_p=torch.tensor(top_p, device=device) if min(top_p) < 1 else None,
         top_k=torch.tensor(top_k, dtype=torch.int32, device=device) if min(top_k) < vocabulary else None,
         logitsprocs=SimpleNamespace(argmax_invariant=[_min_p(params, device)]),
@@ -86,6 +86,6 @@ def batch(requests: dict[str, SamplingParams], vocabulary: int, device: str = "c
 def _min_p(params: list[SamplingParams], device: str) -> MinPLogitsProcessor:
     config: Any = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=len(params)))
     processor = MinPLogitsProcessor(config, torch.device(device), is_pin_memory=False)
-    added: Any = [(row, one, None, []) for row, one in enumerate(params)]
+    added: Any = [(row, param, None, []) for row, param in enumerate(params)]
     processor.update_state(BatchUpdate(batch_size=len(params), removed=[], added=added, moved=[]))
     return processor

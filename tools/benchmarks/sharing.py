@@ -35,7 +35,7 @@ def measure(rollouts: list[Rollout], recipe: Recipe) -> dict[str, float]:
         seconds = [pipe.recv() for pipe in pipes]
         for pipe in pipes:
             pipe.send("both have answered")
-    return {stage: max(one[stage] for one in seconds) for stage in seconds[0]}
+    return {stage: max(rank[stage] for rank in seconds) for stage in seconds[0]}
 
 
 def _rank(pipe: Connection, rank: int, store: Path, rollouts: list[Rollout], recipe: Recipe) -> None:
