@@ -7,11 +7,9 @@ import os
 import select
 import signal
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
-from megatron_eqlen.processes import failures, interrupts
-from megatron_eqlen.processes.quiet import quiet
+from megatron_eqlen.processes import interrupts
 
 Verbs = argparse._SubParsersAction
 
@@ -21,17 +19,25 @@ OVERRIDES_HELP = "override a recipe key, for example objective=dapo loss.kl_coef
 def main(argv: list[str] | None = None) -> int:
     """Run one ``eqlen`` command and return its exit status. User mistakes end with one line on stderr, Ctrl-C
     with one line and status 130."""
+    interrupts.begin()  # before the other imports, which take long enough for Ctrl-C
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:
+        return interrupts.end()
+
+
+def _run(argv: list[str] | None) -> int:
+    from megatron_eqlen.processes import failures
+    from megatron_eqlen.processes.quiet import quiet
+
     arguments = _parse(argv)
-    interrupts.begin()
     quiet()
     try:
-        from megatron_eqlen.cli import commands  # the import takes long enough for Ctrl-C
+        from megatron_eqlen.cli import commands
 
         status = getattr(commands, arguments.name)(arguments)
         sys.stdout.flush()
         return status
-    except KeyboardInterrupt:
-        return interrupts.end()
     except BrokenPipeError:
         if not _reader_left():
             raise
@@ -87,6 +93,8 @@ def _as_override(rest: list[str]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from importlib.metadata import version
+
     parser = argparse.ArgumentParser(
         prog="eqlen",
         description="Reinforcement learning of reasoning models on equal-length pairs.",

@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import errno
 import os
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -194,9 +193,7 @@ def _start(recipe: Recipe, work: Callable[[], None], interrupts: Interrupts) -> 
     os.environ.setdefault(BEGAN, str(IMPORTED))
     if _needs_launch(recipe):
         return launch(recipe.cluster.processes_per_node, sys.argv[1:], interrupts)
-    if "RANK" in os.environ:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher handles SIGINT and ends its ranks
-    else:
+    if "RANK" not in os.environ:  # the launcher handles the signals of its ranks
         watch(interrupts)
     work()
     return 0

@@ -41,9 +41,9 @@ class Interrupts:
 
 def begin() -> None:
     """Make Ctrl-C raise KeyboardInterrupt. During an import it ends the process at once, since C modules lose
-    or print the exception."""
+    or print the exception. It ends a rank without a word: the launcher prints the line and ends its ranks."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _interrupt)
+        signal.signal(signal.SIGINT, signal.SIG_DFL if "RANK" in os.environ else _interrupt)
 
 
 def end() -> int:

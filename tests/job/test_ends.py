@@ -121,6 +121,28 @@ def test_ctrl_c_ends_a_command_in_one_line_while_it_imports(tmp_path, command, l
     assert job.returncode == 130
 
 
+@pytest.mark.parametrize(
+    ("variables", "status", "said"),
+    [({}, 130, "eqlen: ended by SIGINT\n"), ({"RANK": "1"}, -signal.SIGINT, "")],
+    ids=["command", "rank"],
+)
+def test_ctrl_c_ends_a_command_in_one_line_from_its_first_import_and_a_rank_in_none(variables, status, said):
+    code = """
+import os, signal, sys
+class Finder:
+    def find_spec(name, *_):
+        if name == "megatron_eqlen.processes.failures":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder)
+from megatron_eqlen.cli.__main__ import main
+sys.exit(main(["status", "nowhere"]))
+"""
+    job = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=os.environ | variables, capture_output=True, text=True
+    )
+    assert (job.returncode, job.stderr) == (status, said)
+
+
 def test_ctrl_c_ends_a_live_page_in_one_line(tmp_path):
     job = start(
         "-m", "megatron_eqlen.cli", "report", write_run(tmp_path, recipe(tmp_path)), "--serve", "--port=0"
