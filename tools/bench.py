@@ -22,6 +22,7 @@ BENCHMARKS = {
     "replay": "training on an engine with perturbed routers, with and without router replay: a paired trial",
     "host": "the processors' work around a step of the paper's size: harvest, record, share, pack, report",
     "sampler": "drawing a batch's next tokens: top-k first against the whole vocabulary",
+    "mechanism": "gradients of GRPO, EqLen and its repair on a scripted policy beside the true gradient",
     "packing": "fill, balance and speed of the packer on simulated streams",
 }
 
