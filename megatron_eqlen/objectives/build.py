@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 import numpy as np
 
@@ -93,6 +94,9 @@ def _weigh(parts: Sequence[Sequence[Rollout]], recipe: Recipe) -> list[_Batch]:
     objective = resolve(recipe)
     batches = [_compare(part, recipe, objective) for part in parts]
     units = [unit for batch in batches for unit in batch.units]
+    if recipe.equal_length.baseline == "streams":
+        for batch in batches:
+            _set_baselines(batch.units)
     _set_advantages(units, objective)
     _mark_trained(units, recipe)
     for batch in batches:
@@ -122,8 +126,24 @@ def _set_advantages(units: list[ComparisonUnit], objective: Objective) -> None:
 
 
 def _advantages(unit: ComparisonUnit, objective: Objective) -> list[float]:
-    lengths = unit.lengths + unit.lengths[:1] * len(unit.rivals)
-    return objective.advantage(unit.compared, lengths)[: len(unit.rewards)]
+    if unit.baseline is None:
+        return objective.advantage(unit.rewards, unit.lengths)
+    members = zip(unit.rewards, unit.lengths, strict=True)
+    return [objective.advantage([reward, unit.baseline], [length] * 2)[0] for reward, length in members]
+
+
+def _set_baselines(units: list[ComparisonUnit]) -> None:
+    """Compare each member with the mean value of the prompt in its other rollouts.
+
+    The first unit of a rollout estimates the value: the mean of a first pair, or the reward of a tail that no
+    pair precedes.
+    """
+    values: dict[str, dict[int, float]] = {}
+    for unit in units:
+        values.setdefault(unit.prompt_id, {}).setdefault(unit.rollout, fmean(unit.rewards))
+    for unit in units:
+        others = [value for rollout, value in values[unit.prompt_id].items() if rollout != unit.rollout]
+        unit.baseline = fmean(others) if others else unit.baseline
 
 
 def _mark_trained(units: list[ComparisonUnit], recipe: Recipe) -> None:
@@ -145,7 +165,7 @@ def _set_weights(batch: _Batch, recipe: Recipe, objective: Objective) -> None:
             members = batch.rollouts[unit.prompt_id] * counted[unit.rollout] * len(unit.nodes)
             sequence = 1 / (len(batch.rollouts) * members)
         else:
-            sequence = unit.share / (_rollouts_per_update(recipe) * len(unit.compared))
+            sequence = unit.share / (_rollouts_per_update(recipe) * len(unit.nodes))
         alike, tokens = _alike(unit)
         for node, advantage in zip(unit.nodes, unit.advantages, strict=True):
             if len(node):

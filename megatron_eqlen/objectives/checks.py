@@ -60,6 +60,8 @@ SUMS = ("seq-mean-token-sum", "seq-mean-token-sum-norm")
 
 
 def _check_pair_weight(recipe: Recipe, objective: Objective) -> None:
+    if recipe.equal_length.baseline == "streams":
+        _check_baseline(recipe)
     if not is_on_policy(recipe):
         return
     for key, (value, reason) in BIASED_WITH_ON_POLICY.items():
@@ -78,6 +80,24 @@ def _check_pair_weight(recipe: Recipe, objective: Objective) -> None:
         raise ValueError(
             "objective: ba with equal_length.pair_weight: on_policy: ba is an average over tokens, which "
             "on_policy replaces by a sum; use grpo"
+        )
+
+
+def _check_baseline(recipe: Recipe) -> None:
+    if not is_on_policy(recipe):
+        raise ValueError(
+            "equal_length.baseline: streams needs sampling: equal_length and equal_length.pair_weight: "
+            "on_policy"
+        )
+    if recipe.streams_per_prompt < 2:
+        raise ValueError(
+            f"equal_length.baseline: streams compares the streams of a prompt: expected group_size of at "
+            f"least 4, found {recipe.group_size}"
+        )
+    if recipe.rollout.carry_over:
+        raise ValueError(
+            "equal_length.baseline: streams with rollout.carry_over: true: streams that are complete in the "
+            "same step are of like lengths, which would bias the baseline; use baseline: pair"
         )
 
 

@@ -10,8 +10,9 @@ other policy is linear in the one of free logits, so that equality here is equal
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -141,6 +142,10 @@ class Process:
         return total
 
     def expected_estimate(self, recipe: Recipe) -> np.ndarray:
-        """Return the expectation of ``estimate`` over all streams."""
-        terms = [p * self.estimate(build_trees([s], recipe)[0]) for s, p in self.streams(recipe)]
-        return np.sum(terms, axis=0)
+        """Return the expectation of ``estimate`` over all streams of a prompt."""
+        total = np.zeros_like(self.logits)
+        for drawn in itertools.product(list(self.streams(recipe)), repeat=recipe.streams_per_prompt):
+            rollouts = [replace(stream, index=i) for i, (stream, _) in enumerate(drawn)]
+            probability = math.prod(share for _, share in drawn)
+            total += probability * self.estimate(build_trees(rollouts, recipe)[0])
+        return total

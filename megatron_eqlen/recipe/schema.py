@@ -158,6 +158,9 @@ class EqualLengthRecipe(Section):
     """``paper``: each of the N_k pairs of a stream has weight 1/N_k, as in Eq. 6. ``on_policy``: pair i has
     weight 2^-(i-1), tokens are summed, and the reward of B_i is an unbiased estimate of its value: the
     gradient is that of the expected reward (docs/length_bias.md)."""
+    baseline: Literal["pair", "streams"] = "pair"
+    """With ``pair_weight: on_policy``: the reward of a side is compared with the pair's other side, or with
+    the mean value of the prompt in its other streams, which has less noise."""
     max_pairs: PositiveInt | None = None
     """End a stream after this many pairs; the remaining track runs alone to its end, for its reward."""
     single_pair: bool = False

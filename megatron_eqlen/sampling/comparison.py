@@ -34,8 +34,8 @@ class ComparisonUnit:
     rewards: list[float]
     skip_equal: bool
     """The paper's skip rule: members with equal rewards are not trained, not even by the KL penalty."""
-    rivals: list[float] = field(default_factory=list)
-    """Rewards that the members are compared with, too, and that belong to no member."""
+    baseline: float | None = None
+    """Reward that each member is compared with; None: the members are compared with each other."""
     share: float | None = None
     """Weight of the unit in its rollout; None: all units of the rollout weigh the same."""
     rollout: int = 0
@@ -48,11 +48,6 @@ class ComparisonUnit:
     @property
     def lengths(self) -> list[int]:
         return [len(node) for node in self.nodes]
-
-    @property
-    def compared(self) -> list[float]:
-        """Rewards of the members, then those of their rivals."""
-        return self.rewards + self.rivals
 
 
 def all_equal(rewards: Sequence[float]) -> bool:

@@ -14,13 +14,13 @@ from megatron_eqlen.recipe import RecipeError
 LIMIT = 3
 
 
-def recipe(limit=LIMIT, objective="rloo", sampling="equal_length", loss=None, rollout=None, **equal_length):
+def recipe(limit=LIMIT, objective="rloo", group_size=2, loss=None, rollout=None, **equal_length):
     return parse(
         {
             "name": "test",
             "steps": 1,
-            "group_size": 2,
-            "sampling": sampling,
+            "group_size": group_size,
+            "sampling": "equal_length",
             "objective": objective,
             "model": {"path": "none"},
             "data": {
@@ -106,6 +106,12 @@ def test_every_objective_keeps_the_on_policy_gradient_up_to_a_constant(line, obj
 
 
 @pytest.mark.parametrize("max_pairs", [None, 1])
+def test_other_streams_of_the_prompt_are_an_exact_baseline(line, max_pairs):
+    found = line.expected_estimate(repaired(baseline="streams", group_size=4, max_pairs=max_pairs))
+    np.testing.assert_allclose(found, line.gradient(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("max_pairs", [None, 1])
 def test_a_length_penalty_is_a_part_of_the_on_policy_reward(process, max_pairs):
     loss = {"overlong_buffer": 2, "overlong_factor": 0.5, "dynamic_sampling": False}
     penalised = replace(
@@ -186,6 +192,16 @@ def test_on_policy_weight_of_a_stream_does_not_depend_on_the_streams_of_its_step
         ({"prefix_in_gradient": True}, "equal_length.prefix_in_gradient: true with"),
         ({"loss": {"loss_agg_mode": "token-mean"}}, "loss.loss_agg_mode: token-mean with .*biases"),
         ({"objective": "ba"}, "objective: ba with"),
+        ({"baseline": "streams"}, "expected group_size of at least 4, found 2"),
+        (
+            {
+                "baseline": "streams",
+                "group_size": 4,
+                "rollout": {"carry_over": True, "tokens_per_step": 100},
+                "loss": {"rollout_is": "token"},
+            },
+            "baseline: streams with rollout.carry_over: true",
+        ),
     ],
 )
 def test_on_policy_refuses_what_would_bias_it(keys, message):

@@ -23,7 +23,7 @@ from megatron_eqlen.objectives.build import build_trees
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling import KINDS
-from megatron_eqlen.types import Delta, Grade, Group, Prompt, Rollout, TokenTree
+from megatron_eqlen.types import Delta, Grade, Prompt, Rollout, Stream, TokenTree
 from tools.benchmarks.table import show
 
 EOS, BAD, GOOD = 1, 2, 3
@@ -58,8 +58,9 @@ METHODS = {
     "EqLen, drop": pairs(unfinished="drop"),
     "EqLen, single pair": pairs(single_pair=True),
     "EqLen, on_policy": pairs(pair_weight="on_policy"),
+    "EqLen, on_policy, streams": pairs(pair_weight="on_policy", baseline="streams"),
 }
-BY_PAIRS = ("EqLen, max", "EqLen, mean", "EqLen, on_policy")
+BY_PAIRS = ("EqLen, max", "EqLen, mean", "EqLen, on_policy", "EqLen, on_policy, streams")
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ class World:
         for length, p, score in zip(lengths, probability, stopping, strict=True):
             if length <= 200:
                 good = np.arange(length)
-                chance = np.exp(_log_binomial(length - 1) - (length - 1) * math.log(2))
+                chance = np.exp(_log_binomial(int(length) - 1) - (length - 1) * math.log(2))
             else:
                 good = (length - 1) / 2 + nodes * math.sqrt((length - 1) / 4)
                 chance = weights / weights.sum()
@@ -218,7 +219,7 @@ def measure(case: Case, names: Sequence[str], args: argparse.Namespace, max_pair
         for number in range(args.steps):
             rollouts, count, longest = world.step(recipes[alike[0]], number)
             tokens, decode_steps, streams = tokens + count, decode_steps + longest, streams + len(rollouts)
-            made += sum(0 if isinstance(rollout, Group) else len(rollout.pairs) for rollout in rollouts)
+            made += sum(len(rollout.pairs) for rollout in rollouts if isinstance(rollout, Stream))
             for name in alike:
                 trees, metrics = build_trees(rollouts, recipes[name])
                 gradients[name].append(world.gradient(trees))
@@ -304,7 +305,7 @@ def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axes = figure.subplots()
     axes.axhline(rows[0]["truth"], color="black", linewidth=1, label="policy gradient")
-    for name, colour in zip(BY_PAIRS, ("#cc3311", "#ee7733", "#0077bb"), strict=True):
+    for name, colour in zip(BY_PAIRS, ("#cc3311", "#ee7733", "#0077bb", "#009988"), strict=True):
         mine = [row for row in rows if row["method"] == name]
         middle = [row["found"] for row in mine]
         spread = [

@@ -27,7 +27,12 @@ from megatron_eqlen.sampling.comparison import (
     root,
 )
 from megatron_eqlen.sampling.equal_length.dual_track import DualTrack, stream_of
-from megatron_eqlen.sampling.equal_length.suffix import due_pairs, pair_rewards, policy_rewards
+from megatron_eqlen.sampling.equal_length.suffix import (
+    due_pairs,
+    pair_rewards,
+    policy_rewards,
+    trunk_reward,
+)
 from megatron_eqlen.sampling.harvester import RolloutHeader, RolloutPart
 from megatron_eqlen.sampling.kind import (
     LabeledSegment,
@@ -91,8 +96,8 @@ class EqualLength(SamplingKind[Stream]):
                 if on_policy:
                     unit.skip_equal, unit.share = False, 2.0**-i
                 units.append(unit)
-        if on_policy and units and rollout.outcome == "max_pairs":
-            units.append(_tail_unit(rollout, tree, units[-1]))
+        if on_policy and not rollout.suspended and rollout.tail is not None:
+            units += _tail_units(rollout, tree, units, recipe, penalty)
         return tree, units
 
     def is_due(self, rollout: Stream, recipe: Recipe) -> bool:
@@ -140,7 +145,7 @@ class EqualLength(SamplingKind[Stream]):
         are not trained; empty for no streams."""
         if not rollouts:
             return {}
-        units = [unit for unit in units if not unit.rivals]
+        units = [unit for unit in units if len(unit.members) == 2]  # without tails
         lengths = [unit.lengths[0] for unit in units]
         return {
             "objective/pairs": float(len(units)),
@@ -193,19 +198,27 @@ def _reduction(recipe: Recipe) -> Literal["max", "mean"]:
     return "mean" if settings.pair_weight == "on_policy" else settings.suffix_reward
 
 
-def _tail_unit(stream: Stream, tree: TokenTree, last: ComparisonUnit) -> ComparisonUnit:
-    """Append the tail to ``tree`` and return its unit.
+def _tail_units(
+    stream: Stream, tree: TokenTree, units: Sequence[ComparisonUnit], recipe: Recipe, penalty: Penalty
+) -> list[ComparisonUnit]:
+    """Append the tail to ``tree`` and return its unit, or nothing where it has no gradient.
 
-    The tail continues the B side of ``last``, has its weight and is compared with the same A side. After
-    ``max_pairs`` no later pair trains what extends that B.
+    The tail continues the B side of the last of ``units``, and has its weight. After ``max_pairs`` no later
+    pair trains what extends that B, and the tail is compared with the A side of the same pair. Both of the
+    stream's last tracks are truncated otherwise, and equal; compared with other streams they differ.
     """
-    assert stream.tail is not None, "the track that remains after max_pairs runs to its end"
+    assert stream.tail is not None
+    streams = recipe.equal_length.baseline == "streams"
+    if stream.outcome == "budget" or not (streams or (units and stream.outcome == "max_pairs")):
+        return []
     tail = node(len(tree.nodes) - 1, stream.tail)
     tree.nodes.append(tail)
-    a, b = last.rewards
-    return ComparisonUnit(
-        stream.prompt_id, [stream.tail], [tail], [b], skip_equal=False, rivals=[a], share=last.share
+    unit = ComparisonUnit(
+        stream.prompt_id, [stream.tail], [tail], [trunk_reward(stream, penalty)], skip_equal=False
     )
+    unit.share = 2.0 ** -len(units)
+    unit.baseline = units[-1].rewards[0] if units else None
+    return [unit]
 
 
 def _check_equal_length(stream: Stream, number: int, pair: Pair) -> None:

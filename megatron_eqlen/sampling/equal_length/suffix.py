@@ -68,10 +68,7 @@ def policy_rewards(stream: Stream, penalty: Penalty = no_penalty) -> list[tuple[
     both-ended B_N or of the tail, and 0 (with the full length penalty) where the trunk reached the limit.
     """
     starts = list(accumulate((len(pair.b) for pair in stream.pairs), initial=0))
-    if stream.tail is not None and stream.tail.finish_reason == "stop":
-        value = _reward(stream, stream.tail, starts[-1], penalty)
-    else:
-        value = _open_end(stream, penalty)[0]
+    value = trunk_reward(stream, penalty)
     rewards: list[tuple[float, float]] = []
     for pair, start in zip(reversed(stream.pairs), reversed(starts[:-1]), strict=True):
         if pair.b.finish_reason == "stop":
@@ -80,6 +77,13 @@ def policy_rewards(stream: Stream, penalty: Penalty = no_penalty) -> list[tuple[
         rewards.append((a, value))
         value = (a + value) / 2
     return rewards[::-1]
+
+
+def trunk_reward(stream: Stream, penalty: Penalty) -> float:
+    """Return the reward of the response that trunk and tail make, where the last B side did not end."""
+    if stream.tail is not None and stream.tail.finish_reason == "stop":
+        return _reward(stream, stream.tail, sum(len(pair.b) for pair in stream.pairs), penalty)
+    return _open_end(stream, penalty)[0]
 
 
 def due_pairs(stream: Stream, reduce: Literal["max", "mean"]) -> range:
