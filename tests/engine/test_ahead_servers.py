@@ -47,14 +47,14 @@ def live(streams: Path, urls: list[str], trained: dict[int, Trained], until: int
     """Run a process of a run: train up to step ``until``, unless the sync of version ``broken`` ends it."""
     recipe = recipe_for(urls)
     engine = ServerEngine(recipe.model.path, recipe.rollout, EOS, 200, syncs_first=True)
-    with opened(recipe, engine, streams) as one:
+    with opened(recipe, engine, streams) as run:
         first = len(trained)
         if trained:
-            one.go_to(trained[first - 1].position)
-        one.update_weights(Policy(first))
+            run.go_to(trained[first - 1].position)
+        run.update_weights(Policy(first))
         for number in range(first, until):
-            step = one.collect(Step(number, number))
-            one.update_weights(Policy(number + 1, broken=number + 1 == broken))
+            step = run.collect(Step(number, number))
+            run.update_weights(Policy(number + 1, broken=number + 1 == broken))
             trained[number] = Trained(number, number + 1, step.data_position, step.rollouts)
 
 
@@ -77,7 +77,7 @@ def test_a_run_whose_sync_fails_goes_on_with_one_server_and_then_with_two_again(
     live(tmp_path, untouched[1:], trained, 4)
     live(tmp_path, untouched, trained, 7)
     found = check_record(tmp_path, trained, recipe_for(untouched))
-    assert any(len(sampled_by(one)) > 1 for one in found.ended.values()), "weights changed under some"
+    assert any(len(sampled_by(rollout)) > 1 for rollout in found.ended.values()), "weights changed under some"
     for key, stream in found.ended.items():
         assert isinstance(stream, Stream)
         assert len(found.units[key]) == len(stream.pairs), "each pair once"

@@ -41,12 +41,12 @@ def engine(servers, request) -> Iterator[ServerEngine]:
 def opened(servers, **rollout) -> Iterator[ServerEngine]:
     """Yield an engine over servers that have the weights of version 0, before and after."""
     recipe = server_recipe(list(servers), staleness=1, **rollout)
-    one = ServerEngine(recipe.model.path, recipe.rollout, [], 200, syncs_first=True)
-    sync(one, 0)
-    yield one
-    sync(one, 0)
-    one.pool.post("update_weight_version", {"new_version": UNTOUCHED})
-    one.close()
+    server_engine = ServerEngine(recipe.model.path, recipe.rollout, [], 200, syncs_first=True)
+    sync(server_engine, 0)
+    yield server_engine
+    sync(server_engine, 0)
+    server_engine.pool.post("update_weight_version", {"new_version": UNTOUCHED})
+    server_engine.close()
 
 
 Path = tuple[list[int], list[int], list[float], list[int]]

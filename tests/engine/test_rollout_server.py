@@ -155,9 +155,13 @@ def suspended(
         found, metrics = harvest(
             engine, HarvestPlan(PROMPTS, recipe, EOS, seed=harvest_seed(recipe, 0)), [recorder]
         )
-    origins = {rollout_key(one): RolloutOrigin(0, engine.policy_version) for one in found if one.suspended}
+    origins = {
+        rollout_key(rollout): RolloutOrigin(0, engine.policy_version)
+        for rollout in found
+        if rollout.suspended
+    }
     partial = read_partial_rollouts(streams, 1, origins, recipe)
-    return [one for one in found if not one.suspended], partial, metrics
+    return [rollout for rollout in found if not rollout.suspended], partial, metrics
 
 
 def test_two_servers_harvest_what_one_process_does_through_a_sync_and_a_death(servers, monkeypatch, tmp_path):
@@ -192,7 +196,7 @@ def test_two_servers_harvest_what_one_process_does_through_a_sync_and_a_death(se
         assert logprobs == pytest.approx(alone[1], abs=2e-5)
     expected, _ = harvest(local, HarvestPlan(PROMPTS, recipe, EOS, seed=harvest_seed(recipe, 0)))
     complete, carried, metrics = suspended(remote, recipe, tmp_path)
-    assert sum(one.tokens > 0 for one in carried) > 1
+    assert sum(rollout.tokens > 0 for rollout in carried) > 1
     assert metrics["engine/sync_bytes"] == sum(w.numel() * w.element_size() for w in weights.values())
     announced = set()
 
@@ -204,7 +208,7 @@ def test_two_servers_harvest_what_one_process_does_through_a_sync_and_a_death(se
     found, metrics = harvest(
         remote, HarvestPlan([], recipe, EOS, seed=0, partial=carried), [OnPart(kill_one)]
     )
-    for segment in (segment for one in found for segment in one.segments()):
+    for segment in (segment for rollout in found for segment in rollout.segments()):
         segment.carried = False
     assert_same(sorted([*complete, *found], key=rollout_key), expected)
     assert announced == set(map(rollout_key, found))
@@ -369,8 +373,8 @@ def fake():
         return made[-1]
 
     yield make
-    for one in made:
-        one.close()
+    for engine in made:
+        engine.close()
 
 
 PROMPT = [Prompt("p", [60], "", "math", "")]
@@ -513,27 +517,29 @@ def test_a_sync_brings_every_replica_the_same_bits_in_many_frames(open_fakes):
     weights = {name: w.to(dtypes[i % 3]) for i, (name, w) in enumerate(new_weights().items())}
     weights[NORM] = torch.arange(128, dtype=torch.bfloat16)[::2]  # not contiguous
     engine.update_weights(iter(weights.items()), 3)
-    for one in fakes:
-        assert_bits_equal(one.weights, weights)
-        assert len(one.frames) > 5
-        assert all(len(frame) == 1 or sum(w.nbytes for w in frame.values()) <= 20_000 for frame in one.frames)
-        assert one.version == "3"
+    for server in fakes:
+        assert_bits_equal(server.weights, weights)
+        assert len(server.frames) > 5
+        assert all(
+            len(frame) == 1 or sum(w.nbytes for w in frame.values()) <= 20_000 for frame in server.frames
+        )
+        assert server.version == "3"
     metrics = engine.metrics()
     assert metrics["engine/sync_bytes"] == sum(w.nbytes for w in weights.values())
     assert 2.0 <= metrics["engine/sync_sent_bytes"] / metrics["engine/sync_bytes"] < 2.1, "to each, once"
 
 
 def test_a_wrong_weight_leaves_the_servers_refusing_until_a_good_sync(open_fakes):
-    engine, (one,) = open_fakes("good")
+    engine, (server,) = open_fakes("good")
     good = new_weights()
     with pytest.raises(ValueError, match=rf"weight '{NORM}': expected shape \[64\], found \[63\]"):
         engine.update_weights(iter((good | {NORM: good[NORM][1:]}).items()), 1)
-    assert len(one.weights) < len(good)
+    assert len(server.weights) < len(good)
     assert engine.policy_version == 0
     with pytest.raises(EngineError, match="failed half way"):
         engine.submit("x", [5], 1, 0)
     engine.update_weights(iter(good.items()), 1)
-    assert_bits_equal(one.weights, good)
+    assert_bits_equal(server.weights, good)
     assert engine.policy_version == 1
     engine.submit("x", [5], 1, 0)
 
@@ -644,11 +650,12 @@ def test_with_nccl_every_worker_has_a_rank_and_knows_what_comes(open_fakes, with
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
 
     engine, fakes = open_fakes("good", "good", sync="nccl")
-    for one, workers in zip(engine.pool.replicas, (2, 3), strict=True):
-        one.workers = workers
+    for live, workers in zip(engine.pool.replicas, (2, 3), strict=True):
+        live.workers = workers
     engine.sender._meet()
     infos = [
-        NCCLWeightTransferInitInfo(**one.posted["init_weight_transfer_engine"]["init_info"]) for one in fakes
+        NCCLWeightTransferInitInfo(**server.posted["init_weight_transfer_engine"]["init_info"])
+        for server in fakes
     ]
     assert [(info.rank_offset, info.world_size) for info in infos] == [(1, 6), (3, 6)]
     assert {(info.master_address, info.master_port) for info in infos} == {
@@ -657,8 +664,8 @@ def test_with_nccl_every_worker_has_a_rank_and_knows_what_comes(open_fakes, with
     stored = new_weights()
     weights = {name: stored[name] for name in engine.weights.shapes}
     assert engine.sender.send(iter(weights.items())) == sum(w.nbytes for w in weights.values())
-    for one in fakes:
-        announced = NCCLWeightTransferUpdateInfo(**one.posted["update_weights"]["update_info"])
+    for server in fakes:
+        announced = NCCLWeightTransferUpdateInfo(**server.posted["update_weights"]["update_info"])
         assert announced.names == list(weights)
         assert announced.shapes == [list(w.shape) for w in weights.values()]
         assert set(announced.dtype_names) == {"float32"}
@@ -667,16 +674,16 @@ def test_with_nccl_every_worker_has_a_rank_and_knows_what_comes(open_fakes, with
 
 
 def test_strangers_without_the_nonce_get_nothing(open_fakes):
-    engine, (one, other) = open_fakes("crowded", "good", request_timeout=20)
+    engine, (first, other) = open_fakes("crowded", "good", request_timeout=20)
     engine.update_weights(iter(new_weights().items()), 1)
-    assert_bits_equal(one.weights, new_weights())
+    assert_bits_equal(first.weights, new_weights())
     assert_bits_equal(other.weights, new_weights())
-    assert [stranger.recv(1) for stranger in one.strangers] == [b""] * 3
+    assert [stranger.recv(1) for stranger in first.strangers] == [b""] * 3
 
 
 def test_preemptions_are_counted_since_the_last_call(open_fakes):
-    engine, (one, other) = open_fakes("good", "good")
-    one.preempted, other.preempted = 3, 4
+    engine, (first, other) = open_fakes("good", "good")
+    first.preempted, other.preempted = 3, 4
     assert engine.metrics()["engine/preemptions"] == 2 * 7
     other.preempted = 1  # restarted
     assert engine.metrics()["engine/preemptions"] == 2 * 1

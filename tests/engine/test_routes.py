@@ -130,7 +130,9 @@ def test_routes_do_not_depend_on_what_the_cache_held_or_how_a_prefill_was_cut(en
     want = harvested(engine)
     again, metrics = harvest(engine, HarvestPlan(PROMPTS, recipe_of(), EOS, seed=3))
     assert again == want
-    routes = [s.routes for one in want for s in one.segments()] + [one.prompt_routes for one in want]
+    routes = [s.routes for rollout in want for s in rollout.segments()] + [
+        rollout.prompt_routes for rollout in want
+    ]
     assert metrics["harvest/route_bytes"] == sum(route.nbytes for route in routes)
     assert metrics["engine/route_seconds"] > 0
     small = opened(

@@ -104,9 +104,9 @@ def test_new_tokens_of_a_carried_rollout_train_with_the_experts_that_their_prefi
         with Recorder(first_step / "rank-0.arrow") as recorder:
             begun, _ = harvest(engine, HarvestPlan(PROMPTS, recipe, EOS, seed=3), [recorder])
         record_grades(first_step / "rank-0.arrow", graded(begun))
-        origins = {rollout_key(one): RolloutOrigin(0) for one in begun if one.suspended}
+        origins = {rollout_key(rollout): RolloutOrigin(0) for rollout in begun if rollout.suspended}
         partial = read_partial_rollouts(tmp_path, 1, origins, recipe)
-        assert sum(one.tokens for one in partial) > 50
+        assert sum(rollout.tokens for rollout in partial) > 50
         engine.update_weights(load_file(folder("qwen3_moe", 1) / "model.safetensors").items(), 1)
         plan = HarvestPlan(PROMPTS, whole, EOS, seed=4, partial=partial, oldest_version=0)
         rollouts, measured = harvest(engine, plan)

@@ -60,8 +60,8 @@ def test_killed_and_stopped_in_the_middle_of_an_overlap_a_run_loses_and_repeats_
     versions = [0, *accumulate(map(int, column(folder, UPDATES)))]
     drawn: dict[RolloutKey, int] = {}
     for step in range(8):
-        for one in read_step(folder / f"streams/step-{step:08d}"):
-            drawn_in = drawn.setdefault(rollout_key(one), step)
+        for rollout in read_step(folder / f"streams/step-{step:08d}"):
+            drawn_in = drawn.setdefault(rollout_key(rollout), step)
             assert step - drawn_in <= 2
-            assert min(sampled_by(one)) >= versions[max(drawn_in - 2, 0)]
+            assert min(sampled_by(rollout)) >= versions[max(drawn_in - 2, 0)]
     assert 0 < max(record.get(STALENESS_MAX, 0) for record in metrics(folder)) <= 2 + 2

@@ -146,9 +146,9 @@ def test_a_run_whose_disk_fills_up_leaves_whole_checkpoints_and_goes_on_when_the
     """The disk fills up while the second checkpoint is written."""
     folder = home / "full"
     folder.mkdir()
-    one = sum(file.stat().st_size for file in (trained / "checkpoints/step-00000003").iterdir())
+    size = sum(file.stat().st_size for file in (trained / "checkpoints/step-00000003").iterdir())
     replay = command(home, "full", "--replay", str(trained / "streams"))
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={int(1.6 * one)}", "tmpfs", folder], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={int(1.6 * size)}", "tmpfs", folder], check=True)
     try:
         failure = r"eqlen train: .*step-00000002: could not be written: .* \(0.00 GB free there\)"
         with pytest.raises(AssertionError, match=failure):

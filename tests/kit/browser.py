@@ -45,7 +45,7 @@ class Browser:
         assert within(PATIENCE, lambda: port.exists() and "\n" in port.read_text()), "chromium does not start"
         pages = f"http://127.0.0.1:{port.read_text().split()[0]}/json/list"
         with urllib.request.urlopen(pages, timeout=PATIENCE) as answer:
-            (page,) = [one for one in json.load(answer) if one["type"] == "page"]
+            (page,) = [target for target in json.load(answer) if target["type"] == "page"]
         self._ends = ExitStack()
         self._page = self._ends.enter_context(connect(page["webSocketDebuggerUrl"], max_size=None))
         self._asked = 0

@@ -138,8 +138,8 @@ class Harvesting:
         self.recorder.rollout_completed(rollout, 0)
         self.tick()
         self.recorder.close()
-        for one, _ in rollout.ended():
-            one.grade = RIGHT
+        for ended, _ in rollout.ended():
+            ended.grade = RIGHT
         record_grades(self.path, [rollout])
 
     def _advance(self) -> None:

@@ -64,9 +64,9 @@ def forest(seed: int) -> list[TokenTree]:
 def masked(trees: list[TokenTree], seed: int = 0) -> list[TokenTree]:
     """Return the same trees, where each token was drawn from itself and up to five others."""
     rng = np.random.default_rng(seed)
-    for one in (node for tree in trees for node in tree.nodes[1:]):
-        one.sampling_mask = SamplingMask.of(
-            sorted({int(token), *tokens(rng, int(rng.integers(0, 6)))}) for token in one.token_ids
+    for sampled in (node for tree in trees for node in tree.nodes[1:]):
+        sampled.sampling_mask = SamplingMask.of(
+            sorted({int(token), *tokens(rng, int(rng.integers(0, 6)))}) for token in sampled.token_ids
         )
     return trees
 

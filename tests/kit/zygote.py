@@ -225,7 +225,7 @@ def main(first: str, *rest: str) -> None:
         listener, lifeline, *imports = rest
         _import(imports)
         _serve(socket.socket(fileno=int(listener)), int(lifeline))
-    request = {"arguments": [one for one in rest if one != "-u"], "environ": dict(os.environ)}
+    request = {"arguments": [argument for argument in rest if argument != "-u"], "environ": dict(os.environ)}
     with _ask(
         first, request | {"folder": os.getcwd(), "imports": [], "splits": True}, [0, 1, 2]
     ) as connection:

@@ -53,7 +53,7 @@ def test_a_warning_comes_when_the_mean_of_the_window_rises_above_the_tolerance_a
 def test_one_bad_step_among_good_ones_is_not_worth_a_word():
     watch = MismatchWatch(MismatchRecipe())
     healthy = [0.011, 0.02, 0.036, 0.03]
-    assert [watch.see(one) for one in [*healthy, 0.3, *healthy]] == [None] * 9
+    assert [watch.see(mismatch) for mismatch in [*healthy, 0.3, *healthy]] == [None] * 9
     assert "differ by 0.72 on average of the last step, rollout.mismatch.tolerance is 0.1" in str(
         MismatchWatch(MismatchRecipe()).see(0.72)
     )

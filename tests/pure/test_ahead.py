@@ -57,7 +57,7 @@ class Served(ScriptedEngine):
                 raise EngineError("the engine was closed")
             if self.life < 0:
                 raise Killed
-            return [replace(one, sampling_mask=None) for one in super().step()]
+            return [replace(delta, sampling_mask=None) for delta in super().step()]
 
     def update_weights(self, weights, policy_version):
         with self.busy:
@@ -143,9 +143,9 @@ def rollouts(
     engine: Served, streams: Path, staleness: int, steps: int | None = STEPS, **rollout: Any
 ) -> Iterator[Any]:
     engine.gate.set()
-    with opened(recipe(staleness, steps, **rollout), engine, streams) as one:
+    with opened(recipe(staleness, steps, **rollout), engine, streams) as source:
         try:
-            yield one
+            yield source
         finally:
             engine.close()
             engine.gate.set()
@@ -158,13 +158,13 @@ def opened(recipe: Recipe, engine: Any, streams: Path) -> Iterator[Any]:
         patch.setattr(generation, "PromptSource", lambda *_: Counting())
         patch.setattr(generation, "start_engine", lambda *_, **__: engine)
         generator = Generator(session(recipe), streams)
-    one = Ahead(generator) if recipe.rollout.staleness else generator
+    source = Ahead(generator) if recipe.rollout.staleness else generator
     try:
-        yield one
+        yield source
     finally:
         engine.close()
-        if isinstance(one, Ahead):
-            one.close()
+        if isinstance(source, Ahead):
+            source.close()
 
 
 @dataclass
@@ -176,15 +176,15 @@ class Trained:
     position: Any = None
 
 
-def train(one: Any, engine: Served, trained: dict[int, Trained], until: int) -> None:
+def train(source: Any, engine: Served, trained: dict[int, Trained], until: int) -> None:
     """Train from the step after the newest of ``trained`` on."""
     first = max(trained, default=-1) + 1
     version = trained[first - 1].version + 1 if trained else 0
     if trained:
-        one.go_to(trained[first - 1].position)
+        source.go_to(trained[first - 1].position)
     engine.update_weights(None, version)
     for number in range(first, until):
-        step = one.collect(Step(number, version))
+        step = source.collect(Step(number, version))
         trained[number] = Trained(version, step.rollouts, step.data_position)
         version += 1
         engine.update_weights(None, version)
@@ -200,8 +200,8 @@ def tokens(trained: Trained) -> list[tuple]:
 def uninterrupted() -> list[list[tuple]]:
     trained: dict[int, Trained] = {}
     engine = Served(random.Random(0), policy_version=0)
-    with tempfile.TemporaryDirectory() as home, rollouts(engine, Path(home), 0) as one:
-        train(one, engine, trained, STEPS)
+    with tempfile.TemporaryDirectory() as home, rollouts(engine, Path(home), 0) as source:
+        train(source, engine, trained, STEPS)
     return [tokens(trained[number]) for number in range(STEPS)]
 
 
@@ -224,9 +224,9 @@ def test_killed_at_any_moment_a_run_trains_each_prompt_once_and_nothing_older_th
             for number in sorted(trained)[-back:] if back else []:
                 del trained[number]
             engine = Served(chaos, policy_version=0, loss=0.1, life=life)
-            with rollouts(engine, Path(home), staleness) as one:
+            with rollouts(engine, Path(home), staleness) as source:
                 try:
-                    train(one, engine, trained, STEPS)
+                    train(source, engine, trained, STEPS)
                 except Killed:
                     continue
         assert not list(Path(home).glob("stale-*")), "nothing that was harvested is thrown away"
@@ -238,24 +238,24 @@ def test_killed_at_any_moment_a_run_trains_each_prompt_once_and_nothing_older_th
 
 def test_steps_are_harvested_while_earlier_ones_train_and_no_further_than_allowed(tmp_path):
     engine = Served(random.Random(0), policy_version=0)
-    with rollouts(engine, tmp_path, 2, steps=None) as one:
-        one.collect(Step(0, 0))
-        last = one.under_way[-1].result(60)  # while step 0 trains
-        assert [len(one.under_way), one.begun] == [2, 3]
+    with rollouts(engine, tmp_path, 2, steps=None) as source:
+        source.collect(Step(0, 0))
+        last = source.under_way[-1].result(60)  # while step 0 trains
+        assert [len(source.under_way), source.begun] == [2, 3]
         assert last.number == 2
         assert {version for rollout in last.rollouts for version in sampled_by(rollout)} == {0}
         engine.update_weights(None, 1)
-        second = one.collect(Step(1, 1))
+        second = source.collect(Step(1, 1))
         assert second.data_position["source"]["drawn"] == 2 * PROMPTS
         assert second.data_position["oldest"] == [(2, 0), (3, 1)]
 
 
 def test_a_request_that_a_sync_holds_up_has_tokens_of_both_weights(tmp_path):
     engine = Served(random.Random(1), policy_version=0, end=0.02, max_chunk=1)
-    with rollouts(engine, tmp_path, 1) as one:
-        one.collect(Step(0, 0))
+    with rollouts(engine, tmp_path, 1) as source:
+        source.collect(Step(0, 0))
         engine.update_weights(None, 1)  # in the middle of step 1, or after it: both must do
-        second = one.collect(Step(1, 1))
+        second = source.collect(Step(1, 1))
     versions = {version for rollout in second.rollouts for version in sampled_by(rollout)}
     assert versions <= {0, 1}
 
@@ -263,46 +263,48 @@ def test_a_request_that_a_sync_holds_up_has_tokens_of_both_weights(tmp_path):
 def test_tokens_that_are_too_old_are_set_aside_and_sampled_anew(tmp_path, caplog):
     trained: dict[int, Trained] = {}
     engine = Served(random.Random(0), policy_version=0)
-    with rollouts(engine, tmp_path, 1) as one:
-        train(one, engine, trained, 2)
-        one.under_way[-1].result(60)
+    with rollouts(engine, tmp_path, 1) as source:
+        train(source, engine, trained, 2)
+        source.under_way[-1].result(60)
     trained[1].position["oldest"] = [(2, 7)]  # in another life of the run step 1 was trained with version 7
     trained[1].version = 7
     engine = Served(random.Random(0), policy_version=0)
-    with rollouts(engine, tmp_path, 1) as one:
-        train(one, engine, trained, 3)
+    with rollouts(engine, tmp_path, 1) as source:
+        train(source, engine, trained, 3)
     assert (tmp_path / "stale-step-00000002").is_dir()
     assert {version for rollout in trained[2].rollouts for version in sampled_by(rollout)} == {8}
 
 
 def test_what_fails_in_the_harvest_is_raised_where_the_step_is_taken(tmp_path):
     engine = Served(random.Random(0), policy_version=0)
-    with rollouts(engine, tmp_path, 1) as one:
-        one.collect(Step(0, 0))
-        one.under_way[-1].result(60)
+    with rollouts(engine, tmp_path, 1) as source:
+        source.collect(Step(0, 0))
+        source.under_way[-1].result(60)
         engine.life = 0
-        one.collect(Step(1, 0))
+        source.collect(Step(1, 0))
         with pytest.raises(Killed):
-            one.collect(Step(2, 0))
+            source.collect(Step(2, 0))
 
 
 def test_an_end_in_the_middle_of_a_harvest_leaves_its_tokens_on_disk(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_eqlen.rollout.record.recorder.INTERVAL", 0.0)
     engine = Served(random.Random(0), policy_version=0, max_chunk=1)
-    with rollouts(engine, tmp_path, 1) as one:
-        one.collect(Step(0, 0))
-        one.under_way[-1].result(60)
+    with rollouts(engine, tmp_path, 1) as source:
+        source.collect(Step(0, 0))
+        source.under_way[-1].result(60)
         engine.life = 6
-        one.collect(Step(1, 0))
-        assert isinstance(one.under_way[-1].exception(60), Killed)
+        source.collect(Step(1, 0))
+        assert isinstance(source.under_way[-1].exception(60), Killed)
     (left,) = (tmp_path / "step-00000002").glob("journal-*")
     assert left.stat().st_size > 0
 
 
 def test_an_evaluation_has_the_engine_for_itself(tmp_path, monkeypatch):
     engine = Served(random.Random(0), policy_version=0)
-    with rollouts(engine, tmp_path, 2) as one:
-        one.collect(Step(0, 0))
-        monkeypatch.setattr(one.generator, "evaluate", lambda benchmark: all(f.done() for f in one.under_way))
-        assert one.evaluate(None)
-        assert len(one.under_way) == 2
+    with rollouts(engine, tmp_path, 2) as source:
+        source.collect(Step(0, 0))
+        monkeypatch.setattr(
+            source.generator, "evaluate", lambda benchmark: all(f.done() for f in source.under_way)
+        )
+        assert source.evaluate(None)
+        assert len(source.under_way) == 2

@@ -71,16 +71,18 @@ class Trained:
     rollouts: tuple[Rollout, ...]
 
 
-def train(one: Any, engine: Servers, trained: dict[int, Trained], until: int, updates: random.Random) -> None:
+def train(
+    source: Any, engine: Servers, trained: dict[int, Trained], until: int, updates: random.Random
+) -> None:
     """Train from the step after the newest of ``trained`` on. An update may be skipped, or a step have
     two."""
     first = max(trained, default=-1) + 1
     version = trained[first - 1].after if trained else 0
     if trained:
-        one.go_to(trained[first - 1].position)
+        source.go_to(trained[first - 1].position)
     engine.update_weights(None, version)
     for number in range(first, until):
-        step = one.collect(Step(number, version))
+        step = source.collect(Step(number, version))
         after = version + updates.choice([0, 1, 1, 2])
         engine.update_weights(None, after)
         trained[number] = Trained(version, after, step.data_position, step.rollouts)
@@ -120,9 +122,9 @@ def test_every_unit_is_trained_once_and_no_token_too_late(seed, staleness, budge
             engine.life = settings["life"]
             if life:
                 engine.death, engine.syncs = life["death"], life["syncs"]
-            with rollouts(engine, Path(home), staleness, STEPS, **limits) as one:
+            with rollouts(engine, Path(home), staleness, STEPS, **limits) as source:
                 try:
-                    train(one, engine, trained, settings["stop"], chaos)
+                    train(source, engine, trained, settings["stop"], chaos)
                 except (Killed, EngineError):
                     assert life is not None
             for number in sorted(trained)[len(trained) - settings["back"] :]:
@@ -146,17 +148,17 @@ def check_record(streams: Path, trained: dict[int, Trained], recipe: Recipe) -> 
     rollout, found = recipe.rollout, Harvested({}, {}, defaultdict(list))
     for number, step in sorted(trained.items()):
         recorded = read_step(streams / step_name(number))
-        due = [one for one in recorded if kind_of(one).is_due(one, recipe)]
+        due = [seen for seen in recorded if kind_of(seen).is_due(seen, recipe)]
         assert [*map(content, step.rollouts)] == [*map(content, due)], "it was trained as recorded"
-        for one in recorded:
-            key = rollout_key(one)
+        for seen in recorded:
+            key = rollout_key(seen)
             assert key not in found.ended
             drawn = found.drawn.setdefault(key, number)
-            assert number - drawn <= rollout.max_staleness - one.suspended
-            assert min(sampled_by(one)) >= trained[max(drawn - rollout.staleness, 0)].before
-            found.units[key] += units_of(one, recipe)
-            if not one.suspended:
-                found.ended[key] = one
+            assert number - drawn <= rollout.max_staleness - seen.suspended
+            assert min(sampled_by(seen)) >= trained[max(drawn - rollout.staleness, 0)].before
+            found.units[key] += units_of(seen, recipe)
+            if not seen.suspended:
+                found.ended[key] = seen
     prompts = {prompt_id for prompt_id, _ in found.drawn}
     assert prompts == {f"p#{n}" for n in range(len(prompts))}, "none is left out"
     assert len(found.drawn) == len(prompts) * recipe.streams_per_prompt
@@ -171,12 +173,12 @@ def check(streams: Path, trained: dict[int, Trained], recipe: Recipe) -> None:
         key, wanted = rollout_key(whole), units_of(whole, recipe)
         if key not in found.ended:
             assert found.units[key] == wanted[: len(found.units[key])], "suspended at the end"
-        elif (one := found.ended[key]).outcome != "budget":
-            assert content(one) == content(whole)
+        elif (seen := found.ended[key]).outcome != "budget":
+            assert content(seen) == content(whole)
             assert found.units[key] == wanted
         else:
-            assert [len(unit) for unit in found.units[key]] == [2] * len(one.pairs)
-            assert content(one)[: 2 * len(one.pairs)] == content(whole)[: 2 * len(one.pairs)]
+            assert [len(unit) for unit in found.units[key]] == [2] * len(seen.pairs)
+            assert content(seen)[: 2 * len(seen.pairs)] == content(whole)[: 2 * len(seen.pairs)]
 
 
 def uninterrupted(prompt: Prompt, drawn: int, recipe: Recipe) -> list[Rollout]:

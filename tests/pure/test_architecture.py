@@ -61,7 +61,7 @@ def test_no_files_import_each_other_in_a_circle():
         if file.stem != "__init__"
     }
     above = {
-        name: {one for found in imported(file) for one in files if f"{found}.".startswith(f"{one}.")}
+        name: {room for found in imported(file) for room in files if f"{found}.".startswith(f"{room}.")}
         for name, file in files.items()
     }
     list(TopologicalSorter(above).static_order())  # raises CycleError, which names them

@@ -92,15 +92,15 @@ class Run:
                 with contextlib.suppress(Killed):
                     mine = self.attempt(folder, number, rank, prompts[rank::replicas], carried, budget, life)
                     break
-            for one in mine:
-                self.grade(one)
+            for rollout in mine:
+                self.grade(rollout)
             record_grades(folder / f"rank-{rank}.arrow", mine)
             found += mine
         assert not list(folder.glob(JOURNALS))
         self.suspended = {
-            rollout_key(one): carried.get(rollout_key(one), RolloutOrigin(number))
-            for one in found
-            if one.suspended
+            rollout_key(rollout): carried.get(rollout_key(rollout), RolloutOrigin(number))
+            for rollout in found
+            if rollout.suspended
         }
         found.sort(key=training_order)
         assert read_step(folder) == found, "a replay trains the same"
@@ -155,8 +155,8 @@ class Run:
         recipe = self.recipe.model_copy(update={"rollout": rollout})
         engine = Lockstep(random.Random(0), self.end, max_num_seqs=5, routes=recipe.rollout.keep_routes)
         rollouts, _ = harvest(engine, HarvestPlan([prompt], recipe, EOS, seed=harvest_seed(recipe, number)))
-        for one in rollouts:
-            for segment, response in one.ended():
+        for graded in rollouts:
+            for segment, response in graded.ended():
                 segment.grade = Grade(reward_of(response), "wrong")
         return rollouts
 
@@ -227,18 +227,18 @@ def test_every_unit_is_trained_once_with_the_rewards_of_a_harvest_that_nothing_i
         run = Run(Path(home), recipe, case["end"])
         last = (len(steps), (0, None, 2, []))
         for number, (new, budget, replicas, kills) in [*enumerate(steps), last]:
-            for one in run.step(number, prompts_of(number, new), budget, replicas, kills):
-                key = rollout_key(one)
+            for rollout in run.step(number, prompts_of(number, new), budget, replicas, kills):
+                key = rollout_key(rollout)
                 assert key not in complete
-                units = units_of(one, recipe)
+                units = units_of(rollout, recipe)
                 trained[key] += units
                 took_part[key] += bool(units)
-                if not one.suspended:
-                    complete[key] = one
-                    is_due = kind_of(one).is_due(one, recipe)
+                if not rollout.suspended:
+                    complete[key] = rollout
+                    is_due = kind_of(rollout).is_due(rollout, recipe)
                     assert is_due or took_part[key], "every rollout is in a step"
                     assert not is_due or units or not took_part[key], "and no other"
-                    assert {v for s in one.segments() for _, v in s.versions} <= set(range(number + 1))
+                    assert {v for s in rollout.segments() for _, v in s.versions} <= set(range(number + 1))
         assert not run.suspended
         for prompt_id in run.drawn:
             for want in run.whole(prompt_id):
@@ -297,7 +297,7 @@ def test_new_tokens_rest_on_routes_of_the_weights_that_prefilled_their_path(
     assert run.suspended
     found = run.step(1, [], budget=None, kills=kills)
     mixed = 0
-    for segment, before in (pair for one in found for pair in paths_with_rows(one)):
+    for segment, before in (pair for rollout in found for pair in paths_with_rows(rollout)):
         if segment.versions[-1][1] == 1:
             assert (before == 1).all()
             assert (segment.routes == 1).all()
@@ -311,10 +311,12 @@ def test_a_rollout_is_cut_where_it_would_grow_too_old(tmp_path):
         found = run.step(number, prompts_of(number, 1), budget=6)
         ages = {number - drawn.step for drawn in run.suspended.values()}
         assert ages == set(range(min(number, 1) + 1)), "nothing is suspended in the second step after its own"
-    old = [one for one in found if one.prompt_id == "p#0.0"]
-    assert [one.outcome for one in old] == ["budget", "budget"]
-    assert all(one.tail is not None and len(one.tail) > 3 for one in old), "with what three steps generated"
-    assert [len(one.tail.versions) for one in old] == [3, 3]
+    old = [rollout for rollout in found if rollout.prompt_id == "p#0.0"]
+    assert [rollout.outcome for rollout in old] == ["budget", "budget"]
+    assert all(rollout.tail is not None and len(rollout.tail) > 3 for rollout in old), (
+        "with what three steps generated"
+    )
+    assert [len(rollout.tail.versions) for rollout in old] == [3, 3]
 
 
 class Late(Lockstep):
@@ -341,7 +343,7 @@ def test_what_arrives_of_a_request_that_the_last_step_aborted_is_ignored(tmp_pat
         run.engine = engine(random.Random(0), 0.1)
         found.append([run.step(number, prompts_of(number, 1), budget=10) for number in range(5)])
     assert found[0] == found[1]
-    assert any(segment.carried for step in found[0] for one in step for segment in one.segments())
+    assert any(segment.carried for step in found[0] for rollout in step for segment in rollout.segments())
 
 
 @pytest.mark.parametrize("carry_over", [True, False])

@@ -163,11 +163,13 @@ def test_the_sandbox_is_tried_where_answers_are_programs(large, anywhere, monkey
     finding = software.sandbox(anywhere)
     assert finding is not None
     assert finding.state == state
-    (one,) = [one for one in CHECKS if one.name == "code sandbox"]
+    (item,) = [item for item in CHECKS if item.name == "code sandbox"]
     code = with_recipe(large, "data.sources.0.grader=code")
     assert software.sandbox(code) == finding
-    assert one.needed(code)
-    assert not one.needed(with_recipe(large, "data.sources.0.grader=code", "reward.code_sandbox=best_effort"))
+    assert item.needed(code)
+    assert not item.needed(
+        with_recipe(large, "data.sources.0.grader=code", "reward.code_sandbox=best_effort")
+    )
     assert software.sandbox(with_recipe(large, "reward.sandbox_url=http://elsewhere")) is None
 
 
@@ -211,9 +213,9 @@ def test_the_plan_is_held_against_the_memory_that_is_there(large, monkeypatch):
     assert (elsewhere.state, elsewhere.text) == ("ok", "41.9 GB free of 42.9 GB")
 
 
-def finding(one: Finding | None) -> Finding:
-    assert one is not None
-    return one
+def finding(found: Finding | None) -> Finding:
+    assert found is not None
+    return found
 
 
 def test_a_wrong_sum_is_no_collective(anywhere, no_gpu, monkeypatch):
@@ -227,8 +229,8 @@ def test_why_gloo_fails_is_said(anywhere, no_gpu, monkeypatch):
         raise RuntimeError("Unable to find address for: n1")
 
     monkeypatch.setattr(devices.dist, "ProcessGroupGloo", no_network)
-    (one,) = [one for one in CHECKS if one.name == "collectives"]
-    assert "Unable to find address for: n1" in finding(look(one, anywhere)).text
+    (item,) = [item for item in CHECKS if item.name == "collectives"]
+    assert "Unable to find address for: n1" in finding(look(item, anywhere)).text
 
 
 def test_nccls_sum_is_that_of_all_gpus(anywhere, monkeypatch):
@@ -243,10 +245,10 @@ def test_nccls_sum_is_that_of_all_gpus(anywhere, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize(
-    "one", [one for one in devices.CHECKS if one.name != "gpu memory"], ids=lambda one: one.name
+    "item", [item for item in devices.CHECKS if item.name != "gpu memory"], ids=lambda item: item.name
 )
-def test_gpus_of_this_machine(one, anywhere):
-    assert finding(look(one, anywhere)).state == "ok"
+def test_gpus_of_this_machine(item, anywhere):
+    assert finding(look(item, anywhere)).state == "ok"
 
 
 # ---- the machine -------------------------------------------------------------------------------------
@@ -319,8 +321,8 @@ def test_a_disk_that_cannot_be_written_fails(tmp_path, monkeypatch, anywhere):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(machine.tempfile, "TemporaryFile", full)
-    (one,) = [one for one in CHECKS if one.name == "disk"]
-    assert "No space left on device" in finding(look(one, anywhere)).text
+    (item,) = [item for item in CHECKS if item.name == "disk"]
+    assert "No space left on device" in finding(look(item, anywhere)).text
 
 
 def test_space_counts_what_a_run_has_written_already(large, monkeypatch):
@@ -363,7 +365,7 @@ def test_benchmark_questions_in_the_training_data_are_said_and_stop_no_run(tmp_p
     path.write_text('{"question": "What is 1 + 1?", "answer": 2}\n')
     rows = f"{{name: rows, reader: jsonl, path: {path}}}"
     place = with_recipe(large, f"data.sources=[{rows}]", f"evaluation.benchmarks=[{rows}]")
-    (check_of_it,) = [one for one in CHECKS if one.name == "benchmarks apart"]
+    (check_of_it,) = [item for item in CHECKS if item.name == "benchmarks apart"]
     found = look(check_of_it, place)
     assert (found.state, check_of_it.needed(place), check_of_it.in_short) == ("failed", False, False)
     assert "data source rows holds 1 of the 1 questions of benchmark rows" in found.text

@@ -20,7 +20,7 @@ from tools.reference import keys, metrics
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"``(.+?)``|`([^`\n]+)`")
 LINK = re.compile(r"(?<!\\)\]\(([^)\s]+)\)")
-FAMILIES = {one.name.split("/")[0] for one in DECLARED}
+FAMILIES = {declared.name.split("/")[0] for declared in DECLARED}
 SECTIONS = {name for name, field in Recipe.model_fields.items() if field.annotation not in (str, int)}
 PATH = re.compile(r"(?:^|[\s(])((?:tools|recipes|slurm|tests|docs|megatron_eqlen)/[\w./*-]+)")
 KEYS = {re.sub(r"\.0\b", "[]", ".".join(key)) for key in all_keys()}
@@ -162,7 +162,7 @@ def test_the_defaults_of_the_reference_are_those_of_a_recipe():
 
 def test_the_reference_of_metrics_has_every_metric_with_unit_and_meaning():
     table = rows(metrics())
-    assert set(table) == {one.name for one in DECLARED}
+    assert set(table) == {declared.name for declared in DECLARED}
     assert all(cell.strip() for cells in table.values() for cell in cells[:3])
     assert table["mismatch/kl"][3] == "verl `rollout_corr/kl`"
     assert table["harvest/slot_occupancy"][1] == "mean over `harvest/engine_steps`"

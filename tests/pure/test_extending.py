@@ -133,7 +133,7 @@ def test_a_reader_and_a_grader_are_one_file_each(package):
     assert prompt.question in ("1 + 1", "2 + 2")
     short, long = (Segment(tokenizer.encode(text), [0.0] * 9, "stop") for text in ("1", "1 + 2 = 4"))
     Scorer(mine.reward, tokenizer).score([Group(prompt, 0, [short, long])])
-    assert [one.grade.reward for one in (short, long)] == [0.0, 1.0]
+    assert [segment.grade.reward for segment in (short, long)] == [0.0, 1.0]
 
 
 @pytest.mark.parametrize(

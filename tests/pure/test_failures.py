@@ -102,7 +102,7 @@ def test_a_write_to_a_full_disk_is_an_error_that_names_the_file(tmp_path):
 def test_only_the_first_error_of_a_process_and_of_a_run_is_kept(run):
     failures.record(raised(RuntimeError("first")))
     failures.record(raised(RuntimeError("second")))
-    assert [one.message for one in failures.read(run)] == ["RuntimeError: first"]
+    assert [failure.message for failure in failures.read(run)] == ["RuntimeError: first"]
     failures._told = None  # another rank
     failures.record(raised(RuntimeError("third")))
     assert (run / FIRST).read_text().splitlines()[0].endswith("failed first: RuntimeError: first")

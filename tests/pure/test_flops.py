@@ -85,7 +85,7 @@ def seen_one_by_one(rollout: Rollout) -> list[int]:
     path."""
     drawn = kind_of(rollout).picture(rollout)
     placed = [side for pair in drawn.pairs for side in pair] + drawn.segments
-    return [3 + len(one.inherited) + n for one in placed for n in range(len(one.segment))]
+    return [3 + len(labeled.inherited) + n for labeled in placed for n in range(len(labeled.segment))]
 
 
 @given(rollouts)
@@ -135,10 +135,10 @@ def test_a_steps_flops_are_its_generated_prefilled_and_trained_tokens():
     def flops(*overrides: str) -> dict[str, float]:
         return counted(load(ROOT / "recipes/qwen3_0.6b.yaml", overrides), model, metrics)
 
-    one = flops("loss.kl_coef=0", "rollout.block_size=31")
-    assert one["harvest/flops"] == (1000 + 20 + 4 * 16) * forward_flops(model, 50)
-    assert one["train/flops"] == 3 * 300 * forward_flops(model, 80)
-    assert flops("loss.minibatches=2")["train/flops"] == 5 / 3 * one["train/flops"], (
+    base = flops("loss.kl_coef=0", "rollout.block_size=31")
+    assert base["harvest/flops"] == (1000 + 20 + 4 * 16) * forward_flops(model, 50)
+    assert base["train/flops"] == 3 * 300 * forward_flops(model, 80)
+    assert flops("loss.minibatches=2")["train/flops"] == 5 / 3 * base["train/flops"], (
         "reference and old log-probs"
     )
     assert counted(load(ROOT / "recipes/qwen3_0.6b.yaml"), model, {}) == {

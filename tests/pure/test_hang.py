@@ -49,7 +49,9 @@ def test_a_chain_of_waiting_ranks_leads_to_the_one_at_its_end(case):
         if at:
             mine.append(group(4, False, f"pair{at - 1}", (order[at - 1], rank)))
         ranks.append(facts(rank, *mine))
-    assert cause(*sorted(ranks, key=lambda one: one["rank"])).startswith(f"rank {order[-1]} did not come to")
+    assert cause(*sorted(ranks, key=lambda report: report["rank"])).startswith(
+        f"rank {order[-1]} did not come to"
+    )
 
 
 def test_ranks_that_wait_for_each_other_are_all_named():
@@ -99,8 +101,8 @@ def test_a_group_that_a_full_recorder_does_not_show_is_not_known(oldest, entered
 
 
 def test_the_index_has_the_cause_and_a_line_for_every_rank(tmp_path):
-    for one in (facts(0, group(17, True)), facts(1, group(16, False))):
-        (tmp_path / f"rank-{one['rank']}.json").write_text(json.dumps(one))
+    for report in (facts(0, group(17, True)), facts(1, group(16, False))):
+        (tmp_path / f"rank-{report['rank']}.json").write_text(json.dumps(report))
     lines = hang.explain(hang.read(tmp_path), world=3).splitlines()
     assert lines[0].startswith("no progress on any rank for 600 s: rank 2 wrote no facts")
     assert [line.partition(":")[0].split(",")[0] for line in lines[2:5]] == [
@@ -116,7 +118,7 @@ def test_what_killed_tries_left_is_removed_and_nothing_else(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     remove_quiet(tmp_path)
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["hung", "notes.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hung", "notes.txt"]
 
 
 def test_stacks_of_a_thread_that_was_only_late_are_removed(tmp_path):

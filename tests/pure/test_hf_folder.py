@@ -115,7 +115,7 @@ def test_headers_that_are_nearly_right_are_too(tmp_path_factory, dtypes, cut, mo
     for name, (dtype, size) in zip("abc", dtypes, strict=False):
         header[name] = {"dtype": dtype, "shape": [3], "data_offsets": [end, end + 3 * size]}
         end += 3 * size
-    ends = [one["data_offsets"] for one in header.values()]
+    ends = [entry["data_offsets"] for entry in header.values()]
     if at // 2 < len(ends):
         ends[at // 2][at % 2] += moved
     agrees_with_the_library(tmp_path_factory, header, max(0, end + cut))
@@ -144,7 +144,7 @@ def tiny(tmp_path):
 
 def shard(folder, scale: float = 1.0) -> None:
     """Save the folder's weights, scaled, as two files with an index."""
-    tensors = {name: one * scale for name, one in load_file(folder / SINGLE).items()}
+    tensors = {name: weight * scale for name, weight in load_file(folder / SINGLE).items()}
     halves = {f"model-0000{n + 1}-of-00002.safetensors": sorted(tensors)[n::2] for n in range(2)}
     for file, here in halves.items():
         save_file({name: tensors[name] for name in here}, folder / file, metadata={"format": "pt"})
@@ -218,8 +218,8 @@ def mapped(**changes):
 def duplicate(folder) -> None:
     mapped()(folder)
     second = folder / "model-00002-of-00002.safetensors"
-    one = load_file(folder / "model-00001-of-00002.safetensors")["lm_head.weight"]
-    save_file(load_file(second) | {"lm_head.weight": one}, second)
+    head = load_file(folder / "model-00001-of-00002.safetensors")["lm_head.weight"]
+    save_file(load_file(second) | {"lm_head.weight": head}, second)
 
 
 BAD_INDEX = {
@@ -306,7 +306,7 @@ def test_a_sync_brings_what_is_trained_and_nothing_else(tmp_path, tied):
 
 def fuse_experts(folder, model) -> None:
     """Write the experts as Transformers 5 holds them in memory."""
-    fused = {name: one.contiguous() for name, one in model.state_dict().items()}
+    fused = {name: weight.contiguous() for name, weight in model.state_dict().items()}
     assert any(name.endswith("experts.gate_up_proj") for name in fused)
     save_file(fused, folder / SINGLE, metadata={"format": "pt"})
 
@@ -315,7 +315,7 @@ def test_a_folder_with_fused_experts_takes_part_in_weight_sync(tmp_path):
     model = save_tiny(tmp_path, "qwen3_moe")
     single = load_file(tmp_path / SINGLE)
     fuse_experts(tmp_path, model)
-    assert WeightTable.read(tmp_path).shapes == {name: tuple(one.shape) for name, one in single.items()}
+    assert WeightTable.read(tmp_path).shapes == {name: tuple(weight.shape) for name, weight in single.items()}
     assert dict(WeightTable.read(tmp_path).check(single.items())).keys() == single.keys()
 
 
@@ -326,7 +326,7 @@ def test_an_index_of_fused_experts_is_understood(tmp_path):
     shard(tmp_path)
     (tmp_path / SINGLE).unlink()
     folder = HFFolder(tmp_path)
-    assert all(torch.equal(folder.tensor(name), one) for name, one in single.items())
+    assert all(torch.equal(folder.tensor(name), weight) for name, weight in single.items())
 
 
 @pytest.mark.parametrize("shape", [(8,), (64, 64), (8, 63, 64), (2, 4, 64, 64)])
@@ -345,7 +345,9 @@ def tied_with_head(folder, head) -> None:
     rewrite(folder, **{"lm_head.weight": head(load_file(folder / SINGLE)["model.embed_tokens.weight"])})
 
 
-@pytest.mark.parametrize("head", [torch.zeros_like, lambda one: one.bfloat16(), lambda one: one + 1e-6])
+@pytest.mark.parametrize(
+    "head", [torch.zeros_like, lambda weight: weight.bfloat16(), lambda weight: weight + 1e-6]
+)
 def test_a_head_that_differs_from_tied_embeddings_is_refused_by_name(tmp_path, head):
     """Transformers would not tie them, vLLM would: trainer and engine must be one model."""
     tied_with_head(tmp_path, head)
@@ -357,7 +359,7 @@ def test_a_head_that_differs_from_tied_embeddings_is_refused_by_name(tmp_path, h
             read()
 
 
-@pytest.mark.parametrize("head", [torch.clone, lambda one: one.double()])
+@pytest.mark.parametrize("head", [torch.clone, lambda weight: weight.double()])
 def test_a_head_equal_to_tied_embeddings_is_no_matter(tmp_path, head):
     tied_with_head(tmp_path, head)
     check_folder(HFFolder(tmp_path), read_config(tmp_path))

@@ -24,7 +24,7 @@ def test_a_token_is_of_the_weights_in_use_when_it_was_sampled(syncs, cuts, lag):
     labels, version, found = Labels(0), 0, []
     happenings = [(time, 0, None) for time in syncs]
     happenings += [(stop + lag, 1, (start, stop)) for start, stop in pairwise([0, *cuts, 30])]
-    for time, _, event in sorted(happenings, key=lambda one: one[:2]):
+    for time, _, event in sorted(happenings, key=lambda happening: happening[:2]):
         if event is None:
             version += 1
             labels.sync(time, version)

@@ -48,7 +48,9 @@ class Browser:
 
     def poll(self) -> set[str]:
         """Return the sections that were sent."""
-        status, text = self.get("/news?" + "&".join(f"{name}={one}" for name, one in self.known.items()))
+        status, text = self.get(
+            "/news?" + "&".join(f"{name}={version}" for name, version in self.known.items())
+        )
         assert status == 200, text
         news = json.loads(text)
         self.known |= {name: section["version"] for name, section in news.items()}

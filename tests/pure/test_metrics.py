@@ -20,7 +20,7 @@ from tests.kit import ROOT
 PACKAGE = ROOT / "megatron_eqlen"
 SOURCES = {*PACKAGE.rglob("*.py")} - {PACKAGE / "report/metric_names.py"}
 """All sources but the table of other frameworks' names of our metrics."""
-STAGES = {one.name.split("/")[0] for one in DECLARED} - {"evaluation"}
+STAGES = {declared.name.split("/")[0] for declared in DECLARED} - {"evaluation"}
 
 
 def segment(length: int, finish_reason: str | None = "stop") -> Segment:
@@ -134,7 +134,9 @@ def test_an_undeclared_name_is_an_error_that_names_the_nearest():
 
 
 def test_every_weight_is_itself_a_declared_sum():
-    ways = [way for one in DECLARED for way in (one.merge, one.in_turn) if isinstance(way, Mean)]
+    ways = [
+        way for declared in DECLARED for way in (declared.merge, declared.in_turn) if isinstance(way, Mean)
+    ]
     for count in {count.replace("*", "any") for way in ways for count in way.counts}:
         assert "sum" in (metric(count).merge, metric(count).in_turn), count
 
@@ -154,7 +156,9 @@ def test_a_name_that_two_places_know_is_a_constant():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and is_name(node.value):
                 places.setdefault(node.value, []).append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
-    used = {name: [one for one in at if not one.startswith("metrics.py")] for name, at in places.items()}
+    used = {
+        name: [place for place in at if not place.startswith("metrics.py")] for name, at in places.items()
+    }
     constants = {value for value in vars(metrics).values() if isinstance(value, str)}
     assert {name: at for name, at in used.items() if len(at) > (name not in constants)} == {}
 

@@ -251,8 +251,8 @@ def test_sampling_masks_go_with_their_tokens_and_must_be_what_the_recipe_says():
     stream = worked_example()
     with pytest.raises(ValueError, match="keep_sampling_mask: true, found a rollout recorded without"):
         build([stream], **masked)
-    for one in stream.segments():
-        one.sampling_mask = SamplingMask.of((token, token + 10) for token in one.token_ids)
+    for sampled in stream.segments():
+        sampled.sampling_mask = SamplingMask.of((token, token + 10) for token in sampled.token_ids)
     for changes in ({}, {"equal_length__prefix_in_gradient": True, "packing__layout": "expanded"}):
         (tree,), _ = build([stream], **masked, **changes)
         for node in tree.nodes[1:]:

@@ -170,8 +170,8 @@ def test_the_kv_cache_of_a_token_is_that_of_its_heads_and_fewer_heads_than_ranks
 
 
 def test_buckets_begin_and_end_where_megatron_aligns_them():
-    one = Buffer(sizes=(100, 10, 70), ranks=3)
-    assert one.buckets == [384], "70, from 128: 10, from 192: 100, to a multiple of 384"
+    buffer = Buffer(sizes=(100, 10, 70), ranks=3)
+    assert buffer.buckets == [384], "70, from 128: 10, from 192: 100, to a multiple of 384"
     split = Buffer(sizes=(100, 10, 70), ranks=3, bucket_elements=60)
     assert split.buckets == [384, 384], "70 fills one; 10 and, from 64, 100 the other"
     tied = Buffer(sizes=(100,), ranks=2, shared_embedding=30)

@@ -152,10 +152,10 @@ def test_exponents_are_clamped_to_20_as_in_verl_and_counted(distance):
     """Both the token ratio without a gain from clipping (A < 0) and k3 stay finite, and flat beyond the
     limit."""
     logprobs = torch.zeros(1, dtype=torch.float64, requires_grad=True)
-    one = torch.ones(1, dtype=torch.float64)
+    unit = torch.ones(1, dtype=torch.float64)
     loss, log = policy_loss(
-        logprobs, one, weights=one, advantages=-one, segment_ids=torch.zeros(1, dtype=torch.int64),
-        rollout_logprobs=0 * one, old_logprobs=-distance * one, ref_logprobs=-distance * one,
+        logprobs, unit, weights=unit, advantages=-unit, segment_ids=torch.zeros(1, dtype=torch.int64),
+        rollout_logprobs=0 * unit, old_logprobs=-distance * unit, ref_logprobs=-distance * unit,
         objective=lookup("grpo"), loss=LossRecipe(kl_coef=0.5),
     )  # fmt: skip
     loss.backward()

@@ -17,8 +17,8 @@ def test_the_sandbox_passes_every_right_solution_and_no_wrong_one(tmp_path):
     write(tmp_path, rows, records)
     tally = Tally()
     problems = {
-        one.row_id: one
-        for one in opencodereasoning.read(tmp_path / "split_0", tally, tests=str(tmp_path / "tests"))
+        problem.row_id: problem
+        for problem in opencodereasoning.read(tmp_path / "split_0", tally, tests=str(tmp_path / "tests"))
     }
     assert not tally.dropped
     assert [*problems] == [row["id"] for row in rows]
@@ -36,10 +36,14 @@ def test_the_sandbox_passes_every_right_solution_and_no_wrong_one(tmp_path):
 
 
 def test_a_task_does_what_its_words_say():
-    (task,) = (one for one in TASKS if "that are even. Print the sum of their squares." in one.question)
+    (task,) = (
+        candidate
+        for candidate in TASKS
+        if "that are even. Print the sum of their squares." in candidate.question
+    )
     assert task.answer([3, 4, -2, 7]) == 20
     assert task.answer([1]) == 0
-    assert len({one.question for one in TASKS}) == len(TASKS)
+    assert len({candidate.question for candidate in TASKS}) == len(TASKS)
 
 
 def test_rows_are_a_function_of_the_seed():

@@ -103,12 +103,14 @@ def test_unscored_rollouts_have_no_rewards():
     stream.pairs[1].a.grade = None
     group.completions[1].grade = None
     assert {(pair.a.use, pair.a.role) for pair in look(stream).pairs} == {("not scored", "plain")}
-    assert {(one.use, one.role) for one in look(group, "independent").segments} == {("not scored", "plain")}
+    assert {(shown.use, shown.role) for shown in look(group, "independent").segments} == {
+        ("not scored", "plain")
+    }
 
 
 def test_a_group_is_compared_with_its_mean_and_truncated_counts_as_wrong():
     seen = look(example_group(), "independent")
-    assert [(one.reward, one.role, one.end) for one in seen.segments] == [
+    assert [(shown.reward, shown.role, shown.end) for shown in seen.segments] == [
         (1.0, "raised", "stop"),
         (0.0, "lowered", "stop"),
         (0.0, "lowered", "length"),
@@ -119,7 +121,7 @@ def test_what_the_budget_cut_off_is_not_trained_and_moves_nowhere():
     group = example_group()
     group.completions[2] = dataclasses.replace(group.completions[2], finish_reason=None)
     seen = look(group, "independent")
-    assert [(one.reward, one.role, one.use) for one in seen.segments] == [
+    assert [(shown.reward, shown.role, shown.use) for shown in seen.segments] == [
         (1.0, "raised", "trained"),
         (0.0, "lowered", "trained"),
         (None, "plain", "not trained"),
@@ -131,7 +133,7 @@ def test_a_group_without_an_advantage_is_skipped_unless_a_kl_penalty_trains_it()
     group.completions[0].grade = WRONG
     for kl_coef, use in ((0.0, "skipped"), (0.1, "trained")):
         seen = look(group, "independent", loss={"kl_coef": kl_coef})
-        assert {(one.role, one.use) for one in seen.segments} == {("equal", use)}
+        assert {(shown.role, shown.use) for shown in seen.segments} == {("equal", use)}
 
 
 def test_prompts_that_dynamic_sampling_dropped_are_not_trained():
@@ -164,8 +166,8 @@ def test_roles_and_uses_are_those_of_the_trees_that_are_trained():
 
 def test_a_tree_names_the_step_that_each_step_continues():
     seen = look(example_tree(), "tree", objective="treerpo")
-    assert [one.role for one in seen.segments] == ["equal", "raised", "lowered"]
-    assert [(one.label, one.before, one.inherited) for one in seen.segments] == [
+    assert [shown.role for shown in seen.segments] == ["equal", "raised", "lowered"]
+    assert [(shown.label, shown.before, shown.inherited) for shown in seen.segments] == [
         ("step 0", "", 0),
         ("step 1 after step 0", "5 6", 2),
         ("step 2 after step 0", "5 6", 2),

@@ -73,8 +73,8 @@ def group(*texts: str, grader: str = OBEDIENT) -> Group:
     return Group(prompt(grader), 0, [ending(text) for text in texts])
 
 
-def verdicts(one: Group) -> list[tuple[str, float] | None]:
-    return [seg.grade and (seg.grade.verdict, seg.grade.reward) for seg in one.completions]
+def verdicts(rollout: Group) -> list[tuple[str, float] | None]:
+    return [seg.grade and (seg.grade.verdict, seg.grade.reward) for seg in rollout.completions]
 
 
 @pytest.fixture
@@ -135,9 +135,9 @@ def test_an_evaluation_grades_while_it_generates(scorer, begun, recipe):
 
 def test_a_rank_grades_only_what_it_was_given(scorer, begun, recipe):
     scorer.begin_ended([group("begun before")])
-    one = group("right")
-    assert scorer.score([one])["reward/calls"] == 1
-    assert verdicts(one) == [("done", 1.0)]
+    rollout = group("right")
+    assert scorer.score([rollout])["reward/calls"] == 1
+    assert verdicts(rollout) == [("done", 1.0)]
 
 
 def test_what_has_no_verdict_in_time_is_a_timeout_and_said_once(scorer, begun, caplog):
@@ -173,13 +173,13 @@ def test_what_goes_wrong_in_the_background_is_raised_once_with_the_prompts_id(sc
 
 
 def test_equal_responses_are_begun_once_and_recorded_grades_are_kept(scorer, begun):
-    kept, one, other = Grade(0.25, "kept"), group("right", "x"), group("right", "x")
-    one.completions[1].grade = kept
-    scorer.begin_ended([one, other])
+    kept, first, other = Grade(0.25, "kept"), group("right", "x"), group("right", "x")
+    first.completions[1].grade = kept
+    scorer.begin_ended([first, other])
     scorer.begin_ended([other])
-    assert scorer.score([one, other])["reward/calls"] == 2
+    assert scorer.score([first, other])["reward/calls"] == 2
     assert sorted(begun()) == ["right", "x"]
-    assert one.completions[1].grade is kept
+    assert first.completions[1].grade is kept
     assert verdicts(other) == [("done", 1.0), ("done", 0.0)]
 
 

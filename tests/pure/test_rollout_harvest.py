@@ -174,7 +174,7 @@ def check_routes(rollout: Rollout) -> None:
     for part in harvested:
         if isinstance(rollout, Stream):
             above = [one.segment for one in harvested[: part.number - (part.role == "b")] if one.role == "b"]
-            before = prompt + [token for one in above for token in one.token_ids.tolist()]
+            before = prompt + [token for segment in above for token in segment.token_ids.tolist()]
         else:
             before = trunk[part.parent]
         trunk[part.number] = path = before + part.segment.token_ids.tolist()
@@ -507,7 +507,7 @@ def test_done_rollouts_are_returned_and_not_generated_again():
     second, _ = harvest(
         engine,
         HarvestPlan(make_prompts(3), recipe, EOS, seed=1, progress=HarvestProgress(first[1:4])),
-        [OnPart(lambda one, part: announced.add((one.prompt.prompt_id, one.index)))],
+        [OnPart(lambda harvester, part: announced.add((harvester.prompt.prompt_id, harvester.index)))],
     )
     assert second == first
     assert announced == set(map(rollout_key, [first[0], *first[4:]]))

@@ -216,7 +216,7 @@ def test_skeletons_have_everything_but_arrays(tmp_path):
     record(path, rollouts)
     found = read_skeletons([path])
     assert list(map(shape, found)) == list(map(shape, sorted(rollouts, key=training_order)))
-    masks = [s.sampling_mask for one in found for s in one.segments() if s.sampling_mask]
+    masks = [s.sampling_mask for rollout in found for s in rollout.segments() if s.sampling_mask]
     assert [(len(mask), len(mask.ids)) for mask in masks] == [(1, 2), (2, 4)]
     for used in (np.asarray, list, lambda array: array[0]):
         with pytest.raises(AssertionError, match="an array of 1 numbers was read where only its length"):

@@ -95,13 +95,13 @@ def attempt(
         rollouts, metrics = harvest(
             engine,
             HarvestPlan(PROMPTS, recipe, EOS, seed=seed, progress=left),
-            [recorder, OnPart(lambda one, part: announced[one.prompt.prompt_id, one.index].append(part))],
+            [recorder, OnPart(lambda unit, part: announced[unit.prompt.prompt_id, unit.index].append(part))],
         )
     remove_journals(files, NAMES)
-    for one in rollouts:
-        if rollout_key(one) not in map(rollout_key, left.rollouts):  # those that were recorded, too
-            heard = sorted(announced[rollout_key(one)], key=lambda part: part.number)
-            assert heard == kind_of(one).parts(one)
+    for rollout in rollouts:
+        if rollout_key(rollout) not in map(rollout_key, left.rollouts):  # those that were recorded, too
+            heard = sorted(announced[rollout_key(rollout)], key=lambda part: part.number)
+            assert heard == kind_of(rollout).parts(rollout)
     return rollouts, metrics, left
 
 

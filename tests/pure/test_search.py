@@ -52,12 +52,12 @@ def test_every_line_and_every_answer_is_right(rows):
 def test_the_real_reader_and_grader_take_the_rows(rows, tmp_path):
     write_rows(tmp_path / "train.parquet", rows[:20])
     read = list(deepmath.read(tmp_path / "train.parquet", Tally()))
-    assert [(one.question, one.gold) for one in read] == [
+    assert [(problem.question, problem.gold) for problem in read] == [
         (row["question"], row["final_answer"]) for row in rows[:20]
     ]
     grader = MathGrader("either", workers=1)
     try:
-        grades = grader.grade([row["r1_solution_1"] for row in rows[:20]], [one.gold for one in read])
+        grades = grader.grade([row["r1_solution_1"] for row in rows[:20]], [problem.gold for problem in read])
     finally:
         grader.close()
     assert {grade.verdict for grade in grades} == {"correct"}

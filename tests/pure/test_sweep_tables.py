@@ -138,7 +138,7 @@ def test_a_detectable_difference_is_shown_in_80_percent_of_experiments():
     rng = np.random.default_rng(0)
     noise = rng.normal(size=(4000, 5))
     true = (2.776445 + 0.940965) / math.sqrt(5)
-    shown = fmean(seed_difference(np.zeros(5), one + true).low > 0 for one in noise[:500])
+    shown = fmean(seed_difference(np.zeros(5), differences + true).low > 0 for differences in noise[:500])
     assert 0.74 < shown < 0.86
     squares = fmean(detectable_difference(np.zeros(5), one) ** 2 for one in noise)
     assert math.sqrt(squares) == pytest.approx(true, rel=0.03)

@@ -23,36 +23,36 @@ TIMES = st.integers(0, 20)
     length=st.integers(1, 20),
 )
 def test_idle_is_the_time_that_no_span_covers(spans, ongoing, since, length):
-    one = Timeline()
-    one.spans = [Span(stage, min(pair), max(pair)) for stage, *pair in spans]
+    line = Timeline()
+    line.spans = [Span(stage, min(pair), max(pair)) for stage, *pair in spans]
     if ongoing is not None:
-        one.spans.append(Span("harvest", ongoing))
+        line.spans.append(Span("harvest", ongoing))
     for stages in (ENGINE, TRAINER):
         covered = {
             moment
-            for span in one.spans
+            for span in line.spans
             if span.stage in stages
             for moment in range(since, since + length)
             if span.began <= moment < span.ended
         }
-        assert one.idle(stages, since, since + length) == length - len(covered)
+        assert line.idle(stages, since, since + length) == length - len(covered)
 
 
 def test_a_span_is_given_once_when_it_has_ended():
-    one = Timeline()
-    with one.span("train") as trained, one.span("score"):
+    line = Timeline()
+    with line.span("train") as trained, line.span("score"):
         pass
-    one.spans.append(Span("harvest", trained.began))
-    assert {span["stage"] for span in one.take(trained.ended)} == {"train", "score"}
-    assert one.take(float("inf")) != []
-    assert one.take(float("inf")) == []
+    line.spans.append(Span("harvest", trained.began))
+    assert {span["stage"] for span in line.take(trained.ended)} == {"train", "score"}
+    assert line.take(float("inf")) != []
+    assert line.take(float("inf")) == []
 
 
 def test_what_raises_has_ended_too():
-    one = Timeline()
-    with pytest.raises(KeyError), one.span("train"):
+    line = Timeline()
+    with pytest.raises(KeyError), line.span("train"):
         raise KeyError
-    assert one.spans[0].ended < float("inf")
+    assert line.spans[0].ended < float("inf")
 
 
 def test_the_picture_has_a_bar_for_each_stage_in_its_lane():

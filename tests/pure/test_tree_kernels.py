@@ -210,7 +210,7 @@ def test_shares_divide_a_row_and_what_they_send_is_what_is_missing():
             needed = seen[share.positions].any(0).reshape(-1, unit).any(1).repeat(unit)
             assert share.keys.tolist() == np.flatnonzero(needed).tolist()
             assert sum(share.receive_counts) == len(share.keys) - len(share.positions)
-            there = np.concatenate([one.positions[part] for one, part in sent_to(share, shares)])
+            there = np.concatenate([sender.positions[part] for sender, part in sent_to(share, shares)])
             own = np.concatenate([share.positions, there])
             assert own[share.arranged].tolist() == share.keys.tolist()
         counts = np.array([share.send_counts for share in shares])

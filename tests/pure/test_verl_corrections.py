@@ -41,9 +41,9 @@ def test_weights_masks_and_metrics_are_verls(case):
     torch.testing.assert_close(found.kept, kept)
     weights = torch.tensor(case["weights"], dtype=torch.float64)
     torch.testing.assert_close(found.importance, weights * kept, atol=1e-8, rtol=0)
-    one = torch.ones_like(TRAINER)
-    columns = {"weights": one, "advantages": one, "segment_ids": SEGMENTS, "rollout_logprobs": ENGINE}
-    metrics = reduce_metrics([policy_loss(TRAINER, one, **columns, objective=lookup("grpo"), loss=loss)[1]])
+    ones = torch.ones_like(TRAINER)
+    columns = {"weights": ones, "advantages": ones, "segment_ids": SEGMENTS, "rollout_logprobs": ENGINE}
+    metrics = reduce_metrics([policy_loss(TRAINER, ones, **columns, objective=lookup("grpo"), loss=loss)[1]])
     verl = case["metrics"]
     same = {name: value for name, value in verl.items() if f"mismatch/{name}" in metrics}
     assert len(same) == 5 + ("rollout_is" in case) + 2 * ("rollout_rs" in case)

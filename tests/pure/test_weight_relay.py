@@ -94,15 +94,15 @@ def test_a_node_is_sent_the_weights_once_and_all_its_workers_have_them(trainer, 
         assert len(sockets) == connections
         for frame in [*FRAMES, []]:
             trainer.send(sockets, frame)
-        assert [read(one, len(DONE)) for one in sockets] == [DONE] * connections
+        assert [read(sock, len(DONE)) for sock in sockets] == [DONE] * connections
         for worker in workers:
             for found, sent in zip(worker.result(), FRAMES, strict=True):
                 for (name, tensor), (expected_name, expected) in zip(found, sent, strict=True):
                     assert (name, tensor.shape) == (expected_name, expected.shape)
                     assert tensor.dtype == expected.dtype
                     assert bits(tensor) == bits(expected)
-        for one in sockets:
-            one.close()
+        for sock in sockets:
+            sock.close()
 
 
 def test_whoever_breaks_off_nobody_waits(trainer):

@@ -215,7 +215,7 @@ def save_before_training(model: str, folder: str) -> bool:
     from megatron_eqlen.training import checkpoint
 
     policy = policy_of(model)
-    before = {name: one.clone() for name, one in policy.weights()}
+    before = {name: tensor.clone() for name, tensor in policy.weights()}
     checkpoint.save(Path(folder), 1, policy, {}, keep=1)
     policy = policy_of(model)
     checkpoint.load(Path(folder), policy)
@@ -225,7 +225,7 @@ def save_before_training(model: str, folder: str) -> bool:
         for state in chained_optimizer.optimizer.state.values()
         for value in (state["step"], state["exp_avg"], state["exp_avg_sq"])
     ]
-    same = all(torch.equal(one, before[name]) for name, one in policy.weights())
+    same = all(torch.equal(tensor, before[name]) for name, tensor in policy.weights())
     return same and len(moments) > 0 and not any(value.any() for value in moments)
 
 

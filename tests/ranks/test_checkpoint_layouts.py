@@ -61,7 +61,9 @@ def plain_tensors(*folders: str) -> list[dict[str, torch.Tensor]]:
 
     steps = [step for folder in folders for step in checkpoint_folder.steps(Path(folder))]
     loaded = [dist_checkpointing.load_plain_tensors(str(step)) for step in steps]
-    return [{name: one for name, one in each.items() if isinstance(one, torch.Tensor)} for each in loaded]
+    return [
+        {name: tensor for name, tensor in each.items() if isinstance(tensor, torch.Tensor)} for each in loaded
+    ]
 
 
 SAME_BUCKETS = {

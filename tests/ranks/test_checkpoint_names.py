@@ -95,11 +95,11 @@ def test_the_stand_in_has_transformer_engines_names():
     from tests.kit import transformer_engine_names as ours
 
     size: dict[str, Any] = {"in_features": 16, "out_features": 32, "bias": False}
-    one: dict[str, Any] = {"tp_size": 1, "parallel_mode": None}
+    single: dict[str, Any] = {"tp_size": 1, "parallel_mode": None}
     pairs = [
-        (real.Linear(**size), ours.Linear(**size, **one)),
-        (real.LayerNormLinear(**size, normalization="RMSNorm"), ours.LayerNormLinear(**size, **one)),
-        (real.GroupedLinear(num_gemms=2, **size), ours.GroupedLinear(num_gemms=2, **size, **one)),
+        (real.Linear(**size), ours.Linear(**size, **single)),
+        (real.LayerNormLinear(**size, normalization="RMSNorm"), ours.LayerNormLinear(**size, **single)),
+        (real.GroupedLinear(num_gemms=2, **size), ours.GroupedLinear(num_gemms=2, **size, **single)),
         (real.RMSNorm(hidden_size=16), ours.RMSNorm(16)),
     ]
     for theirs, mine in pairs:

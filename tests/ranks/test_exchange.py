@@ -67,8 +67,8 @@ def rollouts_of(seed: int, sampling: str, masks: bool, routes: bool = False) -> 
     rng = np.random.default_rng(seed)
     for rollout in made if routes else ():
         rollout.prompt_routes = any_routes(rng, len(rollout.prompt.token_ids) - 1, MOE_LAYERS)
-        for one in rollout.segments():
-            one.routes = any_routes(rng, len(one), MOE_LAYERS)
+        for sampled in rollout.segments():
+            sampled.routes = any_routes(rng, len(sampled), MOE_LAYERS)
     return made
 
 
@@ -177,11 +177,13 @@ def try_cases(cases: list[Case]) -> list[int]:
         everything = rollouts_of(case.seed, case.sampling, case.masks, case.routes)
         rng = np.random.default_rng(case.seed)
         homes = np.zeros(len(everything)) if case.one_home else rng.integers(0, world, len(everything))
-        part = [copy.deepcopy(one) for one, home in zip(everything, homes, strict=True) if home == rank]
+        part = [
+            copy.deepcopy(rollout) for rollout, home in zip(everything, homes, strict=True) if home == rank
+        ]
         placements = placements_of(world, case)
         placement = placements[rank]
         ranks = 1 + max(placement.data_parallel for placement in placements)
-        known = shared(part, list({one.prompt_id: one.prompt for one in everything}.values()))
+        known = shared(part, list({rollout.prompt_id: rollout.prompt for rollout in everything}.values()))
         expected, metrics = planned_of(everything, case, ranks)
         plans, found = planned_of(known, case, ranks)
         assert metrics == found
@@ -277,8 +279,8 @@ def whole_and_shared(folder: str, sections: dict[str, Any], one_home: bool) -> l
     start(mine.parallel, seed=1)
     everything = rollouts_of(5, "equal_length", masks=True)
     part = everything if one_home else everything[rank::world]
-    part = [copy.deepcopy(one) for one in part if rank == 0 or not one_home]
-    known = shared(part, [one.prompt for one in everything])
+    part = [copy.deepcopy(rollout) for rollout in part if rank == 0 or not one_home]
+    known = shared(part, [rollout.prompt for rollout in everything])
     results = []
     for rollouts in (everything, known):
         policy = Policy(mine)
@@ -310,13 +312,13 @@ def with_a_bad_logprob(folder: str, sections: dict[str, Any]) -> tuple[float, li
     start(mine.parallel, seed=1)
     everything = rollouts_of(5, "equal_length", masks=False)
     part = everything[rank::world]
-    for one in part[-1].segments() if rank == world - 1 else ():
-        one.logprobs[0] = np.nan
+    for sampled in part[-1].segments() if rank == world - 1 else ():
+        sampled.logprobs[0] = np.nan
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("megatron_eqlen").addHandler(handler)
-    known = shared(part, [one.prompt for one in everything])
+    known = shared(part, [rollout.prompt for rollout in everything])
     metrics = Policy(mine).update(build_minibatches(known, mine)[0])
     return metrics["train/skipped_updates"], messages
 

@@ -86,13 +86,13 @@ def peaks() -> list[int]:
     hidden, weight = torch.randn(4096, 16).bfloat16(), torch.randn(2048, 16).bfloat16()
 
     def run(chunk: int, train: bool) -> None:
-        one = Head(labels, None, None, 1.0, everyone(), chunk)
+        module = Head(labels, None, None, 1.0, everyone(), chunk)
         if not train:
             with torch.no_grad():
-                one(hidden, weight)
+                module(hidden, weight)
             return
         inputs = [x.requires_grad_() for x in (hidden.clone(), weight.clone())]
-        torch.autograd.grad(one(*inputs)[0].sum(), inputs)
+        torch.autograd.grad(module(*inputs)[0].sum(), inputs)
 
     run(256, True)  # the first call starts what stays
     return [peak_bytes(run, *args) for args in ((4096, True), (256, True), (256, False))]

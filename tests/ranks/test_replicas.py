@@ -46,7 +46,7 @@ def harvest_and_grade(engine_size: int, in_step: bool, rollouts: int) -> tuple[l
     replicas, letters = Replicas(engine_size, in_step), Letters()
     scorer = Scorer(RewardRecipe(math_rule="exact", workers=1), letters)
     harvested = []
-    for group in (generated(one, n) for one in replicas.share(PROMPTS) for n in range(rollouts)):
+    for group in (generated(prompt, n) for prompt in replicas.share(PROMPTS) for n in range(rollouts)):
         harvested.append(group)
         if replicas.grades(group.prompt, group.index):  # as it ends; the last are left to the end
             scorer.begin_ended([group] if group.prompt.number < 5 else [])
@@ -69,11 +69,11 @@ def harvest_and_grade(engine_size: int, in_step: bool, rollouts: int) -> tuple[l
 )
 def test_every_response_is_graded_once_and_reaches_every_rank(ranks, engine_size, in_step, rollouts):
     answers = run_ranks(ranks, harvest_and_grade, engine_size, in_step, rollouts)
-    all_of_them = [(one.prompt_id, n) for one in PROMPTS for n in range(rollouts)]
+    all_of_them = [(prompt.prompt_id, n) for prompt in PROMPTS for n in range(rollouts)]
     assert sorted(name for _, graded, _ in answers for name in graded) == sorted(
         f"{prompt_id}/{n}" for prompt_id, n in all_of_them
     )
-    verdicts = [(*one, "wrong" if one[1] else "correct") for one in all_of_them]
+    verdicts = [(*pair, "wrong" if pair[1] else "correct") for pair in all_of_them]
     assert [everyone for _, _, everyone in answers] == [verdicts] * ranks
     if in_step and engine_size == 2:
         assert answers[0][0] == answers[1][0], "both ranks of a replica hold all that it harvested"
@@ -94,11 +94,11 @@ def harvest_in_step(model: Path) -> tuple[list[bool], list[bool], list[bool]]:
     for segment in (segment for rollout in part for segment in rollout.segments()):
         segment.grade = Grade(1.0, "scored") if segment.finish_reason == "stop" else None
     everyone = shared(part, prompts)
-    mine = [all(s.home == dist.get_rank() for s in one.segments()) for one in everyone]
+    mine = [all(s.home == dist.get_rank() for s in graded.segments()) for graded in everyone]
     same = [
         plain(found) == plain(wanted) if whole else len(found) == len(wanted)
-        for one, full, whole in zip(everyone, harvested(all_rollouts), mine, strict=True)
-        for found, wanted in zip(one.segments(), full.segments(), strict=True)
+        for graded, full, whole in zip(everyone, harvested(all_rollouts), mine, strict=True)
+        for found, wanted in zip(graded.segments(), full.segments(), strict=True)
     ]
     first = dist.get_rank() == 0
     return mine, same, [replicas.agree(over) for over in (first, not first, False)]

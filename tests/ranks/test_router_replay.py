@@ -125,7 +125,7 @@ def free_and_given(folder: Path, replayed: bool) -> tuple[Trained, Trained]:
 
 def as_routes(chosen: list[torch.Tensor]) -> np.ndarray:
     """Return [S, layers, top_k] int16 from each layer's [S, experts] bool."""
-    layers = [one.nonzero()[:, 1].view(-1, TOP_K) for one in chosen]
+    layers = [mask.nonzero()[:, 1].view(-1, TOP_K) for mask in chosen]
     return torch.stack(layers, dim=1).to(torch.int16).numpy()
 
 

@@ -38,7 +38,7 @@ def sampled_by(folder: Path, dtype: torch.dtype) -> list[TokenTree]:
             path = [node]
             while path[0].parent >= 0:
                 path.insert(0, tree.nodes[path[0].parent])
-            tokens = torch.from_numpy(np.concatenate([one.token_ids for one in path])).long()
+            tokens = torch.from_numpy(np.concatenate([part.token_ids for part in path])).long()
             chosen.clear()
             with torch.no_grad():
                 logprobs = model(tokens[None, :-1]).logits[0].float().log_softmax(-1)

@@ -70,7 +70,7 @@ def compute(helper: Any, case: dict[str, Any], trainer: list, engine: list) -> d
     real = mask.bool()
     weights = torch.ones_like(mask) if weights is None else weights["rollout_is_weights"]
     return {
-        "weights": [round(one, 9) for one in weights[real].tolist()],
+        "weights": [round(weight, 9) for weight in weights[real].tolist()],
         "kept": kept[real].long().tolist(),
         "metrics": {name.partition("/")[2]: round(value, 9) for name, value in metrics.items()},
     }

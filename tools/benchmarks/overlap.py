@@ -123,7 +123,7 @@ class Trained:
     @property
     def final_reward(self) -> float:
         newest = self.records[-max(1, len(self.records) // PARTS) :]
-        return fmean(one[REWARD_MEAN] for one in newest)
+        return fmean(record[REWARD_MEAN] for record in newest)
 
 
 Runs = dict[Kind, list[Trained]]
@@ -196,19 +196,19 @@ def speeds(runs: Runs) -> list[dict[str, Any]]:
             "effective/h": interval(of_kind, effective),
             "its ratio": ratio(runs, kind, effective),
         }
-        | {name: fmean(one.mean(metric) for one in of_kind) for name, metric in means.items()}
+        | {name: fmean(trained.mean(metric) for trained in of_kind) for name, metric in means.items()}
         for kind, of_kind in runs.items()
     ]
 
 
-def effective(one: Trained) -> float:
+def effective(trained: Trained) -> float:
     """Return effective samples per hour."""
-    return one.an_hour(OBJECTIVE_EFFECTIVE_SAMPLES)
+    return trained.an_hour(OBJECTIVE_EFFECTIVE_SAMPLES)
 
 
 def finals(runs: Runs) -> list[dict[str, Any]]:
     """Return reward and accuracy, and their differences to the first kind."""
-    measures: dict[str, Callable[[Trained], float]] = {"reward": lambda one: one.final_reward}
+    measures: dict[str, Callable[[Trained], float]] = {"reward": lambda trained: trained.final_reward}
     if all(one.accuracy for of_kind in runs.values() for one in of_kind):
         measures["accuracy before"] = lambda one: one.accuracy["before"]
         measures["accuracy"] = lambda one: one.accuracy["after"]
