@@ -109,9 +109,9 @@ class Track:
         self.logprobs = array("f")
         self.mask_ids = array("i")
         self.mask_counts = array("B")
-        """As long as ``token_ids``, or empty where the engine records no sampling mask."""
+        """Same length as ``token_ids``; empty if the engine records no sampling mask."""
         self.routes = RouteRows()
-        """As long as ``token_ids``, or empty where the engine records no routes."""
+        """Same length as ``token_ids``; empty if the engine records no routes."""
         self.prompt_routes: Routes | None = None
         """Routes of the rollout's prompt, where this track's request brought them."""
         self.runs: list[tuple[int, int]] = []

@@ -91,7 +91,7 @@ class Ranks(list[Job]):
     for here and bound by rank 0 might be another's by then."""
 
     def __init__(self, count: int, arguments: Sequence[Any], environ: dict[str, str]) -> None:
-        from torch.distributed import TCPStore  # not all who start jobs need torch
+        from torch.distributed import TCPStore  # not every test that starts jobs needs torch
 
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         world = {

@@ -1,4 +1,4 @@
-"""Two answers in normal form -> the two texts that are compared, without units and in the same form."""
+"""Turns two answers in normal form into the texts to compare, without units and in the same form."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class Worker:
 
     @property
     def seconds(self) -> float:
-        """How long the worker has been at its first job."""
+        """Seconds that the worker has spent on its first job."""
         return time.monotonic() - self._since
 
     def send(self, jobs: list[Job]) -> None:

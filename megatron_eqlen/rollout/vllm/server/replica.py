@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 PATIENCE = 30.0
 """Seconds a replica may take to answer a short request: it may be in the middle of a long engine step."""
 PATIENCE_ABSENT = 5.0
-"""The same for a replica that is not used: it has nothing to do, and each weight sync asks it again."""
+"""Limit for a replica that is not used: it has nothing to do, and each weight sync asks it again."""
 PREEMPTIONS = "vllm:num_preemptions_total"
 """vLLM's counter of requests that were pushed out of the KV cache."""
 
