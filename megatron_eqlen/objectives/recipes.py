@@ -50,7 +50,6 @@ def _conditions(recipe: Recipe) -> Iterator[tuple[str, str, bool]]:
     """Yield keys that depend on another key: the key, its condition, and whether the recipe meets it."""
     rollout, loss, objective = recipe.rollout, recipe.loss, resolve(recipe)
     served, importance = rollout.engine == "server", loss.rollout_is != "none"
-    tracked = bool(recipe.report.wandb_project or recipe.report.mlflow_experiment)
     yield "loss.rollout_is_threshold", "loss.rollout_is: token or sequence", importance
     yield "loss.old_logprobs", "an objective with an importance ratio", objective.ratio != "none"
     yield "loss.kl_estimator", "loss.kl_coef above 0", loss.kl_coef > 0
@@ -62,7 +61,6 @@ def _conditions(recipe: Recipe) -> Iterator[tuple[str, str, bool]]:
     yield "rollout.servers", "rollout.engine: server", served
     yield "rollout.sync", "rollout.engine: server", served
     yield "optimizer.min_lr", "optimizer.lr_schedule: linear or cosine", _rate_falls(recipe)
-    yield "report.samples_every", "report.wandb_project or report.mlflow_experiment", tracked
     yield "evaluation.every", "evaluation.benchmarks", bool(recipe.evaluation.benchmarks)
     for name in type(recipe.equal_length).model_fields:
         yield f"equal_length.{name}", "sampling: equal_length", recipe.sampling == "equal_length"

@@ -111,6 +111,7 @@ def test_ctrl_c_asks_for_a_stop_and_the_second_one_ends_it(tmp_path, script):
 )
 def test_ctrl_c_ends_a_command_in_one_line_while_it_imports(tmp_path, command, loaded):
     write_run(tmp_path, recipe(tmp_path))
+    (tmp_path / "streams").mkdir(exist_ok=True)
     words = [word.replace("RUN", str(tmp_path)) for word in command]
     said = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-m", "megatron_eqlen.cli", *words], cwd=ROOT, stderr=said) as job:
