@@ -167,7 +167,7 @@ def test_an_unscored_response_is_refused_by_name():
         ({"loss__rollout_rs": {"seq_max_k1": 2}}, "seq_max_k1"),
         ({"objective": "cispo", "loss__clip_ratio_c": 3.0}, "cispo clips only the "),
         ({"objective": "p-gspo"}, "p-gspo is not here, because its full equations are not public"),
-        ({"loss__rollout_is_threshold": [2, 1]}, r"expected \[low, high\], found \[2.0, 1.0\]"),
+        ({"loss__rollout_is_threshold": [2, 1]}, r"expected \[low, high\], found \[2, 1\]"),
         ({"equal_length__single_pair": True, "equal_length__max_pairs": 3}, "stops after one pair"),
         ({"sampling": "tree"}, "belong together"),
     ],
