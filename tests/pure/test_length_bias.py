@@ -10,6 +10,7 @@ from megatron_eqlen.objectives.build import build_trees
 from megatron_eqlen.objectives.recipes import parse, remarks
 from megatron_eqlen.paper.length_bias import Process
 from megatron_eqlen.recipe import RecipeError
+from tools.benchmarks.mechanism import DIFFICULTIES, Case, World
 
 LIMIT = 3
 
@@ -181,6 +182,22 @@ def test_on_policy_weight_of_a_stream_does_not_depend_on_the_streams_of_its_step
     for stream, tree in zip(streams[:4], together, strict=True):
         (alone,), _ = build_trees([stream], settings)
         assert [node.weight for node in alone.nodes] == [node.weight for node in tree.nodes]
+
+
+def test_the_benchmarks_true_gradient_is_that_of_the_enumerated_process():
+    world = World(Case("lognormal", mean=2.5, limit=4, strength=1.0), seed=0)
+
+    def reward(path):
+        good, length = np.array(path.count(2)), np.array(len(path))
+        return float(np.mean([world.right(good, length, difficulty) for difficulty in DIFFICULTIES]))
+
+    process = Process.random(3, 4, reward)  # tokens: end, bad, good
+    for path, row in process.contexts.items():
+        stop = world.hazard[len(path)]
+        process.logits[row] = np.log([stop, (1 - stop) / 2, (1 - stop) / 2])
+    found = process.gradient()
+    expected = [found[:, 0].sum(), (found[:, 2] - found[:, 1]).sum() / 2]
+    np.testing.assert_allclose(world.truth(), expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -315,6 +315,6 @@ def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
         axes.errorbar(
             [r["pairs"] for r in mine], middle, spread, color=colour, marker="o", capsize=2, label=name
         )
-    axes.set(xlabel="pairs a stream", ylabel="gradient towards stopping ÷ towards good tokens")
+    axes.set(xlabel="pairs a stream", ylabel="stopping ÷ good tokens")
     axes.legend(frameon=False)
     figure.savefig(file)
