@@ -2,14 +2,16 @@
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron_eqlen.objectives.build import build_trees
-from megatron_eqlen.objectives.recipes import parse, remarks
+from megatron_eqlen.objectives.recipes import load, parse, remarks
 from megatron_eqlen.paper.length_bias import Process
 from megatron_eqlen.recipe import RecipeError
+from megatron_eqlen.recipe.plugins import load_object
 from tools.benchmarks.mechanism import DIFFICULTIES, Case, World
 
 LIMIT = 3
@@ -231,3 +233,11 @@ def test_a_budget_that_cuts_on_policy_streams_is_remarked():
     assert "unbiased only with rollout.carry_over" in remark
     carried = repaired(rollout={"tokens_per_step": 100, "carry_over": True}, loss={"rollout_is": "token"})
     assert not remarks(carried)
+
+
+def test_the_coin_grader_flips_anew_for_a_text_that_it_has_seen():
+    null = load(Path(__file__).parents[2] / "recipes" / "null_tiny.yaml")
+    grader = load_object(null.data.sources[0].grader or "", "grader")(null.reward)
+    rewards = [grade.reward for grade in grader.grade(["the same"] * 1000, ["1"] * 1000)]
+    assert {*rewards} == {0.0, 1.0}
+    assert 450 < sum(rewards) < 550
