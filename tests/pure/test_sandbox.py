@@ -24,7 +24,7 @@ import pytest
 
 from megatron_eqlen.rewards.code import grader as code
 from megatron_eqlen.rewards.code.grader import WORKER_MODULE, CodeGrader, offered_isolation
-from megatron_eqlen.rewards.sandbox import landlock, seccomp
+from megatron_eqlen.rewards.sandbox import client, landlock, seccomp
 from megatron_eqlen.rewards.sandbox.client import Execution, Sandbox
 from megatron_eqlen.rewards.sandbox.folder import EmptyFolder
 from megatron_eqlen.rewards.sandbox.probe import shortcoming
@@ -154,12 +154,34 @@ def test_a_program_with_too_many_threads_is_killed_soon(sandbox):
 
 
 WITHOUT_A_COUNT = """
-from megatron_eqlen.rewards.sandbox import client as sandbox
+from megatron_eqlen.rewards.sandbox import client, program
 from megatron_eqlen.rewards.sandbox.program import Isolation
 from megatron_eqlen.rewards.sandbox.probe import shortcoming
-sandbox.MOST_THREADS = 1 << 20
+client.MOST_THREADS = program.HARD_THREADS = 1 << 20
 print(shortcoming(Isolation(True, True, False)))
 """
+
+
+SMALL_THREADS = """
+import threading
+threading.stack_size(32768)
+stop, started = threading.Event(), 0
+try:
+    for _ in range(1000):
+        threading.Thread(target=stop.wait).start()
+        started += 1
+except RuntimeError:
+    pass
+print(started)
+stop.set()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a program a user id of its own")
+def test_the_kernel_bounds_threads_where_the_zygote_looks_too_late(monkeypatch):
+    monkeypatch.setattr(client, "MOST_THREADS", 1 << 20)
+    with Sandbox(Isolation(True, True, False)) as unwatched:
+        assert 256 < int(unwatched.run(SMALL_THREADS, "", Limits(10, 30, 1024)).stdout) < 512
 
 
 def test_a_machine_where_nobody_counts_threads_is_not_called_strict():
@@ -278,6 +300,7 @@ WITHOUT_SIGNAL_SCOPES = """
 import json, os, sys
 from megatron_eqlen.rewards.sandbox import landlock
 from megatron_eqlen.rewards.sandbox.program import Isolation, Limits
+from megatron_eqlen.rewards.sandbox import client
 from megatron_eqlen.rewards.sandbox.client import Sandbox
 from megatron_eqlen.rewards.sandbox.folder import EmptyFolder
 from megatron_eqlen.rewards.sandbox.probe import shortcoming

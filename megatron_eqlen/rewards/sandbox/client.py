@@ -29,8 +29,8 @@ from megatron_eqlen.rewards.sandbox.program import Isolation, Limits, Rules
 
 LARGEST_REQUEST = 4096
 MOST_THREADS = 256
-"""Threads a program may have at once. A system-call filter cannot count them and RLIMIT_NPROC counts all of
-the user's, so the zygote looks."""
+"""Threads a program may have at once. A system-call filter cannot count them, and RLIMIT_NPROC counts all of
+the user's, which only root can make the program's alone (``program.HARD_THREADS``); so the zygote looks."""
 WATCH_SECONDS = 0.01
 """Seconds between two looks at the number of threads."""
 EXTRA_SECONDS = 30.0

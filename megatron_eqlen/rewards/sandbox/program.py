@@ -33,6 +33,10 @@ SOURCE, REPORT, NULL = 3, 4, 5
 """File descriptors of the program's text, of the report and of /dev/null; 0, 1 and 2 are stdin, stdout and
 stderr."""
 NOBODY = 65534
+FIRST_USER = 1 << 24
+"""User ids of programs are this and the process id (``own_user``)."""
+HARD_THREADS = 512
+"""Threads that the kernel allows a program with a user id of its own; the zygote kills it earlier."""
 SYSTEM_PATHS = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/lib", "/lib64")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/dev/null", "/dev/zero", "/dev/urandom")
 REPORT_TEXT = 1000
@@ -90,10 +94,7 @@ def enter(limits: Limits, isolation: Isolation, folder: str, zygote: int) -> Non
     )  # Python ignores SIGXFSZ by default, and too much output would look like an error
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _limit_resources(limits, isolation)
-    if isolation.drop_user:
-        os.setgroups([])
-        os.setresgid(NOBODY, NOBODY, NOBODY)
-        os.setresuid(NOBODY, NOBODY, NOBODY)
+    _change_user(isolation)
     drop_capabilities()
     die_with(zygote)  # after the change of user, which would reset it
     prctl(SET_DUMPABLE, 0)
@@ -101,6 +102,27 @@ def enter(limits: Limits, isolation: Isolation, folder: str, zygote: int) -> Non
         restrict_files(readable_paths())
     if isolation.seccomp:
         restrict_system_calls()
+
+
+def _change_user(isolation: Isolation) -> None:
+    """Take, as root, a user id that no other process has: the kernel then bounds the threads of this program
+    alone. A program that may not leave root, since Python's folder is root's, changes its real user id only;
+    the filter of system calls keeps it from changing it back."""
+    if os.geteuid() != 0:
+        return
+    user = FIRST_USER + os.getpid()
+    with open("/proc/self/uid_map", encoding="ascii") as ranges:
+        known = [tuple(map(int, line.split())) for line in ranges]
+    if any(first <= user < first + count for first, _, count in known):
+        _limit(resource.RLIMIT_NPROC, HARD_THREADS)
+    else:  # in a user namespace with few ids
+        user = NOBODY
+    if isolation.drop_user:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(user, user, user)
+    elif user != NOBODY and isolation.seccomp:
+        os.setresuid(user, 0, 0)
 
 
 def _limit_resources(limits: Limits, isolation: Isolation) -> None:
