@@ -36,8 +36,8 @@ from megatron_eqlen.types import Delta, Rollout, RolloutKey, Routes
 MAX_ATTEMPTS = 4
 """Attempts per track and policy version. A track that is lost so often means that the engine fails."""
 
-PROMPT = -1
-"""Stands for the prompt among the numbers of parts."""
+PROMPT = (-1, 0)
+"""Key of the prompt in ``Driver.route_versions``."""
 
 
 class RouteRequest(NamedTuple):
@@ -65,9 +65,9 @@ class Driver:
         """Tracks that the engine decodes, by request id."""
         self.route_requests: dict[str, RouteRequest] = {}
         """Requests in flight that bring routes of their path."""
-        self.route_versions: dict[RolloutKey, dict[int, int]] = {}
-        """Policy version whose prefill chose the routes of a part, by its number or ``PROMPT``, where that is
-        not the one that sampled its tokens."""
+        self.route_versions: dict[RolloutKey, dict[tuple[int, int], int]] = {}
+        """Policy version whose prefill chose the first rows of a part's routes, where it is not the one that
+        sampled its tokens; by the number of the part and of these rows, or ``PROMPT``."""
         self.losses: Counter[tuple[str, int]] = Counter()
         """Lost requests by track and policy version."""
         self.generated: Counter[RolloutKey] = Counter()
@@ -192,10 +192,10 @@ class Driver:
         if any(sampled_by != version for _, sampled_by in track.runs):
             return True
         return any(
-            versions[part.number] != version
-            if part.number in versions
+            versions[part.number, shared] != version
+            if (part.number, shared) in versions
             else any(sampled_by != version for _, sampled_by in part.segment.versions)
-            for _, part, _ in harvester.parts_along(track)
+            for _, part, shared in harvester.parts_along(track)
         )
 
     def ended_on_older_routes(self, track: Track) -> bool:
@@ -222,7 +222,7 @@ class Driver:
             first = prompt - 1 + start
             if first + shared > len(rows):
                 continue
-            versions[part.number] = request.version
+            versions[part.number, 1] = versions[part.number, shared] = request.version
             if (known := part.segment.routes) is not None:
                 part.segment.routes = np.concatenate([rows[first : first + shared], known[shared:]])
                 older.append(known[:shared])
