@@ -55,10 +55,10 @@ with dog.stage("score"):
 """
 FILE = """
 import os
-from megatron_eqlen.processes.hold import FILE, read_holder
-os.mkfifo(home / FILE)  # nobody writes to it: it blocks as a file on a disk that does not answer
+from megatron_eqlen.files import read_json
+os.mkfifo(home / "fifo")  # nobody writes to it: it blocks as a file on a disk that does not answer
 with dog.stage("checkpoint"):
-    read_holder(home / FILE)
+    read_json(home / "fifo")
 """
 DISK = """
 print("begun", flush=True)
@@ -71,7 +71,7 @@ with dog.stage("checkpoint"):
 KINDS = {
     "engine": (ENGINE, "in stage harvest", "megatron_eqlen/rollout/meter.py"),
     "grader": (GRADER, "in stage score", "megatron_eqlen/rewards/"),
-    "file": (FILE, "in stage checkpoint", "megatron_eqlen/processes/hold.py"),
+    "file": (FILE, "in stage checkpoint", "megatron_eqlen/files.py"),
 }
 
 
