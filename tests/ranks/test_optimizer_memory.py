@@ -103,8 +103,8 @@ def differences(folder: str, changes: dict[str, Any], updates: int) -> tuple[flo
 def test_updates_on_the_host_are_those_on_the_device(folders, name):
     """Two implementations of one formula in float32 differ by at most 1e-6 of the largest main weight.
 
-    DeltaNet gets one update: on one processor (AVX512-BF16) bfloat16 gradients of the second update differ in a
-    rounding although all weights are equal, and Adam takes a step of full size for a gradient near 0.
+    DeltaNet gets one update: on one processor (AVX512-BF16) bfloat16 gradients of the second update differ in
+    a rounding although all weights are equal, and Adam takes a step of full size for a gradient near 0.
     """
     updates = 1 if "DeltaNet" in name else 2
     for main, norm, *wrong in run_ranks(2, differences, *changes_of(folders, name), updates):
