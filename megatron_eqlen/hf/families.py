@@ -1,22 +1,163 @@
-"""Model families, and their trained tensors by Hugging Face's and Megatron's names."""
+"""Model families, and their trained tensors by Hugging Face's and Megatron's names.
+
+A family is a generator of ``Weight``, in the model's order. First the families, then the parts of which they
+are made. Qwen3-Next's multi-token prediction layer (``mtp.*``) is not trained; conversion carries it through.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
 
-from megatron_eqlen.hf import qwen3, qwen3_moe, qwen3_next
-from megatron_eqlen.hf.config import Family, ModelConfig
-from megatron_eqlen.hf.weight_map import Weight
-
-FAMILIES: dict[Family, Callable[[ModelConfig], Iterator[Weight]]] = {
-    "qwen3": qwen3.weights,
-    "qwen3_moe": qwen3_moe.weights,
-    "qwen3_next": qwen3_next.weights,
-}
+from megatron_eqlen.hf.config import DeltaNet, Experts, Family, ModelConfig
+from megatron_eqlen.hf.weight_map import DeltaNetInput, GroupedHeads, Stacked, Weight
 
 
 @cache
 def weight_map(model: ModelConfig) -> tuple[Weight, ...]:
     """Return every trained tensor of ``model``, in the model's order."""
     return tuple(FAMILIES[model.model_type](model))
+
+
+def qwen3(model: ModelConfig) -> Iterator[Weight]:
+    """Yield the weights of a dense Qwen3 model."""
+    yield embedding(model)
+    for layer in range(model.num_hidden_layers):
+        yield from norms(model, layer)
+        yield from attention(model, layer)
+        yield from dense_mlp(model, layer)
+    yield from head(model)
+
+
+def qwen3_moe(model: ModelConfig) -> Iterator[Weight]:
+    """Yield the weights of a Qwen3-MoE model: Qwen3's attention, a router and experts."""
+    moe = model.experts
+    assert moe is not None
+    yield embedding(model)
+    for layer in range(model.num_hidden_layers):
+        yield from norms(model, layer)
+        yield from attention(model, layer)
+        yield from experts(model.hidden_size, moe, layer) if moe.layers[layer] else dense_mlp(model, layer)
+    yield from head(model)
+
+
+def qwen3_next(model: ModelConfig) -> Iterator[Weight]:
+    """Yield the weights of a Qwen3-Next model: Gated DeltaNet, gated attention, experts and a shared
+    expert."""
+    net, moe, hidden = model.delta_net, model.experts, model.hidden_size
+    assert net is not None
+    assert moe is not None
+    yield embedding(model)
+    for layer in range(model.num_hidden_layers):
+        yield from norms(model, layer)
+        yield from delta_net(hidden, net, layer) if net.layers[layer] else attention(model, layer)
+        if moe.layers[layer]:
+            yield from experts(hidden, moe, layer)
+            yield from shared_expert(hidden, moe, layer)
+        else:
+            yield from dense_mlp(model, layer)
+    yield from head(model)
+
+
+FAMILIES: dict[Family, Callable[[ModelConfig], Iterator[Weight]]] = {
+    "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
+    "qwen3_next": qwen3_next,
+}
+
+
+def embedding(model: ModelConfig) -> Weight:
+    shape = (model.vocab_size, model.hidden_size)
+    return Weight("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), (shape,), dim=0)
+
+
+def head(model: ModelConfig) -> Iterator[Weight]:
+    yield Weight("decoder.final_layernorm.weight", ("model.norm.weight",), ((model.hidden_size,),))
+    if not model.tie_word_embeddings:
+        shape = (model.vocab_size, model.hidden_size)
+        yield Weight("output_layer.weight", ("lm_head.weight",), (shape,), dim=0)
+
+
+def norms(model: ModelConfig, layer: int) -> Iterator[Weight]:
+    megatron, hf, shape = f"decoder.layers.{layer}.", f"model.layers.{layer}.", (model.hidden_size,)
+    yield Weight(megatron + "input_layernorm.weight", (hf + "input_layernorm.weight",), (shape,))
+    yield Weight(megatron + "pre_mlp_layernorm.weight", (hf + "post_attention_layernorm.weight",), (shape,))
+
+
+def attention(model: ModelConfig, layer: int) -> Iterator[Weight]:
+    megatron, hf = f"decoder.layers.{layer}.self_attention.", f"model.layers.{layer}.self_attn."
+    hidden, heads, groups = model.hidden_size, model.num_attention_heads, model.num_key_value_heads
+    query, key = heads * model.head_dim, groups * model.head_dim
+    gated = model.gated_attention
+    yield Weight(
+        megatron + "linear_qkv.weight",
+        (hf + "q_proj.weight", hf + "k_proj.weight", hf + "v_proj.weight"),
+        ((2 * query if gated else query, hidden), (key, hidden), (key, hidden)),
+        dim=0,
+        arrangement=GroupedHeads(model.head_dim, heads // groups, gated),
+    )
+    yield Weight(megatron + "linear_proj.weight", (hf + "o_proj.weight",), ((hidden, query),), dim=1)
+    yield Weight(megatron + "q_layernorm.weight", (hf + "q_norm.weight",), ((model.head_dim,),))
+    yield Weight(megatron + "k_layernorm.weight", (hf + "k_norm.weight",), ((model.head_dim,),))
+
+
+def dense_mlp(model: ModelConfig, layer: int) -> Iterator[Weight]:
+    megatron, hf = f"decoder.layers.{layer}.mlp.", f"model.layers.{layer}.mlp."
+    yield from gated_mlp(megatron, hf, model.hidden_size, model.intermediate_size)
+
+
+def gated_mlp(megatron: str, hf: str, hidden: int, width: int, expert: int | None = None) -> Iterator[Weight]:
+    """Yield the gate, up and down projections; ``megatron`` and ``hf``: Megatron's and Hugging Face's
+    prefixes."""
+    yield Weight(
+        megatron + "linear_fc1.weight",
+        (hf + "gate_proj.weight", hf + "up_proj.weight"),
+        ((width, hidden), (width, hidden)),
+        dim=0,
+        arrangement=Stacked(),
+        expert=expert,
+    )
+    down = hf + "down_proj.weight"
+    yield Weight(megatron + "linear_fc2.weight", (down,), ((hidden, width),), dim=1, expert=expert)
+
+
+def experts(hidden: int, moe: Experts, layer: int) -> Iterator[Weight]:
+    megatron, hf = f"decoder.layers.{layer}.mlp.", f"model.layers.{layer}.mlp."
+    yield Weight(megatron + "router.weight", (hf + "gate.weight",), ((moe.num_experts, hidden),))
+    for e in range(moe.num_experts):
+        ours, theirs = f"{megatron}experts.local_experts.{e}.", f"{hf}experts.{e}."
+        yield from gated_mlp(ours, theirs, hidden, moe.moe_intermediate_size, expert=e)
+
+
+def delta_net(hidden: int, net: DeltaNet, layer: int) -> Iterator[Weight]:
+    megatron, hf = f"decoder.layers.{layer}.self_attention.", f"model.layers.{layer}.linear_attn."
+    keys, values = net.num_key_heads * net.key_head_dim, net.num_value_heads * net.value_head_dim
+    per_value_head = ((net.num_value_heads,),)
+    yield Weight(
+        megatron + "in_proj.weight",
+        (hf + "in_proj_qkvz.weight", hf + "in_proj_ba.weight"),
+        ((2 * keys + 2 * values, hidden), (2 * net.num_value_heads, hidden)),
+        dim=0,
+        arrangement=DeltaNetInput(
+            net.key_head_dim, net.value_head_dim, net.num_value_heads // net.num_key_heads
+        ),
+    )
+    yield Weight(
+        megatron + "conv1d.weight",
+        (hf + "conv1d.weight",),
+        ((2 * keys + values, 1, net.conv_kernel_dim),),
+        dim=0,
+        sections=(keys, keys, values),
+    )
+    yield Weight(megatron + "dt_bias", (hf + "dt_bias",), per_value_head, dim=0)
+    yield Weight(megatron + "A_log", (hf + "A_log",), per_value_head, dim=0)
+    yield Weight(megatron + "out_norm.weight", (hf + "norm.weight",), ((net.value_head_dim,),))
+    yield Weight(megatron + "out_proj.weight", (hf + "out_proj.weight",), ((hidden, values),), dim=1)
+
+
+def shared_expert(hidden: int, moe: Experts, layer: int) -> Iterator[Weight]:
+    megatron, hf = f"decoder.layers.{layer}.mlp.", f"model.layers.{layer}.mlp."
+    width = moe.shared_expert_intermediate_size
+    yield from gated_mlp(megatron + "shared_experts.", hf + "shared_expert.", hidden, width)
+    gate = hf + "shared_expert_gate.weight"
+    yield Weight(megatron + "shared_experts.gate_weight", (gate,), ((1, hidden),))

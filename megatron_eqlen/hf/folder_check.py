@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_eqlen.files import CheckpointError
-from megatron_eqlen.hf import qwen3
 from megatron_eqlen.hf.config import ModelConfig, read_config
-from megatron_eqlen.hf.families import weight_map
+from megatron_eqlen.hf.families import embedding, weight_map
 from megatron_eqlen.hf.folder import DTYPES, HFFolder, first_few, say_once
 from megatron_eqlen.hf.weight_map import Weight
 
@@ -46,7 +45,7 @@ def check_folder(folder: HFFolder, model: ModelConfig) -> dict[str, Weight]:
             _check_tensor(folder, name, shape)
     by_name = {weight.megatron: weight for weight in weights}
     if model.tie_word_embeddings:  # the last pipeline stage keeps a copy
-        by_name["output_layer.weight"] = qwen3.embedding(model)
+        by_name["output_layer.weight"] = embedding(model)
         _check_tied(folder, weights[0].shapes[0])
     _name_unexpected(folder, {name for weight in weights for name in weight.hf} | {HEAD})
     return by_name

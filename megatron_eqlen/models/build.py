@@ -18,10 +18,9 @@ from megatron.core.tensor_parallel.layers import (
 from torch.overrides import TorchFunctionMode
 
 from megatron_eqlen.hf.config import ModelConfig, read_config
-from megatron_eqlen.models.config import gpt_arguments, transformer_config
+from megatron_eqlen.models.config import gpt_arguments, transformer_config, yarn_frequencies
 from megatron_eqlen.models.gpt import PolicyModel
 from megatron_eqlen.models.layer_specs import block_spec
-from megatron_eqlen.models.rotary import yarn_frequencies
 from megatron_eqlen.models.router_replay import number_routers
 from megatron_eqlen.recipe import ParallelRecipe
 

@@ -37,7 +37,7 @@ from megatron_eqlen.types import Metrics, Row, TokenTree
 Layout = Literal["tree", "expanded"]
 
 PAIR_COST = 3.3e-5
-"""Cost of one visible (query, key) pair in positions, for Qwen3-32B (``hf.cost.pair_cost``)."""
+"""Cost of one visible (query, key) pair in positions, for Qwen3-32B (``plan.flops.pair_cost``)."""
 
 
 @dataclass(frozen=True)

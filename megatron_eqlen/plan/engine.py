@@ -10,9 +10,9 @@ from __future__ import annotations
 from math import prod
 
 from megatron_eqlen.hf.config import ModelConfig
-from megatron_eqlen.hf.cost import attention_layers
 from megatron_eqlen.hf.families import weight_map
 from megatron_eqlen.plan.activations import BYTES
+from megatron_eqlen.plan.flops import attention_layers
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.layout import VLLM_VOCABULARY
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 from functools import cache
 
 from megatron_eqlen.hf.config import ModelConfig
-from megatron_eqlen.hf.cost import attention_layers
 from megatron_eqlen.packing.pack import Layout
 from megatron_eqlen.packing.simulated import exchanged_share, simulated_responses, simulated_streams
 from megatron_eqlen.plan.activations import BYTES
-from megatron_eqlen.plan.flops import training_passes
+from megatron_eqlen.plan.flops import attention_layers, training_passes
 from megatron_eqlen.plan.workload import Workload
 from megatron_eqlen.recipe import ParallelRecipe, Recipe
 

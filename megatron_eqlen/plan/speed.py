@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_eqlen.hf.config import ModelConfig
-from megatron_eqlen.hf.cost import active_parameters, forward_flops
 from megatron_eqlen.packing.simulated import MEDIAN
 from megatron_eqlen.plan import engine
 from megatron_eqlen.plan.activations import BYTES
 from megatron_eqlen.plan.exchange import leaving_share, step_bytes
-from megatron_eqlen.plan.flops import training_flops, training_passes
+from megatron_eqlen.plan.flops import active_parameters, forward_flops, training_flops, training_passes
 from megatron_eqlen.plan.workload import Workload
 from megatron_eqlen.recipe import Recipe
 

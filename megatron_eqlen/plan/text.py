@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 from megatron_eqlen.hf.config import ModelConfig
-from megatron_eqlen.hf.cost import active_parameters
 from megatron_eqlen.objectives.registry import resolve, with_defaults
 from megatron_eqlen.packing.simulated import MEDIAN, repeated_share
 from megatron_eqlen.plan.activations import BYTES
 from megatron_eqlen.plan.exchange import key_bytes, key_share, leaving_share
+from megatron_eqlen.plan.flops import active_parameters
 from megatron_eqlen.plan.host import checkpoint_bytes, export_bytes, host_parts, recorded_bytes
 from megatron_eqlen.plan.memory import Memory, memory
 from megatron_eqlen.plan.model import model_config

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_eqlen.hf.cost import pair_cost
 from megatron_eqlen.metrics import (
     PARKED_BYTES,
     TRAIN_GRAD_NORM,
@@ -33,6 +32,7 @@ from megatron_eqlen.models.weights import export_hf, load_hf, save_hf
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.packing.pack import Packing, plan_rows
 from megatron_eqlen.packing.tree import NonFiniteTreeError
+from megatron_eqlen.plan.flops import pair_cost
 from megatron_eqlen.processes.distributed import device, gather, is_rank0
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.training.agreement import MismatchError, mismatch_of, mismatch_problem, worst_token

@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from megatron_eqlen.data.prompts import PromptSource
-from megatron_eqlen.hf import config, families, qwen3_moe
+from megatron_eqlen.hf import config, families
 from megatron_eqlen.hf.config import ConfigError, read_config
-from megatron_eqlen.hf.cost import active_parameters
 from megatron_eqlen.hf.folder import HFFolder
 from megatron_eqlen.hf.folder_check import check_folder
 from megatron_eqlen.hf.tokenizer import load_tokenizer
@@ -25,6 +24,7 @@ from megatron_eqlen.models.config import transformer_config
 from megatron_eqlen.objectives.build import build_trees
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.objectives.registry import resolve
+from megatron_eqlen.plan.flops import active_parameters
 from megatron_eqlen.recipe import ParallelRecipe, Recipe, RecipeError, layout
 from megatron_eqlen.recipe.plugins import load_object
 from megatron_eqlen.report.rollouts import Unknown, view
@@ -304,7 +304,7 @@ def test_a_model_family_is_its_weights_and_its_lines(tmp_path, monkeypatch):
         read_config(tmp_path)
     monkeypatch.setattr(config, "FAMILIES", (*config.FAMILIES, "again_moe"))
     monkeypatch.setitem(config.LAYER_TYPES, "again_moe", {"full_attention"})
-    monkeypatch.setitem(families.FAMILIES, "again_moe", qwen3_moe.weights)
+    monkeypatch.setitem(families.FAMILIES, "again_moe", families.qwen3_moe)
     model = read_config(tmp_path)
     by_name = check_folder(HFFolder(tmp_path), model)
     assert "embedding.word_embeddings.weight" in by_name

@@ -13,10 +13,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_eqlen import hf
 from megatron_eqlen.hf.config import ConfigError, parse_config, read_config
-from megatron_eqlen.hf.cost import active_parameters, pair_cost
 from megatron_eqlen.hf.families import weight_map
-from megatron_eqlen.models.config import gpt_arguments, transformer_config
-from megatron_eqlen.models.rotary import yarn_frequencies
+from megatron_eqlen.models.config import gpt_arguments, transformer_config, yarn_frequencies
+from megatron_eqlen.plan.flops import active_parameters, pair_cost
 from megatron_eqlen.recipe import ParallelRecipe
 from tests.kit.distributed import run_ranks
 from tests.kit.marks import slow_but

@@ -127,7 +127,7 @@ def update_by_the_routers_loss(folder: str, layers: dict, budget: int) -> tuple[
     import torch.distributed as dist
 
     from megatron_eqlen.hf.config import read_config
-    from megatron_eqlen.hf.cost import pair_cost
+    from megatron_eqlen.plan.flops import pair_cost
     from tests.kit.updates import build_policy
 
     changes = {

@@ -40,7 +40,6 @@ import numpy as np
 import torch
 
 from megatron_eqlen.hf.config import DeltaNet, Experts, ModelConfig
-from megatron_eqlen.hf.cost import active_parameters, attention_layers
 from megatron_eqlen.models.build import build_model
 from megatron_eqlen.models.context import Share
 from megatron_eqlen.models.gated_delta_net import CHUNK
@@ -49,6 +48,7 @@ from megatron_eqlen.models.tree_attention import BACKENDS, fastest_backend, tree
 from megatron_eqlen.models.tree_params import Backend, TreeParams
 from megatron_eqlen.packing.context import BLOCK
 from megatron_eqlen.packing.pack import pack
+from megatron_eqlen.plan.flops import active_parameters, attention_layers
 from megatron_eqlen.processes.distributed import device
 from megatron_eqlen.recipe import ParallelRecipe
 from megatron_eqlen.training.logprobs import token_logprobs
@@ -181,7 +181,7 @@ def visible_pairs(row: Row) -> float:
 
 
 def forward_flops(row: Row, model: ModelConfig, head: str) -> float:
-    """Return the FLOPs of a row's forward pass, as ``hf.cost`` counts them, with the head where it is
+    """Return the FLOPs of a row's forward pass, as ``plan.flops`` counts them, with the head where it is
     computed."""
     in_head = model.vocab_size * model.hidden_size
     positions = (row.weights > 0).sum() if head == "supervised" else row.num_tokens
