@@ -1,4 +1,5 @@
-"""Code problems as rows: the tests of every reader are checked in one place, when the row is read."""
+"""Code problems as rows: the question's text, which states the wanted form of the program, and its tests,
+which are checked here for every reader when the row is read."""
 
 from __future__ import annotations
 
@@ -7,6 +8,31 @@ from collections.abc import Iterator
 
 from megatron_eqlen.data.rows import BadRow, Problem
 from megatron_eqlen.rewards.code.tests import CodeTests
+
+FENCED = "Put the whole program into one fenced block that starts with ```python."
+STDIN = (
+    "Write a Python program that reads the input from standard input and prints the answer "
+    "to standard output. " + FENCED
+)
+STARTER = (
+    "Complete the starter code below without changing its names and arguments. "
+    + FENCED
+    + "\n\n```python\n{starter}\n```"
+)
+FUNCTION = (
+    "Write a Python function named `{function}` (a method of `class Solution` will do as well). " + FENCED
+)
+
+
+def code_question(statement: str, function: str | None = None, starter: str = "") -> str:
+    """Return the question text of a code problem: statement and answer format in one turn."""
+    if function is None:
+        wanted = STDIN
+    elif starter.strip():
+        wanted = STARTER.format(starter=starter.strip("\n"))
+    else:
+        wanted = FUNCTION.format(function=function)
+    return f"{statement.strip()}\n\n{wanted}"
 
 
 @contextlib.contextmanager

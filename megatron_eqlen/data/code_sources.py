@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_eqlen.data.code_prompts import code_question
-from megatron_eqlen.data.code_rows import reading_tests
+from megatron_eqlen.data.code_rows import code_question, reading_tests
 from megatron_eqlen.data.files import find_files, read_records
 from megatron_eqlen.data.rows import BadRow, number_field, optional_text_field, text_field
 from megatron_eqlen.rewards.code.tests import CodeTests

@@ -17,8 +17,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from megatron_eqlen.data.code_prompts import code_question
-from megatron_eqlen.data.code_rows import code_row, reading_tests
+from megatron_eqlen.data.code_rows import code_question, code_row, reading_tests
 from megatron_eqlen.data.files import find_files, parse_json, read_records
 from megatron_eqlen.data.rows import (
     BadRow,

@@ -19,8 +19,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from megatron_eqlen.data.chat import format_prompt
 from megatron_eqlen.data.prepared import PreparedWriter, manifest_path, read_manifest, sha256, write_whole
+from megatron_eqlen.data.prompts import format_prompt
 from megatron_eqlen.data.rows import Problem, Tally
 from megatron_eqlen.data.sources import read_source
 from megatron_eqlen.hf.tokenizer import Tokenizer

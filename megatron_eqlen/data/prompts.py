@@ -12,15 +12,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from megatron_eqlen.data.chat import format_prompt
 from megatron_eqlen.data.overlap import overlaps
 from megatron_eqlen.data.rows import BadRow, Problem, Tally
 from megatron_eqlen.data.sources import open_source, read_problems
-from megatron_eqlen.hf.tokenizer import Tokenizer
+from megatron_eqlen.hf.tokenizer import Message, Tokenizer
 from megatron_eqlen.metrics import PROMPTS_DRAWN
 from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, SourceRecipe
 from megatron_eqlen.rewards.math.grader import MathGrader
@@ -255,3 +254,30 @@ def position_metrics(position: dict[str, Any] | None) -> Metrics:
         for name, source in position["sources"].items()
     }
     return {PROMPTS_DRAWN: float(position["drawn"])} | sources
+
+
+InstructionRole = Literal["user", "system", "none"]
+
+
+def format_prompt(
+    tokenizer: Tokenizer,
+    question: str,
+    instruction: str = "",
+    instruction_role: InstructionRole = "user",
+    enable_thinking: bool | None = None,
+) -> list[int]:
+    """Return the token ids of ``question``, ready for the assistant's answer.
+
+    ``user`` puts the instruction after the question in the same turn (Qwen's model cards), ``system`` into a
+    turn of its own before it (DeepMath's authors). ``enable_thinking`` is passed to the template where set.
+    """
+    messages = chat_messages(question, instruction, instruction_role)
+    return tokenizer.apply_chat_template(messages, enable_thinking)
+
+
+def chat_messages(question: str, instruction: str, instruction_role: InstructionRole) -> list[Message]:
+    if not instruction or instruction_role == "none":
+        return [{"role": "user", "content": question}]
+    if instruction_role == "user":
+        return [{"role": "user", "content": f"{question}\n\n{instruction}"}]
+    return [{"role": "system", "content": instruction}, {"role": "user", "content": question}]

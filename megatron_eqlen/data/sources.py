@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from megatron_eqlen.data import competitions, deepmath, jsonl, livecodebench, opencodereasoning, prepared
+from megatron_eqlen.data import jsonl, livecodebench, math_sets, opencodereasoning, prepared
 from megatron_eqlen.data.filters import Exclusion, filter_rows, read_exclusion
 from megatron_eqlen.data.rows import Problem, Tally
 from megatron_eqlen.recipe import BenchmarkRecipe, SourceRecipe
@@ -18,11 +18,11 @@ Reader = Callable[[Path, Tally], Iterator[Problem]]
 """(file or folder, tally of the rows left out) -> the rows, streamed."""
 
 PLAIN_READERS: dict[str, Reader] = {
-    "deepmath": deepmath.read,
+    "deepmath": math_sets.read_deepmath,
     "jsonl": jsonl.read,
     "prepared": prepared.read,
-    "aime25": competitions.read_aime25,
-    "hmmt25": competitions.read_hmmt25,
+    "aime25": math_sets.read_aime25,
+    "hmmt25": math_sets.read_hmmt25,
 }
 
 OLD_CODE_FILE = (

@@ -190,7 +190,7 @@ def test_reading_streams(tmp_path, monkeypatch):
     file = write_deepmath(tmp_path / "train-0.parquet", rows)
     taken, plain = [], reading.text_field
     monkeypatch.setattr(
-        "megatron_eqlen.data.deepmath.text_field",
+        "megatron_eqlen.data.math_sets.text_field",
         lambda record, name: taken.append(name) or plain(record, name),
     )
     seen = []

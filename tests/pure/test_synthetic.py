@@ -16,7 +16,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from megatron_eqlen.data import deepmath
+from megatron_eqlen.data import math_sets
 from megatron_eqlen.data.rows import Tally
 from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.rewards.math.grader import MathGrader
@@ -76,7 +76,7 @@ def test_the_real_reader_and_grader_take_the_file(rows, tmp_path):
     write_rows(tmp_path / "train.parquet", rows[:40])
     assert pq.read_schema(tmp_path / "train.parquet").equals(SCHEMA)
     tally = Tally()
-    read = list(deepmath.read(tmp_path / "train.parquet", tally))
+    read = list(math_sets.read_deepmath(tmp_path / "train.parquet", tally))
     assert [(row.question, row.gold) for row in read] == [
         (row["question"], row["final_answer"]) for row in rows[:40]
     ]
