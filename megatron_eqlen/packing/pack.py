@@ -13,6 +13,7 @@ Ranks are balanced on cost = positions + pair_cost x (query, key) pairs that att
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,7 +30,6 @@ from megatron_eqlen.metrics import (
     PACKING_UNIQUE_TOKENS,
 )
 from megatron_eqlen.packing.arrays import check_loss_arrays, check_tokens
-from megatron_eqlen.packing.bins import balance, first_fit_decreasing
 from megatron_eqlen.packing.row import fill_row
 from megatron_eqlen.packing.tree import Forest, leaf_chain_bounds
 from megatron_eqlen.types import Metrics, Row, TokenTree
@@ -258,3 +258,28 @@ def _expanded_parts(forest: Forest) -> Iterator[Part]:
     for node in np.flatnonzero(forest.weight > 0):
         path = np.array(forest.path(int(node)))
         yield Part(path, path == node)
+
+
+def first_fit_decreasing(sizes: np.ndarray, capacity: int) -> list[list[int]]:
+    """Return bins of item numbers, none fuller than ``capacity``; every size is at most ``capacity``."""
+    bins: list[list[int]] = []
+    room = np.full(len(sizes), capacity, dtype=np.int64)
+    for item in np.argsort(-sizes, kind="stable"):
+        first = int(np.argmax(room >= sizes[item]))
+        room[first] -= sizes[item]
+        if first == len(bins):
+            bins.append([])
+        bins[first].append(int(item))
+    return bins
+
+
+def balance(costs: np.ndarray, ranks: int) -> list[list[int]]:
+    """Return items for each rank with nearly equal cost: the costliest remaining item goes to the least
+    loaded rank."""
+    loads = [(0.0, rank) for rank in range(ranks)]
+    items: list[list[int]] = [[] for _ in range(ranks)]
+    for item in np.argsort(-costs, kind="stable"):
+        load, rank = loads[0]
+        heapq.heapreplace(loads, (load + float(costs[item]), rank))
+        items[rank].append(int(item))
+    return items
