@@ -1,4 +1,5 @@
-"""Release device memory of the trainer for a while and restore it bit for bit.
+"""Memory that moves between device and host: the trainer's, parked while the engine is awake, and the
+reference model's weights. What is restored is restored bit for bit.
 
     parked.park()          moves the numbers to host memory and frees the device's memory
     parked.host(tensor)    while parked: a tensor with the same numbers, on the host
@@ -15,9 +16,12 @@ are no longer views of the model's weights, and it moves a host optimizer's stat
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal
 
 import torch
+from megatron.core.optimizer import ChainedOptimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor, UntypedStorage
 
 
@@ -132,3 +136,108 @@ def memory_of(tensor: Tensor) -> int:
 
 def _bytes(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+class TrainerMemory:
+    """``model``: the chunks in Megatron's DistributedDataParallel, whose ``buffers`` is not torch's method.
+    ``parked``: the parts that ``park`` frees, see ``rollout.park_trainer``."""
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        model: Sequence[Any],
+        optimizer: ChainedOptimizer,
+        parked: Literal["none", "state", "all"],
+    ) -> None:
+        self._buffers = [
+            buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ]
+        self._parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        self._optimizer = optimizer
+        self.weights = Parked(self._weights)
+        self.gradients = Parked(lambda: [buffer.grad_data for buffer in self._buffers], keep=False)
+        self.state = Parked(self._state)
+        parts = {"none": [], "state": [self.gradients, self.state]}
+        self._parts: list[Parked] = parts.get(parked, [self.gradients, self.state, self.weights])
+
+    def park(self) -> None:
+        if self._parts:
+            self._optimizer.zero_grad()  # may be a copy of the gradient in another dtype
+        for part in self._parts:
+            part.park()
+
+    def unpark(self) -> None:
+        for part in reversed(self._parts):
+            part.unpark()
+
+    @property
+    def away(self) -> bool:
+        """True while the trainer's memory is parked and nothing can be trained."""
+        return self.gradients.away
+
+    @contextlib.contextmanager
+    def readable(self) -> Iterator[None]:
+        """Make the optimizer state readable in the block, on the device or on the host; the model's
+        parameters are read through ``weights.host``."""
+        with self.weights.readable(but=self._parameters), self.state.readable():
+            yield
+
+    def on_device(self) -> dict[str, int]:
+        """Return the bytes on the device now, by part (``phases.Part``)."""
+        parts = {
+            "weights": self._weights(),
+            "gradients": [buffer.grad_data for buffer in self._buffers],
+            "optimizer": self._state(),
+        }
+        return {name: storage_bytes(tensors) for name, tensors in parts.items()}
+
+    def _weights(self) -> list[Tensor]:
+        """Return the parameters, and the optimizer's shards that are views of them."""
+        weights = {memory_of(parameter) for parameter in self._parameters}
+        shards = [tensor for tensor in self._optimizers_own() if memory_of(tensor) in weights]
+        return [*self._parameters, *shards]
+
+    def _state(self) -> list[Tensor]:
+        """Yield the main weights and moments that are on the device."""
+        weights = {memory_of(parameter) for parameter in self._parameters}
+        return [tensor for tensor in self._optimizers_own() if memory_of(tensor) not in weights]
+
+    def _optimizers_own(self) -> Iterator[Tensor]:
+        for part in self._optimizer.chained_optimizers:
+            for group in part.param_groups:
+                yield from group["params"]
+            if isinstance(part.optimizer, HybridDeviceOptimizer):
+                continue  # the state is on the host
+            for state in part.optimizer.state.values():
+                tensors = (value for value in state.values() if isinstance(value, Tensor))
+                yield from (tensor for tensor in tensors if tensor.dim())  # torch's step is on the host
+
+
+class ReferenceWeights:
+    """Frozen copy of a model's current weights, in host memory (pinned with CUDA)."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
+        self._params = [param for chunk in chunks for param in chunk.parameters()]
+        self._copies = [_host_copy(param) for param in self._params]
+
+    @contextlib.contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Let the model compute with the reference weights in the block; then restore the policy's bit for
+        bit."""
+        policy = [_host_copy(param) for param in self._params]
+        _write(self._params, self._copies)
+        try:
+            yield
+        finally:
+            _write(self._params, policy)
+
+
+def _host_copy(param: Tensor) -> Tensor:
+    copy = torch.empty(param.shape, dtype=param.dtype, pin_memory=param.is_cuda)
+    return copy.copy_(param.detach())
+
+
+@torch.no_grad()
+def _write(params: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for param, value in zip(params, values, strict=True):
+        param.copy_(value)

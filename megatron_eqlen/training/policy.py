@@ -50,10 +50,9 @@ from megatron_eqlen.training.finite import (
 )
 from megatron_eqlen.training.forward import RowResult, microbatch_multiple, row_multiple, run_rows
 from megatron_eqlen.training.gradient_norms import gradient_norms
-from megatron_eqlen.training.memory import TrainerMemory
 from megatron_eqlen.training.optimizer import build_optimizer, gradient_norm, take_step, wrap
+from megatron_eqlen.training.parking import ReferenceWeights, TrainerMemory
 from megatron_eqlen.training.policy_loss import RowLoss, policy_loss, reduce_metrics
-from megatron_eqlen.training.reference import ReferenceWeights
 from megatron_eqlen.training.routes import with_routes
 from megatron_eqlen.training.rows import Rows
 from megatron_eqlen.types import Metrics, Row, TokenTree, WorstToken
