@@ -1,17 +1,32 @@
-"""The paper's tables for groups of runs: accuracy of methods on models and benchmarks, and efficiency."""
+"""Tables for groups of runs: the paper's (accuracy of methods on models and benchmarks, efficiency), and ours
+(statistics of pairs, learning tax)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_eqlen.evaluation.result import over_seeds
 from megatron_eqlen.evaluation.statistics import detectable_difference, seed_difference
+from megatron_eqlen.files import step_folders
+from megatron_eqlen.metrics import (
+    HARVEST_PAIRS_PER_STREAM,
+    HARVEST_TRUNCATED_FRACTION,
+    OBJECTIVE_REWARD_GAP,
+    OBJECTIVE_SKIP_RATE,
+)
+from megatron_eqlen.objectives.build import build_minibatches
+from megatron_eqlen.objectives.dynamic_sampling import trained
+from megatron_eqlen.paper.learning_tax import Tax, learning_tax
+from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.report.compare import efficiency_table
+from megatron_eqlen.report.metrics import Records, mean_of_known, read_metrics
 from megatron_eqlen.report.run_groups import BASE, Group
 from megatron_eqlen.report.tables import Accuracy, Column, Difference
+from megatron_eqlen.rollout.record.reader import read_step
 
 METHOD, PER_HOUR, PER_TOKEN = "Method", "Samples/GPU-h", "Samples/1k tokens"
 HEADINGS = {
@@ -102,4 +117,81 @@ def efficiency(groups: Sequence[Group]) -> list[dict[Column, Any]]:
         for name, short in ((PER_HOUR, "GPU-h"), (PER_TOKEN, "tokens")):
             first = rows[0][name]
             row[f"x first, {short}"] = row[name] / first if first else None
+    return rows
+
+
+PAIR_STATISTICS = {
+    "pairs a stream": (HARVEST_PAIRS_PER_STREAM, 1),
+    "streams that reach the limit, %": (HARVEST_TRUNCATED_FRACTION, 100),
+    "pairs with equal rewards, %": (OBJECTIVE_SKIP_RATE, 100),
+    "reward of B: max less mean": (OBJECTIVE_REWARD_GAP, 1),
+}
+"""Title -> (metric, factor from the metric's unit to the title's)."""
+
+
+def pairs(groups: Sequence[Group]) -> list[dict[Column, Any]]:
+    """Return two rows for each method that has pairs: means over its seeds of their first and their last
+    third of steps."""
+    rows = []
+    for group in groups:
+        if group.method == BASE or group.runs[0].recipe.sampling != "equal_length":
+            continue
+        runs = [read_metrics(run.folder) for run in group.runs]
+        for part, steps in (("first third", _first_third), ("last third", _last_third)):
+            row: dict[Column, Any] = {METHOD: group.method, "of each run": part}
+            for title, (metric, scale) in PAIR_STATISTICS.items():
+                mean = mean_of_known(
+                    mean_of_known(record.get(metric) for record in steps(records)) for records in runs
+                )
+                row[title] = None if mean is None else scale * mean
+            rows.append(row)
+    return rows
+
+
+def _first_third(records: Records) -> Records:
+    return records[: max(1, len(records) // 3)]
+
+
+def _last_third(records: Records) -> Records:
+    return records[-max(1, len(records) // 3) :]
+
+
+TAX_STEPS = 8
+"""Number of a run's steps that are read, evenly spread."""
+
+
+def tax_of_run(folder: Path, recipe: Recipe) -> Tax:
+    """Return the tax of some steps of a run; zero if it kept no rollouts."""
+    steps = [step for _, step in step_folders(folder / "streams")]
+    chosen = (
+        np.unique(np.linspace(0, len(steps) - 1, min(TAX_STEPS, len(steps))).round().astype(int))
+        if steps
+        else []
+    )
+    return sum((tax_of_step(steps[number], recipe) for number in chosen), Tax())
+
+
+def tax_of_step(folder: Path, recipe: Recipe) -> Tax:
+    rollouts = trained(read_step(folder, with_routes=False), recipe)
+    batches, _ = build_minibatches(rollouts, recipe)
+    return sum(map(learning_tax, batches), Tax())
+
+
+def learning_taxes(groups: Sequence[Group]) -> list[dict[Column, Any]]:
+    """Return a row for each method: its runs' shared prefixes, and the sums of their gradients."""
+    rows = []
+    for group in groups:
+        if group.method == BASE:
+            continue
+        tax = sum((tax_of_run(run.folder, run.recipe) for run in group.runs), Tax())
+        rows.append(
+            {
+                METHOD: group.method,
+                "shared tokens": tax.shared,
+                "pushed both ways, %": 100 * tax.opposed_share,
+                "cancelled, %": 100 * tax.cancelled_share,
+                "gradient: mean": tax.mean,
+                "gradient: deviation": tax.deviation,
+            }
+        )
     return rows

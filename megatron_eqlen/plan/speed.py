@@ -1,17 +1,40 @@
-"""Estimated tokens per second and hours per step, from a GPU's data sheet and assumed shares of it."""
+"""Tokens per second and hours per step: estimated from a GPU's data sheet and assumed shares of it, and
+achieved by a step."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_eqlen.hf.config import ModelConfig
+from megatron_eqlen.metrics import (
+    HARVEST_FLOPS,
+    HARVEST_GENERATED_TOKENS,
+    HARVEST_MFU,
+    HARVEST_TOKENS_PER_GPU,
+    PACKING_EXPANDED_TOKENS,
+    PACKING_UNIQUE_TOKENS,
+    TIME_HARVEST,
+    TIME_TRAIN,
+    TRAIN_EXPANDED_PER_GPU,
+    TRAIN_FLOPS,
+    TRAIN_MFU,
+    TRAIN_TOKENS_PER_GPU,
+)
 from megatron_eqlen.packing.simulated import MEDIAN
 from megatron_eqlen.plan import engine
 from megatron_eqlen.plan.activations import BYTES
 from megatron_eqlen.plan.exchange import leaving_share, step_bytes
-from megatron_eqlen.plan.flops import active_parameters, forward_flops, training_flops, training_passes
+from megatron_eqlen.plan.flops import (
+    active_parameters,
+    counted,
+    forward_flops,
+    training_flops,
+    training_passes,
+)
 from megatron_eqlen.plan.workload import Workload
 from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.types import Metrics
 
 
 @dataclass(frozen=True)
@@ -148,3 +171,27 @@ def _weights_read(recipe: Recipe, model: ModelConfig, batch: float) -> float:
     touched = 1 - (1 - share) ** batch
     active = active_parameters(model) * BYTES[recipe.model.dtype] / recipe.rollout.tensor_parallel
     return active + touched * max(all_weights - active, 0.0)
+
+
+def achieved(recipe: Recipe, model: ModelConfig, metrics: Mapping[str, float], device: str | None) -> Metrics:
+    """Return the throughput of a step with the given ``metrics``. ``device``: the GPUs' name; None: a CPU.
+
+    Model FLOPs utilisation divides the model's own FLOPs by the stage's time and the GPU's peak bfloat16
+    rate; it is reported only for known GPUs. Rates are tokens per second and GPU;
+    training has two: each token of a tree once, and every side with its own copy of the prefix.
+    """
+    flops = counted(recipe, model, metrics)
+    gpu = gpu_named(device)
+    engine = recipe.gpus - recipe.world_size if recipe.rollout.engine == "server" else recipe.world_size
+    found: Metrics = dict(flops)
+    if (training := metrics.get(TIME_TRAIN, 0.0) * recipe.world_size) > 0:
+        epochs = recipe.loss.epochs
+        found[TRAIN_TOKENS_PER_GPU] = epochs * metrics.get(PACKING_UNIQUE_TOKENS, 0.0) / training
+        found[TRAIN_EXPANDED_PER_GPU] = epochs * metrics.get(PACKING_EXPANDED_TOKENS, 0.0) / training
+        if gpu is not None:
+            found[TRAIN_MFU] = flops[TRAIN_FLOPS] / (training * gpu.flops)
+    if (harvest := metrics.get(TIME_HARVEST, 0.0) * engine) > 0 and flops[HARVEST_FLOPS]:
+        found[HARVEST_TOKENS_PER_GPU] = metrics.get(HARVEST_GENERATED_TOKENS, 0.0) / harvest
+        if gpu is not None:
+            found[HARVEST_MFU] = flops[HARVEST_FLOPS] / (harvest * gpu.flops)
+    return found

@@ -1,4 +1,4 @@
-"""The plan as text: what ``eqlen plan`` and ``--dry-run`` print. GB are decimal."""
+"""Output of ``eqlen plan`` and ``--dry-run``, and a recipe's line in the README's table. GB are decimal."""
 
 from __future__ import annotations
 
@@ -202,3 +202,22 @@ def _sbatch(recipe: Recipe) -> str:
         f"submit      eqlen submit RECIPE [KEY=VALUE ...]\n"
         f"{' ' * 12}as {environment}sbatch {options} slurm/train.sbatch RECIPE [KEY=VALUE ...]"
     ) + (f"\n{' ' * 12}WARNING: {short}" if short else "")
+
+
+TABLE_HEAD = "| recipe | GPUs | GB a GPU | host GB a node | estimate: tokens/s, hours for 100 steps |"
+TABLE_STEPS = 100
+
+
+def table_row(file: str, recipe: Recipe) -> str:
+    """Return the table's line for the recipe in ``recipes/FILE``. ``GB a GPU``: the largest phase of the
+    GPU's size."""
+    model, cluster = model_config(recipe), recipe.cluster
+    need, work = memory(recipe, model), workload(recipe)
+    host = sum(host_parts(recipe, model, need.stages, work).values())
+    estimates = "; ".join(
+        f"{estimate.gpu.name} {estimate.tokens_per_second:,.0f}, {TABLE_STEPS * estimate.seconds / 3600:.0f}"
+        for estimate in speeds(recipe, model, work)
+    )
+    gpus = f"{cluster.nodes} x {cluster.processes_per_node}"
+    used = f"{need.peak / 1e9:.0f} of {need.total / 1e9:.0f}"
+    return f"| `{file}` | {gpus} | {used} | {host / 1e9:.0f} | {estimates} |"

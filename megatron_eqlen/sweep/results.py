@@ -8,9 +8,7 @@ from pathlib import Path
 
 from megatron_eqlen.files import write_text
 from megatron_eqlen.paper.figures import ends, figures, sheet
-from megatron_eqlen.paper.learning_tax_table import learning_taxes
-from megatron_eqlen.paper.pairs import pairs
-from megatron_eqlen.paper.tables import METHOD, accuracies, differences, efficiency
+from megatron_eqlen.paper.tables import METHOD, accuracies, differences, efficiency, learning_taxes, pairs
 from megatron_eqlen.recipe.budget import UNITS
 from megatron_eqlen.report import tables as formats
 from megatron_eqlen.report.charts import Chart

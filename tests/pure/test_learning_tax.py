@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.paper.learning_tax import Tax, learning_tax, shared_coefficients
-from megatron_eqlen.paper.learning_tax_table import tax_of_run
+from megatron_eqlen.paper.tables import tax_of_run
 from megatron_eqlen.paper.theory import (
     A_2,
     A_3,

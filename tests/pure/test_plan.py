@@ -18,8 +18,7 @@ from megatron_eqlen.plan.memory import Memory, memory
 from megatron_eqlen.plan.model import KNOWN_MODELS, model_config
 from megatron_eqlen.plan.parameters import Buffer, total
 from megatron_eqlen.plan.speed import GPUS, speed
-from megatron_eqlen.plan.table import HEAD, row
-from megatron_eqlen.plan.text import describe
+from megatron_eqlen.plan.text import TABLE_HEAD, describe, table_row
 from megatron_eqlen.plan.workload import Workload, workload
 from tests.kit import ROOT
 from tests.kit.tiny_models import save_tiny
@@ -46,8 +45,8 @@ def test_a_shipped_recipe_fits_and_its_line_in_the_readme_is_what_the_plan_says(
     recipe = load(path)
     assert memory(recipe, model_config(recipe)).problems() == []
     readme = (ROOT / "README.md").read_text().splitlines()
-    assert HEAD in readme
-    assert row(path.name, recipe) in readme
+    assert TABLE_HEAD in readme
+    assert table_row(path.name, recipe) in readme
 
 
 def test_a_recipe_that_says_how_much_host_memory_it_needs_says_what_the_plan_says():
@@ -58,7 +57,7 @@ def test_a_recipe_that_says_how_much_host_memory_it_needs_says_what_the_plan_say
     }
     assert said.keys() == {"qwen3_30b_a3b.yaml", "qwen3_32b.yaml", "qwen3_next_80b.yaml"}
     for file, gigabytes in said.items():
-        needed = float(row(file, load(ROOT / "recipes" / file)).split("|")[4])
+        needed = float(table_row(file, load(ROOT / "recipes" / file)).split("|")[4])
         assert gigabytes == pytest.approx(needed, rel=0.02)
 
 
