@@ -3,7 +3,7 @@
 ``install()`` puts a finder in front of Python's own, for ``megatron.core`` only. Each of its modules then
 goes through at most two steps:
 
-1. Without CUDA, ``source.py`` rewrites references to CUDA devices: ``torch.cuda`` becomes the namespace in
+1. Without CUDA, ``finder.py`` rewrites references to CUDA devices: ``torch.cuda`` becomes the namespace in
    ``cuda_namespace.py``, ``"cuda"`` becomes ``"cpu"``. This costs nothing per step and changes nothing
    outside ``megatron.core``.
 2. ``gaps.py`` closes the known gaps of Megatron-Core 0.16.1. Some of them concern GPUs as well.

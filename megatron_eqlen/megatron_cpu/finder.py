@@ -1,12 +1,27 @@
-"""Import hook that finds ``megatron.core`` modules and gives them a loader that prepares them."""
+"""Import hook for ``megatron.core``: finds its modules and gives them a loader that prepares them.
 
+Without CUDA the loader rewrites a module's source:
+
+============================  ==================================================================
+``torch.cuda``                the module ``cuda_namespace``
+``from torch.cuda import x``  ``from cuda_namespace import x``
+``"cuda"``, ``"cuda:0"``      ``"cpu"``
+``"torch.cuda.FloatTensor"``  ``"torch.FloatTensor"`` (the string form of a tensor type)
+``tensor.cuda(...)``          ``tensor``
+``tensor.is_cuda``            ``True`` (guards of paths that work as well on CPU tensors)
+============================  ==================================================================
+"""
+
+from __future__ import annotations
+
+import ast
 import importlib.abc
 import importlib.machinery
 import types
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 
-from megatron_eqlen.megatron_cpu import gaps, source
+from megatron_eqlen.megatron_cpu import gaps
 
 
 class MegatronLoader(importlib.machinery.SourceFileLoader):
@@ -22,9 +37,9 @@ class MegatronLoader(importlib.machinery.SourceFileLoader):
 
     def get_code(self, fullname: str) -> types.CodeType | None:
         path = self.get_filename(fullname)
-        if not self.rewrite or not source.names_cuda(text := self.get_data(path)):
+        if not self.rewrite or not names_cuda(text := self.get_data(path)):
             return super().get_code(fullname)
-        return compile(source.without_cuda(text, path), path, "exec", dont_inherit=True)
+        return compile(without_cuda(text, path), path, "exec", dont_inherit=True)
 
     def exec_module(self, module: types.ModuleType) -> None:
         super().exec_module(module)
@@ -44,3 +59,65 @@ class MegatronFinder(importlib.abc.MetaPathFinder):
         if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
             spec.loader = MegatronLoader(spec.loader.name, spec.loader.path, self.rewrite)
         return spec
+
+
+NAMESPACE = "megatron_eqlen.megatron_cpu.cuda_namespace"
+ALIAS = "_cuda_namespace"  # two leading underscores would be mangled inside classes
+
+
+def names_cuda(text: bytes) -> bool:
+    """Return True if there is anything to rewrite."""
+    return b"cuda" in text
+
+
+def without_cuda(text: bytes, path: str) -> ast.Module:
+    """Return the rewritten syntax tree of the source ``text`` of the file ``path``."""
+    tree = _Rewriter().visit(ast.parse(text, path))
+    tree.body.insert(_after_header(tree.body), ast.Import([ast.alias(NAMESPACE, ALIAS)]))
+    return ast.fix_missing_locations(tree)
+
+
+def _after_header(body: list[ast.stmt]) -> int:
+    """Return where an import may be inserted: after the docstring and the ``__future__`` imports."""
+    for i, statement in enumerate(body):
+        docstring = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+        future = isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
+        if not (docstring or future):
+            return i
+    return len(body)
+
+
+def _is_torch(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "torch"
+
+
+class _Rewriter(ast.NodeTransformer):
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        self.generic_visit(node)
+        if node.attr == "cuda" and _is_torch(node.value):
+            return ast.copy_location(ast.Name(ALIAS, ast.Load()), node)
+        if node.attr == "is_cuda" and isinstance(node.ctx, ast.Load):
+            return ast.copy_location(ast.Constant(True), node)
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        called = node.func
+        if isinstance(called, ast.Attribute) and called.attr == "cuda" and not _is_torch(called.value):
+            return self.visit(called.value)
+        self.generic_visit(node)
+        return node
+
+    def visit_Constant(self, node: ast.Constant) -> ast.expr:
+        text = node.value
+        if not isinstance(text, str):
+            return node
+        if text == "cuda" or text.startswith("cuda:"):
+            return ast.copy_location(ast.Constant("cpu"), node)
+        if text.startswith("torch.cuda.") and text.endswith("Tensor"):
+            return ast.copy_location(ast.Constant(text.replace("torch.cuda.", "torch.")), node)
+        return node
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.stmt:
+        if node.module == "torch.cuda":
+            node.module = NAMESPACE
+        return node

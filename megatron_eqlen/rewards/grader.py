@@ -1,4 +1,4 @@
-"""Protocols of graders, and grades that are still being computed."""
+"""Protocols of graders, the part of a response that they read, and grades that are still being computed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,16 @@ from typing import Protocol, runtime_checkable
 
 from megatron_eqlen.rewards.workers.host import Item
 from megatron_eqlen.types import Grade
+
+END_OF_THINKING = "</think>"
+"""End tag of the thinking. Prompts of thinking models end with ``<think>``, so responses hold this tag alone,
+or none."""
+
+
+def answer_section(text: str, longest: int) -> str:
+    """Return the text after the last ``</think>``, the whole text without one; at most its last ``longest``
+    characters."""
+    return text.rpartition(END_OF_THINKING)[2][-longest:]
 
 
 class Grader(Protocol):
@@ -44,7 +54,7 @@ class BackgroundGrader(Grader, Protocol):
 
     @property
     def longest(self) -> int:
-        """Most characters of a response's answer (``thinking.answer_section``) that the grader reads, counted
+        """Most characters of a response's answer (``answer_section``) that the grader reads, counted
         from the end: earlier characters cannot change a grade, and are not decoded."""
         ...
 

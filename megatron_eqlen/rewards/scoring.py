@@ -24,9 +24,8 @@ from megatron_eqlen.recipe import RewardRecipe
 from megatron_eqlen.recipe.plugins import is_import_path, load_object
 from megatron_eqlen.rewards.background import Background, Key, naming, response_key
 from megatron_eqlen.rewards.code.grader import CodeGrader
-from megatron_eqlen.rewards.grader import BackgroundGrader, Grader
+from megatron_eqlen.rewards.grader import END_OF_THINKING, BackgroundGrader, Grader, answer_section
 from megatron_eqlen.rewards.math.grader import MathGrader
-from megatron_eqlen.rewards.thinking import END_OF_THINKING, answer_section
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver, RolloutPart, all_rollouts
 from megatron_eqlen.types import Grade, Metrics, Prompt, Rollout, Segment, TokenIds

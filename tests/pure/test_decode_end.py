@@ -15,10 +15,9 @@ from megatron_eqlen.hf.byte_pieces import BytePieces
 from megatron_eqlen.hf.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from megatron_eqlen.rewards.code import grader as code
 from megatron_eqlen.rewards.code.grader import CodeGrader, extract_as_livecodebench, extract_program
-from megatron_eqlen.rewards.math import box as math_box
-from megatron_eqlen.rewards.math.box import extract_answer
-from megatron_eqlen.rewards.math.grader import MathGrader
-from megatron_eqlen.rewards.thinking import END_OF_THINKING, answer_section
+from megatron_eqlen.rewards.grader import END_OF_THINKING, answer_section
+from megatron_eqlen.rewards.math import grader as math
+from megatron_eqlen.rewards.math.grader import MathGrader, extract_answer
 from megatron_eqlen.toys.tokenizer_maker import write_hf_tokenizer, write_sentencepiece_tokenizer
 
 TEXT = [r"So \boxed{5} and ```python print(1) ``` 漢字 é 🙂 </think> or \fbox{x} " * 9]
@@ -86,7 +85,7 @@ def test_a_grader_sees_in_the_end_what_it_sees_in_the_whole_text(tokenizer, data
     longest = data.draw(st.sampled_from([3, 8, 20, 50, 1000]))
     whole, end = tokenizer.decode(ids), read_end(tokenizer, ids, longest, data)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(math_box, "LONGEST_TAIL", longest)
+        patch.setattr(math, "LONGEST_TAIL", longest)
         patch.setattr(code, "LONGEST_SECTION", longest)
         for look in (lambda text: MathGrader("exact").grade([text], ["5"]), extract_answer, extract_program):
             assert look(end) == look(whole)
@@ -96,7 +95,7 @@ def test_a_grader_sees_in_the_end_what_it_sees_in_the_whole_text(tokenizer, data
 
 
 def test_graders_say_how_much_they_read():
-    assert MathGrader.longest == math_box.LONGEST_TAIL
+    assert MathGrader.longest == math.LONGEST_TAIL
     assert CodeGrader().longest == code.LONGEST_SECTION
     assert CodeGrader(lcb_strict=True).longest == sys.maxsize
 

@@ -11,8 +11,7 @@ import pytest
 
 from megatron_eqlen.rewards.math import grader as math
 from megatron_eqlen.rewards.math.answer import normalize
-from megatron_eqlen.rewards.math.box import extract_answer
-from megatron_eqlen.rewards.math.grader import MathGrader
+from megatron_eqlen.rewards.math.grader import MathGrader, extract_answer
 from tests.kit import ROOT
 from tools.benchmarks.grade import read_answer_table
 

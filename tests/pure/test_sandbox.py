@@ -24,7 +24,7 @@ import pytest
 
 from megatron_eqlen.rewards.code import grader as code
 from megatron_eqlen.rewards.code.grader import WORKER_MODULE, CodeGrader, offered_isolation
-from megatron_eqlen.rewards.sandbox import client, landlock, seccomp
+from megatron_eqlen.rewards.sandbox import client, kernel, seccomp
 from megatron_eqlen.rewards.sandbox.client import Execution, Sandbox
 from megatron_eqlen.rewards.sandbox.folder import EmptyFolder
 from megatron_eqlen.rewards.sandbox.probe import shortcoming
@@ -299,13 +299,13 @@ ATTACKS = {
 
 WITHOUT_SIGNAL_SCOPES = """
 import json, os, sys
-from megatron_eqlen.rewards.sandbox import landlock
+from megatron_eqlen.rewards.sandbox import kernel
 from megatron_eqlen.rewards.sandbox.program import Isolation, Limits
 from megatron_eqlen.rewards.sandbox import client
 from megatron_eqlen.rewards.sandbox.client import Sandbox
 from megatron_eqlen.rewards.sandbox.folder import EmptyFolder
 from megatron_eqlen.rewards.sandbox.probe import shortcoming
-landlock.SCOPE_ABI = 1 << 30
+kernel.SCOPE_ABI = 1 << 30
 isolation = Isolation(True, True, False)
 with Sandbox(isolation) as sandbox:
     runs = [sandbox.run(attack, "", Limits(1, 3, 256, 1 << 20)).stdout for attack in json.load(sys.stdin)]
@@ -326,7 +326,7 @@ def test_a_machine_whose_filter_has_a_hole_is_not_called_strict(monkeypatch, hol
     numbers = {"fcntl": 72, "madvise": 28, "clone": 56, "prctl": 157, "timer_create": 222, "kill": 62}
     plain = seccomp.X86_64.plain | {hole: numbers[hole]}
     monkeypatch.setitem(seccomp.MACHINES, "x86_64", dataclasses.replace(seccomp.X86_64, plain=plain))
-    monkeypatch.setattr(landlock, "SCOPE_ABI", 1 << 30)
+    monkeypatch.setattr(kernel, "SCOPE_ABI", 1 << 30)
     assert "a program" in shortcoming(Isolation(True, True, False))
 
 

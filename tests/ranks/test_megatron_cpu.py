@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_eqlen.megatron_cpu import cuda_namespace, gaps, source
+from megatron_eqlen.megatron_cpu import cuda_namespace, finder, gaps
 from tests.kit.distributed import run_ranks
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA nothing is rewritten")
@@ -31,13 +31,13 @@ REWRITTEN = {
 def test_cuda_means_cpu(expression):
     module = f'"""Docstring."""\nfrom __future__ import annotations\nimport torch\nvalue = {expression}\n'
     scope: dict = {}
-    exec(compile(source.without_cuda(module.encode(), "example.py"), "example.py", "exec"), scope)
+    exec(compile(finder.without_cuda(module.encode(), "example.py"), "example.py", "exec"), scope)
     assert scope["value"] == REWRITTEN[expression]
 
 
 def test_a_rewritten_module_keeps_docstring_future_imports_and_lines():
     text = b'"""Docstring."""\nfrom __future__ import annotations\nfrom torch.cuda import Stream\nx = 1\n'
-    tree = source.without_cuda(text, "example.py")
+    tree = finder.without_cuda(text, "example.py")
     assert ast.get_docstring(tree) == "Docstring."
     assert tree.body[1].module == "__future__"
     assert tree.body[-2].module == cuda_namespace.__name__
@@ -48,7 +48,7 @@ def outside() -> tuple[bool, bool]:
     """Return (torch.cuda is torch's own, Megatron's is the namespace) after Megatron's import."""
     import megatron.core.parallel_state as megatron
 
-    ours = vars(megatron)[source.ALIAS] is cuda_namespace
+    ours = vars(megatron)[finder.ALIAS] is cuda_namespace
     return torch.cuda.Stream is not cuda_namespace.Stream and torch.cuda.is_available() is False, ours
 
 

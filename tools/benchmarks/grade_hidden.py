@@ -20,9 +20,9 @@ import numpy as np
 from megatron_eqlen.hf.tokenizer import HuggingFaceTokenizer
 from megatron_eqlen.recipe import RewardRecipe
 from megatron_eqlen.rewards.code.tests import CodeTests
-from megatron_eqlen.rewards.math.box import LONGEST_TAIL
+from megatron_eqlen.rewards.grader import END_OF_THINKING
+from megatron_eqlen.rewards.math.grader import LONGEST_TAIL
 from megatron_eqlen.rewards.scoring import Scorer
-from megatron_eqlen.rewards.thinking import END_OF_THINKING
 from megatron_eqlen.toys.tokenizer_maker import write_hf_tokenizer
 from megatron_eqlen.types import Group, Prompt, Segment
 from tools.benchmarks.table import show

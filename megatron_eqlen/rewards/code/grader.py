@@ -20,11 +20,10 @@ from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 from megatron_eqlen.rewards.code.tests import CodeTests
-from megatron_eqlen.rewards.grader import Asked, Known, Pending
+from megatron_eqlen.rewards.grader import Asked, Known, Pending, answer_section
 from megatron_eqlen.rewards.sandbox.client import EXTRA_SECONDS, SandboxError
 from megatron_eqlen.rewards.sandbox.program import Isolation, Limits
 from megatron_eqlen.rewards.sandbox.server import SandboxServer
-from megatron_eqlen.rewards.thinking import answer_section
 from megatron_eqlen.rewards.workers.pool import WorkerPool
 from megatron_eqlen.types import Grade
 
@@ -39,7 +38,7 @@ LONGEST_SECTION = 4 * LONGEST_PROGRAM
 AS_ROOT = f" (programs run as root: nobody cannot read Python's folder {sys.prefix} or its parents)"
 ATTEMPTS = 2
 """Most attempts at a program: the sandbox's failures are not the program's fault at first."""
-WORKER_MODULE = "megatron_eqlen.rewards.code.worker"
+WORKER_MODULE = "megatron_eqlen.rewards.code.judge"
 
 _FENCE = re.compile(r"^[ \t]*+(?P<fence>`{3,}+|~{3,}+)(?P<info>[^\n`]*+)$\n?", re.MULTILINE)
 _PYTHON = re.compile(r"[ \t]*py", re.IGNORECASE)

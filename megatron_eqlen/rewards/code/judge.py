@@ -1,14 +1,18 @@
-"""The verdict on a program: run its tests in order, stop at the first that fails."""
+"""The verdict on a program: run its tests in order, stop at the first that fails. Also the worker process
+that judges: it knows the tests; the zygote of its sandbox, forked before any arrives, does not."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from typing import Any, Protocol
 
 from megatron_eqlen.rewards.code.tests import CodeTests
-from megatron_eqlen.rewards.sandbox.client import Execution
-from megatron_eqlen.rewards.sandbox.program import Limits, Rules
+from megatron_eqlen.rewards.sandbox.client import Execution, Sandbox
+from megatron_eqlen.rewards.sandbox.probe import probe
+from megatron_eqlen.rewards.sandbox.program import Isolation, Limits, Rules
 
 
 class RunProgram(Protocol):
@@ -80,3 +84,28 @@ def _difference(tests: CodeTests, number: int, found: str | None) -> str:
 def _line(text: str) -> str:
     line = " ".join(text.split())
     return line if len(line) <= LONGEST_DETAIL else "..." + line[-LONGEST_DETAIL:]
+
+
+def make_handler(isolation: dict[str, bool] | None = None) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return a handler that answers ``{"program", "tests", "limits"}`` with a Judgement. Without
+    ``isolation`` it answers with the isolation that the machine offers."""
+    if isolation is None:
+        return lambda _: asdict(probe())
+    sandbox = Sandbox(Isolation(**isolation))
+
+    def handle(item: dict[str, Any]) -> dict[str, Any]:
+        limits = Limits(**item["limits"])
+        if "tests" not in item:
+            return asdict(sandbox.run(item["program"], item["stdin"], limits, item.get("function")))
+        tests = _parse_tests(item["tests"])
+        strict = tests.livecodebench and item.get("lcb_strict", False)
+        verdict_of = judge_as_livecodebench if strict else judge
+        return asdict(verdict_of(item["program"], tests, limits, sandbox.run))
+
+    return handle
+
+
+@lru_cache(maxsize=16)
+def _parse_tests(text: str) -> CodeTests:
+    """Parse tests; cached, because the samples of a prompt come one after another."""
+    return CodeTests.from_json(text)

@@ -1,7 +1,7 @@
 """The math grader: is the last boxed answer of a response equal to the gold one?
 
     response ──extract──► answer ──normalise──► text with unit ──match──► two texts ──compare──► verdict
-              math_box             math_answer                 math_match          here, then math_worker
+                here                answer.py                   match.py           here, then worker.py
 
 ``exact`` compares the normal forms as texts, ``math_verify`` reads both as mathematics, ``either`` uses
 ``math_verify`` where ``exact`` says no. The paper says "exact answer matching".
@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Literal
 
-from megatron_eqlen.rewards.grader import Asked, Known, Pending
+from megatron_eqlen.rewards.grader import Asked, Known, Pending, answer_section
 from megatron_eqlen.rewards.math.answer import normalize
-from megatron_eqlen.rewards.math.box import LONGEST_TAIL, extract_answer
 from megatron_eqlen.rewards.math.match import match_units
 from megatron_eqlen.rewards.workers.pool import WorkerPool
 from megatron_eqlen.types import Grade
@@ -30,6 +29,8 @@ MathRule = Literal["exact", "math_verify", "either"]
 RULES_VERSION = 3
 """Raised whenever our own rules change a verdict: extraction, normal form, units, structure."""
 LIBRARY = version("math-verify")
+LONGEST_TAIL = 32_768
+"""Characters at the end of a response in which the answer is looked for."""
 LONGEST_ANSWER = 2_000
 """Most characters of an answer; a longer one counts as unparseable."""
 MEMO_SIZE = 100_000
@@ -162,3 +163,53 @@ def _gold_reason(reply: dict) -> str | None:
     if "failure" in reply or not reply["gold_parsed"]:
         return "unparseable_gold"
     return None if reply["correct"] else "gold_differs_from_itself"
+
+
+# --- the boxed answer of a response
+
+_MARK = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*(\{)?|\\[{}\\]|[{}]")
+_ARGUMENT = re.compile(
+    r"[+-]?(?:\\[dtc]?frac\s*(?:\{[^{}]*\}|\d)\s*(?:\{[^{}]*\}|\d)|\d+(?:[.,]\d+)*"
+    r"|\\[A-Za-z]+(?:\{[^{}]*\})?|[A-Za-z](?![A-Za-z]))"
+)
+"""The content of a box without braces. TeX would take one token, but people mean the whole number."""
+_SEPARATOR = re.compile(r"(?:[\s$,;&{}]|\\(?:q?quad|text|[,;()\[\]])|and\b|or\b|[A-Za-z](?:_\{?\w\}?)?\s*=)*")
+
+
+def extract_answer(text: str) -> str | None:
+    r"""Return the content of the last balanced, non-empty box after the last ``</think>``; None without one.
+
+    Boxes are ``\boxed``, ``\fbox`` and ``\framebox``, with braces or without. A box in a box belongs to the
+    outer one. Boxes with nothing between them but ``,``, ``and``, ``or`` are one answer, a list: of two
+    answers side by side neither is chosen.
+    """
+    tail = answer_section(text, LONGEST_TAIL)
+    boxes = [box for box in _boxes(tail) if box[1].strip()]
+    if not boxes:
+        return None
+    start, content, _ = boxes.pop()
+    answers = [content.strip()]
+    while boxes and _SEPARATOR.fullmatch(tail, boxes[-1][2], start):
+        start, content, _ = boxes.pop()
+        if content.strip() not in answers:
+            answers.insert(0, content.strip())
+    return ", ".join(answers)
+
+
+def _boxes(text: str) -> list[tuple[int, str, int]]:
+    """Return (start, content, end) of every outermost box, in order."""
+    opened: list[tuple[int, int]] = []  # of each open brace: start and content of its box, -1 if it has none
+    boxes: list[tuple[int, str, int]] = []
+    for match in _MARK.finditer(text):
+        mark = match.group()
+        if mark == "{" or match.group(1):
+            opened.append((match.start(), match.end()) if match.group(1) else (-1, -1))
+        elif mark == "}" and opened:
+            start, inside = opened.pop()
+            if start >= 0:
+                while boxes and boxes[-1][0] > start:
+                    boxes.pop()
+                boxes.append((start, text[inside : match.start()], match.end()))
+        elif mark.strip()[1:].isalpha() and (argument := _ARGUMENT.match(text, match.end())):
+            boxes.append((match.start(), argument.group(), argument.end()))
+    return boxes

@@ -12,7 +12,7 @@ import os
 from dataclasses import replace
 
 from megatron_eqlen.rewards.sandbox.client import MOST_THREADS, Execution, Sandbox, SandboxError
-from megatron_eqlen.rewards.sandbox.landlock import abi_version
+from megatron_eqlen.rewards.sandbox.kernel import abi_version
 from megatron_eqlen.rewards.sandbox.program import Isolation, Limits
 
 log = logging.getLogger(__name__)

@@ -25,8 +25,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 from megatron_eqlen.rewards.code import livecodebench
-from megatron_eqlen.rewards.sandbox.kernel import SET_DUMPABLE, die_with, drop_capabilities, prctl
-from megatron_eqlen.rewards.sandbox.landlock import restrict_files
+from megatron_eqlen.rewards.sandbox.kernel import (
+    SET_DUMPABLE,
+    die_with,
+    drop_capabilities,
+    prctl,
+    restrict_files,
+)
 from megatron_eqlen.rewards.sandbox.seccomp import restrict_system_calls
 
 SOURCE, REPORT, NULL = 3, 4, 5
