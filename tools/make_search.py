@@ -3,13 +3,15 @@
 
     tools/make_search.py --out runs/search/data
 
-Responses have a heavy tail of lengths (megatron_eqlen/toys/search.py); the dials shape it. The files share no
-question; the same arguments write the same rows.
+Responses have a heavy tail of lengths (megatron_eqlen/toys/search.py); the dials shape it. With
+``--pauses 0.25 --closing 90`` a stream has 6 to 9 pairs. The files share no question; the same arguments
+write the same rows.
 """
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
 
 from megatron_eqlen.processes.failures import run_script
@@ -37,9 +39,13 @@ def main() -> None:
     parser.add_argument(
         "--remarks", type=float, default=default.remarks, help="share of tries that say they do not fit"
     )
+    parser.add_argument("--pauses", type=float, default=default.pauses, help="mean number after a term")
+    parser.add_argument(
+        "--closing", type=float, default=default.closing, help="mean number of pauses after the answer"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    dials = Dials(tuple(args.moduli), args.offsets, args.gives_up, args.in_order, args.checks, args.remarks)
+    dials = Dials(**{field.name: getattr(args, field.name) for field in fields(Dials)})
     rows = make_rows(args.train + args.test, args.seed, dials)
     write_split(args.out, rows, args.test)
 

@@ -13,6 +13,9 @@ name the answer, which a model that imitates them can only guess; some search in
 check what they found. So a right answer may be short or long, and a model can improve by not giving up, by
 searching in order, and by computing without slips.
 
+With ``pauses`` and ``closing`` a response also hesitates (`` .``) any number of times after a term and after
+its answer, so that no token settles where a try or the response ends. ``PAPERS_REGIME`` is such a task.
+
 All numbers have one digit, what is computed stands beside what it is computed from, and what fits ends with
 0, so that a small model learns to compute in less than a minute.
 
@@ -26,6 +29,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 SOLUTIONS = 3
+PAUSE = " ."
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,16 @@ class Dials:
     remarks: float = 0.5
     """Share of failed tries that end with a remark, so that searches of equally many tries seldom have equal
     lengths."""
+    pauses: float = 0.0
+    """Mean number of pauses after a term: tries of equally many terms end at different tokens."""
+    closing: float = 0.0
+    """Mean number of pauses after the answer. Responses that share their answer then end at different tokens,
+    and their lengths have a part that neither reward nor answer depends on."""
+
+
+PAPERS_REGIME = Dials(pauses=0.25, closing=90)
+"""With a limit of three times the mean length a dual-track stream has 6 to 9 pairs, and few streams end
+because both tracks end at one token."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +78,13 @@ class Puzzle:
     def answer(self) -> int:
         return -sum(self.offsets) * pow(self.factor, -1, self.modulus) % self.modulus
 
-    def attempt(self, x: int) -> str:
-        """Return the line that tries ``x``, term by term."""
+    def terms(self, x: int) -> Iterator[str]:
+        """Yield the line that tries ``x``, term by term."""
         value = self.factor * x % self.modulus
-        line = f"{self.factor}*{x}={value}"
+        yield f"{self.factor}*{x}={value}"
         for offset in self.offsets:
             value = (value + offset) % self.modulus
-            line += f"+{offset}={value}"
-        return line
+            yield f"+{offset}={value}"
 
 
 def draw_puzzle(rng: random.Random, dials: Dials) -> Puzzle:
@@ -82,13 +95,34 @@ def draw_puzzle(rng: random.Random, dials: Dials) -> Puzzle:
 
 def demonstrate(puzzle: Puzzle, dials: Dials, rng: random.Random) -> str:
     """Return a response that ends with the answer, found or guessed."""
-    lines = []
+    return "".join(pieces(puzzle, dials, rng))
+
+
+def pieces(puzzle: Puzzle, dials: Dials, rng: random.Random) -> Iterator[str]:
+    """Yield a response piece by piece. A random number is drawn when the first text that depends on it is
+    due, so that the numbers drawn so far determine nothing else."""
     for x in search(puzzle, dials, rng):
         fits = x == puzzle.answer
-        lines.append(puzzle.attempt(x) + (" no" if not fits and rng.random() < dials.remarks else ""))
+        yield from _line(puzzle, x, dials, rng)
+        yield " no\n" if not fits and rng.random() < dials.remarks else "\n"
         if fits and rng.random() < dials.checks:
-            lines += ["Check:", lines[-1]]
-    return "\n".join([*lines, f"\\boxed{{{puzzle.answer}}}"])
+            yield "Check:\n"
+            yield from _line(puzzle, x, dials, rng)
+            yield "\n"
+    yield f"\\boxed{{{puzzle.answer}}}"
+    yield from _hesitation(dials.closing, rng)
+
+
+def _line(puzzle: Puzzle, x: int, dials: Dials, rng: random.Random) -> Iterator[str]:
+    for term in puzzle.terms(x):
+        yield term
+        yield from _hesitation(dials.pauses, rng)
+
+
+def _hesitation(mean: float, rng: random.Random) -> Iterator[str]:
+    """Yield a geometric number of pauses."""
+    while mean and rng.random() < mean / (1 + mean):
+        yield PAUSE
 
 
 def search(puzzle: Puzzle, dials: Dials, rng: random.Random) -> Iterator[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Sequence
 from statistics import fmean, pstdev
 
 import pytest
@@ -13,9 +14,11 @@ from megatron_eqlen.data import math_sets
 from megatron_eqlen.data.rows import Tally
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.rewards.math.grader import MathGrader
-from megatron_eqlen.toys.search import Dials, draw_puzzle, make_rows, search
+from megatron_eqlen.sampling.equal_length.dual_track import DualTrack
+from megatron_eqlen.toys.search import PAPERS_REGIME, Dials, Puzzle, draw_puzzle, make_rows, pieces, search
 from megatron_eqlen.toys.synthetic import write_rows
 from megatron_eqlen.toys.tokenizer_maker import write_hf_tokenizer
+from megatron_eqlen.types import Delta, Prompt, Stream
 from tests.kit import ROOT
 
 SOLUTIONS = ("r1_solution_1", "r1_solution_2", "r1_solution_3")
@@ -100,3 +103,62 @@ def test_rows_are_a_function_of_the_seed_and_their_questions_are_distinct(rows):
     assert len({row["question"] for row in rows}) == 1200
     with pytest.raises(ValueError, match=r"count: expected at most 2058 questions .*, found 2059"):
         make_rows(2059, 0, Dials((7,)))
+
+
+class Redrawn(random.Random):
+    """Repeats the ``known`` numbers, then draws new ones."""
+
+    def __init__(self, known: list[float], seed: float) -> None:
+        super().__init__(seed)
+        self.known, self.drawn, self.written = [*known], [], 0
+
+    def random(self) -> float:
+        value = self.known.pop(0) if self.known else super().random()
+        self.drawn.append((self.written, value))
+        return value
+
+    def randrange(self, stop: int) -> int:
+        return int(self.random() * stop)
+
+
+class Imitator:
+    """Continues demonstrations of one puzzle token by token, as a model does that has learned them."""
+
+    TOKEN = re.compile(r"\\boxed\{| ?[A-Za-z]+| \.|[\s\S]")
+
+    def __init__(self, puzzle: Puzzle, dials: Dials, rng: random.Random) -> None:
+        self.puzzle, self.dials, self.rng = puzzle, dials, rng
+        self.ids: dict[str, int] = {}
+
+    def respond(self, start: int = 0, known: Sequence[tuple[int, float]] = ()) -> tuple[list[int], list]:
+        """Return a response that repeats what was drawn before token ``start``, and its draws."""
+        rng = Redrawn([value for written, value in known if written < start], self.rng.random())
+        tokens = []
+        for piece in pieces(self.puzzle, self.dials, rng):
+            tokens += [self.ids.setdefault(token, len(self.ids) + 1) for token in self.TOKEN.findall(piece)]
+            rng.written = len(tokens)
+        return [*tokens, 0], rng.drawn
+
+    def stream(self, limit: int) -> Stream:
+        harvester = DualTrack(Prompt("q", [0], "?", "math", "1"), 0, limit, frozenset([0]), 0)
+        drawn: dict[str, list] = {}
+        launched = harvester.start()
+        while not harvester.complete:
+            for track in launched:
+                start = len(track.context) - 1
+                known = drawn[harvester.open[0].track.name] if start else []
+                tokens, drawn[track.name] = self.respond(start, known)
+                rest = tokens[start:limit]
+                track.extend(Delta(track.name, rest, [0.0] * len(rest)), 0)
+            launched = harvester.advance()
+        return harvester.rollout(0)
+
+
+def test_the_papers_regime_has_six_to_nine_pairs_a_stream_and_few_that_both_tracks_end():
+    rng = random.Random(0)
+    imitators = [Imitator(draw_puzzle(rng, PAPERS_REGIME), PAPERS_REGIME, rng) for _ in range(800)]
+    lengths = [len(imitator.respond()[0]) for imitator in imitators]
+    streams = [imitator.stream(round(3 * fmean(lengths))) for imitator in imitators]
+    assert 6 < fmean(len(stream.pairs) for stream in streams) < 9
+    assert fmean(stream.outcome == "both_ended" for stream in streams) < 0.05
+    assert pstdev(lengths) / fmean(lengths) > 0.5
