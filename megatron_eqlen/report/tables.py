@@ -59,6 +59,19 @@ class Difference:
 
 
 @dataclass(frozen=True)
+class Change:
+    """Change of a quantity during runs, a mean over their seeds."""
+
+    interval: Interval
+    seeds: int
+
+    def __str__(self) -> str:
+        """Format the change: ``+12.3 [+8.1, +16.5]``; without an interval for a single seed."""
+        mean, low, high = self.interval.mean, self.interval.low, self.interval.high
+        return f"{mean:+.3g}" if self.seeds == 1 else f"{mean:+.3g} [{low:+.3g}, {high:+.3g}]"
+
+
+@dataclass(frozen=True)
 class Table:
     title: str
     rows: Rows
@@ -198,7 +211,7 @@ def _escaped(value: str) -> str:
 
 
 def _data(value: Any) -> Any:
-    return asdict(value) if isinstance(value, Accuracy | Difference) else value
+    return asdict(value) if isinstance(value, Accuracy | Difference | Change) else value
 
 
 def _notes(table: Table) -> list[str]:

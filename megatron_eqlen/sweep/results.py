@@ -6,7 +6,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_eqlen.files import write_text
+from megatron_eqlen.files import write_between, write_text
+from megatron_eqlen.paper import drift
 from megatron_eqlen.paper.figures import ends, figures, sheet
 from megatron_eqlen.paper.tables import METHOD, accuracies, differences, efficiency, learning_taxes, pairs
 from megatron_eqlen.recipe.budget import UNITS
@@ -30,6 +31,9 @@ ABOUT_DIFFERENCE = (
 ABOUT_BANDS = "Lines are means over a method's seeds, bands reach from the lowest seed to the highest."
 START, END = "<!-- tables of a sweep -->", "<!-- end of the tables -->"
 """Lines of a document that enclose the tables."""
+ABOUT_DRIFT = "Means over seeds of the change from before training to after it, with 95% t intervals."
+DRIFT = "drift.svg"
+"""Figure of the tables of kind ``drift``."""
 FIGURES, PICTURES = "figures-", "pictures"
 """Prefix of the figures' file names; name of the folder beside a document that holds copies of them."""
 FORMATS = {"txt": formats.text, "md": formats.markdown, "tex": formats.latex}
@@ -85,6 +89,8 @@ def _table(sweep: SweepRecipe, table: TableRecipe, found: Sequence[Group]) -> Ta
     baseline = names[methods[0]]
     if table.kind == "difference":
         notes = [ABOUT_DIFFERENCE.format(baseline), *notes]
+    elif table.kind == "drift":
+        notes = [ABOUT_DRIFT, *notes]
     makers = {
         "accuracy": lambda: accuracies(named, table.benchmarks),
         "difference": lambda: differences(named, baseline, table.benchmarks),
@@ -92,6 +98,7 @@ def _table(sweep: SweepRecipe, table: TableRecipe, found: Sequence[Group]) -> Ta
         "training": lambda: ends(named),
         "pairs": lambda: pairs(named),
         "learning_tax": lambda: learning_taxes(named),
+        "drift": lambda: drift.drifts(named),
     }
     rows = [{_called(sweep, column): value for column, value in row.items()} for row in makers[table.kind]()]
     return Table(table.title, rows or [{METHOD: "none has ended"}], notes)
@@ -123,6 +130,7 @@ def write(plan: Plan) -> list[Path]:
         text = "\n\n".join([*map(of, made), f"{comment} {ABOUT}".strip()])
         write_text(folder / f"tables.{ending}", text + "\n")
     write_text(folder / "tables.json", formats.as_json(made))
+    paths += _picture_of_drift(plan.sweep, made)
     models = _figures(plan.sweep, found)
     write_text(folder / "index.html", _page(plan, found, made, models))
     for model, charts in models.items():
@@ -133,24 +141,31 @@ def write(plan: Plan) -> list[Path]:
     return paths
 
 
+def _picture_of_drift(sweep: SweepRecipe, made: Sequence[Table]) -> list[Path]:
+    titles = [table.title for table in sweep.tables if table.kind == "drift"]
+    shown = [
+        (table.title, table.rows) for table in made if table.title in titles and drift.LENGTH in table.rows[0]
+    ]
+    if not shown:
+        return []
+    write_text(sweep.path / DRIFT, drift.picture(shown))
+    return [sweep.path / DRIFT]
+
+
 def write_into(document: Path, sweep: Path) -> None:
     """Put the Markdown and the figures of a sweep's folder into a document, replacing the text between START
     and END; the figures' files go into the folder ``pictures`` beside it.
 
     Raises ValueError for a document without these lines.
     """
-    text = document.read_text(encoding="utf-8")
-    head, _, rest = text.partition(START)
-    _, end, tail = rest.partition(END)
-    if not end:
-        raise ValueError(f"{document}: expected a line {START}, and after it one {END}")
     made = (sweep / "tables.md").read_text(encoding="utf-8")
     (document.parent / PICTURES).mkdir(exist_ok=True)
-    for sheet_file in sorted(sweep.glob(f"{FIGURES}*.svg")):
-        picture = f"{PICTURES}/{sweep.name}_{sheet_file.name}"
-        write_text(document.parent / picture, sheet_file.read_text(encoding="utf-8"))
-        made += f"\n![Figures of {sweep.name}]({picture})\n\n{ABOUT_BANDS}\n"
-    write_text(document, f"{head}{START}\n{made}{END}{tail}")
+    for file in [*sweep.glob(DRIFT), *sorted(sweep.glob(f"{FIGURES}*.svg"))]:
+        picture = f"{PICTURES}/{sweep.name}_{file.name}"
+        write_text(document.parent / picture, file.read_text(encoding="utf-8"))
+        about = ABOUT_DRIFT if file.name == DRIFT else ABOUT_BANDS
+        made += f"\n![Figures of {sweep.name}]({picture})\n\n{about}\n"
+    write_between(document, START, END, made)
 
 
 def _figures(sweep: SweepRecipe, found: Sequence[Group]) -> dict[str, dict[str, list[Chart]]]:

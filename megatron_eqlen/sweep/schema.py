@@ -24,7 +24,9 @@ class MethodRecipe(Section):
 
 class TableRecipe(Section):
     title: str
-    kind: Literal["accuracy", "difference", "efficiency", "training", "pairs", "learning_tax"] = "accuracy"
+    kind: Literal["accuracy", "difference", "efficiency", "training", "pairs", "learning_tax", "drift"] = (
+        "accuracy"
+    )
     methods: list[str] | None = None
     """Rows of the table, ``base`` among them if it is wanted; default: all. A ``difference`` is taken to the
     first."""

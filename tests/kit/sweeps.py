@@ -30,6 +30,7 @@ tables:
   - {{title: Differences, kind: difference, methods: [grpo, eqlen]}}
   - {{title: Training, kind: training, methods: [grpo, eqlen]}}
   - {{title: Pairs, kind: pairs}}
+  - {{title: Drift, kind: drift, methods: [eqlen, grpo]}}
   - {{title: Efficiency, kind: efficiency, methods: [grpo, eqlen]}}
 """
 RECIPE = """
@@ -52,14 +53,14 @@ def write_sweep(folder: Path, text: str = SWEEP) -> Path:
     return folder / "sweep.yaml"
 
 
-def result(right: float, seed: int) -> EvaluationResult:
+def result(right: float, seed: int, length: int = 9) -> EvaluationResult:
     """Return a result with about the share ``right`` of correct answers; seeds differ in which."""
     answers = [
         Answers(
             f"q{problem}",
             [float((problem * 7 + sample * 5 + seed * 3) % 24 < 24 * right) for sample in range(SAMPLES)],
             ["correct"] * SAMPLES,
-            [9] * SAMPLES,
+            [length] * SAMPLES,
         )
         for problem in range(PROBLEMS)
     ]
@@ -89,7 +90,7 @@ def leave_a_run(recipe: Recipe) -> None:
             }
         )  # fmt: skip
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    write_results(folder / "evaluation/before.json", [result(0.3, recipe.seed)])
+    write_results(folder / "evaluation/before.json", [result(0.3, recipe.seed, length=5 + recipe.seed)])
     right = 0.7 if recipe.sampling == "equal_length" else 0.5
     write_results(folder / "evaluation/after.json", [result(right, recipe.seed)])
     (folder / "export").mkdir(exist_ok=True)

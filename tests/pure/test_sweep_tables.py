@@ -21,7 +21,7 @@ from megatron_eqlen.paper.figures import MEASURES, Curves, oscillation, over_see
 from megatron_eqlen.report.tables import Table, latex
 from megatron_eqlen.sweep import command
 from megatron_eqlen.sweep.cells import Plan
-from megatron_eqlen.sweep.results import ABOUT_BANDS, END, START, write, write_into
+from megatron_eqlen.sweep.results import ABOUT_BANDS, ABOUT_DRIFT, END, START, write, write_into
 from tests.kit.report_runs import charts_of
 from tests.kit.sweeps import leave_a_run, write_sweep
 
@@ -107,6 +107,23 @@ def test_pairs_are_averaged_over_the_first_and_the_last_third_of_every_run(table
     assert first["reward of B: max less mean"] is None, "these runs have not measured it"
 
 
+def test_drift_is_the_mean_change_from_before_to_after_with_students_interval(plan, tables):
+    """Student's 0.975 quantile for 2 degrees of freedom is from a table."""
+    (row, grpo) = tables["Drift"]
+    assert (row["Method"], row["Seeds"], grpo["Method"]) == ("EqLen", 3, "GRPO")
+    change = row["Length, tokens"]["interval"]
+    assert change["mean"] == pytest.approx(fmean([4, 3, 2]))
+    half = 4.302653 * stdev([4, 3, 2]) / math.sqrt(3)
+    assert (change["low"], change["high"]) == pytest.approx((3 - half, 3 + half))
+    gains = [
+        100 * float(np.mean(rewards(folder, "after")) - np.mean(rewards(folder, "before")))
+        for folder in (plan.cell(f"tiny/eqlen-seed{seed}").folder for seed in (0, 1, 2))
+    ]
+    assert row["Accuracy, points"]["interval"]["mean"] == pytest.approx(fmean(gains))
+    assert row["Entropy, nats"] is None, "these runs have not measured it"
+    assert "change of length, tokens" in (plan.sweep.path / "drift.svg").read_text()
+
+
 def test_differences_are_paired_by_seed_with_what_they_could_have_shown(plan, tables):
     """Student's quantiles for 2 degrees of freedom are from a table: 4.302653 (0.975), 1.060660 (0.8)."""
     (row,) = tables["Differences"]
@@ -161,8 +178,11 @@ def test_tables_go_into_a_document_between_its_lines(plan, tmp_path):
         )
         made = (plan.sweep.path / "tables.md").read_text()
         picture = "pictures/runs_figures-tiny.svg"
-        image = f"![Figures of runs]({picture})"
-        assert document.read_text() == (f"before\n{START}\n{made}\n{image}\n\n{ABOUT_BANDS}\n{END}\nafter\n")
+        images = [
+            f"\n![Figures of runs]({file})\n\n{about}\n"
+            for file, about in (("pictures/runs_drift.svg", ABOUT_DRIFT), (picture, ABOUT_BANDS))
+        ]
+        assert document.read_text() == f"before\n{START}\n{made}{''.join(images)}{END}\nafter\n"
     drawn = ElementTree.parse(tmp_path / picture)
     assert texts(drawn) >= {"EqLen", "GRPO", "Mean reward", "Accuracy on sums, %", "Reward", "Gradient norm"}
     charts = [group for group in drawn.iter(f"{SVG}g") if (group.get("id") or "").startswith("axes_")]
