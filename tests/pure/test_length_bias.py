@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from megatron_eqlen.objectives.recipes import load, parse, remarks
 from megatron_eqlen.paper.length_bias import Process
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.recipe.plugins import load_object
+from tests.kit import ROOT
 from tools.benchmarks.mechanism import DIFFICULTIES, Case, World
 
 LIMIT = 3
@@ -186,8 +186,10 @@ def test_on_policy_weight_of_a_stream_does_not_depend_on_the_streams_of_its_step
         assert [node.weight for node in alone.nodes] == [node.weight for node in tree.nodes]
 
 
-def test_the_benchmarks_true_gradient_is_that_of_the_enumerated_process():
-    world = World(Case("lognormal", mean=2.5, limit=4, strength=1.0), seed=0)
+@pytest.mark.parametrize("irreversible", [False, True])
+def test_the_benchmarks_true_gradient_is_that_of_the_enumerated_process(irreversible):
+    world = World(Case("lognormal 0.6", 2.5, limit=4, strength=1.0, irreversible=irreversible), seed=0)
+    good_token = world.case.good
 
     def reward(path):
         good, length = np.array(path.count(2)), np.array(len(path))
@@ -196,9 +198,9 @@ def test_the_benchmarks_true_gradient_is_that_of_the_enumerated_process():
     process = Process.random(3, 4, reward)  # tokens: end, bad, good
     for path, row in process.contexts.items():
         stop = world.hazard[len(path)]
-        process.logits[row] = np.log([stop, (1 - stop) / 2, (1 - stop) / 2])
+        process.logits[row] = np.log([stop, (1 - stop) * (1 - good_token), (1 - stop) * good_token])
     found = process.gradient()
-    expected = [found[:, 0].sum(), (found[:, 2] - found[:, 1]).sum() / 2]
+    expected = [found[:, 0].sum(), ((1 - good_token) * found[:, 2] - good_token * found[:, 1]).sum()]
     np.testing.assert_allclose(world.truth(), expected, rtol=0, atol=1e-12)
 
 
@@ -236,8 +238,17 @@ def test_a_budget_that_cuts_on_policy_streams_is_remarked():
 
 
 def test_the_coin_grader_flips_anew_for_a_text_that_it_has_seen():
-    null = load(Path(__file__).parents[2] / "recipes" / "null_tiny.yaml")
-    grader = load_object(null.data.sources[0].grader or "", "grader")(null.reward)
-    rewards = [grade.reward for grade in grader.grade(["the same"] * 1000, ["1"] * 1000)]
+    rewards = flips("null_coin", "the same")
     assert {*rewards} == {0.0, 1.0}
     assert 450 < sum(rewards) < 550
+
+
+def test_longer_and_shorter_texts_win_by_their_graders():
+    assert sum(flips("null_longer", "a" * 50)) < 300 < 700 < sum(flips("null_longer", "a" * 800))
+    assert sum(flips("null_shorter", "a" * 800)) < 300 < 700 < sum(flips("null_shorter", "a" * 50))
+
+
+def flips(recipe, text):
+    settings = load(ROOT / "recipes" / f"{recipe}.yaml")
+    grader = load_object(settings.data.sources[0].grader or "", "grader")(settings.reward)
+    return [grade.reward for grade in grader.grade([text] * 1000, ["1"] * 1000)]

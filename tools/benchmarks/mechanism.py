@@ -1,27 +1,31 @@
 """Gradients of a scripted policy through the real harvester, rewards and token trees, beside the true one.
 
 The policy has two parameters: eta is added to the logit of stopping at each position, theta is the logit of a
-good token against a bad one. Length law and tokens are independent, a right answer gets likelier with the
-share of good tokens, and a truncated response has reward 0. So the true gradient (d/d eta, d/d theta) of the
-expected reward is a sum over lengths and numbers of good tokens. A method without bias has the same ratio
-eta / theta; scale does not count, since Adam divides it out.
+good token against a bad one. Length law and tokens are independent, and a truncated response has reward 0.
+A right answer gets likelier with the share of good tokens or, where errors are irreversible, needs a response
+without a bad token. So the true gradient (d/d eta, d/d theta) of the expected reward is a sum over lengths
+and numbers of good tokens. A method without bias has the same ratio eta / theta; scale does not count, since
+Adam divides it out.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megatron_eqlen.files import write_between
 from megatron_eqlen.metrics import OBJECTIVE_EFFECTIVE_SAMPLES
 from megatron_eqlen.objectives.build import build_trees
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.report.tables import Rows, markdown_rows
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.types import Delta, Grade, Prompt, Rollout, Stream, TokenTree
 from tools.benchmarks.table import show
@@ -48,33 +52,61 @@ def pairs(objective: str = "grpo", **equal_length: Any) -> dict[str, Any]:
     return {"sampling": "equal_length", "objective": objective, "equal_length": equal_length}
 
 
+TOKEN_MEAN = {"loss": {"kl_coef": 0.0, "overlong_buffer": 0, "dynamic_sampling": False}}
+"""DAPO without its length penalty, which is another reward, and without dynamic sampling."""
 METHODS = {
     "GRPO": independent("grpo"),
     "Dr. GRPO": independent("dr_grpo"),
+    "DAPO, token mean": independent("dapo") | TOKEN_MEAN,
     "LUSPO": independent("luspo"),
     "RLOO": independent("rloo"),
     "EqLen, max": pairs(),
-    "EqLen, mean": pairs("rloo", suffix_reward="mean"),
+    "EqLen, mean": pairs(suffix_reward="mean"),
+    "EqLen, mean, RLOO": pairs("rloo", suffix_reward="mean"),
     "EqLen, drop": pairs(unfinished="drop"),
+    "EqLen, trained pairs": pairs(pair_count="effective"),
+    "EqLen, prefix": pairs(prefix_in_gradient=True) | {"packing": {"layout": "expanded"}},
     "EqLen, single pair": pairs(single_pair=True),
+    "EqLen-Dr. GRPO": pairs("dr_grpo"),
+    "EqLen-DAPO, token mean": pairs("dapo") | TOKEN_MEAN,
     "EqLen, on_policy": pairs(pair_weight="on_policy"),
     "EqLen, on_policy, streams": pairs(pair_weight="on_policy", baseline="streams"),
 }
-BY_PAIRS = ("EqLen, max", "EqLen, mean", "EqLen, on_policy", "EqLen, on_policy, streams")
+"""Method -> recipe keys. All importance ratios are 1, so that GSPO equals GRPO, and EqLen-LUSPO equals
+EqLen-Dr. GRPO up to a constant."""
+DRAWN = ("EqLen, max", "EqLen, mean, RLOO", "EqLen, on_policy", "EqLen, on_policy, streams")
+"""Methods in the figure."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Length law, response limit, and how much rewards depend on good tokens (0: coin flips)."""
+    """Length law, response limit, and how rewards depend on tokens."""
 
     shape: str
     mean: float
     limit: int
     strength: float
+    """Influence of good tokens on rewards; 0: coin flips."""
+    ease: float = 0.0
+    """Added to the logit of a right answer."""
+    irreversible: bool = False
+    """True: a single bad token makes a response wrong (mostly). Half of the responses of mean length have
+    none."""
 
     @property
     def hazard(self) -> Hazard:
         return np.clip(SHAPES[self.shape](np.arange(self.limit + 1.0), self.mean), 1e-9, 0.5)
+
+    @property
+    def good(self) -> float:
+        """Probability that a token is good."""
+        return 0.5 ** (1 / self.mean) if self.irreversible else 0.5
+
+    @property
+    def rewards(self) -> str:
+        if not self.strength:
+            return "coin"
+        return "irreversible" if self.irreversible else "easy" if self.ease else "share"
 
 
 def _from_survival(survival: np.ndarray) -> Hazard:
@@ -82,17 +114,24 @@ def _from_survival(survival: np.ndarray) -> Hazard:
 
 
 def _lognormal(t: np.ndarray, mean: float, cv: float) -> Hazard:
+    """Return the hazard of a lognormal law, constant from where all but 1e-9 of the responses have ended."""
     variance = math.log(1 + cv * cv)
     z = (np.log(np.maximum(t, 1e-9)) - math.log(mean) + variance / 2) / math.sqrt(2 * variance)
-    return _from_survival(np.array([0.5 * math.erfc(value) for value in z]))
+    hazard = _from_survival(np.array([0.5 * math.erfc(value) for value in z]))
+    beyond = int(np.count_nonzero(z < 4.2))
+    hazard[beyond:] = hazard[min(beyond, len(hazard)) - 1]
+    return hazard
 
 
 SHAPES: dict[str, Callable[[np.ndarray, float], Hazard]] = {
     "exponential": lambda t, mean: np.full(len(t) - 1, 1 / mean),
-    "lognormal": lambda t, mean: _lognormal(t, mean, cv=0.6),
+    "lognormal 0.3": lambda t, mean: _lognormal(t, mean, cv=0.3),
+    "lognormal 0.6": lambda t, mean: _lognormal(t, mean, cv=0.6),
+    "lognormal 1.2": lambda t, mean: _lognormal(t, mean, cv=1.2),
     "heavy tail": lambda t, mean: _from_survival((1 + t / (1.2 * mean)) ** -2.2),
 }
-"""Name -> hazard at positions 1, 2, ... for a mean length (of the Lomax distribution for the heavy tail)."""
+"""Name (with the coefficient of variation) -> hazard at positions 1, 2, ... for a mean length (of the Lomax
+distribution for the heavy tail)."""
 
 
 class World:
@@ -102,21 +141,30 @@ class World:
         self.case = case
         self.hazard = case.hazard
         self.cumulative = np.concatenate([[0.0], np.cumsum(self.hazard)])
+        self.survival = np.concatenate([[0.0], np.cumsum(-np.log1p(-self.hazard))])
+        """[limit + 1]: minus the log of the probability of reaching a position."""
         self.random = np.random.default_rng(seed)
 
     def tokens(self, start: int) -> list[int]:
         """Return a continuation of ``start`` tokens up to its end or the limit."""
-        stops = np.nonzero(self.random.random(self.case.limit - start) < self.hazard[start:])[0]
-        length = stops[0] + 1 if len(stops) else self.case.limit - start
-        tokens = np.where(self.random.random(length) < 0.5, GOOD, BAD)
-        if len(stops):
+        end = self.survival[start] + self.random.exponential()
+        length = int(np.searchsorted(self.survival, end)) - start
+        ended = start + length <= self.case.limit
+        length = min(length, self.case.limit - start)
+        tokens = np.where(self.random.random(length) < self.case.good, GOOD, BAD)
+        if ended:
             tokens[-1] = EOS
         return tokens.tolist()
 
     def right(self, good: np.ndarray, length: np.ndarray, difficulty: float) -> np.ndarray:
         """Return the probability that responses with so many good tokens are right."""
-        share = np.where(length > 1, good / np.maximum(length - 1, 1) - 0.5, 0.0)
-        return 1 / (1 + np.exp(-difficulty - self.case.strength * 2 * math.sqrt(self.case.mean) * share))
+        case = self.case
+        if case.irreversible:
+            effect = np.where(good > length - 1.5, 1.5, -1.5)
+        else:
+            share = np.where(length > 1, good / np.maximum(length - 1, 1) - 0.5, 0.0)
+            effect = 2 * math.sqrt(case.mean) * share
+        return 1 / (1 + np.exp(-difficulty - case.ease - case.strength * effect))
 
     def step(self, recipe: Recipe, number: int) -> tuple[list[Rollout], int, int]:
         """Return graded rollouts of a step, their tokens, and the decode steps that they take if all run in
@@ -153,7 +201,7 @@ class World:
                     ids = np.asarray(node.token_ids)
                     ended = ids[-1] == EOS
                     stopping = ended - (self.cumulative[ends[-1]] - self.cumulative[start])
-                    quality = np.count_nonzero(ids == GOOD) - 0.5 * (len(ids) - ended)
+                    quality = np.count_nonzero(ids == GOOD) - self.case.good * (len(ids) - ended)
                     total += node.weight * node.advantage * np.array([stopping, quality])
         return total
 
@@ -164,19 +212,28 @@ class World:
         alive = np.concatenate([[1.0], np.cumprod(1 - self.hazard[:-1])])
         probability = alive * self.hazard
         stopping = 1 - self.cumulative[1:]
-        nodes, weights = np.polynomial.hermite_e.hermegauss(60)
         total = np.zeros(2)
         for length, p, score in zip(lengths, probability, stopping, strict=True):
-            if length <= 200:
-                good = np.arange(length)
-                chance = np.exp(_log_binomial(int(length) - 1) - (length - 1) * math.log(2))
-            else:
-                good = (length - 1) / 2 + nodes * math.sqrt((length - 1) / 4)
-                chance = weights / weights.sum()
+            good, chance = self._good_tokens(int(length) - 1)
             for difficulty in DIFFICULTIES:
                 expected = p * chance * self.right(good, np.array(length), difficulty) / len(DIFFICULTIES)
-                total += [score * expected.sum(), (expected * (good - (length - 1) / 2)).sum()]
+                total += [score * expected.sum(), (expected * (good - self.case.good * (length - 1))).sum()]
         return total
+
+    def _good_tokens(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return numbers of good tokens among ``count``, and their probabilities. Irreversible errors: all of
+        them, and the mean of the other numbers."""
+        if self.case.irreversible:
+            every = self.case.good**count
+            others = count * (self.case.good - every) / max(1 - every, 1e-300)
+            return np.array([count, others]), np.array([every, 1 - every])
+        if count < 200:
+            return np.arange(count + 1), np.exp(_log_binomial(count) - count * math.log(2))
+        return count / 2 + NODES * math.sqrt(count / 4), NODE_WEIGHTS
+
+
+NODES, NODE_WEIGHTS = np.polynomial.hermite_e.hermegauss(60)
+NODE_WEIGHTS = NODE_WEIGHTS / NODE_WEIGHTS.sum()
 
 
 def _log_binomial(n: int) -> np.ndarray:
@@ -196,9 +253,9 @@ def recipe_of(case: Case, method: dict[str, Any], max_pairs: int | None = None) 
             "prompts_per_step": PROMPTS,
         },
         "rollout": {"max_response_length": case.limit},
-        "packing": {"max_tokens_per_row": case.limit + 1},
         "loss": {"kl_coef": 0.0},
         **method,
+        "packing": {"max_tokens_per_row": case.limit + 1} | method.get("packing", {}),
     }
     if max_pairs is not None and raw["sampling"] == "equal_length":
         pairs_of = raw["equal_length"]
@@ -228,11 +285,12 @@ def measure(case: Case, names: Sequence[str], args: argparse.Namespace, max_pair
             rows.append(
                 {
                     "lengths": case.shape,
-                    "rewards": "coin" if case.strength == 0 else "real",
+                    "mean, limit": f"{case.mean:g}, {case.limit}",
+                    "rewards": case.rewards,
                     "max_pairs": max_pairs,
                     "method": name,
                     "pairs": made / streams if made else None,
-                    **_statistics(np.array(gradients[name]), truth, tokens / args.steps),
+                    **_statistics(np.array(gradients[name]), truth, tokens, decode_steps),
                     "samples/ktoken": 1000 * effective[name] / tokens,
                     "samples/decode step": effective[name] / decode_steps,
                 }
@@ -247,22 +305,29 @@ def _alike(recipes: dict[str, Recipe]) -> Iterator[list[str]]:
     yield from groups.values()
 
 
-def _statistics(gradients: np.ndarray, truth: Gradient, tokens: float) -> dict[str, Any]:
+def _statistics(gradients: np.ndarray, truth: Gradient, tokens: int, decode_steps: int) -> dict[str, Any]:
     """Return eta / theta (with coin flips, where theta is 0: the mean of eta over its standard deviation in a
-    step) with its 95% interval over steps, and squared signal over noise of a step per million tokens."""
+    step) with its 95% interval over steps, and squared signal over noise of eta and theta in a step, per
+    million tokens and per 1,000 decode steps (lockstep: as long as the longest response of a step)."""
     draws = np.random.default_rng(0).integers(len(gradients), size=(DRAWS, len(gradients)))
     means, deviation = gradients[draws].mean(1), gradients.std(0, ddof=1)
     mean, coin = gradients.mean(0), abs(truth[1]) < 1e-9
     values = means[:, 0] / (deviation[0] if coin else means[:, 1])
     low, high = np.quantile(values, [0.025, 0.975])
-    signal = (mean / deviation) ** 2 - 1 / len(gradients)
+    signal = np.full(2, np.nan) if coin else (mean / deviation) ** 2 - 1 / len(gradients)
+    per_token, per_decode = (
+        signal / tokens * len(gradients) * 1e6,
+        signal / decode_steps * len(gradients) * 1e3,
+    )
     return {
         "truth": 0.0 if coin else float(truth[0] / truth[1]),
         "found": float(mean[0] / (deviation[0] if coin else mean[1])),
         "low": float(low),
         "high": float(high),
-        "snr eta": None if coin else float(signal[0] / tokens * 1e6),
-        "snr theta": None if coin else float(signal[1] / tokens * 1e6),
+        "eta/Mtoken": float(per_token[0]),
+        "theta/Mtoken": float(per_token[1]),
+        "eta/kdecode": float(per_decode[0]),
+        "theta/kdecode": float(per_decode[1]),
     }
 
 
@@ -271,41 +336,129 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, default=300)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--pairs", type=int, nargs="*", default=[1, 2, 3, 6, 12], help="of streams, at most")
-    parser.add_argument("--strength", type=float, default=1.0, help="of the influence of good tokens")
+    parser.add_argument(
+        "--worlds",
+        nargs="*",
+        choices=WORLDS,
+        default=["share", "irreversible", "coin"],
+        help="kinds of rewards",
+    )
+    parser.add_argument(
+        "--pairs", type=int, nargs="*", default=[1, 2, 3, 4, 6, 8, 10, 12], help="of streams, at most"
+    )
     parser.add_argument(
         "--steps", type=int, default=100, help=f"of {PROMPTS} prompts and {GROUP} tracks each"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--figure", type=Path, help="bias by number of pairs, as PNG, PDF or SVG")
+    parser.add_argument("--into", type=Path, help="document whose tables to replace")
     parser.add_argument("--json", type=Path)
+
+
+WORLDS: dict[str, dict[str, Any]] = {
+    "share": {"strength": 1.0},
+    "irreversible": {"strength": 1.0, "irreversible": True},
+    "easy": {"strength": 1.0, "ease": 1.5},
+    "coin": {"strength": 0.0},
+}
 
 
 def run(args: argparse.Namespace) -> None:
     rows = []
-    for shape in args.shapes:
-        rows += measure(Case(shape, args.mean, args.limit, args.strength), args.methods, args)
-    for shape in args.shapes:  # a limit that no response reaches: truncation would make stopping right
-        rows += measure(Case(shape, args.mean, 20 * args.limit, 0.0), args.methods, args, max_pairs=6)
+    for rewards, shape in itertools.product(args.worlds, args.shapes):
+        case = Case(shape, args.mean, args.limit, **WORLDS[rewards])
+        if case.strength:
+            rows += measure(case, args.methods, args)
+        else:  # a limit that no response reaches: truncation would make stopping right
+            rows += measure(replace(case, limit=20 * args.limit), args.methods, args, max_pairs=6)
     by_pairs = []
+    paired = [name for name in args.methods if METHODS[name]["sampling"] == "equal_length"]
     for most in args.pairs:
-        case = Case(args.shapes[0], args.mean, args.limit, args.strength)
-        by_pairs += measure(case, BY_PAIRS, args, most)
+        case = Case(args.shapes[0], args.mean, 2 * args.limit, **WORLDS["share"])
+        by_pairs += measure(case, [name for name in paired if name != "EqLen, single pair"], args, most)
     title = (
         f"mean {args.mean:g}, limit {args.limit}, {args.steps} steps of {PROMPTS} prompts x {GROUP} tracks"
     )
     show(rows + by_pairs, title, args.json)
+    if args.into is not None:
+        write_between(args.into, START, END, "\n".join(_tables(rows, by_pairs, args.methods)))
     if args.figure is not None:
         draw(by_pairs, args.figure)
 
 
-def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
+START, END = "<!-- tables of the scripted policy -->", "<!-- end of these tables -->"
+
+
+def _tables(rows: Rows, by_pairs: Rows, methods: Sequence[str]) -> Iterator[str]:
+    """Yield Markdown: directions (in bold where the interval excludes the truth), what they cost, directions
+    by number of pairs."""
+    for rewards, mine in _by(rows, "rewards").items():
+        shapes = _by(mine, "lengths")
+        unit = "mean of eta over its deviation" if rewards == "coin" else "eta / theta"
+        yield f"\n**{TITLES[rewards]}**, {unit}:\n"
+        truth = {"": "truth"} | {shape: f"{found[0]['truth']:.3f}" for shape, found in shapes.items()}
+        found = [
+            {"": name} | {row["lengths"]: _cell(row) for row in mine if row["method"] == name}
+            for name in methods
+        ]
+        yield markdown_rows([truth, *found])
+    for name, title, digits in COSTS:
+        cells = [row for row in rows if row["rewards"] == "share"]
+        if cells:
+            yield f"\n**{title}**:\n"
+            yield markdown_rows(
+                [
+                    {"": method}
+                    | {row["lengths"]: f"{row[name]:,.{digits}f}" for row in cells if row["method"] == method}
+                    for method in methods
+                ]
+            )
+    if by_pairs:
+        limit, truth = by_pairs[0]["mean, limit"].split()[1], by_pairs[0]["truth"]
+        yield f"\n**By pairs a stream**, limit of {limit}, truth {truth:.3f}:\n"
+        yield markdown_rows(
+            [
+                {"": name} | {f"{row['pairs']:.1f}": _cell(row) for row in mine}
+                for name, mine in _by(by_pairs, "method").items()
+            ]
+        )
+
+
+TITLES = {
+    "share": "Rewards by the share of good tokens",
+    "easy": "Easy prompts (rewards by the share of good tokens)",
+    "irreversible": "Irreversible errors",
+    "coin": "Coin flips",
+}
+COSTS = (
+    ("theta/Mtoken", "Squared signal over noise of theta, per million tokens", 0),
+    ("eta/Mtoken", "Squared signal over noise of eta, per million tokens", 0),
+    ("theta/kdecode", "Squared signal over noise of theta, per 1,000 lockstep decode steps", 1),
+    ("samples/ktoken", "Effective samples per 1,000 tokens", 1),
+    ("samples/decode step", "Effective samples per lockstep decode step", 2),
+)
+"""(key, title, digits)"""
+
+
+def _by(rows: Rows, key: str) -> dict[str, list[dict[str, Any]]]:
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(row[key], []).append(row)
+    return groups
+
+
+def _cell(row: dict[str, Any]) -> str:
+    text = f"{row['found']:.2f} [{row['low']:.2f}, {row['high']:.2f}]"
+    return text if row["low"] <= row["truth"] <= row["high"] else f"**{text}**"
+
+
+def draw(rows: Rows, file: Path) -> None:
     from matplotlib.figure import Figure  # slow to import
 
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axes = figure.subplots()
     axes.axhline(rows[0]["truth"], color="black", linewidth=1, label="policy gradient")
-    for name, colour in zip(BY_PAIRS, ("#cc3311", "#ee7733", "#0077bb", "#009988"), strict=True):
+    for name, colour in zip(DRAWN, ("#cc3311", "#ee7733", "#0077bb", "#009988"), strict=True):
         mine = [row for row in rows if row["method"] == name]
         middle = [row["found"] for row in mine]
         spread = [
