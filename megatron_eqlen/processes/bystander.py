@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 INTERVAL = 0.25
 """Seconds between two looks."""
@@ -34,10 +35,19 @@ def main(stacks: str, seconds: str) -> None:
         time.sleep(INTERVAL)
         late = late + 1 if has_stacks(stacks) else 0
         if late * INTERVAL > float(seconds):
-            said = f"eqlen: no thread of rank 0 could run Python: C code kept its lock; see {stacks}"
-            print(said, file=sys.stderr, flush=True)
+            _tell(Path(stacks))
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank, signal.SIGKILL)
+
+
+def _tell(stacks: Path) -> None:
+    cause = "no thread of rank 0 could run Python: C code kept its lock"
+    print(f"eqlen: {cause}; see {stacks}", file=sys.stderr, flush=True)
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # not there with -I
+    from megatron_eqlen.processes import events
+
+    with contextlib.suppress(OSError):
+        events.append(stacks.parents[2], "hang", file=str(stacks), text=cause)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Record the first cause of a rank's failure, for its launcher and for the run folder.
 
     the rank that fails   record ─► TORCHELASTIC_ERROR_FILE (torch's own form) ─► the launcher's last lines
-                                └─► RUN/first_error.txt, if no other rank was first (several nodes)
+                                └─► RUN/events.jsonl (``events``)
 
 Other ranks soon fail as well, because a collective breaks: their failures are consequences.
 """
@@ -22,12 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_eqlen.files import DISK_FULL
+from megatron_eqlen.processes import events
 from megatron_eqlen.processes.hold import HeldError
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Environment variable: the file from which torch's launchers read a rank's failure."""
-FIRST = "first_error.txt"
-"""File in a run's folder; empty if the disk had no room for the text."""
 CONSEQUENCES = re.compile(
     r"gloo/transport|ncclRemoteError|NCCL communicator was aborted|DistNetworkError|DistStoreError|TCPStore"
     r"|ProcessGroup.*(abort|tim(ed|e) ?out)|Timed out waiting .* for (send|recv)"
@@ -75,7 +74,7 @@ def first(failures: Sequence[Failure]) -> Failure:
 
 
 def keep_in(run: Path) -> None:
-    """Write the first failure of all ranks to ``run`` from now on."""
+    """Record this rank's failure in the folder ``run``, too, from now on."""
     global _run
     _run = run
 
@@ -150,10 +149,8 @@ def tell(message: str, stack: str = "", hidden: bool = False, everyone: bool = F
     if _told is None:
         rank = None if everyone else int(os.environ.get("RANK", "0"))
         failure = Failure(rank, socket.gethostname(), message, time.time(), stack)
-        run = None if hidden or failure.is_consequence else _run
-        if run is not None and not _write(run / FIRST, f"{failure}\n{stack}"):
-            with contextlib.suppress(OSError):
-                (run / FIRST).touch()  # a full disk still has room for a name
+        if _run is not None and not hidden and not failure.is_consequence:
+            _append(_run, f"{failure}\n{stack}".rstrip())
         file = os.environ.get(ERROR_FILE)
         _told = file is not None and _write(Path(file), _to_torch(failure))
     return _told
@@ -162,6 +159,14 @@ def tell(message: str, stack: str = "", hidden: bool = False, everyone: bool = F
 def read(folder: Path) -> list[Failure]:
     """Return the failures that the ranks of a launcher have recorded in files under ``folder``."""
     return [_from_torch(file.read_text(encoding="utf-8")) for file in sorted(folder.rglob("error.json"))]
+
+
+def _append(run: Path, text: str) -> None:
+    try:
+        events.append(run, "error", text=text)
+    except OSError:
+        with contextlib.suppress(OSError):
+            (run / events.LOST).touch()  # a full disk still has room for a name
 
 
 def _write(path: Path, text: str) -> bool:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 ENGINE = ("harvest", "evaluate")
 TRAINER = ("trees", "unpark", "train", "park", "sync", "checkpoint")
@@ -25,28 +24,25 @@ class Span:
 
 
 class Timeline:
-    """Spans of this process. Several threads may add to it."""
+    """Spans of this process. Several threads may add to it. ``note`` is told when each begins and ends
+    (``EventWriter.note``)."""
 
-    def __init__(self) -> None:
+    def __init__(self, note: Callable[..., None] = lambda kind, **fields: None) -> None:
         self.spans: list[Span] = []
+        self._note = note
         self._epoch = time.time() - time.perf_counter()
 
     @contextmanager
     def span(self, stage: str) -> Iterator[Span]:
         span = Span(stage, time.perf_counter())
         self.spans.append(span)
+        began = round(span.began + self._epoch, 3)
+        self._note("stage", stage=stage, time=began)
         try:
             yield span
         finally:
             span.ended = time.perf_counter()
-
-    def under_way(self) -> list[tuple[float, str]]:
-        """Return (began, stage) of the running spans, in seconds since 1970."""
-        return [(span.began + self._epoch, span.stage) for span in list(self.spans) if span.ended == math.inf]
-
-    def ended(self) -> list[dict[str, Any]]:
-        """Return the ended spans that ``take`` has not returned yet, in the form of ``take``."""
-        return [self._as_dict(span) for span in list(self.spans) if span.ended < math.inf]
+            self._note("stage", stage=stage, time=round(span.ended + self._epoch, 3), began=began)
 
     def idle(self, stages: tuple[str, ...], since: float, until: float) -> float:
         """Return the seconds from ``since`` to ``until`` in which none of ``stages`` ran."""
@@ -66,12 +62,9 @@ class Timeline:
             for span in list(self.spans)[-count:]
         ]
 
-    def take(self, until: float) -> list[dict[str, Any]]:
-        """Remove and return the spans that ended by ``until``, with times in seconds since 1970."""
+    def take(self, until: float) -> list[Span]:
+        """Remove and return the spans that ended by ``until``."""
         ended = [span for span in list(self.spans) if span.ended <= until]
         for span in ended:
             self.spans.remove(span)
-        return [self._as_dict(span) for span in ended]
-
-    def _as_dict(self, span: Span) -> dict[str, Any]:
-        return {"stage": span.stage, "began": span.began + self._epoch, "ended": span.ended + self._epoch}
+        return ended

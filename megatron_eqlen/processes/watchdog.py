@@ -2,6 +2,7 @@
 
     a rank's progress: stages, beats, collectives ─► its deadline: the time stamp of RUN/hang/WHEN/rank-N.txt
     all deadlines have passed ─► stacks into that file, facts into rank-N.json, index.txt ─► status HUNG
+                                                            RUN/events.jsonl names index.txt ◄─┘
 
 A rank that waits for others makes no progress either, so the run hangs only if no rank has made progress for
 its time limit. Each rank watches from a thread; ranks communicate only through the run folder, which a second
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_eqlen.files import write_text
-from megatron_eqlen.processes import bystander, failures, hang
+from megatron_eqlen.processes import bystander, events, failures, hang
 
 HUNG = 75
 """Exit status of a run that hung: ``EX_TEMPFAIL`` of sysexits.h, to be tried again."""
@@ -105,8 +106,8 @@ class Watchdog:
         self._facts_sources.append(facts)
 
     def start(self, folder: Path) -> None:
-        """Start watching. All ranks pass the same ``folder``, which belongs to this start of the run alone;
-        its parent holds the folders of all starts and is removed with the last of them."""
+        """Start watching. All ranks pass the same ``folder`` (``RUN/hang/WHEN``), which belongs to this start
+        of the run alone; its parent holds the folders of all starts and is removed with the last of them."""
         if self.seconds is None:
             return
         self.interval = min(self.seconds / 20, 30.0)
@@ -262,8 +263,10 @@ class Watchdog:
             write_text(index, hang.explain(hang.read(self.folder), self.world))
         self._wait(index.exists, 10.0)
         cause = index.read_text(encoding="utf-8").splitlines()[0] if index.exists() else "the run hangs"
+        if writes:
+            events.append(self.folder.parents[1], "hang", file=str(index), text=cause)
         said = f"{cause}; see {index}"
-        if not failures.tell(said, everyone=True) and writes:
+        if not failures.tell(said, hidden=True, everyone=True) and writes:
             print(f"eqlen: {said}", file=sys.stderr, flush=True)
 
     def _await_others(self) -> int:

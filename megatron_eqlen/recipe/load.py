@@ -11,16 +11,15 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from megatron_eqlen.files import expecting, read_json
+from megatron_eqlen.processes import events
 from megatron_eqlen.recipe import Recipe, RecipeError, Section
 from megatron_eqlen.recipe.checks import check
 from megatron_eqlen.recipe.keys import RENAMED, nearest
 from megatron_eqlen.recipe.naming import ABLATIONS, MAY_CHANGE, NAMED_ELSEWHERE, differences, is_under
 from megatron_eqlen.recipe.yaml_values import below, in_one_line, read_value, to_yaml
 
-RECIPE, SUBMITTED = "recipe.yaml", "submitted.json"
-"""Files in a run's folder: the resolved recipe, and, before the run begins, the record of ``eqlen
-submit``."""
+RECIPE = "recipe.yaml"
+"""File in a run's folder: the resolved recipe."""
 
 
 Check = Callable[[Recipe], None]
@@ -49,20 +48,24 @@ def load(path: str | Path, overrides: Sequence[str] = (), checks: Sequence[Check
 def load_run(folder: Path) -> Recipe:
     """Return the recipe of a run's folder; if the run has not begun, the recipe that ``eqlen submit`` put
     there. Raises ValueError if the folder has neither."""
-    file, submitted = folder / RECIPE, folder / SUBMITTED
-    if not file.is_file() and submitted.is_file():
-        with expecting("a submitted job", submitted):
-            raw = read_json(submitted)["recipe"]
-        return parse(raw, str(submitted))
-    if not file.is_file():
+    file, submitted = folder / RECIPE, _submitted(folder)
+    if file.is_file():
+        return load(file)
+    if submitted is None:
         raise ValueError(f"{folder}: expected a run folder with a {RECIPE}, found none")
-    return load(file)
+    return parse(submitted, str(folder / events.FILE))
+
+
+def _submitted(folder: Path) -> Any:
+    """Return the recipe of the newest ``eqlen submit`` as plain data, None if there was none."""
+    found = [event for event in events.read(folder)[0] if event["kind"] == "submitted"]
+    return found[-1].get("recipe") if found else None
 
 
 def may_become_run(folder: Path) -> bool:
     """Return True if a new run may begin in ``folder``: the folder is missing or holds only what
     ``slurm/train.sbatch`` puts there. A folder of runs is refused."""
-    if (folder / RECIPE).is_file() or (folder / SUBMITTED).is_file():
+    if (folder / RECIPE).is_file() or _submitted(folder) is not None:
         return False
     return not folder.exists() or (folder.is_dir() and not any(path.is_dir() for path in folder.iterdir()))
 

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from html import escape
 
 from megatron_eqlen.report.format import compact
-from megatron_eqlen.report.metrics import SPANS, Records
+from megatron_eqlen.report.metrics import Records
 from megatron_eqlen.report.rollouts import RolloutView, SegmentView
+from megatron_eqlen.report.run_state import STEPS
 
 PROMPT, ROW, GAP = 4.0, 20, 8
 """Width of the prompt's box in percent; pixels of a row, and between rows."""
 
-STEPS = 4
 LANES = {
     "engine": ("harvest", "evaluate"),
     "graders": ("score",),
@@ -71,9 +71,10 @@ def _line(kind: str, x: float, top: float, bottom: float) -> str:
 
 def timeline(records: Records) -> tuple[list[tuple[str, str]], str]:
     """Return (stage, its seconds) of the last ``STEPS`` steps, and their picture: a lane each for engine,
-    graders and trainer, and a line at each step's end. Empty if no step has spans."""
-    shown = [record for record in records if record.get(SPANS)][-STEPS:]
-    spans = [span for record in shown for span in record[SPANS] if span["stage"] in STAGES]
+    graders and trainer, and a line at each step's end. ``records``: as in ``RunState.steps``. Empty if no step
+    has spans."""
+    shown = [record for record in records if record["spans"]][-STEPS:]
+    spans = [span for record in shown for span in record["spans"] if span["stage"] in STAGES]
     if not spans:
         return [], ""
     seconds = dict.fromkeys(STAGES, 0.0)

@@ -24,12 +24,9 @@ if TYPE_CHECKING:
     from megatron_eqlen.report.samples import Samples
 
 FILE = "metrics.jsonl"
-SPANS = "spans"
-"""Key of a record that holds spans beside the metrics."""
 
 Records = list[dict[str, Any]]
-"""One dict a step: ``step`` (int), ``time`` (Unix seconds), the metrics (float, None if not finite), and
-``spans``."""
+"""One dict a step: ``step`` (int), ``time`` (Unix seconds), and the metrics (float, None if not finite)."""
 
 logger = logging.getLogger(__name__)
 
@@ -62,17 +59,11 @@ class MetricsWriter:
         for tracker in self.trackers:
             tracker.finish(failed)
 
-    def write(
-        self,
-        step: int,
-        metrics: Metrics,
-        spans: Sequence[dict[str, Any]] = (),
-        samples: Samples | None = None,
-    ) -> None:
-        """Append the metrics of ``step`` (counted from 1), and the ``spans`` that ended in it
-        (``timeline.Timeline.take``). Numbers that are not finite become null. ``samples``: for trackers."""
+    def write(self, step: int, metrics: Metrics, samples: Samples | None = None) -> None:
+        """Append the metrics of ``step`` (counted from 1). Numbers that are not finite become null.
+        ``samples``: for trackers."""
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        record = {"step": step, "time": time.time(), **finite} | ({SPANS: [*spans]} if spans else {})
+        record = {"step": step, "time": time.time(), **finite}
         line = memoryview(json.dumps(record).encode() + b"\n")
         with naming(self._path):
             while line:  # a full disk raises; a signal may shorten a write
@@ -104,6 +95,7 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
         record = None
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
         raise ValueError(f"{where}: expected a JSON object with a step, found {line[:80]!r}")
+    record.pop("spans", None)  # stages, which earlier versions kept here
     return record
 
 

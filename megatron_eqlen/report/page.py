@@ -1,7 +1,7 @@
 """A run's page, made from the run folder's files alone: ``report.html``, or served and kept up to date.
 
-recipe.yaml, metrics.jsonl, state.json, evaluation/*.json, streams/ ──► sections of HTML ──► the page
-                                                                                     └─────► its news
+recipe.yaml, metrics.jsonl, events.jsonl, evaluation/*.json, streams/ ──► sections of HTML ──► the page
+                                                                                       └─────► its news
 
 A section is made again only when the files behind it have changed.
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_eqlen.files import step_folders, step_number, write_text
+from megatron_eqlen.processes.events import FILE as EVENTS
 from megatron_eqlen.recipe.load import RECIPE, dump, load_run
 from megatron_eqlen.report import worst
 from megatron_eqlen.report.charts import charts, facts, stages
@@ -25,11 +26,10 @@ from megatron_eqlen.report.drawing import timeline
 from megatron_eqlen.report.evaluations import Evaluation, outcomes, read_evaluations
 from megatron_eqlen.report.growing import Growing
 from megatron_eqlen.report.metrics import FILE as METRICS
-from megatron_eqlen.report.metrics import SPANS, Records, read_metrics
+from megatron_eqlen.report.metrics import Records, read_metrics
 from megatron_eqlen.report.recorded import Graded, Recorded, find_decoder, is_scored, recorded
 from megatron_eqlen.report.rollouts import CONTEXT_TOKENS
-from megatron_eqlen.report.state import FILE as STATE
-from megatron_eqlen.report.state import State, read_state
+from megatron_eqlen.report.run_state import RunState, read_state
 from megatron_eqlen.report.status import page_rows, status
 from megatron_eqlen.report.template import environment
 from megatron_eqlen.rollout.record.recorder import JOURNALS
@@ -78,6 +78,7 @@ class Page:
         self._macros: Any = self._environment.get_template("sections.html.jinja").module
         self._made: dict[str, Section] = {}
         self._steps: dict[str, tuple[Stamp, Recorded]] = {}
+        self._state = RunState()
         self._growing: Growing | None = None
         """The newest harvest that is running, or was cut off."""
         self._lock = threading.Lock()
@@ -146,7 +147,7 @@ class Page:
             "growing": (growing, lambda: macros.growing(harvest.look() if harvest else None)),
             "numbers": (evaluated + recipe, self._numbers),
             "charts": (evaluated, lambda: macros.charts(charts(self._records(), self._evaluated()))),
-            "stages": (metrics + _stamp([self.folder / STATE]), self._stages),
+            "stages": (metrics + _stamp([self.folder / EVENTS]), self._stages),
             "evaluations": (evaluated, lambda: macros.evaluations(self._evaluated())),
             "rollouts": (rollouts, lambda: self._rollouts(shown)),
             "verdicts": (rollouts, lambda: self._verdicts(shown)),
@@ -172,7 +173,7 @@ class Page:
         return read_evaluations(self.folder / "evaluation", records[-1]["step"] if records else 0)
 
     def _now(self) -> str:
-        found = status(self.folder)
+        found = status(self.folder, self._read_state())
         return self._macros.state(found, page_rows(found, self.live))
 
     def _numbers(self) -> str:
@@ -181,9 +182,13 @@ class Page:
 
     def _stages(self) -> str:
         records = self._records()
-        under_way = _step_under_way(records, read_state(self.folder)) if self.live else []
-        drawn = stages(records)
-        return self._macros.stages(*timeline([*records, *under_way]), [drawn] if drawn else [])
+        state, drawn = self._read_state(), stages(records)
+        under_way = _step_under_way(records, state) if self.live else []
+        return self._macros.stages(*timeline([*state.steps, *under_way]), [drawn] if drawn else [])
+
+    def _read_state(self) -> RunState:
+        self._state = read_state(self.folder, self._state)
+        return self._state
 
     def _details(self) -> str:
         records = self._records()
@@ -242,14 +247,12 @@ class Page:
         return folder
 
 
-def _step_under_way(records: Records, state: State | None) -> Records:
+def _step_under_way(records: Records, state: RunState) -> Records:
     """Return a record of the stages so far of the step in progress, or of the step at which the run ended;
     empty between two steps."""
-    done = records[-1] if records else {"step": 0, "time": 0.0}
-    if state is None or state.time < done["time"]:
-        return []
-    going = [{"stage": stage, "began": since, "ended": state.time} for since, stage in state.stages]
-    return [{"step": done["step"] + 1, "time": state.time, SPANS: [*state.spans, *going]}]
+    done, seen = records[-1]["step"] if records else 0, state.sign_of_life
+    going = [{"stage": stage, "began": since, "ended": seen} for since, stage in state.stages]
+    return [{"step": done + 1, "time": seen, "spans": [*state.spans, *going]}]
 
 
 def _counted(graded: list[Graded]) -> list[tuple[str, int]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -43,16 +43,22 @@ SHOWN = {
 """Label -> (names of the metric, unit), in the order shown; metrics that a run does not have are left out."""
 
 STEPS_FOR_ETA = 10
-WARNINGS = 20
-"""Number of newest warnings that are kept."""
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_STEPS = 24
 
 
 class Progress:
-    """The display of a run of ``budget``; ``show=False`` is silent (every rank but the first)."""
+    """The display of a run of ``budget``; ``show=False`` is silent (every rank but the first). ``note`` is told
+    of warnings (``EventWriter.note``)."""
 
-    def __init__(self, budget: Budget, title: str, show: bool = True, console: Console | None = None) -> None:
+    def __init__(
+        self,
+        budget: Budget,
+        title: str,
+        show: bool = True,
+        console: Console | None = None,
+        note: Callable[..., None] = lambda kind, **fields: None,
+    ) -> None:
         self.budget = budget
         self.title = title
         self.show = show
@@ -64,8 +70,7 @@ class Progress:
         self.started = self.stage_started = time.monotonic()
         self.stage_name = "starting"
         self.live: Live | None = None
-        self.warnings: deque[tuple[float, str]] = deque(maxlen=WARNINGS)
-        """Warnings, with the time in seconds since 1970."""
+        self._note = note
 
     @property
     def redraws(self) -> bool:
@@ -108,8 +113,8 @@ class Progress:
             self.console.file.flush()
 
     def warn(self, text: str) -> None:
-        """Print a warning that stays, and keep it."""
-        self.warnings.append((time.time(), text))
+        """Print a warning that stays, and note it."""
+        self._note("warning", text=text)
         self.say(f"WARNING: {text}")
 
     def finish(self, page: Path, learned: str = "") -> None:

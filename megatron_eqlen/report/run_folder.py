@@ -2,9 +2,9 @@
 
 runs/NAME/METHOD-seedN/     (eqlen-grpo-group_size=8-seed0: with what the command line changed)
     recipe.yaml          the resolved recipe
-    submit.sbatch        and submitted.json: the newest `eqlen submit`
+    submit.sbatch        the newest `eqlen submit`
+    events.jsonl         what happened: starts, stages, steps, errors, hangs (processes/events.py)
     metrics.jsonl        one line a step
-    state.json           what it does now
     profile/             traces of steps, memory that ran out (recipe: profile)
     tensorboard/         and wandb/ with wandb_id, mlflow_run_id (recipe: report)
     streams/             step-00000012/rank-0.arrow, grades-rank-0.arrow: every rollout
@@ -13,9 +13,6 @@ runs/NAME/METHOD-seedN/     (eqlen-grpo-group_size=8-seed0: with what the comman
     evaluation/          before.json, after.json, step-00000020.json
     checkpoints/         step-00000010/, latest
     export/              the trained model as a Hugging Face folder
-    first_error.txt      what ended the newest try, if an error did
-    given_up.txt         why slurm/train.sbatch starts it no more, if it does not
-    cancelled.txt        SLURM told the newest try to end (scancel, preemption), and there was none since
     hang/                20261122-063350/: where each rank stood when a try hung (index.txt, rank-0.txt)
     report.html
 """
@@ -31,37 +28,22 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from megatron_eqlen.files import (
-    expecting,
-    read_json,
-    refuse_unwritable,
-    step_folders,
-    step_name,
-    unused,
-    write_json,
-    write_text,
-)
+from megatron_eqlen.files import refuse_unwritable, step_folders, step_name, unused, write_text
 from megatron_eqlen.metrics import spent
-from megatron_eqlen.processes.failures import FIRST
+from megatron_eqlen.processes import events
 from megatron_eqlen.processes.hang import HANGS
 from megatron_eqlen.processes.hold import Hold
 from megatron_eqlen.processes.watchdog import remove_quiet
 from megatron_eqlen.recipe import MAY_CHANGE, Recipe, RecipeError, differences, is_under
-from megatron_eqlen.recipe.load import RECIPE, SUBMITTED, dump, load
+from megatron_eqlen.recipe.load import RECIPE, dump, load
 from megatron_eqlen.report.metrics import FILE as METRICS
 from megatron_eqlen.report.metrics import read_metrics
-from megatron_eqlen.report.state import FILE as STATE
+from megatron_eqlen.report.run_state import read_state
 
-SAVED = ".saved"
-"""File in a run's folder: the number of steps after which the newest checkpoint was saved."""
-GIVEN_UP, CANCELLED, STALLED, RESTART = "given_up.txt", "cancelled.txt", ".stalled", ".restart"
-"""Files of ``slurm/train.sbatch``: why it starts the run no more; that SLURM told it to end; the number of
-tries in a row without a new step; written when a try begins."""
 IMPORTED = time.time()
 """Approximate time at which this process began."""
 BEGAN = "EQLEN_BEGAN"
@@ -109,28 +91,6 @@ def _git(*words: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
 
-@dataclass(frozen=True)
-class Submitted:
-    """The newest ``eqlen submit`` of a run."""
-
-    job: str
-    """Id of the job."""
-    time: float
-    """Time of submission in seconds since 1970."""
-    try_began: float
-    """Newest start of its batch script, or of that of any later job of this run; 0 if there was none."""
-
-
-def read_submitted(folder: Path) -> Submitted | None:
-    """Read the submission of the run in ``folder``; None if none was submitted."""
-    file, restart = folder / SUBMITTED, folder / RESTART
-    if not file.is_file():
-        return None
-    said, began = read_json(file), restart.stat().st_mtime if restart.exists() else 0.0
-    with expecting("a submitted job", file):
-        return Submitted(said["job"], said["time"], began if began >= file.stat().st_mtime else 0.0)
-
-
 class RunFolder:
     """Paths of one run."""
 
@@ -159,38 +119,31 @@ class RunFolder:
         self.check(recipe)
         self.hold = Hold(self.path, origin())
         remove_quiet(self.hang)
-        for of_earlier_tries in (FIRST, GIVEN_UP, CANCELLED):
-            (self.path / of_earlier_tries).unlink(missing_ok=True)
         if self.stop.exists() and self.stop.stat().st_mtime < float(os.environ.get(BEGAN, IMPORTED)):
             self.stop.unlink()
             logger.warning("%s: removed: it is older than this command", self.stop)
         write_text(self.recipe, dump(recipe))
+        events.append(self.path, "started", pid=os.getpid(), job=os.environ.get("SLURM_JOB_ID"))
         return self.hold
 
     def submitted(self, job: str, recipe: Recipe) -> None:
         """Note that ``job`` will run ``recipe`` here."""
-        said = {"job": job, "time": time.time(), "recipe": recipe.model_dump(mode="json")}
-        write_json(self.path / SUBMITTED, said)
-        (self.path / CANCELLED).unlink(missing_ok=True)
+        events.append(self.path, "submitted", job=job, recipe=recipe.model_dump(mode="json"))
 
     def check_held(self) -> None:
         """Raise HeldError if a later try of this SLURM job writes here now."""
         assert self.hold is not None, "open comes first"
         self.hold.check()
 
-    def note_saved(self, steps: int) -> None:
-        """Note that a checkpoint is in force, so that its loss is noticed."""
-        write_text(self.path / SAVED, str(steps))
-
     def lost_checkpoints(self) -> str | None:
         """Return an error if a checkpoint was saved and none is there, else None."""
-        note = self.path / SAVED
-        if not note.is_file():
+        saved = read_state(self.path).saved
+        if saved is None:
             return None
         return (
-            f"{self.checkpoints}: holds no checkpoint, but one was saved after step "
-            f"{note.read_text(encoding='utf-8')}: put it back, give a new run its own folder (name=... or "
-            f"run_dir=...), or remove {note} to begin again in this one"
+            f"{self.checkpoints}: holds no checkpoint, but one was saved after step {saved}: put it back, give "
+            f"a new run its own folder (name=... or run_dir=...), or remove {self.path / events.FILE} to begin "
+            f"again in this one"
         )
 
     def ended(self, recipe: Recipe) -> bool:
@@ -245,7 +198,7 @@ def check_harvest(out: Path, recipe: Recipe) -> None:
     other = "choose another --out"
     refuse_unwritable(out)
     for folder in (out.resolve(), *out.resolve().parents):
-        if (folder / RECIPE).is_file() and any((folder / name).exists() for name in (METRICS, STATE)):
+        if (folder / RECIPE).is_file() and any((folder / name).exists() for name in (METRICS, events.FILE)):
             raise ValueError(f"--out {out}: expected a folder of its own, found the run {folder}; {other}")
     recorded = [path.name for _, path in step_folders(out)]
     if not (out / RECIPE).is_file():

@@ -1,7 +1,6 @@
 """``eqlen status RUN``: the state of a run on one screen, from its folder alone.
 
-recipe.yaml, .lock, state.json, metrics.jsonl, evaluation/*.json, checkpoints/latest ──► Status
-first_error.txt, hang/*/index.txt, given_up.txt (ends); submitted.json, .restart ───────┘
+recipe.yaml, .lock, events.jsonl, metrics.jsonl, evaluation/*.json, checkpoints/latest ──► Status
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from rich.text import Text
 from megatron_eqlen.files import LATEST
 from megatron_eqlen.metrics import PROMPTS_DRAWN, TIME_STEP, spent
 from megatron_eqlen.processes import hold
+from megatron_eqlen.processes.events import BEAT
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.load import load_run
-from megatron_eqlen.report.ends import EndRecord, Hang, read_end_record
 from megatron_eqlen.report.evaluations import evaluations
 from megatron_eqlen.report.format import REWARD, compact, duration, first_of
 from megatron_eqlen.report.metrics import read_metrics
 from megatron_eqlen.report.progress import SPARK_STEPS, STEPS_FOR_ETA, numbers
-from megatron_eqlen.report.run_folder import RunFolder, read_submitted
+from megatron_eqlen.report.run_folder import RunFolder
+from megatron_eqlen.report.run_state import Hang, Moment, RunState, read_state
 from megatron_eqlen.report.slurm_state import ENDED, GONE, job_state
-from megatron_eqlen.report.state import BEAT, Moment, State, read_state
 
 SILENCE = 4 * BEAT
 """Seconds without a sign of life after which a run on another machine counts as dead, if its lock cannot be
@@ -90,9 +89,9 @@ class Status:
     stages: list[Moment]
     """Stages in progress, or at the moment it was cut off."""
     error: str | None
-    """The error that ended the newest try, the first of all ranks."""
-    error_file: str | None
-    """File with more of the error."""
+    """The error that ended the newest try, the first of all ranks, in one line."""
+    traceback: str
+    """Traceback of the error, empty if it has none."""
     hangs: list[Hang]
     """Hangs of all tries, the newest first."""
     given_up: str | None
@@ -122,18 +121,16 @@ class Status:
     """Warnings of the newest start, oldest first."""
 
 
-def status(folder: Path) -> Status:
+def status(folder: Path, state: RunState | None = None) -> Status:
     """Return the status. Raises ValueError if ``folder`` is no run's folder, or naming a file that cannot be
-    read."""
+    read. ``state``: see ``read_state``, which is called without it."""
     recipe = load_run(folder)
     files = RunFolder(recipe.model_copy(update={"run_dir": str(folder)}))
-    records, state = read_metrics(folder), read_state(folder)
+    records, state = read_metrics(folder), state or read_state(folder)
     holder = hold.read_holder(folder / hold.FILE)
-    if state and state.time < holder.get("time", 0.0):
-        state = None  # the state of an earlier try
-    ends = read_end_record(folder, since=holder.get("time", 0.0))
-    condition = _condition(files, recipe, holder, state, ends)
-    job, end = _job(folder, holder, ends) if condition != "complete" else ("", None)
+    condition = _condition(files, recipe, holder, state)
+    job, end = _job(folder, state) if condition != "complete" else ("", None)
+    error = state.first_error or (state.end_error if condition == "failed" else None)
     last = records[-1] if records else {}
     done = spent(last.get("step", 0), last)
     seconds = [record[TIME_STEP] for record in records[-STEPS_FOR_ETA:] if record.get(TIME_STEP)]
@@ -147,13 +144,13 @@ def status(folder: Path) -> Status:
         command=holder.get("command", ""),
         commit=holder.get("commit", ""),
         versions=holder.get("versions", {}),
-        sign_of_life=state.time if state else None,
-        stages=state.stages if state and condition in ("running", "killed") else [],
-        error=ends.first_error or (state.error if state and condition == "failed" else None),
-        error_file=ends.error_file,
-        hangs=ends.hangs,
-        given_up=ends.given_up,
-        stalled_tries=ends.stalled_tries,
+        sign_of_life=state.sign_of_life if state.started else None,
+        stages=state.stages if condition in ("running", "killed") else [],
+        error=error.partition("\n")[0] if error else None,
+        traceback=error.partition("\n")[2] if error else "",
+        hangs=state.hangs,
+        given_up=state.given_up,
+        stalled_tries=state.stalled_tries,
         outcome=recipe.budget.outcome(done),
         steps=done.steps,
         steps_limit=recipe.budget.steps,
@@ -163,59 +160,56 @@ def status(folder: Path) -> Status:
         rewards=[
             value for record in records[-SPARK_STEPS:] if (value := first_of(record, REWARD)) is not None
         ],
-        metrics={name: last[name] for name in last if name not in ("step", "time", "spans")},
+        metrics={name: last[name] for name in last if name not in ("step", "time")},
         data_position={name: value for name, value in last.items() if name.startswith("data/")},
         evaluations=_evaluated(folder, done.steps),
         checkpoint=latest.read_text(encoding="utf-8").strip() if latest.exists() else None,
         checkpoint_time=latest.stat().st_mtime if latest.exists() else None,
-        warnings=state.warnings if state else [],
+        warnings=[*state.warnings],
     )
 
 
-def _condition(
-    files: RunFolder, recipe: Recipe, holder: dict[str, Any], state: State | None, ends: EndRecord
-) -> Condition:
+def _condition(files: RunFolder, recipe: Recipe, holder: dict[str, Any], state: RunState) -> Condition:
     """Return the run's condition. A lock that is seen to be held proves that the run is alive; otherwise, on
     another machine, a run that gave a sign of life a moment ago counts as alive."""
     here = holder.get("host") == socket.gethostname()
-    running = state is not None and not state.ended
-    heard = state is not None and running and time.time() - state.time < SILENCE
+    running = state.started and not state.ended
+    heard = running and time.time() - state.sign_of_life < SILENCE
     if hold.is_locked(files.path / hold.FILE) or (heard and not here):
-        if ends.hung and not (state and state.time > ends.hangs[0].time):
+        if state.hung:
             return "hung"  # the process ends as soon as a disk that does not answer lets it
         return "running" if heard or not running else "silent"
     if files.ended(recipe):
         return "complete"
-    if ends.given_up:
+    if state.given_up:
         return "given up"
-    if ends.hung:
+    if state.hung:
         return "hung"
-    if ends.first_error or (state and state.error):
+    if state.first_error or state.end_error:
         return "failed"
-    if state is None:
-        return "killed" if holder else "not started"
+    if not state.started:
+        return "stopped" if holder else "not started"  # of a version that kept no events: nothing says how
     return "stopped" if state.ended else "killed"
 
 
-def _job(folder: Path, holder: dict[str, Any], ends: EndRecord) -> tuple[str, Condition | None]:
+def _job(folder: Path, state: RunState) -> tuple[str, Condition | None]:
     """Return the state of the newest SLURM job while no try of it trains, and the condition that follows."""
-    found, held = read_submitted(folder), holder.get("time", 0.0)
-    waits = found is not None and max(found.time, found.try_began) >= held
-    if found is None or not (waits or ends.cancelled):
-        return ends.cancelled or "", "cancelled" if ends.cancelled else None
-    state = job_state(found.job)
-    if state in ENDED:
-        how = "SLURM no longer knows it" if state == GONE else state
-        why = ends.cancelled or f"see {folder}/slurm-{found.job}.out, if there is one"
-        text = f"SLURM job {found.job} has ended: {how}; {why}"
-        if state == "CANCELLED" or (state == GONE and ends.cancelled):
+    job, cancelled = state.job, state.cancelled
+    if job is None or not (state.waits or cancelled):
+        return cancelled or "", "cancelled" if cancelled else None
+    now = job_state(job)
+    if now in ENDED:
+        how = "SLURM no longer knows it" if now == GONE else now
+        why = cancelled or f"see {folder}/slurm-{job}.out, if there is one"
+        text = f"SLURM job {job} has ended: {how}; {why}"
+        if now == "CANCELLED" or (now == GONE and cancelled):
             return text, "cancelled"
-        return text, "failed" if state in FAILED else None
-    if state is None and ends.cancelled:
-        return ends.cancelled, "cancelled"
-    if state != "PENDING" and (state or found.try_began):
+        return text, "failed" if now in FAILED else None
+    if now is None and cancelled:
+        return cancelled, "cancelled"
+    if now != "PENDING" and (now or state.try_began):
         return "a SLURM job gets ready: the newest slurm-*.out in the folder says how far it is", None
-    return f"SLURM job {found.job} has not started: squeue --job {found.job} says why", None
+    return f"SLURM job {job} has not started: squeue --job {job} says why", None
 
 
 def _evaluated(folder: Path, steps: int) -> dict[str, list[str]]:
@@ -264,7 +258,7 @@ def screen_rows(found: Status, ages: bool = True) -> list[tuple[str, str | Text]
         ("job", found.job),
         ("progress", f"{found.outcome}{_pace(found)}"),
         ("now", _under_way(found, now or time.time())),
-        ("error", _with(found.error, found.error_file)),
+        ("error", _with_place(found)),
         ("hang", _hung(found)),
         ("tries", found.given_up or _stalled(found)),
         ("last step", _numbers(found, now)),
@@ -284,16 +278,18 @@ def _who(found: Status, now: float | None) -> str:
     return f", {found.held_by}{seen}{why}"
 
 
-def _with(text: str | None, file: str | None) -> str | None:
-    return f"{text} ({file})" if text and file and file not in text else text
+def _with_place(found: Status) -> str | None:
+    return (
+        f"{found.error} (traceback: eqlen status {found.folder} --json)" if found.traceback else found.error
+    )
 
 
 def _hung(found: Status) -> str:
-    """Describe the newest hang, unless the error does so already."""
-    if not found.hangs or (found.error and found.hangs[0].file in found.error):
+    if not found.hangs:
         return ""
+    which = "" if found.condition in ("hung", "given up") else "an earlier try: "
     earlier = f" ({len(found.hangs)} tries hung)" if len(found.hangs) > 1 else ""
-    return f"an earlier try: {found.hangs[0].cause}; see {found.hangs[0].file}{earlier}"
+    return f"{which}{found.hangs[0].cause}; see {found.hangs[0].file}{earlier}"
 
 
 def _stalled(found: Status) -> str:

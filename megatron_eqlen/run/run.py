@@ -39,7 +39,7 @@ from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.plan.speed import achieved
 from megatron_eqlen.processes import distributed, failures
 from megatron_eqlen.processes.distributed import agree, gather
-from megatron_eqlen.processes.timeline import ENGINE, TRAINER
+from megatron_eqlen.processes.timeline import ENGINE, TRAINER, Span
 from megatron_eqlen.recipe.budget import COSTS, Budget, Spent
 from megatron_eqlen.report.metrics import FILE as METRICS
 from megatron_eqlen.report.metrics import MetricsWriter, read_metrics
@@ -47,7 +47,6 @@ from megatron_eqlen.report.model_card import write_model_card
 from megatron_eqlen.report.page import write_page
 from megatron_eqlen.report.run_folder import RunFolder
 from megatron_eqlen.report.samples import Samples, samples
-from megatron_eqlen.report.state import StateWriter
 from megatron_eqlen.report.trackers import start_trackers
 from megatron_eqlen.report.worst import find as find_worst
 from megatron_eqlen.report.worst import write as write_worst
@@ -69,8 +68,7 @@ class Run:
         self.folder = RunFolder(self.recipe)
         if distributed.is_rank0():
             hold = self.folder.open(self.recipe)
-            state = StateWriter(self.folder.path, hold, session.timeline, session.progress)
-            session.enter(state)
+            session.enter(session.events.writing(self.folder.path, hold.check))
         failures.keep_in(self.folder.path)
         session.watchdog.add_facts(lambda: {"step": self.begun})
         session.watch(self.folder.hang)
@@ -111,6 +109,7 @@ class Run:
             return False
         if distributed.is_rank0():
             self.folder.stop.unlink()
+            self.session.events.note("stopped", step=self.steps, text="before it began")
             self.session.progress.say(
                 f"stopped before it began, as {self.folder.stop} asked; the same command starts it"
             )
@@ -126,6 +125,7 @@ class Run:
         else:
             self.spent = _spent_until(self.position, self.recipe.budget)
             self.saved = self.begun = self.steps
+            self.session.events.note("resumed", step=self.steps)
         if distributed.is_rank0():
             self._compare_with_records()
 
@@ -303,9 +303,10 @@ class Run:
         }
         ranks = over_ranks(gather([step.metrics]))
         metrics = step.metrics | reached | ranks | speed | totals
-        spans = timeline.take(now)
+        timeline.take(now)
         if self.writer is not None:
-            self.writer.write(self.steps, metrics, spans, self._samples(step))
+            self.writer.write(self.steps, metrics, self._samples(step))
+        self.session.events.note("step", step=self.steps)
         self.session.progress.step(self.steps, metrics)
 
     def _samples(self, step: Step) -> Samples | None:
@@ -329,6 +330,8 @@ class Run:
             self._save(step, policy)
         if self.stopping and distributed.is_rank0():
             self.folder.stop.unlink(missing_ok=True)  # served; the same command resumes the run
+            text = self.stopped_by or f"as {self.folder.stop} asked"
+            self.session.events.note("stopped", step=self.steps, text=text)
 
     def finish_checkpoint(self) -> Metrics:
         """Put a checkpoint that is being written in force, before the next update changes the tensors it is
@@ -340,7 +343,7 @@ class Run:
             metrics = self.saving.finish()
         self.saving = None
         if distributed.is_rank0():
-            self.folder.note_saved(self.saved)
+            self.session.events.note("saved", step=self.saved)
             self.folder.remove_old_streams(self.recipe, self.saved)
         return metrics | {TIME_CHECKPOINT: seconds[TIME_CHECKPOINT] + self.saving_seconds}
 
@@ -399,13 +402,13 @@ def _why_not(step: Step) -> str:
     return f"none of its {units:.0f} comparison units has unequal rewards"
 
 
-def _seconds(spans: Sequence[dict[str, Any]]) -> str:
+def _seconds(spans: Sequence[Span]) -> str:
     """Return ``checkpoint 3.1 s, evaluate 12.0 s, export 2.2 s``: the stages of a run's end, which no step's
     record holds."""
     took = dict.fromkeys(("checkpoint", "evaluate", "export"), 0.0)
     for span in spans:
-        if span["stage"] in took:
-            took[span["stage"]] += span["ended"] - span["began"]
+        if span.stage in took:
+            took[span.stage] += span.ended - span.began
     return ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in took.items() if seconds)
 
 

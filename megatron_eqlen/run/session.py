@@ -16,6 +16,7 @@ from megatron_eqlen.models import groups
 from megatron_eqlen.objectives.recipes import remarks
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.processes import distributed, failures
+from megatron_eqlen.processes.events import EventWriter
 from megatron_eqlen.processes.timeline import Timeline
 from megatron_eqlen.processes.watchdog import FIRST, Watchdog
 from megatron_eqlen.recipe import Recipe, layout
@@ -45,7 +46,8 @@ class Session:
         self.ends_with(self.watchdog.stop)  # closing the functions registered before may hang, too
         self._ends.callback(groups.stop)
         self.recipe = recipe
-        self.timeline = Timeline()
+        self.events = EventWriter()
+        self.timeline = Timeline(self.events.note)
         self.watchdog.add_facts(lambda: {"collectives": flight_recorder.collectives()})
         self.watchdog.add_facts(lambda: {"timeline": self.timeline.newest()})
         self.objective = resolve(recipe)
@@ -54,7 +56,8 @@ class Session:
         self.scorer = Scorer(recipe.reward, self.tokenizer, recipe.graders_on_node)
         self.early_grading = EarlyGrading(self.scorer, self.replicas.grades)
         self.ends_with(self.scorer.close)
-        self.progress = Progress(recipe.budget, f"{recipe.name} {recipe.method}", show=distributed.is_rank0())
+        title, note = f"{recipe.name} {recipe.method}", self.events.note
+        self.progress = Progress(recipe.budget, title, show=distributed.is_rank0(), note=note)
         self.ends_with(self.progress.close)
         for remark in remarks(recipe):
             self.progress.warn(remark)

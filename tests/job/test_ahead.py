@@ -4,6 +4,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from megatron_eqlen.metrics import STALENESS_MAX, UPDATES
+from megatron_eqlen.report.run_state import read_state
 from megatron_eqlen.rollout.record.reader import read_step
 from megatron_eqlen.types import RolloutKey, rollout_key, sampled_by
 from tests.job.test_carry_over import CARRIED, check_that_every_pair_is_trained_once
@@ -35,7 +36,7 @@ def test_two_ranks_train_on_what_a_server_generates_ahead(home, served):
         "the first step is of the weights that it trains"
     )
     assert min(column(folder, "train/grad_norm")) > 0
-    stages = [span["stage"] for record in metrics(folder) for span in record["spans"]]
+    stages = [span["stage"] for step in read_state(folder).steps for span in step["spans"]]
     assert stages.count("harvest") == stages.count("train") == 4
     assert '<rect class="c' in (folder / "report.html").read_text().partition("The last steps")[2]
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_eqlen.hf.tokenizer import Tokenizer, load_tokenizer
 from megatron_eqlen.objectives.recipes import parse
+from megatron_eqlen.processes import events
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.load import dump
 from megatron_eqlen.rollout.record.recorder import Recorder, record, record_grades
@@ -85,6 +86,12 @@ def write_run(folder: Path, recipe: Recipe, streams: dict[str, list[Rollout]] | 
     for step, rollouts in (streams or {}).items():
         record(folder / "streams" / step / "rank-0.arrow", rollouts)
     return folder
+
+
+def leave_a_span(run: Path, step: int, stage: str, began: float, ended: float) -> None:
+    """Record a stage that ended with its step."""
+    events.append(run, "stage", time=ended, stage=stage, began=began)
+    events.append(run, "step", time=ended, step=step)
 
 
 def charts_of(html: str) -> list[dict[str, Any]]:

@@ -11,8 +11,8 @@ import sys
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from megatron_eqlen.processes import failures
-from megatron_eqlen.processes.failures import ERROR_FILE, FIRST, Failure
+from megatron_eqlen.processes import events, failures
+from megatron_eqlen.processes.failures import ERROR_FILE, Failure
 from megatron_eqlen.processes.hold import HeldError
 from megatron_eqlen.report.metrics import MetricsWriter
 from megatron_eqlen.rollout.engine import EngineError
@@ -60,7 +60,10 @@ def test_torch_reads_what_is_recorded_and_so_do_we(run):
     assert theirs.message["message"] == "RuntimeError: no more"
     assert theirs.message["extraInfo"]["py_callstack"] == ours.traceback
     assert theirs.timestamp == int(ours.time)
-    assert "rank 3 on" in (run / FIRST).read_text()
+    (error,), _ = events.read(run)
+    assert error["rank"] == 3
+    assert error["text"].splitlines()[0].endswith("failed first: RuntimeError: no more")
+    assert error["text"].endswith("raise error\nRuntimeError: no more")
 
 
 @pytest.mark.parametrize("error", [ValueError("wrong"), FileNotFoundError("wrong"), EngineError("wrong")])
@@ -99,19 +102,17 @@ def test_a_write_to_a_full_disk_is_an_error_that_names_the_file(tmp_path):
     writer.close()
 
 
-def test_only_the_first_error_of_a_process_and_of_a_run_is_kept(run):
+def test_only_the_first_error_of_a_process_is_kept(run):
     failures.record(raised(RuntimeError("first")))
     failures.record(raised(RuntimeError("second")))
     assert [failure.message for failure in failures.read(run)] == ["RuntimeError: first"]
-    failures._told = None  # another rank
-    failures.record(raised(RuntimeError("third")))
-    assert (run / FIRST).read_text().splitlines()[0].endswith("failed first: RuntimeError: first")
+    assert len(events.read(run)[0]) == 1
 
 
 @pytest.mark.parametrize("error", [RuntimeError(BROKEN), HeldError("taken over")])
 def test_a_lost_connection_and_a_run_that_was_taken_over_say_nothing_in_the_runs_folder(run, error):
     failures.record(raised(error))
-    assert not (run / FIRST).exists()
+    assert not (run / events.FILE).exists()
 
 
 @pytest.mark.parametrize(
@@ -141,7 +142,7 @@ def test_a_lost_connection_is_said_by_the_name_of_its_host(monkeypatch, text, sa
 def test_without_a_launcher_nobody_else_tells_it(run, monkeypatch):
     monkeypatch.delenv(ERROR_FILE)
     assert not failures.record(raised(ValueError("wrong")))
-    assert (run / FIRST).exists()
+    assert events.read(run)[0][0]["kind"] == "error"
     assert json.dumps(failures.read(run)) == "[]"
 
 

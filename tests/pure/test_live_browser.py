@@ -14,7 +14,15 @@ from megatron_eqlen.report.page import write_page
 from megatron_eqlen.report.server import LiveServer
 from tests.kit.browser import PATIENCE, Browser, program
 from tests.kit.processes import within
-from tests.kit.report_runs import Harvesting, example_stream, make_tokenizer, prompt, recipe, write_run
+from tests.kit.report_runs import (
+    Harvesting,
+    example_stream,
+    leave_a_span,
+    make_tokenizer,
+    prompt,
+    recipe,
+    write_run,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -92,10 +100,8 @@ def opened(tmp_path_factory) -> Iterator[Browser]:
     shares = {"objective/skip_rate": 0.3, "objective/zero_advantage_fraction": 0.3}
     writer = MetricsWriter(run)
     for step in range(1, 21):
-        spans = [{"stage": "train", "began": 10.0 * step, "ended": 10.0 * step + 5}]
-        writer.write(
-            step, {"reward/mean": 10.0 ** (step % 3), "time/train": 5.0, "time/step": 9.0, **shares}, spans
-        )
+        leave_a_span(run, step, "train", 10.0 * step, 10.0 * step + 5)
+        writer.write(step, {"reward/mean": 10.0 ** (step % 3), "time/train": 5.0, "time/step": 9.0, **shares})
     writer.close()
     with Browser(tmp_path_factory.mktemp("chromium")) as browser:
         browser.ask("Page.addScriptToEvaluateOnNewDocument", source=WATCH)

@@ -17,7 +17,15 @@ from megatron_eqlen.report.charts import MAX_POINTS, Chart, Series, charts
 from megatron_eqlen.report.metrics import MetricsWriter
 from megatron_eqlen.report.page import write_page
 from tests.kit import ROOT
-from tests.kit.report_runs import charts_of, example_stream, make_tokenizer, prompt, recipe, write_run
+from tests.kit.report_runs import (
+    charts_of,
+    example_stream,
+    leave_a_span,
+    make_tokenizer,
+    prompt,
+    recipe,
+    write_run,
+)
 
 VOID = {"meta", "br", "link", "input"}
 """Elements of the page that have no end tag; SVG's shapes close themselves."""
@@ -125,9 +133,9 @@ def test_a_step_is_a_number_and_its_seconds_and_the_progress_have_names_of_their
 def test_a_stage_has_one_colour_on_the_page(tmp_path):
     run = write_run(tmp_path, recipe(tmp_path))
     writer = MetricsWriter(run)
-    span = {"stage": "train", "began": 0.0, "ended": 1.0}
-    writer.write(1, {"time/harvest": 3.0, "time/train": 1.0, "time/evaluate": 1.0}, [span])
+    writer.write(1, {"time/harvest": 3.0, "time/train": 1.0, "time/evaluate": 1.0})
     writer.close()
+    leave_a_span(run, 1, "train", 0.0, 1.0)
     html = Page(write_page(run)).html
     colours = {name: colour for colour, name in re.findall(r'class="(c\d)[^>]*><i></i>(\w+) <b>', html)}
     assert len(re.findall(r'class="(c\d)[^>]*><i></i>train <b>', html)) == 2

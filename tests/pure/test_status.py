@@ -20,16 +20,16 @@ import pytest
 from rich.console import Console
 
 from megatron_eqlen.cli.__main__ import main
-from megatron_eqlen.processes import failures
-from megatron_eqlen.processes.failures import FIRST
+from megatron_eqlen.processes import events, failures
+from megatron_eqlen.processes.events import EventWriter
 from megatron_eqlen.processes.hold import FILE, Hold
 from megatron_eqlen.processes.timeline import Timeline
 from megatron_eqlen.recipe.budget import Budget
-from megatron_eqlen.report import slurm_state, state
+from megatron_eqlen.report import slurm_state
 from megatron_eqlen.report.metrics import MetricsWriter
 from megatron_eqlen.report.progress import Progress
-from megatron_eqlen.report.run_folder import CANCELLED, RESTART, RunFolder
-from megatron_eqlen.report.state import StateWriter, read_state
+from megatron_eqlen.report.run_folder import RunFolder
+from megatron_eqlen.report.run_state import read_state
 from megatron_eqlen.report.status import SILENCE, Status, page_rows, print_status, status
 from tests.kit import ROOT
 from tests.kit.processes import within
@@ -40,11 +40,13 @@ class Life:
     """A run's process as far as its folder shows it."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.timeline = folder, Timeline()
-        self.progress = Progress(Budget(20), "tiny", show=False)
+        self.folder, writer = folder, EventWriter()
+        self.timeline = Timeline(writer.note)
+        self.progress = Progress(Budget(20), "tiny", show=False, note=writer.note)
         self.hold = Hold(folder)
+        events.append(folder, "started")
         self.ends = ExitStack()
-        self.ends.enter_context(StateWriter(folder, self.hold, self.timeline, self.progress))
+        self.ends.enter_context(writer.writing(folder, self.hold.check))
 
     def wait_until(self, true: Callable[[Status], object]) -> Status:
         assert within(10, lambda: true(status(self.folder)))
@@ -61,17 +63,11 @@ class Life:
         self.hold._file.close()
 
     def cut_off(self) -> None:
-        """Leave the state of kill -9: the file as it is, and no lock."""
+        """Leave the state of kill -9: the record as it is, and no lock."""
         self.hold._file.close()
-        written = read_state(self.folder)
+        written = (self.folder / events.FILE).read_bytes()
         self.end()
-        assert written is not None
-        (self.folder / state.FILE).write_text(json.dumps(vars(written)))
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(state, "LOOK", 0.01)
+        (self.folder / events.FILE).write_bytes(written)
 
 
 @pytest.fixture
@@ -99,13 +95,13 @@ def test_a_job_that_was_submitted_is_told_of_until_it_has_the_folder(run):
     RunFolder(made).submitted("12", made)
     assert status(run).condition == "stopped"
     assert "SLURM job 12 has not started: squeue --job 12 says why" in screen(run)
-    (run / RESTART).write_text("0")  # as slurm/train.sbatch begins
+    events.append(run, "try", job="12", restart=0)  # as slurm/train.sbatch begins
     assert "a SLURM job gets ready: the newest slurm-*.out in the folder" in screen(run)
     life = Life(run)
     assert status(run).job == ""
     life.end(ValueError("a node is gone"))
     assert status(run).job == ""
-    os.utime(run / RESTART, (time.time() + 1, time.time() + 1))  # the next try
+    events.append(run, "try", job="12", restart=1)
     assert "a SLURM job gets ready" in screen(run)
 
 
@@ -136,7 +132,7 @@ def test_a_run_that_goes_on_says_who_does_what_since_when(run):
 
 def test_one_that_was_cut_off_says_in_what(run):
     """An earlier try hung."""
-    hang(run, "1", at=1.0, index="rank 0 is in stage score\n")
+    events.append(run, "hang", file=f"{run}/hang/1/index.txt", text="rank 0 is in stage score")
     life = Life(run)
     with life.timeline.span("train"):
         life.wait_until(lambda one: one.stages)
@@ -158,23 +154,23 @@ def test_one_that_ended_before_its_limit_says_whether_an_error_ended_it(run, err
 
 
 def test_a_first_error_of_any_rank_is_what_ended_it(run):
-    """The launcher killed rank 0, which writes the state."""
+    """The launcher killed rank 0, which says nothing of how it ended."""
     life = Life(run)
-    life.wait_until(lambda one: read_state(run))
     life.cut_off()
-    (run / FIRST).write_text("rank 3 on n2 failed first: OSError: no room\nTraceback ...\n")
+    events.append(run, "error", text="rank 3 on n2 failed first: OSError: no room\nTraceback ...")
+    events.append(run, "error", text="rank 4 on n2 failed first: OSError: no room")
     found = status(run)
-    assert found.condition == "failed"
-    assert f"rank 3 on n2 failed first: OSError: no room ({run / FIRST})" in screen(run)
+    assert (found.condition, found.traceback) == ("failed", "Traceback ...")
+    assert f"rank 3 on n2 failed first: OSError: no room (traceback: eqlen status {run} --json)" in screen(
+        run
+    )
     life = Life(run)  # the next try
-    (run / FIRST).unlink()
-    assert life.wait_until(lambda one: one.condition == "running").error is None
+    assert (status(run).condition, status(run).error) == ("running", None)
     life.end()
 
 
 def test_an_error_for_which_the_disk_had_no_room_is_told(run, monkeypatch):
     life = Life(run)
-    life.wait_until(lambda one: read_state(run))
     life.cut_off()
     monkeypatch.setattr(failures, "_run", run)
     monkeypatch.setattr(failures, "_told", None)
@@ -189,61 +185,49 @@ def test_an_error_for_which_the_disk_had_no_room_is_told(run, monkeypatch):
 
 
 @pytest.mark.parametrize("damage", ["{", '"text"', "[3]", '{"step": "x"}', "\0"])
-@pytest.mark.parametrize(
-    "name", ["state.json", "metrics.jsonl", "submitted.json", "evaluation/before.json", ".stalled", ".lock"]
-)
+@pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl", "evaluation/before.json", ".lock"])
 def test_a_damaged_file_is_named(run, name, damage):
     life = Life(run)
-    life.wait_until(lambda one: read_state(run))
     life.cut_off()
     (run / name).parent.mkdir(exist_ok=True)
     (run / name).write_text(damage + "\n")
+    if name == events.FILE and damage in ("{", "\0"):
+        assert status(run).condition == "stopped", "a torn line is skipped"
+        return
     with pytest.raises(ValueError, match=f"^{run / name}:"):
         screen(run)
 
 
-def hang(run: Path, name: str, *, at: float, **texts: str) -> Path:
-    folder = run / "hang" / name
-    folder.mkdir(parents=True, exist_ok=True)
-    for file, text in texts.items():
-        path = folder / f"{file.replace('_', '-')}.txt"
-        path.write_text(text)
-        os.utime(path, (at, at))
-    os.utime(folder, (at, at))
-    return folder
+def hang(run: Path, name: str, cause: str) -> None:
+    events.append(run, "hang", file=f"{run}/hang/{name}/index.txt", text=cause)
 
 
-def test_hangs_are_told_by_their_first_line_the_newest_first(run):
+def test_hangs_are_told_by_their_cause_the_newest_first(run):
+    hang(run, "1", "rank 0 is in stage score")
+    hang(run, "2", "no thread of rank 1 could run Python")
     life = Life(run)
-    life.wait_until(lambda one: read_state(run))
-    hang(run, "1", at=1.0, index="rank 0 is in stage score\n\nrank 0 on n1\n", rank_0="Thread")
-    hang(run, "2", at=2.0, rank_0="", rank_1="Timeout (0:10:00)!\n")
-    hang(run, "3", at=time.time(), rank_0="")  # of the try that goes on
     found = status(run)
     assert found.condition == "running"
     assert [one.cause for one in found.hangs] == [
-        "no thread of rank 1 could run Python: C code kept its lock",
+        "no thread of rank 1 could run Python",
         "rank 0 is in stage score",
     ]
-    assert "rank-1.txt (2 tries hung)" in screen(run)
-    hang(run, "3", at=time.time() + 1, index="rank 0 is in stage checkpoint\n")
+    assert "an earlier try: no thread of rank 1" in screen(run)
+    assert "2/index.txt (2 tries hung)" in screen(run)
+    hang(run, "3", "rank 0 is in stage checkpoint")
     assert status(run).condition == "hung", "though a disk that blocks keeps its process"
     life.cut_off()
-    index = hang(run, "4", at=time.time() + 1, index="rank 1 did not come to x\n") / "index.txt"
     assert status(run).condition == "hung"
-    (run / FIRST).write_text(f"rank 1 did not come to x; see {index}\n")
-    assert screen(run).count("rank 1 did not come to x") == 1
+    assert screen(run).count("rank 0 is in stage checkpoint; see") == 1
 
 
 def test_a_run_that_slurm_starts_no_more_says_so(run):
-    life = Life(run)
-    life.wait_until(lambda one: read_state(run))
-    life.cut_off()
-    (run / ".stalled").write_text("2\n")
+    Life(run).cut_off()
+    events.append(run, "requeued", stalled=2, text="not finished (status 75): requeue 2 of 20")
     assert status(run).stalled_tries == 2
     assert "2 in a row have taken no new step" in screen(run)
-    (run / ".stalled").unlink()
-    (run / "given_up.txt").write_text("not finished (status 75), and 3 tries took no new step: given up\n")
+    text = "not finished (status 75), and 3 tries took no new step: given up"
+    events.append(run, "given_up", stalled=0, text=text)
     assert status(run).condition == "given up"
     assert "3 tries took no new step: given up" in screen(run)
     made = recipe(run.parent, run_dir=str(run))
@@ -255,9 +239,8 @@ def test_a_run_that_slurm_starts_no_more_says_so(run):
 def test_one_that_holds_its_folder_without_a_sign_of_life_is_silent(run, monkeypatch):
     """Causes: stopped by a signal, or blocked by a disk."""
     life = Life(run)
-    assert life.wait_until(lambda one: read_state(run)).condition == "running"
+    assert status(run).condition == "running"
     now = time.time()
-    monkeypatch.setattr(state, "BEAT", 1e9)  # it writes no more
     monkeypatch.setattr("megatron_eqlen.report.status.SILENCE", -1.0)
     assert status(run).condition == "silent"
     assert "it is stopped, or the disk of its folder blocks" in screen(run)
@@ -335,19 +318,37 @@ def test_warnings_are_kept_and_still_printed(run, capsys):
     assert "update 7 is skipped" in screen(run)
     life.end()
     logging.getLogger("megatron_eqlen.training.policy").warning("after the end")
-    assert len(life.progress.warnings) == 2
+    assert len(status(run).warnings) == 2
 
 
 def test_a_run_that_was_taken_over_says_nothing_more(run, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     ghost = Life(run)
-    assert within(10, lambda: read_state(run))
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     ours = Hold(run)
-    before = (run / state.FILE).read_bytes()
+    before = (run / events.FILE).read_bytes()
     ghost.end(ValueError("a ghost's"))
-    assert (run / state.FILE).read_bytes() == before
+    assert (run / events.FILE).read_bytes() == before
     ours.check()
+
+
+def test_a_folder_of_a_version_without_events_says_what_its_other_files_say(run):
+    """Its run is resumed as any other: checkpoints and metrics have the forms that they had."""
+    Hold(run)._file.close()
+    steps = [{"step": 1, "time": 9.0, "reward/mean": 0.5, "spans": [{"stage": "train", "began": 1.0}]}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    for name in ("state.json", "submitted.json", "first_error.txt", "given_up.txt", ".stalled", ".saved"):
+        (run / name).write_text("2")
+    found = status(run)
+    assert (found.condition, found.steps, found.metrics) == ("stopped", 1, {"reward/mean": 0.5})
+    assert "1 of 20 steps" in screen(run)
+    made = recipe(run.parent, run_dir=str(run))
+    write_run(run, made)
+    hold = RunFolder(made).open(made)
+    assert status(run).condition == "running"
+    hold.check()
+    MetricsWriter(run, 1).close()
+    assert "spans" not in (run / "metrics.jsonl").read_text()
 
 
 def test_json_has_all_of_it_and_a_folder_that_is_no_run_is_named(run, capsys):
@@ -396,11 +397,9 @@ def test_a_job_that_slurm_told_to_end_is_cancelled_unless_it_waits_to_start_agai
     """The condition is also found without any command of SLURM."""
     made = recipe(run.parent, run_dir=str(run))
     RunFolder(made).submitted("12", made)
-    (run / RESTART).write_text("0")
-    life = Life(run)
-    life.wait_until(lambda one: one.sign_of_life)
-    life.cut_off()
-    (run / CANCELLED).write_text("SLURM told job 12 to end\n")  # as slurm/train.sbatch does
+    events.append(run, "try", job="12", restart=0)
+    Life(run).cut_off()
+    events.append(run, "cancelled", text="SLURM told job 12 to end")  # as slurm/train.sbatch does
     monkeypatch.setenv("PATH", "/nowhere")
     slurm_state._asked.cache_clear()
     assert status(run).condition == "cancelled"
@@ -411,4 +410,4 @@ def test_a_job_that_slurm_told_to_end_is_cancelled_unless_it_waits_to_start_agai
     slurm(run.parent, monkeypatch, UNKNOWN)
     assert status(run).condition == "cancelled"
     RunFolder(made).submitted("13", made)
-    assert not (run / CANCELLED).exists(), "it is of the job before"
+    assert read_state(run).cancelled is None, "it is of the job before"

@@ -213,7 +213,10 @@ PYTHON = """#!/bin/bash
 case "$*" in
     *"cli plan"*) echo "run folder  {folder}/run" ;;
     *"cli check"*) exit 1 ;;
-    *"cli train"*) echo "${{LATER:-0}}" >{folder}/run/.restart; exit "${{STATUS:-17}}" ;;
+    *"cli train"*)
+        [ -z "${{LATER:-}}" ] || echo '{{"time": 1, "kind": "try", "restart": '"$LATER"'}}' >>{folder}/run/events.jsonl
+        exit "${{STATUS:-17}}"
+        ;;
 esac
 """
 

@@ -13,7 +13,7 @@ from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.recipe.load import load_run
-from megatron_eqlen.report.run_folder import read_submitted
+from megatron_eqlen.report.run_state import read_state
 from megatron_eqlen.sweep import command, runner
 from megatron_eqlen.sweep.cells import Plan
 from megatron_eqlen.sweep.schema import load_sweep
@@ -223,8 +223,8 @@ def test_the_arrays_wait_for_the_reference_and_the_tables_for_all(sweep, submitt
     assert "--dependency=afterany:101:102:103" in last
     assert f"sweep --tables {sweep}" in last
     plan = command.read(sweep, [])
-    jobs = {cell.name: read_submitted(cell.folder) for cell in plan.cells}
-    assert {name: submitted.job for name, submitted in jobs.items() if name.endswith("seed2")} == {
+    jobs = {cell.name: read_state(cell.folder).job for cell in plan.cells}
+    assert {name: job for name, job in jobs.items() if name.endswith("seed2")} == {
         "tiny/eqlen-seed2": "101_2",
         "tiny/grpo-seed2": "102_2",
         "tiny/mean-seed2": "103_2",

@@ -43,7 +43,7 @@ def test_a_span_is_given_once_when_it_has_ended():
     with line.span("train") as trained, line.span("score"):
         pass
     line.spans.append(Span("harvest", trained.began))
-    assert {span["stage"] for span in line.take(trained.ended)} == {"train", "score"}
+    assert {span.stage for span in line.take(trained.ended)} == {"train", "score"}
     assert line.take(float("inf")) != []
     assert line.take(float("inf")) == []
 
@@ -58,11 +58,11 @@ def test_what_raises_has_ended_too():
 def test_the_picture_has_a_bar_for_each_stage_in_its_lane():
     spans = [{"stage": stage, "began": 100.0 + n, "ended": 101.0 + n} for n, stage in enumerate(STAGES)]
     records = [{"step": 1, "time": 104.0, "spans": spans[:4]}, {"step": 2, "time": 107.0, "spans": spans[4:]}]
-    legend, picture = timeline([{"step": 0, "time": 99.0}, *records])
+    legend, picture = timeline([{"step": 0, "time": 99.0, "spans": []}, *records])
     assert legend == [(stage, "1 s") for stage in STAGES]
     bars = re.findall(r'<rect class="c(\d)" x="([\d.]+)%" y="(\d+)" width="([\d.]+)%"', picture)
     assert [int(colour) for colour, *_ in bars] == list(range(len(STAGES)))
     lanes = [number for number, stages in enumerate(LANES.values()) for _ in stages]
     rows = sorted({int(y) for _, _, y, _ in bars})
     assert [rows.index(int(y)) for _, _, y, _ in bars] == lanes
-    assert timeline([{"step": 1, "time": 1.0}]) == ([], "")
+    assert timeline([{"step": 1, "time": 1.0, "spans": []}]) == ([], "")

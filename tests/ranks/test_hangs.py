@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_eqlen.processes.watchdog import HUNG
-from megatron_eqlen.report.ends import read_hangs
+from megatron_eqlen.report.run_state import read_state
 from tests.kit.jobs import Job, start
 from tests.kit.processes import within
 
@@ -93,7 +93,7 @@ def test_a_hang_is_told_with_its_stage_and_line(jobs, kind):
     home, job = jobs[kind]
     _, stage, place = KINDS[kind]
     assert job.wait() == HUNG, job.stderr
-    (hang,) = read_hangs(home / "hang")
+    (hang,) = read_state(home).hangs
     assert f"rank 0 is {stage} for" in hang.cause
     assert f" at {place}" in hang.cause
     assert f"eqlen: {hang.cause}; see {hang.file}" in job.stderr

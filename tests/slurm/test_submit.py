@@ -9,6 +9,7 @@ import pytest
 
 from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.report import slurm_state
+from megatron_eqlen.report.run_state import read_state
 from megatron_eqlen.report.status import status
 from tests.kit import ROOT
 from tests.kit.processes import within
@@ -70,7 +71,7 @@ def test_status_says_that_a_job_was_cancelled_before_it_trained(submit, bed, tmp
     bed.wait(lambda: list(job.run.glob("checked-*")), "the check")
     bed.run("scancel", job.id)
     bed.wait_for(job.id, "CANCELLED")
-    assert within(20, (job.run / "cancelled.txt").exists)
+    assert within(20, lambda: read_state(job.run).cancelled)
     assert status(job.run).condition == "cancelled"
     later = submit("--", "--begin=now+1hour")
     assert status(later.run).condition == "not started"
@@ -90,7 +91,7 @@ def test_near_the_time_limit_before_servers_are_up_the_job_starts_again(submit, 
     bed.wait(lambda: bed.job(job.id)["Restarts"] == "1", "the next try")
     (job.run / "hold-servers").unlink()
     job.finished_with(restarts=1)
-    assert (job.run / ".stalled").read_text() == "1\n"
+    assert read_state(job.run).stalled_tries == 1
 
 
 def test_trainer_and_servers_start_go_on_and_end_together(submit, monkeypatch):

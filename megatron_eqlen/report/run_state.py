@@ -1,0 +1,138 @@
+"""State of a run: the fold of its events (``processes/events.py``)."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_eqlen.files import expecting
+from megatron_eqlen.processes import events
+from megatron_eqlen.processes.events import Event
+from megatron_eqlen.processes.failures import free_space
+
+STEPS, WARNINGS = 4, 20
+"""Numbers of newest steps whose stages, and of newest warnings that the state has."""
+
+Moment = tuple[float, str]
+"""Seconds since 1970, and a stage that began or a warning that was given then."""
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A try that hung."""
+
+    file: str
+    """File to read first."""
+    cause: str
+    time: float
+    """Time of the hang in seconds since 1970."""
+
+
+@dataclass
+class RunState:
+    """State after the events so far. A `try` is a start of the batch script, a `start` one of the run."""
+
+    job: str | None = None
+    """Newest SLURM job that was submitted."""
+    try_began: bool = False
+    """True if a batch script has begun since the job was submitted."""
+    waits: bool = False
+    """True if a job was submitted, or a try began, after the newest start."""
+    started: bool = False
+    began: float = 0.0
+    """Begin of the newest try or start, in seconds since 1970."""
+    stages: list[Moment] = field(default_factory=list)
+    """Stages in progress, or at the moment the run was cut off."""
+    spans: list[dict[str, Any]] = field(default_factory=list)
+    """Stages that have ended since the newest step: stage, began, ended."""
+    steps: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=STEPS))
+    """Newest steps: step, time, spans."""
+    saved: int | None = None
+    """Number of steps after which the newest checkpoint was saved."""
+    warnings: deque[Moment] = field(default_factory=lambda: deque(maxlen=WARNINGS))
+    """Newest warnings of the newest start, oldest first."""
+    ended: bool = False
+    """True if the newest start ended in order, whether the run is complete or not."""
+    end_error: str | None = None
+    """The error that ended the newest start in order, if one did."""
+    first_error: str | None = None
+    """The first error of any rank of the newest try, with its traceback."""
+    hangs: list[Hang] = field(default_factory=list)
+    """Hangs of all tries, the newest first."""
+    hung: bool = False
+    """True if the newest start hung."""
+    stalled_tries: int = 0
+    given_up: str | None = None
+    cancelled: str | None = None
+    """Notice that SLURM told the newest try to end."""
+    sign_of_life: float = 0.0
+    """Time of the newest event, or of the newest sign of life without one."""
+    offset: int = 0
+    """Number of bytes of the record that the state is made of."""
+
+    def take(self, event: Event) -> None:
+        """Change the state as the event says. Unknown kinds, of a later version, change nothing."""
+        time, text = event["time"], event.get("text")
+        match event["kind"]:
+            case "submitted":
+                self.job, self.waits, self.try_began, self.cancelled = event["job"], True, False, None
+            case "try":
+                self.waits, self.try_began, self.began = True, True, time
+                self.first_error = self.given_up = self.cancelled = None
+            case "started":
+                self.started, self.waits, self.began = True, False, time
+                self.ended = self.hung = False
+                self.first_error = self.given_up = self.cancelled = self.end_error = None
+                self.stages, self.spans = [], []
+                self.warnings.clear()
+            case "resumed":
+                kept = [step for step in self.steps if step["step"] <= event["step"]]
+                self.steps = deque(kept, STEPS)
+            case "stage" if "began" in event:
+                self.stages = [stage for stage in self.stages if stage != (event["began"], event["stage"])]
+                self.spans.append({"stage": event["stage"], "began": event["began"], "ended": time})
+            case "stage":
+                self.stages.append((time, event["stage"]))
+            case "step":
+                self.steps.append({"step": event["step"], "time": time, "spans": self.spans})
+                self.spans, self.stalled_tries = [], 0
+            case "saved":
+                self.saved = event["step"]
+            case "warning":
+                self.warnings.append((time, event["text"]))
+            case "error":
+                self.first_error = self.first_error or event["text"]
+            case "hang":
+                self.hangs.insert(0, Hang(event["file"], event["text"], time))
+                self.hung = True
+            case "requeued":
+                self.stalled_tries = event["stalled"]
+            case "given_up":
+                self.given_up, self.stalled_tries = event["text"], 0
+            case "cancelled":
+                self.cancelled = text
+            case "ended":
+                self.ended, self.end_error = True, event["error"]
+            case _:
+                pass
+
+
+def read_state(run: Path, before: RunState | None = None) -> RunState:
+    """Return the state of the run in the folder ``run``. ``before``: an earlier state of it, which is brought
+    up to date."""
+    state = before or RunState()
+    file, lost = run / events.FILE, run / events.LOST
+    found, state.offset = events.read(run, state.offset)
+    with expecting("an event", file):
+        for event in found:
+            state.take(event)
+    if state.offset:
+        state.sign_of_life = file.stat().st_mtime
+    if not state.first_error and lost.exists() and lost.stat().st_mtime >= state.began:
+        state.first_error = (
+            f"an error that could not be written down, as on a full disk ({free_space(run)} now); "
+            f"the last lines of the run's output say it"
+        )
+    return state

@@ -1,0 +1,162 @@
+"""The record of what happened to a run: lines of several writers, torn lines, and the state that it amounts
+to."""
+
+from __future__ import annotations
+
+import fcntl
+import multiprocessing
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_eqlen.processes import events
+from megatron_eqlen.processes.events import EventWriter
+from megatron_eqlen.report.run_state import Hang, RunState, read_state
+from tests.kit.processes import within
+
+
+def kinds(run: Path) -> list[str]:
+    return [event["kind"] for event in events.read(run)[0]]
+
+
+def state(*happened: tuple[str, dict]) -> RunState:
+    found = RunState()
+    for time_, (kind, fields) in enumerate(happened):
+        found.take({"time": float(time_), "kind": kind} | fields)
+    return found
+
+
+@pytest.mark.parametrize("torn", [b'{"time": 1.0, "kind": "st', b"\0\0\0", b'{"time": 1.0, "text": "\xc3'])
+def test_a_torn_line_is_skipped_and_the_next_event_stands_in_its_own_line(tmp_path, torn):
+    events.append(tmp_path, "started")
+    with open(tmp_path / events.FILE, "ab") as file:
+        file.write(torn)
+    found, offset = events.read(tmp_path)
+    assert [event["kind"] for event in found] == ["started"]
+    events.append(tmp_path, "step", step=1)
+    assert kinds(tmp_path) == ["started", "step"]
+    assert [event["kind"] for event in events.read(tmp_path, offset)[0]] == ["step"], "only what is new"
+
+
+def _append(run: Path, writer: int) -> None:
+    for number in range(50):
+        events.append(run, "warning", writer=writer, number=number, text="x" * 5000 * (number % 3))
+
+
+def test_events_of_several_processes_do_not_mix(tmp_path):
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=_append, args=(tmp_path, writer)) for writer in range(4)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    found, _ = events.read(tmp_path)
+    assert len(found) == 200
+    for writer in range(4):
+        assert [event["number"] for event in found if event["writer"] == writer] == list(range(50))
+
+
+def test_a_writer_that_is_stopped_with_the_lock_holds_up_others_only_for_a_while(tmp_path, monkeypatch):
+    monkeypatch.setattr(events, "LOCK_PATIENCE", 0.1)
+    events.append(tmp_path, "started")
+    with open(tmp_path / events.FILE, "ab") as stopped:
+        fcntl.flock(stopped, fcntl.LOCK_EX)
+        events.append(tmp_path, "step", step=1)
+    assert kinds(tmp_path) == ["started", "step"]
+
+
+def test_a_writer_gives_a_sign_of_life_without_an_event(tmp_path, monkeypatch):
+    monkeypatch.setattr(events, "BEAT", 0.01)
+    events.append(tmp_path, "started")
+    file = tmp_path / events.FILE
+    os.utime(file, (1.0, 1.0))
+    with EventWriter().writing(tmp_path, lambda: None):
+        assert within(10, lambda: file.stat().st_mtime > time.time() - 60)
+        assert kinds(tmp_path) == ["started"]
+    assert kinds(tmp_path) == ["started", "ended"]
+
+
+def test_events_noted_before_the_folder_is_known_are_written_then(tmp_path):
+    writer = EventWriter()
+    writer.note("warning", text="early")
+    with pytest.raises(KeyError), writer.writing(tmp_path, lambda: None):
+        raise KeyError("x")
+    (early, ended), _ = events.read(tmp_path)
+    assert early["text"] == "early"
+    assert ended["error"] == "KeyError: 'x'"
+
+
+def test_the_state_is_brought_up_to_date_by_what_is_new(tmp_path):
+    events.append(tmp_path, "started")
+    found = read_state(tmp_path)
+    events.append(tmp_path, "saved", step=7)
+    assert read_state(tmp_path, found) is found
+    assert found.saved == 7
+    assert found == read_state(tmp_path)
+
+
+def test_a_killed_run_was_in_the_stages_that_have_no_end():
+    found = state(
+        ("started", {}),
+        ("stage", {"stage": "harvest"}),
+        ("stage", {"stage": "train"}),
+        ("stage", {"stage": "harvest", "began": 1.0}),
+    )
+    assert (found.started, found.ended, found.stages) == (True, False, [(2.0, "train")])
+    assert found.spans == [{"stage": "harvest", "began": 1.0, "ended": 3.0}]
+    found.take({"time": 4.0, "kind": "started"})
+    assert (found.stages, found.spans) == ([], [])
+
+
+def test_stages_are_those_of_the_step_in_which_they_ended_and_steps_taken_again_count_once():
+    begins, ends = ("stage", {"stage": "train"}), {"stage": "train"}
+    found = state(
+        begins,
+        ("stage", ends | {"began": 0.0}),
+        ("step", {"step": 1}),
+        begins,
+        ("stage", ends | {"began": 3.0}),
+        ("step", {"step": 2}),
+        ("started", {}),
+        ("resumed", {"step": 1}),
+    )
+    first = {"step": 1, "time": 2.0, "spans": [{"stage": "train", "began": 0.0, "ended": 1.0}]}
+    assert [*found.steps] == [first]
+
+
+def test_a_new_try_forgets_how_the_one_before_ended_and_a_new_start_that_it_hung():
+    happened = [
+        ("submitted", {"job": "7", "recipe": {}}),
+        ("try", {"job": "7", "restart": 0}),
+        ("started", {}),
+        ("error", {"text": "first\nTraceback"}),
+        ("error", {"text": "second"}),
+        ("hang", {"file": "hang/1/index.txt", "text": "rank 0 is in stage score"}),
+        ("cancelled", {"text": "told to end"}),
+        ("requeued", {"stalled": 1, "text": "again"}),
+    ]
+    found = state(*happened)
+    assert (found.first_error, found.cancelled, found.stalled_tries) == ("first\nTraceback", "told to end", 1)
+    assert (found.job, found.waits, found.try_began) == ("7", False, True)
+    found = state(*happened, ("try", {"job": "7", "restart": 1}))
+    assert (found.first_error, found.cancelled, found.waits, found.hung) == (None, None, True, True)
+    found = state(*happened, ("started", {}))
+    assert (found.hung, found.hangs) == (False, [Hang("hang/1/index.txt", "rank 0 is in stage score", 5.0)])
+    found = state(*happened, ("given_up", {"stalled": 0, "text": "given up"}))
+    assert (found.given_up, found.stalled_tries) == ("given up", 0)
+    found = state(*happened, ("step", {"step": 3}))
+    assert found.stalled_tries == 0
+    found = state(*happened, ("submitted", {"job": "8", "recipe": {}}))
+    assert (found.job, found.waits, found.try_began, found.cancelled) == ("8", True, False, None)
+
+
+def test_an_event_of_a_later_version_changes_nothing():
+    assert state(("a kind to come", {"text": "x"})) == RunState()
+
+
+def test_an_event_without_its_fields_is_named_with_its_file(tmp_path):
+    events.append(tmp_path, "step")
+    with pytest.raises(ValueError, match=f"^{tmp_path / events.FILE}: expected an event, found"):
+        read_state(tmp_path)
