@@ -4,7 +4,7 @@
     stages, steps, warnings ── EventWriter (thread) ─┼─► RUN/events.jsonl ─► read ─► report/run_state.py
     slurm/*.sbatch ── note (common.sh) ──────────────┘
 
-Each event has ``time`` (seconds since 1970), ``kind``, ``host``, the ``rank`` if a rank wrote it, and few more:
+Each event has ``time`` (seconds since 1970), ``kind``, ``host``, ``rank`` if a rank wrote it, and few more:
 
     submitted     job, recipe              by eqlen submit and eqlen sweep --slurm
     try           job, restart             a batch script begins

@@ -48,8 +48,8 @@ SPARK_STEPS = 24
 
 
 class Progress:
-    """The display of a run of ``budget``; ``show=False`` is silent (every rank but the first). ``note`` is told
-    of warnings (``EventWriter.note``)."""
+    """The display of a run of ``budget``; ``show=False`` is silent (every rank but the first). Warnings also
+    go to ``note`` (``EventWriter.note``)."""
 
     def __init__(
         self,

@@ -141,9 +141,9 @@ class RunFolder:
         if saved is None:
             return None
         return (
-            f"{self.checkpoints}: holds no checkpoint, but one was saved after step {saved}: put it back, give "
-            f"a new run its own folder (name=... or run_dir=...), or remove {self.path / events.FILE} to begin "
-            f"again in this one"
+            f"{self.checkpoints}: holds no checkpoint, but one was saved after step {saved}: put it back, "
+            f"give a new run its own folder (name=... or run_dir=...), or remove "
+            f"{self.path / events.FILE} to begin again in this one"
         )
 
     def ended(self, recipe: Recipe) -> bool:

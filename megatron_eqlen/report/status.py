@@ -279,9 +279,8 @@ def _who(found: Status, now: float | None) -> str:
 
 
 def _with_place(found: Status) -> str | None:
-    return (
-        f"{found.error} (traceback: eqlen status {found.folder} --json)" if found.traceback else found.error
-    )
+    more = f" (traceback: eqlen status {found.folder} --json)" if found.traceback else ""
+    return found.error and found.error + more
 
 
 def _hung(found: Status) -> str:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_eqlen.evaluation.result import EvaluationResult, compare, read_results, write_results
 from megatron_eqlen.files import CheckpointError, step_name
@@ -92,6 +91,11 @@ class Run:
         """True if the run ends after this step: the file STOP was found, or ``stopped_by`` names the reason.
         """
         self.stopped_by: str | None = None
+        self.idle_steps = 0
+        """Number of steps without an update, on rank 0."""
+        self.before: list[EvaluationResult] = []
+        self.newest: list[EvaluationResult] = []
+        """Results of the evaluation before the first step, and of the newest."""
         self.worst: str | None = None
         """Description of the newest step's token about which trainer and engine disagree most."""
 
@@ -131,7 +135,9 @@ class Run:
 
     def _compare_with_records(self) -> None:
         """Report disagreements with the records of the steps before this start."""
-        recorded = {record["step"] for record in read_metrics(self.folder.path)}
+        records = read_metrics(self.folder.path)
+        recorded = {record["step"] for record in records}
+        self.idle_steps = sum(record.get(UPDATES) == 0 for record in records if record["step"] <= self.steps)
         if self.position is None and recorded:
             self.session.progress.say(f"no checkpoint was saved yet: {len(recorded)} steps are trained again")
         missing = [step for step in range(1, self.steps + 1) if step not in recorded]
@@ -189,8 +195,8 @@ class Run:
                     f"{count} rollouts are suspended at the end: their finished parts have been trained, "
                     "the rest has not; a run with more steps resumes with them"
                 )
-            if idle := _idle(read_metrics(self.folder.path)):
-                self.session.progress.warn(idle)
+            if warning := _warn_of_idle(self.idle_steps, self.steps):
+                self.session.progress.warn(warning)
             if after := _seconds(self.session.timeline.take(time.perf_counter())):
                 self.session.progress.say(f"after the last step: {after}")
             if self.folder.export.exists():
@@ -307,6 +313,7 @@ class Run:
         if self.writer is not None:
             self.writer.write(self.steps, metrics, self._samples(step))
         self.session.events.note("step", step=self.steps)
+        self.idle_steps += metrics.get(UPDATES) == 0
         self.session.progress.step(self.steps, metrics)
 
     def _samples(self, step: Step) -> Samples | None:
@@ -367,18 +374,19 @@ class Run:
 
     def evaluate(self, label: str, rollouts: Rollouts) -> Metrics:
         """Evaluate all benchmarks with the engine's weights; a result file that exists is not made again."""
-        before = self.folder.evaluation("before")
-        return evaluate(self.session, rollouts, self.folder.evaluation(label), label, before)
+        path = self.folder.evaluation(label)
+        self.newest, metrics = evaluate(self.session, rollouts, path, label, self.before)
+        if label == "before":
+            self.before = self.newest
+        return metrics
 
     def _learned(self) -> str:
-        """Accuracies before and after, ``arithmetic 43.9% -> 89.1%``; empty for a run without both."""
-        before, after = (self.folder.evaluation(label) for label in ("before", "after"))
-        if not (before.is_file() and after.is_file()):
-            return ""
-        earlier = {result.benchmark: result.scores.mean() for result in read_results(before)}
+        """Return the accuracies before and after, ``arithmetic 43.9% -> 89.1%``; empty if the run is not
+        complete."""
+        earlier = {result.benchmark: result.scores.mean() for result in self.before}
         return ", ".join(
             f"{result.benchmark} {100 * earlier[result.benchmark]:.1f}% -> {100 * result.scores.mean():.1f}%"
-            for result in read_results(after)
+            for result in (self.newest if self.complete else ())
             if result.benchmark in earlier
         )
 
@@ -412,44 +420,45 @@ def _seconds(spans: Sequence[Span]) -> str:
     return ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in took.items() if seconds)
 
 
-def _idle(records: Sequence[dict[str, float | None]]) -> str:
-    """Return a warning if some steps trained nothing, else an empty text."""
-    idle = sum(record.get(UPDATES) == 0 for record in records)
-    if idle and idle == len(records):
+def _warn_of_idle(idle: int, steps: int) -> str:
+    """Return a warning if ``idle`` of ``steps`` steps trained nothing, else an empty text."""
+    if idle and idle == steps:
         return "no step trained anything; the weights are those that the run started from"
-    return f"{idle} of {len(records)} steps trained nothing" if idle else ""
+    return f"{idle} of {steps} steps trained nothing" if idle else ""
 
 
 def evaluate(
-    session: Session, rollouts: Rollouts, path: Path, label: str, before: Path | None = None
-) -> Metrics:
+    session: Session,
+    rollouts: Rollouts,
+    path: Path,
+    label: str,
+    before: Sequence[EvaluationResult] = (),
+) -> tuple[list[EvaluationResult], Metrics]:
     """Evaluate all benchmarks and write the results to ``path``; if ``path`` exists, read it instead.
 
     ``before``: results of an earlier evaluation to compare with, if any.
     """
-    if not rollouts.benchmarks:
-        return {}
+    results: list[EvaluationResult] = []
     metrics: Metrics = {}
-    if not agree(path.exists):
+    if rollouts.benchmarks and agree(path.exists):
+        results = read_results(path)
+    elif rollouts.benchmarks:
         with session.stage("evaluate", session.recipe.rollout.request_timeout) as metrics:
             results = [rollouts.evaluate(benchmark) for benchmark in rollouts.benchmarks]
         if distributed.is_rank0():
             write_results(path, results)
-        dist.barrier()
-    for result in read_results(path):
+    for result in results:
         metrics |= result.metrics()
         accuracy = f"{result.benchmark} avg@{result.samples} {result.accuracy}"
         session.progress.evaluated(label, accuracy + _change(result, before))
-    return metrics
+    return results, metrics
 
 
-def _change(result: EvaluationResult, before: Path | None) -> str:
+def _change(result: EvaluationResult, before: Sequence[EvaluationResult]) -> str:
     """Return the paired change since an earlier result on the same questions, as text; empty if there is
     none."""
-    if before is None or not before.exists():
-        return ""
     questions = result.manifest["question_ids"]
-    for earlier in read_results(before):
+    for earlier in before:
         if earlier.manifest["question_ids"] == questions and earlier.manifest != result.manifest:
             return f", {compare(earlier, result).points}"
     return ""

@@ -214,7 +214,8 @@ case "$*" in
     *"cli plan"*) echo "run folder  {folder}/run" ;;
     *"cli check"*) exit 1 ;;
     *"cli train"*)
-        [ -z "${{LATER:-}}" ] || echo '{{"time": 1, "kind": "try", "restart": '"$LATER"'}}' >>{folder}/run/events.jsonl
+        line='{{"time": 1, "kind": "try", "restart": '"${{LATER:-}}"'}}'
+        [ -z "${{LATER:-}}" ] || echo "$line" >>{folder}/run/events.jsonl
         exit "${{STATUS:-17}}"
         ;;
 esac
