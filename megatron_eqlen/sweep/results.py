@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_eqlen.files import write_between, write_text
@@ -18,7 +19,7 @@ from megatron_eqlen.report.run_groups import BASE, Group, read_run
 from megatron_eqlen.report.tables import Column, Table
 from megatron_eqlen.report.template import environment
 from megatron_eqlen.sweep.cells import Plan
-from megatron_eqlen.sweep.schema import SweepRecipe, TableRecipe
+from megatron_eqlen.sweep.schema import SummaryRecipe, SweepRecipe, TableRecipe
 
 ABOUT = (
     "± is half the 95% bootstrap interval over seeds with the problems held fixed, as in the paper; brackets "
@@ -34,8 +35,8 @@ START, END = "<!-- tables of a sweep -->", "<!-- end of the tables -->"
 ABOUT_DRIFT = "Means over seeds of the change from before training to after it, with 95% t intervals."
 DRIFT = "drift.svg"
 """Figure of the tables of kind ``drift``."""
-FIGURES, PICTURES = "figures-", "pictures"
-"""Prefix of the figures' file names; name of the folder beside a document that holds copies of them."""
+FIGURES, SUMMARY, PICTURES = "figures-", "summary-", "pictures"
+"""Prefixes of the figures' file names; name of the folder beside a document that holds copies of them."""
 FORMATS = {"txt": formats.text, "md": formats.markdown, "tex": formats.latex}
 
 
@@ -117,7 +118,7 @@ def write(plan: Plan) -> list[Path]:
     """Write the tables as text, Markdown, LaTeX and JSON, all in one page, and for each model a sheet of
     figures, into the sweep's folder.
 
-    Raises ValueError if no run has ended.
+    Raises ValueError if no run has ended, or if the summary names a chart that does not exist.
     """
     found = groups(plan)
     if not found:
@@ -138,6 +139,9 @@ def write(plan: Plan) -> list[Path]:
         title = f"{plan.sweep.called(model)}, over {UNITS[axis]}"
         paths.append(folder / f"{FIGURES}{model}.svg")
         write_text(paths[-1], sheet(title, charts[axis]))
+        if plan.sweep.summary is not None:
+            paths.append(folder / f"{SUMMARY}{model}.svg")
+            write_text(paths[-1], sheet(title, _summary(plan.sweep, plan.sweep.summary, charts[axis])))
     return paths
 
 
@@ -154,17 +158,19 @@ def _picture_of_drift(sweep: SweepRecipe, made: Sequence[Table]) -> list[Path]:
 
 def write_into(document: Path, sweep: Path) -> None:
     """Put the Markdown and the figures of a sweep's folder into a document, replacing the text between START
-    and END; the figures' files go into the folder ``pictures`` beside it.
+    and END; the figures' files and the summary's go into the folder ``pictures`` beside it.
 
     Raises ValueError for a document without these lines.
     """
     made = (sweep / "tables.md").read_text(encoding="utf-8")
     (document.parent / PICTURES).mkdir(exist_ok=True)
-    for file in [*sweep.glob(DRIFT), *sorted(sweep.glob(f"{FIGURES}*.svg"))]:
+    summaries = sorted(sweep.glob(f"{SUMMARY}*.svg"))
+    for file in [*sweep.glob(DRIFT), *sorted(sweep.glob(f"{FIGURES}*.svg")), *summaries]:
         picture = f"{PICTURES}/{sweep.name}_{file.name}"
         write_text(document.parent / picture, file.read_text(encoding="utf-8"))
         about = ABOUT_DRIFT if file.name == DRIFT else ABOUT_BANDS
-        made += f"\n![Figures of {sweep.name}]({picture})\n\n{about}\n"
+        if file not in summaries:
+            made += f"\n![Figures of {sweep.name}]({picture})\n\n{about}\n"
     write_between(document, START, END, made)
 
 
@@ -177,6 +183,17 @@ def _figures(sweep: SweepRecipe, found: Sequence[Group]) -> dict[str, dict[str, 
         )
         for model in dict.fromkeys(group.model for group in methods)
     }
+
+
+def _summary(sweep: SweepRecipe, summary: SummaryRecipe, charts: Sequence[Chart]) -> list[Chart]:
+    """Return the summary's charts, with the lines of its methods."""
+    by_title, lines = {chart.title: chart for chart in charts}, {*map(sweep.label, summary.methods)}
+    if unknown := [title for title in summary.charts if title not in by_title]:
+        raise ValueError(f"summary.charts: expected some of {', '.join(by_title)}, found {unknown[0]!r}")
+    return [
+        replace(chart, series=[series for series in chart.series if series.name in lines])
+        for chart in map(by_title.__getitem__, summary.charts)
+    ]
 
 
 def _page(

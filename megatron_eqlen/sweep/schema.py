@@ -36,6 +36,13 @@ class TableRecipe(Section):
     """Benchmarks that the table covers; default: all."""
 
 
+class SummaryRecipe(Section):
+    methods: list[str] = Field(min_length=1)
+    """Methods that it shows; also among ``figures``, if that is set."""
+    charts: list[str] = Field(min_length=1)
+    """Titles of its charts, as in the other figures."""
+
+
 class SweepRecipe(Section):
     name: str
     """Name of the sweep; its runs are under ``runs/NAME``."""
@@ -59,6 +66,8 @@ class SweepRecipe(Section):
     """Default: a table of all accuracies, and one of efficiency."""
     figures: list[str] | None = None
     """Methods that figures show: more than ten are hard to tell apart. Default: all."""
+    summary: SummaryRecipe | None = None
+    """A small figure for a document, beside the one with all charts."""
     folder: str | None = None
     """Folder of the sweep; default: ``runs/NAME``."""
 
@@ -105,6 +114,8 @@ def _check(sweep: SweepRecipe) -> None:
         if len({*values}) < len(values):
             raise ValueError(f"{what}: expected each once, found {values}")
     chosen = [("figures", sweep.figures, {*sweep.methods})]
+    if sweep.summary is not None:
+        chosen.append(("summary.methods", sweep.summary.methods, {*(sweep.figures or sweep.methods)}))
     for number, table in enumerate(sweep.tables):
         chosen.append((f"tables.{number}.methods", table.methods, {BASE, *sweep.methods}))
         chosen.append((f"tables.{number}.recipes", table.recipes, {*stems}))

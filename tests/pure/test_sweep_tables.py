@@ -22,6 +22,7 @@ from megatron_eqlen.report.tables import Table, latex
 from megatron_eqlen.sweep import command
 from megatron_eqlen.sweep.cells import Plan
 from megatron_eqlen.sweep.results import ABOUT_BANDS, ABOUT_DRIFT, END, START, write, write_into
+from megatron_eqlen.sweep.schema import SummaryRecipe
 from tests.kit.report_runs import charts_of
 from tests.kit.sweeps import leave_a_run, write_sweep
 
@@ -202,6 +203,23 @@ def test_figures_show_the_methods_that_are_named(plan, tmp_path):
     assert said >= {"GRPO", "Mean reward"}
     assert "EqLen" not in said
     assert "EqLen" in (tmp_path / "tables.md").read_text()
+
+
+def test_a_summary_shows_the_methods_and_charts_that_are_named(plan, tmp_path):
+    some, summary = copy(plan), SummaryRecipe(methods=["grpo", "eqlen"], charts=["Gradient norm", "Reward"])
+    some.sweep = plan.sweep.model_copy(update={"summary": summary, "folder": str(tmp_path / "sweep")})
+    (tmp_path / "sweep").mkdir()
+    write(some)
+    document = tmp_path / "results.md"
+    document.write_text(f"{START}\n{END}\n")
+    write_into(document, some.sweep.path)
+    said = texts(ElementTree.parse(tmp_path / "pictures/sweep_summary-tiny.svg"))
+    assert said >= {"EqLen", "GRPO", "Reward", "Gradient norm"}
+    assert not said & {"Mean reward", "Accuracy on sums, %"}
+    assert "summary" not in document.read_text()
+    summary.charts.append("Rewards")
+    with pytest.raises(ValueError, match=r"summary\.charts: expected some of .*Reward.*, found 'Rewards'"):
+        write(some)
 
 
 def test_the_ends_of_curves_are_means_of_the_last_steps_over_seeds(tables):
