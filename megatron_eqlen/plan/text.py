@@ -1,4 +1,7 @@
-"""Output of ``eqlen plan`` and ``--dry-run``, and a recipe's line in the README's table. GB are decimal."""
+"""Output of ``eqlen plan`` and ``--dry-run``, and a recipe's line in the table of docs/recipes.md.
+
+GB are decimal.
+"""
 
 from __future__ import annotations
 
