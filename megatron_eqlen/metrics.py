@@ -285,6 +285,7 @@ DECLARED = (
     Metric(LOSS_CLIP_FRACTION_HIGH, "share", PER_TOKEN, "clipped at the upper bound"),
     Metric("loss/clip_fraction_dual", "share", PER_TOKEN, "stopped by the dual clip"),
     Metric("loss/vespo_kernel", "weight", PER_TOKEN, "phi(W)"),
+    Metric("loss/own/*", "value", PER_TOKEN, "of a surrogate of your own"),
     Metric("router/aux_loss", "loss", "sum", "mean over layers; 1: experts share evenly", PER_UPDATE),
     # ---- mismatch: trainer against engine, over supervised tokens; names as verl's rollout_corr/... -------
     Metric(SEQUENCES, "segments", "sum", "supervised"),

@@ -6,11 +6,14 @@ An estimator takes (rewards, lengths in tokens) of a unit's members and returns 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 
 from megatron_eqlen.sampling.comparison import all_equal
+
+Estimator = Callable[[Sequence[float], Sequence[int]], list[float]]
+"""(rewards, lengths in tokens) of a unit's members -> their advantages."""
 
 
 def grpo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
@@ -52,6 +55,15 @@ class Gr3:
         mean_length = fmean(lengths)
         scaled = [r / (1 + self.alpha * n / mean_length) for r, n in zip(rewards, lengths, strict=True)]
         return dr_grpo(scaled, lengths)
+
+
+ADVANTAGES: dict[str, Estimator] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reward": reward,
+    "gr3": Gr3(),
+}
 
 
 def whiten(groups: list[list[float]], centre: bool) -> list[list[float]]:

@@ -34,15 +34,39 @@ class Member:
 Aggregation = Callable[[Member, BatchSize], float]
 """(member, size of the batch) -> weight of each token of the member."""
 
+
+def seq_mean_token_mean(member: Member, batch: BatchSize) -> float:
+    return member.weight / member.length
+
+
+def seq_mean_token_sum(member: Member, batch: BatchSize) -> float:
+    return member.weight
+
+
+def seq_mean_token_sum_norm(member: Member, batch: BatchSize) -> float:
+    return member.weight / batch.max_response_length
+
+
+def token_mean(member: Member, batch: BatchSize) -> float:
+    return 1 / batch.tokens
+
+
+def prompt_mean_token_mean(member: Member, batch: BatchSize) -> float:
+    """Average over the tokens of each prompt, then over prompts: DAPO's equation as printed."""
+    return 1 / (batch.prompts * batch.tokens_of_prompt[member.prompt_id])
+
+
+def balanced_token_mean(member: Member, batch: BatchSize) -> float:
+    """Balanced Aggregation (arXiv 2605.04077): token means of the positive and of the negative members,
+    weighted by how many they are."""
+    return member.weight * member.alike / member.alike_tokens
+
+
 AGGREGATIONS: dict[str, Aggregation] = {
-    "seq-mean-token-mean": lambda member, batch: member.weight / member.length,
-    "seq-mean-token-sum": lambda member, batch: member.weight,
-    "seq-mean-token-sum-norm": lambda member, batch: member.weight / batch.max_response_length,
-    "token-mean": lambda member, batch: 1 / batch.tokens,
-    "prompt-mean-token-mean": lambda member, batch: (
-        1 / (batch.prompts * batch.tokens_of_prompt[member.prompt_id])
-    ),
-    "balanced-token-mean": lambda member, batch: member.weight * member.alike / member.alike_tokens,
+    "seq-mean-token-mean": seq_mean_token_mean,
+    "seq-mean-token-sum": seq_mean_token_sum,
+    "seq-mean-token-sum-norm": seq_mean_token_sum_norm,
+    "token-mean": token_mean,
+    "prompt-mean-token-mean": prompt_mean_token_mean,
+    "balanced-token-mean": balanced_token_mean,
 }
-"""``prompt-mean-token-mean`` is DAPO's equation as printed. ``balanced-token-mean`` is Balanced Aggregation
-(arXiv 2605.04077): token means of the positive and of the negative members, weighted by how many they are."""

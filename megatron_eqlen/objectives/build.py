@@ -23,9 +23,10 @@ from statistics import fmean
 import numpy as np
 
 from megatron_eqlen.objectives.advantages import whiten
-from megatron_eqlen.objectives.aggregation import AGGREGATIONS, BatchSize, Member
+from megatron_eqlen.objectives.aggregation import BatchSize, Member
 from megatron_eqlen.objectives.metrics import staleness_metrics, unit_metrics
 from megatron_eqlen.objectives.objective import Objective
+from megatron_eqlen.objectives.parts import checked_advantages, checked_weight, described
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.objectives.units import comparison_units
 from megatron_eqlen.recipe import Recipe
@@ -127,9 +128,12 @@ def _set_advantages(units: list[ComparisonUnit], objective: Objective) -> None:
 
 def _advantages(unit: ComparisonUnit, objective: Objective) -> list[float]:
     if unit.baseline is None:
-        return objective.advantage(unit.rewards, unit.lengths)
-    members = zip(unit.rewards, unit.lengths, strict=True)
-    return [objective.advantage([reward, unit.baseline], [length] * 2)[0] for reward, length in members]
+        found = objective.advantage(unit.rewards, unit.lengths)
+    else:
+        members = zip(unit.rewards, unit.lengths, strict=True)
+        found = [objective.advantage([reward, unit.baseline], [length] * 2)[0] for reward, length in members]
+    where = f"prompt {unit.prompt_id}: advantage {described(objective.advantage)} of rewards {unit.rewards}"
+    return checked_advantages(found, len(unit.nodes), where)
 
 
 def _set_baselines(units: list[ComparisonUnit]) -> None:
@@ -157,7 +161,8 @@ def _mark_trained(units: list[ComparisonUnit], recipe: Recipe) -> None:
 
 def _set_weights(batch: _Batch, recipe: Recipe, objective: Objective) -> None:
     counted = Counter(unit.rollout for unit in batch.units if unit.counted)
-    token_weight, size = AGGREGATIONS[objective.aggregation], _size(batch, recipe)
+    size = _size(batch, recipe)
+    where = f"aggregation {described(objective.aggregation)}"
     for unit in batch.units:
         if not unit.trained:
             continue
@@ -171,7 +176,8 @@ def _set_weights(batch: _Batch, recipe: Recipe, objective: Objective) -> None:
             if len(node):
                 sign = np.sign(advantage)
                 member = Member(sequence, len(node), unit.prompt_id, alike[sign], tokens[sign])
-                node.weight = token_weight(member, size)
+                weight = objective.aggregation(member, size)
+                node.weight = checked_weight(weight, f"prompt {unit.prompt_id}: {where}")
 
 
 def _rollouts_per_update(recipe: Recipe) -> float:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 
-from megatron_eqlen.objectives.advantages import Gr3
+from megatron_eqlen.objectives.advantages import Gr3, grpo
+from megatron_eqlen.objectives.aggregation import AGGREGATIONS
 from megatron_eqlen.objectives.objective import Objective
-from megatron_eqlen.objectives.registry import is_on_policy, resolve
+from megatron_eqlen.objectives.parts import PARTS, described, name_of, options, try_parts
+from megatron_eqlen.objectives.registry import clip_keys, is_on_policy, resolve
+from megatron_eqlen.objectives.surrogates import Cispo, Ppo, Reinforce, Vespo
 from megatron_eqlen.recipe import LossRecipe, Recipe
 
 
 def check_combination(recipe: Recipe) -> None:
     """Raise ValueError, with the reason, if the objective and the rest of the recipe do not fit."""
     objective = resolve(recipe)
+    try_parts({field: getattr(objective, field) for field in PARTS})
     _check_sampling(recipe, objective)
     _check_pair_weight(recipe, objective)
     _check_clip(recipe, objective)
@@ -57,6 +61,13 @@ BIASED_WITH_ON_POLICY = {
 """Keys of ``equal_length`` that ``pair_weight: on_policy`` leaves no choice: key -> (value, reason)."""
 SUMS = ("seq-mean-token-sum", "seq-mean-token-sum-norm")
 """Averages over sequences that sum a sequence's tokens."""
+WITHOUT_CLIP: dict[type, str] = {
+    Vespo: "vespo has a soft kernel in place of clipping",
+    Cispo: "cispo clips only the weight in front of log pi, so there is no clipped loss to bound",
+    Reinforce: "a plain policy gradient has no clipped ratio to bound: set loss.clip_ratio_low and "
+    "loss.clip_ratio_high too",
+}
+"""Why a surrogate lacks an option that a clip key sets."""
 
 
 def _check_pair_weight(recipe: Recipe, objective: Objective) -> None:
@@ -71,9 +82,15 @@ def _check_pair_weight(recipe: Recipe, objective: Objective) -> None:
                 f"equal_length.{key}: {str(found).lower()} with equal_length.pair_weight: on_policy: "
                 f"{reason}; expected {str(value).lower()}"
             )
-    if objective.aggregation not in SUMS:
+    if objective.advantage is grpo:
         raise ValueError(
-            f"loss.loss_agg_mode: {objective.aggregation} with equal_length.pair_weight: on_policy divides "
+            "loss.advantage: grpo with equal_length.pair_weight: on_policy: divided by the std of a pair, an "
+            "advantage is only the sign of the pair's gap; use rloo"
+        )
+    average = name_of(objective.aggregation, AGGREGATIONS)
+    if average is not None and average not in SUMS:
+        raise ValueError(
+            f"loss.loss_agg_mode: {average} with equal_length.pair_weight: on_policy divides "
             f"by numbers of tokens, which biases the gradient; expected one of {', '.join(SUMS)}"
         )
     if objective.name == "ba":
@@ -102,41 +119,37 @@ def _check_baseline(recipe: Recipe) -> None:
 
 
 def _check_clip(recipe: Recipe, objective: Objective) -> None:
-    low, high = recipe.loss.clip_ratio_low, recipe.loss.clip_ratio_high
-    if objective.ratio == "vespo" and (low, high, recipe.loss.clip_ratio_c) != (None, None, None):
-        raise ValueError(
-            "objective: vespo has a soft kernel in place of clipping: leave loss.clip_ratio_* out"
-        )
-    if (objective.clip_ratio_low is None) != (objective.clip_ratio_high is None):
+    surrogate, found = objective.surrogate, options(objective.surrogate)
+    for key, value in clip_keys(recipe.loss).items():
+        if key not in found:
+            reason = WITHOUT_CLIP.get(type(surrogate), "it has no such option")
+            raise ValueError(f"loss.{key}: {value} with surrogate {described(surrogate)}: {reason}")
+    low, high, dual = (found.get(f"clip_ratio_{end}") for end in ("low", "high", "c"))
+    if isinstance(surrogate, Ppo) and (low is None) != (high is None):
         raise ValueError(
             f"objective: {objective.name} does not clip by itself: set both loss.clip_ratio_low and "
             f"loss.clip_ratio_high, found {low} and {high}"
         )
-    if objective.clip_ratio_low is not None and objective.clip_ratio_low > 1:
+    if low is not None and low > 1:
         raise ValueError(
             f"loss.clip_ratio_low: {low}: 1 - {low} is below zero, where no ratio lies; expected at most 1"
         )
-    if objective.ratio == "cispo" and recipe.loss.clip_ratio_c is not None:
+    if isinstance(surrogate, Ppo) and dual is not None and low is None:
         raise ValueError(
-            f"loss.clip_ratio_c: {recipe.loss.clip_ratio_c} bounds a clipped loss; cispo clips only the "
-            f"weight in front of log pi: leave it out"
-        )
-    if objective.clip_ratio_c is not None and not objective.clips:
-        raise ValueError(
-            f"loss.clip_ratio_c: {objective.clip_ratio_c} bounds a clipped ratio, and "
-            f"{objective.name} has none: set loss.clip_ratio_low and loss.clip_ratio_high too"
+            f"loss.clip_ratio_c: {dual} bounds a clipped ratio, and {objective.name} has none: set "
+            f"loss.clip_ratio_low and loss.clip_ratio_high too"
         )
 
 
 def _check_ratio(recipe: Recipe, objective: Objective) -> None:
     loss = recipe.loss
-    if objective.ratio == "vespo" and loss.rollout_is != "none":
+    if isinstance(objective.surrogate, Vespo) and loss.rollout_is != "none":
         raise ValueError(
             f"loss.rollout_is: {loss.rollout_is}: vespo's kernel takes an importance weight already; use "
             f"loss.old_logprobs: rollout to take it over the engine's log-probs"
         )
     updates = loss.minibatches * loss.epochs
-    if objective.ratio == "none" and updates > 1:
+    if not objective.has_ratio and updates > 1:
         raise ValueError(
             f"objective: {objective.name} without clipping has no importance ratio, so only a harvest's "
             f"first update is on-policy: loss.minibatches {loss.minibatches} x loss.epochs {loss.epochs} = "
@@ -210,7 +223,7 @@ def _older_tokens(recipe: Recipe) -> str:
 def _check_off_policy(recipe: Recipe, objective: Objective) -> None:
     """Refuse to train tokens that older weights sampled as if they were new."""
     loss = recipe.loss
-    from_engine = loss.old_logprobs == "rollout" and objective.ratio != "none"
+    from_engine = loss.old_logprobs == "rollout" and objective.has_ratio
     if not recipe.rollout.trains_older or from_engine or loss.rollout_is != "none" or loss.rollout_rs:
         return
     if loss.old_logprobs == "rollout":

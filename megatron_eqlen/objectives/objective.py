@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_eqlen.recipe import AggregationName
-
-Estimator = Callable[[Sequence[float], Sequence[int]], list[float]]
-"""(rewards, lengths in tokens) of a unit's members -> their advantages; see ``advantages``."""
-
-Ratio = Literal["token", "sequence", "none", "vespo", "cispo"]
+from megatron_eqlen.objectives.advantages import Estimator
+from megatron_eqlen.objectives.aggregation import Aggregation
+from megatron_eqlen.objectives.surrogates import Surrogate
 
 
 @dataclass(frozen=True)
@@ -20,17 +16,10 @@ class Objective:
 
     name: str
     advantage: Estimator
-    aggregation: AggregationName
+    aggregation: Aggregation
     """Average over tokens."""
-    ratio: Ratio
-    """``token``: clipped ratio of each token. ``sequence``: clipped geometric mean over the segment.
-    ``none``: plain -A log pi. ``vespo``: the detached kernel phi(W) in front of -A log pi. ``cispo``: the
-    clipped ratio of each token, detached, in front of -A log pi."""
-    clip_ratio_low: float | None = None
-    """The ratio is clipped below 1 - this; None: not clipped."""
-    clip_ratio_high: float | None = None
-    clip_ratio_c: float | None = None
-    """Dual clip: with a negative advantage the loss of a token is at most -c x advantage."""
+    surrogate: Surrogate
+    """Loss of a token before its weight."""
     whitened: Literal["scale", "standardize"] | None = None
     """``scale``: advantages are divided by their population std in the whole batch (DLER, REINFORCE++ with
     baseline). ``standardize``: the batch's mean is subtracted before (REINFORCE++)."""
@@ -39,15 +28,8 @@ class Objective:
     overlong_factor: float = 1.0
     dynamic_sampling: bool = False
     """Prompts whose rewards are all equal are replaced by freshly sampled ones."""
-    vespo_positive: tuple[float, float] = (2.0, 3.0)
-    """(k, lambda) of phi(W) = W^k exp(lambda (1 - W)) where the advantage is >= 0."""
-    vespo_negative: tuple[float, float] = (3.0, 2.0)
 
     @property
-    def advantage_name(self) -> str:
-        """Name of the estimator as it is printed: ``grpo``, ``Gr3(alpha=0.33)``."""
-        return getattr(self.advantage, "__name__", repr(self.advantage))
-
-    @property
-    def clips(self) -> bool:
-        return self.clip_ratio_low is not None
+    def has_ratio(self) -> bool:
+        """True if the surrogate depends on the old log-probs."""
+        return getattr(self.surrogate, "has_ratio", True)

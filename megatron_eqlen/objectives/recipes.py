@@ -31,7 +31,7 @@ def remarks(recipe: Recipe) -> list[str]:
         value, default = _value_and_default(recipe, key)
         if not met and (value != default or _is_switched_on(recipe, key)):
             found.append(f"{key}: {json.dumps(value)} has no effect: it needs {needed}")
-    from_engine = recipe.loss.old_logprobs == "rollout" and resolve(recipe).ratio != "none"
+    from_engine = recipe.loss.old_logprobs == "rollout" and resolve(recipe).has_ratio
     if recipe.rollout.trains_older and recipe.loss.rollout_is == "none" and not from_engine:
         found.append(
             "loss.rollout_rs alone leaves out what is too far off: tokens of older weights within its bounds "
@@ -51,7 +51,7 @@ def _conditions(recipe: Recipe) -> Iterator[tuple[str, str, bool]]:
     rollout, loss, objective = recipe.rollout, recipe.loss, resolve(recipe)
     served, importance = rollout.engine == "server", loss.rollout_is != "none"
     yield "loss.rollout_is_threshold", "loss.rollout_is: token or sequence", importance
-    yield "loss.old_logprobs", "an objective with an importance ratio", objective.ratio != "none"
+    yield "loss.old_logprobs", "an objective with an importance ratio", objective.has_ratio
     yield "loss.kl_estimator", "loss.kl_coef above 0", loss.kl_coef > 0
     yield "loss.max_num_gen_batches", "loss.dynamic_sampling: true", objective.dynamic_sampling
     yield "loss.router_replay", "rollout.keep_routes: true", rollout.keep_routes

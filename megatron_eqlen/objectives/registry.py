@@ -1,7 +1,7 @@
 """Registry of the named objectives.
 
 A recipe's ``objective`` is a name from the table here, or the import path of an ``Objective`` of the user's
-own (``my_package.my_module:MINE``).
+own (``my_package.my_module:MINE``). Its parts can be named one by one, too (``parts``).
 """
 
 from __future__ import annotations
@@ -11,8 +11,18 @@ import difflib
 from typing import Any
 
 from megatron_eqlen.objectives.advantages import Gr3, dr_grpo, grpo, reward, rloo
+from megatron_eqlen.objectives.aggregation import (
+    AGGREGATIONS,
+    balanced_token_mean,
+    seq_mean_token_mean,
+    seq_mean_token_sum,
+    seq_mean_token_sum_norm,
+    token_mean,
+)
 from megatron_eqlen.objectives.objective import Objective
-from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.objectives.parts import name_of, named_parts, options
+from megatron_eqlen.objectives.surrogates import Cispo, Gspo, Ppo, Reinforce, Surrogate, Vespo
+from megatron_eqlen.recipe import LossRecipe, Recipe
 from megatron_eqlen.recipe.plugins import is_import_path, load_object
 
 OVERLONG_BUFFER = 4096
@@ -22,30 +32,27 @@ same fifth (our choice)."""
 OBJECTIVES = {
     objective.name: objective
     for objective in [
-        Objective("grpo", grpo, "seq-mean-token-mean", "token", 0.2, 0.2),
-        Objective("dr_grpo", dr_grpo, "seq-mean-token-sum-norm", "token", 0.2, 0.2),
+        Objective("grpo", grpo, seq_mean_token_mean, Ppo()),
+        Objective("dr_grpo", dr_grpo, seq_mean_token_sum_norm, Ppo()),
         Objective(
             "dapo",
             grpo,
-            "token-mean",
-            "token",
-            clip_ratio_low=0.2,
-            clip_ratio_high=0.28,
-            clip_ratio_c=10.0,
+            token_mean,
+            Ppo(0.2, 0.28, clip_ratio_c=10.0),
             overlong_buffer=OVERLONG_BUFFER,
             dynamic_sampling=True,
         ),
-        Objective("gspo", grpo, "seq-mean-token-mean", "sequence", 3e-4, 4e-4),
-        Objective("luspo", grpo, "seq-mean-token-sum", "sequence", 2e-3, 2.5e-3),
-        Objective("rloo", rloo, "seq-mean-token-mean", "none"),
-        Objective("gr3", Gr3(), "seq-mean-token-mean", "token", 0.2, 0.2),
-        Objective("vespo", dr_grpo, "token-mean", "vespo"),
-        Objective("dler", dr_grpo, "token-mean", "token", 0.2, 0.28, whitened="scale", dynamic_sampling=True),
-        Objective("treerpo", dr_grpo, "seq-mean-token-mean", "token", 0.2, 0.2),
-        Objective("ba", grpo, "balanced-token-mean", "token", 0.2, 0.2),
-        Objective("cispo", grpo, "token-mean", "cispo", 1.0, 4.0),
-        Objective("reinforce_pp", reward, "token-mean", "token", 0.2, 0.2, whitened="standardize"),
-        Objective("reinforce_pp_baseline", dr_grpo, "token-mean", "token", 0.2, 0.2, whitened="scale"),
+        Objective("gspo", grpo, seq_mean_token_mean, Gspo()),
+        Objective("luspo", grpo, seq_mean_token_sum, Gspo(2e-3, 2.5e-3)),
+        Objective("rloo", rloo, seq_mean_token_mean, Reinforce()),
+        Objective("gr3", Gr3(), seq_mean_token_mean, Ppo()),
+        Objective("vespo", dr_grpo, token_mean, Vespo()),
+        Objective("dler", dr_grpo, token_mean, Ppo(0.2, 0.28), whitened="scale", dynamic_sampling=True),
+        Objective("treerpo", dr_grpo, seq_mean_token_mean, Ppo()),
+        Objective("ba", grpo, balanced_token_mean, Ppo()),
+        Objective("cispo", grpo, token_mean, Cispo()),
+        Objective("reinforce_pp", reward, token_mean, Ppo(), whitened="standardize"),
+        Objective("reinforce_pp_baseline", dr_grpo, token_mean, Ppo(), whitened="scale"),
     ]
 }
 
@@ -75,23 +82,36 @@ def resolve(recipe: Recipe) -> Objective:
     advantages by the standard deviation of a pair, which would leave only the sign of its gap.
     """
     objective, loss = lookup(recipe.objective), recipe.loss
-    named = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "overlong_factor", "dynamic_sampling")
+    named = ("overlong_factor", "dynamic_sampling")
     changes: dict[str, Any] = {key: getattr(loss, key) for key in named if getattr(loss, key) is not None}
     if is_on_policy(recipe):
-        changes["aggregation"] = "seq-mean-token-sum-norm"
+        changes["aggregation"] = seq_mean_token_sum_norm
         if objective.advantage is grpo:
             changes["advantage"] = rloo
-    if loss.loss_agg_mode is not None:
-        changes["aggregation"] = loss.loss_agg_mode
-    if loss.gr3_alpha is not None and isinstance(objective.advantage, Gr3):
-        changes["advantage"] = Gr3(loss.gr3_alpha)
     if loss.overlong_buffer is not None:
         changes["overlong_buffer"] = loss.overlong_buffer
     elif objective.overlong_buffer:
         changes["overlong_buffer"] = min(OVERLONG_BUFFER, recipe.rollout.max_response_length // 5)
-    if objective.ratio == "none" and "clip_ratio_low" in changes:
-        changes["ratio"] = "token"
-    return dataclasses.replace(objective, **changes)
+    objective = dataclasses.replace(objective, **changes | named_parts(loss))
+    if loss.gr3_alpha is not None and isinstance(objective.advantage, Gr3):
+        objective = dataclasses.replace(objective, advantage=Gr3(loss.gr3_alpha))
+    return dataclasses.replace(objective, surrogate=_with_clip(objective.surrogate, loss))
+
+
+def clip_keys(loss: LossRecipe) -> dict[str, float]:
+    """Return the clip keys that the recipe sets."""
+    keys = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
+    return {key: getattr(loss, key) for key in keys if getattr(loss, key) is not None}
+
+
+def _with_clip(surrogate: Surrogate, loss: LossRecipe) -> Surrogate:
+    """Return the surrogate with the recipe's clip keys in the options of these names. A plain policy gradient
+    with a clip range is PPO's surrogate."""
+    keys = clip_keys(loss)
+    if isinstance(surrogate, Reinforce) and keys.keys() & {"clip_ratio_low", "clip_ratio_high"}:
+        return Ppo(loss.clip_ratio_low, loss.clip_ratio_high, loss.clip_ratio_c)
+    changes = {key: value for key, value in keys.items() if key in options(surrogate)}
+    return dataclasses.replace(surrogate, **changes) if changes else surrogate  # pyright: ignore
 
 
 def is_on_policy(recipe: Recipe) -> bool:
@@ -103,10 +123,12 @@ def with_defaults(recipe: Recipe) -> Recipe:
     still None has no meaning for the objective."""
     objective = resolve(recipe)
     loss: dict[str, Any] = {
-        "clip_ratio_low": objective.clip_ratio_low,
-        "clip_ratio_high": objective.clip_ratio_high,
-        "clip_ratio_c": objective.clip_ratio_c,
-        "loss_agg_mode": objective.aggregation,
+        **{
+            key: value
+            for key, value in options(objective.surrogate).items()
+            if key in LossRecipe.model_fields
+        },
+        "loss_agg_mode": name_of(objective.aggregation, AGGREGATIONS) or recipe.loss.loss_agg_mode,
         "overlong_buffer": objective.overlong_buffer,
         "dynamic_sampling": objective.dynamic_sampling,
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 
 from megatron_eqlen.hf.config import ModelConfig
+from megatron_eqlen.objectives.parts import PARTS, described
 from megatron_eqlen.objectives.registry import resolve, with_defaults
 from megatron_eqlen.packing.simulated import MEDIAN, repeated_share
 from megatron_eqlen.plan.activations import BYTES
@@ -185,11 +186,11 @@ def _repeated(recipe: Recipe, max_tokens_per_row: int) -> float:
 def _objective(recipe: Recipe) -> str:
     """Return the method's parts and every key of ``loss`` that applies to it, defaults included."""
     objective = resolve(recipe)
-    parts = [f"advantage {objective.advantage_name}", f"ratio {objective.ratio}"]
-    if objective.ratio == "vespo":
-        parts.append(f"(k, lambda) {objective.vespo_positive} above, {objective.vespo_negative} below")
+    parts = [f"{part} {described(getattr(objective, part))}" for part in ("advantage", "surrogate")]
     keys = with_defaults(recipe).loss.model_dump(mode="json")
-    parts += [f"{key} {_text(value)}" for key, value in keys.items() if value is not None]
+    parts += [
+        f"{key} {_text(value)}" for key, value in keys.items() if value is not None and key not in PARTS
+    ]
     return f"{recipe.method}: " + ", ".join(parts)
 
 

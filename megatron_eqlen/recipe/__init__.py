@@ -6,7 +6,6 @@ that trains or generates.
 
 from megatron_eqlen.recipe.naming import MAY_CHANGE, differences, is_under, leaves
 from megatron_eqlen.recipe.schema import (
-    AggregationName,
     BenchmarkRecipe,
     DataRecipe,
     EqualLengthRecipe,
@@ -27,7 +26,6 @@ from megatron_eqlen.recipe.schema import (
 
 __all__ = [
     "MAY_CHANGE",
-    "AggregationName",
     "BenchmarkRecipe",
     "DataRecipe",
     "EqualLengthRecipe",

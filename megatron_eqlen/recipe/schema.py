@@ -44,16 +44,6 @@ def _ascending(band: tuple[float, float]) -> tuple[float, float]:
 Band = Annotated[tuple[PositiveFloat, PositiveFloat], AfterValidator(_ascending)]
 """``[low, high]``, both above 0."""
 
-AggregationName = Literal[
-    "seq-mean-token-mean",
-    "seq-mean-token-sum",
-    "seq-mean-token-sum-norm",
-    "token-mean",
-    "prompt-mean-token-mean",
-    "balanced-token-mean",
-]
-"""verl's ``loss_agg_mode``, and two more; ``objectives.aggregation`` defines them."""
-
 RejectionName = Literal[
     "token_k1", "token_k2", "token_k3",
     "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
@@ -85,6 +75,20 @@ def one_of(*names: str) -> AfterValidator:
 SourceReader = Annotated[str, one_of("deepmath", "opencodereasoning", "jsonl", "prepared")]
 BenchmarkReader = Annotated[str, one_of("deepmath", "aime25", "hmmt25", "livecodebench", "jsonl", "prepared")]
 GraderName = Annotated[str, one_of("math", "code", "rubric")]
+AdvantageName = Annotated[str, one_of("grpo", "dr_grpo", "rloo", "reward", "gr3")]
+SurrogateName = Annotated[str, one_of("ppo", "gspo", "reinforce", "cispo", "vespo")]
+AggregationName = Annotated[
+    str,
+    one_of(
+        "seq-mean-token-mean",
+        "seq-mean-token-sum",
+        "seq-mean-token-sum-norm",
+        "token-mean",
+        "prompt-mean-token-mean",
+        "balanced-token-mean",
+    ),
+]
+"""verl's ``loss_agg_mode``, and two more; ``objectives.aggregation`` defines them."""
 
 
 class Section(BaseModel):
@@ -321,6 +325,11 @@ class RewardRecipe(Section):
 class LossRecipe(Section):
     """Loss. Missing keys take the objective's own defaults, which ``eqlen train --dry-run`` prints."""
 
+    advantage: AdvantageName | None = None
+    """Estimator of advantages by name (``objectives/advantages.py``), or the import path of your own."""
+    surrogate: SurrogateName | None = None
+    """Loss of a token before its weight, by name (``objectives/surrogates.py``), or the import path of your
+    own. Its options replace those of the objective."""
     clip_ratio_low: NonNegativeFloat | None = None
     """Clip ratios below 1 - this."""
     clip_ratio_high: NonNegativeFloat | None = None
@@ -351,7 +360,7 @@ class LossRecipe(Section):
     epochs: PositiveInt = 1
     """Number of times that a harvest is trained."""
     loss_agg_mode: AggregationName | None = None
-    """Averaging over tokens, by verl's names; ``prompt-mean-token-mean`` is DAPO's equation as printed."""
+    """Average over tokens, by verl's names (``objectives/aggregation.py``) or the import path of your own."""
     gr3_alpha: NonNegativeFloat | None = None
     """Strength of GR3's length scaling."""
     overlong_buffer: NonNegativeInt | None = None

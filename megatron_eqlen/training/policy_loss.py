@@ -2,7 +2,7 @@
 
     loss = sum_t weight_t x (importance_t x policy_t + kept_t x kl_coef x kl_t)
 
-``policy_t`` is the clipped (or soft, or plain) surrogate of the token's advantage, ``kl_t`` the estimate of
+``policy_t`` is the objective's surrogate (``objectives.surrogates``), ``kl_t`` the estimate of
 the divergence from the reference model, ``importance_t`` and ``kept_t`` the correction of the train-inference
 mismatch (``mismatch``). The weights hold every averaging factor, so the number is the same for any packing,
 micro-batch split and parallel layout; nothing is divided here, and nothing may be divided after. All
@@ -22,8 +22,6 @@ from megatron_eqlen.metrics import (
     COMPARED,
     KL_PENALTY,
     LOSS,
-    LOSS_CLIP_FRACTION_HIGH,
-    LOSS_CLIP_FRACTION_LOW,
     LOSS_ENTROPY,
     LOSS_RATIO,
     LOSS_REF_KL,
@@ -35,16 +33,13 @@ from megatron_eqlen.metrics import (
     metric,
 )
 from megatron_eqlen.objectives.objective import Objective
+from megatron_eqlen.objectives.parts import checked_surrogate
+from megatron_eqlen.objectives.surrogates import EXPONENT_LIMIT, SupervisedTokens, importance_ratio
 from megatron_eqlen.recipe import LossRecipe
 from megatron_eqlen.training import log_ratios
 from megatron_eqlen.training.mismatch import correct
 from megatron_eqlen.training.segments import Segments
 from megatron_eqlen.types import Metrics
-
-EXPONENT_LIMIT = 20.0
-"""Bound of log-ratios and of the exponent of k3, +-20 as in verl (core_algos.py): e^20 is far beyond any clip
-range, and no loss overflows. The gradient is 0 there. VESPO bounds the log of a sequence's weight in the same
-way."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +87,8 @@ def policy_loss(
     recomputed = logp.detach() if old_logprobs is None else old_logprobs[at].double()
     old = rollout if loss.old_logprobs == "rollout" else recomputed
     correction = correct(recomputed, rollout, segments, loss)
-    log_ratio = _log_ratio(logp, old, correction.kept, segments, objective)
-    policy, ratios = _surrogate(logp, log_ratio, advantages, objective)
+    supervised = SupervisedTokens(logp, old, advantages, correction.kept, segments)
+    policy, ratios = checked_surrogate(objective.surrogate, supervised)
     kl, kl_clamped = 0 * weights, 0 * weights
     if loss.kl_coef:
         if ref_logprobs is None:
@@ -103,6 +98,8 @@ def policy_loss(
     policy_part, kl_part = weights * correction.importance * policy, weights * correction.kept * kl
     policy_sum, kl_sum = policy_part.sum(), loss.kl_coef * kl_part.sum()
     with torch.no_grad():
+        if LOSS_RATIO not in ratios:
+            ratios = importance_ratio(supervised.log_ratio)[1] | ratios
         metrics = {
             TOKENS: torch.ones_like(logp),
             LOSS_ENTROPY: entropy,
@@ -154,84 +151,6 @@ def _merged(name: str, totals: Metrics, largest: Metrics) -> float:
 
 def _of_row(name: str, values: torch.Tensor) -> torch.Tensor:
     return _largest(values) if metric(name).merge == "max" else values.detach().double().sum()
-
-
-def _log_ratio(
-    logp: torch.Tensor, old: torch.Tensor, kept: torch.Tensor, segments: Segments, objective: Objective
-) -> torch.Tensor:
-    """Return [n] log-ratios that multiply each token's advantage. Rejected tokens (``kept`` 0) are excluded
-    from the mean or sum of their segment, as in verl, which multiplies its response mask by the rejection
-    mask first."""
-    log_ratio = logp - old
-    if objective.ratio not in ("sequence", "vespo"):
-        return log_ratio
-    total = segments.sum(log_ratio.masked_fill(kept == 0, 0.0))
-    if objective.ratio == "vespo":
-        return total
-    mean = total / segments.sum(kept).clamp(min=1)  # a segment may have no kept token
-    return mean.detach() + (logp - logp.detach())  # GSPO-token: the mean's value, each token's own gradient
-
-
-def _surrogate(
-    logp: torch.Tensor, log_ratio: torch.Tensor, advantages: torch.Tensor, objective: Objective
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return [n] the loss of each token before its weight, and the ratio's metrics."""
-    log_ratio, clamped = _clamp(log_ratio)
-    ratio = log_ratio.exp()
-    metrics = {
-        LOSS_RATIO: ratio,
-        "loss/ratio_deviation": (ratio - 1).abs(),
-        "loss/ratio_clamped_fraction": clamped,
-    }
-    if objective.ratio == "none":
-        return -advantages * logp, metrics
-    if objective.ratio == "vespo":
-        kernel = _vespo_kernel(log_ratio.detach(), advantages, objective)
-        return -kernel * advantages * logp, metrics | {"loss/vespo_kernel": kernel}
-    if objective.ratio == "cispo":
-        low, high = _bounds(objective)
-        clips = _clip_fractions(ratio, advantages, low, high)
-        return -ratio.detach().clamp(low, high) * advantages * logp, metrics | clips
-    policy, clips = _clipped(ratio, advantages, objective)
-    return policy, metrics | clips
-
-
-def _clipped(
-    ratio: torch.Tensor, advantages: torch.Tensor, objective: Objective
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return PPO's clipped loss with separate bounds and the dual clip."""
-    low, high = _bounds(objective)
-    policy = torch.maximum(-ratio * advantages, -ratio.clamp(low, high) * advantages)
-    dual = torch.zeros_like(advantages, dtype=torch.bool)
-    if objective.clip_ratio_c is not None:
-        ceiling = -objective.clip_ratio_c * advantages
-        dual = (advantages < 0) & (policy > ceiling)
-        policy = torch.where(dual, ceiling, policy)
-    return policy, _clip_fractions(ratio, advantages, low, high) | {"loss/clip_fraction_dual": dual}
-
-
-def _bounds(objective: Objective) -> tuple[float, float]:
-    """Return the lower and upper bound of the ratio."""
-    below, above = objective.clip_ratio_low, objective.clip_ratio_high
-    return -math.inf if below is None else 1 - below, math.inf if above is None else 1 + above
-
-
-def _clip_fractions(
-    ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float
-) -> dict[str, torch.Tensor]:
-    return {
-        LOSS_CLIP_FRACTION_LOW: (advantages < 0) & (ratio < low),
-        LOSS_CLIP_FRACTION_HIGH: (advantages > 0) & (ratio > high),
-    }
-
-
-def _vespo_kernel(log_weight: torch.Tensor, advantages: torch.Tensor, objective: Objective) -> torch.Tensor:
-    """Return phi(W) = W^k exp(lambda (1 - W)), with separate (k, lambda) for each sign of the advantage."""
-    (k_plus, lam_plus), (k_minus, lam_minus) = objective.vespo_positive, objective.vespo_negative
-    positive = advantages >= 0
-    k = torch.where(positive, k_plus, k_minus)
-    lam = torch.where(positive, lam_plus, lam_minus)
-    return (k * log_weight + lam * (1 - log_weight.exp())).exp()
 
 
 def _kl(logp: torch.Tensor, ref: torch.Tensor, loss: LossRecipe) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import random
 import sys
 
 import pytest
 import torch
+import yaml
 
 from megatron_eqlen.data.prompts import PromptSource
 from megatron_eqlen.hf import config, families
@@ -22,8 +24,10 @@ from megatron_eqlen.hf.folder_check import check_folder
 from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.models.config import transformer_config
 from megatron_eqlen.objectives.build import build_trees
-from megatron_eqlen.objectives.recipes import parse
-from megatron_eqlen.objectives.registry import resolve
+from megatron_eqlen.objectives.parts import PARTS
+from megatron_eqlen.objectives.recipes import load, parse
+from megatron_eqlen.objectives.registry import resolve, with_defaults
+from megatron_eqlen.objectives.surrogates import Ppo
 from megatron_eqlen.plan.flops import active_parameters
 from megatron_eqlen.recipe import ParallelRecipe, Recipe, RecipeError, layout
 from megatron_eqlen.recipe.plugins import load_object
@@ -36,18 +40,86 @@ from megatron_eqlen.rollout.record.recorder import FILES, Recorder
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.kind import SamplingKind
 from megatron_eqlen.toys.tokenizer_maker import write_hf_tokenizer
+from megatron_eqlen.training.policy_loss import policy_loss, reduce_metrics
 from megatron_eqlen.types import Delta, Grade, Group, Prompt, Segment
 from tests.kit.tiny_models import save_tiny
 
 OBJECTIVE = """
+from megatron_eqlen.objectives.aggregation import token_mean
 from megatron_eqlen.objectives.objective import Objective
+from megatron_eqlen.objectives.surrogates import Ppo
 
 
 def above_half(rewards, lengths):
     return [reward - 0.5 for reward in rewards]
 
 
-HALF = Objective("half", above_half, "token-mean", "token", 0.1, 0.3)
+HALF = Objective("half", above_half, token_mean, Ppo(0.1, 0.3))
+"""
+
+OWN_PARTS = """
+from dataclasses import dataclass
+
+
+def sign(rewards, lengths):
+    return [1.0 if reward > 0 else -1.0 for reward in rewards]
+
+
+def root_length(member, batch):
+    return member.weight / member.length**0.5
+
+
+@dataclass(frozen=True)
+class Soft:
+    clip_ratio_high: float = 1.0
+
+    def __call__(self, tokens):
+        ratio = tokens.log_ratio.exp()
+        bound = tokens.sequences.mean(ratio).detach().clamp(max=self.clip_ratio_high)
+        return -bound * ratio * tokens.advantages, {"loss/own/bound": bound}
+
+
+SOFT = Soft()
+
+
+def two_arguments(tokens, clip):
+    return tokens
+
+
+def no_pair(tokens):
+    return -tokens.log_ratio
+
+
+def one_number(tokens):
+    return -tokens.log_ratio.sum(), {}
+
+
+def infinite(tokens):
+    return -tokens.advantages / tokens.logprobs, {}
+
+
+def constant(tokens):
+    return -tokens.advantages * tokens.old_logprobs, {}
+
+
+def undeclared(tokens):
+    return -tokens.log_ratio, {"loss/mine": tokens.advantages}
+
+
+def negative(member, batch):
+    return -member.weight
+
+
+def undefined(member, batch):
+    return float("nan")
+
+
+def short(rewards, lengths):
+    return rewards[1:]
+
+
+def huge_above_one(rewards, lengths):
+    return [float("inf") if reward > 1 else reward for reward in rewards]
 """
 
 READER = """
@@ -76,13 +148,21 @@ class Longer:
         pass
 """
 
+SOURCES = {"__init__": "", "half": OBJECTIVE, "parts": OWN_PARTS, "sums": READER, "longer": GRADER}
+
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
     """Make a user's package ``mine``, found from the working directory as `eqlen` finds it."""
     folder = tmp_path / "mine"
     folder.mkdir()
-    for name, source in {"__init__": "", "half": OBJECTIVE, "sums": READER, "longer": GRADER}.items():
+    for name, source in {
+        "__init__": "",
+        "half": OBJECTIVE,
+        "sums": READER,
+        "longer": GRADER,
+        "parts": OWN_PARTS,
+    }.items():
         (folder / f"{name}.py").write_text(source)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -112,7 +192,7 @@ def recipe(source: dict | None = None, **keys) -> Recipe:
 
 def test_an_objective_is_one_file(package):
     mine = recipe(objective="mine.half:HALF")
-    assert resolve(mine).clip_ratio_high == 0.3
+    assert resolve(mine).surrogate == Ppo(0.1, 0.3)
     assert mine.method == "HALF"
     rollout = group([1.0, 1.0])
     (tree,), _ = build_trees([rollout], mine)
@@ -120,6 +200,72 @@ def test_an_objective_is_one_file(package):
         "its own advantage, also of equal rewards"
     )
     assert [node.weight for node in tree.nodes[1:]] == [1 / 4, 1 / 4]
+
+
+def test_an_advantage_a_surrogate_and_an_aggregation_are_named_in_the_recipe(package):
+    raw = recipe(loss={"kl_coef": 0.0}).model_dump(mode="json", exclude_unset=True)
+    (package / "mine.yaml").write_text(yaml.safe_dump(raw))
+    named = {"advantage": "sign", "surrogate": "SOFT", "loss_agg_mode": "root_length"}
+    overrides = [f"loss.{key}=mine.parts:{name}" for key, name in named.items()]
+    mine = load(package / "mine.yaml", [*overrides, "loss.clip_ratio_high=1.1"])
+    (tree,), _ = build_trees([group([0.5, 0.0])], mine)
+    one, other = tree.nodes[1:]
+    assert (one.advantage, other.advantage) == (1.0, -1.0)
+    assert [one.weight, other.weight] == pytest.approx([0.5 / math.sqrt(2)] * 2)
+    log_ratios = torch.tensor([0.1, 0.3, -0.2, -0.4], dtype=torch.float64)
+    logprobs = (log_ratios - 1).requires_grad_()
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
+    loss, row = policy_loss(
+        logprobs, torch.zeros(4), weights=torch.full_like(log_ratios, one.weight), advantages=advantages,
+        segment_ids=torch.tensor([0, 0, 1, 1]), rollout_logprobs=-torch.ones(4), old_logprobs=-torch.ones(4),
+        objective=resolve(mine), loss=mine.loss,
+    )  # fmt: skip
+    ratios = log_ratios.exp()
+    bounds = torch.stack([ratios[:2].mean().clamp(max=1.1), ratios[2:].mean()]).repeat_interleave(2)
+    torch.testing.assert_close(loss, -(one.weight * bounds * ratios * advantages).sum())
+    metrics = reduce_metrics([row])
+    assert metrics["loss/own/bound"] == pytest.approx(bounds.mean().item())
+    assert metrics["loss/ratio"] == pytest.approx(ratios.mean().item()), "logged for every surrogate"
+    assert with_defaults(mine).loss.loss_agg_mode == "mine.parts:root_length"
+
+
+@pytest.mark.parametrize("field", PARTS)
+def test_a_recipe_can_name_every_built_in_part_and_no_other(field):
+    key, table = PARTS[field]
+    for name, part in table.items():
+        assert getattr(resolve(recipe(loss={"kl_coef": 0.0, key: name})), field) == part
+    with pytest.raises(RecipeError, match=f"expected one of {', '.join(table)}, or package.module:name"):
+        recipe(loss={"kl_coef": 0.0, key: "another"})
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "reason"),
+    [
+        ("surrogate", "ppu", "expected one of ppo, .* found 'ppu' .nearest: 'ppo'"),
+        ("surrogate", "mine.parts:none", "loss.surrogate: mine.parts has no 'none'"),
+        ("surrogate", "mine.absent:none", "loss.surrogate: 'mine.absent:none' cannot be imported"),
+        ("surrogate", "mine.parts:Soft", "surrogate Soft: expected a function or an instance, found a class"),
+        ("surrogate", "mine.parts:two_arguments", r"called with \(tokens\), found .* \(tokens, clip\)"),
+        ("surrogate", "mine.parts:no_pair", r"no_pair: expected \(losses, metrics\), found a Tensor"),
+        ("surrogate", "mine.parts:one_number", "losses: expected a tensor of 6 values"),
+        ("surrogate", "mine.parts:infinite", "surrogate infinite: losses not finite: .*nan"),
+        ("surrogate", "mine.parts:constant", "do not depend on tokens.logprobs"),
+        ("surrogate", "mine.parts:undeclared", "metric 'loss/mine' is not declared"),
+        ("loss_agg_mode", "mine.parts:negative", "aggregation negative: expected a finite weight .*-0.25"),
+        ("loss_agg_mode", "mine.parts:undefined", "aggregation undefined: expected a finite weight .*nan"),
+        ("advantage", "mine.parts:short", r"advantage short of .*: expected 2 finite advantages, found \["),
+        ("advantage", "mine.parts:constant", r"called with \(rewards, lengths\), found .* \(tokens\)"),
+    ],
+)
+def test_a_part_that_does_not_fit_is_refused_before_anything_starts(package, key, name, reason):
+    with pytest.raises(RecipeError, match=reason):
+        recipe(loss={"kl_coef": 0.0, key: name})
+
+
+def test_an_advantage_that_is_not_finite_is_refused_with_the_prompt_and_its_rewards(package):
+    mine = recipe(loss={"kl_coef": 0.0, "advantage": "mine.parts:huge_above_one"})
+    with pytest.raises(ValueError, match=r"prompt .*: advantage huge_above_one of rewards \[2.0, 0.0\].*inf"):
+        build_trees([group([2.0, 0.0])], mine)
 
 
 def test_a_reader_and_a_grader_are_one_file_each(package):

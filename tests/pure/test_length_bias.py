@@ -211,6 +211,7 @@ def test_the_benchmarks_true_gradient_is_that_of_the_enumerated_process(irrevers
         ({"unfinished": "drop"}, "equal_length.unfinished: drop with .*because they are long"),
         ({"pair_count": "effective"}, "equal_length.pair_count: effective with"),
         ({"prefix_in_gradient": True}, "equal_length.prefix_in_gradient: true with"),
+        ({"loss": {"advantage": "grpo"}}, "loss.advantage: grpo with .*only the sign"),
         ({"loss": {"loss_agg_mode": "token-mean"}}, "loss.loss_agg_mode: token-mean with .*biases"),
         ({"objective": "ba"}, "objective: ba with"),
         ({"baseline": "streams"}, "expected group_size of at least 4, found 2"),

@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 
 from megatron_eqlen.objectives.advantages import rloo
+from megatron_eqlen.objectives.aggregation import token_mean
 from megatron_eqlen.objectives.build import build_minibatches, build_trees
 from megatron_eqlen.objectives.dynamic_sampling import filter_groups
 from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.objectives.recipes import parse
+from megatron_eqlen.objectives.surrogates import Reinforce
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.types import Grade, Group, Pair, Prompt, SamplingMask, Segment, Stream
 
@@ -18,7 +20,7 @@ def prompt(name: str) -> Prompt:
     return Prompt(name, [1], "?", "math", "1")
 
 
-WITHOUT_RATIO = Objective("mine", rloo, "token-mean", "none")
+WITHOUT_RATIO = Objective("mine", rloo, token_mean, Reinforce())
 
 
 def recipe(**keys):

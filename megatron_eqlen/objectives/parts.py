@@ -1,0 +1,174 @@
+"""Find the parts of an objective by name or import path, and try those of a user's own before a run starts.
+
+loss.advantage        rewards of a comparison unit -> advantages      advantages.py
+loss.surrogate        log-probs and advantages -> loss of a token     surrogates.py
+loss.loss_agg_mode    member of a unit -> weight of its tokens        aggregation.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+from megatron_eqlen.metrics import check
+from megatron_eqlen.objectives.advantages import ADVANTAGES
+from megatron_eqlen.objectives.aggregation import AGGREGATIONS, BatchSize, Member
+from megatron_eqlen.objectives.surrogates import SURROGATES, SupervisedTokens, Surrogate, TokenMetrics
+from megatron_eqlen.recipe import LossRecipe
+from megatron_eqlen.recipe.plugins import is_import_path, load_object
+
+if TYPE_CHECKING:
+    import torch
+
+PARTS: dict[str, tuple[str, Mapping[str, Callable[..., Any]]]] = {
+    "advantage": ("advantage", ADVANTAGES),
+    "surrogate": ("surrogate", SURROGATES),
+    "aggregation": ("loss_agg_mode", AGGREGATIONS),
+}
+"""Field of ``Objective`` -> (key of ``loss``, built-in parts by name)."""
+BUILT_IN = f"{__package__}."
+"""Begin of the modules of built-in parts."""
+
+
+def named_parts(loss: LossRecipe) -> dict[str, Callable[..., Any]]:
+    """Return the parts that the recipe names, by field of ``Objective``. Raises ValueError."""
+    named = {field: (key, getattr(loss, key), table) for field, (key, table) in PARTS.items()}
+    return {
+        field: load_object(name, f"loss.{key}") if is_import_path(name) else table[name]
+        for field, (key, name, table) in named.items()
+        if name is not None
+    }
+
+
+def name_of(part: Callable[..., Any], table: Mapping[str, Callable[..., Any]]) -> str | None:
+    """Return the name of a built-in part; None for a user's own."""
+    return next((name for name, built_in in table.items() if built_in == part), None)
+
+
+def described(part: Callable[..., Any]) -> str:
+    """Return a part as text: its name, and the options that no key of ``loss`` shows."""
+    name = getattr(part, "__name__", type(part).__name__)
+    shown = {key: value for key, value in options(part).items() if key not in LossRecipe.model_fields}
+    return f"{name}({', '.join(f'{key}={value}' for key, value in shown.items())})" if shown else name
+
+
+def options(part: Callable[..., Any]) -> dict[str, Any]:
+    """Return the options of a part: the fields of its dataclass; a function has none."""
+    if not dataclasses.is_dataclass(part) or isinstance(part, type):
+        return {}
+    return {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+
+
+def try_parts(parts: Mapping[str, Callable[..., Any]]) -> None:
+    """Call each part of a user's own once, with few numbers. Raises ValueError for a part that cannot be
+    called with its arguments or returns something else than is expected."""
+    for field, part in parts.items():
+        if not part.__module__.startswith(BUILT_IN):
+            _TRIALS[field](part)
+
+
+def checked_advantages(values: list[float], members: int, where: str) -> list[float]:
+    """Return ``values`` if they are ``members`` finite numbers. Raises ValueError."""
+    if len(values) != members or not all(map(math.isfinite, values)):
+        raise ValueError(f"{where}: expected {members} finite advantages, found {values}")
+    return values
+
+
+def checked_weight(weight: float, where: str) -> float:
+    """Return the weight of a member's tokens if it is finite and not negative. Raises ValueError."""
+    if not (isinstance(weight, Real) and 0 <= weight < math.inf):
+        raise ValueError(f"{where}: expected a finite weight of at least 0, found {weight!r}")
+    return weight
+
+
+def checked_surrogate(surrogate: Surrogate, tokens: SupervisedTokens) -> tuple[torch.Tensor, TokenMetrics]:
+    """Return the surrogate's losses and metrics. Raises ValueError unless all are tensors of the tokens'
+    shape."""
+    where, found = f"surrogate {described(surrogate)}", surrogate(tokens)
+    if not _is_pair(found):
+        raise ValueError(f"{where}: expected (losses, metrics), found a {type(found).__name__}")
+    for name, values in {"losses": found[0], **found[1]}.items():
+        shape = getattr(values, "shape", type(values).__name__)
+        if shape != tokens.logprobs.shape:
+            raise ValueError(
+                f"{where}: {name}: expected a tensor of {len(tokens.logprobs)} values, found {shape}"
+            )
+    return found
+
+
+def _is_pair(found: object) -> bool:
+    return isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)  # pyright: ignore
+
+
+def _check_call(part: Callable[..., Any], field: str, arguments: Sequence[str]) -> str:
+    """Return the part's name for messages. Raises ValueError unless it can be called with the arguments."""
+    where = f"{field} {described(part)}"
+    if isinstance(part, type):
+        raise ValueError(
+            f"{where}: expected a function or an instance, found a class: name an instance of it"
+        )
+    signature = inspect.signature(part)
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise ValueError(
+            f"{where}: it is called with ({', '.join(arguments)}), found the signature {signature}: {error}"
+        ) from None
+    return where
+
+
+def _try_advantage(part: Callable[..., Any]) -> None:
+    where = _check_call(part, "advantage", ("rewards", "lengths"))
+    for rewards in ([1.0, 0.0], [1.0, 1.0]):
+        checked_advantages(part(rewards, [3, 3]), 2, f"{where} of rewards {rewards}")
+
+
+def _try_aggregation(part: Callable[..., Any]) -> None:
+    where = _check_call(part, "aggregation", ("member", "batch"))
+    member = Member(weight=0.25, length=4, prompt_id="p", alike=1, alike_tokens=4)
+    size = BatchSize(tokens=16, tokens_of_prompt={"p": 16}, prompts=1, max_response_length=32)
+    checked_weight(part(member, size), where)
+
+
+def _try_surrogate(part: Callable[..., Any]) -> None:
+    import torch
+
+    where = _check_call(part, "surrogate", ("tokens",))
+    old = torch.tensor([-20.0, -1.1, -1.0, 0.0, -1.0, -0.9], dtype=torch.float64)
+    logprobs = old.flip(0).requires_grad_()
+    ones, advantages = torch.ones_like(old), torch.tensor([1.0, -1.0, 0.0] * 2, dtype=torch.float64)
+    tokens = SupervisedTokens(logprobs, old, advantages, ones, _OneSequence(ones))
+    losses, metrics = checked_surrogate(part, tokens)
+    check(dict.fromkeys(metrics, 0.0))
+    if not losses.requires_grad:
+        raise ValueError(f"{where}: its losses do not depend on tokens.logprobs, so nothing would be trained")
+    (slopes,) = torch.autograd.grad(losses.sum(), logprobs)
+    for name, values in {"losses": losses, "gradient": slopes, **metrics}.items():
+        if not values.isfinite().all():
+            raise ValueError(
+                f"{where}: {name} not finite: {values.detach()} for log-ratios "
+                f"{tokens.log_ratio.detach()} and advantages {advantages}"
+            )
+
+
+class _OneSequence:
+    """All tokens are of one sequence."""
+
+    def __init__(self, ones: Any) -> None:
+        self.length = ones.sum().expand_as(ones)
+
+    def sum(self, values: Any) -> Any:
+        return values.sum().expand_as(values)
+
+    def mean(self, values: Any) -> Any:
+        return values.mean().expand_as(values)
+
+    def max(self, values: Any) -> Any:
+        return values.max().expand_as(values)
+
+
+_TRIALS = {"advantage": _try_advantage, "aggregation": _try_aggregation, "surrogate": _try_surrogate}

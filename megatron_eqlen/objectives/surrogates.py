@@ -1,0 +1,193 @@
+"""Surrogates: the loss of each token before its weight, as a function of log-probs and advantages.
+
+A surrogate takes the supervised tokens of a row and returns ([n] loss of each token, metrics). Its gradient
+with respect to ``tokens.logprobs`` is what trains. The fields of a built-in surrogate are its options; an
+option named like a key of the recipe's ``loss`` section takes the key's value.
+
+The module does not import torch, which takes seconds: recipes are read and planned without it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from megatron_eqlen.metrics import LOSS_CLIP_FRACTION_HIGH, LOSS_CLIP_FRACTION_LOW, LOSS_RATIO
+
+if TYPE_CHECKING:
+    import torch
+
+EXPONENT_LIMIT = 20.0
+"""Bound of log-ratios and of the exponent of k3, +-20 as in verl (core_algos.py): e^20 is far beyond any clip
+range, and no loss overflows. The gradient is 0 there. VESPO bounds the log of a sequence's weight in the same
+way."""
+
+
+class Sequences(Protocol):
+    """Sequences that tokens belong to. A statistic of a sequence is repeated for each of its tokens."""
+
+    @property
+    def length(self) -> torch.Tensor:
+        """[n] int64"""
+        ...
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor: ...
+    def mean(self, values: torch.Tensor) -> torch.Tensor: ...
+    def max(self, values: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class SupervisedTokens:
+    """Supervised tokens of a row. All tensors are [n] float64; only ``logprobs`` has a gradient."""
+
+    logprobs: torch.Tensor
+    """Log-probs of the policy that is trained."""
+    old_logprobs: torch.Tensor
+    """Log-probs of the policy that the ratio starts from (``loss.old_logprobs``)."""
+    advantages: torch.Tensor
+    kept: torch.Tensor
+    """1; 0 for tokens that the correction of the mismatch rejects, whose loss is multiplied by 0."""
+    sequences: Sequences
+    """Sides of pairs, completions, or steps of sampled trees. No sequence is in two rows."""
+
+    @property
+    def log_ratio(self) -> torch.Tensor:
+        return self.logprobs - self.old_logprobs
+
+    @property
+    def sequence_log_ratio(self) -> torch.Tensor:
+        """Sum of the log-ratios of each token's sequence. Rejected tokens are excluded, as in verl, which
+        multiplies its response mask by the rejection mask first."""
+        return self.sequences.sum(self.log_ratio.masked_fill(self.kept == 0, 0.0))
+
+
+TokenMetrics = dict[str, "torch.Tensor"]
+"""[n] values of metrics that ``metrics.py`` declares."""
+
+Surrogate = Callable[[SupervisedTokens], tuple["torch.Tensor", TokenMetrics]]
+"""Supervised tokens -> ([n] loss of each token before its weight, metrics). An attribute ``has_ratio`` of
+False says that the old log-probs are not read."""
+
+
+@dataclass(frozen=True)
+class Ppo:
+    """Clipped ratio of each token, with separate bounds and the dual clip. None: no bound."""
+
+    clip_ratio_low: float | None = 0.2
+    """The ratio is clipped below 1 - this."""
+    clip_ratio_high: float | None = 0.2
+    clip_ratio_c: float | None = None
+    """Dual clip: with a negative advantage the loss of a token is at most -c x advantage."""
+
+    def __call__(self, tokens: SupervisedTokens) -> tuple[torch.Tensor, TokenMetrics]:
+        return self.clipped(self.ratio_of(tokens), tokens.advantages)
+
+    def ratio_of(self, tokens: SupervisedTokens) -> torch.Tensor:
+        """Return the log-ratio that multiplies each token's advantage."""
+        return tokens.log_ratio
+
+    def clipped(self, log_ratio: torch.Tensor, advantages: torch.Tensor) -> tuple[torch.Tensor, TokenMetrics]:
+        ratio, metrics = importance_ratio(log_ratio)
+        low, high = _bounds(self.clip_ratio_low, self.clip_ratio_high)
+        policy = (-ratio * advantages).maximum(-ratio.clamp(low, high) * advantages)
+        ceiling = -(self.clip_ratio_c or math.inf) * advantages
+        dual = (advantages < 0) & (policy > ceiling)
+        clips = _clip_fractions(ratio, advantages, low, high) | {"loss/clip_fraction_dual": dual}
+        return ceiling.where(dual, policy), metrics | clips
+
+
+@dataclass(frozen=True)
+class Gspo(Ppo):
+    """Clipped geometric mean of the ratios of a sequence: the mean's value, and each token's own gradient
+    (GSPO-token)."""
+
+    clip_ratio_low: float | None = 3e-4
+    clip_ratio_high: float | None = 4e-4
+
+    def ratio_of(self, tokens: SupervisedTokens) -> torch.Tensor:
+        kept = tokens.sequences.sum(tokens.kept).clamp(min=1)  # a sequence may have no kept token
+        mean = tokens.sequence_log_ratio / kept
+        return mean.detach() + (tokens.logprobs - tokens.logprobs.detach())
+
+
+@dataclass(frozen=True)
+class Reinforce:
+    """Plain -A log pi."""
+
+    has_ratio: ClassVar[bool] = False
+
+    def __call__(self, tokens: SupervisedTokens) -> tuple[torch.Tensor, TokenMetrics]:
+        return -tokens.advantages * tokens.logprobs, {}
+
+
+@dataclass(frozen=True)
+class Cispo:
+    """Clipped ratio of each token, detached, in front of -A log pi."""
+
+    clip_ratio_low: float | None = 1.0
+    clip_ratio_high: float | None = 4.0
+
+    def __call__(self, tokens: SupervisedTokens) -> tuple[torch.Tensor, TokenMetrics]:
+        ratio, metrics = importance_ratio(tokens.log_ratio)
+        low, high = _bounds(self.clip_ratio_low, self.clip_ratio_high)
+        clips = _clip_fractions(ratio, tokens.advantages, low, high)
+        return -ratio.detach().clamp(low, high) * tokens.advantages * tokens.logprobs, metrics | clips
+
+
+@dataclass(frozen=True)
+class Vespo:
+    """Detached kernel phi(W) = W^k exp(lambda (1 - W)) in front of -A log pi; W is the product of the ratios
+    of a sequence."""
+
+    positive: tuple[float, float] = (2.0, 3.0)
+    """(k, lambda) where the advantage is >= 0."""
+    negative: tuple[float, float] = (3.0, 2.0)
+
+    def __call__(self, tokens: SupervisedTokens) -> tuple[torch.Tensor, TokenMetrics]:
+        log_ratio = tokens.sequence_log_ratio
+        _, metrics = importance_ratio(log_ratio)
+        log_weight, advantages = _clamp(log_ratio.detach()), tokens.advantages
+        positive = (advantages >= 0).to(advantages)
+        k, lam = (
+            positive * above + (1 - positive) * below
+            for above, below in zip(self.positive, self.negative, strict=True)
+        )
+        kernel = (k * log_weight + lam * (1 - log_weight.exp())).exp()
+        return -kernel * advantages * tokens.logprobs, metrics | {"loss/vespo_kernel": kernel}
+
+
+SURROGATES: dict[str, Surrogate] = {
+    "ppo": Ppo(),
+    "gspo": Gspo(),
+    "reinforce": Reinforce(),
+    "cispo": Cispo(),
+    "vespo": Vespo(),
+}
+
+
+def importance_ratio(log_ratio: torch.Tensor) -> tuple[torch.Tensor, TokenMetrics]:
+    """Return the ratio, its log clamped to +-EXPONENT_LIMIT, and its metrics."""
+    ratio = _clamp(log_ratio).exp()
+    return ratio, {
+        LOSS_RATIO: ratio,
+        "loss/ratio_deviation": (ratio - 1).abs(),
+        "loss/ratio_clamped_fraction": log_ratio.abs() > EXPONENT_LIMIT,
+    }
+
+
+def _clamp(exponent: torch.Tensor) -> torch.Tensor:
+    return exponent.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT)
+
+
+def _bounds(below: float | None, above: float | None) -> tuple[float, float]:
+    """Return the lower and upper bound of the ratio."""
+    return -math.inf if below is None else 1 - below, math.inf if above is None else 1 + above
+
+
+def _clip_fractions(ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float) -> TokenMetrics:
+    return {
+        LOSS_CLIP_FRACTION_LOW: (advantages < 0) & (ratio < low),
+        LOSS_CLIP_FRACTION_HIGH: (advantages > 0) & (ratio > high),
+    }
