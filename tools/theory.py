@@ -1,26 +1,41 @@
 #!/usr/bin/env python
-"""Print Propositions 1 and 2 of the paper as numbers, with the conditions their proofs need.
+"""Print what of the paper's theory can be computed: Propositions 1 and 2 with the conditions their proofs
+need, the direction of the expected step on coin flips, and effective samples from laws of length alone.
 
-python tools/theory.py [--policies 100]
+python tools/theory.py [propositions] [coins] [samples] [--policies 100]
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_eqlen.paper import theory
+from megatron_eqlen.paper.efficiency import LAWS, LIMIT, MEAN, ratios
+from megatron_eqlen.paper.length_bias import Process
 from megatron_eqlen.paper.theory import A_1, A_2, A_3, B_1, B_2
 
 
 def main() -> None:
+    sections = {"propositions": propositions, "coins": coins, "samples": samples}
     parser = argparse.ArgumentParser(
-        description="Print Propositions 1 and 2 of the paper as numbers, with their proofs' conditions."
+        description="Print Propositions 1 and 2, expected steps on coin flips, and effective samples."
     )
+    parser.add_argument("sections", nargs="*", help=f"some of {', '.join(sections)}; default: all")
     parser.add_argument("--policies", type=int, default=100, help="random transformers to average over")
-    policies = [theory.TransformerPolicy(seed) for seed in range(parser.parse_args().policies)]
+    args = parser.parse_args()
+    for name in args.sections or sections:
+        if name not in sections:
+            parser.error(f"expected some of {', '.join(sections)}, found {name!r}")
+        sections[name](args)
+
+
+def propositions(args: argparse.Namespace) -> None:
+    policies = [theory.TransformerPolicy(seed) for seed in range(args.policies)]
     table = theory.TabularPolicy([A_1, B_1 + A_2, B_1 + B_2 + A_3])
     proposition_1(table)
     proposition_1_shared(policies)
@@ -68,6 +83,44 @@ def survivor() -> None:
             f"  {extensions} extensions: max {by_max.mean:+.3f} (variance {by_max.variance:.3f}), "
             f"mean with rloo {abs(by_mean.mean):.3f} (variance {by_mean.variance:.3f})"
         )
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "EqLen-GRPO": {},
+    "mean, rloo": {"objective": "rloo", "suffix_reward": "mean"},
+    "and drop": {"objective": "rloo", "suffix_reward": "mean", "unfinished": "drop"},
+    "single pair": {"single_pair": True},
+    "on_policy": {"pair_weight": "on_policy"},
+}
+
+
+def coins(args: argparse.Namespace) -> None:
+    title("Coin flips, limit 4: expected step towards stopping, relative to that towards right ends")
+    print(f"  {'':<28}" + "".join(f"{name:>13}" for name in ("truth", *METHODS)))
+    for name, process in (
+        ("ends before the limit", Process.coin_flips(1.0, 4, last=-60.0)),
+        ("11% are truncated", Process.coin_flips(1.0, 4)),
+        ("38% are truncated", Process.coin_flips(2.0, 4)),
+    ):
+        recipes = [theory.recipe("equal_length", **keys) for keys in METHODS.values()]
+        steps = [process.gradient(), *map(process.expected_estimate, recipes)]
+        print(f"  {name:<28}" + "".join(f"{_direction(step):+13.3f}" for step in steps))
+
+
+def _direction(step: np.ndarray) -> float:
+    """Return the derivative by a number that is added to the logits of both ends, divided by that by a number
+    that is added to the logit of a right end and taken from that of a wrong one."""
+    return float(step[:, :2].sum() / (step[:, 1] - step[:, 0]).sum())
+
+
+def samples(args: argparse.Namespace) -> None:
+    title(f"EqLen's effective samples / GRPO's; mean {MEAN:,}, limit {LIMIT:,}, half of the ended ones right")
+    heads = ("pairs", "lockstep", "per token", "per token, trained")
+    print(f"  {'':<20}" + "".join(f"{head:>20}" for head in heads))
+    for law in LAWS:
+        found = ratios(law)
+        values = (found.pairs, found.lockstep, found.token, found.trained)
+        print(f"  {law:<20}" + "".join(f"{value:20.2f}" for value in values))
 
 
 def title(text: str) -> None:

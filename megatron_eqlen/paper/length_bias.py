@@ -61,6 +61,16 @@ class Process:
         exponentials = np.exp(self.logits)
         return exponentials / exponentials.sum(1, keepdims=True)
 
+    @classmethod
+    def coin_flips(cls, go_on: float, limit: int, last: float | None = None) -> Process:
+        """Return a process whose tokens 0 and 1 end a response, 0 wrong and 1 right, equally likely: length
+        says nothing. ``go_on``: logit of token 2, which does not end it; ``last``: that logit at the last
+        position."""
+        logits = np.zeros((limit, 3))
+        logits[:, 2] = go_on
+        logits[-1, 2] = go_on if last is None else last
+        return cls(logits, limit, lambda path: float(path[-1] == 1), ends=2)
+
     def continuations(self, trunk: Path) -> list[tuple[Path, float]]:
         """Return every response that continues ``trunk``, without the trunk, with its probability."""
         if len(trunk) == self.limit or self.ended(trunk):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -123,18 +123,19 @@ def eqlen_stream(third: float = 1.0) -> Stream:
     return Stream(QUESTION, 0, 0, pairs, "max_pairs", tail=graded(A_3, third))
 
 
-def recipe(sampling: str, prefix_in_gradient: bool = False) -> Recipe:
+def recipe(sampling: str, objective: str = "grpo", **equal_length: Any) -> Recipe:
     return Recipe.model_validate(
         {
             "name": "theory",
             "steps": 1,
             "sampling": sampling,
+            "objective": objective,
             "group_size": 2,
             "model": {"path": "-"},
             "data": {"sources": [{"name": "-", "path": "-"}], "max_prompt_length": 1},
             "rollout": {"max_response_length": 8},
             "packing": {"max_tokens_per_row": 16, "layout": "expanded"},
-            "equal_length": {"prefix_in_gradient": prefix_in_gradient},
+            "equal_length": equal_length,
             "loss": {"kl_coef": 0.0},
         }
     )
@@ -143,7 +144,7 @@ def recipe(sampling: str, prefix_in_gradient: bool = False) -> Recipe:
 def trees_of(rollout: Rollout, prefix_in_gradient: bool = False) -> list[TokenTree]:
     """Return the trees that GRPO (for a group) or EqLen-GRPO (for a stream) trains."""
     sampling = "equal_length" if isinstance(rollout, Stream) else "independent"
-    return build_trees([rollout], recipe(sampling, prefix_in_gradient))[0]
+    return build_trees([rollout], recipe(sampling, prefix_in_gradient=prefix_in_gradient))[0]
 
 
 # ---- what a step does ------------------------------------------------------------------------------------

@@ -65,14 +65,6 @@ def line():
     return Process.random(2, LIMIT, reward_of)
 
 
-def coin_flips(go_on, last=None):
-    """Tokens 0 and 1 end a response, 0 wrong and 1 right, equally likely: length says nothing."""
-    logits = np.zeros((LIMIT, 3))
-    logits[:, 2] = go_on
-    logits[-1, 2] = go_on if last is None else last
-    return Process(logits, LIMIT, lambda path: float(path[-1] == 1), ends=2)
-
-
 def stopping(gradient):
     """Derivative of the expected reward by a number that is added to the logits of both ends."""
     return float(gradient[:, :2].sum())
@@ -139,7 +131,7 @@ def test_the_papers_weights_have_another_direction_than_the_policy_gradient(proc
 
 
 def test_the_papers_weights_make_responses_longer_where_length_says_nothing():
-    process = coin_flips(go_on=1.0, last=-60.0)  # every response ends before the limit
+    process = Process.coin_flips(1.0, LIMIT, last=-60.0)  # every response ends before the limit
     assert stopping(process.gradient()) == pytest.approx(0, abs=1e-12)
     assert stopping(process.expected_estimate(repaired())) == pytest.approx(0, abs=1e-12)
     assert stopping(process.expected_estimate(recipe(objective="grpo"))) < -0.02
@@ -149,7 +141,7 @@ def test_the_papers_weights_make_responses_longer_where_length_says_nothing():
 
 def test_the_papers_weights_push_to_the_limit_where_the_truth_pulls_from_it():
     """A truncated response has reward 0, so that stopping pays."""
-    process = coin_flips(go_on=-0.5)
+    process = Process.coin_flips(-0.5, LIMIT)
     assert stopping(process.gradient()) > 0.01
     np.testing.assert_allclose(process.expected_estimate(repaired()), process.gradient(), rtol=0, atol=1e-12)
     assert stopping(process.expected_estimate(recipe(objective="grpo"))) < 0

@@ -1,12 +1,14 @@
 """Propositions 1 and 2 of the paper, and the conditions that their proofs need, as numbers."""
 
 import itertools
+import math
 
 import pytest
 import torch
 
 from megatron_eqlen.objectives.registry import lookup, resolve
 from megatron_eqlen.packing.pack import pack
+from megatron_eqlen.paper.efficiency import LIMIT, MEAN, ratios
 from megatron_eqlen.paper.theory import (
     A_1,
     A_2,
@@ -234,8 +236,16 @@ def test_expected_gradients_of_the_kl_estimators(estimator):
     torch.testing.assert_close(found, expected, atol=1e-14, rtol=0)
 
 
+def test_streams_of_exponential_lengths_have_the_pairs_and_tokens_of_a_poisson_process():
+    """The shorter of two memoryless tracks ends at twice their rate, and two tracks run until the limit."""
+    found = ratios("exponential")
+    assert found.pairs == pytest.approx(2 * LIMIT / MEAN, rel=0.02)
+    assert found.token == pytest.approx(2 * (1 - math.exp(-LIMIT / MEAN)), rel=0.02)
+    assert found.trained < 0.6 * found.token
+
+
 def test_the_script_prints_the_numbers(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["theory.py", "--policies", "2"])
+    monkeypatch.setattr("sys.argv", ["theory.py", "propositions", "--policies", "2"])
     theory_script.main()
     printed = capsys.readouterr().out
     assert "uninformative prefix                         mean +0.000000, variance 0.003906" in printed

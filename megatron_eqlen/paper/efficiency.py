@@ -1,0 +1,111 @@
+"""Effective samples of streams and of independent responses, from laws of length alone.
+
+The paper counts two samples for a pair (table 2: about 6 pairs a stream, 6.04 times GRPO's samples in equal
+GPU time). Streams are drawn as the harvester makes them: two tracks, and one more from the end of each pair
+until the response limit. Each response that ends is right with the same probability, whatever its length; a
+truncated one is wrong. ``tools/theory.py samples`` prints the ratios.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+TRACKS = 16
+"""Tracks of a prompt: responses of GRPO, or twice its streams."""
+MEAN, LIMIT = 10_000, 32_768
+"""The paper's lengths: about 10,000 tokens, and its limit."""
+
+
+def lognormal(cv: float) -> stats.rv_continuous:
+    """Return the law of lengths with this coefficient of variation, in units of its mean."""
+    sigma = np.sqrt(np.log(1 + cv * cv))
+    return stats.lognorm(sigma, scale=np.exp(-sigma * sigma / 2))
+
+
+GRID = 4097
+"""Points between which the laws are interpolated."""
+LAWS = {
+    "exponential": stats.expon(),
+    **{f"lognormal, CV {cv}": lognormal(cv) for cv in (0.3, 0.6, 1.2)},
+    "heavy tail": stats.lomax(2.2, scale=1.2),
+}
+"""Laws of length, in units of the mean."""
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """EqLen's samples relative to GRPO's."""
+
+    pairs: float
+    """Pairs a stream."""
+    lockstep: float
+    """All pairs count, and slots of finished tracks idle until the prompt's longest track ends."""
+    token: float
+    """All pairs count, for each generated token."""
+    trained: float
+    """Pairs with unequal rewards (maximum over the extensions of B) and groups with unequal rewards count,
+    for each generated token."""
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    samples: int
+    trained: int
+    tokens: float
+    longest: float
+
+
+def ratios(law: str, accuracy: float = 0.5, prompts: int = 400) -> Ratios:
+    """Return the ratios, means over ``prompts`` simulated prompts of ``TRACKS`` tracks."""
+    random = np.random.default_rng(0)
+
+    grid = np.linspace(0, LIMIT / MEAN, GRID)
+    hazard = -LAWS[law].logsf(grid)  # cumulative
+
+    def length(start: float) -> float:
+        """Return the length of a response that is longer than ``start``; infinite beyond the limit."""
+        end = np.interp(start / MEAN, grid, hazard) + random.exponential()
+        return MEAN * float(np.interp(end, hazard, grid, right=np.inf))
+
+    def right() -> bool:
+        return bool(random.random() < accuracy)
+
+    groups = [_group(length, right) for _ in range(prompts)]
+    streams = [_streams(length, right) for _ in range(prompts)]
+
+    def total(name: str) -> float:
+        """Return EqLen's sum over prompts relative to GRPO's."""
+        return sum(getattr(p, name) for p in streams) / sum(getattr(p, name) for p in groups)
+
+    return Ratios(
+        sum(prompt.samples for prompt in streams) / (prompts * TRACKS),
+        total("samples") / total("longest"),
+        total("samples") / total("tokens"),
+        total("trained") / total("tokens"),
+    )
+
+
+def _group(length: Callable[[float], float], right: Callable[[], bool]) -> _Prompt:
+    lengths = [length(0) for _ in range(TRACKS)]
+    rewards = {found <= LIMIT and right() for found in lengths}
+    made = [min(found, LIMIT) for found in lengths]
+    return _Prompt(TRACKS, TRACKS if len(rewards) > 1 else 0, sum(made), max(made))
+
+
+def _streams(length: Callable[[float], float], right: Callable[[], bool]) -> _Prompt:
+    samples, trained, tokens = 0, 0, 0.0
+    for _ in range(TRACKS // 2):
+        tracks, rewards = [length(0), length(0)], []
+        tokens += sum(min(track, LIMIT) for track in tracks)
+        while (short := min(tracks)) <= LIMIT:
+            rewards.append(right())
+            fork = length(short)
+            tokens += min(fork, LIMIT) - short
+            tracks = [max(tracks), fork]
+        samples += 2 * len(rewards)
+        trained += 2 * sum(reward != any(rewards[n + 1 :]) for n, reward in enumerate(rewards))
+    return _Prompt(samples, trained, tokens, longest=LIMIT)  # two tracks never end at exactly one length
