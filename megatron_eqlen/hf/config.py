@@ -1,8 +1,7 @@
 """Read Hugging Face's ``config.json`` into a ``ModelConfig``.
 
 Every value comes from the file; no library's default replaces a missing value. An unsupported field that
-changes the result is an error that names the field. Families: ``qwen3`` (dense), ``qwen3_moe``,
-``qwen3_next`` (Gated DeltaNet, gated attention, shared expert).
+changes the result is an error that names the field. ``config_fields.FAMILIES`` lists the families.
 """
 
 from __future__ import annotations
@@ -10,14 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megatron_eqlen.files import read_json
-from megatron_eqlen.hf.config_fields import ConfigError, Fields
-from megatron_eqlen.hf.rope import Yarn, read_rope
-
-Family = Literal["qwen3", "qwen3_moe", "qwen3_next"]
-FAMILIES: tuple[Family, ...] = ("qwen3", "qwen3_moe", "qwen3_next")
+from megatron_eqlen.hf.config_fields import (
+    FAMILIES,
+    HARMLESS,
+    ConfigError,
+    Family,
+    Fields,
+    refuse_unsupported,
+)
+from megatron_eqlen.hf.rope import Llama3, Yarn, read_rope
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class DeltaNet:
 class ModelConfig:
     """Model configuration, in the field names of config.json."""
 
-    model_type: Family
+    model_type: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -70,17 +73,22 @@ class ModelConfig:
     experts: Experts | None = None
     delta_net: DeltaNet | None = None
     yarn: Yarn | None = None
+    llama3: Llama3 | None = None
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.model_type]
 
     @property
     def context_length(self) -> int:
-        """Maximum number of positions. Qwen3 reaches longer contexts by adding yarn alone, so that
-        ``max_position_embeddings`` keeps the original length."""
+        """Maximum number of positions. Qwen's models reach longer contexts by adding yarn alone, so that
+        ``max_position_embeddings`` keeps the original length; Llama's files count the extended one."""
         return self.yarn.context_length if self.yarn else self.max_position_embeddings
 
     @property
     def gated_attention(self) -> bool:
         """True if q_proj holds an output gate beside each query head; norms are then centred on zero."""
-        return self.model_type == "qwen3_next"
+        return self.family.hybrid
 
 
 def read_config(path: str | Path) -> ModelConfig:
@@ -103,42 +111,55 @@ def config_file(path: str | Path) -> Path:
 def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     """Return the model that the fields ``raw`` describe; ``where`` names the file in errors."""
     fields = Fields(raw, where)
-    family = fields.get("model_type", str)
-    if family not in FAMILIES:
+    name = fields.get("model_type", str)
+    if name not in FAMILIES:
         raise ConfigError(
-            f"{where}: model_type: expected one of {', '.join(FAMILIES)}, found {family!r} "
-            "(a new family is added in megatron_eqlen/hf/families.py; see README.md there)"
+            f"{where}: model_type: expected one of {', '.join(FAMILIES)}, found {name!r} "
+            "(a new family is added in megatron_eqlen/hf/config_fields.py; see README.md there)"
         )
+    family = FAMILIES[name]
     layers = fields.get("num_hidden_layers", int)
-    _refuse_unsupported(fields, family, layers)
+    refuse_unsupported(fields, name, layers)
     heads = fields.get("num_attention_heads", int)
     hidden = fields.get("hidden_size", int)
-    if family == "qwen3_moe" and "head_dim" not in raw:  # only files of this family may leave it out
-        head_dim = hidden // heads
-    else:
-        head_dim = fields.get("head_dim", int)
-    rope = read_rope(fields, partial=family == "qwen3_next")
+    rope = read_rope(fields, partial=family.hybrid)
     model = ModelConfig(
-        model_type=family,
+        model_type=name,
         vocab_size=fields.get("vocab_size", int),
         hidden_size=hidden,
         intermediate_size=fields.get("intermediate_size", int),
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=fields.get("num_key_value_heads", int),
-        head_dim=head_dim,
+        head_dim=_head_dim(fields, family, hidden, heads),
         max_position_embeddings=fields.get("max_position_embeddings", int),
         rms_norm_eps=fields.get("rms_norm_eps", float),
         rope_theta=rope.theta,
         partial_rotary_factor=rope.partial_rotary_factor,
         tie_word_embeddings=fields.get("tie_word_embeddings", bool),
-        experts=None if family == "qwen3" else _experts(fields, layers, shared=family == "qwen3_next"),
-        delta_net=_delta_net(fields, layers) if family == "qwen3_next" else None,
+        experts=_experts(fields, layers, family.shared_expert) if family.experts else None,
+        delta_net=_delta_net(fields, layers) if family.hybrid else None,
         yarn=rope.yarn,
+        llama3=rope.llama3,
     )
     _check_sizes(model, where)
-    fields.warn_of_unread(HARMLESS | ONLY_SUPPORTED.keys())
+    fields.warn_of_unread(HARMLESS | family.only_supported.keys())
     return model
+
+
+def _head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> int:
+    """Return ``head_dim``, or the heads' share of ``hidden_size`` where a file may omit it."""
+    if family.head_dim == "given":
+        return fields.get("head_dim", int)
+    given = fields.optional("head_dim", int, None)
+    if given is not None and (family.head_dim == "optional" or given * heads == hidden):
+        return given
+    if given is not None or hidden % heads:
+        raise ConfigError(
+            f"{fields.where}: hidden_size {hidden}: expected num_attention_heads {heads} x head_dim, "
+            f"found head_dim {given}"
+        )
+    return hidden // heads
 
 
 def _check_sizes(model: ModelConfig, where: str) -> None:
@@ -199,45 +220,3 @@ def _delta_net(fields: Fields, layers: int) -> DeltaNet:
         conv_kernel_dim=fields.get("linear_conv_kernel_dim", int),
         layers=linear,
     )
-
-
-ONLY_SUPPORTED: dict[str, Any] = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "use_sliding_window": False,
-    "quantization_config": None,
-}
-"""Fields that change the result and are supported at one value only; missing fields mean that value."""
-
-LAYER_TYPES: dict[Family, set[str]] = {
-    "qwen3": {"full_attention"},
-    "qwen3_moe": {"full_attention"},
-    "qwen3_next": {"full_attention", "linear_attention"},
-}
-
-HARMLESS = frozenset(
-    """
-    architectures auto_map bos_token_id eos_token_id pad_token_id dtype torch_dtype transformers_version
-    use_cache initializer_range max_window_layers sliding_window full_attention_interval layer_types
-    rope_theta rope_scaling rope_parameters partial_rotary_factor output_router_logits router_aux_loss_coef
-    _name_or_path output_attentions output_hidden_states return_dict id2label label2id problem_type
-    chunk_size_feed_forward is_encoder_decoder
-    """.split()  # noqa: SIM905
-)
-"""Fields that do not change the result, or that are read only where they matter."""
-
-
-def _refuse_unsupported(fields: Fields, family: Family, layers: int) -> None:
-    for name, expected in ONLY_SUPPORTED.items():
-        if (found := fields.raw.get(name, expected)) != expected:
-            raise ConfigError(f"{fields.where}: {name}: only {expected!r} is supported, found {found!r}")
-    kinds = fields.optional("layer_types", list, None)
-    if kinds is None:
-        return
-    if odd := [kind for kind in kinds if not isinstance(kind, str) or kind not in LAYER_TYPES[family]]:
-        raise ConfigError(f"{fields.where}: layer_types: {odd[0]!r} is not supported in a {family} model")
-    if len(kinds) != layers:
-        raise ConfigError(
-            f"{fields.where}: layer_types: expected num_hidden_layers {layers} entries, found {len(kinds)}"
-        )

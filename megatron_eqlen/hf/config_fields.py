@@ -1,4 +1,4 @@
-"""Checked access to the fields of a config.json, without default values."""
+"""Fields of a config.json: checked access without default values, the supported families, refused values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 
 class ConfigError(ValueError):
@@ -61,3 +61,88 @@ class Fields:
         unread = sorted(self.raw.keys() - self.read - set(harmless))
         if unread:
             warnings.warn(f"{self.where}: unknown fields are ignored: {', '.join(unread)}", stacklevel=3)
+
+
+@dataclass(frozen=True)
+class Family:
+    """Properties of a model family that its files do not state."""
+
+    qkv_bias: bool = False
+    """True: the query, key and value projections have biases."""
+    qk_norm: bool = True
+    """True: queries and keys are normalised."""
+    head_dim: Literal["given", "optional", "computed"] = "given"
+    """"optional": without ``head_dim``, the heads divide ``hidden_size``; "computed": they do in any case, as
+    vLLM does not read ``head_dim``."""
+    experts: bool = False
+    """True: some feed-forward layers are experts."""
+    shared_expert: bool = False
+    """True: layers of experts have a gated shared expert."""
+    hybrid: bool = False
+    """True: some layers are Gated DeltaNet, attention has an output gate and rotates a part of each head, and
+    norms are centred on zero."""
+
+    @property
+    def layer_types(self) -> set[str]:
+        return {"full_attention", "linear_attention"} if self.hybrid else {"full_attention"}
+
+    @property
+    def only_supported(self) -> dict[str, Any]:
+        """Fields that change the result and are supported at one value only; missing fields mean that
+        value."""
+        return ONLY_SUPPORTED | {"attention_bias": self.qkv_bias}
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(qk_norm=False, head_dim="optional"),
+    "qwen2": Family(qk_norm=False, head_dim="computed", qkv_bias=True),
+    "qwen3": Family(),
+    "qwen3_moe": Family(head_dim="optional", experts=True),
+    "qwen3_next": Family(experts=True, shared_expert=True, hybrid=True),
+}
+"""Supported families by ``model_type``."""
+
+ONLY_SUPPORTED: dict[str, Any] = {
+    "hidden_act": "silu",
+    "attention_dropout": 0.0,
+    "use_sliding_window": False,
+    "quantization_config": None,
+    "mlp_bias": False,
+    "rope_interleaved": False,
+    "use_mrope": False,
+    "dual_chunk_attention_config": None,
+    "pretraining_tp": 1,
+}
+
+HARMLESS = frozenset(
+    """
+    architectures auto_map bos_token_id eos_token_id pad_token_id dtype torch_dtype transformers_version
+    use_cache initializer_range max_window_layers sliding_window full_attention_interval layer_types
+    rope_theta rope_scaling rope_parameters partial_rotary_factor output_router_logits router_aux_loss_coef
+    _name_or_path output_attentions output_hidden_states return_dict id2label label2id problem_type
+    chunk_size_feed_forward is_encoder_decoder is_llama_config transformers.js_config
+    """.split()  # noqa: SIM905
+)
+"""Fields that do not change the result, or that are read only where they matter."""
+
+
+def refuse_unsupported(fields: Fields, family: str, layers: int) -> None:
+    """Raise ConfigError for a field at a value that is not supported in the family."""
+    for name, expected in FAMILIES[family].only_supported.items():
+        if (found := fields.raw.get(name, expected)) != expected:
+            raise ConfigError(
+                f"{fields.where}: {name}: only {expected!r} is supported in a {family} model, found {found!r}"
+            )
+    kinds = fields.optional("layer_types", list, None)
+    if kinds is None:
+        return
+    supported = FAMILIES[family].layer_types
+    if odd := [kind for kind in kinds if not isinstance(kind, str) or kind not in supported]:
+        raise ConfigError(
+            f"{fields.where}: layer_types: {odd[0]!r} is not supported in a {family} model, "
+            f"expected {' or '.join(sorted(supported))}"
+        )
+    if len(kinds) != layers:
+        raise ConfigError(
+            f"{fields.where}: layer_types: expected num_hidden_layers {layers} entries, found {len(kinds)}"
+        )

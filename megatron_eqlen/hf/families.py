@@ -1,69 +1,37 @@
-"""Model families, and their trained tensors by Hugging Face's and Megatron's names.
+"""Trained tensors of every model family by Hugging Face's and Megatron's names.
 
-A family is a generator of ``Weight``, in the model's order. First the families, then the parts of which they
-are made. Qwen3-Next's multi-token prediction layer (``mtp.*``) is not trained; conversion carries it through.
+The models are made of a few parts, each a generator of ``Weight``. Qwen3-Next's multi-token prediction layer
+(``mtp.*``) is not trained; conversion carries it through.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 
-from megatron_eqlen.hf.config import DeltaNet, Experts, Family, ModelConfig
+from megatron_eqlen.hf.config import DeltaNet, Experts, ModelConfig
 from megatron_eqlen.hf.weight_map import DeltaNetInput, GroupedHeads, Stacked, Weight
 
 
 @cache
 def weight_map(model: ModelConfig) -> tuple[Weight, ...]:
     """Return every trained tensor of ``model``, in the model's order."""
-    return tuple(FAMILIES[model.model_type](model))
+    return tuple(_weights(model))
 
 
-def qwen3(model: ModelConfig) -> Iterator[Weight]:
-    """Yield the weights of a dense Qwen3 model."""
-    yield embedding(model)
-    for layer in range(model.num_hidden_layers):
-        yield from norms(model, layer)
-        yield from attention(model, layer)
-        yield from dense_mlp(model, layer)
-    yield from head(model)
-
-
-def qwen3_moe(model: ModelConfig) -> Iterator[Weight]:
-    """Yield the weights of a Qwen3-MoE model: Qwen3's attention, a router and experts."""
-    moe = model.experts
-    assert moe is not None
-    yield embedding(model)
-    for layer in range(model.num_hidden_layers):
-        yield from norms(model, layer)
-        yield from attention(model, layer)
-        yield from experts(model.hidden_size, moe, layer) if moe.layers[layer] else dense_mlp(model, layer)
-    yield from head(model)
-
-
-def qwen3_next(model: ModelConfig) -> Iterator[Weight]:
-    """Yield the weights of a Qwen3-Next model: Gated DeltaNet, gated attention, experts and a shared
-    expert."""
+def _weights(model: ModelConfig) -> Iterator[Weight]:
     net, moe, hidden = model.delta_net, model.experts, model.hidden_size
-    assert net is not None
-    assert moe is not None
     yield embedding(model)
     for layer in range(model.num_hidden_layers):
         yield from norms(model, layer)
-        yield from delta_net(hidden, net, layer) if net.layers[layer] else attention(model, layer)
-        if moe.layers[layer]:
+        yield from delta_net(hidden, net, layer) if net and net.layers[layer] else attention(model, layer)
+        if moe and moe.layers[layer]:
             yield from experts(hidden, moe, layer)
-            yield from shared_expert(hidden, moe, layer)
+            if moe.shared_expert_intermediate_size:
+                yield from shared_expert(hidden, moe, layer)
         else:
             yield from dense_mlp(model, layer)
     yield from head(model)
-
-
-FAMILIES: dict[Family, Callable[[ModelConfig], Iterator[Weight]]] = {
-    "qwen3": qwen3,
-    "qwen3_moe": qwen3_moe,
-    "qwen3_next": qwen3_next,
-}
 
 
 def embedding(model: ModelConfig) -> Weight:
@@ -88,17 +56,20 @@ def attention(model: ModelConfig, layer: int) -> Iterator[Weight]:
     megatron, hf = f"decoder.layers.{layer}.self_attention.", f"model.layers.{layer}.self_attn."
     hidden, heads, groups = model.hidden_size, model.num_attention_heads, model.num_key_value_heads
     query, key = heads * model.head_dim, groups * model.head_dim
-    gated = model.gated_attention
-    yield Weight(
-        megatron + "linear_qkv.weight",
-        (hf + "q_proj.weight", hf + "k_proj.weight", hf + "v_proj.weight"),
-        ((2 * query if gated else query, hidden), (key, hidden), (key, hidden)),
-        dim=0,
-        arrangement=GroupedHeads(model.head_dim, heads // groups, gated),
-    )
+    rows = (2 * query if model.gated_attention else query), key, key
+    for kind, row in {"weight": (hidden,), "bias": ()}.items():
+        if kind == "weight" or model.family.qkv_bias:
+            yield Weight(
+                f"{megatron}linear_qkv.{kind}",
+                tuple(f"{hf}{name}_proj.{kind}" for name in "qkv"),
+                tuple((count, *row) for count in rows),
+                dim=0,
+                arrangement=GroupedHeads(model.head_dim, heads // groups, model.gated_attention),
+            )
     yield Weight(megatron + "linear_proj.weight", (hf + "o_proj.weight",), ((hidden, query),), dim=1)
-    yield Weight(megatron + "q_layernorm.weight", (hf + "q_norm.weight",), ((model.head_dim,),))
-    yield Weight(megatron + "k_layernorm.weight", (hf + "k_norm.weight",), ((model.head_dim,),))
+    if model.family.qk_norm:
+        yield Weight(megatron + "q_layernorm.weight", (hf + "q_norm.weight",), ((model.head_dim,),))
+        yield Weight(megatron + "k_layernorm.weight", (hf + "k_norm.weight",), ((model.head_dim,),))
 
 
 def dense_mlp(model: ModelConfig, layer: int) -> Iterator[Weight]:

@@ -13,16 +13,15 @@ from typing import Any
 from megatron_eqlen.hf.config_fields import ConfigError, Fields
 
 _ALWAYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-_YARN = {
-    "factor",
-    "original_max_position_embeddings",
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-    "truncate",
+_LENGTHS = {"factor", "original_max_position_embeddings"}
+KINDS: dict[str, set[str]] = {
+    "default": _ALWAYS,
+    "yarn": _ALWAYS
+    | _LENGTHS
+    | {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
+    "llama3": _ALWAYS | _LENGTHS | {"low_freq_factor", "high_freq_factor"},
 }
+"""Supported values of ``rope_type``, and the keys that a file may have with each."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +46,23 @@ class Yarn:
 
 
 @dataclass(frozen=True)
+class Llama3:
+    """Extended context of Llama 3.1: long wavelengths are stretched by ``factor``, short ones kept."""
+
+    factor: float
+    original_max_position_embeddings: int
+    low_freq_factor: float
+    """Dimensions with fewer turns than this within the original length are stretched."""
+    high_freq_factor: float
+    """Dimensions with more turns than this are kept; in between both are interpolated."""
+
+
+@dataclass(frozen=True)
 class Rope:
     theta: float
     partial_rotary_factor: float
     yarn: Yarn | None
+    llama3: Llama3 | None
 
 
 def read_rope(fields: Fields, partial: bool) -> Rope:
@@ -68,7 +80,7 @@ def read_rope(fields: Fields, partial: bool) -> Rope:
         raise ConfigError(f"{fields.where}: missing field 'partial_rotary_factor'")
     if rotary is not None and rotary > 1:
         raise ConfigError(f"{fields.where}: partial_rotary_factor: expected at most 1, found {rotary}")
-    return Rope(theta, 1.0 if rotary is None else rotary, _yarn(fields, rope))
+    return Rope(theta, 1.0 if rotary is None else rotary, _yarn(fields, rope), _llama3(fields, rope))
 
 
 def _rope_dict(fields: Fields) -> Fields:
@@ -81,13 +93,16 @@ def _rope_dict(fields: Fields) -> Fields:
         )
     name = "rope_scaling" if found["rope_scaling"] else "rope_parameters"
     rope = Fields(found[name], f"{fields.where}: {name}")
-    kind = rope.raw.get("rope_type", rope.raw.get("type", "default"))
-    if kind not in ("default", "yarn"):
-        raise ConfigError(f"{rope.where}.rope_type: expected 'default' or 'yarn', found {kind!r}")
-    known = _ALWAYS | _YARN if kind == "yarn" else _ALWAYS
-    if odd := sorted(rope.raw.keys() - known):
+    kind = _kind(rope)
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ConfigError(f"{rope.where}.rope_type: expected one of {', '.join(KINDS)}, found {kind!r}")
+    if odd := sorted(rope.raw.keys() - KINDS[kind]):
         raise ConfigError(f"{rope.where}: {odd} not supported with rope_type {kind!r}")
     return rope
+
+
+def _kind(rope: Fields) -> Any:
+    return rope.raw.get("rope_type", rope.raw.get("type", "default"))
 
 
 def _agreed(fields: Fields, rope: Fields, key: str, kind: type) -> Any:
@@ -100,14 +115,33 @@ def _agreed(fields: Fields, rope: Fields, key: str, kind: type) -> Any:
     return inner
 
 
-def _yarn(fields: Fields, rope: Fields) -> Yarn | None:
-    if rope.raw.get("rope_type", rope.raw.get("type")) != "yarn":
+def _llama3(fields: Fields, rope: Fields) -> Llama3 | None:
+    if _kind(rope) != "llama3":
         return None
+    factor, original = _lengths(fields, rope)
+    low, high = (rope.get(key, float) for key in ("low_freq_factor", "high_freq_factor"))
+    if not 0 < low < high:
+        raise ConfigError(
+            f"{rope.where}: low_freq_factor: expected more than 0 and less than high_freq_factor {high}, "
+            f"found {low}"
+        )
+    return Llama3(factor, original, low, high)
+
+
+def _lengths(fields: Fields, rope: Fields) -> tuple[float, int]:
+    """Return ``factor`` and ``original_max_position_embeddings``."""
     factor = rope.get("factor", float)
     if factor < 1:
         raise ConfigError(f"{rope.where}: factor: expected at least 1, found {factor}")
     original = rope.get("original_max_position_embeddings", int)
     _agreed(fields, rope, "original_max_position_embeddings", int)  # Transformers prefers the outer value
+    return factor, original
+
+
+def _yarn(fields: Fields, rope: Fields) -> Yarn | None:
+    if _kind(rope) != "yarn":
+        return None
+    factor, original = _lengths(fields, rope)
     betas = {key: rope.get(key, float) for key in ("beta_fast", "beta_slow") if key in rope.raw}
     if zero := [key for key, value in betas.items() if value == 0]:
         raise ConfigError(f"{rope.where}: {zero[0]}: expected more than 0, found 0")

@@ -58,7 +58,7 @@ class Stacked:
 class GroupedHeads:
     """q, k, v rows -> for each key-value group its query heads, (its gate heads,) its key, its value.
 
-    A gated q_proj holds the query rows and then the gate rows of every head.
+    A gated q_proj holds the query rows and then the gate rows of every head. Biases have rows of one number.
     """
 
     head_dim: int
@@ -67,20 +67,20 @@ class GroupedHeads:
 
     def merge(self, parts: list[Tensor]) -> Tensor:
         query, key, value = parts
-        hidden = query.shape[-1]
+        row = query.shape[1:]
         groups = key.shape[0] // self.head_dim
-        query = query.view(groups, self.heads_per_group, self._kinds, self.head_dim, hidden)
-        query = query.transpose(1, 2).reshape(groups, -1, hidden)
-        key, value = (part.view(groups, self.head_dim, hidden) for part in (key, value))
-        return _cat((query, key, value), dim=1).view(-1, hidden)
+        query = query.view(groups, self.heads_per_group, self._kinds, self.head_dim, *row)
+        query = query.transpose(1, 2).reshape(groups, -1, *row)
+        key, value = (part.view(groups, self.head_dim, *row) for part in (key, value))
+        return _cat((query, key, value), dim=1).view(-1, *row)
 
     def split(self, tensor: Tensor) -> list[Tensor]:
-        hidden = tensor.shape[-1]
+        row = tensor.shape[1:]
         query_rows = self._kinds * self.heads_per_group * self.head_dim
-        groups = tensor.view(-1, query_rows + 2 * self.head_dim, hidden)
+        groups = tensor.view(-1, query_rows + 2 * self.head_dim, *row)
         query, key, value = groups.split([query_rows, self.head_dim, self.head_dim], dim=1)
-        query = query.reshape(-1, self._kinds, self.heads_per_group, self.head_dim, hidden).transpose(1, 2)
-        return [part.reshape(-1, hidden) for part in (query, key, value)]
+        query = query.reshape(-1, self._kinds, self.heads_per_group, self.head_dim, *row).transpose(1, 2)
+        return [part.reshape(-1, *row) for part in (query, key, value)]
 
     @property
     def _kinds(self) -> int:

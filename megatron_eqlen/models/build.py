@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel.layers import (
 from torch.overrides import TorchFunctionMode
 
 from megatron_eqlen.hf.config import ModelConfig, read_config
-from megatron_eqlen.models.config import gpt_arguments, transformer_config, yarn_frequencies
+from megatron_eqlen.models.config import gpt_arguments, scaled_frequencies, transformer_config
 from megatron_eqlen.models.gpt import PolicyModel
 from megatron_eqlen.models.layer_specs import block_spec
 from megatron_eqlen.models.router_replay import number_routers
@@ -85,10 +85,10 @@ def _chunk(model: ModelConfig, config: Any, vp_stage: int | None) -> PolicyModel
         **gpt_arguments(model),
     )
     chunk.model_config = model
-    if model.yarn:
-        plain = chunk.rotary_pos_emb.inv_freq
-        frequencies = yarn_frequencies(model.yarn, model.rope_theta, 2 * len(plain))
-        chunk.rotary_pos_emb.inv_freq = frequencies.to(plain.device)
+    plain = chunk.rotary_pos_emb.inv_freq
+    scaled = scaled_frequencies(model, 2 * len(plain))
+    if scaled is not None:
+        chunk.rotary_pos_emb.inv_freq = scaled.to(plain.device)
     _mark_tensor_parallel_parameters(chunk)
     _mark_expert_parameters(chunk)
     if torch.cuda.is_available() and not next(chunk.parameters()).is_meta:

@@ -12,7 +12,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_eqlen.hf.config import DeltaNet, Experts, ModelConfig
-from megatron_eqlen.hf.rope import Yarn
+from megatron_eqlen.hf.rope import Llama3, Yarn
 from megatron_eqlen.megatron_cpu import packages
 from megatron_eqlen.recipe import ParallelRecipe, layout
 
@@ -36,7 +36,8 @@ def transformer_config(
         "normalization": "RMSNorm",
         "layernorm_epsilon": model.rms_norm_eps,
         "layernorm_zero_centered_gamma": model.gated_attention,
-        "qk_layernorm": True,
+        "qk_layernorm": model.family.qk_norm,
+        "add_qkv_bias": model.family.qkv_bias,
         "attention_output_gate": model.gated_attention,
         "gated_linear_unit": True,
         "activation_func": F.silu,
@@ -157,8 +158,16 @@ def _delta_net_fields(delta_net: DeltaNet) -> dict[str, Any]:
     }
 
 
+def scaled_frequencies(model: ModelConfig, dim: int) -> Tensor | None:
+    """Return the angles per position, [dim / 2] float32, of heads that are rotated in ``dim`` dimensions;
+    None if the model does not scale them."""
+    if model.yarn:
+        return yarn_frequencies(model.yarn, model.rope_theta, dim)
+    return llama3_frequencies(model.llama3, model.rope_theta, dim) if model.llama3 else None
+
+
 def yarn_frequencies(yarn: Yarn, theta: float, dim: int) -> Tensor:
-    """Return the angles per position, [dim / 2] float32, of heads that are rotated in ``dim`` dimensions.
+    """Return the angles of ``scaled_frequencies`` with YaRN.
 
     They equal those of Transformers' ``_compute_yarn_parameters`` to the bit: at position 131,072 a different
     rounding of a frequency near 1 changes the angle by 0.01.
@@ -178,6 +187,23 @@ def yarn_frequencies(yarn: Yarn, theta: float, dim: int) -> Tensor:
     kept = 1 - ramp.clamp(0, 1)
     wavelengths = theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     return 1.0 / (yarn.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
+
+
+def llama3_frequencies(llama3: Llama3, theta: float, dim: int) -> Tensor:
+    """Return the angles of ``scaled_frequencies`` with Llama 3.1's scaling, to the bit those of Transformers'
+    ``_compute_llama3_parameters``."""
+    plain = 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+    length, low, high = (
+        llama3.original_max_position_embeddings,
+        llama3.low_freq_factor,
+        llama3.high_freq_factor,
+    )
+    wavelengths = 2 * math.pi / plain
+    stretched = torch.where(wavelengths > length / low, plain / llama3.factor, plain)
+    smooth = (length / wavelengths - low) / (high - low)
+    between = (1 - smooth) * stretched / llama3.factor + smooth * stretched
+    medium = ~(wavelengths < length / high) & ~(wavelengths > length / low)
+    return torch.where(medium, between, stretched)
 
 
 def set_attention_factor(config: TransformerConfig, factor: float) -> None:

@@ -2,7 +2,7 @@
 
     TransformerLayer
       input_layernorm
-      self_attention   attention (q/k norms, optional output gate) around TreeAttention,
+      self_attention   attention (optional q/k norms, output gate) around TreeAttention,
                        or TreeGatedDeltaNet
       pre_mlp_layernorm
       mlp              dense, or a router with experts and an optional gated shared expert
@@ -109,7 +109,7 @@ def _layer(config: TransformerConfig, modules: BackendSpecProvider, number: int)
     bias_dropout_add: Any = get_bias_dropout_add  # accepted by Megatron, but not declared
     submodules = TransformerLayerSubmodules(
         input_layernorm=IdentityOp if fused else norm,
-        self_attention=_delta_net(modules) if linear else _attention(modules),
+        self_attention=_delta_net(modules) if linear else _attention(config, modules),
         self_attn_bda=bias_dropout_add,
         pre_mlp_layernorm=IdentityOp if fused and not sparse else norm,
         mlp=_experts(config, modules) if sparse else get_mlp_module_spec_for_backend(backend=modules),
@@ -132,13 +132,14 @@ def _after_norm(modules: BackendSpecProvider) -> type:
     return modules.column_parallel_layer_norm_linear() or modules.column_parallel_linear()
 
 
-def _attention(modules: BackendSpecProvider) -> ModuleSpec:
+def _attention(config: TransformerConfig, modules: BackendSpecProvider) -> ModuleSpec:
+    norm = modules.layer_norm(rms_norm=True, for_qk=True) if config.qk_layernorm else None
     submodules = SelfAttentionSubmodules(
         linear_qkv=_after_norm(modules),
         core_attention=TreeAttention,
         linear_proj=modules.row_parallel_linear(),
-        q_layernorm=modules.layer_norm(rms_norm=True, for_qk=True),
-        k_layernorm=modules.layer_norm(rms_norm=True, for_qk=True),
+        q_layernorm=norm,
+        k_layernorm=norm,
     )
     causal = {"attn_mask_type": AttnMaskType.causal}
     return ModuleSpec(module=SelfAttention, params=causal, submodules=submodules)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import Recipe, RolloutRecipe
-from tests.kit.tiny_models import FAMILIES, save_tiny
+from tests.kit.tiny_models import save_tiny
 
 if TYPE_CHECKING:
     from megatron_eqlen.rollout.vllm.engine.colocated import ColocatedEngine
@@ -21,14 +21,14 @@ EOS = [1, 2]
 MAX_LEN = 256
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
 CHANGES = {
-    "qwen3": {"head_dim": 32, "num_hidden_layers": 2},
-    "tied, yarn": {
-        "head_dim": 32,
+    "llama": {"head_dim": 32, "num_hidden_layers": 2},  # tied, with a stretched rotation
+    "qwen2": {
+        "hidden_size": 128,
         "num_hidden_layers": 2,
-        "tie_word_embeddings": True,
         "max_position_embeddings": 40,
         "rope_parameters": YARN,
     },
+    "qwen3": {"head_dim": 32, "num_hidden_layers": 2},
     "qwen3_moe": {"head_dim": 32, "num_hidden_layers": 2, "num_experts": 4, "moe_intermediate_size": 64},
     "qwen3_next": {
         "head_dim": 32,
@@ -48,7 +48,7 @@ _models = tempfile.TemporaryDirectory(prefix="tiny-models-")
 def folder(kind: str, seed: int = 0) -> Path:
     """Return a folder with a tiny model, which exists until the process ends."""
     path = Path(_models.name) / f"{kind}-{seed}"
-    save_tiny(path, kind if kind in FAMILIES else "qwen3", seed=seed, **CHANGES[kind])
+    save_tiny(path, kind, seed=seed, **CHANGES[kind])
     return path
 
 

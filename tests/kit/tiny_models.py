@@ -1,4 +1,4 @@
-"""Tiny random models of the three families, made by Transformers itself: the reference of the model tests."""
+"""Tiny random models of every family, made by Transformers itself: the reference of the model tests."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.llama import LlamaConfig
+from transformers.models.qwen2 import Qwen2Config
 from transformers.models.qwen3 import Qwen3Config
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_next import Qwen3NextConfig
 
-FAMILIES = ("qwen3", "qwen3_moe", "qwen3_next")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_next")
 
 COMMON: dict[str, Any] = {
     "vocab_size": 96,
@@ -39,7 +41,31 @@ NEXT: dict[str, Any] = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 8,
 }
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+OWN: dict[str, dict[str, Any]] = {
+    "llama": COMMON | {"rope_parameters": LLAMA3, "tie_word_embeddings": True},
+    "qwen2": {key: value for key, value in COMMON.items() if key != "head_dim"},
+    "qwen3": COMMON,
+    "qwen3_moe": COMMON | EXPERTS,
+    "qwen3_next": COMMON | EXPERTS | NEXT,
+}
+CONFIGS: dict[str, type[PreTrainedConfig]] = {
+    "llama": LlamaConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
+    "qwen3_next": Qwen3NextConfig,
+}
 SHORT: dict[str, dict[str, Any]] = {
+    "llama": {"num_hidden_layers": 2},
+    "qwen2": {"num_hidden_layers": 2},
     "qwen3": {"num_hidden_layers": 2},
     "qwen3_moe": {"num_hidden_layers": 2},
     "qwen3_next": {"num_hidden_layers": 2, "full_attention_interval": 2},
@@ -47,12 +73,8 @@ SHORT: dict[str, dict[str, Any]] = {
 """Changes that halve the number of layers; Qwen3-Next keeps one of each kind."""
 
 
-def tiny_config(family: str, **changes: Any) -> Qwen3Config | Qwen3MoeConfig | Qwen3NextConfig:
-    if family == "qwen3":
-        return Qwen3Config(**COMMON | changes)
-    if family == "qwen3_moe":
-        return Qwen3MoeConfig(**COMMON | EXPERTS | changes)
-    return Qwen3NextConfig(**COMMON | EXPERTS | NEXT | changes)
+def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
+    return CONFIGS[family](**OWN[family] | changes)
 
 
 def tiny_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
@@ -61,7 +83,7 @@ def tiny_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(tiny_config(family, **changes), attn_implementation="sdpa")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if "norm" in name or name.endswith("_proj.bias"):
                 parameter.add_(0.3 * torch.randn_like(parameter))
             elif parameter.dim() > 1:
                 parameter.normal_(0, 0.1)

@@ -17,8 +17,8 @@ import torch
 import yaml
 
 from megatron_eqlen.data.prompts import PromptSource
-from megatron_eqlen.hf import config, families
 from megatron_eqlen.hf.config import ConfigError, read_config
+from megatron_eqlen.hf.config_fields import FAMILIES, Family
 from megatron_eqlen.hf.folder import HFFolder
 from megatron_eqlen.hf.folder_check import check_folder
 from megatron_eqlen.hf.tokenizer import load_tokenizer
@@ -439,18 +439,16 @@ class Scripted:
         return {}
 
 
-# ---- a model family: its weights and its line in FAMILIES, its name and layer types in hf/config.py --------
+# ---- a model family: its line in hf/config_fields.py -------------------------------------------------------
 
 
-def test_a_model_family_is_its_weights_and_its_lines(tmp_path, monkeypatch):
+def test_a_model_family_of_known_parts_is_one_line(tmp_path, monkeypatch):
     save_tiny(tmp_path, "qwen3_moe")
     raw = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | {"model_type": "again_moe"}))
     with pytest.raises(ConfigError, match=r"expected one of .*, found 'again_moe'"):
         read_config(tmp_path)
-    monkeypatch.setattr(config, "FAMILIES", (*config.FAMILIES, "again_moe"))
-    monkeypatch.setitem(config.LAYER_TYPES, "again_moe", {"full_attention"})
-    monkeypatch.setitem(families.FAMILIES, "again_moe", families.qwen3_moe)
+    monkeypatch.setitem(FAMILIES, "again_moe", Family(experts=True))
     model = read_config(tmp_path)
     by_name = check_folder(HFFolder(tmp_path), model)
     assert "embedding.word_embeddings.weight" in by_name

@@ -50,7 +50,9 @@ def configs(draw) -> dict:
         "hidden_size": 32,  # vLLM has kernels for experts on CPUs at multiples of 32
         "head_dim": 8,
     }
-    if family != "qwen3":
+    if family in ("llama", "qwen2"):
+        sizes["hidden_size"] = sizes["head_dim"] * sizes["num_attention_heads"]
+    if family.startswith("qwen3_"):
         experts = draw(st.sampled_from([2, 4, 6, 8]))
         sizes |= {"num_experts": experts, "moe_intermediate_size": draw(size(12))}
     if family == "qwen3_moe":
@@ -111,6 +113,8 @@ def sizes_match(chunks: list, parallel: ParallelRecipe, model: ModelConfig) -> b
     """Return True if a rank's parts of the file, as Megatron arranges them, have the shapes of its
     parameters."""
     weights = {weight.megatron: weight for weight in weight_map(model)}
+    if model.tie_word_embeddings:  # the last stage keeps a copy
+        weights["output_layer.weight"] = weights["embedding.word_embeddings.weight"]
     for name, parameter in local_parameters(chunks).items():
         weight = weights[name]
         ranks = parallel.tensor if weight.expert is None else parallel.expert_tensor

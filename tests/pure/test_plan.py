@@ -25,6 +25,11 @@ from tests.kit.tiny_models import save_tiny
 
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("qwen3*.yaml"))
 PUBLISHED = {
+    "smollm2-135m-instruct": 0.135,
+    "llama-3.2-1b-instruct": 1.236,
+    "llama-3.1-8b-instruct": 8.030,
+    "qwen2.5-0.5b-instruct": 0.494,
+    "deepseek-r1-distill-qwen-1.5b": 1.777,
     "qwen3-0.6b": 0.596,
     "qwen3-4b": 4.022,
     "qwen3-8b": 8.191,

@@ -13,13 +13,19 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_eqlen import hf
 from megatron_eqlen.hf.config import ConfigError, parse_config, read_config
+from megatron_eqlen.hf.config_fields import FAMILIES as FAMILY_TABLE
 from megatron_eqlen.hf.families import weight_map
-from megatron_eqlen.models.config import gpt_arguments, transformer_config, yarn_frequencies
+from megatron_eqlen.models.config import (
+    gpt_arguments,
+    scaled_frequencies,
+    transformer_config,
+    yarn_frequencies,
+)
 from megatron_eqlen.plan.flops import active_parameters, pair_cost
 from megatron_eqlen.recipe import ParallelRecipe
 from tests.kit.distributed import run_ranks
 from tests.kit.marks import slow_but
-from tests.kit.tiny_models import FAMILIES, tiny_config
+from tests.kit.tiny_models import FAMILIES, LLAMA3, tiny_config
 
 SHIPPED = Path(hf.__file__).parent / "configs"
 PARAMETERS = {"qwen3-32b": 32.762, "qwen3-next-80b-a3b-thinking": 79.674}
@@ -70,6 +76,8 @@ def test_old_and_new_spellings_are_one_model(tmp_path, family):
     rope = new["rope_parameters"]
     old = {key: value for key, value in new.items() if key != "rope_parameters"}
     old["rope_theta"] = rope["rope_theta"]
+    if rope["rope_type"] != "default":
+        old["rope_scaling"] = rope
     if "num_local_experts" in old:
         old["num_experts"] = old.pop("num_local_experts")
     if family == "qwen3_next":
@@ -83,7 +91,7 @@ def test_no_field_has_a_default(tmp_path, family):
     """Every field that is read is needed, except those whose absence the families' files allow."""
     whole = saved(tmp_path, family)
     model = parse_config(whole, "whole")
-    optional = {"head_dim"} if family == "qwen3_moe" else set()
+    optional = {"head_dim"} if FAMILY_TABLE[family].head_dim != "given" else set()
     named_otherwise = {"rope_parameters": "rope_theta", "layer_types": "full_attention_interval"}
     for name in set(whole) - optional:
         rest = {key: value for key, value in whole.items() if key != name}
@@ -107,7 +115,9 @@ REFUSED = {
     "rope_parameters": ({"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, "qwen3"),
     "quantization_config": ({"quant_method": "fp8"}, "qwen3_next"),
     "layer_types": (["sliding_attention"] * 4, "qwen3"),
-    "model_type": ("llama", "qwen3"),
+    "model_type": ("mistral", "qwen3"),
+    "mlp_bias": (True, "llama"),
+    "use_mrope": (True, "qwen2"),
     "num_attention_heads": ("many", "qwen3"),
     "num_hidden_layers": (0, "qwen3"),
     "partial_rotary_factor": (0.5, "qwen3"),
@@ -164,6 +174,18 @@ def test_yarn_is_that_of_transformers_to_the_bit(family, options):
     megatron = transformer_config(model, ParallelRecipe(), torch.float32)
     assert _yarn_get_concentration_factor_from_config(megatron) == pytest.approx(factor, rel=1e-15)
     assert model.context_length == int(rope["factor"] * rope["original_max_position_embeddings"])
+
+
+@pytest.mark.parametrize("factor", [8.0, 32])
+def test_llama3_scaling_is_that_of_transformers_to_the_bit(factor):
+    """The numbers are those of Llama 3.1 and 3.2."""
+    rope = LLAMA3 | {"rope_theta": 5e5, "factor": factor, "original_max_position_embeddings": 8192}
+    config = tiny_config("llama", rope_parameters=dict(rope), head_dim=128)
+    expected, attention_factor = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    found = scaled_frequencies(parse_config(config.to_dict(), "here.json"), 128)
+    assert found is not None
+    assert torch.equal(found, expected)
+    assert attention_factor == 1
 
 
 YARN_REFUSED = {
@@ -245,6 +267,31 @@ SIZES = {
         {"layer_types": ["full_attention"] * 5},
         "num_hidden_layers 4 .*, found 5",
     ),
+    "biases that a family has or lacks": (
+        "qwen2",
+        {"attention_bias": False},
+        "attention_bias: only True is supported in a qwen2 model, found False",
+    ),
+    "a size of heads that is not given": (
+        "llama",
+        {"hidden_size": 66, "head_dim": None},
+        "hidden_size 66: expected num_attention_heads 4 x head_dim, found head_dim None",
+    ),
+    "a size of heads that vLLM does not read": (
+        "qwen2",
+        {"head_dim": 32},
+        "hidden_size 64: expected num_attention_heads 4 x head_dim, found head_dim 32",
+    ),
+    "a stretched rotation": (
+        "llama",
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
+        "rope_parameters.rope_type: expected one of default, yarn, llama3, found 'longrope'",
+    ),
+    "frequencies in the wrong order": (
+        "llama",
+        {"rope_parameters": LLAMA3 | {"low_freq_factor": 8.0}},
+        "low_freq_factor: expected more than 0 and less than high_freq_factor 4.0, found 8.0",
+    ),
     "a kind of kinds": (
         "qwen3",
         {"layer_types": [["full_attention"]] * 4},
@@ -278,8 +325,8 @@ def test_null_means_what_transformers_takes_it_for(tmp_path, family, field):
 
 
 def test_an_unsupported_family_is_told_where_a_new_one_is_added(tmp_path):
-    with pytest.raises(ConfigError, match=r"qwen3_next, found .llama. .*hf/families\.py"):
-        parse_config(saved(tmp_path, "qwen3") | {"model_type": "llama"}, "here.json")
+    with pytest.raises(ConfigError, match=r"llama, qwen2, .*, found .mistral. .*hf/config_fields\.py"):
+        parse_config(saved(tmp_path, "qwen3") | {"model_type": "mistral"}, "here.json")
 
 
 def test_an_unknown_field_is_said_aloud(tmp_path):

@@ -13,6 +13,8 @@ from tests.kit.distributed import run_ranks
 from tests.kit.tiny_models import FAMILIES, save_tiny, tiny_config
 
 LAYOUTS = {
+    "llama": [(2, {"pipeline": 2})],
+    "qwen2": [(2, {"tensor": 2})],
     "qwen3": [
         (2, {"tensor": 2}),
         (4, {"tensor": 2, "pipeline": 2}),
