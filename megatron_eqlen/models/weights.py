@@ -4,7 +4,7 @@
     export_hf(chunks)                 (name, unsharded tensor) one by one, on every rank
     save_hf(chunks, source, out)      a folder that Transformers and vLLM load
 
-All three follow the family's weight map (qwen3.py, qwen3_moe.py, qwen3_next.py). They copy bits and never
+All three follow the model's weight map (hf/families.py). They copy bits and never
 compute: a round trip through any layout is exact. Peak extra memory: the two largest tensors, or for the
 export twice ``SENT_AT_ONCE`` if that is more.
 """

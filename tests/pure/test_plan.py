@@ -55,6 +55,13 @@ def test_a_shipped_recipe_fits_and_its_lines_in_the_documentation_are_what_the_p
     assert {of[: of.rindex("|", 0, -1) + 1].strip() for of in (TABLE_HEAD, line)} <= {*readme}, "no estimates"
 
 
+@pytest.mark.parametrize("name", ["llama3.2_1b.yaml", "qwen2.5_0.5b.yaml"])
+def test_a_recipe_of_another_family_fits_and_its_line_in_the_guide_is_what_the_plan_says(name: str):
+    recipe = load(ROOT / "recipes" / name)
+    assert memory(recipe, model_config(recipe)).problems() == []
+    assert table_row(name, recipe) in (ROOT / "docs/recipes.md").read_text().splitlines()
+
+
 def test_a_recipe_that_says_how_much_host_memory_it_needs_says_what_the_plan_says():
     said = {
         path.name: int(found[1])
