@@ -25,6 +25,7 @@ def check_combination(recipe: Recipe) -> None:
     _check_engine_logprobs(recipe)
     _check_off_policy(recipe, objective)
     _check_rewards(recipe, objective)
+    _check_lengths(recipe, objective)
 
 
 def _check_sampling(recipe: Recipe, objective: Objective) -> None:
@@ -253,3 +254,24 @@ def _check_rewards(recipe: Recipe, objective: Objective) -> None:
         )
     if recipe.loss.gr3_alpha is not None and not isinstance(objective.advantage, Gr3):
         raise ValueError(f"loss.gr3_alpha: only objective: gr3 has it, found objective: {objective.name}")
+
+
+def _check_lengths(recipe: Recipe, objective: Objective) -> None:
+    """Refuse to choose prompts by length where a prompt has no mean response length to compare."""
+    if objective.length_quantiles is None:
+        return
+    key = f"loss.length_quantiles: {list(objective.length_quantiles)}"
+    if list(objective.length_quantiles) != sorted(objective.length_quantiles):
+        raise ValueError(f"{key}: expected [low, high, max] with low <= high <= max")
+    if not objective.dynamic_sampling:
+        raise ValueError(f"{key}: prompts are replaced by dynamic sampling: set loss.dynamic_sampling: true")
+    if recipe.sampling != "independent":
+        raise ValueError(
+            f"{key} with sampling: {recipe.sampling}: its responses share prefixes, so their mean length is "
+            f"not that of independent responses; use sampling: independent"
+        )
+    if recipe.rollout.carry_over:
+        raise ValueError(
+            f"{key} with rollout.carry_over: true: groups that are complete in the same step are of like "
+            f"lengths, so that their quantiles are not those of the prompts drawn together"
+        )

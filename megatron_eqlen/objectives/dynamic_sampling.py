@@ -1,14 +1,29 @@
-"""DAPO's dynamic sampling: keeps the prompts whose rewards differ. The loop replaces the others."""
+"""Dynamic sampling: keeps the prompts that a step trains. The loop replaces the others.
+
+DAPO keeps the prompts whose rewards differ. LSPO (arXiv 2510.01459) keeps of these the prompts with short and
+with long responses: with L(q) the mean length of the responses to q,
+
+    L(q) <= Q(low)  or  Q(high) <= L(q) <= Q(max)
+
+where Q(a) is the least t such that at least the share a of the prompts has L(q) <= t, over the prompts with
+differing rewards that were drawn together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 from megatron_eqlen.objectives.registry import resolve
-from megatron_eqlen.objectives.units import due_rollouts, verifier_rewards
+from megatron_eqlen.objectives.units import due_rollouts, response_lengths, verifier_rewards
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import all_equal
 from megatron_eqlen.types import Rollout
+
+ROUND_OFF = 1e-9
+"""Tolerance of a share of prompts: 0.55 of 100 prompts are 55, not 56."""
 
 
 def filter_groups(rollouts: Sequence[Rollout], recipe: Recipe) -> tuple[list[str], list[str]]:
@@ -16,14 +31,39 @@ def filter_groups(rollouts: Sequence[Rollout], recipe: Recipe) -> tuple[list[str
 
     A prompt is kept if the verifier's rewards differ inside at least one of its comparison units (its group,
     a pair of its streams). Length penalties do not count, as in DAPO: a group that is all correct teaches
-    nothing about the problem.
+    nothing about the problem. ``loss.length_quantiles`` drops prompts of medium length, too.
     """
     differs = {rollout.prompt_id: False for rollout in rollouts}
     for rollout in rollouts:
         units = verifier_rewards(rollout, recipe)
         differs[rollout.prompt_id] |= any(rewards and not all_equal(rewards) for rewards in units)
+    quantiles = resolve(recipe).length_quantiles
+    if quantiles is not None:
+        left = [rollout for rollout in rollouts if differs[rollout.prompt_id]]
+        for lengths in _mean_lengths_by_draw(left, recipe):
+            extreme = _extremes(lengths, quantiles)
+            differs |= {prompt_id: prompt_id in extreme for prompt_id in lengths}
     keep = [prompt_id for prompt_id, found in differs.items() if found]
     return keep, [prompt_id for prompt_id, found in differs.items() if not found]
+
+
+def _mean_lengths_by_draw(rollouts: Sequence[Rollout], recipe: Recipe) -> list[dict[str, float]]:
+    """Return the mean response length of each prompt, for each set of prompts that was drawn together. A
+    recorded step holds several sets."""
+    lengths: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rollout in rollouts:
+        draw = rollout.prompt.number // recipe.data.prompts_per_step
+        lengths[draw][rollout.prompt_id] += response_lengths(rollout, recipe)
+    return [
+        {prompt_id: fmean(values) for prompt_id, values in prompts.items()} for prompts in lengths.values()
+    ]
+
+
+def _extremes(lengths: Mapping[str, float], quantiles: tuple[float, float, float]) -> set[str]:
+    """Return the prompts with a mean length up to the low quantile, or from the high one to the maximum."""
+    ordered = sorted(lengths.values())
+    low, high, top = (ordered[math.ceil(share * len(ordered) - ROUND_OFF) - 1] for share in quantiles)
+    return {prompt_id for prompt_id, length in lengths.items() if length <= low or high <= length <= top}
 
 
 def trained(rollouts: Sequence[Rollout], recipe: Recipe) -> Sequence[Rollout]:
@@ -35,8 +75,8 @@ def trained(rollouts: Sequence[Rollout], recipe: Recipe) -> Sequence[Rollout]:
 
 
 def select(rollouts: Sequence[Rollout], recipe: Recipe, room: int) -> tuple[list[Rollout], int]:
-    """Return (the rollouts of the first ``room`` prompts that are kept, the number of prompts with equal
-    rewards). With ``rollout.carry_over`` there is room for all: no later step trains the same units."""
+    """Return (the rollouts of the first ``room`` prompts that are kept, the number of prompts that are
+    dropped). With ``rollout.carry_over`` there is room for all: no later step trains the same units."""
     keep, dropped = filter_groups(rollouts, recipe)
     kept = set(keep if recipe.rollout.carry_over else keep[:room])
     return [rollout for rollout in rollouts if rollout.prompt_id in kept], len(dropped)

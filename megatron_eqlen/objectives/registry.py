@@ -44,6 +44,14 @@ OBJECTIVES = {
         ),
         Objective("gspo", grpo, seq_mean_token_mean, Gspo()),
         Objective("luspo", grpo, seq_mean_token_sum, Gspo(2e-3, 2.5e-3)),
+        Objective(
+            "lspo",
+            grpo,
+            seq_mean_token_mean,
+            Ppo(),
+            dynamic_sampling=True,
+            length_quantiles=(0.3, 0.65, 0.95),
+        ),
         Objective("rloo", rloo, seq_mean_token_mean, Reinforce()),
         Objective("gr3", Gr3(), seq_mean_token_mean, Ppo()),
         Objective("vespo", dr_grpo, token_mean, Vespo()),
@@ -56,8 +64,12 @@ OBJECTIVES = {
     ]
 }
 
-WITHOUT_EQUATIONS = ("p_gspo", "t2t", "lspo")
-"""Methods that the paper names and that have no complete public equation."""
+NOT_HERE = {
+    "p_gspo": "its paper was withdrawn, and its full equations are not public",
+    "t2t": "the equations of its paper (arXiv 2602.04265v3) are not transcribed; an advantage of your own "
+    "can be named by import path (loss.advantage)",
+}
+"""Methods that the paper names and that are not implemented, with the reason."""
 
 
 def lookup(name: str) -> Objective:
@@ -67,8 +79,8 @@ def lookup(name: str) -> Objective:
     """
     if is_import_path(name):
         return load_object(name, "objective", Objective)
-    if name.lower().replace("-", "_") in WITHOUT_EQUATIONS:
-        raise ValueError(f"objective: {name} is not here, because its full equations are not public")
+    if reason := NOT_HERE.get(name.lower().replace("-", "_")):
+        raise ValueError(f"objective: {name} is not here: {reason}")
     if name not in OBJECTIVES:
         near = difflib.get_close_matches(name, OBJECTIVES, n=1, cutoff=0.0)[0]
         raise ValueError(f"objective: {name!r} is not one of {', '.join(OBJECTIVES)} (nearest: {near!r})")
@@ -82,7 +94,7 @@ def resolve(recipe: Recipe) -> Objective:
     advantages by the standard deviation of a pair, which would leave only the sign of its gap.
     """
     objective, loss = lookup(recipe.objective), recipe.loss
-    named = ("overlong_factor", "dynamic_sampling")
+    named = ("overlong_factor", "dynamic_sampling", "length_quantiles")
     changes: dict[str, Any] = {key: getattr(loss, key) for key in named if getattr(loss, key) is not None}
     if is_on_policy(recipe):
         changes["aggregation"] = seq_mean_token_sum_norm
@@ -131,6 +143,7 @@ def with_defaults(recipe: Recipe) -> Recipe:
         "loss_agg_mode": name_of(objective.aggregation, AGGREGATIONS) or recipe.loss.loss_agg_mode,
         "overlong_buffer": objective.overlong_buffer,
         "dynamic_sampling": objective.dynamic_sampling,
+        "length_quantiles": objective.length_quantiles,
     }
     if objective.overlong_buffer:
         loss["overlong_factor"] = objective.overlong_factor

@@ -34,6 +34,12 @@ def verifier_rewards(rollout: Rollout, recipe: Recipe) -> list[list[float]]:
     return [unit.rewards for unit in KINDS[recipe.sampling].compare(rollout, recipe, no_penalty)[1]]
 
 
+def response_lengths(rollout: Rollout, recipe: Recipe) -> list[int]:
+    """Return the lengths of a rollout's responses, if each member of its comparison units is a response."""
+    units = KINDS[recipe.sampling].compare(rollout, recipe, no_penalty)[1]
+    return [length for unit in units for length in unit.lengths]
+
+
 def overlong_penalty(
     length: int, finish_reason: FinishReason | None, objective: Objective, max_response_length: int
 ) -> float:

@@ -41,6 +41,7 @@ def _ascending(band: tuple[float, float]) -> tuple[float, float]:
     return band
 
 
+Quantile = Annotated[float, Field(gt=0, le=1), NUMBER]
 Band = Annotated[tuple[PositiveFloat, PositiveFloat], AfterValidator(_ascending)]
 """``[low, high]``, both above 0."""
 
@@ -369,6 +370,9 @@ class LossRecipe(Section):
     """DAPO: penalty of a response that reached the limit."""
     dynamic_sampling: bool | None = None
     """DAPO: replace prompts whose rewards are all equal with new prompts."""
+    length_quantiles: tuple[Quantile, Quantile, Quantile] | None = None
+    """LSPO: ``[low, high, max]``. With ``dynamic_sampling``, replace also prompts whose mean response length
+    is neither up to the quantile low nor from high to max, of the prompts drawn together."""
     max_num_gen_batches: PositiveInt = 10
     """With ``dynamic_sampling``: maximum number of batches of prompts that a step draws."""
 
