@@ -14,7 +14,7 @@ from megatron_eqlen.data.overlap import read_overlaps
 from megatron_eqlen.megatron_cpu import packages
 from megatron_eqlen.megatron_cpu.packages import FLA, NEEDED, TRANSFORMER_ENGINE, Package
 from megatron_eqlen.plan.model import model_config
-from megatron_eqlen.recipe.checks import check_inputs
+from megatron_eqlen.recipe.inputs import fetch, revisions
 from megatron_eqlen.rewards.code.grader import offered_isolation
 
 PYTHONS = ((3, 11), (3, 12))
@@ -46,11 +46,12 @@ def package(wanted: Package, place: Place) -> Finding | None:
 
 
 def inputs(place: Place) -> Finding | None:
-    """Check the model, data and benchmarks that the recipe reads."""
+    """Check the model, data and benchmarks that the recipe reads; download those that it names on the hub."""
     if place.recipe is None:
         return None
-    check_inputs(place.recipe)
-    return Finding("ok", f"{place.recipe.model.path} and the data are there")
+    fetch(place.recipe)
+    commits = "".join(f", {key} {commit}" for key, commit in revisions(place.recipe).items())
+    return Finding("ok", f"{place.recipe.model.path} and the data are there{commits}")
 
 
 def overlap(place: Place) -> Finding | None:

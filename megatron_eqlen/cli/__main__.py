@@ -151,7 +151,9 @@ def _add_parts(verbs: Verbs) -> None:
 
     evaluate = _add(verbs, "evaluate", "evaluate a model on the recipe's benchmarks")
     _add_recipe(evaluate)
-    evaluate.add_argument("--model", type=Path, help="Hugging Face folder (default: the recipe's model.path)")
+    evaluate.add_argument(
+        "--model", type=Path, help="Hugging Face folder or name (default: the recipe's model.path)"
+    )
     evaluate.add_argument("--out", type=Path, required=True, help="result file (JSON)")
 
     convert = _add(verbs, "convert", "convert a model between Hugging Face and Megatron")
@@ -170,6 +172,11 @@ def _add_results(verbs: Verbs) -> None:
     status = _add(verbs, "status", "where a run stands: step, stage, rate, alive or dead")
     status.add_argument("run", type=Path, help="run folder")
     status.add_argument("--json", action="store_true", help="print everything as JSON")
+
+    push = _add(verbs, "push", "upload an ended run's model and its card to the Hugging Face Hub")
+    push.add_argument("run", type=Path, help="run folder")
+    push.add_argument("--to", metavar="ORG/NAME", help="repository (default: your own, MODEL-METHOD)")
+    push.add_argument("--public", action="store_true", help="make a new repository public")
 
     compare = _add(verbs, "compare", "print runs side by side: accuracy, difference, efficiency")
     compare.add_argument("runs", type=Path, nargs="+", help="run folders, or folders that contain some")

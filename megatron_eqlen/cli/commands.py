@@ -14,7 +14,7 @@ from megatron_eqlen.files import refuse_existing, refuse_unwritable
 from megatron_eqlen.objectives.recipes import load, remarks
 from megatron_eqlen.processes.interrupts import Interrupts, watch
 from megatron_eqlen.recipe import Recipe, RecipeError, layout
-from megatron_eqlen.recipe.checks import check_inputs
+from megatron_eqlen.recipe.inputs import fetch, local_path, pinned
 from megatron_eqlen.recipe.load import dump
 from megatron_eqlen.report.run_folder import BEGAN, IMPORTED, RunFolder, check_harvest
 
@@ -23,6 +23,7 @@ def train(arguments: argparse.Namespace) -> int:
     recipe = load(arguments.recipe, arguments.overrides)
     if arguments.dry_run:
         return _print_plan(recipe)
+    recipe = pinned(recipe, recipe.run_folder)
     folder = RunFolder(recipe)
     folder.check(recipe)
     if folder.ended(recipe):
@@ -55,7 +56,7 @@ def check(arguments: argparse.Namespace) -> int:
     from megatron_eqlen.check import check
 
     recipe = load(arguments.recipe, arguments.overrides) if arguments.recipe else None
-    return check(recipe, arguments.short)
+    return check(pinned(recipe, recipe.run_folder) if recipe else None, arguments.short)
 
 
 def _print_plan(recipe: Recipe) -> int:
@@ -71,7 +72,7 @@ def _print_plan(recipe: Recipe) -> int:
 
 
 def harvest(arguments: argparse.Namespace) -> int:
-    recipe = load(arguments.recipe, arguments.overrides)
+    recipe = pinned(load(arguments.recipe, arguments.overrides), arguments.out)
     check_harvest(arguments.out, recipe)
 
     def work() -> None:
@@ -84,7 +85,7 @@ def harvest(arguments: argparse.Namespace) -> int:
 
 def evaluate(arguments: argparse.Namespace) -> int:
     overrides = [*arguments.overrides, *([f"model.path={arguments.model}"] if arguments.model else [])]
-    recipe = load(arguments.recipe, overrides)
+    recipe = pinned(load(arguments.recipe, overrides))
     refuse_existing(arguments.out)
     refuse_unwritable(arguments.out.parent)
 
@@ -124,6 +125,13 @@ def status(arguments: argparse.Namespace) -> int:
     from megatron_eqlen.report.status import print_status
 
     print_status(arguments.run, arguments.json)
+    return 0
+
+
+def push(arguments: argparse.Namespace) -> int:
+    from megatron_eqlen.report.model_card import push
+
+    print(push(arguments.run, arguments.to, arguments.public))
     return 0
 
 
@@ -177,8 +185,8 @@ def _on_ranks(recipe: Recipe, work: Callable[[], None], stop: Path | None = None
     from megatron_eqlen.check.machine import refuse_unfit  # imports torch
     from megatron_eqlen.hf.config import read_config  # imports Megatron-Core
 
-    check_inputs(recipe)
-    layout.check(recipe, read_config(recipe.model.path))
+    fetch(recipe)
+    layout.check(recipe, read_config(local_path(recipe.model)))
     refuse_unfit(recipe)
     return _start(recipe, work, Interrupts(stop))
 

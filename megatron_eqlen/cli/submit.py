@@ -29,7 +29,7 @@ from megatron_eqlen.plan.sbatch import (
 from megatron_eqlen.processes.hold import FILE as LOCK
 from megatron_eqlen.processes.hold import is_locked
 from megatron_eqlen.recipe import layout
-from megatron_eqlen.recipe.checks import check_inputs
+from megatron_eqlen.recipe.inputs import PINS, fetch, pinned
 from megatron_eqlen.report.run_folder import RunFolder
 
 SCRIPTS = Path(megatron_eqlen.__file__).resolve().parents[1] / "slurm"
@@ -50,7 +50,8 @@ class Submission:
         if servers:  # their names are known when the job starts
             count = servers * replicas_on_node(load(file, [*overrides, *_with_servers(1)]))
             more = _with_servers(count)
-        self.recipe = load(file, [*overrides, *more])
+        recipe = load(file, [*overrides, *more])
+        self.recipe = pinned(recipe, recipe.run_folder)
         self.model = model_config(self.recipe)
         layout.check(self.recipe, self.model)
         self.folder = RunFolder(self.recipe)
@@ -84,7 +85,7 @@ class Submission:
             print(f"{self.folder.path}: complete; see {self.folder.report}")
             return 0
         if "CONTAINER_IMAGE" not in os.environ:  # the container's mounts may give files other names
-            check_inputs(self.recipe)
+            fetch(self.recipe)
         for problem in memory(self.recipe, self.model).problems():
             print(f"WARNING: the plan says that it does not fit: {problem}", file=sys.stderr)
         if short := short_limit(self.recipe):
@@ -107,7 +108,7 @@ class Submission:
         return 0
 
     def _environment(self) -> dict[str, str]:
-        kept = {name: os.environ[name] for name in KEPT if os.environ.get(name)}
+        kept = {name: os.environ[name] for name in (*KEPT, PINS) if os.environ.get(name)}
         if "CONTAINER_IMAGE" not in kept:
             kept.setdefault("EQLEN_PYTHON", sys.executable)
         return kept | {"EQLEN_RUN": str(self.folder.path)} | train_environment(self.recipe)

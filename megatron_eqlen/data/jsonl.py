@@ -1,14 +1,20 @@
-r"""Plain JSON Lines: one question a line.
+r"""Questions of your own: one a line of a JSON Lines file, or a row of a parquet file.
 
 ``{"question": text, "answer": text or integer}`` is graded by ``math``. Optional: ``grader`` (``math``,
 ``code``, ``rubric``), ``difficulty`` (number), ``instruction`` (replaces the recipe's; "" adds none), and for
 ``code`` instead of ``answer`` the ``tests`` object of ``rewards/code/tests.py``.
+
+Instead of ``question``, ``messages`` may hold a chat, ``[{"role": "user", "content": text}]``. It is the
+prompt as it stands, without the recipe's instruction; a last turn of the assistant is left out, and is the
+answer if there is no ``answer``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megatron_eqlen.data.code_rows import code_row, reading_tests
@@ -24,24 +30,51 @@ from megatron_eqlen.data.rows import (
     optional_text_field,
     text_field,
 )
+from megatron_eqlen.hf.tokenizer import Message
 from megatron_eqlen.rewards.code.tests import CodeTests
 
 GRADERS = ("math", "code", "rubric")
 
 
-def read(path: Path, tally: Tally) -> Iterator[Problem]:
-    """Yield the rows of a ``.jsonl`` file, or of a folder of them."""
-    for file in find_files(path, "*.jsonl"):
-        for row_id, record in numbered(path, file, read_records(file, ())):
+FIELDS = ("question", "answer", "messages", "grader", "difficulty", "instruction", "tests")
+ROLES = ("system", "user", "assistant", "tool")
+
+
+def read(path: Path, tally: Tally, columns: Mapping[str, str] = MappingProxyType({})) -> Iterator[Problem]:
+    """Yield the rows of a ``.jsonl``, ``.parquet`` or ``.json`` file, or of a folder of them. ``columns``:
+    names of the file's columns by our names, where they differ."""
+    wanted = dict.fromkeys(columns.get(name, name).partition(".")[0] for name in FIELDS)
+    for file in find_files(path, "*.jsonl", "*.parquet", "*.json"):
+        for row_id, record in numbered(path, file, read_records(file, (), wanted)):
             try:
-                yield _row(row_id, record)
+                yield _row(row_id, _renamed(record, columns))
             except BadRow as bad:
                 tally.drop(f"{path}: {row_id}", bad.reason, bad.detail)
 
 
+def _renamed(record: Any, columns: Mapping[str, str]) -> Any:
+    """Return the record with the values of ``columns`` under our names."""
+    if not isinstance(record, dict):
+        return record
+    found = {name: _at(record, column.split(".")) for name, column in columns.items()}
+    return record | {name: value for name, value in found.items() if value is not None}
+
+
+def _at(value: Any, keys: Sequence[str]) -> Any:
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
 def _row(row_id: str, record: Any) -> Problem:
+    messages = None
+    if isinstance(record, dict) and record.get("question") is None and record.get("messages") is not None:
+        messages, reply = _chat(record["messages"])
+        record = record | {"question": _transcript(messages), "instruction": ""}
+        if reply is not None and record.get("answer") is None:
+            record["answer"] = reply
     question = text_field(record, "question")
-    grader = record.get("grader", "math")
+    grader = record.get("grader") or "math"
     if grader not in GRADERS:
         raise BadRow("unknown_grader", f"expected one of {GRADERS}, found {grader!r}")
     instruction = optional_text_field(record, "instruction")
@@ -49,5 +82,28 @@ def _row(row_id: str, record: Any) -> Problem:
     if grader == "code":
         with reading_tests():
             tests = CodeTests.from_fields(field_of(record, "tests"))
-        return code_row(row_id, question, tests, difficulty, instruction)
-    return Problem(row_id, question, answer_field(record, "answer"), grader, difficulty, instruction)
+        return replace(code_row(row_id, question, tests, difficulty, instruction), messages=messages)
+    answer = answer_field(record, "answer")
+    return Problem(row_id, question, answer, grader, difficulty, instruction, messages=messages)
+
+
+def _chat(value: Any) -> tuple[tuple[Message, ...], str | None]:
+    """Return the turns before the assistant's last one, and that one's text. Raises BadRow."""
+    turns = value if isinstance(value, list) else []
+    for turn in turns:
+        content = turn.get("content") if isinstance(turn, dict) else None
+        if not isinstance(content, str) or turn.get("role") not in ROLES:
+            raise BadRow("bad_messages", f"expected a role of {ROLES} and content, found {turn!r:.200}")
+    messages = tuple({"role": turn["role"], "content": turn["content"]} for turn in turns)
+    reply = messages[-1]["content"] if messages and messages[-1]["role"] == "assistant" else None
+    messages = messages if reply is None else messages[:-1]
+    if not messages or messages[-1]["role"] not in ("user", "tool"):
+        raise BadRow("bad_messages", f"expected turns that end with the user's, found {value!r:.200}")
+    return messages, reply
+
+
+def _transcript(messages: Sequence[Message]) -> str:
+    """Return the chat as text, for filters, graders and reports."""
+    if len(messages) == 1:
+        return messages[0]["content"]
+    return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in messages)

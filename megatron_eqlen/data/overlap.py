@@ -12,6 +12,7 @@ from megatron_eqlen.data.prepared import PreparedRows, Selection, sha256
 from megatron_eqlen.data.rows import Problem, Tally
 from megatron_eqlen.data.sources import has_filters, open_source, read_problems
 from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, SourceRecipe
+from megatron_eqlen.recipe.inputs import data_files, local_path
 
 _MARKUP = re.compile(r"\s+|\$|\\[()\[\],;:! ]")
 """White space and the marks around and within formulas; copies of a question differ in these."""
@@ -31,7 +32,7 @@ def overlaps(
         held = wanted.intersection(map(_normalized, _questions(rows))) if wanted else set()
         for benchmark in benchmarks:
             shared = len(held & asked[benchmark.name])
-            files = _shared_files(Path(source.path), Path(benchmark.path))
+            files = _shared_files(_all_files(source), _all_files(benchmark))
             if shared or (files and not has_filters(source)):
                 sentences.append(_sentence(source, benchmark, shared, len(asked[benchmark.name]), files))
     return sentences
@@ -64,13 +65,13 @@ def _normalized(question: str) -> str:
     return _MARKUP.sub("", unicodedata.normalize("NFKC", question)).casefold()
 
 
-def _shared_files(source: Path, benchmark: Path) -> int:
+def _shared_files(source: list[Path], benchmark: list[Path]) -> int:
     """Return number of the benchmark's files that the source has too, at the same path or with the same
     bytes."""
-    ours = {file.resolve() for file in _files(source)}
+    ours = {file.resolve() for file in source}
     sizes = {file.stat().st_size for file in ours}
     shared = 0
-    for file in _files(benchmark):
+    for file in benchmark:
         size = file.stat().st_size
         if file.resolve() in ours:
             shared += 1
@@ -80,5 +81,8 @@ def _shared_files(source: Path, benchmark: Path) -> int:
     return shared
 
 
-def _files(path: Path) -> list[Path]:
+def _all_files(section: SourceRecipe | BenchmarkRecipe) -> list[Path]:
+    if (chosen := data_files(section)) is not None:
+        return chosen
+    path = local_path(section)
     return [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]

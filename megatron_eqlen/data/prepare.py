@@ -25,6 +25,7 @@ from megatron_eqlen.data.rows import Problem, Tally
 from megatron_eqlen.data.sources import read_source
 from megatron_eqlen.hf.tokenizer import Tokenizer
 from megatron_eqlen.recipe import SourceRecipe
+from megatron_eqlen.recipe.inputs import data_files, local_path
 from megatron_eqlen.rewards.code.tests import VERSION as CODE_TESTS_VERSION
 from megatron_eqlen.rewards.math.grader import MathGrader
 
@@ -54,7 +55,7 @@ def prepare(
     Raises ValueError if no row is kept.
     """
     request = {
-        "source": source.model_dump(mode="json", exclude={"name", "weight"}),
+        "source": source.model_dump(mode="json", exclude={"name", "weight", *_unset(source)}),
         "max_prompt_length": max_prompt_length if tokenizer else None,
         "tokenizer": format_prompt(tokenizer, PROBE) if tokenizer else None,
         "grader": grader.name,
@@ -120,12 +121,17 @@ def check_rows(
     """Return for each row None, or why it is left out: prompt length is checked first, then the gold."""
     refusals: list[Refusal | None] = []
     for row in rows:
-        length = len(format_prompt(tokenizer, row.question)) if tokenizer and limit else 0
+        length = len(format_prompt(tokenizer, row.messages or row.question)) if tokenizer and limit else 0
         refusals.append(("too_long", f"{length} tokens, limit {limit}") if limit and length > limit else None)
     math = [n for n, row in enumerate(rows) if row.grader == "math" and refusals[n] is None]
     for n, reason in zip(math, grader.check_golds([rows[n].gold for n in math]), strict=True):
         refusals[n] = (reason, repr(rows[n].gold[:200])) if reason else None
     return refusals
+
+
+def _unset(source: SourceRecipe) -> set[str]:
+    """Return the keys that manifests of earlier versions do not have, where they are not set."""
+    return {key for key in ("revision", "config", "columns") if not getattr(source, key)}
 
 
 class CheckLog:
@@ -166,7 +172,8 @@ class CheckLog:
 
 def input_digests(source: SourceRecipe) -> dict[str, str]:
     """sha256 of every file the rows may have come from."""
-    roots = [Path(root) for root in (source.path, source.tests, source.exclude) if root]
+    more = [Path(root) for root in (source.tests, source.exclude) if root]
+    roots = [*(data_files(source) or [local_path(source)]), *more]
     files = [file for root in roots for file in ([root] if root.is_file() else sorted(root.rglob("*")))]
     return {str(file): sha256(file) for file in files if file.is_file()}
 

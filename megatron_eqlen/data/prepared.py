@@ -31,9 +31,12 @@ SCHEMA = pa.schema(
         pa.field("difficulty", pa.float64()),
         pa.field("instruction", pa.string()),
         pa.field("gold_checked", pa.bool_(), nullable=False),
+        pa.field("messages", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
     ]
 )
 """Columns: the fields of a Problem."""
+EARLIER = SCHEMA.names[:-1]
+"""Columns of files that were prepared before rows had messages."""
 ROWS_PER_GROUP = 64
 """Most rows in a row group: one random access decodes a whole group."""
 CHARACTERS_PER_GROUP = 4 << 20
@@ -76,7 +79,7 @@ class PreparedRows(Sequence[Problem]):
         self.tests_checked = self.manifest.get("tests_checked") == CODE_TESTS_VERSION
         self._path = path
         self._file = pq.ParquetFile(path, page_checksum_verification=True)
-        if self._file.schema_arrow.names != SCHEMA.names:
+        if self._file.schema_arrow.names not in (SCHEMA.names, EARLIER):
             raise ValueError(
                 f"{path}: expected columns {SCHEMA.names}, found {self._file.schema_arrow.names}"
             )
@@ -92,7 +95,7 @@ class PreparedRows(Sequence[Problem]):
         if not 0 <= number < len(self):
             raise IndexError(number)
         group = int(np.searchsorted(self._starts, number, side="right")) - 1
-        row = Problem(**self._group(group)[number - int(self._starts[group])])
+        row = _problem(self._group(group)[number - int(self._starts[group])])
         return row if self.tests_checked or row.grader != "code" else replace(row, gold_checked=False)
 
     def __iter__(self) -> Iterator[Problem]:
@@ -100,10 +103,10 @@ class PreparedRows(Sequence[Problem]):
 
     def without_golds(self) -> Iterator[Problem]:
         """Yield the rows in order without their golds, which are most of the bytes."""
-        columns = [name for name in SCHEMA.names if name != "gold"]
+        columns = [name for name in self._file.schema_arrow.names if name != "gold"]
         with self._reading():
             for batch in self._file.iter_batches(4096, columns=columns):
-                yield from (Problem(**row, gold="") for row in batch.to_pylist())
+                yield from (_problem(row | {"gold": ""}) for row in batch.to_pylist())
 
     def row_ids(self) -> list[str]:
         with self._reading():
@@ -125,6 +128,11 @@ class PreparedRows(Sequence[Problem]):
         while len(self._groups) > GROUPS_KEPT:
             self._groups.popitem(last=False)
         return self._groups[group]
+
+
+def _problem(row: dict[str, Any]) -> Problem:
+    messages = row.get("messages")
+    return Problem(**row | {"messages": tuple(messages) if messages else None})
 
 
 class Selection(Sequence[Problem]):

@@ -53,7 +53,7 @@ class PromptMaker:
         grader = recipe.grader or row.grader
         token_ids = format_prompt(
             self._tokenizer,
-            row.question,
+            row.messages or row.question,
             self._data.instruction if row.instruction is None else row.instruction,
             self._data.instruction_role,
             self._data.enable_thinking,
@@ -261,17 +261,21 @@ InstructionRole = Literal["user", "system", "none"]
 
 def format_prompt(
     tokenizer: Tokenizer,
-    question: str,
+    question: str | Sequence[Message],
     instruction: str = "",
     instruction_role: InstructionRole = "user",
     enable_thinking: bool | None = None,
 ) -> list[int]:
-    """Return the token ids of ``question``, ready for the assistant's answer.
+    """Return the token ids of ``question``, ready for the assistant's answer. A question that is a chat takes
+    no instruction.
 
     ``user`` puts the instruction after the question in the same turn (Qwen's model cards), ``system`` into a
     turn of its own before it (DeepMath's authors). ``enable_thinking`` is passed to the template where set.
     """
-    messages = chat_messages(question, instruction, instruction_role)
+    if isinstance(question, str):
+        messages = chat_messages(question, instruction, instruction_role)
+    else:
+        messages = [*question]
     return tokenizer.apply_chat_template(messages, enable_thinking)
 
 

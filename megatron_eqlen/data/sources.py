@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from megatron_eqlen.data import jsonl, livecodebench, math_sets, opencodereasoning, prepared
 from megatron_eqlen.data.filters import Exclusion, filter_rows, read_exclusion
 from megatron_eqlen.data.rows import Problem, Tally
 from megatron_eqlen.recipe import BenchmarkRecipe, SourceRecipe
+from megatron_eqlen.recipe.inputs import data_files, local_path
 from megatron_eqlen.recipe.plugins import is_import_path, load_object
 
 log = logging.getLogger(__name__)
@@ -48,7 +51,7 @@ def _open_prepared(source: SourceRecipe, tally: Tally) -> Sequence[Problem]:
     """Return the rows of a prepared file that pass the filters. Without filters none is read, if this version
     prepared the file: it holds no question twice. Filters read questions but no golds, which are most of
     the file."""
-    path = Path(source.path)
+    path = local_path(source)
     stored = prepared.PreparedRows(path)
     if not stored.tests_checked and stored.manifest.get("source", {}).get("reader") == "opencodereasoning":
         log.warning("%s: %s", path, OLD_CODE_FILE)
@@ -66,20 +69,33 @@ def has_filters(source: SourceRecipe) -> bool:
 
 def read_source(source: SourceRecipe, tally: Tally) -> Iterator[Problem]:
     """Yield the rows of ``source`` that pass its filters, streamed."""
-    path = Path(source.path)
     if source.reader == "opencodereasoning":
-        rows = opencodereasoning.read(path, tally, source.split, source.tests)
+        rows = opencodereasoning.read(local_path(source), tally, source.split, source.tests)
     else:
-        rows = _reader(source.reader)(path, tally)
+        rows = _read(source, tally)
     return _filtered(source, rows, tally)
 
 
 def read_problems(benchmark: BenchmarkRecipe, tally: Tally) -> Iterator[Problem]:
     """Yield the rows of a benchmark, filtered by its dates only."""
-    path = Path(benchmark.path)
     if benchmark.reader == "livecodebench":
-        return livecodebench.read(path, tally, benchmark.since, benchmark.until)
-    return _reader(benchmark.reader)(path, tally)
+        return livecodebench.read(local_path(benchmark), tally, benchmark.since, benchmark.until)
+    return _read(benchmark, tally)
+
+
+def _read(section: SourceRecipe | BenchmarkRecipe, tally: Tally) -> Iterator[Problem]:
+    """Yield the rows of the section's path, or of the files that its ``config`` and ``split`` choose."""
+    reader = _reader(section.reader)
+    if section.columns:
+        reader = partial(reader, columns=section.columns)
+    files, path = data_files(section), local_path(section)
+    if files is None:
+        yield from reader(path, tally)
+        return
+    for file in files:
+        folder = file.relative_to(path).parent
+        for row in reader(file, tally):
+            yield replace(row, row_id=(folder / row.row_id).as_posix())
 
 
 def _reader(name: str) -> Reader:

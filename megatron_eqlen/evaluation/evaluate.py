@@ -6,11 +6,11 @@ problems ─► k completions each (the engine) ─► grades ─► EvaluationR
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import Any
 
 from megatron_eqlen.evaluation.result import Answers, EvaluationResult, file_hashes
 from megatron_eqlen.recipe import BenchmarkRecipe, Recipe
+from megatron_eqlen.recipe.inputs import data_files, local_path
 from megatron_eqlen.rewards.scoring import EarlyGrading, Scorer
 from megatron_eqlen.rollout.engine import Engine
 from megatron_eqlen.rollout.harvest import harvest
@@ -109,7 +109,7 @@ def _manifest(
 ) -> dict[str, Any]:
     return {
         "benchmark": benchmark.model_dump(mode="json"),
-        "sha256": file_hashes(Path(benchmark.path)),
+        "sha256": file_hashes(local_path(benchmark), data_files(benchmark)),
         "question_ids": [problem.prompt_id for problem in problems],
         "graders": graders,
         "model": recipe.model.path,

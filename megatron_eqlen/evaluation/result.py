@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -136,9 +137,10 @@ def read_results(path: Path) -> list[EvaluationResult]:
         ]
 
 
-def file_hashes(path: Path) -> dict[str, str]:
-    """sha256 of a benchmark's file, or of every file in its folder."""
-    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+def file_hashes(path: Path, chosen: Sequence[Path] | None = None) -> dict[str, str]:
+    """Return the sha256 of a benchmark's file, or of every file in its folder, or of the ``chosen`` ones."""
+    every = path.rglob("*") if path.is_dir() else [path]
+    files = sorted(file for file in chosen or every if file.is_file())
     return {
         str(file.relative_to(path.parent)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files
     }

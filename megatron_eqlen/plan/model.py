@@ -7,21 +7,26 @@ from pathlib import Path
 import megatron_eqlen.hf
 from megatron_eqlen.hf.config import ModelConfig, read_config
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.recipe.checks import where_from
+from megatron_eqlen.recipe.inputs import hub_repo, where_from
 
 KNOWN_MODELS = Path(megatron_eqlen.hf.__file__).parent / "configs"
 """config.json files of public models, so that a plan needs no download."""
+PUBLISHERS = ("Qwen/", "deepseek-ai/", "meta-llama/", "HuggingFaceTB/")
+"""Starts of these models' names on the hub."""
 
 
 def model_config(recipe: Recipe) -> ModelConfig:
-    """Return the model's configuration, from the recipe's model folder or the shipped file of the same name.
-    Raises ValueError if neither exists."""
-    folder = Path(recipe.model.path)
+    """Return the model's configuration, from the recipe's model folder, the shipped file of the same name, or
+    the hub, of which only this file is downloaded. Raises ValueError if there is none."""
+    folder, repo = Path(recipe.model.path), hub_repo(recipe.model)
     if (folder / "config.json").is_file():
         return read_config(folder)
     shipped = KNOWN_MODELS / f"{folder.name.lower()}.json"
-    if shipped.is_file():
+    published = repo is None or (repo.revision is None and repo.name.startswith(PUBLISHERS))
+    if shipped.is_file() and published:
         return read_config(shipped)
+    if repo is not None:
+        return read_config(repo.file("config.json"))
     known = ", ".join(sorted(path.stem for path in KNOWN_MODELS.glob("*.json")))
     raise ValueError(
         f"model.path: no config.json in {folder}, and {folder.name!r} is not one of {known}"

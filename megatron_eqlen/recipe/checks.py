@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from urllib.parse import urlsplit
 
-from megatron_eqlen.recipe import OptimizerRecipe, Recipe, RecipeError, RewardRecipe, RolloutRecipe, layout
+from megatron_eqlen.recipe import OptimizerRecipe, Recipe, RewardRecipe, RolloutRecipe, layout
 from megatron_eqlen.recipe.budget import COSTS
 from megatron_eqlen.recipe.plugins import is_import_path, load_object
 from megatron_eqlen.types import WIDEST_MASK
@@ -16,6 +15,7 @@ from megatron_eqlen.types import WIDEST_MASK
 def check(recipe: Recipe) -> None:
     """Raise ValueError, with the arithmetic, for keys that contradict each other."""
     _check_name(recipe.name)
+    _check_data(recipe)
     _check_end(recipe)
     _check_learning_rate(recipe.optimizer)
     _check_row_budget(recipe)
@@ -30,33 +30,15 @@ def check(recipe: Recipe) -> None:
     _check_plugins(recipe)
 
 
-def check_inputs(recipe: Recipe) -> None:
-    """Raise RecipeError, naming the key, for a file or folder that the recipe reads and that is not there."""
-    paths = {"model.path": recipe.model.path}
-    for number, source in enumerate(recipe.data.sources):
-        paths[f"data.sources.{number}.path"] = source.path
-    for number, benchmark in enumerate(recipe.evaluation.benchmarks):
-        paths[f"evaluation.benchmarks.{number}.path"] = benchmark.path
-    missing = {key: path for key, path in paths.items() if not Path(path).exists()}
-    if missing:
-        problems = "; ".join(f"{key}: {path} does not exist" for key, path in missing.items())
-        hint = where_from(recipe) if missing.keys() - recipe.variant.keys() else ""
-        raise RecipeError(problems + _of_the_hub(missing.get("model.path", "")) + hint)
-
-
-def _of_the_hub(path: str) -> str:
-    """Return the end of a message about a missing model whose path looks like a name on the Hugging Face
-    Hub."""
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or Path(path).parent.exists():
-        return ""
-    folder = f"models/{Path(path).name}"
-    return f" (expected a folder: hf download {path} --local-dir {folder}, and model.path={folder})"
-
-
-def where_from(recipe: Recipe) -> str:
-    """Return the end of a message about missing inputs: the recipe's command that makes them
-    (``inputs_from``)."""
-    return f" ({recipe.inputs_from} makes what this recipe reads: run it first)" if recipe.inputs_from else ""
+def _check_data(recipe: Recipe) -> None:
+    """Raise ValueError for keys of a data source or benchmark that its reader has no use for."""
+    sources = {f"data.sources.{number}": each for number, each in enumerate(recipe.data.sources)}
+    benchmarks = {f"evaluation.benchmarks.{n}": each for n, each in enumerate(recipe.evaluation.benchmarks)}
+    for key, section in (sources | benchmarks).items():
+        if section.columns and section.reader != "jsonl":
+            raise ValueError(f"{key}.columns: expected with reader: jsonl, found reader: {section.reader}")
+        if section.reader == "opencodereasoning" and section.split not in (None, "split_0", "split_1"):
+            raise ValueError(f"{key}.split: expected split_0 or split_1, found {section.split!r}")
 
 
 def _check_name(name: str) -> None:

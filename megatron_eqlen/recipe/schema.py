@@ -73,6 +73,7 @@ def one_of(*names: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+ColumnName = Literal["question", "answer", "messages", "grader", "difficulty", "instruction", "tests"]
 SourceReader = Annotated[str, one_of("deepmath", "opencodereasoning", "jsonl", "prepared")]
 BenchmarkReader = Annotated[str, one_of("deepmath", "aime25", "hmmt25", "livecodebench", "jsonl", "prepared")]
 GraderName = Annotated[str, one_of("math", "code", "rubric")]
@@ -100,7 +101,11 @@ class ModelRecipe(Section):
     """The model that is trained."""
 
     path: str
-    """Hugging Face folder (config.json, safetensors, tokenizer) from which training starts."""
+    """Hugging Face folder (config.json, safetensors, tokenizer) from which training starts, or a name on the
+    hub, ``Qwen/Qwen3-4B``; a local folder of that name wins."""
+    revision: str | None = None
+    """Branch, tag or commit, for a name on the hub; default: the default branch. A run's stored recipe has
+    the commit."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype of parameters and activations in training; the optimizer's main weights are float32."""
 
@@ -117,11 +122,22 @@ class SourceRecipe(Section):
     """Grader of all its answers: ``math``, ``code``, ``rubric``, or the import path of your own,
     ``package.module:factory`` (rewards/README.md). Default: the grader that the reader sets for each row."""
     path: str
-    """A file, or a folder with the data set's files."""
+    """A file, a folder with the data set's files, or the name of a data set on the hub,
+    ``zwhe99/DeepMath-103K``; a local path of that name wins."""
+    revision: str | None = None
+    """Branch, tag or commit, for a name on the hub; default: the default branch. A run's stored recipe has
+    the commit."""
+    config: str | None = None
+    """Configuration of the data set (``datasets`` calls it so); default: the only one, or the one that its
+    card marks."""
+    columns: dict[ColumnName, str] = {}
+    """For ``reader: jsonl``: names of the file's columns, where they differ: ``{question: problem}``. A dot
+    reaches into a record: ``reward_model.ground_truth``."""
     weight: PositiveFloat = 1.0
     """Share of the prompts, relative to the other sources' weights."""
-    split: Literal["split_0", "split_1"] | None = None
-    """Half of OpenCodeReasoning; default: both."""
+    split: str | None = None
+    """Split of the data set; default: ``train``, or the only one. For ``opencodereasoning``: ``split_0`` or
+    ``split_1``, default both."""
     tests: str | None = None
     """Folder of the source sets (TACO, APPS, CodeContests, Codeforces) that hold the code problems' tests."""
     min_difficulty: Real | None = None
@@ -476,7 +492,19 @@ class BenchmarkRecipe(Section):
     grader: GraderName | None = None
     """Name or import path of a grader, as in ``data.sources[].grader``; default: the reader's grader."""
     path: str
-    """A file, or a folder with the benchmark's files."""
+    """A file, a folder with the benchmark's files, or the name of a data set on the hub; a local path of that
+    name wins."""
+    revision: str | None = None
+    """Branch, tag or commit, for a name on the hub; default: the default branch. A run's stored recipe has
+    the commit."""
+    config: str | None = None
+    """Configuration of the data set (``datasets`` calls it so); default: the only one, or the one that its
+    card marks."""
+    split: str | None = None
+    """Split of the data set; default: ``test``, or the only one."""
+    columns: dict[ColumnName, str] = {}
+    """For ``reader: jsonl``: names of the file's columns, where they differ: ``{question: problem}``. A dot
+    reaches into a record: ``reward_model.ground_truth``."""
     limit: PositiveInt | None = None
     """Use only the first this many problems."""
     since: str | None = None

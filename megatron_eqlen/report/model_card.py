@@ -8,8 +8,10 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from megatron_eqlen.evaluation.result import EvaluationResult, compare
 from megatron_eqlen.files import write_text
+from megatron_eqlen.hf.hub import upload
 from megatron_eqlen.metrics import spent
-from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe import ModelRecipe, Recipe, SourceRecipe
+from megatron_eqlen.recipe.inputs import hub_repo
 from megatron_eqlen.recipe.load import dump, load_run
 from megatron_eqlen.report.evaluations import evaluations
 from megatron_eqlen.report.metrics import read_metrics
@@ -30,7 +32,8 @@ def write_model_card(run_folder: Path) -> Path:
     text = "\n\n".join([
         f"---\n{_data(recipe, after).to_yaml()}\n---",
         f"# {_name(recipe)}",
-        f"`{_base(recipe)}` trained with megatron_eqlen: {recipe.method}, seed {recipe.seed}; {outcome}.",
+        f"`{_place(recipe.model)}` trained with megatron_eqlen: {recipe.method}, seed {recipe.seed}; "
+        f"{outcome}.",
         f"## Data\n\n{_sources(recipe)}",
         *(["## Evaluation\n\n" + _table(before, after)] if after else []),
         f"## Recipe\n\n```yaml\n{dump(recipe).strip()}\n```",
@@ -41,9 +44,23 @@ def write_model_card(run_folder: Path) -> Path:
     return card
 
 
+def push(run_folder: Path, to: str | None = None, public: bool = False) -> str:
+    """Upload a run's exported model with its card; return the commit's address. ``to``: ``ORG/NAME``, default
+    the card's title, among the user's own models. Raises ValueError if the run has exported no model."""
+    export = run_folder / "export"
+    if not export.is_dir():
+        raise ValueError(f"{run_folder}: expected the folder of an ended run, with export/, found none")
+    write_model_card(run_folder)
+    recipe = load_run(run_folder)
+    return upload(export, to or _name(recipe), not public, f"{recipe.method}, seed {recipe.seed}")
+
+
 def _data(recipe: Recipe, after: list[EvaluationResult]) -> ModelCardData:
     """Return the metadata that the hub indexes."""
+    named = [source.path for source in recipe.data.sources if hub_repo(source)]
     return ModelCardData(
+        base_model=recipe.model.path if hub_repo(recipe.model) else None,
+        datasets=named or None,
         library_name="transformers",
         pipeline_tag=TASK,
         tags=["reinforcement-learning", "megatron_eqlen", recipe.method],
@@ -72,9 +89,12 @@ def _base(recipe: Recipe) -> str:
 
 def _sources(recipe: Recipe) -> str:
     sources = recipe.data.sources
-    return "\n".join(
-        f"- {source.name}: `{Path(source.path).name}`, read as {source.reader}" for source in sources
-    )
+    return "\n".join(f"- {source.name}: `{_place(source)}`, read as {source.reader}" for source in sources)
+
+
+def _place(section: ModelRecipe | SourceRecipe) -> str:
+    """Return a name on the hub with its commit, or the name of a local file or folder."""
+    return str(hub_repo(section) or Path(section.path).resolve().name)
 
 
 def _table(before: list[EvaluationResult], after: list[EvaluationResult]) -> str:

@@ -73,7 +73,7 @@ class Page:
     def __init__(self, folder: Path, live: bool) -> None:
         self.folder, self.streams, self.live = folder, folder / "streams", live
         self.recipe = load_run(folder)
-        self.decoder = find_decoder(Path(self.recipe.model.path))
+        self.decoder = find_decoder(self.recipe.model)
         self._environment = environment()
         self._macros: Any = self._environment.get_template("sections.html.jinja").module
         self._made: dict[str, Section] = {}

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from megatron_eqlen.files import step_folders, step_number
 from megatron_eqlen.hf.tokenizer import load_tokenizer
-from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe import ModelRecipe, Recipe
+from megatron_eqlen.recipe.inputs import local_path
 from megatron_eqlen.report.rollouts import MATH, Decode, RolloutView, Training, gold_answer, view
 from megatron_eqlen.rollout.record.reader import fill_token_ids, read_prompts, read_skeletons, step_files
 from megatron_eqlen.rollout.record.recorder import GRADE_FILES
@@ -80,10 +81,10 @@ class Decoder(NamedTuple):
     """Why token ids are shown instead of text; empty if text is shown."""
 
 
-def find_decoder(model: Path) -> Decoder:
-    """Return the decoder of the tokenizer in ``model``; if there is none, one that prints token ids."""
+def find_decoder(model: ModelRecipe) -> Decoder:
+    """Return the decoder of the model's tokenizer; if there is none, one that prints token ids."""
     try:
-        tokenizer = load_tokenizer(model)
+        tokenizer = load_tokenizer(local_path(model))
     except ValueError as error:
         note = f"Token ids instead of text: {error}"
         return Decoder(lambda token_ids: " ".join(map(str, token_ids)), note=note)

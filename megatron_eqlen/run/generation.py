@@ -30,6 +30,7 @@ from megatron_eqlen.objectives.units import due_rollouts
 from megatron_eqlen.processes import distributed
 from megatron_eqlen.processes.distributed import agree, gather
 from megatron_eqlen.recipe import BenchmarkRecipe, Recipe
+from megatron_eqlen.recipe.inputs import local_path
 from megatron_eqlen.rewards.scoring import reward_metrics
 from megatron_eqlen.rollout.engine import Engine, IdleEngine
 from megatron_eqlen.rollout.harvest import harvest, harvest_seed
@@ -352,7 +353,7 @@ def start_engine(
     recipe: Recipe, eos_token_ids: frozenset[int], replicas: Replicas, syncs_first: bool
 ) -> Engine:
     """Start this rank's engine, with the weights that the recipe starts from."""
-    rollout, path = recipe.rollout, recipe.model.path
+    rollout, path = recipe.rollout, str(local_path(recipe.model))
     longest = recipe.data.max_prompt_length + rollout.max_response_length
     if not replicas.drives:
         return IdleEngine(longest)

@@ -40,6 +40,7 @@ from megatron_eqlen.processes import distributed, failures
 from megatron_eqlen.processes.distributed import agree, gather
 from megatron_eqlen.processes.timeline import ENGINE, TRAINER, Span
 from megatron_eqlen.recipe.budget import COSTS, Budget, Spent
+from megatron_eqlen.recipe.inputs import local_path
 from megatron_eqlen.report.metrics import FILE as METRICS
 from megatron_eqlen.report.metrics import MetricsWriter, read_metrics
 from megatron_eqlen.report.model_card import write_model_card
@@ -169,7 +170,7 @@ class Run:
 
     @cached_property
     def model(self) -> ModelConfig:
-        return read_config(self.recipe.model.path)
+        return read_config(local_path(self.recipe.model))
 
     def has_next_step(self) -> bool:
         """True if another step is to be taken."""

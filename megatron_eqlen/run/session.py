@@ -19,7 +19,8 @@ from megatron_eqlen.processes import distributed, failures
 from megatron_eqlen.processes.events import EventWriter
 from megatron_eqlen.processes.timeline import Timeline
 from megatron_eqlen.processes.watchdog import FIRST, Watchdog
-from megatron_eqlen.recipe import Recipe, layout
+from megatron_eqlen.recipe import Recipe, RecipeError, layout
+from megatron_eqlen.recipe.inputs import local_path, revisions
 from megatron_eqlen.report.progress import Progress
 from megatron_eqlen.rewards.scoring import EarlyGrading, Scorer
 from megatron_eqlen.run.replicas import Replicas
@@ -46,13 +47,14 @@ class Session:
         self.ends_with(self.watchdog.stop)  # closing the functions registered before may hang, too
         self._ends.callback(groups.stop)
         self.recipe = recipe
+        _agree_on_revisions(recipe)
         self.events = EventWriter()
         self.timeline = Timeline(self.events.note)
         self.watchdog.add_facts(lambda: {"collectives": flight_recorder.collectives()})
         self.watchdog.add_facts(lambda: {"timeline": self.timeline.newest()})
         self.objective = resolve(recipe)
         self.replicas = engine_replicas(recipe)
-        self.tokenizer = load_tokenizer(recipe.model.path)
+        self.tokenizer = load_tokenizer(local_path(recipe.model))
         self.scorer = Scorer(recipe.reward, self.tokenizer, recipe.graders_on_node)
         self.early_grading = EarlyGrading(self.scorer, self.replicas.grades)
         self.ends_with(self.scorer.close)
@@ -100,6 +102,13 @@ class Session:
         measured[f"time/{name}"] = span.ended - span.began
         if not alone:
             measured |= peak_memory.measured(name)
+
+
+def _agree_on_revisions(recipe: Recipe) -> None:
+    """Raise RecipeError if a branch on the hub moved while ranks of several nodes resolved it."""
+    ours, first = revisions(recipe), distributed.agree(lambda: revisions(recipe))
+    if ours != first:
+        raise RecipeError(f"expected the same revisions on every rank, found {ours} and on rank 0 {first}")
 
 
 def engine_replicas(recipe: Recipe) -> Replicas:

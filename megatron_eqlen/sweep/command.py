@@ -12,7 +12,7 @@ from megatron_eqlen.plan.model import model_config
 from megatron_eqlen.plan.speed import speeds
 from megatron_eqlen.plan.workload import workload
 from megatron_eqlen.recipe.budget import UNITS
-from megatron_eqlen.recipe.checks import check_inputs
+from megatron_eqlen.recipe.inputs import fetch, pinned
 from megatron_eqlen.report.format import compact
 from megatron_eqlen.sweep import slurm
 from megatron_eqlen.sweep.cells import Cell, Plan
@@ -36,7 +36,7 @@ def run(plan: Plan, jobs: int, start: Start = start_process, into: Path | None =
     """Run unfinished runs here, ``jobs`` at a time, and write the tables, also into the document ``into``;
     return 1 if a run failed."""
     for cell in plan.firsts:
-        check_inputs(plan.some_recipe(cell))
+        fetch(pinned(plan.some_recipe(cell)))  # the runs inherit the commits
     display = Display(plan)
     try:
         failed = Runner(plan, jobs, display, start).run()

@@ -35,6 +35,7 @@ from megatron_eqlen.packing.tree import NonFiniteTreeError
 from megatron_eqlen.plan.flops import pair_cost
 from megatron_eqlen.processes.distributed import device, gather, is_rank0
 from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe.inputs import local_path
 from megatron_eqlen.training.agreement import MismatchError, mismatch_of, mismatch_problem, worst_token
 from megatron_eqlen.training.exchange import Placement, exchange
 from megatron_eqlen.training.finite import (
@@ -83,8 +84,9 @@ class Policy:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self.objective = resolve(recipe)
-        self.chunks = build_model(recipe.model.path, recipe.parallel, DTYPES[recipe.model.dtype])
-        load_hf(self.chunks, recipe.model.path)
+        folder = local_path(recipe.model)
+        self.chunks = build_model(folder, recipe.parallel, DTYPES[recipe.model.dtype])
+        load_hf(self.chunks, folder)
         self.reference = ReferenceWeights(self.chunks) if recipe.loss.kl_coef else None
         self.model = wrap(self.chunks, recipe)
         self.optimizer, self.schedule = build_optimizer(self.model, recipe)
@@ -165,7 +167,7 @@ class Policy:
     def export(self, folder: Path) -> None:
         """Write the weights to ``folder`` as a Hugging Face folder. Collective."""
         with self.memory.weights.resident():
-            save_hf(self.chunks, self.recipe.model.path, folder)
+            save_hf(self.chunks, local_path(self.recipe.model), folder)
 
     def _pack(self, trees: list[TokenTree]) -> Packing:
         config = self.chunks[0].config

@@ -168,6 +168,21 @@ def test_a_row_group_ends_early_where_golds_are_long(tmp_path):
     assert [row.row_id for row in PreparedRows(tmp_path / "long.parquet")] == [f"r#{n}" for n in range(10)]
 
 
+def test_chats_are_kept_and_files_from_before_them_are_read(tmp_path):
+    chat = ({"role": "system", "content": "a"}, {"role": "user", "content": "b"})
+    rows = [Problem("r#0", "b", "1"), Problem("r#1", "b", "1", messages=chat)]
+    file = tmp_path / "new.parquet"
+    writer = PreparedWriter(file)
+    for row in rows:
+        writer.write(row)
+    manifest_path(file).write_text(json.dumps(writer.finish()))
+    assert list(PreparedRows(file)) == rows
+    pq.write_table(pq.read_table(file).drop_columns("messages"), file)
+    manifest_path(file).write_text(json.dumps({"sha256": sha256(file)}))
+    assert [row.messages for row in PreparedRows(file)] == [None, None]
+    assert [row.gold for row in PreparedRows(file).without_golds()] == ["", ""]
+
+
 def test_prompt_length_is_measured(raw, tmp_path):
     source = SourceRecipe(name="s", path=str(raw))
     manifest = prepare(source, tmp_path / "out.parquet", MathGrader("exact"), Words(), max_prompt_length=4)

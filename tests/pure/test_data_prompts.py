@@ -12,6 +12,7 @@ from megatron_eqlen.data.math_sets import read_aime25
 from megatron_eqlen.data.overlap import read_overlaps
 from megatron_eqlen.data.prompts import PromptSource, read_benchmark
 from megatron_eqlen.data.rows import Tally
+from megatron_eqlen.data.sources import open_source
 from megatron_eqlen.hf.tokenizer import Tokenizer, load_tokenizer
 from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, SourceRecipe
 from megatron_eqlen.toys.tokenizer_maker import write_hf_tokenizer, write_sentencepiece_tokenizer
@@ -123,6 +124,41 @@ def test_instruction_role(tokenizer, tmp_path, role, expected):
         recipe(source(file), instruction="Box it.", instruction_role=role), tokenizer, seed=0
     )
     assert prompts.next(1)[0].token_ids == tokenizer.encode(expected)
+
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "2 + 3?"},
+    {"role": "assistant", "content": "5"},
+]
+
+
+def test_a_chat_is_the_prompt_as_it_stands_and_its_last_reply_the_answer(tokenizer, tmp_path):
+    rows = [
+        {"messages": CHAT},
+        {"messages": CHAT[1:2], "answer": 6},
+        {"messages": CHAT[:1], "answer": 5},
+        {"messages": [{"role": "robot", "content": "?"}], "answer": 5},
+        {"messages": CHAT[:2]},
+    ]
+    file = tmp_path / "chat.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    prompts = PromptSource(recipe(source(file, reader="jsonl"), shuffle=False), tokenizer, seed=0)
+    whole, single = prompts.next(2)
+    user = "<|im_start|>user\n2 + 3?<|im_end|>\n<|im_start|>assistant\n"
+    assert whole.token_ids == tokenizer.encode("<|im_start|>system\nBe brief.<|im_end|>\n" + user)
+    assert (whole.question, whole.gold) == ("system: Be brief.\n\nuser: 2 + 3?", "5")
+    assert (single.token_ids, single.question, single.gold) == (tokenizer.encode(user), "2 + 3?", "6")
+    assert prompts.report()["deepmath"] == {"kept": 2, "dropped/bad_messages": 2, "dropped/missing_column": 1}
+
+
+def test_columns_of_other_names_are_read_from_parquet(tmp_path):
+    """The schema of verl's files."""
+    row = {"prompt": CHAT[:2], "reward_model": {"ground_truth": "5", "style": "rule"}, "data_source": "x"}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "train.parquet")
+    columns = {"messages": "prompt", "answer": "reward_model.ground_truth"}
+    (read,) = open_source(source(tmp_path, reader="jsonl", columns=columns), Tally())
+    assert (read.messages, read.gold) == (tuple(CHAT[:2]), "5")
 
 
 def test_thinking_switch_reaches_the_template(tokenizer, tmp_path):
@@ -243,11 +279,10 @@ def test_a_file_without_rows_says_so(tokenizer, tmp_path):
         PromptSource(recipe(source(file, reader="jsonl")), tokenizer, 0)
 
 
-@pytest.mark.parametrize("reader", ["jsonl", "livecodebench"])
-def test_a_parquet_file_under_a_reader_of_json_is_refused(tokenizer, tmp_path, reader):
+def test_a_parquet_file_under_a_reader_of_json_is_refused(tokenizer, tmp_path):
     file = write_deepmath(tmp_path / "train-0.parquet", sums(3))
-    dates = {"since": "2025-02-01", "until": "2025-05-31"} if reader == "livecodebench" else {}
-    benchmark = BenchmarkRecipe(name="b", reader=reader, path=str(file), **dates)
+    dates = {"since": "2025-02-01", "until": "2025-05-31"}
+    benchmark = BenchmarkRecipe(name="b", reader="livecodebench", path=str(file), **dates)
     with pytest.raises(ValueError, match=r"parquet: this reader expects .jsonl, found a parquet file: name"):
         read_benchmark(benchmark, recipe(source(file)), tokenizer)
 

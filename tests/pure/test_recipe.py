@@ -15,7 +15,6 @@ from megatron_eqlen.objectives.recipes import load, parse, remarks
 from megatron_eqlen.objectives.registry import OBJECTIVES, resolve, with_defaults
 from megatron_eqlen.processes import cores
 from megatron_eqlen.recipe import Recipe, RecipeError, Section
-from megatron_eqlen.recipe.checks import check_inputs
 from megatron_eqlen.recipe.load import dump, read_yaml
 from megatron_eqlen.recipe.yaml_values import read_value
 from megatron_eqlen.report.run_folder import RunFolder, check_harvest
@@ -528,17 +527,6 @@ def test_a_value_that_our_own_checks_refuse_is_told_once():
         small(data={"sources": [{"name": "a", "path": "b", "reader": "parket"}]})
     assert str(error.value).count("parket") == 1
     assert "data.sources.0.reader: expected one of deepmath, " in str(error.value)
-
-
-def test_a_model_of_the_hub_is_not_told_to_be_made(tmp_path):
-    (tmp_path / "r.yaml").write_text(dump(small(inputs_from="tools/quickstart")))
-    recipe = load(tmp_path / "r.yaml", ["model.path=Qwen/Qwen3-0.6B", f"data.sources.0.path={tmp_path}"])
-    with pytest.raises(RecipeError) as error:
-        check_inputs(recipe)
-    assert str(error.value) == (
-        "model.path: Qwen/Qwen3-0.6B does not exist (expected a folder: hf download Qwen/Qwen3-0.6B "
-        "--local-dir models/Qwen3-0.6B, and model.path=models/Qwen3-0.6B)"
-    )
 
 
 def test_missing_inputs_are_named_before_anything_starts(capsys, tmp_path):

@@ -12,6 +12,7 @@ import sys
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.processes.quiet import VERBOSE, quiet
 from megatron_eqlen.recipe import Recipe, layout
+from megatron_eqlen.recipe.inputs import fetch_model, local_path
 from megatron_eqlen.recipe.load import load
 
 
@@ -21,7 +22,7 @@ def server_command(recipe: Recipe, port: int, host: str = "0.0.0.0") -> tuple[li
 
     rollout = recipe.rollout
     longest = recipe.data.max_prompt_length + rollout.max_response_length
-    flags = engine_args(recipe.model.path, rollout, recipe.model.dtype, longest) | {
+    flags = engine_args(str(local_path(recipe.model)), rollout, recipe.model.dtype, longest) | {
         "host": host,
         "port": port,
         "return_tokens_as_token_ids": True,
@@ -45,7 +46,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
     args = parser.parse_args()
     recipe = load(args.recipe, args.overrides)
-    layout.require(layout.engine(recipe.rollout, read_config(recipe.model.path)))
+    layout.require(layout.engine(recipe.rollout, read_config(fetch_model(recipe))))
     quiet()
     command, environ = server_command(recipe, args.port, args.host)
     print(

@@ -1,0 +1,124 @@
+"""The data files of a Hugging Face data set: those of a configuration and a split.
+
+The data set's card names them (``configs`` in the head of README.md), or else their own names do:
+``data/train-00000-of-00010.parquet``, ``main/test.jsonl``. These are the rules of ``datasets`` for data sets
+without a loading script.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import yaml
+
+SUFFIXES = (".parquet", ".jsonl", ".json")
+NOT_DATA = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "config.json")
+KEYWORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+"""Words in a file's path that name its split."""
+
+_SHARD = re.compile(r"(\w+)-\d{5}-of-\d{5}\b.*")
+_HEAD = re.compile(r"---\s*\n(.*?)\n---\s*(\n|$)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The wanted files of a data set."""
+
+    config: str | None
+    split: str | None
+    usual: str
+    """Split that is read if ``split`` is None and there are several."""
+
+
+def choose_files(names: Sequence[str], card: Mapping[str, Any], part: Part) -> list[str]:
+    """Return those of the data set's files that belong to ``part``, sorted. Raises ValueError."""
+    splits = _splits(names, card, part.config)
+    usual = next(iter(splits)) if len(splits) == 1 else part.usual
+    chosen = part.split or usual
+    if chosen not in splits:
+        raise ValueError(f"split: expected one of {', '.join(splits)}, found {part.split!r}")
+    files = sorted(set(splits[chosen]))
+    if not files or (odd := [name for name in files if not name.endswith(SUFFIXES)]):
+        found = ", ".join(odd[:3]) if files else "none"
+        raise ValueError(
+            f"split {chosen}: expected files {', '.join(SUFFIXES)}, found {found} (the hub converts public "
+            "data sets: revision: refs/convert/parquet)"
+        )
+    return files
+
+
+def read_card(folder: Path) -> dict[str, Any]:
+    """Return the head of the data set's README.md; empty if it has none. Raises ValueError."""
+    file = folder / "README.md"
+    head = _HEAD.match(file.read_text(encoding="utf-8")) if file.is_file() else None
+    try:
+        card = yaml.safe_load(head[1]) if head else {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{file}: the head is not YAML: {' '.join(str(error).split())}") from None
+    return card if isinstance(card, dict) else {}
+
+
+def _splits(names: Sequence[str], card: Mapping[str, Any], config: str | None) -> dict[str, list[str]]:
+    """Return the files of each split of ``config``."""
+    if entry := _card_entry(card, config):
+        parts = entry["data_files"]
+        if not (isinstance(parts, list) and all(isinstance(each, dict) for each in parts)):
+            parts = [{"split": "train", "path": parts}]
+        return {str(each["split"]): _matching(names, each["path"], entry.get("data_dir")) for each in parts}
+    data = [name for name in names if name.endswith(SUFFIXES) and PurePosixPath(name).name not in NOT_DATA]
+    data = [name for name in data if not any(folder.startswith(".") for folder in name.split("/"))]
+    if config is not None:
+        folders = sorted({folder for name in data for folder in PurePosixPath(name).parts[:-1]})
+        data = [name for name in data if config in PurePosixPath(name).parts[:-1]]
+        if not data:
+            raise ValueError(f"config: expected one of {', '.join(folders) or 'none'}, found {config!r}")
+    found: dict[str, list[str]] = {}
+    for name in data:
+        found.setdefault(_split_of(name), []).append(name)
+    return found or {"train": data}
+
+
+def _card_entry(card: Mapping[str, Any], config: str | None) -> Mapping[str, Any] | None:
+    """Return the card's entry of ``config``, or of its default configuration; None if the card names no
+    files."""
+    entries = [entry for entry in card.get("configs") or [] if "data_files" in entry]
+    if not entries:
+        return None
+    by_name = {str(entry.get("config_name", "default")): entry for entry in entries}
+    if config is not None:
+        chosen = by_name.get(config)
+    else:
+        marked = [entry for entry in entries if entry.get("default")] or [by_name.get("default")]
+        chosen = entries[0] if len(entries) == 1 else marked[0]
+    if chosen is None:
+        raise ValueError(f"config: expected one of {', '.join(by_name)}, found {config!r}")
+    return chosen
+
+
+def _split_of(name: str) -> str:
+    if shard := _SHARD.fullmatch(PurePosixPath(name).name):
+        return shard[1]
+    words = re.split(r"[^A-Za-z]+", name)
+    return next((split for split, known in KEYWORDS.items() if set(known) & set(words)), "train")
+
+
+def _matching(names: Sequence[str], patterns: str | Sequence[str], folder: str | None) -> list[str]:
+    """Return the names that a pattern of the card matches; ``*`` stays within a folder, ``**`` does not."""
+    listed = [patterns] if isinstance(patterns, str) else patterns
+    within = f"{folder}/" if folder else ""
+    wanted = [re.compile(_expression(f"{within}{pattern}".removeprefix("./"))) for pattern in listed]
+    return [name for name in names if any(each.fullmatch(name) for each in wanted)]
+
+
+def _expression(pattern: str) -> str:
+    kinds = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    pieces = re.split(r"(\*\*/|\*\*|\*|\?)", pattern)
+    return "".join(kinds.get(piece) or re.escape(piece) for piece in pieces)

@@ -1,0 +1,221 @@
+"""Models and data sets of the Hugging Face Hub: pin a revision, download files once, find them again.
+
+``huggingface_hub`` does the work and its variables apply: HF_HOME and HF_HUB_CACHE (the cache), HF_TOKEN,
+HF_ENDPOINT, HF_HUB_OFFLINE. A pinned revision whose files are in the cache needs no network.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import glob
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+from huggingface_hub import HfApi, constants, get_cached_repo_tree, hf_hub_download, snapshot_download
+from huggingface_hub.errors import (
+    CachedRepoTreeNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    IncompleteSnapshotError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RemoteEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+    RevisionResolutionError,
+)
+from tqdm.auto import tqdm
+
+LOCAL_FOLDERS = ("data", "models", "runs", "recipes")
+"""Folders beside a recipe: ``models/Qwen3-4B`` is never a name on the hub, even if the folder is missing."""
+FILE_SUFFIXES = (".json", ".jsonl", ".parquet", ".yaml", ".yml")
+MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "LICENSE*")
+"""Files of a model's top folder that training and export read."""
+UNREACHABLE = (RevisionResolutionError, LocalEntryNotFoundError, OfflineModeIsEnabled, httpx.TransportError)
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+class HubError(ValueError):
+    """A name cannot be resolved or downloaded; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class HubRepo:
+    """A model or data set on the hub."""
+
+    name: str
+    kind: Literal["model", "dataset"]
+    revision: str | None = None
+    """Branch, tag or commit; None: the default branch."""
+
+    @property
+    def is_pinned(self) -> bool:
+        return self.revision is not None and _COMMIT.fullmatch(self.revision) is not None
+
+    def __str__(self) -> str:
+        return f"{self.name} at {self.revision[:12]}" if self.revision else self.name
+
+    def pinned(self) -> HubRepo:
+        """Return the repository at a commit. Without network the cache's newest commit of the branch is used,
+        with a warning of ``huggingface_hub``. Raises HubError."""
+        if self.is_pinned:
+            return self
+        with _explained(self):
+            commit = HfApi().resolve_revision(self.name, repo_type=self.kind, revision=self.revision)
+        return replace(self, revision=str(commit.resolved))
+
+    def files(self) -> list[str]:
+        """Return the names of all files at this commit, from the cache if it has them. Raises HubError."""
+        try:
+            return [file.path for file in get_cached_repo_tree(**self._where())]
+        except CachedRepoTreeNotFoundError:
+            pass
+        folder = self._snapshot(["README.md"], silent=True)  # writes the cache's list of files
+        try:
+            return [file.path for file in get_cached_repo_tree(**self._where())]
+        except CachedRepoTreeNotFoundError:  # offline, with a cache written by an older huggingface_hub
+            return [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+
+    def download(self, choose: Callable[[Sequence[str]], Sequence[str]]) -> Path:
+        """Download the files that ``choose`` picks among all names, unless the cache has them; return their
+        folder. Raises HubError."""
+        assert self.is_pinned, "pinned() comes first"
+        chosen = choose(self.files())
+        folder = self._cache() / "snapshots" / str(self.revision)
+        missing = [name for name in chosen if not (folder / name).exists()]
+        if missing and _shows_progress():
+            print(f"{self}: downloading {len(missing)} of {len(chosen)} files", file=sys.stderr)
+        return self._snapshot([glob.escape(name) for name in chosen])
+
+    def file(self, name: str) -> Path:
+        """Download one file, unless the cache has it; return its path. Raises HubError."""
+        with _explained(self):
+            return Path(
+                hf_hub_download(self.name, name, repo_type=self.kind, revision=self.revision, tqdm_class=_Bar)
+            )
+
+    def cached(self) -> Path:
+        """Return the folder of this commit in the cache, complete or not. Raises HubError if there is
+        none."""
+        commit = self.revision if self.is_pinned else self._cached_commit()
+        folder = self._cache() / "snapshots" / str(commit)
+        if commit is None or not folder.is_dir():
+            raise HubError(f"{self} of the Hugging Face Hub is not in the cache {constants.HF_HUB_CACHE}")
+        return folder
+
+    def _cached_commit(self) -> str | None:
+        ref = self._cache() / "refs" / (self.revision or constants.DEFAULT_REVISION)
+        return ref.read_text(encoding="utf-8").strip() if ref.is_file() else None
+
+    def _cache(self) -> Path:
+        return Path(constants.HF_HUB_CACHE) / f"{self.kind}s--{self.name.replace('/', '--')}"
+
+    def _where(self) -> dict[str, Any]:
+        return {"repo_id": self.name, "repo_type": self.kind, "revision": self.revision}
+
+    def _snapshot(self, patterns: Sequence[str], silent: bool = False) -> Path:
+        bar = functools.partial(_Bar, disable=True) if silent else _Bar
+        with _explained(self):
+            if constants.is_offline_mode():
+                return Path(
+                    snapshot_download(**self._where(), allow_patterns=[*patterns], local_files_only=True)
+                )
+            return Path(snapshot_download(**self._where(), allow_patterns=[*patterns], tqdm_class=bar))
+
+
+def is_name(path: str) -> bool:
+    """Return True if ``path`` names a repository on the hub, ``ORG/NAME``. A local file or folder of that
+    name wins, and so does a local folder ``ORG``."""
+    if not _NAME.fullmatch(path) or Path(path).exists() or path.endswith(FILE_SUFFIXES):
+        return False
+    first = path.partition("/")[0]
+    return first not in LOCAL_FOLDERS and not Path(first).exists()
+
+
+def model_files(names: Sequence[str]) -> list[str]:
+    """Return the files that training reads. Raises ValueError if there are no safetensors."""
+    top = [name for name in names if "/" not in name]
+    chosen = [name for name in top if any(fnmatch.fnmatchcase(name, each) for each in MODEL_FILES)]
+    if not any(name.endswith(".safetensors") for name in chosen):
+        raise ValueError(f"expected config.json and *.safetensors, found {', '.join(names) or 'nothing'}")
+    return chosen
+
+
+def upload(folder: Path, name: str, private: bool, message: str) -> str:
+    """Upload a model's folder to the repository ``name``, which is made if there is none; return the commit's
+    address. A name without an organisation belongs to the user who is logged in. Raises HubError."""
+    api = HfApi()
+    try:
+        repo = api.create_repo(name, private=private, exist_ok=True)
+        return str(
+            api.upload_folder(repo_id=repo.repo_id, folder_path=folder, commit_message=message).commit_url
+        )
+    except HfHubHTTPError as error:
+        advice = (
+            " (log in with hf auth login, or HF_TOKEN)" if error.response.status_code in (401, 403) else ""
+        )
+        raise HubError(f"{name} on {constants.ENDPOINT}: {' '.join(str(error).split())}{advice}") from None
+    except (OfflineModeIsEnabled, httpx.TransportError) as error:
+        raise HubError(f"{name} on {constants.ENDPOINT}: no connection ({_cause(error)})") from None
+
+
+class _Bar(tqdm):
+    """A progress bar, on a terminal and for one process of a machine only."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        options["disable"] = options.get("disable") or not (sys.stderr.isatty() and _shows_progress())
+        options.pop("name", None)
+        super().__init__(*arguments, **options)
+
+
+def _shows_progress() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+@contextmanager
+def _explained(repo: HubRepo) -> Iterator[None]:
+    """Turn errors of the hub into HubError."""
+    where = f"{repo.kind} {repo.name!r} on {constants.ENDPOINT}"
+    try:
+        yield
+    except GatedRepoError:
+        raise HubError(
+            f"{where}: it is gated: accept its terms on its page, then log in (hf auth login, or HF_TOKEN)"
+        ) from None
+    except RepositoryNotFoundError:
+        raise HubError(
+            f"{where}: no such {repo.kind}, or it is private and you are not logged in (hf auth login, or "
+            "HF_TOKEN); a local folder must exist"
+        ) from None
+    except RevisionNotFoundError:
+        raise HubError(f"{where}: it has no revision {repo.revision!r}") from None
+    except RemoteEntryNotFoundError as error:
+        raise HubError(f"{where}: no such file: {str(error).splitlines()[-1]}") from None
+    except IncompleteSnapshotError as error:
+        raise HubError(f"{where}: {error}") from None
+    except UNREACHABLE as error:
+        why = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else f"no connection ({_cause(error)})"
+        command = f"hf download {repo.name}" + " --type dataset" * (repo.kind == "dataset")
+        raise HubError(
+            f"{where}: {why}, and the cache {constants.HF_HUB_CACHE} lacks it: run `{command}` with a "
+            "connection (HF_HOME is the cache's place), or name a local folder"
+        ) from None
+    except HfHubHTTPError as error:
+        raise HubError(f"{where}: {' '.join(str(error).split())}") from None
+
+
+def _cause(error: BaseException) -> str:
+    """Return the first cause of a failed connection."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}"

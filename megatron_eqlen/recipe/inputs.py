@@ -1,0 +1,180 @@
+"""The model, data and benchmarks that a recipe reads: local paths, or names on the Hugging Face Hub.
+
+    recipe ──pinned──► names at commits ──fetch──► in the cache ──local_path, data_files──► readers
+
+A recipe is pinned before anything else uses it, so that a run's stored recipe names commits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from megatron_eqlen.hf.dataset_files import Part, choose_files, read_card
+from megatron_eqlen.hf.hub import HubError, HubRepo, is_name, model_files
+from megatron_eqlen.recipe import BenchmarkRecipe, ModelRecipe, Recipe, RecipeError, SourceRecipe
+from megatron_eqlen.recipe.load import RECIPE, load
+
+PINS = "EQLEN_REVISIONS"
+"""Environment variable: the commits that this command has resolved, for the processes that it starts."""
+WHOLE_FOLDER = ("opencodereasoning", "livecodebench")
+"""Readers that choose among a data set's files themselves."""
+
+MODEL = "model"
+
+Input = ModelRecipe | SourceRecipe | BenchmarkRecipe
+
+
+def pinned(recipe: Recipe, run: Path | None = None) -> Recipe:
+    """Return the recipe with each name on the hub at a commit. Raises RecipeError.
+
+    A resumed run (its folder is ``run``) stays at its commits, unless the recipe names a revision.
+    """
+    known = _environment() | (_stored(run) if run else {})
+    changed = {key: _pinned(key, section, known) for key, section in _inputs(recipe).items()}
+    if known:
+        os.environ[PINS] = json.dumps(known)
+    sources = [section for section in changed.values() if isinstance(section, SourceRecipe)]
+    benchmarks = [section for section in changed.values() if isinstance(section, BenchmarkRecipe)]
+    update = {
+        "model": changed[MODEL],
+        "data": recipe.data.model_copy(update={"sources": sources}),
+        "evaluation": recipe.evaluation.model_copy(update={"benchmarks": benchmarks}),
+    }
+    return recipe.model_copy(update=update)
+
+
+def fetch(recipe: Recipe) -> None:
+    """Check that local inputs exist, then download the others unless the cache has them. Raises
+    RecipeError."""
+    check_inputs(recipe)
+    for key, section in _inputs(recipe).items():
+        _download(key, section)
+
+
+def fetch_model(recipe: Recipe) -> Path:
+    """Download the recipe's model unless it is here; return its folder. Raises RecipeError."""
+    model = _pinned(MODEL, recipe.model, _environment())
+    _download(MODEL, model)
+    return local_path(model)
+
+
+def check_inputs(recipe: Recipe) -> None:
+    """Raise RecipeError, naming the key, for a local file or folder that the recipe reads and that is not
+    there."""
+    paths = {f"{key}.path": section.path for key, section in _inputs(recipe).items() if not hub_repo(section)}
+    missing = {key: path for key, path in paths.items() if not Path(path).exists()}
+    if missing:
+        problems = "; ".join(f"{key}: {path} does not exist" for key, path in missing.items())
+        hint = where_from(recipe) if missing.keys() - recipe.variant.keys() else ""
+        raise RecipeError(problems + hint)
+
+
+def where_from(recipe: Recipe) -> str:
+    """Return the end of a message about missing inputs: the recipe's command that makes them
+    (``inputs_from``)."""
+    return f" ({recipe.inputs_from} makes what this recipe reads: run it first)" if recipe.inputs_from else ""
+
+
+def revisions(recipe: Recipe) -> dict[str, str | None]:
+    """Return the revision of every name on the hub, by key; ranks must agree on them."""
+    sections = _inputs(recipe).items()
+    return {f"{key}.revision": section.revision for key, section in sections if hub_repo(section)}
+
+
+def hub_repo(section: Input) -> HubRepo | None:
+    """Return the hub's repository that ``section`` names; None for a local path."""
+    if not is_name(section.path):
+        return None
+    return HubRepo(section.path, "model" if isinstance(section, ModelRecipe) else "dataset", section.revision)
+
+
+def local_path(section: Input) -> Path:
+    """Return the input's file or folder on this machine. Raises HubError for a name that the hub's cache
+    lacks."""
+    repo = hub_repo(section)
+    return repo.cached() if repo else Path(section.path)
+
+
+def data_files(section: SourceRecipe | BenchmarkRecipe) -> list[Path] | None:
+    """Return the files of the section's ``config`` and ``split``; None if its reader chooses among the files
+    of ``local_path``. Raises RecipeError."""
+    repo, folder = hub_repo(section), local_path(section)
+    if section.reader in WHOLE_FOLDER or (repo is None and section.config is section.split is None):
+        return None
+    names = repo.files() if repo else [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
+    try:
+        return [folder / name for name in _chosen(section, names)]
+    except ValueError as error:
+        raise RecipeError(f"{section.name}: {section.path}: {error}") from None
+
+
+def _chosen(section: SourceRecipe | BenchmarkRecipe, names: Sequence[str]) -> list[str]:
+    card = read_card(local_path(section))
+    if section.reader in WHOLE_FOLDER:
+        return [name for name in names if name.endswith((".parquet", ".jsonl"))]
+    usual = "train" if isinstance(section, SourceRecipe) else "test"
+    return choose_files(names, card, Part(section.config, section.split, usual))
+
+
+def _inputs(recipe: Recipe) -> dict[str, Input]:
+    """Return the sections that name inputs, by key."""
+    sources = {f"data.sources.{number}": source for number, source in enumerate(recipe.data.sources)}
+    benchmarks = {
+        f"evaluation.benchmarks.{number}": benchmark
+        for number, benchmark in enumerate(recipe.evaluation.benchmarks)
+    }
+    return {MODEL: recipe.model, **sources, **benchmarks}
+
+
+def _pinned(key: str, section: Input, known: dict[str, str]) -> Input:
+    """Return the section with its commit: the one among ``known``, or else the hub's, which is added."""
+    repo = hub_repo(section)
+    if repo is None:
+        if section.revision is not None:
+            raise RecipeError(
+                f"{key}.revision: {section.revision} is for a name on the hub, found the local path "
+                f"{section.path}"
+            )
+        return section
+    if repo.is_pinned:
+        return section
+    if _pin_key(repo) not in known:
+        try:
+            known[_pin_key(repo)] = str(repo.pinned().revision)
+        except HubError as error:
+            raise RecipeError(f"{key}.path: {error}") from None
+    return section.model_copy(update={"revision": known[_pin_key(repo)]})
+
+
+def _download(key: str, section: Input) -> None:
+    repo = hub_repo(section)
+    if repo is None:
+        return
+    try:
+        if isinstance(section, ModelRecipe):
+            repo.download(model_files)
+        else:
+            repo.download(partial(_chosen, section))
+    except ValueError as error:
+        raise RecipeError(f"{key}.path: {error}") from None
+
+
+def _environment() -> dict[str, str]:
+    return json.loads(os.environ.get(PINS, "{}"))
+
+
+def _stored(run: Path) -> dict[str, str]:
+    """Return the commits of the run's stored recipe."""
+    if not os.path.isfile(run / RECIPE):  # false for a path that nobody can read, too: others say so
+        return {}
+    repos = [hub_repo(section) for section in _inputs(load(run / RECIPE)).values()]
+    return {_pin_key(repo, default=True): str(repo.revision) for repo in repos if repo and repo.is_pinned}
+
+
+def _pin_key(repo: HubRepo, default: bool = False) -> str:
+    """Return the key of a repository and branch among the pins; ``default``: of its default branch."""
+    return f"{repo.kind} {repo.name} {(None if default else repo.revision) or ''}".strip()
