@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.objectives.recipes import load
+from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.recipe.load import load_run
 from megatron_eqlen.report.run_state import read_state
@@ -129,19 +131,33 @@ def test_a_dry_run_says_what_each_may_spend_and_what_it_may_cost(capsys):
     file = ROOT / "recipes/paper_tables.yaml"
     assert cli.main(["sweep", str(file), "--dry-run"]) == 0
     said = capsys.readouterr().out
-    assert "2 recipes x 17 methods x 5 seeds = 170 runs in runs/paper_tables" in said
+    assert "2 recipes x 21 methods x 5 seeds = 210 runs in runs/paper_tables" in said
     assert "  eqlen-grpo-8-streams   500 steps\n" in said
     assert "GPU hours as eqlen-grpo-8-streams\n" in said
     assert (
-        "a run of eqlen-grpo-8-streams: 5.1e+21 FLOPs, GPU hours: A100 22.6k, H100 12.1k; x 85 runs" in said
+        "a run of eqlen-grpo-8-streams: 5.1e+21 FLOPs, GPU hours: A100 22.6k, H100 12.1k; x 105 runs" in said
     )
     assert cli.main(["sweep", str(file), "cluster.device=cpu", "--dry-run"]) == 0
-    assert "5.1e+21 FLOPs; x 85 runs" in capsys.readouterr().out
+    assert "5.1e+21 FLOPs; x 105 runs" in capsys.readouterr().out
 
 
 def test_every_run_of_the_small_sweep_is_a_recipe():
     plan = Plan(load_sweep(ROOT / "recipes/tables_tiny.yaml"))
     assert {plan.some_recipe(cell).name for cell in plan.firsts} == {"search_cpu"}
+
+
+@pytest.mark.parametrize("file", ["paper_tables.yaml", "tables_tiny.yaml"])
+def test_a_method_that_is_named_after_a_part_differs_from_the_whole_by_that_part_alone(file):
+    plan = Plan(load_sweep(ROOT / "recipes" / file))
+    methods = {cell.method: plan.some_recipe(cell) for cell in plan.cells}
+    found = {name: resolve(recipe) for name, recipe in methods.items()}
+    whole = found["dapo"]
+    assert (whole.dynamic_sampling, whole.overlong_buffer > 0) == (True, True)
+    assert found["dapo-no-dynamic-sampling"] == dataclasses.replace(whole, dynamic_sampling=False)
+    assert found["dapo-no-overlong"] == dataclasses.replace(whole, overlong_buffer=0)
+    assert methods["unfinished-drop"].equal_length.unfinished == "drop"
+    for name, recipe in methods.items():
+        assert recipe.loss.minibatches == (4 if name.endswith("-4-updates") else 1), name
 
 
 def test_the_papers_sweep_has_the_papers_methods():
@@ -156,11 +172,13 @@ def test_the_papers_sweep_has_the_papers_methods():
         "livecodebench_v6",
     ]
     independent = {name for name, recipe in methods.items() if recipe.sampling == "independent"}
-    assert independent == {"grpo", "dr_grpo", "dapo", "gspo", "luspo", "2-grpo"}
+    updates = {"grpo-4-updates", "gspo-4-updates"}
+    parts = {"dapo", "dapo-no-dynamic-sampling", "dapo-no-overlong"}
+    assert independent == {"grpo", "dr_grpo", "luspo", "2-grpo"} | updates | parts
     assert [methods[name].group_size for name in ("grpo", "2-grpo")] == [16, 2]
     assert [methods[f"eqlen-grpo-{n}"].streams_per_prompt for n in ("8-streams", "1-stream")] == [8, 1]
-    objectives = {methods[f"eqlen-{name}"].objective for name in ("dr_grpo", "dapo", "gspo", "luspo", "rloo")}
-    assert objectives == {"dr_grpo", "dapo", "gspo", "luspo", "rloo"}
+    for name in ("dr_grpo", "dapo", "luspo", "gspo-4-updates", "grpo-4-updates"):
+        assert methods[f"eqlen-{name}"].objective == name.removesuffix("-4-updates")
     for name in ("single-pair", "prefix-in-gradient", "mean-reward"):
         assert methods[name].method == f"eqlen-grpo-{name}"
 
