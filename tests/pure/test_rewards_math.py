@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_eqlen.rewards.math import grader as math
+from megatron_eqlen.rewards.math import match
 from megatron_eqlen.rewards.math.answer import normalize
 from megatron_eqlen.rewards.math.grader import MathGrader, extract_answer
 from tests.kit import ROOT
@@ -144,6 +145,25 @@ def test_right_answers_in_other_words(grader, gold, answer):
 def test_wrong_answers(grader, gold, answer):
     (grade,) = grader.grade([rf"thus \boxed{{{answer}}}"], [gold])
     assert (grade.verdict, grade.reward) == ("wrong", 0.0)
+
+
+def test_a_long_answer_is_brought_into_normal_form_by_a_worker(grader, monkeypatch):
+    """In this process it would stop the engine's driver for up to 43 ms."""
+    roots = r"\sqrt{" * 60 + "x" + "}" * 60
+    terms = "+".join(f"x^{{{n}}}" for n in range(40))
+    golds, answers = (
+        [terms, terms, "5", "5"],
+        [terms.replace("+", " + "), terms + "+7", r"\quad " * 50, roots],
+    )
+
+    def refuse(text: str) -> str:
+        raise AssertionError(f"normal form of {len(text)} characters")
+
+    monkeypatch.setattr(math, "normalize", refuse)
+    monkeypatch.setattr(match, "normalize", refuse)
+    grades = grader.grade([rf"\boxed{{{answer}}}" for answer in answers], golds)
+    assert [grade.verdict for grade in grades] == ["correct", "wrong", "no_answer", "wrong"]
+    assert grader.check_golds([terms, r"\quad " * 50]) == [None, "unparseable_gold"]
 
 
 def test_two_stage_parsing_reads_what_the_library_reads(monkeypatch):

@@ -1,7 +1,9 @@
 """The math grader: is the last boxed answer of a response equal to the gold one?
 
     response ──extract──► answer ──normalise──► text with unit ──match──► two texts ──compare──► verdict
-                here                answer.py                   match.py           here, then worker.py
+                here                answer.py                   match.py                worker.py
+
+Short answers are normalised and matched in this process, long ones in a worker.
 
 ``exact`` compares the normal forms as texts, ``math_verify`` reads both as mathematics, ``either`` uses
 ``math_verify`` where ``exact`` says no. The paper says "exact answer matching".
@@ -14,17 +16,15 @@ import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Literal
 
 from megatron_eqlen.rewards.grader import Asked, Known, Pending, answer_section
 from megatron_eqlen.rewards.math.answer import normalize
-from megatron_eqlen.rewards.math.match import match_units
+from megatron_eqlen.rewards.math.match import MathRule, compare_texts
+from megatron_eqlen.rewards.workers.host import Item
 from megatron_eqlen.rewards.workers.pool import WorkerPool
 from megatron_eqlen.types import Grade
 
 log = logging.getLogger(__name__)
-
-MathRule = Literal["exact", "math_verify", "either"]
 
 RULES_VERSION = 3
 """Raised whenever our own rules change a verdict: extraction, normal form, units, structure."""
@@ -33,12 +33,14 @@ LONGEST_TAIL = 32_768
 """Characters at the end of a response in which the answer is looked for."""
 LONGEST_ANSWER = 2_000
 """Most characters of an answer; a longer one counts as unparseable."""
+LONGEST_HERE = 100
+"""Most characters of an answer or gold that this process brings into normal form (0.4 ms); a longer one is
+left to a worker (2,000 characters: up to 43 ms)."""
 MEMO_SIZE = 100_000
 WORKER_MODULE = "megatron_eqlen.rewards.math.worker"
 LARGEST_BATCH = 64
 """Most answers sent to a worker at once: most take less time than a message does."""
 
-_INTEGER = re.compile(r"-?\d+")
 _PLAIN_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d+)?|\\frac\{[+-]?\d+\}\{[1-9]\d*\}|\d+/[1-9]\d*)")
 
 
@@ -93,11 +95,11 @@ class MathGrader:
         A gold must parse and equal itself; else every right answer would silently get 0.
         """
         reasons = {gold: "unparseable_gold" if len(gold) > LONGEST_ANSWER else None for gold in golds}
-        reasons |= {gold: "unparseable_gold" for gold in reasons if not reasons[gold] and not normalize(gold)}
-        if self.rule == "exact":
-            return [reasons[gold] for gold in golds]
         wanted = [gold for gold, reason in reasons.items() if not (reason or _PLAIN_NUMBER.fullmatch(gold))]
-        questions = [_question(gold, gold) for gold in wanted]
+        if self.rule == "exact":
+            reasons |= {gold: None if normalize(gold) else "unparseable_gold" for gold in wanted}
+            return [reasons[gold] for gold in golds]
+        questions: list[Item] = [{"gold": gold, "answer": gold, "rule": "math_verify"} for gold in wanted]
         checks = self._start().map(questions, self._timeout) if questions else []
         reasons |= {gold: _gold_reason(check) for gold, check in zip(wanted, checks, strict=True)}
         return [reasons[gold] for gold in golds]
@@ -108,26 +110,16 @@ class MathGrader:
             self._pool = None
 
     def _compare(self, gold: str, answer: str) -> Pending:
-        if (verdict := self._compare_texts(gold, answer)) is not None:
-            return Known(self._grade(verdict, answer))
-        reply = self._start().submit(_question(gold, answer), self._timeout)
-        return Asked(reply, lambda reply: self._grade(self._verdict(reply, answer), answer, reply["seconds"]))
-
-    def _compare_texts(self, gold: str, answer: str) -> str | None:
-        """Return the verdict where no worker is needed, else None."""
         if len(answer) > LONGEST_ANSWER:
-            return "unparseable"
-        if not normalize(answer):
-            return "no_answer"
-        pair = match_units(normalize(gold), normalize(answer))
-        if pair is None:
-            return "wrong"
-        if self.rule == "math_verify":
-            return None
-        if pair[0] == pair[1]:
-            return "correct"
-        integers = _INTEGER.fullmatch(pair[0]) and _INTEGER.fullmatch(pair[1])
-        return "wrong" if self.rule == "exact" or integers else None
+            return Known(self._grade("unparseable", answer))
+        question: Item = {"gold": gold, "answer": answer, "rule": self.rule}
+        if max(len(gold), len(answer)) <= LONGEST_HERE:
+            found = compare_texts(gold, answer, self.rule)
+            if isinstance(found, str):
+                return Known(self._grade(found, answer))
+            question = dict(zip(("gold", "answer"), found, strict=True))
+        reply = self._start().submit(question, self._timeout)
+        return Asked(reply, lambda reply: self._grade(self._verdict(reply, answer), answer, reply["seconds"]))
 
     def _grade(self, verdict: str, answer: str, seconds: float = 0.0) -> Grade:
         line = " ".join(answer.split())
@@ -135,6 +127,8 @@ class MathGrader:
         return Grade(float(verdict == "correct"), verdict, shown, self.name, seconds)
 
     def _verdict(self, reply: dict, answer: str) -> str:
+        if "verdict" in reply:
+            return reply["verdict"]
         if "timeout" in reply:
             return "timeout"
         if "failure" in reply:
@@ -151,16 +145,10 @@ class MathGrader:
         return self._pool
 
 
-def _question(gold: str, answer: str) -> dict[str, str]:
-    """Return the item sent to a worker: two normal forms without units."""
-    gold, answer = match_units(normalize(gold), normalize(answer)) or (gold, answer)
-    return {"gold": gold, "answer": answer}
-
-
 def _gold_reason(reply: dict) -> str | None:
     if "timeout" in reply:
         return "gold_timeout"
-    if "failure" in reply or not reply["gold_parsed"]:
+    if "failure" in reply or "verdict" in reply or not reply["gold_parsed"]:
         return "unparseable_gold"
     return None if reply["correct"] else "gold_differs_from_itself"
 

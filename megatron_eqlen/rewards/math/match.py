@@ -1,12 +1,16 @@
-"""Turns two answers in normal form into the texts to compare, without units and in the same form."""
+"""Compares two answers by their texts: in normal form, without units and in the same form."""
 
 from __future__ import annotations
 
 import re
 from math import gcd
+from typing import Literal
 
-from megatron_eqlen.rewards.math.answer import is_numeric
+from megatron_eqlen.rewards.math.answer import is_numeric, normalize
 
+MathRule = Literal["exact", "math_verify", "either"]
+
+_INTEGER = re.compile(r"-?\d+")
 _UNIT = re.compile(r"(.+)\\unit\{(.*)\}")
 _LETTER_UNIT = re.compile(r"(-?\d+(?:\.\d+)?)[msghlLNJWV]")
 _CHOICE = re.compile(r"\(?([A-Z])[).:]\)?(?!.*(?<![A-Za-z\\])[A-Z](?![A-Za-z]))")
@@ -17,6 +21,22 @@ _AFFIRMATIONS = (r"\text{yes}", r"\text{true}"), (r"\text{no}", r"\text{false}")
 _RATIO = re.compile(r"\d+(?::\d+)+")
 _TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d)?")
 _CHOICES = re.compile(r"[A-H](?:,[A-H])+")
+
+
+def compare_texts(gold: str, answer: str, rule: MathRule) -> str | tuple[str, str]:
+    """Return the verdict on two answers as they were written; where only mathematics can tell, the two normal
+    forms to compare. Takes a time that grows with the square of their lengths."""
+    if not normalize(answer):
+        return "no_answer"
+    pair = match_units(normalize(gold), normalize(answer))
+    if pair is None:
+        return "wrong"
+    if rule == "math_verify":
+        return pair
+    if pair[0] == pair[1]:
+        return "correct"
+    integers = _INTEGER.fullmatch(pair[0]) and _INTEGER.fullmatch(pair[1])
+    return "wrong" if rule == "exact" or integers else pair
 
 
 def match_units(gold: str, answer: str) -> tuple[str, str] | None:

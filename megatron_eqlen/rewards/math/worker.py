@@ -1,4 +1,4 @@
-r"""Runs inside a math grader's worker: compares two normal forms. It has no time limit of its own.
+r"""Runs inside a math grader's worker: compares two answers. It has no time limit of its own.
 
     lists and tuples: member by member ──► claims ``x = 6 \cdot 7 = 42``: true, then the last term
     ──► values: math-verify reads and compares
@@ -20,6 +20,7 @@ from typing import Any
 from math_verify import verify
 from sympy import Float, Rational
 
+from megatron_eqlen.rewards.math.match import compare_texts
 from megatron_eqlen.rewards.math.numbers import (
     as_written,
     has_decimals,
@@ -322,12 +323,18 @@ def _only_both_small(gold: Any, answer: Any) -> bool:
 # --- the worker
 
 
-def compare(item: dict[str, str]) -> dict[str, bool]:
+def compare(item: dict[str, Any]) -> dict[str, Any]:
     r"""Compare gold and answer. ``correct``: the answer equals the gold; ``parsed``: the answer is
-    mathematics, not only text.
+    mathematics, not only text. With a ``rule``, both are as they were written, and their texts may decide:
+    ``verdict``.
 
     A ``\log`` without base is natural or decimal: the answer is right if it is under one of the two readings.
     """
+    if "rule" in item:
+        found = compare_texts(**item)
+        if isinstance(found, str):
+            return {"verdict": found}
+        item = dict(zip(("gold", "answer"), found, strict=True))
     if _BARE_LOG.search(item["gold"] + item["answer"]):
         natural, decimal = (
             _compare({key: _BARE_LOG.sub(log, text) for key, text in item.items()})
@@ -363,7 +370,7 @@ def is_name(text: str) -> bool:
     return bool(_OBJECT.search(text)) and _is_balanced(text)
 
 
-def make_handler() -> Callable[[dict[str, str]], dict[str, bool]]:
+def make_handler() -> Callable[[dict[str, Any]], dict[str, Any]]:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     sys.set_int_max_str_digits(0)  # exact integers of any size; the grader's time limit bounds them
