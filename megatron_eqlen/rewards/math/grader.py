@@ -53,7 +53,7 @@ class MathGrader:
     longest = LONGEST_TAIL
 
     def __init__(self, rule: MathRule = "either", workers: int = 2, timeout: float = 5.0) -> None:
-        self.rule = rule
+        self.rule: MathRule = rule
         self._workers = workers
         self._timeout = timeout
         self._pool: WorkerPool | None = None
