@@ -29,7 +29,7 @@ COMMON: dict[str, Any] = {
     "pad_token_id": None,  # a pad token would silence one embedding row's gradient
 }
 EXPERTS: dict[str, Any] = {
-    "num_experts": 8,
+    "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
     "norm_topk_prob": True,

@@ -16,6 +16,8 @@ from tests.kit.tree_samples import stream
 
 ROW = 24
 """Number of positions in a row: one tree of ``one_tree_a_row``."""
+TWO_EPOCHS: dict[str, Any] = {"loss": {"kl_coef": 0.1, "epochs": 2}}
+"""Changes that make an update compute the old policy's log-probs, too, and take two optimizer steps."""
 
 
 def recipe_of(folder: str, changes: dict[str, Any]) -> Recipe:
@@ -25,7 +27,7 @@ def recipe_of(folder: str, changes: dict[str, Any]) -> Recipe:
         "data": {"sources": [{"name": "s", "path": "none"}], "max_prompt_length": 4},
         "rollout": {"max_response_length": 20, "temperature": 1.0},
         "packing": {"max_tokens_per_row": ROW}, "optimizer": {"lr": 1e-3, "warmup_steps": 0},
-        "loss": {"kl_coef": 0.1, "epochs": 2},
+        "loss": {"kl_coef": 0.1},
     }  # fmt: skip
     return parse(plain | changes, "test")
 

@@ -307,5 +307,5 @@ def names_on_the_last_rank(folder: str) -> dict[str, str]:
 def test_names_of_both_layer_specs_lead_to_the_same_map(tmp_path):
     """The rank is the second of two pipeline stages, and the second of two expert ranks: four layers, eight
     experts."""
-    tiny_config("qwen3_moe").save_pretrained(tmp_path)
+    tiny_config("qwen3_moe", num_experts=8).save_pretrained(tmp_path)
     assert run_ranks(4, names_on_the_last_rank, str(tmp_path))[3] == TRANSFORMER_ENGINE_NAMES

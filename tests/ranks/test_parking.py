@@ -80,7 +80,7 @@ def park_between_updates(folder: str, changes: dict[str, Any]) -> list[str]:
             wrong += [] if same(numbers(parked), before) else [f"not restored, step {step}"]
         wrong += [] if is_wired(parked) else [f"buffers are not shared any more, step {step}"]
         for policy in (kept, parked):
-            policy.update([one_tree_a_row(3)])
+            policy.update([one_tree_a_row(2)])
         wrong += [f"no update, step {step}"] if same(numbers(parked), before) else []
         wrong += [] if same(numbers(kept), numbers(parked)) else [f"another update, step {step}"]
     return wrong
@@ -106,14 +106,14 @@ def parts_in_turn(policy: Policy) -> dict[str, set[str]]:
         return {part for part, count in policy.memory.on_device().items() if count}
 
     found = {"load": parts()}
-    policy.update([one_tree_a_row(3)])
+    policy.update([one_tree_a_row(2)])
     policy.park()
     found["generate"] = parts()
     for _ in policy.weights():
         found["sync"] = parts()
     found["evaluate"] = parts()
     policy.unpark()
-    policy.update([one_tree_a_row(3)])
+    policy.update([one_tree_a_row(2)])
     return found | {"train": parts()}
 
 
@@ -130,11 +130,11 @@ def test_the_table_of_phases_says_what_has_bytes_on_the_device(folders, name):
 
 def save_parked(folder: str, changes: dict[str, Any], checkpoints: str) -> list[torch.Tensor]:
     policy = build_policy(folder, changes)
-    policy.update([one_tree_a_row(3)])
+    policy.update([one_tree_a_row(2)])
     policy.park()
     checkpoint.save(Path(checkpoints), 1, policy, {}, keep=1)
     policy.unpark()
-    policy.update([one_tree_a_row(3)])
+    policy.update([one_tree_a_row(2)])
     return numbers(policy)
 
 
@@ -143,7 +143,7 @@ def resume_parked(folder: str, changes: dict[str, Any], checkpoints: str) -> lis
     checkpoint.load(Path(checkpoints), policy)
     policy.park()
     policy.unpark()
-    policy.update([one_tree_a_row(3)])
+    policy.update([one_tree_a_row(2)])
     return numbers(policy)
 
 
@@ -161,14 +161,14 @@ def update_without_hooks(folder: str, changes: dict[str, Any]) -> str:
     on them. torch does so where a parameter's ``data`` takes another dtype, as where it moves to another
     device."""
     policy = build_policy(folder, changes)
-    policy.update([one_tree_a_row(3)])
+    policy.update([one_tree_a_row(2)])
     for chunk in policy.chunks:
         for parameter in chunk.parameters():
             own = parameter.data
             parameter.data = own.double()
             parameter.data = own
     try:
-        policy.update([one_tree_a_row(3)])
+        policy.update([one_tree_a_row(2)])
     except NoGradientError as error:
         return str(error)
     return "no error"

@@ -40,8 +40,6 @@ from tests.kit.tree_samples import stream
 from tests.kit.tree_training import build, weighted_sum
 
 ROW = 256
-ROWS = 4
-"""Number of rows of each data-parallel rank."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +50,11 @@ class Case:
     dtype: str = "bfloat16"
     model: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of each data-parallel rank: enough to fill a pipeline."""
+        return 4 if "pipeline" in self.parallel else 2
 
 
 CASES = {
@@ -207,10 +210,10 @@ def measure(folder: str, case: Case) -> dict[str, Any]:
     buffers = [buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     weights = {buffer.param_data.untyped_storage().data_ptr() for buffer in buffers}
     saved = Saved(weights)
-    trees = causal_rows(ROWS * parallel_state.get_data_parallel_world_size())
+    trees = causal_rows(case.rows * parallel_state.get_data_parallel_world_size())
     rows = policy._prepare(trees).rows
     assert rows is not None
-    assert [row.num_tokens for row in rows] == [ROW] * ROWS
+    assert [row.num_tokens for row in rows] == [ROW] * case.rows
     with saved.watching():
         policy._backward(rows)
     return {
@@ -230,15 +233,15 @@ FAST = {
 
 @pytest.fixture(scope="module", params=slow_but(FAST, CASES))
 def planned_and_real(request, tmp_path_factory):
-    """Return (recipe, model, measurements of every rank)."""
+    """Return (case, recipe, model, measurements of every rank)."""
     case, folder = CASES[request.param], tmp_path_factory.mktemp("plan")
     save_tiny(folder, case.family, **case.model)
     ranks = run_ranks(case.ranks, measure, str(folder), case)
-    return recipe_of(str(folder), case), read_config(folder), ranks
+    return case, recipe_of(str(folder), case), read_config(folder), ranks
 
 
 def test_weights_and_gradients_are_those_of_megatrons_buffers(planned_and_real):
-    recipe, model, ranks = planned_and_real
+    _, recipe, model, ranks = planned_and_real
     stages = trainer(recipe, model)
     for rank in ranks:
         planned = stages[rank["stage"]]
@@ -246,7 +249,7 @@ def test_weights_and_gradients_are_those_of_megatrons_buffers(planned_and_real):
 
 
 def test_the_optimizers_state_is_that_of_every_parameter_once_and_a_shard_bounds_it(planned_and_real):
-    recipe, model, ranks = planned_and_real
+    _, recipe, model, ranks = planned_and_real
     stages, each = trainer(recipe, model), optimizer_bytes(recipe)
     for number, stage in enumerate(stages):
         here = [rank["optimizer"] + rank["host"] for rank in ranks if rank["stage"] == number]
@@ -259,11 +262,13 @@ def test_the_optimizers_state_is_that_of_every_parameter_once_and_a_shard_bounds
 
 
 def test_what_autograd_keeps_is_within_a_tenth_of_the_plan(planned_and_real):
-    recipe, model, ranks = planned_and_real
+    case, recipe, model, ranks = planned_and_real
     for stage in range(recipe.parallel.pipeline):
         here = [rank["saved"] for rank in ranks if rank["stage"] == stage]
         sequence = recipe.parallel.tensor > 1 and bool(recipe.parallel.sequence or model.experts)
-        planned = activations(recipe, model, stage, sequence=sequence, kernels=CPU, imbalance=1.0, rows=ROWS)
+        planned = activations(
+            recipe, model, stage, sequence=sequence, kernels=CPU, imbalance=1.0, rows=case.rows
+        )
         assert sum(here) / len(here) == pytest.approx(planned.saved, rel=0.1)
 
 
@@ -301,7 +306,7 @@ WIDE: dict[str, Any] = {
     "num_hidden_layers": 2, "vocab_size": 96,
 }  # fmt: skip
 """Layers so large that nothing else counts beside them."""
-MANY: dict[str, Any] = {"moe_intermediate_size": 256, "num_experts_per_tok": 4}
+MANY: dict[str, Any] = {"moe_intermediate_size": 256, "num_experts": 8, "num_experts_per_tok": 4}
 LINEAR: dict[str, Any] = {
     "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 32,
     "linear_value_head_dim": 32, "shared_expert_intermediate_size": 256, "full_attention_interval": 2,

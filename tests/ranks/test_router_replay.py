@@ -20,7 +20,7 @@ from megatron_eqlen.training.forward import run_rows
 from megatron_eqlen.types import TokenTree
 from tests.kit.distributed import run_ranks
 from tests.kit.marks import slow
-from tests.kit.routes import TOP_K, force, path_routes, routed
+from tests.kit.routes import NUM_EXPERTS, TOP_K, force, path_routes, routed
 from tests.kit.tiny_models import gradients_by_name, save_tiny
 from tests.kit.tree_samples import forest
 from tests.kit.tree_training import (
@@ -189,4 +189,7 @@ def test_the_load_that_the_auxiliary_loss_evens_out_is_that_of_the_experts_compu
             run_rows(chunks, rows, 1.0, lambda *_: None, train=False)
         trained = np.concatenate([row.routes[row.weights > 0] for row in rows])
         for column, router in enumerate(pool.routers):
-            assert router.pool.tolist() == np.bincount(trained[:, column].ravel(), minlength=8).tolist()
+            assert (
+                router.pool.tolist()
+                == np.bincount(trained[:, column].ravel(), minlength=NUM_EXPERTS).tolist()
+            )

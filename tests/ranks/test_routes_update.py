@@ -32,7 +32,7 @@ def sampled_by(folder: Path, dtype: torch.dtype) -> list[TokenTree]:
         if hasattr(layer.mlp, "gate"):
             layer.mlp.gate.register_forward_hook(lambda gate, args, output: chosen.append(output[2]))
     rng = np.random.default_rng(0)
-    trees = [stream(rng, 4, [40, 70, 20]) for _ in range(6)]
+    trees = [stream(rng, 4, [40, 70, 20]) for _ in range(4)]
     for tree in trees:
         for node in tree.nodes[1:]:
             path = [node]
@@ -64,7 +64,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     save_tiny(root / "dense", "qwen3")
     save_tiny(root / "moe", "qwen3_moe", num_experts=32, num_experts_per_tok=4)
-    save_tiny(root / "next", "qwen3_next")
+    save_tiny(root / "next", "qwen3_next", num_experts=8)
     return {name: root / name for name in ("dense", "moe", "next")}
 
 

@@ -8,7 +8,7 @@ from megatron_eqlen.types import Metrics
 from tests.kit.distributed import run_ranks
 from tests.kit.marks import slow
 from tests.kit.tiny_models import SHORT, save_tiny
-from tests.kit.updates import build_policy, layout, one_tree_a_row, update
+from tests.kit.updates import TWO_EPOCHS, build_policy, layout, one_tree_a_row, update
 
 Weights = dict[str, torch.Tensor]
 
@@ -65,8 +65,8 @@ def test_a_virtual_pipeline_trains_any_number_of_rows(folder, rows):
     """The update has the reference's and the old policy's forward passes; the padding rows change no
     number."""
     minibatches = [one_tree_a_row(rows)]
-    ((metrics, weights),) = run_ranks(1, update, folder, minibatches)
-    interleaved = layout(2, pipeline=2, virtual_pipeline=2)
+    ((metrics, weights),) = run_ranks(1, update, folder, minibatches, TWO_EPOCHS)
+    interleaved = TWO_EPOCHS | layout(2, pipeline=2, virtual_pipeline=2)
     for found, moved in run_ranks(2, update, folder, minibatches, interleaved):
         assert (metrics["packing/rows"], found["packing/rows"]) == (rows, rows + rows % 2)
         assert_same_step(found, moved, metrics, weights)
@@ -76,7 +76,7 @@ def test_context_parallel_ranks_take_the_step_of_one(folder):
     """The step has all its passes; weights are sent whole. Adam's eps is far above the gradients' round-off;
     otherwise round-off would decide the direction of weights with gradient 0."""
     minibatches = [one_tree_a_row(3)]
-    smooth = {"optimizer": {"lr": 1e-3, "warmup_steps": 0, "adam_eps": 1e-5}}
+    smooth = TWO_EPOCHS | {"optimizer": {"lr": 1e-3, "warmup_steps": 0, "adam_eps": 1e-5}}
     ((metrics, weights),) = run_ranks(1, update, folder, minibatches, smooth)
     for found, moved in run_ranks(2, update, folder, minibatches, smooth | layout(2, context=2)):
         assert found["packing/rows"] == metrics["packing/rows"]

@@ -10,7 +10,7 @@ import torch
 from megatron_eqlen.training.agreement import MismatchError
 from tests.kit.distributed import run_ranks
 from tests.kit.marks import slow_but
-from tests.kit.updates import build_policy, layout, one_tree_a_row, weights_of
+from tests.kit.updates import TWO_EPOCHS, build_policy, layout, one_tree_a_row, weights_of
 
 TREES = one_tree_a_row(3)
 """Trees with random log-probs: each row has another mismatch, each rank other rows."""
@@ -18,7 +18,7 @@ TREES = one_tree_a_row(3)
 
 def around_the_mismatch(folder: str, changes: dict) -> dict:
     """Return the results of updates whose limit is 1% above and 1% below the mismatch of the trees."""
-    still = {"optimizer": {"lr": 1e-12, "warmup_steps": 0, "max_skipped_updates": 2}}
+    still = TWO_EPOCHS | {"optimizer": {"lr": 1e-12, "warmup_steps": 0, "max_skipped_updates": 2}}
     policy = build_policy(folder, changes | still)
     recipe = policy.recipe
     policy.update([TREES])
