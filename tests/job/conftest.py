@@ -1,15 +1,16 @@
 """A tiny model with its data and a recipe, and a finished run of it: made once for all jobs of a worker."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.kit import ROOT
+from megatron_eqlen.objectives.recipes import load
+from megatron_eqlen.processes.lifeline import named
+from megatron_eqlen.rollout.vllm.server.__main__ import server_command
+from tests.kit import jobs
 from tests.kit.train_runs import make_home, train
-from tools.benchmarks import servers
+from tools.benchmarks.servers import ENVIRON, free_ports, wait_until_up
 
 
 @pytest.fixture(scope="session")
@@ -19,23 +20,16 @@ def home(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def server(home) -> Iterator[tuple[str, subprocess.Popen]]:
-    """Yield the URL of a running server, started as a user starts it, and its process."""
-    port = str(*servers.free_ports(1))
-    module = ["-m", "megatron_eqlen.rollout.vllm.server", home / "recipe.yaml", "--port", port]
-    url = f"http://127.0.0.1:{port}"
-    process = servers.start([sys.executable, *module], {"OMP_NUM_THREADS": "1"}, cwd=ROOT)
+def served(home) -> Iterator[list[str]]:
+    """Yield the overrides with which a recipe uses a running server."""
+    (port,) = free_ports(1)
+    (_, _, _, *flags), environ = server_command(load(home / "recipe.yaml"), port, "127.0.0.1")
+    process = jobs.start("-m", "tests.kit.forked_server", *flags, **named(), **ENVIRON, **environ)
     try:
-        servers.wait_until_up(url, process)
-        yield url, process
+        wait_until_up(f"http://127.0.0.1:{port}", process)
+        yield ["rollout.engine=server", f"rollout.servers=[http://127.0.0.1:{port}]"]
     finally:
-        servers.stop(process)
-
-
-@pytest.fixture(scope="session")
-def served(server) -> list[str]:
-    """Return the overrides with which a recipe uses the server."""
-    return ["rollout.engine=server", f"rollout.servers=[{server[0]}]"]
+        process.kill()
 
 
 @pytest.fixture(scope="session")

@@ -10,11 +10,11 @@ from megatron_eqlen.rollout.record.reader import read_step
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.types import rollout_key
 from tests.kit.jobs import run, start_ranks
-from tests.kit.train_runs import column, command, same_weights, train, wait_for_steps
+from tests.kit.train_runs import NO_EVALUATION, column, command, same_weights, train, wait_for_steps
 
 CARRIED = (
     "rollout.carry_over=true", "rollout.tokens_per_step=400", "loss.rollout_is=token", "steps=4",
-    "evaluation.benchmarks=[]",
+    NO_EVALUATION,
 )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from tests.kit import ROOT
 from tests.kit.jobs import run, start, start_ranks
 from tests.kit.processes import are_gone, descendants, within
 from tests.kit.train_runs import (
+    NO_EVALUATION,
     STEPS,
     checkpoints,
     column,
@@ -87,10 +88,10 @@ def test_a_run_whose_last_update_is_skipped_ends_like_any_other(home, trained, t
 
 
 LONG = (
-    "rollout.max_response_length=400",
-    "packing.max_tokens_per_row=2048",
+    "rollout.max_response_length=240",
+    "packing.max_tokens_per_row=1024",
     "steps=2",
-    "evaluation.benchmarks=[]",
+    NO_EVALUATION,
 )
 
 
@@ -114,9 +115,9 @@ def test_killed_in_mid_harvest_it_resumes_from_the_journal_and_ends_with_the_sam
 
 def test_killed_at_any_moment_and_started_again_it_ends_the_same(home, trained):
     """One kill hits the launcher alone, with the processes that `eqlen` itself starts; another the ranks."""
-    whole = train(home, "two", ranks=2)
+    whole = train(home, "two", NO_EVALUATION, ranks=2)
     folder = home / "killed"
-    two = command(home, "killed", "cluster.processes_per_node=2")
+    two = command(home, "killed", "cluster.processes_per_node=2", NO_EVALUATION)
     launcher = subprocess.Popen(
         [sys.executable, *map(str, two)],
         cwd=ROOT,
@@ -134,7 +135,7 @@ def test_killed_at_any_moment_and_started_again_it_ends_the_same(home, trained):
     for rank in ranks:
         rank.kill()
     assert status(folder).condition == "killed"
-    train(home, "killed", ranks=2)
+    train(home, "killed", NO_EVALUATION, ranks=2)
     assert column(folder, "step") == [1, 2, 3]
     assert column(folder, "loss/total") == column(whole, "loss/total")
     assert same_weights(folder, whole)
@@ -170,7 +171,7 @@ def test_ctrl_c_ends_the_run_after_its_step_as_a_stop_file_does(home):
     folder.mkdir()
     (folder / "STOP").touch()
     os.utime(folder / "STOP", (0, 0))
-    job = start(*command(home, "stopped", "steps=200", "checkpoint.every=100"))
+    job = start(*command(home, "stopped", "steps=200", "checkpoint.every=100", NO_EVALUATION))
     assert within(100, lambda: f"{folder}/STOP: removed: it is older than this command" in job.stderr)
     wait_for_steps(folder, 2, job)
     os.kill(job.pid, signal.SIGINT)
@@ -213,7 +214,7 @@ def test_a_run_ends_with_its_budget_and_goes_on_with_more_to_the_same_bits(home,
 def test_a_run_whose_checkpoints_or_records_are_gone_says_so(home, trained):
     folder = shutil.copytree(trained, home / "lost")
     (folder / "metrics.jsonl").write_text((folder / "metrics.jsonl").read_text().partition("\n")[2])
-    more = command(home, "lost", "steps=4", "evaluation.benchmarks=[]")
+    more = command(home, "lost", "steps=4", NO_EVALUATION)
     said = run(*more).stdout
     assert f"{folder}/metrics.jsonl has no record of 1 of 3 steps (the first: step 1)" in said
     shutil.rmtree(folder / "checkpoints")
@@ -221,7 +222,7 @@ def test_a_run_whose_checkpoints_or_records_are_gone_says_so(home, trained):
     with pytest.raises(
         AssertionError, match="checkpoints: holds no checkpoint, but one was saved after step 4"
     ):
-        run(*command(home, "lost", "steps=5", "evaluation.benchmarks=[]"))
+        run(*command(home, "lost", "steps=5", NO_EVALUATION))
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 

@@ -7,6 +7,7 @@ import gzip
 import json
 import re
 import shutil
+import sys
 
 import pytest
 import torch
@@ -20,9 +21,12 @@ from megatron_eqlen.report.run_state import read_state
 from megatron_eqlen.report.status import status
 from megatron_eqlen.rollout.record.reader import read_dump, read_step
 from megatron_eqlen.toys.tokenizer_maker import write_sentencepiece_tokenizer
+from tests.kit import ROOT
 from tests.kit.jobs import run
 from tests.kit.processes import are_gone, command_line, descendants, within
-from tests.kit.train_runs import STEPS, column, command, metrics, train
+from tests.kit.train_runs import NO_EVALUATION, STEPS, column, command, metrics, train
+from tools.benchmarks import servers
+from tools.benchmarks.servers import free_ports
 
 
 def test_trainer_and_engine_agree_at_every_step(trained):
@@ -98,7 +102,7 @@ def test_two_ranks_train_like_one_on_the_same_streams(home, trained, layout):
 
 
 def test_with_a_server_two_ranks_train_like_one_with_the_engine_inside(home, trained, served):
-    folder = train(home, "server", *served, ranks=2)
+    folder = train(home, "server", *served, NO_EVALUATION, ranks=2)
     assert column(folder, "loss/total") == pytest.approx(column(trained, "loss/total"), rel=1e-4, abs=1e-6)
     assert max(column(folder, "mismatch/logprob_abs_diff_max")) < 1e-4
     assert column(folder, "engine/live_replicas") == [1, 1, 1]
@@ -106,7 +110,7 @@ def test_with_a_server_two_ranks_train_like_one_with_the_engine_inside(home, tra
 
 
 def test_the_baseline_runs_with_the_same_command_and_its_trace_names_the_stages(home):
-    traced = ["profile.steps=[1]", "profile.memory=true"]
+    traced = ["profile.steps=[1]", "profile.memory=true", NO_EVALUATION]
     folder = train(home, "grpo", "objective=grpo", "sampling=independent", "steps=1", *traced)
     with gzip.open(folder / "profile/step-00000001-rank-0.json.gz", "rt") as file:
         names = {event.get("name") for event in json.load(file)["traceEvents"]}
@@ -118,7 +122,8 @@ def test_the_baseline_runs_with_the_same_command_and_its_trace_names_the_stages(
 
 def test_dynamic_sampling_refills_the_step_with_prompts_that_teach(home):
     rubric = "reward.rubric=tests.kit.rubrics:even_length_if_odd_gold"
-    folder = train(home, "dapo", "objective=dapo", "steps=1", "loss.max_num_gen_batches=5", rubric)
+    options = ["objective=dapo", "steps=1", "loss.max_num_gen_batches=5", NO_EVALUATION]
+    folder = train(home, "dapo", *options, rubric)
     (record,) = metrics(folder)
     assert record["objective/filtered_prompts"] > 0
     recorded = read_step(folder / "streams/step-00000000")
@@ -131,7 +136,7 @@ def test_dynamic_sampling_refills_the_step_with_prompts_that_teach(home):
 def test_with_the_sampling_mask_the_trainer_computes_the_distribution_that_was_sampled(home):
     """Sampling cuts off half of the probability here, so without the mask the two would be far apart."""
     sampling = ["rollout.top_k=5", "rollout.top_p=0.7", "rollout.logprobs_mode=processed"]
-    folder = train(home, "masked", "steps=2", *sampling, "rollout.keep_sampling_mask=true")
+    folder = train(home, "masked", "steps=2", *sampling, "rollout.keep_sampling_mask=true", NO_EVALUATION)
     assert max(column(folder, "mismatch/logprob_abs_diff_max")) < 1e-4
     assert min(column(folder, "engine/removed_probability")) > 0.5
     assert all(1 < kept <= 5 for kept in column(folder, "harvest/kept_per_token"))
@@ -155,7 +160,7 @@ def test_a_model_whose_tokenizer_is_a_sentencepiece_model_is_trained_reported_an
     model = home / "pieces"
     shutil.copytree(home / "base", model, ignore=shutil.ignore_patterns("tokenizer*"))
     write_sentencepiece_tokenizer(model, (home / "questions.jsonl").read_text().splitlines())
-    folder = train(home, "pieces-run", f"model.path={model}", "steps=1")
+    folder = train(home, "pieces-run", f"model.path={model}", "steps=1", NO_EVALUATION)
     assert re.search(r"Compute \$\d+\+1\$", (folder / "report.html").read_text())
     texts = [load_tokenizer(each).encode("Compute $12+1$.</think>") for each in (model, folder / "export")]
     assert texts[0] == texts[1]
@@ -179,11 +184,15 @@ def test_another_model_is_evaluated_on_other_questions(home, trained):
     assert len(result["answers"]) == 2
 
 
-def test_the_engine_of_a_server_that_is_killed_dies_with_it(server):
-    """This test comes last: no other test of a worker has the server after it."""
-    _, process = server
-    engine = descendants(process.pid)
-    assert any("EngineCore" in command_line(pid) for pid in engine)
-    process.kill()
-    process.wait()
-    assert within(10, are_gone(engine))
+def test_the_engine_of_a_server_that_is_killed_dies_with_it(home):
+    """The server is started as users start it."""
+    module = ["-m", "megatron_eqlen.rollout.vllm.server", home / "recipe.yaml", "--port", *free_ports(1)]
+    server = servers.start([sys.executable, *map(str, module)], {"OMP_NUM_THREADS": "1"}, cwd=ROOT)
+    try:
+        assert within(300, lambda: any("EngineCore" in command_line(pid) for pid in descendants(server.pid)))
+        engine = descendants(server.pid)
+        server.kill()
+        server.wait()
+        assert within(10, are_gone(engine))
+    finally:
+        servers.stop(server)

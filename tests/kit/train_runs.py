@@ -17,6 +17,7 @@ from tests.kit.jobs import run
 from tests.kit.processes import within
 
 STEPS = 3
+NO_EVALUATION = "evaluation.benchmarks=[]"
 
 
 def make_home(folder: Path) -> Path:

@@ -52,6 +52,7 @@ JOBS = (
     "vllm.v1.attention.backends.cpu_attn",
     "vllm.v1.core.sched.scheduler",
     "vllm.entrypoints.launchers.api_server.entry",
+    "tests.kit.patient_vllm",
 )
 """Modules that start no threads and keep no state that processes could share."""
 START = f"import sys; sys.path[0] = {str(ROOT)!r}; from tests.kit import zygote; zygote.main(*sys.argv[1:])"
