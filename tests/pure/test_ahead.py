@@ -205,7 +205,7 @@ def uninterrupted() -> list[list[tuple]]:
     return [tokens(trained[number]) for number in range(STEPS)]
 
 
-@examples(12)
+@examples(8)
 @given(
     seed=st.integers(0, 2**16),
     staleness=st.integers(1, 3),

@@ -104,7 +104,7 @@ lives = st.lists(
 )
 
 
-@examples(12)
+@examples(6)
 @given(
     seed=st.integers(0, 2**16),
     staleness=st.integers(0, 2),

@@ -216,7 +216,7 @@ def recipe_of(case: dict, **rollout) -> Recipe:
     )
 
 
-@examples(40)
+@examples(16)
 @given(cases, steps, st.sampled_from([0.0, 0.0005]))
 def test_every_unit_is_trained_once_with_the_rewards_of_a_harvest_that_nothing_interrupted(
     case, steps, interval

@@ -24,7 +24,7 @@ from tests.kit.marks import examples
 
 LONGEST = 12
 BUFFER = 5
-THOROUGH = examples(25)
+THOROUGH = examples(15)
 
 
 @dataclass
@@ -362,7 +362,7 @@ rejections = st.fixed_dictionaries(
     veto=st.sampled_from([None, 0.3, 0.7]),
     name=st.sampled_from(["grpo", "gspo", "luspo", "vespo"]),
 )
-@examples(150)
+@examples(60)
 def test_tokens_and_segments_beyond_their_bounds_give_no_gradient_and_leave_the_ratio(
     shapes, seed, level, band, rejected, veto, name
 ):

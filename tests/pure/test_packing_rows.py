@@ -67,7 +67,7 @@ def what_rows_train(rows: list[Row]) -> list[tuple]:
     return sorted(facts)
 
 
-@examples(200)
+@examples(80)
 @given(
     forests,
     st.integers(0, 40),
@@ -93,7 +93,7 @@ def test_every_supervised_token_once_with_its_path(trees, slack, ranks, multiple
         assert ((row.weights > 0) == (row.segment_ids >= 0)).all()
 
 
-@examples(100)
+@examples(40)
 @given(forests, st.integers(0, 60))
 def test_row_nodes_agree_with_the_arrays(trees, slack):
     """Back ends that walk nodes and back ends that read ``visible_until`` must see the same rule."""
@@ -112,7 +112,7 @@ def test_row_nodes_agree_with_the_arrays(trees, slack):
         assert covered == list(range(row.num_tokens))
 
 
-@examples(50)
+@examples(25)
 @given(forests, st.integers(1, 3), st.sampled_from(["tree", "expanded"]))
 def test_packing_is_deterministic_and_segments_do_not_depend_on_it(trees, ranks, layout):
     budget = longest_path(trees) + 10

@@ -274,7 +274,7 @@ def run_case(case: dict, prompts: int = 3, **over) -> tuple[list[Rollout], dict,
     return rollouts, metrics, engine, recipe
 
 
-@examples(300)
+@examples(100)
 @given(cases)
 def test_streams_are_the_lockstep_harvest_whatever_the_delivery(case):
     rollouts, _, engine, recipe = run_case(case)
@@ -314,7 +314,7 @@ def test_means_over_draws_are_the_policys_where_means_over_ended_responses_are_n
     assert bool(plain > metrics["policy/reward"] + 0.1) == (sampling != "independent")
 
 
-@examples(200)
+@examples(80)
 @given(cases)
 def test_pairs_are_equally_long_and_no_token_is_lost_or_used_twice(case):
     rollouts, metrics, _, _ = run_case(case)
@@ -337,7 +337,7 @@ def test_pairs_are_equally_long_and_no_token_is_lost_or_used_twice(case):
         assert unkept == 0
 
 
-@examples(100)
+@examples(40)
 @given(cases)
 def test_independent_completions(case):
     rollouts, metrics, _, _ = run_case(case, sampling="independent")
@@ -353,7 +353,7 @@ def test_independent_completions(case):
     assert metrics["harvest/generated_tokens"] == sum(len(s) for g in rollouts for s in g.segments())
 
 
-@examples(100)
+@examples(40)
 @given(cases, st.integers(1, 80))
 def test_a_token_budget_ends_the_step_and_keeps_whole_pairs(case, budget):
     recipe = make_recipe(rollout={"max_response_length": case["limit"], "tokens_per_step": budget})
@@ -376,7 +376,7 @@ def test_a_token_budget_ends_the_step_and_keeps_whole_pairs(case, budget):
             assert stream == whole
 
 
-@examples(25)
+@examples(12)
 @given(cases, st.sampled_from(["equal_length", "independent", "tree"]), st.sampled_from([None, 40]))
 def test_of_rollouts_that_another_rank_keeps_there_are_token_ids_alone(case, sampling, budget):
     recipe = make_recipe(
@@ -403,7 +403,7 @@ def test_of_rollouts_that_another_rank_keeps_there_are_token_ids_alone(case, sam
             assert segment == bare
 
 
-@examples(100)
+@examples(40)
 @given(cases, st.sampled_from(["equal_length", "independent", "tree"]), st.sampled_from([None, 20, 80]))
 def test_parts_are_announced_as_they_become_final_and_make_up_the_rollout(case, sampling, budget):
     """Each part is announced once, with its response; a kind's own ``parts`` and ``ended`` list them."""
@@ -435,7 +435,7 @@ def test_parts_are_announced_as_they_become_final_and_make_up_the_rollout(case, 
         assert not responses
 
 
-@examples(50)
+@examples(25)
 @given(cases)
 def test_a_harvester_is_asked_where_a_track_ends_and_not_at_every_token(case):
     """The harvester is asked once for each track that ends, once after it was launched, and at most once more

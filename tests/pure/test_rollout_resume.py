@@ -153,7 +153,7 @@ def engine_of(case: dict, chaos: int, life: int = 10**9) -> Mortal:
     return Lockstep(random.Random(0), case["end"], **given)
 
 
-@examples(80)
+@examples(30)
 @given(cases, kills, st.sampled_from([0.0, 0.0, 0.0005]))
 def test_killed_at_any_batch_and_any_step_a_harvest_ends_as_if_it_had_not_been(case, kills, interval):
     recipe = recipe_of(case)
@@ -192,7 +192,7 @@ def check_versions(rollout: Rollout, version_tokens: int | None) -> None:
         assert np.array_equal(found, 3 + places // (version_tokens or 10**9))
 
 
-@examples(30)
+@examples(15)
 @given(cases, st.integers(1, 40))
 def test_no_token_that_was_recorded_is_generated_again(case, life):
     recipe = recipe_of(case | {"budget": None})

@@ -16,7 +16,7 @@ from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.recipe.load import load_run
 from megatron_eqlen.report.run_state import read_state
-from megatron_eqlen.sweep import command, runner
+from megatron_eqlen.sweep import command, results, runner
 from megatron_eqlen.sweep.cells import Plan
 from megatron_eqlen.sweep.schema import load_sweep
 from tests.kit import ROOT
@@ -29,6 +29,7 @@ SEEDS = ("seed0", "seed1", "seed2")
 def _no_waiting(monkeypatch):
     monkeypatch.setattr(runner, "INTERVAL", 0.0)
     monkeypatch.setattr(runner, "visible_gpus", list)
+    monkeypatch.setattr(results, "sheet", lambda title, charts: "")  # test_sweep_tables.py has the figures
 
 
 @pytest.fixture

@@ -158,7 +158,7 @@ ANY_TREES = {
 }
 
 
-@examples(30)
+@examples(15)
 @given(**ANY_TREES)
 def test_merged_parts_of_any_trees_equal_the_dense_mask(seed, counts, longest, kernel):
     rng = np.random.default_rng(seed)
@@ -177,7 +177,7 @@ def joined_shares(row: Row, ranks: int, attend: Callable[[Share], torch.Tensor])
     return torch.cat([out for _, out in parts], dim=2)[:, :, order]
 
 
-@examples(30)
+@examples(15)
 @given(**ANY_TREES, ranks=st.integers(2, 4))
 def test_context_parallel_ranks_share_the_dense_mask(seed, counts, longest, kernel, ranks):
     """The trees are arbitrary; each rank has only the keys that its queries see."""
