@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.kit.distributed import run_ranks
-from tests.kit.marks import slow_but
+from tests.kit.marks import slow, slow_but
 from tests.kit.tiny_models import FAMILIES, gradients_by_name, save_tiny
 
 ROWS, LENGTH = 2, 24
@@ -30,7 +30,7 @@ LAYOUTS = {
 DENSE = ("tp2", "tp2-sp", "pp2", "pp3", "pp2-vpp2", "dp2", "tp2-pp2")
 SPARSE = ("tp2", "pp2", "pp2, uneven", "ep2", "tp2-ep2", "tp2-etp2", "tp2-ep2-etp2", "tp2-pp2", "tp2-ep2-dp2")
 CASES = slow_but({"tp2-sp", "pp2-vpp2"}, DENSE, "qwen3")
-CASES += slow_but({"tp2-sp"}, DENSE, "qwen2") + slow_but({"pp2"}, DENSE, "llama")
+CASES += [("qwen2", "tp2-sp"), slow("qwen2", "tp2-pp2"), ("llama", "pp2"), slow("llama", "tp2")]
 CASES += slow_but({"tp2-ep2"}, SPARSE, "qwen3_moe") + slow_but({"ep2"}, SPARSE, "qwen3_next")
 
 
