@@ -60,11 +60,13 @@ def _section(name: str, section: Schema, root: Schema) -> str:
 def _type(schema: Schema) -> str:
     """Return the type in words: ``integer > 0``, ``list of text``, ``"a" or "b"``."""
     if "anyOf" in schema:
-        return " or ".join(dict.fromkeys(_type(one) for one in schema["anyOf"] if one != {"type": "null"}))
+        return " or ".join(
+            dict.fromkeys(_type(option) for option in schema["anyOf"] if option != {"type": "null"})
+        )
     if "enum" in schema or "const" in schema:
-        return " or ".join(f"`{one}`" for one in schema.get("enum") or [schema["const"]])
+        return " or ".join(f"`{choice}`" for choice in schema.get("enum") or [schema["const"]])
     if "prefixItems" in schema:
-        return f"[{', '.join(_type(one) for one in schema['prefixItems'])}]"
+        return f"[{', '.join(_type(item) for item in schema['prefixItems'])}]"
     if schema.get("type") == "array":
         return f"list of {_type(schema['items'])}"
     if schema.get("type") == "object":
@@ -91,17 +93,17 @@ def metrics() -> str:
     """Return each metric: unit, merge of several values, meaning, name in verl and slime."""
     return "\n\n".join(
         f"## {family}\n\n" + _table(METRIC, map(_metric, members))
-        for family, members in groupby(DECLARED, key=lambda one: one.name.split("/")[0])
+        for family, members in groupby(DECLARED, key=lambda metric: metric.name.split("/")[0])
     )
 
 
-def _metric(one: Metric) -> tuple[str, ...]:
-    merged = _merged(one.merge)
-    if one.in_turn and one.in_turn != one.merge:
-        merged += f"; one after the other: {_merged(one.in_turn)}"
-    elsewhere = zip(("verl", "slime"), NAMES.get(one.name, ()), strict=False)
+def _metric(metric: Metric) -> tuple[str, ...]:
+    merged = _merged(metric.merge)
+    if metric.in_turn and metric.in_turn != metric.merge:
+        merged += f"; one after the other: {_merged(metric.in_turn)}"
+    elsewhere = zip(("verl", "slime"), NAMES.get(metric.name, ()), strict=False)
     names = [f"{framework} `{name}`" for framework, name in elsewhere if name]
-    return f"`{one.name}`", one.unit, merged, one.about, ", ".join(names)
+    return f"`{metric.name}`", metric.unit, merged, metric.about, ", ".join(names)
 
 
 def _merged(way: Way) -> str:

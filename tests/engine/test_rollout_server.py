@@ -63,9 +63,9 @@ def assert_same(found: list[Rollout], expected: list[Rollout]) -> None:
     assert [(r.prompt_id, r.index, r.outcome, len(r.pairs)) for r in found] == [
         (r.prompt_id, r.index, r.outcome, len(r.pairs)) for r in expected
     ]
-    for one, other in zip(found, expected, strict=True):
-        assert np.array_equal(one.prompt_routes, other.prompt_routes)
-        for a, b in zip(one.segments(), other.segments(), strict=True):
+    for rollout, wanted in zip(found, expected, strict=True):
+        assert np.array_equal(rollout.prompt_routes, wanted.prompt_routes)
+        for a, b in zip(rollout.segments(), wanted.segments(), strict=True):
             assert replace(a, logprobs=[]) == replace(b, logprobs=[])
             assert np.abs(np.array(a.logprobs) - np.array(b.logprobs)).max() < 2e-5
 
@@ -484,7 +484,7 @@ def open_fakes(fake, monkeypatch):
 
     def make(*behaviours: str, **over) -> tuple[ServerEngine, list[Fake]]:
         fakes = [fake(behaviour) for behaviour in behaviours]
-        engines.append(open_engine(server_recipe([one.url for one in fakes], **over)))
+        engines.append(open_engine(server_recipe([server.url for server in fakes], **over)))
         return engines[-1], fakes
 
     yield make

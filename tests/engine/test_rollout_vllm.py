@@ -272,5 +272,5 @@ def test_the_draws_of_paths_and_positions_are_independent_uniforms():
     assert draws.max() < 1
     assert abs(draws.mean() - 1 / 2) < 5 / np.sqrt(12 * draws.size)
     assert abs(draws.var() - 1 / 12) < 5 / np.sqrt(180 * draws.size)
-    for one, other in ((draws[:, 1:], draws[:, :-1]), (draws[1:], draws[:-1])):
-        assert abs(np.corrcoef(one.ravel(), other.ravel())[0, 1]) < 5e-3
+    for later, earlier in ((draws[:, 1:], draws[:, :-1]), (draws[1:], draws[:-1])):
+        assert abs(np.corrcoef(later.ravel(), earlier.ravel())[0, 1]) < 5e-3

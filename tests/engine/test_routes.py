@@ -52,17 +52,21 @@ def paths(rollout: Rollout):
     for part in parts.values():
         if isinstance(rollout, Stream):
             above = [
-                one.segment for one in parts.values() if one.role == "b" and one.number < part.number - 1
+                trunk_part.segment
+                for trunk_part in parts.values()
+                if trunk_part.role == "b" and trunk_part.number < part.number - 1
             ]
             if part.role != "b":
                 above = [
-                    one.segment for one in parts.values() if one.role == "b" and one.number < part.number
+                    trunk_part.segment
+                    for trunk_part in parts.values()
+                    if trunk_part.role == "b" and trunk_part.number < part.number
                 ]
             whole = [*above, part.segment]
         else:
             whole = rollout.path(list(parts).index(part.number)) if part.role == "step" else [part.segment]
-        tokens = [*rollout.prompt.token_ids, *joined([one.token_ids for one in whole]).tolist()]
-        yield tokens, joined([rollout.prompt_routes, *(one.routes for one in whole)])
+        tokens = [*rollout.prompt.token_ids, *joined([segment.token_ids for segment in whole]).tolist()]
+        yield tokens, joined([rollout.prompt_routes, *(segment.routes for segment in whole)])
 
 
 def router_logits(model, tokens: list[int], routes: np.ndarray) -> np.ndarray:

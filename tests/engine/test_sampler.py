@@ -20,10 +20,10 @@ from tools.benchmarks.sampler import batch
 def draw(logits: torch.Tensor, requests: dict[str, SamplingParams], **options: Any) -> list[torch.Tensor]:
     """Return [drawn and recorded tokens, their log-probs, the mass that was removed]."""
     runner, metadata = batch(requests, logits.shape[1], str(logits.device))
-    one = PathSampler(runner, **options)
-    out = one.forward(logits.clone(), metadata)
+    path_sampler = PathSampler(runner, **options)
+    out = path_sampler.forward(logits.clone(), metadata)
     assert out.logprobs_tensors is not None
-    return [out.logprobs_tensors.logprob_token_ids, out.logprobs_tensors.logprobs, one.removed]
+    return [out.logprobs_tensors.logprob_token_ids, out.logprobs_tensors.logprobs, path_sampler.removed]
 
 
 def requests(rows: int, **sampling: Any) -> dict[str, SamplingParams]:

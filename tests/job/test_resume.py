@@ -159,7 +159,9 @@ def test_a_run_whose_disk_fills_up_leaves_whole_checkpoints_and_goes_on_when_the
         subprocess.run(["mount", "-o", "remount,size=1g", folder], check=True)
         run(*replay)
         assert column(folder, "loss/total") == column(trained, "loss/total")
-        mine, others = (load_file(one / "export/model.safetensors") for one in (folder, trained))
+        mine, others = (
+            load_file(run_folder / "export/model.safetensors") for run_folder in (folder, trained)
+        )
         assert all(torch.equal(weight, others[name]) for name, weight in mine.items())
     finally:
         subprocess.run(["umount", "--lazy", folder], check=True)

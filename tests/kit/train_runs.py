@@ -97,9 +97,9 @@ def nan_logprob(rollout) -> None:
         segment.logprobs = np.where(np.arange(len(segment)) == 0, np.float32(math.nan), segment.logprobs)
 
 
-def same_weights(one: Path, other: Path) -> bool:
+def same_weights(run_folder: Path, other: Path) -> bool:
     """Return True if two runs have exported the same bits."""
-    weights = [load_file(folder / "export/model.safetensors") for folder in (one, other)]
+    weights = [load_file(folder / "export/model.safetensors") for folder in (run_folder, other)]
     return all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 

@@ -189,9 +189,9 @@ def test_without_shuffling_the_order_is_the_files(tokenizer, tmp_path):
 @pytest.mark.slow  # starts seven pools of graders
 def test_resume_goes_on_exactly_across_epochs_and_drops(tokenizer, tmp_path):
     rows = [*sums(17), ("bad gold?", "\\frac{", 1.0)]
-    one = write_deepmath(tmp_path / "a" / "train-0.parquet", rows)
-    two = write_deepmath(tmp_path / "b" / "train-0.parquet", sums(5, start=50))
-    data = recipe(source(one, "one", weight=2.0), source(two, "two"))
+    first = write_deepmath(tmp_path / "a" / "train-0.parquet", rows)
+    second = write_deepmath(tmp_path / "b" / "train-0.parquet", sums(5, start=50))
+    data = recipe(source(first, "one", weight=2.0), source(second, "two"))
     whole = PromptSource(data, tokenizer, seed=3)
     expected = whole.next(60)
     whole.close()
@@ -219,9 +219,9 @@ def test_resume_on_other_data_is_refused(tokenizer, tmp_path):
 
 
 def test_mixture_follows_the_weights(tokenizer, tmp_path):
-    one = write_deepmath(tmp_path / "a" / "train-0.parquet", sums(20))
-    two = write_deepmath(tmp_path / "b" / "train-0.parquet", sums(20, start=50))
-    data = recipe(source(one, "one", weight=3.0), source(two, "two", weight=1.0))
+    first = write_deepmath(tmp_path / "a" / "train-0.parquet", sums(20))
+    second = write_deepmath(tmp_path / "b" / "train-0.parquet", sums(20, start=50))
+    data = recipe(source(first, "one", weight=3.0), source(second, "two", weight=1.0))
     drawn = Counter(prompt.source for prompt in PromptSource(data, tokenizer, 0).next(800))
     assert 560 < drawn["one"] < 640  # 600 expected, standard deviation 12
 

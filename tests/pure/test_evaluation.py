@@ -217,12 +217,12 @@ def test_only_the_crossed_interval_covers_other_problems(monkeypatch):
     for trial in range(200):
         chance = rng.beta(0.5, 0.5, size=30)
         scores = rng.binomial(32, np.tile(chance, (5, 1))) / 32
-        one, other = (
+        crossed_interval, paper_interval = (
             statistics.crossed_bootstrap(scores, trial),
             statistics.replicate_bootstrap(scores, trial),
         )
-        crossed += one.low <= 0.5 <= one.high
-        paper += other.low <= 0.5 <= other.high
+        crossed += crossed_interval.low <= 0.5 <= crossed_interval.high
+        paper += paper_interval.low <= 0.5 <= paper_interval.high
     assert crossed > 0.85 * 200
     assert paper < 0.4 * 200
 

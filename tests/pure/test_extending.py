@@ -209,20 +209,20 @@ def test_an_advantage_a_surrogate_and_an_aggregation_are_named_in_the_recipe(pac
     overrides = [f"loss.{key}=mine.parts:{name}" for key, name in named.items()]
     mine = load(package / "mine.yaml", [*overrides, "loss.clip_ratio_high=1.1"])
     (tree,), _ = build_trees([group([0.5, 0.0])], mine)
-    one, other = tree.nodes[1:]
-    assert (one.advantage, other.advantage) == (1.0, -1.0)
-    assert [one.weight, other.weight] == pytest.approx([0.5 / math.sqrt(2)] * 2)
+    right, wrong = tree.nodes[1:]
+    assert (right.advantage, wrong.advantage) == (1.0, -1.0)
+    assert [right.weight, wrong.weight] == pytest.approx([0.5 / math.sqrt(2)] * 2)
     log_ratios = torch.tensor([0.1, 0.3, -0.2, -0.4], dtype=torch.float64)
     logprobs = (log_ratios - 1).requires_grad_()
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
     loss, row = policy_loss(
-        logprobs, torch.zeros(4), weights=torch.full_like(log_ratios, one.weight), advantages=advantages,
+        logprobs, torch.zeros(4), weights=torch.full_like(log_ratios, right.weight), advantages=advantages,
         segment_ids=torch.tensor([0, 0, 1, 1]), rollout_logprobs=-torch.ones(4), old_logprobs=-torch.ones(4),
         objective=resolve(mine), loss=mine.loss,
     )  # fmt: skip
     ratios = log_ratios.exp()
     bounds = torch.stack([ratios[:2].mean().clamp(max=1.1), ratios[2:].mean()]).repeat_interleave(2)
-    torch.testing.assert_close(loss, -(one.weight * bounds * ratios * advantages).sum())
+    torch.testing.assert_close(loss, -(right.weight * bounds * ratios * advantages).sum())
     metrics = reduce_metrics([row])
     assert metrics["loss/own/bound"] == pytest.approx(bounds.mean().item())
     assert metrics["loss/ratio"] == pytest.approx(ratios.mean().item()), "logged for every surrogate"
@@ -406,8 +406,8 @@ def test_a_sampling_kind_is_a_class_and_a_line(package, tmp_path, monkeypatch):
         for rollout in rollouts:
             recorder.write(rollout)
     recorded = read_step(tmp_path / "step-00000000")
-    assert [one.prompt_id for one in recorded] == ["q0", "q1", "q2"]
-    assert [one.sides for one in recorded] == [
+    assert [rollout.prompt_id for rollout in recorded] == ["q0", "q1", "q2"]
+    assert [rollout.sides for rollout in recorded] == [
         [dataclasses.replace(side, grade=None) for side in rollout.sides] for rollout in rollouts
     ]
     trees, metrics = build_trees(rollouts, mine)

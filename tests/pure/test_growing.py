@@ -25,7 +25,7 @@ def test_what_a_journal_holds_of_a_harvest_is_what_the_harvest_had(data):
     (first, *_), (again, *_) = (
         KINDS[sampling].harvesters([prompt(1)], made, frozenset({9}), 0) for _ in range(2)
     )
-    tracks = {one.name: one for one in first.start()}
+    tracks = {track.name: track for track in first.start()}
     for _ in range(data.draw(st.integers(0, 20))):
         track = tracks[data.draw(st.sampled_from(sorted(tracks)))]
         if first.complete or track.finish_reason is not None:
@@ -33,7 +33,7 @@ def test_what_a_journal_holds_of_a_harvest_is_what_the_harvest_had(data):
         token = data.draw(st.sampled_from([5, 6, 9]))
         track.extend(Delta("", [token], [-1.0]), 0)
         while launched := first.advance():
-            tracks |= {one.name: one for one in launched}
+            tracks |= {track.name: track for track in launched}
     grow(again, {name: track.token_ids for name, track in tracks.items()})
     assert state_of(again) == state_of(first)
     if not again.complete:

@@ -70,11 +70,11 @@ def test_a_recipe_that_says_how_much_host_memory_it_needs_says_what_the_plan_say
 def test_rows_of_131072_of_the_32b_model_over_context_parallel_ranks():
     """The rows run on 8 GPUs, and on 16 of which two share a row's positions."""
     row = "packing.max_tokens_per_row=131072"
-    one, two = (
+    alone, divided = (
         planned("qwen3_32b.yaml", row, *layout).activations.kept
         for layout in ((), ("parallel.context=2", "cluster.nodes=2"))
     )
-    assert two == pytest.approx(one / 2)
+    assert divided == pytest.approx(alone / 2)
     text = describe(load(ROOT / "recipes/qwen3_32b.yaml", [row, "parallel.context=2", "cluster.nodes=2"]))
     assert "TP 8 x CP 2 x PP 1 x DP 1" in text
     assert re.search(r"about \d+ MB of keys and values \(at most 34\) to a rank", text)
@@ -97,11 +97,11 @@ def test_a_step_over_context_parallel_ranks_costs_what_it_did_and_the_exchange()
     keys = ["parallel.tensor=4", "parallel.context=2"]
     recipe, without = (load(ROOT / "recipes/qwen3_32b.yaml", more) for more in (keys, keys[:1]))
     model, work, gpu = model_config(recipe), workload(recipe), GPUS[2]
-    one, two = speed(without, model, work, gpu), speed(recipe, model, work, gpu)
-    assert one.exchange == 0 < two.exchange
-    assert two.training == pytest.approx(one.training + two.exchange)
+    alone, divided = speed(without, model, work, gpu), speed(recipe, model, work, gpu)
+    assert alone.exchange == 0 < divided.exchange
+    assert divided.training == pytest.approx(alone.training + divided.exchange)
     fast = speed(recipe, model, work, replace(gpu, near=2 * gpu.near))
-    assert fast.exchange == pytest.approx(two.exchange / 2)
+    assert fast.exchange == pytest.approx(divided.exchange / 2)
 
     def sent(*more: str) -> float:
         return exchange.step_bytes(load(ROOT / "recipes/qwen3_32b.yaml", [*keys, *more]), model, work)

@@ -171,7 +171,7 @@ def test_a_resumed_run_goes_on_with_its_curve_and_shows_no_step_twice(tmp_path, 
     train(tmp_path, [3, 4], behind=2, gpu_hours=1.0)  # step 3 was lost with its checkpoint
     (shown,) = fake.runs.values()
     assert list(shown) == [1, 2, 3, 4]
-    assert [(one["id"], one["resume"]) for one in fake.started] == [(*fake.runs, "allow")] * 2
+    assert [(run["id"], run["resume"]) for run in fake.started] == [(*fake.runs, "allow")] * 2
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4]
 
 

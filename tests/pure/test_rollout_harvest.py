@@ -173,7 +173,11 @@ def check_routes(rollout: Rollout) -> None:
     trunk: dict[int, list[int]] = {-1: prompt}
     for part in harvested:
         if isinstance(rollout, Stream):
-            above = [one.segment for one in harvested[: part.number - (part.role == "b")] if one.role == "b"]
+            above = [
+                earlier.segment
+                for earlier in harvested[: part.number - (part.role == "b")]
+                if earlier.role == "b"
+            ]
             before = prompt + [token for segment in above for token in segment.token_ids.tolist()]
         else:
             before = trunk[part.parent]
@@ -192,27 +196,27 @@ def reference_stream(prompt: Prompt, index: int, recipe: Recipe, seed: int, end:
         return trunk + continuation(prompt.token_ids + trunk, track, end)
 
     base, pairs, launched = 0, [], 2
-    one, two = fresh(0, []), fresh(1, [])
+    survivor, partner = fresh(0, []), fresh(1, [])
     for position in range(limit):
-        ends = [path for path in (one, two) if path is not None and path[position] in EOS]
-        if two is None or not ends:
+        ends = [path for path in (survivor, partner) if path is not None and path[position] in EOS]
+        if partner is None or not ends:
             continue
-        a, b = (one, two) if one[position] in EOS else (two, one)
+        a, b = (survivor, partner) if survivor[position] in EOS else (partner, survivor)
         pairs.append((a[base : position + 1], b[base : position + 1]))
         base = position + 1
         if len(ends) == 2:
             return {"pairs": pairs, "outcome": "both_ended", "tail": []}
-        one, two = b, None
+        survivor, partner = b, None
         if base == limit:
             break
         if len(pairs) == max_pairs:
-            stop = next((i + 1 for i, token in enumerate(one) if token in EOS), limit)
-            return {"pairs": pairs, "outcome": "max_pairs", "tail": one[base : min(stop, limit)]}
-        two = fresh(launched, one[:base])
+            stop = next((i + 1 for i, token in enumerate(survivor) if token in EOS), limit)
+            return {"pairs": pairs, "outcome": "max_pairs", "tail": survivor[base : min(stop, limit)]}
+        partner = fresh(launched, survivor[:base])
         launched += 1
-        if one[base - 1] in EOS:
+        if survivor[base - 1] in EOS:
             raise AssertionError
-    return {"pairs": pairs, "outcome": "truncated", "tail": one[base:limit]}
+    return {"pairs": pairs, "outcome": "truncated", "tail": survivor[base:limit]}
 
 
 def shape(stream: Stream) -> dict:

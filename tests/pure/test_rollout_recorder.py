@@ -102,7 +102,7 @@ def test_every_attempt_at_a_step_has_a_file_of_its_own(tmp_path):
     path = tmp_path / "rank-0.arrow"
     for rollouts in ([STREAM], [TREE], [EMPTY, STREAM]):
         record(path, rollouts)
-    assert sorted(one.name for one in tmp_path.glob("rank*")) == [
+    assert sorted(path.name for path in tmp_path.glob("rank*")) == [
         "rank-0-2.arrow", "rank-0-3.arrow", "rank-0.arrow",
     ]  # fmt: skip
     assert read_step(tmp_path) == [EMPTY, STREAM, TREE], "in training order, each once"
@@ -237,7 +237,7 @@ def test_skeletons_read_no_arrays_and_token_ids_only_of_those_who_are_asked_for(
     skeletons = read_skeletons(step_files(tmp_path))
     assert [rollout_key(skeleton) for skeleton in skeletons] == [rollout_key(long), rollout_key(STREAM)]
     fill_token_ids(skeletons[1:], step_files(tmp_path))
-    found, written = ([s.token_ids.tolist() for s in one.segments()] for one in (skeletons[1], STREAM))
+    found, written = ([s.token_ids.tolist() for s in stream.segments()] for stream in (skeletons[1], STREAM))
     assert found == written
     with pytest.raises(ValueError, match=r"rank-0\.arrow: damaged"):
         fill_token_ids(skeletons, step_files(tmp_path))

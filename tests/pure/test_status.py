@@ -110,7 +110,7 @@ def test_a_run_that_goes_on_says_who_does_what_since_when(run):
     assert status(run).condition == "running"
     life.steps(4)
     with life.timeline.span("train"), life.timeline.span("harvest"):
-        found = life.wait_until(lambda one: len(one.stages) == 2)
+        found = life.wait_until(lambda state: len(state.stages) == 2)
         (since, train), (_, harvest) = found.stages
         assert (train, harvest) == ("train", "harvest")
         assert 0 <= time.time() - since < 10
@@ -126,7 +126,7 @@ def test_a_run_that_goes_on_says_who_does_what_since_when(run):
             "reward 0.400",
         ):
             assert text in shown
-    life.wait_until(lambda one: not one.stages)
+    life.wait_until(lambda state: not state.stages)
     life.end()
 
 
@@ -135,7 +135,7 @@ def test_one_that_was_cut_off_says_in_what(run):
     events.append(run, "hang", file=f"{run}/hang/1/index.txt", text="rank 0 is in stage score")
     life = Life(run)
     with life.timeline.span("train"):
-        life.wait_until(lambda one: one.stages)
+        life.wait_until(lambda state: state.stages)
         life.cut_off()
     found = status(run)
     assert found.condition == "killed"
@@ -208,7 +208,7 @@ def test_hangs_are_told_by_their_cause_the_newest_first(run):
     life = Life(run)
     found = status(run)
     assert found.condition == "running"
-    assert [one.cause for one in found.hangs] == [
+    assert [hang.cause for hang in found.hangs] == [
         "no thread of rank 1 could run Python",
         "rank 0 is in stage score",
     ]
@@ -269,7 +269,7 @@ def test_a_page_that_is_not_live_has_times_in_place_of_ages(run):
     life = Life(run)
     life.steps(4)
     with life.timeline.span("evaluate"):
-        found = life.wait_until(lambda one: one.stages)
+        found = life.wait_until(lambda state: state.stages)
         assert "evaluate for " in dict(page_rows(found, live=True))["now"]
         written = dict(page_rows(found, live=False))
     assert not {"state", "now"} & {*written}
@@ -300,7 +300,7 @@ def test_one_on_another_machine_is_believed_while_it_gives_signs_of_life(run, mo
     """The lock may not be seen there: some file systems keep locks to one machine."""
     life = Life(run)
     with life.timeline.span("train"):
-        life.wait_until(lambda one: one.stages)
+        life.wait_until(lambda state: state.stages)
         life.cut_off()
     monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
     assert status(run).condition == "running"
@@ -313,7 +313,7 @@ def test_warnings_are_kept_and_still_printed(run, capsys):
     life = Life(run)
     life.progress.warn("step 3 trained nothing")
     logging.getLogger("megatron_eqlen.training.policy").warning("update %d is skipped", 7)
-    found = life.wait_until(lambda one: len(one.warnings) == 2)
+    found = life.wait_until(lambda state: len(state.warnings) == 2)
     assert [text for _, text in found.warnings] == ["step 3 trained nothing", "update 7 is skipped"]
     assert "update 7 is skipped" in screen(run)
     life.end()

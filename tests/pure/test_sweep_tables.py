@@ -158,7 +158,7 @@ def test_a_detectable_difference_is_shown_in_80_percent_of_experiments():
     true = (2.776445 + 0.940965) / math.sqrt(5)
     shown = fmean(seed_difference(np.zeros(5), differences + true).low > 0 for differences in noise[:500])
     assert 0.74 < shown < 0.86
-    squares = fmean(detectable_difference(np.zeros(5), one) ** 2 for one in noise)
+    squares = fmean(detectable_difference(np.zeros(5), sample) ** 2 for sample in noise)
     assert math.sqrt(squares) == pytest.approx(true, rel=0.03)
     assert math.isnan(detectable_difference(np.zeros(1), np.ones(1)))
 
@@ -248,7 +248,7 @@ def test_every_format_has_the_same_numbers(plan, tables):
         ), name
     latex = (folder / "tables.tex").read_text()
     assert all(number.replace("±", r"$\pm$") in latex for number in numbers)
-    best = max(cells, key=lambda one: one["paper"]["mean"])
+    best = max(cells, key=lambda cell: cell["paper"]["mean"])
     bold = numbers[cells.index(best)]
     assert f"**{bold}" in (folder / "tables.md").read_text()
     assert r"\textbf{" + bold.replace("±", r"$\pm$") + "}" in latex

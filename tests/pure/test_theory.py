@@ -159,9 +159,9 @@ def test_proposition_2_on_all_parameters():
         policy.logits.zero_()  # every drawn pair is equally likely
     gradients = torch.stack(
         [
-            gradient(policy, surrogate(policy, trees_of(grpo_group(one, two))))
-            for one, two in itertools.product(UNINFORMATIVE, repeat=2)
-            if one[1] != two[1]
+            gradient(policy, surrogate(policy, trees_of(grpo_group(first, second))))
+            for first, second in itertools.product(UNINFORMATIVE, repeat=2)
+            if first[1] != second[1]
         ]
     )
     of_prefix = gradients.view(len(gradients), *policy.logits.shape)[:, [policy.row[(1,)]]]

@@ -149,7 +149,7 @@ def test_parts_of_a_step_are_measured_against_what_their_mathematics_takes(tmp_p
         assert results[part]["positions"] == 256
     assert results["head and loss"]["of_yardstick"] == pytest.approx(results["head and loss"]["TFLOP/s"] / 2)
     none, full = (results[f"layers, recompute {recompute}"] for recompute in ("none", "full"))
-    work = [one["TFLOP/s"] * (one["forward_ms"] + one["backward_ms"]) for one in (none, full)]
+    work = [result["TFLOP/s"] * (result["forward_ms"] + result["backward_ms"]) for result in (none, full)]
     assert work[0] == pytest.approx(work[1]), "recomputed work does not count"
 
 

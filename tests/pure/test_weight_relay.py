@@ -57,9 +57,9 @@ class Trainer:
 @pytest.fixture
 def trainer() -> Iterator[Trainer]:
     before = open_descriptors()
-    one = Trainer()
-    yield one
-    one.listener.close()
+    made = Trainer()
+    yield made
+    made.listener.close()
     gc.collect()  # frames that raised
     assert open_descriptors() == before, "memory or sockets are left open"
 

@@ -161,11 +161,11 @@ def arrays_of(node: Node) -> Iterator[np.ndarray]:
             yield array
 
 
-def same(one: Any, other: Any) -> bool:
+def same(value: Any, other: Any) -> bool:
     """Return True if both are equal bit for bit."""
-    if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and one.tobytes() == other.tobytes()
-    return one == other
+    if isinstance(value, np.ndarray):
+        return value.dtype == other.dtype and value.tobytes() == other.tobytes()
+    return value == other
 
 
 def try_cases(cases: list[Case]) -> list[int]:

@@ -53,7 +53,9 @@ def held_on_host(policy: Policy) -> tuple[int, int]:
         for parameter, state in host.state.items():
             main = host.param_to_inner_param[parameter]
             found += [main, state["master_param"], state["exp_avg"], state["exp_avg_sq"]]
-    return storage_bytes(found), sum(tensor.nbytes for tensor in {id(one): one for one in found}.values())
+    return storage_bytes(found), sum(
+        tensor.nbytes for tensor in {id(tensor): tensor for tensor in found}.values()
+    )
 
 
 def policies(folder: str, changes: dict[str, Any], *optimizers: dict[str, Any]) -> list[Policy]:
@@ -79,9 +81,9 @@ def steps(policy: Policy) -> list[float]:
     return [float(state["step"]) for part in parts for state in part.optimizer.state.values()]
 
 
-def worst(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
+def worst(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
     """Return the largest difference of two tensors' elements, relative to the tensors' largest."""
-    pairs = [(a.double(), b.double()) for a, b in zip(one, other, strict=True) if a.numel()]
+    pairs = [(a.double(), b.double()) for a, b in zip(ours, theirs, strict=True) if a.numel()]
     return max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)) for a, b in pairs)
 
 
@@ -141,9 +143,9 @@ def go_over(folder: str, changes: dict[str, Any], checkpoints: str) -> list[str]
     return wrong + ([] if same(host, again) else ["another update after loading"])
 
 
-def same(one: Policy, other: Policy) -> bool:
-    ours, theirs = ([*main_weights(policy), *weights(policy)] for policy in (one, other))
-    return steps(one) == steps(other) and all(map(torch.equal, ours, theirs))
+def same(trained: Policy, loaded: Policy) -> bool:
+    ours, theirs = ([*main_weights(policy), *weights(policy)] for policy in (trained, loaded))
+    return steps(trained) == steps(loaded) and all(map(torch.equal, ours, theirs))
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,8 @@ def numbers(policy: Policy) -> list[torch.Tensor]:
     return [tensor.detach().clone() for tensor in found]
 
 
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+def same(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
+    return len(before) == len(after) and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 def is_wired(policy: Policy) -> bool:
@@ -152,8 +152,8 @@ def test_a_checkpoint_of_a_parked_trainer_resumes_bit_for_bit(folders, tmp_path,
     folder, changes = changes_of(name, folders, "all")
     went_on = run_ranks(2, save_parked, folder, changes, str(tmp_path))
     resumed = run_ranks(2, resume_parked, folder, changes, str(tmp_path))
-    for one, other in zip(went_on, resumed, strict=True):
-        assert same(one, other)
+    for before, after in zip(went_on, resumed, strict=True):
+        assert same(before, after)
 
 
 def update_without_hooks(folder: str, changes: dict[str, Any]) -> str:

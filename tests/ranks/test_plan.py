@@ -295,10 +295,10 @@ def test_the_planned_exchange_is_what_context_parallel_ranks_send(tmp_path):
     """The model has attention and linear attention, in float64."""
     save_tiny(tmp_path, "qwen3_next", mlp_only_layers=[0, 1, 2, 3])
     trees = [stream(np.random.default_rng(0), 7, [60, 90, 70, 10])]
-    (one, length), (other, _) = run_ranks(2, exchanged, str(tmp_path), trees)
+    (first, length), (second, _) = run_ranks(2, exchanged, str(tmp_path), trees)
     model, keys = read_config(tmp_path), length * exchanged_share(trees, 512, 2)
     planned = forward_bytes(model, ParallelRecipe(context=2), length, keys, torch.float64.itemsize)
-    assert sum(map(max, one, other)) == 3 * planned  # forward, again, backward
+    assert sum(map(max, first, second)) == 3 * planned  # forward, again, backward
 
 
 WIDE: dict[str, Any] = {

@@ -113,8 +113,8 @@ def measure(model: Path, slots: int, args: argparse.Namespace) -> list[dict[str,
         ways["equal length, routes"]()
     ways["generate"]()  # compiles and warms up
     rounds = [{name: timed(engines[name], way) for name, way in ways.items()} for _ in range(args.repeat)]
-    for one in set(engines.values()):
-        one.close()
+    for opened in set(engines.values()):
+        opened.close()
     return [{"slots": slots, "way": name} | summary([r[name] for r in rounds], rounds) for name in ways]
 
 

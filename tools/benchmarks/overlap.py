@@ -209,15 +209,15 @@ def effective(trained: Trained) -> float:
 def finals(runs: Runs) -> list[dict[str, Any]]:
     """Return reward and accuracy, and their differences to the first kind."""
     measures: dict[str, Callable[[Trained], float]] = {"reward": lambda trained: trained.final_reward}
-    if all(one.accuracy for of_kind in runs.values() for one in of_kind):
-        measures["accuracy before"] = lambda one: one.accuracy["before"]
-        measures["accuracy"] = lambda one: one.accuracy["after"]
+    if all(trained.accuracy for of_kind in runs.values() for trained in of_kind):
+        measures["accuracy before"] = lambda trained: trained.accuracy["before"]
+        measures["accuracy"] = lambda trained: trained.accuracy["after"]
     return [kind.names | with_difference(runs, kind, measures) for kind in runs]
 
 
 def rewards(runs: Runs) -> list[dict[str, Any]]:
     """Return rewards at the same wall time."""
-    until = min(one.seconds for of_kind in runs.values() for one in of_kind)
+    until = min(trained.seconds for of_kind in runs.values() for trained in of_kind)
     ends = [until * part / PARTS for part in range(PARTS + 1)]
     measures: dict[str, Callable[[Trained], float]] = {
         f"to {end:.0f} s": partial(Trained.reward, since=since, until=end) for since, end in pairwise(ends)
@@ -234,18 +234,22 @@ def with_difference(
     for name, measure in measures.items():
         pairs = zip(runs[kind], first, strict=True)
         row[name] = interval(runs[kind], measure)
-        row[f"{name}, difference"] = of_values([measure(one) - measure(other) for one, other in pairs])
+        row[f"{name}, difference"] = of_values(
+            [measure(trained) - measure(other) for trained, other in pairs]
+        )
     return row
 
 
 def ratio(runs: Runs, kind: Kind, measure: Callable[[Trained], float]) -> str:
     """Return the ratio to the first kind, paired by seed."""
     first = next(iter(runs.values()))
-    return of_values([measure(one) / measure(other) for one, other in zip(runs[kind], first, strict=True)])
+    return of_values(
+        [measure(trained) / measure(other) for trained, other in zip(runs[kind], first, strict=True)]
+    )
 
 
 def interval(runs: Sequence[Trained], measure: Callable[[Trained], float]) -> str:
-    return of_values([measure(one) for one in runs])
+    return of_values([measure(trained) for trained in runs])
 
 
 def of_values(values: Sequence[float]) -> str:
@@ -260,13 +264,13 @@ def raw(runs: Runs) -> list[dict[str, Any]]:
         kind.names
         | {
             "seed": seed,
-            "steps/h": one.an_hour(),
-            "effective/h": effective(one),
-            "final reward": one.final_reward,
-            "accuracy": one.accuracy,
-            "seconds": [one.ended(n) for n in range(len(one.records))],
-            "rewards": [record[REWARD_MEAN] for record in one.records],
+            "steps/h": trained.an_hour(),
+            "effective/h": effective(trained),
+            "final reward": trained.final_reward,
+            "accuracy": trained.accuracy,
+            "seconds": [trained.ended(n) for n in range(len(trained.records))],
+            "rewards": [record[REWARD_MEAN] for record in trained.records],
         }
         for kind, of_kind in runs.items()
-        for seed, one in enumerate(of_kind)
+        for seed, trained in enumerate(of_kind)
     ]

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
         importlib.import_module("megatron_eqlen.rollout.vllm.engine.colocated")
         with ProcessPoolExecutor(args.jobs, FORK) as pool:
             runs = [pool.submit(in_a_fork, train, home, seed, replay, args) for seed, replay in pairs]
-            found = {pair: one.result() for pair, one in zip(pairs, runs, strict=True)}
+            found = {pair: future.result() for pair, future in zip(pairs, runs, strict=True)}
     show(table(found, args), title(found, args), args.json)
 
 
@@ -89,7 +89,7 @@ def table(found: Found, args: argparse.Namespace) -> list[dict[str, Any]]:
     for arm, replay in ARMS.items():
         runs = [found[seed, replay] for seed in range(args.seeds)]
         others = [found[seed, not replay] for seed in range(args.seeds)]
-        gains = [reward(one, 2) - reward(other, 2) for one, other in zip(runs, others, strict=True)]
+        gains = [reward(run, 2) - reward(other, 2) for run, other in zip(runs, others, strict=True)]
         rows.append(
             {
                 "training": arm,

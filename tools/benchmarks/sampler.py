@@ -45,8 +45,8 @@ def measure(rows: int, args: argparse.Namespace) -> dict[str, Any]:
     limits = {"top_k": args.top_k, "top_p": args.top_p, "temperature": 0.6}
     requests = {str(row): SamplingParams(extra_args={SEED: row}, **limits) for row in range(rows)}
     runner, metadata = batch(requests, args.vocabulary, device)
-    one = sampler.PathSampler(runner, processed=False)
-    top_k_first = 1e3 * fastest(lambda: one.forward(logits, metadata), args.repeats)
+    path_sampler = sampler.PathSampler(runner, processed=False)
+    top_k_first = 1e3 * fastest(lambda: path_sampler.forward(logits, metadata), args.repeats)
     with mock.patch.object(sampler, "TIES", args.vocabulary):
         plain = sampler.PathSampler(runner, processed=False)
         everything = 1e3 * fastest(lambda: plain.forward(logits, metadata), args.repeats)
