@@ -1,7 +1,7 @@
 """``megatron_eqlen.rollout.vllm.server.serve``, with an engine and workers that are forked from the server.
 
-On CPUs vLLM spawns them, so that each imports vLLM again, which takes longer than most tests of servers. One test of
-``tests/job`` starts a server as users do. With ``ASYNCHRONOUS`` set it schedules as on GPUs.
+On CPUs vLLM spawns them, so that each imports vLLM again, which takes longer than most tests of servers. One
+test of ``tests/job`` starts a server as users do. With ``ASYNCHRONOUS`` set it schedules as on GPUs.
 """
 
 import multiprocessing.context
