@@ -62,7 +62,6 @@ HARVEST_TOKENS_PER_SECOND = "harvest/tokens_per_second"
 HARVEST_SLOT_OCCUPANCY = "harvest/slot_occupancy"
 HARVEST_OVERHEAD_SECONDS_PER_STEP = "harvest/overhead_seconds_per_step"
 HARVEST_FORKS = "harvest/forks"
-HARVEST_ROUTE_BYTES = "harvest/route_bytes"
 HARVEST_REROUTED_TOKENS = "harvest/rerouted_tokens"
 HARVEST_RECOMPUTED_TOKENS_PER_FORK = "harvest/recomputed_tokens_per_fork"
 HARVEST_ENDED_RESPONSE_LENGTH = "harvest/ended_response_length"
@@ -190,7 +189,7 @@ DECLARED = (
         mean(HARVEST_REROUTED_TOKENS),
         "share of their experts that newer weights chose as well",
     ),
-    Metric(HARVEST_ROUTE_BYTES, "bytes", "sum", "of recorded routes of prompts and generated tokens"),
+    Metric("harvest/route_bytes", "bytes", "sum", "of recorded routes of prompts and generated tokens"),
     Metric("harvest/streams", "streams", "sum", "dual-track subgroups"),
     Metric("harvest/pairs", "pairs", "sum", "equal-length pairs"),
     Metric(HARVEST_PAIRS_PER_STREAM, "pairs", mean("harvest/streams"), "pairs of a stream (the paper's N_k)"),

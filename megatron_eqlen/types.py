@@ -2,8 +2,8 @@
 
     Prompt ──harvest──► Rollout ──score──► (grades filled in) ──objective──► TokenTree ──pack──► Row
 
-After scoring, a rank holds the arrays of the rollouts that it graded; of all others it has skeletons, the
-same records with ``Placeholder`` in place of arrays. Decisions that need only lengths and grades are the same
+After scoring, a rank holds the tokens of the rollouts that it graded; of all others it has skeletons, the
+same records with bare tables (``Tokens.bare``). Decisions that need only lengths and grades are the same
 on all ranks.
 
 A worked example, used throughout the tests. The prompt is ``q = [1, 2]`` and 9 ends a response::
@@ -20,25 +20,13 @@ the root holds ``q``; ``A_1`` and ``B_1`` are its children; ``A_2`` and ``B_2`` 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
-from itertools import chain
-from typing import Any, Literal, NamedTuple, NoReturn, cast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 
-TokenIds = np.ndarray
-"""[L] int32, one-dimensional and read-only: segments of one path may share memory. Constructors accept any
-sequence of integers."""
-
-Logprobs = np.ndarray
-"""[L] float32, like ``TokenIds``; the engine computes them in this precision."""
-
-Routes = np.ndarray
-"""[L, moe_layers, top_k] of ``route_dtype``: the experts that each MoE layer chose, in the model's order of
-layers, without dense layers. Row i belongs to label i: the choice for the prediction of token i, at the
-position whose input is the preceding token on its path. L tokens therefore have L rows wherever their path
-forks, and a prompt ``q``, whose first token is not predicted, has ``len(q) - 1``."""
+from megatron_eqlen.tokens import COLUMNS, TokenIds, Tokens, Values, join
 
 FinishReason = Literal["stop", "length"]
 """``stop``: the last token is in the end-of-sequence set. ``length``: the path reached its limit."""
@@ -50,166 +38,6 @@ Outcome = Literal["both_ended", "truncated", "max_pairs", "budget"]
 Suspended = Literal["suspended"]
 """Partial rollout: finished segments only; the next step resumes it (``rollout.carry_over``). Replaces an
 outcome."""
-
-
-Versions = tuple[tuple[int, int], ...]
-"""Policy versions that sampled a piece of a path, as runs of tokens of one version: (first token, version) of
-each run, starting with token 0. Nearly always one run; empty if the versions were not recorded."""
-
-
-class _Arrays:
-    """Equality for dataclasses with arrays."""
-
-    def __eq__(self, other: object) -> bool:
-        if type(self) is not type(other):
-            return NotImplemented
-        return all(_equal(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))  # type: ignore[arg-type]
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _equal(value: Any, other: Any) -> bool:
-    if isinstance(value, np.ndarray) and isinstance(other, np.ndarray):
-        return np.array_equal(cast(np.ndarray, value), cast(np.ndarray, other))
-    return value is other or bool(value == other)
-
-
-@dataclass(frozen=True)
-class Placeholder:
-    """Placeholder for an array that was not read or that another rank holds: its length is known, its numbers
-    are not."""
-
-    length: int
-    row: tuple[int, ...] = ()
-    """``shape[1:]`` of routes; empty for other arrays."""
-    dtype: str = ""
-    """Dtype of routes, which depends on the model; empty for other arrays."""
-
-    @classmethod
-    def of(cls, array: np.ndarray) -> np.ndarray:
-        """Return the placeholder for ``array`` in a skeleton, whose fields are annotated with the array
-        types."""
-        if isinstance(array, cls):
-            return array
-        known = cls(len(array), array.shape[1:], array.dtype.name) if array.ndim > 1 else cls(len(array))
-        return cast(np.ndarray, known)
-
-    def __len__(self) -> int:
-        return self.length
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.length, *self.row
-
-    def __getitem__(self, part: object) -> Placeholder:
-        if not isinstance(part, slice):
-            self._refuse()
-        return replace(self, length=len(range(self.length)[part]))
-
-    def _refuse(self, *_: object, **__: object) -> NoReturn:
-        raise AssertionError(f"an array of {self.length} numbers was read where only its length is known")
-
-    __array__ = __iter__ = _refuse
-
-
-def _array(values: Any, dtype: type) -> np.ndarray:
-    return cast(np.ndarray, values if isinstance(values, Placeholder) else np.asarray(values, dtype))
-
-
-WIDEST_MASK = 255
-"""Maximum number of ids in the sampling mask of a token."""
-
-
-@dataclass(eq=False, slots=True)
-class SamplingMask(_Arrays):
-    """For each of L tokens, the ids that top-k, top-p and min-p kept; the token is among them."""
-
-    ids: np.ndarray
-    """[m] int32, ids of the first token, ascending, then of the second, ..."""
-    counts: np.ndarray
-    """[L] uint8, number of ``ids`` per token."""
-
-    @classmethod
-    def of(cls, kept: Iterable[Sequence[int]]) -> SamplingMask:
-        """Make a mask from the kept ids of each token."""
-        kept = list(kept)
-        counts = np.fromiter(map(len, kept), np.uint8, len(kept))
-        return cls(np.fromiter(chain.from_iterable(kept), np.int32, int(counts.sum())), counts)
-
-    @classmethod
-    def joined(cls, masks: Sequence[SamplingMask]) -> SamplingMask:
-        """Join the masks of consecutive pieces of a path."""
-        if len(masks) == 1:
-            return masks[0]
-        return cls(joined([mask.ids for mask in masks]), joined([mask.counts for mask in masks]))
-
-    @classmethod
-    def empty(cls, ids: int, tokens: int) -> SamplingMask:
-        """Make a mask with room for ``ids`` kept ids of ``tokens`` tokens, to be filled."""
-        return cls(np.empty(ids, np.int32), np.empty(tokens, np.uint8))
-
-    def bare(self) -> SamplingMask:
-        """Return the placeholder for this mask in a skeleton."""
-        return SamplingMask(Placeholder.of(self.ids), Placeholder.of(self.counts))
-
-    def __len__(self) -> int:
-        return len(self.counts)
-
-    def __iter__(self) -> Iterator[np.ndarray]:
-        """Iterate over the ids of each token."""
-        return iter(np.split(self.ids, np.cumsum(self.counts, dtype=np.int64)[:-1]) if len(self) else ())
-
-
-def route_dtype(experts: int) -> np.dtype:
-    """Return vLLM's type of routes (``RoutedExpertsCapturer``) for layers with ``experts`` experts."""
-    return np.dtype(np.uint8 if experts <= 256 else np.uint16)
-
-
-def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Return consecutive pieces as one array; a single piece is not copied."""
-    if len(arrays) == 1:
-        return arrays[0]
-    for array in arrays:
-        if isinstance(array, Placeholder):
-            return cast(np.ndarray, replace(array, length=sum(map(len, arrays))))
-    return np.concatenate(arrays)
-
-
-def version_spans(runs: Sequence[tuple[int, int]], length: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, stop, version) of each of the runs of ``length`` tokens."""
-    for number, (start, version) in enumerate(runs):
-        yield start, runs[number + 1][0] if number + 1 < len(runs) else length, version
-
-
-def versions_within(runs: Sequence[tuple[int, int]], start: int, stop: int) -> Versions:
-    """Return the versions of tokens ``start`` to ``stop`` of a path with these runs."""
-    return tuple(
-        (max(first - start, 0), version)
-        for first, end, version in version_spans(runs, stop)
-        if first < stop and start < end
-    )
-
-
-def joined_versions(pieces: Iterable[tuple[int, Versions]]) -> Versions:
-    """Return the versions of consecutive pieces, each given with its length."""
-    runs: list[tuple[int, int]] = []
-    start = 0
-    for length, versions in pieces:
-        for first, version in versions:
-            if not runs or runs[-1][1] != version:
-                runs.append((start + first, version))
-        start += length
-    return tuple(runs)
-
-
-def sampled_by(rollout: Rollout) -> set[int]:
-    """Return the policy versions that sampled a rollout's tokens."""
-    versions = {version for segment in rollout.segments() for _, version in segment.versions}
-    return versions or {rollout.policy_version}
-
-
-def _mask(kept: SamplingMask | Iterable[Sequence[int]] | None) -> SamplingMask | None:
-    return kept if kept is None or isinstance(kept, SamplingMask) else SamplingMask.of(kept)
 
 
 @dataclass(frozen=True)
@@ -238,22 +66,19 @@ class Delta:
 
     request_id: str
     token_ids: list[int]
-    logprobs: list[float]
-    """Natural log, in the recipe's ``rollout.logprobs_mode``, same length as ``token_ids``."""
+    columns: Mapping[str, Any]
+    """Values of other columns (``tokens.COLUMNS``) for each of ``token_ids``: lists of numbers, sequences of
+    sequences where a column is ragged (``array("i")`` is fastest), or [n, ...] arrays. Always the same
+    columns, ``logprobs`` among them."""
     finish_reason: Literal["stop", "length", "lost"] | None = None
     """None: more will come. ``lost``: the engine gave up the request (a replica died); the tokens delivered
     so far are valid, and the caller submits the rest again."""
-    sampling_mask: Sequence[Sequence[int]] | None = None
-    """With ``rollout.keep_sampling_mask``: for each token the ids that were kept, ascending. ``array("i")``
-    is fastest."""
     num_cached_tokens: int | None = None
     """Prompt tokens whose KV came from the prefix cache; set in one of a request's deltas."""
     policy_version: int | None = None
     """Version of the weights that sampled these tokens. None: the engine's ``policy_version`` at delivery."""
-    routes: Routes | None = None
-    """With ``rollout.keep_routes``: one row per token."""
-    prompt_routes: Routes | None = None
-    """With a request's first tokens: the prompt's rows that the request asked for."""
+    path: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
+    """With a request's first tokens: columns of its path that the request asked for (``path_rows``)."""
 
 
 @dataclass
@@ -273,37 +98,29 @@ class Grade:
     """Details of the verdict, for example the first failing test of a program."""
 
 
-@dataclass(eq=False)
-class Segment(_Arrays):
+@dataclass
+class Segment:
     """New tokens of one track: a side of a pair, a whole completion, or a trunk's tail."""
 
-    token_ids: TokenIds
-    logprobs: Logprobs
-    """The engine's log-probs of ``token_ids`` (rollout_logprobs), natural log, same length."""
+    tokens: Tokens
+    """Bare on ranks other than ``home``."""
     finish_reason: FinishReason | None = None
     """None if the track continued beyond this segment."""
     grade: Grade | None = None
     """Filled by scoring if ``finish_reason == "stop"``: the grade of the whole response that this segment
     ends (everything after the prompt on its path)."""
-    sampling_mask: SamplingMask | None = None
-    """Same length as ``token_ids``, with ``rollout.keep_sampling_mask``."""
     home: int | None = None
-    """Rank that holds the arrays. None: every rank with the segment holds them."""
-    routes: Routes | None = None
-    """Same length as ``token_ids``, with ``rollout.keep_routes``."""
-    versions: Versions = ()
-    """Policy versions that sampled ``token_ids``."""
+    """Rank that holds the values. None: every rank with the segment holds them."""
     carried: bool = False
     """True if the segment was final before this step began: an earlier step graded it, and trained it if its
     reward was final."""
 
-    def __post_init__(self) -> None:
-        self.token_ids = _array(self.token_ids, np.int32)
-        self.logprobs = _array(self.logprobs, np.float32)
-        self.sampling_mask = _mask(self.sampling_mask)
-
     def __len__(self) -> int:
-        return len(self.token_ids)
+        return len(self.tokens)
+
+    @property
+    def token_ids(self) -> TokenIds:
+        return self.tokens.token_ids
 
 
 NO_TOKENS = np.zeros(0, np.int32)
@@ -319,8 +136,8 @@ class Pair:
     """The side that joined the trunk; ``stop`` too if both ended at this position."""
 
 
-@dataclass(eq=False)
-class Stream(_Arrays):
+@dataclass
+class Stream:
     """Rollout of one dual-track subgroup (2 of the G tracks)."""
 
     prompt: Prompt
@@ -328,14 +145,14 @@ class Stream(_Arrays):
     """Index among the prompt's G/2 subgroups."""
     policy_version: int
     """Version of the engine's weights when the stream was complete: the number of optimizer steps behind
-    them. Versions per token: ``Segment.versions``."""
+    them; those of each token are a column."""
     pairs: list[Pair]
     outcome: Outcome | Suspended
     tail: Segment | None = None
     """Tokens of the trunk's track after the last pair (the invalid suffix, never trained). If the track ended
     (``stop``), its grade still counts as an extension of every B."""
-    prompt_routes: Routes | None = None
-    """[len(prompt.token_ids) - 1, moe_layers, top_k], with ``rollout.keep_routes``."""
+    prompt_columns: Tokens | None = None
+    """Columns of the prompt's tokens besides their ids, where any are kept."""
 
     @property
     def prompt_id(self) -> str:
@@ -347,19 +164,19 @@ class Stream(_Arrays):
 
     def trunk_token_ids(self, pairs: int) -> TokenIds:
         """Return the token ids of ``B_1 .. B_pairs``: the inherited prefix after the prompt."""
-        return joined([NO_TOKENS, *(pair.b.token_ids for pair in self.pairs[:pairs])])
+        return join([NO_TOKENS, *(pair.b.token_ids for pair in self.pairs[:pairs])])
 
     def ended(self) -> Iterator[tuple[Segment, TokenIds]]:
         """Yield every segment that ends a response, with the whole response's token ids."""
         trunk = self.trunk_token_ids(len(self.pairs))
         end = 0
         for pair in self.pairs:
-            yield pair.a, joined([trunk[:end], pair.a.token_ids])
+            yield pair.a, join([trunk[:end], pair.a.token_ids])
             end += len(pair.b)
             if pair.b.finish_reason == "stop":
                 yield pair.b, trunk[:end]
         if self.tail is not None and self.tail.finish_reason == "stop":
-            yield self.tail, joined([trunk, self.tail.token_ids])
+            yield self.tail, join([trunk, self.tail.token_ids])
 
     def segments(self) -> Iterator[Segment]:
         for pair in self.pairs:
@@ -369,8 +186,8 @@ class Stream(_Arrays):
             yield self.tail
 
 
-@dataclass(eq=False)
-class Group(_Arrays):
+@dataclass
+class Group:
     """G independent completions of one prompt (``sampling: independent``)."""
 
     prompt: Prompt
@@ -378,8 +195,8 @@ class Group(_Arrays):
     completions: list[Segment]
     index: int = 0
     """Always 0: a prompt has one group."""
-    prompt_routes: Routes | None = None
-    """[len(prompt.token_ids) - 1, moe_layers, top_k], with ``rollout.keep_routes``."""
+    prompt_columns: Tokens | None = None
+    """Columns of the prompt's tokens besides their ids, where any are kept."""
     numbers: list[int] = field(default_factory=list)
     """Number of each completion among the G, ascending. Default: the indices in ``completions``."""
     suspended: bool = False
@@ -402,8 +219,8 @@ class Group(_Arrays):
         yield from self.completions
 
 
-@dataclass(eq=False)
-class SampledTree(_Arrays):
+@dataclass
+class SampledTree:
     """Step-wise branching of one prompt (``sampling: tree``): every step that did not end a response was
     continued several times. Lists are aligned; a step comes after its parent."""
 
@@ -420,8 +237,8 @@ class SampledTree(_Arrays):
     ascending. Default: the indices in ``steps``."""
     suspended: bool = False
     """True for a partial rollout, with only the steps that have ended."""
-    prompt_routes: Routes | None = None
-    """[len(prompt.token_ids) - 1, moe_layers, top_k], with ``rollout.keep_routes``."""
+    prompt_columns: Tokens | None = None
+    """Columns of the prompt's tokens besides their ids, where any are kept."""
 
     def __post_init__(self) -> None:
         self.numbers = self.numbers or list(range(len(self.steps)))
@@ -436,7 +253,7 @@ class SampledTree(_Arrays):
 
     def response(self, step: int) -> TokenIds:
         """Return the token ids from the end of the prompt to the end of a step."""
-        return joined([NO_TOKENS, *(segment.token_ids for segment in self.path(step))])
+        return join([NO_TOKENS, *(segment.token_ids for segment in self.path(step))])
 
     def ended(self) -> Iterator[tuple[Segment, TokenIds]]:
         """Yield every step that ends a response, with the whole response's token ids."""
@@ -463,37 +280,27 @@ def training_order(rollout: Rollout) -> tuple[int, int]:
     return rollout.prompt.number, rollout.index
 
 
-@dataclass(eq=False)
-class Node(_Arrays):
-    """Node of a token tree: ``token_ids`` continue the parent's path."""
+@dataclass
+class Node:
+    """Node of a token tree: ``tokens`` continue the parent's path."""
 
     parent: int
     """Index of the parent in ``TokenTree.nodes``, -1 for the root; always before this node."""
-    token_ids: TokenIds
+    tokens: Tokens
     """Tokens of the node; the root holds the whole prompt (at least one token)."""
     advantage: float = 0.0
     weight: float = 0.0
     """Weight of every token of this node in the loss; it contains every 1/L, 1/N_k, 2/G and 1/P, so that the
     loss is a plain sum. 0: not supervised (context only)."""
-    rollout_logprobs: Logprobs | None = None
-    """Engine's log-probs, same length as ``token_ids``, if ``weight > 0``."""
-    sampling_mask: SamplingMask | None = None
-    """Same length as ``token_ids``: log-probs are normalised over these ids. None: over the vocabulary."""
     home: int | None = None
-    """Rank that holds the arrays (see ``Segment.home``)."""
-    routes: Routes | None = None
-    """Same length as ``token_ids``, for the root one less. None: the trainer's routers choose."""
-    versions: Versions = ()
-    """Policy versions that sampled ``token_ids``."""
-
-    def __post_init__(self) -> None:
-        self.token_ids = _array(self.token_ids, np.int32)
-        if self.rollout_logprobs is not None:
-            self.rollout_logprobs = _array(self.rollout_logprobs, np.float32)
-        self.sampling_mask = _mask(self.sampling_mask)
+    """Rank that holds the values (see ``Segment.home``); every rank has the ids of a root."""
 
     def __len__(self) -> int:
-        return len(self.token_ids)
+        return len(self.tokens)
+
+    @property
+    def token_ids(self) -> TokenIds:
+        return self.tokens.token_ids
 
 
 @dataclass
@@ -569,10 +376,6 @@ class Row:
     """[S] float64"""
     weights: np.ndarray
     """[S] float64, 0 where not supervised."""
-    rollout_logprobs: np.ndarray
-    """[S] float64, the engine's log-probs; 0 where not supervised."""
-    versions: np.ndarray
-    """[S] int64, policy version of the weights that sampled the label; -1 where not supervised or unknown."""
     nodes: list[RowNode]
     num_tokens: int
     """Positions in use; the rest up to S is padding."""
@@ -580,14 +383,18 @@ class Row:
     """[S] float64, the trainer's log-probs before the first update of this batch."""
     ref_logprobs: np.ndarray | None = None
     """[S] float64, the reference model's log-probs."""
-    mask_ids: np.ndarray | None = None
-    """[m] int64, the kept tokens of all supervised positions, concatenated. None: log-probs are normalised
-    over the vocabulary."""
-    mask_counts: np.ndarray | None = None
-    """[n] int64, number of ``mask_ids`` for each of the n supervised positions."""
+    columns: dict[str, Values] = field(default_factory=dict[str, Values])
+    """What the loss needs of the supervised tokens: [S] float64 or int64 where a token has one number,
+    ``Column.unknown`` elsewhere; ragged columns have one list for each of the n supervised positions. See
+    ``column``."""
     routes: np.ndarray | None = None
     """[S, layers, top_k] int16, the experts of each position in the MoE layers of this rank; -1: the router
     chooses. None: the router chooses everywhere."""
+
+    def column(self, name: str) -> np.ndarray:
+        """Return [S], a column of one number for each token; all ``Column.unknown`` if the row has none."""
+        found = self.columns.get(name)
+        return np.full(len(self.labels), COLUMNS[name].unknown) if found is None else cast(np.ndarray, found)
 
 
 Metrics = dict[str, float]

@@ -100,7 +100,7 @@ class ReplayRouter(TopKRouter):
 
     @property
     def moe_layer(self) -> int:
-        """Number of the model's MoE layers before this layer: its index in ``types.Routes``."""
+        """Number of the model's MoE layers before this layer: its index in ``tokens.ROUTES``."""
         layers = self.config.moe_layer_freq
         assert isinstance(layers, list)
         assert self.layer_number is not None
@@ -154,7 +154,7 @@ def number_routers(chunks: Iterable[torch.nn.Module]) -> None:
 
 
 def moe_layers(chunks: Iterable[torch.nn.Module]) -> tuple[int, ...]:
-    """Return the layers of ``types.Routes`` that a rank's rows hold, in the same order."""
+    """Return the layers of ``tokens.ROUTES`` that a rank's rows hold, in the same order."""
     return tuple(router.moe_layer for router in routers(chunks))
 
 

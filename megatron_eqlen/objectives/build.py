@@ -16,9 +16,10 @@ replaces 1/N. P and K are then the recipe's numbers, not those of the step.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 
@@ -40,21 +41,28 @@ def build_trees(rollouts: Sequence[Rollout], recipe: Recipe) -> tuple[list[Token
     ``rollouts`` are all rollouts of the step (of all ranks), with grades. Raises ValueError for an ungraded
     response.
     """
-    batches, metrics = _build([rollouts], recipe)
-    return batches[0], metrics
+    (trees,), _, metrics = _build([rollouts], recipe)
+    return trees, metrics
 
 
 def build_minibatches(
-    rollouts: Sequence[Rollout], recipe: Recipe, policy_version: int | None = None
+    rollouts: Sequence[Rollout],
+    recipe: Recipe,
+    policy_version: int | None = None,
+    gather: Callable[[list[Any]], list[Any]] = list,
 ) -> tuple[list[list[TokenTree]], Metrics]:
     """Return a forest for each of the harvest's ``loss.minibatches`` optimizer steps, in order, and metrics.
 
     A minibatch holds whole prompts, and its weights average over its own prompts and tokens only, so that
     every optimizer step has a gradient of the same scale; advantages are those of the whole batch.
     Minibatches without a prompt (dynamic sampling may leave few) are left out. ``policy_version``: version of
-    the weights that are trained; with it the metrics say how stale the tokens are.
+    the weights that are trained; with it the metrics say how stale the tokens are. ``gather`` joins the lists
+    of all ranks, which each hold the tokens of some of ``rollouts``.
     """
-    return _build(_minibatches(rollouts, recipe), recipe, policy_version)
+    trees, units, metrics = _build(_minibatches(rollouts, recipe), recipe)
+    if policy_version is not None:
+        metrics |= staleness_metrics(units, policy_version, gather)
+    return trees, metrics
 
 
 def weighted_units(rollouts: Sequence[Rollout], recipe: Recipe) -> list[ComparisonUnit]:
@@ -80,15 +88,12 @@ class _Batch:
 
 
 def _build(
-    parts: Sequence[Sequence[Rollout]], recipe: Recipe, policy_version: int | None = None
-) -> tuple[list[list[TokenTree]], Metrics]:
+    parts: Sequence[Sequence[Rollout]], recipe: Recipe
+) -> tuple[list[list[TokenTree]], list[ComparisonUnit], Metrics]:
     batches = _weigh(parts, recipe)
     units = [unit for batch in batches for unit in batch.units]
     rollouts = [rollout for part in parts for rollout in part]
-    metrics = unit_metrics(units, rollouts, recipe)
-    if policy_version is not None:
-        metrics |= staleness_metrics(units, policy_version)
-    return [batch.trees for batch in batches], metrics
+    return [batch.trees for batch in batches], units, unit_metrics(units, rollouts, recipe)
 
 
 def _weigh(parts: Sequence[Sequence[Rollout]], recipe: Recipe) -> list[_Batch]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean, pstdev
+from typing import Any
+
+import numpy as np
 
 from megatron_eqlen.metrics import (
     OBJECTIVE_EFFECTIVE_SAMPLES,
@@ -16,7 +19,8 @@ from megatron_eqlen.metrics import (
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.comparison import ComparisonUnit
-from megatron_eqlen.types import Metrics, Rollout, version_spans
+from megatron_eqlen.tokens import VERSIONS
+from megatron_eqlen.types import Metrics, Rollout
 
 
 def unit_metrics(units: list[ComparisonUnit], rollouts: Sequence[Rollout], recipe: Recipe) -> Metrics:
@@ -42,21 +46,28 @@ def unit_metrics(units: list[ComparisonUnit], rollouts: Sequence[Rollout], recip
     return metrics | KINDS[recipe.sampling].objective_metrics(units, rollouts, recipe)
 
 
-def staleness_metrics(units: Iterable[ComparisonUnit], policy_version: int) -> Metrics:
+def staleness_metrics(
+    units: Iterable[ComparisonUnit], policy_version: int, gather: Callable[[list[Any]], list[Any]]
+) -> Metrics:
     """Return how many versions older than ``policy_version``, which the step trains, the weights were that
-    sampled the trained tokens; empty for no tokens."""
+    sampled the trained tokens; empty for no tokens. ``gather`` joins the lists of all ranks, of which each
+    has a share of the tokens."""
     tokens: Counter[int] = Counter()
     for segment in (member for unit in units if unit.trained for member in unit.members):
-        for start, stop, version in version_spans(segment.versions, len(segment)):
-            age = max(policy_version - version, 0)  # a run that went back may reach a version again
-            tokens[age] += stop - start
-    if not tokens:
+        if VERSIONS.name in segment.tokens and not segment.tokens.is_bare:
+            numbers, counts = np.unique(segment.tokens[VERSIONS.name], return_counts=True)
+            tokens.update(dict(zip(numbers.tolist(), counts.tolist(), strict=True)))
+    ages: Counter[int] = Counter()
+    for version, count in gather(list(tokens.items())):
+        if version != VERSIONS.unknown:
+            ages[max(policy_version - version, 0)] += count  # a run that went back may reach a version again
+    if not ages:
         return {}
-    total = tokens.total()
+    total = ages.total()
     return {
-        STALENESS_MEAN: sum(age * count for age, count in tokens.items()) / total,
-        STALENESS_MAX: float(max(tokens)),
-    } | {f"staleness/share/{age}": count / total for age, count in sorted(tokens.items())}
+        STALENESS_MEAN: sum(age * count for age, count in ages.items()) / total,
+        STALENESS_MAX: float(max(ages)),
+    } | {f"staleness/share/{age}": count / total for age, count in sorted(ages.items())}
 
 
 def _moments(name: str, values: Sequence[float]) -> Metrics:

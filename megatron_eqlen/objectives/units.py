@@ -72,7 +72,7 @@ def _check_masks(rollout: Rollout, recipe: Recipe) -> None:
     normalises over the masks, or over the vocabulary."""
     wanted = recipe.rollout.keep_sampling_mask
     for segment in rollout.segments():
-        if wanted != (segment.sampling_mask is not None):
+        if wanted != ("kept" in segment.tokens) and len(segment):
             raise ValueError(
                 f"prompt {rollout.prompt_id}: rollout.keep_sampling_mask: {str(wanted).lower()}, found a "
                 f"rollout recorded {'without' if wanted else 'with'} sampling masks"

@@ -24,8 +24,7 @@ def check_loss_arrays(forest: Forest, nodes: np.ndarray) -> None:
 
 
 def _check_logprobs(forest: Forest, node: int) -> None:
-    logprobs = forest.node(node).rollout_logprobs
-    assert logprobs is not None
+    logprobs = forest.node(node).tokens["logprobs"]
     finite = np.isfinite(logprobs)
     if not finite.all():
         token = int(np.argmin(finite))
@@ -35,11 +34,11 @@ def _check_logprobs(forest: Forest, node: int) -> None:
 
 
 def _check_mask(forest: Forest, node: int) -> None:
-    kept, tokens = forest.node(node).sampling_mask, forest.node(node).token_ids
-    if kept is None:
+    if "kept" not in forest.node(node).tokens:
         return
+    kept, tokens = forest.node(node).tokens["kept"], forest.node(node).token_ids
     owner = np.repeat(np.arange(len(kept)), kept.counts)
-    found = np.bincount(owner[kept.ids == tokens[owner]], minlength=len(kept)) > 0
+    found = np.bincount(owner[kept.values == tokens[owner]], minlength=len(kept)) > 0
     if not found.all():
         token = int(np.argmin(found))
         raise TreeError(
@@ -52,8 +51,7 @@ def check_route_shapes(forest: Forest, expected: tuple[int, int]) -> None:
     """Raise TreeError if a node's routes do not have the model's (MoE layers, experts per token). Reads
     shapes only, so skeletons suffice."""
     for node in np.flatnonzero(forest.has_routes).tolist():
-        routes = forest.node(node).routes
-        assert routes is not None
+        routes = forest.node(node).tokens["routes"]
         if routes.shape[1:] != expected:
             raise TreeError(
                 f"{forest.where(node)}: expected routes of the model's {expected[0]} MoE layers x "
@@ -65,8 +63,7 @@ def check_routes(forest: Forest, nodes: np.ndarray, experts: int) -> None:
     """Raise TreeError if routes of ``nodes`` ([m] int64, forest indices) name an expert outside ``experts``,
     or the same expert twice."""
     for node in nodes[forest.has_routes[nodes]].tolist():
-        routes = forest.node(node).routes
-        assert routes is not None
+        routes = forest.node(node).tokens["routes"][int(forest.parent[node] < 0) :]
         highest = routes.max(initial=0)
         if highest >= experts:
             raise TreeError(f"{forest.where(node)}: expected experts 0 to {experts - 1}, found {highest}")

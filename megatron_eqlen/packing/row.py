@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import numpy as np
 
 from megatron_eqlen.packing.tree import Forest
-from megatron_eqlen.types import Row, RowNode, SamplingMask, version_spans
+from megatron_eqlen.tokens import COLUMNS, Ragged, Tokens, Values
+from megatron_eqlen.types import Row, RowNode
 
 
 def fill_row(
@@ -17,7 +16,7 @@ def fill_row(
 
     ``nodes`` [m] int64 are forest indices of whole or partial trees in depth-first order, ancestors included;
     ``supervised`` [m] bool marks the nodes that are trained here (the others are context). ``for_loss``: fill
-    in the arrays that only the loss reads: rollout log-probs, their versions and sampling masks.
+    in the columns that only the loss reads.
     """
     lengths = forest.length[nodes]
     starts = np.cumsum(lengths) - lengths
@@ -33,8 +32,6 @@ def fill_row(
         segment_ids=np.full(length, -1, np.int64),
         advantages=np.zeros(length),
         weights=np.zeros(length),
-        rollout_logprobs=np.zeros(length),
-        versions=np.full(length, -1, np.int64),
         nodes=_row_nodes(forest, nodes, above, starts),
         num_tokens=used,
     )
@@ -51,9 +48,7 @@ def fill_row(
     row.weights[:used] = np.repeat(np.where(trained, forest.weight[nodes], 0.0), lengths)
     row.routes = _routes(forest, nodes, starts, length)
     if for_loss:
-        row.rollout_logprobs[row.segment_ids >= 0] = _logprobs(forest, nodes[trained])
-        row.versions[row.segment_ids >= 0] = _versions(forest, nodes[trained])
-        row.mask_ids, row.mask_counts = _mask(forest, nodes[trained])
+        row.columns = _columns(forest, nodes[trained], row.segment_ids >= 0)
     return row
 
 
@@ -120,38 +115,31 @@ def _inputs(
 def _routes(forest: Forest, nodes: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray | None:
     """Return [length, layers, top_k] int16, -1 at positions without routes; None if no position has
     routes."""
-    known = [(start, forest.node(node).routes) for start, node in zip(starts.tolist(), nodes, strict=True)]
-    routes = [(start, experts) for start, experts in known if experts is not None]
-    if not routes:
-        return None
-    row = np.full((length, *routes[0][1].shape[1:]), -1, np.int16)
-    for start, experts in routes:
-        row[start : start + len(experts)] = experts
+    row = None
+    for start, node, root in zip(starts.tolist(), nodes.tolist(), forest.parent[nodes] < 0, strict=True):
+        tokens = forest.node(node).tokens
+        if "routes" in tokens:
+            experts = tokens["routes"][int(root) :]
+            if row is None:
+                row = np.full((length, *experts.shape[1:]), -1, np.int16)
+            row[start : start + len(experts)] = experts
     return row
 
 
-def _logprobs(forest: Forest, nodes: np.ndarray) -> np.ndarray:
-    """Return the rollout log-probs of ``nodes``, concatenated."""
-    # never None: ``Forest.of`` checked them
-    logprobs = (cast(np.ndarray, forest.node(node).rollout_logprobs) for node in nodes)
-    return np.concatenate([np.zeros(0), *logprobs])
-
-
-def _versions(forest: Forest, nodes: np.ndarray) -> np.ndarray:
-    """Return the policy versions of the tokens of ``nodes``, concatenated; -1: unknown."""
-    versions = np.full(int(forest.length[nodes].sum()), -1, np.int64)
-    start = 0
-    for node, length in zip(nodes.tolist(), forest.length[nodes].tolist(), strict=True):
-        for first, stop, version in version_spans(forest.node(node).versions, length):
-            versions[start + first : start + stop] = version
-        start += length
-    return versions
-
-
-def _mask(forest: Forest, nodes: np.ndarray) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
-    """Return the kept tokens of ``nodes``, concatenated, and their number per token; None without masks."""
-    masks = [forest.node(node).sampling_mask for node in nodes]
-    if not any(mask is not None for mask in masks):
-        return None, None
-    kept = SamplingMask.joined([mask for mask in masks if mask is not None])
-    return kept.ids.astype(np.int64), kept.counts.astype(np.int64)
+def _columns(forest: Forest, nodes: np.ndarray, supervised: np.ndarray) -> dict[str, Values]:
+    """Return what the loss needs of the tokens of ``nodes``, which lie at the ``supervised`` positions ([S]
+    bool), as ``Row.columns``."""
+    if not len(nodes):
+        return {}
+    tokens = Tokens.joined([forest.node(node).tokens for node in nodes])
+    columns: dict[str, Values] = {}
+    for name, values in tokens.columns.items():
+        if COLUMNS[name].needed_by != "loss":
+            continue
+        if isinstance(values, Ragged):
+            columns[name] = Ragged(values.values.astype(np.int64), values.counts.astype(np.int64))
+            continue
+        wide = np.float64 if values.dtype.kind == "f" else np.int64
+        spread = columns[name] = np.full(len(supervised), COLUMNS[name].unknown, wide)
+        spread[supervised] = values
+    return columns

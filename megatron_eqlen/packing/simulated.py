@@ -14,6 +14,7 @@ import numpy as np
 from megatron_eqlen.metrics import PACKING_REPEATED_TOKENS, PACKING_TOKENS
 from megatron_eqlen.packing.context import BLOCK, keys_of_ranks, slices_of_ranks
 from megatron_eqlen.packing.pack import Layout, plan_rows
+from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Node, TokenTree
 
 MEDIAN = 6000 / 32768
@@ -64,8 +65,8 @@ def simulated_responses(count: int, limit: int, prompt: int) -> list[TokenTree]:
     for number in range(count):
         root = np.zeros((min(SHORTEST_PROMPT, prompt) + prompt) // 2, np.int32)
         tokens = np.zeros(min(response_length(rng, median, 0), limit), np.int32)
-        answer = Node(0, tokens, 1.0, 1.0, np.zeros(len(tokens), np.float32))
-        trees.append(TokenTree(f"response {number}", [Node(-1, root), answer]))
+        answer = Node(0, Tokens.of(tokens, 0.0), 1.0, 1.0)
+        trees.append(TokenTree(f"response {number}", [Node(-1, Tokens.of(root)), answer]))
     return trees
 
 
@@ -76,12 +77,11 @@ def simulated_stream(
     values)."""
     ends = [response_length(rng, median, 0), response_length(rng, median, 0)]
     root = np.zeros(int(rng.integers(min(SHORTEST_PROMPT, prompt), prompt + 1)), np.int32)
-    nodes, trunk, length = [Node(-1, root)], 0, 0
+    nodes, trunk, length = [Node(-1, Tokens.of(root))], 0, 0
     while length < min(ends) <= limit:
         side = np.zeros(min(ends) - length, np.int32)
-        logprobs = np.zeros(len(side), np.float32)
         weight = float(rng.integers(0, 2))
-        nodes += [Node(trunk, side, sign, weight, logprobs) for sign in (1.0, -1.0)]
+        nodes += [Node(trunk, Tokens.of(side, 0.0), sign, weight) for sign in (1.0, -1.0)]
         trunk, length = len(nodes) - 1, min(ends)
         ends = [max(ends), response_length(rng, median, length)]
     return TokenTree(f"stream {number}", nodes)

@@ -16,6 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
+from megatron_eqlen.tokens import COLUMNS
 from megatron_eqlen.types import Node, TokenTree
 
 
@@ -69,7 +70,7 @@ class Forest:
     @cached_property
     def has_routes(self) -> np.ndarray:
         """[n] bool, the same on every rank."""
-        return np.fromiter((node.routes is not None for node in self.nodes), bool, len(self))
+        return np.fromiter(("routes" in node.tokens for node in self.nodes), bool, len(self))
 
     @cached_property
     def depth(self) -> np.ndarray:
@@ -225,31 +226,19 @@ def _check_values(
 ) -> None:
     nodes = [node for tree in trees for node in tree.nodes]
     advantage = np.fromiter((node.advantage for node in nodes), np.float64, len(nodes))
-    logprobs = np.fromiter(
-        (-1 if node.rollout_logprobs is None else len(node.rollout_logprobs) for node in nodes),
-        np.int64,
-        len(nodes),
-    )
-    kept = np.fromiter(
-        (-1 if node.sampling_mask is None else len(node.sampling_mask) for node in nodes),
-        np.int64,
-        len(nodes),
-    )
-    routes = np.fromiter(
-        (-1 if node.routes is None else len(node.routes) for node in nodes),
-        np.int64,
-        len(nodes),
-    )
-    masked = bool(((weight > 0) & (kept >= 0)).any())
-    problems = [
+    problems: list[tuple[np.ndarray, str, np.ndarray | None]] = [
         (length == 0, "expected at least one token, found none", None),
         (~np.isfinite(weight) | (weight < 0), "expected a finite weight >= 0", weight),
-        ((weight > 0) & (logprobs < 0), "supervised (weight > 0), but without rollout_logprobs", None),
-        ((weight > 0) & (logprobs != length), "expected one rollout_logprob a token", logprobs),
-        ((weight > 0) & masked & (kept < 0), "without a sampling_mask, others of the batch have one", None),
-        ((weight > 0) & masked & (kept != length), "expected one sampling mask a token", kept),
-        ((routes >= 0) & (routes != length - (local == 0)), "expected routes of each token", routes),
     ]
+    layouts = {
+        id(node.tokens): node.tokens for node, trained in zip(nodes, weight > 0, strict=True) if trained
+    }
+    names = {name for tokens in layouts.values() for name in tokens.columns}
+    for name in sorted({"logprobs", *(name for name in names if COLUMNS[name].needed_by == "loss")}):
+        has = np.fromiter((name in node.tokens for node in nodes), bool, len(nodes))
+        others = "" if name == "logprobs" else ", which other nodes of the batch have"
+        problem = f"supervised (weight > 0), but without the column {name}{others}"
+        problems.append(((weight > 0) & ~has, problem, None))
     infinite = (~np.isfinite(advantage), "the advantage is not finite", advantage)
     for wrong, problem, found in [*problems, infinite]:
         if wrong.any():

@@ -132,7 +132,7 @@ class Process:
                 sizes.append(len(possible))
                 tokens, share = possible[choice]
                 probability *= share
-                track.extend(Delta(track.name, list(tokens), [0.0] * len(tokens)), 0)
+                track.extend(Delta(track.name, list(tokens), {"logprobs": [0.0] * len(tokens)}), 0)
             launched = harvester.advance()
         stream = harvester.rollout(0)
         for segment, response in stream.ended():

@@ -172,7 +172,7 @@ def tax_of_run(folder: Path, recipe: Recipe) -> Tax:
 
 
 def tax_of_step(folder: Path, recipe: Recipe) -> Tax:
-    rollouts = trained(read_step(folder, with_routes=False), recipe)
+    rollouts = trained(read_step(folder, without=("kept", "routes")), recipe)
     batches, _ = build_minibatches(rollouts, recipe)
     return sum(map(learning_tax, batches), Tax())
 

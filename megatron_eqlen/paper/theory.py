@@ -24,6 +24,7 @@ from megatron_eqlen.objectives.build import build_trees
 from megatron_eqlen.objectives.registry import lookup
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.equal_length.suffix import pair_rewards
+from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Grade, Group, Pair, Prompt, Rollout, Segment, Stream, TokenTree
 
 QUESTION = Prompt("q", [0], "?", "math", "1")
@@ -104,8 +105,8 @@ def graded(token_ids: Sequence[int], reward: float | None = None) -> Segment:
     """Return a segment that ended with this reward, or that had not ended (None)."""
     tokens, logprobs = np.array(token_ids, np.int32), np.zeros(len(token_ids), np.float32)
     if reward is None:
-        return Segment(tokens, logprobs)
-    return Segment(tokens, logprobs, "stop", Grade(reward, ""))
+        return Segment(Tokens.of(tokens, logprobs))
+    return Segment(Tokens.of(tokens, logprobs), "stop", Grade(reward, ""))
 
 
 def grpo_group(*responses: tuple[Sequence[int], float]) -> Group:

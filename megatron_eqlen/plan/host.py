@@ -11,7 +11,6 @@ from megatron_eqlen.plan.trainer import MAIN_WEIGHT, MOMENTS, Trainer, optimizer
 from megatron_eqlen.plan.workload import Workload
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.phases import on_host
-from megatron_eqlen.types import route_dtype
 
 PROCESS = 6e9
 """Bytes of a rank beyond the counted parts: Python, PyTorch, vLLM, the data; an allowance."""
@@ -94,11 +93,12 @@ def token_bytes(recipe: Recipe) -> float:
 
 
 def route_bytes(model: ModelConfig) -> int:
-    """Return the bytes of a token's routes (``types.Routes``)."""
+    """Return the bytes of a token's routes (``tokens.ROUTES``), which vLLM keeps as uint8 or uint16."""
     experts = model.experts
     if experts is None:
         return 0
-    return sum(experts.layers) * experts.num_experts_per_tok * route_dtype(experts.num_experts).itemsize
+    width = 1 if experts.num_experts <= 256 else 2
+    return sum(experts.layers) * experts.num_experts_per_tok * width
 
 
 def recorded_bytes(recipe: Recipe, model: ModelConfig, work: Workload) -> float:

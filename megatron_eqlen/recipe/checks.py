@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from megatron_eqlen.recipe import OptimizerRecipe, Recipe, RewardRecipe, RolloutRecipe, layout
 from megatron_eqlen.recipe.budget import COSTS
 from megatron_eqlen.recipe.plugins import is_import_path, load_object
-from megatron_eqlen.types import WIDEST_MASK
+from megatron_eqlen.tokens import MOST_PER_TOKEN
 
 
 def check(recipe: Recipe) -> None:
@@ -135,10 +135,10 @@ def _check_servers(urls: list[str]) -> None:
 def _check_sampling_mask(rollout: RolloutRecipe) -> None:
     if not rollout.keep_sampling_mask:
         return
-    if not 1 <= rollout.top_k <= WIDEST_MASK:
+    if not 1 <= rollout.top_k <= MOST_PER_TOKEN:
         raise ValueError(
-            f"rollout.keep_sampling_mask: true needs rollout.top_k from 1 to {WIDEST_MASK} (it bounds what "
-            f"is recorded of each token), found {rollout.top_k}"
+            f"rollout.keep_sampling_mask: true needs rollout.top_k from 1 to {MOST_PER_TOKEN} (it bounds "
+            f"what is recorded of each token), found {rollout.top_k}"
         )
     if rollout.logprobs_mode != "processed":
         raise ValueError(

@@ -299,6 +299,17 @@ class RolloutRecipe(Section):
         return self.top_k if self.keep_sampling_mask else 0
 
     @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns of tokens that the engine delivers (``tokens.COLUMNS``), besides their ids and versions."""
+        optional = {"kept": self.keep_sampling_mask, "routes": self.keep_routes}
+        return ("logprobs", *(name for name, keeps in optional.items() if keeps))
+
+    @property
+    def unrecorded_columns(self) -> tuple[str, ...]:
+        """Columns that the record of rollouts leaves out."""
+        return () if self.record_routes else ("routes",)
+
+    @property
     def trains_older(self) -> bool:
         """True if steps train tokens that older weights sampled."""
         return self.carry_over or self.staleness > 0

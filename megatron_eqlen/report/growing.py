@@ -1,13 +1,13 @@
-"""Rollouts that a harvest has not finished, as far as its journals record them.
+"""Rollouts that a harvest has not finished, as far as they are recorded.
 
-journal-*.arrow ─► tokens by track ─► harvesters, as the harvest itself has them ─► parts, open tracks
-suspended-*.arrow of the step before, if this one resumes its rollouts
+open-*.arrow ─► tokens by track ─► harvesters, as the harvest itself has them ─► parts, open tracks
+the same of the step before, if this one resumes its rollouts
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,16 +18,15 @@ from megatron_eqlen.files import step_name, step_number
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.report.recorded import Decoder
 from megatron_eqlen.report.rollouts import RolloutView, Unknown, open_segment, view
-from megatron_eqlen.rollout.record import journal
 from megatron_eqlen.rollout.record.arrow_log import pieces, placed
-from megatron_eqlen.rollout.record.format import END, PROMPT, SEGMENTS
+from megatron_eqlen.rollout.record.format import END, PROMPT, SEGMENTS, TRACK
 from megatron_eqlen.rollout.record.reader import step_files
-from megatron_eqlen.rollout.record.recorder import JOURNALS, SUSPENDED
+from megatron_eqlen.rollout.record.recorder import OPEN_FILES
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.harvester import Harvester
 from megatron_eqlen.sampling.kind import LabeledSegment, plural
-from megatron_eqlen.sampling.track import rollout_of
-from megatron_eqlen.types import Placeholder, Prompt, RolloutKey, Segment
+from megatron_eqlen.tokens import Tokens
+from megatron_eqlen.types import Prompt, RolloutKey
 
 SHOWN = 3
 """Number of a harvest's rollouts on the page."""
@@ -35,8 +34,11 @@ SHOWN = 3
 COLUMNS = ("role", "prompt_id", "index", "outcome", "question")
 """Columns of a record that are read."""
 
-Tokens = dict[str, array]
-"""Token ids by the track's name."""
+TrackKey = tuple[str, int, int]
+"""(prompt_id, index of the rollout, number of the track)."""
+
+TokensByTrack = dict[TrackKey, "array[int]"]
+"""Token ids of each track."""
 
 
 @dataclass(frozen=True)
@@ -67,22 +69,23 @@ class Growing:
         number = step_number(folder.name)
         assert number is not None, folder
         self.number = number
-        self._journals: dict[Path, _Tracks] = {}
+        self._open: dict[Path, _Tracks] = {}
         self._record = _Record()
-        self._carried: Tokens = {}
+        self._carried: TokensByTrack = {}
         if recipe.rollout.carry_over and number:
             self._resume_from(folder.with_name(step_name(number - 1)))
 
     def _resume_from(self, before: Path) -> None:
         """Read the partial rollouts of the step before and their questions, which this step does not record
         before one of its rollouts ends."""
-        for path in before.glob(SUSPENDED):
-            tracks = _Tracks(path)
-            tracks.read(())
-            for name, found in tracks.tokens.items():
-                self._carried[name] = max(self._carried.get(name, found), found, key=len)
         of_before = _Record()
         of_before.read(before)
+        for path in before.glob(OPEN_FILES):
+            tracks = _Tracks(path)
+            tracks.read(())
+            for key, found in tracks.tokens.items():
+                if key[:2] in of_before.suspended:
+                    self._carried[key] = max(self._carried.get(key, found), found, key=len)
         self._record.questions |= of_before.questions
 
     def look(self) -> Grown:
@@ -90,15 +93,13 @@ class Growing:
         record.read(self.folder)
         ended = record.complete | record.suspended
         tokens = dict(self._carried)
-        for path in sorted(self.folder.glob(JOURNALS)):
-            tracks = self._journals.setdefault(path, _Tracks(path))
+        for path in sorted(self.folder.glob(OPEN_FILES)):
+            tracks = self._open.setdefault(path, _Tracks(path))
             tracks.read(ended)
-            for name, found in tracks.tokens.items():
-                before = self._carried.get(name)
-                merged = before + found if before else found  # a copy, and there may be many
-                tokens[name] = max(tokens.get(name, merged), merged, key=len)
-        tokens = {name: found for name, found in tokens.items() if rollout_of(name) not in ended}
-        keys = list(dict.fromkeys(map(rollout_of, tokens)))
+            for key, found in tracks.tokens.items():
+                tokens[key] = max(tokens.get(key, found), found, key=len)
+        tokens = {key: found for key, found in tokens.items() if key[:2] not in ended}
+        keys = list(dict.fromkeys(key[:2] for key in tokens))
         of_each_prompt: dict[str, RolloutKey] = {}
         for key in keys:
             of_each_prompt.setdefault(key[0], key)
@@ -112,11 +113,11 @@ class Growing:
             len(record.suspended),
             len(keys),
             sum(map(len, tokens.values())),
-            sum(len(self._carried.get(name, ())) for name in tokens),
+            sum(len(self._carried.get(key, ())) for key in tokens),
             shown,
         )
 
-    def _harvesters(self, keys: Sequence[RolloutKey], tokens: Mapping[str, array]) -> Iterator[Harvester]:
+    def _harvesters(self, keys: Sequence[RolloutKey], tokens: TokensByTrack) -> Iterator[Harvester]:
         """Yield harvesters of a few of ``keys``, advanced to their tracks' tokens. Their drawing does not
         depend on the seed."""
         found, make = 0, KINDS[self._recipe.sampling].harvesters
@@ -143,55 +144,57 @@ class Growing:
         ]
         seen = view(rollout, self._decoder.decode, Unknown())
         key = harvester.prompt.prompt_id, harvester.index
-        carried = sum(len(found) for name, found in self._carried.items() if rollout_of(name) == key)
+        carried = sum(len(found) for track, found in self._carried.items() if track[:2] == key)
         earlier = f", {plural(carried, 'token')} from earlier steps" if carried else ""
         title = f"rollout {harvester.index}, {plural(len(opened), 'open track')}{earlier}"
         return replace(seen, title=title, opened=opened)
 
 
-def grow(harvester: Harvester, tokens: Mapping[str, array]) -> None:
+def grow(harvester: Harvester, tokens: TokensByTrack) -> None:
     """Give a new harvester's tracks their ``tokens``, as the harvest did."""
     launched = harvester.start()
     while launched:
         for track in launched:
             track.keeps_columns = False
-            if known := tokens.get(track.name):
-                token_ids = np.frombuffer(known, np.int32)
-                track.resume(Segment(token_ids, Placeholder.of(token_ids)))
+            if known := tokens.get((track.prompt_id, track.index, track.number)):
+                track.resume(Tokens.of(np.frombuffer(known, np.int32)))
         launched = harvester.advance()
 
 
 class _Tail:
     """A growing file of batches, of which each is read once."""
 
-    def __init__(self, path: Path, schema: pa.Schema, columns: Sequence[str]) -> None:
-        self._path, self._schema, self._columns = path, schema, columns
+    def __init__(self, path: Path, columns: Sequence[str]) -> None:
+        self._path, self._columns = path, columns
         self._newest: int | None = None
         """Place where the newest batch begins that was read."""
 
     def read(self) -> Iterator[pa.RecordBatch]:
         """Yield the new batches."""
-        for place, batch in placed(self._path, self._schema, self._columns, since=self._newest):
+        for place, batch in placed(self._path, SEGMENTS, self._columns, since=self._newest):
             if place != self._newest:
                 self._newest = place
                 yield batch
 
 
 class _Tracks:
-    """The tokens that a journal holds of each track."""
+    """The tokens that a file holds of each track of unfinished rollouts."""
 
     def __init__(self, path: Path) -> None:
-        self.tokens: Tokens = {}
-        self._tail = _Tail(path, journal.SCHEMA, ["track", "token_ids"])
+        self.tokens: TokensByTrack = {}
+        self._tail = _Tail(path, ["role", "prompt_id", "index", "number", "token_ids"])
 
     def read(self, ended: Iterable[RolloutKey]) -> None:
         """Read new tokens, and forget tracks of rollouts that have ``ended``."""
         for batch in self._tail.read():
-            names = batch["track"].to_pylist()
-            for name, piece in zip(names, pieces(batch["token_ids"]), strict=True):
-                self.tokens.setdefault(name, array("i")).frombytes(piece.tobytes())
+            *of_rows, roles = (batch[name].to_pylist() for name in ("prompt_id", "index", "number", "role"))
+            for key, role, piece in zip(
+                zip(*of_rows, strict=True), roles, pieces(batch["token_ids"]), strict=True
+            ):
+                if role == TRACK:
+                    self.tokens.setdefault(key, array("i")).frombytes(piece.tobytes())
         gone = set(ended)
-        self.tokens = {name: found for name, found in self.tokens.items() if rollout_of(name) not in gone}
+        self.tokens = {key: found for key, found in self.tokens.items() if key[:2] not in gone}
 
 
 class _Record:
@@ -207,7 +210,7 @@ class _Record:
     def read(self, folder: Path) -> None:
         """Read new rows."""
         for path in step_files(folder):
-            tail = self._tails.setdefault(path, _Tail(path, SEGMENTS, COLUMNS))
+            tail = self._tails.setdefault(path, _Tail(path, COLUMNS))
             for batch in tail.read():
                 for row in batch.to_pylist():
                     if row["role"] == PROMPT:

@@ -32,7 +32,8 @@ from megatron_eqlen.report.rollouts import CONTEXT_TOKENS
 from megatron_eqlen.report.run_state import RunState, read_state
 from megatron_eqlen.report.status import page_rows, status
 from megatron_eqlen.report.template import environment
-from megatron_eqlen.rollout.record.recorder import JOURNALS
+from megatron_eqlen.rollout.record.arrow_log import is_closed
+from megatron_eqlen.rollout.record.recorder import OPEN, OPEN_FILES
 from megatron_eqlen.types import RolloutKey, WorstToken
 
 POLL, POLL_HIDDEN = 2.0, 15.0
@@ -213,9 +214,12 @@ class Page:
         return self._macros.worst(sorted(found, reverse=True)[:WORST], self.live)
 
     def _harvest(self) -> Growing | None:
-        """Return the newest harvest that has a journal, which is removed when the harvest ends."""
-        journals = self.streams.glob(f"step-[0-9]*/{JOURNALS}")
-        newest = max((journal.parent for journal in journals), default=None)
+        """Return the newest harvest that has not ended, if tokens of it are recorded."""
+        found = self.streams.glob(f"step-[0-9]*/{OPEN_FILES}")
+        running = [
+            path.parent for path in found if not is_closed(path.with_name(path.name.removeprefix(OPEN)))
+        ]
+        newest = max(running, default=None)
         if newest is None or not self.decoder.eos_token_ids:
             self._growing = None
         elif self._growing is None or self._growing.folder != newest:

@@ -17,7 +17,7 @@ from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.recipe import ModelRecipe, Recipe
 from megatron_eqlen.recipe.inputs import local_path
 from megatron_eqlen.report.rollouts import MATH, Decode, RolloutView, Training, gold_answer, view
-from megatron_eqlen.rollout.record.reader import fill_token_ids, read_prompts, read_skeletons, step_files
+from megatron_eqlen.rollout.record.reader import fill_numbers, read_prompts, read_skeletons, step_files
 from megatron_eqlen.rollout.record.recorder import GRADE_FILES
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.sampling.kind import LabeledSegment
@@ -148,7 +148,7 @@ class Recorded:
         return sorted(every, key=lambda prompt: -prompt.longest)[:SLOWEST]
 
     def _as_text(self, rollouts: Sequence[Rollout], decode: Decode) -> list[RolloutView]:
-        fill_token_ids(rollouts, self._files)
+        fill_numbers(rollouts, self._files)
         return [view(rollout, decode, self.training) for rollout in rollouts]
 
     def _teaches(self, rollout: Rollout) -> bool:

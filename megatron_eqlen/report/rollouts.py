@@ -16,7 +16,8 @@ from megatron_eqlen.rollout.record.reader import step_files
 from megatron_eqlen.rollout.record.recorder import FILES
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.sampling.kind import LabeledSegment
-from megatron_eqlen.types import Grade, Node, Prompt, Rollout, Segment, TokenIds
+from megatron_eqlen.tokens import VERSIONS, TokenIds
+from megatron_eqlen.types import Grade, Node, Prompt, Rollout, Segment
 
 Decode = Callable[[TokenIds], str]
 
@@ -215,8 +216,16 @@ def _segment(
         end=segment.finish_reason or "goes on",
         **training.of(segment)._asdict(),
         verdict="" if grade is None else _verdict(grade, gold),
-        versions=tuple(dict.fromkeys(version for _, version in segment.versions)),
+        versions=_versions(segment),
     )
+
+
+def _versions(segment: Segment) -> tuple[int, ...]:
+    """Return the policy versions that sampled a segment, in order."""
+    if "versions" not in segment.tokens or not len(segment):
+        return ()
+    found = dict.fromkeys(segment.tokens["versions"].tolist())
+    return tuple(version for version in found if version != VERSIONS.unknown)
 
 
 def open_segment(placed: LabeledSegment, decode: Decode) -> SegmentView:

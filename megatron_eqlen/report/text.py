@@ -23,7 +23,7 @@ from megatron_eqlen.report.rollouts import (
     recorded_steps,
     view,
 )
-from megatron_eqlen.rollout.record.reader import fill_token_ids, read_skeletons
+from megatron_eqlen.rollout.record.reader import fill_numbers, read_skeletons
 from megatron_eqlen.types import WorstToken
 
 STYLES = {"raised": "green", "lowered": "red", "equal": "yellow", "plain": "default"}
@@ -55,7 +55,7 @@ def print_rollouts(
             console.rule(name, characters="─")
         training = Unknown() if recipe is None else Training(rollouts, recipe)
         shown = rollouts[:left]
-        fill_token_ids(shown, files)
+        fill_numbers(shown, files)
         for rollout in shown:
             _print(console, view(rollout, decode, training))
         left -= len(shown)
@@ -89,7 +89,7 @@ def print_worst(
     for token, name, files in found[:limit]:
         rollouts = read_skeletons(files)
         rollout = worst.find(token, rollouts, recipe).rollout
-        fill_token_ids([rollout], files)
+        fill_numbers([rollout], files)
         console.rule(name, characters="─")
         _print_token(console, token, worst.find(token, [rollout], recipe), decode)
 

@@ -16,7 +16,8 @@ from megatron_eqlen.objectives.units import comparison_units
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.sampling.kind import LabeledSegment
-from megatron_eqlen.types import Rollout, TokenIds, WorstToken, joined
+from megatron_eqlen.tokens import TokenIds, join
+from megatron_eqlen.types import Rollout, WorstToken
 
 FILE = "worst.json"
 
@@ -38,7 +39,7 @@ class Place:
     def around(self, tokens: int) -> tuple[TokenIds, TokenIds, TokenIds]:
         """Return up to ``tokens`` tokens of its path before it, the token itself, and up to ``tokens`` after
         it."""
-        path = joined([self.placed.inherited, self.placed.segment.token_ids])
+        path = join([self.placed.inherited, self.placed.segment.token_ids])
         at = len(self.placed.inherited) + self.token
         return path[max(0, at - tokens) : at], path[at : at + 1], path[at + 1 : at + 1 + tokens]
 

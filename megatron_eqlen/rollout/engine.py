@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from megatron_eqlen.processes.failures import ExpectedError
-from megatron_eqlen.types import Delta, Metrics, Routes
+from megatron_eqlen.types import Delta, Metrics
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,8 +38,8 @@ PROBE = (1, 2, 3, 4), 4
 Answer = tuple[tuple[int, ...], tuple[float, ...]]
 """New token ids and their log-probs."""
 
-PROMPT_ROUTES = "eqlen_prompt_routes"
-"""Key in ``extra_args`` that holds ``submit``'s ``prompt_routes``."""
+PATH_ROWS = "eqlen_path_rows"
+"""Key in ``extra_args`` that holds ``submit``'s ``path_rows``."""
 
 
 class EngineError(ExpectedError):
@@ -69,13 +69,13 @@ class Decoder(Protocol):
         ...
 
     def submit(
-        self, request_id: str, token_ids: list[int], max_tokens: int, seed: int, prompt_routes: int = 0
+        self, request_id: str, token_ids: list[int], max_tokens: int, seed: int, path_rows: int = 0
     ) -> None:
         """Start a completion of ``token_ids``. Token t of the path is drawn from ``(seed, t)``: a request
         that was interrupted and is submitted again with the tokens it had gets the same continuation.
-        Requests whose ids agree up to the last ``/`` share a prefix. With ``rollout.keep_routes`` its first
-        delta brings the routes of the first ``prompt_routes`` tokens after the path's first, too. Raises
-        ValueError for a request that cannot run, EngineError if the weights are not loaded."""
+        Requests whose ids agree up to the last ``/`` share a prefix. Its first delta
+        brings the columns of the path (``Column.of_path``), too, of ``path_rows`` tokens after its first.
+        Raises ValueError for a request that cannot run, EngineError if the weights are not loaded."""
         ...
 
     def step(self) -> list[Delta]:
@@ -133,16 +133,14 @@ def answer_of(deltas: Iterable[Delta]) -> Answer:
     """Return all tokens that one request got."""
     deltas = list(deltas)
     token_ids = tuple(token for delta in deltas for token in delta.token_ids)
-    return token_ids, tuple(logprob for delta in deltas for logprob in delta.logprobs)
+    return token_ids, tuple(logprob for delta in deltas for logprob in delta.columns["logprobs"])
 
 
-def split_routes(rows: Routes | None, tokens: int) -> tuple[Routes | None, Routes | None]:
-    """Split the routes of a request into rows of its prompt, None if there are none, and rows of its
-    ``tokens`` new tokens."""
-    if rows is None:
-        return None, None
-    before = len(rows) - tokens
-    return rows[:before] if before > 0 else None, rows[max(before, 0) :]
+def split_path(rows: np.ndarray, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Split the rows that came with a request's ``tokens`` new tokens into those of its path before and those
+    of these tokens."""
+    before = max(len(rows) - tokens, 0)
+    return rows[:before], rows[before:]
 
 
 def check_request(
@@ -183,7 +181,7 @@ class IdleEngine:
         self.policy_version = 0
 
     def submit(
-        self, request_id: str, token_ids: list[int], max_tokens: int, seed: int, prompt_routes: int = 0
+        self, request_id: str, token_ids: list[int], max_tokens: int, seed: int, path_rows: int = 0
     ) -> None:
         raise AssertionError(f"request {request_id}: another rank drives the engine")
 

@@ -6,14 +6,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.rollout.partial import HarvestProgress, PartialRollout
+from megatron_eqlen.rollout.partial import HarvestProgress
 from megatron_eqlen.sampling.harvester import all_rollouts
 from megatron_eqlen.types import Prompt
 
 
 @dataclass(frozen=True)
 class HarvestPlan:
-    """Prompts to harvest, sampling settings, and partial rollouts to resume."""
+    """Prompts to harvest, sampling settings, and rollouts to resume."""
 
     prompts: Sequence[Prompt]
     recipe: Recipe
@@ -23,16 +23,13 @@ class HarvestPlan:
     number and the track's number."""
     _: KW_ONLY
     progress: HarvestProgress = field(default_factory=HarvestProgress)
-    """Recorded results of earlier attempts at this harvest."""
-    partial: Sequence[PartialRollout] = ()
-    """Rollouts that an earlier step suspended. Their prompts may be among ``prompts``, which then name no
-    other rollouts."""
+    """Recorded results. A prompt that has a rollout of an earlier step names no other rollouts."""
     oldest_version: int | None = None
     """Oldest policy version that may have sampled a token of the result, also in earlier attempts; rollouts
-    in ``partial`` have their own. None: the engine's weights do not change during the harvest."""
+    of earlier steps have their own. None: the engine's weights do not change during the harvest."""
     keeps_columns: Callable[[Prompt, int], bool] = all_rollouts
-    """(prompt, number of the rollout) -> whether this rank keeps log-probs, masks and routes of the rollout.
-    Token ids, which forks need, are kept of all."""
+    """(prompt, number of the rollout) -> whether this rank keeps all columns of the rollout's tokens. Token
+    ids, which forks need, are kept of all."""
     agree: Callable[[bool], bool] = bool
     """Replaces an answer that depends on the clock by one that is the same on all ranks that drive this
     engine in step."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from statistics import fmean
+
+import numpy as np
 
 from megatron_eqlen.metrics import (
     HARVEST_ENDED_RESPONSE_LENGTH,
@@ -13,16 +15,16 @@ from megatron_eqlen.metrics import (
     HARVEST_OVERHEAD_SECONDS_PER_STEP,
     HARVEST_RECOMPUTED_TOKENS_PER_FORK,
     HARVEST_REROUTED_TOKENS,
-    HARVEST_ROUTE_BYTES,
     HARVEST_SLOT_OCCUPANCY,
     HARVEST_SUSPENDED_ROLLOUTS,
     HARVEST_TOKENS_PER_SECOND,
 )
 from megatron_eqlen.rollout.engine import Decoder
-from megatron_eqlen.rollout.partial import PartialRollout
+from megatron_eqlen.rollout.partial import HarvestProgress
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.sampling.track import Track
-from megatron_eqlen.types import Delta, Metrics, Rollout, Routes
+from megatron_eqlen.tokens import COLUMNS, Column, Tokens
+from megatron_eqlen.types import Delta, Metrics, Rollout
 
 
 class Meter:
@@ -30,15 +32,12 @@ class Meter:
 
     ``generated_tokens`` are all tokens the engine delivered, ``supervised_tokens`` those inside pairs
     (or completions): the rest are tails, and head starts that never became part of a pair. Both are of all
-    attempts at the harvest: ``resumed_tokens`` were generated before this one. ``partial``: rollouts that an
-    earlier step suspended; tokens of earlier steps are not counted again.
+    attempts at the harvest, and tokens of earlier steps are not counted again.
     """
 
-    def __init__(
-        self, engine: Decoder, resumed_tokens: int = 0, partial: Sequence[PartialRollout] | None = None
-    ) -> None:
+    def __init__(self, engine: Decoder, progress: HarvestProgress, carries_over: bool) -> None:
         self.engine = engine
-        self.generated_tokens = self.resumed_tokens = resumed_tokens
+        self.generated_tokens = self.resumed_tokens = progress.generated_tokens
         self.requests = self.forks = self.retries = 0
         self.fork_prefix_tokens = self.fork_cached_tokens = self.forks_prefilled = 0
         self.steps = self.deltas = 0
@@ -47,8 +46,8 @@ class Meter:
         self.started = time.perf_counter()
         self.rollouts: list[Rollout] = []
         """Complete rollouts."""
-        self.partial = partial
-        """None where nothing is carried over."""
+        self.carried = [partial for partial in progress.partial if partial.origin] if carries_over else None
+        """Rollouts that earlier steps began; None where nothing is carried over."""
         self.suspended = 0
 
     def timed(self, step: Callable[[], list[Delta]]) -> list[Delta]:
@@ -73,7 +72,7 @@ class Meter:
             self.fork_prefix_tokens += len(track.context)
             self.fork_cached_tokens += cached_tokens
 
-    def rerouted(self, older: Routes, newer: Routes) -> None:
+    def rerouted(self, older: np.ndarray, newer: np.ndarray) -> None:
         """Count positions whose routes a new prefill chose again. ``older``, ``newer``: [n, moe_layers,
         top_k] experts before and now, in any order."""
         self.rerouted_tokens += len(older)
@@ -107,10 +106,10 @@ class Meter:
             HARVEST_RECOMPUTED_TOKENS_PER_FORK: recomputed / max(self.forks_prefilled, 1),
             "harvest/policy_version": self.engine.policy_version,
         }
-        if self.partial is not None:
+        if self.carried is not None:
             metrics |= {
-                "harvest/carried_rollouts": len(self.partial),
-                "harvest/carried_tokens": sum(partial.tokens for partial in self.partial),
+                "harvest/carried_rollouts": len(self.carried),
+                "harvest/carried_tokens": sum(partial.earlier_tokens for partial in self.carried),
                 HARVEST_SUSPENDED_ROLLOUTS: self.suspended,
             }
         if self.rerouted_tokens:
@@ -132,14 +131,27 @@ def rollout_metrics(rollouts: list[Rollout]) -> Metrics:
     metrics: Metrics = {"harvest/rollouts": len(rollouts), "harvest/ended_responses": len(ended)}
     if ended:
         metrics[HARVEST_ENDED_RESPONSE_LENGTH] = fmean(ended)
-    masks = [part.sampling_mask for rollout in rollouts for part in rollout.segments() if part.sampling_mask]
-    if masked := sum(map(len, masks)):
-        kept = sum(len(mask.ids) for mask in masks)
-        metrics |= {"harvest/masked_tokens": masked, "harvest/kept_per_token": kept / masked}
-    routes = [part.routes for rollout in rollouts for part in rollout.segments()]
-    routes += [rollout.prompt_routes for rollout in rollouts]
-    if any(rows is not None for rows in routes):
-        metrics[HARVEST_ROUTE_BYTES] = sum(rows.nbytes for rows in routes if rows is not None)
+    tables = [segment.tokens for rollout in rollouts for segment in rollout.segments()]
+    contexts = [rollout.prompt_columns for rollout in rollouts if rollout.prompt_columns is not None]
+    for column in COLUMNS.values():
+        metrics |= _column_metrics(column, tables, contexts)
     for kind in dict.fromkeys(map(kind_of, rollouts)):
         metrics |= kind.harvest_metrics([rollout for rollout in rollouts if kind_of(rollout) is kind])
+    return metrics
+
+
+def _column_metrics(column: Column, tables: Iterable[Tokens], contexts: Iterable[Tokens]) -> Metrics:
+    """Return the metrics that a column declares, of generated tokens; its size with those of prompts."""
+    found = [table[column.name] for table in tables if column.name in table]
+    metrics: Metrics = {}
+    if not (tokens := sum(map(len, found))):
+        return metrics
+    if column.count:
+        metrics[column.count] = tokens
+    if column.mean:
+        numbers = (len(values.values) if column.ragged else values.sum(dtype=np.float64) for values in found)
+        metrics[column.mean] = float(sum(numbers)) / tokens
+    if column.size:
+        found += [context[column.name] for context in contexts]
+        metrics[column.size] = sum(values.nbytes for values in found)
     return metrics

@@ -1,39 +1,25 @@
-"""Partial rollouts: recorded by a harvest that was killed, or suspended by an earlier step.
+"""Partial rollouts: rollouts with open tracks, whose tokens are on disk.
 
-    step n                                                    step n + 1
-    budget used up ─► finished parts: record (suspended) ───► PartialRollout ─► tracks start with their
-                  └─► tokens of all its tracks: a file ───────┘                 tokens, the same parts are cut
+    step n     killed ───────────────► the same step again    ┐
+    step n     budget used up ───────► step n + 1             ├─► tracks start with the tokens that they had,
+                                                              ┘   the same parts are cut
 
 The result of a harvest depends on the tokens of its tracks alone, so these are all that is needed to resume
-it, after a kill (``HarvestProgress``) as well as in the next step (``PartialRollout``). Finished parts keep
-their grades and are marked ``Segment.carried``: they are neither graded nor trained again. ``record_reader``
-and ``read_partial`` read both from disk.
+it. Parts that were final when an earlier step ended keep their grades and are marked ``Segment.carried``:
+they are neither graded nor trained again. ``record.reader.read_progress`` reads partial rollouts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.sampling.harvester import RolloutPart
-from megatron_eqlen.types import Rollout, RolloutKey, Routes, Segment, rollout_key
-
-
-@dataclass
-class HarvestProgress:
-    """Recorded results of earlier attempts at a step for some prompts (``record_reader.read_progress``)."""
-
-    rollouts: list[Rollout] = field(default_factory=list)
-    """Complete rollouts, in training order; they are not generated again."""
-    tracks: dict[str, Segment] = field(default_factory=dict)
-    """Tokens of the tracks of unfinished rollouts, by ``Track.name``."""
-    generated_tokens: int = 0
-    """Number of tokens of all these; they count towards ``rollout.tokens_per_step``."""
-    prompt_routes: dict[RolloutKey, Routes] = field(default_factory=dict)
-    """Routes of the prompts of unfinished rollouts."""
+from megatron_eqlen.tokens import Tokens
+from megatron_eqlen.types import Prompt, Rollout, RolloutKey
 
 
 class RolloutOrigin(NamedTuple):
@@ -46,34 +32,33 @@ class RolloutOrigin(NamedTuple):
 
 @dataclass
 class PartialRollout:
-    """A suspended rollout, for the step that resumes it."""
+    """A rollout that a harvest resumes."""
 
-    rollout: Rollout
-    """Finished parts, graded."""
-    tracks: dict[str, Segment]
-    """Tokens of its tracks, by ``Track.name``; empty if it had not begun."""
-    prompt_routes: Routes | None
-    """Routes of the prompt, if the rollout had begun and ``rollout.keep_routes`` is on."""
-    seed: int
-    """Seed of the harvest that began it."""
-    oldest_version: int
-    """Oldest policy version that may have sampled a token."""
-    age: int
+    prompt: Prompt
+    index: int
+    tracks: dict[int, Tokens] = field(default_factory=dict)
+    """All tokens that its tracks had, by ``Track.number``; empty if it had not begun."""
+    prompt_columns: Tokens | None = None
+    """Columns of the prompt's tokens, if the rollout had begun and any are kept."""
+    origin: RolloutOrigin | None = None
+    """Origin of a rollout that an earlier step began. None: this step began it."""
+    age: int = 0
     """Steps since the one that drew its prompt."""
     last_step: bool = False
     """True where it is not suspended again: it is cut where the budget ends."""
-
-    def __post_init__(self) -> None:
-        self.final = {part.number: part.segment for part in kind_of(self.rollout).parts(self.rollout)}
+    final: dict[int, RolloutPart] = field(default_factory=dict)
+    """Parts that were final when an earlier step ended, graded, by their number."""
+    earlier_tokens: int = 0
+    """Number of tokens of its tracks that earlier steps generated."""
 
     @property
     def key(self) -> RolloutKey:
-        return rollout_key(self.rollout)
+        return self.prompt.prompt_id, self.index
 
     @property
-    def tokens(self) -> int:
-        """Number of tokens that earlier steps generated for it."""
-        return sum(map(len, self.tracks.values()))
+    def new_tokens(self) -> int:
+        """Number of tokens that earlier attempts at this step generated for it."""
+        return sum(map(len, self.tracks.values())) - self.earlier_tokens
 
     def restore_grades(self, parts: Iterable[RolloutPart]) -> list[RolloutPart]:
         """Copy recorded grades to those of ``parts`` that were final before; return the other parts."""
@@ -83,17 +68,25 @@ class PartialRollout:
             if before is None:
                 new.append(part)
             else:
-                assert len(part.segment) == len(before), "a harvest is a function of its tracks' tokens"
-                part.segment.grade, part.segment.carried = before.grade, True
+                assert len(part.segment) == len(before.segment), (
+                    "a harvest is a function of its tracks' tokens"
+                )
+                part.segment.grade, part.segment.carried = before.segment.grade, True
         return new
 
 
-def restore_grades(partial: Iterable[PartialRollout], rollouts: Iterable[Rollout]) -> None:
-    """Call ``PartialRollout.restore_grades`` for those of ``rollouts`` that were resumed."""
-    by_key = {resumed.key: resumed for resumed in partial}
-    for rollout in rollouts:
-        if rollout_key(rollout) in by_key:
-            by_key[rollout_key(rollout)].restore_grades(kind_of(rollout).parts(rollout))
+@dataclass
+class HarvestProgress:
+    """Recorded results of earlier attempts at a step, and of the step before, for some prompts."""
+
+    rollouts: Sequence[Rollout] = ()
+    """Rollouts that are complete, or suspended until the next step, in training order; they are not generated
+    again."""
+    partial: Sequence[PartialRollout] = ()
+    """Rollouts to resume."""
+    generated_tokens: int = 0
+    """Number of tokens that earlier attempts at this step generated; they count towards
+    ``rollout.tokens_per_step``."""
 
 
 def open_prompts(suspended: Iterable[Rollout], recipe: Recipe) -> float:

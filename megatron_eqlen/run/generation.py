@@ -35,14 +35,13 @@ from megatron_eqlen.rewards.scoring import reward_metrics
 from megatron_eqlen.rollout.engine import Engine, IdleEngine
 from megatron_eqlen.rollout.harvest import harvest, harvest_seed
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
-from megatron_eqlen.rollout.partial import RolloutOrigin, open_prompts, restore_grades
-from megatron_eqlen.rollout.read_partial import read_partial_rollouts
+from megatron_eqlen.rollout.partial import RolloutOrigin, open_prompts
 from megatron_eqlen.rollout.record.reader import (
     read_progress,
     read_prompts,
     read_skeletons,
     recorded_files,
-    remove_journals,
+    remove_open_tracks,
     set_aside_stale,
     step_files,
 )
@@ -221,13 +220,13 @@ class Generator(InTurn):
         ):  # until the record is on disk
             observers: list[HarvestObserver] = [self.session.early_grading]
             if replicas.leads:
-                recorder = Recorder(self._file(step), self.recipe.rollout.record_routes)
+                recorder = Recorder(self._file(step), self.recipe.rollout.unrecorded_columns)
                 observers.append(files.enter_context(recorder))
             rollouts, metrics = harvest(self.engine, plan, observers)
         position = self.source.state_dict() if self.source is not None else None
-        combined = replicas.combine(metrics)  # every rank has read the journals that are removed now
-        if distributed.is_rank0():
-            remove_journals(self.recorded[1], [prompt.prompt_id for prompt in prompts])
+        combined = replicas.combine(metrics)  # every rank has read the files that are removed now
+        if distributed.is_rank0() and not self.recipe.rollout.carry_over:
+            remove_open_tracks(self.recorded[1], {prompt.prompt_id for prompt in prompts})
         measured = combined | probed | seconds | position_metrics(position)
         return Batch(rollouts, measured, position, prompts)
 
@@ -235,17 +234,15 @@ class Generator(InTurn):
         """Return the plan for this replica's ``prompts``: new rollouts, and recorded and partial ones."""
         replicas, rollout = self.session.replicas, self.recipe.rollout
         prompt_ids = {prompt.prompt_id for prompt in prompts}
-        progress = read_progress(self.recorded[1], prompt_ids, rollout.keep_routes)
-        suspended = {key: origin for key, origin in self.resumed.items() if key[0] in prompt_ids}
-        partial = read_partial_rollouts(self.streams, step.number, suspended, self.recipe)
-        restore_grades(partial, progress.rollouts)
+        resumed = {key: origin for key, origin in self.resumed.items() if key[0] in prompt_ids}
+        folder, files = self.streams / step.name, self.recorded[1]
+        progress = read_progress(folder, prompts, self.recipe, resumed, files)
         return HarvestPlan(
             prompts,
             one_replicas_share(self.recipe, replicas),
             self.session.tokenizer.eos_token_ids,
             seed=harvest_seed(self.recipe, step.number),
             progress=progress,
-            partial=partial,
             oldest_version=step.policy_version if rollout.staleness else None,
             keeps_columns=replicas.keeps,
             agree=replicas.agree,

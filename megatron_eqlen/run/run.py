@@ -223,7 +223,7 @@ class Run:
         rank."""
         with self.session.stage("trees") as seconds:
             version = step.policy_version if self.recipe.rollout.trains_older else None
-            minibatches, metrics = build_minibatches(step.rollouts, self.recipe, version)
+            minibatches, metrics = build_minibatches(step.rollouts, self.recipe, version, gather)
         generated = step.metrics.get(HARVEST_GENERATED_TOKENS)
         if generated:
             effective = 1000 * metrics[OBJECTIVE_EFFECTIVE_SAMPLES] / generated

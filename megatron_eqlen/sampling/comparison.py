@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from megatron_eqlen.types import FinishReason, Node, Rollout, SamplingMask, Segment, joined, joined_versions
+from megatron_eqlen.tokens import Tokens
+from megatron_eqlen.types import FinishReason, Node, Rollout, Segment
 
 EQUAL_REWARDS = 1e-9
 """Rewards closer than this are equal: a mean of rewards carries round-off, and dividing by a standard
@@ -76,20 +75,12 @@ def response_reward(segment: Segment, prompt_id: str) -> float:
 def root(rollout: Rollout) -> Node:
     """Return the node of the rollout's prompt."""
     home = next((segment.home for segment in rollout.segments()), None)
-    token_ids = np.asarray(rollout.prompt.token_ids, np.int32)
-    return Node(-1, token_ids, home=home, routes=rollout.prompt_routes)
+    tokens = Tokens.of(rollout.prompt.token_ids)
+    if rollout.prompt_columns is not None and len(tokens):  # skeletons on disk have no prompts
+        tokens = Tokens({**rollout.prompt_columns.columns, **tokens.columns})
+    return Node(-1, tokens, home=home)
 
 
 def node(parent: int, *segments: Segment) -> Node:
     """Return one node over the tokens of consecutive segments of a path."""
-    routes = [segment.routes for segment in segments if segment.routes is not None]
-    masks = [segment.sampling_mask for segment in segments if segment.sampling_mask is not None]
-    return Node(
-        parent,
-        joined([segment.token_ids for segment in segments]),
-        rollout_logprobs=joined([segment.logprobs for segment in segments]),
-        sampling_mask=SamplingMask.joined(masks) if masks else None,
-        home=segments[0].home,
-        routes=joined(routes) if len(routes) == len(segments) else None,
-        versions=joined_versions((len(segment), segment.versions) for segment in segments),
-    )
+    return Node(parent, Tokens.joined([segment.tokens for segment in segments]), home=segments[0].home)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megatron_eqlen.sampling.track import Track
-from megatron_eqlen.types import Outcome, Prompt, Rollout, Routes, Segment, Suspended, TokenIds
+from megatron_eqlen.tokens import TokenIds, Tokens
+from megatron_eqlen.types import Outcome, Prompt, Rollout, Segment, Suspended
 
 
 @dataclass(frozen=True)
@@ -42,14 +43,14 @@ class RolloutHeader:
     policy_version: int
     outcome: Outcome | Suspended | None = None
     """Outcome of a stream. Rollouts of other kinds have ``suspended`` or None."""
-    prompt_routes: Routes | None = None
+    prompt_columns: Tokens | None = None
 
 
 def header_of(rollout: Rollout) -> RolloutHeader:
     """Return the header of a rollout."""
     outcome = "suspended" if rollout.suspended else getattr(rollout, "outcome", None)
     return RolloutHeader(
-        rollout.prompt, rollout.index, rollout.policy_version, outcome, rollout.prompt_routes
+        rollout.prompt, rollout.index, rollout.policy_version, outcome, rollout.prompt_columns
     )
 
 
@@ -65,8 +66,8 @@ class Harvester(Protocol):
     """Number of the rollout among those of its prompt."""
     parts: list[RolloutPart]
     """Finished parts, append-only."""
-    prompt_routes: Routes | None
-    """Routes of the prompt, once the driver has them."""
+    prompt_columns: Tokens | None
+    """Columns of the prompt's tokens, once the driver has them (``types.Stream.prompt_columns``)."""
 
     @property
     def complete(self) -> bool: ...
@@ -90,9 +91,9 @@ class Harvester(Protocol):
 
     def parts_along(self, track: Track) -> Iterator[tuple[int, RolloutPart, int]]:
         """Yield the finished parts that share positions with the path of ``track``: the part's first position
-        after the prompt, the part, and how many of its rows of routes are of positions on the path. These are
-        all of a part that lies on the path, and the first one of a part that forks off it (the row of a
-        token is that of the position before it)."""
+        after the prompt, the part, and how many of its tokens were predicted at positions on the path. These
+        are all of a part that lies on the path, and the first one of a part that forks off it (a token is
+        predicted at the position before it)."""
         ...
 
     def open_tracks(self) -> list[tuple[Track, int]]:

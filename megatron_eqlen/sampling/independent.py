@@ -23,14 +23,13 @@ from megatron_eqlen.sampling.kind import (
     plural,
 )
 from megatron_eqlen.sampling.track import Track
+from megatron_eqlen.tokens import TokenIds, Tokens
 from megatron_eqlen.types import (
     NO_TOKENS,
     Group,
     Metrics,
     Prompt,
-    Routes,
     Segment,
-    TokenIds,
     TokenTree,
 )
 
@@ -61,7 +60,7 @@ class Independent(SamplingKind[Group]):
             policy_version=header.policy_version,
             completions=[part.segment for part in parts],
             index=header.index,
-            prompt_routes=header.prompt_routes,
+            prompt_columns=header.prompt_columns,
             numbers=[part.number for part in parts],
             suspended=header.outcome == "suspended",
         )
@@ -134,7 +133,7 @@ class IndependentGroup:
             number: Track(prompt, 0, number, [], limit, eos_token_ids, seed) for number in range(group_size)
         }
         self.parts: list[RolloutPart] = []
-        self.prompt_routes: Routes | None = None
+        self.prompt_columns: Tokens | None = None
 
     @property
     def complete(self) -> bool:
@@ -161,7 +160,7 @@ class IndependentGroup:
 
     def rollout(self, policy_version: int) -> Group:
         outcome = "suspended" if self.open else None
-        header = RolloutHeader(self.prompt, self.index, policy_version, outcome, self.prompt_routes)
+        header = RolloutHeader(self.prompt, self.index, policy_version, outcome, self.prompt_columns)
         return KIND.join(header, self.parts)
 
     def _end(self, numbers: list[int]) -> None:

@@ -19,7 +19,8 @@ from megatron_eqlen.metrics import HARVEST_BRANCHES, HARVEST_CONTEXT, HARVEST_PR
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty
 from megatron_eqlen.sampling.harvester import Harvester, RolloutHeader, RolloutPart, header_of
-from megatron_eqlen.types import Metrics, Placeholder, Prompt, Rollout, Routes, Segment, TokenIds, TokenTree
+from megatron_eqlen.tokens import TokenIds
+from megatron_eqlen.types import Metrics, Prompt, Rollout, Segment, TokenTree
 
 AnyRollout = TypeVar("AnyRollout", bound=Any)
 
@@ -119,31 +120,19 @@ class SamplingKind(ABC, Generic[AnyRollout]):
         return 1.0
 
     def skeleton(self, rollout: AnyRollout) -> AnyRollout:
-        """Return the rollout without arrays: lengths, grades and finish reasons, a few hundred bytes a
-        segment. Ranks that do not hold the arrays decide with skeletons. The prompt keeps its id alone."""
+        """Return the rollout with bare tables: lengths, grades and finish reasons, a few hundred bytes a
+        segment. Ranks that do not hold the tokens decide with skeletons. The prompt keeps its id alone."""
         header = dataclasses.replace(
             header_of(rollout),
             prompt=Prompt(rollout.prompt_id, [], "", "", ""),
-            prompt_routes=_without_rows(rollout.prompt_routes),
+            prompt_columns=None if rollout.prompt_columns is None else rollout.prompt_columns.bare(),
         )
         parts = self.parts(rollout)
-        bare = [dataclasses.replace(part, segment=_without_arrays(part.segment)) for part in parts]
-        return self.join(header, bare)
+        return self.join(header, [dataclasses.replace(part, segment=_bare(part.segment)) for part in parts])
 
 
-def _without_arrays(segment: Segment) -> Segment:
-    mask = segment.sampling_mask
-    return dataclasses.replace(
-        segment,
-        token_ids=Placeholder.of(segment.token_ids),
-        logprobs=Placeholder.of(segment.logprobs),
-        sampling_mask=None if mask is None else mask.bare(),
-        routes=_without_rows(segment.routes),
-    )
-
-
-def _without_rows(routes: Routes | None) -> Routes | None:
-    return None if routes is None else Placeholder.of(routes)
+def _bare(segment: Segment) -> Segment:
+    return dataclasses.replace(segment, tokens=segment.tokens.bare())
 
 
 # ---- helpers for kinds -----------------------------------------------------------------------------------

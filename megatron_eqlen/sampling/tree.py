@@ -32,15 +32,13 @@ from megatron_eqlen.sampling.kind import (
     plural,
 )
 from megatron_eqlen.sampling.track import Track
+from megatron_eqlen.tokens import TokenIds, Tokens, join
 from megatron_eqlen.types import (
     Metrics,
     Prompt,
-    Routes,
     SampledTree,
     Segment,
-    TokenIds,
     TokenTree,
-    joined,
 )
 
 
@@ -73,7 +71,7 @@ class TreeSampling(SamplingKind[SampledTree]):
             parents=[place.get(part.parent, -1) for part in parts],
             index=header.index,
             numbers=list(place),
-            prompt_routes=header.prompt_routes,
+            prompt_columns=header.prompt_columns,
             suspended=header.outcome == "suspended",
         )
 
@@ -177,7 +175,7 @@ class GrowingTree:
         self.step_tokens = tree.step_tokens or max(1, self.limit // tree.depth)
         self.open: dict[int, Track] = {}
         self.parts: list[RolloutPart] = []
-        self.prompt_routes: Routes | None = None
+        self.prompt_columns: Tokens | None = None
 
     @property
     def complete(self) -> bool:
@@ -208,7 +206,7 @@ class GrowingTree:
     def response(self, part: RolloutPart) -> TokenIds:
         before = next((step for step in self.parts if step.number == part.parent), None)
         above = [] if before is None else [self.response(before)]
-        return joined([*above, part.segment.token_ids])
+        return join([*above, part.segment.token_ids])
 
     def parts_along(self, track: Track) -> Iterator[tuple[int, RolloutPart, int]]:
         above, number = [-1], int(track.name.rpartition("/")[2])
@@ -226,7 +224,7 @@ class GrowingTree:
 
     def rollout(self, policy_version: int) -> SampledTree:
         outcome = "suspended" if self.open else None
-        header = RolloutHeader(self.prompt, self.index, policy_version, outcome, self.prompt_routes)
+        header = RolloutHeader(self.prompt, self.index, policy_version, outcome, self.prompt_columns)
         return KIND.join(header, self.parts)
 
     def _continue(self, parent: int, response: list[int], depth: int) -> list[Track]:

@@ -82,7 +82,7 @@ def worst_token(rows: Rows, losses: Sequence[RowLoss]) -> WorstToken | None:
     at = supervised_positions(row)[n]
     segment = int(row.segment_ids[at])
     tree, node = rows.planned.forest.of_segment(segment)
-    engine = float(row.rollout_logprobs[at])
+    engine = float(row.column("logprobs")[at])
     return WorstToken(
         peaks[number],
         tree,

@@ -6,8 +6,9 @@ index share the rest of the work:
 
     home ──each array to one──► the ranks that train a row ──from there to all──► the ranks that train the row
 
-All of them need token ids, but every rank has those of prompts; rollout log-probs and sampling masks go to
-the last pipeline stage only. (Routes: ``routes.py``.)
+All of them need token ids, but every rank has those of prompts; columns of the loss go to the last pipeline
+stage only, and of the columns of a path each stage gets the MoE layers that it computes
+(``Column.needed_by``).
 
 Host memory. A token takes 4 bytes of ids and 4 of log-prob, with a mask of 20 another 4 x 20 + 1: 89. A step
 of 31M tokens over 4 nodes of 8 ranks (TP 8, DP 4; 7.75M tokens per data-parallel index, 0.97M graded by each
@@ -21,19 +22,38 @@ rank), in bytes per node:
 
 With servers, rank 0 keeps all 31M tokens, 2.8 GB instead of 0.7. Rows are filled one at a time
 (``training/rows.py``), so they do not count. Without masks it is a tenth.
+
+Routes come on top: Qwen3-Next has 48 layers x 10 experts of 512, which are 960 bytes per token. For the same
+step, in bytes per node:
+
+    after grading                              30 GB / 4  = 7.4 GB; with servers 30 GB on rank 0
+    while the step is trained           TP 2 x 30 GB / 4  = 15 GB more
+    in transit, with pipeline stages                        a stage's part of the 7.4 GB
+
+Every tensor- and context-parallel rank has a copy, though it may read only its slices of a row. Slices would
+save half of those 15 GB; at TP 4, the most that the key-value heads of Qwen3-235B allow, three quarters of 23
+GB (94 layers x 8 experts of 128, 752 bytes per token). A node has 1,000 GB, and with slices a rank could no
+longer fill its rows alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch.distributed as dist
 
+from megatron_eqlen.hf.config import ModelConfig
+from megatron_eqlen.metrics import EXCHANGE_ROUTES_BYTES, EXCHANGE_ROUTES_SECONDS, at_once
+from megatron_eqlen.packing.arrays import check_route_shapes, check_routes
 from megatron_eqlen.packing.pack import Packing
-from megatron_eqlen.training.shipping import Demand, demand_of, send_arrays, with_nodes
-from megatron_eqlen.types import Node, SamplingMask
+from megatron_eqlen.processes.distributed import gather
+from megatron_eqlen.tokens import COLUMNS, Placeholder, Tokens
+from megatron_eqlen.training.shipping import Demand, demand_of, send_tokens
+from megatron_eqlen.types import Metrics, Node
 
 
 class Placement(NamedTuple):
@@ -44,50 +64,57 @@ class Placement(NamedTuple):
     for_loss: bool
     """True on the last pipeline stage, which computes the loss."""
     moe_layers: tuple[int, ...] = ()
-    """Layers of ``types.Routes`` that the rank computes, in the order of its chunks."""
+    """MoE layers of the model that the rank computes, in the order of its chunks."""
 
 
-def exchange(planned: Packing, placements: Sequence[Placement]) -> Packing:
-    """Return the plan with the arrays of all nodes that this rank trains; other nodes are unchanged.
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """Columns that some ranks need of a node's tokens."""
+
+    needed_by: str
+    """``Column.needed_by``."""
+    layers: tuple[int, ...] = ()
+    """MoE layers, for the columns of a path."""
+
+    def of(self, tokens: Tokens) -> Tokens:
+        """Return the table of these columns alone, whole or bare."""
+        found = tokens.only(name for name in tokens.columns if COLUMNS[name].needed_by == self.needed_by)
+        return _of_layers(found, self.layers) if self.layers else found
+
+
+def exchange(
+    planned: Packing, placements: Sequence[Placement], model: ModelConfig
+) -> tuple[Packing, Metrics]:
+    """Return the plan with the tokens of all nodes that this rank trains, and metrics over all ranks.
     Collective.
 
-    ``placements``: one per rank of the world. Received arrays live as long as the returned plan.
+    ``placements``: one per rank of the world. Received arrays live as long as the returned plan. Raises
+    TreeError if routes do not fit the model.
     """
-    forest = planned.forest
-    if not (forest.home >= 0).any():
+    planned, experts = exchange_tokens(planned, placements), model.experts
+    if not planned.forest.has_routes.any():
+        return planned, {}
+    check_route_shapes(
+        planned.forest, (sum(experts.layers), experts.num_experts_per_tok) if experts else (0, 0)
+    )
+    assert experts is not None
+    started = time.perf_counter()
+    planned, received = exchange_paths(planned, placements)
+    metrics = {EXCHANGE_ROUTES_SECONDS: time.perf_counter() - started, EXCHANGE_ROUTES_BYTES: float(received)}
+    needed, _ = planned.needed(placements[dist.get_rank()].data_parallel)
+    check_routes(planned.forest, needed, experts.num_experts)
+    return planned, at_once(gather([metrics]))
+
+
+def exchange_tokens(planned: Packing, placements: Sequence[Placement]) -> Packing:
+    """Return the plan with all columns but those of paths of the nodes that this rank trains; other nodes are
+    unchanged. Collective."""
+    if not (planned.forest.home >= 0).any():
         return planned
-    nodes = list(forest.nodes)
-    demands = list(_demands(planned, placements))
-    send_arrays(nodes, [demand.first_hop() for demand in demands])
-    send_arrays(nodes, [transfer for demand in demands for transfer in demand.second_hop()])
-    return with_nodes(planned, nodes)
-
-
-@dataclasses.dataclass(frozen=True)
-class Tokens:
-    def arrays(self, node: Node) -> list[np.ndarray]:
-        return [node.token_ids]
-
-    def with_room(self, node: Node) -> Node:
-        return dataclasses.replace(node, token_ids=np.empty(len(node), np.int32))
-
-
-@dataclasses.dataclass(frozen=True)
-class ForLoss:
-    """Log-probs and sampling masks."""
-
-    def arrays(self, node: Node) -> list[np.ndarray]:
-        assert node.rollout_logprobs is not None
-        mask = node.sampling_mask
-        return [node.rollout_logprobs, *(() if mask is None else (mask.ids, mask.counts))]
-
-    def with_room(self, node: Node) -> Node:
-        mask = node.sampling_mask
-        return dataclasses.replace(
-            node,
-            rollout_logprobs=np.empty(len(node), np.float32),
-            sampling_mask=None if mask is None else SamplingMask.empty(len(mask.ids), len(mask)),
-        )
+    nodes, demands = list(planned.forest.nodes), list(_demands(planned, placements))
+    send_tokens(nodes, [demand.first_hop() for demand in demands])
+    send_tokens(nodes, [transfer for demand in demands for transfer in demand.second_hop()])
+    return _with_nodes(planned, nodes)
 
 
 def _demands(planned: Packing, placements: Sequence[Placement]) -> Iterator[Demand]:
@@ -97,5 +124,54 @@ def _demands(planned: Packing, placements: Sequence[Placement]) -> Iterator[Dema
         responses = nodes[planned.forest.parent[nodes] >= 0]
         ranks = [rank for rank, placement in enumerate(placements) if placement.data_parallel == index]
         last_stage = [rank for rank in ranks if placements[rank].for_loss]
-        yield demand_of(responses, home, ranks, Tokens())
-        yield demand_of(trained, home, last_stage, ForLoss())
+        yield demand_of(responses, home, ranks, Share("rows"))
+        yield demand_of(trained, home, last_stage, Share("loss"))
+
+
+def exchange_paths(planned: Packing, placements: Sequence[Placement]) -> tuple[Packing, int]:
+    """Return the plan with the columns of paths of all nodes that this rank trains, for the layers that it
+    computes, and the bytes received. Collective."""
+    forest, rank, received = planned.forest, dist.get_rank(), 0
+    nodes, demands = list(forest.nodes), list(_path_demands(planned, placements))
+    # one pipeline stage at a time, to limit the memory of copies
+    for layers in dict.fromkeys(placement.moe_layers for placement in placements):
+        of_stage = [demand.first_hop() for demand in demands if demand.share.layers == layers]
+        received += send_tokens(nodes, of_stage)
+    own = forest.has_routes & ((forest.home < 0) | (forest.home == rank))
+    for number in np.flatnonzero(own).tolist():
+        tokens = _of_layers(nodes[number].tokens, placements[rank].moe_layers)
+        nodes[number] = dataclasses.replace(nodes[number], tokens=tokens)
+    received += send_tokens(nodes, [transfer for demand in demands for transfer in demand.second_hop()])
+    return _with_nodes(planned, nodes), received
+
+
+def _with_nodes(planned: Packing, nodes: list[Node]) -> Packing:
+    return dataclasses.replace(planned, forest=dataclasses.replace(planned.forest, nodes=nodes))
+
+
+def _path_demands(planned: Packing, placements: Sequence[Placement]) -> Iterator[Demand]:
+    stages: dict[Placement, list[int]] = {}
+    for rank, placement in enumerate(placements):
+        stages.setdefault(placement, []).append(rank)
+    for placement, ranks in stages.items():
+        nodes, _ = planned.needed(placement.data_parallel)
+        if placement.moe_layers:
+            routed = nodes[planned.forest.has_routes[nodes]]
+            yield demand_of(routed, planned.forest.home, ranks, Share("moe", placement.moe_layers))
+
+
+def _of_layers(tokens: Tokens, layers: tuple[int, ...]) -> Tokens:
+    """Return the table with these layers of its columns of a path; columns of as many layers are
+    unchanged."""
+    chosen = {
+        name: _layers(values, layers)
+        for name, values in tokens.columns.items()
+        if COLUMNS[name].of_path and values.shape[1] != len(layers)
+    }
+    return Tokens({**tokens.columns, **chosen}, len(tokens)) if chosen else tokens
+
+
+def _layers(values: Any, layers: tuple[int, ...]) -> Any:
+    if isinstance(values, Placeholder):
+        return Placeholder((len(values), len(layers), *values.shape[2:]), values.dtype)
+    return values[:, np.array(layers, np.int64)]

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
 from torch import Tensor
 
+from megatron_eqlen.tokens import Ragged
 from megatron_eqlen.training.logprobs import masked_token_logprobs, token_logprobs
 from megatron_eqlen.training.profiler import marked
 from megatron_eqlen.types import Row
@@ -59,10 +60,11 @@ class Head:
     ) -> Head:
         """Make the head of a row. ``at`` [n] int64: all or some of its supervised positions."""
         labels = torch.from_numpy(row.labels[at]).to(device)
-        if row.mask_ids is None or row.mask_counts is None:
+        if (kept := row.columns.get("kept")) is None:
             return cls(labels, None, None, temperature, group, chunk)
+        assert isinstance(kept, Ragged)
         chosen = np.isin(np.flatnonzero(row.weights > 0), at)
-        ids, counts = row.mask_ids[chosen.repeat(row.mask_counts)], row.mask_counts[chosen]
+        ids, counts = kept.values[chosen.repeat(kept.counts)], kept.counts[chosen]
         mask = (torch.from_numpy(ids).to(device), torch.from_numpy(counts).to(device))
         return cls(labels, mask, np.append(0, np.cumsum(counts)), temperature, group, chunk)
 

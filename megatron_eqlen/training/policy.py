@@ -54,7 +54,6 @@ from megatron_eqlen.training.gradient_norms import gradient_norms
 from megatron_eqlen.training.optimizer import build_optimizer, gradient_norm, take_step, wrap
 from megatron_eqlen.training.parking import ReferenceWeights, TrainerMemory
 from megatron_eqlen.training.policy_loss import RowLoss, policy_loss, reduce_metrics
-from megatron_eqlen.training.routes import with_routes
 from megatron_eqlen.training.rows import Rows
 from megatron_eqlen.types import Metrics, Row, TokenTree, WorstToken
 
@@ -70,8 +69,8 @@ class Minibatch:
     rows: Rows | None
     """Rows of this rank; None if there is a problem."""
     problem: Problem | None = None
-    routes: Metrics = field(default_factory=dict)
-    """Metrics of the exchange of routes."""
+    exchanged: Metrics = field(default_factory=dict)
+    """Metrics of the exchange."""
 
     @property
     def trains(self) -> bool:
@@ -144,7 +143,7 @@ class Policy:
             self._annotate(rows, old=len(batches) * self.recipe.loss.epochs > 1)
         steps = [self._step(batch) for _ in range(self.recipe.loss.epochs) for batch in batches]
         packed = in_turn(
-            [batch.routes | batch.rows.planned.metrics for batch in batches if batch.rows is not None]
+            [batch.exchanged | batch.rows.planned.metrics for batch in batches if batch.rows is not None]
         )
         metrics = packed | in_turn([skipped(0), *steps])
         self.mismatch = mismatch_of(metrics) if metrics[UPDATES] else None
@@ -185,11 +184,9 @@ class Policy:
         """Prepare a minibatch. If any rank finds a number that is not finite, the minibatch has a problem on
         every rank."""
         try:
-            planned = exchange(self._pack(trees), self.placements)
-            planned, routes = with_routes(planned, self.placements, self.chunks[0].model_config)
-            batch = Minibatch(
-                Rows(planned, self.placement.data_parallel, self.placement.for_loss), routes=routes
-            )
+            planned, exchanged = exchange(self._pack(trees), self.placements, self.chunks[0].model_config)
+            rows = Rows(planned, self.placement.data_parallel, self.placement.for_loss)
+            batch = Minibatch(rows, exchanged=exchanged)
         except NonFiniteTreeError as error:
             batch = Minibatch(None, Problem(0, str(error)))
         problem = first_problem(batch.problem)
@@ -350,10 +347,10 @@ class Policy:
             weights=of(row.weights),
             advantages=of(row.advantages),
             segment_ids=of(row.segment_ids),
-            rollout_logprobs=of(row.rollout_logprobs),
+            rollout_logprobs=of(row.column("logprobs")),
             old_logprobs=None if row.old_logprobs is None else of(row.old_logprobs),
             ref_logprobs=None if row.ref_logprobs is None else of(row.ref_logprobs),
-            compared=of(row.versions == self.before) if self.recipe.rollout.trains_older else None,
+            compared=of(row.column("versions") == self.before) if self.recipe.rollout.trains_older else None,
             objective=self.objective,
             loss=self.recipe.loss,
         )

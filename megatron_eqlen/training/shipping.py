@@ -1,4 +1,4 @@
-"""Send arrays of nodes between ranks, over the host.
+"""Send tokens of nodes between ranks, over the host.
 
 Each array takes two hops, so that a rank sends it once and the ranks that need it share the rest of the work:
 
@@ -15,33 +15,32 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_eqlen.packing.pack import Packing
 from megatron_eqlen.processes.distributed import host
+from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Node
 
 CHUNK = 1 << 20
 """Maximum bytes in transit at once from one rank to another."""
 
 
-class Payload(Protocol):
-    """Selection of a node's arrays to be sent."""
+class Share(Protocol):
+    """Selection of a node's columns to be sent."""
 
-    def arrays(self, node: Node) -> list[np.ndarray]:
-        """Return the selected arrays of a node that has them."""
-        ...
+    @property
+    def layers(self) -> tuple[int, ...]: ...
 
-    def with_room(self, node: Node) -> Node:
-        """Return the node with empty arrays to be filled, in place of those on another rank."""
+    def of(self, tokens: Tokens) -> Tokens:
+        """Return the selected columns, of a whole table or a bare one."""
         ...
 
 
 class Transfer(NamedTuple):
-    """Arrays of some nodes to be sent between ranks; the arrays here are [n] int64."""
+    """Columns of some nodes to be sent between ranks; arrays are [n] int64."""
 
     nodes: np.ndarray
     source: np.ndarray
     target: np.ndarray
-    payload: Payload
+    share: Share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Demand:
     """[n] int64"""
     ranks: np.ndarray
     """[k] int64, the ranks that need them."""
-    payload: Payload
+    share: Share
 
     @property
     def via(self) -> np.ndarray:
@@ -63,25 +62,21 @@ class Demand:
         return np.where(np.isin(self.home, self.ranks), self.home, turn)
 
     def first_hop(self) -> Transfer:
-        return Transfer(self.nodes, self.home, self.via, self.payload)
+        return Transfer(self.nodes, self.home, self.via, self.share)
 
     def second_hop(self) -> list[Transfer]:
         via = self.via
-        return [Transfer(self.nodes, via, np.full_like(via, rank), self.payload) for rank in self.ranks]
+        return [Transfer(self.nodes, via, np.full_like(via, rank), self.share) for rank in self.ranks]
 
 
-def demand_of(nodes: np.ndarray, home: np.ndarray, ranks: list[int], payload: Payload) -> Demand:
+def demand_of(nodes: np.ndarray, home: np.ndarray, ranks: list[int], share: Share) -> Demand:
     """Return the demand of ``ranks`` for those of ``nodes`` that have a home."""
     nodes = nodes[home[nodes] >= 0]
-    return Demand(nodes, home[nodes], np.array(ranks, np.int64), payload)
+    return Demand(nodes, home[nodes], np.array(ranks, np.int64), share)
 
 
-def with_nodes(planned: Packing, nodes: list[Node]) -> Packing:
-    return dataclasses.replace(planned, forest=dataclasses.replace(planned.forest, nodes=nodes))
-
-
-def send_arrays(nodes: list[Node], transfers: Sequence[Transfer]) -> int:
-    """Send the arrays of all ``transfers`` and replace the entries of ``nodes`` that this rank receives.
+def send_tokens(nodes: list[Node], transfers: Sequence[Transfer]) -> int:
+    """Send the columns of all ``transfers`` and replace the entries of ``nodes`` that this rank receives.
     Return the bytes received."""
     rank = dist.get_rank()
     outgoing: dict[int, list[np.ndarray]] = {}
@@ -89,11 +84,14 @@ def send_arrays(nodes: list[Node], transfers: Sequence[Transfer]) -> int:
     for transfer in transfers:
         moves = transfer.source != transfer.target
         for at in np.flatnonzero(moves & (transfer.source == rank)).tolist():
-            arrays = transfer.payload.arrays(nodes[transfer.nodes[at]])
+            arrays = transfer.share.of(nodes[transfer.nodes[at]].tokens).arrays()
             outgoing.setdefault(int(transfer.target[at]), []).extend(arrays)
         for at in np.flatnonzero(moves & (transfer.target == rank)).tolist():
-            node = nodes[transfer.nodes[at]] = transfer.payload.with_room(nodes[transfer.nodes[at]])
-            incoming.setdefault(int(transfer.source[at]), []).extend(transfer.payload.arrays(node))
+            node = nodes[transfer.nodes[at]]
+            room = transfer.share.of(node.tokens).with_room()
+            tokens = Tokens({**node.tokens.columns, **room.columns}, len(node))
+            nodes[transfer.nodes[at]] = dataclasses.replace(node, tokens=tokens)
+            incoming.setdefault(int(transfer.source[at]), []).extend(room.arrays())
     messages = {source: Message(arrays) for source, arrays in incoming.items()}
     _transfer({to: Message(arrays) for to, arrays in outgoing.items()}, messages)
     return sum(map(len, messages.values()))

@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout.vllm.client import UNTOUCHED, ServerEngine
 from megatron_eqlen.run.step import Step
-from megatron_eqlen.types import Stream, sampled_by
+from megatron_eqlen.types import Stream
 from tests.kit.rollout_kit import folder, server_recipe
 from tests.pure.test_ahead import opened, world_of_one
 from tests.pure.test_ahead_carried import Trained, check_record
-from tests.pure.test_rollout_harvest import EOS
+from tests.pure.test_rollout_harvest import EOS, versions_of
 
 __all__ = ["world_of_one"]
 
@@ -77,7 +77,9 @@ def test_a_run_whose_sync_fails_goes_on_with_one_server_and_then_with_two_again(
     live(tmp_path, untouched[1:], trained, 4)
     live(tmp_path, untouched, trained, 7)
     found = check_record(tmp_path, trained, recipe_for(untouched))
-    assert any(len(sampled_by(rollout)) > 1 for rollout in found.ended.values()), "weights changed under some"
+    assert any(len(versions_of(rollout)) > 1 for rollout in found.ended.values()), (
+        "weights changed under some"
+    )
     for key, stream in found.ended.items():
         assert isinstance(stream, Stream)
         assert len(found.units[key]) == len(stream.pairs), "each pair once"

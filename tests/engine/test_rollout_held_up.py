@@ -78,7 +78,7 @@ def take(paths: dict[str, Path], delta: Delta) -> None:
     assert delta.finish_reason in (None, "length")
     assert delta.policy_version is not None
     tokens += delta.token_ids
-    logprobs += delta.logprobs
+    logprobs += delta.columns["logprobs"]
     versions += [delta.policy_version] * len(delta.token_ids)
 
 
@@ -127,10 +127,10 @@ def test_requests_that_a_recomputing_sync_holds_up_are_lost_and_bring_the_new_ro
         assert [(delta.request_id, delta.token_ids, delta.finish_reason) for delta in lost] == [
             ("r/0", [], "lost")
         ]
-        engine.submit("r/0~1", path, limit, seed, prompt_routes=len(path) - 1)
+        engine.submit("r/0~1", path, limit, seed, path_rows=len(path) - 1)
         while not (deltas := [delta for delta in engine.step() if delta.token_ids]):
             pass
-        rows = deltas[0].prompt_routes
+        rows = deltas[0].path["routes"]
         engine.abort(["r/0~1"])
     with torch.no_grad():
         logits = model(1)(torch.tensor([path]), output_router_logits=True).router_logits

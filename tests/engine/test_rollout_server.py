@@ -26,8 +26,8 @@ from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout.engine import Engine, EngineError
 from megatron_eqlen.rollout.harvest import harvest, harvest_seed
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
-from megatron_eqlen.rollout.partial import PartialRollout, RolloutOrigin
-from megatron_eqlen.rollout.read_partial import read_partial_rollouts
+from megatron_eqlen.rollout.partial import HarvestProgress, RolloutOrigin
+from megatron_eqlen.rollout.record.reader import read_progress
 from megatron_eqlen.rollout.record.recorder import Recorder
 from megatron_eqlen.rollout.sync_check import SyncCheck
 from megatron_eqlen.rollout.vllm import client
@@ -64,10 +64,11 @@ def assert_same(found: list[Rollout], expected: list[Rollout]) -> None:
         (r.prompt_id, r.index, r.outcome, len(r.pairs)) for r in expected
     ]
     for rollout, wanted in zip(found, expected, strict=True):
-        assert np.array_equal(rollout.prompt_routes, wanted.prompt_routes)
+        assert rollout.prompt_columns == wanted.prompt_columns
         for a, b in zip(rollout.segments(), wanted.segments(), strict=True):
-            assert replace(a, logprobs=[]) == replace(b, logprobs=[])
-            assert np.abs(np.array(a.logprobs) - np.array(b.logprobs)).max() < 2e-5
+            rest = [replace(s, tokens=s.tokens.without(["logprobs"])) for s in (a, b)]
+            assert rest[0] == rest[1]
+            assert np.abs(a.tokens["logprobs"] - b.tokens["logprobs"]).max() < 2e-5
 
 
 def test_sampling_masks_come_from_servers_that_were_started_without(servers):
@@ -146,7 +147,7 @@ def begin_a_sync_and_die(engine: ServerEngine) -> None:
 
 def suspended(
     engine: ServerEngine, recipe: Recipe, streams: Path
-) -> tuple[list[Rollout], list[PartialRollout], Metrics]:
+) -> tuple[list[Rollout], HarvestProgress, Metrics]:
     """Run a step that its budget ends early; return its complete rollouts, the partial rollouts that the next
     step resumes, and the metrics."""
     limits = {"carry_over": True, "tokens_per_step": 400}
@@ -160,8 +161,8 @@ def suspended(
         for rollout in found
         if rollout.suspended
     }
-    partial = read_partial_rollouts(streams, 1, origins, recipe)
-    return [rollout for rollout in found if not rollout.suspended], partial, metrics
+    progress = read_progress(streams / "step-00000001", PROMPTS, recipe, origins)
+    return [rollout for rollout in found if not rollout.suspended], progress, metrics
 
 
 def test_two_servers_harvest_what_one_process_does_through_a_sync_and_a_death(servers, monkeypatch, tmp_path):
@@ -196,7 +197,7 @@ def test_two_servers_harvest_what_one_process_does_through_a_sync_and_a_death(se
         assert logprobs == pytest.approx(alone[1], abs=2e-5)
     expected, _ = harvest(local, HarvestPlan(PROMPTS, recipe, EOS, seed=harvest_seed(recipe, 0)))
     complete, carried, metrics = suspended(remote, recipe, tmp_path)
-    assert sum(rollout.tokens > 0 for rollout in carried) > 1
+    assert sum(rollout.earlier_tokens > 0 for rollout in carried.partial) > 1
     assert metrics["engine/sync_bytes"] == sum(w.numel() * w.element_size() for w in weights.values())
     announced = set()
 
@@ -206,13 +207,13 @@ def test_two_servers_harvest_what_one_process_does_through_a_sync_and_a_death(se
         announced.add((harvester.prompt.prompt_id, harvester.index))
 
     found, metrics = harvest(
-        remote, HarvestPlan([], recipe, EOS, seed=0, partial=carried), [OnPart(kill_one)]
+        remote, HarvestPlan([], recipe, EOS, seed=0, progress=carried), [OnPart(kill_one)]
     )
     for segment in (segment for rollout in found for segment in rollout.segments()):
         segment.carried = False
     assert_same(sorted([*complete, *found], key=rollout_key), expected)
     assert announced == set(map(rollout_key, found))
-    assert len(found) == len(carried)
+    assert len(found) == len(carried.partial)
     assert {stream.policy_version for stream in found} == {1}
     assert metrics["engine/live_replicas"] == 1
     assert metrics["harvest/retries"] > 0

@@ -15,7 +15,7 @@ from megatron_eqlen.rollout.engine import EngineError
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.rollout.record import recorder
-from megatron_eqlen.rollout.record.reader import read_progress, recorded_files
+from megatron_eqlen.rollout.record.reader import read_progress
 from megatron_eqlen.rollout.vllm.engine.sampler import uniform
 from megatron_eqlen.sampling.track import track_seed
 from megatron_eqlen.types import Prompt
@@ -86,7 +86,7 @@ def test_the_sampling_mask_is_the_kept_set():
     while engine.has_unfinished:
         for delta in engine.step():
             tokens[delta.request_id] += delta.token_ids
-            masks[delta.request_id] += map(tuple, delta.sampling_mask)
+            masks[delta.request_id] += map(tuple, delta.columns["kept"])
     engine.close()
     plain = open_engine(folder("qwen3"), logprobs_mode="processed", **sampling)
     expected = generate(plain, asked)
@@ -141,10 +141,10 @@ def test_a_harvest_that_was_killed_goes_on_bit_for_bit(engine, tmp_path, monkeyp
         harvest(engine, HarvestPlan(prompts, recipe, EOS, seed=3), [killed])
     monkeypatch.undo()
     engine.reset_cache()
-    left = read_progress(recorded_files(tmp_path), [prompt.prompt_id for prompt in prompts])
-    assert len(left.tracks) > 12
-    assert left.generated_tokens > 0.5 * whole["harvest/generated_tokens"]
-    found, rest = harvest(engine, HarvestPlan(prompts, recipe, EOS, seed=3, progress=left))
+    progress = read_progress(tmp_path, prompts, recipe)
+    assert sum(len(partial.tracks) for partial in progress.partial) > 12
+    assert progress.generated_tokens > 0.5 * whole["harvest/generated_tokens"]
+    found, rest = harvest(engine, HarvestPlan(prompts, recipe, EOS, seed=3, progress=progress))
     assert found == want
     assert rest["harvest/generated_tokens"] == whole["harvest/generated_tokens"]
 

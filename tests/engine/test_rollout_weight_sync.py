@@ -105,8 +105,10 @@ def test_every_family_is_harvested_and_its_logprobs_are_transformers(fresh):
     for stream in streams:
         if not stream.pairs:
             continue
-        ends = [(pair.a.token_ids, pair.a.logprobs) for pair in stream.pairs]
-        ends.append(([], np.concatenate([pair.b.logprobs for pair in stream.pairs])))  # of the whole trunk
+        ends = [(pair.a.token_ids, pair.a.tokens["logprobs"]) for pair in stream.pairs]
+        ends.append(
+            ([], np.concatenate([pair.b.tokens["logprobs"] for pair in stream.pairs]))
+        )  # of the whole trunk
         for number, (token_ids, logprobs) in enumerate(ends):
             path = [*context[stream.prompt_id], *stream.trunk_token_ids(number), *token_ids]
             paths.append(torch.tensor(path))

@@ -17,9 +17,10 @@ from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.rollout.record import recorder
-from megatron_eqlen.rollout.record.reader import read_progress, read_step, recorded_files
+from megatron_eqlen.rollout.record.reader import read_progress, read_step
 from megatron_eqlen.sampling import kind_of
-from megatron_eqlen.types import Prompt, Rollout, Stream, joined, route_dtype
+from megatron_eqlen.tokens import join
+from megatron_eqlen.types import Prompt, Rollout, Stream
 from tests.engine.test_rollout_vllm import Killed, mortal
 from tests.kit.rollout_kit import DTYPES, EOS, folder, open_engine
 from tests.pure.test_rollout_harvest import make_recipe
@@ -65,8 +66,9 @@ def paths(rollout: Rollout):
             whole = [*above, part.segment]
         else:
             whole = rollout.path(list(parts).index(part.number)) if part.role == "step" else [part.segment]
-        tokens = [*rollout.prompt.token_ids, *joined([segment.token_ids for segment in whole]).tolist()]
-        yield tokens, joined([rollout.prompt_routes, *(segment.routes for segment in whole)])
+        tokens = [*rollout.prompt.token_ids, *join([segment.token_ids for segment in whole]).tolist()]
+        of_prompt = rollout.prompt_columns["routes"][1:]
+        yield tokens, join([of_prompt, *(segment.tokens["routes"] for segment in whole)])
 
 
 def router_logits(model, tokens: list[int], routes: np.ndarray) -> np.ndarray:
@@ -124,7 +126,7 @@ def test_experts_are_written_as_narrow_as_vllm_does(experts):
         model_config=SimpleNamespace(**model, hf_text_config=SimpleNamespace(model_type="any")),
         parallel_config=SimpleNamespace(data_parallel_rank=0, tensor_parallel_size=1),
     )
-    assert RoutedExpertsCapturer(1, config).output_dtype_name == route_dtype(experts).name
+    assert RoutedExpertsCapturer(1, config).output_dtype_name == ("uint8" if experts <= 256 else "uint16")
 
 
 def test_routes_do_not_depend_on_what_the_cache_held_or_how_a_prefill_was_cut(engine, opened):
@@ -134,10 +136,9 @@ def test_routes_do_not_depend_on_what_the_cache_held_or_how_a_prefill_was_cut(en
     want = harvested(engine)
     again, metrics = harvest(engine, HarvestPlan(PROMPTS, recipe_of(), EOS, seed=3))
     assert again == want
-    routes = [s.routes for rollout in want for s in rollout.segments()] + [
-        rollout.prompt_routes for rollout in want
-    ]
-    assert metrics["harvest/route_bytes"] == sum(route.nbytes for route in routes)
+    tables = [s.tokens for rollout in want for s in rollout.segments()]
+    tables += [rollout.prompt_columns for rollout in want]
+    assert metrics["harvest/route_bytes"] == sum(table["routes"].nbytes for table in tables)
     assert metrics["engine/route_seconds"] > 0
     small = opened(
         folder("qwen3_moe"), temperature=1.0, keep_routes=True, max_num_batched_tokens=64, kv_cache_gib=0.0005
@@ -155,11 +156,12 @@ def test_a_killed_harvest_goes_on_with_the_routes_that_it_had(engine, tmp_path, 
     with pytest.raises(Killed), recorder.Recorder(tmp_path / "rank-0.arrow") as killed:
         harvest(engine, HarvestPlan(PROMPTS, recipe_of(), EOS, seed=3), [killed])
     monkeypatch.undo()
-    names = [prompt.prompt_id for prompt in PROMPTS]
-    left = read_progress(recorded_files(tmp_path), names, with_routes=True)
-    assert len(left.tracks) > 8
+    progress = read_progress(tmp_path, PROMPTS, recipe_of())
+    assert sum(len(partial.tracks) for partial in progress.partial) > 8
     with recorder.Recorder(tmp_path / "rank-0.arrow") as resumed:
-        found, _ = harvest(engine, HarvestPlan(PROMPTS, recipe_of(), EOS, seed=3, progress=left), [resumed])
+        found, _ = harvest(
+            engine, HarvestPlan(PROMPTS, recipe_of(), EOS, seed=3, progress=progress), [resumed]
+        )
     assert found == want
     assert read_step(tmp_path) == want
 

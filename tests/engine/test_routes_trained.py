@@ -13,7 +13,7 @@ from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.rollout.partial import RolloutOrigin
-from megatron_eqlen.rollout.read_partial import read_partial_rollouts
+from megatron_eqlen.rollout.record.reader import read_progress
 from megatron_eqlen.rollout.record.recorder import Recorder, record_grades
 from megatron_eqlen.types import Grade, Metrics, Prompt, Rollout, rollout_key
 from tests.kit.distributed import run_ranks
@@ -105,10 +105,10 @@ def test_new_tokens_of_a_carried_rollout_train_with_the_experts_that_their_prefi
             begun, _ = harvest(engine, HarvestPlan(PROMPTS, recipe, EOS, seed=3), [recorder])
         record_grades(first_step / "rank-0.arrow", graded(begun))
         origins = {rollout_key(rollout): RolloutOrigin(0) for rollout in begun if rollout.suspended}
-        partial = read_partial_rollouts(tmp_path, 1, origins, recipe)
-        assert sum(rollout.tokens for rollout in partial) > 50
+        progress = read_progress(tmp_path / "step-00000001", PROMPTS, recipe, origins)
+        assert sum(rollout.earlier_tokens for rollout in progress.partial) > 50
         engine.update_weights(load_file(folder("qwen3_moe", 1) / "model.safetensors").items(), 1)
-        plan = HarvestPlan(PROMPTS, whole, EOS, seed=4, partial=partial, oldest_version=0)
+        plan = HarvestPlan(PROMPTS, whole, EOS, seed=4, progress=progress, oldest_version=0)
         rollouts, measured = harvest(engine, plan)
     finally:
         engine.close()

@@ -6,10 +6,11 @@ from pathlib import Path
 from megatron_eqlen.metrics import STALENESS_MAX, UPDATES
 from megatron_eqlen.report.run_state import read_state
 from megatron_eqlen.rollout.record.reader import read_step
-from megatron_eqlen.types import RolloutKey, rollout_key, sampled_by
+from megatron_eqlen.types import RolloutKey, rollout_key
 from tests.job.test_carry_over import CARRIED, check_that_every_pair_is_trained_once
 from tests.kit.jobs import start
 from tests.kit.train_runs import column, command, metrics, train, wait_for_steps
+from tests.pure.test_rollout_harvest import versions_of
 
 
 def check_steps(folder: Path, steps: int, staleness: int) -> None:
@@ -20,7 +21,7 @@ def check_steps(folder: Path, steps: int, staleness: int) -> None:
         rollouts = read_step(folder / f"streams/step-{step:08d}")
         numbers += sorted({rollout.prompt.number for rollout in rollouts})
         assert len(rollouts) == 4 * 2
-        assert min(version for rollout in rollouts for version in sampled_by(rollout)) >= max(
+        assert min(version for rollout in rollouts for version in versions_of(rollout)) >= max(
             step - staleness, 0
         )
         assert all(segment.grade is not None for rollout in rollouts for segment, _ in rollout.ended())
@@ -64,5 +65,5 @@ def test_killed_and_stopped_in_the_middle_of_an_overlap_a_run_loses_and_repeats_
         for rollout in read_step(folder / f"streams/step-{step:08d}"):
             drawn_in = drawn.setdefault(rollout_key(rollout), step)
             assert step - drawn_in <= 2
-            assert min(sampled_by(rollout)) >= versions[max(drawn_in - 2, 0)]
+            assert min(versions_of(rollout)) >= versions[max(drawn_in - 2, 0)]
     assert 0 < max(record.get(STALENESS_MAX, 0) for record in metrics(folder)) <= 2 + 2

@@ -25,12 +25,14 @@ def check_that_every_pair_is_trained_once(folder: Path) -> None:
         for stream in read_step(step):
             if kind_of(stream).is_due(stream, recipe):
                 for unit in comparison_units(stream, recipe, resolve(recipe))[1]:
-                    trained[rollout_key(stream), unit.members[0].logprobs.tobytes()] += 1
+                    trained[rollout_key(stream), unit.members[0].tokens["logprobs"].tobytes()] += 1
             if not stream.suspended:
                 assert rollout_key(stream) not in pairs
                 pairs[rollout_key(stream)] = len(stream.pairs)
             ended |= {(rollout_key(stream), response.tobytes()) for _, response in stream.ended()}
-            versions |= {(number, version) for s in stream.segments() for _, version in s.versions}
+            versions |= {
+                (number, version) for s in stream.segments() for version in s.tokens["versions"].tolist()
+            }
     assert set(trained.values()) == {1}
     of_complete = Counter(key for key, _ in trained if key in pairs)
     assert of_complete == Counter(pairs), "and all of them"

@@ -145,7 +145,7 @@ def test_with_the_sampling_mask_the_trainer_computes_the_distribution_that_was_s
         segment for r in read_dump(folder / "streams/step-00000001/rank-0.arrow") for segment in r.segments()
     ]
     for segment in segments:
-        assert all(t in kept for t, kept in zip(segment.token_ids, segment.sampling_mask, strict=True))
+        assert all(t in kept for t, kept in zip(segment.token_ids, segment.tokens["kept"], strict=True))
 
 
 def test_sampled_trees_train_and_a_run_says_once_that_it_trains_on_its_benchmark(home):

@@ -17,6 +17,7 @@ from megatron_eqlen.recipe.load import dump
 from megatron_eqlen.rollout.record.recorder import Recorder, record, record_grades
 from megatron_eqlen.sampling.equal_length.dual_track import DualTrack
 from megatron_eqlen.sampling.track import Track
+from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.toys.tokenizer_maker import write_hf_tokenizer
 from megatron_eqlen.types import Delta, Grade, Group, Pair, Prompt, Rollout, SampledTree, Segment, Stream
 from tests.kit.processes import within
@@ -43,7 +44,7 @@ def recipe(model: Path, **changes) -> Recipe:
 
 def segment(tokenizer: Tokenizer, text: str, grade: Grade | None = None, stop: bool = False) -> Segment:
     tokens = tokenizer.encode(text) + ([min(tokenizer.eos_token_ids)] if stop or grade else [])
-    return Segment(tokens, [-0.5] * len(tokens), "stop" if stop or grade else None, grade)
+    return Segment(Tokens.of(tokens, [-0.5] * len(tokens)), "stop" if stop or grade else None, grade)
 
 
 def prompt(number: int) -> Prompt:
@@ -56,26 +57,30 @@ def example_stream() -> Stream:
     A_1 is wrong, A_2 right, the tail wrong: B_1's reward is 1 (A_2 extends it), B_2's is 0.
     """
     pairs = [
-        Pair(Segment([5, 9], [-1.0, -1.0], "stop", WRONG), Segment([6, 7], [-1.0, -1.0])),
-        Pair(Segment([8, 9], [-1.0, -1.0], "stop", RIGHT), Segment([4, 4], [-1.0, -1.0])),
+        Pair(
+            Segment(Tokens.of([5, 9], [-1.0, -1.0]), "stop", WRONG), Segment(Tokens.of([6, 7], [-1.0, -1.0]))
+        ),
+        Pair(
+            Segment(Tokens.of([8, 9], [-1.0, -1.0]), "stop", RIGHT), Segment(Tokens.of([4, 4], [-1.0, -1.0]))
+        ),
     ]
-    return Stream(prompt(1), 0, 3, pairs, "max_pairs", Segment([9], [-1.0], "stop", WRONG))
+    return Stream(prompt(1), 0, 3, pairs, "max_pairs", Segment(Tokens.of([9], [-1.0]), "stop", WRONG))
 
 
 def example_group() -> Group:
     completions = [
-        Segment([5, 9], [-1.0, -1.0], "stop", RIGHT),
-        Segment([6, 7, 8, 9], [-1.0] * 4, "stop", WRONG),
-        Segment([4, 4], [-1.0, -1.0], "length"),
+        Segment(Tokens.of([5, 9], [-1.0, -1.0]), "stop", RIGHT),
+        Segment(Tokens.of([6, 7, 8, 9], [-1.0] * 4), "stop", WRONG),
+        Segment(Tokens.of([4, 4], [-1.0, -1.0]), "length"),
     ]
     return Group(prompt(2), 3, completions)
 
 
 def example_tree() -> SampledTree:
     steps = [
-        Segment([5, 6], [-1.0] * 2),
-        Segment([9], [-1.0], "stop", RIGHT),
-        Segment([7, 7], [-1.0] * 2, "length"),
+        Segment(Tokens.of([5, 6], [-1.0] * 2)),
+        Segment(Tokens.of([9], [-1.0]), "stop", RIGHT),
+        Segment(Tokens.of([7, 7], [-1.0] * 2), "length"),
     ]
     return SampledTree(prompt(3), 3, steps, [-1, 0, 0])
 
@@ -122,7 +127,7 @@ class Harvesting:
     def feed(self, number: int, *token_ids: int) -> None:
         """Add tokens to track ``number`` and flush everything to disk."""
         tokens = list(token_ids)
-        if self.tracks[number].extend(Delta("", tokens, [-1.0] * len(tokens)), 0):
+        if self.tracks[number].extend(Delta("", tokens, {"logprobs": [-1.0] * len(tokens)}), 0):
             self._advance()
         self.tick()
 
@@ -155,7 +160,7 @@ class Harvesting:
 
     def _launch(self, tracks: list[Track]) -> None:
         for track in tracks:
-            if track.name in self.carried:
-                track.resume(self.carried[track.name].segment(0))
             self.recorder.track_launched(track)
+            if track.name in self.carried:
+                track.resume(self.carried[track.name].tokens[:])
         self.tracks += tracks

@@ -91,10 +91,10 @@ def generate(
     while engine.has_unfinished:
         for delta in engine.step():
             if routes is not None:
-                routes.setdefault(delta.request_id, []).extend(delta.routes.tolist())
+                routes.setdefault(delta.request_id, []).extend(delta.columns["routes"].tolist())
             tokens, logprobs, _, cached = out[delta.request_id]
             out[delta.request_id] = (
-                tokens + delta.token_ids, logprobs + delta.logprobs, delta.finish_reason,
+                tokens + delta.token_ids, logprobs + delta.columns["logprobs"], delta.finish_reason,
                 cached + (delta.num_cached_tokens or 0),
             )  # fmt: skip
     return out

@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from megatron_eqlen.types import Routes, TokenTree
+from megatron_eqlen.types import TokenTree
 from tests.kit.tiny_models import EXPERTS
 
 NUM_EXPERTS, TOP_K = EXPERTS["num_experts"], EXPERTS["num_experts_per_tok"]
 
 
-def any_routes(rng: np.random.Generator, tokens: int, layers: int) -> Routes:
+def any_routes(rng: np.random.Generator, tokens: int, layers: int) -> np.ndarray:
     """Return different experts for each token, in no order."""
     drawn = rng.random((tokens, layers, NUM_EXPERTS)).argsort(axis=-1)
     return drawn[..., :TOP_K].astype(np.uint8)
@@ -27,18 +27,16 @@ def routed(trees: list[TokenTree], layers: int, seed: int = 0) -> list[TokenTree
     """Return the same trees with routes that no model would choose."""
     rng = np.random.default_rng(seed)
     for tree in trees:
-        for number, node in enumerate(tree.nodes):
-            node.routes = any_routes(rng, len(node) - (number == 0), layers)
+        for node in tree.nodes:
+            node.tokens = node.tokens.with_column("routes", any_routes(rng, len(node), layers))
     return trees
 
 
-def path_routes(tree: TokenTree, node: int) -> Routes:
+def path_routes(tree: TokenTree, node: int) -> np.ndarray:
     """Return routes of every token of the path to the end of a node, except the prompt's first."""
     parts = []
     while node >= 0:
-        routes = tree.nodes[node].routes
-        assert routes is not None
-        parts.append(routes)
+        parts.append(tree.nodes[node].tokens["routes"][node == 0 :])
         node = tree.nodes[node].parent
     return np.concatenate(parts[::-1])
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import load_file
 
@@ -94,7 +93,9 @@ def no_reward(rollout) -> None:
 
 def nan_logprob(rollout) -> None:
     for segment in rollout.segments():
-        segment.logprobs = np.where(np.arange(len(segment)) == 0, np.float32(math.nan), segment.logprobs)
+        logprobs = segment.tokens["logprobs"].copy()
+        logprobs[0] = math.nan
+        segment.tokens = segment.tokens.with_column("logprobs", logprobs)
 
 
 def same_weights(run_folder: Path, other: Path) -> bool:

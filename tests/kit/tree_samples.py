@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_eqlen.types import Node, Row, SamplingMask, TokenTree
+from megatron_eqlen.tokens import Ragged, Tokens
+from megatron_eqlen.types import Node, Row, TokenTree
 
 VOCABULARY = 96
 
@@ -17,16 +18,15 @@ def node(rng: np.random.Generator, parent: int, length: int, weight: float | Non
     """Return a node with random tokens, advantage, log-probs, and weight if none is given."""
     return Node(
         parent,
-        tokens(rng, length),
-        advantage=float(rng.normal()),
-        weight=float(rng.uniform(0.1, 1.0)) if weight is None else weight,
-        rollout_logprobs=(-rng.exponential(1.0, length)).tolist(),
+        Tokens.of(tokens(rng, length), (-rng.exponential(1.0, length)).tolist()),
+        float(rng.normal()),
+        float(rng.uniform(0.1, 1.0)) if weight is None else weight,
     )
 
 
 def stream(rng: np.random.Generator, prompt: int, lengths: list[int]) -> TokenTree:
     """Return the caterpillar of an EqLen stream: pair i forks two sides of ``lengths[i]`` off the trunk."""
-    nodes, trunk = [Node(-1, tokens(rng, prompt))], 0
+    nodes, trunk = [Node(-1, Tokens.of(tokens(rng, prompt)))], 0
     for length in lengths:
         nodes += [node(rng, trunk, length), node(rng, trunk, length)]
         trunk = len(nodes) - 1
@@ -35,12 +35,14 @@ def stream(rng: np.random.Generator, prompt: int, lengths: list[int]) -> TokenTr
 
 def group(rng: np.random.Generator, prompt: int, lengths: list[int]) -> TokenTree:
     """Return the star of a GRPO group: one completion for each of ``lengths``."""
-    return TokenTree(f"group {prompt}", [Node(-1, tokens(rng, prompt)), *(node(rng, 0, n) for n in lengths)])
+    return TokenTree(
+        f"group {prompt}", [Node(-1, Tokens.of(tokens(rng, prompt))), *(node(rng, 0, n) for n in lengths)]
+    )
 
 
 def any_tree(rng: np.random.Generator, count: int, longest: int) -> TokenTree:
     """Return a tree of random shape; some nodes, also at the ends, are not supervised."""
-    nodes = [Node(-1, tokens(rng, int(rng.integers(1, longest))))]
+    nodes = [Node(-1, Tokens.of(tokens(rng, int(rng.integers(1, longest)))))]
     for i in range(1, count):
         weight = None if rng.random() < 0.7 else 0.0
         nodes.append(node(rng, int(rng.integers(0, i)), int(rng.integers(1, longest)), weight))
@@ -65,9 +67,10 @@ def masked(trees: list[TokenTree], seed: int = 0) -> list[TokenTree]:
     """Return the same trees, where each token was drawn from itself and up to five others."""
     rng = np.random.default_rng(seed)
     for sampled in (node for tree in trees for node in tree.nodes[1:]):
-        sampled.sampling_mask = SamplingMask.of(
+        kept = Ragged.of(
             sorted({int(token), *tokens(rng, int(rng.integers(0, 6)))}) for token in sampled.token_ids
         )
+        sampled.tokens = sampled.tokens.with_column("kept", kept)
     return trees
 
 

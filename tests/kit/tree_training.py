@@ -32,10 +32,9 @@ from megatron_eqlen.models.weights import export_hf, load_hf
 from megatron_eqlen.packing.pack import plan_rows
 from megatron_eqlen.processes.distributed import gather
 from megatron_eqlen.recipe import ParallelRecipe
-from megatron_eqlen.training.exchange import Placement
+from megatron_eqlen.training.exchange import Placement, exchange_paths
 from megatron_eqlen.training.forward import row_multiple, run_rows
 from megatron_eqlen.training.logprobs import token_logprobs
-from megatron_eqlen.training.routes import exchange_routes
 from megatron_eqlen.types import Row, TokenTree
 
 
@@ -111,7 +110,7 @@ def train_trees(
         planned = plan_rows(trees, budget, ranks, multiple, layout, full_rows=full_rows)
         routed = moe_layers(chunk.module for chunk in model)
         placement = Placement(parallel_state.get_data_parallel_rank(), False, routed)
-        rows = exchange_routes(planned, gather([placement]))[0].rows(placement.data_parallel)
+        rows = exchange_paths(planned, gather([placement]))[0].rows(placement.data_parallel)
         logs = run_rows(model, rows, 1.0, weighted_sum, train=True)
         trained = Trained(_summed([loss for loss, _ in logs]), gradients(model))
         trained.logprobs = _by_segment(rows, [values for _, values in logs])

@@ -8,7 +8,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,9 +28,9 @@ from megatron_eqlen.run.generation import Generator
 from megatron_eqlen.run.replicas import Replicas
 from megatron_eqlen.run.step import Step
 from megatron_eqlen.sampling.harvester import HarvestObserver
-from megatron_eqlen.types import Grade, Prompt, sampled_by
+from megatron_eqlen.types import Grade, Prompt
 from tests.kit.marks import examples
-from tests.pure.test_rollout_harvest import EOS, ScriptedEngine, make_recipe
+from tests.pure.test_rollout_harvest import EOS, ScriptedEngine, make_recipe, versions_of, without
 
 STEPS, PROMPTS = 5, 2
 
@@ -57,7 +57,7 @@ class Served(ScriptedEngine):
                 raise EngineError("the engine was closed")
             if self.life < 0:
                 raise Killed
-            return [replace(delta, sampling_mask=None) for delta in super().step()]
+            return [without(delta, "kept") for delta in super().step()]
 
     def update_weights(self, weights, policy_version):
         with self.busy:
@@ -233,7 +233,7 @@ def test_killed_at_any_moment_a_run_trains_each_prompt_once_and_nothing_older_th
     assert [tokens(trained[number]) for number in range(STEPS)] == uninterrupted()
     for number, step in trained.items():
         oldest = trained[max(number - staleness, 0)].version
-        assert min(version for rollout in step.rollouts for version in sampled_by(rollout)) >= oldest
+        assert min(version for rollout in step.rollouts for version in versions_of(rollout)) >= oldest
 
 
 def test_steps_are_harvested_while_earlier_ones_train_and_no_further_than_allowed(tmp_path):
@@ -243,7 +243,7 @@ def test_steps_are_harvested_while_earlier_ones_train_and_no_further_than_allowe
         last = source.under_way[-1].result(60)  # while step 0 trains
         assert [len(source.under_way), source.begun] == [2, 3]
         assert last.number == 2
-        assert {version for rollout in last.rollouts for version in sampled_by(rollout)} == {0}
+        assert {version for rollout in last.rollouts for version in versions_of(rollout)} == {0}
         engine.update_weights(None, 1)
         second = source.collect(Step(1, 1))
         assert second.data_position["source"]["drawn"] == 2 * PROMPTS
@@ -256,7 +256,7 @@ def test_a_request_that_a_sync_holds_up_has_tokens_of_both_weights(tmp_path):
         source.collect(Step(0, 0))
         engine.update_weights(None, 1)  # in the middle of step 1, or after it: both must do
         second = source.collect(Step(1, 1))
-    versions = {version for rollout in second.rollouts for version in sampled_by(rollout)}
+    versions = {version for rollout in second.rollouts for version in versions_of(rollout)}
     assert versions <= {0, 1}
 
 
@@ -272,7 +272,7 @@ def test_tokens_that_are_too_old_are_set_aside_and_sampled_anew(tmp_path, caplog
     with rollouts(engine, tmp_path, 1) as source:
         train(source, engine, trained, 3)
     assert (tmp_path / "stale-step-00000002").is_dir()
-    assert {version for rollout in trained[2].rollouts for version in sampled_by(rollout)} == {8}
+    assert {version for rollout in trained[2].rollouts for version in versions_of(rollout)} == {8}
 
 
 def test_what_fails_in_the_harvest_is_raised_where_the_step_is_taken(tmp_path):
@@ -295,7 +295,7 @@ def test_an_end_in_the_middle_of_a_harvest_leaves_its_tokens_on_disk(tmp_path, m
         engine.life = 6
         source.collect(Step(1, 0))
         assert isinstance(source.under_way[-1].exception(60), Killed)
-    (left,) = (tmp_path / "step-00000002").glob("journal-*")
+    (left,) = (tmp_path / "step-00000002").glob("open-*")
     assert left.stat().st_size > 0
 
 

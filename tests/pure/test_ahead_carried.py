@@ -21,12 +21,12 @@ from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.rollout.record.reader import read_step
 from megatron_eqlen.run.step import Step
 from megatron_eqlen.sampling import kind_of
-from megatron_eqlen.types import Delta, Prompt, Rollout, RolloutKey, rollout_key, sampled_by
+from megatron_eqlen.types import Delta, Prompt, Rollout, RolloutKey, rollout_key
 from tests.kit.marks import examples
 from tests.pure import test_ahead as ahead
 from tests.pure.test_ahead import Counting, Graders, Killed, Served, rollouts, world_of_one
 from tests.pure.test_carry_over import content, units_of
-from tests.pure.test_rollout_harvest import EOS
+from tests.pure.test_rollout_harvest import EOS, versions_of
 from tests.pure.test_rollout_resume import Lockstep
 
 __all__ = ["world_of_one"]
@@ -52,7 +52,7 @@ class Servers(Served):
             lost = list(self.requests)[::2]
             self.abort(lost)
             self.max_num_seqs = max(self.max_num_seqs // 2, 1)
-            return [Delta(name, [], [], "lost") for name in lost]
+            return [Delta(name, [], {}, "lost") for name in lost]
 
     def update_weights(self, weights, policy_version):
         self.syncs -= 1
@@ -155,7 +155,10 @@ def check_record(streams: Path, trained: dict[int, Trained], recipe: Recipe) -> 
             assert key not in found.ended
             drawn = found.drawn.setdefault(key, number)
             assert number - drawn <= rollout.max_staleness - seen.suspended
-            assert min(sampled_by(seen)) >= trained[max(drawn - rollout.staleness, 0)].before
+            assert (
+                min(versions_of(seen), default=seen.policy_version)
+                >= trained[max(drawn - rollout.staleness, 0)].before
+            )
             found.units[key] += units_of(seen, recipe)
             if not seen.suspended:
                 found.ended[key] = seen

@@ -25,14 +25,20 @@ from megatron_eqlen.objectives.units import comparison_units
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout.harvest import harvest, harvest_seed
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
-from megatron_eqlen.rollout.partial import RolloutOrigin, open_prompts, restore_grades
-from megatron_eqlen.rollout.read_partial import PartialRolloutError, read_partial_rollouts
+from megatron_eqlen.rollout.partial import RolloutOrigin, open_prompts
 from megatron_eqlen.rollout.record import recorder as recorder_module
-from megatron_eqlen.rollout.record.reader import read_progress, read_step, recorded_files, remove_journals
-from megatron_eqlen.rollout.record.recorder import JOURNALS, Recorder, record_grades
+from megatron_eqlen.rollout.record.reader import (
+    PartialRolloutError,
+    read_progress,
+    read_step,
+    recorded_files,
+    remove_open_tracks,
+)
+from megatron_eqlen.rollout.record.recorder import OPEN_FILES, Recorder, record_grades
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.sampling.comparison import no_penalty
 from megatron_eqlen.sampling.equal_length.streams import KIND, due_rewards
+from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import (
     Delta,
     Grade,
@@ -47,7 +53,7 @@ from megatron_eqlen.types import (
     training_order,
 )
 from tests.kit.marks import examples
-from tests.pure.test_rollout_harvest import EOS, check_routes, make_recipe
+from tests.pure.test_rollout_harvest import EOS, check_routes, make_recipe, versions_of
 from tests.pure.test_rollout_resume import Killed, Lockstep
 
 KINDS = {
@@ -96,23 +102,21 @@ class Run:
                 self.grade(rollout)
             record_grades(folder / f"rank-{rank}.arrow", mine)
             found += mine
-        assert not list(folder.glob(JOURNALS))
         self.suspended = {
             rollout_key(rollout): carried.get(rollout_key(rollout), RolloutOrigin(number))
             for rollout in found
             if rollout.suspended
         }
         found.sort(key=training_order)
+        assert bool(list(folder.glob(OPEN_FILES))) == bool(self.suspended)
         assert read_step(folder) == found, "a replay trains the same"
         return found
 
     def attempt(self, folder, number, rank, prompts, carried, budget, life) -> list[Rollout]:
         asked = {prompt.prompt_id for prompt in prompts}
         files = recorded_files(folder)
-        left = read_progress(files, asked, self.recipe.rollout.keep_routes)
         mine = {key: drawn for key, drawn in carried.items() if key[0] in asked}
-        taken = read_partial_rollouts(self.streams, number, mine, self.recipe)
-        restore_grades(taken, left.rollouts)
+        progress = read_progress(folder, prompts, self.recipe, mine)
         rollout = self.recipe.rollout.model_copy(update={"tokens_per_step": budget})
         engine = Lockstep(
             random.Random(0), self.end, max_num_seqs=5, policy_version=number,
@@ -128,14 +132,14 @@ class Run:
                     self.recipe.model_copy(update={"rollout": rollout}),
                     EOS,
                     seed=harvest_seed(self.recipe, number),
-                    progress=left,
-                    partial=taken,
+                    progress=progress,
                 ),
                 [recorder],
             )
-        remove_journals(files, asked)
+        if not any(rollout.suspended for rollout in rollouts):
+            remove_open_tracks(files, asked)
         if not files:  # an engine that died had delivered more
-            generated = read_progress(recorded_files(folder), asked).generated_tokens
+            generated = read_progress(folder, prompts, self.recipe, mine).generated_tokens
             assert generated == metrics["harvest/generated_tokens"]
             assert self.engine or generated == sum(engine.delivered.values())
         return rollouts
@@ -174,7 +178,10 @@ def units_of(rollout: Rollout, recipe: Recipe) -> list:
         return []
     units = comparison_units(rollout, recipe, resolve(recipe))[1]
     return [
-        [(m.token_ids.tolist(), m.logprobs.tolist(), r) for m, r in zip(u.members, u.rewards, strict=True)]
+        [
+            (m.token_ids.tolist(), m.tokens["logprobs"].tolist(), r)
+            for m, r in zip(u.members, u.rewards, strict=True)
+        ]
         for u in units
     ]
 
@@ -238,7 +245,7 @@ def test_every_unit_is_trained_once_with_the_rewards_of_a_harvest_that_nothing_i
                     is_due = kind_of(rollout).is_due(rollout, recipe)
                     assert is_due or took_part[key], "every rollout is in a step"
                     assert not is_due or units or not took_part[key], "and no other"
-                    assert {v for s in rollout.segments() for _, v in s.versions} <= set(range(number + 1))
+                    assert versions_of(rollout) <= set(range(number + 1))
         assert not run.suspended
         for prompt_id in run.drawn:
             for want in run.whole(prompt_id):
@@ -265,20 +272,23 @@ class Rerouting(Lockstep):
 
     def _with_routes(self, delta, first):
         delta = super()._with_routes(delta, first)
-        rows = {
-            name: None if found is None else np.full_like(found, self.policy_version)
-            for name, found in (("routes", delta.routes), ("prompt_routes", delta.prompt_routes))
-        }
-        return replace(delta, **rows)
+        columns, path = (
+            {
+                name: np.full_like(v, self.policy_version) if name == "routes" else v
+                for name, v in found.items()
+            }
+            for found in (delta.columns, delta.path)
+        )
+        return replace(delta, columns=columns, path=path)
 
 
 def paths_with_rows(rollout: Rollout) -> Iterator[tuple[Segment, np.ndarray]]:
     """Yield each segment with the rows of the positions before it, those of the prompt first."""
-    above = {-1: rollout.prompt_routes}
+    above = {-1: rollout.prompt_columns["routes"][1:]}
     for part in kind_of(rollout).parts(rollout):
         before = above[-1 if isinstance(rollout, Stream) else part.parent]
         yield part.segment, before
-        after = np.concatenate([before, part.segment.routes])
+        after = np.concatenate([before, part.segment.tokens["routes"]])
         above[part.number] = after
         if part.role == "b":
             above[-1] = after
@@ -298,10 +308,10 @@ def test_new_tokens_rest_on_routes_of_the_weights_that_prefilled_their_path(
     found = run.step(1, [], budget=None, kills=kills)
     mixed = 0
     for segment, before in (pair for rollout in found for pair in paths_with_rows(rollout)):
-        if segment.versions[-1][1] == 1:
+        if segment.tokens["versions"][-1] == 1:
             assert (before == 1).all()
-            assert (segment.routes == 1).all()
-            mixed += len(segment.versions) > 1
+            assert (segment.tokens["routes"] == 1).all()
+            mixed += len(np.unique(segment.tokens["versions"])) > 1
     assert mixed
 
 
@@ -316,7 +326,7 @@ def test_a_rollout_is_cut_where_it_would_grow_too_old(tmp_path):
     assert all(rollout.tail is not None and len(rollout.tail) > 3 for rollout in old), (
         "with what three steps generated"
     )
-    assert [len(rollout.tail.versions) for rollout in old] == [3, 3]
+    assert [len(np.unique(rollout.tail.tokens["versions"])) for rollout in old] == [3, 3]
 
 
 class Late(Lockstep):
@@ -368,17 +378,18 @@ def test_what_was_suspended_and_is_not_there_is_named(tmp_path):
     run = Run(tmp_path, recipe_of(SIMPLE), end=0.0)
     run.step(0, prompts_of(0, 1), budget=6)
     assert list(run.suspended) == [("p#0.0", 0), ("p#0.0", 1)]
-    assert len(read_partial_rollouts(tmp_path, 1, run.suspended, run.recipe)) == 2
+    folder, prompts = tmp_path / step_name(1), [prompt for _, prompt in run.drawn.values()]
+    assert len(read_progress(folder, prompts, run.recipe, run.suspended).partial) == 2
     with pytest.raises(PartialRolloutError, match=r"step-00000000: expected 3 .*found 2 .*: q/0 is missing"):
-        read_partial_rollouts(tmp_path, 1, {**run.suspended, ("q", 0): RolloutOrigin(0)}, run.recipe)
+        read_progress(folder, prompts, run.recipe, {**run.suspended, ("q", 0): RolloutOrigin(0)})
 
 
 def stream_with(rewards: str, carried: int = 0, outcome="suspended") -> Stream:
     """Return a stream whose A sides were wrong (0), half right (h) or right (1)."""
     pairs = [
         Pair(
-            Segment([5, 9], [-1, -1], "stop", Grade({"0": 0.0, "h": 0.5, "1": 1.0}[r], "")),
-            Segment([6, 7], [-1, -1]),
+            Segment(Tokens.of([5, 9], [-1, -1]), "stop", Grade({"0": 0.0, "h": 0.5, "1": 1.0}[r], "")),
+            Segment(Tokens.of([6, 7], [-1, -1])),
         )
         for r in rewards
     ]
@@ -424,7 +435,9 @@ def test_a_stream_without_pairs_is_averaged_over_in_the_step_where_it_ends():
     drops = make_recipe(equal_length={"unfinished": "drop"})  # the newest pair, whose B nothing extends
     assert KIND.is_due(stream_with("0", outcome="truncated"), drops)
     assert not KIND.is_due(stream_with("01", carried=2, outcome="truncated"), drops), "it was, for the first"
-    group = Group(prompts_of(0, 1)[0], 0, [Segment([9], [-1], "stop", Grade(1.0, ""))], suspended=True)
+    group = Group(
+        prompts_of(0, 1)[0], 0, [Segment(Tokens.of([9], [-1]), "stop", Grade(1.0, ""))], suspended=True
+    )
     assert not kind_of(group).is_due(group, recipe)
 
 
@@ -441,7 +454,7 @@ def test_a_part_of_a_stream_weighs_as_much_as_a_stream():
 
 
 def test_new_prompts_are_as_many_as_the_open_tracks_of_carried_ones_leave():
-    segment = Segment([9], [-1], "stop", Grade(1.0, ""))
+    segment = Segment(Tokens.of([9], [-1]), "stop", Grade(1.0, ""))
     prompt = prompts_of(0, 1)[0]
     group = Group(prompt, 0, [segment] * 3, numbers=[0, 1, 3], suspended=True)
     recipe = make_recipe(sampling="independent", group_size=4)

@@ -46,13 +46,13 @@ class AnsweringEngine:
         self._open: dict[str, Delta] = {}
         self.asked: list[str] = []
 
-    def submit(self, request_id, token_ids, max_tokens, seed, prompt_routes=0):
+    def submit(self, request_id, token_ids, max_tokens, seed, path_rows=0):
         question = "".join(map(chr, token_ids))
         number = sum(name == question for name in self.asked)
         self.asked.append(question)
         tokens = [*map(ord, self._answers[question][number]), EOS][:max_tokens]
         reason = "stop" if tokens[-1] == EOS else "length"
-        self._open[request_id] = Delta(request_id, tokens, [-0.1] * len(tokens), reason)
+        self._open[request_id] = Delta(request_id, tokens, {"logprobs": [-0.1] * len(tokens)}, reason)
 
     def step(self):
         deltas, self._open = list(self._open.values()), {}

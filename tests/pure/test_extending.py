@@ -39,6 +39,7 @@ from megatron_eqlen.rollout.record.reader import read_step
 from megatron_eqlen.rollout.record.recorder import FILES, Recorder
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.kind import SamplingKind
+from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.toys.tokenizer_maker import write_hf_tokenizer
 from megatron_eqlen.training.policy_loss import policy_loss, reduce_metrics
 from megatron_eqlen.types import Delta, Grade, Group, Prompt, Segment
@@ -277,7 +278,7 @@ def test_a_reader_and_a_grader_are_one_file_each(package):
     (prompt,) = prompts.next(1)
     prompts.close()
     assert prompt.question in ("1 + 1", "2 + 2")
-    short, long = (Segment(tokenizer.encode(text), [0.0] * 9, "stop") for text in ("1", "1 + 2 = 4"))
+    short, long = (Segment(Tokens.of(tokenizer.encode(text), 0.0), "stop") for text in ("1", "1 + 2 = 4"))
     Scorer(mine.reward, tokenizer).score([Group(prompt, 0, [short, long])])
     assert [segment.grade.reward for segment in (short, long)] == [0.0, 1.0]
 
@@ -310,7 +311,9 @@ def test_rows_cannot_name_code(package):
 
 
 def group(rewards: list[float]) -> Group:
-    completions = [Segment([5, 9], [-1.0, -1.0], "stop", Grade(reward, "scored")) for reward in rewards]
+    completions = [
+        Segment(Tokens.of([5, 9], [-1.0, -1.0]), "stop", Grade(reward, "scored")) for reward in rewards
+    ]
     return Group(Prompt("q", [1, 2], "?", "math", "1"), 0, completions)
 
 
@@ -332,7 +335,7 @@ class Duel:
     policy_version: int
     sides: list
     index: int = 0
-    prompt_routes: None = None
+    prompt_columns: None = None
     suspended: bool = False
 
     @property
@@ -424,11 +427,11 @@ class Scripted:
     def __init__(self, chaos: random.Random) -> None:
         self.requests: list[str] = []
 
-    def submit(self, request_id, token_ids, max_tokens, seed, prompt_routes=0):
+    def submit(self, request_id, token_ids, max_tokens, seed, path_rows=0):
         self.requests.append(request_id)
 
     def step(self):
-        deltas = [Delta(name, [5, 9], [-0.5, -0.25], "stop") for name in self.requests]
+        deltas = [Delta(name, [5, 9], {"logprobs": [-0.5, -0.25]}, "stop") for name in self.requests]
         self.requests = []
         return deltas
 

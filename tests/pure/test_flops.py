@@ -20,6 +20,7 @@ from megatron_eqlen.plan.model import KNOWN_MODELS
 from megatron_eqlen.plan.speed import achieved
 from megatron_eqlen.rollout.meter import rollout_metrics
 from megatron_eqlen.sampling import kind_of
+from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Group, Node, Pair, Prompt, Rollout, SampledTree, Segment, Stream, TokenTree
 from tests.kit import ROOT
 from tests.kit.marks import examples
@@ -53,7 +54,7 @@ def prompt() -> Prompt:
 
 
 def segment(length: int) -> Segment:
-    return Segment(list(range(length)), [0.0] * length, "stop")
+    return Segment(Tokens.of(list(range(length)), [0.0] * length), "stop")
 
 
 def stream(sides: list[int]) -> Stream:
@@ -101,8 +102,8 @@ def test_the_context_of_a_rollout_is_what_its_tokens_see(rollouts):
 @pytest.mark.parametrize("layout", ["tree", "expanded"])
 def test_the_context_of_rows_is_what_their_positions_see(layout):
     nodes = [
-        Node(-1, np.arange(5)),
-        *(Node(above, np.arange(n), weight=1.0, rollout_logprobs=np.zeros(n)) for n, above in LEAVES),
+        Node(-1, Tokens.of(np.arange(5))),
+        *(Node(above, Tokens.of(np.arange(n), np.zeros(n)), weight=1.0) for n, above in LEAVES),
     ]
     planned = plan_rows([TokenTree("t", nodes)], max_tokens_per_row=40, layout=layout)
     pairs = 0

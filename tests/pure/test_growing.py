@@ -31,10 +31,10 @@ def test_what_a_journal_holds_of_a_harvest_is_what_the_harvest_had(data):
         if first.complete or track.finish_reason is not None:
             continue
         token = data.draw(st.sampled_from([5, 6, 9]))
-        track.extend(Delta("", [token], [-1.0]), 0)
+        track.extend(Delta("", [token], {"logprobs": [-1.0]}), 0)
         while launched := first.advance():
             tracks |= {track.name: track for track in launched}
-    grow(again, {name: track.token_ids for name, track in tracks.items()})
+    grow(again, {(track.prompt_id, track.index, track.number): track.token_ids for track in tracks.values()})
     assert state_of(again) == state_of(first)
     if not again.complete:
         parts = sum(len(part.segment) for part in again.parts)

@@ -31,7 +31,7 @@ def test_a_token_is_of_the_weights_in_use_when_it_was_sampled(syncs, cuts, lag):
         else:
             tokens = list(range(*event))
             delta = Delta(
-                "r", tokens, [-1.0] * len(tokens), "length" if event[1] == 30 else None, num_cached_tokens=7
+                "r", tokens, {"logprobs": [-1.0] * len(tokens)}, "length" if event[1] == 30 else None, 7
             )
             pieces = labels.label(delta)
             assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)

@@ -13,6 +13,7 @@ from megatron_eqlen import metrics
 from megatron_eqlen.metrics import DECLARED, Mean, MetricError, at_once, check, in_turn, metric, over_ranks
 from megatron_eqlen.report.metric_names import NAMES, renamed
 from megatron_eqlen.rollout.meter import rollout_metrics
+from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.training import peak_memory
 from megatron_eqlen.types import Group, Pair, Prompt, Segment, Stream
 from tests.kit import ROOT
@@ -24,7 +25,7 @@ STAGES = {declared.name.split("/")[0] for declared in DECLARED} - {"evaluation"}
 
 
 def segment(length: int, finish_reason: str | None = "stop") -> Segment:
-    return Segment(list(range(length)), [0.0] * length, finish_reason)
+    return Segment(Tokens.of(list(range(length)), [0.0] * length), finish_reason)
 
 
 names = map(str, itertools.count())

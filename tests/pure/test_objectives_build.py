@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +15,8 @@ from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.objectives.surrogates import Reinforce
 from megatron_eqlen.recipe import RecipeError
-from megatron_eqlen.types import Grade, Group, Pair, Prompt, SamplingMask, Segment, Stream
+from megatron_eqlen.tokens import Ragged, Tokens
+from megatron_eqlen.types import Grade, Group, Pair, Prompt, Segment, Stream
 from tests.kit.marks import examples
 
 QUESTION = Prompt("q", [1, 2], "?", "math", "1")
@@ -54,10 +54,9 @@ def segment(tokens, reward=None):
     """Return a segment that ended with this reward, or that did not end (None)."""
     ended = reward is not None
     return Segment(
-        list(tokens),
-        [-0.5] * len(tokens),
-        finish_reason="stop" if ended else None,
-        grade=Grade(reward, "correct" if reward else "wrong") if ended else None,
+        Tokens.of(list(tokens), [-0.5] * len(tokens)),
+        "stop" if ended else None,
+        Grade(reward, "correct" if reward else "wrong") if ended else None,
     )
 
 
@@ -78,7 +77,7 @@ def test_a_stream_becomes_a_caterpillar():
     (tree,), _ = build([worked_example()])
     assert [node.token_ids.tolist() for node in tree.nodes] == [[1, 2], [5, 9], [6, 7], [8, 9], [4, 4]]
     assert [node.parent for node in tree.nodes] == [-1, 0, 0, 2, 2]
-    assert tree.nodes[3].rollout_logprobs.tolist() == [-0.5, -0.5]
+    assert tree.nodes[3].tokens["logprobs"].tolist() == [-0.5, -0.5]
 
 
 def test_the_worked_example_has_the_weights_of_eq_5_and_6():
@@ -121,7 +120,7 @@ def test_single_pair_and_prefix_in_gradient():
 
 
 def test_a_group_becomes_a_star_and_a_truncated_completion_gets_zero():
-    truncated = Segment([7] * 4, [-1.0] * 4, finish_reason="length")
+    truncated = Segment(Tokens.of([7] * 4, [-1.0] * 4), "length")
     group = Group(QUESTION, 0, [segment([3, 9], 1.0), truncated])
     (tree,), metrics = build([group], sampling="independent")
     assert [node.parent for node in tree.nodes] == [-1, 0, 0]
@@ -146,7 +145,7 @@ def test_rewards_equal_up_to_round_off_are_equal():
 
 
 def test_an_unscored_response_is_refused_by_name():
-    group = Group(QUESTION, 0, [segment([3, 9], 1.0), Segment([4, 9], [-1, -1], "stop")])
+    group = Group(QUESTION, 0, [segment([3, 9], 1.0), Segment(Tokens.of([4, 9], [-1, -1]), "stop")])
     with pytest.raises(ValueError, match=r"prompt q: .*no grade"):
         build([group], sampling="independent")
 
@@ -248,7 +247,7 @@ def test_dynamic_sampling_drops_prompts_whose_verifier_rewards_are_all_equal():
     groups = [
         Group(prompt("a"), 0, [segment([3, 9], 1.0), segment([4, 9], 0.0)]),
         Group(prompt("b"), 0, [segment([3, 9], 1.0), long]),
-        Group(prompt("c"), 0, [segment([3, 9], 0.5), Segment([7], [-1.0], "length")]),
+        Group(prompt("c"), 0, [segment([3, 9], 0.5), Segment(Tokens.of([7], [-1.0]), "length")]),
     ]
     assert filter_groups(groups, recipe(sampling="independent", objective="dapo")) == (["a", "c"], ["b"])
     streams = [worked_example(a1=1, a2=1, tail=1), worked_example(a1=0, a2=0, tail=1)]
@@ -310,17 +309,18 @@ def test_sampling_masks_go_with_their_tokens_and_must_be_what_the_recipe_says():
     with pytest.raises(ValueError, match="keep_sampling_mask: true, found a rollout recorded without"):
         build([stream], **masked)
     for sampled in stream.segments():
-        sampled.sampling_mask = SamplingMask.of((token, token + 10) for token in sampled.token_ids)
+        kept = Ragged.of((token, token + 10) for token in sampled.token_ids)
+        sampled.tokens = sampled.tokens.with_column("kept", kept)
     for changes in ({}, {"equal_length__prefix_in_gradient": True, "packing__layout": "expanded"}):
         (tree,), _ = build([stream], **masked, **changes)
         for node in tree.nodes[1:]:
-            assert node.sampling_mask == SamplingMask.of((token, token + 10) for token in node.token_ids)
+            assert node.tokens["kept"] == Ragged.of((token, token + 10) for token in node.token_ids)
     with pytest.raises(ValueError, match="keep_sampling_mask: false, found a rollout recorded with"):
         build([stream])
 
 
 def test_a_completion_that_the_budget_cut_off_is_in_no_unit():
-    cut = Segment([3, 4], [-1.0, -1.0])
+    cut = Segment(Tokens.of([3, 4], [-1.0, -1.0]))
     group = Group(QUESTION, 0, [segment([3, 9], 1.0), segment([4, 9], 0.0), cut])
     (tree,), metrics = build([group], sampling="independent")
     assert [node.weight for node in tree.nodes] == [0, 1 / 4, 1 / 4]
@@ -332,6 +332,6 @@ def test_a_completion_that_the_budget_cut_off_is_in_no_unit():
 
 def test_sides_of_unequal_length_are_refused_by_name():
     stream = worked_example()
-    stream.pairs[1].b.token_ids = np.array([4, 4, 3], np.int32)
+    stream.pairs[1].b.tokens = Tokens.of([4, 4, 3], -0.5)
     with pytest.raises(ValueError, match=r"stream q/0: pair 1: .* found 2 and 3 tokens"):
         build([stream])

@@ -18,6 +18,7 @@ from megatron_eqlen.objectives.build import build_trees
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.packing.pack import pack
+from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.training.policy_loss import policy_loss
 from megatron_eqlen.types import Grade, Group, Pair, Prompt, SampledTree, Segment, Stream
 from tests.kit.marks import examples
@@ -28,7 +29,7 @@ THOROUGH = examples(15)
 
 
 @dataclass
-class Tokens:
+class Draws:
     """Hands out token ids; log-probs of the policy, before the update, of the reference and of the engine."""
 
     scale: float
@@ -51,7 +52,9 @@ class Tokens:
             self.rollout.append(float(np.float32(self.old[-1] + 0.5 * self.random.normal())))
         grade = None if reward is None else Grade(reward, "")
         finish_reason = finish_reason or (None if reward is None else "stop")
-        return Segment(list(range(first, first + length)), self.rollout[first:], finish_reason, grade)
+        return Segment(
+            Tokens.of(list(range(first, first + length)), self.rollout[first:]), finish_reason, grade
+        )
 
 
 def recipe(sampling, objective, **loss):
@@ -95,7 +98,7 @@ def our_gradient(rollouts, tokens, recipe):
             weights=torch.from_numpy(row.weights),
             advantages=torch.from_numpy(row.advantages),
             segment_ids=torch.from_numpy(row.segment_ids),
-            rollout_logprobs=torch.from_numpy(row.rollout_logprobs),
+            rollout_logprobs=torch.from_numpy(row.column("logprobs")),
             old_logprobs=old[labels],
             ref_logprobs=ref[labels],
             objective=resolve(recipe),
@@ -236,7 +239,7 @@ INDEPENDENT = [
 @given(shapes=st.lists(lengths_and_rewards, min_size=1, max_size=3), scale=scales, seed=st.integers(0, 99))
 @THOROUGH
 def test_groups_follow_their_equation(name, shapes, scale, seed):
-    tokens = Tokens(scale, seed)
+    tokens = Draws(scale, seed)
     groups = sample_groups(shapes, tokens)
     settings = recipe("independent", name, **({"overlong_buffer": BUFFER} if name == "dapo" else {}))
     expected = np.zeros(len(tokens.new))
@@ -268,7 +271,7 @@ def test_groups_follow_their_equation(name, shapes, scale, seed):
 def test_balanced_aggregation_follows_its_equation(shapes, scale, seed):
     """The equation for each group: |S+| / G times the token mean over S+, and the same for S- (arXiv
     2605.04077)."""
-    tokens = Tokens(scale, seed)
+    tokens = Draws(scale, seed)
     groups = sample_groups(shapes, tokens)
     expected = np.zeros(len(tokens.new))
     for group in groups:
@@ -289,7 +292,7 @@ def test_balanced_aggregation_follows_its_equation(shapes, scale, seed):
 @given(shapes=st.lists(lengths_and_rewards, min_size=1, max_size=2), seed=st.integers(0, 99))
 @THOROUGH
 def test_the_kl_penalty_of_grpo(estimator, shapes, seed):
-    tokens = Tokens(0.0, seed)
+    tokens = Draws(0.0, seed)
     groups = sample_groups(shapes, tokens)
     expected = np.zeros(len(tokens.new))
     for ids, advantage, factor in of_grpo(groups):
@@ -305,7 +308,7 @@ def test_the_kl_penalty_of_grpo(estimator, shapes, seed):
 @given(shapes=st.lists(lengths_and_rewards, min_size=1, max_size=2), seed=st.integers(0, 99))
 @THOROUGH
 def test_truncated_importance_sampling(level, shapes, seed):
-    tokens = Tokens(0.1, seed)
+    tokens = Draws(0.1, seed)
     groups = sample_groups(shapes, tokens)
     expected = np.zeros(len(tokens.new))
     for ids, advantage, factor in of_grpo(groups):
@@ -368,7 +371,7 @@ def test_tokens_and_segments_beyond_their_bounds_give_no_gradient_and_leave_the_
 ):
     """This covers a token's own gradient, also with a sequence's ratio, and a ratio of the kept tokens, as in
     verl."""
-    tokens = Tokens(0.1, seed)
+    tokens = Draws(0.1, seed)
     level = "none" if name == "vespo" else level  # its kernel takes no other importance weight
     groups = sample_groups(shapes, tokens)
     expected = np.zeros(len(tokens.new))
@@ -405,7 +408,7 @@ def test_tokens_and_segments_beyond_their_bounds_give_no_gradient_and_leave_the_
 @given(shapes=st.lists(lengths_and_rewards, min_size=1, max_size=3), scale=scales, seed=st.integers(0, 99))
 @THOROUGH
 def test_loss_keys_change_what_they_name(name, keys, low, high, dual, shapes, scale, seed):
-    tokens = Tokens(scale, seed)
+    tokens = Draws(scale, seed)
     groups = sample_groups(shapes, tokens)
     old = tokens.rollout if "old_logprobs" in keys else tokens.old
     expected = np.zeros(len(tokens.new))
@@ -490,7 +493,7 @@ def per_prompt(streams):
 @given(shapes=st.lists(stream_shape, min_size=1, max_size=4), scale=scales, seed=st.integers(0, 99))
 @THOROUGH
 def test_pairs_follow_eq_5_and_eq_6(name, keys, shapes, scale, seed):
-    tokens = Tokens(scale, seed)
+    tokens = Draws(scale, seed)
     streams = sample_streams(shapes, tokens)
     reduce = mean_of if keys.get("suffix_reward") == "mean" else max
     whole = keys.get("prefix_in_gradient", False)
@@ -523,7 +526,7 @@ def test_pairs_follow_eq_5_and_eq_6(name, keys, shapes, scale, seed):
 @THOROUGH
 def test_binary_eqlen_rloo_and_eqlen_grpo_are_one_method_on_policy(shapes, seed):
     """Source: the paper's appendix on RLOO."""
-    tokens = Tokens(0.0, seed)
+    tokens = Draws(0.0, seed)
     shapes = [([(n, round(r)) for n, r in pairs], outcome, round(r)) for pairs, outcome, r in shapes]
     streams = sample_streams(shapes, tokens)
     grpo, rloo = (our_gradient(streams, tokens, recipe("equal_length", name)) for name in ("grpo", "rloo"))
@@ -541,7 +544,7 @@ def test_binary_eqlen_rloo_and_eqlen_grpo_are_one_method_on_policy(shapes, seed)
 )
 @THOROUGH
 def test_treerpo_compares_siblings_by_the_mean_of_their_leaves(branching, depth, scale, seed):
-    tokens = Tokens(scale, seed)
+    tokens = Draws(scale, seed)
     steps, parents, expected = [], [], {}
     groups = []
 

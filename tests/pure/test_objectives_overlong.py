@@ -7,6 +7,7 @@ the limit -1.
 import pytest
 
 from megatron_eqlen.objectives.build import build_trees
+from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Grade, Group, Pair, SampledTree, Segment, Stream
 from tests.pure.test_objectives_build import QUESTION, recipe
 
@@ -16,7 +17,7 @@ WINS, LOSES, SKIPPED = (1, -1), (-1, 1), (0, 0)
 
 def segment(length: int, finish_reason: str | None = None, reward: float | None = None) -> Segment:
     grade = None if reward is None else Grade(reward, "correct" if reward else "wrong")
-    return Segment([5] * length, [-0.5] * length, finish_reason, grade)
+    return Segment(Tokens.of([5] * length, [-0.5] * length), finish_reason, grade)
 
 
 def signs(rollout, **keys) -> tuple[int, int]:

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from megatron_eqlen.objectives.dynamic_sampling import filter_groups
 from megatron_eqlen.sampling.tree import GrowingTree, step_rewards
+from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Delta, Grade, Prompt, SampledTree, Segment
 from tests.kit.marks import examples
 from tests.pure.test_objectives_build import recipe
@@ -30,7 +31,7 @@ def sampled(branching, depth, step_tokens, limit, seed, order):
     while not unit.complete:
         track, tokens = running[arrival.integers(len(running))]
         chunk = tokens.integers(0, 6, size=int(tokens.integers(1, 4))).tolist()
-        track.extend(Delta(track.request_id, chunk, [-1.0] * len(chunk)), 3)
+        track.extend(Delta(track.request_id, chunk, {"logprobs": [-1.0] * len(chunk)}), 3)
         running = [(t, r) for t, r in running if t.finish_reason is None]
         running += [(t, np.random.default_rng(t.seed)) for t in unit.advance()]
     return unit.rollout(policy_version=3)
@@ -74,7 +75,7 @@ def ancestors(tree, step):
 def test_rewards_are_means_of_leaves_below_and_unknown_where_the_budget_cut():
     def step(reward=None, finish_reason=None):
         grade = None if reward is None else Grade(reward, "")
-        return Segment([5], [-1.0], finish_reason or (None if reward is None else "stop"), grade)
+        return Segment(Tokens.of([5], [-1.0]), finish_reason or (None if reward is None else "stop"), grade)
 
     steps = [step(), step(1.0), step(1.0), step(finish_reason="length"), step()]
     tree = SampledTree(PROMPT, 0, steps, [-1, -1, 0, 0, -1])

@@ -14,6 +14,7 @@ import torch
 
 from megatron_eqlen.objectives.build import build_minibatches, weighted_units
 from megatron_eqlen.objectives.registry import resolve
+from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.training.policy_loss import policy_loss
 from megatron_eqlen.types import Grade, Group, Prompt, Segment
 from tests.pure.test_rollout_harvest import make_recipe
@@ -32,19 +33,20 @@ def exact_gradient(logits: torch.Tensor) -> torch.Tensor:
     return probs * (rewards - probs @ rewards)
 
 
+def drawn(action: int, version: int) -> Tokens:
+    """Return one token that weights of ``version`` sampled; log-probs are float64 here."""
+    logprob = LOGITS[version].log_softmax(-1)[action : action + 1].numpy()
+    return Tokens.of([action], versions=version).with_column("logprobs", logprob)
+
+
 def groups_of(versions: tuple[int, int]) -> list[tuple[float, Group]]:
     """Return every group of two responses, sampled by weights of these versions, with its probability."""
     found = []
     for number, actions in enumerate(itertools.product(range(ACTIONS), repeat=2)):
         segments = [
-            Segment(
-                [action], [LOGITS[version].log_softmax(-1)[action]], "stop", Grade(REWARDS[action], ""),
-                versions=((0, version),),
-            )
+            Segment(Tokens.of(drawn(action, version), "stop"), Grade(REWARDS[action], ""))
             for action, version in zip(actions, versions, strict=True)
-        ]  # fmt: skip
-        for segment, action, version in zip(segments, actions, versions, strict=True):
-            segment.logprobs = LOGITS[version].log_softmax(-1)[action : action + 1].numpy()  # float64
+        ]
         probability = float(PROBS[versions[0], actions[0]] * PROBS[versions[1], actions[1]])
         found.append((probability, Group(Prompt(f"q{number}", [1], "", "", ""), 2, segments)))
     return found
@@ -66,7 +68,7 @@ def expected_gradient(policy: int, versions: tuple[int, int], **recipe) -> torch
         if not nodes:
             continue
         actions = torch.tensor([int(node.token_ids[0]) for node in nodes])
-        engine = np.concatenate([member.logprobs for unit in units for member in unit.members])
+        engine = np.concatenate([member.tokens["logprobs"] for unit in units for member in unit.members])
         loss, _ = policy_loss(
             logits.log_softmax(-1)[actions],
             torch.zeros(len(nodes), dtype=torch.float64),
@@ -151,8 +153,8 @@ def test_staleness_is_counted_in_trained_tokens():
     )  # fmt: skip
     old, new = Grade(0.0, ""), Grade(1.0, "")
     group = Group(Prompt("q", [1], "", "", ""), 5, [
-        Segment([3, 3, 9], [-1, -1, -1], "stop", old, versions=((0, 2), (2, 5))),
-        Segment([9], [-1], "stop", new, versions=((0, 4),)),
+        Segment(Tokens.of([3, 3, 9], [-1, -1, -1], versions=[2, 2, 5]), "stop", old),
+        Segment(Tokens.of([9], [-1], versions=4), "stop", new),
     ])  # fmt: skip
     _, metrics = build_minibatches([group], recipe, policy_version=5)
     assert {name: value for name, value in metrics.items() if name.startswith("staleness")} == {

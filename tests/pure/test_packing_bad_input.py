@@ -11,20 +11,13 @@ import pytest
 from megatron_eqlen.packing.arrays import check_route_shapes, check_routes
 from megatron_eqlen.packing.pack import pack
 from megatron_eqlen.packing.tree import Forest
-from megatron_eqlen.types import Node, Placeholder, TokenTree
+from megatron_eqlen.tokens import Placeholder, Tokens
+from megatron_eqlen.types import Node, TokenTree
 
 
-def side(parent: int, **changes) -> Node:
-    return Node(
-        **{
-            "parent": parent,
-            "token_ids": [3, 4],
-            "advantage": 1.0,
-            "weight": 0.5,
-            "rollout_logprobs": [-1.0, -1.0],
-            **changes,
-        }
-    )
+def side(parent: int, advantage: float = 1.0, weight: float = 0.5, **columns) -> Node:
+    columns = {"token_ids": [3, 4], "logprobs": [-1.0, -1.0]} | columns
+    return Node(parent, Tokens.of(**columns), advantage, weight)
 
 
 @pytest.mark.parametrize(
@@ -32,58 +25,79 @@ def side(parent: int, **changes) -> Node:
     [
         ([], "expected a root, found no nodes"),
         ([side(0)], "node 0: the root's parent is -1, found 0"),
-        ([Node(-1, [1], weight=1.0)], "node 0: the root is the prompt and is not supervised"),
-        ([Node(-1, [1]), side(7)], "node 1: its parent 7 is missing (the tree has 2 nodes)"),
-        ([Node(-1, [1]), side(-1)], "node 1: its parent -1 is missing"),
-        ([Node(-1, [1]), side(0), side(3), side(2)], "node 2: a cycle, 2 -> 3 -> 2"),
-        ([Node(-1, [1]), side(1)], "node 1: a cycle, 1 -> 1"),
-        ([Node(-1, [1]), side(2), side(0)], "node 1: its parent 2 comes after it"),
-        ([Node(-1, [])], "node 0: expected at least one token"),
-        ([Node(-1, [1]), side(0, advantage=math.nan)], "node 1: the advantage is not finite, found nan"),
-        ([Node(-1, [1]), side(0, advantage=-math.inf)], "node 1: the advantage is not finite, found -inf"),
-        ([Node(-1, [1]), side(0, weight=math.nan)], "node 1: expected a finite weight >= 0, found nan"),
-        ([Node(-1, [1]), side(0, weight=-1.0)], "node 1: expected a finite weight >= 0, found -1.0"),
-        ([Node(-1, [1]), side(0, rollout_logprobs=None)], "node 1: supervised (weight > 0), but without"),
-        ([Node(-1, [1]), side(0, rollout_logprobs=[-1.0])], "node 1: expected one rollout_logprob a token"),
-        ([Node(-1, [1]), side(0, rollout_logprobs=[-1.0, math.nan])], "rollout_logprob of token 1 is nan"),
-        ([Node(-1, [1]), side(0, token_ids=[3, -4])], "node 1: expected token ids >= 0, found -4"),
-        ([Node(-1, [1] * 30), side(0)], "node 1: the path that ends there takes 31 positions; a row has 16"),
+        ([Node(-1, Tokens.of([1]), weight=1.0)], "node 0: the root is the prompt and is not supervised"),
+        ([Node(-1, Tokens.of([1])), side(7)], "node 1: its parent 7 is missing (the tree has 2 nodes)"),
+        ([Node(-1, Tokens.of([1])), side(-1)], "node 1: its parent -1 is missing"),
+        ([Node(-1, Tokens.of([1])), side(0), side(3), side(2)], "node 2: a cycle, 2 -> 3 -> 2"),
+        ([Node(-1, Tokens.of([1])), side(1)], "node 1: a cycle, 1 -> 1"),
+        ([Node(-1, Tokens.of([1])), side(2), side(0)], "node 1: its parent 2 comes after it"),
+        ([Node(-1, Tokens.of([]))], "node 0: expected at least one token"),
+        (
+            [Node(-1, Tokens.of([1])), side(0, advantage=math.nan)],
+            "node 1: the advantage is not finite, found nan",
+        ),
+        (
+            [Node(-1, Tokens.of([1])), side(0, advantage=-math.inf)],
+            "node 1: the advantage is not finite, found -inf",
+        ),
+        (
+            [Node(-1, Tokens.of([1])), side(0, weight=math.nan)],
+            "node 1: expected a finite weight >= 0, found nan",
+        ),
+        (
+            [Node(-1, Tokens.of([1])), side(0, weight=-1.0)],
+            "node 1: expected a finite weight >= 0, found -1.0",
+        ),
+        (
+            [Node(-1, Tokens.of([1])), side(0, logprobs=None)],
+            "node 1: supervised (weight > 0), but without",
+        ),
+        (
+            [Node(-1, Tokens.of([1])), side(0, logprobs=[-1.0, math.nan])],
+            "rollout_logprob of token 1 is nan",
+        ),
+        ([Node(-1, Tokens.of([1])), side(0, token_ids=[3, -4])], "node 1: expected token ids >= 0, found -4"),
+        (
+            [Node(-1, Tokens.of([1] * 30)), side(0)],
+            "node 1: the path that ends there takes 31 positions; a row has 16",
+        ),
     ],
 )
 def test_bad_trees_are_named(nodes, message):
-    good = TokenTree("good#0", [Node(-1, [1, 2]), side(0)])
+    good = TokenTree("good#0", [Node(-1, Tokens.of([1, 2])), side(0)])
     with pytest.raises(ValueError, match="bad#1") as error:
         pack([good, TokenTree("bad#1", nodes)], 16)
     assert message in str(error.value)
 
 
 def test_a_path_that_is_pruned_may_be_long():
-    tree = TokenTree("tail", [Node(-1, [1, 2]), side(0), Node(0, [5] * 100)])
+    tree = TokenTree("tail", [Node(-1, Tokens.of([1, 2])), side(0), Node(0, Tokens.of([5] * 100))])
     assert pack([tree], 16)[0][0].num_tokens == 3
 
 
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
-        (None, "node 2: without a sampling_mask, others of the batch have one"),
-        ([(3,)], "node 2: expected one sampling mask a token, found 1"),
+        (None, "node 2: supervised (weight > 0), but without the column kept, which other nodes"),
         ([(3,), ()], "node 2: expected the token 4 in its sampling mask, found []"),
         ([(4,), (3, 4)], "node 2: expected the token 3 in its sampling mask, found [4]"),
     ],
 )
 def test_bad_sampling_masks_are_named(mask, message):
-    good = side(0, sampling_mask=[(1, 3), (4, 9)])
+    good = side(0, kept=[(1, 3), (4, 9)])
     with pytest.raises(ValueError, match=re.escape(message)):
-        pack([TokenTree("t", [Node(-1, [1, 2]), good, side(0, sampling_mask=mask)])], 16)
+        pack([TokenTree("t", [Node(-1, Tokens.of([1, 2])), good, side(0, kept=mask)])], 16)
 
 
 ROUTES = np.array([[[0, 1]], [[7, 3]]], np.uint8)
 """Routes of two tokens, through one layer, to two of eight experts."""
 
 
-def test_routes_of_too_few_tokens_are_named():
-    with pytest.raises(ValueError, match="node 0: expected routes of each token, found 2"):
-        pack([TokenTree("t", [Node(-1, [1, 2], routes=ROUTES), side(0, routes=ROUTES)])], 16)
+@pytest.mark.parametrize("column", [{"logprobs": [-1.0]}, {"kept": [(3,)]}, {"routes": ROUTES[:1]}], ids=str)
+def test_a_column_of_too_few_tokens_is_named(column):
+    (name,) = column
+    with pytest.raises(ValueError, match=f"column {name}: expected values of 2 tokens, found values of 1"):
+        side(0, **column)
 
 
 @pytest.mark.parametrize(
@@ -96,12 +110,14 @@ def test_routes_of_too_few_tokens_are_named():
 def test_bad_routes_are_named(experts, twice, message):
     routes = ROUTES.copy()
     routes[1:] *= not twice
-    forest = Forest.of([TokenTree("t", [Node(-1, [1, 2], routes=ROUTES[:1]), side(0, routes=routes)])])
+    forest = Forest.of(
+        [TokenTree("t", [Node(-1, Tokens.of([1, 2], routes=ROUTES[[0, 0]])), side(0, routes=routes)])]
+    )
     with pytest.raises(ValueError, match=re.escape(message)):
         check_routes(forest, np.arange(2), experts)
 
 
 def test_routes_of_another_shape_are_named_though_the_arrays_are_elsewhere():
-    tree = TokenTree("t", [Node(-1, [1]), side(0, routes=Placeholder.of(ROUTES))])
+    tree = TokenTree("t", [Node(-1, Tokens.of([1])), side(0, routes=Placeholder.of(ROUTES))])
     with pytest.raises(ValueError, match="node 1: expected routes of the model's 4 MoE layers x 2 experts"):
         check_route_shapes(Forest.of([tree]), (4, 2))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_eqlen.packing.pack import node_costs, pack, plan_rows
 from megatron_eqlen.packing.tree import Forest
+from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Node, Row, TokenTree
 from tests.kit.marks import examples
 
@@ -19,13 +20,13 @@ from tests.kit.marks import examples
 def token_trees(draw: st.DrawFn, max_nodes: int = 12) -> TokenTree:
     """Draw a tree of any shape; about a third of the nodes unsupervised; tokens tell nodes apart."""
     count = draw(st.integers(1, max_nodes))
-    nodes = [Node(-1, draw(st.lists(st.integers(0, 50), min_size=1, max_size=6)))]
+    nodes = [Node(-1, Tokens.of(draw(st.lists(st.integers(0, 50), min_size=1, max_size=6))))]
     for i in range(1, count):
         tokens = draw(st.lists(st.integers(0, 50), min_size=1, max_size=7))
         weight = draw(st.sampled_from([0.0, 0.25, 1.5]))
         advantage = draw(st.sampled_from([-1.0, 0.0, 0.5]))
         logprobs = [-0.01 * (i + j) for j in range(len(tokens))]
-        nodes.append(Node(draw(st.integers(0, i - 1)), tokens, advantage, weight, logprobs))
+        nodes.append(Node(draw(st.integers(0, i - 1)), Tokens.of(tokens, logprobs), advantage, weight))
     return TokenTree(f"tree{draw(st.integers(0, 10**6))}", nodes)
 
 
@@ -50,7 +51,7 @@ def what_is_trained(trees: list[TokenTree]) -> list[tuple]:
             before = path_tokens(tree, node.parent) if node.parent >= 0 else []
             for j, token in enumerate(node.token_ids.tolist() if node.weight else []):
                 prefix = tuple(before + node.token_ids[:j].tolist())
-                facts.append((prefix, token, node.advantage, node.weight, node.rollout_logprobs[j]))
+                facts.append((prefix, token, node.advantage, node.weight, node.tokens["logprobs"][j]))
     return sorted(facts)
 
 
@@ -63,7 +64,9 @@ def what_rows_train(rows: list[Row]) -> list[tuple]:
             seen = np.flatnonzero((k <= q) & (q < row.visible_until))
             assert row.position_ids[seen].tolist() == list(range(len(seen)))
             prefix = tuple(row.input_ids[seen].tolist())
-            facts.append((prefix, row.labels[q], row.advantages[q], row.weights[q], row.rollout_logprobs[q]))
+            facts.append(
+                (prefix, row.labels[q], row.advantages[q], row.weights[q], row.column("logprobs")[q])
+            )
     return sorted(facts)
 
 
@@ -134,11 +137,11 @@ def test_the_worked_example():
     tree = TokenTree(
         "example",
         [
-            Node(-1, [1, 2]),
-            Node(0, [5, 9], 1.0, 0.25, logprobs),
-            Node(0, [6, 7], -1.0, 0.25, logprobs),
-            Node(2, [8, 9], 1.0, 0.25, logprobs),
-            Node(2, [4, 4], -1.0, 0.25, logprobs),
+            Node(-1, Tokens.of([1, 2])),
+            Node(0, Tokens.of([5, 9], logprobs), 1.0, 0.25),
+            Node(0, Tokens.of([6, 7], logprobs), -1.0, 0.25),
+            Node(2, Tokens.of([8, 9], logprobs), 1.0, 0.25),
+            Node(2, Tokens.of([4, 4], logprobs), -1.0, 0.25),
         ],
     )
     ((row,),) = pack([tree], 12, multiple_of=4)
@@ -153,11 +156,11 @@ def test_the_worked_example():
 
 def caterpillar(lengths: list[int], dead: frozenset[int] = frozenset(), name: str = "stream") -> TokenTree:
     """Return a stream with pairs of ``lengths``; pairs in ``dead`` carry no weight."""
-    nodes, trunk = [Node(-1, [1] * 5)], 0
+    nodes, trunk = [Node(-1, Tokens.of([1] * 5))], 0
     for pair, length in enumerate(lengths):
         weight = 0.0 if pair in dead else 1.0
         for side in (1.0, -1.0):
-            nodes.append(Node(trunk, [10 + pair] * length, side, weight, [0.0] * length))
+            nodes.append(Node(trunk, Tokens.of([10 + pair] * length, [0.0] * length), side, weight))
         trunk = len(nodes) - 1
     return TokenTree(name, nodes)
 

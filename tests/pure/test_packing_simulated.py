@@ -19,6 +19,7 @@ from megatron_eqlen.packing.simulated import (
 from megatron_eqlen.plan import describe
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
+from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Grade, Node, Prompt, TokenTree
 from tests.kit import ROOT
 from tools.benchmarks.scripted import EOS, ScriptedEngine
@@ -52,7 +53,10 @@ def test_the_foretold_share_is_that_of_streams_that_the_harvester_makes():
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_of_one_sequence_the_rank_with_its_end_gets_all_other_keys_and_of_several_fewer(ranks):
     """A row's padding sees itself alone."""
-    chain = TokenTree("chain", [Node(-1, np.zeros(1)), Node(0, np.zeros(2048), 1.0, 1.0, np.zeros(2048))])
+    chain = TokenTree(
+        "chain",
+        [Node(-1, Tokens.of(np.zeros(1))), Node(0, Tokens.of(np.zeros(2048), np.zeros(2048)), 1.0, 1.0)],
+    )
     assert exchanged_share([chain], 2048, ranks) == (ranks - 1) / ranks
     for simulated in (simulated_streams, simulated_responses):
         trees = simulated(16, limit=4096, prompt=256)

@@ -68,7 +68,7 @@ OTHERS = {
     "no routes": (
         streams_of(3, 2),
         {"rollout": {"max_response_length": 192, "keep_routes": True}},
-        r"expected routes .*keep_routes: true\), found tokens without: .* With rollout\.keep_routes=false",
+        r"expected routes of all tokens, found tokens without: .*rollout\.record_routes.*keep_routes=false",
     ),
     "a run stopped in the middle": (streams_of(3, 2)[:-1], {}, "expected 2 rollouts .*, found 1 of a#2"),
 }

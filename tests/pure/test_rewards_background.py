@@ -15,6 +15,7 @@ from megatron_eqlen.rewards.grader import BackgroundGrader
 from megatron_eqlen.rewards.scoring import EarlyGrading, Scorer, make_grader
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
+from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Delta, Grade, Group, Prompt, Segment
 from tests.kit import slow_graders
 from tests.kit.marks import examples
@@ -41,7 +42,7 @@ class OneByOne:
         self.requests: list[str] = []
         self.ended = 0
 
-    def submit(self, request_id, token_ids, max_tokens, seed, prompt_routes=0):
+    def submit(self, request_id, token_ids, max_tokens, seed, path_rows=0):
         self.requests.append(request_id)
 
     def step(self):
@@ -49,7 +50,7 @@ class OneByOne:
             raise AssertionError(f"nothing that completion {self.ended} may wait for happened")
         tokens = tokens_of(self.texts[self.ended])
         self.ended += 1
-        return [Delta(self.requests[self.ended - 1], tokens, [0.0] * len(tokens), "stop")]
+        return [Delta(self.requests[self.ended - 1], tokens, {"logprobs": [0.0] * len(tokens)}, "stop")]
 
     def abort(self, request_ids): ...
 
@@ -62,7 +63,7 @@ def tokens_of(text: str) -> list[int]:
 
 
 def ending(text: str) -> Segment:
-    return Segment(tokens_of(text), [0.0] * len(tokens_of(text)), "stop")
+    return Segment(Tokens.of(tokens_of(text), [0.0] * len(tokens_of(text))), "stop")
 
 
 def prompt(grader: str = OBEDIENT, name: str = "q#7") -> Prompt:

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_eqlen.recipe import RewardRecipe
 from megatron_eqlen.rewards.scoring import Scorer
+from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Grade, Group, Pair, Prompt, Segment, Stream
 
 END = 0
@@ -20,7 +21,7 @@ class Letters:
 
 def segment(text: str, ended: bool = False, reason: str | None = None) -> Segment:
     tokens = [ord(letter) for letter in text] + [END] * ended
-    return Segment(tokens, [0.0] * len(tokens), "stop" if ended else reason)
+    return Segment(Tokens.of(tokens, [0.0] * len(tokens)), "stop" if ended else reason)
 
 
 def prompt(name: str = "q", grader: str = "math", gold: str = "5", source: str = "sums") -> Prompt:

@@ -22,20 +22,18 @@ from megatron_eqlen.rewards.scoring import policy_metrics
 from megatron_eqlen.rollout.engine import EngineError, StalePolicyError
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
-from megatron_eqlen.rollout.partial import HarvestProgress
+from megatron_eqlen.rollout.partial import HarvestProgress, PartialRollout
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.sampling.equal_length.dual_track import DualTrack
 from megatron_eqlen.sampling.harvester import Harvester, RolloutPart, all_rollouts
 from megatron_eqlen.sampling.track import track_seed
+from megatron_eqlen.tokens import Ragged, Tokens
 from megatron_eqlen.types import (
     Delta,
     Grade,
     Group,
-    Placeholder,
     Prompt,
     Rollout,
-    SamplingMask,
-    Segment,
     Stream,
     rollout_key,
 )
@@ -95,14 +93,14 @@ class ScriptedEngine:
     paths: dict[str, tuple[list[int], int, int]] = field(default_factory=dict)
     """(context and tokens, length of the context, rows of its path that it brings) of each request."""
 
-    def submit(self, request_id, token_ids, max_tokens, seed, prompt_routes=0):
+    def submit(self, request_id, token_ids, max_tokens, seed, path_rows=0):
         assert request_id not in self.requests
         assert max_tokens >= 1
         tokens = continuation(token_ids, seed, self.end)[:max_tokens]
         self.requests[request_id] = (tokens, len(token_ids))
         self.delivered[request_id] = 0
         self.submitted.append((request_id, list(token_ids), seed))
-        self.paths[request_id] = [*token_ids, *tokens], len(token_ids), prompt_routes
+        self.paths[request_id] = [*token_ids, *tokens], len(token_ids), path_rows
 
     def step(self):
         chosen = [name for name in self.requests if self.chaos.random() < 0.6]
@@ -130,20 +128,17 @@ class ScriptedEngine:
         logprobs = [-(start + first + i) / 7 for i in range(len(chunk))]
         mask = [(token, token + 100) for token in chunk]
         cached = start - start % 4 if first == 0 else None
-        delta = Delta(name, chunk, logprobs, reason, mask, cached, version)
+        delta = Delta(name, chunk, {"logprobs": logprobs, "kept": mask}, reason, cached, version)
         return self._with_routes(delta, first) if self.routes else delta
 
     def _with_routes(self, delta, first):
         if first == 0 and delta.finish_reason == "lost":  # before its first token
             self.delivered[delta.request_id] = 0
-            return Delta(delta.request_id, [], [], "lost")
+            return Delta(delta.request_id, [], {}, "lost")
         path, start, asked = self.paths[delta.request_id]
         routes = routes_of(path, start + first, start + first + len(delta.token_ids))
-        return replace(
-            delta,
-            routes=routes,
-            prompt_routes=routes_of(path, 1, 1 + asked) if asked and first == 0 else None,
-        )
+        rows = {"routes": routes_of(path, 1, 1 + asked)} if asked and first == 0 else {}
+        return replace(delta, columns={**delta.columns, "routes": routes}, path=rows)
 
     def abort(self, request_ids):
         for name in request_ids:
@@ -164,11 +159,21 @@ def routes_of(path: list[int], first: int, stop: int) -> np.ndarray:
     return np.array(rows, np.uint8).reshape(-1, 1, 2)
 
 
+def versions_of(rollout: Rollout) -> set[int]:
+    """Return the policy versions that sampled a rollout's tokens."""
+    return {int(version) for s in rollout.segments() for version in np.unique(s.tokens["versions"])}
+
+
+def without(delta: Delta, column: str) -> Delta:
+    """Return the delta without one of its columns."""
+    return replace(delta, columns={name: found for name, found in delta.columns.items() if name != column})
+
+
 def check_routes(rollout: Rollout) -> None:
     """Assert that every row is the one of its token, wherever its path forks, and that the prompt's rows are
     there."""
     prompt = rollout.prompt.token_ids
-    assert np.array_equal(rollout.prompt_routes, routes_of(prompt, 1, len(prompt)))
+    assert np.array_equal(rollout.prompt_columns["routes"][1:], routes_of(prompt, 1, len(prompt)))
     harvested = kind_of(rollout).parts(rollout)
     trunk: dict[int, list[int]] = {-1: prompt}
     for part in harvested:
@@ -182,7 +187,7 @@ def check_routes(rollout: Rollout) -> None:
         else:
             before = trunk[part.parent]
         trunk[part.number] = path = before + part.segment.token_ids.tolist()
-        assert np.array_equal(part.segment.routes, routes_of(path, len(before), len(path)))
+        assert np.array_equal(part.segment.tokens["routes"], routes_of(path, len(before), len(path)))
 
 
 def reference_stream(prompt: Prompt, index: int, recipe: Recipe, seed: int, end: float) -> dict:
@@ -245,9 +250,9 @@ def check_logprobs(rollout: Rollout, start: int) -> None:
             paths.append(rollout.tail)
             offsets.append(base)
     for segment, offset in zip(paths, offsets, strict=True):
-        logprobs = [-(offset + i) / 7 for i in range(len(segment))]
-        kept = SamplingMask.of((token, token + 100) for token in segment.token_ids)
-        assert segment == replace(segment, logprobs=logprobs, sampling_mask=kept)
+        logprobs = np.array([-(offset + i) / 7 for i in range(len(segment))], np.float32)
+        assert np.array_equal(segment.tokens["logprobs"], logprobs)
+        assert segment.tokens["kept"] == Ragged.of((token, token + 100) for token in segment.token_ids)
 
 
 cases = st.fixed_dictionaries(
@@ -403,8 +408,7 @@ def test_of_rollouts_that_another_rank_keeps_there_are_token_ids_alone(case, sam
             assert found == full
             continue
         for segment, wanted in zip(found.segments(), full.segments(), strict=True):
-            bare = replace(wanted, logprobs=Placeholder.of(wanted.logprobs), sampling_mask=None)
-            assert segment == bare
+            assert segment == replace(wanted, tokens=wanted.tokens.only(["token_ids", "versions"]))
 
 
 @examples(40)
@@ -463,8 +467,8 @@ def test_the_worked_example_of_types():
     scripts = {(1, 2): [[5, 9], [6, 7, 8, 9]], (1, 2, 6, 7): [[4, 4, 9]], (1, 2, 6, 7, 4, 4): [[9]]}
 
     class Script(ScriptedEngine):
-        def submit(self, request_id, token_ids, max_tokens, seed, prompt_routes=0):
-            super().submit(request_id, token_ids, max_tokens, seed, prompt_routes)
+        def submit(self, request_id, token_ids, max_tokens, seed, path_rows=0):
+            super().submit(request_id, token_ids, max_tokens, seed, path_rows)
             self.requests[request_id] = (scripts[tuple(token_ids)].pop(0), len(token_ids))
 
     recipe = make_recipe(group_size=2)
@@ -492,8 +496,8 @@ def test_a_fork_is_submitted_in_the_step_that_made_its_length_certain():
             self.steps += 1
             return [self._delta(name) for name in list(self.requests)]
 
-        def submit(self, request_id, token_ids, max_tokens, seed, prompt_routes=0):
-            super().submit(request_id, token_ids, max_tokens, seed, prompt_routes)
+        def submit(self, request_id, token_ids, max_tokens, seed, path_rows=0):
+            super().submit(request_id, token_ids, max_tokens, seed, path_rows)
             assert len(token_ids) - 2 == self.steps
 
     engine = Lockstep(random.Random(1), max_num_seqs=64, max_chunk=1)
@@ -536,10 +540,16 @@ def test_weights_that_change_under_a_harvest_are_noticed():
 @pytest.mark.parametrize(
     ("found", "message"),
     [
-        ({"routes": None}, "expected a row of routes for each of 1 tokens, found 0"),
-        ({"routes": np.zeros((2, 1, 2), np.uint8)}, "expected a row of routes for each of 1 tokens, found 2"),
-        ({"prompt_routes": None}, "of the first 1 positions of its path, found 0"),
-        ({"prompt_routes": np.zeros((2, 1, 2), np.uint8)}, "of the first 1 positions of its path, found 2"),
+        ({"columns": {"logprobs": [-1.0]}}, "expected routes of 1 tokens, found 0"),
+        (
+            {"columns": {"logprobs": [-1.0], "routes": np.zeros((2, 1, 2), np.uint8)}},
+            "expected routes of 1 tokens, found 2",
+        ),
+        ({"path": {}}, "of the first 1 positions of its path, found 0"),
+        (
+            {"path": {"routes": np.zeros((2, 1, 2), np.uint8)}},
+            "of the first 1 positions of its path, found 2",
+        ),
     ],
 )
 def test_a_row_that_is_missing_or_too_many_is_an_error(found, message):
@@ -556,11 +566,11 @@ def test_a_row_that_is_missing_or_too_many_is_an_error(found, message):
 def test_tokens_of_before_that_have_no_routes_are_not_gone_on_with():
     recipe = make_recipe(rollout={"keep_routes": True})
     engine = ScriptedEngine(random.Random(0), routes=True)
-    tracks = {"p#0/0/1": Segment([5, 5], [-1.0, -1.0])}
-    with pytest.raises(EngineError, match=r"p#0/0/1: expected routes of the 2 tokens .*, found 0"):
-        harvest(
-            engine, HarvestPlan(make_prompts(2), recipe, EOS, seed=0, progress=HarvestProgress(tracks=tracks))
-        )
+    prompts = make_prompts(2)
+    partial = PartialRollout(prompts[0], 0, {1: Tokens.of([5, 5], [-1.0, -1.0], versions=0)})
+    progress = HarvestProgress(partial=[partial])
+    with pytest.raises(EngineError, match=r"p#0/0/1: expected routes of the 2 tokens .*, found none"):
+        harvest(engine, HarvestPlan(prompts, recipe, EOS, seed=0, progress=progress))
     assert not engine.requests
 
 
@@ -573,8 +583,8 @@ def test_a_request_that_is_always_lost_is_an_error_and_nothing_stays_running():
 
 def test_a_server_that_returns_fewer_tokens_is_asked_for_the_rest():
     class Short(ScriptedEngine):
-        def submit(self, request_id, token_ids, max_tokens, seed, prompt_routes=0):
-            super().submit(request_id, token_ids, max_tokens, seed, prompt_routes)
+        def submit(self, request_id, token_ids, max_tokens, seed, path_rows=0):
+            super().submit(request_id, token_ids, max_tokens, seed, path_rows)
             tokens, start = self.requests[request_id]
             if "~" not in request_id and len(tokens) > 2:
                 self.requests[request_id] = (tokens[:2], start)
@@ -592,9 +602,9 @@ def test_a_server_that_returns_fewer_tokens_is_asked_for_the_rest():
 def test_missing_logprobs_and_hangs_are_errors():
     class Bare(ScriptedEngine):
         def step(self):
-            return [Delta(name, [5], []) for name in self.requests]
+            return [Delta(name, [5], {"logprobs": []}) for name in self.requests]
 
-    with pytest.raises(EngineError, match="a log-prob for each of 1 tokens, found 0"):
+    with pytest.raises(EngineError, match="expected logprobs of 1 tokens, found 0"):
         harvest(Bare(random.Random(0)), HarvestPlan(make_prompts(1), make_recipe(), EOS, seed=0))
 
     class Hung(ScriptedEngine):

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,10 +18,10 @@ import pyarrow.compute as pc
 import pytest
 
 from megatron_eqlen.rollout.record.arrow_log import batches
-from megatron_eqlen.rollout.record.format import BATCH_TOKENS, SEGMENTS
+from megatron_eqlen.rollout.record.format import BATCH_BYTES, SEGMENTS
 from megatron_eqlen.rollout.record.reader import (
-    fill_token_ids,
-    has_routes,
+    fill_numbers,
+    has_columns,
     read_dump,
     read_progress,
     read_skeletons,
@@ -32,12 +33,12 @@ from megatron_eqlen.rollout.record.reader import (
 )
 from megatron_eqlen.rollout.record.recorder import Recorder, record, record_grades
 from megatron_eqlen.sampling.track import Track
+from megatron_eqlen.tokens import Placeholder, Tokens
 from megatron_eqlen.types import (
     Delta,
     Grade,
     Group,
     Pair,
-    Placeholder,
     Prompt,
     SampledTree,
     Segment,
@@ -45,6 +46,7 @@ from megatron_eqlen.types import (
     rollout_key,
     training_order,
 )
+from tests.pure.test_rollout_harvest import make_recipe
 
 
 def prompt(name: str, number: int = 0) -> Prompt:
@@ -54,17 +56,22 @@ def prompt(name: str, number: int = 0) -> Prompt:
 GRADE = Grade(0.5, "correct", "\\frac{1}{3} – π", "math_verify-0.9.0", 0.1 + 0.2)
 STREAM = Stream(
     Prompt("deepmath/a.parquet#17", [1, 2], "¿x?", "math", "3", "deepmath", 4), 2, 5,
-    [Pair(Segment([1, 9], [-0.1, -1e-9 / 3], "stop", GRADE), Segment([3, 4], [-1 / 3, -12.0]))],
-    "truncated", Segment([7], [-np.inf], "length"),
+    [Pair(
+        Segment(Tokens.of([1, 9], [-0.1, -1e-9 / 3]), "stop", GRADE),
+        Segment(Tokens.of([3, 4], [-1 / 3, -12.0])),
+    )],
+    "truncated", Segment(Tokens.of([7], [-np.inf]), "length"),
 )  # fmt: skip
 ROUTES = np.arange(36, dtype=np.uint16).reshape(3, 4, 3) * 900
 GROUP = Group(prompt("p"), 0, [
-    Segment([1], [-0.5], "stop", sampling_mask=[(1, 4)], routes=ROUTES[:1]),
-    Segment([2, 2], [-0.1, -0.7], sampling_mask=[(2,), (0, 2, 9)], versions=((0, 3), (1, 1 << 40)),
-            routes=ROUTES[1:]),
-], prompt_routes=ROUTES[:0])  # fmt: skip
+    Segment(Tokens.of([1], [-0.5], kept=[(1, 4)], routes=ROUTES[:1]), "stop"),
+    Segment(Tokens.of([2, 2], [-0.1, -0.7],
+        kept=[(2,), (0, 2, 9)], routes=ROUTES[1:], versions=[3, 1 << 30])),
+], prompt_columns=Tokens({"routes": ROUTES[:1]}))  # fmt: skip
 TREE = SampledTree(
-    prompt("t", 9), 3, [Segment([4], [-1.0]), Segment([5], [-2.0], "stop", GRADE)], [-1, 0], numbers=[1, 4]
+    prompt("t", 9), 3,
+    [Segment(Tokens.of([4], [-1.0])), Segment(Tokens.of([5], [-2.0]), "stop", GRADE)],
+    [-1, 0], numbers=[1, 4],
 )  # fmt: skip
 EMPTY = Stream(prompt("q"), 0, 0, [], "budget")
 
@@ -80,22 +87,24 @@ def test_rollouts_and_grades_read_back_identically(tmp_path):
 def test_routes_are_recorded_as_the_recipe_says(tmp_path):
     """In the record, routes take the bits that the experts' numbers need: 7 of 8 with 128 experts."""
     routes = np.random.default_rng(0).integers(0, 128, (20_000, 48, 8)).astype(np.uint8)
-    segment = Segment(np.ones(20_000), np.zeros(20_000), "stop", routes=routes)
-    group = Group(prompt("p"), 0, [segment], prompt_routes=routes[:0])
-    bare = replace(group, completions=[replace(segment, routes=None)], prompt_routes=None)
-    for with_routes in (True, False):
-        path = tmp_path / str(with_routes) / "rank-0.arrow"
-        with Recorder(path, with_routes) as recorder:
+    segment = Segment(Tokens.of(np.ones(20_000), np.zeros(20_000), routes=routes), "stop")
+    group = Group(prompt("p"), 0, [segment], prompt_columns=Tokens({"routes": routes[:1]}))
+    without = replace(segment, tokens=segment.tokens.without(["routes"]))
+    bare = replace(group, completions=[without], prompt_columns=None)
+    for unrecorded in ((), ("routes",)):
+        path = tmp_path / str(len(unrecorded)) / "rank-0.arrow"
+        with Recorder(path, unrecorded) as recorder:
             recorder.write(group)
-        assert read_step(path.parent) == [group if with_routes else bare]
-        assert read_step(path.parent, with_routes=False) == [bare]
-        assert read_progress([path], ["p"], with_routes=True).rollouts == [group] * with_routes
-        assert path.stat().st_size < (0.9 if with_routes else 0.001) * routes.nbytes
-    (found,) = read_skeletons([tmp_path / "True" / "rank-0.arrow"])
-    assert found.completions[0].routes == Placeholder(20_000, (48, 8), "uint8")
-    assert found.prompt_routes == Placeholder(0, (48, 8), "uint8")
-    assert has_routes(EMPTY), "without tokens there is nothing to route"
-    assert not has_routes(bare)
+        assert read_step(path.parent) == [bare if unrecorded else group]
+        assert read_step(path.parent, without=["routes"]) == [bare]
+        keeps = make_recipe(rollout={"keep_routes": True})
+        assert read_progress(path.parent, [prompt("p")], keeps).rollouts == [group] * (not unrecorded)
+        assert path.stat().st_size < (0.001 if unrecorded else 0.9) * routes.nbytes
+    (found,) = read_skeletons([tmp_path / "0" / "rank-0.arrow"])
+    assert found.completions[0].tokens["routes"] == Placeholder((20_000, 48, 8), "uint8")
+    assert found.prompt_columns["routes"] == Placeholder((1, 48, 8), "uint8")
+    assert has_columns(EMPTY, ["routes"]), "without tokens there is nothing to route"
+    assert not has_columns(bare, ["routes"])
 
 
 def test_every_attempt_at_a_step_has_a_file_of_its_own(tmp_path):
@@ -144,11 +153,12 @@ def test_a_flipped_bit_is_found(tmp_path):
 def test_kill_9_loses_nothing_that_was_written(tmp_path, caplog):
     script = f"""
 from megatron_eqlen.rollout.record.recorder import Recorder
+from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Group, Prompt, Segment
 recorder = Recorder({str(tmp_path / "rank-0.arrow")!r})
 for i in range(10**9):
     prompt = Prompt(str(i), [1], "?", "math", "1", number=i)
-    recorder.write(Group(prompt, 0, [Segment(list(range(50)), [-0.5] * 50, "stop")]))
+    recorder.write(Group(prompt, 0, [Segment(Tokens.of(range(50), [-0.5] * 50), "stop")]))
     if i == 20:
         recorder._thread.submit(int).result()  # after all that was put before
         print("written", flush=True)
@@ -185,10 +195,10 @@ def test_what_is_no_record_or_of_another_version_is_refused_in_words(tmp_path):
         read_dump(tmp_path / "notes.arrow")
     with pa.ipc.new_stream(str(tmp_path / "rank-7.arrow"), pa.schema({"a": pa.int32()})) as stream:
         stream.write_table(pa.table({"a": pa.array([1], pa.int32())}))
-    with pytest.raises(ValueError, match=r"rank-7\.arrow: expected .* version 7, found version none"):
+    with pytest.raises(ValueError, match=r"rank-7\.arrow: expected .* version 8, found version none"):
         read_step(tmp_path)
     (tmp_path / "rank-0.jsonl").write_text('{"type": "header", "version": 2}\n')
-    with pytest.raises(ValueError, match=r"rank-0\.jsonl: .* version 7, found version 2 or older"):
+    with pytest.raises(ValueError, match=r"rank-0\.jsonl: .* version 8, found version 2 or older"):
         read_step(tmp_path)
 
 
@@ -203,11 +213,11 @@ def test_a_notebook_reads_segments_with_their_rewards(tmp_path):
 
 def shape(rollout) -> list:
     """Return all that is decided without arrays."""
-    facts = [(len(s), s.finish_reason, s.grade, s.sampling_mask is not None) for s in rollout.segments()]
+    facts = [(len(s), s.finish_reason, s.grade, "kept" in s.tokens) for s in rollout.segments()]
     ended = [(s.finish_reason, len(response)) for s, response in rollout.ended()]
-    routes = [rollout.prompt_routes, *(s.routes for s in rollout.segments())]
-    shapes = [route if route is None else route.shape for route in routes]
-    return [rollout_key(rollout), training_order(rollout), rollout.policy_version, facts, ended, shapes]
+    layouts = [s.tokens.layout for s in rollout.segments()]
+    layouts += [rollout.prompt_columns and rollout.prompt_columns.layout]
+    return [rollout_key(rollout), training_order(rollout), rollout.policy_version, facts, ended, layouts]
 
 
 def test_skeletons_have_everything_but_arrays(tmp_path):
@@ -216,17 +226,17 @@ def test_skeletons_have_everything_but_arrays(tmp_path):
     record(path, rollouts)
     found = read_skeletons([path])
     assert list(map(shape, found)) == list(map(shape, sorted(rollouts, key=training_order)))
-    masks = [s.sampling_mask for rollout in found for s in rollout.segments() if s.sampling_mask]
-    assert [(len(mask), len(mask.ids)) for mask in masks] == [(1, 2), (2, 4)]
-    for used in (np.asarray, list, lambda array: array[0]):
-        with pytest.raises(AssertionError, match="an array of 1 numbers was read where only its length"):
+    masks = [s.tokens["kept"] for rollout in found for s in rollout.segments() if "kept" in s.tokens]
+    assert [(len(mask), len(mask.values)) for mask in masks] == [(1, 2), (2, 4)]
+    for used in (np.asarray, list):
+        with pytest.raises(AssertionError, match=r"an array of shape \(1,\) was read where only its shape"):
             used(next(found[0].segments()).token_ids)
 
 
 def test_skeletons_read_no_arrays_and_token_ids_only_of_those_who_are_asked_for(tmp_path):
     """Arrays are damaged here, which only readers of arrays notice."""
     noise = np.random.default_rng(0).integers(0, 1 << 30, 100_000)
-    long = Group(prompt("p"), 0, [Segment(noise, np.zeros(len(noise)), "stop", GRADE)])
+    long = Group(prompt("p"), 0, [Segment(Tokens.of(noise, np.zeros(len(noise))), "stop", GRADE)])
     with Recorder(tmp_path / "rank-0.arrow") as recorder:
         for rollout in (long, STREAM):
             recorder.write(rollout)
@@ -236,11 +246,11 @@ def test_skeletons_read_no_arrays_and_token_ids_only_of_those_who_are_asked_for(
     (tmp_path / "rank-0.arrow").write_bytes(data)
     skeletons = read_skeletons(step_files(tmp_path))
     assert [rollout_key(skeleton) for skeleton in skeletons] == [rollout_key(long), rollout_key(STREAM)]
-    fill_token_ids(skeletons[1:], step_files(tmp_path))
+    fill_numbers(skeletons[1:], step_files(tmp_path))
     found, written = ([s.token_ids.tolist() for s in stream.segments()] for stream in (skeletons[1], STREAM))
     assert found == written
     with pytest.raises(ValueError, match=r"rank-0\.arrow: damaged"):
-        fill_token_ids(skeletons, step_files(tmp_path))
+        fill_numbers(skeletons, step_files(tmp_path))
     with pytest.raises(ValueError, match=r"rank-0\.arrow: damaged"):
         read_step(tmp_path)
 
@@ -248,7 +258,7 @@ def test_skeletons_read_no_arrays_and_token_ids_only_of_those_who_are_asked_for(
 def test_a_batch_is_small_however_much_completes_at_once(tmp_path):
     """All streams of a step may end in one moment; their batch must not need the step's memory again."""
     path = tmp_path / "rank-0.arrow"
-    segments = [Segment(np.full(90_000, n), np.zeros(90_000), "stop") for n in range(10)]
+    segments = [Segment(Tokens.of(np.full(90_000, n), np.zeros(90_000)), "stop") for n in range(10)]
     long = [Group(prompt(str(n), n), 0, segments[2 * n : 2 * n + 2]) for n in range(5)]
     with Recorder(path) as recorder:
         for rollout in long:
@@ -256,7 +266,7 @@ def test_a_batch_is_small_however_much_completes_at_once(tmp_path):
         recorder.decode_step_finished(last=True)
     sizes = [pc.sum(batch["tokens"]).as_py() or 0 for batch in batches(path, SEGMENTS)]
     assert sum(sizes) == 900_000 + 5, "five prompts of a token"
-    assert max(sizes) < BATCH_TOKENS + 90_000
+    assert max(sizes) < BATCH_BYTES + 90_000
     assert read_dump(path) == long
 
 
@@ -269,11 +279,13 @@ def test_a_recorded_token_takes_at_most_9_bytes_in_memory_and_6_on_disk(tmp_path
     """The tokens are like a model's: log-probs are 4 random bytes, ids fall off as words do."""
     random = np.random.default_rng(0)
     ids = np.minimum(random.zipf(1.3, 200_000), 150_000)
-    group = Group(prompt("p"), 0, [Segment(ids, -random.exponential(1, len(ids)).astype(np.float32), "stop")])
+    group = Group(
+        prompt("p"), 0, [Segment(Tokens.of(ids, -random.exponential(1, len(ids)).astype(np.float32)), "stop")]
+    )
     path = tmp_path / "rank-0.arrow"
     record(path, [group])
     (segment,) = read_dump(path)[0].segments()
-    assert segment.token_ids.nbytes + segment.logprobs.nbytes == 8 * len(segment)
+    assert segment.tokens.nbytes == 8 * len(segment)
     assert path.stat().st_size < 6 * len(segment)
 
 
@@ -296,7 +308,7 @@ def test_what_weights_of_another_version_generated_is_set_aside(tmp_path, caplog
 @pytest.mark.parametrize(("carried", "stays"), [({}, False), ({("a", 0): 3}, False), ({("a", 0): 2}, True)])
 def test_tokens_that_a_step_carried_may_be_as_old_as_their_rollout(tmp_path, carried, stays):
     folder = tmp_path / "step-00000003"
-    completion = Segment([5, 6, 9], [-1, -1, -1], "stop", versions=((0, 2), (1, 4)))
+    completion = Segment(Tokens.of([5, 6, 9], [-1, -1, -1], versions=[2, 4, 4]), "stop")
     record(folder / "rank-0.arrow", [Group(prompt("a"), 4, [completion])])
     set_aside_stale(folder, 4, math.inf, carried)
     assert folder.exists() == stays
@@ -304,11 +316,11 @@ def test_tokens_that_a_step_carried_may_be_as_old_as_their_rollout(tmp_path, car
 
 def grown(track: Track, tokens: list[int], extras: bool, version: int = 7) -> Track:
     for token in tokens:
-        delta = Delta(track.request_id, [token], [-token / 7])
+        columns: dict[str, Any] = {"logprobs": [-token / 7]}
         if extras:
-            delta.sampling_mask, delta.routes = [(token, token + 1)], ROUTES[:1] + token
-            track.prompt_routes = ROUTES[:2]
-        track.extend(delta, version)
+            columns |= {"kept": [(token, token + 1)], "routes": ROUTES[:1] + token}
+            track.prompt_columns = Tokens({"routes": ROUTES[:2]})
+        track.extend(Delta(track.request_id, [token], columns), version)
     return track
 
 
@@ -318,27 +330,28 @@ def test_cut_at_any_byte_a_journal_holds_what_all_tracks_had_at_one_moment(tmp_p
     recorder = Recorder(tmp_path / "rank-0.arrow")
     for track in tracks:
         recorder.track_launched(track)
-    moments: list[dict[str, Segment]] = [{}]
+    moments: list[dict[int, Tokens]] = [{}]
     for tokens in ([1, 2], [3], [], [4, 5, 9]):
         for track in tracks[: 1 + len(tokens) % 2]:
             grown(track, tokens[:1], extras)
             grown(track, tokens[1:], extras, version=8)  # weights change between two looks at the tracks
         recorder.decode_step_finished(last=True)
         recorder._thread.submit(int).result()  # it is written now
-        moments.append(
-            {track.name: replace(track.segment(0), finish_reason=None) for track in tracks if len(track)}
-        )
-    journal = tmp_path / "journal-rank-0.arrow"
+        moments.append({track.number: track.tokens[:] for track in tracks if len(track)})
+    recipe = make_recipe(rollout={"keep_routes": extras})
+    journal = tmp_path / "open-rank-0.arrow"
     data = journal.read_bytes()
     seen = []
     for size in (*range(0, len(data), 37), len(data)):
         journal.write_bytes(data[:size])
-        left = read_progress(recorded_files(tmp_path), ["a/b"], with_routes=extras)
-        assert set(left.prompt_routes) == ({("a/b", 0)} if extras and left.tracks else set())
-        assert all(np.array_equal(prompt_route, ROUTES[:2]) for prompt_route in left.prompt_routes.values())
-        seen.append(moments.index(left.tracks))
-        assert left.generated_tokens == sum(map(len, left.tracks.values()))
-        assert read_progress(recorded_files(tmp_path), ["a"]).tracks == {}
+        progress = read_progress(tmp_path, [prompt("a/b", 1)], recipe)
+        tracks_found = {}
+        for partial in progress.partial:
+            tracks_found = partial.tracks
+            assert (partial.prompt_columns == Tokens({"routes": ROUTES[:2]})) == extras
+        seen.append(moments.index(tracks_found))
+        assert progress.generated_tokens == sum(map(len, tracks_found.values()))
+        assert not read_progress(tmp_path, [prompt("a")], recipe).partial
     assert seen == sorted(seen)
     assert set(seen) == {0, 1, 2, 4}, "nothing is written where there is no news"
     recorder.close()
@@ -354,7 +367,5 @@ def test_a_journal_of_another_version_is_set_aside_too(tmp_path):
     recorder.decode_step_finished(last=True)
     recorder._thread.submit(int).result()
     set_aside_stale(folder, 3, 3)
-    assert [path.name for path in (tmp_path / "stale-step-00000003").glob("journal-*")] == [
-        "journal-rank-0.arrow"
-    ]
+    assert [path.name for path in (tmp_path / "stale-step-00000003").glob("open-*")] == ["open-rank-0.arrow"]
     assert recorded_files(folder) == []

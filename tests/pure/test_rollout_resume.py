@@ -8,7 +8,6 @@ import random
 import tempfile
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from unittest.mock import patch
 
@@ -22,13 +21,20 @@ from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.rollout.partial import HarvestProgress
 from megatron_eqlen.rollout.record import recorder as recorder_module
 from megatron_eqlen.rollout.record.arrow_log import ArrowLog
-from megatron_eqlen.rollout.record.reader import read_progress, read_step, recorded_files, remove_journals
-from megatron_eqlen.rollout.record.recorder import JOURNALS, Recorder
+from megatron_eqlen.rollout.record.reader import read_progress, read_step, recorded_files, remove_open_tracks
+from megatron_eqlen.rollout.record.recorder import OPEN_FILES, Recorder
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.types import Metrics, Rollout, rollout_key
 from tests.kit.marks import examples
 from tests.kit.observers import OnPart
-from tests.pure.test_rollout_harvest import EOS, ScriptedEngine, check_routes, make_prompts, make_recipe
+from tests.pure.test_rollout_harvest import (
+    EOS,
+    ScriptedEngine,
+    check_routes,
+    make_prompts,
+    make_recipe,
+    without,
+)
 
 PROMPTS = [replace(prompt, number=number) for number, prompt in enumerate(make_prompts(4))]
 NAMES = [prompt.prompt_id for prompt in PROMPTS]
@@ -47,7 +53,7 @@ class Mortal(ScriptedEngine):
 
     def _delta(self, name):
         delta = super()._delta(name)
-        return delta if self.masks else replace(delta, sampling_mask=None)
+        return delta if self.masks else without(delta, "kept")
 
     def step(self):
         self.age()
@@ -89,15 +95,16 @@ def attempt(
     folder: Path, engine: Mortal, recipe: Recipe, seed: int
 ) -> tuple[list[Rollout], Metrics, HarvestProgress]:
     files = recorded_files(folder)
-    left = read_progress(files, NAMES, recipe.rollout.keep_routes)
+    left = read_progress(folder, PROMPTS, recipe)
     announced = defaultdict(list)
-    with Recorder(folder / "rank-0.arrow", recipe.rollout.record_routes) as recorder:
+    with Recorder(folder / "rank-0.arrow", recipe.rollout.unrecorded_columns) as recorder:
         rollouts, metrics = harvest(
             engine,
             HarvestPlan(PROMPTS, recipe, EOS, seed=seed, progress=left),
             [recorder, OnPart(lambda unit, part: announced[unit.prompt.prompt_id, unit.index].append(part))],
         )
-    remove_journals(files, NAMES)
+    if not recipe.rollout.carry_over:
+        remove_open_tracks(files, NAMES)
     for rollout in rollouts:
         if rollout_key(rollout) not in map(rollout_key, left.rollouts):  # those that were recorded, too
             heard = sorted(announced[rollout_key(rollout)], key=lambda part: part.number)
@@ -177,19 +184,15 @@ def test_killed_at_any_batch_and_any_step_a_harvest_ends_as_if_it_had_not_been(c
             check_versions(rollout, case["version_tokens"])
             if case["routes"] and any(map(len, rollout.segments())):
                 check_routes(rollout)
-        assert not list(folder.glob(JOURNALS))
+        assert not list(folder.glob(OPEN_FILES)) or any(rollout.suspended for rollout in found)
 
 
 def check_versions(rollout: Rollout, version_tokens: int | None) -> None:
     """Check versions by the script's log-probs, which encode a token's place on its path, and so its
     weights."""
     for segment in rollout.segments():
-        starts, versions = zip(*segment.versions, strict=True)
-        assert starts[0] == 0
-        assert all(a != b for a, b in pairwise(versions)), "each run is as long as it can be"
-        found = np.repeat(versions, np.diff([*starts, len(segment)]))
-        places = np.rint(segment.logprobs * -7).astype(int)
-        assert np.array_equal(found, 3 + places // (version_tokens or 10**9))
+        places = np.rint(segment.tokens["logprobs"] * -7).astype(int)
+        assert np.array_equal(segment.tokens["versions"], 3 + places // (version_tokens or 10**9))
 
 
 @examples(15)

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eqlen.sampling.equal_length.suffix import due_pairs, pair_rewards
+from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Grade, Pair, Prompt, Segment, Stream
 
 QUESTION = Prompt("q", [1], "?", "math", "1")
@@ -12,7 +13,7 @@ QUESTION = Prompt("q", [1], "?", "math", "1")
 
 def segment(length: int, reward: float | None) -> Segment:
     grade = None if reward is None else Grade(reward, "correct" if reward else "wrong")
-    return Segment([1] * length, [0.0] * length, None if reward is None else "stop", grade)
+    return Segment(Tokens.of([1] * length, [0.0] * length), None if reward is None else "stop", grade)
 
 
 def stream(a_rewards: list[float], last_b: float | None, tail: float | None) -> Stream:
@@ -53,7 +54,7 @@ def test_the_worked_example():
 
 def test_a_truncated_tail_says_nothing():
     unfinished = stream([1.0], None, None)
-    unfinished.tail = Segment([1], [0.0], "length")
+    unfinished.tail = Segment(Tokens.of([1], [0.0]), "length")
     assert pair_rewards(unfinished, unfinished="drop") == [None]
 
 

@@ -149,7 +149,7 @@ class Imitator:
                 known = drawn[harvester.open[0].track.name] if start else []
                 tokens, drawn[track.name] = self.respond(start, known)
                 rest = tokens[start:limit]
-                track.extend(Delta(track.name, rest, [0.0] * len(rest)), 0)
+                track.extend(Delta(track.name, rest, {"logprobs": [0.0] * len(rest)}), 0)
             launched = harvester.advance()
         return harvester.rollout(0)
 

@@ -92,11 +92,12 @@ def test_the_surrogate_is_the_loss_that_training_takes():
     logprobs = torch.cat([policy(path)[-len(ids) :] for ids, path in responses.items()])
     place = {token: i for i, token in enumerate(t for ids in responses for t in ids)}
     at = [i for i in range(len(row.labels)) if row.weights[i] > 0]
-    columns = ("weights", "advantages", "segment_ids", "rollout_logprobs")
+    columns = ("weights", "advantages", "segment_ids")
     loss, _ = policy_loss(
         logprobs[[place[int(row.labels[i])] for i in at]],
         torch.zeros(len(at)),
         **{name: torch.from_numpy(getattr(row, name)[at]) for name in columns},
+        rollout_logprobs=torch.from_numpy(row.column("logprobs")[at]),
         objective=resolve(settings),
         loss=settings.loss,
     )

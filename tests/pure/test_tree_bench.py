@@ -117,7 +117,7 @@ def test_no_two_requests_of_the_scripted_engine_tell_the_same_story():
     for _ in range(50):
         for delta in engine.step():
             texts[delta.request_id] += delta.token_ids
-            (mask,) = delta.sampling_mask
+            (mask,) = delta.columns["kept"]
             assert delta.token_ids[0] in mask
             assert list(mask) == sorted(set(mask))
     windows = [tuple(text[at : at + 8]) for text in texts.values() for at in range(len(text) - 7)]

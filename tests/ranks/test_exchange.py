@@ -22,21 +22,19 @@ from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.packing.pack import Packing, plan_rows
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.run.replicas import shared
+from megatron_eqlen.tokens import Placeholder, Tokens
 from megatron_eqlen.training import shipping
-from megatron_eqlen.training.exchange import Placement, exchange
+from megatron_eqlen.training.exchange import Placement, exchange_paths, exchange_tokens
 from megatron_eqlen.training.policy import Policy
-from megatron_eqlen.training.routes import exchange_routes
 from megatron_eqlen.training.rows import Rows
 from megatron_eqlen.types import (
     Grade,
     Group,
     Node,
     Pair,
-    Placeholder,
     Prompt,
     Rollout,
     SampledTree,
-    SamplingMask,
     Segment,
     Stream,
 )
@@ -55,10 +53,10 @@ MOE_LAYERS = 3
 
 def segment(rng: np.random.Generator, length: int, masks: bool, ended: bool) -> Segment:
     tokens = rng.integers(3, 90, length)
-    mask = [sorted({int(t), *rng.integers(3, 90, rng.integers(0, 6)).tolist()}) for t in tokens]
+    kept = [sorted({int(t), *rng.integers(3, 90, rng.integers(0, 6)).tolist()}) for t in tokens]
     grade = Grade(float(rng.integers(0, 2)), "scored") if ended else None
-    kept = SamplingMask.of(mask) if masks else None
-    return Segment(tokens, -rng.exponential(1.0, length), "stop" if ended else None, grade, kept)
+    table = Tokens.of(tokens, -rng.exponential(1.0, length), kept=kept if masks else None, versions=3)
+    return Segment(Tokens.of(table, "stop" if ended else None), grade)
 
 
 def rollouts_of(seed: int, sampling: str, masks: bool, routes: bool = False) -> list[Rollout]:
@@ -66,9 +64,11 @@ def rollouts_of(seed: int, sampling: str, masks: bool, routes: bool = False) -> 
     made = _rollouts_of(seed, sampling, masks)
     rng = np.random.default_rng(seed)
     for rollout in made if routes else ():
-        rollout.prompt_routes = any_routes(rng, len(rollout.prompt.token_ids) - 1, MOE_LAYERS)
+        of_prompt = any_routes(rng, len(rollout.prompt.token_ids), MOE_LAYERS)
+        rollout.prompt_columns = Tokens({"routes": of_prompt})
         for sampled in rollout.segments():
-            sampled.routes = any_routes(rng, len(sampled), MOE_LAYERS)
+            routes_of_tokens = any_routes(rng, len(sampled), MOE_LAYERS)
+            sampled.tokens = sampled.tokens.with_column("routes", routes_of_tokens)
     return made
 
 
@@ -154,17 +154,19 @@ def planned_of(rollouts: list[Rollout], case: Case, ranks: int) -> tuple[list[Pa
 
 
 def arrays_of(node: Node) -> Iterator[np.ndarray]:
-    mask = node.sampling_mask
-    kept = (mask.ids, mask.counts) if mask else ()
-    for array in (node.token_ids, node.rollout_logprobs, *kept):
-        if array is not None and not isinstance(array, Placeholder):
-            yield array
+    """Yield the arrays of a node that are here, without routes."""
+    for name in node.tokens.columns.keys() - {"routes"}:
+        column = node.tokens.only([name])
+        if not column.is_bare:
+            yield from column.arrays()
 
 
 def same(value: Any, other: Any) -> bool:
     """Return True if both are equal bit for bit."""
     if isinstance(value, np.ndarray):
         return value.dtype == other.dtype and value.tobytes() == other.tobytes()
+    if isinstance(value, dict):
+        return value.keys() == other.keys() and all(same(value[name], other[name]) for name in value)
     return value == other
 
 
@@ -191,13 +193,13 @@ def try_cases(cases: list[Case]) -> list[int]:
         for whole, plan in zip(expected, plans, strict=True):
             assert whole.metrics == plan.metrics
             before = held(plan)
-            plan = exchange(plan, placements)
+            plan = exchange_tokens(plan, placements)
             check_held(plan, whole, placement, rank)
             assert held(plan) - before == lacked(whole, plan.forest.home, placement, rank)
             received[-1] += held(plan) - before
-            plan, came = exchange_routes(plan, placements)
+            plan, came = exchange_paths(plan, placements)
             assert came == lacked_routes(whole, plan.forest.home, placement, rank)
-            whole, _ = exchange_routes(in_every_rank(whole), placements)
+            whole, _ = exchange_paths(in_every_rank(whole), placements)
             rows = Rows(plan, placement.data_parallel, placement.for_loss)
             wanted = [whole.fill(row, placement.for_loss) for row in whole.ranks[placement.data_parallel]]
             assert len(rows) == len(wanted)
@@ -212,15 +214,15 @@ def held(plan: Packing) -> int:
 
 
 def lacked(whole: Packing, home: np.ndarray, placement: Placement, rank: int) -> int:
-    """Return the bytes that a rank's rows need and whose home is another rank: 4 + 4 a token, and those of
-    its mask. Every rank has the prompts."""
+    """Return the bytes that a rank's rows need and whose home is another rank: 4 of a token's id, 8 of its
+    log-prob and version, and those of its mask. Every rank has the prompts."""
     needed, trained = whole.needed(placement.data_parallel)
     needed = needed[whole.forest.parent[needed] >= 0]
     apart = (home >= 0) & (home != rank)
     tokens = sum(4 * len(whole.forest.nodes[node]) for node in needed[apart[needed]])
-    masks = [whole.forest.nodes[node].sampling_mask for node in trained[apart[trained]]]
-    kept = sum(4 * len(mask.ids) + len(mask) for mask in masks if mask is not None)
-    loss = sum(4 * len(whole.forest.nodes[node]) for node in trained[apart[trained]]) + kept
+    tables = [whole.forest.nodes[node].tokens for node in trained[apart[trained]]]
+    kept = sum(table["kept"].values.nbytes + len(table) for table in tables if "kept" in table)
+    loss = sum(8 * len(whole.forest.nodes[node]) for node in trained[apart[trained]]) + kept
     return tokens + (loss if placement.for_loss else 0)
 
 
@@ -228,8 +230,8 @@ def lacked_routes(whole: Packing, home: np.ndarray, placement: Placement, rank: 
     """Return the bytes of this rank's layers, for the nodes that its rows need, prompts included."""
     needed, _ = whole.needed(placement.data_parallel)
     apart = needed[(home[needed] >= 0) & (home[needed] != rank)]
-    routes = [whole.forest.nodes[node].routes for node in apart]
-    return sum(route[:, placement.moe_layers].nbytes for route in routes if route is not None)
+    tables = [whole.forest.nodes[node].tokens for node in apart]
+    return sum(table["routes"][:, placement.moe_layers].nbytes for table in tables if "routes" in table)
 
 
 def in_every_rank(plan: Packing) -> Packing:
@@ -243,7 +245,7 @@ def check_held(plan: Packing, whole: Packing, placement: Placement, rank: int) -
     for number, node in enumerate(plan.forest.nodes):
         if node.parent < 0:
             continue  # every rank has the prompts
-        tokens, loss = node.token_ids, node.rollout_logprobs
+        tokens, loss = node.token_ids, node.tokens["logprobs"]
         assert isinstance(tokens, Placeholder) != (node.home == rank or number in needed)
         assert isinstance(loss, Placeholder) != (
             node.home == rank or (number in trained and placement.for_loss)
@@ -313,7 +315,7 @@ def with_a_bad_logprob(folder: str, sections: dict[str, Any]) -> tuple[float, li
     everything = rollouts_of(5, "equal_length", masks=False)
     part = everything[rank::world]
     for sampled in part[-1].segments() if rank == world - 1 else ():
-        sampled.logprobs[0] = np.nan
+        sampled.tokens["logprobs"][0] = np.nan
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Node, Row, TokenTree
 from tests.kit.distributed import run_ranks
 from tests.kit.tiny_models import save_tiny
@@ -140,8 +141,8 @@ def update_by_the_routers_loss(folder: str, layers: dict, budget: int) -> tuple[
     trees = []
     for ids in SEQUENCES:
         answer = ids[PROMPT:]
-        side = Node(0, answer, advantage=0.0, weight=0.1, rollout_logprobs=[-1.0] * len(answer))
-        trees.append(TokenTree(str(ids), [Node(-1, ids[:PROMPT]), side]))
+        side = Node(0, Tokens.of(answer, [-1.0] * len(answer)), 0.0, 0.1)
+        trees.append(TokenTree(str(ids), [Node(-1, Tokens.of(ids[:PROMPT])), side]))
     assert policy._pack(trees).pair_cost == pair_cost(read_config(folder)), "ranks share the model's own cost"
     metrics = policy.update([trees])
     return metrics["packing/rows"], metrics["router/aux_loss"], metrics["train/grad_norm"]
@@ -210,11 +211,11 @@ def tree_logits(folder: str) -> tuple[Tensor, Row]:
     tree = TokenTree(
         "tree",
         [
-            Node(-1, [1, 2, 3, 4]),
-            Node(0, [5, 6, 7], 1.0, 0.1, [-1.0] * 3),
-            Node(0, [5, 9, 10], 1.0, 0.1, [-1.0] * 3),
-            Node(1, [11, 12], 1.0, 0.1, [-1.0] * 2),
-            Node(1, [13], 1.0, 0.1, [-1.0]),
+            Node(-1, Tokens.of([1, 2, 3, 4])),
+            Node(0, Tokens.of([5, 6, 7], [-1.0] * 3), 1.0, 0.1),
+            Node(0, Tokens.of([5, 9, 10], [-1.0] * 3), 1.0, 0.1),
+            Node(1, Tokens.of([11, 12], [-1.0] * 2), 1.0, 0.1),
+            Node(1, Tokens.of([13], [-1.0]), 1.0, 0.1),
         ],
     )
     (row,) = plan_rows([tree], 32, 1, 1, "tree").rows(0)

@@ -31,6 +31,7 @@ from megatron_eqlen.plan.exchange import forward_bytes
 from megatron_eqlen.plan.host import checkpoint_bytes
 from megatron_eqlen.plan.trainer import SENT_AT_ONCE, optimizer_bytes, trainer
 from megatron_eqlen.recipe import ParallelRecipe
+from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.training.forward import run_rows
 from megatron_eqlen.types import Node, TokenTree
 from tests.kit.distributed import run_ranks
@@ -115,8 +116,8 @@ def causal_rows(count: int, row: int = ROW) -> list[TokenTree]:
     for number in range(count):
         tokens = torch.randint(0, 90, (row + 1,), generator=generator, dtype=torch.int32)
         prompt, answer = tokens.split([3, row - 2])
-        side = Node(0, answer.numpy(), 1.0, 1 / count, np.full(len(answer), -1.0, np.float32))
-        trees.append(TokenTree(str(number), [Node(-1, prompt.numpy()), side]))
+        side = Node(0, Tokens.of(answer.numpy(), np.full(len(answer), -1.0, np.float32)), 1.0, 1 / count)
+        trees.append(TokenTree(str(number), [Node(-1, Tokens.of(prompt.numpy())), side]))
     return trees
 
 

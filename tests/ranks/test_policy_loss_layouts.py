@@ -34,7 +34,7 @@ def train(rows, objective):
             "weights": row.weights,
             "advantages": row.advantages,
             "segment_ids": row.segment_ids,
-            "rollout_logprobs": row.rollout_logprobs,
+            "rollout_logprobs": row.column("logprobs"),
             "old_logprobs": logprobs.detach().numpy() + 1e-3 * noise(row, 1),
             "ref_logprobs": logprobs.detach().numpy() + 0.2 * noise(row, 2),
         }

@@ -39,9 +39,9 @@ def train(folder, layers, budget, with_masks, logits_chunk=None, objective="gspo
     rows = plan_rows(trees, budget, ranks, row_multiple(model[0].config)).rows(rank)
 
     def loss(logprobs, entropy, row, at):
-        names = ("weights", "advantages", "segment_ids", "rollout_logprobs")
+        names = ("weights", "advantages", "segment_ids")
         columns = {name: torch.from_numpy(getattr(row, name)[at]) for name in names}
-        engine = columns["rollout_logprobs"]
+        engine = columns["rollout_logprobs"] = torch.from_numpy(row.column("logprobs")[at])
         return policy_loss(
             logprobs,
             entropy,

@@ -16,6 +16,7 @@ from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.run.replicas import Replicas, shared
 from megatron_eqlen.sampling.harvester import all_rollouts
+from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Grade, Group, Prompt, Rollout, Segment
 from tests.kit.distributed import run_ranks
 from tools.benchmarks.host import make_prompts, make_recipe
@@ -38,7 +39,7 @@ class Letters:
 
 def generated(prompt: Prompt, index: int) -> Group:
     tokens = [*map(ord, rf"{prompt.prompt_id}/{index}: \boxed{{{prompt.number + index}}}"), END]
-    return Group(prompt, 0, [Segment(tokens, [0.0] * len(tokens), "stop")], index)
+    return Group(prompt, 0, [Segment(Tokens.of(tokens, [0.0] * len(tokens)), "stop")], index)
 
 
 def harvest_and_grade(engine_size: int, in_step: bool, rollouts: int) -> tuple[list, list, list]:

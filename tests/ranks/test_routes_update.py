@@ -12,7 +12,8 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from megatron_eqlen.metrics import EXCHANGE_ROUTES_BYTES, EXPERT_AGREEMENT, MISMATCH, ROUTER_AGREEMENT
-from megatron_eqlen.types import Metrics, Placeholder, TokenTree
+from megatron_eqlen.tokens import Tokens
+from megatron_eqlen.types import Metrics, TokenTree
 from tests.kit.distributed import run_ranks
 from tests.kit.tiny_models import save_tiny
 from tests.kit.tree_samples import stream
@@ -43,10 +44,12 @@ def sampled_by(folder: Path, dtype: torch.dtype) -> list[TokenTree]:
             with torch.no_grad():
                 logprobs = model(tokens[None, :-1]).logits[0].float().log_softmax(-1)
             mine = logprobs.gather(1, tokens[1:, None])[-len(node) :, 0]
-            node.rollout_logprobs = mine.numpy()
+            node.tokens = node.tokens.with_column("logprobs", mine.numpy())
             if chosen:
                 routes = torch.stack(chosen, 1).numpy().astype(np.uint8)
-                node.routes, tree.nodes[0].routes = routes[-len(node) :], routes[: len(path[0]) - 1]
+                node.tokens = node.tokens.with_column("routes", routes[-len(node) :])
+                of_prompt = np.concatenate([np.zeros_like(routes[:1]), routes[: len(path[0]) - 1]])
+                path[0].tokens = path[0].tokens.with_column("routes", of_prompt)
     return trees
 
 
@@ -119,9 +122,8 @@ def update_of_shared(folder: str, trees: list[TokenTree], changes: dict[str, Any
     for number, node in ((number, node) for number, tree in enumerate(trees) for node in tree.nodes):
         node.home = number // 2 % 2
         if node.home != dist.get_rank():
-            node.routes = Placeholder.of(node.routes)
-            node.rollout_logprobs = None if node.parent < 0 else Placeholder.of(node.rollout_logprobs)
-            node.token_ids = node.token_ids if node.parent < 0 else Placeholder.of(node.token_ids)
+            known = node.tokens.only(["token_ids"] if node.parent < 0 else [])
+            node.tokens = Tokens({**node.tokens.bare().columns, **known.columns})
     return update(folder, trees, changes)
 
 

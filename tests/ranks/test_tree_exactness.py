@@ -19,6 +19,7 @@ import torch
 
 from megatron_eqlen.models.tree_params import TreeParams
 from megatron_eqlen.packing.pack import pack
+from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Node, TokenTree
 from tests.kit.distributed import run_ranks
 from tests.kit.marks import slow
@@ -167,7 +168,9 @@ def test_the_head_is_computed_where_supervised_alone(folders):
         assert_same(*found)
 
 
-TWO_TOKENS = [TokenTree("two tokens", [Node(-1, [5]), Node(0, [7, 11], 0.5, 0.3, [-1.0, -1.0])])]
+TWO_TOKENS = [
+    TokenTree("two tokens", [Node(-1, Tokens.of([5])), Node(0, Tokens.of([7, 11], [-1.0, -1.0]), 0.5, 0.3)])
+]
 
 
 @pytest.mark.parametrize(

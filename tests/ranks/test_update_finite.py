@@ -45,7 +45,7 @@ def in_a_tree(change):
 
 
 def nan_logprob(node):
-    node.rollout_logprobs[1] = NAN
+    node.tokens["logprobs"][1] = NAN
 
 
 def infinite_advantage(node):

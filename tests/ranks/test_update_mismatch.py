@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 
@@ -72,11 +73,12 @@ def with_old_tokens_off(folder: str, changes: dict) -> tuple:
     trees = copy.deepcopy(TREES)
     nodes = [node for tree in trees for node in tree.nodes[1:]]
     for node in nodes:
-        node.versions = ((0, 0), (1, -3))
-        node.rollout_logprobs[1:] -= 50.0
+        versions = np.where(np.arange(len(node)) > 0, -3, 0)
+        node.tokens = node.tokens.with_column("versions", versions)
+        node.tokens["logprobs"][1:] -= 50.0
     both, worst = policy.update([trees]), policy.worst
     for node in nodes:
-        node.versions = ((0, 0),)
+        node.tokens = node.tokens.with_column("versions", np.zeros(len(node), np.int64))
     old = policy.update([trees])
     return both, worst, old, policy.mismatch, policy.worst
 
@@ -97,7 +99,7 @@ def with_one_token_off(folder: str, changes: dict) -> tuple:
     """Return the worst token of updates of all trees, then of updates without this token."""
     policy = build_policy(folder, changes)
     trees = copy.deepcopy(TREES)
-    trees[1].nodes[3].rollout_logprobs[2] -= 40.0
+    trees[1].nodes[3].tokens["logprobs"][2] -= 40.0
     policy.update([trees[:1], trees[1:]])
     worst = policy.worst
     policy.update([TREES])
@@ -112,5 +114,5 @@ def test_every_rank_knows_the_worst_token_of_all_updates(folders, name):
     worst, after = ranks[0]
     assert (worst.tree, worst.node, worst.token) == (TREES[1].name, 3, 2)
     assert worst.difference == pytest.approx(worst.trainer - worst.engine)
-    assert worst.engine == pytest.approx(TREES[1].nodes[3].rollout_logprobs[2] - 40.0)
+    assert worst.engine == pytest.approx(TREES[1].nodes[3].tokens["logprobs"][2] - 40.0)
     assert after.difference < 20 < worst.difference

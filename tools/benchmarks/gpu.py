@@ -38,6 +38,7 @@ from megatron_eqlen.packing.context import BLOCK
 from megatron_eqlen.packing.pack import pack
 from megatron_eqlen.processes.distributed import device
 from megatron_eqlen.recipe import ParallelRecipe
+from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.training.logprobs import token_logprobs
 from megatron_eqlen.types import Node, Row, TokenTree
 from tools.benchmarks import trees
@@ -228,7 +229,10 @@ def chain(positions: int, args: Namespace) -> Row:
     """Return one sequence in as many positions as the stream has."""
     n = PROMPT + 2 * args.pairs * ((positions - PROMPT) // (2 * args.pairs))
     tokens = np.random.default_rng(0).integers(0, args.vocabulary, n)
-    nodes = [Node(-1, tokens[:PROMPT]), Node(0, tokens[PROMPT:], 1.0, 1.0, np.zeros(n - PROMPT))]
+    nodes = [
+        Node(-1, Tokens.of(tokens[:PROMPT])),
+        Node(0, Tokens.of(tokens[PROMPT:], np.zeros(n - PROMPT)), 1.0, 1.0),
+    ]
     return _row([TokenTree("chain", nodes)], positions)
 
 

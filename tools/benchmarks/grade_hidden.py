@@ -23,6 +23,7 @@ from megatron_eqlen.rewards.code.tests import CodeTests
 from megatron_eqlen.rewards.grader import END_OF_THINKING
 from megatron_eqlen.rewards.math.grader import LONGEST_TAIL
 from megatron_eqlen.rewards.scoring import Scorer
+from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.toys.tokenizer_maker import write_hf_tokenizer
 from megatron_eqlen.types import Group, Prompt, Segment
 from tools.benchmarks.table import show
@@ -123,7 +124,7 @@ def measure(
 
 def _group(number: int, grader: str, gold: str, tokens: list[int], end: int) -> Group:
     prompt = Prompt(f"q{number}", [1], "?", grader, gold, number=number)
-    return Group(prompt, 0, [Segment([*tokens, end], [0.0] * (len(tokens) + 1), "stop")])  # pyright: ignore
+    return Group(prompt, 0, [Segment(Tokens.of([*tokens, end], [0.0] * (len(tokens) + 1)), "stop")])  # pyright: ignore
 
 
 def drive(groups: Sequence[Group], seconds: float, scorer: Scorer | None) -> float:

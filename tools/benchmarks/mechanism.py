@@ -177,7 +177,7 @@ class World:
             while launched or not harvester.complete:
                 for track in launched:
                     ids = self.tokens(len(track.context) - 1)
-                    track.extend(Delta(track.name, ids, [0.0] * len(ids)), 0)
+                    track.extend(Delta(track.name, ids, {"logprobs": [0.0] * len(ids)}), 0)
                     tokens += len(ids)
                     longest = max(longest, len(track.context) - 1 + len(ids))
                 launched = list(harvester.advance())

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models
@@ -62,7 +63,7 @@ class ScriptedEngine:
         self.masks = _masks(tokens, self.kept, rng) if self.kept else []
 
     def submit(
-        self, request_id: str, token_ids: list[int], max_tokens: int, seed: int, prompt_routes: int = 0
+        self, request_id: str, token_ids: list[int], max_tokens: int, seed: int, path_rows: int = 0
     ) -> None:
         check_request(request_id, token_ids, max_tokens, self.max_model_len, VOCABULARY)
         started = time.thread_time()
@@ -87,10 +88,12 @@ class ScriptedEngine:
         last = request.given == request.length
         ended = last and request.ends
         token = EOS if ended else self.tokens[place]
-        mask = [(EOS,) if ended else self.masks[place]] if self.kept else None
+        columns: dict[str, Any] = {"logprobs": [self.logprobs[place]]}
+        if self.kept:
+            columns["kept"] = [(EOS,) if ended else self.masks[place]]
         reason = ("stop" if request.ends else "length") if last else None
         cached = 0 if request.given == 1 else None
-        return Delta(name, [token], [self.logprobs[place]], reason, mask, cached)
+        return Delta(name, [token], columns, reason, cached)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         for name in request_ids:

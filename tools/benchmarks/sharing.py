@@ -14,7 +14,7 @@ from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.packing.pack import plan_rows
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.run.replicas import shared
-from megatron_eqlen.training.exchange import Placement, exchange
+from megatron_eqlen.training.exchange import Placement, exchange_tokens
 from megatron_eqlen.types import Rollout
 
 RANKS = 2
@@ -47,7 +47,7 @@ def _rank(pipe: Connection, rank: int, store: Path, rollouts: list[Rollout], rec
     (trees,), _ = build_minibatches(known, recipe)
     planned = plan_rows(trees, recipe.packing.max_tokens_per_row)
     begun = time.process_time()
-    exchange(planned, [Placement(0, for_loss=True)] * RANKS)
+    exchange_tokens(planned, [Placement(0, for_loss=True)] * RANKS)
     taken = time.process_time() - begun
     # of its rows a rank gets half from the other here, and nearly all where eight train them
     pipe.send({"share": knows - started, "exchange": taken * RANKS})

@@ -51,6 +51,7 @@ from megatron_eqlen.packing.pack import pack
 from megatron_eqlen.plan.flops import active_parameters, attention_layers
 from megatron_eqlen.processes.distributed import device
 from megatron_eqlen.recipe import ParallelRecipe
+from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.training.logprobs import token_logprobs
 from megatron_eqlen.types import Node, Row, TokenTree
 from tools.benchmarks.clock import memory, timed
@@ -230,11 +231,11 @@ def streams(pairs: int, prompt: int, uneven: bool, args: argparse.Namespace) -> 
     for number in range(args.streams):
         low, high = args.segment // 3, args.segment * 5 // 3
         lengths = rng.integers(low, high + 1, pairs) if uneven else np.full(pairs, args.segment)
-        nodes, trunk = [Node(-1, rng.integers(0, args.vocabulary, prompt).tolist())], 0
+        nodes, trunk = [Node(-1, Tokens.of(rng.integers(0, args.vocabulary, prompt).tolist()))], 0
         for length in lengths.tolist():
             for sign in (1.0, -1.0):
                 side = rng.integers(0, args.vocabulary, length).tolist()
-                nodes.append(Node(trunk, side, sign, 1.0 / length, [0.0] * length))
+                nodes.append(Node(trunk, Tokens.of(side, [0.0] * length), sign, 1.0 / length))
             trunk = len(nodes) - 1
         trees.append(TokenTree(f"stream {number}", nodes))
     return trees

@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from megatron_eqlen.files import naming
 
-VERSION = 7
+VERSION = 8
 """Version of the format of recorded rollouts."""
 OLD_VERSION = "2 or older (JSON lines)"
 
@@ -136,9 +136,10 @@ def placed(
         _check_crc(path, data)
     source, end = pa.BufferReader(pa.py_buffer(data)), 0
     wanted = schema.names if columns is None else columns
-    fields = [number for number, name in enumerate(schema.names) if name in wanted]
     try:
-        check_version(path, pa.ipc.read_schema(source))
+        recorded = pa.ipc.read_schema(source)
+        check_version(path, recorded)
+        fields = [number for number, name in enumerate(recorded.names) if name in wanted]
         source.seek(0)
         stream = pa.ipc.open_stream(source, options=pa.ipc.IpcReadOptions(included_fields=fields))
         if since is not None:
@@ -155,6 +156,11 @@ def placed(
             raise ValueError(f"{path}: damaged: {error}") from None
     if columns is None and not _closed(data) and end < len(data):
         logger.warning("%s: dropped a torn end of %d bytes", path, len(data) - end)
+
+
+def is_closed(path: Path) -> bool:
+    """Return True if a file exists and was written to its end."""
+    return path.exists() and _closed(_mapped(path))
 
 
 def values(path: Path, schema: pa.Schema, column: str) -> set[Any]:

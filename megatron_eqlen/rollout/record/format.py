@@ -2,15 +2,18 @@
 
     role        row
     prompt      a prompt, before the first rollout that answers it
-    a b tail    segments of a stream; ``completion``: of a group; ``step``: of a sampled tree
-    end         the rollout is complete, or suspended; readers leave out the rows of a rollout without it
+    a b tail    parts of a stream; ``completion``: of a group; ``step``: of a sampled tree
+    context     columns of a rollout's prompt, where any are kept
+    end         the rollout is complete, or suspended; readers leave out the parts of a rollout without it
+    track       tokens that a track of an unfinished rollout got since its row before (``recorder``)
 
-Segments of a rollout are numbered (``Part.number``); a grade (in a file of its own) belongs to a number.
+Parts of a rollout are numbered (``RolloutPart.number``), and so are its tracks; a grade (in a file of its
+own) belongs to a part's number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -18,24 +21,23 @@ import numpy as np
 import pyarrow as pa
 
 from megatron_eqlen.rollout.record.arrow_log import VERSION, VERSION_KEY, lists, pieces
-from megatron_eqlen.rollout.record.route_columns import as_bytes, from_bytes, route_name, unread
 from megatron_eqlen.sampling import KINDS, kind_of
 from megatron_eqlen.sampling.harvester import RolloutHeader, RolloutPart, header_of
-from megatron_eqlen.types import (
-    NO_TOKENS,
-    Grade,
-    Placeholder,
-    Prompt,
-    Rollout,
-    RolloutKey,
-    Routes,
-    SamplingMask,
-    Segment,
-    Versions,
-    rollout_key,
-)
+from megatron_eqlen.sampling.track import Track
+from megatron_eqlen.tokens import COLUMNS, Column, Ragged, Tokens
+from megatron_eqlen.types import Grade, Prompt, Rollout, RolloutKey, Segment, rollout_key
 
-PROMPT, END = "prompt", "end"
+PROMPT, CONTEXT, END, TRACK = "prompt", "context", "end", "track"
+
+COUNTS = "_counts"
+"""Ending of the name of a ragged column's counts."""
+
+
+def _fields(columns: Collection[Column]) -> dict[str, pa.DataType]:
+    """Return the columns of the table that hold token columns; those of arrays as bytes."""
+    types = {column.name: pa.list_(pa.from_numpy_dtype(column.dtype or "uint8")) for column in columns}
+    return types | {column.name + COUNTS: pa.list_(pa.uint8()) for column in columns if column.ragged}
+
 
 SEGMENTS = pa.schema(
     {
@@ -44,26 +46,21 @@ SEGMENTS = pa.schema(
         "kind": pa.string(),  # of sampling
         "index": pa.int32(),  # which of the prompt's rollouts
         "policy_version": pa.int64(),  # of the rollout
-        "versions": pa.list_(pa.int64()),  # of the segment's tokens: first token, version, first token, ...
-        "number": pa.int32(),  # of the segment in its rollout
+        "number": pa.int32(),  # of the part or track in its rollout
         "parent": pa.int32(),  # number of the step that a step continues, -1 for the prompt
         "finish_reason": pa.string(),
         "outcome": pa.string(),  # in the row ``end`` of a stream, or of any rollout that is suspended
         "generated_tokens": pa.int64(),  # in the row ``end``: in this step, of all tracks, parts or not
         "carried": pa.bool_(),  # Segment.carried
-        "tokens": pa.int32(),  # how many; in the row ``end`` the prompt's routes
-        "kept": pa.int32(),  # ids of all of the segment's sampling masks, null without masks
-        "token_ids": pa.list_(pa.int32()),
-        "logprobs": pa.list_(pa.float32()),
-        "mask_ids": pa.list_(pa.int32()),
-        "mask_counts": pa.list_(pa.uint8()),
-        "route": pa.string(),  # what a token's row of routes is, null where none are recorded
+        "tokens": pa.int32(),  # how many
+        "layout": pa.string(),  # Tokens.layout
+        **_fields([column for column in COLUMNS.values() if column.dtype]),
         "question": pa.string(),  # from here on in the row ``prompt``
         "grader": pa.string(),
         "gold": pa.string(),
         "source": pa.string(),
         "prompt_number": pa.int64(),
-        "routes": pa.list_(pa.uint8()),  # of a segment's tokens; in the row ``end`` of the prompt's
+        **_fields([column for column in COLUMNS.values() if not column.dtype]),
     },
     metadata={VERSION_KEY: str(VERSION)},
 )
@@ -83,36 +80,34 @@ GRADES = pa.schema(
     metadata={VERSION_KEY: str(VERSION)},
 )
 
-ARRAYS = ("token_ids", "logprobs", "mask_ids", "mask_counts", "routes")
-"""Columns of arrays: nearly all of a record's bytes."""
+SKELETON = tuple(name for name in SEGMENTS.names if name not in (*_fields(COLUMNS.values()), "gold"))
+"""Columns of skeletons: no tokens, and no golds, which may be long texts of tests."""
 
-SKELETON = tuple(name for name in SEGMENTS.names if name not in (*ARRAYS, "gold"))
-"""Columns of skeletons: no arrays, and no golds, which may be long texts of tests."""
-
-BATCH_TOKENS = 1 << 18
-"""Tokens of a batch, which is copied and read at once: all streams of a step may end at the same moment."""
-
-TOKEN_BYTES = 8
-"""Bytes of a token's id and its log-prob."""
+BATCH_BYTES = 1 << 21
+"""Bytes of tokens in a batch, which is copied and read at once: all streams of a step may end at the same
+moment."""
 
 GradeKey = tuple[str, int, int]
-"""(prompt_id, index, number) of a segment."""
+"""(prompt_id, index, number) of a part."""
 
 Row = dict[str, Any]
-"""Columns of ``SEGMENTS``; those that are not there are null."""
+"""Columns of ``SEGMENTS``; those that are not there are null. ``table`` holds all columns of tokens."""
+
+
+# ---- to rows ---------------------------------------------------------------------------------------------
 
 
 def prompt_row(prompt: Prompt) -> Row:
     row = asdict(prompt)
-    row |= {"role": PROMPT, "prompt_number": row.pop("number"), "tokens": len(prompt.token_ids)}
-    return row | {"token_ids": np.asarray(prompt.token_ids, np.int32)}
+    row |= {"role": PROMPT, "prompt_number": row.pop("number")}
+    return row | {"table": Tokens.of(row.pop("token_ids"))}
 
 
 def rollout_rows(
-    rollout: Rollout, generated_tokens: int | None = None, with_routes: bool = True
+    rollout: Rollout, generated_tokens: int | None = None, without: Collection[str] = ()
 ) -> list[Row]:
-    """Return the rows of a rollout's segments and its end. ``generated_tokens``: tokens of its tracks, if
-    known."""
+    """Return the rows of a rollout's parts and its end. ``generated_tokens``: tokens of its tracks, if known.
+    ``without``: columns that are left out."""
     kind = kind_of(rollout)
     common = {
         "prompt_id": rollout.prompt_id,
@@ -120,136 +115,168 @@ def rollout_rows(
         "index": rollout.index,
         "policy_version": rollout.policy_version,
     }
-    rows = [common | _part_row(part, with_routes) for part in kind.parts(rollout)]
-    end = {"role": END, "outcome": header_of(rollout).outcome, "generated_tokens": generated_tokens}
-    routes = rollout.prompt_routes if with_routes else None
-    return [*rows, common | end | _route_columns(routes) | {"tokens": 0 if routes is None else len(routes)}]
+    rows = [_part_row(part) for part in kind.parts(rollout)]
+    if rollout.prompt_columns is not None:
+        rows.append({"role": CONTEXT, "table": rollout.prompt_columns})
+    for row in rows if without else ():
+        row["table"] = row["table"].without(without)
+    rows.append({"role": END, "outcome": header_of(rollout).outcome, "generated_tokens": generated_tokens})
+    return [common | row for row in rows]
 
 
-def _route_columns(routes: Routes | None) -> Row:
-    return {"route": route_name(routes), "routes": as_bytes(routes)}
-
-
-def _part_row(part: RolloutPart, with_routes: bool) -> Row:
-    segment, mask = part.segment, part.segment.sampling_mask
+def _part_row(part: RolloutPart) -> Row:
     return {
         "role": part.role,
         "number": part.number,
         "parent": part.parent,
-        "finish_reason": segment.finish_reason,
-        "versions": np.asarray(segment.versions, np.int64).reshape(-1),
-        "carried": segment.carried,
-        "tokens": len(segment),
-        "kept": None if mask is None else len(mask.ids),
-        "token_ids": segment.token_ids,
-        "logprobs": segment.logprobs,
-        "mask_ids": None if mask is None else mask.ids,
-        "mask_counts": None if mask is None else mask.counts,
-        **_route_columns(segment.routes if with_routes else None),
+        "finish_reason": part.segment.finish_reason,
+        "carried": part.segment.carried,
+        "table": part.segment.tokens,
+    }
+
+
+def track_row(track: Track, tokens: Tokens, role: str = TRACK) -> Row:
+    """Return the row of new ``tokens`` of a track, or (``CONTEXT``) of columns of its rollout's prompt."""
+    return {
+        "role": role,
+        "prompt_id": track.prompt_id,
+        "index": track.index,
+        "number": track.number,
+        "table": tokens,
     }
 
 
 def portions(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """Yield the rows in lists of ``BATCH_TOKENS`` tokens or a few more; routes count as the tokens whose ids
-    and log-probs would take as many bytes."""
-    portion, tokens = [], 0
+    """Yield the rows in lists of ``BATCH_BYTES`` of tokens or a few more."""
+    portion, size = [], 0
     for row in rows:
         portion.append(row)
-        routes = row.get("routes")
-        tokens += (row.get("tokens") or 0) + (0 if routes is None else len(routes) // TOKEN_BYTES)
-        if tokens >= BATCH_TOKENS:
+        size += row["table"].nbytes if "table" in row else 0
+        if size >= BATCH_BYTES:
             yield portion
-            portion, tokens = [], 0
+            portion, size = [], 0
     if portion:
         yield portion
 
 
 def to_batch(rows: list[Row]) -> pa.RecordBatch:
-    """Return the rows as columns; token arrays are copied once."""
-    return pa.record_batch([_column(column, rows) for column in SEGMENTS], schema=SEGMENTS)
+    """Return the rows as columns; arrays are copied once."""
+    columns = {name: [row.get(name) for row in rows] for name in (*SKELETON, "gold")}
+    tables: list[Tokens | None] = [row.get("table") for row in rows]
+    columns["tokens"] = [None if table is None else len(table) for table in tables]
+    columns["layout"] = [None if table is None else table.layout for table in tables]
+    for column in COLUMNS.values():
+        found = [None if table is None else table.columns.get(column.name) for table in tables]
+        if column.ragged:
+            columns[column.name + COUNTS] = [None if values is None else values.counts for values in found]
+            found = [None if values is None else values.values for values in found]
+        if column.dtype is None:
+            found = [None if values is None else _as_bytes(values) for values in found]
+        columns[column.name] = found
+    arrays = [
+        lists(columns[f.name], f.type.value_type)
+        if pa.types.is_list(f.type)
+        else pa.array(columns[f.name], f.type)
+        for f in SEGMENTS
+    ]
+    return pa.record_batch(arrays, schema=SEGMENTS)
 
 
-def _column(column: pa.Field, rows: list[Row]) -> pa.Array:
-    values = [row.get(column.name) for row in rows]
-    if not pa.types.is_list(column.type):
-        return pa.array(values, column.type)
-    return lists(values, column.type.value_type)
+def _as_bytes(values: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+
+
+# ---- from rows -------------------------------------------------------------------------------------------
 
 
 def from_batch(batch: pa.RecordBatch) -> Iterator[Row]:
-    """Yield the rows of a batch, the inverse of ``to_batch``. Token arrays are views of the batch, or
-    ``Placeholder`` where it lacks their columns."""
+    """Yield the rows of a batch, the inverse of ``to_batch``. Arrays are views of the batch; where it lacks
+    their columns, tables are bare."""
     names = batch.schema.names
     columns = [_values(batch.column(name)) for name in names]
-    complete = set(ARRAYS) <= set(names)
     for values in zip(*columns, strict=True):
-        row = dict(zip(names, values, strict=True))
-        yield row if complete else _left_out(row) | row
-
-
-def _left_out(row: Row) -> Row:
-    """Return placeholders for the columns that were not read."""
-    tokens, kept = (None if row[name] is None else Placeholder(row[name]) for name in ("tokens", "kept"))
-    counts = None if kept is None else tokens
-    arrays = {"token_ids": tokens, "logprobs": tokens, "mask_ids": kept, "mask_counts": counts}
-    return arrays | {"routes": None, "gold": ""}
+        row = {"gold": ""} | dict(zip(names, values, strict=True))
+        yield row if row.get("layout") is None else row | {"table": _table(row)}
 
 
 def _values(column: pa.Array) -> Iterable[Any]:
     return pieces(column) if pa.types.is_list(column.type) else column.to_pylist()
 
 
+def _table(row: Row) -> Tokens:
+    table = Tokens.absent(row["tokens"], row["layout"])
+    return Tokens({name: _read(row, name, absent) for name, absent in table.columns.items()}, len(table))
+
+
+def _read(row: Row, name: str, absent: Any) -> Any:
+    """Return the values of a column, or ``absent`` where they were not read."""
+    data = row.get(name)
+    if data is None:
+        return absent
+    if COLUMNS[name].ragged:
+        return Ragged(data, row[name + COUNTS])
+    return data.view(absent.dtype).reshape(absent.shape) if COLUMNS[name].dtype is None else data
+
+
 @dataclass
 class Assembly:
-    """Rollouts from rows, as their ends come."""
+    """Rollouts from rows, as their ends come, and the tokens of unfinished ones."""
 
     grades: dict[GradeKey, Grade] = field(default_factory=dict)
+    without: Collection[str] = ()
+    """Columns that are left out."""
     prompts: dict[str, Prompt] = field(default_factory=dict)
-    rollouts: dict[tuple[str, int], Rollout] = field(default_factory=dict)
+    rollouts: dict[RolloutKey, Rollout] = field(default_factory=dict)
     """Rollouts with an end; of two with one key the first."""
-    with_routes: bool = True
-    """False: rollouts get no routes."""
     generated_tokens: dict[RolloutKey, int] = field(default_factory=dict)
     """Tokens that were generated for each rollout, where known."""
-    _open: dict[tuple[str, int], list[RolloutPart]] = field(default_factory=dict)
+    tracks: dict[RolloutKey, dict[int, Tokens]] = field(default_factory=dict)
+    """Tokens of each track of unfinished rollouts, by its number; of two files those that got further."""
+    contexts: dict[RolloutKey, Tokens] = field(default_factory=dict)
+    """Columns of prompts."""
+    _open: dict[RolloutKey, list[RolloutPart]] = field(default_factory=dict)
+    _pieces: dict[RolloutKey, dict[int, list[Tokens]]] = field(default_factory=dict)
+    """Tokens of tracks in the file that is being read."""
 
     def take(self, row: Row) -> None:
         """Add a row. Raises ValueError or KeyError for a row that does not fit its place."""
         key = row["prompt_id"], row["index"]
-        if row["role"] == PROMPT:
-            self.prompts[row["prompt_id"]] = _prompt(row)
-        elif row["role"] == END:
-            header = RolloutHeader(
-                self.prompts[key[0]], key[1], row["policy_version"], row["outcome"], self._routes(row)
-            )
-            self.rollouts.setdefault(key, _kind(row["kind"]).join(header, self._open.pop(key, [])))
-            self.generated_tokens.setdefault(key, row["generated_tokens"] or 0)
-        else:
-            self._open.setdefault(key, []).append(self._part(row))
+        if "table" in row and self.without:
+            row["table"] = row["table"].without(self.without)
+        match row["role"]:
+            case "prompt":
+                self.prompts[row["prompt_id"]] = _prompt(row)
+            case "context":
+                if row["table"].columns:
+                    self.contexts[key] = row["table"]
+            case "track":
+                self._pieces.setdefault(key, {}).setdefault(row["number"], []).append(row["table"])
+            case "end":
+                header = RolloutHeader(
+                    self.prompts[key[0]],
+                    key[1],
+                    row["policy_version"],
+                    row["outcome"],
+                    self.contexts.pop(key, None),
+                )
+                self.rollouts.setdefault(key, _kind(row["kind"]).join(header, self._open.pop(key, [])))
+                self.generated_tokens.setdefault(key, row["generated_tokens"] or 0)
+            case _:
+                self._open.setdefault(key, []).append(self._part(row))
 
-    def _routes(self, row: Row) -> Routes | None:
-        name, data = row["route"], row["routes"]
-        if not self.with_routes or name is None:
-            return None
-        return unread(name, row["tokens"]) if data is None else from_bytes(name, data)
+    def end_file(self) -> None:
+        """Join the tokens of the file's tracks."""
+        for key, tracks in self._pieces.items():
+            known = self.tracks.setdefault(key, {})
+            for number, pieces_of_track in tracks.items():
+                tokens = Tokens.joined(pieces_of_track)
+                known[number] = max(tokens, known.get(number, tokens), key=len)
+        self._pieces = {}
 
     def _part(self, row: Row) -> RolloutPart:
-        ids, counts = row["mask_ids"], row["mask_counts"]
-        segment = Segment(
-            row["token_ids"],
-            row["logprobs"],
-            row["finish_reason"],
-            self.grades.get((row["prompt_id"], row["index"], row["number"])),
-            None if counts is None else SamplingMask(NO_TOKENS if ids is None else ids, counts),
-            routes=self._routes(row),
-            versions=_runs(row["versions"].tolist()),
-            carried=row["carried"],
-        )
+        grade = self.grades.get((row["prompt_id"], row["index"], row["number"]))
+        segment = Segment(row["table"], row["finish_reason"], grade, carried=row["carried"])
         return RolloutPart(row["role"], row["number"], segment, row["parent"])
-
-
-def _runs(numbers: list[int]) -> Versions:
-    return tuple(zip(numbers[::2], numbers[1::2], strict=True))
 
 
 def _kind(name: str) -> Any:
@@ -259,9 +286,10 @@ def _kind(name: str) -> Any:
 
 
 def _prompt(row: Row) -> Prompt:
+    tokens = row["table"]
     return Prompt(
         prompt_id=row["prompt_id"],
-        token_ids=[] if isinstance(row["token_ids"], Placeholder) else row["token_ids"].tolist(),
+        token_ids=[] if tokens.is_bare else tokens.token_ids.tolist(),
         question=row["question"],
         grader=row["grader"],
         gold=row["gold"],

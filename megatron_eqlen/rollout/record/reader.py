@@ -1,5 +1,5 @@
-"""Readers of the files of ``recorder``: rollouts with arrays or as skeletons, the progress of an attempt that
-was cut short, and tables for notebooks."""
+"""Readers of the files of ``recorder``: rollouts with tokens or as skeletons, the rollouts that a step
+resumes, and tables for notebooks."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
+import numpy as np
 import pyarrow as pa
 
-from megatron_eqlen.files import unused
-from megatron_eqlen.rollout.partial import HarvestProgress
-from megatron_eqlen.rollout.record import journal
+from megatron_eqlen.files import step_name, step_number, unused
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.rollout.partial import HarvestProgress, PartialRollout, RolloutOrigin
 from megatron_eqlen.rollout.record.arrow_log import (
     OLD_VERSION,
     batches,
     check_version,
     other_version,
+    pieces,
     placed,
     values,
 )
 from megatron_eqlen.rollout.record.format import (
+    CONTEXT,
     END,
     PROMPT,
     SEGMENTS,
@@ -31,21 +34,21 @@ from megatron_eqlen.rollout.record.format import (
     from_batch,
     grades_of,
 )
-from megatron_eqlen.rollout.record.recorder import FILES, GRADE_FILES, JOURNALS, OLD_FILES
-from megatron_eqlen.sampling.track import rollout_of
-from megatron_eqlen.types import (
-    Grade,
-    Prompt,
-    Rollout,
-    RolloutKey,
-    rollout_key,
-    training_order,
-)
+from megatron_eqlen.rollout.record.recorder import FILES, GRADE_FILES, OLD_FILES, OPEN, OPEN_FILES
+from megatron_eqlen.sampling import kind_of
+from megatron_eqlen.tokens import COLUMNS, VERSIONS, Tokens
+from megatron_eqlen.types import Grade, Prompt, Rollout, RolloutKey, rollout_key, training_order
 
 RowKey = tuple[str, int | None]
 """(prompt_id, index of the rollout), or None for the prompt itself."""
 
+NOTHING: Mapping[RolloutKey, RolloutOrigin] = MappingProxyType({})
+
 logger = logging.getLogger(__name__)
+
+
+class PartialRolloutError(ValueError):
+    """A suspended rollout is not recorded; names the folder, what was expected and what was found."""
 
 
 def read_dump(path: str | Path) -> list[Rollout]:
@@ -59,15 +62,15 @@ def read_dump(path: str | Path) -> list[Rollout]:
 
 
 def read_step(
-    folder: Path, prompt_ids: Collection[str] | None = None, with_routes: bool = True
+    folder: Path, prompt_ids: Collection[str] | None = None, without: Collection[str] = ()
 ) -> list[Rollout]:
     """Return the rollouts of a step's folder, whichever ranks recorded them, in training order; each once.
 
-    ``prompt_ids``: only rollouts of these prompts; files that hold none of them are not read. Without
-    ``with_routes`` rollouts have no routes, whatever is recorded.
+    ``prompt_ids``: only rollouts of these prompts; files that hold none of them are not read. ``without``:
+    columns that are left out.
     """
     files = _naming(step_files(folder), prompt_ids)
-    return _in_training_order(_assembled(files, prompt_ids=prompt_ids, with_routes=with_routes))
+    return _in_training_order(_assembled(files, prompt_ids=prompt_ids, without=without))
 
 
 def read_skeletons(files: Sequence[Path]) -> list[Rollout]:
@@ -89,60 +92,118 @@ def read_prompts(files: Sequence[Path]) -> list[Prompt]:
     return sorted(assembly.prompts.values(), key=lambda prompt: prompt.number)
 
 
-def fill_token_ids(skeletons: Sequence[Rollout], files: Sequence[Path]) -> None:
-    """Read the token ids, and their prompts' golds, of some of the rollouts that ``read_skeletons`` found in
-    ``files``."""
+def fill_numbers(skeletons: Sequence[Rollout], files: Sequence[Path]) -> None:
+    """Read the columns of one number for each token, and their prompts' golds, of some of the rollouts that
+    ``read_skeletons`` found in ``files``."""
     rows: set[RowKey] = {
         row for skeleton in skeletons for row in (rollout_key(skeleton), (skeleton.prompt_id, None))
     }
-    rollouts = _assembled(files, (*SKELETON, "token_ids", "gold"), rows).rollouts
+    numbers = [name for name, column in COLUMNS.items() if column.dtype and not column.ragged]
+    rollouts = _assembled(files, (*SKELETON, *numbers, "gold"), rows).rollouts
     for skeleton in skeletons:
         rollout = rollouts[rollout_key(skeleton)]
         skeleton.prompt = replace(skeleton.prompt, gold=rollout.prompt.gold)
         segments = zip(skeleton.segments(), rollout.segments(), strict=True)
         for segment, found in segments:
-            segment.token_ids = found.token_ids
+            segment.tokens = found.tokens
 
 
 def read_progress(
-    files: Sequence[Path], prompt_ids: Collection[str], with_routes: bool = False
+    folder: Path,
+    prompts: Sequence[Prompt],
+    recipe: Recipe,
+    resumed: Mapping[RolloutKey, RolloutOrigin] = NOTHING,
+    files: Sequence[Path] | None = None,
 ) -> HarvestProgress:
-    """Return the results that ``recorded_files`` hold of ``prompt_ids``. ``with_routes``: leave out tokens
-    without routes (the attempt kept none, or ``rollout.record_routes`` is off), to be generated again."""
-    recorded = [path for path in files if not _is_journal(path)]
-    assembly = _assembled(_naming(recorded, prompt_ids), prompt_ids=prompt_ids, with_routes=with_routes)
-    journaled = journal.read_journals(filter(_is_journal, files), prompt_ids)
-    tracks = journaled.tracks
-    if with_routes:
-        for key in [key for key, rollout in assembly.rollouts.items() if not has_routes(rollout)]:
-            del assembly.rollouts[key]
-        tracks = {
-            name: known
-            for name, known in tracks.items()
-            if known.routes is not None and rollout_of(name) in journaled.prompt_routes
-        }
-    tracks = {name: known for name, known in tracks.items() if rollout_of(name) not in assembly.rollouts}
-    generated = sum(assembly.generated_tokens[key] for key in assembly.rollouts)
-    generated += sum(map(len, tracks.values()))
-    return HarvestProgress(_in_training_order(assembly), tracks, generated, journaled.prompt_routes)
+    """Return what earlier attempts at the step of ``folder`` recorded of ``prompts``, and the rollouts that
+    the step resumes: ``resumed``, which the step before recorded.
+
+    ``files``: ``recorded_files``, if the folder may hold others by now. Tokens without the columns that the
+    recipe keeps are left out, to be generated again. Raises PartialRolloutError if one of ``resumed`` is not
+    recorded.
+    """
+    by_id, kept = {prompt.prompt_id: prompt for prompt in prompts}, recipe.rollout.columns
+    files = recorded_files(folder) if files is None else files
+    found = _assembled(_naming(files, by_id), prompt_ids=by_id)
+    rollouts = {key: rollout for key, rollout in found.rollouts.items() if has_columns(rollout, kept)}
+    partial = _resumed_rollouts(folder, by_id, recipe, resumed)
+    # grades and tokens of earlier attempts at this step
+    for key in partial.keys() & rollouts.keys():
+        partial[key].restore_grades(kind_of(rollouts[key]).parts(rollouts[key]))
+    for key in found.tracks.keys() - rollouts.keys():
+        tracks, context = found.tracks[key], found.contexts.get(key)
+        tracks = {number: known for number, known in tracks.items() if all(name in known for name in kept)}
+        if not tracks or not has_path_columns(context, kept):
+            continue
+        rollout = partial.setdefault(key, PartialRollout(by_id[key[0]], key[1]))
+        for number, known in tracks.items():
+            rollout.tracks[number] = max(known, rollout.tracks.get(number, known), key=len)
+        rollout.prompt_columns = context
+    generated = sum(found.generated_tokens[key] for key in rollouts)
+    generated += sum(rollout.new_tokens for rollout in partial.values())
+    return HarvestProgress(sorted(rollouts.values(), key=training_order), list(partial.values()), generated)
 
 
-def has_routes(rollout: Rollout) -> bool:
-    """Return True if all tokens of a rollout have routes, and its prompt if there are any."""
-    routes = [segment.routes for segment in rollout.segments() if len(segment)]
-    return not routes or all(rows is not None for rows in (rollout.prompt_routes, *routes))
+def _resumed_rollouts(
+    folder: Path, prompts: Mapping[str, Prompt], recipe: Recipe, resumed: Mapping[RolloutKey, RolloutOrigin]
+) -> dict[RolloutKey, PartialRollout]:
+    """Return the ``resumed`` rollouts as the step before ``folder`` recorded them, graded."""
+    if not resumed:
+        return {}
+    number = step_number(folder.name)
+    assert number, "the first step resumes nothing"
+    before = folder.with_name(step_name(number - 1))
+    names = {prompt_id for prompt_id, _ in resumed}
+    found = _assembled(_naming(recorded_files(before), names), prompt_ids=names)
+    suspended = {key: rollout for key, rollout in found.rollouts.items() if rollout.suspended}
+    if missing := [key for key in resumed if key not in suspended]:
+        (prompt_id, index), there = missing[0], len(resumed) - len(missing)
+        raise PartialRolloutError(
+            f"{before}: expected {len(resumed)} suspended rollouts, which this step resumes, found "
+            f"{there} of them: {prompt_id}/{index} is missing; go back to an earlier checkpoint, or start a "
+            f"new run from its weights (model.path)"
+        )
+    return {
+        key: PartialRollout(
+            prompts[key[0]],
+            key[1],
+            tracks := found.tracks.get(key, {}),
+            found.contexts.get(key),
+            origin,
+            age=number - origin.step,
+            last_step=number - origin.step >= recipe.rollout.max_staleness,
+            final={part.number: part for part in kind_of(suspended[key]).parts(suspended[key])},
+            earlier_tokens=sum(map(len, tracks.values())),
+        )
+        for key, origin in resumed.items()
+    }
+
+
+def has_columns(rollout: Rollout, names: Iterable[str]) -> bool:
+    """Return True if all tokens of a rollout, its prompt's included, have these columns."""
+    tables = [segment.tokens for segment in rollout.segments() if len(segment)]
+    return all(name in table for name in names for table in tables) and (
+        not tables or has_path_columns(rollout.prompt_columns, names)
+    )
+
+
+def has_path_columns(context: Tokens | None, names: Iterable[str]) -> bool:
+    """Return True if a prompt's columns are complete: those of ``names`` that every position of a path
+    has."""
+    of_path = [name for name in names if COLUMNS[name].of_path]
+    return all(context is not None and name in context for name in of_path)
 
 
 def recorded_files(folder: Path) -> list[Path]:
-    """Return a step's files of rollouts and its journals."""
-    return step_files(folder) + _in_order(folder.glob(JOURNALS))
+    """Return a step's files: of rollouts, then of unfinished ones."""
+    return step_files(folder) + _in_order(folder.glob(OPEN_FILES))
 
 
-def remove_journals(files: Iterable[Path], prompt_ids: Collection[str]) -> None:
-    """Remove the journals among ``files`` that hold tracks of ``prompt_ids`` only, whose rollouts are
-    complete."""
-    for path in filter(_is_journal, files):
-        if journal.prompts_of(path).issubset(prompt_ids):
+def remove_open_tracks(files: Iterable[Path], prompt_ids: Collection[str]) -> None:
+    """Remove the files of unfinished rollouts among ``files`` that hold tracks of ``prompt_ids`` only, whose
+    rollouts are complete by now."""
+    for path in files:
+        if path.name.startswith(OPEN) and values(path, SEGMENTS, "prompt_id").issubset(prompt_ids):
             path.unlink(missing_ok=True)
 
 
@@ -155,8 +216,7 @@ def set_aside_stale(
 
     This happens where a run went back to a checkpoint, and now took an update that it had skipped before.
     """
-    files = recorded_files(folder)
-    found = {version for path in files for version in _versions(path, oldest, carried)}
+    found = {version for path in recorded_files(folder) for version in _versions(path, oldest, carried)}
     if any(not oldest <= version <= newest for version in found):
         later = [step for step in sorted(folder.parent.glob("step-*")) if step.name > folder.name]
         aside, *_ = [step.rename(unused(step.with_name(f"stale-{step.name}"))) for step in (folder, *later)]
@@ -172,14 +232,17 @@ def set_aside_stale(
 def _versions(path: Path, oldest: int, carried: Mapping[RolloutKey, int]) -> set[int]:
     """Return the versions of a file's rollouts and their tokens, except for versions before ``oldest`` that
     ``carried`` allows."""
-    if _is_journal(path):  # of this step alone
-        return values(path, journal.SCHEMA, "policy_version")
-    found = values(path, SEGMENTS, "policy_version") - {None}  # prompts have none
-    for batch in batches(path, SEGMENTS, ["prompt_id", "index", "versions"]):
-        for prompt_id, index, runs in zip(*(column.to_pylist() for column in batch.columns), strict=True):
+    found: set[int] = set()
+    for batch in batches(path, SEGMENTS, ["prompt_id", "index", "policy_version", "versions"]):
+        names, indices, of_rollouts = (batch[n].to_pylist() for n in ("prompt_id", "index", "policy_version"))
+        of_tokens = pieces(batch["versions"])
+        for prompt_id, index, of_rollout, versions in zip(
+            names, indices, of_rollouts, of_tokens, strict=True
+        ):
             allowed = range(carried.get((prompt_id, index), oldest), oldest)
-            found |= {version for version in (runs or ())[1::2] if version not in allowed}
-    return found
+            known = set() if versions is None else set(np.unique(versions).tolist())
+            found |= {version for version in known if version not in allowed} | {of_rollout}
+    return found - {None, int(VERSIONS.unknown)}
 
 
 def step_files(folder: Path) -> list[Path]:
@@ -187,10 +250,6 @@ def step_files(folder: Path) -> list[Path]:
     if old := sorted(folder.glob(OLD_FILES)):
         raise other_version(old[0], OLD_VERSION)
     return _in_order(folder.glob(FILES))
-
-
-def _is_journal(path: Path) -> bool:
-    return path.name.startswith(journal.PREFIX)
 
 
 def _in_order(files: Iterable[Path]) -> list[Path]:
@@ -212,8 +271,8 @@ def read_streams(path: str | Path) -> Iterator[pa.Table]:
     """Yield recorded segments for a notebook: a table for each file of ``path``, which is a file, a step's
     folder or a run's ``streams/`` folder.
 
-    Columns are those of ``record_format.SEGMENTS`` up to ``mask_counts``, then ``step`` (the folder's name)
-    and ``reward`` and ``verdict``, null where a segment ends no graded response.
+    Columns are those of ``format.SEGMENTS`` before ``question``, then ``step`` (the folder's name),
+    ``reward`` and ``verdict``, null where a segment ends no graded response.
     """
     path = Path(path)
     files = (
@@ -229,7 +288,7 @@ def read_streams(path: str | Path) -> Iterator[pa.Table]:
 def _table(path: Path) -> pa.Table:
     table = pa.Table.from_batches(list(batches(path, SEGMENTS)), SEGMENTS)
     roles = table["role"].to_pylist()
-    table = table.filter(pa.array([role not in (PROMPT, END) for role in roles]))
+    table = table.filter(pa.array([role not in (PROMPT, CONTEXT, END) for role in roles]))
     table = table.select(SEGMENTS.names[: SEGMENTS.names.index("question")])
     grades, keys = read_grades(path.parent), ("prompt_id", "index", "number")
     found = [grades.get(key) for key in zip(*(table[name].to_pylist() for name in keys), strict=True)]
@@ -258,16 +317,17 @@ def _assembled(
     columns: Sequence[str] | None = None,
     wanted: set[RowKey] | None = None,
     prompt_ids: Collection[str] | None = None,
-    with_routes: bool = True,
+    without: Collection[str] = (),
 ) -> Assembly:
     """Read the files of one folder: all rows, only the ``wanted`` rows, or the rows of some prompts."""
-    assembly = Assembly(read_grades(files[0].parent) if files else {}, with_routes=with_routes)
+    assembly = Assembly(read_grades(files[0].parent) if files else {}, without=without)
     for path in files:
         for batch in batches(path, SEGMENTS, columns, None if wanted is None else _places(path, wanted)):
             for row in from_batch(batch):
                 asked = prompt_ids is None or row["prompt_id"] in prompt_ids
                 if asked and (wanted is None or (row["prompt_id"], row["index"]) in wanted):
                     assembly.take(row)
+        assembly.end_file()
     return assembly
 
 

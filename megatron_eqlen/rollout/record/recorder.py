@@ -1,29 +1,32 @@
-"""Writer of a step's rollouts: a thread records them while they are harvested (``record_reader`` reads them).
+"""Writer of a step's rollouts: a thread records them while they are harvested (``reader`` reads them).
 
-    step-00000012/rank-0.arrow            complete rollouts that a rank recorded (``record_format``)
-    step-00000012/rank-0-2.arrow          of the rank's next attempt at the step, or next batch of prompts
-    step-00000012/journal-rank-0.arrow    tokens of unfinished rollouts (``journal``), while the harvest runs
-    step-00000012/suspended-rank-0.arrow  tokens of rollouts that the next step resumes
-    step-00000012/grades-rank-0.arrow     grades, once they are known; nothing is written twice
+    step-00000012/rank-0.arrow          rollouts that a rank recorded (``format``)
+    step-00000012/rank-0-2.arrow        of the rank's next attempt at the step, or next batch of prompts
+    step-00000012/open-rank-0.arrow     tokens of unfinished rollouts, in the same format; once the harvest
+                                        has ended, of those that the next step resumes, or removed
+    step-00000012/grades-rank-0.arrow   grades, once they are known; nothing is written twice
 
 A process killed at any moment loses only tokens that were not yet written: those of at most ``INTERVAL``
-seconds.
+seconds. The result of a harvester depends on the tokens of its tracks alone, so an unfinished rollout is
+recorded as the tokens of its tracks: a new attempt, or the next step, gives its tracks the tokens that they
+had, its harvester cuts the same parts, and the engine continues where the tokens end.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
 import pyarrow as pa
 
 from megatron_eqlen.files import replaced, unused
-from megatron_eqlen.rollout.record import journal
 from megatron_eqlen.rollout.record.arrow_log import ArrowLog
 from megatron_eqlen.rollout.record.format import (
+    CONTEXT,
     GRADES,
     SEGMENTS,
     Row,
@@ -32,22 +35,75 @@ from megatron_eqlen.rollout.record.format import (
     prompt_row,
     rollout_rows,
     to_batch,
+    track_row,
 )
-from megatron_eqlen.rollout.record.journal import Journal, NewTokens
 from megatron_eqlen.sampling.harvester import HarvestObserver
 from megatron_eqlen.sampling.track import Track
-from megatron_eqlen.types import Rollout
+from megatron_eqlen.types import Rollout, RolloutKey
 
 FILES = "rank-*.arrow"
 """Names of files in a step's folder."""
-JOURNALS = f"{journal.PREFIX}{FILES}"
-SUSPENDED = f"{journal.SUSPENDED_PREFIX}{FILES}"
+OPEN = "open-"
+"""Prefix of the name of a file of unfinished rollouts; the name of the file of rollouts is appended."""
+OPEN_FILES = f"{OPEN}{FILES}"
 GRADE_FILES = "grades-*.arrow"
 OLD_FILES = "rank-*.jsonl"
 """Names of such files in versions before 3."""
 
 INTERVAL = 2.0
 """Seconds between two looks at the tracks of a harvest."""
+
+
+class NewTokens(NamedTuple):
+    """Tokens ``start`` to ``stop`` of a track."""
+
+    track: Track
+    start: int
+    stop: int
+    with_prompt: bool
+    """True if the columns of the rollout's prompt are new as well."""
+
+    def rows(self) -> list[Row]:
+        """Return the rows that record them. Any thread may call this: a track only ever grows."""
+        rows = [track_row(self.track, self.track.tokens[self.start : self.stop])]
+        if self.with_prompt:
+            assert self.track.prompt_columns is not None
+            rows.insert(0, track_row(self.track, self.track.prompt_columns, CONTEXT))
+        return rows
+
+
+class OpenTracks:
+    """Tracks of unfinished rollouts, and how many of their tokens were returned as new before."""
+
+    def __init__(self) -> None:
+        self._known: dict[Track, int] = {}
+        self._prompts: set[RolloutKey] = set()
+        """Rollouts whose prompt's columns were returned as new before."""
+
+    def follow(self, track: Track, since: int | None = None) -> None:
+        """Return the tokens of ``track`` from number ``since`` on, by default those that it gets from now on,
+        as new, until it has ended."""
+        self._known.setdefault(track, len(track) if since is None else since)
+
+    def new_tokens(self) -> list[NewTokens]:
+        """Return the tokens that the tracks got since the last call. Costs no more than a look at each."""
+        found = [
+            NewTokens(track, start, len(track), self._new_prompt(track))
+            for track, start in self._known.items()
+            if len(track) > start
+        ]
+        for new in found:
+            self._known[new.track] = new.stop
+            if new.track.finish_reason is not None:
+                del self._known[new.track]
+        return found
+
+    def _new_prompt(self, track: Track) -> bool:
+        key = track.prompt_id, track.index
+        if track.prompt_columns is None or key in self._prompts:
+            return False
+        self._prompts.add(key)
+        return True
 
 
 class Recorder(HarvestObserver):
@@ -57,66 +113,71 @@ class Recorder(HarvestObserver):
     every ``INTERVAL`` seconds, and each time all tokens that there are after one decode step, so that the
     next attempt resumes from the state of one moment.
 
-    ``with_routes``: with the routes of rollouts, which are most of a record's bytes; the journal always has
-    them.
+    ``without``: columns that the record of rollouts leaves out; those of unfinished rollouts are complete.
 
     An error of the thread (a full disk, say) is raised by a later call, ``close`` at the latest.
     """
 
-    def __init__(self, path: str | Path, with_routes: bool = True) -> None:
+    def __init__(self, path: str | Path, without: Collection[str] = ()) -> None:
         path = Path(path)
-        self._with_routes = with_routes
+        self._without = without
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = unused(path)
         self._file = ArrowLog(self.path, SEGMENTS)
-        self._journal = Journal(self.path.with_name(journal.PREFIX + self.path.name))
+        self._open_path = self.path.with_name(OPEN + self.path.name)
+        self._open_file: ArrowLog | None = None
+        """Made with the first new tokens."""
+        self._open = OpenTracks()
         self._prompts: set[str] = set()
         """Ids of the prompts that the file holds."""
         self._complete: list[Row] = []
         """Rows of rollouts that wait for the next write."""
-        self._suspended: list[Sequence[Track]] = []
-        """Tracks of the suspended rollouts among them."""
+        self._suspended: list[tuple[list[Row], Sequence[Track]]] = []
+        """Rows and tracks of suspended rollouts."""
         self._due = time.monotonic() + INTERVAL
-        self._queue: SimpleQueue[tuple[list[NewTokens], list[Sequence[Track]], list[Row]]] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[list[NewTokens], list[Row]]] = SimpleQueue()
         self._thread = ThreadPoolExecutor(1, "recorder")
         self._writing: Future[None] | None = None
 
     def write(self, rollout: Rollout) -> None:
-        """Record one rollout, without grades, after its prompt. Its arrays must not be changed any more."""
-        self._put([], [], self._rows(rollout, None))
+        """Record one rollout, without grades, after its prompt. Its tables must not be changed any more."""
+        self._put([], self._rows(rollout, None))
 
     def track_launched(self, track: Track) -> None:
         """Record the tokens that the track gets from now on."""
-        self._journal.follow(track)
+        self._open.follow(track)
 
     def rollout_completed(self, rollout: Rollout, generated_tokens: int) -> None:
         """Record a rollout with the next write."""
         self._complete += self._rows(rollout, generated_tokens)
 
     def rollout_suspended(self, rollout: Rollout, generated_tokens: int, tracks: Sequence[Track]) -> None:
-        """Record a rollout and all tokens of its tracks with the next write."""
-        self._suspended.append(tracks)
-        self.rollout_completed(rollout, generated_tokens)
+        """Record a rollout and all tokens of its tracks at the end of the harvest."""
+        self._suspended.append((self._rows(rollout, generated_tokens), tracks))
 
     def decode_step_finished(self, last: bool = False) -> None:
         """Record new tokens and rollouts if ``INTERVAL`` is over, or at the end of the harvest."""
         now = time.monotonic()
         if now >= self._due or last:
             self._due = now + INTERVAL
-            tokens, suspended, rows = self._journal.new_tokens(), self._suspended, self._complete
-            self._suspended, self._complete = [], []
+            tokens, rows = self._open.new_tokens(), self._complete
+            self._complete = []
             if tokens or rows:
-                self._put(tokens, suspended, rows)
+                self._put(tokens, rows)
 
     def close(self) -> None:
-        """Wait until everything is on disk, then remove the journal: no rollout is unfinished."""
+        """Wait until everything is on disk. Of unfinished rollouts only the suspended ones stay."""
         try:
             self._stop()
+            if self._suspended:  # first their tracks: rollouts on disk are never ahead of these
+                self._write_suspended()
         except BaseException:
-            self._file.abandon()
+            self._abandon()
             raise
         self._file.close()
-        self._journal.remove()
+        self._abandon_open()
+        if not self._suspended:
+            self._open_path.unlink(missing_ok=True)
 
     def __enter__(self) -> Recorder:
         return self
@@ -126,8 +187,28 @@ class Recorder(HarvestObserver):
             self.close()
         else:
             self._thread.shutdown()
-            self._file.abandon()
-            self._journal.abandon()
+            self._abandon()
+
+    def _write_suspended(self) -> None:
+        """Replace the open tracks on disk by all tokens of the suspended rollouts, then record these."""
+        with replaced(self._open_path) as partial:
+            file = ArrowLog(partial, SEGMENTS)
+            for _, tracks in self._suspended:
+                open_tracks = OpenTracks()
+                for track in tracks:
+                    open_tracks.follow(track, since=0)
+                _append(file, open_tracks.new_tokens(), [])
+            file.close()
+        _append(self._file, [], [row for rows, _ in self._suspended for row in rows])
+
+    def _abandon(self) -> None:
+        """Leave the files as they are, for the next attempt."""
+        self._file.abandon()
+        self._abandon_open()
+
+    def _abandon_open(self) -> None:
+        if self._open_file is not None:
+            self._open_file.abandon()
 
     def _stop(self) -> None:
         self._thread.shutdown()
@@ -135,33 +216,40 @@ class Recorder(HarvestObserver):
             self._writing.result()
 
     def _rows(self, rollout: Rollout, generated_tokens: int | None) -> list[Row]:
-        rows = rollout_rows(rollout, generated_tokens, self._with_routes)
+        rows = rollout_rows(rollout, generated_tokens, self._without)
         if rollout.prompt_id not in self._prompts:
             self._prompts.add(rollout.prompt_id)
             rows = [prompt_row(rollout.prompt), *rows]
         return rows
 
-    def _put(self, tokens: list[NewTokens], suspended: list[Sequence[Track]], rows: list[Row]) -> None:
+    def _put(self, tokens: list[NewTokens], rows: list[Row]) -> None:
         if self._writing is not None and self._writing.done():
             self._writing.result()
-        self._queue.put((tokens, suspended, rows))
+        self._queue.put((tokens, rows))
         self._writing = self._thread.submit(self._drain)
 
     def _drain(self) -> None:
         """Write all that waits in the queue, rollouts after the tokens that all rollouts had then: rollouts
-        on disk are never ahead of the journal, nor of the file of suspended tracks."""
+        on disk are never ahead of the open tracks."""
         rows: list[Row] = []
         try:
             while True:
-                tokens, suspended, complete = self._queue.get_nowait()
-                self._journal.write(tokens)
-                if suspended:
-                    name = journal.SUSPENDED_PREFIX + self.path.name
-                    journal.write_tracks(self.path.with_name(name), suspended)
+                tokens, complete = self._queue.get_nowait()
+                if tokens:
+                    if self._open_file is None:
+                        self._open_file = ArrowLog(self._open_path, SEGMENTS)
+                    _append(self._open_file, tokens, [])
                 rows += complete
         except Empty:
-            for portion in portions(rows):
-                self._file.write(to_batch(portion))
+            _append(self._file, [], rows)
+
+
+def _append(file: ArrowLog, tokens: Iterable[NewTokens], rows: Iterable[Row]) -> None:
+    """Append the tokens in one batch, so that all or none of them are read, and the rows in portions."""
+    if new := [row for piece in tokens for row in piece.rows()]:
+        file.write(to_batch(new))
+    for portion in portions(rows):
+        file.write(to_batch(portion))
 
 
 def record(path: str | Path, rollouts: Sequence[Rollout]) -> None:

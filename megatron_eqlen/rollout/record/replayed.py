@@ -9,10 +9,17 @@ from pathlib import Path
 from megatron_eqlen.files import step_name
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.rollout.record.reader import has_routes
+from megatron_eqlen.rollout.record.reader import has_columns
 from megatron_eqlen.rollout.record.recorder import FILES
 from megatron_eqlen.sampling import KINDS, kind_of
 from megatron_eqlen.types import Rollout, rollout_key
+
+KEEPERS = {
+    "logprobs": "it was made by hand",
+    "kept": "rollout.keep_sampling_mask",
+    "routes": "rollout.keep_routes, rollout.record_routes; with rollout.keep_routes=false the trainer's own "
+    "routers choose the experts",
+}
 
 
 class ReplayError(ValueError):
@@ -39,11 +46,11 @@ def check_step(folder: Path, rollouts: Sequence[Rollout], recipe: Recipe, eos: f
     kinds = Counter(kind_of(recorded).name for recorded in rollouts)
     if set(kinds) != {recipe.sampling}:
         _refuse(folder, f"rollouts of sampling: {recipe.sampling}", " and ".join(kinds) or "none")
-    if recipe.rollout.keep_routes and not all(map(has_routes, rollouts)):
+    missing = [name for name in recipe.rollout.columns if not all(has_columns(r, [name]) for r in rollouts)]
+    if missing:
         raise ReplayError(
-            f"--replay: {folder}: expected routes (rollout.keep_routes: true), found tokens without: its run "
-            f"had rollout.keep_routes or rollout.record_routes off. With rollout.keep_routes=false the "
-            f"trainer's own routers choose the experts"
+            f"--replay: {folder}: expected {missing[0]} of all tokens, found tokens without: its run did not "
+            f"keep or record them ({KEEPERS[missing[0]]})"
         )
     prompts = {recorded.prompt_id: recorded.prompt for recorded in rollouts}
     if recipe.rollout.carry_over:

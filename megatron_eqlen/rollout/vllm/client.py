@@ -114,7 +114,7 @@ class ServerEngine:
         return self.rollout.max_num_seqs * max(len(self.pool.alive), 1)
 
     def submit(
-        self, request_id: str, token_ids: list[int], max_tokens: int, seed: int, prompt_routes: int = 0
+        self, request_id: str, token_ids: list[int], max_tokens: int, seed: int, path_rows: int = 0
     ) -> None:
         with self.busy:
             if self.refusal is not None:
@@ -130,7 +130,7 @@ class ServerEngine:
                 max_tokens,
                 seed,
                 labels.ticket,
-                prompt_routes,
+                path_rows,
                 self._cache_salt(),
             )
             replica = self._home(request_id)
@@ -150,7 +150,7 @@ class ServerEngine:
                 raise EngineError("the engine was closed")
             deltas = [delta for arrival in arrived for delta in self._take(arrival)]
             lost, self.lost = self.lost, []
-            return deltas + [Delta(request_id, [], [], "lost") for request_id in lost]
+            return deltas + [Delta(request_id, [], {}, "lost") for request_id in lost]
 
     def abort(self, request_ids: Iterable[str]) -> None:
         with self.busy:

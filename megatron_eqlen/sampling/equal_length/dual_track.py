@@ -18,7 +18,8 @@ from collections.abc import Iterator, Sequence
 
 from megatron_eqlen.sampling.harvester import RolloutHeader, RolloutPart
 from megatron_eqlen.sampling.track import Track
-from megatron_eqlen.types import Outcome, Pair, Prompt, Routes, Segment, Stream, TokenIds, joined
+from megatron_eqlen.tokens import TokenIds, Tokens, join
+from megatron_eqlen.types import Outcome, Pair, Prompt, Segment, Stream
 
 
 def stream_of(header: RolloutHeader, parts: Sequence[RolloutPart]) -> Stream:
@@ -34,7 +35,7 @@ def stream_of(header: RolloutHeader, parts: Sequence[RolloutPart]) -> Stream:
         pairs=[Pair(a, b) for a, b in zip(segments["a"], segments["b"], strict=True)],
         outcome=header.outcome,
         tail=segments["tail"][0] if segments["tail"] else None,
-        prompt_routes=header.prompt_routes,
+        prompt_columns=header.prompt_columns,
     )
 
 
@@ -82,7 +83,7 @@ class DualTrack:
         self.trunk: list[int] = []
         self.parts: list[RolloutPart] = []
         """Sides a and b of each pair, then the tail."""
-        self.prompt_routes: Routes | None = None
+        self.prompt_columns: Tokens | None = None
         self.open: list[OpenTrack] = []
         """The trunk's track first; alone once ``max_pairs`` are there."""
         self.outcome: Outcome | None = None
@@ -119,7 +120,7 @@ class DualTrack:
 
     def response(self, part: RolloutPart) -> TokenIds:
         trunk = [before.segment.token_ids for before in self.parts[: part.number] if before.role == "b"]
-        return joined([*trunk, part.segment.token_ids])
+        return join([*trunk, part.segment.token_ids])
 
     def parts_along(self, track: Track) -> Iterator[tuple[int, RolloutPart, int]]:
         start = 0  # both tracks continue the trunk, which all B sides make
@@ -133,7 +134,7 @@ class DualTrack:
 
     def rollout(self, policy_version: int) -> Stream:
         outcome = self.outcome or "suspended"
-        header = RolloutHeader(self.prompt, self.index, policy_version, outcome, self.prompt_routes)
+        header = RolloutHeader(self.prompt, self.index, policy_version, outcome, self.prompt_columns)
         return stream_of(header, self.parts)
 
     def _inherit(self, short: OpenTrack, other: OpenTrack) -> list[Track]:

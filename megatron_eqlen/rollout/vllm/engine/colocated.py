@@ -68,7 +68,7 @@ class ColocatedEngine:
         self.sync: Metrics = {}
 
     def submit(
-        self, request_id: str, token_ids: list[int], max_tokens: int, seed: int, prompt_routes: int = 0
+        self, request_id: str, token_ids: list[int], max_tokens: int, seed: int, path_rows: int = 0
     ) -> None:
         if self.refusal is not None:
             raise EngineError(f"request {request_id}: {self.refusal}")
@@ -77,7 +77,7 @@ class ColocatedEngine:
         check_request(request_id, token_ids, max_tokens, self.max_model_len, self.vocab_size)
         self._wake_cache()
         self.requests[request_id] = engine_core.submit(
-            self.llm, request_id, next(self.numbers), token_ids, self.params, max_tokens, seed, prompt_routes
+            self.llm, request_id, next(self.numbers), token_ids, self.params, max_tokens, seed, path_rows
         )
 
     def step(self) -> list[Delta]:

@@ -9,7 +9,7 @@ import time
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from vllm import LLM, SamplingParams
@@ -19,7 +19,7 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
 
 from megatron_eqlen.recipe import RolloutRecipe
-from megatron_eqlen.rollout.engine import PROMPT_ROUTES, SEED, Delta, EngineError, split_routes
+from megatron_eqlen.rollout.engine import PATH_ROWS, SEED, Delta, EngineError, split_path
 
 
 def sampling_params(rollout: RolloutRecipe, eos_token_ids: Iterable[int]) -> SamplingParams:
@@ -58,7 +58,7 @@ def submit(
     params: SamplingParams,
     max_tokens: int,
     seed: int,
-    prompt_routes: int = 0,
+    path_rows: int = 0,
 ) -> Request:
     """Submit a request to the engine core and return its record, which ``step`` updates. The caller has
     checked the ids and the length.
@@ -69,7 +69,7 @@ def submit(
     """
     params = params.clone()
     params.max_tokens = max_tokens
-    params.extra_args = {SEED: seed, PROMPT_ROUTES: prompt_routes}
+    params.extra_args = {SEED: seed, PATH_ROWS: path_rows}
     asked = EngineCoreRequest(
         request_id=f"{request_id} {number}",
         prompt_token_ids=token_ids,
@@ -99,17 +99,20 @@ def step(llm: LLM) -> list[Delta]:
         if reason is not None and reason not in FINISHED:
             raise EngineError(f"request {request_id}: vLLM ended it with {reason}")
         chosen = output.new_logprobs
-        prompt_routes, routes = split_routes(output.routed_experts, len(output.new_token_ids))
+        path: dict[str, np.ndarray] = {}
+        columns: dict[str, Any] = {"logprobs": chosen.logprobs[:, 0].tolist() if chosen else []}
+        if mask is not None:
+            columns["kept"] = mask
+        if output.routed_experts is not None:
+            path["routes"], columns["routes"] = split_path(output.routed_experts, len(output.new_token_ids))
         deltas.append(
             Delta(
                 request_id,
                 output.new_token_ids,
-                chosen.logprobs[:, 0].tolist() if chosen else [],
+                columns,
                 None if reason is None else FINISHED[reason],
-                mask,
                 output.prefill_stats.num_cached_tokens if output.prefill_stats else None,
-                routes=routes,
-                prompt_routes=prompt_routes,
+                path=path,
             )
         )
     return deltas

@@ -36,8 +36,10 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.worker.block_table import SlotMappingMode
 
-from megatron_eqlen.rollout.engine import PROMPT_ROUTES
-from megatron_eqlen.types import Routes
+from megatron_eqlen.rollout.engine import PATH_ROWS
+
+Routes = np.ndarray
+"""[positions, moe_layers, top_k], values of the column ``routes``."""
 
 if TYPE_CHECKING or not current_platform.is_cpu():
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
@@ -55,7 +57,7 @@ class StepRoutes:
     index: dict[str, int]
     """Index of each request in ``newest``."""
     prompts: dict[str, Routes]
-    """Rows asked for (``PROMPT_ROUTES``) by requests that got their first token in this step."""
+    """Rows asked for (``PATH_ROWS``) by requests that got their first token in this step."""
 
     def of(self, request_id: str) -> Routes:
         """Return a request's rows: the ones it asked for, then the newest."""
@@ -131,7 +133,7 @@ class RouteCapture:
         for number in np.flatnonzero(first & ~self.runner.discard_request_mask.np[:count]).tolist():
             name = batch.req_ids[number]
             params = self.runner.requests[name].sampling_params
-            if rows := (params.extra_args or {}).get(PROMPT_ROUTES):
+            if rows := (params.extra_args or {}).get(PATH_ROWS):
                 found.append((name, number, rows))
         return found
 

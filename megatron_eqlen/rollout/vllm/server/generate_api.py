@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatron_eqlen.recipe import RolloutRecipe
-from megatron_eqlen.rollout.engine import PROMPT_ROUTES, SEED, TICKET, Delta, split_routes
-from megatron_eqlen.types import Routes
+from megatron_eqlen.rollout.engine import PATH_ROWS, SEED, TICKET, Delta, split_path
 
 PATH = "inference/v1/generate"
 TOKENS_PER_EVENT = 8
@@ -39,11 +38,11 @@ def request_body(
     max_tokens: int,
     seed: int,
     ticket: str,
-    prompt_routes: int = 0,
+    path_rows: int = 0,
     cache_salt: str | None = None,
 ) -> dict[str, Any]:
     """Return the body of a request. Requests share cached prefixes only with the same ``cache_salt``."""
-    extra = {SEED: seed, TICKET: ticket, PROMPT_ROUTES: prompt_routes}
+    extra = {SEED: seed, TICKET: ticket, PATH_ROWS: path_rows}
     return {
         "request_id": request_id,
         "token_ids": token_ids,
@@ -67,21 +66,19 @@ def _delta(request_id: str, choice: dict[str, Any], masked: bool) -> Delta:
     reason = choice["finish_reason"]
     chosen = (choice["logprobs"] or {"content": []})["content"]
     tokens = choice["token_ids"] or []
-    prompt_routes, routes = split_routes(_routes(choice.get("routed_experts")), len(tokens))
-    return Delta(
-        request_id,
-        tokens,
-        [token["logprob"] for token in chosen],
-        reason if reason in ("stop", "length", None) else "lost",
-        [_kept(token["top_logprobs"]) for token in chosen] if masked else None,
-        routes=routes,
-        prompt_routes=prompt_routes,
-    )
+    path: dict[str, np.ndarray] = {}
+    columns: dict[str, Any] = {"logprobs": [token["logprob"] for token in chosen]}
+    if masked:
+        columns["kept"] = [_kept(token["top_logprobs"]) for token in chosen]
+    if (encoded := choice.get("routed_experts")) is not None:
+        path["routes"], columns["routes"] = split_path(_array(encoded), len(tokens))
+    finished = reason if reason in ("stop", "length", None) else "lost"
+    return Delta(request_id, tokens, columns, finished, path=path)
 
 
-def _routes(encoded: str | None) -> Routes | None:
-    """Decode routes from base64 of NumPy's file format."""
-    return None if encoded is None else np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
+def _array(encoded: str) -> np.ndarray:
+    """Decode base64 of NumPy's file format."""
+    return np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
 
 
 def cached_tokens(event: dict[str, Any]) -> int | None:

@@ -49,12 +49,14 @@ class Labels:
 def cut(delta: Delta, tokens: int) -> tuple[Delta, Delta]:
     """Return two deltas: the first ``tokens`` tokens with the prompt's data, and the rest with the finish
     reason."""
-    parts = {name: getattr(delta, name) for name in ("token_ids", "logprobs", "sampling_mask", "routes")}
     first, rest = (
-        {name: None if part is None else part[within] for name, part in parts.items()}
+        {
+            "token_ids": delta.token_ids[within],
+            "columns": {name: values[within] for name, values in delta.columns.items()},
+        }
         for within in (slice(tokens), slice(tokens, None))
     )
     return (
         replace(delta, **first, finish_reason=None, num_cached_tokens=None),
-        replace(delta, **rest, prompt_routes=None),
+        replace(delta, **rest, path={}),
     )

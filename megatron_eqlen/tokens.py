@@ -1,0 +1,533 @@
+"""Tables of tokens: consecutive tokens of a path, with named columns that hold a value for each token.
+
+    engine ─Delta─► GrowingTokens of a track ─slice─► Segment ─join─► Node ─► Row ─► loss, router replay
+                            │                            └──► record on disk, other ranks
+
+A column is declared in ``COLUMNS``, filled by its producer (the sampler, the router hook) and read by its
+consumer (the loss, the router replay, a metric). Everything in between moves whole tables.
+
+The values of a column are one of three:
+
+    [L] array                   one number for each token
+    [L, ...] array              an array for each token
+    ``Ragged``                  any number of numbers for each token
+
+A table without values (``Tokens.bare``) knows its columns and lengths: that is what other ranks need to plan.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Literal, NoReturn, cast, overload
+
+import numpy as np
+
+TokenIds = np.ndarray
+"""[L] int32, one-dimensional and read-only: tables of one path may share memory."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """Declaration of a column."""
+
+    name: str
+    dtype: str | None
+    """NumPy's name of the type of its numbers. None: depends on the model."""
+    needed_by: Literal["rows", "loss", "moe"]
+    """Ranks that train with it: all that train a row with the token, those that compute its loss, or those
+    that compute MoE layers; the first axis of a token's array is then that of the model's MoE layers."""
+    ragged: bool = False
+    rarely_changes: bool = False
+    """True for values that stay the same over many tokens; they take no memory in a track."""
+    unknown: float = 0.0
+    """Value in a row where the column has none (``Row.column``)."""
+    count: str | None = None
+    """Metric of a harvest: the number of tokens that have values."""
+    mean: str | None = None
+    """Metric of a harvest: the mean over these tokens, of lists of their lengths."""
+    size: str | None = None
+    """Metric of a harvest: the bytes."""
+
+    @property
+    def of_path(self) -> bool:
+        """True if every position of a path has values, its prompt's and those before a fork included: the
+        prefill of a request computes them."""
+        return self.needed_by == "moe"
+
+
+TOKEN_IDS = Column("token_ids", "int32", "rows")
+LOGPROBS = Column("logprobs", "float32", "loss")
+"""The engine's log-probs of the tokens (rollout_logprobs), natural log, in ``rollout.logprobs_mode``."""
+VERSIONS = Column("versions", "int32", "loss", rarely_changes=True, unknown=-1)
+"""Policy version of the weights that sampled the token."""
+KEPT = Column(
+    "kept",
+    "int32",
+    "loss",
+    ragged=True,
+    count="harvest/masked_tokens",
+    mean="harvest/kept_per_token",
+)
+"""Sampling mask: ids that top-k, top-p and min-p kept, ascending; the token is among them."""
+ROUTES = Column("routes", None, "moe", size="harvest/route_bytes")
+"""[moe_layers, top_k] experts that each MoE layer chose for the prediction of the token, at the position
+whose input is the preceding token on its path; in the model's order of layers, without dense layers. A
+prompt's first token is not predicted: its row is zeros and is not read."""
+
+COLUMNS = {column.name: column for column in (TOKEN_IDS, LOGPROBS, VERSIONS, KEPT, ROUTES)}
+"""All columns, in the order in which they are sent and recorded."""
+
+MOST_PER_TOKEN = 255
+"""Maximum length of a token's list in a ragged column."""
+
+
+# ---- values ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Placeholder:
+    """Stands for an array that another rank holds or that was not read."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, values: np.ndarray | Placeholder) -> Placeholder:
+        return values if isinstance(values, Placeholder) else cls(values.shape, values.dtype.name)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, part: slice) -> Placeholder:
+        return self.resized(len(range(len(self))[part]))
+
+    def resized(self, length: int) -> Placeholder:
+        return Placeholder((length, *self.shape[1:]), self.dtype)
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise AssertionError(f"an array of shape {self.shape} was read where only its shape is known")
+
+    __array__ = __iter__ = _refuse
+
+
+@dataclass(frozen=True, eq=False)
+class Ragged:
+    """Lists of numbers, one for each of L tokens."""
+
+    values: np.ndarray
+    """[m], the numbers of the first token, then of the second, ..."""
+    counts: np.ndarray
+    """[L] uint8, how many numbers each token has."""
+
+    @classmethod
+    def of(cls, lists: Iterable[Sequence[int]], dtype: str = "int32") -> Ragged:
+        """Return the lists as arrays."""
+        lists = list(lists)
+        counts = np.fromiter(map(len, lists), np.uint8, len(lists))
+        return cls(np.fromiter(chain.from_iterable(lists), dtype, int(counts.sum())), counts)
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        """Iterate over the numbers of each token."""
+        return iter(np.split(self.values, np.cumsum(self.counts, dtype=np.int64)[:-1]) if len(self) else ())
+
+    def __getitem__(self, part: slice) -> Ragged:
+        start, stop, _ = part.indices(len(self))
+        first, last = (int(self.counts[:end].sum(dtype=np.int64)) for end in (start, stop))
+        return Ragged(self.values[first:last], self.counts[part])
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Ragged)
+            and _equal(self.values, other.values)
+            and _equal(self.counts, other.counts)
+        )
+
+
+Values = np.ndarray | Ragged
+"""Values of a column. A bare table has ``Placeholder`` in place of each array."""
+
+
+def _equal(values: Any, others: Any) -> bool:
+    if isinstance(values, np.ndarray) and isinstance(others, np.ndarray):
+        return np.array_equal(values, others)
+    return bool(values == others)
+
+
+def join(pieces: Sequence[Any]) -> Any:
+    """Return consecutive pieces of a column, at least one, as one; a single piece is not copied."""
+    pieces = [piece for piece in pieces if len(piece)] or [pieces[0]]
+    first = pieces[0]
+    if len(pieces) == 1:
+        return first
+    if isinstance(first, Ragged):
+        return Ragged(join([piece.values for piece in pieces]), join([piece.counts for piece in pieces]))
+    if any(isinstance(piece, Placeholder) for piece in pieces):
+        return Placeholder.of(first).resized(sum(map(len, pieces)))
+    if all(piece.strides == (0,) and piece[0] == first[0] for piece in pieces):
+        return _repeated(first[:1], sum(map(len, pieces)))
+    return np.concatenate(pieces)
+
+
+def _repeated(value: np.ndarray, length: int) -> np.ndarray:
+    """Return [length], all ``value`` [1], in the memory of one number."""
+    return np.broadcast_to(value, (length,)) if len(value) else value
+
+
+def _arrays(values: Any) -> list[Any]:
+    return [values.values, values.counts] if isinstance(values, Ragged) else [values]
+
+
+# ---- tables ----------------------------------------------------------------------------------------------
+
+
+class Tokens:
+    """A table: columns of equal length, by name. Not to be changed; the methods return new tables."""
+
+    __slots__ = ("_length", "columns")
+
+    def __init__(self, columns: Mapping[str, Any], length: int | None = None) -> None:
+        """``length``: number of tokens, needed without columns only. Raises ValueError for columns of unequal
+        length."""
+        if length is None:
+            length = len(next(iter(columns.values())))
+        for name, values in columns.items():
+            if len(values) != length:
+                raise ValueError(
+                    f"column {name}: expected values of {length} tokens, found values of {len(values)}"
+                )
+        self.columns = columns
+        self._length = length
+
+    @classmethod
+    def of(cls, token_ids: Any, logprobs: Any = None, **columns: Any) -> Tokens:
+        """Return the table of these values, which may be any sequences; None: no such column. A single number
+        stands for all tokens. Raises ValueError for values of unequal lengths."""
+        given = {"token_ids": token_ids, "logprobs": logprobs} | columns
+        length = len(token_ids)
+        return cls({name: _values(name, v, length) for name, v in given.items() if v is not None})
+
+    @classmethod
+    def joined(cls, tables: Sequence[Tokens]) -> Tokens:
+        """Join consecutive tables of a path. A column is kept if all tables with tokens have it."""
+        tables = [table for table in tables if len(table)] or list(tables[:1])
+        if len(tables) == 1:
+            return tables[0]
+        names = [name for name in tables[0].columns if all(name in table for table in tables)]
+        return cls(
+            {name: join([table.columns[name] for table in tables]) for name in names},
+            sum(map(len, tables)),
+        )
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.columns
+
+    @overload
+    def __getitem__(self, at: str) -> Any: ...
+    @overload
+    def __getitem__(self, at: slice) -> Tokens: ...
+    def __getitem__(self, at: str | slice) -> Any:
+        """Return the values of a column, or the table of some of the tokens."""
+        if isinstance(at, str):
+            return self.columns[at]
+        rows = {name: values[at] for name, values in self.columns.items()}
+        return Tokens(rows, len(range(len(self))[at]))
+
+    @property
+    def token_ids(self) -> TokenIds:
+        return self.columns["token_ids"]
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Tokens)
+            and len(self) == len(other)
+            and self.columns.keys() == other.columns.keys()
+            and all(_equal(values, other.columns[name]) for name, values in self.columns.items())
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Tokens({len(self)}: {self.layout})"
+
+    def with_column(self, name: str, values: Any) -> Tokens:
+        """Return the table with another column, or with other values in it."""
+        return Tokens({**self.columns, name: values}, len(self))
+
+    def only(self, names: Iterable[str]) -> Tokens:
+        """Return the table with those of its columns that are among ``names``."""
+        return Tokens({name: self.columns[name] for name in names if name in self.columns}, len(self))
+
+    def without(self, names: Collection[str]) -> Tokens:
+        """Return the table without those of its columns that are among ``names``."""
+        return self.only(name for name in self.columns if name not in names)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(found.nbytes for values in self.columns.values() for found in _arrays(values))
+
+    # ---- lengths only -------------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> str:
+        """Names of the columns, with everything that their memory depends on besides the number of tokens:
+        ``token_ids logprobs kept:310 routes:48x8:uint8``."""
+        return sys.intern(" ".join(_described(name, values) for name, values in self.columns.items()))
+
+    @classmethod
+    def absent(cls, length: int, layout: str) -> Tokens:
+        """Return the bare table of ``length`` tokens with this ``layout``."""
+        return cls(dict(_placeholder(word, length) for word in layout.split()), length)
+
+    @property
+    def is_bare(self) -> bool:
+        return any(isinstance(a, Placeholder) for values in self.columns.values() for a in _arrays(values))
+
+    def bare(self) -> Tokens:
+        """Return the table without values: a few bytes for any number of tokens."""
+        return Tokens.absent(len(self), self.layout)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.is_bare:
+            return Tokens.absent, (len(self), self.layout)
+        return Tokens, (self.columns, len(self))
+
+    # ---- to another rank ----------------------------------------------------------------------------
+
+    def arrays(self) -> list[np.ndarray]:
+        """Return all arrays, in the order of the columns."""
+        return [np.ascontiguousarray(found) for values in self.columns.values() for found in _arrays(values)]
+
+    def with_room(self) -> Tokens:
+        """Return a bare table with new arrays in place of its placeholders, to be filled."""
+        return Tokens({name: _room(values) for name, values in self.columns.items()}, len(self))
+
+
+def _values(name: str, values: Any, length: int) -> Any:
+    column = COLUMNS[name]
+    if column.ragged:
+        return values if isinstance(values, Ragged) else Ragged.of(values, cast(str, column.dtype))
+    if isinstance(values, Placeholder):
+        return values
+    if np.ndim(values) == 0:
+        return _repeated(np.array([values], column.dtype), length)
+    return np.asarray(values, column.dtype)
+
+
+def _described(name: str, values: Any) -> str:
+    if isinstance(values, Ragged):
+        return f"{name}:{len(values.values)}"
+    if COLUMNS[name].dtype is None:
+        return f"{name}:{'x'.join(map(str, values.shape[1:]))}:{np.dtype(values.dtype).name}"
+    return name
+
+
+def _placeholder(word: str, length: int) -> tuple[str, Any]:
+    """Return name and placeholder of a column: the inverse of ``_described``."""
+    name, *details = word.split(":")
+    if name not in COLUMNS:
+        raise ValueError(f"expected the columns {', '.join(COLUMNS)}, found {name!r}")
+    dtype = COLUMNS[name].dtype
+    if dtype is None:
+        row, dtype = details
+        return name, Placeholder((length, *map(int, row.split("x"))), dtype)
+    if COLUMNS[name].ragged:
+        numbers, counts = Placeholder((int(details[0]),), dtype), Placeholder((length,), "uint8")
+        return name, Ragged(cast(np.ndarray, numbers), cast(np.ndarray, counts))
+    return name, Placeholder((length,), dtype)
+
+
+def _room(values: Any) -> Any:
+    if isinstance(values, Ragged):
+        return Ragged(_room(values.values), _room(values.counts))
+    return np.empty(values.shape, values.dtype) if isinstance(values, Placeholder) else values
+
+
+# ---- tables that grow ------------------------------------------------------------------------------------
+
+
+class GrowingTokens:
+    """The tokens of a track, to which a decode step appends.
+
+    Columns are kept in ``array.array``s of their types: 8 bytes for a token and its log-prob where lists take
+    72, and nearly as fast to append to.
+    """
+
+    __slots__ = ("columns", "token_ids", "versions")
+
+    def __init__(self) -> None:
+        self.token_ids = array("i")
+        self.versions = _Runs()
+        self.columns: dict[str, Any] = {}
+        """The other columns, by name."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def append(self, token_ids: list[int], columns: Mapping[str, Any], version: int) -> None:
+        """Append tokens that weights of ``version`` sampled, with the values of other ``columns``."""
+        self.token_ids.fromlist(token_ids)
+        self.versions.repeat(version, len(token_ids))
+        for name, values in columns.items():
+            try:
+                self.columns[name].append(values)
+            except KeyError:
+                self.columns[name] = growing = _growing(COLUMNS[name])
+                growing.append(values)
+
+    def extend(self, tokens: Tokens) -> None:
+        """Append the tokens of a table with all its columns."""
+        self.token_ids.frombytes(np.ascontiguousarray(tokens.token_ids).tobytes())
+        self.versions.extend(tokens.columns.get("versions", np.full(len(tokens), VERSIONS.unknown, np.int32)))
+        for name, values in tokens.columns.items():
+            if name not in ("token_ids", "versions"):
+                self.columns.setdefault(name, _growing(COLUMNS[name])).extend(values)
+
+    def replace(self, name: str, values: np.ndarray) -> None:
+        """Put ``values`` in the place of the first values of a column of arrays."""
+        self.columns[name].replace(values)
+
+    def cut(self, end: int) -> None:
+        """Drop the tokens from number ``end`` on."""
+        del self.token_ids[end:]
+        for column in (self.versions, *self.columns.values()):
+            column.cut(end)
+
+    def __getitem__(self, part: slice) -> Tokens:
+        start, stop, _ = part.indices(len(self))
+        columns: dict[str, Any] = {"token_ids": np.frombuffer(self.token_ids[start:stop], np.int32)}
+        columns |= {name: column.values(start, stop) for name, column in self.columns.items()}
+        return Tokens(columns | {"versions": self.versions.values(start, stop)}, stop - start)
+
+
+class _Numbers:
+    """Growing column of one number for each token."""
+
+    __slots__ = ("_array", "append")
+
+    def __init__(self, dtype: str) -> None:
+        self._array = array(np.dtype(dtype).char)
+        self.append = self._array.fromlist
+
+    def extend(self, values: np.ndarray) -> None:
+        self._array.frombytes(np.ascontiguousarray(values).tobytes())
+
+    def cut(self, end: int) -> None:
+        del self._array[end:]
+
+    def values(self, start: int, stop: int) -> np.ndarray:
+        return np.frombuffer(self._array[start:stop], np.dtype(self._array.typecode))
+
+
+class _Lists:
+    """Growing ragged column."""
+
+    __slots__ = ("_counts", "_numbers")
+
+    def __init__(self, dtype: str) -> None:
+        self._numbers, self._counts = array(np.dtype(dtype).char), array("B")
+
+    def append(self, lists: Iterable[Sequence[int]]) -> None:
+        for numbers in lists:
+            self._numbers.extend(numbers)
+            self._counts.append(len(numbers))
+
+    def extend(self, values: Ragged) -> None:
+        self._numbers.frombytes(values.values.tobytes())
+        self._counts.frombytes(values.counts.tobytes())
+
+    def cut(self, end: int) -> None:
+        del self._numbers[len(self._numbers) - _sum(self._counts[end:]) :]
+        del self._counts[end:]
+
+    def values(self, start: int, stop: int) -> Ragged:
+        counts = self._counts[start:stop]
+        first = _sum(self._counts[:start])
+        numbers = self._numbers[first : first + _sum(counts)]
+        return Ragged(np.frombuffer(numbers, np.dtype(numbers.typecode)), np.frombuffer(counts, np.uint8))
+
+
+class _Rows:
+    """Growing column of an array for each token."""
+
+    __slots__ = ("_bytes", "_dtype", "_row", "_width")
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+        self._row, self._dtype, self._width = (0, 0), np.dtype(np.uint8), 1
+
+    def append(self, rows: np.ndarray) -> None:
+        if not self._bytes:
+            self._row, self._dtype = rows.shape[1:], rows.dtype
+            self._width = max(1, int(np.prod(self._row)) * rows.itemsize)
+        self._bytes += rows.tobytes()
+
+    extend = append
+
+    def replace(self, rows: np.ndarray) -> None:
+        self._bytes[: len(rows) * self._width] = rows.tobytes()
+
+    def cut(self, end: int) -> None:
+        del self._bytes[end * self._width :]
+
+    def values(self, start: int, stop: int) -> np.ndarray:
+        data = self._bytes[start * self._width : stop * self._width]
+        return np.frombuffer(data, self._dtype).reshape(-1, *self._row)
+
+
+class _Runs:
+    """Growing column of numbers that rarely change."""
+
+    __slots__ = ("_length", "_numbers", "_starts")
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._numbers: list[int] = []
+        self._length = 0
+
+    def repeat(self, number: int, times: int) -> None:
+        """Append ``number`` this many times."""
+        if times and (not self._numbers or self._numbers[-1] != number):
+            self._starts.append(self._length)
+            self._numbers.append(number)
+        self._length += times
+
+    def extend(self, values: np.ndarray) -> None:
+        ends = np.flatnonzero(values[1:] != values[:-1]) + 1
+        for start, stop in zip([0, *ends.tolist()], [*ends.tolist(), len(values)], strict=True):
+            self.repeat(int(values[start]) if stop else 0, stop - start)
+
+    def cut(self, end: int) -> None:
+        while self._starts and self._starts[-1] >= end:
+            self._starts.pop()
+            self._numbers.pop()
+        self._length = min(self._length, end)
+
+    def values(self, start: int, stop: int) -> np.ndarray:
+        numbers = np.array(self._numbers, np.int32)
+        if len(numbers) == 1:
+            return _repeated(numbers, stop - start)
+        starts = self._starts[: len(numbers)]  # another thread may be appending
+        lengths = np.diff(np.clip([*starts, stop], start, stop))
+        found = np.repeat(numbers, lengths)
+        same = len(found) > 0 and bool((found == found[0]).all())
+        return _repeated(found[:1], len(found)) if same else found
+
+
+def _growing(column: Column) -> Any:
+    if column.dtype is None:
+        return _Rows()
+    return _Lists(column.dtype) if column.ragged else _Numbers(column.dtype)
+
+
+def _sum(counts: array[int]) -> int:
+    return int(np.frombuffer(counts, np.uint8).sum(dtype=np.int64))
