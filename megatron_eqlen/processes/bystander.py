@@ -35,19 +35,15 @@ def main(stacks: str, seconds: str) -> None:
         time.sleep(INTERVAL)
         late = late + 1 if has_stacks(stacks) else 0
         if late * INTERVAL > float(seconds):
-            _tell(Path(stacks))
+            cause = "no thread of rank 0 could run Python: C code kept its lock"
+            print(f"eqlen: {cause}; see {stacks}", file=sys.stderr, flush=True)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank, signal.SIGKILL)
+            sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # not there with -I
+            from megatron_eqlen.processes import events
 
-
-def _tell(stacks: Path) -> None:
-    cause = "no thread of rank 0 could run Python: C code kept its lock"
-    print(f"eqlen: {cause}; see {stacks}", file=sys.stderr, flush=True)
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # not there with -I
-    from megatron_eqlen.processes import events
-
-    with contextlib.suppress(OSError):
-        events.append(stacks.parents[2], "hang", file=str(stacks), text=cause)
+            events.append(Path(stacks).parents[2], "hang", file=stacks, text=cause)
+            return
 
 
 if __name__ == "__main__":

@@ -4,28 +4,7 @@
     stages, steps, warnings ── EventWriter (thread) ─┼─► RUN/events.jsonl ─► read ─► report/run_state.py
     slurm/*.sbatch ── note (common.sh) ──────────────┘
 
-Each event has ``time`` (seconds since 1970), ``kind``, ``host``, ``rank`` if a rank wrote it, and few more:
-
-    submitted     job, recipe              by eqlen submit and eqlen sweep --slurm
-    try           job, restart             a batch script begins
-    started       pid, job, restart        a process has locked the folder
-    resumed       step                     a checkpoint is loaded; step: steps taken
-    stage         stage, [began]           a stage begins; with ``began`` it ends
-    step          step                     a step is complete
-    saved         step                     a checkpoint is in force
-    warning       text
-    stopped       step, text               the file STOP, or a limit on the mismatch, ends the run
-    error         text                     what ended a rank or a node; a traceback may follow the first line
-    hang          file, text               no rank has made progress; the file with the stacks
-    unready       host                     a node failed its check
-    node_failed   host                     a node's ranks have failed
-    requeued      stalled, text            stalled: number of tries in a row without a new step
-    given_up      stalled, text            no further try is made
-    cancelled     text                     SLURM told the try to end
-    ended         error                    the process ended in order; error: None, or what ended it
-
-Any process may append. A line is one write under a lock, so that lines of several machines do not mix. A line
-that was torn, by a full disk or a power cut, stays alone in its line, and ``read`` skips it.
+``processes/README.md`` lists the kinds of events and their fields, and says how lines are kept apart.
 """
 
 from __future__ import annotations
@@ -47,7 +26,7 @@ from megatron_eqlen.processes.hold import HeldError
 
 FILE = "events.jsonl"
 LOST = "events.lost"
-"""Empty file: an error could not be appended, because the disk is full."""
+"""Empty file: an event could not be appended, because the disk is full."""
 BEAT = 15.0
 """Seconds at most between two signs of life of a run: an event, or else a new time stamp of the file."""
 LOCK_PATIENCE = 2.0
@@ -62,7 +41,12 @@ logger = logging.getLogger(__name__)
 
 def append(run: Path, kind: str, **fields: Any) -> None:
     """Append one event. Raises OSError if the file cannot be written."""
-    _write(run, [_event(kind, fields)])
+    try:
+        _write(run, [_event(kind, fields)])
+    except OSError:
+        with suppress(OSError):
+            (run / LOST).touch()  # a full disk still has room for a name
+        raise
 
 
 def read(run: Path, offset: int = 0) -> tuple[list[Event], int]:
@@ -78,12 +62,8 @@ def read(run: Path, offset: int = 0) -> tuple[list[Event], int]:
             data = file.read()
     except FileNotFoundError:
         return [], 0
-    complete = data[: data.rfind(b"\n") + 1]
-    return [*_parse(complete, path)], offset + len(complete)
-
-
-def _parse(data: bytes, path: Path) -> Iterator[Event]:
-    for line in filter(None, data.split(b"\n")):
+    complete, events = data[: data.rfind(b"\n") + 1], []
+    for line in filter(None, complete.split(b"\n")):
         try:
             event = json.loads(line)
         except ValueError:
@@ -91,7 +71,8 @@ def _parse(data: bytes, path: Path) -> Iterator[Event]:
             continue
         if not isinstance(event, dict) or not {"time", "kind"} <= event.keys():
             raise ValueError(f"{path}: expected an event with a time and a kind, found {line[:80]!r}")
-        yield event
+        events.append(event)
+    return events, offset + len(complete)
 
 
 def _event(kind: str, fields: dict[str, Any]) -> Event:
@@ -116,23 +97,20 @@ def _write(run: Path, events: Iterable[Event]) -> None:
 
 
 def _lock(file: int) -> None:
-    """Lock the file, or give up: file systems without locks append whole lines on one machine."""
     deadline = time.monotonic() + LOCK_PATIENCE
     while time.monotonic() < deadline:
-        try:
+        with suppress(BlockingIOError):
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(0.005)
-        except OSError:
-            return None
+        time.sleep(0.005)
     return None
 
 
-class EventWriter:
+class EventWriter(logging.Handler):
     """Writes the events of a run's process from a thread, so that a slow disk does not delay the run. Events
     noted before ``writing`` wait for it."""
 
     def __init__(self) -> None:
+        super().__init__(logging.WARNING)
         self._waiting: deque[Event] = deque(maxlen=KEPT)
         self._news, self._over = threading.Event(), threading.Event()
 
@@ -141,13 +119,19 @@ class EventWriter:
         self._waiting.append(_event(kind, fields))
         self._news.set()
 
+    def emit(self, record: logging.LogRecord) -> None:
+        """Note a warning, and print it where no other handler does."""
+        self.note("warning", text=record.getMessage())
+        if logging.lastResort is not None and not logging.getLogger().handlers:
+            logging.lastResort.handle(record)
+
     @contextmanager
     def writing(self, run: Path, check: Callable[[], None]) -> Iterator[None]:
         """Write to ``run`` while the block lasts, also the warnings of the package's loggers, and how the
         block ends. ``check`` raises HeldError if another process holds the folder: then nothing is written.
         """
-        handler, error = _Warnings(self.note), None
-        logging.getLogger("megatron_eqlen").addHandler(handler)
+        error = None
+        logging.getLogger("megatron_eqlen").addHandler(self)
         thread = threading.Thread(target=self._follow, args=(run, check), daemon=True, name="events")
         thread.start()
         try:
@@ -156,7 +140,7 @@ class EventWriter:
             error = f"{type(raised).__name__}: {raised}"
             raise
         finally:
-            logging.getLogger("megatron_eqlen").removeHandler(handler)
+            logging.getLogger("megatron_eqlen").removeHandler(self)
             self.note("ended", error=error)
             self._over.set()
             thread.join()
@@ -172,16 +156,3 @@ class EventWriter:
             with suppress(HeldError, OSError):  # the writer of metrics reports a full disk
                 check()
                 _write(run, events) if events else os.utime(run / FILE, (now, now))
-
-
-class _Warnings(logging.Handler):
-    """Notes the warnings of the package's own loggers."""
-
-    def __init__(self, note: Callable[..., None]) -> None:
-        super().__init__(logging.WARNING)
-        self._note = note
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._note("warning", text=record.getMessage())
-        if logging.lastResort is not None and not logging.getLogger().handlers:
-            logging.lastResort.handle(record)  # the handler that prints warnings of loggers without one

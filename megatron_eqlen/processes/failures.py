@@ -150,7 +150,8 @@ def tell(message: str, stack: str = "", hidden: bool = False, everyone: bool = F
         rank = None if everyone else int(os.environ.get("RANK", "0"))
         failure = Failure(rank, socket.gethostname(), message, time.time(), stack)
         if _run is not None and not hidden and not failure.is_consequence:
-            _append(_run, f"{failure}\n{stack}".rstrip())
+            with contextlib.suppress(OSError):
+                events.append(_run, "error", text=f"{failure}\n{stack}".rstrip())
         file = os.environ.get(ERROR_FILE)
         _told = file is not None and _write(Path(file), _to_torch(failure))
     return _told
@@ -159,14 +160,6 @@ def tell(message: str, stack: str = "", hidden: bool = False, everyone: bool = F
 def read(folder: Path) -> list[Failure]:
     """Return the failures that the ranks of a launcher have recorded in files under ``folder``."""
     return [_from_torch(file.read_text(encoding="utf-8")) for file in sorted(folder.rglob("error.json"))]
-
-
-def _append(run: Path, text: str) -> None:
-    try:
-        events.append(run, "error", text=text)
-    except OSError:
-        with contextlib.suppress(OSError):
-            (run / events.LOST).touch()  # a full disk still has room for a name
 
 
 def _write(path: Path, text: str) -> bool:

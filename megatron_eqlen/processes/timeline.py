@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ class Timeline:
     (``EventWriter.note``)."""
 
     def __init__(self, note: Callable[..., None] = lambda kind, **fields: None) -> None:
-        self.spans: list[Span] = []
+        self.spans: deque[Span] = deque(maxlen=1000)  # more than a step's
         self._note = note
         self._epoch = time.time() - time.perf_counter()
 
@@ -53,18 +54,3 @@ class Timeline:
             busy += max(ended - began, 0.0)
             reached = max(reached, ended)
         return until - since - busy
-
-    def newest(self, count: int = 20) -> list[str]:
-        """Describe the newest spans, oldest first."""
-        return [
-            f"{time.strftime('%H:%M:%S', time.localtime(span.began + self._epoch))} {span.stage}: "
-            + (f"{span.ended - span.began:.1f} s" if span.ended < math.inf else "running")
-            for span in list(self.spans)[-count:]
-        ]
-
-    def take(self, until: float) -> list[Span]:
-        """Remove and return the spans that ended by ``until``."""
-        ended = [span for span in list(self.spans) if span.ended <= until]
-        for span in ended:
-            self.spans.remove(span)
-        return ended

@@ -16,6 +16,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import shutil
 import socket
 import statistics
 import subprocess
@@ -291,9 +292,7 @@ def remove_quiet(folder: Path) -> None:
     """Remove the folders under ``folder`` of killed runs, which hold no stacks of a hang."""
     for hang_folder in filter(Path.is_dir, folder.glob("*")):
         if not any(file.stat().st_size for file in hang_folder.iterdir()):
-            for file in hang_folder.iterdir():
-                file.unlink()
-            hang_folder.rmdir()
+            shutil.rmtree(hang_folder)
 
 
 def _main_stack() -> traceback.StackSummary:

@@ -71,8 +71,7 @@ def _line(kind: str, x: float, top: float, bottom: float) -> str:
 
 def timeline(records: Records) -> tuple[list[tuple[str, str]], str]:
     """Return (stage, its seconds) of the last ``STEPS`` steps, and their picture: a lane each for engine,
-    graders and trainer, and a line at each step's end. ``records``: see ``RunState.steps``. Empty if no step
-    has spans."""
+    graders and trainer, and a line at each step's end. Empty if no step has spans."""
     shown = [record for record in records if record["spans"]][-STEPS:]
     spans = [span for record in shown for span in record["spans"] if span["stage"] in STAGES]
     if not spans:

@@ -174,7 +174,8 @@ class Page:
         return read_evaluations(self.folder / "evaluation", records[-1]["step"] if records else 0)
 
     def _now(self) -> str:
-        found = status(self.folder, self._read_state())
+        self._state = read_state(self.folder, self._state)
+        found = status(self.folder, self._state)
         return self._macros.state(found, page_rows(found, self.live))
 
     def _numbers(self) -> str:
@@ -183,13 +184,9 @@ class Page:
 
     def _stages(self) -> str:
         records = self._records()
-        state, drawn = self._read_state(), stages(records)
-        under_way = _step_under_way(records, state) if self.live else []
-        return self._macros.stages(*timeline([*state.steps, *under_way]), [drawn] if drawn else [])
-
-    def _read_state(self) -> RunState:
-        self._state = read_state(self.folder, self._state)
-        return self._state
+        self._state, drawn = read_state(self.folder, self._state), stages(records)
+        under_way = _step_under_way(records, self._state) if self.live else []
+        return self._macros.stages(*timeline([*self._state.steps, *under_way]), [drawn] if drawn else [])
 
     def _details(self) -> str:
         records = self._records()

@@ -102,10 +102,6 @@ class Progress:
         else:
             self.say(self._line())
 
-    def evaluated(self, label: str, text: str) -> None:
-        """Print an evaluation's result, for example ``before`` and ``avg@8 43.1% [39.0, 47.2]``."""
-        self.say(f"{label}: {text}")
-
     def say(self, text: str) -> None:
         """Print one line that stays."""
         if self.show:

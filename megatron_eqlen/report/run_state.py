@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron_eqlen.files import expecting
 from megatron_eqlen.processes import events
@@ -21,13 +21,11 @@ Moment = tuple[float, str]
 
 @dataclass(frozen=True)
 class Hang:
-    """A try that hung."""
+    """A try that hung at ``time``, in seconds since 1970; ``file`` is the one to read first."""
 
     file: str
-    """File to read first."""
     cause: str
     time: float
-    """Time of the hang in seconds since 1970."""
 
 
 @dataclass
@@ -36,10 +34,8 @@ class RunState:
 
     job: str | None = None
     """Newest SLURM job that was submitted."""
-    try_began: bool = False
-    """True if a batch script has begun since the job was submitted."""
-    waits: bool = False
-    """True if a job was submitted, or a try began, after the newest start."""
+    waits: Literal["submitted", "try"] | None = None
+    """Newer than the newest start: a job that was submitted, or its try that gets ready."""
     started: bool = False
     began: float = 0.0
     """Begin of the newest try or start, in seconds since 1970."""
@@ -77,12 +73,12 @@ class RunState:
         time, text = event["time"], event.get("text")
         match event["kind"]:
             case "submitted":
-                self.job, self.waits, self.try_began, self.cancelled = event["job"], True, False, None
+                self.job, self.waits, self.cancelled = event["job"], "submitted", None
             case "try":
-                self.waits, self.try_began, self.began = True, True, time
+                self.waits, self.began = "try", time
                 self.first_error = self.given_up = self.cancelled = None
             case "started":
-                self.started, self.waits, self.began = True, False, time
+                self.started, self.waits, self.began = True, None, time
                 self.ended = self.hung = False
                 self.first_error = self.given_up = self.cancelled = self.end_error = None
                 self.stages, self.spans = [], []
@@ -115,8 +111,6 @@ class RunState:
                 self.cancelled = text
             case "ended":
                 self.ended, self.end_error = True, event["error"]
-            case _:
-                pass
 
 
 def read_state(run: Path, before: RunState | None = None) -> RunState:
@@ -133,6 +127,6 @@ def read_state(run: Path, before: RunState | None = None) -> RunState:
     if not state.first_error and lost.exists() and lost.stat().st_mtime >= state.began:
         state.first_error = (
             f"an error that could not be written down, as on a full disk ({free_space(run)} now); "
-            f"the last lines of the run's output say it"
+            "the last lines of the run's output say it"
         )
     return state

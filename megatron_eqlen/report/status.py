@@ -36,26 +36,12 @@ SILENCE = 4 * BEAT
 seen."""
 
 Condition = Literal[
-    "not started",
-    "running",
-    "silent",
-    "complete",
-    "stopped",
-    "failed",
-    "hung",
-    "given up",
-    "killed",
-    "cancelled",
-]
-STYLES: dict[Condition, str] = {
-    "running": "bold green",
-    "complete": "bold green",
-    "silent": "bold red",
-    "failed": "bold red",
-    "hung": "bold red",
-    "given up": "bold red",
-    "killed": "bold red",
-}
+    "not started", "running", "silent", "complete", "stopped",
+    "failed", "hung", "given up", "killed", "cancelled",
+]  # fmt: skip
+STYLES = dict.fromkeys(("running", "complete"), "bold green") | dict.fromkeys(
+    ("silent", "failed", "hung", "given up", "killed"), "bold red"
+)
 UNEXPLAINED: tuple[Condition, ...] = ("not started", "stopped", "killed")
 """Conditions that the state of the SLURM job replaces."""
 FAILED = ENDED - {"CANCELLED", "COMPLETED", GONE}
@@ -111,8 +97,6 @@ class Status:
     """Rewards of the newest steps."""
     metrics: dict[str, float | None]
     """Metrics of the newest step."""
-    data_position: dict[str, float]
-    """Data position of the newest step: prompts drawn, and the epochs of each source."""
     evaluations: dict[str, list[str]] = field(default_factory=dict)
     """Benchmark to results: the first, and the newest if there is another."""
     checkpoint: str | None = None
@@ -161,7 +145,6 @@ def status(folder: Path, state: RunState | None = None) -> Status:
             value for record in records[-SPARK_STEPS:] if (value := first_of(record, REWARD)) is not None
         ],
         metrics={name: last[name] for name in last if name not in ("step", "time")},
-        data_position={name: value for name, value in last.items() if name.startswith("data/")},
         evaluations=_evaluated(folder, done.steps),
         checkpoint=latest.read_text(encoding="utf-8").strip() if latest.exists() else None,
         checkpoint_time=latest.stat().st_mtime if latest.exists() else None,
@@ -207,7 +190,7 @@ def _job(folder: Path, state: RunState) -> tuple[str, Condition | None]:
         return text, "failed" if now in FAILED else None
     if now is None and cancelled:
         return cancelled, "cancelled"
-    if now != "PENDING" and (now or state.try_began):
+    if now != "PENDING" and (now or state.waits == "try"):
         return "a SLURM job gets ready: the newest slurm-*.out in the folder says how far it is", None
     return f"SLURM job {job} has not started: squeue --job {job} says why", None
 
@@ -258,7 +241,8 @@ def screen_rows(found: Status, ages: bool = True) -> list[tuple[str, str | Text]
         ("job", found.job),
         ("progress", f"{found.outcome}{_pace(found)}"),
         ("now", _under_way(found, now or time.time())),
-        ("error", _with_place(found)),
+        ("error", found.error),
+        ("traceback", f"eqlen status {found.folder} --json" if found.traceback else ""),
         ("hang", _hung(found)),
         ("tries", found.given_up or _stalled(found)),
         ("last step", _numbers(found, now)),
@@ -278,11 +262,6 @@ def _who(found: Status, now: float | None) -> str:
     return f", {found.held_by}{seen}{why}"
 
 
-def _with_place(found: Status) -> str | None:
-    more = f" (traceback: eqlen status {found.folder} --json)" if found.traceback else ""
-    return found.error and found.error + more
-
-
 def _hung(found: Status) -> str:
     if not found.hangs:
         return ""
@@ -300,10 +279,10 @@ def _position(found: Status) -> str:
     """Format the data position: ``480 prompts drawn; epochs: math 0.24, code 1.1``."""
     epochs = [
         f"{named[1]} {compact(value)}"
-        for name, value in found.data_position.items()
+        for name, value in found.metrics.items()
         if (named := SOURCE_EPOCHS.match(name))
     ]
-    drawn = found.data_position.get(PROMPTS_DRAWN)
+    drawn = found.metrics.get(PROMPTS_DRAWN)
     parts = [f"{drawn:.0f} prompts drawn"] if drawn is not None else []
     return "; ".join([*parts, *(["epochs: " + ", ".join(epochs)] if epochs else [])])
 

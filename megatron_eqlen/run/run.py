@@ -92,11 +92,13 @@ class Run:
         """True if the run ends after this step: the file STOP was found, or ``stopped_by`` names the reason.
         """
         self.stopped_by: str | None = None
+        self.step_ended = 0.0
+        """End of the newest step, in seconds of ``time.perf_counter``."""
         self.idle_steps = 0
         """Number of steps without an update, on rank 0."""
         self.before: list[EvaluationResult] = []
+        """Results of the evaluation before the first step."""
         self.newest: list[EvaluationResult] = []
-        """Results of the evaluation before the first step, and of the newest."""
         self.worst: str | None = None
         """Description of the newest step's token about which trainer and engine disagree most."""
 
@@ -198,7 +200,7 @@ class Run:
                 )
             if warning := _warn_of_idle(self.idle_steps, self.steps):
                 self.session.progress.warn(warning)
-            if after := _seconds(self.session.timeline.take(time.perf_counter())):
+            if after := _seconds([s for s in self.session.timeline.spans if s.began >= self.step_ended]):
                 self.session.progress.say(f"after the last step: {after}")
             if self.folder.export.exists():
                 write_model_card(self.folder.path)
@@ -310,7 +312,7 @@ class Run:
         }
         ranks = over_ranks(gather([step.metrics]))
         metrics = step.metrics | reached | ranks | speed | totals
-        timeline.take(now)
+        self.step_ended = now
         if self.writer is not None:
             self.writer.write(self.steps, metrics, self._samples(step))
         self.session.events.note("step", step=self.steps)
@@ -429,11 +431,7 @@ def _warn_of_idle(idle: int, steps: int) -> str:
 
 
 def evaluate(
-    session: Session,
-    rollouts: Rollouts,
-    path: Path,
-    label: str,
-    before: Sequence[EvaluationResult] = (),
+    session: Session, rollouts: Rollouts, path: Path, label: str, before: Sequence[EvaluationResult] = ()
 ) -> tuple[list[EvaluationResult], Metrics]:
     """Evaluate all benchmarks and write the results to ``path``; if ``path`` exists, read it instead.
 
@@ -451,7 +449,7 @@ def evaluate(
     for result in results:
         metrics |= result.metrics()
         accuracy = f"{result.benchmark} avg@{result.samples} {result.accuracy}"
-        session.progress.evaluated(label, accuracy + _change(result, before))
+        session.progress.say(f"{label}: {accuracy}{_change(result, before)}")
     return results, metrics
 
 

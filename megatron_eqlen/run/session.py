@@ -51,15 +51,14 @@ class Session:
         self.events = EventWriter()
         self.timeline = Timeline(self.events.note)
         self.watchdog.add_facts(lambda: {"collectives": flight_recorder.collectives()})
-        self.watchdog.add_facts(lambda: {"timeline": self.timeline.newest()})
         self.objective = resolve(recipe)
         self.replicas = engine_replicas(recipe)
         self.tokenizer = load_tokenizer(local_path(recipe.model))
         self.scorer = Scorer(recipe.reward, self.tokenizer, recipe.graders_on_node)
         self.early_grading = EarlyGrading(self.scorer, self.replicas.grades)
         self.ends_with(self.scorer.close)
-        title, note = f"{recipe.name} {recipe.method}", self.events.note
-        self.progress = Progress(recipe.budget, title, show=distributed.is_rank0(), note=note)
+        title = f"{recipe.name} {recipe.method}"
+        self.progress = Progress(recipe.budget, title, distributed.is_rank0(), note=self.events.note)
         self.ends_with(self.progress.close)
         for remark in remarks(recipe):
             self.progress.warn(remark)

@@ -139,9 +139,9 @@ def test_a_new_try_forgets_how_the_one_before_ended_and_a_new_start_that_it_hung
     ]
     found = state(*happened)
     assert (found.first_error, found.cancelled, found.stalled_tries) == ("first\nTraceback", "told to end", 1)
-    assert (found.job, found.waits, found.try_began) == ("7", False, True)
+    assert (found.job, found.waits) == ("7", None)
     found = state(*happened, ("try", {"job": "7", "restart": 1}))
-    assert (found.first_error, found.cancelled, found.waits, found.hung) == (None, None, True, True)
+    assert (found.first_error, found.cancelled, found.waits, found.hung) == (None, None, "try", True)
     found = state(*happened, ("started", {}))
     assert (found.hung, found.hangs) == (False, [Hang("hang/1/index.txt", "rank 0 is in stage score", 5.0)])
     found = state(*happened, ("given_up", {"stalled": 0, "text": "given up"}))
@@ -149,7 +149,7 @@ def test_a_new_try_forgets_how_the_one_before_ended_and_a_new_start_that_it_hung
     found = state(*happened, ("step", {"step": 3}))
     assert found.stalled_tries == 0
     found = state(*happened, ("submitted", {"job": "8", "recipe": {}}))
-    assert (found.job, found.waits, found.try_began, found.cancelled) == ("8", True, False, None)
+    assert (found.job, found.waits, found.cancelled) == ("8", "submitted", None)
 
 
 def test_an_event_of_a_later_version_changes_nothing():

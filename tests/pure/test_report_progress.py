@@ -41,7 +41,7 @@ def display(terminal: bool, **keys) -> tuple[Progress, io.StringIO]:
 def test_a_log_gets_one_plain_line_a_step():
     progress, out = display(terminal=False)
     progress.resume(Spent())
-    progress.evaluated("before", "avg@8 43.1% [39.0, 47.2]")
+    progress.say("before: avg@8 43.1% [39.0, 47.2]")
     run_steps(progress, range(1, 30))
     lines = out.getvalue().splitlines()
     assert lines[0] == "before: avg@8 43.1% [39.0, 47.2]"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 
 import pytest
 from hypothesis import given
@@ -24,7 +25,7 @@ TIMES = st.integers(0, 20)
 )
 def test_idle_is_the_time_that_no_span_covers(spans, ongoing, since, length):
     line = Timeline()
-    line.spans = [Span(stage, min(pair), max(pair)) for stage, *pair in spans]
+    line.spans = deque(Span(stage, min(pair), max(pair)) for stage, *pair in spans)
     if ongoing is not None:
         line.spans.append(Span("harvest", ongoing))
     for stages in (ENGINE, TRAINER):
@@ -36,16 +37,6 @@ def test_idle_is_the_time_that_no_span_covers(spans, ongoing, since, length):
             if span.began <= moment < span.ended
         }
         assert line.idle(stages, since, since + length) == length - len(covered)
-
-
-def test_a_span_is_given_once_when_it_has_ended():
-    line = Timeline()
-    with line.span("train") as trained, line.span("score"):
-        pass
-    line.spans.append(Span("harvest", trained.began))
-    assert {span.stage for span in line.take(trained.ended)} == {"train", "score"}
-    assert line.take(float("inf")) != []
-    assert line.take(float("inf")) == []
 
 
 def test_what_raises_has_ended_too():

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_eqlen.processes.watchdog import HUNG
+from megatron_eqlen.report.run_state import read_state
 from tests.kit.jobs import start, start_ranks
 from tests.kit.processes import is_stopped, within
 
@@ -84,8 +85,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
-    """Start all jobs at once: they sleep most of the time. Each has its own folder."""
-    home = tmp_path_factory.mktemp("hang")
+    """Start all jobs at once: they sleep most of the time. Each has its own folder, below that of one run."""
+    home = tmp_path_factory.mktemp("run") / "hang"
+    home.mkdir()
     begun = {
         "misses": start_ranks(2, "-c", BEGIN + SLOW + MISSES, home / "misses", "ranks"),
         "learns": [start("-c", BEGIN + LEARNS, home / "learns")],
@@ -98,6 +100,11 @@ def jobs(tmp_path_factory):
     yield home, begun
     for job in itertools.chain(*begun.values()):
         job.kill()
+
+
+def recorded(file: Path) -> list[str]:
+    """Return the causes of the hangs that the run's record names ``file`` for."""
+    return [hang.cause for hang in read_state(file.parents[2]).hangs if hang.file == str(file)]
 
 
 def test_ranks_that_are_all_stopped_go_on_and_one_that_is_stopped_alone_is_named(jobs):
@@ -167,6 +174,7 @@ def test_a_rank_that_misses_a_collective_is_named_and_one_that_was_slow_is_not_e
     assert "rank 1 is in stage sync for" in cause
     assert "rank 0 on" in lines[1]
     assert f"eqlen: {cause}; see {folder / 'index.txt'}" in ranks[0].stderr + ranks[1].stderr
+    assert recorded(folder / "index.txt") == [cause]
     for rank, place in enumerate(("in all_reduce", "in <module>")):
         text = (folder / f"rank-{rank}.txt").read_text()
         assert text.startswith("Thread MainThread (newest call last):")
@@ -185,6 +193,7 @@ def test_where_no_thread_can_run_python_the_stacks_are_written_all_the_same(jobs
     assert job.wait() == -signal.SIGKILL
     stacks = jobs[0] / "keeps/rank-0.txt"
     assert f"eqlen: no thread of rank 0 could run Python: C code kept its lock; see {stacks}" in job.stderr
+    assert recorded(stacks) == ["no thread of rank 0 could run Python: C code kept its lock"]
     text = stacks.read_text()
     assert text.startswith("Timeout (")
     assert "most recent call first" in text
