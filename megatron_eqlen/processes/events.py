@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from megatron_eqlen.files import naming
 from megatron_eqlen.processes.hold import HeldError
 
 FILE = "events.jsonl"
@@ -82,17 +83,18 @@ def _event(kind: str, fields: dict[str, Any]) -> Event:
 
 
 def _write(run: Path, events: Iterable[Event]) -> None:
-    data = "".join(json.dumps(event, ensure_ascii=False) + "\n" for event in events).encode()
+    data = "".join(json.dumps(event) + "\n" for event in events).encode()
     file = os.open(run / FILE, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         _lock(file)
         size = os.fstat(file).st_size
         if size and os.pread(file, 1, size - 1) != b"\n":  # a torn line
             data = b"\n" + data
-        while data:  # a full disk raises; a signal may shorten a write
-            data = data[os.write(file, data) :]
-        fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough: a process forked meanwhile has the file
+        with naming(run / FILE):
+            while data:  # a full disk raises; a signal may shorten a write
+                data = data[os.write(file, data) :]
     finally:
+        fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough: a process forked meanwhile has the file
         os.close(file)
 
 

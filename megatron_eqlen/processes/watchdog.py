@@ -265,7 +265,8 @@ class Watchdog:
         self._wait(index.exists, 10.0)
         cause = index.read_text(encoding="utf-8").splitlines()[0] if index.exists() else "the run hangs"
         if writes:
-            events.append(self.folder.parents[1], "hang", file=str(index), text=cause)
+            with contextlib.suppress(OSError):
+                events.append(self.folder.parents[1], "hang", file=str(index), text=cause)
         said = f"{cause}; see {index}"
         if not failures.tell(said, hidden=True, everyone=True) and writes:
             print(f"eqlen: {said}", file=sys.stderr, flush=True)

@@ -48,10 +48,9 @@ def load(path: str | Path, overrides: Sequence[str] = (), checks: Sequence[Check
 def load_run(folder: Path) -> Recipe:
     """Return the recipe of a run's folder; if the run has not begun, the recipe that ``eqlen submit`` put
     there. Raises ValueError if the folder has neither."""
-    file, submitted = folder / RECIPE, _submitted(folder)
-    if file.is_file():
+    if (file := folder / RECIPE).is_file():
         return load(file)
-    if submitted is None:
+    if (submitted := _submitted(folder)) is None:
         raise ValueError(f"{folder}: expected a run folder with a {RECIPE}, found none")
     return parse(submitted, str(folder / events.FILE))
 

@@ -105,7 +105,7 @@ class RunFolder:
         self.hang = self.path / HANGS
         self.profile = self.path / "profile"
         self.hold: Hold | None = None
-        """The lock, after ``open``."""
+        """The lock, after ``open``: on rank 0."""
 
     def evaluation(self, label: str) -> Path:
         return self.path / "evaluation" / f"{label}.json"
@@ -129,11 +129,6 @@ class RunFolder:
     def submitted(self, job: str, recipe: Recipe) -> None:
         """Note that ``job`` will run ``recipe`` here."""
         events.append(self.path, "submitted", job=job, recipe=recipe.model_dump(mode="json"))
-
-    def check_held(self) -> None:
-        """Raise HeldError if a later try of this SLURM job writes here now."""
-        assert self.hold is not None, "open comes first"
-        self.hold.check()
 
     def lost_checkpoints(self) -> str | None:
         """Return an error if a checkpoint was saved and none is there, else None."""

@@ -371,7 +371,7 @@ class Run:
 
     def _check_held(self) -> None:
         """Check, before anything is put in force, that no later try of this job has taken the run over."""
-        agree(self.folder.check_held)
+        agree(lambda: self.folder.hold and self.folder.hold.check())
 
     # ---- evaluation ---------------------------------------------------------------------------------
 

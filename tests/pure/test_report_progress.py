@@ -82,7 +82,7 @@ def test_other_ranks_are_silent():
     progress, out = display(terminal=True, show=False)
     progress.resume(Spent(3))
     run_steps(progress, range(4, 8))
-    progress.evaluated("after", "better")
+    progress.say("after: better")
     progress.finish(Path("report.html"))
     assert out.getvalue() == ""
 
@@ -110,7 +110,7 @@ def test_the_terminal_is_given_back_after_an_exception():
 def test_a_terminal_keeps_what_was_said_and_redraws_the_rest():
     progress, out = display(terminal=True)
     progress.resume(Spent())
-    progress.evaluated("before", "avg@8 [39.0, 47.2]")
+    progress.say("before: avg@8 [39.0, 47.2]")
     run_steps(progress, range(1, 6))
     progress.finish(Path("report.html"))
     text = out.getvalue()

@@ -3,6 +3,7 @@ scripts start containers. ``tests/slurm`` submits for real."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -18,7 +19,9 @@ from megatron_eqlen.plan.host import host_parts
 from megatron_eqlen.plan.memory import memory
 from megatron_eqlen.plan.model import model_config
 from megatron_eqlen.plan.workload import workload
+from megatron_eqlen.processes.events import FILE
 from megatron_eqlen.recipe.load import load_run
+from megatron_eqlen.report.run_state import read_state
 from tests.kit import ROOT
 
 LARGE = str(ROOT / "recipes/qwen3_32b.yaml")
@@ -216,6 +219,7 @@ case "$*" in
     *"cli train"*)
         line='{{"time": 1, "kind": "try", "restart": '"${{LATER:-}}"'}}'
         [ -z "${{LATER:-}}" ] || echo "$line" >>{folder}/run/events.jsonl
+        [ -z "${{ERRORS:-}}" ] || echo "$ERRORS" >>{folder}/run/events.jsonl
         exit "${{STATUS:-17}}"
         ;;
 esac
@@ -269,6 +273,19 @@ def test_an_old_try_in_a_container_hides_its_end_from_the_new_one(here):
     """An image has no scontrol: the run folder says that a later try has begun."""
     status, *_ = batch(here, "train.sbatch", CONTAINER_IMAGE="/images/eqlen.sqsh", LATER="1")
     assert status == 0
+
+
+def test_the_first_error_of_a_try_is_printed_with_its_traceback(here):
+    texts = ['ValueError: "é"\n  File "a\\b.py"\nend', "a later one"]
+    lines = [json.dumps({"time": 2.5, "kind": "error", "rank": 3, "text": text}) for text in texts]
+    (here / "run").mkdir()
+    (here / "run" / FILE).write_text(
+        '{"time": 1, "kind": "error", "text": "of a try before"}\n{"time": 1, "ki'
+    )
+    *_, said = batch(here, "train.sbatch", ERRORS="\n".join(lines), LC_ALL="C.UTF-8")
+    assert f"{texts[0]}\nnot finished (status 17): requeue 1 of 20\n" in said
+    state = read_state(here / "run")
+    assert (state.first_error, state.stalled_tries, state.waits) == (texts[0], 1, "try")
 
 
 @pytest.mark.parametrize(
