@@ -39,9 +39,10 @@ Condition = Literal[
     "not started", "running", "silent", "complete", "stopped",
     "failed", "hung", "given up", "killed", "cancelled",
 ]  # fmt: skip
-STYLES = dict.fromkeys(("running", "complete"), "bold green") | dict.fromkeys(
-    ("silent", "failed", "hung", "given up", "killed"), "bold red"
-)
+STYLES = {
+    "running": "bold green", "complete": "bold green", "silent": "bold red", "failed": "bold red",
+    "hung": "bold red", "given up": "bold red", "killed": "bold red",
+}  # fmt: skip
 UNEXPLAINED: tuple[Condition, ...] = ("not started", "stopped", "killed")
 """Conditions that the state of the SLURM job replaces."""
 FAILED = ENDED - {"CANCELLED", "COMPLETED", GONE}
