@@ -113,9 +113,12 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     fields = Fields(raw, where)
     name = fields.get("model_type", str)
     if name not in FAMILIES:
+        text = raw.get("text_config")
+        hint = "a new family is added in megatron_eqlen/hf/config_fields.py; see README.md there"
+        if isinstance(text, dict) and text.get("model_type") in FAMILIES:
+            hint = "save its text model alone: docs/models_and_data.md"
         raise ConfigError(
-            f"{where}: model_type: expected one of {', '.join(FAMILIES)}, found {name!r} "
-            "(a new family is added in megatron_eqlen/hf/config_fields.py; see README.md there)"
+            f"{where}: model_type: expected one of {', '.join(FAMILIES)}, found {name!r} ({hint})"
         )
     family = FAMILIES[name]
     layers = fields.get("num_hidden_layers", int)

@@ -81,6 +81,8 @@ class Family:
     hybrid: bool = False
     """True: some layers are Gated DeltaNet, attention has an output gate and rotates a part of each head, and
     norms are centred on zero."""
+    separate_projections: bool = False
+    """True: Gated DeltaNet's input projections are four tensors, not two interleaved by key head."""
 
     @property
     def layer_types(self) -> set[str]:
@@ -90,7 +92,7 @@ class Family:
     def only_supported(self) -> dict[str, Any]:
         """Fields that change the result and are supported at one value only; missing fields mean that
         value."""
-        return ONLY_SUPPORTED | {"attention_bias": self.qkv_bias}
+        return ONLY_SUPPORTED | {"attention_bias": self.qkv_bias, "attn_output_gate": self.hybrid}
 
 
 FAMILIES: dict[str, Family] = {
@@ -99,6 +101,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(),
     "qwen3_moe": Family(head_dim="optional", experts=True),
     "qwen3_next": Family(experts=True, shared_expert=True, hybrid=True),
+    "qwen3_5_text": Family(hybrid=True, separate_projections=True),
 }
 """Supported families by ``model_type``."""
 
@@ -120,7 +123,8 @@ HARMLESS = frozenset(
     use_cache initializer_range max_window_layers sliding_window full_attention_interval layer_types
     rope_theta rope_scaling rope_parameters partial_rotary_factor output_router_logits router_aux_loss_coef
     _name_or_path output_attentions output_hidden_states return_dict id2label label2id problem_type
-    chunk_size_feed_forward is_encoder_decoder is_llama_config transformers.js_config
+    _model_name_or_path unk_token_id chunk_size_feed_forward is_encoder_decoder is_llama_config
+    transformers.js_config mamba_ssm_dtype mlp_only_layers mtp_num_hidden_layers mtp_use_dedicated_embeddings
     """.split()  # noqa: SIM905
 )
 """Fields that do not change the result, or that are read only where they matter."""

@@ -1,7 +1,7 @@
 """Trained tensors of every model family by Hugging Face's and Megatron's names.
 
-The models are made of a few parts, each a generator of ``Weight``. Qwen3-Next's multi-token prediction layer
-(``mtp.*``) is not trained; conversion carries it through.
+The models are made of a few parts, each a generator of ``Weight``. Multi-token prediction layers (``mtp.*``)
+are not trained; conversion carries them through.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from functools import cache
 from megatron_eqlen.hf.config import DeltaNet, Experts, ModelConfig
 from megatron_eqlen.hf.weight_map import DeltaNetInput, GroupedHeads, Stacked, Weight
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
 
 @cache
 def weight_map(model: ModelConfig) -> tuple[Weight, ...]:
@@ -20,15 +22,15 @@ def weight_map(model: ModelConfig) -> tuple[Weight, ...]:
 
 
 def _weights(model: ModelConfig) -> Iterator[Weight]:
-    net, moe, hidden = model.delta_net, model.experts, model.hidden_size
+    net, moe = model.delta_net, model.experts
     yield embedding(model)
     for layer in range(model.num_hidden_layers):
         yield from norms(model, layer)
-        yield from delta_net(hidden, net, layer) if net and net.layers[layer] else attention(model, layer)
+        yield from delta_net(model, net, layer) if net and net.layers[layer] else attention(model, layer)
         if moe and moe.layers[layer]:
-            yield from experts(hidden, moe, layer)
+            yield from experts(model, moe, layer)
             if moe.shared_expert_intermediate_size:
-                yield from shared_expert(hidden, moe, layer)
+                yield from shared_expert(model, moe, layer)
         else:
             yield from dense_mlp(model, layer)
     yield from head(model)
@@ -36,14 +38,14 @@ def _weights(model: ModelConfig) -> Iterator[Weight]:
 
 def embedding(model: ModelConfig) -> Weight:
     shape = (model.vocab_size, model.hidden_size)
-    return Weight("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), (shape,), dim=0)
+    return Weight("embedding.word_embeddings.weight", (EMBEDDING,), (shape,), dim=0)
 
 
 def head(model: ModelConfig) -> Iterator[Weight]:
     yield Weight("decoder.final_layernorm.weight", ("model.norm.weight",), ((model.hidden_size,),))
     if not model.tie_word_embeddings:
         shape = (model.vocab_size, model.hidden_size)
-        yield Weight("output_layer.weight", ("lm_head.weight",), (shape,), dim=0)
+        yield Weight("output_layer.weight", (HEAD,), (shape,), dim=0)
 
 
 def norms(model: ModelConfig, layer: int) -> Iterator[Weight]:
@@ -92,33 +94,41 @@ def gated_mlp(megatron: str, hf: str, hidden: int, width: int, expert: int | Non
     yield Weight(megatron + "linear_fc2.weight", (down,), ((hidden, width),), dim=1, expert=expert)
 
 
-def experts(hidden: int, moe: Experts, layer: int) -> Iterator[Weight]:
+def experts(model: ModelConfig, moe: Experts, layer: int) -> Iterator[Weight]:
     megatron, hf = f"decoder.layers.{layer}.mlp.", f"model.layers.{layer}.mlp."
-    yield Weight(megatron + "router.weight", (hf + "gate.weight",), ((moe.num_experts, hidden),))
+    yield Weight(megatron + "router.weight", (hf + "gate.weight",), ((moe.num_experts, model.hidden_size),))
     for e in range(moe.num_experts):
         ours, theirs = f"{megatron}experts.local_experts.{e}.", f"{hf}experts.{e}."
-        yield from gated_mlp(ours, theirs, hidden, moe.moe_intermediate_size, expert=e)
+        yield from gated_mlp(ours, theirs, model.hidden_size, moe.moe_intermediate_size, expert=e)
 
 
-def delta_net(hidden: int, net: DeltaNet, layer: int) -> Iterator[Weight]:
+def delta_net(model: ModelConfig, net: DeltaNet, layer: int) -> Iterator[Weight]:
     megatron, hf = f"decoder.layers.{layer}.self_attention.", f"model.layers.{layer}.linear_attn."
     keys, values = net.num_key_heads * net.key_head_dim, net.num_value_heads * net.value_head_dim
-    per_value_head = ((net.num_value_heads,),)
+    hidden, per_value_head = model.hidden_size, ((net.num_value_heads,),)
+    mixed, heads = (keys, keys, values), net.num_value_heads
+    if model.family.separate_projections:
+        rows = sum(mixed), values, heads, heads
+        arrangement = Stacked(rows)
+        names = "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"
+    else:
+        rows = sum(mixed) + values, 2 * heads
+        arrangement = DeltaNetInput(net.key_head_dim, net.value_head_dim, heads // net.num_key_heads)
+        names = "in_proj_qkvz", "in_proj_ba"
     yield Weight(
         megatron + "in_proj.weight",
-        (hf + "in_proj_qkvz.weight", hf + "in_proj_ba.weight"),
-        ((2 * keys + 2 * values, hidden), (2 * net.num_value_heads, hidden)),
+        tuple(f"{hf}{name}.weight" for name in names),
+        tuple((count, hidden) for count in rows),
         dim=0,
-        arrangement=DeltaNetInput(
-            net.key_head_dim, net.value_head_dim, net.num_value_heads // net.num_key_heads
-        ),
+        sections=mixed if model.family.separate_projections else (),
+        arrangement=arrangement,
     )
     yield Weight(
         megatron + "conv1d.weight",
         (hf + "conv1d.weight",),
-        ((2 * keys + values, 1, net.conv_kernel_dim),),
+        ((sum(mixed), 1, net.conv_kernel_dim),),
         dim=0,
-        sections=(keys, keys, values),
+        sections=mixed,
     )
     yield Weight(megatron + "dt_bias", (hf + "dt_bias",), per_value_head, dim=0)
     yield Weight(megatron + "A_log", (hf + "A_log",), per_value_head, dim=0)
@@ -126,9 +136,9 @@ def delta_net(hidden: int, net: DeltaNet, layer: int) -> Iterator[Weight]:
     yield Weight(megatron + "out_proj.weight", (hf + "out_proj.weight",), ((hidden, values),), dim=1)
 
 
-def shared_expert(hidden: int, moe: Experts, layer: int) -> Iterator[Weight]:
+def shared_expert(model: ModelConfig, moe: Experts, layer: int) -> Iterator[Weight]:
     megatron, hf = f"decoder.layers.{layer}.mlp.", f"model.layers.{layer}.mlp."
-    width = moe.shared_expert_intermediate_size
+    width, hidden = moe.shared_expert_intermediate_size, model.hidden_size
     yield from gated_mlp(megatron + "shared_experts.", hf + "shared_expert.", hidden, width)
     gate = hf + "shared_expert_gate.weight"
     yield Weight(megatron + "shared_experts.gate_weight", (gate,), ((1, hidden),))

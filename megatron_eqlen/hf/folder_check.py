@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_eqlen.files import CheckpointError
 from megatron_eqlen.hf.config import ModelConfig, read_config
-from megatron_eqlen.hf.families import embedding, weight_map
+from megatron_eqlen.hf.families import EMBEDDING, HEAD, embedding, weight_map
 from megatron_eqlen.hf.folder import DTYPES, HFFolder, first_few, say_once
 from megatron_eqlen.hf.weight_map import Weight
 
@@ -17,9 +17,7 @@ WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Dtypes that a trained tensor may have on disk."""
 
 UNTRAINED_PREFIX = "mtp."
-"""Multi-token prediction layers: part of Qwen3-Next's folders, carried through conversion, never trained."""
-
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+"""Multi-token prediction layers of Qwen3-Next and Qwen3.5: carried through conversion, never trained."""
 
 
 def with_tied_head(

@@ -12,7 +12,8 @@ from typing import Any
 
 from megatron_eqlen.hf.config_fields import ConfigError, Fields
 
-_ALWAYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_ALWAYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
+"""The last two place images; in texts they change nothing."""
 _LENGTHS = {"factor", "original_max_position_embeddings"}
 KINDS: dict[str, set[str]] = {
     "default": _ALWAYS,

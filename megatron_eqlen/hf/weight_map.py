@@ -45,13 +45,17 @@ class Same:
 
 @dataclass(frozen=True)
 class Stacked:
-    """Tensors of equal shape, concatenated along the first dimension: ``[gate; up]``."""
+    """Tensors concatenated along the first dimension: ``[gate; up]``."""
+
+    shares: tuple[int, ...] = (1, 1)
+    """Rows of the tensors, relative to each other."""
 
     def merge(self, parts: list[Tensor]) -> Tensor:
         return _cat(parts)
 
     def split(self, tensor: Tensor) -> list[Tensor]:
-        return list(tensor.chunk(2))
+        rows, whole = tensor.shape[0], sum(self.shares)
+        return list(tensor.split([rows * share // whole for share in self.shares]))
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,8 @@ class Weight:
     """Dimension of the Hugging Face tensors that tensor parallelism divides; None: replicated on each
     rank."""
     sections: tuple[int, ...] = ()
-    """Sizes along ``dim`` that are divided separately; empty: the whole dimension."""
+    """Sizes along ``dim`` that are divided separately in the tensors that have their sum there; the other
+    tensors are divided as a whole."""
     arrangement: Arrangement = Same()
     expert: int | None = None
     """Number of the expert, which is divided by expert-tensor and placed by expert parallelism; None: no
@@ -150,7 +155,7 @@ class Weight:
         of a tensor."""
         assert self.dim is not None
         ranges, start = [], 0
-        for section in self.sections or (shape[self.dim],):
+        for section in self._sections(shape[self.dim]):
             part = section // size
             ranges.append((start + rank * part, start + (rank + 1) * part))
             start += section
@@ -160,11 +165,13 @@ class Weight:
         """Return the complete Hugging Face tensor from all tensor-parallel ranks' parts, in rank order."""
         if self.dim is None or len(parts) == 1:
             return parts[0]
-        if not self.sections:
-            return _cat(parts, dim=self.dim)
-        local = [section // len(parts) for section in self.sections]
+        sections = self._sections(len(parts) * parts[0].shape[self.dim])
+        local = [section // len(parts) for section in sections]
         by_rank = [part.split(local, dim=self.dim) for part in parts]
         return _cat([piece for pieces in zip(*by_rank, strict=True) for piece in pieces], dim=self.dim)
+
+    def _sections(self, size: int) -> tuple[int, ...]:
+        return self.sections if sum(self.sections) == size else (size,)
 
 
 def _cat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:

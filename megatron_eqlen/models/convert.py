@@ -81,9 +81,9 @@ def megatron_to_hf(
 
 def converted_bytes(source: str | Path) -> int:
     """Return the total number of bytes that ``progress`` will report, from the folder's dtypes."""
-    folder = HFFolder(source)
-    weights = check_folder(folder, read_config(source)).values()
-    return sum(folder.entries[name].nbytes for weight in weights for name in weight.hf)
+    folder, model = HFFolder(source), read_config(source)
+    check_folder(folder, model)
+    return sum(folder.entries[name].nbytes for weight in weight_map(model) for name in weight.hf)
 
 
 @torch.no_grad()

@@ -10,10 +10,11 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.llama import LlamaConfig
 from transformers.models.qwen2 import Qwen2Config
 from transformers.models.qwen3 import Qwen3Config
+from transformers.models.qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_next import Qwen3NextConfig
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_next")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text")
 
 COMMON: dict[str, Any] = {
     "vocab_size": 96,
@@ -34,13 +35,13 @@ EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "norm_topk_prob": True,
 }
-NEXT: dict[str, Any] = {
-    "shared_expert_intermediate_size": 32,
+LINEAR: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 8,
 }
+NEXT: dict[str, Any] = LINEAR | {"shared_expert_intermediate_size": 32}
 LLAMA3: dict[str, Any] = {
     "rope_type": "llama3",
     "rope_theta": 100.0,
@@ -55,6 +56,7 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3": COMMON,
     "qwen3_moe": COMMON | EXPERTS,
     "qwen3_next": COMMON | EXPERTS | NEXT,
+    "qwen3_5_text": COMMON | LINEAR,
 }
 CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "llama": LlamaConfig,
@@ -62,6 +64,7 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "qwen3": Qwen3Config,
     "qwen3_moe": Qwen3MoeConfig,
     "qwen3_next": Qwen3NextConfig,
+    "qwen3_5_text": Qwen3_5TextConfig,
 }
 SHORT: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 2},
@@ -69,6 +72,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "qwen3": {"num_hidden_layers": 2},
     "qwen3_moe": {"num_hidden_layers": 2},
     "qwen3_next": {"num_hidden_layers": 2, "full_attention_interval": 2},
+    "qwen3_5_text": {"num_hidden_layers": 2, "full_attention_interval": 2},
 }
 """Changes that halve the number of layers; Qwen3-Next keeps one of each kind."""
 

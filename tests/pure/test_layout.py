@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.cli import commands
 from megatron_eqlen.hf.config import ModelConfig, parse_config
+from megatron_eqlen.hf.config_fields import FAMILIES as FAMILY_TABLE
 from megatron_eqlen.hf.families import weight_map
 from megatron_eqlen.models.build import build_model, meta_device
 from megatron_eqlen.models.weights import local_parameters
@@ -52,13 +53,14 @@ def configs(draw) -> dict:
     }
     if family in ("llama", "qwen2"):
         sizes["hidden_size"] = sizes["head_dim"] * sizes["num_attention_heads"]
-    if family.startswith("qwen3_"):
+    if FAMILY_TABLE[family].experts:
         experts = draw(st.sampled_from([2, 4, 6, 8]))
         sizes |= {"num_experts": experts, "moe_intermediate_size": draw(size(12))}
     if family == "qwen3_moe":
         sizes["mlp_only_layers"] = draw(st.sampled_from([[], [0]])) if sizes["num_hidden_layers"] > 1 else []
-    if family == "qwen3_next":
+    if FAMILY_TABLE[family].hybrid:
         sizes |= {"linear_num_key_heads": keys, "linear_num_value_heads": keys * draw(st.integers(1, 2))}
+    if FAMILY_TABLE[family].shared_expert:
         sizes |= {"shared_expert_intermediate_size": draw(size(12))}
     return tiny_config(family, **sizes).to_dict() | {"router_aux_loss_coef": 0.0}
 

@@ -268,12 +268,16 @@ def test_a_checkpoint_with_a_head_is_not_exported_as_a_tied_model(tmp_path, conv
 
 
 def test_a_tied_checkpoint_of_two_stages_becomes_the_folder_again(tmp_path):
-    """The last stage has a copy of the embeddings, which is no head of its own."""
+    """The last stage has a copy of the embeddings, which is no head of its own and no progress."""
+    from megatron_eqlen.models.convert import converted_bytes
+
     source, checkpoint, out = tmp_path / "hf", tmp_path / "trained", tmp_path / "out"
     save_tiny(source, "qwen3", tie_word_embeddings=True)
     run_ranks(2, save_with_megatron, str(source), {"pipeline": 2}, str(checkpoint))
     run_ranks(1, to_hf, str(checkpoint), str(source), str(out))
     assert (out / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    stored = load_file(source / "model.safetensors")
+    assert converted_bytes(source) == sum(tensor.nbytes for tensor in stored.values())
 
 
 def test_a_source_with_fewer_layers_does_not_shorten_a_model(tmp_path):

@@ -85,7 +85,7 @@ def test_old_and_new_spellings_are_one_model(tmp_path, family):
         old["rope_scaling"] = rope
     if "num_local_experts" in old:
         old["num_experts"] = old.pop("num_local_experts")
-    if family == "qwen3_next":
+    if FAMILY_TABLE[family].hybrid:
         del old["layer_types"]
         old["full_attention_interval"] = 4
     assert parse_config(old, "old") == parse_config(new, "new")
@@ -332,6 +332,12 @@ def test_null_means_what_transformers_takes_it_for(tmp_path, family, field):
 def test_an_unsupported_family_is_told_where_a_new_one_is_added(tmp_path):
     with pytest.raises(ConfigError, match=r"llama, qwen2, .*, found .mistral. .*hf/config_fields\.py"):
         parse_config(saved(tmp_path, "qwen3") | {"model_type": "mistral"}, "here.json")
+
+
+def test_a_model_of_images_is_told_how_its_text_model_is_saved(tmp_path):
+    raw = {"model_type": "qwen3_5", "text_config": saved(tmp_path, "qwen3_5_text")}
+    with pytest.raises(ConfigError, match=r"found .qwen3_5. .*save its text model alone"):
+        parse_config(raw, "here.json")
 
 
 def test_an_unknown_field_is_said_aloud(tmp_path):

@@ -31,6 +31,7 @@ DENSE = ("tp2", "tp2-sp", "pp2", "pp3", "pp2-vpp2", "dp2", "tp2-pp2")
 SPARSE = ("tp2", "pp2", "pp2, uneven", "ep2", "tp2-ep2", "tp2-etp2", "tp2-ep2-etp2", "tp2-pp2", "tp2-ep2-dp2")
 CASES = slow_but({"tp2-sp", "pp2-vpp2"}, DENSE, "qwen3")
 CASES += [("qwen2", "tp2-sp"), slow("qwen2", "tp2-pp2"), ("llama", "pp2"), slow("llama", "tp2")]
+CASES += [("qwen3_5_text", "tp2-sp"), slow("qwen3_5_text", "tp2-pp2")]
 CASES += slow_but({"tp2-ep2"}, SPARSE, "qwen3_moe") + slow_but({"ep2"}, SPARSE, "qwen3_next")
 
 

@@ -15,6 +15,7 @@ from tests.kit.tiny_models import FAMILIES, save_tiny, tiny_config
 LAYOUTS = {
     "llama": [(2, {"pipeline": 2})],
     "qwen2": [(2, {"tensor": 2})],
+    "qwen3_5_text": [(2, {"tensor": 2})],
     "qwen3": [
         (2, {"tensor": 2}),
         (4, {"tensor": 2, "pipeline": 2}),

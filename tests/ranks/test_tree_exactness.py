@@ -39,7 +39,7 @@ torch.set_num_threads(1)
 
 MODELS = {
     "dense": ("qwen2", {"num_hidden_layers": 2, "tie_word_embeddings": True}),
-    "delta_net": ("qwen3_next", {"mlp_only_layers": [0, 1, 2, 3]}),
+    "delta_net": ("qwen3_5_text", {}),
     "moe": ("qwen3_moe", {"num_hidden_layers": 2}),
     "next": ("qwen3_next", SHORT["qwen3_next"]),
 }
