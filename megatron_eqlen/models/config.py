@@ -76,7 +76,7 @@ def sequence_parallel(model: ModelConfig, parallel: ParallelRecipe) -> bool:
     if parallel.tensor == 1:
         return False
     if parallel.sequence is None:
-        return model.experts is not None or torch.cuda.is_available()
+        return layout.needs_sequence_parallel(model) or torch.cuda.is_available()
     return parallel.sequence
 
 

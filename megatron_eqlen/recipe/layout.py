@@ -88,6 +88,11 @@ def weights(parallel: ParallelRecipe, model: ModelConfig) -> Iterator[str]:
         sizes = _delta_net_heads(model.delta_net)
         yield from _divides("parallel.tensor x parallel.context", parallel.tensor * parallel.context, sizes)
     yield from _stages(parallel, model)
+    if parallel.tensor > 1 and parallel.sequence is False and needs_sequence_parallel(model):
+        yield (
+            f"parallel.sequence: false with parallel.tensor {parallel.tensor}: Megatron-Core needs sequence "
+            f"parallelism in a {model.model_type} model (experts, Gated DeltaNet); omit it or set it to true"
+        )
     experts = model.experts
     if experts is None:
         for key in ("expert", "expert_tensor"):
@@ -97,11 +102,12 @@ def weights(parallel: ParallelRecipe, model: ModelConfig) -> Iterator[str]:
     yield from _divides("parallel.expert", parallel.expert, {"num_experts": experts.num_experts})
     width = {"moe_intermediate_size": experts.moe_intermediate_size}
     yield from _divides("parallel.expert_tensor", parallel.expert_tensor, width)
-    if parallel.tensor > 1 and parallel.sequence is False:
-        yield (
-            f"parallel.sequence: false with parallel.tensor {parallel.tensor}: Megatron-Core needs sequence "
-            f"parallelism in a {model.model_type} model (experts, Gated DeltaNet); omit it or set it to true"
-        )
+
+
+def needs_sequence_parallel(model: ModelConfig) -> bool:
+    """Return True if Megatron-Core computes the model on several tensor-parallel ranks only with sequence
+    parallelism: it refuses experts without, and would not sum the gradient of Gated DeltaNet's norm."""
+    return model.experts is not None or model.delta_net is not None
 
 
 def stages(parallel: ParallelRecipe, model: ModelConfig) -> list[range]:

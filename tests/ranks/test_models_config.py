@@ -374,6 +374,11 @@ IMPOSSIBLE = {
     "more stages than layers": ("qwen3", {"pipeline": 5}, "num_hidden_layers 4"),
     "experts that do not divide": ("qwen3_moe", {"expert": 3}, "num_experts 4"),
     "experts of a dense model": ("qwen3", {"expert": 2}, "has no experts"),
+    "Gated DeltaNet without sequence parallelism": (
+        "qwen3_5_text",
+        {"tensor": 2, "sequence": False},
+        "sequence: false",
+    ),
     "experts without sequence parallelism": (
         "qwen3_moe",
         {"tensor": 2, "sequence": False},
