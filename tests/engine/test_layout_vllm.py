@@ -24,13 +24,12 @@ from megatron_eqlen.rollout.vllm.engine.containment import contained, importing_
 from tests.kit import ROOT
 from tests.pure.test_layout import configs
 
-ARCHITECTURES = {
+ARCHITECTURES = {  # Qwen3.5's needs torchvision, which vLLM's CPU build does not bring
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
-    "qwen3_5_text": "Qwen3_5ForCausalLM",
 }
 
 
@@ -78,6 +77,7 @@ def test_an_engine_is_approved_if_and_only_if_vllm_builds_it_with_as_many_parame
     @hypothesis_settings(max_examples=40, deadline=None, database=None)
     @given(raw=configs(), ranks=st.sampled_from([1, 2, 2, 3, 4, 6, 8]))
     def check(raw, ranks):
+        assume(raw["model_type"] in ARCHITECTURES)
         model = parse_config(raw, "tiny")
         # vLLM finds at its first token only that key heads cannot be divided, and asks of no unused size
         assume(not model.delta_net or model.delta_net.num_key_heads % ranks == 0)
