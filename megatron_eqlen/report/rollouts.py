@@ -59,7 +59,7 @@ class SegmentView:
     inherited: int
     """Number of tokens between the prompt and this segment."""
     end: str
-    """``stop``, ``length`` or ``goes on`` (not ended here)."""
+    """``stop``, ``length`` or ``continues`` (not ended here)."""
     reward: float | None
     """This and the next three: see ``Lesson``."""
     advantage: float | None
@@ -213,7 +213,7 @@ def _segment(
         text=decode(segment.token_ids),
         length=len(segment),
         inherited=len(placed.inherited),
-        end=segment.finish_reason or "goes on",
+        end=segment.finish_reason or "continues",
         **training.of(segment)._asdict(),
         verdict="" if grade is None else _verdict(grade, gold),
         versions=_versions(segment),
