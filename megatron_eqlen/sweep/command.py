@@ -124,12 +124,19 @@ def _cost(plan: Plan, cells: list[Cell]) -> str:
         return "estimate    none: it needs a reference with steps"
     model, work = model_config(first), workload(first)
     flops = first.steps * planned_flops(first, model, work)
-    hours = [
-        f"{speed.gpu.name} {compact(first.steps * speed.seconds * first.gpus / 3600)}"
+    hours = {
+        speed.gpu.name: first.steps * speed.seconds * first.gpus / 3600
         for speed in speeds(first, model, work)
-    ]
+    }
+    text = f"{flops:.2g} FLOPs"
+    if first.gpu_hours is not None and hours:
+        steps = [
+            f"{name} {compact(first.steps * min(1, first.gpu_hours / cost))}" for name, cost in hours.items()
+        ]
+        text = f"at most {compact(first.gpu_hours)} GPU hours, steps: {', '.join(steps)}"
+    elif hours:
+        text += f", GPU hours: {', '.join(f'{name} {compact(cost)}' for name, cost in hours.items())}"
     return (
-        f"estimate    a run of {plan.sweep.reference}: {flops:.2g} FLOPs"
-        + (f", GPU hours: {', '.join(hours)}" if hours else "")
-        + f"; x {len(cells)} runs (not measured; `eqlen plan` says what is assumed)"
+        f"estimate    a run of {plan.sweep.reference}: {text}; x {len(cells)} runs "
+        "(not measured; `eqlen plan` says what is assumed)"
     )

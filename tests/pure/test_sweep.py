@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -133,11 +134,11 @@ def test_a_dry_run_says_what_each_may_spend_and_what_it_may_cost(capsys):
     assert cli.main(["sweep", str(file), "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "2 recipes x 21 methods x 5 seeds = 210 runs in runs/paper_tables" in said
-    assert "  eqlen-grpo-8-streams   500 steps\n" in said
+    assert "  eqlen-grpo-8-streams   500 steps or 384 GPU hours, whichever comes first\n" in said
     assert "GPU hours as eqlen-grpo-8-streams\n" in said
-    assert (
-        "a run of eqlen-grpo-8-streams: 5.1e+21 FLOPs, GPU hours: A100 22.6k, H100 12.1k; x 105 runs" in said
-    )
+    found = re.search(r"at most 384 GPU hours, steps: A100 ([\d.]+), H100 ([\d.]+); x 105 runs", said)
+    assert found is not None
+    assert [float(steps) for steps in found.groups()] == pytest.approx([384 * 500 / 22_600, 384 * 500 / 12_100], 0.01)
     assert cli.main(["sweep", str(file), "cluster.device=cpu", "--dry-run"]) == 0
     assert "5.1e+21 FLOPs; x 105 runs" in capsys.readouterr().out
 
@@ -159,6 +160,26 @@ def test_a_method_that_is_named_after_a_part_differs_from_the_whole_by_that_part
     assert methods["unfinished-drop"].equal_length.unfinished == "drop"
     for name, recipe in methods.items():
         assert recipe.loss.minibatches == (4 if name.endswith("-4-updates") else 1), name
+
+
+def test_every_run_of_the_drift_sweep_is_a_recipe_with_coins():
+    plan = Plan(load_sweep(ROOT / "recipes/null_tiny.yaml"))
+    sources = [plan.some_recipe(cell).data.sources[0] for cell in plan.firsts]
+    assert len(sources) == 30
+    graders = dict.fromkeys((source.grader or "").partition(":")[2] for source in sources)
+    assert [*graders] == ["Coin", "LongerPays", "ShorterPays"]
+
+
+def test_the_affordable_sweep_fits_a_week_of_one_node_by_the_plans_estimate(capsys):
+    file = ROOT / "recipes/paper_affordable.yaml"
+    assert cli.main(["sweep", str(file), "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "2 recipes x 6 methods x 3 seeds = 36 runs" in said
+    hours = [float(found) for found in re.findall(r"GPU hours: A100 ([\d.]+), H100 [\d.]+; x 18 runs", said)]
+    assert len(hours) == 2
+    assert 18 * sum(hours) < 8 * 24 * 7
+    coins = [cell for cell in Plan(load_sweep(file)).firsts if cell.method.endswith("-coin")]
+    assert len(coins) == 4
 
 
 def test_the_papers_sweep_has_the_papers_methods():

@@ -381,12 +381,14 @@ def run(args: argparse.Namespace) -> None:
     )
     show(rows + by_pairs, title, args.json)
     if args.into is not None:
-        write_between(args.into, START, END, "\n".join(_tables(rows, by_pairs, args.methods)))
+        start = START.format(f"{args.mean:g}", args.limit)
+        write_between(args.into, start, END, "\n".join([*_tables(rows, by_pairs, args.methods), ""]))
     if args.figure is not None:
         draw(by_pairs, args.figure)
 
 
-START, END = "<!-- tables of the scripted policy -->", "<!-- end of these tables -->"
+START, END = "<!-- scripted policy: mean {}, limit {} -->", "<!-- end of the scripted policy -->"
+"""Lines of a document that enclose the tables."""
 
 
 def _tables(rows: Rows, by_pairs: Rows, methods: Sequence[str]) -> Iterator[str]:
@@ -396,7 +398,7 @@ def _tables(rows: Rows, by_pairs: Rows, methods: Sequence[str]) -> Iterator[str]
         shapes = _by(mine, "lengths")
         unit = "mean of eta over its deviation" if rewards == "coin" else "eta / theta"
         yield f"\n**{TITLES[rewards]}**, {unit}:\n"
-        truth = {"": "truth"} | {shape: f"{found[0]['truth']:.3f}" for shape, found in shapes.items()}
+        truth = {"": "truth"} | {shape: f"{found[0]['truth']:.2g}" for shape, found in shapes.items()}
         found = [
             {"": name} | {row["lengths"]: _cell(row) for row in mine if row["method"] == name}
             for name in methods
@@ -415,7 +417,7 @@ def _tables(rows: Rows, by_pairs: Rows, methods: Sequence[str]) -> Iterator[str]
             )
     if by_pairs:
         limit, truth = by_pairs[0]["mean, limit"].split()[1], by_pairs[0]["truth"]
-        yield f"\n**By pairs a stream**, limit of {limit}, truth {truth:.3f}:\n"
+        yield f"\n**By pairs a stream**, limit of {limit}, truth {truth:.2g}:\n"
         yield markdown_rows(
             [
                 {"": name} | {f"{row['pairs']:.1f}": _cell(row) for row in mine}
@@ -448,7 +450,7 @@ def _by(rows: Rows, key: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def _cell(row: dict[str, Any]) -> str:
-    text = f"{row['found']:.2f} [{row['low']:.2f}, {row['high']:.2f}]"
+    text = f"{row['found']:.2g} [{row['low']:.2g}, {row['high']:.2g}]"
     return text if row["low"] <= row["truth"] <= row["high"] else f"**{text}**"
 
 
