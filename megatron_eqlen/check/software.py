@@ -19,8 +19,8 @@ from megatron_eqlen.rewards.code.grader import offered_isolation
 
 PYTHONS = ((3, 11), (3, 12))
 SETUP = "tools/setup (gpu)"
-CODE = {"code", "opencodereasoning", "livecodebench"}
-"""Graders and readers whose answers are programs."""
+CODE = {"code", "opencodereasoning", "livecodebench", "reasoning_gym"}
+"""Graders and readers whose answers are programs, or may be evaluated as such."""
 ANY = {"jsonl", "prepared"}
 """Readers whose rows name their graders."""
 

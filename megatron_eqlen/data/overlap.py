@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from megatron_eqlen.data.prepared import PreparedRows, Selection, sha256
+from megatron_eqlen.data.reasoning_gym import TaskRows
 from megatron_eqlen.data.rows import Problem, Tally
 from megatron_eqlen.data.sources import has_filters, open_source, read_problems
 from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, SourceRecipe
@@ -56,7 +57,10 @@ def _benchmark_questions(benchmark: BenchmarkRecipe) -> set[str]:
 
 
 def _questions(rows: Sequence[Problem]) -> Iterator[str]:
-    """Yield the questions of ``rows``; golds of a prepared file stay unread."""
+    """Yield the questions of ``rows``, without golds of a prepared file. Tasks that are generated are in no
+    benchmark's file."""
+    if isinstance(rows, TaskRows):
+        return iter(())
     read = rows.without_golds() if isinstance(rows, PreparedRows | Selection) else rows
     return (row.question for row in read)
 

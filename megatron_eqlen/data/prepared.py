@@ -132,7 +132,8 @@ class PreparedRows(Sequence[Problem]):
 
 def _problem(row: dict[str, Any]) -> Problem:
     messages = row.get("messages")
-    return Problem(**row | {"messages": tuple(messages) if messages else None})
+    values: dict[str, Any] = row | {"messages": tuple(messages) if messages else None}
+    return Problem(**values)
 
 
 class Selection(Sequence[Problem]):

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_eqlen.data.overlap import overlaps
+from megatron_eqlen.data.reasoning_gym import NOT_GENERATED
 from megatron_eqlen.data.rows import BadRow, Problem, Tally
 from megatron_eqlen.data.sources import open_source, read_problems
 from megatron_eqlen.hf.tokenizer import Message, Tokenizer
@@ -100,12 +101,14 @@ class _Source:
             self.position += 1
             if number in self.refused:
                 continue
-            row = self.rows[number]
-            prompt_id = f"{self.name}/{row.row_id}" + (f"@{self.epoch}" if self.epoch else "")
+            row_id = f"#{number}"
             try:
+                row = self.rows[number]
+                row_id = row.row_id
+                prompt_id = f"{self.name}/{row_id}" + (f"@{self.epoch}" if self.epoch else "")
                 prompt = maker.make(row, self.recipe, prompt_id, drawn)
             except BadRow as bad:
-                self._refuse(number, row, bad)
+                self._refuse(number, row_id, bad)
                 continue
             self.tally.kept += self.epoch == 0
             return prompt
@@ -133,8 +136,8 @@ class _Source:
         self.tally.dropped.update(state["dropped"])
         self._order = self._shuffled()
 
-    def _refuse(self, number: int, row: Problem, bad: BadRow) -> None:
-        self.tally.drop(f"{self.name}/{row.row_id}", bad.reason, bad.detail)
+    def _refuse(self, number: int, row_id: str, bad: BadRow) -> None:
+        self.tally.drop(f"{self.name}/{row_id}", bad.reason, bad.detail)
         self.refused.add(number)
         if len(self.refused) == len(self.rows):
             raise ValueError(f"data source {self.name}: no usable row: {self.tally.summary(0)}")
@@ -238,7 +241,9 @@ def read_benchmark(benchmark: BenchmarkRecipe, data: DataRecipe, tokenizer: Toke
             f"data.max_prompt_length: {data.max_prompt_length}; {longest} has {long[longest]} tokens: set "
             f"data.max_prompt_length={long[longest]}"
         )
-    unusable = {reason: count for reason, count in tally.dropped.items() if reason != "date"}
+    unusable = {
+        reason: count for reason, count in tally.dropped.items() if reason not in ("date", NOT_GENERATED)
+    }
     if unusable or not prompts:
         raise ValueError(f"{where}: unusable rows {unusable}, usable {len(prompts)}")
     return prompts

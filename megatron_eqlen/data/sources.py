@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from megatron_eqlen.data import jsonl, livecodebench, math_sets, opencodereasoning, prepared
+from megatron_eqlen.data import jsonl, livecodebench, math_sets, opencodereasoning, prepared, reasoning_gym
 from megatron_eqlen.data.filters import Exclusion, filter_rows, read_exclusion
 from megatron_eqlen.data.rows import Problem, Tally
 from megatron_eqlen.recipe import BenchmarkRecipe, SourceRecipe
@@ -25,6 +25,7 @@ PLAIN_READERS: dict[str, Reader] = {
     "jsonl": jsonl.read,
     "prepared": prepared.read,
     "aime25": math_sets.read_aime25,
+    "reasoning_gym": reasoning_gym.read,
     "hmmt25": math_sets.read_hmmt25,
 }
 
@@ -39,7 +40,12 @@ def open_source(source: SourceRecipe, tally: Tally) -> Sequence[Problem]:
 
     Raises ValueError if no row does.
     """
-    rows = _open_prepared(source, tally) if source.reader == "prepared" else list(read_source(source, tally))
+    if source.reader == "prepared":
+        rows = _open_prepared(source, tally)
+    elif source.reader == "reasoning_gym" and not has_filters(source):
+        rows = reasoning_gym.TaskRows(local_path(source))
+    else:
+        rows = list(read_source(source, tally))
     if not rows:
         raise ValueError(f"data source {source.name}: {source.path}: no usable row: {tally.summary(0)}")
     if tally.dropped:
@@ -85,7 +91,7 @@ def read_problems(benchmark: BenchmarkRecipe, tally: Tally) -> Iterator[Problem]
 
 def _read(section: SourceRecipe | BenchmarkRecipe, tally: Tally) -> Iterator[Problem]:
     """Yield the rows of the section's path, or of the files that its ``config`` and ``split`` choose."""
-    reader = _reader(section.reader)
+    reader: Callable[..., Iterator[Problem]] = _reader(section.reader)
     if section.columns:
         reader = partial(reader, columns=section.columns)
     files, path = data_files(section), local_path(section)

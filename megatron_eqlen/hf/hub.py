@@ -7,7 +7,6 @@ HF_ENDPOINT, HF_HUB_OFFLINE. A pinned revision whose files are in the cache need
 from __future__ import annotations
 
 import fnmatch
-import functools
 import glob
 import os
 import re
@@ -80,7 +79,7 @@ class HubRepo:
             return [file.path for file in get_cached_repo_tree(**self._where())]
         except CachedRepoTreeNotFoundError:
             pass
-        folder = self._snapshot(["README.md"], silent=True)  # writes the cache's list of files
+        folder = self._snapshot(["README.md"])  # writes the cache's list of files
         try:
             return [file.path for file in get_cached_repo_tree(**self._where())]
         except CachedRepoTreeNotFoundError:  # offline, with a cache written by an older huggingface_hub
@@ -123,14 +122,13 @@ class HubRepo:
     def _where(self) -> dict[str, Any]:
         return {"repo_id": self.name, "repo_type": self.kind, "revision": self.revision}
 
-    def _snapshot(self, patterns: Sequence[str], silent: bool = False) -> Path:
-        bar = functools.partial(_Bar, disable=True) if silent else _Bar
+    def _snapshot(self, patterns: Sequence[str]) -> Path:
         with _explained(self):
             if constants.is_offline_mode():
                 return Path(
                     snapshot_download(**self._where(), allow_patterns=[*patterns], local_files_only=True)
                 )
-            return Path(snapshot_download(**self._where(), allow_patterns=[*patterns], tqdm_class=bar))
+            return Path(snapshot_download(**self._where(), allow_patterns=[*patterns], tqdm_class=_Bar))
 
 
 def is_name(path: str) -> bool:

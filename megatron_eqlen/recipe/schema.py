@@ -74,9 +74,11 @@ def one_of(*names: str) -> AfterValidator:
 
 
 ColumnName = Literal["question", "answer", "messages", "grader", "difficulty", "instruction", "tests"]
-SourceReader = Annotated[str, one_of("deepmath", "opencodereasoning", "jsonl", "prepared")]
-BenchmarkReader = Annotated[str, one_of("deepmath", "aime25", "hmmt25", "livecodebench", "jsonl", "prepared")]
-GraderName = Annotated[str, one_of("math", "code", "rubric")]
+SourceReader = Annotated[str, one_of("deepmath", "opencodereasoning", "jsonl", "reasoning_gym", "prepared")]
+BenchmarkReader = Annotated[
+    str, one_of("deepmath", "aime25", "hmmt25", "livecodebench", "jsonl", "reasoning_gym", "prepared")
+]
+GraderName = Annotated[str, one_of("math", "code", "reasoning_gym", "rubric")]
 AdvantageName = Annotated[str, one_of("grpo", "dr_grpo", "rloo", "reward", "gr3")]
 SurrogateName = Annotated[str, one_of("ppo", "gspo", "reinforce", "cispo", "vespo")]
 AggregationName = Annotated[
@@ -119,8 +121,9 @@ class SourceRecipe(Section):
     """A reader's name (data/README.md lists them), or the import path of your own,
     ``package.module:read``."""
     grader: GraderName | None = None
-    """Grader of all its answers: ``math``, ``code``, ``rubric``, or the import path of your own,
-    ``package.module:factory`` (rewards/README.md). Default: the grader that the reader sets for each row."""
+    """Grader of all its answers: ``math``, ``code``, ``reasoning_gym``, ``rubric``, or the import path of
+    your own: a function of (question, completion, answer), or a factory (rewards/README.md). Default: the
+    grader that the reader sets for each row."""
     path: str
     """A file, a folder with the data set's files, or the name of a data set on the hub,
     ``zwhe99/DeepMath-103K``; a local path of that name wins."""

@@ -24,6 +24,7 @@ from megatron_eqlen.recipe import RewardRecipe
 from megatron_eqlen.recipe.plugins import is_import_path, load_object
 from megatron_eqlen.rewards.background import Background, Key, naming, response_key
 from megatron_eqlen.rewards.code.grader import CodeGrader
+from megatron_eqlen.rewards.functions import RewardFunction, is_reward_function
 from megatron_eqlen.rewards.grader import END_OF_THINKING, BackgroundGrader, Grader, answer_section
 from megatron_eqlen.rewards.math.grader import MathGrader
 from megatron_eqlen.sampling import kind_of
@@ -31,9 +32,6 @@ from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver, Rollou
 from megatron_eqlen.types import Grade, Metrics, Prompt, Rollout, Segment, TokenIds
 
 log = logging.getLogger(__name__)
-
-Rubric = Callable[[str, str, str], float]
-"""``rubric(question, response, gold)`` gives a reward in [0, 1]."""
 
 
 class Decoder(Protocol):
@@ -66,7 +64,10 @@ class Scorer:
         self._reward = reward.model_copy(update={"workers": self.workers})
         self._tokenizer = tokenizer
         self._graders: dict[str, Grader] = {}
-        self._rubric = load_object(reward.rubric, "reward.rubric") if reward.rubric else None
+        self._functions: dict[str, RewardFunction | None] = {}
+        """By grader: the reward function that it names; None for a grader."""
+        if reward.rubric:
+            self._functions["rubric"] = RewardFunction(reward.rubric, "reward.rubric")
         self._background = Background(self._decode_end)
 
     def begin(self, prompt: Prompt, response: TokenIds) -> None:
@@ -131,8 +132,11 @@ class Scorer:
         for number, prompt in enumerate(prompts):
             by_grader[prompt.grader].append(number)
         for name, numbers in by_grader.items():
-            if name == "rubric":
-                answers = [self._grade_by_rubric(texts[n], prompts[n]) for n in numbers]
+            if function := self._function(name):
+                answers = [_call(function, prompts[n], texts[n]) for n in numbers]
+            elif name == "rubric":
+                first = prompts[numbers[0]].prompt_id
+                raise ValueError(f"reward.rubric: expected module:function for prompt {first}, found none")
             else:
                 answers = self._grader(name).grade(
                     [texts[n] for n in numbers], [prompts[n].gold for n in numbers]
@@ -148,7 +152,9 @@ class Scorer:
         self._graders.clear()
 
     def _begin(self, key: Key, prompt: Prompt, response: TokenIds) -> None:
-        if prompt.grader != "rubric" and isinstance(grader := self._grader(prompt.grader), BackgroundGrader):
+        if prompt.grader == "rubric" or self._function(prompt.grader):
+            return
+        if isinstance(grader := self._grader(prompt.grader), BackgroundGrader):
             self._background.begin(key, grader, prompt, response)
 
     def _decode_end(self, response: TokenIds, longest: int) -> str:
@@ -177,19 +183,17 @@ class Scorer:
             self._graders[name] = make_grader(name, self._reward)
         return self._graders[name]
 
-    def _grade_by_rubric(self, text: str, prompt: Prompt) -> Grade:
-        rubric = self._reward.rubric
-        if self._rubric is None or rubric is None:
-            raise ValueError(
-                f"reward.rubric: expected module:function for prompt {prompt.prompt_id}, found none"
-            )
-        beat()
-        started = time.monotonic()
-        with naming(prompt.prompt_id):
-            reward = float(self._rubric(prompt.question, text, prompt.gold))
-            if not 0.0 <= reward <= 1.0:
-                raise ValueError(f"{rubric}: expected a reward in [0, 1], got {reward}")
-        return Grade(reward, "scored", None, rubric, time.monotonic() - started)
+    def _function(self, name: str) -> RewardFunction | None:
+        if name not in self._functions:
+            named = is_import_path(name) and is_reward_function(name)
+            self._functions[name] = RewardFunction(name, "grader") if named else None
+        return self._functions[name]
+
+
+def _call(function: RewardFunction, prompt: Prompt, text: str) -> Grade:
+    beat()
+    with naming(prompt.prompt_id):
+        return function.grade(prompt, text)
 
 
 class EarlyGrading(HarvestObserver):
@@ -223,9 +227,15 @@ def make_grader(name: str, reward: RewardRecipe) -> Grader:
             reward.sandbox_url,
             reward.lcb_strict,
         )
+    if name == "reasoning_gym":
+        from megatron_eqlen.rewards.reasoning_gym import ReasoningGymGrader  # an optional package
+
+        return ReasoningGymGrader(reward)
     if is_import_path(name):
         return load_object(name, "grader")(reward)
-    raise ValueError(f"grader: expected math, code, rubric or package.module:factory, found {name!r}")
+    raise ValueError(
+        f"grader: expected math, code, reasoning_gym, rubric or package.module:name, found {name!r}"
+    )
 
 
 def reward_metrics(ended: Sequence[tuple[Prompt, Grade | None]]) -> Metrics:

@@ -1,5 +1,6 @@
 """Scoring: every ended response is graded, once, by its prompt's grader."""
 
+import dataclasses
 import sys
 
 import pytest
@@ -101,6 +102,27 @@ def shorter_is_better(question: str, response: str, gold: str) -> float:
     return 1 - len(response) / int(gold)
 
 
+def positional(question: str, text: str, gold: str) -> float:
+    return 0.25 * (question == "?") + 0.25 * (text == "so") + 0.5 * (gold == "1")
+
+
+def named(completion: str, answer: str, **others: object) -> float:
+    return float((completion, answer, others["prompt"]) == ("so", "1", "?"))
+
+
+async def awaited(completion: str) -> float:
+    return 0.5 * (completion == "so")
+
+
+@pytest.mark.parametrize(("function", "reward"), [(positional, 1.0), (named, 1.0), (awaited, 0.5)])
+def test_a_grader_may_be_a_function_of_question_completion_and_answer(function, reward):
+    scorer = Scorer(RewardRecipe(), Letters())
+    path = f"{__name__}:{function.__name__}"
+    asked = dataclasses.replace(prompt("b", path, "1"), question="?")
+    (grade,) = scorer.grade_texts(["so"], [asked])
+    assert (grade.reward, grade.grader) == (reward, path)
+
+
 def test_mistakes_in_the_recipe_are_named():
     with pytest.raises(ValueError, match=r"expected package\.module:name, found 'rubric'"):
         Scorer(RewardRecipe(rubric="rubric"), Letters())
@@ -108,7 +130,7 @@ def test_mistakes_in_the_recipe_are_named():
         Scorer(RewardRecipe(rubric=f"{__name__}:nothing"), Letters())
     with pytest.raises(ValueError, match="'nowhere:at_all' cannot be imported: No module named 'nowhere'"):
         Scorer(RewardRecipe(rubric="nowhere:at_all"), Letters())
-    with pytest.raises(ValueError, match=r"expected math, code, rubric or .*, found 'oracle'"):
+    with pytest.raises(ValueError, match=r"expected math, code, reasoning_gym, rubric or .*, found 'oracle'"):
         Scorer(RewardRecipe(), Letters()).grade_texts(["x"], [prompt(grader="oracle")])
 
 

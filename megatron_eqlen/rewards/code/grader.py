@@ -158,15 +158,7 @@ class CodeGrader:
 
     def _start(self) -> WorkerPool:
         """Find out which isolation works; refuse too little; log the isolation in force."""
-        self.isolation = offered_isolation()
-        if not self.isolation.strict and self._mode == "strict":
-            raise ValueError(
-                "reward.code_sandbox: strict needs Landlock and seccomp, this machine offers "
-                f"{self.isolation}; set reward.sandbox_url, or accept less with code_sandbox: best_effort"
-            )
-        as_root = self.isolation.as_root
-        level = logging.WARNING if as_root or not self.isolation.strict else logging.INFO
-        log.log(level, "code sandbox: %s%s", self.isolation, AS_ROOT if as_root else "")
+        self.isolation = required_isolation(self._mode)
         return WorkerPool(WORKER_MODULE, self._workers, {"isolation": asdict(self.isolation)})
 
     def _grade(self, shown: str, answer: dict[str, Any]) -> Grade:
@@ -174,6 +166,20 @@ class CodeGrader:
             raise SandboxError(f"code sandbox: no verdict on a program in {ATTEMPTS} attempts: {answer}")
         passed = answer["verdict"] == "passed"
         return Grade(float(passed), answer["verdict"], shown, self.name, answer["seconds"], answer["detail"])
+
+
+def required_isolation(mode: Literal["strict", "best_effort"]) -> Isolation:
+    """Return the isolation that this machine offers, and log it. Raises ValueError if ``strict`` asks for
+    more."""
+    isolation = offered_isolation()
+    if not isolation.strict and mode == "strict":
+        raise ValueError(
+            "reward.code_sandbox: strict needs Landlock and seccomp, this machine offers "
+            f"{isolation}; set reward.sandbox_url, or accept less with code_sandbox: best_effort"
+        )
+    level = logging.WARNING if isolation.as_root or not isolation.strict else logging.INFO
+    log.log(level, "code sandbox: %s%s", isolation, AS_ROOT if isolation.as_root else "")
+    return isolation
 
 
 @lru_cache(maxsize=1)

@@ -1,0 +1,127 @@
+"""The grader of reasoning-gym's tasks: each task's own ``score_answer``, in the sandbox.
+
+    response ──last <answer>──► worker ──► sandbox: score_answer(answer, entry) ──► reward in [0, 1]
+
+Several tasks evaluate the answer as Python (``eval``, SymPy's ``parse_expr``), so that a model could run
+programs: therefore they get the isolation of programs.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import Any
+
+import reasoning_gym
+from reasoning_gym.utils import extract_answer
+
+from megatron_eqlen.recipe import RewardRecipe
+from megatron_eqlen.rewards.code.grader import required_isolation
+from megatron_eqlen.rewards.grader import Asked, Known, Pending, answer_section
+from megatron_eqlen.rewards.sandbox.client import EXTRA_SECONDS, Sandbox, SandboxError
+from megatron_eqlen.rewards.sandbox.program import Isolation, Limits
+from megatron_eqlen.rewards.workers.pool import WorkerPool
+from megatron_eqlen.types import Grade
+
+log = logging.getLogger(__name__)
+
+LONGEST = 20_000
+"""Characters at the end of a response in which the answer is looked for."""
+PROGRAM = """
+import ast
+import reasoning_gym
+
+def score(gold, answer):
+    gold = ast.literal_eval(gold)
+    data = reasoning_gym.create_dataset(gold["task"], **gold["config"])
+    return float(data.score_answer(answer, gold["entry"]))
+"""
+
+
+class ReasoningGymGrader:
+    """Grades answers to reasoning-gym's tasks; the gold is a Python literal with task, config and entry."""
+
+    longest = LONGEST
+    name = f"reasoning-gym-{version('reasoning-gym')}"
+
+    def __init__(self, reward: RewardRecipe) -> None:
+        self._reward = reward
+        self._pool: WorkerPool | None = None
+        self._failed: set[str] = set()
+        """Tasks whose scorer has failed on an answer."""
+
+    def begin(self, text: str, gold: str) -> Pending:
+        """Start grading a response."""
+        answer = extract_answer(answer_section(text, LONGEST))
+        if answer is None:
+            return Known(Grade(0.0, "no_answer", None, self.name))
+        cpu = self._reward.timeout
+        limits = Limits(cpu, 4 * cpu + 2, self._reward.code_memory_mb, output_bytes=1 << 20)
+        item = {"gold": gold, "answer": answer, "limits": asdict(limits)}
+        longest = limits.wall_seconds + EXTRA_SECONDS
+        asked = self._start().submit(item, longest, wall_factor=1.0, attempts=2)
+        return Asked(asked, lambda ended: self._grade(answer, gold, ended))
+
+    def grade(self, texts: Sequence[str], golds: Sequence[str]) -> list[Grade]:
+        """Return a grade for each response: correct, partial, wrong, no_answer, or how its scorer ended
+        (runtime_error, time_limit, memory_limit)."""
+        begun = [self.begin(text, gold) for text, gold in zip(texts, golds, strict=True)]
+        return [pending.result() for pending in begun]
+
+    def cut(self) -> None:
+        """Cancel grading that was begun and has no grade yet."""
+        if self._pool is not None:
+            self._pool.cut()
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    def _start(self) -> WorkerPool:
+        if self._pool is None:
+            isolation = required_isolation(self._reward.code_sandbox)
+            assert self._reward.workers is not None, "the scorer has asked the machine"
+            self._pool = WorkerPool(__name__, self._reward.workers, {"isolation": asdict(isolation)})
+        return self._pool
+
+    def _grade(self, answer: str, gold: str, ended: dict[str, Any]) -> Grade:
+        if "status" not in ended:
+            raise SandboxError(f"reasoning-gym: no verdict on an answer: {ended}")
+        shown = " ".join(answer.split())[:200]
+        if ended["status"] != "finished":
+            task = ast.literal_eval(gold)["task"]
+            if task not in self._failed:
+                self._failed.add(task)
+                log.warning("reasoning-gym: %s: %s: %s", task, ended["status"], ended["error"])
+            return Grade(0.0, ended["status"], shown, self.name, ended["seconds"], ended["error"])
+        reward = _fraction(ended["result"])
+        verdict = "correct" if reward == 1 else "partial" if reward else "wrong"
+        return Grade(reward, verdict, shown, self.name, ended["seconds"])
+
+
+def _fraction(result: str) -> float:
+    """Return the reward that the sandboxed process reported; 0 for anything but a number in [0, 1]."""
+    try:
+        reward = json.loads(result)
+    except ValueError:
+        return 0.0
+    return float(reward) if isinstance(reward, int | float) and 0 <= reward <= 1 else 0.0
+
+
+def make_handler(isolation: dict[str, bool]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return the handler of a worker: it scores an answer in a sandbox of its own."""
+    sandbox = Sandbox(Isolation(**isolation))
+
+    def handle(item: dict[str, Any]) -> dict[str, Any]:
+        arguments = "\n".join(json.dumps(item[name]) for name in ("gold", "answer"))
+        return asdict(sandbox.run(PROGRAM, arguments, Limits(**item["limits"]), "score"))
+
+    return handle
+
+
+assert reasoning_gym.create_dataset  # imported here once: the sandbox's processes are forked with it
