@@ -23,7 +23,11 @@ from megatron_eqlen.plan.workload import Workload, workload
 from tests.kit import ROOT
 from tests.kit.tiny_models import save_tiny
 
-RECIPES = sorted(path for family in ("llama", "qwen") for path in (ROOT / "recipes").glob(f"{family}*.yaml"))
+RECIPES = sorted(
+    path
+    for family in ("llama", "qwen", "reasoning_gym")
+    for path in (ROOT / "recipes").glob(f"{family}*.yaml")
+)
 PUBLISHED = {
     "smollm2-135m-instruct": 0.135,
     "llama-3.2-1b-instruct": 1.236,
