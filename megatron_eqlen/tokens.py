@@ -41,6 +41,8 @@ class Column:
     """Ranks that train with it: all that train a row with the token, those that compute its loss, or those
     that compute MoE layers; the first axis of a token's array is then that of the model's MoE layers."""
     ragged: bool = False
+    sampled: bool = False
+    """True for a number that the sampler delivers where ``rollout.keep_columns`` names the column."""
     rarely_changes: bool = False
     """True for values that stay the same over many tokens; they take no memory in a track."""
     unknown: float = 0.0
@@ -80,6 +82,9 @@ prompt's first token is not predicted: its row is zeros and is not read."""
 
 COLUMNS = {column.name: column for column in (TOKEN_IDS, LOGPROBS, VERSIONS, KEPT, ROUTES)}
 """All columns, in the order in which they are sent and recorded."""
+
+SAMPLED = tuple(column.name for column in COLUMNS.values() if column.sampled)
+"""Names of the columns that ``rollout.keep_columns`` may name."""
 
 MOST_PER_TOKEN = 255
 """Maximum length of a token's list in a ragged column."""

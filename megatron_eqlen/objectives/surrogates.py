@@ -10,8 +10,8 @@ The module does not import torch, which takes seconds: recipes are read and plan
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from megatron_eqlen.metrics import LOSS_CLIP_FRACTION_HIGH, LOSS_CLIP_FRACTION_LOW, LOSS_RATIO
@@ -51,6 +51,8 @@ class SupervisedTokens:
     """1; 0 for tokens that the correction of the mismatch rejects, whose loss is multiplied by 0."""
     sequences: Sequences
     """Sides of pairs, completions, or steps of sampled trees. No sequence is in two rows."""
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Numbers of the tokens that ``rollout.keep_columns`` names."""
 
     @property
     def log_ratio(self) -> torch.Tensor:

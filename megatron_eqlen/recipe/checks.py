@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from megatron_eqlen.recipe import OptimizerRecipe, Recipe, RewardRecipe, RolloutRecipe, layout
 from megatron_eqlen.recipe.budget import COSTS
 from megatron_eqlen.recipe.plugins import is_import_path, load_object
-from megatron_eqlen.tokens import MOST_PER_TOKEN
+from megatron_eqlen.tokens import MOST_PER_TOKEN, SAMPLED
 
 
 def check(recipe: Recipe) -> None:
@@ -22,6 +22,7 @@ def check(recipe: Recipe) -> None:
     _check_sampling(recipe)
     _check_engine(recipe.rollout)
     _check_sampling_mask(recipe.rollout)
+    _check_columns(recipe.rollout)
     _check_carry_over(recipe.rollout)
     _check_keep_streams(recipe)
     _check_memory(recipe)
@@ -130,6 +131,15 @@ def _check_servers(urls: list[str]) -> None:
         addresses.append((parts.hostname, port, parts.path.rstrip("/")))
         if addresses[-1] in addresses[:-1]:
             raise ValueError(f"rollout.servers.{number}: expected each server once, found {url!r} again")
+
+
+def _check_columns(rollout: RolloutRecipe) -> None:
+    unknown = [name for name in rollout.keep_columns if name not in SAMPLED]
+    if unknown or len(set(rollout.keep_columns)) < len(rollout.keep_columns):
+        raise ValueError(
+            f"rollout.keep_columns: expected different names among {', '.join(SAMPLED)}, "
+            f"found {', '.join(rollout.keep_columns)}"
+        )
 
 
 def _check_sampling_mask(rollout: RolloutRecipe) -> None:

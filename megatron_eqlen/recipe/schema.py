@@ -244,6 +244,9 @@ class RolloutRecipe(Section):
     keep_routes: bool = False
     """Record the experts that each MoE layer chose for every token, and train with the same experts (router
     replay, R3, arXiv:2510.11370); the gates are the trainer's own. Servers must be started with it, too."""
+    keep_columns: list[str] = []
+    """Further numbers of each sampled token to record and log, which a surrogate of your own can read
+    (``tokens.SAMPLED``)."""
     record_routes: bool = True
     """With ``keep_routes``: record routes on disk as well, hundreds of bytes per token. If false, a replayed
     step uses the trainer's own routing, and a step killed between its harvest and its update is generated
@@ -305,7 +308,7 @@ class RolloutRecipe(Section):
     def columns(self) -> tuple[str, ...]:
         """Columns of tokens that the engine delivers (``tokens.COLUMNS``), besides their ids and versions."""
         optional = {"kept": self.keep_sampling_mask, "routes": self.keep_routes}
-        return ("logprobs", *(name for name, keeps in optional.items() if keeps))
+        return ("logprobs", *(name for name, keeps in optional.items() if keeps), *self.keep_columns)
 
     @property
     def unrecorded_columns(self) -> tuple[str, ...]:

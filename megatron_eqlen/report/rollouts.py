@@ -16,7 +16,7 @@ from megatron_eqlen.rollout.record.reader import step_files
 from megatron_eqlen.rollout.record.recorder import FILES
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.sampling.kind import LabeledSegment
-from megatron_eqlen.tokens import VERSIONS, TokenIds
+from megatron_eqlen.tokens import SAMPLED, VERSIONS, Placeholder, TokenIds
 from megatron_eqlen.types import Grade, Node, Prompt, Rollout, Segment
 
 Decode = Callable[[TokenIds], str]
@@ -70,10 +70,12 @@ class SegmentView:
     the gold one."""
     versions: tuple[int, ...] = ()
     """Policy versions of the weights that sampled it, in order; empty if unknown."""
+    means: dict[str, float] = field(default_factory=dict)
+    """Means over its tokens of the columns that ``rollout.keep_columns`` names."""
 
     def facts(self) -> list[str]:
         """Facts shown beside its label."""
-        known = {"reward": self.reward, "advantage": self.advantage}
+        known = {"reward": self.reward, "advantage": self.advantage, **self.means}
         return [
             *(f"{name} {compact(value)}" for name, value in known.items() if value is not None),
             *([shorten(self.verdict)] if self.verdict else []),
@@ -217,6 +219,7 @@ def _segment(
         **training.of(segment)._asdict(),
         verdict="" if grade is None else _verdict(grade, gold),
         versions=_versions(segment),
+        means=_means(segment),
     )
 
 
@@ -226,6 +229,11 @@ def _versions(segment: Segment) -> tuple[int, ...]:
         return ()
     found = dict.fromkeys(segment.tokens["versions"].tolist())
     return tuple(version for version in found if version != VERSIONS.unknown)
+
+
+def _means(segment: Segment) -> dict[str, float]:
+    known = {name: segment.tokens[name] for name in SAMPLED if name in segment.tokens and len(segment)}
+    return {name: float(v.mean()) for name, v in known.items() if not isinstance(v, Placeholder)}
 
 
 def open_segment(placed: LabeledSegment, decode: Decode) -> SegmentView:

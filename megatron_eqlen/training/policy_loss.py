@@ -12,8 +12,9 @@ arithmetic is float64: a row has few numbers, and sums over rows then differ by 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -69,13 +70,15 @@ def policy_loss(
     old_logprobs: torch.Tensor | None = None,
     ref_logprobs: torch.Tensor | None = None,
     compared: torch.Tensor | None = None,
+    columns: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> tuple[torch.Tensor, RowLoss]:
     """Return the row's part of the loss (a float64 scalar with gradient) and of the metrics.
 
     All tensors are [n]: a row's positions, or any of them that include the supervised positions (weight > 0).
     Only supervised positions are read. A segment lies in one row. ``old_logprobs`` None: the first and only
     update of the batch, so the policy is the old policy. ``ref_logprobs`` are needed if ``loss.kl_coef > 0``.
-    ``compared``, bool: tokens that the policy's own weights sampled; None: all.
+    ``compared``, bool: tokens that the policy's own weights sampled; None: all. ``columns``: further numbers
+    of each token for the surrogate (``rollout.keep_columns``).
     """
     # supervised positions
     at = weights > 0
@@ -87,7 +90,8 @@ def policy_loss(
     recomputed = logp.detach() if old_logprobs is None else old_logprobs[at].double()
     old = rollout if loss.old_logprobs == "rollout" else recomputed
     correction = correct(recomputed, rollout, segments, loss)
-    supervised = SupervisedTokens(logp, old, advantages, correction.kept, segments)
+    numbers = {name: values[at].double() for name, values in columns.items()}
+    supervised = SupervisedTokens(logp, old, advantages, correction.kept, segments, numbers)
     policy, ratios = checked_surrogate(objective.surrogate, supervised)
     kl, kl_clamped = 0 * weights, 0 * weights
     if loss.kl_coef:

@@ -50,7 +50,7 @@ def check_step(folder: Path, rollouts: Sequence[Rollout], recipe: Recipe, eos: f
     if missing:
         raise ReplayError(
             f"--replay: {folder}: expected {missing[0]} of all tokens, found tokens without: its run did not "
-            f"keep or record them ({KEEPERS[missing[0]]})"
+            f"keep or record them ({KEEPERS.get(missing[0], 'rollout.keep_columns')})"
         )
     prompts = {recorded.prompt_id: recorded.prompt for recorded in rollouts}
     if recipe.rollout.carry_over:

@@ -297,7 +297,7 @@ class ServerEngine:
                     if last is not None:
                         last.num_cached_tokens = cached_tokens(event)
                     elif event.get("choices"):
-                        delta = read_event(request_id, event, self.rollout.keep_sampling_mask)
+                        delta = read_event(request_id, event, self.rollout)
                         if delta.finish_reason is None:
                             self.arrivals.put(delta)
                         else:  # token usage comes after the last tokens
@@ -324,7 +324,14 @@ class ServerEngine:
         """Set up every replica that answers and has the right weights (or any weights, before a sync)."""
         expected = None if any_weights else self.weight_version
         rollout = self.rollout
-        setup = [rollout.logprobs_mode, rollout.mask_width, rollout.keep_routes, rollout.staleness > 0]
+        follow = rollout.staleness > 0
+        setup = [
+            rollout.logprobs_mode,
+            rollout.mask_width,
+            rollout.keep_routes,
+            follow,
+            rollout.keep_columns,
+        ]
         self.pool.connect(expected, setup, self._check_limits)
 
     def _check_limits(self, replica: ServerReplica, limits: dict[str, int]) -> None:

@@ -55,7 +55,7 @@ class ColocatedEngine:
         self.vocab_size = lifecycle.vocab_size(self.llm)
         self.max_model_len = max_model_len
         self.max_num_seqs = rollout.max_num_seqs
-        self.keep_routes = rollout.keep_routes
+        self.keep_routes, self.keep_columns = rollout.keep_routes, rollout.keep_columns
         self.policy_version = policy_version
         self.requests: dict[str, engine_core.Request] = {}
         self.numbers = itertools.count()
@@ -81,7 +81,7 @@ class ColocatedEngine:
         )
 
     def step(self) -> list[Delta]:
-        deltas = engine_core.step(self.llm)
+        deltas = engine_core.step(self.llm, self.keep_columns)
         for delta in deltas:
             if delta.finish_reason is not None:
                 self.preemptions += self.requests.pop(delta.request_id).num_preemptions

@@ -88,11 +88,12 @@ def submit(
     return request
 
 
-def step(llm: LLM) -> list[Delta]:
-    """Run one engine step. Raises EngineError if the engine ended a request with an error."""
+def step(llm: LLM, numbers: Sequence[str] = ()) -> list[Delta]:
+    """Run one engine step. ``numbers``: columns of ``PathSampler.numbers``. Raises EngineError if the engine
+    ended a request with an error."""
     deltas = []
     outputs = llm.llm_engine.engine_core.get_output().outputs
-    masks = _sampling_masks([output.new_logprobs for output in outputs])
+    masks = _sampling_masks([output.new_logprobs for output in outputs], len(numbers))
     for output, mask in zip(outputs, masks, strict=True):
         request_id = output.request_id.rpartition(" ")[0]
         reason = output.finish_reason
@@ -103,6 +104,8 @@ def step(llm: LLM) -> list[Delta]:
         columns: dict[str, Any] = {"logprobs": chosen.logprobs[:, 0].tolist() if chosen else []}
         if mask is not None:
             columns["kept"] = mask
+        for place, name in enumerate(numbers, -len(numbers)):
+            columns[name] = chosen.logprobs[:, place].tolist() if chosen else []
         if output.routed_experts is not None:
             path["routes"], columns["routes"] = split_path(output.routed_experts, len(output.new_token_ids))
         deltas.append(
@@ -118,10 +121,11 @@ def step(llm: LLM) -> list[Delta]:
     return deltas
 
 
-def _sampling_masks(chosen: Sequence[LogprobsLists | None]) -> list[list[array[int]] | None]:
-    """Return the sampling masks of all requests of a step from ``PathSampler``'s [tokens, 1 + width]; None
-    where it records no mask."""
-    columns = [output.logprob_token_ids for output in chosen if output is not None]
+def _sampling_masks(chosen: Sequence[LogprobsLists | None], numbers: int) -> list[list[array[int]] | None]:
+    """Return the sampling masks of all requests of a step from ``PathSampler``'s
+    [tokens, 1 + width + numbers]; None where it records no mask."""
+    of_requests = [output.logprob_token_ids for output in chosen if output is not None]
+    columns = [ids[:, : ids.shape[1] - numbers] for ids in of_requests]
     if not columns or columns[0].shape[1] == 1:
         return [None] * len(chosen)
     ids = np.sort(np.concatenate(columns), axis=1)

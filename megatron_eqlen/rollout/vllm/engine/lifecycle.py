@@ -67,7 +67,9 @@ def build(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: in
             ) from error
         client(llm)._finalizer.detach()  # ``close`` shuts it down instead
         runner = _worker_runner(llm)
-        runner.sampler = PathSampler(runner, rollout.logprobs_mode == "processed", rollout.mask_width)
+        runner.sampler = PathSampler(
+            runner, rollout.logprobs_mode == "processed", rollout.mask_width, numbers=rollout.keep_columns
+        )
     _live_engines += 1
     return llm
 

@@ -5,6 +5,7 @@ Written for the V1 model runner of vLLM 0.31.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,10 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
 from megatron_eqlen.rollout.engine import SEED, TICKET
+
+NUMBERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}
+"""Number of each sampled token, by the column's name: (probabilities, log-probs) of the distribution that it
+was drawn from, both [rows, candidates] float64, log-probs of removed tokens 0 -> [rows]."""
 
 TIES = 64
 """Most ties at its limit that top-k keeps; further tied tokens are dropped."""
@@ -51,15 +56,26 @@ class PathSampler(Sampler):
     tokens: the drawn token, then ``mask_width`` kept ones; if fewer were kept, the drawn token fills the
     rest.
 
+    ``numbers`` names columns of ``NUMBERS``: their values follow in the same field as log-probs of the ids
+    -1, -2, ...
+
     With ``follow`` the sampler remembers which requests it has drawn for (``sampled_tokens``).
     """
 
-    def __init__(self, runner: Any, processed: bool, mask_width: int = 0, follow: bool = False) -> None:
+    def __init__(
+        self,
+        runner: Any,
+        processed: bool,
+        mask_width: int = 0,
+        follow: bool = False,
+        numbers: Sequence[str] = (),
+    ) -> None:
         super().__init__()
         self.runner = runner
         self.processed = processed
         self.mask_width = mask_width
         self.follow = follow
+        self.numbers = tuple(numbers)
         self.followed: dict[str, str] = {}
         """Tickets of requests, by vLLM's ids."""
         self.rows: _Rows | None = None
@@ -91,6 +107,7 @@ class PathSampler(Sampler):
         mass = cumulative[:, -1:]
         draws = torch.from_numpy(draw).to(logits.device, non_blocking=True)
         drawn = torch.searchsorted(cumulative, draws.unsqueeze(1) * mass, right=True)
+        numbers = self._numbers(kept, logprobs, mass)
         tokens, logprobs = _at(ids, drawn), logprobs.gather(1, drawn)
         if self.processed:
             logprobs = logprobs - mass.log().float()
@@ -99,13 +116,17 @@ class PathSampler(Sampler):
         if self.mask_width:
             columns = torch.cat((tokens, torch.where(masses.gt(0), _at(ids, likely), tokens)), 1)
             logprobs = logprobs.expand(-1, columns.shape[1])  # the drawn token's; others are not read
+        if self.numbers:
+            names = torch.arange(-1, -1 - len(self.numbers), -1, device=columns.device)
+            columns = torch.cat((columns, names.expand(len(columns), -1)), 1)
+            logprobs = torch.cat((logprobs, numbers), 1)
         tokens, columns = tokens.to(torch.int32), columns.to(torch.int32)
         ranks = torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device)  # not read
         return SamplerOutput(tokens, LogprobsTensors(columns, logprobs.contiguous(), ranks))
 
     @property
-    def settings(self) -> tuple[bool, int, bool]:
-        return self.processed, self.mask_width, self.follow
+    def settings(self) -> tuple[bool, int, bool, tuple[str, ...]]:
+        return self.processed, self.mask_width, self.follow, self.numbers
 
     def take_removed_mass(self) -> tuple[float, int]:
         total = float(self.removed), self.sampled
@@ -123,6 +144,14 @@ class PathSampler(Sampler):
         }
         self.followed = {name: ticket for name, ticket in self.followed.items() if states[name] is not None}
         return counts
+
+    def _numbers(self, kept: Tensor, logprobs: Tensor, mass: Tensor) -> Tensor:
+        """Return [rows, numbers] float32, the values of ``numbers``."""
+        if not self.numbers:
+            return kept[:, :0]
+        probabilities = kept.double() / mass
+        logs = torch.where(kept > 0, logprobs.double() - mass.log(), 0.0)
+        return torch.stack([NUMBERS[name](probabilities, logs) for name in self.numbers], 1).float()
 
     def _candidates(self, logits: Tensor) -> Tensor | None:
         """Return [rows, c] int64: the tokens that top-k may keep, by ascending id; None: the whole

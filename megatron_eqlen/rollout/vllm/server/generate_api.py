@@ -25,7 +25,7 @@ def sampling_params(rollout: RolloutRecipe, eos_token_ids: Iterable[int]) -> dic
         "top_k": max(rollout.top_k, 0),
         "min_p": rollout.min_p,
         "stop_token_ids": sorted(eos_token_ids),
-        "logprobs": rollout.mask_width,
+        "logprobs": rollout.mask_width + (1 + len(rollout.keep_columns) if rollout.keep_columns else 0),
         "detokenize": False,
         "stream_interval": TOKENS_PER_EVENT,
     }
@@ -53,23 +53,26 @@ def request_body(
     }
 
 
-def read_event(request_id: str, event: dict[str, Any], masked: bool = False) -> Delta:
-    """Return one server-sent event as a delta, with sampling masks if ``masked``, and with routes if the
-    server sends them. Raises ConnectionError for an event of another shape than this version's."""
+def read_event(request_id: str, event: dict[str, Any], rollout: RolloutRecipe | None = None) -> Delta:
+    """Return one server-sent event as a delta, with the columns that ``rollout`` keeps, and with routes if
+    the server sends them. Raises ConnectionError for an event of another shape than this version's."""
     try:
-        return _delta(request_id, event["choices"][0], masked)
+        return _delta(request_id, event["choices"][0], rollout)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ConnectionError(f"request {request_id}: expected vLLM 0.31's events, {error!r}") from error
 
 
-def _delta(request_id: str, choice: dict[str, Any], masked: bool) -> Delta:
+def _delta(request_id: str, choice: dict[str, Any], rollout: RolloutRecipe | None) -> Delta:
     reason = choice["finish_reason"]
     chosen = (choice["logprobs"] or {"content": []})["content"]
     tokens = choice["token_ids"] or []
     path: dict[str, np.ndarray] = {}
     columns: dict[str, Any] = {"logprobs": [token["logprob"] for token in chosen]}
-    if masked:
-        columns["kept"] = [_kept(token["top_logprobs"]) for token in chosen]
+    likely = [_by_id(token["top_logprobs"]) for token in chosen]
+    if rollout is not None and rollout.keep_sampling_mask:
+        columns["kept"] = [tuple(sorted(token_id for token_id in ids if token_id >= 0)) for ids in likely]
+    for number, name in enumerate(rollout.keep_columns if rollout is not None else (), 1):
+        columns[name] = [ids[-number] for ids in likely]
     if (encoded := choice.get("routed_experts")) is not None:
         path["routes"], columns["routes"] = split_path(_array(encoded), len(tokens))
     finished = reason if reason in ("stop", "length", None) else "lost"
@@ -88,6 +91,7 @@ def cached_tokens(event: dict[str, Any]) -> int | None:
     return details["cached_tokens"] if details else None
 
 
-def _kept(top_logprobs: list[dict[str, Any]]) -> tuple[int, ...]:
-    """Return the sampling mask, which ``PathSampler`` puts into vLLM's field for the most likely tokens."""
-    return tuple(sorted(int(token["token"].removeprefix("token_id:")) for token in top_logprobs))
+def _by_id(top_logprobs: list[dict[str, Any]]) -> dict[int, float]:
+    """Return vLLM's field for the most likely tokens by token id. ``PathSampler`` puts the sampling mask into
+    it, and numbers of the sampled token under negative ids."""
+    return {int(token["token"].removeprefix("token_id:")): token["logprob"] for token in top_logprobs}

@@ -110,12 +110,12 @@ class WorkerExtension:
     model_config: Any
 
     def eqlen_setup(
-        self, logprobs_mode: str, mask_width: int, keep_routes: bool, follow: bool
+        self, logprobs_mode: str, mask_width: int, keep_routes: bool, follow: bool, numbers: list[str]
     ) -> dict[str, int]:
         """Sample as ``PathSampler`` does with these arguments, and send routes if they are kept; return the
         engine's limits, and whether it keeps routes."""
         self._weight_update_active = False  # a trainer that was killed may have left one open
-        asked = (logprobs_mode == "processed", mask_width, follow)
+        asked = (logprobs_mode == "processed", mask_width, follow, tuple(numbers))
         sampler = self.model_runner.sampler
         if not isinstance(sampler, PathSampler) or sampler.settings != asked:
             self.model_runner.sampler = PathSampler(self.model_runner, *asked)
