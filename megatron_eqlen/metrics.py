@@ -182,6 +182,7 @@ DECLARED = (
     Metric(HARVEST_ENDED_RESPONSE_LENGTH, "tokens", mean("harvest/ended_responses"), "length of one"),
     Metric("harvest/masked_tokens", "tokens", "sum", "recorded with a sampling mask"),
     Metric("harvest/kept_per_token", "tokens", mean("harvest/masked_tokens"), "tokens in a sampling mask"),
+    Metric("harvest/entropy", "nats", PER_KEPT_TOKEN, "of the distributions that tokens were drawn from"),
     Metric(HARVEST_REROUTED_TOKENS, "tokens", "sum", "older positions whose experts were chosen again"),
     Metric(
         "harvest/rerouted_agreement",

@@ -17,6 +17,7 @@ A table without values (``Tokens.bare``) knows its columns and lengths: that is 
 
 from __future__ import annotations
 
+import math
 import sys
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -80,7 +81,11 @@ ROUTES = Column("routes", None, "moe", size="harvest/route_bytes")
 whose input is the preceding token on its path; in the model's order of layers, without dense layers. A
 prompt's first token is not predicted: its row is zeros and is not read."""
 
-COLUMNS = {column.name: column for column in (TOKEN_IDS, LOGPROBS, VERSIONS, KEPT, ROUTES)}
+ENTROPY = Column("entropy", "float32", "loss", sampled=True, unknown=math.nan, mean="harvest/entropy")
+"""Entropy of the distribution that the token was drawn from, after temperature, top-k, top-p and min-p, in
+nats."""
+
+COLUMNS = {column.name: column for column in (TOKEN_IDS, LOGPROBS, VERSIONS, KEPT, ROUTES, ENTROPY)}
 """All columns, in the order in which they are sent and recorded."""
 
 SAMPLED = tuple(column.name for column in COLUMNS.values() if column.sampled)

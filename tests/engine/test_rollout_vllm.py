@@ -73,20 +73,22 @@ def test_logprobs_are_those_of_the_declared_mode(mode):
     engine.close()
 
 
-def test_the_sampling_mask_is_the_kept_set():
+def test_the_sampling_mask_is_the_kept_set_and_the_entropy_is_that_of_its_tokens():
     sampling = {"temperature": 0.6, "top_k": 12, "top_p": 0.9, "min_p": 0.02}
     engine = open_engine(
-        folder("qwen3"), logprobs_mode="processed", keep_sampling_mask=True, max_num_seqs=8, **sampling
-    )
+        folder("qwen3"), logprobs_mode="processed", keep_sampling_mask=True, max_num_seqs=8,
+        keep_columns=["entropy"], **sampling,
+    )  # fmt: skip
     asked = requests(16)
     masks = {name: [] for name in asked}
     for name, (context, max_tokens, seed) in asked.items():
         engine.submit(name, context, max_tokens, seed)
-    tokens = {name: [] for name in asked}
+    tokens, entropies = {name: [] for name in asked}, {name: [] for name in asked}
     while engine.has_unfinished:
         for delta in engine.step():
             tokens[delta.request_id] += delta.token_ids
             masks[delta.request_id] += map(tuple, delta.columns["kept"])
+            entropies[delta.request_id] += delta.columns["entropy"]
     engine.close()
     plain = open_engine(folder("qwen3"), logprobs_mode="processed", **sampling)
     expected = generate(plain, asked)
@@ -96,6 +98,8 @@ def test_the_sampling_mask_is_the_kept_set():
         logits = reference_logits(folder("qwen3"), context, tokens[name]) / sampling["temperature"]
         kept = kept_set(logits, 12, 0.9, 0.02)
         assert masks[name] == [tuple(row.nonzero()[:, 0].tolist()) for row in kept]
+        drawn_from = torch.distributions.Categorical(logits=logits.masked_fill(~kept, -1e9).double())
+        assert entropies[name] == pytest.approx(drawn_from.entropy().tolist(), abs=1e-5)
 
 
 def test_draws_follow_the_kept_distribution(engine):

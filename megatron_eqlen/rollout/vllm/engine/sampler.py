@@ -19,7 +19,9 @@ from vllm.v1.sample.sampler import Sampler
 
 from megatron_eqlen.rollout.engine import SEED, TICKET
 
-NUMBERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}
+NUMBERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "entropy": lambda probabilities, logs: -(probabilities * logs).sum(-1)
+}
 """Number of each sampled token, by the column's name: (probabilities, log-probs) of the distribution that it
 was drawn from, both [rows, candidates] float64, log-probs of removed tokens 0 -> [rows]."""
 
