@@ -16,7 +16,7 @@ from megatron_eqlen.recipe import LossRecipe, Recipe
 def check_combination(recipe: Recipe) -> None:
     """Raise ValueError, with the reason, if the objective and the rest of the recipe do not fit."""
     objective = resolve(recipe)
-    try_parts({field: getattr(objective, field) for field in PARTS})
+    try_parts({field: getattr(objective, field) for field in PARTS}, recipe.rollout.keep_columns)
     _check_sampling(recipe, objective)
     _check_pair_weight(recipe, objective)
     _check_clip(recipe, objective)

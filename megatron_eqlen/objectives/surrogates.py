@@ -10,7 +10,7 @@ The module does not import torch, which takes seconds: recipes are read and plan
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -38,6 +38,16 @@ class Sequences(Protocol):
     def max(self, values: torch.Tensor) -> torch.Tensor: ...
 
 
+class KeptColumns(dict[str, "torch.Tensor"]):
+    """Columns that ``rollout.keep_columns`` names. Raises ValueError for others."""
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        raise ValueError(
+            f"tokens.columns: expected columns that rollout.keep_columns names "
+            f"({', '.join(self) or 'none'}), found {name!r}"
+        )
+
+
 @dataclass(frozen=True)
 class SupervisedTokens:
     """Supervised tokens of a row. All tensors are [n] float64; only ``logprobs`` has a gradient."""
@@ -51,7 +61,7 @@ class SupervisedTokens:
     """1; 0 for tokens that the correction of the mismatch rejects, whose loss is multiplied by 0."""
     sequences: Sequences
     """Sides of pairs, completions, or steps of sampled trees. No sequence is in two rows."""
-    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    columns: KeptColumns = field(default_factory=KeptColumns)
     """Numbers of the tokens that ``rollout.keep_columns`` names."""
 
     @property

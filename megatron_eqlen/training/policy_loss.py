@@ -35,7 +35,12 @@ from megatron_eqlen.metrics import (
 )
 from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.objectives.parts import checked_surrogate
-from megatron_eqlen.objectives.surrogates import EXPONENT_LIMIT, SupervisedTokens, importance_ratio
+from megatron_eqlen.objectives.surrogates import (
+    EXPONENT_LIMIT,
+    KeptColumns,
+    SupervisedTokens,
+    importance_ratio,
+)
 from megatron_eqlen.recipe import LossRecipe
 from megatron_eqlen.training import log_ratios
 from megatron_eqlen.training.mismatch import correct
@@ -90,7 +95,7 @@ def policy_loss(
     recomputed = logp.detach() if old_logprobs is None else old_logprobs[at].double()
     old = rollout if loss.old_logprobs == "rollout" else recomputed
     correction = correct(recomputed, rollout, segments, loss)
-    numbers = {name: values[at].double() for name, values in columns.items()}
+    numbers = KeptColumns((name, values[at].double()) for name, values in columns.items())
     supervised = SupervisedTokens(logp, old, advantages, correction.kept, segments, numbers)
     policy, ratios = checked_surrogate(objective.surrogate, supervised)
     kl, kl_clamped = 0 * weights, 0 * weights

@@ -66,13 +66,16 @@ def assert_same(found: list[Rollout], expected: list[Rollout]) -> None:
     for rollout, wanted in zip(found, expected, strict=True):
         assert rollout.prompt_columns == wanted.prompt_columns
         for a, b in zip(rollout.segments(), wanted.segments(), strict=True):
-            rest = [replace(s, tokens=s.tokens.without(["logprobs"])) for s in (a, b)]
+            computed = [name for name in ("logprobs", "entropy") if name in b.tokens]
+            rest = [replace(s, tokens=s.tokens.without(computed)) for s in (a, b)]
             assert rest[0] == rest[1]
-            assert np.abs(a.tokens["logprobs"] - b.tokens["logprobs"]).max() < 2e-5
+            for name in computed:
+                assert np.abs(a.tokens[name] - b.tokens[name]).max() < 2e-5
 
 
 def test_sampling_masks_come_from_servers_that_were_started_without(servers):
     sampling = {"keep_sampling_mask": True, "logprobs_mode": "processed", "top_k": 12, "top_p": 0.8}
+    sampling["keep_columns"] = ["entropy"]
     recipe = server_recipe(list(servers), **sampling)
     local = open_local(recipe)
     remote = open_engine(recipe)
@@ -80,6 +83,7 @@ def test_sampling_masks_come_from_servers_that_were_started_without(servers):
     found, metrics = harvest(remote, HarvestPlan(PROMPTS[:2], recipe, EOS, seed=1))
     assert_same(found, expected)
     assert 1 < metrics["harvest/kept_per_token"] <= 12
+    assert 0 < metrics["harvest/entropy"] < np.log(12)
     remote.close()
     local.close()
 

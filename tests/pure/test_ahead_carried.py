@@ -155,10 +155,7 @@ def check_record(streams: Path, trained: dict[int, Trained], recipe: Recipe) -> 
             assert key not in found.ended
             drawn = found.drawn.setdefault(key, number)
             assert number - drawn <= rollout.max_staleness - seen.suspended
-            assert (
-                min(versions_of(seen), default=seen.policy_version)
-                >= trained[max(drawn - rollout.staleness, 0)].before
-            )
+            assert min(versions_of(seen)) >= trained[max(drawn - rollout.staleness, 0)].before
             found.units[key] += units_of(seen, recipe)
             if not seen.suspended:
                 found.ended[key] = seen

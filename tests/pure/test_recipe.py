@@ -90,6 +90,10 @@ def small(**changes):
             "rollout.keep_sampling_mask: true needs rollout.top_k from 1 to 255",
         ),
         (
+            {"rollout": {"keep_columns": ["entropy", "entropies"], "max_response_length": 100}},
+            "rollout.keep_columns: expected different names among entropy, found entropy, entropies",
+        ),
+        (
             {"rollout": {"keep_sampling_mask": True, "max_response_length": 100}},
             "needs rollout.logprobs_mode: processed (both are of the kept tokens alone), found raw",
         ),

@@ -160,8 +160,9 @@ def routes_of(path: list[int], first: int, stop: int) -> np.ndarray:
 
 
 def versions_of(rollout: Rollout) -> set[int]:
-    """Return the policy versions that sampled a rollout's tokens."""
-    return {int(version) for s in rollout.segments() for version in np.unique(s.tokens["versions"])}
+    """Return the policy versions that sampled a rollout's tokens; the rollout's own if it has no tokens."""
+    found = {int(version) for s in rollout.segments() for version in np.unique(s.tokens["versions"])}
+    return found or {rollout.policy_version}
 
 
 def without(delta: Delta, column: str) -> Delta:
