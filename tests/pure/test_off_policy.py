@@ -44,7 +44,7 @@ def groups_of(versions: tuple[int, int]) -> list[tuple[float, Group]]:
     found = []
     for number, actions in enumerate(itertools.product(range(ACTIONS), repeat=2)):
         segments = [
-            Segment(Tokens.of(drawn(action, version), "stop"), Grade(REWARDS[action], ""))
+            Segment(drawn(action, version), "stop", Grade(REWARDS[action], ""))
             for action, version in zip(actions, versions, strict=True)
         ]
         probability = float(PROBS[versions[0], actions[0]] * PROBS[versions[1], actions[1]])

@@ -56,7 +56,7 @@ def segment(rng: np.random.Generator, length: int, masks: bool, ended: bool) -> 
     kept = [sorted({int(t), *rng.integers(3, 90, rng.integers(0, 6)).tolist()}) for t in tokens]
     grade = Grade(float(rng.integers(0, 2)), "scored") if ended else None
     table = Tokens.of(tokens, -rng.exponential(1.0, length), kept=kept if masks else None, versions=3)
-    return Segment(Tokens.of(table, "stop" if ended else None), grade)
+    return Segment(table, "stop" if ended else None, grade)
 
 
 def rollouts_of(seed: int, sampling: str, masks: bool, routes: bool = False) -> list[Rollout]:

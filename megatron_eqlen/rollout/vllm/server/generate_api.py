@@ -68,11 +68,12 @@ def _delta(request_id: str, choice: dict[str, Any], rollout: RolloutRecipe | Non
     tokens = choice["token_ids"] or []
     path: dict[str, np.ndarray] = {}
     columns: dict[str, Any] = {"logprobs": [token["logprob"] for token in chosen]}
-    likely = [_by_id(token["top_logprobs"]) for token in chosen]
-    if rollout is not None and rollout.keep_sampling_mask:
-        columns["kept"] = [tuple(sorted(token_id for token_id in ids if token_id >= 0)) for ids in likely]
-    for number, name in enumerate(rollout.keep_columns if rollout is not None else (), 1):
-        columns[name] = [ids[-number] for ids in likely]
+    if rollout is not None and (rollout.keep_sampling_mask or rollout.keep_columns):
+        likely = [_by_id(token["top_logprobs"]) for token in chosen]
+        if rollout.keep_sampling_mask:
+            columns["kept"] = [tuple(sorted(number for number in ids if number >= 0)) for ids in likely]
+        for place, name in enumerate(rollout.keep_columns, 1):
+            columns[name] = [ids[-place] for ids in likely]
     if (encoded := choice.get("routed_experts")) is not None:
         path["routes"], columns["routes"] = split_path(_array(encoded), len(tokens))
     finished = reason if reason in ("stop", "length", None) else "lost"
