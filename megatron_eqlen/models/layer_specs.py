@@ -133,7 +133,8 @@ def _after_norm(modules: BackendSpecProvider) -> type:
 
 
 def _attention(config: TransformerConfig, modules: BackendSpecProvider) -> ModuleSpec:
-    norm = modules.layer_norm(rms_norm=True, for_qk=True) if config.qk_layernorm else None
+    # None is accepted by Megatron, but not declared
+    norm: Any = modules.layer_norm(rms_norm=True, for_qk=True) if config.qk_layernorm else None
     submodules = SelfAttentionSubmodules(
         linear_qkv=_after_norm(modules),
         core_attention=TreeAttention,
