@@ -19,7 +19,6 @@ import urllib.request
 from pathlib import Path
 
 from megatron_eqlen.processes.hold import Hold
-from megatron_eqlen.tokens import Tokens
 from tests.kit.processes import within
 from tests.slurm import server
 
@@ -113,7 +112,7 @@ def main() -> int:
     assert module == "torch.distributed.run"
     recipe = arguments[arguments.index("train") + 1 :]
     listed = [word.partition("=[")[2].rstrip("]") for word in recipe if word.startswith("rollout.servers=")]
-    return Node(server.run_folder(recipe), Tokens.of(listed[0].split(",") if listed else [])).train()
+    return Node(server.run_folder(recipe), listed[0].split(",") if listed else []).train()
 
 
 if __name__ == "__main__":
