@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import sys
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal, NoReturn, cast, overload
@@ -90,6 +90,8 @@ COLUMNS = {column.name: column for column in (TOKEN_IDS, LOGPROBS, VERSIONS, KEP
 
 SAMPLED = tuple(column.name for column in COLUMNS.values() if column.sampled)
 """Names of the columns that ``rollout.keep_columns`` may name."""
+
+_PLAIN = {column.name for column in COLUMNS.values() if column.dtype and not column.ragged}
 
 MOST_PER_TOKEN = 255
 """Maximum length of a token's list in a ragged column."""
@@ -183,6 +185,12 @@ def join(pieces: Sequence[Any]) -> Any:
     if all(piece.strides == (0,) and piece[0] == first[0] for piece in pieces):
         return _repeated(first[:1], sum(map(len, pieces)))
     return np.concatenate(pieces)
+
+
+def _loaded(name: str, values: Any) -> Any:
+    if not COLUMNS[name].rarely_changes or isinstance(values, Placeholder) or not len(values):
+        return values
+    return _repeated(values[:1].copy(), len(values)) if (values == values[0]).all() else values
 
 
 def _repeated(value: np.ndarray, length: int) -> np.ndarray:
@@ -291,7 +299,10 @@ class Tokens:
     def layout(self) -> str:
         """Names of the columns, with everything that their memory depends on besides the number of tokens:
         ``token_ids logprobs kept:310 routes:48x8:uint8``."""
-        return sys.intern(" ".join(_described(name, values) for name, values in self.columns.items()))
+        words = [
+            name if name in _PLAIN else _described(name, values) for name, values in self.columns.items()
+        ]
+        return sys.intern(" ".join(words))
 
     @classmethod
     def absent(cls, length: int, layout: str) -> Tokens:
@@ -309,7 +320,12 @@ class Tokens:
     def __reduce__(self) -> tuple[Any, ...]:
         if self.is_bare:
             return Tokens.absent, (len(self), self.layout)
-        return Tokens, (self.columns, len(self))
+        return Tokens.loaded, (self.columns, len(self))
+
+    @classmethod
+    def loaded(cls, columns: Mapping[str, Any], length: int) -> Tokens:
+        """Return a table of columns that were read; values that are all the same take no memory."""
+        return cls({name: _loaded(name, values) for name, values in columns.items()}, length)
 
     # ---- to another rank ----------------------------------------------------------------------------
 
@@ -336,9 +352,7 @@ def _values(name: str, values: Any, length: int) -> Any:
 def _described(name: str, values: Any) -> str:
     if isinstance(values, Ragged):
         return f"{name}:{len(values.values)}"
-    if COLUMNS[name].dtype is None:
-        return f"{name}:{'x'.join(map(str, values.shape[1:]))}:{np.dtype(values.dtype).name}"
-    return name
+    return f"{name}:{'x'.join(map(str, values.shape[1:]))}:{np.dtype(values.dtype).name}"
 
 
 def _placeholder(word: str, length: int) -> tuple[str, Any]:
@@ -372,35 +386,61 @@ class GrowingTokens:
     72, and nearly as fast to append to.
     """
 
-    __slots__ = ("columns", "token_ids", "versions")
+    __slots__ = ("_appends", "_version", "columns", "token_ids", "versions")
 
     def __init__(self) -> None:
         self.token_ids = array("i")
         self.versions = _Runs()
         self.columns: dict[str, Any] = {}
         """The other columns, by name."""
+        self._version: int | None = None
+        """Version of the last token."""
+        self._appends: list[tuple[str, Callable[[Any], None]]] = []
+        """Names of ``columns`` and their methods ``append``."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def append(self, token_ids: list[int], columns: Mapping[str, Any], version: int) -> None:
-        """Append tokens that weights of ``version`` sampled, with the values of other ``columns``."""
+        """Append tokens that weights of ``version`` sampled, with the values of other ``columns``, the same
+        each time. Runs for every token. Raises ValueError where values are missing."""
+        count = len(token_ids)
+        if not count:
+            return
+        if version != self._version:
+            self.versions.begin(len(self.token_ids), version)
+            self._version = version
         self.token_ids.fromlist(token_ids)
-        self.versions.repeat(version, len(token_ids))
-        for name, values in columns.items():
-            try:
-                self.columns[name].append(values)
-            except KeyError:
-                self.columns[name] = growing = _growing(COLUMNS[name])
-                growing.append(values)
+        if len(columns) != len(self._appends):
+            self.expect(columns)
+        for name, append in self._appends:
+            values = columns.get(name, ())
+            if len(values) != count:
+                raise ValueError(f"expected {name} of {count} tokens, found {len(values)}")
+            append(values)
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Make room for these columns."""
+        for name in names:
+            if name not in self.columns:
+                self.columns[name] = _growing(COLUMNS[name])
+        self._appends = [(name, column.append) for name, column in self.columns.items()]
 
     def extend(self, tokens: Tokens) -> None:
-        """Append the tokens of a table with all its columns."""
+        """Append the tokens of a table with all its columns. Raises ValueError where it lacks one."""
+        if missing := [name for name in self.columns if name not in tokens]:
+            raise ValueError(
+                f"expected {missing[0]} of the {len(tokens)} tokens that it had before, found none"
+            )
+        versions = tokens.columns.get("versions", np.full(len(tokens), VERSIONS.unknown, np.int32))
+        changes = np.flatnonzero(np.diff(versions, prepend=versions[:1] - 1))
+        for start in changes.tolist():
+            self._version = int(versions[start])
+            self.versions.begin(len(self) + start, self._version)
         self.token_ids.frombytes(np.ascontiguousarray(tokens.token_ids).tobytes())
-        self.versions.extend(tokens.columns.get("versions", np.full(len(tokens), VERSIONS.unknown, np.int32)))
-        for name, values in tokens.columns.items():
-            if name not in ("token_ids", "versions"):
-                self.columns.setdefault(name, _growing(COLUMNS[name])).extend(values)
+        self.expect(name for name in tokens.columns if name not in ("token_ids", "versions"))
+        for name, column in self.columns.items():
+            column.extend(tokens[name])
 
     def replace(self, name: str, values: np.ndarray) -> None:
         """Put ``values`` in the place of the first values of a column of arrays."""
@@ -411,6 +451,7 @@ class GrowingTokens:
         del self.token_ids[end:]
         for column in (self.versions, *self.columns.values()):
             column.cut(end)
+        self._version = self.versions.last
 
     def __getitem__(self, part: slice) -> Tokens:
         start, stop, _ = part.indices(len(self))
@@ -491,36 +532,31 @@ class _Rows:
 
     def values(self, start: int, stop: int) -> np.ndarray:
         data = self._bytes[start * self._width : stop * self._width]
-        return np.frombuffer(data, self._dtype).reshape(-1, *self._row)
+        return np.frombuffer(data, self._dtype).reshape(stop - start, *self._row)
 
 
 class _Runs:
     """Growing column of numbers that rarely change."""
 
-    __slots__ = ("_length", "_numbers", "_starts")
+    __slots__ = ("_numbers", "_starts")
 
     def __init__(self) -> None:
         self._starts: list[int] = []
         self._numbers: list[int] = []
-        self._length = 0
 
-    def repeat(self, number: int, times: int) -> None:
-        """Append ``number`` this many times."""
-        if times and (not self._numbers or self._numbers[-1] != number):
-            self._starts.append(self._length)
-            self._numbers.append(number)
-        self._length += times
+    @property
+    def last(self) -> int | None:
+        return self._numbers[-1] if self._numbers else None
 
-    def extend(self, values: np.ndarray) -> None:
-        ends = np.flatnonzero(values[1:] != values[:-1]) + 1
-        for start, stop in zip([0, *ends.tolist()], [*ends.tolist(), len(values)], strict=True):
-            self.repeat(int(values[start]) if stop else 0, stop - start)
+    def begin(self, start: int, number: int) -> None:
+        """Set ``number`` for all tokens from number ``start`` on."""
+        self._starts.append(start)
+        self._numbers.append(number)
 
     def cut(self, end: int) -> None:
         while self._starts and self._starts[-1] >= end:
             self._starts.pop()
             self._numbers.pop()
-        self._length = min(self._length, end)
 
     def values(self, start: int, stop: int) -> np.ndarray:
         numbers = np.array(self._numbers, np.int32)

@@ -109,12 +109,17 @@ class Driver:
         """Give a new track the tokens of earlier steps and attempts, then submit it unless it has ended."""
         harvester = self.running[key]
         track.keeps_columns = self.plan.keeps_columns(harvester.prompt, key[1])
+        if track.keeps_columns:
+            track.tokens.expect(self.columns)
         for observer in self.observers:
             observer.track_launched(track)
         if (partial := self.partial.get(key)) is not None:
             track.age = partial.age
             if track.number in partial.tracks:
-                track.resume(partial.tracks[track.number])
+                try:
+                    track.resume(partial.tracks[track.number])
+                except ValueError as error:
+                    raise EngineError(f"track {track.name}: {error}") from None
                 track.prompt_columns = harvester.prompt_columns
                 if self.rerouting is not None:
                     self.rerouting.check_resumed(track)
@@ -141,15 +146,17 @@ class Driver:
             if entry is None:  # sent before the engine saw the abort
                 continue
             track, key = entry
-            _check_delta(delta, self.columns)
             if delta.token_ids and self.rerouting is not None:
                 self.rerouting.take(track, key, delta)
             tokens += len(delta.token_ids)
             if delta.num_cached_tokens is not None:
                 self.meter.prefilled(track, delta.num_cached_tokens)
             version = self.engine.policy_version if delta.policy_version is None else delta.policy_version
-            if track.extend(delta, version):
-                touched[key] = None
+            try:
+                if track.extend(delta, version):
+                    touched[key] = None
+            except ValueError as error:
+                raise EngineError(f"request {delta.request_id}: {error}") from None
             # end of the track, or of its request alone
             if track.finish_reason is not None:
                 self.generated[key] += len(track)
@@ -247,14 +254,3 @@ class Driver:
         tracks = self.launched.pop(key, ())
         for observer in self.observers:
             observer.rollout_suspended(rollout, generated, tracks)
-
-
-def _check_delta(delta: Delta, columns: Sequence[str]) -> None:
-    """Raise EngineError unless a delta has a value of each of ``columns`` for each of its tokens."""
-    tokens = len(delta.token_ids)
-    for name in columns:
-        found = delta.columns.get(name, ())
-        if len(found) != tokens:
-            raise EngineError(
-                f"request {delta.request_id}: expected {name} of {tokens} tokens, found {len(found)}"
-            )

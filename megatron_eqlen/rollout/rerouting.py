@@ -57,18 +57,12 @@ class Rerouting:
         sampled its tokens; by the number of the part and of these rows, or ``PROMPT``."""
 
     def check_resumed(self, track: Track) -> None:
-        """Raise EngineError for a track with tokens that have no routes. Drop the last token of a track that
-        weights in use ended and older weights had begun, to be generated again: the record has its tokens,
-        but not the routes that the weights in use chose for the older ones."""
+        """Drop the last token of a track that weights in use ended and older weights had begun, to be
+        generated again: the record has its tokens, but not the routes that the weights in use chose for the
+        older ones."""
         if not len(track) or not track.keeps_columns:
             return
-        tokens = track.tokens[:]
-        if ROUTES not in tokens:
-            raise EngineError(
-                f"track {track.name}: expected routes of the {len(track)} tokens that it had before, found "
-                f"none: they were generated without rollout.keep_routes"
-            )
-        versions = tokens["versions"]
+        versions = track.tokens[:]["versions"]
         current = self.engine.policy_version
         if track.finish_reason is not None and versions[-1] == current and (versions != current).any():
             track.reopen()
@@ -151,10 +145,10 @@ class Rerouting:
 
 def _asked(delta: Delta, expected: int) -> np.ndarray:
     """Return the routes of its path that a request asked for. Raises EngineError where rows are missing."""
-    found = delta.path.get(ROUTES, delta.columns[ROUTES][:0])
-    if len(found) != expected:
+    found = delta.path.get(ROUTES)
+    if found is None or len(found) != expected:
         raise EngineError(
             f"request {delta.request_id}: expected routes of the first {expected} positions of its path, "
-            f"found {len(found)}"
+            f"found {0 if found is None else len(found)}"
         )
     return found

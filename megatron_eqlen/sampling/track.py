@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from typing import Any
 
 from megatron_eqlen.tokens import GrowingTokens, Tokens
 from megatron_eqlen.types import Delta, FinishReason, Prompt, Segment
@@ -25,6 +26,9 @@ def rollout_of(name: str) -> tuple[str, int]:
     number."""
     prompt_id, index, _ = name.rsplit("/", 2)
     return prompt_id, int(index)
+
+
+NO_COLUMNS: dict[str, Any] = {}
 
 
 class Track:
@@ -94,12 +98,13 @@ class Track:
 
     def extend(self, delta: Delta, version: int) -> bool:
         """Take a delta's tokens, sampled by weights of ``version``, up to the end of the track; return True
-        if the track ended now or reached ``awaited``.
+        if the track ended now or reached ``awaited``. Raises ValueError where the delta lacks values.
 
         Runs once a token of every response, and nearly always nothing ends: that case is found first.
         """
-        self.tokens.append(delta.token_ids, delta.columns if self.keeps_columns else {}, version)
-        length = len(self.tokens.token_ids)
+        tokens = self.tokens
+        tokens.append(delta.token_ids, delta.columns if self.keeps_columns else NO_COLUMNS, version)
+        length = len(tokens.token_ids)
         if length < self.awaited and self.eos_token_ids.isdisjoint(delta.token_ids):
             return False
         self._end(first=length - len(delta.token_ids))

@@ -173,13 +173,13 @@ def to_batch(rows: list[Row]) -> pa.RecordBatch:
         if column.dtype is None:
             found = [None if values is None else _as_bytes(values) for values in found]
         columns[column.name] = found
-    arrays = [
-        lists(columns[f.name], f.type.value_type)
-        if pa.types.is_list(f.type)
-        else pa.array(columns[f.name], f.type)
-        for f in SEGMENTS
-    ]
-    return pa.record_batch(arrays, schema=SEGMENTS)
+    return pa.record_batch([_column(columns[f.name], f.type) for f in SEGMENTS], schema=SEGMENTS)
+
+
+def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
+    if not any(value is not None for value in values):
+        return pa.nulls(len(values), kind)
+    return lists(values, kind.value_type) if pa.types.is_list(kind) else pa.array(values, kind)
 
 
 def _as_bytes(values: np.ndarray) -> np.ndarray:
@@ -205,7 +205,9 @@ def _values(column: pa.Array) -> Iterable[Any]:
 
 def _table(row: Row) -> Tokens:
     table = Tokens.absent(row["tokens"], row["layout"])
-    return Tokens({name: _read(row, name, absent) for name, absent in table.columns.items()}, len(table))
+    return Tokens.loaded(
+        {name: _read(row, name, absent) for name, absent in table.columns.items()}, len(table)
+    )
 
 
 def _read(row: Row, name: str, absent: Any) -> Any:
