@@ -16,12 +16,9 @@ def tokens(rng: np.random.Generator, count: int) -> list[int]:
 
 def node(rng: np.random.Generator, parent: int, length: int, weight: float | None = None) -> Node:
     """Return a node with random tokens, advantage, log-probs, and weight if none is given."""
-    return Node(
-        parent,
-        Tokens.of(tokens(rng, length), (-rng.exponential(1.0, length)).tolist()),
-        float(rng.normal()),
-        float(rng.uniform(0.1, 1.0)) if weight is None else weight,
-    )
+    token_ids, advantage = tokens(rng, length), float(rng.normal())
+    weight = float(rng.uniform(0.1, 1.0)) if weight is None else weight
+    return Node(parent, Tokens.of(token_ids, -rng.exponential(1.0, length)), advantage, weight)
 
 
 def stream(rng: np.random.Generator, prompt: int, lengths: list[int]) -> TokenTree:
