@@ -40,8 +40,11 @@ def drifts(groups: Sequence[Group]) -> list[dict[Column, Any]]:
         "Accuracy, points": lambda run: _tested(run, lambda result: 100 * float(result.scores.mean())),
     }
     return [
-        {METHOD: group.method, "Seeds": len(group.runs)}
-        | {title: _change([measure(run) for run in group.runs]) for title, measure in measures.items()}
+        {
+            METHOD: group.method,
+            "Seeds": len(group.runs),
+            **{title: _change([measure(run) for run in group.runs]) for title, measure in measures.items()},
+        }
         for group in groups
         if group.method != BASE
     ]

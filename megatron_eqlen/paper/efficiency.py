@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy import stats
+from scipy.stats.distributions import rv_frozen
 
 TRACKS = 16
 """Tracks of a prompt: responses of GRPO, or twice its streams."""
@@ -20,7 +21,7 @@ MEAN, LIMIT = 10_000, 32_768
 """The paper's lengths: about 10,000 tokens, and its limit."""
 
 
-def lognormal(cv: float) -> stats.rv_continuous:
+def lognormal(cv: float) -> rv_frozen:
     """Return the law of lengths with this coefficient of variation, in units of its mean."""
     sigma = np.sqrt(np.log(1 + cv * cv))
     return stats.lognorm(sigma, scale=np.exp(-sigma * sigma / 2))

@@ -84,7 +84,7 @@ class CodeGrader:
         self._workers = workers
         self._timeout = timeout
         self._memory_mb = memory_mb
-        self._mode = sandbox
+        self._mode: Literal["strict", "best_effort"] = sandbox
         self._lcb_strict = lcb_strict
         self._server = SandboxServer(sandbox_url, workers) if sandbox_url else None
         self._pool: WorkerPool | None = None
