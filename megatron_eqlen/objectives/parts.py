@@ -108,7 +108,7 @@ def checked_surrogate(surrogate: Surrogate, tokens: SupervisedTokens) -> tuple[t
 
 
 def _is_pair(found: object) -> bool:
-    return isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)  # pyright: ignore
+    return isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)  # pyright: ignore[reportUnknownArgumentType]
 
 
 def _check_call(part: Callable[..., Any], field: str, arguments: Sequence[str]) -> str:

@@ -123,7 +123,7 @@ def _with_clip(surrogate: Surrogate, loss: LossRecipe) -> Surrogate:
     if isinstance(surrogate, Reinforce) and keys.keys() & {"clip_ratio_low", "clip_ratio_high"}:
         return Ppo(loss.clip_ratio_low, loss.clip_ratio_high, loss.clip_ratio_c)
     changes = {key: value for key, value in keys.items() if key in options(surrogate)}
-    return dataclasses.replace(surrogate, **changes) if changes else surrogate  # pyright: ignore
+    return dataclasses.replace(surrogate, **changes) if changes else surrogate  # pyright: ignore[reportArgumentType, reportUnknownVariableType]
 
 
 def is_on_policy(recipe: Recipe) -> bool:

@@ -124,7 +124,7 @@ def measure(
 
 def _group(number: int, grader: str, gold: str, tokens: list[int], end: int) -> Group:
     prompt = Prompt(f"q{number}", [1], "?", grader, gold, number=number)
-    return Group(prompt, 0, [Segment(Tokens.of([*tokens, end], [0.0] * (len(tokens) + 1)), "stop")])  # pyright: ignore
+    return Group(prompt, 0, [Segment(Tokens.of([*tokens, end], [0.0] * (len(tokens) + 1)), "stop")])
 
 
 def drive(groups: Sequence[Group], seconds: float, scorer: Scorer | None) -> float:
