@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from megatron_eqlen.models.groups import start
 from megatron_eqlen.objectives.build import build_minibatches
-from megatron_eqlen.packing.pack import Packing, plan_rows
+from megatron_eqlen.packing.pack import Layout, Packing, plan_rows
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.run.replicas import shared
 from megatron_eqlen.tokens import Placeholder, Tokens
@@ -116,7 +116,7 @@ class Case:
     sampling: str
     masks: bool
     routes: bool
-    rows: str
+    rows: Layout
     stages: int
     tensor: int
     one_home: bool
@@ -150,7 +150,7 @@ def planned_of(rollouts: list[Rollout], case: Case, ranks: int) -> tuple[list[Pa
     mine = recipe(case.sampling, case.masks)
     minibatches, metrics = build_minibatches(rollouts, mine)
     budget = 2 * LONGEST
-    return [plan_rows(trees, budget, ranks, 1, case.rows) for trees in minibatches], metrics  # type: ignore
+    return [plan_rows(trees, budget, ranks, 1, case.rows) for trees in minibatches], metrics
 
 
 def arrays_of(node: Node) -> Iterator[np.ndarray]:

@@ -6,6 +6,7 @@ import math
 import re
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ PARAMETERS = {"qwen3-32b": 32.762, "qwen3-next-80b-a3b-thinking": 79.674}
 """Billions of parameters of the published checkpoints without the multi-token prediction layer."""
 
 
-def saved(tmp_path, family: str, **changes) -> dict:
+def saved(tmp_path, family: str, **changes) -> dict[str, Any]:
     """Return the config that Transformers writes for a tiny model."""
     tiny_config(family, **changes).save_pretrained(tmp_path)
     return json.loads((tmp_path / "config.json").read_text())
@@ -70,6 +71,8 @@ def test_the_shipped_files_are_understood_whole(name):
     assert gpt_arguments(model)["rotary_base"] == (1e7 if next_ else 1e6)
     assert gpt_arguments(model)["rotary_percent"] == (0.25 if next_ else 1.0)
     if next_:
+        assert model.delta_net is not None
+        assert model.experts is not None
         assert sum(model.delta_net.layers) == 36
         assert model.delta_net.layers[:4] == (True, True, True, False)
         assert sum(model.experts.layers) == 48
@@ -163,6 +166,7 @@ def test_yarn_is_that_of_transformers_to_the_bit(family, options):
     name = {"qwen3": "qwen3-32b", "qwen3_next": "qwen3-next-80b-a3b-thinking"}[family]
     raw = json.loads((SHIPPED / f"{name}.json").read_text()) | {"rope_scaling": rope}
     model = parse_config(raw, "here.json")
+    assert model.yarn is not None
     config = tiny_config(
         family, rope_scaling=dict(rope), rope_theta=raw["rope_theta"], head_dim=raw["head_dim"]
     )
