@@ -52,7 +52,8 @@ class Job:
 
     def finished_with(self, restarts: int) -> None:
         """Assert that it has taken every step once, in order, and that none of its processes runs."""
-        self.bed.wait_for(self.id, "COMPLETED")
+        self.bed.wait_for(self.id, "COMPLETED", "FAILED")
+        assert self.bed.state(self.id) == "COMPLETED", self.log
         assert [record["step"] for record in self.metrics] == list(range(1, STEPS + 1))
         assert self.bed.job(self.id)["Restarts"] == str(restarts), self.log
         assert self.is_gone()

@@ -8,7 +8,8 @@ nodes of faults.json's ``unready``.
 all ``rollout.servers``, and the first writes. ``RECIPE run_dir=RUN`` may stand for RUN.
 RUN/faults.json says what goes wrong in which restart: ``{"1": {"dies_at": 3, "rank": 1}}``, or
 ``{"0": {"outlived_at": 2}}``: it wants to write when a later try has written. The run folder is held as the
-real trainer does (``tests/job`` has that).
+real trainer does (``tests/job`` has that). Jobs run it with the system's Python, so its imports need
+nothing but the standard library.
 """
 
 import json
