@@ -195,7 +195,11 @@ def _loaded(name: str, values: Any) -> Any:
 
 def _repeated(value: np.ndarray, length: int) -> np.ndarray:
     """Return [length], all ``value`` [1], in the memory of one number."""
-    return np.broadcast_to(value, (length,)) if len(value) else value
+    if not len(value):
+        return value
+    found = np.ndarray((length,), value.dtype, np.ascontiguousarray(value), strides=(0,))
+    found.flags.writeable = False
+    return found
 
 
 def _arrays(values: Any) -> list[Any]:
