@@ -6,7 +6,7 @@ goes through at most two steps:
 1. Without CUDA, ``finder.py`` rewrites references to CUDA devices: ``torch.cuda`` becomes the namespace in
    ``cuda_namespace.py``, ``"cuda"`` becomes ``"cpu"``. This costs nothing per step and changes nothing
    outside ``megatron.core``.
-2. ``gaps.py`` closes the known gaps of Megatron-Core 0.16.1. Some of them concern GPUs as well.
+2. ``gaps.py`` closes the known gaps of Megatron-Core 0.19.2. Some of them concern GPUs as well.
 
 With CUDA, step 1 is skipped and Megatron-Core runs unchanged. Nothing heavy is imported before
 ``megatron.core``: a model's configuration can be read without torch.

@@ -1,11 +1,10 @@
-"""Known gaps of Megatron-Core 0.16.1, closed module by module right after each is imported.
+"""Known gaps of Megatron-Core 0.19.2, closed module by module right after each is imported.
 
 Start here when Megatron-Core's version changes: every entry names what is missing and why.
 """
 
 import logging
 import queue
-import threading
 import types
 import warnings
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 
-VERSION = "0.16.1"
+VERSION = "0.19.2"
 
 
 def close(module: types.ModuleType, on_cpu: bool) -> None:
@@ -25,7 +24,7 @@ def close(module: types.ModuleType, on_cpu: bool) -> None:
 
 
 def _check_version(core: types.ModuleType) -> None:
-    if core.__version__ != VERSION:
+    if core.__version__.split("+")[0] != VERSION:  # it appends the commit of a repository around it
         warnings.warn(
             f"Megatron-Core {core.__version__} found; its gaps are known for {VERSION} only", stacklevel=2
         )
@@ -40,11 +39,6 @@ def _answer_without_transformer_engine(utils: Any) -> None:
         return utils.get_te_version() is not None and is_te_min_version(version, check_equality)
 
     utils.is_te_min_version = is_installed_and_new
-
-
-def _name_missing_gemm(moe_utils: types.ModuleType) -> None:
-    """Define ``te_general_gemm``, which the router reads and which is unbound without Transformer Engine."""
-    vars(moe_utils).setdefault("te_general_gemm", None)
 
 
 def _allow_gated_delta_net(gated_delta_net: Any) -> None:
@@ -102,12 +96,9 @@ def _hold_main_weights_once(hybrid_optimizer: Any) -> None:
     hybrid_optimizer.HybridDeviceOptimizer._update_fp32_params_by_new_state = update_and_forget
 
 
-def _write_in_threads(filesystem_async: Any) -> None:
-    """Write checkpoints in threads instead of forked processes, whose results pass through a queue in a
-    further process. They outlive a killed trainer, and the forked ones keep its locks; only an asynchronous
-    save needs processes."""
-    threads = types.SimpleNamespace(Process=threading.Thread, Queue=queue.Queue, JoinableQueue=queue.Queue)
-    filesystem_async.mp = types.SimpleNamespace(get_context=lambda method: threads)
+def _collect_results_in_process(filesystem_async: Any) -> None:
+    """Pass the results of a checkpoint's writing threads through a plain queue, not through a process, which
+    would outlive a killed trainer."""
     filesystem_async._results_queue = queue.Queue()
 
 
@@ -172,16 +163,17 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=library)
     seeds = logging.getLogger("megatron.core.tensor_parallel.random")
     seeds.addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+    model = logging.getLogger("megatron.core.models.gpt.gpt_model")
+    model.addFilter(lambda record: "GPTModel IS DEPRECATED" not in record.getMessage())
 
 
 EVERYWHERE: dict[str, Callable[[types.ModuleType], None]] = {
     "megatron.core": _check_version,
     "megatron.core.utils": _answer_without_transformer_engine,
-    "megatron.core.transformer.moe.moe_utils": _name_missing_gemm,
-    "megatron.core.ssm.gated_delta_net": _allow_gated_delta_net,
+    "megatron.core.ssm.gated_delta_net.common": _allow_gated_delta_net,
     "megatron.core.optimizer.distrib_optimizer": _load_states_in_place,
     "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": _hold_main_weights_once,
-    "megatron.core.dist_checkpointing.strategies.filesystem_async": _write_in_threads,
+    "megatron.core.dist_checkpointing.strategies.filesystem_async": _collect_results_in_process,
 }
 ON_CPU: dict[str, Callable[[types.ModuleType], None]] = {
     "megatron.core.jit": _no_jit,

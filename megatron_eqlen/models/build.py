@@ -9,12 +9,6 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    set_tensor_model_parallel_attributes,
-)
 from torch.overrides import TorchFunctionMode
 
 from megatron_eqlen.hf.config import ModelConfig, read_config
@@ -89,22 +83,10 @@ def _chunk(model: ModelConfig, config: Any, vp_stage: int | None) -> PolicyModel
     scaled = scaled_frequencies(model, 2 * len(plain))
     if scaled is not None:
         chunk.rotary_pos_emb.inv_freq = scaled.to(plain.device)
-    _mark_tensor_parallel_parameters(chunk)
     _mark_expert_parameters(chunk)
     if torch.cuda.is_available() and not next(chunk.parameters()).is_meta:
         chunk.cuda()
     return chunk
-
-
-def _mark_tensor_parallel_parameters(chunk: PolicyModel) -> None:
-    """Mark the weights that tensor parallelism divides; the gradient norm counts all others once.
-
-    Megatron-Core marks them while it initialises weights, which is skipped here because they are loaded.
-    """
-    divided = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
-    for module in chunk.modules():
-        if type(module) in divided and module.weight is not None:
-            set_tensor_model_parallel_attributes(module.weight, True, divided[type(module)], 1)
 
 
 def _mark_expert_parameters(chunk: PolicyModel) -> None:

@@ -53,7 +53,6 @@ def transformer_config(
     if model.delta_net:
         fields |= _delta_net_fields(model.delta_net)
     config = TransformerConfig(**fields | overrides)
-    config.context_parallel_size = parallel.context  # its constructor refuses it for its own Gated DeltaNet
     if model.yarn:
         set_attention_factor(config, model.yarn.attention_factor)
     return config
@@ -89,6 +88,7 @@ def _execution_fields(parallel: ParallelRecipe, dtype: torch.dtype, sequence: bo
     """Return the fields for execution: layout, precision, kernels."""
     fields: dict[str, Any] = {
         "tensor_model_parallel_size": parallel.tensor,
+        "context_parallel_size": parallel.context,
         "pipeline_model_parallel_size": parallel.pipeline,
         "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline,
         "expert_model_parallel_size": parallel.expert,

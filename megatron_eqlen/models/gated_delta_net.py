@@ -19,7 +19,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +41,10 @@ class TreeGatedDeltaNet(GatedDeltaNet):
     num_value_heads: int
     key_head_dim: int
     value_head_dim: int
+
+    def _setup_variant_attrs(self) -> None:
+        super()._setup_variant_attrs()
+        self.gated_delta_rule: Any = tree_delta_rule  # Megatron requires fla's, which not every machine has
 
     def forward(
         self,

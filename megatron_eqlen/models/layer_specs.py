@@ -161,6 +161,7 @@ def _experts(config: TransformerConfig, modules: BackendSpecProvider) -> ModuleS
     spec = get_moe_module_spec_for_backend(
         backend=modules, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
     )
-    assert isinstance(spec.submodules, MoESubmodules)
-    spec.submodules.router = PooledRouter
+    submodules = spec.keywords["submodules"]
+    assert isinstance(submodules, MoESubmodules)
+    submodules.router = PooledRouter
     return spec

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,31 @@ def test_a_driver_that_is_missing_or_too_old_is_refused_before_anything_is_made(
     assert ended.returncode == 1
     assert message in ended.stderr
     assert not (machine.folder / ".venv").exists()
+
+
+@pytest.mark.parametrize("place", ["the PATH", "pyenv", "uv", "nowhere", "PYTHON"])
+def test_a_python_is_found_on_the_path_under_pyenv_or_by_uv_and_its_absence_is_explained(place, machine):
+    """The next check, for a compiler, shows that one was found."""
+    for name in ("python3.12", "python3.13", "python3", "uv"):
+        machine.command(f"bin/{name}", "exit 127")
+    machine.environ = {"PYENV_ROOT": f"{machine.folder}/pyenv", "PYTHON": "", "CXX": "no-such-compiler"}
+    ours = f'exec "{sys.executable}" "$@"'
+    if place == "the PATH":
+        machine.command("bin/python3.13", ours)
+    elif place == "pyenv":
+        machine.command("pyenv/versions/3.12.7/bin/python", ours)
+    elif place == "uv":
+        machine.command("bin/uv", f'echo "{sys.executable}"')
+    elif place == "PYTHON":
+        machine.command("bin/python3.13", ours)
+        machine.environ |= {"PYTHON": "python3.12"}
+    ended = machine.run("tools/setup", "gpu", "--no-driver")
+    assert ended.returncode == 1
+    expected = {
+        "nowhere": "found no Python 3.12 or 3.13 with venv. Install one",
+        "PYTHON": "found no Python 3.12 or 3.13 with venv as PYTHON=python3.12. Install one",
+    }
+    assert expected.get(place, "expected a C++ compiler") in ended.stderr
 
 
 def test_a_compiler_must_be_there(machine):

@@ -76,7 +76,7 @@ def test_broken_optional_packages_are_said_and_do_not_stop_the_import(tmp_path):
 
 
 def test_another_megatron_version_is_said_aloud():
-    with pytest.warns(UserWarning, match=r"Megatron-Core 0\.99 found; its gaps are known for 0\.16\.1"):
+    with pytest.warns(UserWarning, match=r"Megatron-Core 0\.99 found; its gaps are known for 0\.19\.2"):
         gaps.close(SimpleNamespace(__name__="megatron.core", __version__="0.99"), on_cpu=False)
 
 
