@@ -17,7 +17,7 @@ from megatron_eqlen.plan.model import model_config
 from megatron_eqlen.recipe.inputs import fetch, revisions
 from megatron_eqlen.rewards.code.grader import offered_isolation
 
-PYTHONS = ((3, 11), (3, 12))
+PYTHONS = ((3, 12), (3, 13))
 SETUP = "tools/setup (gpu)"
 CODE = {"code", "opencodereasoning", "livecodebench", "reasoning_gym"}
 """Graders and readers whose answers are programs, or may be evaluated as such."""
@@ -29,7 +29,7 @@ def python(place: Place) -> Finding:
     found = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info[:2] in PYTHONS:
         return Finding("ok", f"{found}, {sys.executable}")
-    return Finding("failed", f"{found}, expected 3.11 or 3.12", "PYTHON=python3.12 tools/setup")
+    return Finding("failed", f"{found}, expected 3.12 or 3.13", "PYTHON=python3.12 tools/setup")
 
 
 def package(wanted: Package, place: Place) -> Finding | None:

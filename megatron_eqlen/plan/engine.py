@@ -1,6 +1,6 @@
 """Bytes of a colocated vLLM engine on one GPU: weights, KV cache, and the memory it keeps asleep.
 
-vLLM 0.31 takes ``rollout.gpu_memory_utilization`` of the GPU: weights, workspace and graphs first, the rest
+vLLM 0.32 takes ``rollout.gpu_memory_utilization`` of the GPU: weights, workspace and graphs first, the rest
 is KV cache (v1/worker/gpu_worker.py). It starts only if that share of the GPU is free at that moment, even if
 ``rollout.kv_cache_gib`` is set (v1/worker/utils.py, ``request_memory``).
 """

@@ -11,12 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-
-Item = TypeVar("Item")
 
 HOST_PATIENCE = timedelta(days=7)
 """Timeout of collectives over ``host``: as long as servers may generate. A dead rank closes its connections,
@@ -75,7 +73,7 @@ def is_alone() -> bool:
     return _alone.get()
 
 
-def gather(items: list[Item]) -> list[Item]:
+def gather[Item](items: list[Item]) -> list[Item]:
     """Return all ranks' items, in rank order, on every rank."""
     if is_alone():
         return list(items)
@@ -84,7 +82,7 @@ def gather(items: list[Item]) -> list[Item]:
     return [item for part in gathered for item in part]
 
 
-def agree(ask: Callable[[], Item]) -> Item:
+def agree[Item](ask: Callable[[], Item]) -> Item:
     """Return rank 0's result of ``ask`` on every rank. Only rank 0 calls ``ask``: ranks that see different
     files would decide differently and deadlock."""
     if is_alone():

@@ -13,7 +13,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 from megatron_eqlen.metrics import HARVEST_BRANCHES, HARVEST_CONTEXT, HARVEST_PROMPT_TOKENS
 from megatron_eqlen.recipe import Recipe
@@ -21,8 +21,6 @@ from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty
 from megatron_eqlen.sampling.harvester import Harvester, RolloutHeader, RolloutPart, header_of
 from megatron_eqlen.tokens import TokenIds
 from megatron_eqlen.types import Metrics, Prompt, Rollout, Segment, TokenTree
-
-AnyRollout = TypeVar("AnyRollout", bound=Any)
 
 
 class PolicySample(NamedTuple):
@@ -59,7 +57,7 @@ class Picture:
     """Segments outside pairs."""
 
 
-class SamplingKind(ABC, Generic[AnyRollout]):
+class SamplingKind[AnyRollout: Any](ABC):
     """One value of the recipe's ``sampling``. Objects have no state."""
 
     name: ClassVar[str]

@@ -131,7 +131,7 @@ def begin(folder: Path, step: int, policy: Policy, position: dict[str, Any], kee
         state["rng"] = torch.get_rng_state()
         content = sharded_state.content(policy)
         request = dist_checkpointing.save(
-            state, str(partial), content_metadata=content, async_sharded_save=True
+            state, str(partial), content_metadata=content, async_sharded_save=True, async_strategy="mcore"
         )
         assert request is not None
         return Saving(final, partial, made, request, keep)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
 HOST_OPTIONS = (
     "offload_fraction",
@@ -21,6 +20,10 @@ HOST_OPTIONS = (
 )
 """Entries that a host optimizer adds to its parameter groups; checkpoints leave them out (some are
 classes)."""
+
+IDENTITY = ("wd_mult", "is_expert_parallel")
+"""Entries that tell parameter groups apart. Megatron's own list includes learning rates, so that a
+recipe that changed them could not resume."""
 
 
 def init_state(optimizer: MegatronOptimizer) -> None:
@@ -71,4 +74,4 @@ def load_state(optimizer: ChainedOptimizer, loaded: dict[str, Any]) -> None:
 
 
 def _identity(group: dict[str, Any]) -> tuple:
-    return tuple(group[key] for key in param_group_identifier_keys)
+    return tuple(group.get(key) for key in IDENTITY)

@@ -117,7 +117,7 @@ def test_a_python_that_the_packages_are_not_for(anywhere, monkeypatch):
     Version = namedtuple("Version", "major minor micro")
     monkeypatch.setattr(software.sys, "version_info", Version(3, 10, 1))
     finding = software.python(anywhere)
-    assert (finding.state, finding.text) == ("failed", "3.10.1, expected 3.11 or 3.12")
+    assert (finding.state, finding.text) == ("failed", "3.10.1, expected 3.12 or 3.13")
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def engine_args(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: int) -> dict[str, Any]:
-    """Return fields of vLLM 0.31's ``EngineArgs``. ``dtype`` is ``float32`` or ``bfloat16``."""
+    """Return fields of vLLM 0.32's ``EngineArgs``. ``dtype`` is ``float32`` or ``bfloat16``."""
     cpu = current_platform.is_cpu()
     kv_gib = rollout.kv_cache_gib or (1.0 if cpu else None)
     model = read_config(model_path)

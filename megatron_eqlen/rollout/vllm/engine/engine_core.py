@@ -1,6 +1,6 @@
 """Requests sent directly to vLLM's engine core: a harvest needs no output objects and no detokenization.
 
-Written for vLLM 0.31 and its V1 engine.
+Written for vLLM 0.32 and its V1 engine.
 """
 
 from __future__ import annotations

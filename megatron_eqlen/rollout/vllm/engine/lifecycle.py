@@ -1,4 +1,4 @@
-"""An engine in this process, from its start to its end: vLLM 0.31, its V1 engine and V1 model runner."""
+"""An engine in this process, from its start to its end: vLLM 0.32, its V1 engine and V1 model runner."""
 
 from __future__ import annotations
 

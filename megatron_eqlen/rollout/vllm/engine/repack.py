@@ -1,4 +1,4 @@
-"""Repacks weights that vLLM's CPU backend leaves stale after loading into a running model (vLLM 0.31)."""
+"""Repacks weights that vLLM's CPU backend leaves stale after loading into a running model (vLLM 0.32)."""
 
 from __future__ import annotations
 

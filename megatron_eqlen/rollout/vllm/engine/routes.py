@@ -5,7 +5,7 @@
     scheduler   ─► ``EngineCoreOutput.routed_experts`` of each request, with its new token
     server      ─► an event's ``routed_experts``
 
-vLLM 0.31's own ``enable_return_routed_experts`` needs its V2 model runner and hands rows over when a request
+vLLM 0.32's own ``enable_return_routed_experts`` needs its V2 model runner and hands rows over when a request
 ends; a harvest aborts most requests, and loses others with their server. So only the capture and the path of
 the outputs are vLLM's here; rows are delivered with the tokens that they belong to.
 

@@ -1,6 +1,6 @@
 """Sampling in vLLM's model runner: log-probs at the recipe's temperature, draws fixed by seed and position.
 
-Written for the V1 model runner of vLLM 0.31.
+Written for the V1 model runner of vLLM 0.32.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""vLLM 0.31's ``/inference/v1/generate``: request bodies and event parsing."""
+"""vLLM 0.32's ``/inference/v1/generate``: request bodies and event parsing."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def read_event(request_id: str, event: dict[str, Any], rollout: RolloutRecipe | 
     try:
         return _delta(request_id, event["choices"][0], rollout)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise ConnectionError(f"request {request_id}: expected vLLM 0.31's events, {error!r}") from error
+        raise ConnectionError(f"request {request_id}: expected vLLM 0.32's events, {error!r}") from error
 
 
 def _delta(request_id: str, choice: dict[str, Any], rollout: RolloutRecipe | None) -> Delta:
