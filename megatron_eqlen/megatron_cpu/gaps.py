@@ -102,16 +102,6 @@ def _collect_results_in_process(filesystem_async: Any) -> None:
     filesystem_async._results_queue = queue.Queue()
 
 
-def _announce_no_deprecation(gpt_model: Any) -> None:
-    """Drop the log's warning, at every build of a model, that GPTModel gains no new features."""
-    gpt_model.logger.addFilter(lambda record: "GPTModel IS DEPRECATED" not in record.getMessage())
-
-
-def _announce_no_other_saving(torch_strategy: Any) -> None:
-    """Drop the log's advice to save with nvidia-resiliency-ext, whose processes outlive a killed trainer."""
-    torch_strategy._logged_mcore_async_deprecation = True
-
-
 def _no_jit(jit: types.ModuleType) -> None:
     """Disable torch.compile of small fused functions, which needs a C++ compiler at run time and gains
     nothing."""
@@ -182,8 +172,6 @@ EVERYWHERE: dict[str, Callable[[types.ModuleType], None]] = {
     "megatron.core.optimizer.distrib_optimizer": _load_states_in_place,
     "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": _hold_main_weights_once,
     "megatron.core.dist_checkpointing.strategies.filesystem_async": _collect_results_in_process,
-    "megatron.core.dist_checkpointing.strategies.torch": _announce_no_other_saving,
-    "megatron.core.models.gpt.gpt_model": _announce_no_deprecation,
 }
 ON_CPU: dict[str, Callable[[types.ModuleType], None]] = {
     "megatron.core.jit": _no_jit,

@@ -79,7 +79,7 @@ class RMSNorm(torch.nn.Module):
 class TorchModules(LocalSpecProvider):
     """Plain torch modules that work on every device, with sequence-parallel and zero-centred norms."""
 
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
         return RMSNorm
 
 

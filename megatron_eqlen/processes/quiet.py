@@ -15,6 +15,8 @@ ENVIRON = {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 LOGGERS = (
+    "megatron.core.dist_checkpointing.strategies.torch",  # advises another way to save
+    "megatron.core.models.gpt.gpt_model",  # announces its deprecation at every start
     "torch._library.triton",
     "torch.distributed.elastic",
     "torch.distributed.elastic.agent.server.api",
