@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm import SamplingParams
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from megatron_eqlen.rollout.engine import SEED
+from megatron_eqlen.rollout.engine import SEED, EngineError
 from megatron_eqlen.rollout.vllm.engine import sampler
 from megatron_eqlen.rollout.vllm.engine.sampler import PathSampler
 from tools.benchmarks.sampler import batch
@@ -72,6 +75,22 @@ def test_of_ties_at_the_border_of_top_p_as_many_are_kept():
     ]
     assert kept[0] == kept[1]
     torch.testing.assert_close(*removed)
+
+
+def test_another_runner_or_sampler_than_the_one_replaced_is_refused():
+    runner = object.__new__(GPUModelRunner)
+    runner.device = torch.device("cpu")
+    runner.sampler = Sampler()
+    sampler.install(runner, processed=True)
+    ours = runner.sampler
+    assert isinstance(ours, PathSampler)
+    sampler.install(runner, processed=True)
+    assert runner.sampler is ours
+    runner.sampler = type("GreedySampler", (Sampler,), {})()
+    with pytest.raises(EngineError, match=r"expected vLLM's vllm.*\.Sampler, .* found .*\.GreedySampler"):
+        sampler.install(runner, processed=True)
+    with pytest.raises(EngineError, match=r"V1 model runner .* found .*\.Namespace"):
+        sampler.install(Namespace(sampler=Sampler()), processed=True)
 
 
 @pytest.mark.parametrize("top_k", [-1, 5])

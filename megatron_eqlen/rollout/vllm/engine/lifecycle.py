@@ -25,7 +25,7 @@ from megatron_eqlen.rollout.vllm.engine.containment import contained
 from megatron_eqlen.rollout.vllm.engine.engine_args import RUNNER, engine_args
 from megatron_eqlen.rollout.vllm.engine.engine_core import client
 from megatron_eqlen.rollout.vllm.engine.repack import repack
-from megatron_eqlen.rollout.vllm.engine.sampler import PathSampler
+from megatron_eqlen.rollout.vllm.engine.sampler import PathSampler, install
 
 _live_engines = 0
 _owns_process_group = False
@@ -66,10 +66,8 @@ def build(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: in
                 f"{max_model_len} tokens: {error}"
             ) from error
         client(llm)._finalizer.detach()  # ``close`` shuts it down instead
-        runner = _worker_runner(llm)
-        runner.sampler = PathSampler(
-            runner, rollout.logprobs_mode == "processed", rollout.mask_width, numbers=rollout.keep_columns
-        )
+        processed, numbers = rollout.logprobs_mode == "processed", rollout.keep_columns
+        install(_worker_runner(llm), processed, rollout.mask_width, numbers=numbers)
     _live_engines += 1
     return llm
 

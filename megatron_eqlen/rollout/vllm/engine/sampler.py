@@ -16,8 +16,9 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from megatron_eqlen.rollout.engine import SEED, TICKET
+from megatron_eqlen.rollout.engine import SEED, TICKET, EngineError
 
 NUMBERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "entropy": lambda probabilities, logs: -(probabilities * logs).sum(-1)
@@ -195,6 +196,30 @@ class PathSampler(Sampler):
             mass = mass[torch.from_numpy(counted).to(mass.device)]
         self.removed += (1 - mass).clamp(min=0).sum()
         self.sampled += int(counted.sum())
+
+
+def install(
+    runner: Any, processed: bool, mask_width: int = 0, follow: bool = False, numbers: Sequence[str] = ()
+) -> None:
+    """Make ``runner`` sample with a ``PathSampler`` of these settings.
+
+    Raises EngineError unless it is a V1 model runner with vLLM's plain sampler: vLLM would otherwise generate
+    with a sampler of its own, whose log-probs and draws are others.
+    """
+    if not isinstance(runner, GPUModelRunner):
+        raise EngineError(
+            f"expected vLLM's V1 model runner (VLLM_USE_V2_MODEL_RUNNER=0), found {_name(runner)}"
+        )
+    if type(runner.sampler) not in (Sampler, PathSampler):
+        raise EngineError(f"expected vLLM's {_name(Sampler)}, to replace it, found {_name(runner.sampler)}")
+    settings = processed, mask_width, follow, tuple(numbers)
+    if type(runner.sampler) is Sampler or runner.sampler.settings != settings:
+        runner.sampler = PathSampler(runner, *settings)
+
+
+def _name(thing: Any) -> str:
+    kind = thing if isinstance(thing, type) else type(thing)
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _at(ids: Tensor | None, columns: Tensor) -> Tensor:

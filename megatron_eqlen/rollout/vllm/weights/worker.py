@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from megatron_eqlen.rollout.vllm.engine.repack import repack
-from megatron_eqlen.rollout.vllm.engine.sampler import PathSampler
+from megatron_eqlen.rollout.vllm.engine.sampler import install
 from megatron_eqlen.rollout.vllm.weights.relay import Neighbours, node_name, receive_on_node
 
 logger = logging.getLogger(__name__)
@@ -115,10 +115,7 @@ class WorkerExtension:
         """Sample as ``PathSampler`` does with these arguments, and send routes if they are kept; return the
         engine's limits, and whether it keeps routes."""
         self._weight_update_active = False  # a trainer that was killed may have left one open
-        asked = (logprobs_mode == "processed", mask_width, follow, tuple(numbers))
-        sampler = self.model_runner.sampler
-        if not isinstance(sampler, PathSampler) or sampler.settings != asked:
-            self.model_runner.sampler = PathSampler(self.model_runner, *asked)
+        install(self.model_runner, logprobs_mode == "processed", mask_width, follow, numbers)
         routes = self._eqlen_routes()
         if routes is not None:
             routes.sent = keep_routes
