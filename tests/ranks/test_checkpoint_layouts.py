@@ -146,7 +146,7 @@ def hold_writers(until: threading.Event, fails_on: int | None = None) -> None:
     """Let this rank's writer wait, and fail on one rank."""
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-    write = FileSystemWriterAsync.write_preloaded_data_multiproc
+    write = FileSystemWriterAsync.write_preloaded_data_multithread
 
     def held(*arguments: Any, **options: Any) -> None:
         assert until.wait(60)
@@ -154,7 +154,7 @@ def hold_writers(until: threading.Event, fails_on: int | None = None) -> None:
             raise OSError(28, "No space left on device")
         write(*arguments, **options)
 
-    FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(held)
+    FileSystemWriterAsync.write_preloaded_data_multithread = staticmethod(held)
 
 
 def numbers(policy: Policy) -> list[torch.Tensor]:
