@@ -81,9 +81,9 @@ class GroupedLinear(_Module):
 
 
 class RMSNorm(_Module):
-    def __init__(self, hidden_size: int, **kwargs: Any) -> None:
+    def __init__(self, normalized_shape: int, **kwargs: Any) -> None:
         super().__init__()
-        self.add("weight", hidden_size)
+        self.add("weight", normalized_shape)
 
 
 class _Package(types.ModuleType):
