@@ -35,7 +35,8 @@ def exported(*options: str) -> dict[str, str]:
 
 
 def check_lock(folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [UV, "lock", "--check", "--offline", "--cache-dir", folder / "cache"]
+    python, cache = ("--python", sys.executable), ("--cache-dir", folder / "cache")
+    command = [UV, "lock", "--check", "--offline", *python, *cache]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
