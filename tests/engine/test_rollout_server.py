@@ -33,6 +33,8 @@ from megatron_eqlen.rollout.sync_check import SyncCheck
 from megatron_eqlen.rollout.vllm import client
 from megatron_eqlen.rollout.vllm.client import ServerEngine
 from megatron_eqlen.rollout.vllm.server import pool, replica
+from megatron_eqlen.rollout.vllm.server.__main__ import server_command
+from megatron_eqlen.rollout.vllm.server.generate_api import sampling_params
 from megatron_eqlen.rollout.vllm.weights import tcp_sender
 from megatron_eqlen.rollout.vllm.weights.stream import HELLO, connect, encode, receive
 from megatron_eqlen.sampling.harvester import Harvester, RolloutPart
@@ -71,6 +73,15 @@ def assert_same(found: list[Rollout], expected: list[Rollout]) -> None:
             assert rest[0] == rest[1]
             for name in computed:
                 assert np.abs(a.tokens[name] - b.tokens[name]).max() < 2e-5
+
+
+@pytest.mark.parametrize("top_k", [12, 40])
+def test_a_server_may_send_all_likely_ids_that_a_recipe_of_its_top_k_asks_for(top_k):
+    recipe = server_recipe(["http://127.0.0.1:1"], top_k=top_k)
+    masks = {"keep_sampling_mask": True, "logprobs_mode": "processed", "keep_columns": ["entropy"]}
+    flags, _ = server_command(recipe, 1)
+    most = int(flags[flags.index("--max-logprobs") + 1])
+    assert sampling_params(recipe.rollout.model_copy(update=masks), EOS)["logprobs"] <= most
 
 
 def test_sampling_masks_come_from_servers_that_were_started_without(servers):

@@ -17,6 +17,12 @@ TOKENS_PER_EVENT = 8
 """Tokens a server collects before it sends them."""
 
 
+def likely_ids(rollout: RolloutRecipe) -> int:
+    """Return the number of ids that a server sends in vLLM's field for the most likely tokens: the sampling
+    mask, and the numbers of ``keep_columns`` beside the drawn token."""
+    return rollout.mask_width + (1 + len(rollout.keep_columns) if rollout.keep_columns else 0)
+
+
 def sampling_params(rollout: RolloutRecipe, eos_token_ids: Iterable[int]) -> dict[str, Any]:
     """Return the recipe's sampling; ``request_body`` adds what differs between requests."""
     return {
@@ -25,7 +31,7 @@ def sampling_params(rollout: RolloutRecipe, eos_token_ids: Iterable[int]) -> dic
         "top_k": max(rollout.top_k, 0),
         "min_p": rollout.min_p,
         "stop_token_ids": sorted(eos_token_ids),
-        "logprobs": rollout.mask_width + (1 + len(rollout.keep_columns) if rollout.keep_columns else 0),
+        "logprobs": likely_ids(rollout),
         "detokenize": False,
         "stream_interval": TOKENS_PER_EVENT,
     }
