@@ -147,7 +147,7 @@ class RouteCapture:
             if candidate.slot_mapping_mode == SlotMappingMode.TOKEN_TO_KV_SLOT
         )
         if self.slots is None:
-            places = self.runner.kv_cache_config.num_blocks * table.kv_cache_block_size
+            places = self.runner.kv_cache_config.num_blocks * table.block_size
             dtype = np.dtype(self.capturer.output_dtype_name)
             self.slots = np.zeros((places, *self.row), dtype)  # takes memory where it is written
         blocks = table.block_table.np[requests, positions // table.block_size].astype(np.int64)

@@ -26,7 +26,6 @@ def server_command(recipe: Recipe, port: int, host: str = "0.0.0.0") -> tuple[li
     flags = engine_args(str(local_path(recipe.model)), rollout, recipe.model.dtype, longest) | {
         "host": host,
         "port": port,
-        "return_tokens_as_token_ids": True,
         "enable_scale_out": True,
         "enable_prompt_tokens_details": True,
         "disable_uvicorn_access_log": True,
