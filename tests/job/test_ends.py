@@ -24,9 +24,10 @@ how, folder = sys.argv[1:]
 sys.exit(launch(2, [how, folder], Interrupts(Path(folder) / "STOP"), "tests.kit.ends"))
 """
 ALONE = """
-import os, signal, sys, threading, time
+import os, signal, sys, threading, time, warnings
 from pathlib import Path
 from megatron_eqlen.processes.interrupts import Interrupts, watch
+warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads, which this is about
 watch(Interrupts(Path(sys.argv[1]) / "STOP"))
 if (child := os.fork()) == 0:
     time.sleep(600)

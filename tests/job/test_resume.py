@@ -96,6 +96,17 @@ LONG = (
 )
 
 
+RECORDS_EACH_STEP = """
+import sys
+from megatron_eqlen.cli.__main__ import main
+from megatron_eqlen.rollout.record import recorder
+recorder.INTERVAL = 0.0
+sys.exit(main())
+"""
+"""``eqlen`` that records after each decode step: the harvest of a fast machine takes less than the interval
+between two records."""
+
+
 def tokens_in(journal: Path) -> int:
     """Return the number of tokens of unfinished rollouts in a file; 0 if it does not exist."""
     read = batches(journal, SEGMENTS, ["tokens"]) if journal.exists() else ()
@@ -106,10 +117,11 @@ def test_killed_in_mid_harvest_it_resumes_from_the_journal_and_ends_with_the_sam
     whole = train(home, "long", *LONG)
     folder = home / "long-killed"
     journal = folder / "streams/step-00000001/open-rank-0.arrow"
-    job = start(*command(home, "long-killed", *LONG))
-    assert within(300, lambda: tokens_in(journal) or job.poll() is not None, every=0.01)
+    _, _, *arguments = command(home, "long-killed", *LONG)
+    job = start("-c", RECORDS_EACH_STEP, *arguments)
+    assert within(300, lambda: tokens_in(journal) > 100 or job.poll() is not None, every=0.01)
     job.kill()
-    assert tokens_in(journal) > 100, "the harvest was under way"
+    assert tokens_in(journal) > 100, f"the harvest was under way: {job.stderr}"
     assert status(folder).condition == "killed"
     train(home, "long-killed", *LONG)
     tokens = [[segment.token_ids for segment in streams_of(run)] for run in (folder, whole)]
