@@ -188,9 +188,14 @@ def join(pieces: Sequence[Any]) -> Any:
 
 
 def _loaded(name: str, values: Any) -> Any:
-    if not COLUMNS[name].rarely_changes or isinstance(values, Placeholder) or not len(values):
-        return values
-    return _repeated(values[:1].copy(), len(values)) if (values == values[0]).all() else values
+    rarely_changes = COLUMNS[name].rarely_changes and not isinstance(values, Placeholder)
+    return _folded(values) if rarely_changes else values
+
+
+def _folded(values: np.ndarray) -> np.ndarray:
+    """Return values that are all the same in the memory of one number, others unchanged."""
+    same = len(values) > 0 and bool((values == values[0]).all())
+    return _repeated(values[:1].copy(), len(values)) if same else values
 
 
 def _repeated(value: np.ndarray, length: int) -> np.ndarray:
@@ -315,7 +320,8 @@ class Tokens:
 
     @property
     def is_bare(self) -> bool:
-        return any(isinstance(a, Placeholder) for values in self.columns.values() for a in _arrays(values))
+        """True if all values are placeholders."""
+        return all(isinstance(a, Placeholder) for values in self.columns.values() for a in _arrays(values))
 
     def bare(self) -> Tokens:
         """Return the table without values: a few bytes for any number of tokens."""
@@ -457,6 +463,11 @@ class GrowingTokens:
             column.cut(end)
         self._version = self.versions.last
 
+    def values(self, name: str, stop: int | None = None) -> Any:
+        """Return the values of a column for the tokens before number ``stop``, by default for all."""
+        column = self.versions if name == VERSIONS.name else self.columns[name]
+        return column.values(0, len(self) if stop is None else stop)
+
     def __getitem__(self, part: slice) -> Tokens:
         start, stop, _ = part.indices(len(self))
         columns: dict[str, Any] = {"token_ids": np.frombuffer(self.token_ids[start:stop], np.int32)}
@@ -568,9 +579,7 @@ class _Runs:
             return _repeated(numbers, stop - start)
         starts = self._starts[: len(numbers)]  # another thread may be appending
         lengths = np.diff(np.clip([*starts, stop], start, stop))
-        found = np.repeat(numbers, lengths)
-        same = len(found) > 0 and bool((found == found[0]).all())
-        return _repeated(found[:1], len(found)) if same else found
+        return _folded(np.repeat(numbers, lengths))
 
 
 def _growing(column: Column) -> Any:

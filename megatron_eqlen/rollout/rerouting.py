@@ -62,7 +62,7 @@ class Rerouting:
         older ones."""
         if not len(track) or not track.keeps_columns:
             return
-        versions = track.tokens[:]["versions"]
+        versions = track.tokens.values("versions")
         current = self.engine.policy_version
         if track.finish_reason is not None and versions[-1] == current and (versions != current).any():
             track.reopen()
@@ -88,7 +88,7 @@ class Rerouting:
         resumed = harvester.prompt_columns is not None and key in self.resumed
         if versions.get(PROMPT, -1 if resumed else version) != version:
             return True
-        if (track.tokens[:]["versions"] != version).any():
+        if (track.tokens.values("versions") != version).any():
             return True
         return any(
             versions[part.number, shared] != version
@@ -127,7 +127,7 @@ class Rerouting:
         # the track's own tokens
         own = rows[len(track.context) - 1 :]
         if len(own) and track.keeps_columns:
-            older.append(track.tokens[: len(own)][ROUTES])
+            older.append(track.tokens.values(ROUTES, len(own)))
             newer.append(own)
             track.tokens.replace(ROUTES, own)
         if older:
