@@ -41,7 +41,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch.distributed as dist
@@ -51,8 +51,7 @@ from megatron_eqlen.metrics import EXCHANGE_ROUTES_BYTES, EXCHANGE_ROUTES_SECOND
 from megatron_eqlen.packing.arrays import check_route_shapes, check_routes
 from megatron_eqlen.packing.pack import Packing
 from megatron_eqlen.processes.distributed import gather
-from megatron_eqlen.tokens import COLUMNS, Placeholder, Tokens
-from megatron_eqlen.training.shipping import Demand, demand_of, send_tokens
+from megatron_eqlen.training.shipping import Demand, Share, demand_of, of_layers, send_tokens
 from megatron_eqlen.types import Metrics, Node
 
 
@@ -65,21 +64,6 @@ class Placement(NamedTuple):
     """True on the last pipeline stage, which computes the loss."""
     moe_layers: tuple[int, ...] = ()
     """MoE layers of the model that the rank computes, in the order of its chunks."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Share:
-    """Columns that some ranks need of a node's tokens."""
-
-    needed_by: str
-    """``Column.needed_by``."""
-    layers: tuple[int, ...] = ()
-    """MoE layers, for the columns of a path."""
-
-    def of(self, tokens: Tokens) -> Tokens:
-        """Return the table of these columns alone, whole or bare."""
-        found = tokens.only(name for name in tokens.columns if COLUMNS[name].needed_by == self.needed_by)
-        return _of_layers(found, self.layers) if self.layers else found
 
 
 def exchange(
@@ -139,7 +123,7 @@ def exchange_paths(planned: Packing, placements: Sequence[Placement]) -> tuple[P
         received += send_tokens(nodes, of_stage)
     own = forest.has_routes & ((forest.home < 0) | (forest.home == rank))
     for number in np.flatnonzero(own).tolist():
-        tokens = _of_layers(nodes[number].tokens, placements[rank].moe_layers)
+        tokens = of_layers(nodes[number].tokens, placements[rank].moe_layers)
         nodes[number] = dataclasses.replace(nodes[number], tokens=tokens)
     received += send_tokens(nodes, [transfer for demand in demands for transfer in demand.second_hop()])
     return _with_nodes(planned, nodes), received
@@ -158,20 +142,3 @@ def _path_demands(planned: Packing, placements: Sequence[Placement]) -> Iterator
         if placement.moe_layers:
             routed = nodes[planned.forest.has_routes[nodes]]
             yield demand_of(routed, planned.forest.home, ranks, Share("moe", placement.moe_layers))
-
-
-def _of_layers(tokens: Tokens, layers: tuple[int, ...]) -> Tokens:
-    """Return the table with these layers of its columns of a path; columns of as many layers are
-    unchanged."""
-    chosen = {
-        name: _layers(values, layers)
-        for name, values in tokens.columns.items()
-        if COLUMNS[name].of_path and values.shape[1] != len(layers)
-    }
-    return Tokens({**tokens.columns, **chosen}, len(tokens)) if chosen else tokens
-
-
-def _layers(values: Any, layers: tuple[int, ...]) -> Any:
-    if isinstance(values, Placeholder):
-        return Placeholder((len(values), len(layers), *values.shape[2:]), values.dtype)
-    return values[:, np.array(layers, np.int64)]

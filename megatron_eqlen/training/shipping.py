@@ -9,29 +9,50 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from megatron_eqlen.processes.distributed import host
-from megatron_eqlen.tokens import Tokens
+from megatron_eqlen.tokens import COLUMNS, Placeholder, Tokens
 from megatron_eqlen.types import Node
 
 CHUNK = 1 << 20
 """Maximum bytes in transit at once from one rank to another."""
 
 
-class Share(Protocol):
-    """Selection of a node's columns to be sent."""
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """Columns that some ranks need of a node's tokens."""
 
-    @property
-    def layers(self) -> tuple[int, ...]: ...
+    needed_by: str
+    """``Column.needed_by``."""
+    layers: tuple[int, ...] = ()
+    """MoE layers, for the columns of a path."""
 
     def of(self, tokens: Tokens) -> Tokens:
-        """Return the selected columns, of a whole table or a bare one."""
-        ...
+        """Return the table of these columns alone, whole or bare."""
+        found = tokens.only(name for name in tokens.columns if COLUMNS[name].needed_by == self.needed_by)
+        return of_layers(found, self.layers) if self.layers else found
+
+
+def of_layers(tokens: Tokens, layers: tuple[int, ...]) -> Tokens:
+    """Return the table with these layers of its columns of a path; columns of as many layers are
+    unchanged."""
+    chosen = {
+        name: _layers(values, layers)
+        for name, values in tokens.columns.items()
+        if COLUMNS[name].of_path and values.shape[1] != len(layers)
+    }
+    return Tokens({**tokens.columns, **chosen}, len(tokens)) if chosen else tokens
+
+
+def _layers(values: Any, layers: tuple[int, ...]) -> Any:
+    if isinstance(values, Placeholder):
+        return Placeholder((len(values), len(layers), *values.shape[2:]), values.dtype)
+    return values[:, np.array(layers, np.int64)]
 
 
 class Transfer(NamedTuple):
