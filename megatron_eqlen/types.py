@@ -384,7 +384,7 @@ class Row:
     ref_logprobs: np.ndarray | None = None
     """[S] float64, the reference model's log-probs."""
     columns: dict[str, Values] = field(default_factory=dict[str, Values])
-    """What the loss needs of the supervised tokens: [S] float64 or int64 where a token has one number,
+    """Columns of the supervised tokens for the loss: [S] float64 or int64 where a token has one number,
     ``Column.unknown`` elsewhere; ragged columns have one list for each of the n supervised positions. See
     ``column``."""
     routes: np.ndarray | None = None

@@ -230,10 +230,12 @@ def _check_values(
         (length == 0, "expected at least one token, found none", None),
         (~np.isfinite(weight) | (weight < 0), "expected a finite weight >= 0", weight),
     ]
-    layouts = {
-        id(node.tokens): node.tokens for node, trained in zip(nodes, weight > 0, strict=True) if trained
+    names = {
+        name
+        for node, trained in zip(nodes, weight > 0, strict=True)
+        if trained
+        for name in node.tokens.columns
     }
-    names = {name for tokens in layouts.values() for name in tokens.columns}
     for name in sorted({"logprobs", *(name for name in names if COLUMNS[name].needed_by == "loss")}):
         has = np.fromiter((name in node.tokens for node in nodes), bool, len(nodes))
         others = "" if name == "logprobs" else ", which other nodes of the batch have"

@@ -21,13 +21,6 @@ def track_seed(seed: int, prompt_id: str, index: int, number: int) -> int:
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest()) >> 1
 
 
-def rollout_of(name: str) -> tuple[str, int]:
-    """Return the key of the rollout that a ``Track.name`` belongs to: the prompt's id and the rollout's
-    number."""
-    prompt_id, index, _ = name.rsplit("/", 2)
-    return prompt_id, int(index)
-
-
 NO_COLUMNS: dict[str, Any] = {}
 
 

@@ -197,9 +197,9 @@ class Recorder(HarvestObserver):
                 open_tracks = OpenTracks()
                 for track in tracks:
                     open_tracks.follow(track, since=0)
-                _append(file, open_tracks.new_tokens(), [])
+                _append_tokens(file, open_tracks.new_tokens())
             file.close()
-        _append(self._file, [], [row for rows, _ in self._suspended for row in rows])
+        _append(self._file, [row for rows, _ in self._suspended for row in rows])
 
     def _abandon(self) -> None:
         """Leave the files as they are, for the next attempt."""
@@ -238,16 +238,20 @@ class Recorder(HarvestObserver):
                 if tokens:
                     if self._open_file is None:
                         self._open_file = ArrowLog(self._open_path, SEGMENTS)
-                    _append(self._open_file, tokens, [])
+                    _append_tokens(self._open_file, tokens)
                 rows += complete
         except Empty:
-            _append(self._file, [], rows)
+            _append(self._file, rows)
 
 
-def _append(file: ArrowLog, tokens: Iterable[NewTokens], rows: Iterable[Row]) -> None:
-    """Append the tokens in one batch, so that all or none of them are read, and the rows in portions."""
-    if new := [row for piece in tokens for row in piece.rows()]:
-        file.write(to_batch(new))
+def _append_tokens(file: ArrowLog, tokens: Iterable[NewTokens]) -> None:
+    """Append new tokens in one batch, so that all or none of them are read."""
+    if rows := [row for new in tokens for row in new.rows()]:
+        file.write(to_batch(rows))
+
+
+def _append(file: ArrowLog, rows: Iterable[Row]) -> None:
+    """Append rows of rollouts in portions."""
     for portion in portions(rows):
         file.write(to_batch(portion))
 
