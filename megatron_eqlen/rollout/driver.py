@@ -141,17 +141,18 @@ class Driver:
         """Hand tokens to their tracks; return the keys of harvesters that can now decide something."""
         touched: dict[RolloutKey, None] = {}
         tokens = 0
+        in_flight, rerouting, current = self.in_flight, self.rerouting, self.engine.policy_version
         for delta in deltas:
-            entry = self.in_flight.get(delta.request_id)
+            entry = in_flight.get(delta.request_id)
             if entry is None:  # sent before the engine saw the abort
                 continue
             track, key = entry
-            if delta.token_ids and self.rerouting is not None:
-                self.rerouting.take(track, key, delta)
+            if rerouting is not None and delta.token_ids:
+                rerouting.take(track, key, delta)
             tokens += len(delta.token_ids)
             if delta.num_cached_tokens is not None:
                 self.meter.prefilled(track, delta.num_cached_tokens)
-            version = self.engine.policy_version if delta.policy_version is None else delta.policy_version
+            version = current if delta.policy_version is None else delta.policy_version
             try:
                 if track.extend(delta, version):
                     touched[key] = None
