@@ -1,6 +1,7 @@
 """Helper process of a single-rank run: kills the rank if none of its threads can run Python.
 
-    python -IS bystander.py STACKS SECONDS    kills its parent once STACKS has held stacks for SECONDS
+    python -IS bystander.py RANK STACKS SECONDS    kills process RANK, its parent, once STACKS has held stacks
+                                                   for SECONDS
 
 faulthandler writes the stacks and could end the rank itself, but its clock runs while the rank is stopped
 (Ctrl-Z): it would kill a rank that was just continued. The rank removes its stacks at its next look. Time is
@@ -29,8 +30,8 @@ def has_stacks(path: str | os.PathLike[str]) -> bool:
         return False
 
 
-def main(stacks: str, seconds: str) -> None:
-    rank, late = os.getppid(), 0
+def main(process: str, stacks: str, seconds: str) -> None:
+    rank, late = int(process), 0
     while os.getppid() == rank:  # an orphan has another parent
         time.sleep(INTERVAL)
         late = late + 1 if has_stacks(stacks) else 0

@@ -118,7 +118,8 @@ class Watchdog:
         self._since = time.monotonic()
         self._declare()
         if self.world == 1:
-            command = [sys.executable, "-IS", bystander.__file__, self._file.name, str(STUCK * self.interval)]
+            patience = str(STUCK * self.interval)
+            command = [sys.executable, "-IS", bystander.__file__, str(os.getpid()), self._file.name, patience]
             self._bystander = subprocess.Popen(command, start_new_session=True)  # not reached by Ctrl-C
         for name, work in (("watchdog", self._watch), ("watchdog-disk", self._check_folder)):
             self._threads.append(threading.Thread(target=work, daemon=True, name=name))

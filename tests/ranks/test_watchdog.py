@@ -6,11 +6,14 @@ import itertools
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from megatron_eqlen.processes import bystander
 from megatron_eqlen.processes.watchdog import HUNG
 from megatron_eqlen.report.run_state import read_state
 from tests.kit.jobs import start, start_ranks
@@ -197,3 +200,12 @@ def test_where_no_thread_can_run_python_the_stacks_are_written_all_the_same(jobs
     text = stacks.read_text()
     assert text.startswith("Timeout (")
     assert "most recent call first" in text
+
+
+def test_a_helper_whose_rank_has_ended_before_it_starts_ends_and_kills_nobody(tmp_path):
+    stacks = tmp_path / "hang/now/rank-0.txt"
+    stacks.parent.mkdir(parents=True)
+    stacks.write_text("Timeout")
+    another = str(os.getppid())  # the helper's parent is this process, as an ended rank's would be another
+    helper = [sys.executable, "-IS", bystander.__file__, another, str(stacks), "0"]
+    assert subprocess.run(helper, timeout=30, check=True, capture_output=True).stderr == b""
