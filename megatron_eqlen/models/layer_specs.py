@@ -13,6 +13,7 @@ Transformer Engine fuses a norm into the linear layer after it; the norm's param
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import (
+    MlpBuilder,
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
@@ -157,10 +159,11 @@ def _delta_net(modules: BackendSpecProvider) -> ModuleSpec:
     return ModuleSpec(module=TreeGatedDeltaNet, submodules=submodules)
 
 
-def _experts(config: TransformerConfig, modules: BackendSpecProvider) -> ModuleSpec:
+def _experts(config: TransformerConfig, modules: BackendSpecProvider) -> MlpBuilder:
     spec = get_moe_module_spec_for_backend(
         backend=modules, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
     )
+    assert isinstance(spec, functools.partial)
     submodules = spec.keywords["submodules"]
     assert isinstance(submodules, MoESubmodules)
     submodules.router = PooledRouter

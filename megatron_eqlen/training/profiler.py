@@ -92,6 +92,7 @@ def named_layers(chunks: Sequence[nn.Module]) -> Iterator[None]:
     running: list[contextlib.AbstractContextManager[None]] = []
     with contextlib.ExitStack() as hooks:
         for half in (half for layer in layers for half in (layer.self_attention, layer.mlp)):
+            assert isinstance(half, nn.Module)
             name = next(f"layer {kind}" for cls, kind in KINDS.items() if isinstance(half, cls))
 
             def enter(*_: Any, name: str = name) -> None:
