@@ -15,6 +15,7 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture
 def bed(cluster):
-    """Return the bed with all nodes up, connected and idle."""
+    """Return the bed with all nodes up, connected and idle; end the jobs that a failed test leaves."""
     cluster.wait(lambda: set(cluster.node_states().values()) == {"idle"}, "nodes are idle before the test")
-    return cluster
+    yield cluster
+    cluster.run("scancel", "--full", "--user=root")
