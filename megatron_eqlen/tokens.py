@@ -188,8 +188,9 @@ def join(pieces: Sequence[Any]) -> Any:
 
 
 def _loaded(name: str, values: Any) -> Any:
-    rarely_changes = COLUMNS[name].rarely_changes and not isinstance(values, Placeholder)
-    return _folded(values) if rarely_changes else values
+    if not COLUMNS[name].rarely_changes or isinstance(values, Placeholder):
+        return values
+    return _folded(values)
 
 
 def _folded(values: np.ndarray) -> np.ndarray:
