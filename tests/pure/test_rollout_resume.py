@@ -184,7 +184,8 @@ def test_killed_at_any_batch_and_any_step_a_harvest_ends_as_if_it_had_not_been(c
             check_versions(rollout, case["version_tokens"])
             if case["routes"] and any(map(len, rollout.segments())):
                 check_routes(rollout)
-        assert not list(folder.glob(OPEN_FILES)) or any(rollout.suspended for rollout in found)
+        # steps that carry over keep the files of killed attempts: complete rollouts come before their tracks
+        assert not list(folder.glob(OPEN_FILES)) or case["carry_over"]
 
 
 def check_versions(rollout: Rollout, version_tokens: int | None) -> None:

@@ -156,14 +156,14 @@ class Bed:
         return self.job(job)["JobState"]
 
     def _ask(self, *query: str) -> str:
-        """Return SLURM's answer; ask again if a busy controller lets the query time out."""
+        """Return SLURM's answer; ask again if a busy controller does not answer yet or in time."""
         answers: list[str] = []
 
         def answered() -> bool:
             try:
                 answers.append(self.run(*query))
             except RuntimeError as error:
-                if "timed out" not in str(error):
+                if not re.search("timed out|Unable to contact slurm controller", str(error)):
                     raise
             return bool(answers)
 
