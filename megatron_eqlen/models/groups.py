@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 from megatron.core import tensor_parallel as megatron_tensor_parallel
 from torch.distributed import ProcessGroup
 
+from megatron_eqlen.hf.weight_map import Weight
 from megatron_eqlen.processes import distributed
 from megatron_eqlen.recipe import ParallelRecipe, layout
 
@@ -65,3 +66,8 @@ def expert_parallel() -> ProcessGroup:
 
 def expert_tensor_parallel() -> ProcessGroup:
     return cast(ProcessGroup, parallel_state.get_expert_tensor_parallel_group())
+
+
+def tensor_group(weight: Weight) -> ProcessGroup:
+    """Return the group that divides ``weight``."""
+    return tensor_parallel() if weight.expert is None else expert_tensor_parallel()

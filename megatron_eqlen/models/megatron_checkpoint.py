@@ -50,7 +50,7 @@ from megatron_eqlen.hf.folder import first_few
 from megatron_eqlen.hf.folder_check import WEIGHT_DTYPES
 from megatron_eqlen.models import checkpoint_folder
 from megatron_eqlen.models.build import build_meta_model
-from megatron_eqlen.models.weights import local_parameters
+from megatron_eqlen.models.names import local_parameters
 
 logger = logging.getLogger(__name__)
 

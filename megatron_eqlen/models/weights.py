@@ -11,7 +11,6 @@ export twice ``SENT_AT_ONCE`` if that is more.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -20,7 +19,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from megatron_eqlen.files import new_folder, refuse_existing
@@ -30,8 +28,7 @@ from megatron_eqlen.hf.folder import FolderWriter, HFFolder
 from megatron_eqlen.hf.folder_check import check_folder, with_tied_head
 from megatron_eqlen.hf.weight_map import Weight
 from megatron_eqlen.models import groups
-from megatron_eqlen.models.gpt import PolicyModel
-from megatron_eqlen.models.layer_specs import FUSED_NORMS
+from megatron_eqlen.models.names import experts_per_rank, local_parameters, model_config
 
 SENT_AT_ONCE = 256 * 2**20
 """Maximum bytes of consecutive weights in one message; a larger weight is sent alone. (Sent one by one, the
@@ -44,7 +41,7 @@ def load_hf(chunks: Sequence[torch.nn.Module], path: str | Path) -> None:
 
     Raises CheckpointError if the folder is broken or holds another model's tensors.
     """
-    model = _config(chunks)
+    model = model_config(chunks)
     folder = HFFolder(path)
     by_name = check_folder(folder, model)
     for name, parameter in local_parameters(chunks).items():
@@ -60,7 +57,7 @@ def export_hf(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]
     Collective over TP, PP and EP: every rank must run the iterator to its end, and gets every tensor. A
     tensor may share memory with the model: copy it to keep it.
     """
-    model, local = _config(chunks), local_parameters(chunks)
+    model, local = model_config(chunks), local_parameters(chunks)
     like = next(iter(local.values()))
     for batch in _batches(model, _stages(local), like.element_size()):
         names = [name for weight in batch.weights for name in weight.hf]
@@ -74,7 +71,7 @@ def save_hf(chunks: Sequence[torch.nn.Module], source: str | Path, out: str | Pa
     source's. Collective; rank 0 writes. ``out`` appears when it is complete.
     """
     refuse_existing(Path(out))
-    model, folder = _config(chunks), HFFolder(source)
+    model, folder = model_config(chunks), HFFolder(source)
     check_folder(folder, model)
     dist.barrier()  # rank 0 creates ``out`` only after every rank has checked it
     with new_folder(Path(out)) if dist.get_rank() == 0 else nullcontext() as partial:
@@ -87,56 +84,9 @@ def save_hf(chunks: Sequence[torch.nn.Module], source: str | Path, out: str | Pa
     dist.barrier()
 
 
-def local_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
-    """Return this rank's parameters under their names in the weight maps."""
-    return {
-        _global_name(chunk, name): parameter
-        for chunk in map(_unwrapped, chunks)
-        for name, parameter in chunk.named_parameters()
-    }
-
-
-def _config(chunks: Sequence[torch.nn.Module]) -> ModelConfig:
-    return _unwrapped(chunks[0]).model_config
-
-
-def _unwrapped(chunk: torch.nn.Module) -> PolicyModel:
-    while isinstance(inner := getattr(chunk, "module", None), torch.nn.Module):
-        chunk = inner
-    assert isinstance(chunk, PolicyModel)
-    return chunk
-
-
-def _global_name(chunk: PolicyModel, name: str) -> str:
-    """Return a parameter's name with the layer and expert numbers of the whole model, as without TE."""
-    in_layer = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name)
-    if in_layer is None:
-        return name
-    layer = int(in_layer[1]) + get_transformer_layer_offset(chunk.config, vp_stage=chunk.vp_stage)
-    rest = in_layer[2]
-    for fused, alone in FUSED_NORMS.items():
-        if rest.startswith(fused):
-            rest = alone + rest.removeprefix(fused)
-    rest = re.sub(r"experts\.(linear_fc[12])\.weight(\d+)", r"experts.local_experts.\2.\1.weight", rest)
-    expert = re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(.*)", rest)
-    if expert:
-        number = int(expert[1]) + _experts_per_rank(chunk.model_config) * groups.expert_parallel().rank()
-        rest = f"mlp.experts.local_experts.{number}.{expert[2]}"
-    return f"decoder.layers.{layer}.{rest}"
-
-
-def _experts_per_rank(model: ModelConfig) -> int:
-    assert model.experts is not None
-    return model.experts.num_experts // groups.expert_parallel().size()
-
-
-def _tensor_group(weight: Weight) -> dist.ProcessGroup:
-    return groups.tensor_parallel() if weight.expert is None else groups.expert_tensor_parallel()
-
-
 def _own_part(tensor: Tensor, weight: Weight) -> Tensor:
     """Return this rank's part of an unsharded Hugging Face tensor."""
-    group = _tensor_group(weight)
+    group = groups.tensor_group(weight)
     if weight.dim is None or group.size() == 1:
         return tensor
     ranges = weight.local_ranges(tuple(tensor.shape), group.rank(), group.size())
@@ -178,7 +128,7 @@ def _batches(model: ModelConfig, stages: dict[str, int], element_size: int) -> I
     batch: _Batch | None = None
     for weight in weight_map(model):
         stage = stages[_home(weight.megatron)]
-        owner = None if weight.expert is None else weight.expert // _experts_per_rank(model)
+        owner = None if weight.expert is None else weight.expert // experts_per_rank(model)
         size = element_size * sum(map(prod, weight.shapes))
         if batch is None or (batch.stage, batch.owner) != (stage, owner) or batch.size + size > SENT_AT_ONCE:
             if batch is not None:
@@ -203,7 +153,7 @@ def _gather_batch(batch: _Batch, local: dict[str, torch.nn.Parameter], like: Ten
 
 
 def _gathered(weight: Weight, parameter: Tensor) -> list[Tensor]:
-    group = _tensor_group(weight)
+    group = groups.tensor_group(weight)
     parts = [part.contiguous() for part in weight.arrangement.split(parameter.detach())]
     if weight.dim is None or group.size() == 1:
         return parts

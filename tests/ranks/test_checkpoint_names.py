@@ -59,7 +59,8 @@ def both(folder: Path, layout: dict[str, Any], checkpoint: Path) -> None:
 
     from megatron_eqlen.models.groups import start
     from megatron_eqlen.models.megatron_checkpoint import load_sharded
-    from megatron_eqlen.models.weights import load_hf, local_parameters
+    from megatron_eqlen.models.names import local_parameters
+    from megatron_eqlen.models.weights import load_hf
     from megatron_eqlen.recipe import ParallelRecipe
     from tests.kit.transformer_engine_names import stand_in
 

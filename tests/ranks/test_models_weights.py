@@ -299,10 +299,10 @@ TRANSFORMER_ENGINE_NAMES = {
 
 
 def names_on_the_last_rank(folder: str) -> dict[str, str]:
-    from megatron_eqlen.models.weights import _global_name
+    from megatron_eqlen.models.names import global_name
 
     (chunk,) = build(folder, {"pipeline": 2, "expert": 2})
-    return {name: _global_name(chunk, name) for name in TRANSFORMER_ENGINE_NAMES}
+    return {name: global_name(chunk, name) for name in TRANSFORMER_ENGINE_NAMES}
 
 
 def test_names_of_both_layer_specs_lead_to_the_same_map(tmp_path):

@@ -1,0 +1,62 @@
+"""Names of a rank's parameters: Megatron's, with the layer and expert numbers of the whole model.
+
+Megatron numbers layers by pipeline chunk and experts by expert-parallel rank; weight maps
+(``hf/families.py``) and checkpoints number them through the model. Transformer Engine's names are mapped to
+those of plain torch modules.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from megatron_eqlen.hf.config import ModelConfig
+from megatron_eqlen.models import groups
+from megatron_eqlen.models.gpt import PolicyModel
+from megatron_eqlen.models.layer_specs import FUSED_NORMS
+
+
+def local_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
+    """Return this rank's parameters under their names in the weight maps."""
+    return {
+        global_name(chunk, name): parameter
+        for chunk in map(unwrapped, chunks)
+        for name, parameter in chunk.named_parameters()
+    }
+
+
+def model_config(chunks: Sequence[torch.nn.Module]) -> ModelConfig:
+    return unwrapped(chunks[0]).model_config
+
+
+def unwrapped(chunk: torch.nn.Module) -> PolicyModel:
+    while isinstance(inner := getattr(chunk, "module", None), torch.nn.Module):
+        chunk = inner
+    assert isinstance(chunk, PolicyModel)
+    return chunk
+
+
+def global_name(chunk: PolicyModel, name: str) -> str:
+    """Return a parameter's name with the layer and expert numbers of the whole model, as without TE."""
+    in_layer = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name)
+    if in_layer is None:
+        return name
+    layer = int(in_layer[1]) + get_transformer_layer_offset(chunk.config, vp_stage=chunk.vp_stage)
+    rest = in_layer[2]
+    for fused, alone in FUSED_NORMS.items():
+        if rest.startswith(fused):
+            rest = alone + rest.removeprefix(fused)
+    rest = re.sub(r"experts\.(linear_fc[12])\.weight(\d+)", r"experts.local_experts.\2.\1.weight", rest)
+    expert = re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(.*)", rest)
+    if expert:
+        number = int(expert[1]) + experts_per_rank(chunk.model_config) * groups.expert_parallel().rank()
+        rest = f"mlp.experts.local_experts.{number}.{expert[2]}"
+    return f"decoder.layers.{layer}.{rest}"
+
+
+def experts_per_rank(model: ModelConfig) -> int:
+    assert model.experts is not None
+    return model.experts.num_experts // groups.expert_parallel().size()
