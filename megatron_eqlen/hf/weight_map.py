@@ -165,10 +165,15 @@ class Weight:
         """Return the complete Hugging Face tensor from all tensor-parallel ranks' parts, in rank order."""
         if self.dim is None or len(parts) == 1:
             return parts[0]
-        sections = self._sections(len(parts) * parts[0].shape[self.dim])
-        local = [section // len(parts) for section in sections]
-        by_rank = [part.split(local, dim=self.dim) for part in parts]
+        by_rank = [self.local_sections(part, len(parts)) for part in parts]
         return _cat([piece for pieces in zip(*by_rank, strict=True) for piece in pieces], dim=self.dim)
+
+    def local_sections(self, part: Tensor, ranks: int) -> list[Tensor]:
+        """Return one tensor-parallel rank's part of a Hugging Face tensor, section by section."""
+        if self.dim is None:
+            return [part]
+        sections = self._sections(ranks * part.shape[self.dim])
+        return list(part.split([section // ranks for section in sections], dim=self.dim))
 
     def _sections(self, size: int) -> tuple[int, ...]:
         return self.sections if sum(self.sections) == size else (size,)

@@ -20,19 +20,25 @@ from megatron_eqlen.recipe import ParallelRecipe
 
 
 def build_model(
-    model: str | Path | ModelConfig, parallel: ParallelRecipe, dtype: torch.dtype, **overrides: Any
+    model: str | Path | ModelConfig,
+    parallel: ParallelRecipe,
+    dtype: torch.dtype,
+    *,
+    separate_norms: bool = False,
+    **overrides: Any,
 ) -> list[PolicyModel]:
     """Return one chunk per virtual pipeline stage of this rank, on its device, with weights not yet set.
 
     ``model``: a Hugging Face folder, a config.json, or a ``ModelConfig``. ``overrides``: TransformerConfig
-    fields. Megatron's groups must have been started with the same ``parallel``. Chunks keep the model's
+    fields. ``separate_norms``: fuse no norm into the linear layer after it, since adapters read that layer's
+    input. Megatron's groups must have been started with the same ``parallel``. Chunks keep the model's
     configuration as ``chunk.model_config``.
     """
     if not isinstance(model, ModelConfig):
         model = read_config(model)
     config = transformer_config(model, parallel, dtype, **overrides)
     stages = range(parallel.virtual_pipeline) if parallel.virtual_pipeline else [None]
-    chunks = [_chunk(model, config, stage) for stage in stages]
+    chunks = [_chunk(model, config, stage, separate_norms) for stage in stages]
     number_routers(chunks)
     return chunks
 
@@ -68,11 +74,11 @@ class _NamedDevicesAreMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _chunk(model: ModelConfig, config: Any, vp_stage: int | None) -> PolicyModel:
+def _chunk(model: ModelConfig, config: Any, vp_stage: int | None, separate_norms: bool) -> PolicyModel:
     where = {"ignore_virtual": False, "vp_stage": vp_stage}
     chunk = PolicyModel(
         config=config,
-        transformer_layer_spec=block_spec(config, vp_stage),
+        transformer_layer_spec=block_spec(config, vp_stage, separate_norms),
         pre_process=parallel_state.is_pipeline_first_stage(**where),
         post_process=parallel_state.is_pipeline_last_stage(**where),
         vp_stage=vp_stage,

@@ -85,9 +85,14 @@ class TorchModules(LocalSpecProvider):
         return RMSNorm
 
 
-def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """Return the layers of this pipeline stage (and its virtual stage ``vp_stage``), and the final norm."""
-    modules = _modules(config)
+def block_spec(
+    config: TransformerConfig, vp_stage: int | None = None, separate_norms: bool = False
+) -> TransformerBlockSubmodules:
+    """Return the layers of this pipeline stage (and its virtual stage ``vp_stage``), and the final norm.
+
+    ``separate_norms``: fuse no norm into a linear layer.
+    """
+    modules = _modules(config, separate_norms)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     layers = [_layer(config, modules, number) for number in range(first, first + count)]
@@ -95,12 +100,19 @@ def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Transf
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
-def _modules(config: TransformerConfig) -> BackendSpecProvider:
+def _modules(config: TransformerConfig, separate_norms: bool) -> BackendSpecProvider:
     if config.transformer_impl == "local":
         return TorchModules()
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
-    return TESpecProvider()
+    class SeparateNorms(TESpecProvider):
+        def fuse_layernorm_and_linear(self) -> bool:
+            return False
+
+        def column_parallel_layer_norm_linear(self) -> None:
+            return None
+
+    return SeparateNorms() if separate_norms else TESpecProvider()
 
 
 def _layer(config: TransformerConfig, modules: BackendSpecProvider, number: int) -> ModuleSpec:

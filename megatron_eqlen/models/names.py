@@ -50,6 +50,7 @@ def global_name(chunk: PolicyModel, name: str) -> str:
         if rest.startswith(fused):
             rest = alone + rest.removeprefix(fused)
     rest = re.sub(r"experts\.(linear_fc[12])\.weight(\d+)", r"experts.local_experts.\2.\1.weight", rest)
+    rest = re.sub(r"experts\.(linear_fc[12])\.adapters\.(\d+)", r"experts.local_experts.\2.\1.adapter", rest)
     expert = re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(.*)", rest)
     if expert:
         number = int(expert[1]) + experts_per_rank(chunk.model_config) * groups.expert_parallel().rank()
@@ -58,5 +59,4 @@ def global_name(chunk: PolicyModel, name: str) -> str:
 
 
 def experts_per_rank(model: ModelConfig) -> int:
-    assert model.experts is not None
-    return model.experts.num_experts // groups.expert_parallel().size()
+    return model.experts.num_experts // groups.expert_parallel().size() if model.experts else 0

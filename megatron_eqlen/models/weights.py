@@ -11,7 +11,7 @@ export twice ``SENT_AT_ONCE`` if that is more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import prod
@@ -19,16 +19,19 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_eqlen.files import new_folder, refuse_existing
-from megatron_eqlen.hf.config import ModelConfig
+from megatron_eqlen.files import new_folder, refuse_existing, write_json
+from megatron_eqlen.hf.adapter_map import AdapterWeights, adapter_map, peft_config, peft_tensors
 from megatron_eqlen.hf.families import weight_map
 from megatron_eqlen.hf.folder import FolderWriter, HFFolder
 from megatron_eqlen.hf.folder_check import check_folder, with_tied_head
 from megatron_eqlen.hf.weight_map import Weight
 from megatron_eqlen.models import groups
+from megatron_eqlen.models.lora import Adapter, adapters, merged
 from megatron_eqlen.models.names import experts_per_rank, local_parameters, model_config
+from megatron_eqlen.recipe import LoraRecipe
 
 SENT_AT_ONCE = 256 * 2**20
 """Maximum bytes of consecutive weights in one message; a larger weight is sent alone. (Sent one by one, the
@@ -52,16 +55,37 @@ def load_hf(chunks: Sequence[torch.nn.Module], path: str | Path) -> None:
 
 @torch.no_grad()
 def export_hf(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, unsharded tensor) of every trained tensor, in the model's order and dtype.
+    """Yield (Hugging Face name, unsharded tensor) of every tensor of the model, in the model's order and
+    dtype, with adapters merged into it.
 
     Collective over TP, PP and EP: every rank must run the iterator to its end, and gets every tensor. A
     tensor may share memory with the model: copy it to keep it.
     """
-    model, local = model_config(chunks), local_parameters(chunks)
-    like = next(iter(local.values()))
-    for batch in _batches(model, _stages(local), like.element_size()):
-        names = [name for weight in batch.weights for name in weight.hf]
-        yield from zip(names, _gather_batch(batch, local, like), strict=True)
+    yield from _export(chunks, weight_map(model_config(chunks)))
+
+
+@torch.no_grad()
+def export_adapters(
+    chunks: Sequence[torch.nn.Module], which: Sequence[AdapterWeights]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name in ``hf``, unsharded tensor) of the matrices of adapters, as ``export_hf`` does."""
+    yield from _export(chunks, [weight for adapter in which for weight in (adapter.A, adapter.B)])
+
+
+def save_adapters(chunks: Sequence[torch.nn.Module], lora: LoraRecipe, base: str | Path, out: Path) -> None:
+    """Write the chunks' adapters to ``out`` as a PEFT folder. ``base``: folder or name of the base model.
+    Collective; rank 0 writes. ``out`` appears when it is complete."""
+    refuse_existing(out)
+    which = adapter_map(model_config(chunks), lora.rank, lora.targets)
+    tensors = {name: tensor.cpu().clone() for name, tensor in export_adapters(chunks, which)}
+    dist.barrier()  # rank 0 creates ``out`` only after every rank has checked it
+    if dist.get_rank() == 0:
+        with new_folder(out) as partial:
+            named = {peft: tensors[own].clone() for each in which for peft, own in peft_tensors(each)}
+            save_file(named, partial / "adapter_model.safetensors", metadata={"format": "pt"})
+            config = peft_config(which, lora.rank, lora.alpha, str(base))
+            write_json(partial / "adapter_config.json", config)
+    dist.barrier()
 
 
 def save_hf(chunks: Sequence[torch.nn.Module], source: str | Path, out: str | Path) -> None:
@@ -106,6 +130,26 @@ def _home(name: str) -> str:
     return ".".join(name.split(".")[:3]) if name.startswith("decoder.layers.") else name
 
 
+def _export(chunks: Sequence[torch.nn.Module], weights: Iterable[Weight]) -> Iterator[tuple[str, Tensor]]:
+    local = _Local(local_parameters(chunks), adapters(chunks))
+    like = next(iter(local.parameters.values()))
+    per_rank = experts_per_rank(model_config(chunks))
+    for batch in _batches(weights, _stages(local.parameters), per_rank, like.element_size()):
+        names = [name for weight in batch.weights for name in weight.hf]
+        yield from zip(names, _gather_batch(batch, local, like), strict=True)
+
+
+@dataclass(frozen=True)
+class _Local:
+    """This rank's parameters and adapters, by their names in the weight maps."""
+
+    parameters: dict[str, torch.nn.Parameter]
+    adapters: dict[str, Adapter]
+
+    def merged(self, name: str) -> Tensor:
+        return merged(self.parameters[name].detach(), self.adapters.get(name))
+
+
 @dataclass
 class _Batch:
     """Consecutive weights of the model that one rank sends together."""
@@ -123,12 +167,14 @@ class _Batch:
         return [shape for weight in self.weights for shape in weight.shapes]
 
 
-def _batches(model: ModelConfig, stages: dict[str, int], element_size: int) -> Iterator[_Batch]:
-    """Yield the model's weights in order, in batches of at most ``SENT_AT_ONCE``."""
+def _batches(
+    weights: Iterable[Weight], stages: dict[str, int], per_rank: int, element_size: int
+) -> Iterator[_Batch]:
+    """Yield the weights in order, in batches of at most ``SENT_AT_ONCE``. ``per_rank``: experts of a rank."""
     batch: _Batch | None = None
-    for weight in weight_map(model):
+    for weight in weights:
         stage = stages[_home(weight.megatron)]
-        owner = None if weight.expert is None else weight.expert // experts_per_rank(model)
+        owner = None if weight.expert is None else weight.expert // per_rank
         size = element_size * sum(map(prod, weight.shapes))
         if batch is None or (batch.stage, batch.owner) != (stage, owner) or batch.size + size > SENT_AT_ONCE:
             if batch is not None:
@@ -140,13 +186,14 @@ def _batches(model: ModelConfig, stages: dict[str, int], element_size: int) -> I
         yield batch
 
 
-def _gather_batch(batch: _Batch, local: dict[str, torch.nn.Parameter], like: Tensor) -> list[Tensor]:
+def _gather_batch(batch: _Batch, local: _Local, like: Tensor) -> list[Tensor]:
     """Return the batch's Hugging Face tensors on every rank: gathered over TP, broadcast over EP, then PP."""
     pipeline = groups.pipeline_parallel()
     tensors = None
     if pipeline.rank() == batch.stage:
-        if batch.weights[0].megatron in local:
-            tensors = [t for weight in batch.weights for t in _gathered(weight, local[weight.megatron])]
+        if batch.weights[0].megatron in local.parameters:
+            own = [(weight, local.merged(weight.megatron)) for weight in batch.weights]
+            tensors = [part for weight, tensor in own for part in _gathered(weight, tensor)]
         if batch.owner is not None:
             tensors = _broadcast(tensors, batch.shapes, like, batch.owner, groups.expert_parallel())
     return _broadcast(tensors, batch.shapes, like, batch.stage, pipeline)
@@ -154,7 +201,7 @@ def _gather_batch(batch: _Batch, local: dict[str, torch.nn.Parameter], like: Ten
 
 def _gathered(weight: Weight, parameter: Tensor) -> list[Tensor]:
     group = groups.tensor_group(weight)
-    parts = [part.contiguous() for part in weight.arrangement.split(parameter.detach())]
+    parts = [part.contiguous() for part in weight.arrangement.split(parameter)]
     if weight.dim is None or group.size() == 1:
         return parts
     wholes = []

@@ -17,6 +17,7 @@ def check(recipe: Recipe) -> None:
     _check_name(recipe.name)
     _check_data(recipe)
     _check_end(recipe)
+    _check_lora(recipe)
     _check_learning_rate(recipe.optimizer)
     _check_row_budget(recipe)
     _check_sampling(recipe)
@@ -57,6 +58,21 @@ def _check_end(recipe: Recipe) -> None:
     if recipe.steps is None and recipe.optimizer.lr_schedule != "constant":
         raise ValueError(
             f"optimizer.lr_schedule: {recipe.optimizer.lr_schedule} decays over a run's steps: set steps"
+        )
+
+
+def _check_lora(recipe: Recipe) -> None:
+    lora, optimizer = recipe.lora, recipe.optimizer
+    if not lora.rank:
+        if lora != type(lora)():
+            raise ValueError("lora: alpha and targets are of adapters, which lora.rank 0 switches off")
+        return
+    if len(set(lora.targets or ())) < len(lora.targets or ()):
+        raise ValueError(f"lora.targets: expected each target once, found {', '.join(lora.targets or ())}")
+    if optimizer.offload:
+        raise ValueError(
+            "optimizer.offload: true makes room for the optimizer state of all weights; with lora.rank "
+            f"{lora.rank} only the adapters have one: leave one out"
         )
 
 

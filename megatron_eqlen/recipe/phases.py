@@ -85,6 +85,6 @@ def on_host(recipe: Recipe) -> tuple[HostPart, ...]:
         parts.append("optimizer")
     if parked == "all":
         parts.append("weights")
-    if recipe.loss.kl_coef:
+    if recipe.loss.kl_coef and not recipe.lora.rank:  # without its adapters the policy is the reference
         parts.append("reference")
     return tuple(parts)

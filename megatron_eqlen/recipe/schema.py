@@ -112,6 +112,21 @@ class ModelRecipe(Section):
     """Dtype of parameters and activations in training; the optimizer's main weights are float32."""
 
 
+LoraTarget = Literal["attention", "delta_net", "mlp", "experts"]
+
+
+class LoraRecipe(Section):
+    """Training of adapters (LoRA) in place of the model's own weights, which are frozen."""
+
+    rank: NonNegativeInt = 0
+    """Rank of the adapters; 0: no adapters, all weights are trained."""
+    alpha: PositiveFloat = 32.0
+    """An adapter adds alpha / rank times B A x to a layer's output. Our choice."""
+    targets: Annotated[tuple[LoraTarget, ...], Field(min_length=1)] | None = None
+    """Linear layers with adapters: those of ``attention``, ``delta_net`` (Gated DeltaNet), ``mlp`` (shared
+    experts, too) and ``experts``. Default: all that the model has."""
+
+
 class SourceRecipe(Section):
     """One data set of the training prompts."""
 
@@ -630,6 +645,7 @@ class Recipe(Section):
     group_size: Annotated[int, Field(ge=2), NUMBER] = 16
     """G: independent completions per prompt, or 2 x its dual-track subgroups."""
     model: ModelRecipe
+    lora: LoraRecipe = LoraRecipe()
     data: DataRecipe
     equal_length: EqualLengthRecipe = EqualLengthRecipe()
     tree_sampling: TreeSamplingRecipe = TreeSamplingRecipe()

@@ -96,7 +96,8 @@ def gradient_problem(chunks: list, grad_norm: float) -> Problem | None:
     """Return a problem if the norm is not finite, with a gradient of this rank that made it so."""
     if math.isfinite(grad_norm):
         return None
-    name = _first_name((name, _main_grad(parameter)) for name, parameter in _named(chunks))
+    trained = ((name, parameter) for name, parameter in _named(chunks) if parameter.requires_grad)
+    name = _first_name((name, _main_grad(parameter)) for name, parameter in trained)
     if name is None:
         return Problem(4, f"the gradient's norm, {grad_norm}; its parts are finite")
     stage = parallel_state.get_pipeline_model_parallel_rank()

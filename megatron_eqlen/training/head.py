@@ -19,7 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
+from megatron.core.tensor_parallel.layers import (
+    linear_with_frozen_weight,
+    linear_with_grad_accumulation_and_async_allreduce,
+)
 from torch import Tensor
 
 from megatron_eqlen.tokens import Ragged
@@ -75,9 +78,10 @@ class Head:
         if len(hidden) > self.chunk:
             return _ChunkedHead.apply(hidden, weight, self)
         parallel = self.group.size() > 1
-        logits = linear_with_grad_accumulation_and_async_allreduce(
-            hidden, weight, None, False, parallel, False, tp_group=self.group
-        )
+        linear = linear_with_grad_accumulation_and_async_allreduce
+        if not weight.requires_grad:
+            linear = linear_with_frozen_weight
+        logits = linear(hidden, weight, None, False, parallel, False, tp_group=self.group)
         return torch.stack(self.logprobs(logits, slice(0, len(hidden))))
 
     def logprobs(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
@@ -107,19 +111,23 @@ class _ChunkedHead(torch.autograd.Function):
 
     @staticmethod
     @marked("layer head, backward")
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden, weight = ctx.saved_tensors
         total = ctx.main_grad
-        if total is None:  # not in Megatron's DDP
+        trained = ctx.needs_input_grad[1]
+        if trained and total is None:  # not in Megatron's DDP
             total = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
         grad_hidden = torch.empty_like(hidden)
         for rows in ctx.head.chunks():
             grad_logits = _grad_logits(ctx.head, hidden[rows] @ weight.t(), rows, grad[0, rows])
             torch.matmul(grad_logits, weight, out=grad_hidden[rows])
-            total.add_(grad_logits.t() @ hidden[rows])
+            if trained:
+                total.add_(grad_logits.t() @ hidden[rows])
             del grad_logits
         if ctx.head.group.size() > 1:
             dist.all_reduce(grad_hidden, group=ctx.head.group)
+        if not trained:
+            return grad_hidden, None, None
         if ctx.main_grad is None:
             return grad_hidden, total.to(weight.dtype), None
         # DDP waits for this gradient and adds it to main_grad, so a zero suffices

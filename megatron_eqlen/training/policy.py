@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,10 @@ from megatron_eqlen.metrics import (
 )
 from megatron_eqlen.models import groups
 from megatron_eqlen.models.build import build_model
+from megatron_eqlen.models.lora import add_adapters, switched_off
 from megatron_eqlen.models.pooled_router import RouterPool
 from megatron_eqlen.models.router_replay import compared, moe_layers, routers
-from megatron_eqlen.models.weights import export_hf, load_hf, save_hf
+from megatron_eqlen.models.weights import export_hf, load_hf, save_adapters, save_hf
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.packing.pack import Packing, plan_rows
 from megatron_eqlen.packing.tree import NonFiniteTreeError
@@ -84,9 +86,14 @@ class Policy:
         self.recipe = recipe
         self.objective = resolve(recipe)
         folder = local_path(recipe.model)
-        self.chunks = build_model(folder, recipe.parallel, DTYPES[recipe.model.dtype])
+        has_adapters = recipe.lora.rank > 0
+        self.chunks = build_model(
+            folder, recipe.parallel, DTYPES[recipe.model.dtype], separate_norms=has_adapters
+        )
         load_hf(self.chunks, folder)
-        self.reference = ReferenceWeights(self.chunks) if recipe.loss.kl_coef else None
+        if has_adapters:
+            add_adapters(self.chunks, recipe.lora, recipe.seed)
+        self.reference = self._reference() if recipe.loss.kl_coef else None
         self.model = wrap(self.chunks, recipe)
         self.optimizer, self.schedule = build_optimizer(self.model, recipe)
         self.memory = TrainerMemory(self.chunks, self.model, self.optimizer, recipe.rollout.parked)
@@ -164,9 +171,20 @@ class Policy:
             yield from export_hf(self.chunks)
 
     def export(self, folder: Path) -> None:
-        """Write the weights to ``folder`` as a Hugging Face folder. Collective."""
+        """Write the weights to ``folder`` as a Hugging Face folder, with adapters merged. Collective."""
         with self.memory.weights.resident():
             save_hf(self.chunks, local_path(self.recipe.model), folder)
+
+    def export_adapters(self, folder: Path) -> None:
+        """Write the adapters to ``folder`` as a PEFT folder. Collective."""
+        with self.memory.weights.resident():
+            save_adapters(self.chunks, self.recipe.lora, self.recipe.model.path, folder)
+
+    def _reference(self) -> Callable[[], AbstractContextManager[None]]:
+        """Return a context manager in which the model is the reference model."""
+        if self.recipe.lora.rank:
+            return lambda: switched_off(self.chunks)
+        return ReferenceWeights(self.chunks).swapped_in
 
     def _pack(self, trees: list[TokenTree]) -> Packing:
         config = self.chunks[0].config
@@ -198,7 +216,7 @@ class Policy:
             with self._comparing(rows):
                 rows.old_logprobs = self._log_probs(rows)
         if self.reference is not None:
-            with self.reference.swapped_in():
+            with self.reference():
                 rows.ref_logprobs = self._log_probs(rows)
 
     def _log_probs(self, rows: Rows) -> list[np.ndarray]:

@@ -1,4 +1,5 @@
 """Policy state as Megatron's sharded state dict, in one of the two layouts of ``checkpoint.resharding``.
+With adapters it has no other weights.
 
 ``data_parallel``: the optimizer state as it lies in Megatron's buckets. No rank gathers anything. Only
 layouts whose buckets hold the same weights can read it: layouts that differ in the number of data-parallel
@@ -7,6 +8,7 @@ ranks. ``any``: as tensors of the model. The first data-parallel rank gathers th
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from megatron_eqlen.files import CheckpointError
+from megatron_eqlen.models import lora
 from megatron_eqlen.models.megatron_checkpoint import checkpoint_metadata
 from megatron_eqlen.training import optimizer_state
 from megatron_eqlen.training.policy import Policy
@@ -48,7 +51,8 @@ def like(policy: Policy, saved: dict[str, Any]) -> dict[str, Any]:
 def load(policy: Policy, state: dict[str, Any]) -> None:
     """Load a state dict that Megatron has filled into the policy."""
     for number, chunk in enumerate(policy.chunks):
-        chunk.load_state_dict(state[_chunk_key(policy, number)], strict=True)
+        load_weights = partial(lora.load_state_dict, chunk) if _adapted(policy) else chunk.load_state_dict
+        load_weights(state[_chunk_key(policy, number)])
     optimizer_state.load_state(policy.optimizer, state["optimizer"])
     policy.schedule.num_steps = 0  # Megatron adds what it loads
     policy.schedule.load_state_dict(state["schedule"])
@@ -73,7 +77,11 @@ def check_layout(path: Path, saved: dict[str, Any], policy: Policy) -> None:
 def _build(policy: Policy, sharding: str, is_loading: bool) -> dict[str, Any]:
     metadata = _metadata(sharding)
     state: dict[str, Any] = {
-        _chunk_key(policy, number): chunk.sharded_state_dict(metadata=metadata)
+        _chunk_key(policy, number): (
+            lora.sharded_state_dict(chunk)
+            if _adapted(policy)
+            else chunk.sharded_state_dict(metadata=metadata)
+        )
         for number, chunk in enumerate(policy.chunks)
     }
     optimizer = policy.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
@@ -83,6 +91,10 @@ def _build(policy: Policy, sharding: str, is_loading: bool) -> dict[str, Any]:
     state["optimizer"] = optimizer
     state["schedule"] = policy.schedule.state_dict()
     return state
+
+
+def _adapted(policy: Policy) -> bool:
+    return policy.recipe.lora.rank > 0
 
 
 def _metadata(sharding: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ in its first update.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,10 +25,13 @@ from megatron.core.distributed import (
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
 
+from megatron_eqlen.hf.adapter_map import AdapterWeights, adapter_map
 from megatron_eqlen.models.build import build_model
 from megatron_eqlen.models.groups import start, stop
+from megatron_eqlen.models.lora import adapters
+from megatron_eqlen.models.names import model_config
 from megatron_eqlen.models.router_replay import moe_layers
-from megatron_eqlen.models.weights import export_hf, load_hf
+from megatron_eqlen.models.weights import export_adapters, export_hf, load_hf
 from megatron_eqlen.packing.pack import plan_rows
 from megatron_eqlen.processes.distributed import gather
 from megatron_eqlen.recipe import ParallelRecipe
@@ -63,10 +66,16 @@ class Trained:
     """Log-probs by segment id."""
 
 
-def build(folder: Path, parallel: ParallelRecipe, **overrides: Any) -> list:
+Prepare = Callable[[list], None]
+"""Changes a model's chunks when their weights are loaded."""
+
+
+def build(folder: Path, parallel: ParallelRecipe, prepare: Prepare | None = None, **overrides: Any) -> list:
     """Build the float64 model of ``folder`` with gradients that Megatron only sums."""
     chunks = build_model(folder, parallel, torch.float64, **overrides)
     load_hf(chunks, folder)
+    if prepare:
+        prepare(chunks)
     config = chunks[0].config
     config.finalize_model_grads_func = lambda model, _count=None, **options: finalize_model_grads(
         model, None, **options
@@ -78,12 +87,14 @@ def build(folder: Path, parallel: ParallelRecipe, **overrides: Any) -> list:
 
 
 @contextmanager
-def world_of(folder: Path, parallel: ParallelRecipe | None = None, **overrides: Any) -> Iterator[list]:
+def world_of(
+    folder: Path, parallel: ParallelRecipe | None = None, prepare: Prepare | None = None, **overrides: Any
+) -> Iterator[list]:
     """Yield ``build``'s model, in a world of its own."""
     parallel = parallel or ParallelRecipe()
     start(parallel, seed=1)
     try:
-        model = build(folder, parallel, **overrides)
+        model = build(folder, parallel, prepare, **overrides)
         yield model
         # Autograd's hooks keep each chunk alive in a circle that Python's collector does not see. An
         # empty chunk keeps no process groups, and so none of gloo's threads: they wake 100 times a second.
@@ -101,10 +112,11 @@ def train_trees(
     layers: dict[str, Any] | None = None,
     overrides: dict[str, Any] | None = None,
     full_rows: bool = False,
+    prepare: Prepare | None = None,
 ) -> Trained | None:
     """Train the trees in every rank of a world; ``layers``: the parallel section of a recipe. Return rank 0's
     result."""
-    with world_of(folder, ParallelRecipe(**layers or {}), **overrides or {}) as model:
+    with world_of(folder, ParallelRecipe(**layers or {}), prepare, **overrides or {}) as model:
         multiple = row_multiple(model[0].config)
         ranks = parallel_state.get_data_parallel_world_size()
         planned = plan_rows(trees, budget, ranks, multiple, layout, full_rows=full_rows)
@@ -140,16 +152,23 @@ def train_sequences(model: list, sequences: Iterable[tuple[list[int], np.ndarray
 
 
 def gradients(model: list) -> dict[str, torch.Tensor]:
-    """Return whole gradients by Hugging Face name: written over the weights, then exported as weights."""
+    """Return whole gradients by Hugging Face name, of the adapters alone if the model has any: written over
+    the weights, then exported as weights."""
     chunks = [chunk.module for chunk in model]
-    weights = [parameter.data.clone() for chunk in chunks for parameter in chunk.parameters()]
-    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    parameters = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
+    weights = [parameter.data.clone() for parameter in parameters]
     for parameter in parameters:
         parameter.data.copy_(parameter.main_grad)
-    exported = {name: tensor.clone() for name, tensor in export_hf(chunks)}
+    stream = export_adapters(chunks, adapters_of(chunks)) if adapters(chunks) else export_hf(chunks)
+    exported = {name: tensor.clone() for name, tensor in stream}
     for parameter, weight in zip(parameters, weights, strict=True):
         parameter.data.copy_(weight)
     return exported
+
+
+def adapters_of(chunks: list) -> tuple[AdapterWeights, ...]:
+    rank = next(iter(adapters(chunks).values())).A.shape[0]
+    return adapter_map(model_config(chunks), rank, None)
 
 
 def record_experts(model: list) -> list[torch.Tensor]:

@@ -146,6 +146,17 @@ def small(**changes):
             {"optimizer": {"precision": "bfloat16"}, "checkpoint": {"resharding": "any"}},
             "checkpoint.resharding: any needs optimizer.precision: float32",
         ),
+        ({"lora": {"rank": 8, "targets": ["mlp", "head"]}}, "lora.targets"),
+        ({"lora": {"rank": 8, "targets": ["mlp", "mlp"]}}, "expected each target once, found mlp, mlp"),
+        ({"lora": {"targets": ["mlp"]}}, "lora: alpha and targets are of adapters"),
+        (
+            {
+                "lora": {"rank": 8},
+                "optimizer": {"offload": True},
+                "model": {"path": "m", "dtype": "bfloat16"},
+            },
+            "optimizer.offload: true makes room for the optimizer state of all weights",
+        ),
     ],
 )
 def test_a_mistake_is_an_error_that_names_the_key(changes, message):

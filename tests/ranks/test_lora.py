@@ -1,0 +1,310 @@
+"""Adapters on real Megatron models: gradients in every layout, the frozen model, checkpoints, exports."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from transformers import AutoModelForCausalLM
+
+from megatron_eqlen.hf.adapter_map import AdapterWeights
+from megatron_eqlen.hf.families import weight_map
+from megatron_eqlen.hf.folder import HFFolder
+from megatron_eqlen.models import checkpoint_folder
+from megatron_eqlen.models.lora import adapters, add_adapters
+from megatron_eqlen.models.names import local_parameters, model_config
+from megatron_eqlen.models.weights import export_adapters, export_hf
+from megatron_eqlen.recipe import LoraRecipe
+from megatron_eqlen.training import checkpoint
+from megatron_eqlen.training.policy import Policy
+from megatron_eqlen.types import TokenTree
+from tests.kit.distributed import run_ranks
+from tests.kit.marks import slow
+from tests.kit.tiny_models import SHORT, save_tiny
+from tests.kit.tree_samples import group, stream
+from tests.kit.tree_training import Trained, adapters_of, train_trees, worst_difference
+from tests.kit.updates import build_policy, layout, one_tree_a_row, recipe_of, weights_of
+
+LORA = LoraRecipe(rank=3, alpha=5.0)
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    for family in ("qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text"):
+        save_tiny(path / family, family, **SHORT[family])
+    return path
+
+
+def some_trees() -> list[TokenTree]:
+    rng = np.random.default_rng(0)
+    return [stream(rng, 7, [5, 40, 3]), stream(rng, 1, [2, 4, 1]), group(rng, 5, [8, 33, 2])]
+
+
+def with_adapters(chunks: list) -> None:
+    """Add adapters that change the output: B is random, too, and does not depend on the layout."""
+    add_adapters(chunks, LORA, seed=1)
+    for name, adapter in adapters(chunks).items():
+        weights = adapter.weights.B
+        generator = torch.Generator().manual_seed(sum(name.encode()))
+        whole = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in weights.shapes]
+        ranks, rank = adapter._group.size(), adapter._group.rank()
+        if weights.dim is not None:
+            ranges = [weights.local_ranges(tuple(part.shape), rank, ranks) for part in whole]
+            whole = [torch.cat([part[a:b] for a, b in own]) for part, own in zip(whole, ranges, strict=True)]
+        adapter.B.data.copy_(weights.arrangement.merge(whole))
+
+
+def trained(folder: Path, layers: dict[str, Any], layout: str) -> tuple[Trained, Tensors, Tensors, Any]:
+    """Return the adapters' gradients, the matrices, the merged weights, and the adapters' names."""
+    found: dict[str, Any] = {}
+
+    def prepare(chunks: list) -> None:
+        with_adapters(chunks)
+        found["which"] = adapters_of(chunks)
+        found["own"] = {name: tensor.clone() for name, tensor in export_adapters(chunks, found["which"])}
+        found["merged"] = {name: tensor.clone() for name, tensor in export_hf(chunks)}
+
+    result = train_trees(folder, some_trees(), 96, layout, layers, prepare=prepare)
+    assert result is not None
+    return result, found["own"], found["merged"], found["which"]
+
+
+def trained_whole(folder: Path, merged: Tensors) -> Trained | None:
+    """Return the gradients of all weights at the merged weights."""
+
+    def prepare(chunks: list) -> None:
+        local = local_parameters(chunks)
+        for weight in weight_map(model_config(chunks)):
+            local[weight.megatron].data.copy_(weight.arrangement.merge([merged[name] for name in weight.hf]))
+
+    return train_trees(folder, some_trees(), 96, prepare=prepare)
+
+
+def chain_rule(which: list[AdapterWeights], own: Tensors, whole: Tensors) -> Tensors:
+    """Return the gradients of A and B from those of W + s B A: s B^T dW and s dW A^T."""
+    scale, found = LORA.alpha / LORA.rank, {}
+    for weights in which:
+        (name_of_A,) = weights.A.hf
+        A, found[name_of_A] = own[name_of_A], 0
+        for name_of_B, name in zip(weights.B.hf, weights.base.hf, strict=True):
+            found[name_of_B] = scale * whole[name] @ A.T
+            found[name_of_A] = found[name_of_A] + scale * own[name_of_B].T @ whole[name]
+    return found
+
+
+LAYOUTS = [
+    ("qwen2", 1, {}, "tree"),
+    ("qwen3", 2, {"tensor": 2}, "tree"),
+    ("qwen3", 2, {"tensor": 2, "sequence": True, "recompute": "full"}, "tree"),
+    ("qwen3", 2, {"context": 2}, "tree"),
+    ("qwen3", 1, {}, "expanded"),
+    ("qwen3_moe", 2, {"expert_tensor": 2, "tensor": 2}, "tree"),
+    ("qwen3_next", 2, {"tensor": 2, "expert": 2}, "tree"),
+    ("qwen3_next", 2, {"pipeline": 2, "recompute": "full"}, "tree"),
+    ("qwen3_5_text", 2, {"tensor": 2}, "tree"),
+]
+
+
+@pytest.mark.parametrize(("family", "world", "layers", "layout"), LAYOUTS, ids=str)
+def test_gradients_of_adapters_are_the_merged_models_by_the_chain_rule(
+    folders, family, world, layers, layout
+):
+    """In float64 with any layout of the adapters; the merged model is trained by one rank."""
+    folder = folders / family
+    ours, own, merged, which = run_ranks(world, trained, folder, layers, layout)[0]
+    (whole,) = run_ranks(1, trained_whole, folder, merged)
+    expected = Trained(whole.loss, chain_rule(which, own, whole.gradients))
+    assert ours.loss == pytest.approx(whole.loss, rel=1e-12)
+    difference, name = worst_difference(ours, expected)
+    assert difference <= 1e-11, name
+
+
+# ---- a policy -----------------------------------------------------------------------------------------
+
+SMOOTH = {"lr": 1e-2, "warmup_steps": 0, "adam_eps": 1e-5}
+"""Adam's eps far above round-off, which would otherwise decide the direction of gradients near 0."""
+WITH_LORA: dict[str, Any] = {"lora": {"rank": 3, "alpha": 5}, "optimizer": SMOOTH}
+
+
+def own_adapters(policy: Policy) -> Tensors:
+    return {name: t.clone() for name, t in export_adapters(policy.chunks, adapters_of(policy.chunks))}
+
+
+def around_two_updates(folder: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """Return what the tests of a policy compare."""
+    plain = build_policy(folder, changes)
+    policy = Policy(recipe_of(folder, changes | WITH_LORA))
+    trees = one_tree_a_row(2)
+    rows = policy._prepare(trees).rows
+    assert rows is not None
+    assert policy.reference is not None
+    frozen = [p for chunk in policy.chunks for p in chunk.parameters() if not p.requires_grad]
+    before = [parameter.clone() for parameter in frozen]
+    found: dict[str, Any] = {"of the model": plain._log_probs(rows), "at step 0": policy._log_probs(rows)}
+    with policy.reference():
+        found["of the reference at step 0"] = policy._log_probs(rows)
+    found["weights at step 0"] = weights_of(policy)
+    found["metrics"] = [policy.update([trees]) for _ in range(2)]
+    with policy.reference():
+        found["of the reference"] = policy._log_probs(rows)
+    found["after"] = policy._log_probs(rows)
+    found["frozen"] = all(map(torch.equal, frozen, before))
+    found["adapters"] = own_adapters(policy)
+    found["state"] = sum(t.numel() for t in policy.memory._state())
+    found["gradients"] = sum(buffer.grad_data.numel() for buffer in policy.memory._buffers)
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(folders) -> dict[str, Any]:
+    return run_ranks(1, around_two_updates, str(folders / "qwen3_next"), {})[0]
+
+
+def same(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
+    return all(map(np.array_equal, a, b)) and any(map(len, a))
+
+
+def test_before_the_first_update_the_policy_is_the_model_bit_for_bit(alone, folders):
+    assert same(alone["at step 0"], alone["of the reference at step 0"])
+    folder = HFFolder(folders / "qwen3_next")
+    weights = alone["weights at step 0"]
+    assert all(torch.equal(tensor, folder.tensor(name)) for name, tensor in weights.items())
+
+
+def test_the_reference_model_is_the_frozen_model_bit_for_bit(alone):
+    """Megatron computes with frozen weights in matrix products of another shape, hence other round-off."""
+    assert same(alone["of the reference"], alone["at step 0"])
+    np.testing.assert_allclose(alone["at step 0"], alone["of the model"], atol=5e-6)
+    assert not same(alone["after"], alone["at step 0"])
+    assert alone["frozen"]
+
+
+def test_only_adapters_have_gradients_and_optimizer_state(alone):
+    """Each parameter starts at a multiple of 64 elements, each bucket ends at one of 128."""
+    sizes = [-(-tensor.numel() // 64) * 64 for tensor in alone["adapters"].values()]
+    assert sum(t.numel() for t in alone["adapters"].values()) <= alone["gradients"] <= sum(sizes) + 2 * 128
+    assert alone["state"] <= 2 * alone["gradients"]
+
+
+@pytest.mark.parametrize(
+    ("family", "parallel"),
+    [("qwen3_next", {"tensor": 2, "expert": 2}), ("qwen3_next", {"pipeline": 2}), slow("qwen3_next", {})],
+    ids=str,
+)
+def test_every_layout_takes_the_same_steps(folders, alone, family, parallel):
+    changes = layout(2, **parallel)
+    for found in run_ranks(2, around_two_updates, str(folders / family), changes):
+        assert found["frozen"]
+        for ours, theirs in zip(found["metrics"], alone["metrics"], strict=True):
+            assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=1e-4)
+        for name, tensor in alone["adapters"].items():
+            torch.testing.assert_close(found["adapters"][name], tensor, rtol=1e-3, atol=2e-5, msg=name)
+
+
+def saved_and_resumed(folder: str, changes: dict[str, Any], target: str) -> tuple[Tensors, Tensors, int]:
+    """Save after an update and resume in another policy; return the adapters that were saved, those after
+    another update, and the checkpoint's bytes."""
+    policy = build_policy(folder, changes | WITH_LORA)
+    trees = [one_tree_a_row(2)]
+    policy.update(trees)
+    policy.park()
+    checkpoint.save(Path(target), 1, policy, {}, keep=1)
+    policy.unpark()
+    saved = own_adapters(policy)
+    policy.update(trees)
+    again = Policy(recipe_of(folder, changes | WITH_LORA | {"seed": 7}))
+    checkpoint.load(Path(target), again)
+    loaded = own_adapters(again)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
+    again.update(trees)
+    ours, theirs = own_adapters(again), own_adapters(policy)
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+    size = sum(file.stat().st_size for file in Path(target).rglob("*") if file.is_file())
+    return saved, theirs, size
+
+
+def resumed(folder: str, source: str) -> tuple[Tensors, Tensors]:
+    policy = build_policy(folder, WITH_LORA)
+    checkpoint.load(Path(source), policy)
+    loaded = own_adapters(policy)
+    policy.update([one_tree_a_row(2)])
+    return loaded, own_adapters(policy)
+
+
+def test_a_run_resumes_bit_for_bit_from_a_checkpoint_of_adapters_alone(folders, tmp_path):
+    folder = folders / "qwen3_next"
+    *_, size = run_ranks(1, saved_and_resumed, str(folder), {}, str(tmp_path))[0]
+    whole = 4 * (folder / "model.safetensors").stat().st_size  # weight, main weight and two moments
+    assert size < whole / 2  # of these small tensors, torch's headers are the larger part
+    stored = dist_keys(tmp_path)
+    assert stored
+    assert not [key for key in stored if "adapter" not in key and "optimizer" not in key]
+
+
+def dist_keys(folder: Path) -> list[str]:
+    """Return the keys of a checkpoint's tensors."""
+    (step,) = checkpoint_folder.steps(folder)
+    stored = FileSystemReader(step).read_metadata().state_dict_metadata
+    return [key for key, value in stored.items() if isinstance(value, TensorStorageMetadata)]
+
+
+def test_another_layout_resumes_from_adapters_that_are_bound_to_none(folders, tmp_path):
+    folder = str(folders / "qwen3_next")
+    changes = layout(2, tensor=2, expert=2) | {"checkpoint": {"resharding": "any"}}
+    saved, after, _ = run_ranks(2, saved_and_resumed, folder, changes, str(tmp_path))[0]
+    loaded, ours = run_ranks(1, resumed, folder, str(tmp_path))[0]
+    for name, tensor in saved.items():
+        assert torch.equal(loaded[name], tensor), name
+        torch.testing.assert_close(ours[name], after[name], rtol=1e-3, atol=2e-5, msg=name)
+
+
+def exported(folder: str, out: str) -> torch.Tensor:
+    """Write both exports after an update; return the policy's logits."""
+    policy = build_policy(folder, WITH_LORA)
+    policy.update([one_tree_a_row(2)])
+    policy.export(Path(out) / "export")
+    policy.export_adapters(Path(out) / "adapter")
+    return policy.chunks[0].eval()(IDS, torch.arange(IDS.shape[1])[None]).detach()
+
+
+IDS = torch.randint(0, 96, (1, 24), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def test_both_exports_are_the_policy_in_transformers(folders, tmp_path):
+    """The PEFT folder is read as PEFT defines it: each module's W + alpha / r times lora_B lora_A."""
+    (ours,) = run_ranks(1, exported, str(folders / "qwen3"), str(tmp_path))
+    base, merged = (
+        AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32).eval()
+        for each in (folders / "qwen3", tmp_path / "export")
+    )
+    assert (base(IDS).logits - ours).abs().max() > 1e-2
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    modules = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in tensors}
+    assert {name.rpartition(".")[2] for name in modules} == {*config["target_modules"]}
+    for name in modules:
+        A, B = (tensors[f"base_model.model.{name}.lora_{matrix}.weight"] for matrix in "AB")
+        base.get_submodule(name).weight += config["lora_alpha"] / config["r"] * B @ A
+    torch.testing.assert_close(merged(IDS).logits, ours, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(base(IDS).logits, ours, rtol=1e-4, atol=1e-4)
+
+
+def refusal(folder: str) -> str:
+    try:
+        build_policy(folder, {"lora": {"rank": 3, "targets": ["mlp", "experts"]}})
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_target_that_the_model_lacks_is_refused(folders):
+    (message,) = run_ranks(1, refusal, str(folders / "qwen3"))
+    assert message == "lora.targets: a qwen3 model has no experts: expected some of attention, mlp"
