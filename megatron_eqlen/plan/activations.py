@@ -12,8 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron_eqlen.hf.adapter_map import adapter_map
 from megatron_eqlen.hf.config import DeltaNet, ModelConfig
-from megatron_eqlen.recipe import ParallelRecipe, Recipe, layout
+from megatron_eqlen.recipe import LoraRecipe, ParallelRecipe, Recipe, layout
 
 BYTES = {"float32": 4, "bfloat16": 2}
 WIDE = 4
@@ -89,6 +90,7 @@ def activations(
         BYTES[recipe.model.dtype],
         sequence,
         kernels,
+        recipe.lora,
     )
     chunks = layout.stages(parallel, model)[stage :: parallel.pipeline]
     saved = [row.layer(number, imbalance) for chunk in chunks for number in chunk]
@@ -128,6 +130,7 @@ class Row:
     b: int
     sequence: bool
     kernels: Kernels
+    lora: LoraRecipe
 
     @cached_property
     def shard(self) -> float:
@@ -146,7 +149,18 @@ class Row:
         sparse = experts is not None and experts.layers[number]
         mlp = self._experts(imbalance) if sparse else self._gated_mlp(self.model.intermediate_size)
         norms = 2 * self._norm(self.shard, self.model.hidden_size)
-        return norms + 2 * self.boundary + mixer + mlp  # each norm's output is the next linear's input
+        adapters = self._adapters(number, imbalance) if self.lora.rank else 0.0
+        return norms + 2 * self.boundary + mixer + mlp + adapters  # a norm's output is a linear's input
+
+    def _adapters(self, number: int, imbalance: float) -> float:
+        """Return the bytes between A and B; a layer's input is kept for its weight's gradient otherwise."""
+        each, found = self.b * self.lora.rank, 0.0
+        for adapter in adapter_map(self.model, self.lora.rank, self.lora.targets):
+            if adapter.base.megatron.startswith(f"decoder.layers.{number}.") and not adapter.base.expert:
+                routed = adapter.base.expert is not None
+                rows = self._routed(imbalance) if routed else self.shard if adapter.base.dim else self.tokens
+                found += each * rows
+        return found
 
     def passing(self, number: int, imbalance: float) -> float:
         """Return the temporary bytes of one layer: the gradients of its widest part and, with sequence

@@ -76,8 +76,10 @@ def generation_flops(
 
 
 def training_flops(recipe: Recipe, model: ModelConfig, trained: float, context: float) -> float:
-    """Return the FLOPs of training ``trained`` positions that see ``context`` others on average."""
-    return training_passes(recipe) * trained * forward_flops(model, context)
+    """Return the FLOPs of training ``trained`` positions that see ``context`` others on average. Frozen
+    weights (``lora``) have no gradients, which take as long as a forward pass through them."""
+    frozen = recipe.loss.epochs * forward_flops(model, context=0.0) if recipe.lora.rank else 0.0
+    return trained * (training_passes(recipe) * forward_flops(model, context) - frozen)
 
 
 def planned_flops(recipe: Recipe, model: ModelConfig, work: Workload) -> float:

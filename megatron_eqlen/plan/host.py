@@ -6,7 +6,7 @@ import math
 
 from megatron_eqlen.hf.config import ModelConfig
 from megatron_eqlen.plan.activations import BYTES
-from megatron_eqlen.plan.parameters import RankBuffers, total
+from megatron_eqlen.plan.parameters import RankBuffers, total, trained
 from megatron_eqlen.plan.trainer import MAIN_WEIGHT, MOMENTS, Trainer, optimizer_bytes
 from megatron_eqlen.plan.workload import Workload
 from megatron_eqlen.recipe import Recipe
@@ -23,7 +23,7 @@ TOKEN_ON_DISK = 5.8
 def host_parts(recipe: Recipe, model: ModelConfig, stages: list[Trainer], work: Workload) -> dict[str, float]:
     """Return the host memory of one node, part by part, for the pipeline stage that holds most."""
     cluster, optimizer, kept = recipe.cluster, recipe.optimizer, on_host(recipe)
-    most = max(stages, key=lambda stage: stage.parameters.elements)
+    most = max(stages, key=lambda stage: stage.weights)
     rank, width = most.parameters, BYTES[recipe.model.dtype]
     parts = dict.fromkeys(("optimizer", "weights", "reference", "checkpoint", "rollouts"), 0.0)
     if optimizer.offload:  # Megatron pins the gradients that it copies to the host, in float32
@@ -32,8 +32,9 @@ def host_parts(recipe: Recipe, model: ModelConfig, stages: list[Trainer], work: 
     elif "optimizer" in kept:
         tensors = 3 if recipe.model.dtype == "bfloat16" else 2
         parts["optimizer"] = tensors * pinned(rank, optimizer_bytes(recipe) // tensors, sharded=True)
-    if "weights" in kept:  # one block per Megatron buffer
-        parts["weights"] = sum(power_of_two(width * buffer.elements) for buffer in rank.buffers)
+    if "weights" in kept:  # one block per Megatron buffer, and per frozen parameter
+        blocks = [*(buffer.elements for buffer in rank.buffers), *rank.frozen]
+        parts["weights"] = sum(power_of_two(width * elements) for elements in blocks)
     if "reference" in kept:  # plus the policy's weights while the reference is swapped in
         parts["reference"] = 2 * pinned(rank, width, sharded=False)
     parts = {name: cluster.processes_per_node * size for name, size in parts.items()}
@@ -54,8 +55,7 @@ def pinned(rank: RankBuffers, each: int, *, sharded: bool) -> float:
     return sum(
         power_of_two(each * size / (buffer.ranks if sharded else 1))
         for buffer in rank.buffers
-        for size in (*buffer.sizes, buffer.shared_embedding)
-        if size
+        for size in buffer.every_size
     )
 
 
@@ -66,9 +66,9 @@ def power_of_two(size: float) -> float:
 
 
 def checkpoint_bytes(recipe: Recipe, model: ModelConfig) -> float:
-    """Return the bytes of a checkpoint: each parameter's weight, float32 main weight (even of a float32
-    model) and moments, once."""
-    return total(model) * (BYTES[recipe.model.dtype] + MAIN_WEIGHT + MOMENTS)
+    """Return the bytes of a checkpoint: each trained parameter's weight, float32 main weight (even of a
+    float32 model) and moments, once."""
+    return trained(model, recipe.lora) * (BYTES[recipe.model.dtype] + MAIN_WEIGHT + MOMENTS)
 
 
 def staged_bytes(recipe: Recipe, model: ModelConfig, rank: RankBuffers) -> float:
@@ -78,7 +78,7 @@ def staged_bytes(recipe: Recipe, model: ModelConfig, rank: RankBuffers) -> float
     stays = recipe.rollout.parked == "none" and not recipe.optimizer.offload
     if stays or recipe.checkpoint.resharding == "any":
         each += optimizer_bytes(recipe)
-    return each * min(total(model), recipe.cluster.processes_per_node * rank.elements)
+    return each * min(trained(model, recipe.lora), recipe.cluster.processes_per_node * rank.elements)
 
 
 def export_bytes(recipe: Recipe, model: ModelConfig) -> float:

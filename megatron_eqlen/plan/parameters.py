@@ -1,4 +1,5 @@
-"""Number of parameters that one GPU holds, in Megatron-Core's buffers with their padding.
+"""Number of parameters that one GPU holds: trained ones in Megatron-Core's buffers with their padding, and,
+with adapters, the model's own, which are frozen and lie alone.
 
 Megatron's DDP puts the weights of a model chunk into one buffer and their gradients into another; experts
 have separate buffers, whose data-parallel groups differ. With the distributed optimizer each parameter starts
@@ -14,9 +15,11 @@ from dataclasses import dataclass
 from functools import cache
 from math import prod
 
+from megatron_eqlen.hf.adapter_map import adapter_map
 from megatron_eqlen.hf.config import ModelConfig
 from megatron_eqlen.hf.families import weight_map
-from megatron_eqlen.recipe import ParallelRecipe, layout
+from megatron_eqlen.hf.weight_map import Weight
+from megatron_eqlen.recipe import LoraRecipe, ParallelRecipe, layout
 
 PARAMETER_START = 64
 BUCKET_END = 128
@@ -40,6 +43,10 @@ class Buffer:
     @property
     def parameters(self) -> int:
         return sum(self.sizes) + self.shared_embedding
+
+    @property
+    def every_size(self) -> tuple[int, ...]:
+        return (*self.sizes, self.shared_embedding) if self.shared_embedding else self.sizes
 
     @property
     def buckets(self) -> list[int]:
@@ -74,9 +81,12 @@ class RankBuffers:
     """Buffers that a rank of one pipeline stage holds for the lifetime of the policy."""
 
     buffers: tuple[Buffer, ...]
+    frozen: tuple[int, ...] = ()
+    """Elements of each frozen parameter."""
 
     @property
     def elements(self) -> int:
+        """Elements of the weight buffers."""
         return sum(buffer.elements for buffer in self.buffers)
 
     @property
@@ -90,11 +100,31 @@ class RankBuffers:
 
 def total(model: ModelConfig) -> int:
     """Return the number of parameters of a model; a tied head is not counted twice."""
-    return sum(piece.elements * (piece.experts or 1) for piece in _pieces(model))
+    return sum(piece.elements * (piece.experts or 1) for piece in _pieces(weight_map(model)))
 
 
-def rank_buffers(model: ModelConfig, parallel: ParallelRecipe, processes: int) -> list[RankBuffers]:
+def trained(model: ModelConfig, lora: LoraRecipe) -> int:
+    """Return the number of parameters that are trained: the adapters', or all."""
+    return sum(piece.elements * (piece.experts or 1) for piece in _trained_pieces(model, lora))
+
+
+def rank_buffers(
+    model: ModelConfig, parallel: ParallelRecipe, processes: int, lora: LoraRecipe
+) -> list[RankBuffers]:
     """Return the buffers of one rank, for each pipeline stage. Call ``layout.check`` first."""
+    stages = _buffers(model, parallel, processes, _trained_pieces(model, lora))
+    if not lora.rank:
+        return stages
+    whole = _buffers(model, parallel, processes, _pieces(weight_map(model)))
+    return [
+        RankBuffers(own.buffers, tuple(size for buffer in all_of_it.buffers for size in buffer.every_size))
+        for own, all_of_it in zip(stages, whole, strict=True)
+    ]
+
+
+def _buffers(
+    model: ModelConfig, parallel: ParallelRecipe, processes: int, pieces: tuple[_Piece, ...]
+) -> list[RankBuffers]:
     chunks = layout.stages(parallel, model)
     dense_ranks = processes // (parallel.tensor * parallel.pipeline)
     expert_ranks = processes // (parallel.expert_tensor * parallel.expert * parallel.pipeline)
@@ -103,7 +133,7 @@ def rank_buffers(model: ModelConfig, parallel: ParallelRecipe, processes: int) -
         buffers = []
         for number, layers in enumerate(chunks[stage :: parallel.pipeline]):
             # parameters of this chunk on one rank
-            here = [piece for piece in _pieces(model) if _lies_in(piece, model, layers)]
+            here = [piece for piece in pieces if _lies_in(piece, model, layers)]
             dense = tuple(_local(piece, parallel) for piece in here if not piece.experts)
             experts = tuple(
                 _local(piece, parallel)
@@ -112,7 +142,8 @@ def rank_buffers(model: ModelConfig, parallel: ParallelRecipe, processes: int) -
             )
             # a tied embedding on the first and the last stage has a separate bucket
             shared = 0
-            if model.tie_word_embeddings and parallel.pipeline > 1:
+            tied = any(piece.name.startswith("embedding") for piece in pieces) and model.tie_word_embeddings
+            if tied and parallel.pipeline > 1:
                 if layers.start == 0:
                     dense, shared = dense[1:], dense[0]
                 elif layers.stop == model.num_hidden_layers:
@@ -139,10 +170,18 @@ class _Piece:
     experts: int | None
 
 
+def _trained_pieces(model: ModelConfig, lora: LoraRecipe) -> tuple[_Piece, ...]:
+    if not lora.rank:
+        return _pieces(weight_map(model))
+    adapters = adapter_map(model, lora.rank, lora.targets)
+    return _pieces(tuple(weight for adapter in adapters for weight in (adapter.A, adapter.B)))
+
+
 @cache
-def _pieces(model: ModelConfig) -> tuple[_Piece, ...]:
+def _pieces(weights: tuple[Weight, ...]) -> tuple[_Piece, ...]:
+    number = 1 + max(weight.expert or 0 for weight in weights)
     pieces = []
-    for weight in weight_map(model):
+    for weight in weights:
         if weight.expert:
             continue  # all experts have the sizes of expert 0
         layer = re.search(r"layers\.(\d+)\.", weight.megatron)
@@ -152,7 +191,7 @@ def _pieces(model: ModelConfig) -> tuple[_Piece, ...]:
                 int(layer[1]) if layer else None,
                 sum(map(prod, weight.shapes)),
                 weight.dim is not None,
-                model.experts.num_experts if model.experts and weight.expert == 0 else None,
+                number if weight.expert == 0 else None,
             )
         )
     return tuple(pieces)

@@ -17,7 +17,7 @@ from megatron_eqlen.plan.flops import active_parameters
 from megatron_eqlen.plan.host import checkpoint_bytes, export_bytes, host_parts, recorded_bytes
 from megatron_eqlen.plan.memory import Memory, memory
 from megatron_eqlen.plan.model import model_config
-from megatron_eqlen.plan.parameters import total
+from megatron_eqlen.plan.parameters import total, trained
 from megatron_eqlen.plan.sbatch import short_limit, train_environment, train_options
 from megatron_eqlen.plan.speed import ASSUMPTIONS, CONTEXT_ASSUMPTIONS, speeds
 from megatron_eqlen.plan.workload import Workload, workload
@@ -64,6 +64,7 @@ def _model(recipe: Recipe, model: ModelConfig) -> str:
     return (
         f"model       {model.model_type}, {total(model) / 1e9:.3f}B parameters, "
         f"{active_parameters(model) / 1e9:.3f}B active for a token, {model.num_hidden_layers} layers{uneven}"
+        + (f"; {trained(model, recipe.lora) / 1e6:.1f}M in adapters" if recipe.lora.rank else "")
     )
 
 
@@ -113,11 +114,15 @@ def _host(recipe: Recipe, model: ModelConfig, need: Memory, work: Workload) -> s
     named = ", ".join(f"{name} {size / 1e9:.0f}" for name, size in parts.items() if size)
     recorded = recorded_bytes(recipe, model, work)
     disk = (
-        f"disk        {checkpoint_bytes(recipe, model) / 1e9:.0f} GB a checkpoint, at most "
+        f"disk        {_rounded(checkpoint_bytes(recipe, model))} GB a checkpoint, at most "
         f"{recipe.checkpoint.keep + 1} at a time; {recorded / 1e9:.2f} GB of rollouts a "
         f"step; export {export_bytes(recipe, model) / 1e9:.0f} GB"
     )
     return f"host        {sum(parts.values()) / 1e9:.0f} GB a node ({named})\n{disk}"
+
+
+def _rounded(size: float) -> str:
+    return f"{size / 1e9:.0f}" if size >= 1e10 else f"{size / 1e9:.1f}"
 
 
 def _speed(recipe: Recipe, model: ModelConfig, work: Workload) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from megatron_eqlen.hf.adapter_map import adapter_map
 from megatron_eqlen.hf.config import ModelConfig
 from megatron_eqlen.hf.families import weight_map
 from megatron_eqlen.plan.activations import BYTES, GPU, Activations, Kernels, activations
@@ -50,14 +51,14 @@ def trainer(recipe: Recipe, model: ModelConfig, kernels: Kernels = GPU) -> list[
     sequence = parallel.tensor > 1 and parallel.sequence is not False  # the default on GPUs
     return [
         Trainer(
-            weights=rank.elements * BYTES[recipe.model.dtype],
+            weights=(rank.elements + sum(rank.frozen)) * BYTES[recipe.model.dtype],
             gradients=rank.elements * BYTES[optimizer.grad_dtype],
             optimizer=rank.shard * optimizer_bytes(recipe),
             copied_gradients=MAIN_WEIGHT * rank.shard if _copies_gradients(recipe) else 0.0,
             activations=activations(recipe, model, stage, sequence=sequence, kernels=kernels),
             parameters=rank,
         )
-        for stage, rank in enumerate(rank_buffers(model, parallel, recipe.world_size))
+        for stage, rank in enumerate(rank_buffers(model, parallel, recipe.world_size, recipe.lora))
     ]
 
 
@@ -81,4 +82,13 @@ def sent_tensors(recipe: Recipe, model: ModelConfig) -> float:
     """Return the bytes of the two largest Hugging Face tensors, or of two messages of an export
     (models/weights.py)."""
     sizes = sorted({prod(shape) for weight in weight_map(model) for shape in weight.shapes})
-    return max(sum(sizes[-2:]) * BYTES[recipe.model.dtype], 2 * SENT_AT_ONCE)
+    sent = max(sum(sizes[-2:]) * BYTES[recipe.model.dtype], 2 * SENT_AT_ONCE)
+    return sent + (merging_bytes(recipe, model) if recipe.lora.rank else 0.0)
+
+
+def merging_bytes(recipe: Recipe, model: ModelConfig) -> float:
+    """Return the bytes of a message's merged weights, and of the largest of them in float32
+    (``models.lora.merged``)."""
+    adapters = adapter_map(model, recipe.lora.rank, recipe.lora.targets)
+    largest = max(sum(map(prod, adapter.base.shapes)) for adapter in adapters) / recipe.parallel.tensor
+    return max(SENT_AT_ONCE, largest * BYTES[recipe.model.dtype]) + MAIN_WEIGHT * largest

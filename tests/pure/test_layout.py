@@ -23,7 +23,7 @@ from megatron_eqlen.hf.families import weight_map
 from megatron_eqlen.models.build import build_model, meta_device
 from megatron_eqlen.models.names import local_parameters
 from megatron_eqlen.plan.parameters import rank_buffers
-from megatron_eqlen.recipe import ParallelRecipe, RolloutRecipe, layout
+from megatron_eqlen.recipe import LoraRecipe, ParallelRecipe, RolloutRecipe, layout
 from tests.kit import ROOT
 from tests.kit.marks import examples
 from tests.kit.tiny_models import FAMILIES, tiny_config
@@ -148,7 +148,7 @@ def assert_plan_counts(chunks: list, parallel: ParallelRecipe, processes: int, m
 
     stage = parallel_state.get_pipeline_model_parallel_rank()
     real = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
-    planned = rank_buffers(model, parallel, processes)[stage].parameters
+    planned = rank_buffers(model, parallel, processes, LoraRecipe())[stage].parameters
     if planned != real:
         raise WrongPlan(f"stage {stage}: planned {planned} parameters, found {real}")
 
