@@ -13,6 +13,7 @@ runs/NAME/METHOD-seedN/     (eqlen-grpo-group_size=8-seed0: with what the comman
     evaluation/          before.json, after.json, step-00000020.json
     checkpoints/         step-00000010/, latest
     export/              the trained model as a Hugging Face folder
+    adapter/             its adapters as a PEFT folder (recipe: lora)
     hang/                20261122-063350/: where each rank stood when a try hung (index.txt, rank-0.txt)
     report.html
 """
@@ -99,6 +100,7 @@ class RunFolder:
         self.recipe = self.path / RECIPE
         self.checkpoints = self.path / "checkpoints"
         self.export = self.path / "export"
+        self.adapter = self.path / "adapter"
         self.streams = self.path / "streams"
         self.stop = self.path / "STOP"
         self.report = self.path / "report.html"
@@ -170,6 +172,7 @@ class RunFolder:
         ended = {
             self.evaluation("after"): self.evaluation(label),
             self.export: self.path / f"export-{label}",
+            self.adapter: self.path / f"adapter-{label}",
         }
         for end, then in ended.items():
             if end.exists():

@@ -183,7 +183,11 @@ class Run:
         return self.recipe.budget.ended_by(self.spent) is not None
 
     def export(self, policy: Policy) -> None:
-        """Export the trained model as a Hugging Face folder."""
+        """Export the trained model as a Hugging Face folder, and its adapters as a PEFT folder."""
+        if self.recipe.lora.rank and not agree(self.folder.adapter.exists):
+            self._check_held()
+            with self.session.stage("export"):
+                policy.export_adapters(self.folder.adapter)
         if not agree(self.folder.export.exists):
             self._check_held()
             with self.session.stage("export"):
