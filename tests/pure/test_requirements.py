@@ -71,6 +71,15 @@ def test_the_parts_of_transformer_engine_have_one_version():
     assert len({found[f"transformer-engine{part}"] for part in ("", "-cu13", "-torch")}) == 1
 
 
+def test_the_parts_of_the_cuda_toolkit_have_one_minor_version():
+    """A compiler newer than the runtime's headers does not compile TileLang's kernels. nvJitLink may be newer
+    than what it links."""
+    parts = ("cccl", "crt", "cupti", "nvcc", "nvrtc", "runtime")
+    found = exported("--extra", "gpu")
+    versions = {found[f"nvidia-cuda-{part}"] for part in parts} | {found["nvidia-nvvm"], found["nvidia-nvtx"]}
+    assert len({version.rsplit(".", 1)[0] for version in versions}) == 1, versions
+
+
 @pytest.mark.parametrize("name", ["transformer-engine", "apex"])
 def test_pip_alone_builds_nothing_against_a_torch_of_its_own(name):
     """An isolated build of Transformer Engine takes another torch; the apex of PyPI is another project."""
