@@ -658,6 +658,8 @@ def without_nccl(monkeypatch) -> list[dict]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(nccl_sender, "trainer_init", places.append)
     monkeypatch.setattr(nccl_sender, "packed_nccl_broadcast_producer", lambda iterator, **_: list(iterator))
+    monkeypatch.setattr(nccl_sender, "_made_on", lambda _, named_tensors: named_tensors)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     return places
 
 
@@ -687,6 +689,37 @@ def test_with_nccl_every_worker_has_a_rank_and_knows_what_comes(open_fakes, with
         assert set(announced.dtype_names) == {"float32"}
     with pytest.raises(EngineError, match=r"expected 'model\.embed_tokens\.weight'"):
         engine.sender.send(reversed(weights.items()))
+
+
+def test_vllm_packs_a_weight_only_after_the_stream_that_made_it(monkeypatch):
+    """``packer`` stands for the stream of vLLM's own on which it asks for weights."""
+    from megatron_eqlen.rollout.vllm.weights.nccl_sender import _made_on
+
+    current: list[object] = ["packer"]
+    log: list[str] = []
+
+    class Stream:
+        def wait_stream(self, other: object) -> None:
+            log.append(f"{current[-1]} waits for {other}")
+
+    @contextmanager
+    def within(stream: object) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in ("first", "second"):
+            log.append(f"{name} is made on {current[-1]}")
+            yield name, torch.zeros(1)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", within)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: log.append(f"kept for {current[-1]}"))
+    for name, _ in _made_on("trainer", weights()):
+        log.append(f"{name} is read on {current[-1]}")
+    made = ["{} is made on trainer", "packer waits for trainer", "kept for packer", "{} is read on packer"]
+    assert log == [line.format(name) for name in ("first", "second") for line in made]
 
 
 def test_strangers_without_the_nonce_get_nothing(open_fakes):

@@ -58,7 +58,7 @@ class NcclSender:
         announcement = {"update_info": self._announcement(first[1].dtype)}
         receiving = self.pool.start(lambda replica: replica.post("update_weights", announcement))
         packed_nccl_broadcast_producer(
-            iterator=chain([first], stream),
+            iterator=_made_on(torch.cuda.current_stream(), chain([first], stream)),
             group=self.group,
             src=0,
             post_iter_func=lambda item: item[1],
@@ -108,6 +108,26 @@ class NcclSender:
             yield name, tensor
         for _ in named_tensors:  # it checks that nothing is missing or left over at its end
             raise EngineError("weights: more were sent than announced")
+
+
+def _made_on(
+    stream: torch.cuda.Stream, named_tensors: Iterator[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the same weights, made on ``stream`` and safe to read on the stream that asks for them.
+
+    vLLM's producer asks and packs on several streams of its own, which wait neither for ours nor for each
+    other: it could read a weight before the optimizer has written it, or a tensor that was gathered on
+    another of its streams, or memory that has been freed and used again.
+    """
+    while True:
+        with torch.cuda.stream(stream):
+            named = next(named_tensors, None)
+        if named is None:
+            return
+        reader = torch.cuda.current_stream()
+        reader.wait_stream(stream)
+        named[1].record_stream(reader)  # the allocator hands its memory out only after the read
+        yield named
 
 
 def _worker_info(place: dict[str, Any], first_rank: int) -> NCCLWeightTransferInitInfo:
