@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from vllm import SamplingParams
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -91,6 +92,24 @@ def test_another_runner_or_sampler_than_the_one_replaced_is_refused():
         sampler.install(runner, processed=True)
     with pytest.raises(EngineError, match=r"V1 model runner .* found .*\.Namespace"):
         sampler.install(Namespace(sampler=Sampler()), processed=True)
+
+
+def test_the_removed_mass_is_counted_without_waiting_for_the_gpu():
+    """Fake tensors of a GPU have no values: an operation that waits for one fails."""
+    runner, _ = batch(requests(3), 10, "cpu")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        path_sampler = PathSampler(Namespace(**vars(runner) | {"device": "cuda"}), processed=False)
+        runner.discard_request_mask.np[:] = [False, True, False]
+        path_sampler._count_removed(torch.ones(3, dtype=torch.float64, device="cuda"))
+    assert path_sampler.sampled == 2
+
+
+def test_rows_in_their_prefill_have_no_removed_mass():
+    runner, _ = batch(requests(3), 10, "cpu")
+    path_sampler = PathSampler(runner, processed=False)
+    runner.discard_request_mask.np[:] = [False, True, False]
+    path_sampler._count_removed(torch.tensor([0.75, 0.5, 1.0], dtype=torch.float64))
+    assert path_sampler.take_removed_mass() == (0.25, 2)
 
 
 @pytest.mark.parametrize("top_k", [-1, 5])

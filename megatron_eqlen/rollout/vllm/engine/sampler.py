@@ -190,11 +190,13 @@ class PathSampler(Sampler):
 
     def _count_removed(self, mass: Tensor) -> None:
         """Count the removed probability, ``mass`` [rows] float64. Rows that are still in their prefill are
-        left out: vLLM discards their samples."""
+        left out: vLLM discards their samples. Nothing here waits for the GPU."""
         counted = ~self.runner.discard_request_mask.np[: len(mass)]
-        if not counted.all():
-            mass = mass[torch.from_numpy(counted).to(mass.device)]
-        self.removed += (1 - mass).clamp(min=0).sum()
+        removed = (1 - mass).clamp(min=0)
+        if not counted.all():  # an index of booleans would wait for their number
+            rows = torch.from_numpy(counted).to(mass.device, non_blocking=True)
+            removed = torch.where(rows, removed, 0.0)
+        self.removed += removed.sum()
         self.sampled += int(counted.sum())
 
 
