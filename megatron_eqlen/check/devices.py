@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -17,6 +19,10 @@ from megatron_eqlen.check.finding import Check, Finding, Place, gigabytes
 from megatron_eqlen.plan.memory import memory
 from megatron_eqlen.plan.model import model_config
 
+HOPPER = 9
+"""Major compute capability of H100 and H200."""
+WRONG_ON_HOPPER = (3, 4), (3, 7, 1)
+"""First Triton whose gradients of Gated DeltaNet are wrong on Hopper, and the first mended one."""
 TOLERANCE = 2e-2
 """Largest difference of two attentions in bfloat16, of numbers around 1."""
 
@@ -125,6 +131,21 @@ def flex_attention(place: Place) -> Finding | None:
     return Finding("ok", "compiles, forward and backward")
 
 
+def delta_net_gradients(place: Place) -> Finding | None:
+    """Refuse a Triton whose compiler makes wrong gradients of Gated DeltaNet on Hopper (fla issues 826 and
+    983)."""
+    if place.recipe is None or model_config(place.recipe).delta_net is None or not torch.cuda.is_available():
+        return None
+    version = metadata.version("triton")
+    found = tuple(map(int, re.findall(r"\d+", version)[:3]))
+    if (
+        torch.cuda.get_device_capability()[0] != HOPPER
+        or not WRONG_ON_HOPPER[0] <= found < WRONG_ON_HOPPER[1]
+    ):
+        return Finding("ok", f"Triton {version}")
+    return Finding("failed", f"Triton {version} on Hopper, expected 3.7.1 or newer", "tools/setup gpu")
+
+
 def _causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return key <= query
 
@@ -167,4 +188,5 @@ CHECKS = [
     Check("gpu memory", gpu_memory),
     Check("collectives", collectives),
     Check("flex attention", flex_attention, in_short=False),
+    Check("delta net gradients", delta_net_gradients),
 ]

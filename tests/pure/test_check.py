@@ -213,6 +213,27 @@ def test_the_plan_is_held_against_the_memory_that_is_there(large, monkeypatch):
     assert (elsewhere.state, elsewhere.text) == ("ok", "41.9 GB free of 42.9 GB")
 
 
+@pytest.mark.parametrize(
+    ("triton", "capability", "state"),
+    [
+        ("3.4.0", 9, "failed"),
+        ("3.7.0", 9, "failed"),
+        ("3.7.1", 9, "ok"),
+        ("3.3.1", 9, "ok"),
+        ("3.7.0", 8, "ok"),
+    ],
+)
+def test_a_triton_with_wrong_gradients_of_delta_net_is_refused_on_hopper(
+    large, monkeypatch, triton, capability, state
+):
+    gpus(monkeypatch, 8)
+    monkeypatch.setattr(devices.metadata, "version", lambda name: triton)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
+    hybrid = Place(load(ROOT / "recipes/qwen3_next_80b.yaml"), large.folder, short=True)
+    assert finding(devices.delta_net_gradients(hybrid)).state == state
+    assert devices.delta_net_gradients(large) is None, "the model has no Gated DeltaNet"
+
+
 def finding(found: Finding | None) -> Finding:
     assert found is not None
     return found
