@@ -22,6 +22,9 @@ WORKSPACE = 3e9
 ASLEEP = 3.5e9
 """Memory that remains after ``sleep(level=2)``: graphs, NCCL buffers, workspaces; an allowance. With the CUDA
 context 4 GB; users of vLLM's sleep mode report 2 to 5 GB."""
+SAMPLER_BYTES = {"vocabulary": 28, "columns": 45}
+"""Peak bytes of the sampler for each request and token of the vocabulary, without top-k; ``columns``: with
+``rollout.keep_columns`` as well."""
 STATE_BYTES = 4
 """Bytes of one number of Gated DeltaNet's state."""
 
@@ -47,6 +50,16 @@ def parameters(model: ModelConfig, ranks: int) -> float:
         else:
             found += size / ranks
     return found
+
+
+def sampler(recipe: Recipe, model: ModelConfig) -> float:
+    """Return the peak bytes of ``PathSampler`` beyond vLLM's share of the GPU. vLLM sizes the KV cache after
+    a run with its own sampler, which needs more than ours with top-k."""
+    rollout = recipe.rollout
+    if rollout.top_k > 0:
+        return 0.0
+    kind = "columns" if rollout.keep_columns else "vocabulary"
+    return SAMPLER_BYTES[kind] * rollout.max_num_seqs * model.vocab_size
 
 
 def kv_bytes_per_token(recipe: Recipe, model: ModelConfig) -> float:

@@ -37,7 +37,8 @@ Part = Literal[
     "sleeping_engine",
 ]
 """``optimizer``: main weights and Adam's moments. ``activations``: activations of a row, with logits and
-loss. ``sent_tensors``: the two largest tensors, unsharded. ``engine``: the engine's weights and graphs."""
+loss. ``sent_tensors``: the two largest tensors, unsharded. ``engine``: the engine's weights, graphs and
+sampler."""
 
 HostPart = Literal["optimizer", "weights", "reference"]
 """``reference``: the reference model's weights, and the policy's while the reference's are swapped in."""

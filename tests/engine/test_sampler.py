@@ -15,9 +15,11 @@ from vllm import SamplingParams
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from megatron_eqlen.plan.engine import SAMPLER_BYTES
 from megatron_eqlen.rollout.engine import SEED, EngineError
 from megatron_eqlen.rollout.vllm.engine import sampler
 from megatron_eqlen.rollout.vllm.engine.sampler import PathSampler
+from tests.kit.allocations import peak_bytes
 from tools.benchmarks.sampler import batch
 
 
@@ -110,6 +112,15 @@ def test_rows_in_their_prefill_have_no_removed_mass():
     runner.discard_request_mask.np[:] = [False, True, False]
     path_sampler._count_removed(torch.tensor([0.75, 0.5, 1.0], dtype=torch.float64))
     assert path_sampler.take_removed_mass() == (0.25, 2)
+
+
+@pytest.mark.parametrize(("kind", "numbers"), [("vocabulary", ()), ("columns", ("entropy",))])
+def test_without_top_k_the_sampler_takes_the_memory_that_is_planned(kind, numbers):
+    logits = torch.randn(8, 40_000).bfloat16()
+    runner, metadata = batch(requests(8, top_p=0.95, min_p=0.02), 40_000)
+    path_sampler = PathSampler(runner, processed=True, numbers=numbers)
+    peak = peak_bytes(lambda: path_sampler.forward(logits, metadata))
+    assert peak / logits.numel() == pytest.approx(SAMPLER_BYTES[kind], rel=0.02)
 
 
 @pytest.mark.parametrize("top_k", [-1, 5])

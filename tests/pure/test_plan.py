@@ -178,6 +178,12 @@ def test_the_kv_cache_of_a_token_is_that_of_its_heads_and_fewer_heads_than_ranks
     assert engine.kv_bytes_per_token(recipe, model) == bytes_per_token
 
 
+def test_sampling_from_the_whole_vocabulary_takes_memory_beside_vllms_share():
+    with_top_k, without = (planned("qwen3_32b.yaml", f"rollout.top_k={k}") for k in (20, 0))
+    added = without.phases["generate"] - with_top_k.phases["generate"]
+    assert added == pytest.approx(28 * without.recipe.rollout.max_num_seqs * 151936)
+
+
 def test_buckets_begin_and_end_where_megatron_aligns_them():
     buffer = Buffer(sizes=(100, 10, 70), ranks=3)
     assert buffer.buckets == [384], "70, from 128: 10, from 192: 100, to a multiple of 384"
