@@ -16,7 +16,7 @@ from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.rollout.record import recorder
 from megatron_eqlen.rollout.record.reader import read_progress
-from megatron_eqlen.rollout.vllm.engine.sampler import uniform
+from megatron_eqlen.rollout.vllm.engine.draws import uniform
 from megatron_eqlen.sampling.track import track_seed
 from megatron_eqlen.types import Prompt
 from tests.kit.rollout_kit import EOS, folder, generate, open_engine, reference_logits, requests

@@ -89,7 +89,7 @@ def submit(
 
 
 def step(llm: LLM, numbers: Sequence[str] = ()) -> list[Delta]:
-    """Run one engine step. ``numbers``: columns of ``PathSampler.numbers``. Raises EngineError if the engine
+    """Run one engine step. ``numbers``: columns of ``PathDraws.numbers``. Raises EngineError if the engine
     ended a request with an error."""
     deltas = []
     outputs = llm.llm_engine.engine_core.get_output().outputs
@@ -122,7 +122,7 @@ def step(llm: LLM, numbers: Sequence[str] = ()) -> list[Delta]:
 
 
 def _sampling_masks(chosen: Sequence[LogprobsLists | None], numbers: int) -> list[list[array[int]] | None]:
-    """Return the sampling masks of all requests of a step from ``PathSampler``'s
+    """Return the sampling masks of all requests of a step from ``PathDraws``'s
     [tokens, 1 + width + numbers]; None where it records no mask."""
     of_requests = [output.logprob_token_ids for output in chosen if output is not None]
     columns = [ids[:, : ids.shape[1] - numbers] for ids in of_requests]

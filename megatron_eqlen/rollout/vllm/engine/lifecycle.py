@@ -22,10 +22,11 @@ from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.recipe import RolloutRecipe, layout
 from megatron_eqlen.rollout.engine import EngineError
 from megatron_eqlen.rollout.vllm.engine.containment import contained
+from megatron_eqlen.rollout.vllm.engine.draws import PathDraws
 from megatron_eqlen.rollout.vllm.engine.engine_args import RUNNER, engine_args
 from megatron_eqlen.rollout.vllm.engine.engine_core import client
 from megatron_eqlen.rollout.vllm.engine.repack import repack
-from megatron_eqlen.rollout.vllm.engine.sampler import PathSampler, install
+from megatron_eqlen.rollout.vllm.engine.sampler import install
 
 _live_engines = 0
 _owns_process_group = False
@@ -132,7 +133,7 @@ def removed_mass(llm: LLM) -> tuple[float, int]:
     """Return the probability mass that top-k, top-p and min-p removed, summed over the sampled tokens, and
     their number."""
     sampler = _worker_runner(llm).sampler
-    assert isinstance(sampler, PathSampler)
+    assert isinstance(sampler, PathDraws)
     return sampler.take_removed_mass()
 
 

@@ -99,6 +99,6 @@ def cached_tokens(event: dict[str, Any]) -> int | None:
 
 
 def _by_id(top_logprobs: list[dict[str, Any]]) -> dict[int, float]:
-    """Return vLLM's field for the most likely tokens by token id. ``PathSampler`` puts the sampling mask into
+    """Return vLLM's field for the most likely tokens by token id. ``PathDraws`` puts the sampling mask into
     it, and numbers of the sampled token under negative ids."""
     return {token["token_id"]: token["logprob"] for token in top_logprobs}
