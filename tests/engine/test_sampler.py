@@ -13,6 +13,10 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from vllm import SamplingParams
 from vllm.v1.sample.sampler import Sampler
+from vllm.v1.watermarking.gpu_sampler import GPUWatermarkSampler
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2ModelRunner
+from vllm.v1.worker.gpu.sample.sampler import Sampler as V2Sampler
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from megatron_eqlen.plan.engine import SAMPLER_BYTES
@@ -92,8 +96,18 @@ def test_another_runner_or_sampler_than_the_one_replaced_is_refused():
     runner.sampler = type("GreedySampler", (Sampler,), {})()
     with pytest.raises(EngineError, match=r"expected vLLM's vllm.*\.Sampler, .* found .*\.GreedySampler"):
         sampler.install(runner, processed=True)
-    with pytest.raises(EngineError, match=r"V1 model runner .* found .*\.Namespace"):
+    with pytest.raises(EngineError, match=r"V1 or V2 model runner, found .*\.Namespace"):
         sampler.install(Namespace(sampler=Sampler()), processed=True)
+    runner = object.__new__(V2ModelRunner)
+    runner.sampler = object.__new__(GPUWatermarkSampler)
+    with pytest.raises(EngineError, match=r"vllm.*\.gpu\..*\.Sampler, .* found .*\.GPUWatermarkSampler"):
+        sampler.install(runner, processed=True)
+    runner.sampler = object.__new__(V2Sampler)
+    with pytest.raises(EngineError, match=r"expected vLLM's V1 model runner .* rollout\.staleness"):
+        sampler.install(runner, processed=True, follow=True)
+    runner.rejection_sampler = object.__new__(RejectionSampler)
+    with pytest.raises(EngineError, match=r"without drafts, found .*\.RejectionSampler"):
+        sampler.install(runner, processed=True)
 
 
 def test_the_removed_mass_is_counted_without_waiting_for_the_gpu():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from typing import Any
 
 from vllm.platforms import current_platform
@@ -15,8 +16,8 @@ from megatron_eqlen.recipe import RolloutRecipe
 ROUTES = "megatron_eqlen.rollout.vllm.engine.routes"
 ROUTES_ARGS = {"worker_cls": f"{ROUTES}.RoutesWorker", "scheduler_cls": f"{ROUTES}.scheduler"}
 """Arguments of an engine that records routes."""
-RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
-"""Selects the V1 model runner, for which ``PathSampler`` and routes are written."""
+RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0")}
+"""Selects the V1 model runner where the environment does not ask for V2."""
 
 logger = logging.getLogger(__name__)
 

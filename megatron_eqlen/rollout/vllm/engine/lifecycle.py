@@ -1,4 +1,4 @@
-"""An engine in this process, from its start to its end: vLLM 0.32, its V1 engine and V1 model runner."""
+"""An engine in this process, from its start to its end: vLLM 0.32 and its V1 engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megatron_eqlen.rollout.vllm.engine.draws import PathDraws
 from megatron_eqlen.rollout.vllm.engine.engine_args import RUNNER, engine_args
 from megatron_eqlen.rollout.vllm.engine.engine_core import client
 from megatron_eqlen.rollout.vllm.engine.repack import repack
-from megatron_eqlen.rollout.vllm.engine.sampler import install
+from megatron_eqlen.rollout.vllm.engine.sampler import PathSampler, install
 
 _live_engines = 0
 _owns_process_group = False
@@ -144,8 +144,9 @@ def route_seconds(llm: LLM) -> float:
 
 @contextmanager
 def stock_sampler(llm: LLM) -> Iterator[None]:
-    """Use vLLM's own sampler instead of ours, as a baseline for benchmarks."""
+    """Use the sampler of vLLM's V1 model runner instead of ours, as a baseline for benchmarks."""
     runner = _worker_runner(llm)
+    assert isinstance(runner.sampler, PathSampler)
     ours, runner.sampler = runner.sampler, Sampler()
     try:
         yield

@@ -35,8 +35,9 @@ from vllm.v1.engine.output_processor import RequestState
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.worker.block_table import SlotMappingMode
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from megatron_eqlen.rollout.engine import PATH_ROWS
+from megatron_eqlen.rollout.engine import PATH_ROWS, EngineError
 
 Routes = np.ndarray
 """[positions, moe_layers, top_k], values of the column ``routes``."""
@@ -75,6 +76,11 @@ class RouteCapture:
     they contain the copies into vLLM's buffer."""
 
     def __init__(self, runner: Any) -> None:
+        if not isinstance(runner, GPUModelRunner):
+            raise EngineError(
+                "rollout.keep_routes: expected vLLM's V1 model runner (VLLM_USE_V2_MODEL_RUNNER=0), found "
+                f"{type(runner).__module__}.{type(runner).__qualname__}"
+            )
         self.runner = runner
         self.sent = True
         """True if outputs hold rows. Slots are always written: later requests may find this step's tokens in

@@ -1,4 +1,4 @@
-"""Our sampler in vLLM's V1 model runner: written for vLLM 0.32."""
+"""Our sampler in vLLM's model runners, V1 and V2: written for vLLM 0.32."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from vllm import SamplingParams
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2ModelRunner
+from vllm.v1.worker.gpu.sample.output import SamplerOutput as V2SamplerOutput
+from vllm.v1.worker.gpu.sample.sampler import Sampler as V2Sampler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from megatron_eqlen.rollout.engine import SEED, TICKET, EngineError
@@ -107,22 +112,93 @@ class PathSampler(PathDraws, Sampler):
         return _Rows(metadata, np.array(seeds, dtype=np.uint64), limits)
 
 
+class V2PathSampler(PathDraws, V2Sampler):
+    """``PathDraws`` in the V2 model runner, in place of ``sampler``, whose state it shares.
+
+    The runner tells a sampler each request once, when it is first scheduled; so seeds are kept by the
+    request's index in the runner.
+    """
+
+    def __init__(
+        self, sampler: V2Sampler, processed: bool, mask_width: int = 0, numbers: Sequence[str] = ()
+    ) -> None:
+        vars(self).update(vars(sampler))
+        self.start(sampler.req_states.device, processed, mask_width, numbers)
+        if not isinstance(sampler, V2PathSampler):
+            self.seeds = np.zeros(sampler.req_states.max_num_reqs, np.uint64)
+            self.seeded = np.zeros(sampler.req_states.max_num_reqs, bool)
+
+    @property
+    def settings(self) -> tuple[bool, int, bool, tuple[str, ...]]:
+        return self.processed, self.mask_width, False, self.numbers
+
+    def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
+        super().add_request(req_idx, sampling_params)
+        seed = (sampling_params.extra_args or {}).get(SEED)
+        self.seeded[req_idx] = seed is not None
+        self.seeds[req_idx] = seed or 0
+
+    def __call__(self, logits: Tensor, input_batch: InputBatch) -> V2SamplerOutput:
+        """Sample a token for each row. ``logits``: [rows, vocabulary], any float dtype."""
+        rows, places = input_batch.num_reqs, input_batch.idx_mapping_np
+        if not self.seeded[places].all():  # vLLM's own dummy run, or another client's request to a server
+            return super().__call__(logits, input_batch)
+        # an upper bound only where drafts may be rejected
+        lengths = input_batch.seq_lens_cpu_upper_bound.numpy()[:rows]
+        draws = uniform(self.seeds[places], lengths.astype(np.uint64))
+        counted = lengths >= input_batch.prefill_len_np
+        tokens, recorded = self.draw(logits, self._limits(input_batch), draws, counted)
+        num_sampled, num_rejected = get_num_sampled_and_rejected(
+            input_batch.seq_lens.new_ones(rows),
+            input_batch.seq_lens,
+            input_batch.cu_num_logits,
+            input_batch.idx_mapping,
+            self.req_states.prefill_len.gpu,
+        )
+        return V2SamplerOutput(tokens.unsqueeze(1), recorded, None, num_sampled, num_rejected)
+
+    def _limits(self, batch: InputBatch) -> Limits:
+        states, places = self.sampling_states, batch.idx_mapping_np
+
+        def min_p(logits: Tensor) -> Tensor:
+            states.apply_min_p(logits, batch.idx_mapping, places)
+            return logits
+
+        top_k, top_p = states.get_top_k_top_p(batch.idx_mapping, places)
+        limit = states.top_k.np[places].max()
+        most_kept = None if limit == states.vocab_size else int(limit) + TIES
+        return Limits(states.temperature.gpu[batch.idx_mapping], top_k, top_p, min_p, most_kept)
+
+
 def install(
     runner: Any, processed: bool, mask_width: int = 0, follow: bool = False, numbers: Sequence[str] = ()
 ) -> None:
-    """Make ``runner`` sample with a ``PathSampler`` of these settings.
+    """Make ``runner`` sample with a ``PathSampler`` or ``V2PathSampler`` of these settings.
 
-    Raises EngineError unless it is a V1 model runner with vLLM's plain sampler: vLLM would otherwise generate
-    with a sampler of its own, whose log-probs and draws are others.
+    Raises EngineError unless it is one of vLLM's model runners with vLLM's plain sampler: vLLM would
+    otherwise generate with a sampler of its own, whose log-probs and draws are others.
     """
-    if not isinstance(runner, GPUModelRunner):
+    v2 = isinstance(runner, V2ModelRunner)
+    if not v2 and not isinstance(runner, GPUModelRunner):
+        raise EngineError(f"expected vLLM's V1 or V2 model runner, found {_name(runner)}")
+    plain, ours = (V2Sampler, V2PathSampler) if v2 else (Sampler, PathSampler)
+    found = runner.sampler
+    if type(found) not in (plain, ours):
+        raise EngineError(f"expected vLLM's {_name(plain)}, to replace it, found {_name(found)}")
+    if v2 and follow:
         raise EngineError(
-            f"expected vLLM's V1 model runner (VLLM_USE_V2_MODEL_RUNNER=0), found {_name(runner)}"
+            "expected vLLM's V1 model runner (VLLM_USE_V2_MODEL_RUNNER=0) for rollout.staleness, found V2"
         )
-    if type(runner.sampler) not in (Sampler, PathSampler):
-        raise EngineError(f"expected vLLM's {_name(Sampler)}, to replace it, found {_name(runner.sampler)}")
+    if v2 and runner.rejection_sampler is not None:  # it draws in place of the sampler
+        raise EngineError(
+            f"expected a V2 model runner without drafts, found {_name(runner.rejection_sampler)}"
+        )
     settings = processed, mask_width, follow, tuple(numbers)
-    if type(runner.sampler) is Sampler or runner.sampler.settings != settings:
+    if type(found) is ours and found.settings == settings:
+        return
+    if v2:
+        runner.sampler = V2PathSampler(found, processed, mask_width, numbers)
+    else:
         runner.sampler = PathSampler(runner, *settings)
 
 

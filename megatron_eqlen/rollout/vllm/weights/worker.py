@@ -112,7 +112,7 @@ class WorkerExtension:
     def eqlen_setup(
         self, logprobs_mode: str, mask_width: int, keep_routes: bool, follow: bool, numbers: list[str]
     ) -> dict[str, int]:
-        """Sample as ``PathSampler`` does with these arguments, and send routes if they are kept; return the
+        """Sample with these arguments of ``sampler.install``, and send routes if they are kept; return the
         engine's limits, and whether it keeps routes."""
         self._weight_update_active = False  # a trainer that was killed may have left one open
         install(self.model_runner, logprobs_mode == "processed", mask_width, follow, numbers)

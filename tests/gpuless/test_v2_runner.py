@@ -1,0 +1,160 @@
+"""vLLM's V2 model runner on a CPU, its Triton kernels in Triton's interpreter, against the V1 runner.
+
+    pip install --target FOLDER --no-deps triton==3.7.1   # torch's own version; not in the lock for CPUs
+    TRITON_INTERPRET=1 PYTHONPATH=FOLDER python -m pytest tests/gpuless/test_v2_runner.py
+
+Each kernel costs milliseconds, so a step takes about 0.1 s. Run this file in a process of its own: it has to
+prepare Triton before vLLM is imported.
+"""
+
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("runs by a command of its own, with TRITON_INTERPRET=1", allow_module_level=True)
+
+from triton.backends import backends
+
+# vLLM's CPU build takes only a Triton with a backend for CPUs, which is not on PyPI; it asks for its name.
+backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
+
+from safetensors.torch import load_file
+from vllm import envs
+from vllm.v1.sample.ops import topk_topp_sampler
+
+from megatron_eqlen.rollout.engine import EngineError
+from megatron_eqlen.rollout.vllm.engine import lifecycle
+from megatron_eqlen.rollout.vllm.engine.colocated import ColocatedEngine
+from megatron_eqlen.rollout.vllm.engine.sampler import PathSampler, V2PathSampler
+from tests.kit.asynchronous import without_refusal
+from tests.kit.rollout_kit import folder, generate, open_engine, requests
+
+ALL: dict[str, Any] = {
+    "temperature": 0.8,
+    "top_k": 12,
+    "top_p": 0.9,
+    "min_p": 0.02,
+    "logprobs_mode": "processed",
+    "keep_sampling_mask": True,
+    "keep_columns": ["entropy"],
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pytorch_keeps_top_k():
+    """vLLM's top-k kernel takes seconds a step in the interpreter."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(topk_topp_sampler, "HAS_TRITON", False)
+        yield
+
+
+def open_on(runner: int, *args: Any, **over: Any) -> ColocatedEngine:
+    """Open an engine on vLLM's model runner V1 or V2. Prompts of the tests take several steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        envs.disable_envs_cache()  # it holds the last engine's runner
+        patch.setitem(lifecycle.RUNNER, "VLLM_USE_V2_MODEL_RUNNER", str(runner - 1))
+        engine = open_engine(*args, **{"max_num_seqs": 8, "max_num_batched_tokens": 64} | over)
+    sampler = lifecycle._worker_runner(engine.llm).sampler
+    assert type(sampler) is (PathSampler, V2PathSampler)[runner - 1]
+    return engine
+
+
+@pytest.fixture(scope="module", params=["in turns", "asynchronous"])
+def v2(request):
+    """Engines that schedule as on CPUs, or as on GPUs."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "asynchronous":
+            without_refusal(patch)
+        engine = open_on(2, folder("qwen3"))
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Return V1's answers to ``requests(8)``."""
+    engine = open_on(1, folder("qwen3"))
+    answers = generate(engine, requests(8, 16))
+    engine.close()
+    return answers
+
+
+def recorded(engine: ColocatedEngine) -> dict[str, list[Any]]:
+    """Return everything that an engine sends of eight requests, and its metrics."""
+    found: dict[str, list[Any]] = {}
+    for name, (context, max_tokens, seed) in requests(8, 16).items():
+        engine.submit(name, context, max_tokens, seed)
+    while engine.has_unfinished:
+        for delta in engine.step():
+            columns = {name: [*values] for name, values in delta.columns.items()}
+            found.setdefault(delta.request_id, []).append((delta.token_ids, columns, delta.finish_reason))
+    found["metrics"] = [engine.metrics()]
+    engine.close()
+    return found
+
+
+def test_routes_are_refused_by_the_runners_name():
+    with pytest.raises(EngineError, match=r"rollout\.keep_routes: expected vLLM's V1 model runner"):
+        open_on(2, folder("qwen3_moe"), keep_routes=True)
+
+
+@pytest.mark.parametrize("sampling", [{"top_k": 0, "top_p": 1.0}, ALL], ids=["free", "all limits"])
+def test_tokens_logprobs_masks_and_entropies_are_those_of_v1(sampling):
+    ours, theirs = (recorded(open_on(runner, folder("qwen3"), **sampling)) for runner in (2, 1))
+    assert ours == theirs
+
+
+def test_a_forked_path_continues_as_its_seed_says(v2, expected):
+    """Forks find their prefixes in the cache; what they draw is what the unforked path drew."""
+    assert generate(v2, requests(8, 16)) == expected
+    forks = {
+        name: (context + expected[name][0][:8], 8, seed)
+        for name, (context, _, seed) in requests(8, 16).items()
+        if len(expected[name][0]) > 8
+    }
+    answers = generate(v2, forks)
+    for name, (tokens, _, _, cached) in answers.items():
+        assert tokens == expected[name][0][8:]
+        assert cached >= 32
+
+
+def test_an_aborted_requests_name_is_free_at_once_and_none_of_its_tokens_come(v2, expected):
+    asked = requests(8, 16)
+    for name in ("r0", "r1"):
+        v2.submit(name, *asked[name])
+    for _ in range(4):
+        v2.step()
+    v2.abort(["r0"])
+    context, max_tokens, seed = asked["r2"]
+    v2.submit("r0", context, max_tokens, seed)
+    tokens: list[int] = []
+    while v2.has_unfinished:
+        tokens += [token for delta in v2.step() if delta.request_id == "r0" for token in delta.token_ids]
+    assert tokens == expected["r2"][0]
+
+
+def test_after_a_sync_answers_are_those_of_a_freshly_loaded_v1(v2):
+    weights = load_file(folder("qwen3", 1) / "model.safetensors")
+    v2.update_weights(weights.items(), policy_version=1)
+    fresh = open_on(1, folder("qwen3", 1))
+    assert generate(v2, requests(8, 16)) == generate(fresh, requests(8, 16))
+    fresh.close()
+    v2.update_weights(load_file(folder("qwen3") / "model.safetensors").items(), policy_version=2)
+
+
+def test_preempted_requests_draw_what_undisturbed_ones_draw(expected):
+    """Their ends are in a third block, for which the cache has no place."""
+    small = open_on(2, folder("qwen3"), kv_cache_gib=0.0003)
+    asked = {name: (context, 30, seed) for name, (context, _, seed) in requests(8).items()}
+    answers = generate(small, asked)
+    assert small.metrics()["engine/preemptions"] > 0
+    small.close()
+    for name, (tokens, *_) in answers.items():
+        assert tokens[:16] == expected[name][0]
