@@ -7,6 +7,7 @@ is KV cache (v1/worker/gpu_worker.py). It starts only if that share of the GPU i
 
 from __future__ import annotations
 
+from functools import cache
 from math import prod
 
 from megatron_eqlen.hf.config import ModelConfig
@@ -33,6 +34,7 @@ def weights(recipe: Recipe, model: ModelConfig) -> float:
     return parameters(model, recipe.rollout.tensor_parallel) * BYTES[recipe.model.dtype]
 
 
+@cache
 def parameters(model: ModelConfig, ranks: int) -> float:
     """Return the parameters on one rank of an engine. vLLM splits every tensor that Megatron-Core splits,
     experts included; it replicates key-value heads if they are fewer than the ranks, and pads the vocabulary.
@@ -86,6 +88,13 @@ def kv_cache(recipe: Recipe, model: ModelConfig) -> float:
     if recipe.rollout.kv_cache_gib:
         return recipe.rollout.kv_cache_gib * GIB
     return requested(recipe) - weights(recipe, model) - WORKSPACE
+
+
+def longest_path(recipe: Recipe, model: ModelConfig) -> float:
+    """Return the bytes that the KV cache needs for one request of the greatest length; with less, vLLM does
+    not start."""
+    tokens = recipe.data.max_prompt_length + recipe.rollout.max_response_length
+    return tokens * kv_bytes_per_token(recipe, model) + state_bytes_per_sequence(recipe, model)
 
 
 def sequences_at_once(recipe: Recipe, model: ModelConfig, mean_length: float) -> float:

@@ -8,6 +8,7 @@ recomputation and the engine's recomputation after cache evictions are excluded.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from math import prod
 
 from megatron_eqlen.hf.config import ModelConfig
@@ -27,6 +28,7 @@ from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.types import Metrics
 
 
+@cache
 def active_parameters(model: ModelConfig) -> float:
     """Return the parameters that compute one token: all but the embedding table and the experts that the
     token is not routed to."""

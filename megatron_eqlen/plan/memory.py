@@ -23,6 +23,7 @@ class Memory:
     """Memory of one GPU on the pipeline stage that needs most."""
 
     recipe: Recipe
+    model: ModelConfig
     stages: list[Trainer]
     activations: Activations
     parts: dict[str, float]
@@ -49,34 +50,50 @@ class Memory:
 
     def problems(self) -> list[str]:
         """Return the reasons why the recipe does not fit; empty if it fits or uses no GPU."""
+        return [text for _, text in self._lacking()]
+
+    @property
+    def shortfall(self) -> float:
+        """Largest number of bytes that a GPU lacks in a phase; 0 if the recipe fits."""
+        return max((size for size, _ in self._lacking()), default=0.0)
+
+    def _lacking(self) -> list[tuple[float, str]]:
         if self.recipe.cluster.device == "cpu":
             return []
         found = [
-            f"{phase}: {_gb(need)} of {_gb(self.usable)} usable"
+            (need - self.usable, f"{phase}: {_gb(need)} of {_gb(self.usable)} usable")
             for phase, need in self.phases.items()
             if need > self.usable
         ]
         if self.recipe.rollout.engine == "colocated":
-            found += self._engine_problems()
+            found += self._engine_lacking()
         return found
 
-    def _engine_problems(self) -> list[str]:
+    def _engine_lacking(self) -> list[tuple[float, str]]:
+        found = []
         beside = sum(self.parts[part] for part in self.table["start"] if part not in ("engine", "kv_cache"))
-        wanted = engine.requested(self.recipe)
-        if wanted > self.total - beside:
+        wanted, free = engine.requested(self.recipe), self.total - beside
+        if wanted > free:
             share = self.recipe.rollout.gpu_memory_utilization
-            return [
-                f"start: vLLM wants {_gb(wanted)} free (rollout.gpu_memory_utilization {share}), found "
-                f"{_gb(self.total - beside)}"
-            ]
-        return []
+            text = (
+                f"vLLM wants {_gb(wanted)} free (rollout.gpu_memory_utilization {share}), found {_gb(free)}"
+            )
+            found.append((wanted - free, f"start: {text}"))
+        cache, path = engine.kv_cache(self.recipe, self.model), engine.longest_path(self.recipe, self.model)
+        if cache < path:
+            text = (
+                f"{_gb(cache)} are left for the KV cache, and the longest path (data.max_prompt_length + "
+                f"rollout.max_response_length) needs {_gb(path)}"
+            )
+            found.append((path - cache, f"start: {text}"))
+        return found
 
 
 def memory(recipe: Recipe, model: ModelConfig) -> Memory:
     """Return the memory plan of the recipe. Call ``layout.check`` first."""
     stages = trainer(recipe, model)
     most = max(stages, key=lambda stage: stage.total)
-    return Memory(recipe, stages, most.activations, _parts(recipe, model, most), _table(recipe))
+    return Memory(recipe, model, stages, most.activations, _parts(recipe, model, most), _table(recipe))
 
 
 def _parts(recipe: Recipe, model: ModelConfig, rank: Trainer) -> dict[str, float]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from math import prod
 
 from megatron_eqlen.hf.adapter_map import adapter_map
@@ -48,7 +48,7 @@ class Buffer:
     def every_size(self) -> tuple[int, ...]:
         return (*self.sizes, self.shared_embedding) if self.shared_embedding else self.sizes
 
-    @property
+    @cached_property
     def buckets(self) -> list[int]:
         """Elements of each bucket, padding included."""
         buckets, end = [], 0
@@ -112,6 +112,14 @@ def rank_buffers(
     model: ModelConfig, parallel: ParallelRecipe, processes: int, lora: LoraRecipe
 ) -> list[RankBuffers]:
     """Return the buffers of one rank, for each pipeline stage. Call ``layout.check`` first."""
+    key = parallel.model_dump_json(exclude={"context", "sequence", "recompute"})
+    return _rank_buffers(model, key, processes, lora.model_dump_json())
+
+
+@cache
+def _rank_buffers(model: ModelConfig, key: str, processes: int, lora_key: str) -> list[RankBuffers]:
+    parallel = ParallelRecipe.model_validate_json(key)
+    lora = LoraRecipe.model_validate_json(lora_key)
     stages = _buffers(model, parallel, processes, _trained_pieces(model, lora))
     if not lora.rank:
         return stages

@@ -1,10 +1,30 @@
-"""Tokens per second and hours per step: estimated from a GPU's data sheet and assumed shares of it, and
-achieved by a step."""
+"""Tokens per second and hours per step: estimated from a GPU's data sheet, and achieved by a step.
+
+The estimate divides the work of each part by the rate on the data sheet times the share of it that is reached
+(``Reached``). The shares are fitted to public measurements; ``tools/bench.py speed`` repeats the fit and
+prints the errors on measurements that were not fitted. For a GPU of P FLOPs and W bytes per second:
+
+    step = generation + training          (with rollout.staleness: the larger of the two)
+    training = bubble / P (linear FLOPs / share + attention FLOPs / (share attention))
+               + exchanged bytes / (link rate x links) + updates on the host
+    bubble = (max(1, rows) + (PP - 1) / virtual stages) / rows        (rows per update and replica)
+    generation = steps x decode(1) + tokens / batch x (decode(batch) - decode(1))
+                 + prefill FLOPs / (P decoding)
+    decode(batch) = floor + max(bytes read / (W bandwidth), FLOPs / (P decoding)) + all-reduces
+
+``share``: ``ampere`` or ``hopper``. Models with experts: linear FLOPs and the maximum in decoding are divided
+by ``experts`` as well. ``steps``: the longest response, and the rounds before it if the KV cache does not
+hold all tracks. Exchanged: tensor, context and expert parallelism, and gradients, which
+``parallel.overlap_grad_reduce`` hides. Graders, weight syncs, parking and checkpoints are not counted.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
+from math import exp
+from typing import Literal
 
 from megatron_eqlen.hf.config import ModelConfig
 from megatron_eqlen.metrics import (
@@ -21,17 +41,17 @@ from megatron_eqlen.metrics import (
     TRAIN_MFU,
     TRAIN_TOKENS_PER_GPU,
 )
-from megatron_eqlen.packing.simulated import MEDIAN
+from megatron_eqlen.packing.simulated import MEDIAN, repeated_share
 from megatron_eqlen.plan import engine
 from megatron_eqlen.plan.activations import BYTES
-from megatron_eqlen.plan.exchange import leaving_share, step_bytes
+from megatron_eqlen.plan.exchange import exchanges
 from megatron_eqlen.plan.flops import (
     active_parameters,
     counted,
     forward_flops,
-    training_flops,
     training_passes,
 )
+from megatron_eqlen.plan.parameters import rank_buffers
 from megatron_eqlen.plan.workload import Workload
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.types import Metrics
@@ -39,7 +59,7 @@ from megatron_eqlen.types import Metrics
 
 @dataclass(frozen=True)
 class Gpu:
-    """Figures of a GPU's data sheet, and assumed shares of them."""
+    """Figures of a GPU's data sheet."""
 
     name: str
     memory_gib: float
@@ -47,8 +67,9 @@ class Gpu:
     """Dense bfloat16 FLOPs per second."""
     bandwidth: float
     """Memory bandwidth in bytes per second."""
-    training: float
-    """Share of ``flops`` that training a dense model reaches, recomputation included; an assumption."""
+    generation: Literal["ampere", "hopper"]
+    """Field of ``Reached`` with the share of ``flops`` that training reaches; Ada counts as Ampere, which
+    no measurement supports."""
     near: float
     """Bytes per second from GPUs of the same node: NVLink, or PCIe 4.0."""
     far: float
@@ -57,33 +78,126 @@ class Gpu:
 
 
 GPUS = (
-    Gpu("RTX 4090", 24, 165e12, 1.01e12, 0.40, 32e9, 3e9),
-    Gpu("A100", 80, 312e12, 2.04e12, 0.45, 300e9, 25e9),
-    Gpu("H100", 80, 989e12, 3.35e12, 0.33, 450e9, 50e9),
-    Gpu("H200", 141, 989e12, 4.8e12, 0.33, 450e9, 50e9),
+    Gpu("RTX 4090", 24, 165e12, 1.01e12, "ampere", 32e9, 3e9),
+    Gpu("A100", 80, 312e12, 2.04e12, "ampere", 300e9, 25e9),
+    Gpu("H100", 80, 989e12, 3.35e12, "hopper", 450e9, 50e9),
+    Gpu("H200", 141, 989e12, 4.8e12, "hopper", 450e9, 50e9),
 )
 """Known GPUs; H100 and H200 are SXM modules."""
-LINKS = 0.7
-"""Share of ``near`` and ``far`` that context-parallel ranks reach; an assumption."""
-EXPERTS = 0.4
-"""Factor on ``training`` for models with experts: small matrices, token exchange; an assumption."""
-DECODING_BANDWIDTH, DECODING_FLOPS = 0.6, 0.4
-"""Shares of ``bandwidth`` and ``flops`` that decoding reaches; assumptions."""
-STEP_FLOOR = 0.012
-"""Minimum seconds of a decode step: scheduling and sampling on the host."""
-_REACHED = ", ".join(f"{gpu.training:.0%} ({gpu.name})" for gpu in GPUS)
+
+
+@dataclass(frozen=True)
+class Reached:
+    """Shares of the data sheet that are reached."""
+
+    ampere: float
+    """Share of the FLOPs that matrices reach in training, recomputation included, on A100."""
+    hopper: float
+    """The same on H100 and H200."""
+    experts: float
+    """Factor on that share, and on the speed of decoding, for models with experts."""
+    attention: float
+    """Factor on that share for attention."""
+    links: float
+    """Share of the links' rate; high, because others overlap part of the exchange."""
+    bandwidth: float
+    """Share of the memory bandwidth in decoding."""
+    decoding: float
+    """Share of the FLOPs in decoding and prefilling."""
+    floor: float
+    """Seconds of a decode step beyond reading and computing: scheduling, sampling, launches."""
+
+
+REACHED = Reached(
+    ampere=0.58,
+    hopper=0.4,
+    experts=0.61,
+    attention=0.49,
+    links=1.0,
+    bandwidth=0.59,
+    decoding=0.63,
+    floor=0.001,
+)
+"""The fit to half of ``tools/benchmarks/measurements.yaml`` (``tools/bench.py speed``)."""
+INTERVAL = 0.47
+"""90% quantile of |log(estimate / measured)|, each source estimated by a fit to the others."""
+ALL_REDUCE, FAR_ALL_REDUCE = 10e-6, 50e-6
+"""Seconds of a small all-reduce among an engine's ranks, in a node and across nodes; assumptions."""
+HOST_UPDATE = 2.9e-9
+"""Seconds of Adam on the host per parameter of a rank: 9.6 s for 106B parameters on 32 ranks
+(github.com/THUDM/slime, issue 1139)."""
+
+
+def interval(value: float) -> tuple[float, float]:
+    """Return the interval around an estimate in which nine of ten measurements of other software lie."""
+    return value * exp(-INTERVAL), value * exp(INTERVAL)
+
+
 ASSUMPTIONS = (
-    f"training reaches {_REACHED} of the FLOPs, with experts {EXPERTS:.0%} of that;",
-    f"decoding {DECODING_BANDWIDTH:.0%} of the bandwidth, a step takes {1e3 * STEP_FLOOR:.0f} ms at least;",
-    f"responses are log-normal, their median {MEDIAN:.0%} of the limit; no graders, no evaluations",
+    "[in brackets]: nine of ten public measurements lie there under a fit to other sources; none is ours",
+    f"fitted: training {REACHED.ampere:.0%} (A100) and {REACHED.hopper:.0%} (H100) of the FLOPs, attention "
+    f"{REACHED.attention:.0%} and experts {REACHED.experts:.0%} of that;",
+    f"links {REACHED.links:.0%}; decoding {REACHED.bandwidth:.0%} of the bandwidth or {REACHED.decoding:.0%} "
+    f"of the FLOPs, and {1e3 * REACHED.floor:.0f} ms a step",
+    f"assumed: responses log-normal, median {MEDIAN:.0%} of the limit; no graders, weight syncs, evaluations",
 )
-"""Lines that state the assumptions."""
-CONTEXT_ASSUMPTIONS = (
-    f"context-parallel ranks compute nothing while they exchange, at {LINKS:.0%} of what links bring,",
-    "GB/s in a node and between nodes: "
-    + ", ".join(f"{gpu.near / 1e9:.0f} and {gpu.far / 1e9:.0f} ({gpu.name})" for gpu in GPUS),
-)
-"""Further lines, for context parallelism."""
+"""Lines that state the fit and the assumptions."""
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """Work of a decode step of an engine: seconds at the rates of the data sheet."""
+
+    experts: bool
+    reading: float
+    computing: float
+    exchange: float
+    latency: float
+
+    def seconds(self, reached: Reached) -> float:
+        work = max(self.reading / reached.bandwidth, self.computing / reached.decoding)
+        work /= reached.experts if self.experts else 1.0
+        return reached.floor + work + self.exchange / reached.links + self.latency
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Work of one step of training: seconds at the rates of the data sheet."""
+
+    gpu: Gpu
+    experts: bool
+    linear: float
+    """Training's FLOPs without attention, recomputation and pipeline bubble included."""
+    attention: float
+    exchange: dict[str, float]
+    """Exchange by kind: ``tensor``, ``context``, ``experts``, ``gradients``."""
+    hidden: bool
+    """True if gradients are exchanged during the backward pass."""
+    host: float
+    """Seconds of updates on the host."""
+    steps: float
+    """Decode steps of an engine."""
+    full_steps: float
+    """Decode steps of an engine if all were at full batches."""
+    full: Decoding
+    """A step at full batch."""
+    single: Decoding
+    """A step with one sequence."""
+    prefill: float
+
+    def generation(self, reached: Reached) -> float:
+        single = self.single.seconds(reached)
+        more = max(0.0, self.full.seconds(reached) - single)
+        return self.steps * single + self.full_steps * more + self.prefill / reached.decoding
+
+    def training(self, reached: Reached) -> float:
+        share = getattr(reached, self.gpu.generation)
+        dense = share * (reached.experts if self.experts else 1.0)
+        computing = self.linear / dense + self.attention / (share * reached.attention)
+        exchange = {kind: seconds / reached.links for kind, seconds in self.exchange.items()}
+        gradients = exchange.pop("gradients", 0.0)
+        exposed = max(0.0, gradients - computing) if self.hidden else gradients
+        return computing + sum(exchange.values()) + exposed + self.host
 
 
 @dataclass(frozen=True)
@@ -94,14 +208,11 @@ class Speed:
     generation: float
     """Seconds of generation."""
     training: float
-    exchange: float
-    """Seconds of ``training`` that context-parallel ranks spend on exchanging keys, values and heads."""
+    exchange: dict[str, float]
+    """Seconds of ``training`` that ranks exchange, by kind (see ``Demand``)."""
+    seconds: float
     tokens_per_second: float
     """Generated tokens per second of the whole step, over all GPUs."""
-
-    @property
-    def seconds(self) -> float:
-        return self.generation + self.training
 
 
 def gpu_named(device: str | None) -> Gpu | None:
@@ -120,57 +231,111 @@ def speeds(recipe: Recipe, model: ModelConfig, work: Workload) -> list[Speed]:
     return [speed(recipe, model, work, gpu) for gpu in GPUS if enough and gpu.memory_gib == min(enough)]
 
 
-def speed(recipe: Recipe, model: ModelConfig, work: Workload, gpu: Gpu) -> Speed:
-    generation = _generation_seconds(recipe, model, work, gpu)
-    exchange = _exchange_seconds(recipe, model, work, gpu)
-    training = _computing_seconds(recipe, model, work, gpu) + exchange
-    return Speed(gpu, generation, training, exchange, work.generated / (generation + training))
+def speed(recipe: Recipe, model: ModelConfig, work: Workload, gpu: Gpu, reached: Reached = REACHED) -> Speed:
+    need = demand(recipe, model, work, gpu)
+    generation, training = need.generation(reached), need.training(reached)
+    overlap = recipe.rollout.staleness > 0
+    seconds = max(generation, training) if overlap else generation + training
+    exchange = {kind: seconds / reached.links for kind, seconds in need.exchange.items()}
+    return Speed(gpu, generation, training, exchange, seconds, work.generated / seconds)
 
 
-def _computing_seconds(recipe: Recipe, model: ModelConfig, work: Workload, gpu: Gpu) -> float:
-    """Return the seconds of training's computation, recomputation included."""
-    flops = training_flops(recipe, model, work.trained, work.context)
-    if recipe.parallel.recompute == "full":
-        flops *= 1 + recipe.loss.epochs / training_passes(recipe)
-    reached = gpu.training * (EXPERTS if model.experts else 1.0) * gpu.flops
-    return flops / (recipe.world_size * reached)
-
-
-def _exchange_seconds(recipe: Recipe, model: ModelConfig, work: Workload, gpu: Gpu) -> float:
-    """Return the seconds of the exchange, with both kinds of link used in turn."""
-    if recipe.parallel.context == 1:
-        return 0.0
-    far = leaving_share(recipe)
-    return step_bytes(recipe, model, work) * (far / gpu.far + (1 - far) / gpu.near) / LINKS
-
-
-def _generation_seconds(recipe: Recipe, model: ModelConfig, work: Workload, gpu: Gpu) -> float:
-    """Return the seconds of all tokens at full batches, or of the longest response's steps if that is
-    more."""
+def demand(recipe: Recipe, model: ModelConfig, work: Workload, gpu: Gpu) -> Demand:
+    """Return the work of a step. Call ``layout.check`` first."""
+    work = _packed(recipe, work)
     servers = recipe.rollout.engine == "server"
-    ranks = recipe.rollout.tensor_parallel
-    replicas = len(recipe.rollout.servers) if servers else recipe.world_size // ranks
-    batch = max(1.0, min(work.tracks / replicas, engine.sequences_at_once(recipe, model, work.cached)))
-    read = _weights_read(recipe, model, batch) + batch * work.context * engine.kv_bytes_per_token(
-        recipe, model
+    engines = len(recipe.rollout.servers) if servers else recipe.world_size // recipe.rollout.tensor_parallel
+    held = max(1.0, min(work.tracks / engines, engine.sequences_at_once(recipe, model, work.cached)))
+    rounds = work.tracks / (engines * held)  # the last one runs until its longest response ends
+    steps = max(0.0, rounds - 1) * work.generated / work.tracks + recipe.rollout.max_response_length
+    per_gpu = bubble(recipe, work) / (recipe.world_size * gpu.flops)
+    linear, attention = _training_flops(recipe, model, work)
+    prefill = work.prompts * forward_flops(model, recipe.data.max_prompt_length / 2)
+    exchange = exchanges(recipe, model, work).items()
+    return Demand(
+        gpu,
+        model.experts is not None,
+        linear * per_gpu,
+        attention * per_gpu,
+        {kind: size.far / gpu.far + size.near / gpu.near for kind, size in exchange},
+        recipe.parallel.overlap_grad_reduce,
+        _host_update(recipe, model),
+        steps,
+        work.generated / (engines * held),
+        decoding(recipe, model, gpu, held, work.context),
+        decoding(recipe, model, gpu, 1.0, work.context),
+        prefill / (engines * recipe.rollout.tensor_parallel * gpu.flops),
     )
-    read += 2 * batch * engine.state_bytes_per_sequence(recipe, model)
-    flops = batch * forward_flops(model, work.context) / ranks
-    step = max(read / (DECODING_BANDWIDTH * gpu.bandwidth), flops / (DECODING_FLOPS * gpu.flops), STEP_FLOOR)
-    full = work.generated / (replicas * batch) * step
-    return max(full, recipe.rollout.max_response_length * STEP_FLOOR)
+
+
+def _packed(recipe: Recipe, work: Workload) -> Workload:
+    """Count the trunks that rows repeat because they are shorter than a tree."""
+    if recipe.sampling != "equal_length" or recipe.packing.layout != "tree":
+        return work
+    limit, prompt = recipe.rollout.max_response_length, recipe.data.max_prompt_length
+    repeated = _repeated_share(recipe.packing.max_tokens_per_row, limit, prompt)
+    return replace(work, trained=work.trained / (1 - repeated))
+
+
+_repeated_share = cache(repeated_share)
+
+
+def _training_flops(recipe: Recipe, model: ModelConfig, work: Workload) -> tuple[float, float]:
+    """Return the FLOPs of training, recomputation included: without attention, and of attention."""
+    passes = training_passes(recipe)
+    frozen = recipe.loss.epochs if recipe.lora.rank else 0.0  # no gradients of frozen weights
+    again = {"none": (0, 0), "selective": (0, 1), "full": (1, 1)}[recipe.parallel.recompute]
+    linear = forward_flops(model, 0.0)
+    each = linear, forward_flops(model, work.context) - linear
+    first, second = (
+        work.trained * (passes + more * recipe.loss.epochs) * flops
+        for more, flops in zip(again, each, strict=True)
+    )
+    return first - frozen * work.trained * linear, second
+
+
+def bubble(recipe: Recipe, work: Workload) -> float:
+    """Return the time of the pipelines over that of evenly divided work without waiting. Data-parallel
+    replicas without a row wait for those with one."""
+    parallel = recipe.parallel
+    replicas = recipe.world_size / (parallel.tensor * parallel.context * parallel.pipeline)
+    rows = work.trained / (recipe.loss.minibatches * recipe.packing.max_tokens_per_row * replicas)
+    return (max(1.0, rows) + (parallel.pipeline - 1) / (parallel.virtual_pipeline or 1)) / rows
+
+
+def _host_update(recipe: Recipe, model: ModelConfig) -> float:
+    if not recipe.optimizer.offload:
+        return 0.0
+    shard = max(rank.shard for rank in rank_buffers(model, recipe.parallel, recipe.world_size, recipe.lora))
+    return recipe.loss.minibatches * recipe.loss.epochs * shard * HOST_UPDATE
+
+
+def decoding(recipe: Recipe, model: ModelConfig, gpu: Gpu, batch: float, context: float) -> Decoding:
+    """Return the work of a decode step of ``batch`` sequences that see ``context`` tokens."""
+    ranks, inside = recipe.rollout.tensor_parallel, recipe.cluster.processes_per_node
+    cached = batch * context * engine.kv_bytes_per_token(recipe, model)
+    state = 2 * batch * engine.state_bytes_per_sequence(recipe, model)
+    reduced = 4 * model.num_hidden_layers * batch * model.hidden_size * BYTES[recipe.model.dtype]
+    link, latency = (gpu.near, ALL_REDUCE) if ranks <= inside else (gpu.far, FAR_ALL_REDUCE)
+    return Decoding(
+        model.experts is not None,
+        (_weights_read(recipe, model, batch) + cached + state) / gpu.bandwidth,
+        batch * forward_flops(model, context) / (ranks * gpu.flops),
+        reduced * (ranks - 1) / ranks / link,
+        2 * model.num_hidden_layers * latency if ranks > 1 else 0.0,
+    )
 
 
 def _weights_read(recipe: Recipe, model: ModelConfig, batch: float) -> float:
     """Return the bytes of weights that a decode step reads on one GPU; only experts that a token chose are
     read."""
-    all_weights = engine.weights(recipe, model)
-    if model.experts is None:
-        return all_weights
+    total = engine.weights(recipe, model)
+    active = active_parameters(model) * BYTES[recipe.model.dtype] / recipe.rollout.tensor_parallel
+    if model.experts is None or total <= active:
+        return total
     share = model.experts.num_experts_per_tok / model.experts.num_experts
     touched = 1 - (1 - share) ** batch
-    active = active_parameters(model) * BYTES[recipe.model.dtype] / recipe.rollout.tensor_parallel
-    return active + touched * max(all_weights - active, 0.0)
+    return active + (touched - share) / (1 - share) * (total - active)
 
 
 def achieved(recipe: Recipe, model: ModelConfig, metrics: Mapping[str, float], device: str | None) -> Metrics:

@@ -19,7 +19,7 @@ from megatron_eqlen.plan.memory import Memory, memory
 from megatron_eqlen.plan.model import model_config
 from megatron_eqlen.plan.parameters import total, trained
 from megatron_eqlen.plan.sbatch import short_limit, train_environment, train_options
-from megatron_eqlen.plan.speed import ASSUMPTIONS, CONTEXT_ASSUMPTIONS, speeds
+from megatron_eqlen.plan.speed import ASSUMPTIONS, Speed, interval, speeds
 from megatron_eqlen.plan.workload import Workload, workload
 from megatron_eqlen.processes.cores import cores_per_rank
 from megatron_eqlen.recipe import Recipe, layout
@@ -127,16 +127,22 @@ def _rounded(size: float) -> str:
 
 def _speed(recipe: Recipe, model: ModelConfig, work: Workload) -> str:
     """Return the estimates; empty if no GPU is used or no known GPU has the recipe's size."""
-    lines = [
-        f"estimate    {estimate.gpu.name}: {estimate.tokens_per_second:,.0f} tokens/s, "
-        f"{estimate.seconds / 3600:.2f} hours a step (generation {estimate.generation / 3600:.2f}, "
-        f"training {estimate.training / 3600:.2f}"
-        + (f", {estimate.exchange / estimate.training:.1%} of it exchange)" if estimate.exchange else ")")
-        for estimate in speeds(recipe, model, work)
-    ]
-    more = CONTEXT_ASSUMPTIONS if recipe.parallel.context > 1 else ()
-    assumed = [" " * 12 + line for line in ("not measured; assumed:", *ASSUMPTIONS, *more)]
+    lines = [_estimate(estimate) for estimate in speeds(recipe, model, work)]
+    assumed = [" " * 12 + line for line in ASSUMPTIONS]
     return "\n".join([*lines, *assumed]) if lines else ""
+
+
+def _estimate(estimate: Speed) -> str:
+    rate, hours = estimate.tokens_per_second, estimate.seconds / 3600
+    (slow, fast), (least, most) = interval(rate), interval(hours)
+    parts = [f"{kind} {seconds / estimate.training:.0%}" for kind, seconds in estimate.exchange.items()]
+    exchange = f"; of it exchange: {', '.join(parts)}" if parts else ""
+    return (
+        f"estimate    {estimate.gpu.name}: {rate:,.0f} tokens/s [{slow:,.0f} to {fast:,.0f}], "
+        f"{hours:.2f} hours a step [{least:.2f} to {most:.2f}]\n"
+        f"{' ' * 12}(generation {estimate.generation / 3600:.2f}, training {estimate.training / 3600:.2f}"
+        f"{exchange})"
+    )
 
 
 def _aligned(rows: list[list[str]]) -> list[str]:
@@ -213,7 +219,9 @@ def _sbatch(recipe: Recipe) -> str:
     ) + (f"\n{' ' * 12}WARNING: {short}" if short else "")
 
 
-TABLE_HEAD = "| recipe | GPUs | GB a GPU | host GB a node | estimate: tokens/s, hours for 100 steps |"
+TABLE_HEAD = (
+    "| recipe | GPUs | GB a GPU | host GB a node | estimate: tokens/s, hours for 100 steps [interval] |"
+)
 TABLE_STEPS = 100
 
 
@@ -223,10 +231,13 @@ def table_row(file: str, recipe: Recipe) -> str:
     model, cluster = model_config(recipe), recipe.cluster
     need, work = memory(recipe, model), workload(recipe)
     host = sum(host_parts(recipe, model, need.stages, work).values())
-    estimates = "; ".join(
-        f"{estimate.gpu.name} {estimate.tokens_per_second:,.0f}, {TABLE_STEPS * estimate.seconds / 3600:.0f}"
-        for estimate in speeds(recipe, model, work)
-    )
+    estimates = "; ".join(map(_short_estimate, speeds(recipe, model, work)))
     gpus = f"{cluster.nodes} x {cluster.processes_per_node}"
     used = f"{need.peak / 1e9:.0f} of {need.total / 1e9:.0f}"
     return f"| `{file}` | {gpus} | {used} | {host / 1e9:.0f} | {estimates} |"
+
+
+def _short_estimate(estimate: Speed) -> str:
+    hours = TABLE_STEPS * estimate.seconds / 3600
+    least, most = interval(hours)
+    return f"{estimate.gpu.name} {estimate.tokens_per_second:,.0f}, {hours:.0f} [{least:.0f} to {most:.0f}]"

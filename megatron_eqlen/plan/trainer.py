@@ -4,6 +4,7 @@ sync."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 
 from megatron_eqlen.hf.adapter_map import adapter_map
@@ -81,8 +82,7 @@ def _copies_gradients(recipe: Recipe) -> bool:
 def sent_tensors(recipe: Recipe, model: ModelConfig) -> float:
     """Return the bytes of the two largest Hugging Face tensors, or of two messages of an export
     (models/weights.py)."""
-    sizes = sorted({prod(shape) for weight in weight_map(model) for shape in weight.shapes})
-    sent = max(sum(sizes[-2:]) * BYTES[recipe.model.dtype], 2 * SENT_AT_ONCE)
+    sent = max(_two_largest(model) * BYTES[recipe.model.dtype], 2 * SENT_AT_ONCE)
     return sent + (merging_bytes(recipe, model) if recipe.lora.rank else 0.0)
 
 
@@ -92,3 +92,8 @@ def merging_bytes(recipe: Recipe, model: ModelConfig) -> float:
     adapters = adapter_map(model, recipe.lora.rank, recipe.lora.targets)
     largest = max(sum(map(prod, adapter.base.shapes)) for adapter in adapters) / recipe.parallel.tensor
     return max(SENT_AT_ONCE, largest * BYTES[recipe.model.dtype]) + MAIN_WEIGHT * largest
+
+
+@cache
+def _two_largest(model: ModelConfig) -> int:
+    return sum(sorted({prod(shape) for weight in weight_map(model) for shape in weight.shapes})[-2:])

@@ -7,7 +7,7 @@ from functools import cache
 
 import numpy as np
 
-from megatron_eqlen.packing.simulated import simulated_responses, simulated_streams
+from megatron_eqlen.packing.simulated import SHORTEST_PROMPT, simulated_responses, simulated_streams
 from megatron_eqlen.packing.tree import Forest
 from megatron_eqlen.recipe import Recipe
 
@@ -28,6 +28,8 @@ class Workload:
     """Mean number of tokens that a token sees."""
     cached: float
     """Mean number of KV cache entries per token; the two tracks of a stream share their trunk."""
+    prompts: float = 0.0
+    """Tokens of prompts that engines prefill; rollouts of a prompt share it."""
 
 
 def workload(recipe: Recipe) -> Workload:
@@ -40,7 +42,9 @@ def workload(recipe: Recipe) -> Workload:
         generated, trained, context = _response(*sizes)
         cached = context
         rollouts = prompts * recipe.group_size
-    return Workload(prompts * recipe.group_size, rollouts * generated, rollouts * trained, context, cached)
+    tracks = prompts * recipe.group_size
+    prefilled = prompts * (SHORTEST_PROMPT + recipe.data.max_prompt_length) / 2
+    return Workload(tracks, rollouts * generated, rollouts * trained, context, cached, prefilled)
 
 
 @cache

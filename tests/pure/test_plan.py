@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
-from math import prod
+from dataclasses import astuple, replace
+from math import exp, prod
 from pathlib import Path
 
 import pytest
 
+from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.hf.families import weight_map
 from megatron_eqlen.objectives.recipes import load
@@ -17,11 +18,13 @@ from megatron_eqlen.plan.host import host_parts, recorded_bytes
 from megatron_eqlen.plan.memory import Memory, memory
 from megatron_eqlen.plan.model import KNOWN_MODELS, model_config
 from megatron_eqlen.plan.parameters import Buffer, total
-from megatron_eqlen.plan.speed import GPUS, speed
+from megatron_eqlen.plan.speed import GPUS, INTERVAL, REACHED, bubble, speed
 from megatron_eqlen.plan.text import TABLE_HEAD, describe, table_row
 from megatron_eqlen.plan.workload import Workload, workload
+from megatron_eqlen.recipe import layout
 from tests.kit import ROOT
 from tests.kit.tiny_models import save_tiny
+from tools.benchmarks import speed as public
 
 RECIPES = sorted(
     path
@@ -83,8 +86,7 @@ def test_rows_of_131072_of_the_32b_model_over_context_parallel_ranks():
     assert "TP 8 x CP 2 x PP 1 x DP 1" in text
     assert re.search(r"about \d+ MB of keys and values \(at most 34\) to a rank", text)
     assert "100% of it from other nodes" in text
-    assert re.search(r"training [\d.]+, [\d.]+% of it exchange\)", text)
-    assert "450 and 50 (H100)" in text
+    assert re.search(r"training [\d.]+; of it exchange: tensor \d+%, context \d+%", text)
 
 
 @pytest.mark.parametrize(
@@ -102,10 +104,11 @@ def test_a_step_over_context_parallel_ranks_costs_what_it_did_and_the_exchange()
     recipe, without = (load(ROOT / "recipes/qwen3_32b.yaml", more) for more in (keys, keys[:1]))
     model, work, gpu = model_config(recipe), workload(recipe), GPUS[2]
     alone, divided = speed(without, model, work, gpu), speed(recipe, model, work, gpu)
-    assert alone.exchange == 0 < divided.exchange
-    assert divided.training == pytest.approx(alone.training + divided.exchange)
+    context = divided.exchange["context"]
+    assert "context" not in alone.exchange
+    assert divided.training == pytest.approx(alone.training + context)
     fast = speed(recipe, model, work, replace(gpu, near=2 * gpu.near))
-    assert fast.exchange == pytest.approx(divided.exchange / 2)
+    assert fast.exchange["context"] == pytest.approx(context / 2)
 
     def sent(*more: str) -> float:
         return exchange.step_bytes(load(ROOT / "recipes/qwen3_32b.yaml", [*keys, *more]), model, work)
@@ -201,9 +204,62 @@ def test_the_plan_says_what_is_estimated_and_what_it_assumes():
         "host        ",
         "disk        ",
         "estimate    H100: ",
-        "not measured; ",
+        "[in brackets]: nine of ten public measurements",
     ):
         assert line in text
+    low, rate, high = (
+        float(number.replace(",", ""))
+        for number in re.search(r"H100: ([\d,]+) tokens/s \[([\d,]+) to ([\d,]+)\]", text).group(2, 1, 3)
+    )
+    assert rate / low == pytest.approx(exp(INTERVAL), rel=0.01) == pytest.approx(high / rate, rel=0.01)
+
+
+def test_the_shares_of_the_data_sheet_are_those_fitted_to_half_of_the_public_measurements():
+    rows = public.measurements()
+    assert len(rows) == 47
+    assert len({(*map(str, astuple(row)[:5]), str(row.need)) for _, row in rows}) == 47, "no setting twice"
+    assert public.fit([row for number, row in rows if not number % 2]) == REACHED
+
+
+def test_the_errors_on_measurements_that_were_not_fitted_are_the_documented_ones():
+    rows, guide = public.measurements(), (ROOT / "docs/recipes.md").read_text()
+
+    def line(name: str, chosen: list[public.Measurement]) -> str:
+        half, most = map(exp, public.errors(chosen, REACHED))
+        return f"| {name} | {len(chosen)} | x {half:.2f} | x {most:.2f} |"
+
+    held_out = [row for number, row in rows if number % 2]
+    assert line("fitted", [row for number, row in rows if not number % 2]) in guide
+    assert line("held out", held_out) in guide
+    assert line("held out, training", [row for row in held_out if row.kind == "training"]) in guide
+    assert line("held out, whole steps", [row for row in held_out if row.kind == "step"]) in guide
+
+
+@pytest.mark.slow
+def test_the_interval_is_the_error_on_sources_that_were_not_fitted():
+    rows, guide = [row for _, row in public.measurements()], (ROOT / "docs/recipes.md").read_text()
+    half, most = public.unseen(rows)
+    assert round(most, 2) == INTERVAL
+    assert f"| {len(rows)} | x {exp(half):.2f} | x {exp(most):.2f} |" in guide
+
+
+def test_generation_of_later_steps_overlaps_training_only_with_staleness():
+    servers = ["rollout.engine=server", "rollout.servers=[http://a, http://b]", "loss.rollout_is=token"]
+    sync, ahead = (
+        load(ROOT / "recipes/qwen3_8b.yaml", [*servers, f"rollout.staleness={steps}"]) for steps in (0, 1)
+    )
+    found = [speed(recipe, model_config(recipe), workload(recipe), GPUS[2]) for recipe in (sync, ahead)]
+    assert found[0].seconds == found[0].generation + found[0].training
+    assert found[1].seconds == max(found[1].generation, found[1].training)
+
+
+def test_a_pipeline_waits_for_its_stages_once_an_update():
+    """Four stages and R rows a replica take (R + 3) / R; two updates of R / 2 rows, (R / 2 + 3) / (R / 2)."""
+    keys = ["parallel.tensor=2", "parallel.pipeline=4", "packing.max_tokens_per_row=40000"]
+    work = Workload(1, 1.0, 12 * 40000, 1.0, 1.0)
+    assert bubble(load(ROOT / "recipes/qwen3_32b.yaml", keys), work) == pytest.approx(15 / 12)
+    two = load(ROOT / "recipes/qwen3_32b.yaml", [*keys, "loss.minibatches=2"])
+    assert bubble(two, work) == pytest.approx(9 / 6)
 
 
 def test_the_plan_of_a_run_without_gpus_says_nothing_of_them(tmp_path):
@@ -232,3 +288,54 @@ def test_routes_take_host_memory_once_where_they_were_graded_and_once_a_tensor_p
     more = recorded_bytes(recipe, model, work) - recorded_bytes(plain, model, work)
     assert more == pytest.approx(1000 * each)
     assert "routes" not in host_parts(plain, model, stages, work)
+
+
+def test_a_search_proposes_layouts_that_the_plan_approves_the_fastest_first(tmp_path, capsys):
+    recipe, mine = ROOT / "recipes/qwen3_32b_h100x32.yaml", tmp_path / "mine.yaml"
+    assert cli.main(["plan", str(recipe), "seed=3", "--search", "--gpus", "8", "--out", str(mine)]) == 0
+    text = capsys.readouterr().out
+    proposed = [line.split() for line in text.splitlines() if line.strip().startswith("cluster.nodes=1 ")]
+    assert len(proposed) == 5
+    copied = next(line for line in text.splitlines() if line.startswith("copy"))
+    assert copied.split()[3:] == [str(recipe), "seed=3", *proposed[0]]
+    seconds = []
+    for overrides in proposed:
+        changed = load(recipe, overrides)
+        model = model_config(changed)
+        assert memory(changed, model).problems() == []
+        layout.check(changed, model)
+        seconds.append(speed(changed, model, workload(changed), GPUS[2]).seconds)
+    assert seconds == sorted(seconds)
+    written, wanted = load(mine), load(recipe, ["seed=3", *proposed[0], "name=mine"])
+    assert written.model_copy(update={"variant": {}}) == wanted.model_copy(update={"variant": {}})
+
+
+def test_a_search_over_too_little_memory_names_the_least_that_is_lacking(capsys):
+    recipe = str(ROOT / "recipes/qwen3_32b.yaml")
+    assert cli.main(["plan", recipe, "--search", "--gpus", "2", "--gpu-type", "RTX4090"]) == 2
+    said = capsys.readouterr().err
+    assert re.search(
+        r"nothing fits 2 x RTX 4090 \(24 GiB\); the nearest layout lacks [\d.]+ GB a GPU \(", said
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--gpus", "8"], "--gpus: expected with --search"),
+        (["--search", "--gpus", "12"], "--gpus: expected at most 8, or nodes of 8, found 12"),
+        (
+            ["--search", "--gpu-type", "H800"],
+            "--gpu-type: expected one of RTX 4090, A100, H100, H200, found 'H800'",
+        ),
+    ],
+)
+def test_an_option_of_the_search_that_makes_no_sense_is_refused(options, said, capsys):
+    assert cli.main(["plan", str(ROOT / "recipes/qwen3_32b.yaml"), *options]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_an_engine_whose_cache_cannot_hold_the_longest_path_does_not_fit():
+    need = planned("qwen3_32b.yaml", "rollout.kv_cache_gib=1")
+    assert [problem.split(" are left")[0] for problem in need.problems()] == ["start: 1.1 GB"]
+    assert need.shortfall > 0 == planned("qwen3_32b.yaml").shortfall
