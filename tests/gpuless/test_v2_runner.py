@@ -1,25 +1,18 @@
 """vLLM's V2 model runner on a CPU, its Triton kernels in Triton's interpreter, against the V1 runner.
 
-    pip install --target FOLDER --no-deps triton==3.7.1   # torch's own version; not in the lock for CPUs
-    TRITON_INTERPRET=1 PYTHONPATH=FOLDER python -m pytest tests/gpuless/test_v2_runner.py
+    tools/gpuless tests/gpuless/test_v2_runner.py
 
-Each kernel costs milliseconds, so a step takes about 0.1 s. Run this file in a process of its own: it has to
-prepare Triton before vLLM is imported.
+Each kernel costs milliseconds, so a step takes about 0.1 s. The file prepares Triton before vLLM is imported.
 """
 
 # ruff: noqa: E402
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("runs by a command of its own, with TRITON_INTERPRET=1", allow_module_level=True)
-
 from triton.backends import backends
 
 # vLLM's CPU build takes only a Triton with a backend for CPUs, which is not on PyPI; it asks for its name.
