@@ -293,6 +293,7 @@ DECLARED = (
     Metric(COMPARED, "tokens", "sum", "sampled by the trained weights, if older ones sampled some"),
     Metric(MISMATCH_OF_COMPARED, "nats", mean(COMPARED), "|log trainer / engine| of these"),
     Metric("mismatch/logprob_abs_diff_max", "nats", "max", "largest of a token"),
+    Metric("mismatch/equal_tokens", "share", PER_TOKEN, "trainer and engine agree bit for bit"),
     Metric(MISMATCH_KL, "nats", PER_TOKEN, "k1 estimate of KL(engine || trainer)"),
     Metric("mismatch/k3_kl", "nats", PER_TOKEN, "k3 estimate of it"),
     Metric("mismatch/chi2_token", "chi2", PER_TOKEN, "(trainer / engine)^2 - 1"),

@@ -104,6 +104,7 @@ def _execution_fields(parallel: ParallelRecipe, dtype: torch.dtype, sequence: bo
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
+        "deterministic_mode": torch.are_deterministic_algorithms_enabled(),
     }
     if parallel.pipeline > 1:  # rows differ in length, which needs this dispatcher
         fields |= {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}

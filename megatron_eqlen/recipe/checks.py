@@ -24,6 +24,7 @@ def check(recipe: Recipe) -> None:
     _check_engine(recipe.rollout)
     _check_sampling_mask(recipe.rollout)
     _check_columns(recipe.rollout)
+    _check_batch_invariant(recipe)
     _check_carry_over(recipe.rollout)
     _check_keep_streams(recipe)
     _check_memory(recipe)
@@ -155,6 +156,14 @@ def _check_columns(rollout: RolloutRecipe) -> None:
         raise ValueError(
             f"rollout.keep_columns: expected different names among {', '.join(SAMPLED)}, "
             f"found {', '.join(rollout.keep_columns)}"
+        )
+
+
+def _check_batch_invariant(recipe: Recipe) -> None:
+    if recipe.rollout.batch_invariant and recipe.cluster.device == "cpu":
+        raise ValueError(
+            "rollout.batch_invariant: true needs cluster.device: gpu, found cpu: vLLM has no batch-invariant "
+            "kernels for CPUs"
         )
 
 

@@ -137,10 +137,16 @@ def replicas(rollout: RolloutRecipe, processes_per_node: int) -> Iterator[str]:
 
 
 def engine(rollout: RolloutRecipe, model: ModelConfig) -> Iterator[str]:
-    """Yield violations of vLLM's tensor parallelism, which pads the vocabulary, replicates key-value heads if
-    they are fewer than the ranks, and divides every expert over all ranks."""
+    """Yield keys that vLLM does not support for the model, and violations of its tensor parallelism, which
+    pads the vocabulary, replicates key-value heads if they are fewer than the ranks, and divides every expert
+    over all ranks."""
     if rollout.keep_routes and model.experts is None:
         yield f"rollout.keep_routes: true, but a {model.model_type} model has no experts"
+    if rollout.batch_invariant and model.delta_net:
+        yield (
+            f"rollout.batch_invariant: true, but a {model.model_type} model has Gated DeltaNet, for which "
+            "vLLM has no batch-invariant kernels"
+        )
     key, parts = "rollout.tensor_parallel", rollout.tensor_parallel
     sizes = _tensor_sizes(model)
     heads = sizes.pop("num_key_value_heads")

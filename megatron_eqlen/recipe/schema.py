@@ -277,6 +277,10 @@ class RolloutRecipe(Section):
     max_staleness: PositiveInt = 8
     """With ``carry_over``: number of steps for which a rollout resumes after the step that drew its prompt;
     then it is cut. No token is trained more steps after it was sampled; with ``staleness`` the two add up."""
+    batch_invariant: bool = False
+    """Use kernels whose results do not depend on the batch: vLLM's batch-invariant ones in the engine
+    (``VLLM_BATCH_INVARIANT``; GPUs, no Gated DeltaNet), deterministic ones in training. Slower;
+    ``mismatch/equal_tokens`` says how many log-probs are then equal. Servers must be started with it, too."""
     tensor_parallel: PositiveInt = 1
     """GPUs of one engine or server replica."""
     max_num_seqs: PositiveInt = 512

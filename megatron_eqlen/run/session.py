@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_eqlen.hf.tokenizer import load_tokenizer
@@ -38,6 +40,8 @@ class Session:
 
     def __init__(self, recipe: Recipe) -> None:
         layout.check_started(recipe, distributed.world_size())
+        if recipe.rollout.batch_invariant:
+            use_deterministic_kernels()
         flight_recorder.enable()
         seconds = recipe.cluster.watchdog_seconds
         timeout = timedelta(seconds=max(1800.0, 2 * FIRST * (seconds or 0.0)))  # longer than a hang lasts
@@ -101,6 +105,20 @@ class Session:
         measured[f"time/{name}"] = span.ended - span.began
         if not alone:
             measured |= peak_memory.measured(name)
+
+
+def use_deterministic_kernels() -> None:
+    """Select deterministic kernels for training and batch-invariant kernels for a colocated vLLM. Call before
+    CUDA, NCCL, Transformer Engine and vLLM are used or imported: they read the environment then.
+
+    An operation without a deterministic kernel gives a warning with its name.
+    """
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+    os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    os.environ.setdefault("NCCL_ALGO", "Ring")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # needed only if it is read
 
 
 def _agree_on_revisions(recipe: Recipe) -> None:

@@ -63,6 +63,7 @@ def correct(trainer: torch.Tensor, engine: torch.Tensor, segments: Segments, los
         MISMATCH_KL: -difference,
         MISMATCH: difference.abs(),
         "mismatch/logprob_abs_diff_max": difference.abs(),
+        "mismatch/equal_tokens": difference == 0,
         "mismatch/k3_kl": DIVERGENCES["k3"](log_rho),
         "mismatch/chi2_token": (2 * log_rho).exp() - 1,
         SEQUENCES: 1 / segments.length,

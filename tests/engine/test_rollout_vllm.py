@@ -263,6 +263,8 @@ def test_what_an_engine_cannot_start_with_is_refused(tmp_path):
         open_engine(folder("qwen3"), kv_cache_gib=1e-5)
     with pytest.raises(ValueError, match=r"rollout\.tensor_parallel: 2 does not divide"):
         open_engine(folder("qwen3"), tensor_parallel=2)
+    with pytest.raises(ValueError, match=r"batch_invariant: true .* needs an NVIDIA GPU .* 9\.0, found cpu"):
+        open_engine(folder("qwen3"), batch_invariant=True)
 
 
 def test_the_draws_of_paths_and_positions_are_independent_uniforms():

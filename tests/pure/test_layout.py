@@ -237,6 +237,11 @@ REFUSED = {
         {"rollout.tensor_parallel": 4},
         "rollout.tensor_parallel: 4 does not divide the model's linear_num_key_heads 2",
     ),
+    "an engine's kernels": (
+        "qwen3_next",
+        {"rollout.batch_invariant": True},
+        "rollout.batch_invariant: true, but a qwen3_next model has Gated DeltaNet, for which vLLM has no",
+    ),
     "paths": (
         "qwen3",
         {"rollout.max_response_length": 500},

@@ -183,6 +183,7 @@ def test_the_mismatch_is_measured_as_defined():
     assert means["mismatch/kl"] == pytest.approx((0.1 - 0.5 + 0 + 1) / 4)
     assert means["mismatch/k3_kl"] == pytest.approx((rho - 1 - rho.log()).mean().item())
     assert means["mismatch/chi2_token"] == pytest.approx((rho.square() - 1).mean().item())
+    assert means["mismatch/equal_tokens"] == 1 / 4
     assert means["mismatch/rollout_is_truncated_fraction"] == 2 / 4, "e^0.5 and e^-1"
     assert means["mismatch/rollout_rs_masked_fraction"] == 2 / 4
     sums = {name: values.double().sum().item() for name, values in found.metrics.items()}

@@ -94,6 +94,10 @@ def small(**changes):
             "rollout.keep_columns: expected different names among entropy, found entropy, entropies",
         ),
         (
+            {"rollout": {"batch_invariant": True, "max_response_length": 100}, "cluster": {"device": "cpu"}},
+            "rollout.batch_invariant: true needs cluster.device: gpu, found cpu",
+        ),
+        (
             {"rollout": {"keep_sampling_mask": True, "max_response_length": 100}},
             "needs rollout.logprobs_mode: processed (both are of the kept tokens alone), found raw",
         ),

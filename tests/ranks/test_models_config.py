@@ -3,6 +3,7 @@ work."""
 
 import json
 import math
+import os
 import re
 import warnings
 from pathlib import Path
@@ -24,6 +25,7 @@ from megatron_eqlen.models.config import (
 )
 from megatron_eqlen.plan.flops import active_parameters, pair_cost
 from megatron_eqlen.recipe import ParallelRecipe
+from megatron_eqlen.run.session import use_deterministic_kernels
 from tests.kit.distributed import run_ranks
 from tests.kit.tiny_models import FAMILIES, LLAMA3, tiny_config
 
@@ -183,6 +185,20 @@ def test_yarn_is_that_of_transformers_to_the_bit(family, options):
     megatron = transformer_config(model, ParallelRecipe(), torch.float32)
     assert _yarn_get_concentration_factor_from_config(megatron) == pytest.approx(factor, rel=1e-15)
     assert model.context_length == int(rope["factor"] * rope["original_max_position_embeddings"])
+
+
+def test_deterministic_kernels_are_selected_for_torch_cublas_megatron_and_vllm(monkeypatch):
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    model = parse_config(tiny_config("qwen3").to_dict(), "test")
+    try:
+        use_deterministic_kernels()
+        assert torch.are_deterministic_algorithms_enabled()
+        assert transformer_config(model, ParallelRecipe(), torch.float32).deterministic_mode
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not transformer_config(model, ParallelRecipe(), torch.float32).deterministic_mode
+    assert os.environ["VLLM_BATCH_INVARIANT"] == "1"
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
 @pytest.mark.parametrize("factor", [8.0, 32])

@@ -341,10 +341,12 @@ class ServerEngine:
                 f"{replica.url}: expected a server with --max-model-len of at least {self.max_model_len}, "
                 f"found {limits['max_model_len']}"
             )
-        if self.rollout.keep_routes and not limits["routes"]:
-            raise EngineError(
-                f"{replica.url}: expected a server started with rollout.keep_routes: true, found false"
-            )
+        needed = {"keep_routes": "routes", "batch_invariant": "batch_invariant"}
+        for key, limit in needed.items():
+            if getattr(self.rollout, key) and not limits[limit]:
+                raise EngineError(
+                    f"{replica.url}: expected a server started with rollout.{key}: true, found false"
+                )
 
     def _update_replicas(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Send these weights to all replicas that answer. Raises EngineError when none is left, and whatever

@@ -19,11 +19,15 @@ ROUTES_ARGS = {"worker_cls": f"{ROUTES}.RoutesWorker", "scheduler_cls": f"{ROUTE
 RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0")}
 """Selects the V1 model runner where the environment does not ask for V2."""
 
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
+"""Variable that selects vLLM's batch-invariant kernels; read when vLLM is imported."""
+
 logger = logging.getLogger(__name__)
 
 
 def engine_args(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: int) -> dict[str, Any]:
-    """Return fields of vLLM 0.32's ``EngineArgs``. ``dtype`` is ``float32`` or ``bfloat16``."""
+    """Return fields of vLLM 0.32's ``EngineArgs``. ``dtype`` is ``float32`` or ``bfloat16``. Raises
+    ValueError for settings that vLLM does not support on this machine."""
     cpu = current_platform.is_cpu()
     kv_gib = rollout.kv_cache_gib or (1.0 if cpu else None)
     model = read_config(model_path)
@@ -43,11 +47,30 @@ def engine_args(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_l
     }
     if rollout.keep_routes:
         args |= ROUTES_ARGS
+    if rollout.batch_invariant:
+        _require_batch_invariant_kernels(rollout)
     if kv_gib:
         args["kv_cache_memory_bytes"] = int(kv_gib * 2**30)
     if model.yarn:  # vLLM takes max_position_embeddings for the length after scaling, Qwen3's files keep it
         args["hf_overrides"] = {"max_position_embeddings": model.context_length}
     return args
+
+
+def environ(rollout: RolloutRecipe) -> dict[str, str]:
+    """Return the environment variables that vLLM needs with these settings."""
+    return RUNNER | ({BATCH_INVARIANT: "1"} if rollout.batch_invariant else {})
+
+
+def _require_batch_invariant_kernels(rollout: RolloutRecipe) -> None:
+    """Raise ValueError unless this machine's GPU has batch-invariant kernels. On GPUs before Hopper vLLM
+    replaces ``aten::linear`` in the whole process by a kernel without a backward pass, so a trainer cannot
+    share the process."""
+    least = 9 if rollout.engine == "colocated" else 8
+    if not current_platform.is_cuda() or not current_platform.has_device_capability(10 * least):
+        raise ValueError(
+            f"rollout.batch_invariant: true with rollout.engine: {rollout.engine} needs an NVIDIA GPU of "
+            f"compute capability {least}.0, found {current_platform.get_device_name()}"
+        )
 
 
 def as_flags(args: dict[str, Any]) -> list[str]:

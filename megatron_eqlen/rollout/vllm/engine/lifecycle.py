@@ -23,7 +23,7 @@ from megatron_eqlen.recipe import RolloutRecipe, layout
 from megatron_eqlen.rollout.engine import EngineError
 from megatron_eqlen.rollout.vllm.engine.containment import contained
 from megatron_eqlen.rollout.vllm.engine.draws import PathDraws
-from megatron_eqlen.rollout.vllm.engine.engine_args import RUNNER, engine_args
+from megatron_eqlen.rollout.vllm.engine.engine_args import engine_args, environ
 from megatron_eqlen.rollout.vllm.engine.engine_core import client
 from megatron_eqlen.rollout.vllm.engine.repack import repack
 from megatron_eqlen.rollout.vllm.engine.sampler import PathSampler, install
@@ -44,7 +44,7 @@ def build(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: in
     args = engine_args(model_path, rollout, dtype, max_model_len)
     with contained():
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        os.environ.update(RUNNER)
+        os.environ.update(environ(rollout))
         if launched:
             os.environ["RANK"] = str(dist.get_rank())
             os.environ.setdefault("LOCAL_RANK", "0" if cpu else str(torch.cuda.current_device()))

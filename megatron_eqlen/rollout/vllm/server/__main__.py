@@ -19,7 +19,7 @@ from megatron_eqlen.tokens import SAMPLED
 
 def server_command(recipe: Recipe, port: int, host: str = "0.0.0.0") -> tuple[list[str], dict[str, str]]:
     """Return arguments and environment of a server that ``ServerEngine`` can use with this recipe."""
-    from megatron_eqlen.rollout.vllm.engine.engine_args import RUNNER, as_flags, engine_args
+    from megatron_eqlen.rollout.vllm.engine.engine_args import as_flags, engine_args, environ
 
     rollout = recipe.rollout
     longest = recipe.data.max_prompt_length + rollout.max_response_length
@@ -34,8 +34,8 @@ def server_command(recipe: Recipe, port: int, host: str = "0.0.0.0") -> tuple[li
         "worker_extension_cls": "megatron_eqlen.rollout.vllm.weights.worker.WorkerExtension",
         "weight_transfer_config": {"backend": f"eqlen_{rollout.sync}"},
     }
-    environ = {"VLLM_SERVER_DEV_MODE": "1", **RUNNER}
-    return [sys.executable, "-m", "megatron_eqlen.rollout.vllm.server.serve", *as_flags(flags)], environ
+    variables = {"VLLM_SERVER_DEV_MODE": "1", **environ(rollout)}
+    return [sys.executable, "-m", "megatron_eqlen.rollout.vllm.server.serve", *as_flags(flags)], variables
 
 
 def main() -> None:

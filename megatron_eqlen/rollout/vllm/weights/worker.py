@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
+from vllm import envs
 from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -113,7 +114,7 @@ class WorkerExtension:
         self, logprobs_mode: str, mask_width: int, keep_routes: bool, follow: bool, numbers: list[str]
     ) -> dict[str, int]:
         """Sample with these arguments of ``sampler.install``, and send routes if they are kept; return the
-        engine's limits, and whether it keeps routes."""
+        engine's limits and the settings that it was started with."""
         self._weight_update_active = False  # a trainer that was killed may have left one open
         install(self.model_runner, logprobs_mode == "processed", mask_width, follow, numbers)
         routes = self._eqlen_routes()
@@ -121,6 +122,7 @@ class WorkerExtension:
             routes.sent = keep_routes
         return {
             "routes": int(routes is not None),
+            "batch_invariant": int(envs.VLLM_BATCH_INVARIANT),
             "vocab_size": self.model_config.get_vocab_size(),
             "max_model_len": self.model_config.max_model_len,
         }
