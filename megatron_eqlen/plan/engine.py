@@ -30,17 +30,31 @@ STATE_BYTES = 4
 """Bytes of one number of Gated DeltaNet's state."""
 
 
+QUANTIZED = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "in_proj", "out_proj")
+"""Matrices that ``rollout.quantization`` quantizes, by the last part of their name in Megatron-Core."""
+QUANTIZED_BYTES = 1 + 4 / 128**2
+"""Bytes of a weight in fp8, with a float32 scale for each block of 128 x 128."""
+
+
 def weights(recipe: Recipe, model: ModelConfig) -> float:
-    return parameters(model, recipe.rollout.tensor_parallel) * BYTES[recipe.model.dtype]
+    """Return the bytes of weights on one rank of an engine."""
+    ranks, each = recipe.rollout.tensor_parallel, BYTES[recipe.model.dtype]
+    if not recipe.rollout.quantization:
+        return parameters(model, ranks) * each
+    quantized = parameters(model, ranks, QUANTIZED)
+    return quantized * QUANTIZED_BYTES + (parameters(model, ranks) - quantized) * each
 
 
 @cache
-def parameters(model: ModelConfig, ranks: int) -> float:
-    """Return the parameters on one rank of an engine. vLLM splits every tensor that Megatron-Core splits,
-    experts included; it replicates key-value heads if they are fewer than the ranks, and pads the vocabulary.
+def parameters(model: ModelConfig, ranks: int, kinds: tuple[str, ...] | None = None) -> float:
+    """Return the parameters on one rank of an engine, of matrices of the ``kinds`` named (None: of all
+    tensors). vLLM splits every tensor that Megatron-Core splits, experts included; it replicates key-value
+    heads if they are fewer than the ranks, and pads the vocabulary.
     """
     found = 0.0
     for weight in weight_map(model):
+        if kinds is not None and not _is_matrix_of(weight.megatron, kinds):
+            continue
         size = sum(map(prod, weight.shapes))
         if weight.dim is None:
             found += size
@@ -62,6 +76,11 @@ def sampler(recipe: Recipe, model: ModelConfig) -> float:
         return 0.0
     kind = "columns" if rollout.keep_columns else "vocabulary"
     return SAMPLER_BYTES[kind] * rollout.max_num_seqs * model.vocab_size
+
+
+def _is_matrix_of(name: str, kinds: tuple[str, ...]) -> bool:
+    *_, module, parameter = name.split(".")
+    return module in kinds and parameter == "weight"
 
 
 def kv_bytes_per_token(recipe: Recipe, model: ModelConfig) -> float:

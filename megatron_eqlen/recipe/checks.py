@@ -25,6 +25,7 @@ def check(recipe: Recipe) -> None:
     _check_sampling_mask(recipe.rollout)
     _check_columns(recipe.rollout)
     _check_batch_invariant(recipe)
+    _check_quantization(recipe)
     _check_carry_over(recipe.rollout)
     _check_keep_streams(recipe)
     _check_memory(recipe)
@@ -164,6 +165,14 @@ def _check_batch_invariant(recipe: Recipe) -> None:
         raise ValueError(
             "rollout.batch_invariant: true needs cluster.device: gpu, found cpu: vLLM has no batch-invariant "
             "kernels for CPUs"
+        )
+
+
+def _check_quantization(recipe: Recipe) -> None:
+    quantization = recipe.rollout.quantization
+    if quantization and recipe.model.dtype != "bfloat16":
+        raise ValueError(
+            f"rollout.quantization: {quantization} needs model.dtype: bfloat16, found {recipe.model.dtype}"
         )
 
 

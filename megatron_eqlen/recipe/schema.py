@@ -281,6 +281,11 @@ class RolloutRecipe(Section):
     """Use kernels whose results do not depend on the batch: vLLM's batch-invariant ones in the engine
     (``VLLM_BATCH_INVARIANT``; GPUs, no Gated DeltaNet), deterministic ones in training. Slower;
     ``mismatch/equal_tokens`` says how many log-probs are then equal. Servers must be started with it, too."""
+    quantization: Literal["fp8"] | None = None
+    """``fp8``: the engine quantizes its matrices at every weight sync, with a scale for each block of 128 x
+    128 weights, and activations as it computes (vLLM's online quantization); training stays in bfloat16.
+    Correct the mismatch with ``loss.rollout_is`` (docs/low_precision.md). Servers must be started with it,
+    too."""
     tensor_parallel: PositiveInt = 1
     """GPUs of one engine or server replica."""
     max_num_seqs: PositiveInt = 512

@@ -37,9 +37,13 @@ class _Probed(NamedTuple):
 
 
 class SyncCheck:
-    """Digests of the weights that were sent, and the earlier answers of the replicas."""
+    """Digests of the weights that were sent, and the earlier answers of the replicas.
 
-    def __init__(self) -> None:
+    ``quantized``: the engine quantizes weights to fp8, which does not see every change.
+    """
+
+    def __init__(self, quantized: bool = False) -> None:
+        self.quantized = quantized
         self.sent: dict[str, torch.Tensor] = {}
         self.probed: dict[str, _Probed] = {}
         """Newest answer of each replica, and the weights that had been sent when it first gave it."""
@@ -52,7 +56,7 @@ class SyncCheck:
         """Pass a stream of weights through and keep their digests."""
         sent = {}
         for name, tensor in named_tensors:
-            sent[name] = digest(tensor)
+            sent[name] = digest(quantize(tensor) if self.quantized else tensor)
             yield name, tensor
         self.sent, self.due = sent, True
 
@@ -79,6 +83,17 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
         bits = bits.clone()
     length = bits.numel() - bits.numel() % 4
     return bits[:length].view(torch.int64).sum() + bits[length:].sum(dtype=torch.int64)
+
+
+def quantize(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values of a matrix in fp8, with a scale for each row; other tensors unchanged."""
+    import torch
+
+    if tensor.dim() < 2:
+        return tensor
+    values = tensor.detach().float()
+    largest = values.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    return (values * (torch.finfo(torch.float8_e4m3fn).max / largest)).to(torch.float8_e4m3fn)
 
 
 def _changed(before: dict[str, torch.Tensor], now: dict[str, torch.Tensor]) -> float:

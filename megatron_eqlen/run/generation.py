@@ -149,7 +149,7 @@ class Generator(InTurn):
         session.watchdog.add_facts(lambda: {"engine": self.engine.state()})
         self.patience = self.recipe.rollout.request_timeout
         """Seconds after which a silent engine is given up."""
-        self.sync_check = SyncCheck()
+        self.sync_check = SyncCheck(quantized=self.recipe.rollout.quantization is not None)
         self.watch = MismatchWatch(self.recipe.rollout.mismatch)
         self.suspended: dict[RolloutKey, RolloutOrigin] = {}
         self.resumed: dict[RolloutKey, RolloutOrigin] = {}

@@ -71,6 +71,32 @@ def test_after_a_sync_the_engine_is_a_freshly_loaded_one(fresh, monkeypatch):
     assert after != before
 
 
+def test_a_sync_to_an_fp8_engine_quantizes_the_new_weights():
+    """The engine equals a fresh one; log-probs differ from those of bfloat16 by more than its round-off."""
+    settings = {"dtype": "bfloat16", "eos": EOS, "temperature": 1.0}
+    engine = open_engine(folder("qwen3", 0), quantization="fp8", **settings)
+    weights = load_file(folder("qwen3", 1) / "model.safetensors")
+    check = SyncCheck(quantized=True)
+    for version, seed in enumerate((0, 1)):
+        sent = load_file(folder("qwen3", seed) / "model.safetensors")
+        engine.update_weights(check.passing((n, w.bfloat16()) for n, w in sent.items()), version)
+        assert check.stale(engine.probe()) == []
+    engine.update_weights(check.passing((n, w.bfloat16()) for n, w in weights.items()), 2)
+    after = generate(engine, requests(8))
+    engine.close()
+    fresh = open_engine(folder("qwen3", 1), quantization="fp8", **settings)
+    assert generate(fresh, requests(8)) == after
+    held = dict(lifecycle._worker_runner(fresh.llm).get_model().named_parameters())
+    assert held["model.layers.0.mlp.down_proj.weight"].dtype == torch.float8_e4m3fn
+    assert held["model.embed_tokens.weight"].dtype == held["lm_head.weight"].dtype == torch.bfloat16
+    fresh.close()
+    paths = [torch.tensor([*context, *after[name][0]]) for name, (context, _, _) in requests(8).items()]
+    engines = torch.tensor([logprob for tokens in after.values() for logprob in tokens[1]])
+    lengths = [len(tokens[0]) for tokens in after.values()]
+    difference = (logprobs_of("qwen3", paths, lengths, torch.bfloat16) - engines).abs().mean()
+    assert 0.03 < difference < 0.3
+
+
 def logprobs_of(kind: str, paths: list[torch.Tensor], lengths: list[int], dtype: torch.dtype) -> torch.Tensor:
     """Return Transformers' log-probs of the last tokens of each path (``lengths``), one path after the
     other."""

@@ -187,6 +187,19 @@ def test_sampling_from_the_whole_vocabulary_takes_memory_beside_vllms_share():
     assert added == pytest.approx(28 * without.recipe.rollout.max_num_seqs * 151936)
 
 
+def test_fp8_halves_the_engines_matrices_and_leaves_embeddings_and_norms():
+    """Qwen3-8B: 36 layers, hidden size 4096, 32 and 8 heads of 128, MLP of 12288, vocabulary 151936."""
+    recipe = load(ROOT / "recipes/qwen3_8b.yaml", ["rollout.tensor_parallel=1"])
+    quantized = recipe.model_copy(
+        update={"rollout": recipe.rollout.model_copy(update={"quantization": "fp8"})}
+    )
+    model = model_config(recipe)
+    matrices = 36 * 4096 * ((2 * 32 + 2 * 8) * 128 + 3 * 12288)
+    saved = engine.weights(recipe, model) - engine.weights(quantized, model)
+    assert saved == pytest.approx(matrices * (2 - 1 - 4 / 128**2))
+    assert engine.kv_cache(quantized, model) - engine.kv_cache(recipe, model) == pytest.approx(saved)
+
+
 def test_buckets_begin_and_end_where_megatron_aligns_them():
     buffer = Buffer(sizes=(100, 10, 70), ranks=3)
     assert buffer.buckets == [384], "70, from 128: 10, from 192: 100, to a multiple of 384"

@@ -94,6 +94,13 @@ def small(**changes):
             "rollout.keep_columns: expected different names among entropy, found entropy, entropies",
         ),
         (
+            {
+                "model": {"path": "m", "dtype": "float32"},
+                "rollout": {"quantization": "fp8", "max_response_length": 100},
+            },
+            "rollout.quantization: fp8 needs model.dtype: bfloat16, found float32",
+        ),
+        (
             {"rollout": {"batch_invariant": True, "max_response_length": 100}, "cluster": {"device": "cpu"}},
             "rollout.batch_invariant: true needs cluster.device: gpu, found cpu",
         ),

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eqlen.rollout.sync_check import SyncCheck, digest
+from megatron_eqlen.rollout.sync_check import SyncCheck, digest, quantize
 
 Weights = dict[str, torch.Tensor]
 
@@ -98,3 +98,20 @@ def test_a_digest_sees_any_one_number_and_only_what_bfloat16_can_hold(size, at, 
     assert digest(tensor) != digest(changed)
     assert digest(tensor) == digest(tensor.bfloat16())
     assert digest(torch.cat([changed[:1], tensor]).bfloat16()[1:]) == digest(tensor)
+
+
+def test_a_change_that_fp8_does_not_see_is_no_alarm_with_a_quantized_engine():
+    weights = random_weights(0)
+    closer = {name: tensor * (1 - 0.01 * (tensor.abs() < 0.5)) for name, tensor in weights.items()}
+    seen = {
+        name: not torch.equal(quantize(weights[name]).float(), quantize(tensor).float())
+        for name, tensor in closer.items()
+    }
+    assert sum(seen.values()) <= len(seen) / 2
+    for quantized in (False, True):
+        check, replica = SyncCheck(quantized), {"r": Replica()}
+        assert sync(check, weights, replica) == []
+        replica["r"].held = weights
+        found = sync(check, closer, replica, lazy=("r",))
+        assert found == ([] if quantized else ["r"])
+    assert torch.equal(quantize(torch.zeros(2, 2)).float(), torch.zeros(2, 2))

@@ -341,11 +341,11 @@ class ServerEngine:
                 f"{replica.url}: expected a server with --max-model-len of at least {self.max_model_len}, "
                 f"found {limits['max_model_len']}"
             )
-        needed = {"keep_routes": "routes", "batch_invariant": "batch_invariant"}
-        for key, limit in needed.items():
-            if getattr(self.rollout, key) and not limits[limit]:
+        for key in ("keep_routes", "batch_invariant", "quantization"):
+            if (value := getattr(self.rollout, key)) and not limits[key]:
                 raise EngineError(
-                    f"{replica.url}: expected a server started with rollout.{key}: true, found false"
+                    f"{replica.url}: expected a server started with rollout.{key}: {str(value).lower()}, "
+                    f"found one without"
                 )
 
     def _update_replicas(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:

@@ -21,6 +21,9 @@ RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": os.environ.get("VLLM_USE_V2_MODEL_RUNNER",
 
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 """Variable that selects vLLM's batch-invariant kernels; read when vLLM is imported."""
+UNQUANTIZED = [r"re:.*\.gate$", r"re:.*\.in_proj_(b|a|ba)$"]
+"""Small matrices that stay in bfloat16 with ``rollout.quantization``, as in Qwen's FP8 releases: routers, and
+the gates of Gated DeltaNet. Embeddings and the output layer stay so as well; vLLM quantizes neither."""
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +50,8 @@ def engine_args(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_l
     }
     if rollout.keep_routes:
         args |= ROUTES_ARGS
+    if rollout.quantization:
+        args |= _quantization_args(model)
     if rollout.batch_invariant:
         _require_batch_invariant_kernels(rollout)
     if kv_gib:
@@ -59,6 +64,18 @@ def engine_args(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_l
 def environ(rollout: RolloutRecipe) -> dict[str, str]:
     """Return the environment variables that vLLM needs with these settings."""
     return RUNNER | ({BATCH_INVARIANT: "1"} if rollout.batch_invariant else {})
+
+
+def _quantization_args(model: ModelConfig) -> dict[str, Any]:
+    """Return the arguments of online fp8 quantization. vLLM's blockwise kernels for CPUs need AMX; without
+    AMX there is one with a scale for each row of weights, in torch, for dense models."""
+    if current_platform.is_cpu() and model.experts:
+        raise ValueError(
+            f"rollout.quantization: fp8: vLLM's CPU build has no fp8 kernel for the experts of a "
+            f"{model.model_type} model"
+        )
+    scales = "fp8_per_channel" if current_platform.is_cpu() else "fp8_per_block"
+    return {"quantization": scales, "quantization_config": {"ignore": UNQUANTIZED}}
 
 
 def _require_batch_invariant_kernels(rollout: RolloutRecipe) -> None:
@@ -74,14 +91,14 @@ def _require_batch_invariant_kernels(rollout: RolloutRecipe) -> None:
 
 
 def as_flags(args: dict[str, Any]) -> list[str]:
-    """Return engine arguments as command-line flags; False ones are left out."""
+    """Return engine arguments as command-line flags."""
     flags = []
     for name, value in args.items():
-        flag = "--" + name.replace("_", "-")
+        flag = name.replace("_", "-")
         if isinstance(value, bool):
-            flags += [flag] if value else []
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
         else:
-            flags += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+            flags += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
     return flags
 
 

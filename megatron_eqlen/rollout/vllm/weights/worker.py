@@ -121,7 +121,8 @@ class WorkerExtension:
         if routes is not None:
             routes.sent = keep_routes
         return {
-            "routes": int(routes is not None),
+            "keep_routes": int(routes is not None),
+            "quantization": int(self.model_config.quantization is not None),
             "batch_invariant": int(envs.VLLM_BATCH_INVARIANT),
             "vocab_size": self.model_config.get_vocab_size(),
             "max_model_len": self.model_config.max_model_len,
