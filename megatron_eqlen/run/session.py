@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils import deterministic
 
 from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.models import groups
@@ -118,7 +119,7 @@ def use_deterministic_kernels() -> None:
     os.environ["VLLM_BATCH_INVARIANT"] = "1"
     os.environ.setdefault("NCCL_ALGO", "Ring")
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # needed only if it is read
+    deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue] (a property)
 
 
 def _agree_on_revisions(recipe: Recipe) -> None:
