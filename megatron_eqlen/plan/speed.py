@@ -329,8 +329,8 @@ def decoding(recipe: Recipe, model: ModelConfig, gpu: Gpu, batch: float, context
 def _weights_read(recipe: Recipe, model: ModelConfig, batch: float) -> float:
     """Return the bytes of weights that a decode step reads on one GPU; only experts that a token chose are
     read."""
-    total = engine.weights(recipe, model)
-    active = active_parameters(model) * BYTES[recipe.model.dtype] / recipe.rollout.tensor_parallel
+    total, ranks = engine.weights(recipe, model), recipe.rollout.tensor_parallel
+    active = active_parameters(model) / ranks * total / engine.parameters(model, ranks)
     if model.experts is None or total <= active:
         return total
     share = model.experts.num_experts_per_tok / model.experts.num_experts

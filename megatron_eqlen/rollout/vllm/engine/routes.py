@@ -139,6 +139,7 @@ class RouteCapture:
         for number in np.flatnonzero(first & ~self.runner.discard_request_mask.np[:count]).tolist():
             name = batch.req_ids[number]
             params = self.runner.requests[name].sampling_params
+            assert params is not None, "requests of pooling models have none"
             if rows := (params.extra_args or {}).get(PATH_ROWS):
                 found.append((name, number, rows))
         return found

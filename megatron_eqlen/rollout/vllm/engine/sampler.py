@@ -178,8 +178,8 @@ def install(
     Raises EngineError unless it is one of vLLM's model runners with vLLM's plain sampler: vLLM would
     otherwise generate with a sampler of its own, whose log-probs and draws are others.
     """
-    v2 = isinstance(runner, V2ModelRunner)
-    if not v2 and not isinstance(runner, GPUModelRunner):
+    v2 = issubclass(type(runner), V2ModelRunner)
+    if not v2 and not issubclass(type(runner), GPUModelRunner):
         raise EngineError(f"expected vLLM's V1 or V2 model runner, found {_name(runner)}")
     plain, ours = (V2Sampler, V2PathSampler) if v2 else (Sampler, PathSampler)
     found = runner.sampler
@@ -196,7 +196,7 @@ def install(
     settings = processed, mask_width, follow, tuple(numbers)
     if type(found) is ours and found.settings == settings:
         return
-    if v2:
+    if isinstance(found, V2Sampler):
         runner.sampler = V2PathSampler(found, processed, mask_width, numbers)
     else:
         runner.sampler = PathSampler(runner, *settings)
