@@ -234,6 +234,17 @@ class MismatchRecipe(Section):
     the run after the step, with a checkpoint."""
 
 
+class SpeculationRecipe(Section):
+    """Speculative decoding: drafts are accepted where the sampler draws the same token, so that tokens and
+    log-probs are those without it."""
+
+    method: Literal["none", "ngram"] = "none"
+    """Source of the drafts. ``ngram``: tokens that followed the newest few tokens earlier in the same
+    path."""
+    tokens: Annotated[int, Field(gt=0, le=64), NUMBER] = 4
+    """Most tokens of a draft."""
+
+
 class RolloutRecipe(Section):
     """Generation of responses: sampling, the engine, and the limits of a step's harvest."""
 
@@ -316,6 +327,7 @@ class RolloutRecipe(Section):
     (servers must be started with the same value)."""
     request_timeout: PositiveFloat = 600.0
     """Seconds without progress after which an engine counts as hung."""
+    speculation: SpeculationRecipe = SpeculationRecipe()
     mismatch: MismatchRecipe = MismatchRecipe()
 
     @property

@@ -116,7 +116,7 @@ def test_the_removed_mass_is_counted_without_waiting_for_the_gpu():
     with FakeTensorMode(allow_non_fake_inputs=True):
         path_sampler = PathSampler(Namespace(**vars(runner) | {"device": "cuda"}), processed=False)
         mass = torch.ones(3, dtype=torch.float64, device="cuda")
-        path_sampler._count_removed(mass, np.array([True, False, True]))
+        path_sampler.count_removed(mass, np.array([True, False, True]))
     assert path_sampler.sampled == 2
 
 
@@ -124,7 +124,7 @@ def test_rows_in_their_prefill_have_no_removed_mass():
     runner, _ = batch(requests(3), 10, "cpu")
     path_sampler = PathSampler(runner, processed=False)
     mass = torch.tensor([0.75, 0.5, 1.0], dtype=torch.float64)
-    path_sampler._count_removed(mass, np.array([True, False, True]))
+    path_sampler.count_removed(mass, np.array([True, False, True]))
     assert path_sampler.take_removed_mass() == (0.25, 2)
 
 

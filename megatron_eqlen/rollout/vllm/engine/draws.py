@@ -71,12 +71,12 @@ class PathDraws:
         self.sampled = 0
 
     def draw(
-        self, logits: Tensor, limits: Limits, draws: np.ndarray, counted: np.ndarray
-    ) -> tuple[Tensor, LogprobsTensors]:
-        """Return a token for each row ([rows] int64) and what is recorded of it.
+        self, logits: Tensor, limits: Limits, draws: np.ndarray
+    ) -> tuple[Tensor, LogprobsTensors, Tensor]:
+        """Return a token for each row ([rows] int64), what is recorded of it, and the mass of its kept set
+        ([rows] float64).
 
-        ``logits``: [rows, vocabulary], any float dtype. ``draws``: [rows] float64 in [0, 1). ``counted``:
-        [rows] bool, False for rows that are still in their prefill, whose samples vLLM discards.
+        ``logits``: [rows, vocabulary], any float dtype. ``draws``: [rows] float64 in [0, 1).
         """
         logits = logits.float() / limits.temperature.unsqueeze(1)
         logprobs = logits.log_softmax(-1)
@@ -98,7 +98,6 @@ class PathDraws:
         tokens, logprobs = _at(ids, drawn), logprobs.gather(1, drawn)
         if self.processed:
             logprobs = logprobs - mass.log().float()
-        self._count_removed(mass.squeeze(1), counted)
         columns = tokens
         if self.mask_width:
             columns = torch.cat((tokens, torch.where(masses.gt(0), _at(ids, likely), tokens)), 1)
@@ -108,7 +107,8 @@ class PathDraws:
             columns = torch.cat((columns, names.expand(len(columns), -1)), 1)
             logprobs = torch.cat((logprobs, numbers), 1)
         ranks = torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device)  # not read
-        return tokens.squeeze(1), LogprobsTensors(columns.to(torch.int32), logprobs.contiguous(), ranks)
+        recorded = LogprobsTensors(columns.to(torch.int32), logprobs.contiguous(), ranks)
+        return tokens.squeeze(1), recorded, mass.squeeze(1)
 
     def take_removed_mass(self) -> tuple[float, int]:
         total = float(self.removed), self.sampled
@@ -124,9 +124,9 @@ class PathDraws:
         logs = torch.where(kept > 0, logprobs.double() - mass.log(), 0.0)
         return torch.stack([NUMBERS[name](probabilities, logs) for name in self.numbers], 1).float()
 
-    def _count_removed(self, mass: Tensor, counted: np.ndarray) -> None:
-        """Add the removed probability of the rows that are ``counted``; ``mass``: [rows] float64. Nothing
-        here waits for the GPU."""
+    def count_removed(self, mass: Tensor, counted: np.ndarray) -> None:
+        """Add the removed probability of rows. ``mass``: [rows] float64, of their kept sets. ``counted``:
+        [rows] bool, False for rows whose samples vLLM discards. Nothing here waits for the GPU."""
         removed = (1 - mass).clamp(min=0)
         if not counted.all():  # an index of booleans would wait for their number
             rows = torch.from_numpy(counted).to(mass.device, non_blocking=True)

@@ -12,6 +12,7 @@ from vllm.platforms import current_platform
 
 from megatron_eqlen.hf.config import ModelConfig, read_config
 from megatron_eqlen.recipe import RolloutRecipe
+from megatron_eqlen.recipe.schema import SpeculationRecipe
 
 ROUTES = "megatron_eqlen.rollout.vllm.engine.routes"
 ROUTES_ARGS = {"worker_cls": f"{ROUTES}.RoutesWorker", "scheduler_cls": f"{ROUTES}.scheduler"}
@@ -52,6 +53,8 @@ def engine_args(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_l
         args |= ROUTES_ARGS
     if rollout.quantization:
         args |= _quantization_args(model)
+    if rollout.speculation.method != "none":
+        args |= _speculation_args(rollout.speculation, model)
     if rollout.batch_invariant:
         _require_batch_invariant_kernels(rollout)
     if kv_gib:
@@ -64,6 +67,19 @@ def engine_args(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_l
 def environ(rollout: RolloutRecipe) -> dict[str, str]:
     """Return the environment variables that vLLM needs with these settings."""
     return RUNNER | ({BATCH_INVARIANT: "1"} if rollout.batch_invariant else {})
+
+
+def _speculation_args(speculation: SpeculationRecipe, model: ModelConfig) -> dict[str, Any]:
+    """Return the arguments of speculative decoding. Asynchronous scheduling would plan a step before it is
+    known how many tokens of a draft were accepted; draws need the length of the path. Rejected drafts must be
+    taken back from Gated DeltaNet's state, for which vLLM has only a Triton kernel."""
+    if current_platform.is_cpu() and model.delta_net:
+        raise ValueError(
+            f"rollout.speculation.method: {speculation.method}: vLLM's CPU build has no kernel for the Gated "
+            f"DeltaNet of a {model.model_type} model with speculative decoding"
+        )
+    config = {"method": speculation.method, "num_speculative_tokens": speculation.tokens}
+    return {"speculative_config": config, "async_scheduling": False}
 
 
 def _quantization_args(model: ModelConfig) -> dict[str, Any]:

@@ -26,7 +26,8 @@ from megatron_eqlen.rollout.vllm.engine.draws import PathDraws
 from megatron_eqlen.rollout.vllm.engine.engine_args import engine_args, environ
 from megatron_eqlen.rollout.vllm.engine.engine_core import client
 from megatron_eqlen.rollout.vllm.engine.repack import repack
-from megatron_eqlen.rollout.vllm.engine.sampler import PathSampler, install
+from megatron_eqlen.rollout.vllm.engine.sampler import PathSampler
+from megatron_eqlen.rollout.vllm.engine.speculation import install
 
 _live_engines = 0
 _owns_process_group = False

@@ -24,7 +24,7 @@ from megatron_eqlen.rollout.vllm.engine.draws import TIES, Limits, PathDraws, un
 
 
 @dataclass
-class _Rows:
+class Rows:
     """Values that stay the same as long as the batch's requests do."""
 
     metadata: SamplingMetadata
@@ -57,7 +57,7 @@ class PathSampler(PathDraws, Sampler):
         self.follow = follow
         self.followed: dict[str, str] = {}
         """Tickets of requests, by vLLM's ids."""
-        self.rows: _Rows | None = None
+        self.rows: Rows | None = None
 
     @property
     def settings(self) -> tuple[bool, int, bool, tuple[str, ...]]:
@@ -68,14 +68,13 @@ class PathSampler(PathDraws, Sampler):
     ) -> SamplerOutput:
         """Sample a token for each row. ``logits``: [rows, vocabulary], any float dtype."""
         count = len(logits)
-        if self.rows is None or self.rows.metadata is not sampling_metadata:
-            self.rows = self._rows(sampling_metadata, count)
-        if self.rows is None:  # vLLM's own dummy run, or another client's request to a server
+        if (rows := self.rows_of(sampling_metadata, count)) is None:
             return super().forward(logits, sampling_metadata, *args, **kwargs)
         lengths = self.runner.input_batch.num_tokens_no_spec[:count]
-        draws = uniform(self.rows.seeds, lengths.astype(np.uint64))
-        counted = ~self.runner.discard_request_mask.np[:count]
-        tokens, recorded = self.draw(logits, self.rows.limits, draws, counted)
+        tokens, recorded, mass = self.draw(
+            logits, rows.limits, uniform(rows.seeds, lengths.astype(np.uint64))
+        )
+        self.count_removed(mass, ~self.runner.discard_request_mask.np[:count])  # rows still in their prefill
         return SamplerOutput(tokens.to(torch.int32).unsqueeze(1), recorded)
 
     def sampled_tokens(self) -> dict[str, int | None]:
@@ -89,8 +88,14 @@ class PathSampler(PathDraws, Sampler):
         self.followed = {name: ticket for name, ticket in self.followed.items() if states[name] is not None}
         return counts
 
-    def _rows(self, metadata: SamplingMetadata, rows: int) -> _Rows | None:
-        """Return the values of a batch; None if a row has no seed."""
+    def rows_of(self, metadata: SamplingMetadata, count: int) -> Rows | None:
+        """Return the values of a batch of ``count`` requests; None if one has no seed: in vLLM's own dummy
+        run, or in another client's request to a server."""
+        if self.rows is None or self.rows.metadata is not metadata:
+            self.rows = self._rows(metadata, count)
+        return self.rows
+
+    def _rows(self, metadata: SamplingMetadata, rows: int) -> Rows | None:
         names = self.runner.input_batch.req_ids
         params = [self.runner.requests[name].sampling_params for name in names]
         extras = [param.extra_args or {} for param in params]
@@ -109,7 +114,7 @@ class PathSampler(PathDraws, Sampler):
         top_k = [param.top_k for param in params]
         most_kept = None if min(top_k) < 1 else max(top_k) + TIES
         limits = Limits(metadata.temperature, metadata.top_k, metadata.top_p, min_p, most_kept)
-        return _Rows(metadata, np.array(seeds, dtype=np.uint64), limits)
+        return Rows(metadata, np.array(seeds, dtype=np.uint64), limits)
 
 
 class V2PathSampler(PathDraws, V2Sampler):
@@ -146,8 +151,8 @@ class V2PathSampler(PathDraws, V2Sampler):
         # an upper bound only where drafts may be rejected
         lengths = input_batch.seq_lens_cpu_upper_bound.numpy()[:rows]
         draws = uniform(self.seeds[places], lengths.astype(np.uint64))
-        counted = lengths >= input_batch.prefill_len_np
-        tokens, recorded = self.draw(logits, self._limits(input_batch), draws, counted)
+        tokens, recorded, mass = self.draw(logits, self._limits(input_batch), draws)
+        self.count_removed(mass, lengths >= input_batch.prefill_len_np)
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             input_batch.seq_lens.new_ones(rows),
             input_batch.seq_lens,

@@ -24,7 +24,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from megatron_eqlen.rollout.vllm.engine.repack import repack
-from megatron_eqlen.rollout.vllm.engine.sampler import install
+from megatron_eqlen.rollout.vllm.engine.speculation import install
 from megatron_eqlen.rollout.vllm.weights.relay import Neighbours, node_name, receive_on_node
 
 logger = logging.getLogger(__name__)
