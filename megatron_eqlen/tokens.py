@@ -76,7 +76,7 @@ KEPT = Column(
     mean="harvest/kept_per_token",
 )
 """Sampling mask: ids that top-k, top-p and min-p kept, ascending; the token is among them."""
-ROUTES = Column("routes", None, "moe", size="harvest/route_bytes")
+ROUTES = Column("routes", None, "moe", unknown=-1, size="harvest/route_bytes")
 """[moe_layers, top_k] experts that each MoE layer chose for the prediction of the token, at the position
 whose input is the preceding token on its path; in the model's order of layers, without dense layers. A
 prompt's first token is not predicted: its row is zeros and is not read."""

@@ -387,9 +387,9 @@ class Row:
     """Columns of the supervised tokens for the loss: [S] float64 or int64 where a token has one number,
     ``Column.unknown`` elsewhere; ragged columns have one list for each of the n supervised positions. See
     ``column``."""
-    routes: np.ndarray | None = None
-    """[S, layers, top_k] int16, the experts of each position in the MoE layers of this rank; -1: the router
-    chooses. None: the router chooses everywhere."""
+    path_columns: dict[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
+    """Columns of the path (``Column.of_path``): [S, MoE layers of this rank, ...] int16, ``Column.unknown`` at
+    positions without values; empty if no position has any."""
 
     def column(self, name: str) -> np.ndarray:
         """Return [S], a column of one number for each token; all ``Column.unknown`` if the row has none."""

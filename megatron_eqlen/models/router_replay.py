@@ -1,10 +1,10 @@
 """Routers that compute with the experts which the engine chose (R3, routing replay: arXiv 2510.11370).
 
-A row holds the experts of each of its positions and layers (``Row.routes``). The router chooses these experts
+A row holds the experts of each of its positions and layers (``tokens.ROUTES``). The router chooses these experts
 and weights them by the model's own scores, so the gradient flows through the router as usual. Positions
 without routes, such as padding, are routed freely.
 
-    TreeParams.routes ─► ReplayLayer.forward ─► ReplayRouter.given ─► Megatron's routing asks GivenExperts
+    TreeParams.path_columns ─► ReplayLayer.forward ─► ReplayRouter.given ─► Megatron's routing asks GivenExperts
 
 Megatron's own ``router_replay.RouterReplay`` is one list for the process, filled before a pass with the
 choices to be replayed, so that passes, interleaved stages and recomputation must be synchronised by hand.
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from megatron_eqlen.metrics import EXPERT_AGREEMENT, ROUTER_AGREEMENT
 from megatron_eqlen.models.tree_params import TreeParams
+from megatron_eqlen.tokens import ROUTES
 from megatron_eqlen.types import Metrics
 
 
@@ -133,12 +134,12 @@ class ReplayLayer(TransformerLayer):
 
     def forward(self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **kwargs: Any) -> Any:
         kwargs["packed_seq_params"] = packed_seq_params
-        routes = packed_seq_params.routes if isinstance(packed_seq_params, TreeParams) else None
-        if routes is None or not isinstance(self.mlp, MoELayer):
+        columns = packed_seq_params.path_columns if isinstance(packed_seq_params, TreeParams) else {}
+        if ROUTES.name not in columns or not isinstance(self.mlp, MoELayer):
             return super().forward(*args, **kwargs)
         router = self.mlp.router
         assert isinstance(router, ReplayRouter)
-        with router.given(routes):
+        with router.given(columns[ROUTES.name]):
             return super().forward(*args, **kwargs)
 
 

@@ -16,7 +16,7 @@ Everything here is built with numpy from the nodes alone; nothing is of size S x
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -108,8 +108,8 @@ class TreeParams(PackedSeqParams):
     visible_until: Tensor
     """[S] int64: k is visible to q iff k <= q < visible_until[k]."""
     nodes: tuple[RowNode, ...]
-    routes: Tensor | None = None
-    """``Row.routes`` at this rank's positions."""
+    path_columns: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """``Row.path_columns`` at this rank's positions."""
     share: Share | None = None
     """This rank's part of the row; None: all of it."""
     attention: Backend | None = None
@@ -135,7 +135,7 @@ class TreeParams(PackedSeqParams):
         padding = [
             RowNode(a, b - a, parent=-1, depth=0, position=0) for a, b in zip(starts, ends, strict=False)
         ]
-        routes = row.routes if row.routes is None or share is None else row.routes[share.positions]
+        positions = slice(None) if share is None else share.positions
         return cls(
             qkv_format="sbhd",
             max_seqlen_q=longest,
@@ -143,7 +143,10 @@ class TreeParams(PackedSeqParams):
             position_ids=torch.from_numpy(row.position_ids).to(device),
             visible_until=torch.from_numpy(row.visible_until).to(device),
             nodes=(*row.nodes, *padding),
-            routes=None if routes is None else torch.from_numpy(routes).to(device),
+            path_columns={
+                name: torch.from_numpy(values[positions]).to(device)
+                for name, values in row.path_columns.items()
+            },
             share=share,
             attention=attention,
         )

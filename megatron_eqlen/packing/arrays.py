@@ -50,7 +50,7 @@ def _check_mask(forest: Forest, node: int) -> None:
 def check_route_shapes(forest: Forest, expected: tuple[int, int]) -> None:
     """Raise TreeError if a node's routes do not have the model's (MoE layers, experts per token). Reads
     shapes only, so skeletons suffice."""
-    for node in np.flatnonzero(forest.has_routes).tolist():
+    for node in np.flatnonzero(forest.has_path_columns).tolist():
         routes = forest.node(node).tokens["routes"]
         if routes.shape[1:] != expected:
             raise TreeError(
@@ -62,7 +62,7 @@ def check_route_shapes(forest: Forest, expected: tuple[int, int]) -> None:
 def check_routes(forest: Forest, nodes: np.ndarray, experts: int) -> None:
     """Raise TreeError if routes of ``nodes`` ([m] int64, forest indices) name an expert outside ``experts``,
     or the same expert twice."""
-    for node in nodes[forest.has_routes[nodes]].tolist():
+    for node in nodes[forest.has_path_columns[nodes]].tolist():
         routes = forest.node(node).tokens["routes"][int(forest.parent[node] < 0) :]
         highest = routes.max(initial=0)
         if highest >= experts:

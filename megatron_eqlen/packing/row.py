@@ -46,7 +46,7 @@ def fill_row(
     advantage = np.fromiter((forest.node(node).advantage for node in nodes), np.float64, len(nodes))
     row.advantages[:used] = np.repeat(np.where(trained, advantage, 0.0), lengths)
     row.weights[:used] = np.repeat(np.where(trained, forest.weight[nodes], 0.0), lengths)
-    row.routes = _routes(forest, nodes, starts, length)
+    row.path_columns = _path_columns(forest, nodes, starts, length)
     if for_loss:
         row.columns = _columns(forest, nodes[trained], row.segment_ids >= 0)
     return row
@@ -112,18 +112,20 @@ def _inputs(
     return inputs
 
 
-def _routes(forest: Forest, nodes: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray | None:
-    """Return [length, layers, top_k] int16, -1 at positions without routes; None if no position has
-    routes."""
-    row = None
+def _path_columns(
+    forest: Forest, nodes: np.ndarray, starts: np.ndarray, length: int
+) -> dict[str, np.ndarray]:
+    """Return ``Row.path_columns`` of a row of ``length`` positions."""
+    columns: dict[str, np.ndarray] = {}
     for start, node, root in zip(starts.tolist(), nodes.tolist(), forest.parent[nodes] < 0, strict=True):
-        tokens = forest.node(node).tokens
-        if "routes" in tokens:
-            experts = tokens["routes"][int(root) :]
-            if row is None:
-                row = np.full((length, *experts.shape[1:]), -1, np.int16)
-            row[start : start + len(experts)] = experts
-    return row
+        for name, values in forest.node(node).tokens.columns.items():
+            if not COLUMNS[name].of_path:
+                continue
+            values = values[int(root) :]
+            if name not in columns:
+                columns[name] = np.full((length, *values.shape[1:]), COLUMNS[name].unknown, np.int16)
+            columns[name][start : start + len(values)] = values
+    return columns
 
 
 def _columns(forest: Forest, nodes: np.ndarray, supervised: np.ndarray) -> dict[str, Values]:

@@ -68,9 +68,11 @@ class Forest:
         return len(self.nodes)
 
     @cached_property
-    def has_routes(self) -> np.ndarray:
-        """[n] bool, the same on every rank."""
-        return np.fromiter(("routes" in node.tokens for node in self.nodes), bool, len(self))
+    def has_path_columns(self) -> np.ndarray:
+        """[n] bool, True for nodes with a column of the path (``Column.of_path``); the same on every rank."""
+        names = [name for name, column in COLUMNS.items() if column.of_path]
+        found = (any(name in node.tokens for name in names) for node in self.nodes)
+        return np.fromiter(found, bool, len(self))
 
     @cached_property
     def depth(self) -> np.ndarray:

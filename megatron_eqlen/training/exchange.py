@@ -76,7 +76,7 @@ def exchange(
     TreeError if routes do not fit the model.
     """
     planned, experts = exchange_tokens(planned, placements), model.experts
-    if not planned.forest.has_routes.any():
+    if not planned.forest.has_path_columns.any():
         return planned, {}
     check_route_shapes(
         planned.forest, (sum(experts.layers), experts.num_experts_per_tok) if experts else (0, 0)
@@ -121,7 +121,7 @@ def exchange_paths(planned: Packing, placements: Sequence[Placement]) -> tuple[P
     for layers in dict.fromkeys(placement.moe_layers for placement in placements):
         of_stage = [demand.first_hop() for demand in demands if demand.share.layers == layers]
         received += send_tokens(nodes, of_stage)
-    own = forest.has_routes & ((forest.home < 0) | (forest.home == rank))
+    own = forest.has_path_columns & ((forest.home < 0) | (forest.home == rank))
     for number in np.flatnonzero(own).tolist():
         tokens = of_layers(nodes[number].tokens, placements[rank].moe_layers)
         nodes[number] = dataclasses.replace(nodes[number], tokens=tokens)
@@ -140,5 +140,5 @@ def _path_demands(planned: Packing, placements: Sequence[Placement]) -> Iterator
     for placement, ranks in stages.items():
         nodes, _ = planned.needed(placement.data_parallel)
         if placement.moe_layers:
-            routed = nodes[planned.forest.has_routes[nodes]]
+            routed = nodes[planned.forest.has_path_columns[nodes]]
             yield demand_of(routed, planned.forest.home, ranks, Share("moe", placement.moe_layers))

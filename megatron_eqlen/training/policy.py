@@ -274,7 +274,7 @@ class Policy:
     @contextlib.contextmanager
     def _comparing(self, rows: Rows) -> Iterator[None]:
         """Set ``rows.agreement`` from the first pass over rows in the block."""
-        if rows.agreement is not None or not rows.planned.forest.has_routes.any():
+        if rows.agreement is not None or not rows.planned.forest.has_path_columns.any():
             yield
             return
         with compared(self.chunks) as agreement:

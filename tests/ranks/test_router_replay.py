@@ -116,8 +116,8 @@ def free_and_given(folder: Path, replayed: bool) -> tuple[Trained, Trained]:
             found.append(Trained(sum(loss for loss, _ in logs), gradients(model)))
             layers = len(choices) // len(rows)
             for place, row in enumerate(rows[: None if number == 0 else 0]):
-                row.routes = as_routes(choices[place * layers : (place + 1) * layers])
-                row.routes = row.routes if replayed else np.roll(row.routes, 1, axis=0)
+                routes = as_routes(choices[place * layers : (place + 1) * layers])
+                row.path_columns = {"routes": routes if replayed else np.roll(routes, 1, axis=0)}
             for router in routers(model):
                 router.replays = replayed
     return found[0], found[1]
@@ -187,7 +187,7 @@ def test_the_load_that_the_auxiliary_loss_evens_out_is_that_of_the_experts_compu
         pool = RouterPool(chunks)
         with pool.counting():
             run_rows(chunks, rows, 1.0, lambda *_: None, train=False)
-        trained = np.concatenate([row.routes[row.weights > 0] for row in rows])
+        trained = np.concatenate([row.path_columns["routes"][row.weights > 0] for row in rows])
         for column, router in enumerate(pool.routers):
             assert (
                 router.pool.tolist()
