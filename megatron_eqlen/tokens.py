@@ -44,6 +44,12 @@ class Column:
     ragged: bool = False
     sampled: bool = False
     """True for a number that the sampler delivers where ``rollout.keep_columns`` names the column."""
+    always: bool = False
+    """True for a column of every track, also on ranks that neither record nor train it."""
+    keep_key: str | None = None
+    """Key in ``rollout`` of a recipe: true where the engine delivers the column."""
+    record_key: str | None = None
+    """Key in ``rollout``: false where the record of rollouts leaves the column out."""
     rarely_changes: bool = False
     """True for values that stay the same over many tokens; they take no memory in a track."""
     unknown: float = 0.0
@@ -62,21 +68,30 @@ class Column:
         return self.needed_by == "moe"
 
 
-TOKEN_IDS = Column("token_ids", "int32", "rows")
+TOKEN_IDS = Column("token_ids", "int32", "rows", always=True)
 LOGPROBS = Column("logprobs", "float32", "loss")
 """The engine's log-probs of the tokens (rollout_logprobs), natural log, in ``rollout.logprobs_mode``."""
-VERSIONS = Column("versions", "int32", "loss", rarely_changes=True, unknown=-1)
+VERSIONS = Column("versions", "int32", "loss", always=True, rarely_changes=True, unknown=-1)
 """Policy version of the weights that sampled the token."""
 KEPT = Column(
     "kept",
     "int32",
     "loss",
     ragged=True,
+    keep_key="keep_sampling_mask",
     count="harvest/masked_tokens",
     mean="harvest/kept_per_token",
 )
 """Sampling mask: ids that top-k, top-p and min-p kept, ascending; the token is among them."""
-ROUTES = Column("routes", None, "moe", unknown=-1, size="harvest/route_bytes")
+ROUTES = Column(
+    "routes",
+    None,
+    "moe",
+    keep_key="keep_routes",
+    record_key="record_routes",
+    unknown=-1,
+    size="harvest/route_bytes",
+)
 """[moe_layers, top_k] experts that each MoE layer chose for the prediction of the token, at the position
 whose input is the preceding token on its path; in the model's order of layers, without dense layers. A
 prompt's first token is not predicted: its row is zeros and is not read."""
@@ -88,10 +103,14 @@ nats."""
 COLUMNS = {column.name: column for column in (TOKEN_IDS, LOGPROBS, VERSIONS, KEPT, ROUTES, ENTROPY)}
 """All columns, in the order in which they are sent and recorded."""
 
+ALWAYS = tuple(column.name for column in COLUMNS.values() if column.always)
+"""Names of the columns of every track."""
+
 SAMPLED = tuple(column.name for column in COLUMNS.values() if column.sampled)
 """Names of the columns that ``rollout.keep_columns`` may name."""
 
-_PLAIN = {column.name for column in COLUMNS.values() if column.dtype and not column.ragged}
+NUMBERS = tuple(column.name for column in COLUMNS.values() if column.dtype and not column.ragged)
+"""Names of the columns of one number for each token."""
 
 MOST_PER_TOKEN = 255
 """Maximum length of a token's list in a ragged column."""
@@ -274,6 +293,15 @@ class Tokens:
     def token_ids(self) -> TokenIds:
         return self.columns["token_ids"]
 
+    @property
+    def oldest_version(self) -> int:
+        """Oldest policy version that sampled one of the tokens, at least one."""
+        return int(self.columns["versions"].min())
+
+    def sampled_by(self, version: int) -> bool:
+        """Return True if weights of ``version`` sampled all tokens."""
+        return bool((self.columns["versions"] == version).all())
+
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, Tokens)
@@ -310,7 +338,7 @@ class Tokens:
         """Names of the columns, with everything that their memory depends on besides the number of tokens:
         ``token_ids logprobs kept:310 routes:48x8:uint8``."""
         words = [
-            name if name in _PLAIN else _described(name, values) for name, values in self.columns.items()
+            name if name in NUMBERS else _described(name, values) for name, values in self.columns.items()
         ]
         return sys.intern(" ".join(words))
 
@@ -397,15 +425,15 @@ class GrowingTokens:
     72, and nearly as fast to append to.
     """
 
-    __slots__ = ("_appends", "_version", "columns", "token_ids", "versions")
+    __slots__ = ("_appends", "columns", "token_ids", "version", "versions")
 
     def __init__(self) -> None:
         self.token_ids = array("i")
         self.versions = _Runs()
         self.columns: dict[str, Any] = {}
         """The other columns, by name."""
-        self._version: int | None = None
-        """Version of the last token."""
+        self.version: int | None = None
+        """Policy version of the last token."""
         self._appends: list[tuple[str, Callable[[Any], None]]] = []
         """Names of ``columns`` and their methods ``append``."""
 
@@ -418,9 +446,9 @@ class GrowingTokens:
         count = len(token_ids)
         if not count:
             return
-        if version != self._version:
+        if version != self.version:
             self.versions.begin(len(self.token_ids), version)
-            self._version = version
+            self.version = version
         self.token_ids.fromlist(token_ids)
         if len(columns) != len(self._appends):
             self.expect(columns)
@@ -446,8 +474,8 @@ class GrowingTokens:
         versions = tokens.columns.get("versions", np.full(len(tokens), VERSIONS.unknown, np.int32))
         changes = np.flatnonzero(np.diff(versions, prepend=versions[:1] - 1))
         for start in changes.tolist():
-            self._version = int(versions[start])
-            self.versions.begin(len(self) + start, self._version)
+            self.version = int(versions[start])
+            self.versions.begin(len(self) + start, self.version)
         self.token_ids.frombytes(np.ascontiguousarray(tokens.token_ids).tobytes())
         self.expect(name for name in tokens.columns if name not in ("token_ids", "versions"))
         for name, column in self.columns.items():
@@ -462,12 +490,15 @@ class GrowingTokens:
         del self.token_ids[end:]
         for column in (self.versions, *self.columns.values()):
             column.cut(end)
-        self._version = self.versions.last
+        self.version = self.versions.last
 
-    def values(self, name: str, stop: int | None = None) -> Any:
-        """Return the values of a column for the tokens before number ``stop``, by default for all."""
-        column = self.versions if name == VERSIONS.name else self.columns[name]
-        return column.values(0, len(self) if stop is None else stop)
+    def values(self, name: str, stop: int) -> np.ndarray:
+        """Return the values of a column of arrays for the tokens before number ``stop``."""
+        return self.columns[name].values(0, stop)
+
+    def sampled_by(self, version: int) -> bool:
+        """Return True if weights of ``version`` sampled all tokens."""
+        return self.versions.all_are(version)
 
     def __getitem__(self, part: slice) -> Tokens:
         start, stop, _ = part.indices(len(self))
@@ -563,6 +594,9 @@ class _Runs:
     @property
     def last(self) -> int | None:
         return self._numbers[-1] if self._numbers else None
+
+    def all_are(self, number: int) -> bool:
+        return all(found == number for found in self._numbers)
 
     def begin(self, start: int, number: int) -> None:
         """Set ``number`` for all tokens from number ``start`` on."""

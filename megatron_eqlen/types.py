@@ -388,8 +388,8 @@ class Row:
     ``Column.unknown`` elsewhere; ragged columns have one list for each of the n supervised positions. See
     ``column``."""
     path_columns: dict[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
-    """Columns of the path (``Column.of_path``): [S, MoE layers of this rank, ...] int16, ``Column.unknown`` at
-    positions without values; empty if no position has any."""
+    """Columns of the path (``Column.of_path``): [S, MoE layers of this rank, ...] int16, ``Column.unknown``
+    at positions without values; empty if no position has any."""
 
     def column(self, name: str) -> np.ndarray:
         """Return [S], a column of one number for each token; all ``Column.unknown`` if the row has none."""

@@ -28,7 +28,7 @@ def _everything(items: list) -> list:
 
 
 def _no_columns(prompt: Prompt, index: int) -> bool:
-    """Keep token ids alone: no evaluation reads log-probs or sampling masks."""
+    """Keep no columns besides ``tokens.ALWAYS``: no evaluation reads others."""
     return False
 
 

@@ -1,10 +1,10 @@
 """Routers that compute with the experts which the engine chose (R3, routing replay: arXiv 2510.11370).
 
-A row holds the experts of each of its positions and layers (``tokens.ROUTES``). The router chooses these experts
-and weights them by the model's own scores, so the gradient flows through the router as usual. Positions
-without routes, such as padding, are routed freely.
+A row holds the experts of each of its positions and layers (``tokens.ROUTES``). The router chooses these
+experts and weights them by the model's own scores, so the gradient flows through the router as usual.
+Positions without routes, such as padding, are routed freely.
 
-    TreeParams.path_columns ─► ReplayLayer.forward ─► ReplayRouter.given ─► Megatron's routing asks GivenExperts
+    TreeParams.path_columns ─► ReplayLayer.forward ─► ReplayRouter.given ─► routing asks GivenExperts
 
 Megatron's own ``router_replay.RouterReplay`` is one list for the process, filled before a pass with the
 choices to be replayed, so that passes, interleaved stages and recomputation must be synchronised by hand.

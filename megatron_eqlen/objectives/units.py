@@ -9,6 +9,7 @@ from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling import KINDS, kind_of
 from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty, no_penalty
+from megatron_eqlen.tokens import COLUMNS
 from megatron_eqlen.types import FinishReason, Rollout, TokenTree
 
 
@@ -20,7 +21,7 @@ def comparison_units(
     Raises ValueError for a rollout of another ``sampling`` than the recipe's (a replayed dump, say).
     """
     _check_kind(rollout, recipe)
-    _check_masks(rollout, recipe)
+    _check_columns(rollout, recipe)
     return KINDS[recipe.sampling].compare(rollout, recipe, _length_penalty(recipe, objective))
 
 
@@ -67,13 +68,16 @@ def _check_kind(rollout: Rollout, recipe: Recipe) -> None:
         )
 
 
-def _check_masks(rollout: Rollout, recipe: Recipe) -> None:
-    """Raise ValueError unless the rollout has sampling masks exactly where the recipe says so: training
-    normalises over the masks, or over the vocabulary."""
-    wanted = recipe.rollout.keep_sampling_mask
-    for segment in rollout.segments():
-        if wanted != ("kept" in segment.tokens) and len(segment):
+def _check_columns(rollout: Rollout, recipe: Recipe) -> None:
+    """Raise ValueError unless the rollout has the loss's columns that a key of the recipe switches on, and
+    no others: with a sampling mask, for example, the loss normalises over its tokens instead of the
+    vocabulary."""
+    for name, column in COLUMNS.items():
+        if column.needed_by != "loss" or column.keep_key is None:
+            continue
+        wanted = name in recipe.rollout.columns
+        if any(wanted != (name in segment.tokens) and len(segment) for segment in rollout.segments()):
             raise ValueError(
-                f"prompt {rollout.prompt_id}: rollout.keep_sampling_mask: {str(wanted).lower()}, found a "
-                f"rollout recorded {'without' if wanted else 'with'} sampling masks"
+                f"prompt {rollout.prompt_id}: rollout.{column.keep_key}: {str(wanted).lower()}, found a "
+                f"rollout recorded {'without' if wanted else 'with'} the column {name}"
             )

@@ -27,6 +27,7 @@ from megatron_eqlen.report.metrics import Records, mean_of_known, read_metrics
 from megatron_eqlen.report.run_groups import BASE, Group
 from megatron_eqlen.report.tables import Accuracy, Column, Difference
 from megatron_eqlen.rollout.record.reader import read_step
+from megatron_eqlen.tokens import COLUMNS, NUMBERS
 
 METHOD, PER_HOUR, PER_TOKEN = "Method", "Samples/GPU-h", "Samples/1k tokens"
 HEADINGS = {
@@ -172,7 +173,7 @@ def tax_of_run(folder: Path, recipe: Recipe) -> Tax:
 
 
 def tax_of_step(folder: Path, recipe: Recipe) -> Tax:
-    rollouts = trained(read_step(folder, without=("kept", "routes")), recipe)
+    rollouts = trained(read_step(folder, without=COLUMNS.keys() - NUMBERS), recipe)
     batches, _ = build_minibatches(rollouts, recipe)
     return sum(map(learning_tax, batches), Tax())
 

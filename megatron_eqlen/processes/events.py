@@ -32,7 +32,7 @@ BEAT = 15.0
 """Seconds at most between two signs of life of a run: an event, or else a new time stamp of the file."""
 LOCK_PATIENCE = 2.0
 """Seconds to wait for the lock; a process that was stopped may hold it."""
-KEPT = 1000
+MOST_WAITING = 1000
 """Number of events that wait for a slow disk; older ones are dropped."""
 
 Event = dict[str, Any]
@@ -113,7 +113,7 @@ class EventWriter(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._waiting: deque[Event] = deque(maxlen=KEPT)
+        self._waiting: deque[Event] = deque(maxlen=MOST_WAITING)
         self._news, self._over = threading.Event(), threading.Event()
 
     def note(self, kind: str, **fields: Any) -> None:

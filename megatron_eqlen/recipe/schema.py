@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from megatron_eqlen.recipe.budget import Budget
 from megatron_eqlen.recipe.naming import variant_name
 from megatron_eqlen.recipe.plugins import is_import_path
+from megatron_eqlen.tokens import COLUMNS, LOGPROBS
 
 
 def _number(value: Any) -> Any:
@@ -342,14 +343,16 @@ class RolloutRecipe(Section):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Columns of tokens that the engine delivers (``tokens.COLUMNS``), besides their ids and versions."""
-        optional = {"kept": self.keep_sampling_mask, "routes": self.keep_routes}
-        return ("logprobs", *(name for name, keeps in optional.items() if keeps), *self.keep_columns)
+        """Columns of tokens that the engine delivers (``tokens.COLUMNS``), besides those of every track."""
+        keys = {name: column.keep_key for name, column in COLUMNS.items()}
+        optional = (name for name, key in keys.items() if key is not None and getattr(self, key))
+        return (LOGPROBS.name, *optional, *self.keep_columns)
 
     @property
     def unrecorded_columns(self) -> tuple[str, ...]:
         """Columns that the record of rollouts leaves out."""
-        return () if self.record_routes else ("routes",)
+        keys = {name: column.record_key for name, column in COLUMNS.items()}
+        return tuple(name for name, key in keys.items() if key is not None and not getattr(self, key))
 
     @property
     def trains_older(self) -> bool:

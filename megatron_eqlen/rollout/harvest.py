@@ -108,8 +108,8 @@ def _check_version(rollout: Rollout, version: int, oldest: int | None) -> None:
 
 def _oldest_version(rollout: Rollout) -> int:
     """Return the oldest policy version that sampled a token of the rollout."""
-    versions = [segment.tokens["versions"].min() for segment in rollout.segments() if len(segment)]
-    return int(min(versions, default=rollout.policy_version))
+    oldest = (segment.tokens.oldest_version for segment in rollout.segments() if len(segment))
+    return min(oldest, default=rollout.policy_version)
 
 
 def check_prompts(prompts: Sequence[Prompt], recipe: Recipe, max_model_len: int) -> None:

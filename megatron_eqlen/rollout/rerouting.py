@@ -20,13 +20,11 @@ from megatron_eqlen.rollout.engine import Decoder, EngineError
 from megatron_eqlen.rollout.meter import Meter
 from megatron_eqlen.sampling.harvester import Harvester
 from megatron_eqlen.sampling.track import Track
-from megatron_eqlen.tokens import Tokens
+from megatron_eqlen.tokens import ROUTES, Tokens
 from megatron_eqlen.types import Delta, RolloutKey
 
-ROUTES = "routes"
-
 PROMPT = (-1, 0)
-"""Key of the prompt in ``Rerouting.versions``."""
+"""Key of the prompt in ``Rerouting.prefills``."""
 
 
 class PathRequest(NamedTuple):
@@ -52,7 +50,7 @@ class Rerouting:
         """Rollouts that an earlier step began."""
         self.requests: dict[str, PathRequest] = {}
         """Requests in flight that bring rows of their path."""
-        self.versions: dict[RolloutKey, dict[tuple[int, int], int]] = {}
+        self.prefills: dict[RolloutKey, dict[tuple[int, int], int]] = {}
         """Policy version whose prefill chose the first rows of a part's routes, where it is not the one that
         sampled its tokens; by the number of the part and of these rows, or ``PROMPT``."""
 
@@ -62,38 +60,37 @@ class Rerouting:
         older ones."""
         if not len(track) or not track.keeps_columns:
             return
-        versions = track.tokens.values("versions")
-        current = self.engine.policy_version
-        if track.finish_reason is not None and versions[-1] == current and (versions != current).any():
+        tokens, current = track.tokens, self.engine.policy_version
+        if track.finish_reason is not None and tokens.version == current and not tokens.sampled_by(current):
             track.reopen()
 
     def rows_of(self, track: Track, key: RolloutKey) -> int:
         """Return the number of rows that a track's new request brings of its path: of the prompt for the
         first request of a rollout, of all positions where older weights chose some of the routes."""
         version, prompt = self.engine.policy_version, self.running[key].prompt
-        versions = self.versions.setdefault(key, {})
+        prefills = self.prefills.setdefault(key, {})
         if self._has_older(track, key, version):
             rows = len(track.path) - 1
-        elif self.running[key].prompt_columns is None and PROMPT not in versions:
+        elif self.running[key].prompt_columns is None and PROMPT not in prefills:
             rows = len(prompt.token_ids) - 1
         else:
             return 0
-        versions[PROMPT] = version
+        prefills[PROMPT] = version
         self.requests[track.request_id] = PathRequest(rows, version)
         return rows
 
     def _has_older(self, track: Track, key: RolloutKey, version: int) -> bool:
         """Return True if weights other than those of ``version`` chose routes of a track's path."""
-        harvester, versions = self.running[key], self.versions[key]
+        harvester, prefills = self.running[key], self.prefills[key]
         resumed = harvester.prompt_columns is not None and key in self.resumed
-        if versions.get(PROMPT, -1 if resumed else version) != version:
+        if prefills.get(PROMPT, -1 if resumed else version) != version:
             return True
-        if (track.tokens.values("versions") != version).any():
+        if not track.tokens.sampled_by(version):
             return True
         return any(
-            versions[part.number, shared] != version
-            if (part.number, shared) in versions
-            else bool((part.segment.tokens["versions"] != version).any())
+            prefills[part.number, shared] != version
+            if (part.number, shared) in prefills
+            else not part.segment.tokens.sampled_by(version)
             for _, part, shared in harvester.parts_along(track)
         )
 
@@ -102,50 +99,52 @@ class Rerouting:
         if (request := self.requests.pop(delta.request_id, None)) is None:
             return
         rows = _asked(delta, request.rows)
-        harvester, versions = self.running[key], self.versions[key]
+        harvester, prefills = self.running[key], self.prefills[key]
         prompt = len(harvester.prompt.token_ids)
         older: list[np.ndarray] = []
         newer: list[np.ndarray] = []
         # prompt: its first token is not predicted
         if harvester.prompt_columns is not None:
-            older.append(harvester.prompt_columns[ROUTES][1:])
+            older.append(harvester.prompt_columns[ROUTES.name][1:])
             newer.append(rows[: prompt - 1])
         of_prompt = np.concatenate([np.zeros_like(rows[:1], shape=(1, *rows.shape[1:])), rows[: prompt - 1]])
-        track.prompt_columns = harvester.prompt_columns = Tokens({ROUTES: of_prompt})
+        track.prompt_columns = harvester.prompt_columns = Tokens({ROUTES.name: of_prompt})
         # finished parts
         for start, part, shared in harvester.parts_along(track):
             first = prompt - 1 + start
             if first + shared > len(rows):
                 continue
-            versions[part.number, 1] = versions[part.number, shared] = request.version
+            prefills[part.number, 1] = prefills[part.number, shared] = request.version
             tokens = part.segment.tokens
-            if ROUTES in tokens:
-                known, chosen = tokens[ROUTES], rows[first : first + shared]
-                part.segment.tokens = tokens.with_column(ROUTES, np.concatenate([chosen, known[shared:]]))
+            if ROUTES.name in tokens:
+                known, chosen = tokens[ROUTES.name], rows[first : first + shared]
+                part.segment.tokens = tokens.with_column(
+                    ROUTES.name, np.concatenate([chosen, known[shared:]])
+                )
                 older.append(known[:shared])
                 newer.append(chosen)
         # the track's own tokens
         own = rows[len(track.context) - 1 :]
         if len(own) and track.keeps_columns:
-            older.append(track.tokens.values(ROUTES, len(own)))
+            older.append(track.tokens.values(ROUTES.name, len(own)))
             newer.append(own)
-            track.tokens.replace(ROUTES, own)
+            track.tokens.replace(ROUTES.name, own)
         if older:
             self.meter.rerouted(np.concatenate(older), np.concatenate(newer))
 
     def lose(self, request_id: str, key: RolloutKey) -> None:
         """Forget a request that the engine gave up."""
         if self.requests.pop(request_id, None) is not None:
-            self.versions[key].pop(PROMPT, None)
+            self.prefills[key].pop(PROMPT, None)
 
     def end(self, key: RolloutKey) -> None:
         """Forget a rollout that runs no more."""
-        self.versions.pop(key, None)
+        self.prefills.pop(key, None)
 
 
 def _asked(delta: Delta, expected: int) -> np.ndarray:
     """Return the routes of its path that a request asked for. Raises EngineError where rows are missing."""
-    found = delta.path.get(ROUTES)
+    found = delta.path.get(ROUTES.name)
     if found is None or len(found) != expected:
         raise EngineError(
             f"request {delta.request_id}: expected routes of the first {expected} positions of its path, "

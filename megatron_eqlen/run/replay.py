@@ -20,7 +20,7 @@ from megatron_eqlen.run.generation import InTurn, select
 from megatron_eqlen.run.replicas import shared
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Batch, Step
-from megatron_eqlen.tokens import COLUMNS
+from megatron_eqlen.tokens import ALWAYS, COLUMNS
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.types import Metrics, Prompt, RolloutKey
 
@@ -46,7 +46,7 @@ class Replay(InTurn):
         with self.session.stage("harvest") as seconds:
             mine = prompts[dist.get_rank() :: dist.get_world_size()]
             asked = {prompt.prompt_id for prompt in mine}
-            unused = COLUMNS.keys() - {"token_ids", "versions", *self.recipe.rollout.columns}
+            unused = COLUMNS.keys() - {*ALWAYS, *self.recipe.rollout.columns}
             rollouts = read_step(self.streams / step.name, asked, unused)
         return Batch(rollouts, seconds, None, prompts)
 

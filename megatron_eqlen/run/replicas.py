@@ -57,7 +57,7 @@ class Replicas:
         return (prompt.number // self.count + index) % self.graders == self.place
 
     def keeps(self, prompt: Prompt, index: int) -> bool:
-        """Return True if this rank needs a rollout's log-probs and masks, to record or to grade it."""
+        """Return True if this rank needs all columns of a rollout, to record or to grade it."""
         return self.leads or self.grades(prompt, index)
 
     def part(self, rollouts: Sequence[Some]) -> list[Some]:

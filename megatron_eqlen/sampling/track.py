@@ -10,7 +10,7 @@ import hashlib
 from array import array
 from typing import Any
 
-from megatron_eqlen.tokens import GrowingTokens, Tokens
+from megatron_eqlen.tokens import ALWAYS, GrowingTokens, Tokens
 from megatron_eqlen.types import Delta, FinishReason, Prompt, Segment
 
 
@@ -58,8 +58,7 @@ class Track:
         self.prompt_columns: Tokens | None = None
         """Columns of the rollout's prompt, where this track's request brought them."""
         self.keeps_columns = True
-        """False on a rank that neither records nor trains the rollout: it keeps token ids and
-        policy versions only."""
+        """False on a rank that neither records nor trains the rollout: it keeps ``ALWAYS`` only."""
         self.finish_reason: FinishReason | None = None
         self.attempts = 0
         self.age = 0
@@ -105,7 +104,7 @@ class Track:
 
     def resume(self, known: Tokens) -> None:
         """Take the tokens of an earlier attempt at this track, or of an earlier step."""
-        self.tokens.extend(known if self.keeps_columns else known.only(("token_ids", "versions")))
+        self.tokens.extend(known if self.keeps_columns else known.only(ALWAYS))
         self._end(first=0)
 
     def _end(self, first: int) -> None:

@@ -73,7 +73,7 @@ def exchange(
     Collective.
 
     ``placements``: one per rank of the world. Received arrays live as long as the returned plan. Raises
-    TreeError if routes do not fit the model.
+    TreeError if columns of the path do not fit the model.
     """
     planned, experts = exchange_tokens(planned, placements), model.experts
     if not planned.forest.has_path_columns.any():

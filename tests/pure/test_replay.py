@@ -68,7 +68,7 @@ OTHERS = {
     "no routes": (
         streams_of(3, 2),
         {"rollout": {"max_response_length": 192, "keep_routes": True}},
-        r"expected routes of all tokens, found tokens without: .*rollout\.record_routes.*keep_routes=false",
+        r"expected routes of all tokens, .*rollout\.record_routes\); change rollout\.keep_routes to train",
     ),
     "a run stopped in the middle": (streams_of(3, 2)[:-1], {}, "expected 2 rollouts .*, found 1 of a#2"),
 }

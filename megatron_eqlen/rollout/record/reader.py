@@ -36,7 +36,7 @@ from megatron_eqlen.rollout.record.format import (
 )
 from megatron_eqlen.rollout.record.recorder import FILES, GRADE_FILES, OLD_FILES, OPEN, OPEN_FILES
 from megatron_eqlen.sampling import kind_of
-from megatron_eqlen.tokens import COLUMNS, VERSIONS, Tokens
+from megatron_eqlen.tokens import COLUMNS, NUMBERS, VERSIONS, Tokens
 from megatron_eqlen.types import Grade, Prompt, Rollout, RolloutKey, rollout_key, training_order
 
 RowKey = tuple[str, int | None]
@@ -98,8 +98,7 @@ def fill_numbers(skeletons: Sequence[Rollout], files: Sequence[Path]) -> None:
     rows: set[RowKey] = {
         row for skeleton in skeletons for row in (rollout_key(skeleton), (skeleton.prompt_id, None))
     }
-    numbers = [name for name, column in COLUMNS.items() if column.dtype and not column.ragged]
-    rollouts = _assembled(files, (*SKELETON, *numbers, "gold"), rows).rollouts
+    rollouts = _assembled(files, (*SKELETON, *NUMBERS, "gold"), rows).rollouts
     for skeleton in skeletons:
         rollout = rollouts[rollout_key(skeleton)]
         skeleton.prompt = replace(skeleton.prompt, gold=rollout.prompt.gold)

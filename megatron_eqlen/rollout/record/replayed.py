@@ -12,14 +12,8 @@ from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout.record.reader import has_columns
 from megatron_eqlen.rollout.record.recorder import FILES
 from megatron_eqlen.sampling import KINDS, kind_of
+from megatron_eqlen.tokens import COLUMNS
 from megatron_eqlen.types import Rollout, rollout_key
-
-KEEPERS = {
-    "logprobs": "it was made by hand",
-    "kept": "rollout.keep_sampling_mask",
-    "routes": "rollout.keep_routes, rollout.record_routes; with rollout.keep_routes=false the trainer's own "
-    "routers choose the experts",
-}
 
 
 class ReplayError(ValueError):
@@ -48,9 +42,12 @@ def check_step(folder: Path, rollouts: Sequence[Rollout], recipe: Recipe, eos: f
         _refuse(folder, f"rollouts of sampling: {recipe.sampling}", " and ".join(kinds) or "none")
     missing = [name for name in recipe.rollout.columns if not all(has_columns(r, [name]) for r in rollouts)]
     if missing:
+        column = COLUMNS[missing[0]]
+        keep = column.keep_key or "keep_columns"
+        keys = (f"rollout.{key}" for key in (keep, column.record_key) if key)
         raise ReplayError(
-            f"--replay: {folder}: expected {missing[0]} of all tokens, found tokens without: its run did not "
-            f"keep or record them ({KEEPERS.get(missing[0], 'rollout.keep_columns')})"
+            f"--replay: {folder}: expected {column.name} of all tokens, found tokens without: its run did "
+            f"not keep or record them ({', '.join(keys)}); change rollout.{keep} to train without"
         )
     prompts = {recorded.prompt_id: recorded.prompt for recorded in rollouts}
     if recipe.rollout.carry_over:
