@@ -11,10 +11,13 @@ from pathlib import Path
 
 from megatron_eqlen.check.finding import Check, Finding, Place
 from megatron_eqlen.data.overlap import read_overlaps
+from megatron_eqlen.data.prompts import PromptSource
+from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.megatron_cpu import packages
 from megatron_eqlen.megatron_cpu.packages import FLA, NEEDED, TRANSFORMER_ENGINE, Package
 from megatron_eqlen.plan.model import model_config
-from megatron_eqlen.recipe.inputs import fetch, revisions
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe.inputs import fetch, local_path, revisions
 from megatron_eqlen.rewards.code.grader import offered_isolation
 
 PYTHONS = ((3, 12), (3, 13))
@@ -46,12 +49,25 @@ def package(wanted: Package, place: Place) -> Finding | None:
 
 
 def inputs(place: Place) -> Finding | None:
-    """Check the model, data and benchmarks that the recipe reads; download those that it names on the hub."""
+    """Check the model, data and benchmarks that the recipe reads; download those that it names on the hub.
+    Where seconds do not matter, make the prompts of the first step."""
     if place.recipe is None:
         return None
     fetch(place.recipe)
     commits = "".join(f", {key} {commit}" for key, commit in revisions(place.recipe).items())
-    return Finding("ok", f"{place.recipe.model.path} and the data are there{commits}")
+    prompts = "" if place.short else f"; {_first_prompts(place.recipe)}"
+    return Finding("ok", f"{place.recipe.model.path} and the data are there{commits}{prompts}")
+
+
+def _first_prompts(recipe: Recipe) -> str:
+    """Return the lengths of the first step's prompts. Raises ValueError for data or a tokenizer that cannot
+    make them."""
+    source = PromptSource(recipe.data, load_tokenizer(local_path(recipe.model)), recipe.seed)
+    try:
+        lengths = [len(prompt.token_ids) for prompt in source.next(recipe.data.prompts_per_step)]
+    finally:
+        source.close()
+    return f"the first step's {len(lengths)} prompts have {min(lengths)} to {max(lengths)} tokens"
 
 
 def overlap(place: Place) -> Finding | None:

@@ -80,7 +80,8 @@ def parse_json(text: str | bytes) -> Any:
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error}") from None
+        at = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
+        raise ValueError(f"not JSON: {error.msg} at {at} of {error.doc.strip()[:60]!r}") from None
     except RecursionError:
         raise ValueError("expected JSON of some hundred levels at most, found deeper nesting") from None
     if "\\ud" in text or "\\uD" in text:
@@ -108,7 +109,7 @@ def _read_json_lines(file: Path) -> Iterator[Any]:
             line = line.removeprefix(UTF8_MARK) if number == 1 else line
             if line.strip():
                 try:
-                    yield parse_json(line)
+                    yield parse_json(line.strip())
                 except ValueError as error:
                     raise ValueError(f"{file}: line {number}: {error}") from None
 

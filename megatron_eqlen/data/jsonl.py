@@ -47,7 +47,7 @@ def read(path: Path, tally: Tally, columns: Mapping[str, str] = MappingProxyType
     for file in find_files(path, "*.jsonl", "*.parquet", "*.json"):
         for row_id, record in numbered(path, file, read_records(file, (), wanted)):
             try:
-                yield _row(row_id, _renamed(record, columns))
+                yield _row(row_id, record, columns)
             except BadRow as bad:
                 tally.drop(f"{path}: {row_id}", bad.reason, bad.detail)
 
@@ -66,25 +66,37 @@ def _at(value: Any, keys: Sequence[str]) -> Any:
     return value
 
 
-def _row(row_id: str, record: Any) -> Problem:
-    messages = None
-    if isinstance(record, dict) and record.get("question") is None and record.get("messages") is not None:
-        messages, reply = _chat(record["messages"])
-        record = record | {"question": _transcript(messages), "instruction": ""}
-        if reply is not None and record.get("answer") is None:
-            record["answer"] = reply
-    question = text_field(record, "question")
-    grader = record.get("grader") or "math"
+def _row(row_id: str, record: Any, columns: Mapping[str, str]) -> Problem:
+    fields, messages = _renamed(record, columns), None
+    if isinstance(fields, dict):
+        if fields.get("question") is None and fields.get("messages") is not None:
+            messages, reply = _chat(fields["messages"])
+            fields = fields | {"question": _transcript(messages), "instruction": ""}
+            if reply is not None and fields.get("answer") is None:
+                fields["answer"] = reply
+        _require(fields, record, columns)
+    question = text_field(fields, "question")
+    grader = fields.get("grader") or "math"
     if grader not in GRADERS:
         raise BadRow("unknown_grader", f"expected one of {GRADERS}, found {grader!r}")
-    instruction = optional_text_field(record, "instruction")
-    difficulty = number_field(record, "difficulty")
+    instruction = optional_text_field(fields, "instruction")
+    difficulty = number_field(fields, "difficulty")
     if grader == "code":
         with reading_tests():
-            tests = CodeTests.from_fields(field_of(record, "tests"))
+            tests = CodeTests.from_fields(field_of(fields, "tests"))
         return replace(code_row(row_id, question, tests, difficulty, instruction), messages=messages)
-    answer = answer_field(record, "answer")
+    answer = answer_field(fields, "answer")
     return Problem(row_id, question, answer, grader, difficulty, instruction, messages=messages)
+
+
+def _require(fields: dict[str, Any], record: dict[str, Any], columns: Mapping[str, str]) -> None:
+    """Raise BadRow, with the file's names of columns, if ``fields`` lack a question or what grades it."""
+    graded_by = "tests" if fields.get("grader") == "code" else "answer"
+    for names in (("question", "messages"), (graded_by,)):
+        if names[0] not in fields:
+            wanted = " or ".join(repr(columns.get(name, name)) for name in names)
+            found = f"expected {wanted}, found {sorted(record)}"
+            raise BadRow("missing_column", f"{found}; data.sources[].columns takes other names")
 
 
 def _chat(value: Any) -> tuple[tuple[Message, ...], str | None]:

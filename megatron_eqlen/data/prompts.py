@@ -33,7 +33,7 @@ class LongPrompt(BadRow):
     """A prompt of more tokens than ``data.max_prompt_length``."""
 
     def __init__(self, tokens: int, limit: int) -> None:
-        super().__init__("too_long", f"{tokens} tokens, limit {limit}")
+        super().__init__("too_long", f"{tokens} tokens, data.max_prompt_length is {limit}")
         self.tokens = tokens
 
 
@@ -140,7 +140,7 @@ class _Source:
         self.tally.drop(f"{self.name}/{row_id}", bad.reason, bad.detail)
         self.refused.add(number)
         if len(self.refused) == len(self.rows):
-            raise ValueError(f"data source {self.name}: no usable row: {self.tally.summary(0)}")
+            raise ValueError(f"data source {self.name}: {self.tally.none_usable()}")
 
     def _shuffled(self) -> np.ndarray:
         if not self._shuffle:

@@ -45,11 +45,20 @@ class Tally:
 
     kept: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
+    first: dict[str, str] = field(default_factory=dict)
+    """For each reason the first row and what was found there; not kept in checkpoints."""
 
     def drop(self, where: str, reason: str, detail: str = "") -> None:
         if not self.dropped[reason]:
+            self.first[reason] = f"{where}: {detail}" if detail else where
             log.warning("%s: left out: %s%s", where, reason, f" ({detail})" if detail else "")
         self.dropped[reason] += 1
+
+    def none_usable(self) -> str:
+        """Return why no row can be used, with the first row of the most frequent reason."""
+        reasons = self.dropped.most_common(1)
+        first = self.first.get(reasons[0][0]) if reasons else None
+        return f"no usable row: {self.summary(0)}" + (f"; the first is {first}" if first else "")
 
     def summary(self, kept: int) -> str:
         """Return how many rows were left out beside ``kept`` ones, the most frequent reason first."""
@@ -85,9 +94,9 @@ def text_field(record: Any, name: str) -> str:
     """Return the non-empty text in ``record[name]``. Raises BadRow."""
     value = field_of(record, name)
     if not isinstance(value, str):
-        raise BadRow("wrong_type", f"{name}: expected text, found {type(value).__name__}")
+        raise BadRow("wrong_type", f"{name}: expected text, found {_kind(value)}")
     if not value.strip():
-        raise BadRow("empty_field", name)
+        raise BadRow("empty_field", f"{name}: expected text, found none")
     return value
 
 
@@ -95,7 +104,7 @@ def optional_text_field(record: Any, name: str) -> str | None:
     """Return the text in ``record[name]``, which may be empty; None where there is none. Raises BadRow."""
     value = record.get(name)
     if value is not None and not isinstance(value, str):
-        raise BadRow("wrong_type", f"{name}: expected text, found {type(value).__name__}")
+        raise BadRow("wrong_type", f"{name}: expected text, found {_kind(value)}")
     return value
 
 
@@ -116,7 +125,7 @@ def number_field(record: Any, name: str) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise BadRow("wrong_type", f"{name}: expected a number, found {type(value).__name__}")
+        raise BadRow("wrong_type", f"{name}: expected a number, found {_kind(value)}")
     try:
         number = float(value)
     except OverflowError:
@@ -128,7 +137,11 @@ def number_field(record: Any, name: str) -> float | None:
 
 def field_of(record: Any, name: str) -> Any:
     if not isinstance(record, dict):
-        raise BadRow("wrong_type", f"expected a record, found {type(record).__name__}")
+        raise BadRow("wrong_type", f"expected a record, found {_kind(record)}")
     if name not in record:
-        raise BadRow("missing_column", f"{name}; found {sorted(record)}")
+        raise BadRow("missing_column", f"expected {name!r}, found {sorted(record)}")
     return record[name]
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else type(value).__name__

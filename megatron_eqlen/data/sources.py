@@ -47,7 +47,7 @@ def open_source(source: SourceRecipe, tally: Tally) -> Sequence[Problem]:
     else:
         rows = list(read_source(source, tally))
     if not rows:
-        raise ValueError(f"data source {source.name}: {source.path}: no usable row: {tally.summary(0)}")
+        raise ValueError(f"data source {source.name}: {source.path}: {tally.none_usable()}")
     if tally.dropped:
         log.warning("data source %s: %s", source.name, tally.summary(len(rows)))
     return rows

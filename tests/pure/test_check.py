@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from subprocess import TimeoutExpired
 from types import SimpleNamespace
 
@@ -19,6 +21,7 @@ from megatron_eqlen.megatron_cpu import packages
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.rewards.sandbox.program import Isolation
+from megatron_eqlen.toys.tokenizer_maker import write_hf_tokenizer
 from tests.kit import ROOT
 
 LARGE = ROOT / "recipes/qwen3_32b.yaml"
@@ -379,6 +382,24 @@ def test_hosts_that_do_not_meet_say_who_waited_where(monkeypatch):
     monkeypatch.setattr(machine, "MEETING", machine.timedelta(seconds=1))
     with pytest.raises(RuntimeError, match=r"did not meet 1 others at 127.0.0.1:1 within 1 s"):
         machine.meet("127.0.0.1:1", 2, 1)
+
+
+def test_the_first_steps_prompts_are_made_except_in_short(tmp_path, large):
+    """A chat template, columns and lengths that do not fit are found before anything starts."""
+    model, path = tmp_path / "model", tmp_path / "rows.jsonl"
+    write_hf_tokenizer(model, ["What is 1 + 1?"] * 8)
+    (model / "config.json").write_text('{"eos_token_id": 1}')
+    path.write_text("".join(f'{{"question": "{n} + 1?", "answer": {n + 1}}}\n' for n in range(10, 15)))
+    rows = f"data.sources=[{{name: rows, reader: jsonl, path: {path}}}]"
+    place = with_recipe(
+        large, f"model.path={model}", rows, "data.prompts_per_step=4", "evaluation.benchmarks=[]"
+    )
+    found = software.inputs(place)
+    assert re.search(r"are there; the first step's 4 prompts have (\d+) to \1 tokens$", found.text)
+    (model / "chat_template.jinja").unlink()
+    with pytest.raises(ValueError, match=f"^{model}: expected a chat template"):
+        software.inputs(place)
+    assert software.inputs(replace(place, short=True)).text.endswith("are there")
 
 
 def test_benchmark_questions_in_the_training_data_are_said_and_stop_no_run(tmp_path, large):

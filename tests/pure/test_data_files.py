@@ -21,7 +21,7 @@ GOOD = b'{"question": "What is 1 + 1?", "answer": 2}\n'
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b"{", "not JSON"),
+        (b"{", "not JSON: Expecting property name enclosed in double quotes at column [23] of '"),
         (b'{"question": "\xff", "answer": "1"}', "expected UTF-8, found byte 0xff at 14"),
         (b'{"question": "a\\ud800b", "answer": "1"}', r"half a surrogate pair, \\ud800"),
         (b'{"question": "q", "answer": "1", "note\\udfff": 1}', r"half a surrogate pair, \\udfff"),

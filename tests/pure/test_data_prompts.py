@@ -1,6 +1,7 @@
 """Readers, chat format, mixture, resume: facts about the trainer's prompts."""
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -293,6 +294,41 @@ def test_a_source_without_a_usable_row_says_why(tokenizer, tmp_path):
         PromptSource(recipe(source(file, min_difficulty=100.0)), tokenizer, 0)
     with pytest.raises(ValueError, match=r"no usable row: 3 of 3 rows are left out: 3 too_long"):
         PromptSource(recipe(source(file), max_prompt_length=3), tokenizer, 0).next(1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "message"),
+    [
+        (
+            [{"prompt": "a?", "solution": "1"}] * 2,
+            {},
+            "2 missing_column; the first is FILE#0: expected 'question' or 'messages', found ['prompt', "
+            "'solution']; data.sources[].columns takes other names",
+        ),
+        (
+            [{"prompt": "a?", "solution": "1"}],
+            {"question": "promt", "answer": "solution"},
+            "FILE#0: expected 'promt' or 'messages', found ['prompt', 'solution']; data",
+        ),
+        (
+            [{"question": 1, "answer": 1}, {"question": "a?"}, {"question": "b?"}],
+            {},
+            "FILE#1: expected 'answer', found ['question']; data",
+        ),
+        ([{"messages": CHAT[:2]}], {}, "FILE#0: expected 'answer', found ['messages']; data"),
+        ([{"question": "a?", "answer": None}], {}, "FILE#0: answer: expected text, found null"),
+        ([{"question": "long " * 99, "answer": 1}], {}, " tokens, data.max_prompt_length is 20"),
+    ],
+    ids=["column", "typo in columns", "no answer", "chat without an answer", "null", "long"],
+)
+def test_rows_that_are_all_unusable_give_an_error_with_the_first_of_the_most_frequent_reason(
+    tokenizer, tmp_path, rows, columns, message
+):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    data = recipe(source(file, reader="jsonl", columns=columns), max_prompt_length=20, shuffle=False)
+    with pytest.raises(ValueError, match=re.escape(message.replace("FILE", f"{file}: rows.jsonl"))):
+        PromptSource(data, tokenizer, 0).next(1)
 
 
 def test_a_parquet_file_with_a_missing_column_is_named(tokenizer, tmp_path):
