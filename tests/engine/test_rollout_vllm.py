@@ -179,8 +179,9 @@ def test_a_path_depends_on_its_seed_alone(engine):
     assert other[0] != alone[0]
 
 
-def test_a_harvest_that_was_killed_goes_on_bit_for_bit(engine, tmp_path, monkeypatch):
-    """The real engine computes the recorded tokens in one prefill, while it decoded them before the kill."""
+def test_a_killed_harvest_resumes_with_the_same_tokens(engine, tmp_path, monkeypatch):
+    """The real engine computes the recorded tokens in one prefill, while it decoded them before the kill, so
+    that the last bit of a log-prob may differ."""
     recipe = make_recipe(rollout={"max_response_length": 60, "max_num_seqs": 64})
     prompts = [Prompt(f"p{i}", [5 + i, 6, 7, 8] * 5, "?", "math", "1", number=i) for i in range(6)]
     want, whole = harvest(engine, HarvestPlan(prompts, recipe, EOS, seed=3))
@@ -195,8 +196,18 @@ def test_a_harvest_that_was_killed_goes_on_bit_for_bit(engine, tmp_path, monkeyp
     assert sum(len(partial.tracks) for partial in progress.partial) > 12
     assert progress.generated_tokens > 0.5 * whole["harvest/generated_tokens"]
     found, rest = harvest(engine, HarvestPlan(prompts, recipe, EOS, seed=3, progress=progress))
+    np.testing.assert_allclose(take_logprobs(found), take_logprobs(want), rtol=0, atol=5e-6)
     assert found == want
     assert rest["harvest/generated_tokens"] == whole["harvest/generated_tokens"]
+
+
+def take_logprobs(streams: list) -> np.ndarray:
+    """Return the log-probs of all tokens, and remove them from ``streams``."""
+    segments = [segment for stream in streams for segment in stream.segments()]
+    logprobs = np.concatenate([segment.tokens.columns["logprobs"] for segment in segments])
+    for segment in segments:
+        segment.tokens = segment.tokens.without(["logprobs"])
+    return logprobs
 
 
 class Killed(Exception):
