@@ -19,7 +19,15 @@ from megatron_eqlen.rollout.record.reader import read_progress
 from megatron_eqlen.rollout.vllm.engine.draws import uniform
 from megatron_eqlen.sampling.track import track_seed
 from megatron_eqlen.types import Prompt
-from tests.kit.rollout_kit import EOS, folder, generate, open_engine, reference_logits, requests
+from tests.kit.rollout_kit import (
+    EOS,
+    folder,
+    generate,
+    open_engine,
+    reference_logits,
+    requests,
+    take_logprobs,
+)
 from tests.pure.test_rollout_harvest import make_recipe
 
 
@@ -199,15 +207,6 @@ def test_a_killed_harvest_resumes_with_the_same_tokens(engine, tmp_path, monkeyp
     np.testing.assert_allclose(take_logprobs(found), take_logprobs(want), rtol=0, atol=5e-6)
     assert found == want
     assert rest["harvest/generated_tokens"] == whole["harvest/generated_tokens"]
-
-
-def take_logprobs(streams: list) -> np.ndarray:
-    """Return the log-probs of all tokens, and remove them from ``streams``."""
-    segments = [segment for stream in streams for segment in stream.segments()]
-    logprobs = np.concatenate([segment.tokens.columns["logprobs"] for segment in segments])
-    for segment in segments:
-        segment.tokens = segment.tokens.without(["logprobs"])
-    return logprobs
 
 
 class Killed(Exception):

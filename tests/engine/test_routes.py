@@ -22,7 +22,7 @@ from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.tokens import join
 from megatron_eqlen.types import Prompt, Rollout, Stream
 from tests.engine.test_rollout_vllm import Killed, mortal
-from tests.kit.rollout_kit import DTYPES, EOS, folder, open_engine
+from tests.kit.rollout_kit import DTYPES, EOS, folder, open_engine, take_logprobs
 from tests.pure.test_rollout_harvest import make_recipe
 
 PROMPTS = [Prompt(f"p{i}", [5 + i, 6, 7, 8] * 17, "?", "math", "1", number=i) for i in range(4)]
@@ -135,6 +135,8 @@ def test_routes_do_not_depend_on_what_the_cache_held_or_how_a_prefill_was_cut(en
     engine.reset_cache()
     want = harvested(engine)
     again, metrics = harvest(engine, HarvestPlan(PROMPTS, recipe_of(), EOS, seed=3))
+    logprobs = take_logprobs(want)
+    np.testing.assert_allclose(take_logprobs(again), logprobs, rtol=0, atol=5e-6)
     assert again == want
     tables = [s.tokens for rollout in want for s in rollout.segments()]
     tables += [rollout.prompt_columns for rollout in want]
@@ -146,6 +148,7 @@ def test_routes_do_not_depend_on_what_the_cache_held_or_how_a_prefill_was_cut(en
     found, metrics = harvest(small, HarvestPlan(PROMPTS, recipe_of(), EOS, seed=3))
     small.close()
     assert metrics["engine/preemptions"] > 0
+    np.testing.assert_allclose(take_logprobs(found), logprobs, rtol=0, atol=5e-6)
     assert found == want
 
 
@@ -162,8 +165,9 @@ def test_a_killed_harvest_goes_on_with_the_routes_that_it_had(engine, tmp_path, 
         found, _ = harvest(
             engine, HarvestPlan(PROMPTS, recipe_of(), EOS, seed=3, progress=progress), [resumed]
         )
+    assert read_step(tmp_path) == found
+    np.testing.assert_allclose(take_logprobs(found), take_logprobs(want), rtol=0, atol=5e-6)
     assert found == want
-    assert read_step(tmp_path) == want
 
 
 def test_routes_follow_a_weight_sync_and_the_hybrid_models():

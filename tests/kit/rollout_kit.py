@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -98,6 +99,15 @@ def generate(
                 cached + (delta.num_cached_tokens or 0),
             )  # fmt: skip
     return out
+
+
+def take_logprobs(streams: list) -> np.ndarray:
+    """Return the log-probs of all tokens, and remove them from ``streams``."""
+    segments = [segment for stream in streams for segment in stream.segments()]
+    logprobs = np.concatenate([segment.tokens.columns["logprobs"] for segment in segments])
+    for segment in segments:
+        segment.tokens = segment.tokens.without(["logprobs"])
+    return logprobs
 
 
 def requests(count: int, max_tokens: int = 60) -> dict[str, tuple[list[int], int, int]]:
