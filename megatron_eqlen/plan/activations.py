@@ -215,7 +215,8 @@ class Row:
         return self._plain_norm(rows, width, heads, input_is_kept)
 
     def _plain_norm(self, rows: float, width: float, heads: float, input_is_kept: bool = False) -> float:
-        copies = 1 if input_is_kept and self.b == WIDE else 2
+        frozen = self.lora.rank > 0  # the norm's weight needs no copy for its gradient
+        copies = 2 - (input_is_kept and self.b == WIDE) - frozen
         return rows * WIDE * (copies * width + heads)
 
     def _attention(self) -> float:

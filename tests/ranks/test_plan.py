@@ -51,6 +51,7 @@ class Case:
     dtype: str = "bfloat16"
     model: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
+    lora: dict[str, Any] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
@@ -90,6 +91,10 @@ CASES = {
         "qwen3_next", 4, {"tensor": 2, "pipeline": 2, "expert": 2}, model={"num_hidden_layers": 8}
     ),
     "hybrid, recomputed": Case("qwen3_next", 1, {"recompute": "full"}),
+    "dense, adapters": Case("qwen3", 1, lora={"rank": 24}),
+    "hybrid, adapters, tensor, expert and pipeline parallel": Case(
+        "qwen3_next", 4, {"tensor": 2, "pipeline": 2, "expert": 2}, "float32", lora={"rank": 24}
+    ),
 }
 
 
@@ -101,7 +106,7 @@ def recipe_of(folder: str, case: Case, row: int = ROW):
             "data": {"sources": [{"name": "s", "path": "none"}], "max_prompt_length": 6},
             "rollout": {"max_response_length": row - 6, "temperature": 1.0},
             "packing": {"max_tokens_per_row": row}, "loss": {"kl_coef": 0.0},
-            "optimizer": case.optimizer, "parallel": case.parallel,
+            "optimizer": case.optimizer, "parallel": case.parallel, "lora": case.lora,
             "cluster": {"processes_per_node": case.ranks},
         },
         "test",
@@ -210,6 +215,7 @@ def measure(folder: str, case: Case) -> dict[str, Any]:
     model: list[Any] = [*policy.model]  # Megatron's ``buffers`` is not torch's method
     buffers = [buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     weights = {buffer.param_data.untyped_storage().data_ptr() for buffer in buffers}
+    weights |= {each.untyped_storage().data_ptr() for chunk in model for each in chunk.parameters()}  # frozen
     saved = Saved(weights)
     trees = causal_rows(case.rows * parallel_state.get_data_parallel_world_size())
     rows = policy._prepare(trees).rows
@@ -229,6 +235,7 @@ FAST = {
     "dense, state on the host",
     "dense, sequence parallel",
     "experts",
+    "dense, adapters",
 }
 
 
