@@ -38,7 +38,7 @@ def hf_to_megatron(argv: list[str] | None = None) -> int:
     def run() -> None:
         with _progress("converting", args.source) as progress:
             convert.hf_to_megatron(args.source, args.out, progress)
-        _verify(args.verify, checkpoint=args.out, folder=args.source)
+        _verify(args.verify, args.out, args.source, args.source)
 
     return _guarded(parser.prog, run)
 
@@ -58,12 +58,22 @@ def megatron_to_hf(argv: list[str] | None = None) -> int:
         help="the Hugging Face folder that training started from: gives configuration, tokenizer, dtypes, "
         "the division into files, and tensors that are not trained",
     )
+    parser.add_argument(
+        "--adapter",
+        action="store_true",
+        help="write a PEFT folder of a LoRA run's adapters, not the merged model",
+    )
     args = parser.parse_args(argv)
+    if args.adapter and args.verify:
+        parser.error("--verify compares whole models: leave out --adapter or --verify")
 
     def run() -> None:
+        if args.adapter:
+            convert.megatron_to_peft(args.checkpoint, args.source, args.out)
+            return
         with _progress("converting", args.source) as progress:
             convert.megatron_to_hf(args.checkpoint, args.source, args.out, progress)
-        _verify(args.verify, checkpoint=args.checkpoint, folder=args.out)
+        _verify(args.verify, args.checkpoint, args.out, args.source)
 
     return _guarded(parser.prog, run)
 
@@ -87,11 +97,11 @@ def _parser(direction: str | None, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _verify(level: str | None, checkpoint: Path, folder: Path) -> None:
+def _verify(level: str | None, checkpoint: Path, folder: Path, source: Path) -> None:
     if level is None:
         return
     with _progress("verifying", folder) as progress:
-        digest = convert.verify_hash(checkpoint, folder, progress)
+        digest = convert.verify_hash(checkpoint, folder, source, progress)
     print(f"same weights: sha256 {digest}")
     if level == "logits":
         error = convert.verify_logits(checkpoint, folder)

@@ -51,6 +51,7 @@ from megatron_eqlen.hf.folder_check import WEIGHT_DTYPES
 from megatron_eqlen.models import checkpoint_folder
 from megatron_eqlen.models.build import build_meta_model
 from megatron_eqlen.models.names import local_parameters
+from megatron_eqlen.recipe import LoraRecipe
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +64,14 @@ UNREADABLE = (
 )  # fmt: skip
 """Errors that unpickling raises for damaged bytes (docs.python.org/3/library/pickle.html, torch.load)."""
 
+LORA = "lora"
+"""Key of the recipe of adapters in a checkpoint's content metadata; None: it holds all weights."""
+
 OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 """Prefix of keys that do not belong to the model."""
+
+ADAPTER = re.compile(r"\.adapter\.[AB]\.\d+$")
+"""End of keys of adapters' matrices."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +167,19 @@ class CheckpointReader:
         except UNREADABLE as error:
             raise CheckpointError(f"{self.path / '.metadata'}: cannot be read: {error!r}") from None
         self._check_files(ends)
+
+    @cached_property
+    def lora(self) -> LoraRecipe | None:
+        """Recipe of the adapters that the checkpoint holds in place of all weights."""
+        if not any(ADAPTER.search(key) for key in self.metadata.state_dict_metadata):
+            return None
+        content = dist_checkpointing.load_content_metadata(str(self.path)) or {}
+        if LORA not in content:
+            raise CheckpointError(
+                f"{self.path}: has adapters, but not their alpha: saved by an older version. Resume the run "
+                "for a step: its next checkpoint has it"
+            )
+        return LoraRecipe.model_validate(content[LORA])
 
     def check(self, layout: CheckpointLayout) -> None:
         """Raise CheckpointError unless the checkpoint holds exactly the layout's tensors: all of them, in

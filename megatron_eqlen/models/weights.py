@@ -11,7 +11,7 @@ export twice ``SENT_AT_ONCE`` if that is more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import prod
@@ -33,6 +33,7 @@ from megatron_eqlen.models.lora import Adapter, adapters, merged
 from megatron_eqlen.models.names import experts_per_rank, local_parameters, model_config
 from megatron_eqlen.recipe import LoraRecipe
 
+PEFT_WEIGHTS = "adapter_model.safetensors"
 SENT_AT_ONCE = 256 * 2**20
 """Maximum bytes of consecutive weights in one message; a larger weight is sent alone. (Sent one by one, the
 experts of an 80B model would be 147,000 broadcasts of 2 MB.)"""
@@ -80,12 +81,22 @@ def save_adapters(chunks: Sequence[torch.nn.Module], lora: LoraRecipe, base: str
     tensors = {name: tensor.cpu().clone() for name, tensor in export_adapters(chunks, which)}
     dist.barrier()  # rank 0 creates ``out`` only after every rank has checked it
     if dist.get_rank() == 0:
-        with new_folder(out) as partial:
-            named = {peft: tensors[own].clone() for each in which for peft, own in peft_tensors(each)}
-            save_file(named, partial / "adapter_model.safetensors", metadata={"format": "pt"})
-            config = peft_config(which, lora.rank, lora.alpha, str(base))
-            write_json(partial / "adapter_config.json", config)
+        write_peft(out, which, lora, base, tensors)
     dist.barrier()
+
+
+def write_peft(
+    out: Path,
+    which: Sequence[AdapterWeights],
+    lora: LoraRecipe,
+    base: str | Path,
+    tensors: Mapping[str, Tensor],
+) -> None:
+    """Write a PEFT folder. ``tensors``: by their names in ``A.hf`` and ``B.hf``."""
+    with new_folder(out) as partial:
+        named = {peft: tensors[own].clone() for each in which for peft, own in peft_tensors(each)}
+        save_file(named, partial / PEFT_WEIGHTS, metadata={"format": "pt"})
+        write_json(partial / "adapter_config.json", peft_config(which, lora.rank, lora.alpha, str(base)))
 
 
 def save_hf(chunks: Sequence[torch.nn.Module], source: str | Path, out: str | Path) -> None:
@@ -147,7 +158,8 @@ class _Local:
     adapters: dict[str, Adapter]
 
     def merged(self, name: str) -> Tensor:
-        return merged(self.parameters[name].detach(), self.adapters.get(name))
+        weight, adapter = self.parameters[name].detach(), self.adapters.get(name)
+        return weight if adapter is None else merged(weight, adapter.A, adapter.B, adapter.scale)
 
 
 @dataclass

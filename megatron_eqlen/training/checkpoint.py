@@ -155,7 +155,7 @@ def load(folder: Path, policy: Policy) -> dict[str, Any] | None:
         return None
     saved = agree(lambda: dist_checkpointing.load_content_metadata(str(newest)))
     assert saved is not None
-    sharded_state.check_layout(newest, saved, policy)
+    sharded_state.check_content(newest, saved, policy)
     loaded = load_sharded(sharded_state.like(policy, saved), newest)
     sharded_state.load(policy, loaded)
     position = loaded["position"]

@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 
 from megatron_eqlen.files import CheckpointError
 from megatron_eqlen.models import lora
-from megatron_eqlen.models.megatron_checkpoint import checkpoint_metadata
+from megatron_eqlen.models.megatron_checkpoint import LORA, checkpoint_metadata
 from megatron_eqlen.training import optimizer_state
 from megatron_eqlen.training.policy import Policy
 
@@ -27,9 +27,11 @@ LAYERS = "parallel.layers_per_stage"
 
 
 def content(policy: Policy) -> dict[str, Any]:
-    """Return a checkpoint's metadata: Megatron's options, and the layout that it may be bound to."""
+    """Return a checkpoint's metadata: Megatron's options, the layout that it may be bound to, and the recipe
+    of its adapters."""
     resharding = policy.recipe.checkpoint.resharding
-    return _metadata(SHARDING[resharding]) | {"bound_to": _bucket_layout(policy)}
+    own = {"bound_to": _bucket_layout(policy), LORA: _adapters(policy)}
+    return _metadata(SHARDING[resharding]) | own
 
 
 def of(policy: Policy) -> dict[str, Any]:
@@ -58,9 +60,12 @@ def load(policy: Policy, state: dict[str, Any]) -> None:
     policy.schedule.load_state_dict(state["schedule"])
 
 
-def check_layout(path: Path, saved: dict[str, Any], policy: Policy) -> None:
-    """Raise CheckpointError if ``path`` is bound to another layout than the policy's. ``saved``: its
-    ``content``."""
+def check_content(path: Path, saved: dict[str, Any], policy: Policy) -> None:
+    """Raise CheckpointError if ``path`` has other adapters than the policy, or is bound to another layout.
+    ``saved``: its ``content``."""
+    expected = _adapters(policy)
+    if (found := saved.get(LORA, expected)) != expected:  # older checkpoints do not name them
+        raise CheckpointError(f"{path}: expected {_words(expected)}, as in the recipe, found {_words(found)}")
     if saved["distrib_optim_sharding_type"] != SHARDING["data_parallel"]:
         return
     ours, theirs = _bucket_layout(policy), saved["bound_to"]
@@ -95,6 +100,14 @@ def _build(policy: Policy, sharding: str, is_loading: bool) -> dict[str, Any]:
 
 def _adapted(policy: Policy) -> bool:
     return policy.recipe.lora.rank > 0
+
+
+def _adapters(policy: Policy) -> dict[str, Any] | None:
+    return policy.recipe.lora.model_dump(mode="json") if _adapted(policy) else None
+
+
+def _words(adapters: dict[str, Any] | None) -> str:
+    return ", ".join(f"lora.{key} {value}" for key, value in (adapters or {"rank": 0}).items())
 
 
 def _metadata(sharding: str) -> dict[str, Any]:

@@ -1,6 +1,9 @@
 """Adapters on real Megatron models: gradients in every layout, the frozen model, checkpoints, exports."""
 
+import contextlib
+import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +15,16 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForCausalLM
 
+from megatron_eqlen.files import CheckpointError
 from megatron_eqlen.hf.adapter_map import AdapterWeights
 from megatron_eqlen.hf.families import weight_map
 from megatron_eqlen.hf.folder import HFFolder
 from megatron_eqlen.models import checkpoint_folder
+from megatron_eqlen.models.groups import start
 from megatron_eqlen.models.lora import adapters, add_adapters
 from megatron_eqlen.models.names import local_parameters, model_config
 from megatron_eqlen.models.weights import export_adapters, export_hf
-from megatron_eqlen.recipe import LoraRecipe
+from megatron_eqlen.recipe import LoraRecipe, ParallelRecipe
 from megatron_eqlen.training import checkpoint
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.types import TokenTree
@@ -265,29 +270,38 @@ def test_another_layout_resumes_from_adapters_that_are_bound_to_none(folders, tm
         torch.testing.assert_close(ours[name], after[name], rtol=1e-3, atol=2e-5, msg=name)
 
 
-def exported(folder: str, out: str) -> torch.Tensor:
-    """Write both exports after an update; return the policy's logits."""
-    policy = build_policy(folder, WITH_LORA)
+def exported(folder: str, out: str, changes: dict[str, Any] | None = None) -> torch.Tensor:
+    """Write both exports and a checkpoint after an update; return the policy's logits."""
+    policy = build_policy(folder, WITH_LORA | (changes or {}))
     policy.update([one_tree_a_row(2)])
     policy.export(Path(out) / "export")
     policy.export_adapters(Path(out) / "adapter")
+    checkpoint.save(Path(out) / "checkpoints", 1, policy, {}, keep=1)
     return policy.chunks[0].eval()(IDS, torch.arange(IDS.shape[1])[None]).detach()
 
 
 IDS = torch.randint(0, 96, (1, 24), generator=torch.Generator().manual_seed(0))
 
 
+@pytest.fixture(scope="module")
+def qwen3(folders, tmp_path_factory) -> tuple[Path, torch.Tensor]:
+    """Return a folder with exports and a checkpoint, and the policy's logits."""
+    out = tmp_path_factory.mktemp("exported")
+    (logits,) = run_ranks(1, exported, str(folders / "qwen3"), str(out))
+    return out, logits
+
+
 @torch.no_grad()
-def test_both_exports_are_the_policy_in_transformers(folders, tmp_path):
+def test_both_exports_are_the_policy_in_transformers(folders, qwen3):
     """The PEFT folder is read as PEFT defines it: each module's W + alpha / r times lora_B lora_A."""
-    (ours,) = run_ranks(1, exported, str(folders / "qwen3"), str(tmp_path))
+    out, ours = qwen3
     base, merged = (
         AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32).eval()
-        for each in (folders / "qwen3", tmp_path / "export")
+        for each in (folders / "qwen3", out / "export")
     )
     assert (base(IDS).logits - ours).abs().max() > 1e-2
-    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    tensors = load_file(out / "adapter" / "adapter_model.safetensors")
+    config = json.loads((out / "adapter" / "adapter_config.json").read_text())
     modules = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in tensors}
     assert {name.rpartition(".")[2] for name in modules} == {*config["target_modules"]}
     for name in modules:
@@ -295,6 +309,73 @@ def test_both_exports_are_the_policy_in_transformers(folders, tmp_path):
         base.get_submodule(name).weight += config["lora_alpha"] / config["r"] * B @ A
     torch.testing.assert_close(merged(IDS).logits, ours, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(base(IDS).logits, ours, rtol=1e-4, atol=1e-4)
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def converted(*arguments: str) -> str:
+    """Return what ``eqlen convert megatron-to-hf`` writes to stderr when it refuses; empty: it did not."""
+    from megatron_eqlen.cli import convert  # hides GPUs
+
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        return err.getvalue() if convert.megatron_to_hf([*arguments]) else ""
+
+
+def both_conversions(folder: str, out: str) -> list[str]:
+    source, target = f"{out}/checkpoints", f"{out}/converted"
+    return [
+        converted(source, target, "--source", folder, "--verify"),
+        converted(source, f"{target}-adapter", "--source", folder, "--adapter"),
+        converted(source, f"{target}-again", "--source", folder, "--verify", "logits"),
+    ]
+
+
+def test_a_checkpoint_of_adapters_converts_to_both_exports_bit_for_bit(folders, tmp_path):
+    folder, changes = str(folders / "qwen3_next"), layout(2, tensor=2, expert=2)
+    run_ranks(2, exported, folder, str(tmp_path), changes)
+    *refused, logits = run_ranks(1, both_conversions, folder, str(tmp_path))[0]
+    assert not any(refused), refused
+    assert "are merged with rounding, so their logits are not compared" in logits
+    for ours, theirs in (("converted", "export"), ("converted-adapter", "adapter")):
+        assert bytes_of(tmp_path / ours) == bytes_of(tmp_path / theirs)
+
+
+def refusals(folders: str, out: str, target: str) -> list[str]:
+    """Return the errors of conversions and resumed runs whose base or adapters are others."""
+    from megatron_eqlen.cli import convert
+
+    source, base = f"{out}/checkpoints", f"{folders}/qwen3"
+    save_tiny(Path(target, "wider"), "qwen3", num_hidden_layers=2, intermediate_size=128)
+    save_tiny(Path(target, "longer"), "qwen3", num_hidden_layers=3)
+    bases = f"{target}/nowhere", f"{target}/wider", f"{target}/longer", f"{folders}/qwen3_moe"
+    errors = [converted(source, f"{target}/out", "--source", other) for other in bases]
+    assert convert.hf_to_megatron([base, f"{target}/whole"]) == 0
+    errors.append(converted(f"{target}/whole", f"{target}/out", "--source", base, "--adapter"))
+    start(ParallelRecipe(), seed=1)
+    for lora in ({"rank": 4, "alpha": 5}, {"rank": 3, "alpha": 5, "targets": ["mlp"]}, {"rank": 0}):
+        with pytest.raises(CheckpointError) as refused:
+            checkpoint.load(Path(source), Policy(recipe_of(base, {"lora": lora})))
+        errors.append(str(refused.value))
+    return errors
+
+
+def test_another_base_rank_or_target_is_refused_by_name(folders, qwen3, tmp_path):
+    (found,) = run_ranks(1, refusals, str(folders), str(qwen3[0]), str(tmp_path))
+    expected = [
+        r"nowhere: no such folder",
+        r"linear_fc1\.adapter\.B\.0: expected shape \(128, 3\), found \(96, 3\)",
+        r"decoder\.layers\.2\..*adapter.* is missing",
+        r"mlp\..*adapter.* is missing",
+        r"expected a checkpoint of adapters, found one of all weights",
+        r"expected lora\.rank 4, lora\.alpha 5\.0, lora\.targets None, as in the recipe, found lora\.rank 3,",
+        r"lora\.targets \['mlp'\], as in the recipe, found lora\.rank 3, .*, lora\.targets None",
+        r"expected lora\.rank 0, as in the recipe, found lora\.rank 3",
+    ]
+    for message, pattern in zip(found, expected, strict=True):
+        assert re.search(pattern, message), message
+    assert not (tmp_path / "out").exists()
 
 
 def refusal(folder: str) -> str:

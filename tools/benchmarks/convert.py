@@ -124,7 +124,7 @@ def measure(folder: Path, family: str, gigabytes: float) -> list[dict[str, Any]]
                 "two largest MB": largest / 1e6,
             }
         )
-    verify_hash(checkpoint, back)
+    verify_hash(checkpoint, back, source)
     return results
 
 
