@@ -159,12 +159,9 @@ def upload(folder: Path, name: str, private: bool, message: str) -> str:
             api.upload_folder(repo_id=repo.repo_id, folder_path=folder, commit_message=message).commit_url
         )
     except HfHubHTTPError as error:
-        advice = (
-            " (log in with hf auth login, or HF_TOKEN)" if error.response.status_code in (401, 403) else ""
-        )
-        raise HubError(f"{name} on {constants.ENDPOINT}: {' '.join(str(error).split())}{advice}") from None
+        raise HubError(f"{name} on {constants.ENDPOINT}: {_answer(error)}") from None
     except (OfflineModeIsEnabled, httpx.TransportError) as error:
-        raise HubError(f"{name} on {constants.ENDPOINT}: no connection ({_cause(error)})") from None
+        raise HubError(f"{name} on {constants.ENDPOINT}: {_cause(error)}") from None
 
 
 class _Bar(tqdm):
@@ -202,18 +199,32 @@ def _explained(repo: HubRepo) -> Iterator[None]:
     except IncompleteSnapshotError as error:
         raise HubError(f"{where}: {error}") from None
     except UNREACHABLE as error:
-        why = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else f"no connection ({_cause(error)})"
+        why = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else _cause(error)
         command = f"hf download {repo.name}" + " --type dataset" * (repo.kind == "dataset")
+        command += f" --revision {repo.revision}" * (repo.revision is not None)
+        lacks = "it" if repo.revision is None else f"revision {repo.revision!r}"
         raise HubError(
-            f"{where}: {why}, and the cache {constants.HF_HUB_CACHE} lacks it: run `{command}` with a "
+            f"{where}: {why}, and the cache {constants.HF_HUB_CACHE} lacks {lacks}: run `{command}` with a "
             "connection (HF_HOME is the cache's place), or name a local folder"
         ) from None
     except HfHubHTTPError as error:
-        raise HubError(f"{where}: {' '.join(str(error).split())}") from None
+        raise HubError(f"{where}: {_answer(error)}") from None
 
 
 def _cause(error: BaseException) -> str:
-    """Return the first cause of a failed connection."""
+    """Return why a connection failed: its first cause."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return f"{type(error).__name__}: {error}"
+    if isinstance(error, httpx.HTTPStatusError):
+        return _answer(error)
+    return f"no connection ({type(error).__name__}: {error})"
+
+
+def _answer(error: httpx.HTTPStatusError | HfHubHTTPError) -> str:
+    """Return the hub's answer to a request that it did not serve, and what to do about a refused login."""
+    status = error.response.status_code
+    message = error.response.headers.get("X-Error-Message") or getattr(error, "server_message", None)
+    text = f"it answered {status} {error.response.reason_phrase}" + (f": {message}" if message else "")
+    if status in (401, 403):
+        text += " (it refuses this token, or none was sent: hf auth login, or HF_TOKEN)"
+    return text

@@ -28,6 +28,8 @@ class Hub:
         self.commits: dict[tuple[str, str], dict[str, Files]] = {}
         self.branches: dict[tuple[str, str], dict[str, str]] = {}
         self.gated: set[str] = set()
+        self.answer: tuple[int, str] | None = None
+        """Status and message for every request about a repository, in place of its contents."""
         self.requests: list[str] = []
         self.created: list[dict[str, Any]] = []
 
@@ -145,6 +147,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _commit(self, kind: str, name: str, revision: str) -> tuple[str, Files] | None:
         """Return the commit and its files; None if the request was refused."""
+        if self.hub.answer is not None:
+            status, message = self.hub.answer
+            self._send(status, b"", {"X-Error-Message": message})
+            return None
         if name in self.hub.gated:
             self._refuse(403, "GatedRepo")
             return None

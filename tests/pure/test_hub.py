@@ -130,6 +130,24 @@ def test_a_name_that_the_hub_refuses_is_an_error_that_says_why(hub, model, messa
         pinned(recipe(model=model))
 
 
+TOKEN = r" \(it refuses this token, or none was sent: hf auth login, or HF_TOKEN\)$"
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "message"),
+    [
+        (401, "Invalid credentials", "it answered 401 Unauthorized: Invalid credentials" + TOKEN),
+        (403, "No access", "it answered 403 Forbidden: No access" + TOKEN),
+        (429, "Too fast", "it answered 429 Too Many Requests: Too fast$"),
+        (503, "Down", "it answered 503 Service Unavailable: Down, and the cache .* lacks it: run"),
+    ],
+)
+def test_an_answer_without_contents_is_given_in_one_line_with_what_to_do(hub, status, said, message):
+    hub.answer = status, said
+    with pytest.raises(RecipeError, match=f"^model.path: model 'ann/tiny' on {hub.address}: {message}"):
+        pinned(recipe())
+
+
 def test_without_network_and_cache_the_command_to_run_is_named(hub, monkeypatch, tmp_path):
     use(monkeypatch, "http://127.0.0.1:9", tmp_path / "empty")
     with pytest.raises(RecipeError, match=r"no connection \(ConnectError.*run `hf download ann/tiny`"):
@@ -137,6 +155,8 @@ def test_without_network_and_cache_the_command_to_run_is_named(hub, monkeypatch,
     use(monkeypatch, hub.address, tmp_path / "empty", offline=True)
     with pytest.raises(RecipeError, match=r"HF_HUB_OFFLINE is set, and the cache .*empty lacks it"):
         pinned(recipe())
+    with pytest.raises(RecipeError, match=r"lacks revision 'v9': run `hf download ann/tiny --revision v9`"):
+        pinned(recipe(model={"path": "ann/tiny", "revision": "v9"}))
     with pytest.raises(
         RecipeError, match=r"data.sources.0.path: .*run `hf download ann/sums --type dataset`"
     ):
