@@ -4,6 +4,7 @@ the wheels for GPUs without importing them."""
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +14,7 @@ import pytest
 from tests.gpuless import sources
 from tests.gpuless.sources import Definition, Function, definition
 from tests.kit import ROOT
+from tests.kit import transformer_engine_names as te
 
 PACKAGES = ("vllm", "megatron.core", "transformer_engine", "fla")
 FILES = sorted((ROOT / "megatron_eqlen").rglob("*.py"))
@@ -24,6 +26,8 @@ REPLACED = {
 }
 """Names inside vLLM that the package assigns to (megatron_eqlen/rollout/README.md)."""
 
+MODULES = {te.Linear: "linear", te.GroupedLinear: "grouped_linear"}
+"""Files of Transformer Engine's linear layers."""
 OWN_CALLS = {"PolicyModel.forward"}
 """Methods that the package alone calls."""
 
@@ -132,6 +136,18 @@ def test_transformer_engine_takes_what_megatrons_layers_pass():
                 wrong += [f"{layer.name}: {base} takes no {name}" for name in refused(call, found)]
     assert checked > 5
     assert wrong == []
+
+
+@pytest.mark.parametrize("layer", [te.Linear, te.GroupedLinear], ids=lambda layer: layer.__name__)
+def test_the_stand_in_for_transformer_engine_takes_its_arguments_in_its_order(layer):
+    """Adapters read what Megatron passes; Transformer Engine's further arguments have defaults."""
+    theirs = definition(f"transformer_engine.pytorch.module.{MODULES[layer]}", layer.__name__)
+    assert theirs is not None
+    forward = sources.method(theirs, "forward")
+    assert forward is not None
+    ours = list(inspect.signature(layer.forward).parameters)
+    assert sources.parameters(forward)[: len(ours)] == ours
+    assert len(forward.args.defaults) >= len(sources.parameters(forward)) - len(ours)
 
 
 def overridden(file: Path) -> Iterator[tuple[str, Function, Function]]:

@@ -1,8 +1,10 @@
-"""A stand-in for Transformer Engine that knows only its modules' names of parameters.
+"""A stand-in for Transformer Engine that knows its modules' names of parameters, and computes linear layers
+and norms in plain torch, without tensor parallelism.
 
-Megatron-Core's own classes around it decide how a checkpoint names and cuts these parameters. The names are
-those of Transformer Engine 2.20 (``pytorch/module/{linear,layernorm_linear,grouped_linear}.py``,
-``pytorch/ops/op.py`` for norms); if it is installed, a test compares them.
+Megatron-Core's own classes around it decide how a checkpoint names and cuts these parameters, and how layers
+are called. The names are those of Transformer Engine 2.20
+(``pytorch/module/{linear,layernorm_linear,grouped_linear}.py``, ``pytorch/ops/op.py`` for norms); if it is
+installed, a test compares them. ``tools/gpuless`` compares the arguments.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from importlib.machinery import ModuleSpec
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 
 RELOADED = (
     "megatron.core.extensions.transformer_engine",
@@ -29,6 +32,7 @@ class _Module(torch.nn.Module):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
+        self.dtype = kwargs.get("params_dtype", torch.float32)
 
     def get_extra_state(self) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8)
@@ -37,7 +41,7 @@ class _Module(torch.nn.Module):
         assert state is None or state.numel() == 0
 
     def add(self, name: str, *shape: int) -> None:
-        self.register_parameter(name, torch.nn.Parameter(torch.zeros(*shape)))
+        self.register_parameter(name, torch.nn.Parameter(torch.zeros(*shape, dtype=self.dtype)))
 
 
 def _local(kwargs: dict[str, Any]) -> tuple[int, int]:
@@ -53,14 +57,19 @@ def _local(kwargs: dict[str, Any]) -> tuple[int, int]:
 
 class Linear(_Module):
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__()
+        super().__init__(**kwargs)
         self.parallel_mode, self.use_bias = kwargs["parallel_mode"], kwargs["bias"]
+        self.parts = kwargs["tp_size"]
         self.add("weight", *_local(kwargs))
+
+    def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
+        assert self.parts == 1
+        return F.linear(inp, self.weight)
 
 
 class LayerNormLinear(_Module):
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__()
+        super().__init__(**kwargs)
         self.use_bias = kwargs["bias"]
         self.add("layer_norm_weight", kwargs["in_features"])
         self.add("weight", *_local(kwargs))
@@ -71,7 +80,7 @@ class GroupedLinear(_Module):
     fp8_meta: ClassVar[dict[str, bool]] = {"fp8_checkpoint": False}
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__()
+        super().__init__(**kwargs)
         self.num_gemms, self.use_bias = kwargs["num_gemms"], kwargs["bias"]
         for number in range(self.num_gemms):
             self.add(f"weight{number}", *_local(kwargs))
@@ -79,11 +88,21 @@ class GroupedLinear(_Module):
     def init_fp8_metadata(self, num_gemms: int) -> None:
         pass
 
+    def forward(
+        self, inp: torch.Tensor, m_splits: list[int], is_first_microbatch: bool | None = None
+    ) -> torch.Tensor:
+        weights = [getattr(self, f"weight{number}") for number in range(self.num_gemms)]
+        return torch.cat([F.linear(x, W) for x, W in zip(inp.split(m_splits), weights, strict=True)])
+
 
 class RMSNorm(_Module):
     def __init__(self, normalized_shape: int, **kwargs: Any) -> None:
-        super().__init__()
+        super().__init__(**kwargs)
+        self.eps, self.shift = kwargs.get("eps", 1e-5), float(kwargs.get("zero_centered_gamma", False))
         self.add("weight", normalized_shape)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(input, input.shape[-1:], self.weight + self.shift, self.eps)
 
 
 class _Package(types.ModuleType):

@@ -131,6 +131,34 @@ def test_gradients_of_adapters_are_the_merged_models_by_the_chain_rule(
     assert difference <= 1e-11, name
 
 
+def trained_grouped(folder: Path, layers: dict[str, Any]) -> Trained:
+    """Return the adapters' gradients with Megatron's modules around a stand-in for Transformer Engine."""
+    from megatron_eqlen.models import config
+    from tests.kit.transformer_engine_names import stand_in
+
+    def prepare(chunks: list) -> None:
+        with_adapters(chunks)
+        names = [name for name, _ in chunks[0].named_parameters()]
+        assert any(name.endswith("experts.linear_fc1.weight1") for name in names)
+
+    stand_in()
+    norms = {"separate_norms": True}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config, "uses_transformer_engine", lambda: True)
+        result = train_trees(folder, some_trees(), 96, "tree", layers, norms, prepare=prepare)
+    assert result is not None
+    return result
+
+
+def test_adapters_of_grouped_experts_have_the_gradients_of_experts_one_by_one(folders):
+    folder = folders / "qwen3_moe"
+    alone, *_ = run_ranks(1, trained, folder, {}, "tree")[0]
+    grouped = run_ranks(2, trained_grouped, folder, {"expert": 2})[0]
+    assert grouped.loss == pytest.approx(alone.loss, rel=1e-12)
+    difference, name = worst_difference(grouped, alone)
+    assert difference <= 1e-11, name
+
+
 # ---- a policy -----------------------------------------------------------------------------------------
 
 SMOOTH = {"lr": 1e-2, "warmup_steps": 0, "adam_eps": 1e-5}
