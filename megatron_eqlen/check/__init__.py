@@ -7,6 +7,7 @@ A new check is a function and its line in one of the lists ``CHECKS``.
 from __future__ import annotations
 
 import socket
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from subprocess import SubprocessError
@@ -45,9 +46,11 @@ def check(recipe: Recipe | None, short: bool = False, checks: Sequence[Check] = 
 
 
 def look(entry: Check, place: Place) -> Finding | None:
-    """Return what the check finds; an error that it raises is a finding."""
+    """Return what the check finds; an error that it raises is a finding. Libraries' warnings are not shown:
+    they are about the same faults."""
     try:
-        return entry.look(place)
+        with warnings.catch_warnings(action="ignore"):
+            return entry.look(place)
     except (OSError, ValueError, RuntimeError, SubprocessError) as error:
         return Finding("failed", f"{type(error).__name__}: {error}")
 

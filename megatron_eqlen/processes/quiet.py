@@ -15,6 +15,7 @@ ENVIRON = {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 LOGGERS = (
+    "megatron.core.distributed.distributed_data_parallel",  # advises its callers to lay out parameters
     "megatron.core.dist_checkpointing.strategies.torch",  # advises another way to save
     "megatron.core.models.gpt.gpt_model",  # announces its deprecation at every start
     "torch._library.triton",
@@ -22,6 +23,7 @@ LOGGERS = (
     "torch.distributed.elastic.agent.server.api",
     "torch.distributed.launcher.api",
     "torch.utils.cpp_extension",
+    "vllm.triton_utils.importing",  # says that Triton has no backend for CPUs
 )
 
 
@@ -35,6 +37,7 @@ def quiet() -> None:
     for name in LOGGERS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", category=FutureWarning, message=".*reduce_op. is deprecated")
+    warnings.filterwarnings("ignore", category=UserWarning, message=".* is experimental and still under")
     warnings.filterwarnings("ignore", category=UserWarning, message=".*numa_migrate_pages failed")
     warnings.filterwarnings(
         "ignore", category=UserWarning, message=".*attribute of a Tensor that is not a leaf"

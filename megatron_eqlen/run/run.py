@@ -414,6 +414,8 @@ def _why_not(step: Step) -> str:
     if skipped := step.metrics[TRAIN_SKIPPED_UPDATES]:
         return f"{skipped:.0f} updates were skipped, see the warnings above"
     units = step.metrics[OBJECTIVE_UNITS]
+    if not units:
+        return "it has nothing to compare: no response ended within rollout.max_response_length"
     return f"none of its {units:.0f} comparison units has unequal rewards"
 
 

@@ -18,6 +18,10 @@ import logging, torch, torch.distributed
 import torch._library.triton
 hasattr(torch.distributed.reduce_op, "SUM")
 logging.getLogger("torch._library.triton").warning("Triton not available")
+logging.getLogger("vllm.triton_utils.importing").warning("no CPU backend")
+logging.getLogger("megatron.core.distributed.distributed_data_parallel").warning("no full_param_layout")
+import warnings
+warnings.warn("MimoModelConfig is experimental and still under active development.", UserWarning)
 from huggingface_hub.utils import are_progress_bars_disabled
 if not are_progress_bars_disabled():
     print("progress bars")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import socket
+import warnings
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -101,6 +102,15 @@ def test_a_check_that_breaks_is_a_finding(anywhere, error):
     assert finding is not None
     assert finding.state == "failed"
     assert str(error) in finding.text
+
+
+def test_warnings_of_libraries_are_not_shown(anywhere, recwarn):
+    def warns(place: Place) -> Finding:
+        warnings.warn("Transformer Engine is not installed", stacklevel=1)
+        return Finding("ok", "there")
+
+    assert look(Check("it", warns), anywhere) == Finding("ok", "there")
+    assert not recwarn.list
 
 
 def test_a_recipe_for_gpus_is_not_ready_without(no_gpu, tmp_path, monkeypatch, capsys):
