@@ -45,12 +45,7 @@ from megatron_eqlen.packing.simulated import MEDIAN, repeated_share
 from megatron_eqlen.plan import engine
 from megatron_eqlen.plan.activations import BYTES
 from megatron_eqlen.plan.exchange import exchanges
-from megatron_eqlen.plan.flops import (
-    active_parameters,
-    counted,
-    forward_flops,
-    training_passes,
-)
+from megatron_eqlen.plan.flops import active_parameters, counted, forward_flops, training_passes
 from megatron_eqlen.plan.parameters import rank_buffers
 from megatron_eqlen.plan.workload import Workload
 from megatron_eqlen.recipe import Recipe

@@ -24,14 +24,7 @@ from megatron_eqlen.sampling.kind import (
 )
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.tokens import TokenIds, Tokens
-from megatron_eqlen.types import (
-    NO_TOKENS,
-    Group,
-    Metrics,
-    Prompt,
-    Segment,
-    TokenTree,
-)
+from megatron_eqlen.types import NO_TOKENS, Group, Metrics, Prompt, Segment, TokenTree
 
 
 class Independent(SamplingKind[Group]):

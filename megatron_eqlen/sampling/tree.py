@@ -33,13 +33,7 @@ from megatron_eqlen.sampling.kind import (
 )
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.tokens import TokenIds, Tokens, join
-from megatron_eqlen.types import (
-    Metrics,
-    Prompt,
-    SampledTree,
-    Segment,
-    TokenTree,
-)
+from megatron_eqlen.types import Metrics, Prompt, SampledTree, Segment, TokenTree
 
 
 class TreeSampling(SamplingKind[SampledTree]):

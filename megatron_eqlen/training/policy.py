@@ -18,13 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_eqlen.metrics import (
-    PARKED_BYTES,
-    TRAIN_GRAD_NORM,
-    TRAIN_SKIPPED_UPDATES,
-    UPDATES,
-    in_turn,
-)
+from megatron_eqlen.metrics import PARKED_BYTES, TRAIN_GRAD_NORM, TRAIN_SKIPPED_UPDATES, UPDATES, in_turn
 from megatron_eqlen.models import groups
 from megatron_eqlen.models.build import build_model
 from megatron_eqlen.models.lora import add_adapters, switched_off

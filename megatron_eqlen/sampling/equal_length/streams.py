@@ -27,12 +27,7 @@ from megatron_eqlen.sampling.comparison import (
     root,
 )
 from megatron_eqlen.sampling.equal_length.dual_track import DualTrack, stream_of
-from megatron_eqlen.sampling.equal_length.suffix import (
-    due_pairs,
-    pair_rewards,
-    policy_rewards,
-    trunk_reward,
-)
+from megatron_eqlen.sampling.equal_length.suffix import due_pairs, pair_rewards, policy_rewards, trunk_reward
 from megatron_eqlen.sampling.harvester import RolloutHeader, RolloutPart
 from megatron_eqlen.sampling.kind import (
     LabeledSegment,
