@@ -150,18 +150,9 @@ def pack(
     layout: Layout = "tree",
     *,
     full_rows: bool = False,
-    pair_cost: float = PAIR_COST,
 ) -> list[list[Row]]:
     """Return all rows of every data-parallel rank; for a single rank use ``plan_rows(...).rows(rank)``."""
-    planned = plan_rows(
-        trees,
-        max_tokens_per_row,
-        data_parallel,
-        multiple_of,
-        layout,
-        full_rows=full_rows,
-        pair_cost=pair_cost,
-    )
+    planned = plan_rows(trees, max_tokens_per_row, data_parallel, multiple_of, layout, full_rows=full_rows)
     return [planned.rows(rank) for rank in range(data_parallel)]
 
 

@@ -1,7 +1,4 @@
-"""Output of ``eqlen plan`` and ``--dry-run``, and a recipe's line in the table of docs/recipes.md.
-
-GB are decimal.
-"""
+"""Output of ``eqlen plan`` and ``--dry-run``. GB are decimal."""
 
 from __future__ import annotations
 
@@ -217,27 +214,3 @@ def _sbatch(recipe: Recipe) -> str:
         f"submit      eqlen submit RECIPE [KEY=VALUE ...]\n"
         f"{' ' * 12}as {environment}sbatch {options} slurm/train.sbatch RECIPE [KEY=VALUE ...]"
     ) + (f"\n{' ' * 12}WARNING: {short}" if short else "")
-
-
-TABLE_HEAD = (
-    "| recipe | GPUs | GB a GPU | host GB a node | estimate: tokens/s, hours for 100 steps [interval] |"
-)
-TABLE_STEPS = 100
-
-
-def table_row(file: str, recipe: Recipe) -> str:
-    """Return the table's line for the recipe in ``recipes/FILE``. ``GB a GPU``: the largest phase of the
-    GPU's size."""
-    model, cluster = model_config(recipe), recipe.cluster
-    need, work = memory(recipe, model), workload(recipe)
-    host = sum(host_parts(recipe, model, need.stages, work).values())
-    estimates = "; ".join(map(_short_estimate, speeds(recipe, model, work)))
-    gpus = f"{cluster.nodes} x {cluster.processes_per_node}"
-    used = f"{need.peak / 1e9:.0f} of {need.total / 1e9:.0f}"
-    return f"| `{file}` | {gpus} | {used} | {host / 1e9:.0f} | {estimates} |"
-
-
-def _short_estimate(estimate: Speed) -> str:
-    hours = TABLE_STEPS * estimate.seconds / 3600
-    least, most = interval(hours)
-    return f"{estimate.gpu.name} {estimate.tokens_per_second:,.0f}, {hours:.0f} [{least:.0f} to {most:.0f}]"

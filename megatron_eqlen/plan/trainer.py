@@ -10,7 +10,7 @@ from math import prod
 from megatron_eqlen.hf.adapter_map import adapter_map
 from megatron_eqlen.hf.config import ModelConfig
 from megatron_eqlen.hf.families import weight_map
-from megatron_eqlen.plan.activations import BYTES, GPU, Activations, Kernels, activations
+from megatron_eqlen.plan.activations import BYTES, Activations, activations
 from megatron_eqlen.plan.parameters import RankBuffers, rank_buffers
 from megatron_eqlen.recipe import Recipe
 
@@ -46,7 +46,7 @@ class Trainer:
         return self.weights + self.gradients + self.optimizer + self.passing
 
 
-def trainer(recipe: Recipe, model: ModelConfig, kernels: Kernels = GPU) -> list[Trainer]:
+def trainer(recipe: Recipe, model: ModelConfig) -> list[Trainer]:
     """Return the memory of one rank of each pipeline stage. Call ``layout.check`` first."""
     parallel, optimizer = recipe.parallel, recipe.optimizer
     sequence = parallel.tensor > 1 and parallel.sequence is not False  # the default on GPUs
@@ -56,7 +56,7 @@ def trainer(recipe: Recipe, model: ModelConfig, kernels: Kernels = GPU) -> list[
             gradients=rank.elements * BYTES[optimizer.grad_dtype],
             optimizer=rank.shard * optimizer_bytes(recipe),
             copied_gradients=MAIN_WEIGHT * rank.shard if _copies_gradients(recipe) else 0.0,
-            activations=activations(recipe, model, stage, sequence=sequence, kernels=kernels),
+            activations=activations(recipe, model, stage, sequence=sequence),
             parameters=rank,
         )
         for stage, rank in enumerate(rank_buffers(model, parallel, recipe.world_size, recipe.lora))

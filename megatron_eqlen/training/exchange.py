@@ -1,39 +1,10 @@
 """Send nodes' arrays to the ranks that train them.
 
 Every rank knows the plan of all ranks, and therefore what every other rank needs and from which rank: no
-requests are sent. Each array takes two hops, so that a rank sends it once and the ranks of one data-parallel
-index share the rest of the work:
-
-    home ──each array to one──► the ranks that train a row ──from there to all──► the ranks that train the row
-
-All of them need token ids, but every rank has those of prompts; columns of the loss go to the last pipeline
-stage only, and of the columns of a path each stage gets the MoE layers that it computes
-(``Column.needed_by``).
-
-Host memory. A token takes 4 bytes of ids and 4 of log-prob, with a mask of 20 another 4 x 20 + 1: 89. A step
-of 31M tokens over 4 nodes of 8 ranks (TP 8, DP 4; 7.75M tokens per data-parallel index, 0.97M graded by each
-rank), in bytes per node:
-
-    while a replica of 8 ranks generates     3 GB: one rank records all, the others keep log-probs and masks
-                                             of their parts only (``Replicas.keeps``, ``bench.py host``)
-    after grading                            8 x 0.97M x 89    = 0.7 GB
-    while the step is trained                8 x 7.75M x 89    = 5.5 GB more, less what is skipped
-    in transit                               8 x 2 x 7 x CHUNK = 0.1 GB
-
-With servers, rank 0 keeps all 31M tokens, 2.8 GB instead of 0.7. Rows are filled one at a time
-(``training/rows.py``), so they do not count. Without masks it is a tenth.
-
-Routes come on top: Qwen3-Next has 48 layers x 10 experts of 512, which are 960 bytes per token. For the same
-step, in bytes per node:
-
-    after grading                              30 GB / 4  = 7.4 GB; with servers 30 GB on rank 0
-    while the step is trained           TP 2 x 30 GB / 4  = 15 GB more
-    in transit, with pipeline stages                        a stage's part of the 7.4 GB
-
-Every tensor- and context-parallel rank has a copy, though it may read only its slices of a row. Slices would
-save half of those 15 GB; at TP 4, the most that the key-value heads of Qwen3-235B allow, three quarters of 23
-GB (94 layers x 8 experts of 128, 752 bytes per token). A node has 1,000 GB, and with slices a rank could no
-longer fill its rows alone.
+requests are sent. All ranks of a data-parallel index need token ids, but every rank has those of prompts;
+columns of the loss go to the last pipeline stage only, and of the columns of a path each stage gets the MoE
+layers that it computes (``Column.needed_by``). ``shipping`` says how they travel, ``plan/host.py`` counts the
+memory.
 """
 
 from __future__ import annotations

@@ -22,17 +22,15 @@ def token_logprobs(
     labels: torch.Tensor,
     temperature: float = 1.0,
     group: dist.ProcessGroup | None = None,
-    vocab_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-softmax of ``logits / temperature`` at ``labels``, and the distribution's entropy (in
     nats).
 
     logits: [n, V / tp], this rank's slice of the vocabulary, in rank order. labels: [n] int64, the same on
-    every rank. group: the tensor-parallel group; None: the vocabulary is not split. vocab_size: columns from
-    there on are padding and have no probability. Returns ([n], [n]); the entropy is for reporting and has no
-    gradient.
+    every rank. group: the tensor-parallel group; None: the vocabulary is not split. Returns ([n], [n]); the
+    entropy is for reporting and has no gradient.
     """
-    return _TokenLogprobs.apply(logits, labels, temperature, group, vocab_size)
+    return _TokenLogprobs.apply(logits, labels, temperature, group)
 
 
 def masked_token_logprobs(
@@ -55,16 +53,14 @@ def masked_token_logprobs(
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, labels, temperature, group, vocab_size):
-        real, local, mine = _local_columns(logits, labels, group, vocab_size)
+    def forward(ctx, logits, labels, temperature, group):
+        local, mine = _local_columns(logits, labels, group)
         kind = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        peak = torch.full((len(logits),), -torch.inf, dtype=kind, device=logits.device)
-        if real:
-            peak = logits[:, :real].amax(-1).to(kind) / temperature
+        peak = logits.amax(-1).to(kind) / temperature
         _all_reduce(peak, dist.ReduceOp.MAX, group)
         sums = torch.zeros(3, len(logits), dtype=kind, device=logits.device)
         for rows in _blocks(logits):
-            shifted = _scaled(logits[rows, :real], kind, temperature).sub_(peak[rows, None])
+            shifted = _scaled(logits[rows], kind, temperature).sub_(peak[rows, None])
             sums[:, rows] = _sums(shifted, local[rows], mine[rows])
             del shifted  # before the next block is cast
         _all_reduce(sums, dist.ReduceOp.SUM, group)
@@ -72,28 +68,28 @@ class _TokenLogprobs(torch.autograd.Function):
         log_total = total.log()
         entropy = log_total - weighted / total
         ctx.save_for_backward(logits, local, mine, peak + log_total)
-        ctx.temperature, ctx.real = temperature, real
+        ctx.temperature = temperature
         ctx.mark_non_differentiable(entropy)
         return label - log_total, entropy
 
     @staticmethod
     def backward(ctx, grad, _entropy_grad):
         logits, local, mine, log_total = ctx.saved_tensors
-        grad_logits = torch.zeros_like(logits)
+        grad_logits = torch.empty_like(logits)
         scale = (grad / ctx.temperature).to(log_total.dtype)
-        for rows in _blocks(logits) if ctx.real else ():
-            log_p = _scaled(logits[rows, : ctx.real], log_total.dtype, ctx.temperature)
+        for rows in _blocks(logits):
+            log_p = _scaled(logits[rows], log_total.dtype, ctx.temperature)
             slope = log_p.sub_(log_total[rows, None]).exp_().mul_(-scale[rows, None])
             slope.scatter_add_(-1, local[rows, None], (scale[rows] * mine[rows])[:, None])
-            grad_logits[rows, : ctx.real] = slope  # cast on the way
+            grad_logits[rows] = slope  # cast on the way
             del log_p, slope
-        return grad_logits, None, None, None, None
+        return grad_logits, None, None, None
 
 
 class _MaskedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, is_label, ids, rows, temperature, group):
-        _, local, mine = _local_columns(logits, ids, group, None)
+        local, mine = _local_columns(logits, ids, group)
         kind = torch.float64 if logits.dtype == torch.float64 else torch.float32
         values = (logits[rows, local].to(kind) / temperature).masked_fill(~mine, -torch.inf)
         peak = torch.full((len(logits),), -torch.inf, dtype=kind, device=logits.device)
@@ -123,15 +119,13 @@ class _MaskedLogprobs(torch.autograd.Function):
 
 
 def _local_columns(
-    logits: torch.Tensor, labels: torch.Tensor, group: dist.ProcessGroup | None, vocab_size: int | None
-) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """Return the number of this rank's columns without padding, the labels' columns on this rank, and a mask
-    of the labels on this rank."""
+    logits: torch.Tensor, labels: torch.Tensor, group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the labels' columns on this rank, and True for the labels that this rank has."""
     columns = logits.shape[-1]
     first = columns * (group.rank() if group is not None else 0)
-    real = columns if vocab_size is None else min(max(vocab_size - first, 0), columns)
-    mine = (labels >= first) & (labels < first + real)
-    return real, (labels - first).clamp(0, max(real - 1, 0)), mine
+    mine = (labels >= first) & (labels < first + columns)
+    return (labels - first).clamp(0, columns - 1), mine
 
 
 def _scaled(logits: torch.Tensor, kind: torch.dtype, temperature: float) -> torch.Tensor:
@@ -142,9 +136,7 @@ def _scaled(logits: torch.Tensor, kind: torch.dtype, temperature: float) -> torc
 def _sums(shifted: torch.Tensor, local: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
     """Return [3, tokens]: sums of exp(shifted) and of exp(shifted) x shifted, and the label's ``shifted`` (0
     on other ranks). Overwrites ``shifted``."""
-    label = (
-        shifted.gather(-1, local[:, None])[:, 0] * mine if shifted.shape[-1] else shifted.new_zeros(len(mine))
-    )
+    label = shifted.gather(-1, local[:, None])[:, 0] * mine
     weight = shifted.exp()
     return torch.stack((weight.sum(-1), shifted.mul_(weight).sum(-1), label))
 

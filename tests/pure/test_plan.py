@@ -18,10 +18,10 @@ from megatron_eqlen.plan.host import host_parts, recorded_bytes
 from megatron_eqlen.plan.memory import Memory, memory
 from megatron_eqlen.plan.model import KNOWN_MODELS, model_config
 from megatron_eqlen.plan.parameters import Buffer, total
-from megatron_eqlen.plan.speed import GPUS, INTERVAL, REACHED, bubble, speed
-from megatron_eqlen.plan.text import TABLE_HEAD, describe, table_row
+from megatron_eqlen.plan.speed import GPUS, INTERVAL, REACHED, Speed, bubble, interval, speed, speeds
+from megatron_eqlen.plan.text import describe
 from megatron_eqlen.plan.workload import Workload, workload
-from megatron_eqlen.recipe import layout
+from megatron_eqlen.recipe import Recipe, layout
 from tests.kit import ROOT
 from tests.kit.tiny_models import save_tiny
 from tools.benchmarks import speed as public
@@ -45,6 +45,28 @@ PUBLISHED = {
     "qwen3-next-80b-a3b-thinking": 79.674,
 }
 """Published parameters in billions."""
+TABLE_HEAD = (
+    "| recipe | GPUs | GB a GPU | host GB a node | estimate: tokens/s, hours for 100 steps [interval] |"
+)
+TABLE_STEPS = 100
+
+
+def table_row(file: str, recipe: Recipe) -> str:
+    """Return the table's line for the recipe in ``recipes/FILE``. ``GB a GPU``: the largest phase of the
+    GPU's size."""
+    model, cluster = model_config(recipe), recipe.cluster
+    need, work = memory(recipe, model), workload(recipe)
+    host = sum(host_parts(recipe, model, need.stages, work).values())
+    estimates = "; ".join(map(_short_estimate, speeds(recipe, model, work)))
+    gpus = f"{cluster.nodes} x {cluster.processes_per_node}"
+    used = f"{need.peak / 1e9:.0f} of {need.total / 1e9:.0f}"
+    return f"| `{file}` | {gpus} | {used} | {host / 1e9:.0f} | {estimates} |"
+
+
+def _short_estimate(estimate: Speed) -> str:
+    hours = TABLE_STEPS * estimate.seconds / 3600
+    least, most = interval(hours)
+    return f"{estimate.gpu.name} {estimate.tokens_per_second:,.0f}, {hours:.0f} [{least:.0f} to {most:.0f}]"
 
 
 def planned(file: str, *overrides: str) -> Memory:
