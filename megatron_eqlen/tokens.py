@@ -22,6 +22,7 @@ import sys
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from typing import Any, Literal, NoReturn, cast, overload
 
@@ -111,6 +112,9 @@ SAMPLED = tuple(column.name for column in COLUMNS.values() if column.sampled)
 
 NUMBERS = tuple(column.name for column in COLUMNS.values() if column.dtype and not column.ragged)
 """Names of the columns of one number for each token."""
+
+LONGEST = 1 << 40
+"""Maximum number of tokens in a table."""
 
 MOST_PER_TOKEN = 255
 """Maximum length of a token's list in a ragged column."""
@@ -202,7 +206,7 @@ def join(pieces: Sequence[Any]) -> Any:
     if any(isinstance(piece, Placeholder) for piece in pieces):
         return Placeholder.of(first).resized(sum(map(len, pieces)))
     if all(piece.strides == (0,) and piece[0] == first[0] for piece in pieces):
-        return _repeated(first[:1], sum(map(len, pieces)))
+        return _constant(first[:1])[: sum(map(len, pieces))]
     return np.concatenate(pieces)
 
 
@@ -215,16 +219,17 @@ def _loaded(name: str, values: Any) -> Any:
 def _folded(values: np.ndarray) -> np.ndarray:
     """Return values that are all the same in the memory of one number, others unchanged."""
     same = len(values) > 0 and bool((values == values[0]).all())
-    return _repeated(values[:1].copy(), len(values)) if same else values
+    return _constant(values[:1])[: len(values)] if same else values
 
 
-def _repeated(value: np.ndarray, length: int) -> np.ndarray:
-    """Return [length], all ``value`` [1], in the memory of one number."""
-    if not len(value):
-        return value
-    found = np.ndarray((length,), value.dtype, np.ascontiguousarray(value), strides=(0,))
-    found.flags.writeable = False
-    return found
+def _constant(value: np.ndarray) -> np.ndarray:
+    """Return [LONGEST], all ``value`` [1], in the memory of one number."""
+    return _of_bytes(value.tobytes(), value.dtype)
+
+
+@lru_cache(maxsize=256)
+def _of_bytes(value: bytes, dtype: np.dtype) -> np.ndarray:
+    return np.ndarray((LONGEST,), dtype, value, strides=(0,))
 
 
 def _arrays(values: Any) -> list[Any]:
@@ -384,7 +389,7 @@ def _values(name: str, values: Any, length: int) -> Any:
     if isinstance(values, Placeholder):
         return values
     if np.ndim(values) == 0:
-        return _repeated(np.array([values], column.dtype), length)
+        return _constant(np.array([values], column.dtype))[:length]
     return np.asarray(values, column.dtype)
 
 
@@ -441,17 +446,18 @@ class GrowingTokens:
         return len(self.token_ids)
 
     def append(self, token_ids: list[int], columns: Mapping[str, Any], version: int) -> None:
-        """Append tokens that weights of ``version`` sampled, with the values of other ``columns``, the same
-        each time. Runs for every token. Raises ValueError where values are missing."""
+        """Append tokens that weights of ``version`` sampled, with the values of other ``columns``: those of
+        the first tokens, or of ``expect``. Runs for every token. Raises ValueError where values are
+        missing."""
         count = len(token_ids)
         if not count:
             return
         if version != self.version:
+            if not self.token_ids:
+                self.expect(columns)
             self.versions.begin(len(self.token_ids), version)
             self.version = version
         self.token_ids.fromlist(token_ids)
-        if len(columns) != len(self._appends):
-            self.expect(columns)
         for name, append in self._appends:
             values = columns.get(name, ())
             if len(values) != count:
@@ -503,8 +509,10 @@ class GrowingTokens:
     def __getitem__(self, part: slice) -> Tokens:
         start, stop, _ = part.indices(len(self))
         columns: dict[str, Any] = {"token_ids": np.frombuffer(self.token_ids[start:stop], np.int32)}
-        columns |= {name: column.values(start, stop) for name, column in self.columns.items()}
-        return Tokens(columns | {"versions": self.versions.values(start, stop)}, stop - start)
+        for name, column in self.columns.items():
+            columns[name] = column.values(start, stop)
+        columns["versions"] = self.versions.values(start, stop)
+        return Tokens(columns, stop - start)
 
 
 class _Numbers:
@@ -611,7 +619,7 @@ class _Runs:
     def values(self, start: int, stop: int) -> np.ndarray:
         numbers = np.array(self._numbers, np.int32)
         if len(numbers) == 1:
-            return _repeated(numbers, stop - start)
+            return _constant(numbers)[: stop - start]
         starts = self._starts[: len(numbers)]  # another thread may be appending
         lengths = np.diff(np.clip([*starts, stop], start, stop))
         return _folded(np.repeat(numbers, lengths))

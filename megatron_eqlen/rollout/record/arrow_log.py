@@ -51,6 +51,7 @@ class ArrowLog:
         """Append a batch; it is with the operating system then. Raises OSError."""
         self.check()
         self._stream.write_batch(batch)
+        self._file.commit()
 
     def check(self) -> None:
         if self._file.failed is not None:
@@ -62,7 +63,9 @@ class ArrowLog:
         try:
             self.check()
             self._stream.close()
+            self._file.commit()
             self._file.write(CLOSED + _crc_bytes(self._file.crc))
+            self._file.commit()
             os.fsync(self._file.fileno())
         finally:
             self.abandon()
@@ -73,11 +76,13 @@ class ArrowLog:
 
 
 class _Sink(io.RawIOBase):
-    """A new file that counts its CRC-32."""
+    """A new file that counts its CRC-32. Collects the many small pieces of a batch in memory, until
+    ``commit`` writes them."""
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115 (closed by close)
         self._path = path
+        self._pending = bytearray()
         self.crc = 0
         self.failed: OSError | None = None
 
@@ -89,8 +94,14 @@ class _Sink(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        self.crc = zlib.crc32(view, self.crc)
-        rest = view
+        self._pending += view
+        return len(view)
+
+    def commit(self) -> None:
+        """Write what was collected. Raises OSError."""
+        data, self._pending = self._pending, bytearray()
+        self.crc = zlib.crc32(data, self.crc)
+        rest = memoryview(data)
         try:
             with naming(self._path):
                 while rest:  # a signal or a full disk may shorten a write
@@ -98,7 +109,6 @@ class _Sink(io.RawIOBase):
         except OSError as error:
             self.failed = error
             raise
-        return len(view)
 
     def close(self) -> None:
         self._file.close()

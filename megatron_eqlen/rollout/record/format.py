@@ -161,19 +161,22 @@ def portions(rows: Iterable[Row]) -> Iterator[list[Row]]:
 
 def to_batch(rows: list[Row]) -> pa.RecordBatch:
     """Return the rows as columns; arrays are copied once."""
-    columns = {name: [row.get(name) for row in rows] for name in (*SKELETON, "gold")}
+    given = set().union(*rows)
+    columns = {name: [row.get(name) for row in rows] for name in (*SKELETON, "gold") if name in given}
     tables: list[Tokens | None] = [row.get("table") for row in rows]
     columns["tokens"] = [None if table is None else len(table) for table in tables]
     columns["layout"] = [None if table is None else table.layout for table in tables]
-    for column in COLUMNS.values():
-        found = [None if table is None else table.columns.get(column.name) for table in tables]
-        if column.ragged:
-            columns[column.name + COUNTS] = [None if values is None else values.counts for values in found]
+    for name in set().union(*(table.columns for table in tables if table is not None)):
+        found = [None if table is None else table.columns.get(name) for table in tables]
+        if COLUMNS[name].ragged:
+            columns[name + COUNTS] = [None if values is None else values.counts for values in found]
             found = [None if values is None else values.values for values in found]
-        if column.dtype is None:
+        if COLUMNS[name].dtype is None:
             found = [None if values is None else _as_bytes(values) for values in found]
-        columns[column.name] = found
-    return pa.record_batch([_column(columns[f.name], f.type) for f in SEGMENTS], schema=SEGMENTS)
+        columns[name] = found
+    nothing = [None] * len(rows)
+    arrays = [_column(columns.get(field.name, nothing), field.type) for field in SEGMENTS]
+    return pa.record_batch(arrays, schema=SEGMENTS)
 
 
 def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
