@@ -51,6 +51,8 @@ class Column:
     """Key in ``rollout`` of a recipe: true where the engine delivers the column."""
     record_key: str | None = None
     """Key in ``rollout``: false where the record of rollouts leaves the column out."""
+    train_key: str | None = None
+    """Property of ``rollout``: false where no loss reads the column, so it is not sent to other ranks."""
     rarely_changes: bool = False
     """True for values that stay the same over many tokens; they take no memory in a track."""
     unknown: float = 0.0
@@ -72,7 +74,15 @@ class Column:
 TOKEN_IDS = Column("token_ids", "int32", "rows", always=True)
 LOGPROBS = Column("logprobs", "float32", "loss")
 """The engine's log-probs of the tokens (rollout_logprobs), natural log, in ``rollout.logprobs_mode``."""
-VERSIONS = Column("versions", "int32", "loss", always=True, rarely_changes=True, unknown=-1)
+VERSIONS = Column(
+    "versions",
+    "int32",
+    "loss",
+    always=True,
+    train_key="trains_older",
+    rarely_changes=True,
+    unknown=-1,
+)
 """Policy version of the weights that sampled the token."""
 KEPT = Column(
     "kept",

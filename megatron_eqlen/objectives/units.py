@@ -16,13 +16,17 @@ from megatron_eqlen.types import FinishReason, Rollout, TokenTree
 def comparison_units(
     rollout: Rollout, recipe: Recipe, objective: Objective
 ) -> tuple[TokenTree, list[ComparisonUnit]]:
-    """Return the token tree of a rollout and the units over its nodes, not yet weighted.
+    """Return the token tree of a rollout and the units over its nodes, not yet weighted. The nodes lack the
+    columns that no loss reads.
 
     Raises ValueError for a rollout of another ``sampling`` than the recipe's (a replayed dump, say).
     """
     _check_kind(rollout, recipe)
     _check_columns(rollout, recipe)
-    return KINDS[recipe.sampling].compare(rollout, recipe, _length_penalty(recipe, objective))
+    tree, units = KINDS[recipe.sampling].compare(rollout, recipe, _length_penalty(recipe, objective))
+    for node in tree.nodes:
+        node.tokens = node.tokens.without(recipe.rollout.untrained_columns)
+    return tree, units
 
 
 def due_rollouts(rollouts: Sequence[Rollout], recipe: Recipe) -> list[Rollout]:

@@ -6,6 +6,7 @@ Relative paths in a recipe are relative to the working directory, as on the comm
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -246,6 +247,13 @@ class SpeculationRecipe(Section):
     """Most tokens of a draft."""
 
 
+def _keys(kind: Literal["keep_key", "record_key", "train_key"]) -> Iterator[tuple[str, str]]:
+    """Yield the names of the columns that depend on such a key of ``rollout``, with the key."""
+    for name, column in COLUMNS.items():
+        if (key := getattr(column, kind)) is not None:
+            yield name, key
+
+
 class RolloutRecipe(Section):
     """Generation of responses: sampling, the engine, and the limits of a step's harvest."""
 
@@ -344,15 +352,18 @@ class RolloutRecipe(Section):
     @property
     def columns(self) -> tuple[str, ...]:
         """Columns of tokens that the engine delivers (``tokens.COLUMNS``), besides those of every track."""
-        keys = {name: column.keep_key for name, column in COLUMNS.items()}
-        optional = (name for name, key in keys.items() if key is not None and getattr(self, key))
-        return (LOGPROBS.name, *optional, *self.keep_columns)
+        kept = (name for name, key in _keys("keep_key") if getattr(self, key))
+        return (LOGPROBS.name, *kept, *self.keep_columns)
 
     @property
     def unrecorded_columns(self) -> tuple[str, ...]:
         """Columns that the record of rollouts leaves out."""
-        keys = {name: column.record_key for name, column in COLUMNS.items()}
-        return tuple(name for name, key in keys.items() if key is not None and not getattr(self, key))
+        return tuple(name for name, key in _keys("record_key") if not getattr(self, key))
+
+    @property
+    def untrained_columns(self) -> tuple[str, ...]:
+        """Columns that no loss of this recipe reads."""
+        return tuple(name for name, key in _keys("train_key") if not getattr(self, key))
 
     @property
     def trains_older(self) -> bool:

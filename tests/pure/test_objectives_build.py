@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -317,6 +318,17 @@ def test_sampling_masks_go_with_their_tokens_and_must_be_what_the_recipe_says():
             assert node.tokens["kept"] == Ragged.of((token, token + 10) for token in node.token_ids)
     with pytest.raises(ValueError, match="keep_sampling_mask: false, found a rollout recorded with"):
         build([stream])
+
+
+def test_a_tree_has_policy_versions_only_where_a_step_trains_older_tokens():
+    stream = worked_example()
+    for sampled in stream.segments():
+        sampled.tokens = sampled.tokens.with_column("versions", np.full(len(sampled), 3, np.int32))
+    servers = {"rollout__engine": "server", "rollout__servers": ["http://localhost:8000"]}
+    for older in (False, True):
+        (tree,), _ = build([stream], **servers, rollout__staleness=int(older), loss__rollout_is="token")
+        assert all(("versions" in node.tokens) == older for node in tree.nodes[1:])
+    assert all("versions" in sampled.tokens for sampled in stream.segments())
 
 
 def test_a_completion_that_the_budget_cut_off_is_in_no_unit():

@@ -121,6 +121,8 @@ class Case:
     tensor: int
     one_home: bool
     """True if rank 0 has graded everything, as with servers."""
+    older: bool
+    """True if the step may train tokens of older weights, so that the loss reads their versions."""
 
 
 cases = st.builds(
@@ -133,6 +135,7 @@ cases = st.builds(
     stages=st.sampled_from([1, 2]),
     tensor=st.sampled_from([1, 2]),
     one_home=st.booleans(),
+    older=st.booleans(),
 )
 
 
@@ -148,6 +151,8 @@ def placements_of(world: int, case: Case) -> list[Placement]:
 
 def planned_of(rollouts: list[Rollout], case: Case, ranks: int) -> tuple[list[Packing], dict[str, float]]:
     mine = recipe(case.sampling, case.masks)
+    rollout = mine.rollout.model_copy(update={"staleness": int(case.older)})
+    mine = mine.model_copy(update={"rollout": rollout})
     minibatches, metrics = build_minibatches(rollouts, mine)
     budget = 2 * LONGEST
     return [plan_rows(trees, budget, ranks, 1, case.rows) for trees in minibatches], metrics
@@ -214,15 +219,15 @@ def held(plan: Packing) -> int:
 
 
 def lacked(whole: Packing, home: np.ndarray, placement: Placement, rank: int) -> int:
-    """Return the bytes that a rank's rows need and whose home is another rank: 4 of a token's id, 8 of its
-    log-prob and version, and those of its mask. Every rank has the prompts."""
+    """Return the bytes that a rank's rows need and whose home is another rank: 4 of a token's id, 4 of its
+    log-prob, 4 of its version if the loss reads it, and those of its mask. Every rank has the prompts."""
     needed, trained = whole.needed(placement.data_parallel)
     needed = needed[whole.forest.parent[needed] >= 0]
     apart = (home >= 0) & (home != rank)
     tokens = sum(4 * len(whole.forest.nodes[node]) for node in needed[apart[needed]])
     tables = [whole.forest.nodes[node].tokens for node in trained[apart[trained]]]
     kept = sum(table["kept"].values.nbytes + len(table) for table in tables if "kept" in table)
-    loss = sum(8 * len(whole.forest.nodes[node]) for node in trained[apart[trained]]) + kept
+    loss = sum((8 if "versions" in table else 4) * len(table) for table in tables) + kept
     return tokens + (loss if placement.for_loss else 0)
 
 
