@@ -12,6 +12,7 @@ from megatron_eqlen.paper.length_bias import Process
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.recipe.plugins import load_object
 from tests.kit import ROOT
+from tools.benchmarks.drift import Training
 from tools.benchmarks.mechanism import DIFFICULTIES, Case, World
 
 LIMIT = 3
@@ -178,9 +179,17 @@ def test_on_policy_weight_of_a_stream_does_not_depend_on_the_streams_of_its_step
         assert [node.weight for node in alone.nodes] == [node.weight for node in tree.nodes]
 
 
-@pytest.mark.parametrize("irreversible", [False, True])
-def test_the_benchmarks_true_gradient_is_that_of_the_enumerated_process(irreversible):
-    world = World(Case("lognormal 0.6", 2.5, limit=4, strength=1.0, irreversible=irreversible), seed=0)
+@pytest.mark.parametrize(
+    "world",
+    [
+        {"strength": 1.0},
+        {"strength": 1.0, "irreversible": True},
+        {"strength": 1.0, "length_pays": -1.0, "eta": 0.4, "theta": -0.7},
+        {"strength": 1.0, "irreversible": True, "eta": -0.4, "theta": 0.7},
+    ],
+)
+def test_the_benchmarks_true_gradient_is_that_of_the_enumerated_process(world):
+    world = World(Case("lognormal 0.6", 2.5, limit=4, **world), seed=0)
     good_token = world.case.good
 
     def reward(path):
@@ -194,6 +203,16 @@ def test_the_benchmarks_true_gradient_is_that_of_the_enumerated_process(irrevers
     found = process.gradient()
     expected = [found[:, 0].sum(), ((1 - good_token) * found[:, 2] - good_token * found[:, 1]).sum()]
     np.testing.assert_allclose(world.truth(), expected, rtol=0, atol=1e-12)
+
+
+def test_training_on_coin_flips_grows_with_the_papers_weights_and_not_with_on_policy():
+    def growth(method: str) -> np.ndarray:
+        runs = [Training("coin", method, seed, mean=20, steps=12, lr=0.05).run() for seed in range(4)]
+        return np.array([lengths[-1] / lengths[0] for lengths, _ in runs])
+
+    assert growth("EqLen, max").min() > 1.3
+    on_policy = np.log(growth("EqLen, on_policy"))
+    assert abs(on_policy.mean()) < 2.5 * on_policy.std(ddof=1) / 2
 
 
 @pytest.mark.parametrize(

@@ -92,21 +92,37 @@ class Case:
     irreversible: bool = False
     """True: a single bad token makes a response wrong (mostly). Half of the responses of mean length have
     none."""
+    length_pays: float = 0.0
+    """Added to the logit of a right answer for each e-fold of its length; below 0, short responses win."""
+    eta: float = 0.0
+    """Parameter of the policy: added to the logit of stopping."""
+    theta: float = 0.0
+    """Parameter of the policy: added to the logit of a good token."""
 
     @property
     def hazard(self) -> Hazard:
-        return np.clip(SHAPES[self.shape](np.arange(self.limit + 1.0), self.mean), 1e-9, 0.5)
+        hazard = np.clip(SHAPES[self.shape](np.arange(self.limit + 1.0), self.mean), 1e-9, 0.5)
+        return _shifted(hazard, self.eta) if self.eta else hazard
 
     @property
     def good(self) -> float:
         """Probability that a token is good."""
-        return 0.5 ** (1 / self.mean) if self.irreversible else 0.5
+        good = 0.5 ** (1 / self.mean) if self.irreversible else 0.5
+        return float(_shifted(good, self.theta)) if self.theta else good
 
     @property
     def rewards(self) -> str:
+        if self.length_pays:
+            return "longer" if self.length_pays > 0 else "shorter"
         if not self.strength:
             return "coin"
         return "irreversible" if self.irreversible else "easy" if self.ease else "share"
+
+
+def _shifted(probability: Any, shift: float) -> Any:
+    """Return probabilities whose logits are greater by ``shift``."""
+    odds = np.exp(shift) * probability / (1 - probability)
+    return odds / (1 + odds)
 
 
 def _from_survival(survival: np.ndarray) -> Hazard:
@@ -137,7 +153,7 @@ distribution for the heavy tail)."""
 class World:
     """Draws tokens and rewards of one case."""
 
-    def __init__(self, case: Case, seed: int) -> None:
+    def __init__(self, case: Case, seed: int | Sequence[int]) -> None:
         self.case = case
         self.hazard = case.hazard
         self.cumulative = np.concatenate([[0.0], np.cumsum(self.hazard)])
@@ -157,19 +173,21 @@ class World:
         return tokens.tolist()
 
     def right(self, good: np.ndarray, length: np.ndarray, difficulty: float) -> np.ndarray:
-        """Return the probability that responses with so many good tokens are right."""
+        """Return the probability that responses of ``length`` with so many good tokens are right."""
         case = self.case
         if case.irreversible:
             effect = np.where(good > length - 1.5, 1.5, -1.5)
         else:
             share = np.where(length > 1, good / np.maximum(length - 1, 1) - 0.5, 0.0)
             effect = 2 * math.sqrt(case.mean) * share
-        return 1 / (1 + np.exp(-difficulty - case.ease - case.strength * effect))
+        effect = case.strength * effect + case.length_pays * np.log(length / case.mean)
+        return 1 / (1 + np.exp(-difficulty - case.ease - effect))
 
     def step(self, recipe: Recipe, number: int) -> tuple[list[Rollout], int, int]:
         """Return graded rollouts of a step, their tokens, and the decode steps that they take if all run in
         lockstep."""
-        prompts = [Prompt(f"{number}.{i}", [0], "?", "math", "1") for i in range(PROMPTS)]
+        count = recipe.data.prompts_per_step
+        prompts = [Prompt(f"{number}.{i}", [0], "?", "math", "1") for i in range(count)]
         difficulty = {p.prompt_id: float(self.random.choice(DIFFICULTIES)) for p in prompts}
         rollouts, tokens, longest = [], 0, 0
         for harvester in KINDS[recipe.sampling].harvesters(prompts, recipe, frozenset([EOS]), number):
@@ -206,18 +224,34 @@ class World:
         return total
 
     def truth(self) -> Gradient:
-        """Return the gradient of the expected reward, by summation (for long responses, quadrature over the
-        normal distribution of good tokens)."""
+        """Return the gradient of the expected reward."""
+        return self._reward_and_gradient()[1:]
+
+    def accuracy(self) -> float:
+        """Return the expected reward of the policy."""
+        return float(self._reward_and_gradient()[0])
+
+    def mean_length(self) -> float:
+        """Return the expected length of the policy's responses, cut ones included."""
+        return float(self._alive().sum())
+
+    def _alive(self) -> np.ndarray:
+        """Return [limit]: the probability that a response reaches each position."""
+        return np.exp(-self.survival[:-1])
+
+    def _reward_and_gradient(self) -> np.ndarray:
+        """Return [3]: the expected reward and its gradient, by summation (for long responses, quadrature over
+        the normal distribution of good tokens)."""
         lengths = np.arange(1, self.case.limit + 1)
-        alive = np.concatenate([[1.0], np.cumprod(1 - self.hazard[:-1])])
-        probability = alive * self.hazard
+        probability = self._alive() * self.hazard
         stopping = 1 - self.cumulative[1:]
-        total = np.zeros(2)
+        total = np.zeros(3)
         for length, p, score in zip(lengths, probability, stopping, strict=True):
             good, chance = self._good_tokens(int(length) - 1)
+            quality = good - self.case.good * (length - 1)
             for difficulty in DIFFICULTIES:
                 expected = p * chance * self.right(good, np.array(length), difficulty) / len(DIFFICULTIES)
-                total += [score * expected.sum(), (expected * (good - self.case.good * (length - 1))).sum()]
+                total += [expected.sum(), score * expected.sum(), (expected * quality).sum()]
         return total
 
     def _good_tokens(self, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -227,9 +261,12 @@ class World:
             every = self.case.good**count
             others = count * (self.case.good - every) / max(1 - every, 1e-300)
             return np.array([count, others]), np.array([every, 1 - every])
+        good, bad = self.case.good, 1 - self.case.good
         if count < 200:
-            return np.arange(count + 1), np.exp(_log_binomial(count) - count * math.log(2))
-        return count / 2 + NODES * math.sqrt(count / 4), NODE_WEIGHTS
+            numbers = np.arange(count + 1)
+            logs = _log_binomial(count) + numbers * math.log(good) + numbers[::-1] * math.log(bad)
+            return numbers, np.exp(logs)
+        return count * good + NODES * math.sqrt(count * good * bad), NODE_WEIGHTS
 
 
 NODES, NODE_WEIGHTS = np.polynomial.hermite_e.hermegauss(60)
@@ -241,16 +278,22 @@ def _log_binomial(n: int) -> np.ndarray:
     return logs[n] - logs - logs[::-1]
 
 
-def recipe_of(case: Case, method: dict[str, Any], max_pairs: int | None = None) -> Recipe:
+def recipe_of(
+    case: Case,
+    method: dict[str, Any],
+    max_pairs: int | None = None,
+    prompts: int = PROMPTS,
+    group: int = GROUP,
+) -> Recipe:
     raw = {
         "name": "mechanism",
         "steps": 1,
-        "group_size": GROUP,
+        "group_size": group,
         "model": {"path": "-"},
         "data": {
             "sources": [{"name": "-", "path": "-"}],
             "max_prompt_length": 1,
-            "prompts_per_step": PROMPTS,
+            "prompts_per_step": prompts,
         },
         "rollout": {"max_response_length": case.limit},
         "loss": {"kl_coef": 0.0},
@@ -360,6 +403,8 @@ WORLDS: dict[str, dict[str, Any]] = {
     "irreversible": {"strength": 1.0, "irreversible": True},
     "easy": {"strength": 1.0, "ease": 1.5},
     "coin": {"strength": 0.0},
+    "longer": {"strength": 0.0, "length_pays": 1.0},
+    "shorter": {"strength": 0.0, "length_pays": -1.0},
 }
 
 
@@ -431,6 +476,8 @@ TITLES = {
     "easy": "Easy prompts (rewards by the share of good tokens)",
     "irreversible": "Irreversible errors",
     "coin": "Coin flips",
+    "longer": "Longer responses win",
+    "shorter": "Shorter responses win",
 }
 COSTS = (
     ("theta/Mtoken", "Squared signal over noise of theta, per million tokens", 0),
