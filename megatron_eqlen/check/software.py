@@ -12,6 +12,9 @@ from pathlib import Path
 from megatron_eqlen.check.finding import Check, Finding, Place
 from megatron_eqlen.data.overlap import read_overlaps
 from megatron_eqlen.data.prompts import PromptSource
+from megatron_eqlen.hf.config import read_config
+from megatron_eqlen.hf.folder import HFFolder
+from megatron_eqlen.hf.folder_check import check_folder
 from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.megatron_cpu import packages
 from megatron_eqlen.megatron_cpu.packages import FLA, NEEDED, TRANSFORMER_ENGINE, Package
@@ -50,13 +53,17 @@ def package(wanted: Package, place: Place) -> Finding | None:
 
 def inputs(place: Place) -> Finding | None:
     """Check the model, data and benchmarks that the recipe reads; download those that it names on the hub.
-    Where seconds do not matter, make the prompts of the first step."""
+    Where seconds do not matter, look for every tensor of the model and make the prompts of the first step."""
     if place.recipe is None:
         return None
     fetch(place.recipe)
     commits = "".join(f", {key} {commit}" for key, commit in revisions(place.recipe).items())
-    prompts = "" if place.short else f"; {_first_prompts(place.recipe)}"
-    return Finding("ok", f"{place.recipe.model.path} and the data are there{commits}{prompts}")
+    found = f"{place.recipe.model.path} and the data are there{commits}"
+    if place.short:
+        return Finding("ok", found)
+    model = local_path(place.recipe.model)
+    check_folder(HFFolder(model), read_config(model))
+    return Finding("ok", f"{found}; {_first_prompts(place.recipe)}")
 
 
 def _first_prompts(recipe: Recipe) -> str:

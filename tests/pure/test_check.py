@@ -18,12 +18,14 @@ import torch
 from megatron_eqlen.check import CHECKS, check, devices, look, machine, software
 from megatron_eqlen.check.finding import Check, Finding, Place
 from megatron_eqlen.cli import __main__ as cli
+from megatron_eqlen.files import CheckpointError
 from megatron_eqlen.megatron_cpu import packages
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.rewards.sandbox.program import Isolation
 from megatron_eqlen.toys.tokenizer_maker import write_hf_tokenizer
 from tests.kit import ROOT
+from tests.kit.tiny_models import save_tiny
 
 LARGE = ROOT / "recipes/qwen3_32b.yaml"
 
@@ -394,11 +396,12 @@ def test_hosts_that_do_not_meet_say_who_waited_where(monkeypatch):
         machine.meet("127.0.0.1:1", 2, 1)
 
 
-def test_the_first_steps_prompts_are_made_except_in_short(tmp_path, large):
-    """A chat template, columns and lengths that do not fit are found before anything starts."""
+def test_the_models_tensors_are_looked_for_and_the_first_steps_prompts_made_except_in_short(tmp_path, large):
+    """Missing tensors, and a chat template, columns and lengths that do not fit, are found before anything
+    starts."""
     model, path = tmp_path / "model", tmp_path / "rows.jsonl"
+    save_tiny(model, "qwen3", num_hidden_layers=1, eos_token_id=1)
     write_hf_tokenizer(model, ["What is 1 + 1?"] * 8)
-    (model / "config.json").write_text('{"eos_token_id": 1}')
     path.write_text("".join(f'{{"question": "{n} + 1?", "answer": {n + 1}}}\n' for n in range(10, 15)))
     rows = f"data.sources=[{{name: rows, reader: jsonl, path: {path}}}]"
     place = with_recipe(
@@ -408,6 +411,9 @@ def test_the_first_steps_prompts_are_made_except_in_short(tmp_path, large):
     assert re.search(r"are there; the first step's 4 prompts have (\d+) to \1 tokens$", found.text)
     (model / "chat_template.jinja").unlink()
     with pytest.raises(ValueError, match=f"^{model}: expected a chat template"):
+        software.inputs(place)
+    (model / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=f"^{model}: "):
         software.inputs(place)
     assert software.inputs(replace(place, short=True)).text.endswith("are there")
 
