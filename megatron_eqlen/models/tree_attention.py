@@ -115,7 +115,17 @@ def flex_tree_attention(q: Tensor, k: Tensor, v: Tensor, tree: TreeParams, scale
     if tree.block_mask is None:
         tree.block_mask = tree_block_mask(tree.visible_until, tree.share)
     compiled = _compiled_flex_attention(len(tree) % BLOCK == 0)
-    return compiled(q, k, v, block_mask=tree.block_mask, scale=scale, enable_gqa=True)
+    options = _kernel_options(q)
+    return compiled(q, k, v, block_mask=tree.block_mask, scale=scale, enable_gqa=True, kernel_options=options)
+
+
+def _kernel_options(q: Tensor) -> dict[str, int] | None:
+    """Return eight warps for a backward pass in which torch's choice of four lacks registers: at head sizes
+    above 128, and at 128 on B200, each thread would spill 1.7 to 14 KB (``docs/gpu.md``)."""
+    if not q.is_cuda:
+        return None
+    most = 128 if torch.cuda.get_device_capability(q.device) < (10, 0) else 64
+    return {"bwd_num_warps": 8} if q.shape[-1] > most else None
 
 
 @cache

@@ -1,9 +1,11 @@
-"""Compile fla's kernels of Gated DeltaNet for a GPU that is not there, and print what each one takes of it.
+"""Compile kernels for a GPU that is not there, and print what each one takes of it.
 
-    PYTHONPATH=.venv/gpuless/imported python -m tests.gpuless.kernels 90      # compute capability 9.0: H100
+    tools/gpuless kernels       # A100, H100 and B200
+    tools/gpuless kernels 90    # compute capability 9.0: H100
 
-Forward and backward passes for a rank's heads of Qwen3-Next at tensor-parallel size 8. Of the configurations
-between which fla's tuning chooses, the first and the last that it keeps are compiled.
+FlexAttention's kernels for token trees, as torch generates them (``attention_kernels.py``), and fla's kernels
+of Gated DeltaNet for a rank's heads of Qwen3-Next at tensor-parallel size 8. Of the configurations between
+which fla's tuning chooses, the first and the last that it keeps are compiled.
 """
 
 from __future__ import annotations
@@ -40,6 +42,10 @@ class Kernel(NamedTuple):
     warps: int
     stages: int
 
+    def line(self) -> str:
+        launch = f"{self.warps}, {self.stages}"
+        return f"`{self.name}` | {launch} | {self.registers} | {self.stack} | {self.shared}"
+
 
 class Driver:
     """A driver of Triton's that knows the GPU's limits and launches nothing."""
@@ -65,15 +71,38 @@ class Driver:
 
 
 def simulate(capability: int) -> None:
-    """Make torch and Triton see one GPU."""
+    """Make torch and Triton see one GPU, on which nothing can be launched. No two functions are the same
+    object: torch keeps rules by function."""
     driver.set_active(Driver(capability))  # pyright: ignore[reportArgumentType]
+    major, minor = divmod(capability, 10)
+    properties = SimpleNamespace(
+        name=NAMES[capability],
+        major=major,
+        minor=minor,
+        multi_processor_count=108,
+        max_threads_per_multi_processor=2048,
+        max_threads_per_block=1024,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_block_optin=SHARED[capability],
+        shared_memory_per_multiprocessor=SHARED[capability] + 1024,
+        total_memory=80 << 30,
+        warp_size=32,
+        L2_cache_size=40 << 20,
+        gcnArchName="",
+    )
     cuda: Any = torch.cuda
     cuda.is_available = lambda: True
     cuda.device_count = lambda: 1
     cuda.current_device = lambda: 0
-    cuda.get_device_capability = lambda *_: divmod(capability, 10)
-    cuda.get_device_name = lambda *_: NAMES[capability]
-    cuda.get_device_properties = lambda *_: SimpleNamespace(name=NAMES[capability], multi_processor_count=108)
+    cuda.get_device_capability = lambda *_: (major, minor)
+    cuda.get_device_name = lambda *_: properties.name
+    cuda.get_device_properties = lambda *_: properties
+    cuda._get_device_properties = lambda *_: properties
+    cuda.get_rng_state = lambda *_: torch.zeros(16, dtype=torch.uint8)
+    cuda.set_rng_state = lambda *_: None
+    cuda._lazy_init = lambda: None
+    cuda._exchange_device = lambda device: 0
+    cuda._maybe_exchange_device = lambda device: 0
 
 
 def usage(cubin: bytes, kernel: str) -> tuple[int, int]:
@@ -101,9 +130,7 @@ def collect() -> list[Kernel]:
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         given = {name: mocked(value) for name, value in kwargs.items()}
         kernel = compiled(self, *map(mocked, args), grid=grid, warmup=True, **given)
-        made = kernel.metadata
-        resources = usage(kernel.asm["cubin"], made.name)
-        found.append(Kernel(made.name, *resources, made.shared, made.num_warps, made.num_stages))
+        found.append(measured(kernel))
 
     def first_and_last(self: Any, *args: Any, **kwargs: Any) -> None:
         self.nargs = dict(zip(self.arg_names, args, strict=False))
@@ -151,22 +178,40 @@ def passes() -> Iterator[str]:
     yield "convolution"
 
 
-def main(capability: int) -> None:
+def measured(kernel: Any) -> Kernel:
+    made = kernel.metadata
+    return Kernel(
+        made.name, *usage(kernel.asm["cubin"], made.name), made.shared, made.num_warps, made.num_stages
+    )
+
+
+def attention_table(capability: int) -> None:
+    from tests.gpuless import attention_kernels
+
+    print("| head size | blocks of queries and keys | kernel | warps, stages | registers | stack | shared |")
+    print("|---|---|---|---|---|---|---|")
+    for head_dim, blocks, compiled in attention_kernels.compile_kernels(capability):
+        print(f"| {head_dim} | {blocks} | {measured(compiled).line()} |", flush=True)
+
+
+def delta_net_table(capability: int) -> None:
     os.environ["FLA_TILELANG"] = "0"
     simulate(capability)
-    torch.set_num_threads(1)
     found, shown = collect(), 0
-    print(f"sm_{capability}: {SHARED[capability]} bytes of shared memory a block")
     print("| pass | kernel | warps, stages | registers | stack | shared |\n|---|---|---|---|---|---|")
     for name in passes():
         for kernel in dict.fromkeys(found[shown:]):
-            launch = f"{kernel.warps}, {kernel.stages}"
-            line = (
-                f"{name} | `{kernel.name}` | {launch} | {kernel.registers} | {kernel.stack} | {kernel.shared}"
-            )
-            print(f"| {line} |", flush=True)
+            print(f"| {name} | {kernel.line()} |", flush=True)
         shown = len(found)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    torch.set_num_threads(1)
+    if sys.argv[2:]:
+        capability, table = int(sys.argv[1]), sys.argv[2]
+        {"attention": attention_table, "delta_net": delta_net_table}[table](capability)
+    for capability in map(int, [] if sys.argv[2:] else sys.argv[1:] or SHARED):
+        print(f"sm_{capability}: {SHARED[capability]} bytes of shared memory a block", flush=True)
+        for table in ("attention", "delta_net"):  # each replaces parts of torch and Triton
+            command = [sys.executable, "-m", "tests.gpuless.kernels", str(capability), table]
+            subprocess.run(command, check=True)
