@@ -2,28 +2,20 @@
 
     tools/gpuless tests/gpuless/test_v2_runner.py
 
-Each kernel costs milliseconds, so a step takes about 0.1 s. The file prepares Triton before vLLM is imported.
+Each kernel costs milliseconds, so a step takes about 0.1 s.
 """
-
-# ruff: noqa: E402
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from triton.backends import backends
-
-# vLLM's CPU build takes only a Triton with a backend for CPUs, which is not on PyPI; it asks for its name.
-backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
-
 from safetensors.torch import load_file
 from vllm import envs
 from vllm.v1.sample.ops import topk_topp_sampler
 
 from megatron_eqlen.rollout.engine import EngineError
-from megatron_eqlen.rollout.vllm.engine import lifecycle
+from megatron_eqlen.rollout.vllm.engine import engine_args, lifecycle
 from megatron_eqlen.rollout.vllm.engine.colocated import ColocatedEngine
 from megatron_eqlen.rollout.vllm.engine.sampler import PathSampler, V2PathSampler
 from tests.kit.asynchronous import without_refusal
@@ -52,7 +44,7 @@ def open_on(runner: int, *args: Any, **over: Any) -> ColocatedEngine:
     """Open an engine on vLLM's model runner V1 or V2. Prompts of the tests take several steps."""
     with pytest.MonkeyPatch.context() as patch:
         envs.disable_envs_cache()  # it holds the last engine's runner
-        patch.setitem(lifecycle.RUNNER, "VLLM_USE_V2_MODEL_RUNNER", str(runner - 1))
+        patch.setitem(engine_args.RUNNER, "VLLM_USE_V2_MODEL_RUNNER", str(runner - 1))
         engine = open_engine(*args, **{"max_num_seqs": 8, "max_num_batched_tokens": 64} | over)
     sampler = lifecycle._worker_runner(engine.llm).sampler
     assert type(sampler) is (PathSampler, V2PathSampler)[runner - 1]

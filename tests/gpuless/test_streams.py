@@ -1,0 +1,269 @@
+"""Orders of work that only a GPU can get wrong, on a machine without one.
+
+Copies between device and host: ``Gpu`` delivers an asynchronous copy when the host waits for it. Streams:
+torch's own sanitizer for CUDA, which looks for kernels that no event orders. What waits for the GPU and which
+tensors lie on it: fake CUDA tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.cuda._sanitizer import CUDASanitizerDispatchMode, CUDASanitizerErrors, EventHandler
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.distributed.weight_transfer import packed_tensor
+from vllm.v1.sample.ops import topk_topp_sampler
+
+from megatron_eqlen.models.tree_params import TreeParams
+from megatron_eqlen.packing.pack import pack
+from megatron_eqlen.rollout.vllm.engine.draws import Limits, PathDraws
+from megatron_eqlen.rollout.vllm.engine.routes import RouteCapture
+from megatron_eqlen.rollout.vllm.weights.nccl_sender import _made_on
+from megatron_eqlen.training.parking import Parked, memory_of
+from tests.kit.tree_samples import stream as tree_of
+
+UNWRITTEN = 119
+
+
+class Hazard(Exception):
+    """An order of work in which a GPU may read or write other numbers."""
+
+
+class Gpu(TorchFunctionMode):
+    """CPU tensors as a GPU's. A copy to the host leaves other bytes there until the host waits; the source of
+    a copy to the device must stay as it is until then; both must be pinned. Freed memory must be idle."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, waits: bool = True) -> None:
+        super().__init__()
+        self.waits = waits
+        self.pinned: list[Tensor] = []
+        self.arriving: list[tuple[Tensor, Tensor]] = []
+        self.reading: list[tuple[Tensor, Tensor]] = []
+        """Targets or sources of copies on the host, and their numbers."""
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: Any, size: int) -> Any:
+            if (self.arriving or self.reading) and size == 0:
+                raise Hazard("memory is freed before its copies have ended")
+            return resize(storage, size)
+
+        patch.setattr(torch.UntypedStorage, "device", torch.device("cuda"))
+        patch.setattr(torch.UntypedStorage, "resize_", resized)
+        event = SimpleNamespace(record=lambda: None, synchronize=self.wait)
+        for name, replacement in {
+            "is_available": lambda: True,
+            "synchronize": self.wait,
+            "empty_cache": lambda: None,
+            "Event": lambda: event,
+        }.items():
+            patch.setattr(torch.cuda, name, replacement)
+
+    def wait(self) -> None:
+        if self.waits:
+            self.check()
+            for target, numbers in self.arriving:
+                target.copy_(numbers)
+            self.arriving.clear()
+
+    def check(self) -> None:
+        if not all(torch.equal(source, numbers) for source, numbers in self.reading):
+            raise Hazard("the host writes to what the device still reads")
+        self.reading.clear()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.empty:
+            kwargs.pop("device", None)
+            pinned = kwargs.pop("pin_memory", False)
+            made = func(*args, **kwargs)
+            self.pinned += [made] if pinned else []
+            return made
+        if func is torch.Tensor.copy_ and kwargs.get("non_blocking"):
+            return self.copy(*args)
+        if func is torch.Tensor.to and args[1:] == ("cpu",) and kwargs.get("non_blocking"):
+            target = torch.empty_like(args[0])
+            self.pinned.append(target)  # as torch does
+            return self.copy(target, args[0])
+        return func(*args, **kwargs)
+
+    def copy(self, target: Tensor, source: Tensor) -> Tensor:
+        to_host, from_host = (
+            any(memory_of(tensor) == memory_of(each) for each in self.pinned) for tensor in (target, source)
+        )
+        if to_host == from_host:
+            raise Hazard("an asynchronous copy needs memory on the host that is pinned")
+        if to_host:
+            self.check()  # the stream orders copies
+        numbers = source.clone()
+        target.fill_(UNWRITTEN) if to_host else target.copy_(source)
+
+        (self.arriving if to_host else self.reading).append((target if to_host else source, numbers))
+        return target
+
+
+def test_parking_frees_memory_after_its_copies_and_the_host_reads_them_whole(monkeypatch):
+    numbers = torch.arange(6.0)
+    weight = numbers.clone()
+    view = weight[2:]
+    parked = Parked(lambda: [weight, view])
+    with Gpu(monkeypatch) as gpu:
+        for _ in range(2):
+            parked.park()
+            assert weight.untyped_storage().nbytes() == 0
+            assert parked.host(view).tolist() == numbers[2:].tolist()
+            parked.unpark()
+            assert weight.tolist() == numbers.tolist()
+        gpu.wait()
+
+
+def test_parking_without_the_wait_is_a_hazard(monkeypatch):
+    weight = torch.arange(6.0)
+    with Gpu(monkeypatch, waits=False), pytest.raises(Hazard, match="freed before its copies have ended"):
+        Parked(lambda: [weight]).park()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_routes_are_read_once_their_copy_has_arrived(monkeypatch, waits):
+    rows = torch.arange(12, dtype=torch.uint8).view(3, 2, 2)
+    capture: Any = object.__new__(RouteCapture)
+    batch = SimpleNamespace(
+        num_reqs=1, num_computed_tokens_cpu=np.zeros(1, np.int64), req_id_to_index={"a": 0}
+    )
+    starts = SimpleNamespace(np=np.array([0, 3]))
+    capture.runner = SimpleNamespace(input_batch=batch, query_start_loc=starts)
+    capture._asked, capture._slots_of = list, lambda requests, positions: 4 + positions
+    capture.capturer = SimpleNamespace(device_buffer=rows, output_dtype=torch.uint8)
+    capture.layers, capture.seconds, capture.slots = torch.arange(2), 0.0, np.zeros((8, 2, 2), np.uint8)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    with Gpu(monkeypatch, waits):
+        found = capture.begin().finish()
+    assert np.array_equal(found.newest, rows[2:].numpy()) == waits
+    assert np.array_equal(capture.slots[4:7], rows.numpy()) == waits
+
+
+class Streams(CUDASanitizerDispatchMode):
+    """CPU tensors on streams of a GPU: raises CUDASanitizerErrors at a kernel that reads or writes what a
+    kernel of another stream writes, unless one waits for the other."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        TorchDispatchMode.__init__(self)
+        self.event_handler = EventHandler()
+        self.kept: list[Any] = []
+        """Memory is not used twice."""
+        self.recorded: list[tuple[int, int]] = []
+        self.events = itertools.count()
+
+        def record(tensor: Tensor, stream: Any) -> None:
+            self.recorded.append((tensor.data_ptr(), stream.cuda_stream))
+
+        self.main = self.current = self.stream(0)
+        self.own = tuple(self.stream(number) for number in (1, 2))
+        patch.setattr(torch.Tensor, "is_cuda", True)
+        patch.setattr(torch.Tensor, "record_stream", record)
+        patch.setattr(torch.cuda, "current_stream", lambda: self.current)
+        patch.setattr(torch.cuda, "stream", self._entered)
+        patch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+        patch.setattr(packed_tensor, "_get_streams", lambda device, count: self.own)
+
+    def stream(self, number: int) -> Any:
+        def wait_stream(other: Any) -> None:
+            event = next(self.events)
+            self.event_handler._handle_event_record(event, other.cuda_stream)
+            self.event_handler._handle_event_wait(event, number)
+
+        def synchronize() -> None:
+            self.event_handler._handle_stream_synchronization(number)
+
+        return SimpleNamespace(cuda_stream=number, wait_stream=wait_stream, synchronize=synchronize)
+
+    @contextlib.contextmanager
+    def _entered(self, stream: Any) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.kept.append(super().__torch_dispatch__(func, types, args, kwargs))
+        return self.kept[-1]
+
+
+def send(streams: Streams, ordered: bool) -> tuple[list[float], list[int]]:
+    """Send eight weights as soon as the optimizer has written them; return the numbers sent, and the
+    addresses of the tensors read."""
+    weights = [torch.full((16,), float(number)) for number in range(8)]
+    sent: list[Tensor] = []
+    read: list[int] = []
+
+    def named() -> Iterator[tuple[str, Tensor]]:
+        for weight in weights:
+            gathered = weight * 2
+            read.append(gathered.data_ptr())
+            yield "weight", gathered
+
+    with streams:
+        for weight in weights:
+            weight.add_(1)
+        packed_tensor.packed_nccl_broadcast_producer(
+            iterator=_made_on(streams.main, named()) if ordered else named(),
+            group=SimpleNamespace(broadcast=lambda packed, src: sent.append(packed.clone())),
+            src=0,
+            post_iter_func=lambda item: item[1],
+            buffer_size_bytes=100,
+            num_buffers=2,
+        )
+        for weight in weights:
+            weight.add_(1)  # the next update
+    return [float(number) for packed in sent for number in packed.view(torch.float32)[::16]], read
+
+
+def test_vllms_producer_packs_weights_after_they_are_written(monkeypatch):
+    streams = Streams(monkeypatch)
+    sent, read = send(streams, ordered=True)
+    assert sent == [2.0 * (number + 1) for number in range(8)]
+    assert [address for address, _ in streams.recorded] == read
+    assert {stream for _, stream in streams.recorded} == {1, 2}
+
+
+def test_without_our_order_vllms_producer_may_read_weights_that_are_not_written(monkeypatch):
+    with pytest.raises(CUDASanitizerErrors):
+        send(Streams(monkeypatch), ordered=False)
+
+
+def test_sampling_waits_for_the_gpu_only_when_its_sums_are_read(monkeypatch):
+    """A fake tensor refuses whatever needs its numbers, or tensors on two devices. vLLM's kernel for top-k is
+    left out."""
+    monkeypatch.setattr(topk_topp_sampler, "HAS_TRITON", False)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        top_k, draws = torch.empty(3, dtype=torch.int32, device="cuda"), PathDraws()
+        draws.start(torch.device("cuda"), processed=True, mask_width=4, numbers=("entropy",))
+        temperature, top_p = (torch.empty(3, device="cuda") for _ in range(2))
+        limits = Limits(temperature, top_k, top_p, lambda logits: logits, most_kept=20)
+        logits = torch.empty(3, 1000, dtype=torch.bfloat16, device="cuda")
+        tokens, recorded, mass = draws.draw(logits, limits, np.zeros(3))
+        draws.count_removed(mass, np.array([True, False, True]))
+        assert {tensor.device.type for tensor in (tokens, *recorded[:3], draws.removed)} == {"cuda"}
+        with pytest.raises(DataDependentOutputException):
+            draws.take_removed_mass()
+
+
+def test_all_tensors_of_a_row_lie_on_the_gpu():
+    row = pack([tree_of(np.random.default_rng(0), 7, [5, 70, 3])], 300, multiple_of=4)[0][0]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        tree = TreeParams.from_row(row, "cuda")
+        found = [tree.position_ids, tree.visible_until, *tree.seams(4)]
+        for level in tree.run_levels:
+            found += [level.positions, level.cu_seqlens, level.chunk_indices, level.parents]
+        chunks = tree.chunks(64)
+        found += [chunks.positions, chunks.slots, *chunks.parents]
+        found += [tensor for call in tree.calls for tensor in call.varlen[:2]]
+    assert {tensor.device.type for tensor in found} == {"cuda"}
