@@ -86,6 +86,11 @@ class ModelConfig:
         return self.yarn.context_length if self.yarn else self.max_position_embeddings
 
     @property
+    def moe_layers(self) -> list[int]:
+        """Indices of the layers with experts."""
+        return [i for i, sparse in enumerate(self.experts.layers) if sparse] if self.experts else []
+
+    @property
     def gated_attention(self) -> bool:
         """True if q_proj holds an output gate beside each query head; norms are then centred on zero."""
         return self.family.hybrid

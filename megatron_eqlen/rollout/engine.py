@@ -10,7 +10,7 @@ stream of Hugging Face names; every completion belongs to the ``policy_version``
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -37,9 +37,6 @@ PROBE = (1, 2, 3, 4), 4
 
 Answer = tuple[tuple[int, ...], tuple[float, ...]]
 """New token ids and their log-probs."""
-
-PATH_ROWS = "eqlen_path_rows"
-"""Key in ``extra_args`` that holds ``submit``'s ``path_rows``."""
 
 
 class EngineError(ExpectedError):
@@ -74,7 +71,7 @@ class Decoder(Protocol):
         """Start a completion of ``token_ids``. Token t of the path is drawn from ``(seed, t)``: a request
         that was interrupted and is submitted again with the tokens it had gets the same continuation.
         Requests whose ids agree up to the last ``/`` share a prefix. Its first delta
-        brings the columns of the path (``Column.of_path``), too, of ``path_rows`` tokens after its first.
+        brings the columns of the path (``Column.of_path``), too, of its last ``path_rows`` tokens.
         Raises ValueError for a request that cannot run, EngineError if the weights are not loaded."""
         ...
 
@@ -136,9 +133,16 @@ def answer_of(deltas: Iterable[Delta]) -> Answer:
     return token_ids, tuple(logprob for delta in deltas for logprob in delta.columns["logprobs"])
 
 
-def split_path(rows: np.ndarray, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Split the rows that came with a request's ``tokens`` new tokens into those of its path before and those
-    of these tokens."""
+def path_start(token_ids: Sequence[int], path_rows: int) -> int:
+    """Return the first position whose routes a request brings (``routed_experts_prompt_start``): the row of
+    the last position is that of the first new token."""
+    return len(token_ids) - 1 - path_rows
+
+
+def split_path(rows: np.ndarray, tokens: int, layers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Split vLLM's routes ([positions, layers of the model, top_k]) that came with a request's ``tokens`` new
+    tokens into those of its path before and those of these tokens; keep these layers."""
+    rows = rows[:, layers]
     before = max(len(rows) - tokens, 0)
     return rows[:before], rows[before:]
 

@@ -31,6 +31,8 @@ class PathRequest(NamedTuple):
     """Rows of its path that a request brings."""
 
     rows: int
+    used: int
+    """The first rows, which replace known ones or are new; tokens after them have theirs."""
     version: int
     """Policy version whose prefill computes them."""
 
@@ -65,18 +67,20 @@ class Rerouting:
             track.reopen()
 
     def rows_of(self, track: Track, key: RolloutKey) -> int:
-        """Return the number of rows that a track's new request brings of its path: of the prompt for the
-        first request of a rollout, of all positions where older weights chose some of the routes."""
+        """Return the number of rows that a track's new request brings of its path: those of all positions, or
+        0. They are used up to the end of the prompt in the first request of a rollout, and to the end of the
+        path where older weights chose some of the routes."""
         version, prompt = self.engine.policy_version, self.running[key].prompt
         prefills = self.prefills.setdefault(key, {})
         if self._has_older(track, key, version):
-            rows = len(track.path) - 1
+            used = len(track.path) - 1
         elif self.running[key].prompt_columns is None and PROMPT not in prefills:
-            rows = len(prompt.token_ids) - 1
+            used = len(prompt.token_ids) - 1
         else:
             return 0
         prefills[PROMPT] = version
-        self.requests[track.request_id] = PathRequest(rows, version)
+        rows = len(track.path) - 1
+        self.requests[track.request_id] = PathRequest(rows, used, version)
         return rows
 
     def _has_older(self, track: Track, key: RolloutKey, version: int) -> bool:
@@ -98,7 +102,7 @@ class Rerouting:
         """Take the routes of a track's path from the first tokens of a request that brings them."""
         if (request := self.requests.pop(delta.request_id, None)) is None:
             return
-        rows = _asked(delta, request.rows)
+        rows = _asked(delta, request.rows)[: request.used]
         harvester, prefills = self.running[key], self.prefills[key]
         prompt = len(harvester.prompt.token_ids)
         older: list[np.ndarray] = []

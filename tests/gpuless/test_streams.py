@@ -142,8 +142,8 @@ def test_routes_are_read_once_their_copy_has_arrived(monkeypatch, waits):
     starts = SimpleNamespace(np=np.array([0, 3]))
     capture.runner = SimpleNamespace(input_batch=batch, query_start_loc=starts)
     capture._asked, capture._slots_of = list, lambda requests, positions: 4 + positions
-    capture.capturer = SimpleNamespace(device_buffer=rows, output_dtype=torch.uint8)
-    capture.layers, capture.seconds, capture.slots = torch.arange(2), 0.0, np.zeros((8, 2, 2), np.uint8)
+    capture.capturer = SimpleNamespace(snapshot_routing_data=lambda count: rows[:count].clone())
+    capture.seconds, capture.slots = 0.0, np.zeros((8, 2, 2), np.uint8)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     with Gpu(monkeypatch, waits):
         found = capture.begin().finish()

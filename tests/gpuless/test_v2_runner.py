@@ -14,12 +14,16 @@ from safetensors.torch import load_file
 from vllm import envs
 from vllm.v1.sample.ops import topk_topp_sampler
 
-from megatron_eqlen.rollout.engine import EngineError
-from megatron_eqlen.rollout.vllm.engine import engine_args, lifecycle
+from megatron_eqlen.rollout.engine import TICKET
+from megatron_eqlen.rollout.harvest import harvest
+from megatron_eqlen.rollout.harvest_plan import HarvestPlan
+from megatron_eqlen.rollout.vllm.engine import engine_args, lifecycle, sampler
 from megatron_eqlen.rollout.vllm.engine.colocated import ColocatedEngine
 from megatron_eqlen.rollout.vllm.engine.sampler import PathSampler, V2PathSampler
+from megatron_eqlen.types import Rollout
+from tests.engine.test_routes import PROMPTS, recipe_of
 from tests.kit.asynchronous import without_refusal
-from tests.kit.rollout_kit import folder, generate, open_engine, requests
+from tests.kit.rollout_kit import EOS, folder, generate, make_rollout, open_engine, requests
 
 ALL: dict[str, Any] = {
     "temperature": 0.8,
@@ -46,8 +50,7 @@ def open_on(runner: int, *args: Any, **over: Any) -> ColocatedEngine:
         envs.disable_envs_cache()  # it holds the last engine's runner
         patch.setitem(engine_args.RUNNER, "VLLM_USE_V2_MODEL_RUNNER", str(runner - 1))
         engine = open_engine(*args, **{"max_num_seqs": 8, "max_num_batched_tokens": 64} | over)
-    sampler = lifecycle._worker_runner(engine.llm).sampler
-    assert type(sampler) is (PathSampler, V2PathSampler)[runner - 1]
+    assert type(lifecycle._worker_runner(engine.core).sampler) is (PathSampler, V2PathSampler)[runner - 1]
     return engine
 
 
@@ -85,9 +88,44 @@ def recorded(engine: ColocatedEngine) -> dict[str, list[Any]]:
     return found
 
 
-def test_routes_are_refused_by_the_runners_name():
-    with pytest.raises(EngineError, match=r"rollout\.keep_routes: expected vLLM's V1 model runner"):
-        open_on(2, folder("qwen3_moe"), keep_routes=True)
+@pytest.mark.parametrize("scheduling", ["in turns", "asynchronous"])
+def test_routes_of_a_harvest_are_those_of_v1(scheduling):
+    """Cases: forked and aborted requests, prompts from the cache, requests that a small cache pushed out, and
+    new weights."""
+    weights = load_file(folder("qwen3_moe", 1) / "model.safetensors")
+    sampled = {"temperature": 1.0, "keep_routes": True}
+    rollouts: dict[int, list[list[Rollout]]] = {}
+    preempted = 0.0
+    for runner in (1, 2):
+        with pytest.MonkeyPatch.context() as patch:
+            if (scheduling, runner) == ("asynchronous", 2):
+                without_refusal(patch)
+            cache = {"kv_cache_gib": 0.0003} if runner == 2 else {}
+            engine = open_on(runner, folder("qwen3_moe"), **sampled, **cache)
+        for version in (0, 0, 1):
+            if version:
+                engine.update_weights(weights.items(), version)
+            plan = HarvestPlan(PROMPTS[:2], recipe_of(group_size=2), EOS, seed=3)
+            found, metrics = harvest(engine, plan)
+            rollouts.setdefault(runner, []).append(found)
+            preempted += metrics["engine/preemptions"]
+        engine.close()
+    assert rollouts[2] == rollouts[1]
+    assert preempted > 0
+    first, again, later = rollouts[2]
+    assert first == again != later
+    assert any(segment.tokens["routes"].any() for rollout in first for segment in rollout.segments())
+
+
+def test_v2_has_no_routes_for_the_ranks_of_a_colocated_replica(monkeypatch):
+    """vLLM hands them to the scheduler of the first rank, and every rank has one."""
+    monkeypatch.setitem(engine_args.RUNNER, "VLLM_USE_V2_MODEL_RUNNER", "1")
+    rollout = make_rollout(keep_routes=True, tensor_parallel=2)
+    with pytest.raises(ValueError, match=r"rollout\.keep_routes: expected vLLM's V1 .*tensor_parallel: 2"):
+        engine_args.engine_args(str(folder("qwen3_moe")), rollout, "float32", 256)
+    servers = rollout.model_copy(update={"engine": "server"})
+    args = engine_args.engine_args(str(folder("qwen3_moe")), servers, "float32", 256)
+    assert args["enable_return_routed_experts"]
 
 
 @pytest.mark.parametrize("sampling", [{"top_k": 0, "top_p": 1.0}, ALL], ids=["free", "all limits"])
@@ -134,12 +172,23 @@ def test_after_a_sync_answers_are_those_of_a_freshly_loaded_v1(v2):
     v2.update_weights(load_file(folder("qwen3") / "model.safetensors").items(), policy_version=2)
 
 
-def test_preempted_requests_draw_what_undisturbed_ones_draw(expected):
+def test_preempted_requests_draw_what_undisturbed_ones_draw_and_their_tokens_stay_counted(expected):
     """Their ends are in a third block, for which the cache has no place."""
     small = open_on(2, folder("qwen3"), kv_cache_gib=0.0003)
-    asked = {name: (context, 30, seed) for name, (context, _, seed) in requests(8).items()}
-    answers = generate(small, asked)
+    sampler.install(lifecycle._worker_runner(small.core), processed=False, follow=True)
+    for name, (context, _, seed) in requests(8).items():
+        small.submit(name, context, 30, seed)
+        params = small.requests[name].sampling_params
+        assert params is not None
+        params.extra_args = {**(params.extra_args or {}), TICKET: f"ticket of {name}"}
+    tokens: dict[str, list[int]] = {}
+    while small.has_unfinished:
+        for delta in small.step():
+            tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+        tickets = [f"ticket of {name}" for name in expected]
+        counted = lifecycle._worker_runner(small.core).sampler.sampled_tokens(tickets)
+        assert counted == {f"ticket of {name}": len(found) for name, found in tokens.items()}
     assert small.metrics()["engine/preemptions"] > 0
     small.close()
-    for name, (tokens, *_) in answers.items():
-        assert tokens[:16] == expected[name][0]
+    for name, found in tokens.items():
+        assert found[:16] == expected[name][0]

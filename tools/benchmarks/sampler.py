@@ -69,7 +69,11 @@ def batch(requests: dict[str, SamplingParams], vocabulary: int, device: str = "c
     runner = SimpleNamespace(
         device=device,
         requests={name: SimpleNamespace(sampling_params=request) for name, request in requests.items()},
-        input_batch=SimpleNamespace(req_ids=list(requests), num_tokens_no_spec=np.arange(len(params))),
+        input_batch=SimpleNamespace(
+            req_ids=list(requests),
+            num_tokens_no_spec=np.arange(len(params)),
+            num_prompt_tokens=np.zeros(len(params), np.int64),
+        ),
         discard_request_mask=SimpleNamespace(np=np.zeros(len(params), bool)),
     )
     top_k = [param.top_k if param.top_k > 0 else vocabulary for param in params]

@@ -23,6 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.metrics import (
     ENGINE_PREEMPTIONS,
     ENGINE_REMOVED_PROBABILITY,
@@ -80,6 +81,7 @@ class ServerEngine:
         syncs_first: bool = False,
     ) -> None:
         self.weights = WeightTable.read(model_path)
+        self.moe_layers = read_config(model_path).moe_layers if rollout.keep_routes else []
         self.rollout = rollout
         self.sampling = sampling_params(rollout, eos_token_ids)
         self.max_model_len = max_model_len
@@ -240,7 +242,7 @@ class ServerEngine:
             ENGINE_REMOVED_PROBABILITY: removed / max(sampled, 1),
             "engine/live_replicas": float(len(self.pool.alive)),
         }
-        if self.rollout.keep_routes:
+        if self.rollout.keep_routes and all(len(count) > 2 for count in counts):  # V2 does not count it
             metrics[ENGINE_ROUTE_SECONDS] = max(count[2] for count in counts)
         metrics |= self.sync
         self.sync = {}
@@ -297,7 +299,7 @@ class ServerEngine:
                     if last is not None:
                         last.num_cached_tokens = cached_tokens(event)
                     elif event.get("choices"):
-                        delta = read_event(request_id, event, self.rollout)
+                        delta = read_event(request_id, event, self.rollout, self.moe_layers)
                         if delta.finish_reason is None:
                             self.arrivals.put(delta)
                         else:  # token usage comes after the last tokens
@@ -328,7 +330,6 @@ class ServerEngine:
         setup = [
             rollout.logprobs_mode,
             rollout.mask_width,
-            rollout.keep_routes,
             follow,
             rollout.keep_columns,
         ]
@@ -377,13 +378,13 @@ class ServerEngine:
                     replica.forget(request_id)
                     self._lose(request_id)
         self.pool.post(f"pause?mode=keep&clear_cache={str(recompute).lower()}")
-        sampled: dict[str, int | None] = {}
-        for first, *_ in self.pool.rpc("eqlen_sampled_tokens"):
+        sampled: dict[str, int] = {}
+        for first, *_ in self.pool.rpc(
+            "eqlen_sampled_tokens", [each.ticket for each in self.labels.values()]
+        ):
             sampled |= first
         for labels in self.labels.values():
-            count = sampled.get(labels.ticket, 0)
-            if count is not None:  # None: it has ended, though its last tokens may not be here yet
-                labels.sync(count, policy_version)
+            labels.sync(sampled.get(labels.ticket, 0), policy_version)
 
     def _cache_salt(self) -> str | None:
         """Return the salt of the prefix cache. With ``on_sync: continue`` it changes with the weights, so

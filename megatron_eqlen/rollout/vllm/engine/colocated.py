@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.metrics import (
     ENGINE_PREEMPTIONS,
     ENGINE_REMOVED_PROBABILITY,
@@ -55,7 +56,8 @@ class ColocatedEngine:
         self.vocab_size = lifecycle.vocab_size(self.llm)
         self.max_model_len = max_model_len
         self.max_num_seqs = rollout.max_num_seqs
-        self.keep_routes, self.keep_columns = rollout.keep_routes, rollout.keep_columns
+        self.keep_columns = rollout.keep_columns
+        self.moe_layers = read_config(model_path).moe_layers
         self.policy_version = policy_version
         self.requests: dict[str, engine_core.Request] = {}
         self.numbers = itertools.count()
@@ -81,7 +83,7 @@ class ColocatedEngine:
         )
 
     def step(self) -> list[Delta]:
-        deltas = engine_core.step(self.llm, self.keep_columns)
+        deltas = engine_core.step(self.llm, self.keep_columns, self.moe_layers)
         for delta in deltas:
             if delta.finish_reason is not None:
                 self.preemptions += self.requests.pop(delta.request_id).num_preemptions
@@ -152,8 +154,8 @@ class ColocatedEngine:
             ENGINE_REMOVED_PROBABILITY: removed / max(sampled, 1),
             **self.sync,
         }
-        if self.keep_routes:
-            metrics[ENGINE_ROUTE_SECONDS] = lifecycle.route_seconds(self.llm)
+        if (seconds := lifecycle.route_seconds(self.llm)) is not None:
+            metrics[ENGINE_ROUTE_SECONDS] = seconds
         self.preemptions = 0
         self.sync = {}
         return metrics

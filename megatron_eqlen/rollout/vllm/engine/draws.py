@@ -58,17 +58,31 @@ class PathDraws:
 
     ``numbers`` names columns of ``NUMBERS``: their values follow in the same field as log-probs of the ids
     -1, -2, ...
+
+    With ``follow`` the number of tokens of each request is kept (``sampled_tokens``).
     """
 
     def start(
-        self, device: torch.device, processed: bool, mask_width: int = 0, numbers: Sequence[str] = ()
+        self,
+        device: torch.device,
+        processed: bool,
+        mask_width: int = 0,
+        follow: bool = False,
+        numbers: Sequence[str] = (),
     ) -> None:
         """Set the attributes; called by a sampler's constructor after that of vLLM's sampler."""
         self.processed = processed
         self.mask_width = mask_width
+        self.follow = follow
         self.numbers = tuple(numbers)
+        self.tokens: dict[str, int] = {}
+        """Number of tokens of each request that was sampled, by ticket."""
         self.removed = torch.zeros((), dtype=torch.float64, device=device)
         self.sampled = 0
+
+    @property
+    def settings(self) -> tuple[bool, int, bool, tuple[str, ...]]:
+        return self.processed, self.mask_width, self.follow, self.numbers
 
     def draw(
         self, logits: Tensor, limits: Limits, draws: np.ndarray
@@ -109,6 +123,18 @@ class PathDraws:
         ranks = torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device)  # not read
         recorded = LogprobsTensors(columns.to(torch.int32), logprobs.contiguous(), ranks)
         return tokens.squeeze(1), recorded, mass.squeeze(1)
+
+    def count_tokens(self, tickets: Sequence[str], counts: np.ndarray, counted: np.ndarray) -> None:
+        """Note the number of tokens that each row's request has now. ``counted``: as in ``count_removed``."""
+        if self.follow:
+            rows = zip(tickets, counts.tolist(), counted.tolist(), strict=True)
+            self.tokens |= {ticket: count for ticket, count, sampled in rows if sampled}
+
+    def sampled_tokens(self, tickets: Sequence[str]) -> dict[str, int]:
+        """Return the number of tokens of those of these requests that have any; forget all others. To be
+        called between two steps."""
+        self.tokens = {ticket: self.tokens[ticket] for ticket in tickets if ticket in self.tokens}
+        return self.tokens
 
     def take_removed_mass(self) -> tuple[float, int]:
         total = float(self.removed), self.sampled

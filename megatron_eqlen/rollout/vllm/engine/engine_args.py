@@ -15,8 +15,6 @@ from megatron_eqlen.recipe import RolloutRecipe
 from megatron_eqlen.recipe.schema import SpeculationRecipe
 
 ROUTES = "megatron_eqlen.rollout.vllm.engine.routes"
-ROUTES_ARGS = {"worker_cls": f"{ROUTES}.RoutesWorker", "scheduler_cls": f"{ROUTES}.scheduler"}
-"""Arguments of an engine that records routes."""
 RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0")}
 """Selects the V1 model runner where the environment does not ask for V2."""
 
@@ -50,7 +48,7 @@ def engine_args(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_l
         "generation_config": "vllm",
     }
     if rollout.keep_routes:
-        args |= ROUTES_ARGS
+        args |= _routes_args(rollout)
     if rollout.quantization:
         args |= _quantization_args(model)
     if rollout.speculation.method != "none":
@@ -67,6 +65,20 @@ def engine_args(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_l
 def environ(rollout: RolloutRecipe) -> dict[str, str]:
     """Return the environment variables that vLLM needs with these settings."""
     return RUNNER | ({BATCH_INVARIANT: "1"} if rollout.batch_invariant else {})
+
+
+def _routes_args(rollout: RolloutRecipe) -> dict[str, Any]:
+    """Return the arguments of an engine that records routes. vLLM records them itself only with its V2 model
+    runner, and gives them to the scheduler of the first rank alone; colocated replicas have a scheduler in
+    each rank."""
+    if RUNNER["VLLM_USE_V2_MODEL_RUNNER"] == "0":
+        return {"worker_cls": f"{ROUTES}.RoutesWorker", "scheduler_cls": f"{ROUTES}.scheduler"}
+    if rollout.engine == "colocated" and rollout.tensor_parallel > 1:
+        raise ValueError(
+            f"rollout.keep_routes: expected vLLM's V1 model runner (VLLM_USE_V2_MODEL_RUNNER=0) with "
+            f"rollout.engine: colocated and rollout.tensor_parallel: {rollout.tensor_parallel}, found V2"
+        )
+    return {"enable_return_routed_experts": True}
 
 
 def _speculation_args(speculation: SpeculationRecipe, model: ModelConfig) -> dict[str, Any]:

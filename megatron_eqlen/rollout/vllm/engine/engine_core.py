@@ -19,7 +19,7 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
 
 from megatron_eqlen.recipe import RolloutRecipe
-from megatron_eqlen.rollout.engine import PATH_ROWS, SEED, Delta, EngineError, split_path
+from megatron_eqlen.rollout.engine import SEED, Delta, EngineError, path_start, split_path
 
 
 def sampling_params(rollout: RolloutRecipe, eos_token_ids: Iterable[int]) -> SamplingParams:
@@ -69,7 +69,8 @@ def submit(
     """
     params = params.clone()
     params.max_tokens = max_tokens
-    params.extra_args = {SEED: seed, PATH_ROWS: path_rows}
+    params.routed_experts_prompt_start = path_start(token_ids, path_rows)
+    params.extra_args = {SEED: seed}
     asked = EngineCoreRequest(
         request_id=f"{request_id} {number}",
         prompt_token_ids=token_ids,
@@ -88,9 +89,9 @@ def submit(
     return request
 
 
-def step(llm: LLM, numbers: Sequence[str] = ()) -> list[Delta]:
-    """Run one engine step. ``numbers``: columns of ``PathDraws.numbers``. Raises EngineError if the engine
-    ended a request with an error."""
+def step(llm: LLM, numbers: Sequence[str] = (), layers: Sequence[int] = ()) -> list[Delta]:
+    """Run one engine step. ``numbers``: columns of ``PathDraws.numbers``. ``layers``: the layers whose routes
+    are kept. Raises EngineError if the engine ended a request with an error."""
     deltas = []
     outputs = llm.llm_engine.engine_core.get_output().outputs
     masks = _sampling_masks([output.new_logprobs for output in outputs], len(numbers))
@@ -107,7 +108,8 @@ def step(llm: LLM, numbers: Sequence[str] = ()) -> list[Delta]:
         for place, name in enumerate(numbers, -len(numbers)):
             columns[name] = chosen.logprobs[:, place].tolist() if chosen else []
         if output.routed_experts is not None:
-            path["routes"], columns["routes"] = split_path(output.routed_experts, len(output.new_token_ids))
+            new = len(output.new_token_ids)
+            path["routes"], columns["routes"] = split_path(output.routed_experts, new, layers)
         deltas.append(
             Delta(
                 request_id,

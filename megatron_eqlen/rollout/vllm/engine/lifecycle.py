@@ -138,9 +138,11 @@ def removed_mass(llm: LLM) -> tuple[float, int]:
     return sampler.take_removed_mass()
 
 
-def route_seconds(llm: LLM) -> float:
-    """Return the seconds that routes took since the last call, of an engine that records them."""
-    return llm.llm_engine.model_executor.driver_worker.worker.routes.take_seconds()
+def route_seconds(llm: LLM) -> float | None:
+    """Return the seconds that ``RoutesWorker`` spent on routes since the last call; None with another
+    worker."""
+    routes = getattr(llm.llm_engine.model_executor.driver_worker.worker, "routes", None)
+    return None if routes is None else routes.take_seconds()
 
 
 @contextmanager

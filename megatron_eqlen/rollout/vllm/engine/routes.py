@@ -5,9 +5,9 @@
     scheduler   ─► ``EngineCoreOutput.routed_experts`` of each request, with its new token
     server      ─► an event's ``routed_experts``
 
-vLLM 0.32's own ``enable_return_routed_experts`` needs its V2 model runner and hands rows over when a request
-ends; a harvest aborts most requests, and loses others with their server. So only the capture and the path of
-the outputs are vLLM's here; rows are delivered with the tokens that they belong to.
+vLLM 0.32's own ``enable_return_routed_experts`` does all this in its V2 model runner, except that a server
+keeps rows until a request ends; a harvest aborts most requests, and loses others with their server. So
+``RoutesWorker`` and ``scheduler`` are for V1, ``stream_routes`` for the servers of both.
 
 A cached prefix is not computed again, so its rows are kept beside its keys and values: in slots, by the same
 block table. A request that may read the one may read the other.
@@ -26,7 +26,6 @@ from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
     RoutedExpertsCapturer,
     bind_routed_experts_capturer,
 )
-from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -35,12 +34,9 @@ from vllm.v1.engine.output_processor import RequestState
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.worker.block_table import SlotMappingMode
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-from megatron_eqlen.rollout.engine import PATH_ROWS, EngineError
 
 Routes = np.ndarray
-"""[positions, moe_layers, top_k], values of the column ``routes``."""
+"""[positions, layers, top_k], of all layers of the model: zeros where one has no experts."""
 
 if TYPE_CHECKING or not current_platform.is_cpu():
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
@@ -53,12 +49,12 @@ class StepRoutes:
     """Routes of one step, passed from the worker to the scheduler."""
 
     newest: Routes
-    """[requests, moe_layers, top_k] routes of each request's newest position, which predicted its new
+    """[requests, layers, top_k] routes of each request's newest position, which predicted its new
     token."""
     index: dict[str, int]
     """Index of each request in ``newest``."""
     prompts: dict[str, Routes]
-    """Rows asked for (``PATH_ROWS``) by requests that got their first token in this step."""
+    """Rows that requests asked for (``routed_experts_prompt_start``) and that got their first token now."""
 
     def of(self, request_id: str) -> Routes:
         """Return a request's rows: the ones it asked for, then the newest."""
@@ -76,27 +72,12 @@ class RouteCapture:
     they contain the copies into vLLM's buffer."""
 
     def __init__(self, runner: Any) -> None:
-        if not isinstance(runner, GPUModelRunner):
-            raise EngineError(
-                "rollout.keep_routes: expected vLLM's V1 model runner (VLLM_USE_V2_MODEL_RUNNER=0), found "
-                f"{type(runner).__module__}.{type(runner).__qualname__}"
-            )
         self.runner = runner
-        self.sent = True
-        """True if outputs hold rows. Slots are always written: later requests may find this step's tokens in
-        the cache."""
         self.seconds = 0.0
         """Engine seconds spent copying and sorting rows."""
         self.capturer = RoutedExpertsCapturer(runner.max_num_tokens, runner.vllm_config)
         bind_routed_experts_capturer(runner.get_model(), self.capturer)
-        layers = (module.layer_id for module in runner.get_model().modules() if isinstance(module, MoERunner))
-        self.layers = torch.tensor(sorted(set(layers)), device=self.capturer.device_buffer.device)
         self.slots: Routes | None = None
-
-    @property
-    def row(self) -> tuple[int, int]:
-        """Shape of a row."""
-        return len(self.layers), self.capturer.shape_per_token[1]
 
     def take_seconds(self) -> float:
         taken, self.seconds = self.seconds, 0.0
@@ -109,8 +90,7 @@ class RouteCapture:
         batch, count = self.runner.input_batch, self.runner.input_batch.num_reqs
         ends = self.runner.query_start_loc.np[: count + 1].astype(np.int64)
         scheduled, total = np.diff(ends), int(ends[-1])
-        chosen = self.capturer.device_buffer[:total].index_select(1, self.layers)
-        rows = chosen.to(self.capturer.output_dtype)  # after it, as not every kernel knows uint16
+        rows = self.capturer.snapshot_routing_data(total)
         copied = None
         if rows.is_cuda:
             rows = rows.to("cpu", non_blocking=True)
@@ -125,14 +105,14 @@ class RouteCapture:
             self._slots_of(requests, positions),
             newest=ends[1:] - 1,
             index=dict(batch.req_id_to_index),
-            asked={name: self._slots_of(number, np.arange(rows)) for name, number, rows in self._asked()},
+            asked={name: self._slots_of(number, path) for name, number, path in self._asked()},
         )
         self.seconds += time.perf_counter() - start
         return pending
 
-    def _asked(self) -> list[tuple[str, int, int]]:
-        """Return (id, number in the batch, rows) of the requests that get their first token now and asked for
-        rows."""
+    def _asked(self) -> list[tuple[str, int, np.ndarray]]:
+        """Return (id, number in the batch, positions) of the requests that get their first token now and
+        asked for rows of their path."""
         batch, count = self.runner.input_batch, self.runner.input_batch.num_reqs
         first = batch.num_tokens_no_spec[:count] == batch.num_prompt_tokens[:count]
         found = []
@@ -140,8 +120,9 @@ class RouteCapture:
             name = batch.req_ids[number]
             params = self.runner.requests[name].sampling_params
             assert params is not None, "requests of pooling models have none"
-            if rows := (params.extra_args or {}).get(PATH_ROWS):
-                found.append((name, number, rows))
+            newest = int(batch.num_prompt_tokens[number]) - 1
+            if params.routed_experts_prompt_start < newest:
+                found.append((name, number, np.arange(params.routed_experts_prompt_start, newest)))
         return found
 
     def _slots_of(self, requests: np.ndarray | int, positions: np.ndarray) -> np.ndarray:
@@ -156,7 +137,9 @@ class RouteCapture:
         if self.slots is None:
             places = self.runner.kv_cache_config.num_blocks * table.block_size
             dtype = np.dtype(self.capturer.output_dtype_name)
-            self.slots = np.zeros((places, *self.row), dtype)  # takes memory where it is written
+            self.slots = np.zeros(
+                (places, *self.capturer.shape_per_token), dtype
+            )  # takes memory when written
         blocks = table.block_table.np[requests, positions // table.block_size].astype(np.int64)
         return blocks * table.block_size + positions % table.block_size
 
@@ -167,7 +150,7 @@ class PendingRoutes:
 
     capture: RouteCapture
     rows: torch.Tensor
-    """[tokens of the step, moe_layers, top_k]"""
+    """[tokens of the step, layers, top_k]"""
     copied: Any
     """CUDA event of the copy; None if the rows are on the host already."""
     slots: np.ndarray
@@ -227,9 +210,7 @@ class _WithRoutes(AsyncModelRunnerOutput):
 
 
 def _with_routes(output: Any, pending: PendingRoutes) -> Any:
-    routes = pending.finish()
-    if pending.capture.sent:
-        output.aux_output_connector_output = routes
+    output.aux_output_connector_output = pending.finish()
     return output
 
 

@@ -30,6 +30,8 @@ class Rows:
     metadata: SamplingMetadata
     seeds: np.ndarray
     """[rows] uint64"""
+    tickets: list[str]
+    """Names of the requests of a server's client."""
     limits: Limits
 
 
@@ -39,8 +41,6 @@ class PathSampler(PathDraws, Sampler):
     vLLM's own per-request generators are drawn from one request at a time, consume the training process's
     generator as well, and start over when a request is submitted again; and it has no log-prob mode for the
     temperature alone.
-
-    With ``follow`` the sampler remembers which requests it has drawn for (``sampled_tokens``).
     """
 
     def __init__(
@@ -52,16 +52,9 @@ class PathSampler(PathDraws, Sampler):
         numbers: Sequence[str] = (),
     ) -> None:
         Sampler.__init__(self)
-        self.start(runner.device, processed, mask_width, numbers)
+        self.start(runner.device, processed, mask_width, follow, numbers)
         self.runner = runner
-        self.follow = follow
-        self.followed: dict[str, str] = {}
-        """Tickets of requests, by vLLM's ids."""
         self.rows: Rows | None = None
-
-    @property
-    def settings(self) -> tuple[bool, int, bool, tuple[str, ...]]:
-        return self.processed, self.mask_width, self.follow, self.numbers
 
     def forward(
         self, logits: Tensor, sampling_metadata: SamplingMetadata, *args: Any, **kwargs: Any
@@ -74,19 +67,14 @@ class PathSampler(PathDraws, Sampler):
         tokens, recorded, mass = self.draw(
             logits, rows.limits, uniform(rows.seeds, lengths.astype(np.uint64))
         )
-        self.count_removed(mass, ~self.runner.discard_request_mask.np[:count])  # rows still in their prefill
+        counted = ~self.runner.discard_request_mask.np[:count]  # the others are still in their prefill
+        self.count_removed(mass, counted)
+        self.count_tokens(rows.tickets, lengths + 1 - self.prompt_lengths(count), counted)
         return SamplerOutput(tokens.to(torch.int32).unsqueeze(1), recorded)
 
-    def sampled_tokens(self) -> dict[str, int | None]:
-        """Return the number of tokens of each request, by ticket; None: the request has ended. To be called
-        between two steps; a request that has ended is named once."""
-        states = {name: self.runner.requests.get(name) for name in self.followed}
-        counts = {
-            self.followed[name]: None if state is None else len(state.output_token_ids)
-            for name, state in states.items()
-        }
-        self.followed = {name: ticket for name, ticket in self.followed.items() if states[name] is not None}
-        return counts
+    def prompt_lengths(self, count: int) -> np.ndarray:
+        """Return the prompt lengths of the batch's ``count`` requests."""
+        return self.runner.input_batch.num_prompt_tokens[:count]
 
     def rows_of(self, metadata: SamplingMetadata, count: int) -> Rows | None:
         """Return the values of a batch of ``count`` requests; None if one has no seed: in vLLM's own dummy
@@ -102,8 +90,7 @@ class PathSampler(PathDraws, Sampler):
         seeds = [extra.get(SEED) for extra in extras]
         if len(seeds) != rows or None in seeds:
             return None
-        if self.follow:
-            self.followed |= {name: extra[TICKET] for name, extra in zip(names, extras, strict=True)}
+        tickets = [extra.get(TICKET, "") for extra in extras]
 
         def min_p(logits: Tensor) -> Tensor:
             for processor in metadata.logitsprocs.argmax_invariant:
@@ -114,7 +101,7 @@ class PathSampler(PathDraws, Sampler):
         top_k = [param.top_k for param in params]
         most_kept = None if min(top_k) < 1 else max(top_k) + TIES
         limits = Limits(metadata.temperature, metadata.top_k, metadata.top_p, min_p, most_kept)
-        return Rows(metadata, np.array(seeds, dtype=np.uint64), limits)
+        return Rows(metadata, np.array(seeds, dtype=np.uint64), tickets, limits)
 
 
 class V2PathSampler(PathDraws, V2Sampler):
@@ -125,23 +112,27 @@ class V2PathSampler(PathDraws, V2Sampler):
     """
 
     def __init__(
-        self, sampler: V2Sampler, processed: bool, mask_width: int = 0, numbers: Sequence[str] = ()
+        self,
+        sampler: V2Sampler,
+        processed: bool,
+        mask_width: int = 0,
+        follow: bool = False,
+        numbers: Sequence[str] = (),
     ) -> None:
         vars(self).update(vars(sampler))
-        self.start(sampler.req_states.device, processed, mask_width, numbers)
+        self.start(sampler.req_states.device, processed, mask_width, follow, numbers)
         if not isinstance(sampler, V2PathSampler):
             self.seeds = np.zeros(sampler.req_states.max_num_reqs, np.uint64)
             self.seeded = np.zeros(sampler.req_states.max_num_reqs, bool)
-
-    @property
-    def settings(self) -> tuple[bool, int, bool, tuple[str, ...]]:
-        return self.processed, self.mask_width, False, self.numbers
+            self.tickets = [""] * sampler.req_states.max_num_reqs
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
         super().add_request(req_idx, sampling_params)
-        seed = (sampling_params.extra_args or {}).get(SEED)
+        extra = sampling_params.extra_args or {}
+        seed = extra.get(SEED)
         self.seeded[req_idx] = seed is not None
         self.seeds[req_idx] = seed or 0
+        self.tickets[req_idx] = extra.get(TICKET, "")
 
     def __call__(self, logits: Tensor, input_batch: InputBatch) -> V2SamplerOutput:
         """Sample a token for each row. ``logits``: [rows, vocabulary], any float dtype."""
@@ -152,7 +143,10 @@ class V2PathSampler(PathDraws, V2Sampler):
         lengths = input_batch.seq_lens_cpu_upper_bound.numpy()[:rows]
         draws = uniform(self.seeds[places], lengths.astype(np.uint64))
         tokens, recorded, mass = self.draw(logits, self._limits(input_batch), draws)
-        self.count_removed(mass, lengths >= input_batch.prefill_len_np)
+        counted = lengths >= input_batch.prefill_len_np
+        self.count_removed(mass, counted)
+        tickets = [self.tickets[place] for place in places]
+        self.count_tokens(tickets, lengths + 1 - self.req_states.prompt_len.np[places], counted)
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             input_batch.seq_lens.new_ones(rows),
             input_batch.seq_lens,
@@ -190,10 +184,6 @@ def install(
     found = runner.sampler
     if type(found) not in (plain, ours):
         raise EngineError(f"expected vLLM's {_name(plain)}, to replace it, found {_name(found)}")
-    if v2 and follow:
-        raise EngineError(
-            "expected vLLM's V1 model runner (VLLM_USE_V2_MODEL_RUNNER=0) for rollout.staleness, found V2"
-        )
     if v2 and runner.rejection_sampler is not None:  # it draws in place of the sampler
         raise EngineError(
             f"expected a V2 model runner without drafts, found {_name(runner.rejection_sampler)}"
@@ -202,7 +192,7 @@ def install(
     if type(found) is ours and found.settings == settings:
         return
     if isinstance(found, V2Sampler):
-        runner.sampler = V2PathSampler(found, processed, mask_width, numbers)
+        runner.sampler = V2PathSampler(found, *settings)
     else:
         runner.sampler = PathSampler(runner, *settings)
 

@@ -65,8 +65,13 @@ class SpeculativeSampler(nn.Module):
         follows = torch.ones_like(tokens, dtype=torch.bool)
         follows[:, 1:] = (tokens == drafts)[:, :-1].cumprod(1)  # the draft before it is what was drawn
         new = follows & tokens.ne(NOTHING)
-        discarded = self.sampler.runner.discard_request_mask.np[requests]
-        self.sampler.count_removed(mass, new[request, offset].cpu().numpy() & ~discarded)
+        sampled = ~self.sampler.runner.discard_request_mask.np[: len(counts)]
+        counted = new[request, offset].cpu().numpy() & sampled[requests]
+        self.sampler.count_removed(mass, counted)
+        first = np.flatnonzero(offsets == 0)
+        tokens_now = lengths[first] + np.add.reduceat(counted, first, dtype=np.int64)
+        prompts = self.sampler.prompt_lengths(len(counts))
+        self.sampler.count_tokens(rows.tickets, tokens_now - prompts, sampled)
         at = row.flatten()
         recorded = LogprobsTensors(
             recorded.logprob_token_ids[at], recorded.logprobs[at], recorded.selected_token_ranks[at]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from megatron_eqlen.recipe import RolloutRecipe
-from megatron_eqlen.rollout.engine import PATH_ROWS, SEED, TICKET, Delta, split_path
+from megatron_eqlen.rollout.engine import SEED, TICKET, Delta, path_start, split_path
 
 PATH = "inference/v1/generate"
 TOKENS_PER_EVENT = 8
@@ -48,27 +48,35 @@ def request_body(
     cache_salt: str | None = None,
 ) -> dict[str, Any]:
     """Return the body of a request. Requests share cached prefixes only with the same ``cache_salt``."""
-    extra = {SEED: seed, TICKET: ticket, PATH_ROWS: path_rows}
+    own = {
+        "max_tokens": max_tokens,
+        "extra_args": {SEED: seed, TICKET: ticket},
+        "routed_experts_prompt_start": path_start(token_ids, path_rows),
+    }
     return {
         "request_id": request_id,
         "token_ids": token_ids,
-        "sampling_params": sampling | {"max_tokens": max_tokens, "extra_args": extra},
+        "sampling_params": sampling | own,
         "stream": True,
         "stream_options": {"include_usage": True},
         "cache_salt": cache_salt,
     }
 
 
-def read_event(request_id: str, event: dict[str, Any], rollout: RolloutRecipe | None = None) -> Delta:
-    """Return one server-sent event as a delta, with the columns that ``rollout`` keeps, and with routes if
-    the server sends them. Raises ConnectionError for an event of another shape than this version's."""
+def read_event(
+    request_id: str, event: dict[str, Any], rollout: RolloutRecipe | None = None, layers: Sequence[int] = ()
+) -> Delta:
+    """Return one server-sent event as a delta, with the columns that ``rollout`` keeps. ``layers``: layers
+    whose routes are kept. Raises ConnectionError for an event of another shape than this version's."""
     try:
-        return _delta(request_id, event["choices"][0], rollout)
+        return _delta(request_id, event["choices"][0], rollout, layers)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ConnectionError(f"request {request_id}: expected vLLM 0.32's events, {error!r}") from error
 
 
-def _delta(request_id: str, choice: dict[str, Any], rollout: RolloutRecipe | None) -> Delta:
+def _delta(
+    request_id: str, choice: dict[str, Any], rollout: RolloutRecipe | None, layers: Sequence[int]
+) -> Delta:
     reason = choice["finish_reason"]
     chosen = (choice["logprobs"] or {"content": []})["content"]
     tokens = choice["token_ids"] or []
@@ -80,8 +88,8 @@ def _delta(request_id: str, choice: dict[str, Any], rollout: RolloutRecipe | Non
             columns["kept"] = [tuple(sorted(number for number in ids if number >= 0)) for ids in likely]
         for place, name in enumerate(rollout.keep_columns, 1):
             columns[name] = [ids[-place] for ids in likely]
-    if (encoded := choice.get("routed_experts")) is not None:
-        path["routes"], columns["routes"] = split_path(_array(encoded), len(tokens))
+    if layers and (encoded := choice.get("routed_experts")) is not None:
+        path["routes"], columns["routes"] = split_path(_array(encoded), len(tokens), layers)
     finished = reason if reason in ("stop", "length", None) else "lost"
     return Delta(request_id, tokens, columns, finished, path=path)
 

@@ -82,9 +82,9 @@ class ReplicaPool:
         """Send the same POST to every live replica at once; return the answers."""
         return self.each(path, lambda replica: replica.post(path, body))
 
-    def rpc(self, method: str) -> list[list[Any]]:
+    def rpc(self, method: str, *args: Any) -> list[list[Any]]:
         """Return the answers of ``WorkerExtension.method``, from each worker of each live replica."""
-        return self.each(method, lambda replica: replica.rpc(method))
+        return self.each(method, lambda replica: replica.rpc(method, list(args)))
 
     def each(self, what: str, call: Callable[[ServerReplica], Coroutine]) -> list[Any]:
         return self.settle(what, self.start(call))

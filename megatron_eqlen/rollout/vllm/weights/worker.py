@@ -109,35 +109,35 @@ class WorkerExtension:
 
     model_runner: Any
     model_config: Any
+    vllm_config: Any
 
     def eqlen_setup(
-        self, logprobs_mode: str, mask_width: int, keep_routes: bool, follow: bool, numbers: list[str]
+        self, logprobs_mode: str, mask_width: int, follow: bool, numbers: list[str]
     ) -> dict[str, int]:
-        """Sample with these arguments of ``sampler.install``, and send routes if they are kept; return the
-        engine's limits and the settings that it was started with."""
+        """Sample with these arguments of ``sampler.install``; return limits of the engine, and settings that
+        it was started with."""
         self._weight_update_active = False  # a trainer that was killed may have left one open
         install(self.model_runner, logprobs_mode == "processed", mask_width, follow, numbers)
-        routes = self._eqlen_routes()
-        if routes is not None:
-            routes.sent = keep_routes
+        routes = self._eqlen_routes() is not None or self.vllm_config.aux_output_config.enabled
         return {
-            "keep_routes": int(routes is not None),
+            "keep_routes": int(routes),
             "quantization": int(self.model_config.quantization is not None),
             "batch_invariant": int(envs.VLLM_BATCH_INVARIANT),
             "vocab_size": self.model_config.get_vocab_size(),
             "max_model_len": self.model_config.max_model_len,
         }
 
-    def eqlen_sampled_tokens(self) -> dict[str, int | None]:
-        """Return ``PathSampler.sampled_tokens`` of a paused engine."""
-        return self.model_runner.sampler.sampled_tokens()
+    def eqlen_sampled_tokens(self, tickets: list[str]) -> dict[str, int]:
+        """Return ``PathDraws.sampled_tokens`` of a paused engine."""
+        return self.model_runner.sampler.sampled_tokens(tickets)
 
     def eqlen_counts(self) -> list[float]:
-        """Return probability mass removed, tokens sampled and seconds spent on routes, since the last
-        call."""
+        """Return probability mass removed, tokens sampled and, of ``RoutesWorker``, seconds spent on routes,
+        since the last call."""
         routes = self._eqlen_routes()
-        return [*self.model_runner.sampler.take_removed_mass(), routes.take_seconds() if routes else 0.0]
+        removed = self.model_runner.sampler.take_removed_mass()
+        return [*removed, routes.take_seconds()] if routes else [*removed]
 
     def _eqlen_routes(self) -> Any:
-        """Return the ``RouteCapture`` of a server that was started with ``rollout.keep_routes``."""
+        """Return the ``RouteCapture`` of a ``RoutesWorker``."""
         return getattr(self, "routes", None)
