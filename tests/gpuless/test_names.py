@@ -21,7 +21,6 @@ FILES = sorted((ROOT / "megatron_eqlen").rglob("*.py"))
 REPLACED = {
     ("vllm.v1.engine.output_processor", "RequestState"): ["_new_completion_output"],
     ("vllm.outputs", "RequestOutput"): ["add"],
-    ("vllm.distributed.parallel_state", "_WORLD"): [],
     ("vllm.v1.sample.sampler", "Sampler"): ["forward"],
 }
 """Names inside vLLM that the package assigns to (megatron_eqlen/rollout/README.md)."""

@@ -58,7 +58,7 @@ def asynchronous() -> Iterator[Callable[..., ColocatedEngine]]:
         with pytest.MonkeyPatch.context() as patch:
             without_refusal(patch)
             engine = open_engine(*args, **over)
-        assert engine.llm.llm_engine.vllm_config.scheduler_config.async_scheduling
+        assert engine.core.vllm_config.scheduler_config.async_scheduling
         return engine
 
     with pytest.MonkeyPatch.context() as patch:

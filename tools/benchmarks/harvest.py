@@ -1,4 +1,4 @@
-"""The harvester against plain ``LLM.generate`` with log-probs: same engine, same concurrency, in turns.
+"""The harvester against plain ``LLM.generate`` with log-probs: engines of the same settings, in turns.
 
 Without ``--model`` a small random Qwen3 is made, whose responses end by chance after about
 ``--mean-length`` tokens. With ``--experts`` it is a Qwen3-MoE, and a second engine, which records routes
@@ -97,14 +97,15 @@ def measure(model: Path, slots: int, args: argparse.Namespace) -> list[dict[str,
     eos = end_tokens(model, args)
     length = args.prompt_length + args.max_response_length
     engine = ColocatedEngine(model, recipe.rollout, args.dtype, eos, length)
+    llm = stock(model, recipe, args.dtype, length)
     prompts = make_prompts(args)
     ways = {
-        "generate": lambda: plain(engine, prompts, args, eos, seeded=False),
-        "generate, vLLM's seeds": lambda: plain(engine, prompts, args, eos, seeded=True),
+        "generate": lambda: plain(llm, prompts, args, eos, seeded=False),
+        "generate, vLLM's seeds": lambda: plain(llm, prompts, args, eos, seeded=True),
         "independent": lambda: harvested(engine, prompts, recipe, eos, "independent", args),
         "equal length": lambda: harvested(engine, prompts, recipe, eos, "equal_length", args),
     }
-    engines = dict.fromkeys(ways, engine)
+    engines = dict.fromkeys(["independent", "equal length"], engine)
     if args.experts:
         keeps = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"keep_routes": True})})
         routed = ColocatedEngine(model, keeps.rollout, args.dtype, eos, length)
@@ -112,15 +113,21 @@ def measure(model: Path, slots: int, args: argparse.Namespace) -> list[dict[str,
         engines["equal length, routes"] = routed
         ways["equal length, routes"]()
     ways["generate"]()  # compiles and warms up
-    rounds = [{name: timed(engines[name], way) for name, way in ways.items()} for _ in range(args.repeat)]
+    resets: dict[str, Callable[[], Any]] = {
+        "generate": llm.reset_prefix_cache,
+        "generate, vLLM's seeds": llm.reset_prefix_cache,
+    }
+    for name, each in engines.items():
+        resets[name] = each.reset_cache
+    rounds = [{name: timed(resets[name], way) for name, way in ways.items()} for _ in range(args.repeat)]
     for opened in set(engines.values()):
         opened.close()
     return [{"slots": slots, "way": name} | summary([r[name] for r in rounds], rounds) for name in ways]
 
 
-def timed(engine: Any, way: Callable[[], dict[str, float]]) -> dict[str, float]:
+def timed(reset_cache: Callable[[], Any], way: Callable[[], dict[str, float]]) -> dict[str, float]:
     """Run once from a cold prefix cache."""
-    engine.reset_cache()
+    reset_cache()
     wall, processor = time.perf_counter(), time.process_time()
     found = way()
     return found | {
@@ -136,13 +143,22 @@ def summary(runs: list[dict[str, float]], rounds: list[dict[str, dict[str, float
     return row | {"÷ generate": statistics.median(ratios)}
 
 
+def stock(model: Path, recipe: Recipe, dtype: str, length: int) -> Any:
+    """Return vLLM's ``LLM`` beside a ``ColocatedEngine`` of the same settings."""
+    from vllm import LLM
+
+    from megatron_eqlen.rollout.vllm.engine.containment import contained
+    from megatron_eqlen.rollout.vllm.engine.engine_args import engine_args
+
+    with contained():
+        return LLM(**engine_args(str(model), recipe.rollout, dtype, length))
+
+
 def plain(
-    engine: Any, prompts: list[Prompt], args: argparse.Namespace, eos: list[int], seeded: bool
+    llm: Any, prompts: list[Prompt], args: argparse.Namespace, eos: list[int], seeded: bool
 ) -> dict[str, float]:
     """Call vLLM as a user would: all completions at once, with log-probs of the sampled tokens."""
     from vllm import SamplingParams
-
-    from megatron_eqlen.rollout.vllm.engine.lifecycle import stock_sampler
 
     requests = [prompt.token_ids for prompt in prompts for _ in range(args.group_size)]
     params = [
@@ -153,10 +169,9 @@ def plain(
         )
         for number in range(len(requests))
     ]  # fmt: skip
-    with stock_sampler(engine.llm):
-        outputs = engine.llm.generate(
-            [{"prompt_token_ids": token_ids} for token_ids in requests], params, use_tqdm=False
-        )
+    outputs = llm.generate(
+        [{"prompt_token_ids": token_ids} for token_ids in requests], params, use_tqdm=False
+    )
     tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     nothing = float("nan")
     return {"tokens": tokens, "occupancy": nothing, "forks": 0, "recomputed/fork": nothing,

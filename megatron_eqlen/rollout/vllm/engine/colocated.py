@@ -51,9 +51,9 @@ class ColocatedEngine:
         policy_version: int = 0,
     ) -> None:
         self.weights = WeightTable.read(model_path)
-        self.llm = lifecycle.build(str(model_path), rollout, dtype, max_model_len, seed)
+        self.core = lifecycle.build(str(model_path), rollout, dtype, max_model_len, seed)
         self.params = engine_core.sampling_params(rollout, eos_token_ids)
-        self.vocab_size = lifecycle.vocab_size(self.llm)
+        self.vocab_size = lifecycle.vocab_size(self.core)
         self.max_model_len = max_model_len
         self.max_num_seqs = rollout.max_num_seqs
         self.keep_columns = rollout.keep_columns
@@ -79,11 +79,11 @@ class ColocatedEngine:
         check_request(request_id, token_ids, max_tokens, self.max_model_len, self.vocab_size)
         self._wake_cache()
         self.requests[request_id] = engine_core.submit(
-            self.llm, request_id, next(self.numbers), token_ids, self.params, max_tokens, seed, path_rows
+            self.core, request_id, next(self.numbers), token_ids, self.params, max_tokens, seed, path_rows
         )
 
     def step(self) -> list[Delta]:
-        deltas = engine_core.step(self.llm, self.keep_columns, self.moe_layers)
+        deltas = engine_core.step(self.core, self.keep_columns, self.moe_layers)
         for delta in deltas:
             if delta.finish_reason is not None:
                 self.preemptions += self.requests.pop(delta.request_id).num_preemptions
@@ -91,7 +91,7 @@ class ColocatedEngine:
 
     def abort(self, request_ids: Iterable[str]) -> None:
         mine = [self.requests.pop(request_id) for request_id in request_ids if request_id in self.requests]
-        engine_core.abort(self.llm, mine)
+        engine_core.abort(self.core, mine)
         self.preemptions += sum(request.num_preemptions for request in mine)
 
     @property
@@ -104,7 +104,7 @@ class ColocatedEngine:
         start = time.perf_counter()
         self.refusal = "the last weight update failed half way; update_weights must succeed first"
         checked = self.weights.check(named_tensors)
-        lifecycle.load_weights(self.llm, checked)
+        lifecycle.load_weights(self.core, checked)
         self.refusal = None
         self.policy_version = policy_version
         self.sync = {
@@ -122,19 +122,19 @@ class ColocatedEngine:
         return {"the engine in the training processes": answer_of(deltas)}
 
     def reset_cache(self) -> None:
-        lifecycle.reset_cache(self.llm)
+        lifecycle.reset_cache(self.core)
 
     def sleep(self) -> None:
         if self.requests:
             raise EngineError(f"sleep: {len(self.requests)} requests are unfinished")
         self.refusal = "sleep dropped the weights; wake and update_weights must come first"
         self.asleep = True
-        lifecycle.sleep(self.llm)
+        lifecycle.sleep(self.core)
 
     def wake(self) -> None:
         """Take memory for the weights only; the KV cache takes its memory with the first request, so that a
         weight sync has the room."""
-        lifecycle.wake(self.llm, "weights")
+        lifecycle.wake(self.core, "weights")
 
     def state(self) -> dict[str, Any]:
         return {
@@ -145,16 +145,16 @@ class ColocatedEngine:
         }
 
     def close(self) -> None:
-        lifecycle.close(self.llm)
+        lifecycle.close(self.core)
 
     def metrics(self) -> Metrics:
-        removed, sampled = lifecycle.removed_mass(self.llm)
+        removed, sampled = lifecycle.removed_mass(self.core)
         metrics: Metrics = {
             ENGINE_PREEMPTIONS: self.preemptions,
             ENGINE_REMOVED_PROBABILITY: removed / max(sampled, 1),
             **self.sync,
         }
-        if (seconds := lifecycle.route_seconds(self.llm)) is not None:
+        if (seconds := lifecycle.route_seconds(self.core)) is not None:
             metrics[ENGINE_ROUTE_SECONDS] = seconds
         self.preemptions = 0
         self.sync = {}
@@ -162,5 +162,5 @@ class ColocatedEngine:
 
     def _wake_cache(self) -> None:
         if self.asleep:
-            lifecycle.wake(self.llm, "kv_cache")
+            lifecycle.wake(self.core, "kv_cache")
             self.asleep = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -25,6 +26,17 @@ def importing_vllm() -> Iterator[None]:
         yield
     finally:
         _vllms_environ.update(_restore_environ(before))
+
+
+@contextmanager
+def hidden(module: str) -> Iterator[None]:
+    """Hide a module from code that looks into all of ``sys.modules``."""
+    found = sys.modules.pop(module, None)
+    try:
+        yield
+    finally:
+        if found is not None:
+            sys.modules[module] = found
 
 
 @contextmanager

@@ -12,9 +12,9 @@ from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
-from vllm import LLM, SamplingParams
+from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreRequest, FinishReason
-from vllm.v1.engine.core_client import InprocClient
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
 
@@ -43,15 +43,8 @@ FINISHED: dict[FinishReason, Literal["stop", "length"]] = {
 """Finish reasons of completed requests."""
 
 
-def client(llm: LLM) -> InprocClient:
-    """Return the client that holds the engine core of an engine in this process."""
-    client = llm.llm_engine.engine_core
-    assert isinstance(client, InprocClient)
-    return client
-
-
 def submit(
-    llm: LLM,
+    core: EngineCore,
     request_id: str,
     number: int,
     token_ids: list[int],
@@ -83,17 +76,19 @@ def submit(
         data_parallel_rank=None,
         external_req_id=request_id,
     )
-    core = client(llm).engine_core
     request, wave = core.preprocess_add_request(asked)
     core.add_request(request, wave)
     return request
 
 
-def step(llm: LLM, numbers: Sequence[str] = (), layers: Sequence[int] = ()) -> list[Delta]:
+def step(core: EngineCore, numbers: Sequence[str] = (), layers: Sequence[int] = ()) -> list[Delta]:
     """Run one engine step. ``numbers``: columns of ``PathDraws.numbers``. ``layers``: the layers whose routes
     are kept. Raises EngineError if the engine ended a request with an error."""
     deltas = []
-    outputs = llm.llm_engine.engine_core.get_output().outputs
+    of_clients, computed = core.step_fn()
+    core.post_step(model_executed=computed)
+    ours = of_clients.get(0) if of_clients else None
+    outputs = ours.outputs if ours else []
     masks = _sampling_masks([output.new_logprobs for output in outputs], len(numbers))
     for output, mask in zip(outputs, masks, strict=True):
         request_id = output.request_id.rpartition(" ")[0]
@@ -141,5 +136,6 @@ def _sampling_masks(chosen: Sequence[LogprobsLists | None], numbers: int) -> lis
     ]
 
 
-def abort(llm: LLM, requests: Iterable[Request]) -> None:
-    llm.llm_engine.engine_core.abort_requests([request.request_id for request in requests])
+def abort(core: EngineCore, requests: Iterable[Request]) -> None:
+    if names := [request.request_id for request in requests]:
+        core.abort_requests(names)

@@ -4,38 +4,44 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from vllm import LLM
 from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
+from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from vllm.platforms import current_platform
-from vllm.v1.sample.sampler import Sampler
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor import Executor
 
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.recipe import RolloutRecipe, layout
 from megatron_eqlen.rollout.engine import EngineError
-from megatron_eqlen.rollout.vllm.engine.containment import contained
+from megatron_eqlen.rollout.vllm.engine.containment import contained, hidden
 from megatron_eqlen.rollout.vllm.engine.draws import PathDraws
 from megatron_eqlen.rollout.vllm.engine.engine_args import engine_args, environ
-from megatron_eqlen.rollout.vllm.engine.engine_core import client
 from megatron_eqlen.rollout.vllm.engine.repack import repack
-from megatron_eqlen.rollout.vllm.engine.sampler import PathSampler
 from megatron_eqlen.rollout.vllm.engine.speculation import install
+
+LLVMLITE = "llvmlite.binding.ffi"
+"""Loaded by vLLM's n-gram drafts. It makes a function of any name, ``__dict__`` included, and where vLLM
+replaces Triton's kernels on a CPU it takes that of every object of every module for a dictionary."""
 
 _live_engines = 0
 _owns_process_group = False
 
 
-def build(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: int, seed: int) -> LLM:
+def build(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: int, seed: int) -> EngineCore:
     """Build an in-process engine. If torch.distributed is initialized, every rank must call this: groups of
-    ``rollout.tensor_parallel`` neighbouring ranks become one replica each (vLLM's external launcher)."""
+    ``rollout.tensor_parallel`` neighbouring ranks become one replica each (vLLM's external launcher).
+
+    vLLM's ``LLM`` around the engine core is left out: its end would take down the trainer's process groups.
+    """
     global _live_engines, _owns_process_group
     launched = dist.is_initialized() and not _owns_process_group
     ranks = dist.get_world_size() if launched else 1
@@ -43,7 +49,7 @@ def build(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: in
     layout.require(layout.engine(rollout, read_config(model_path)))
     cpu = current_platform.is_cpu()
     args = engine_args(model_path, rollout, dtype, max_model_len)
-    with contained():
+    with contained(), hidden(LLVMLITE):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.update(environ(rollout))
         if launched:
@@ -54,31 +60,30 @@ def build(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: in
         else:
             _owns_process_group = True
         try:
-            llm = LLM(
+            config = EngineArgs(
                 **args,
                 seed=seed,
                 distributed_executor_backend="external_launcher" if launched else "uni",
                 enable_sleep_mode=not cpu,
                 use_tqdm_on_load=False,
-            )
+            ).create_engine_config(UsageContext.LLM_CLASS)
+            core = EngineCore(config, Executor.get_class(config), log_stats=False)
         except ValueError as error:
             raise ValueError(
                 f"vLLM does not start with rollout.kv_cache_gib {rollout.kv_cache_gib}, "
                 f"rollout.gpu_memory_utilization {rollout.gpu_memory_utilization} and paths of "
                 f"{max_model_len} tokens: {error}"
             ) from error
-        client(llm)._finalizer.detach()  # ``close`` shuts it down instead
         processed, numbers = rollout.logprobs_mode == "processed", rollout.keep_columns
-        install(_worker_runner(llm), processed, rollout.mask_width, numbers=numbers)
+        install(_worker_runner(core), processed, rollout.mask_width, numbers=numbers)
     _live_engines += 1
-    return llm
+    return core
 
 
-def close(llm: LLM) -> None:
-    """Stop the engine; with the last one, take down vLLM's process groups and no others (its own
-    shutdown would take down the trainer's too)."""
+def close(core: EngineCore) -> None:
+    """Stop the engine; with the last one, take down vLLM's process groups. ``EngineCore.shutdown`` would take
+    down the trainer's, too. vLLM's group of all ranks stays beside a trainer's: the next engine uses it."""
     global _live_engines, _owns_process_group
-    core = client(llm).engine_core
     with contained():
         core.model_executor.shutdown()
         core.scheduler.shutdown()
@@ -90,72 +95,62 @@ def close(llm: LLM) -> None:
         if _owns_process_group:
             parallel_state.destroy_distributed_environment()
             _owns_process_group = False
-        elif parallel_state._WORLD is not None:
-            parallel_state._WORLD.destroy()
-            parallel_state._WORLD = None
 
 
-def load_weights(llm: LLM, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+def load_weights(core: EngineCore, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Stream weights into the running model (vLLM's layerwise reload) and forget all cached prefixes.
     If the stream raises, some layers hold old weights or none, but the model can be loaded again."""
-    runner = _worker_runner(llm)
+    runner = _worker_runner(core)
     with contained():
         try:
-            llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
+            core.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
         finally:  # no effect after a complete reload
             with set_current_vllm_config(runner.vllm_config):
                 finalize_layerwise_reload(runner.get_model(), runner.model_config)
         repack(runner.get_model())
-    reset_cache(llm)
+    reset_cache(core)
 
 
-def reset_cache(llm: LLM) -> None:
-    if not llm.reset_prefix_cache():
+def reset_cache(core: EngineCore) -> None:
+    if not core.reset_prefix_cache():
         raise EngineError("the prefix cache is still in use: requests were left unfinished")
 
 
-def sleep(llm: LLM) -> None:
+def sleep(core: EngineCore) -> None:
     """Drop weights and KV cache from the GPU. Does nothing on a CPU."""
     if not current_platform.is_cpu():
-        llm.sleep(level=2)
+        core.sleep(level=2)
 
 
-def wake(llm: LLM, tag: str) -> None:
+def wake(core: EngineCore, tag: str) -> None:
     """Take back the memory of ``weights`` or of the ``kv_cache``."""
     if not current_platform.is_cpu():
-        llm.wake_up(tags=[tag])
+        core.wake_up(tags=[tag])
 
 
-def vocab_size(llm: LLM) -> int:
-    return llm.model_config.get_vocab_size()
+def vocab_size(core: EngineCore) -> int:
+    return core.vllm_config.model_config.get_vocab_size()
 
 
-def removed_mass(llm: LLM) -> tuple[float, int]:
+def removed_mass(core: EngineCore) -> tuple[float, int]:
     """Return the probability mass that top-k, top-p and min-p removed, summed over the sampled tokens, and
     their number."""
-    sampler = _worker_runner(llm).sampler
+    sampler = _worker_runner(core).sampler
     assert isinstance(sampler, PathDraws)
     return sampler.take_removed_mass()
 
 
-def route_seconds(llm: LLM) -> float | None:
+def route_seconds(core: EngineCore) -> float | None:
     """Return the seconds that ``RoutesWorker`` spent on routes since the last call; None with another
     worker."""
-    routes = getattr(llm.llm_engine.model_executor.driver_worker.worker, "routes", None)
+    routes = getattr(_worker(core), "routes", None)
     return None if routes is None else routes.take_seconds()
 
 
-@contextmanager
-def stock_sampler(llm: LLM) -> Iterator[None]:
-    """Use the sampler of vLLM's V1 model runner instead of ours, as a baseline for benchmarks."""
-    runner = _worker_runner(llm)
-    assert isinstance(runner.sampler, PathSampler)
-    ours, runner.sampler = runner.sampler, Sampler()
-    try:
-        yield
-    finally:
-        runner.sampler = ours
+def _worker_runner(core: EngineCore) -> Any:
+    return _worker(core).model_runner
 
 
-def _worker_runner(llm: LLM) -> Any:
-    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
+def _worker(core: EngineCore) -> Any:
+    executor: Any = core.model_executor
+    return executor.driver_worker.worker

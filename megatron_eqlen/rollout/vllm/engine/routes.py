@@ -29,10 +29,11 @@ from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.output_processor import RequestState
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
-from vllm.v1.request import Request
 from vllm.v1.worker.block_table import SlotMappingMode
 
 Routes = np.ndarray
@@ -219,21 +220,26 @@ def _with_routes(output: Any, pending: PendingRoutes) -> Any:
 
 def scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Scheduler:
     """Return the scheduler that vLLM would take, with routes in its outputs."""
-    kind = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
-    made: Any = kind(vllm_config, *args, **kwargs)
-    made.aux_output_connector = _Delivery()
-    return made
+    kind = AsyncRoutesScheduler if vllm_config.scheduler_config.async_scheduling else RoutesScheduler
+    return kind(vllm_config, *args, **kwargs)
 
 
-class _Delivery:
-    """Stands in for vLLM's collector of auxiliary outputs (``AuxOutputSchedulerConnector``)."""
+class RoutesScheduler(Scheduler):
+    """vLLM's scheduler, with routes in its outputs."""
 
-    def take_output(self, request: Request, output: StepRoutes | None) -> Routes | None:
-        return None if output is None else output.of(request.request_id)
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        of_clients = super().update_from_output(scheduler_output, model_runner_output)
+        routes: Any = model_runner_output.aux_output_connector_output
+        for output in (output for outputs in of_clients.values() for output in outputs.outputs):
+            if output.new_token_ids:
+                output.routed_experts = routes.of(output.request_id)
+        return of_clients
 
-    def build_connector_meta(self, *args: Any, **kwargs: Any) -> None: ...
-    def request_finished(self, request: Request) -> None: ...
-    def reset(self) -> None: ...
+
+class AsyncRoutesScheduler(RoutesScheduler, AsyncScheduler):
+    """The same with asynchronous scheduling."""
 
 
 # ---- server ----------------------------------------------------------------------------------------------

@@ -89,25 +89,6 @@ def install(
         stock = before.stock if isinstance(before, SpeculativeSampler) else before
         stock.sampler = runner.sampler
         runner.rejection_sampler = SpeculativeSampler(runner.sampler, stock)
-        _let_vllm_look_into_llvmlite()
-
-
-def _let_vllm_look_into_llvmlite() -> None:
-    """Make llvmlite's library, which Numba has loaded for n-grams, have no special attributes. It makes a
-    function of any name, and vLLM's start on a CPU takes ``__dict__`` of every object for a dictionary, so
-    that no second engine would start in this process."""
-    from llvmlite.binding import ffi  # not before vLLM has started
-
-    library = type(ffi.lib)
-    plain = library.__getattr__
-    if plain.__name__ == "__getattr__":
-
-        def not_special(self: Any, name: str) -> Any:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            return plain(self, name)
-
-        library.__getattr__ = not_special
 
 
 def _of_rows(limits: Limits, request: Tensor) -> Limits:

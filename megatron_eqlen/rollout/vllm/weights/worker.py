@@ -7,6 +7,7 @@ registers the weight-transfer backends ``eqlen_tcp`` and ``eqlen_nccl`` (``rollo
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -47,21 +48,28 @@ class Invitation(WeightTransferUpdateInfo):
     """Seconds that the trainer may be silent."""
 
 
-class _Reload:
+class _Reload(WeightTransferEngine):
     """vLLM's layerwise reload of a whole model, for either transfer."""
 
     model: Any
-    model_config: Any
+    updating = False
+    """True from the start of an update to its end or its failure."""
 
     def start_weight_update(self) -> None:
         # After an interrupted sync some layers still wait for the rest of their weights, and vLLM would mix
         # the new ones with those. After a complete sync this has no effect.
         finalize_layerwise_reload(self.model, self.model_config)
         initialize_layerwise_reload(self.model)
+        self.updating = True
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
         repack(self.model)
+
+    def reset_weight_update_target(self) -> None:
+        """Note the end of an update: vLLM calls this after each, complete or not."""
+        super().reset_weight_update_target()
+        self.updating = False
 
 
 class TcpWeightTransfer(_Reload, WeightTransferEngine[Nothing, Invitation]):
@@ -110,13 +118,16 @@ class WorkerExtension:
     model_runner: Any
     model_config: Any
     vllm_config: Any
+    weight_transfer_engine: _Reload
+    finish_weight_update: Callable[[], None]
 
     def eqlen_setup(
         self, logprobs_mode: str, mask_width: int, follow: bool, numbers: list[str]
     ) -> dict[str, int]:
         """Sample with these arguments of ``sampler.install``; return limits of the engine, and settings that
         it was started with."""
-        self._weight_update_active = False  # a trainer that was killed may have left one open
+        if self.weight_transfer_engine.updating:  # left open by a trainer that was killed
+            self.finish_weight_update()
         install(self.model_runner, logprobs_mode == "processed", mask_width, follow, numbers)
         routes = self._eqlen_routes() is not None or self.vllm_config.aux_output_config.enabled
         return {
