@@ -132,6 +132,7 @@ def test_speculation_changes_neither_tokens_nor_their_columns_nor_cuts_inside_ac
     prompts = [Prompt(f"p{i}", [5 + i, 6, 7, 8] * 5, "?", "math", "1", number=i) for i in range(4)]
     asked, plan = requests(8), HarvestPlan(prompts, make_recipe(rollout=sampling), EOS, seed=3)
     found = {}
+    threads = torch.get_num_threads()
     for drafts in ("none", "n-grams", "a model"):
         if drafts == "a model":
             monkeypatch.setattr(f"{ENGINE_ARGS}._speculation_args", drafts_of_a_model)
@@ -160,6 +161,7 @@ def test_speculation_changes_neither_tokens_nor_their_columns_nor_cuts_inside_ac
         assert sum(runs) > 1.5 * len(runs)
         assert drafted_cuts == cuts
         assert drafted_removed == pytest.approx(removed, abs=1e-3)
+    assert torch.get_num_threads() == threads
 
 
 def ids(deltas: list) -> list[int]:

@@ -85,6 +85,9 @@ def install(
     """Make ``runner`` sample as ``sampler.install`` does, with speculation if vLLM was started with it."""
     sampler.install(runner, processed, mask_width, follow, numbers)
     if runner.speculative_config is not None:
+        import numba  # not before vLLM has started: it stumbles over llvmlite (``lifecycle.LLVMLITE``)
+
+        numba.get_num_threads()  # starts Numba's threads, which sets torch's; ``contained`` restores these
         before = runner.rejection_sampler
         stock = before.stock if isinstance(before, SpeculativeSampler) else before
         stock.sampler = runner.sampler
