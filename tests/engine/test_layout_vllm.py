@@ -24,12 +24,13 @@ from megatron_eqlen.rollout.vllm.engine.containment import contained, importing_
 from tests.kit import ROOT
 from tests.pure.test_layout import configs
 
-ARCHITECTURES = {  # Qwen3.5's needs torchvision, which vLLM's CPU build does not bring
+ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
 }
 
 
