@@ -259,7 +259,9 @@ def fla_kernel(dtype: torch.dtype) -> Callable | None:
         return None
     if not packages.usable(packages.FLA):
         return None
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports] (GPU only)
+    from fla.ops.gated_delta_rule import (  # pyright: ignore[reportMissingImports] (GPU only)
+        chunk_gated_delta_rule,
+    )
 
     return chunk_gated_delta_rule
 

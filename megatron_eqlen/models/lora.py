@@ -230,8 +230,8 @@ def _sharded(weight: Weight, parameter: Tensor) -> ShardedTensorFactory:
         }
 
     def merge(pieces: dict[str, Any]) -> Tensor:
-        left = iter([pieces[str(n)] for n in range(len(pieces))])
-        parts = [[next(left) for _ in sections(part)] for part in arrangement.split(parameter)]
+        remaining = iter([pieces[str(n)] for n in range(len(pieces))])
+        parts = [[next(remaining) for _ in sections(part)] for part in arrangement.split(parameter)]
         return arrangement.merge([torch.cat(part, dim=weight.dim or 0) for part in parts])
 
     return ShardedTensorFactory(weight.megatron, parameter, build, merge, replica)

@@ -24,8 +24,9 @@ def comparison_units(
     _check_kind(rollout, recipe)
     _check_columns(rollout, recipe)
     tree, units = KINDS[recipe.sampling].compare(rollout, recipe, _length_penalty(recipe, objective))
+    untrained = recipe.rollout.untrained_columns
     for node in tree.nodes:
-        node.tokens = node.tokens.without(recipe.rollout.untrained_columns)
+        node.tokens = node.tokens.without(untrained)
     return tree, units
 
 

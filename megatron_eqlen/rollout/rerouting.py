@@ -72,14 +72,14 @@ class Rerouting:
         path where older weights chose some of the routes."""
         version, prompt = self.engine.policy_version, self.running[key].prompt
         prefills = self.prefills.setdefault(key, {})
+        rows = len(track.path) - 1
         if self._has_older(track, key, version):
-            used = len(track.path) - 1
+            used = rows
         elif self.running[key].prompt_columns is None and PROMPT not in prefills:
             used = len(prompt.token_ids) - 1
         else:
             return 0
         prefills[PROMPT] = version
-        rows = len(track.path) - 1
         self.requests[track.request_id] = PathRequest(rows, used, version)
         return rows
 

@@ -11,6 +11,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ REWARDS = {
     "share": "Good tokens win, length says nothing",
     "irreversible": "A bad token makes a response wrong",
 }
-"""What is trained on, with the titles of the tables."""
+"""Kinds of rewards, with the titles of their tables."""
 TRUTH = "policy gradient, exact"
 
 Curve = np.ndarray
@@ -75,7 +76,8 @@ class Training:
 
     @property
     def recipe(self) -> Recipe | None:
-        """Return what the method is trained by; streams that no limit ends have 6 pairs, as in the paper."""
+        """Return the recipe of the method, None along the exact gradient; streams that no limit ends have at
+        most 6 pairs, as in the paper."""
         if self.seed is None:
             return None
         most = 6 if self.rewards == "coin" else None
@@ -99,7 +101,13 @@ class Training:
                 gradient = world.gradient(build_trees(rollouts, recipe)[0])
             parameters.grad = -torch.from_numpy(gradient)
             optimizer.step()
-        return np.array(curve), world.accuracy() - World(self.case, 0).accuracy()
+        return np.array(curve), world.accuracy() - _accuracy(self.case)
+
+
+@cache
+def _accuracy(case: Case) -> float:
+    """Return the accuracy of the start, which all methods and seeds share."""
+    return World(case, 0).accuracy()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,9 @@ from megatron_eqlen.hf.config import ModelConfig, read_config
 from megatron_eqlen.recipe import RolloutRecipe
 from megatron_eqlen.recipe.schema import SpeculationRecipe
 
-ROUTES = "megatron_eqlen.rollout.vllm.engine.routes"
+ROUTES_WORKER = "megatron_eqlen.rollout.vllm.engine.routes.RoutesWorker"
+ROUTES_SCHEDULER = "megatron_eqlen.rollout.vllm.engine.routes.scheduler"
+"""Worker and scheduler of an engine that records routes with vLLM's V1 model runner."""
 RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0")}
 """Selects the V1 model runner where the environment does not ask for V2."""
 
@@ -72,7 +74,7 @@ def _routes_args(rollout: RolloutRecipe) -> dict[str, Any]:
     runner, and gives them to the scheduler of the first rank alone; colocated replicas have a scheduler in
     each rank."""
     if RUNNER["VLLM_USE_V2_MODEL_RUNNER"] == "0":
-        return {"worker_cls": f"{ROUTES}.RoutesWorker", "scheduler_cls": f"{ROUTES}.scheduler"}
+        return {"worker_cls": ROUTES_WORKER, "scheduler_cls": ROUTES_SCHEDULER}
     if rollout.engine == "colocated" and rollout.tensor_parallel > 1:
         raise ValueError(
             f"rollout.keep_routes: expected vLLM's V1 model runner (VLLM_USE_V2_MODEL_RUNNER=0) with "
@@ -84,11 +86,12 @@ def _routes_args(rollout: RolloutRecipe) -> dict[str, Any]:
 def _speculation_args(speculation: SpeculationRecipe, model: ModelConfig) -> dict[str, Any]:
     """Return the arguments of speculative decoding. Asynchronous scheduling would plan a step before it is
     known how many tokens of a draft were accepted; draws need the length of the path. Rejected drafts must be
-    taken back from Gated DeltaNet's state, for which vLLM has only a Triton kernel."""
+    taken back from Gated DeltaNet's state, for which vLLM has a Triton kernel; on a CPU its numbers are wrong
+    (``rollout/README.md``)."""
     if current_platform.is_cpu() and model.delta_net:
         raise ValueError(
-            f"rollout.speculation.method: {speculation.method}: vLLM's CPU build has no kernel for the Gated "
-            f"DeltaNet of a {model.model_type} model with speculative decoding"
+            f"rollout.speculation.method: {speculation.method}: vLLM's CPU build computes wrong numbers for "
+            f"the Gated DeltaNet of a {model.model_type} model with speculative decoding"
         )
     config = {"method": speculation.method, "num_speculative_tokens": speculation.tokens}
     return {"speculative_config": config, "async_scheduling": False}

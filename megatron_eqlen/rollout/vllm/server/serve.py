@@ -19,9 +19,9 @@ def main() -> None:
     use_scratch()
     os.environ.update(named())
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-    from megatron_eqlen.rollout.vllm.engine.engine_args import ROUTES
+    from megatron_eqlen.rollout.vllm.engine.engine_args import ROUTES_WORKER
 
-    if f"{ROUTES}.RoutesWorker" in sys.argv or "--enable-return-routed-experts" in sys.argv:
+    if ROUTES_WORKER in sys.argv or "--enable-return-routed-experts" in sys.argv:
         from megatron_eqlen.rollout.vllm.engine.routes import stream_routes
 
         stream_routes()
