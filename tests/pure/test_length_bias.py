@@ -5,6 +5,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+from scipy.special import logit
 
 from megatron_eqlen.objectives.build import build_trees
 from megatron_eqlen.objectives.recipes import load, parse, remarks
@@ -203,6 +204,14 @@ def test_the_benchmarks_true_gradient_is_that_of_the_enumerated_process(world):
     found = process.gradient()
     expected = [found[:, 0].sum(), ((1 - good_token) * found[:, 2] - good_token * found[:, 1]).sum()]
     np.testing.assert_allclose(world.truth(), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("irreversible", [False, True])
+def test_a_policys_parameters_are_added_to_the_logits_of_stopping_and_of_a_good_token(irreversible):
+    start = Case("lognormal 0.6", 50, limit=80, strength=1.0, irreversible=irreversible)
+    moved = replace(start, eta=0.4, theta=-0.7)
+    np.testing.assert_allclose(logit(moved.hazard) - logit(start.hazard), 0.4, atol=1e-9)
+    assert logit(moved.good) - logit(start.good) == pytest.approx(-0.7)
 
 
 def test_training_on_coin_flips_grows_with_the_papers_weights_and_not_with_on_policy():
