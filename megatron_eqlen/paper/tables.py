@@ -62,6 +62,20 @@ def differences(
     return _by_benchmark([group for group in groups if group.method != baseline], benchmarks, above)
 
 
+def learned(
+    groups: Sequence[Group], control: str, benchmarks: Sequence[str] | None = None
+) -> list[dict[Column, Any]]:
+    """Return how much better each method is than itself on the recipe ``control``, whose rewards carry no
+    information: the rest of its gain is drift."""
+    drifted = {group.method: group for group in groups if group.model == control}
+
+    def above(group: Group, benchmark: str) -> Difference | None:
+        return difference(drifted[group.method], group, benchmark) if group.method in drifted else None
+
+    graded = [group for group in groups if group.model != control and group.method != BASE]
+    return _by_benchmark(graded, benchmarks, above)
+
+
 def _by_benchmark(
     groups: Sequence[Group],
     benchmarks: Sequence[str] | None,

@@ -76,7 +76,7 @@ def check_inputs(recipe: Recipe) -> None:
 def where_from(recipe: Recipe) -> str:
     """Return the end of a message about missing inputs: the recipe's command that makes them
     (``inputs_from``)."""
-    return f" ({recipe.inputs_from} makes what this recipe reads: run it first)" if recipe.inputs_from else ""
+    return f" (to make this recipe's inputs, run {recipe.inputs_from})" if recipe.inputs_from else ""
 
 
 def revisions(recipe: Recipe) -> dict[str, str | None]:

@@ -10,7 +10,15 @@ from pathlib import Path
 from megatron_eqlen.files import write_between, write_text
 from megatron_eqlen.paper import drift
 from megatron_eqlen.paper.figures import ends, figures, sheet
-from megatron_eqlen.paper.tables import METHOD, accuracies, differences, efficiency, learning_taxes, pairs
+from megatron_eqlen.paper.tables import (
+    METHOD,
+    accuracies,
+    differences,
+    efficiency,
+    learned,
+    learning_taxes,
+    pairs,
+)
 from megatron_eqlen.recipe.budget import UNITS
 from megatron_eqlen.report import tables as formats
 from megatron_eqlen.report.charts import Chart
@@ -28,6 +36,10 @@ ABOUT = (
 ABOUT_DIFFERENCE = (
     "Points above {}: mean [95% t interval, paired over seeds, problems held fixed] / the smallest "
     "difference that as many seeds would have shown in 80% of experiments."
+)
+ABOUT_LEARNED = (
+    "Points above the same method on {}: mean [95% t interval, paired over seeds, problems held fixed] / the "
+    "smallest difference that as many seeds would have shown in 80% of experiments."
 )
 ABOUT_BANDS = "Lines are means over a method's seeds, bands reach from the lowest seed to the highest."
 START, END = "<!-- tables of a sweep -->", "<!-- end of the tables -->"
@@ -90,11 +102,14 @@ def _table(sweep: SweepRecipe, table: TableRecipe, found: Sequence[Group]) -> Ta
     baseline = names[methods[0]]
     if table.kind == "difference":
         notes = [ABOUT_DIFFERENCE.format(baseline), *notes]
+    elif table.kind == "learned":
+        notes = [ABOUT_LEARNED.format(sweep.called(recipes[-1])), *notes]
     elif table.kind == "drift":
         notes = [ABOUT_DRIFT, *notes]
     makers = {
         "accuracy": lambda: accuracies(named, table.benchmarks),
         "difference": lambda: differences(named, baseline, table.benchmarks),
+        "learned": lambda: learned(named, recipes[-1], table.benchmarks),
         "efficiency": lambda: efficiency(named),
         "training": lambda: ends(named),
         "pairs": lambda: pairs(named),

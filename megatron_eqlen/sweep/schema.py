@@ -24,14 +24,15 @@ class MethodRecipe(Section):
 
 class TableRecipe(Section):
     title: str
-    kind: Literal["accuracy", "difference", "efficiency", "training", "pairs", "learning_tax", "drift"] = (
-        "accuracy"
-    )
+    kind: Literal[
+        "accuracy", "difference", "learned", "efficiency", "training", "pairs", "learning_tax", "drift"
+    ] = "accuracy"
     methods: list[str] | None = None
     """Rows of the table, ``base`` among them if it is wanted; default: all. A ``difference`` is taken to the
     first."""
     recipes: list[str] | None = None
-    """Recipes that the table covers; default: all."""
+    """Recipes that the table covers; default: all. For ``learned`` the last one is the control: the same
+    questions with rewards that carry no information, for example coin flips."""
     benchmarks: list[str] | None = None
     """Benchmarks that the table covers; default: all."""
 
@@ -119,6 +120,8 @@ def _check(sweep: SweepRecipe) -> None:
     for number, table in enumerate(sweep.tables):
         chosen.append((f"tables.{number}.methods", table.methods, {BASE, *sweep.methods}))
         chosen.append((f"tables.{number}.recipes", table.recipes, {*stems}))
+        if table.kind == "learned" and len(table.recipes or stems) < 2:
+            raise ValueError(f"tables.{number}.recipes: expected recipes and their control, found one recipe")
     for key, found, known in chosen:
         if unknown := [name for name in found or () if name not in known]:
             raise ValueError(f"{key}: expected some of {', '.join(sorted(known))}, found {unknown[0]!r}")

@@ -44,4 +44,4 @@ def test_a_recipe_whose_inputs_are_not_there_yet_says_what_makes_them(tmp_path, 
     said = capsys.readouterr().err
     assert "model.path: " in said
     assert "runs/search/base" in said
-    assert "tools/quickstart makes what this recipe reads: run it first" in said
+    assert "to make this recipe's inputs, run tools/quickstart" in said

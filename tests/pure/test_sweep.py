@@ -145,10 +145,17 @@ def test_a_dry_run_says_what_each_may_spend_and_what_it_may_cost(capsys):
 
 def test_every_run_of_the_small_sweep_is_a_recipe():
     plan = Plan(load_sweep(ROOT / "recipes/tables_tiny.yaml"))
-    assert {plan.some_recipe(cell).name for cell in plan.firsts} == {"search_cpu"}
+    sources = {
+        (cell.model, source.path, source.grader)
+        for cell in plan.firsts
+        for source in plan.some_recipe(cell).data.sources
+    }
+    path = "runs/pauses/data/train.parquet"
+    coin = "megatron_eqlen.rewards.coin:Coin"
+    assert sources == {("pauses_cpu", path, None), ("null_coin", path, coin)}, "questions and their control"
 
 
-@pytest.mark.parametrize("file", ["paper_tables.yaml", "tables_tiny.yaml"])
+@pytest.mark.parametrize("file", ["paper_tables.yaml", "ablations_tiny.yaml"])
 def test_a_method_that_is_named_after_a_part_differs_from_the_whole_by_that_part_alone(file):
     plan = Plan(load_sweep(ROOT / "recipes" / file))
     methods = {cell.method: plan.some_recipe(cell) for cell in plan.cells}
@@ -165,7 +172,7 @@ def test_a_method_that_is_named_after_a_part_differs_from_the_whole_by_that_part
 def test_every_run_of_the_drift_sweep_is_a_recipe_with_coins():
     plan = Plan(load_sweep(ROOT / "recipes/null_tiny.yaml"))
     sources = [plan.some_recipe(cell).data.sources[0] for cell in plan.firsts]
-    assert len(sources) == 30
+    assert len(sources) == 33
     graders = dict.fromkeys((source.grader or "").partition(":")[2] for source in sources)
     assert [*graders] == ["Coin", "LongerPays", "ShorterPays"]
 

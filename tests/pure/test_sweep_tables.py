@@ -16,17 +16,20 @@ import numpy as np
 import pytest
 
 from megatron_eqlen.cli import __main__ as cli
+from megatron_eqlen.evaluation.result import write_results
 from megatron_eqlen.evaluation.statistics import detectable_difference, seed_difference
 from megatron_eqlen.paper.figures import MEASURES, Curves, oscillation, over_seeds
+from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.report.tables import Table, latex
 from megatron_eqlen.sweep import command
 from megatron_eqlen.sweep.cells import Plan
 from megatron_eqlen.sweep.results import ABOUT_BANDS, ABOUT_DRIFT, END, START, write, write_into
 from megatron_eqlen.sweep.schema import SummaryRecipe
 from tests.kit.report_runs import charts_of
-from tests.kit.sweeps import leave_a_run, write_sweep
+from tests.kit.sweeps import SWEEP, leave_a_run, result, write_sweep
 
 METHODS = ("eqlen", "grpo", "mean")
+LEARNED = "  - {{title: Learned, kind: learned, methods: [base, grpo, eqlen]}}\n"
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -148,6 +151,39 @@ def test_differences_are_paired_by_seed_with_what_they_could_have_shown(plan, ta
     assert row["tiny Sums"]["detectable"] == pytest.approx((4.302653 + 1.060660) * error, rel=1e-5)
     shown = f"{100 * fmean(gains):+.1f} ["
     assert all(shown in (plan.sweep.path / f"tables.{ending}").read_text() for ending in ("txt", "md", "tex"))
+
+
+def test_what_a_method_learned_is_its_gain_over_itself_on_the_control(tmp_path):
+    text = SWEEP.replace("[tiny.yaml]", "[tiny.yaml, coins.yaml]").replace(
+        "sums: S", "coins: coin flips, sums: S"
+    )
+    file = write_sweep(tmp_path, text + LEARNED)
+    (tmp_path / "coins.yaml").write_text("extends: tiny.yaml\nname: coins\n")
+    plan = command.read(file, [])
+    for cell in plan.cells:
+        leave_a_run(cell.recipe(plan.limits(cell) or []))
+        if cell.model == "coins":
+            drifted = result(0.4 if cell.method == "eqlen" else 0.3, cell.seed)
+            write_results(cell.folder / "evaluation/after.json", [drifted])
+    assert cli.main(["sweep", str(file), "--tables"]) == 0
+    table = json.loads((tmp_path / "runs/tables.json").read_text())[-1]
+    assert [row["Method"] for row in table["rows"]] == ["GRPO", "EqLen"]
+    assert [*table["rows"][0]] == ["Method", "tiny Sums"], "the control has no column"
+    for row, method in zip(table["rows"], ("grpo", "eqlen"), strict=True):
+        gains = [
+            np.mean(rewards(tmp_path / f"runs/tiny/{method}-seed{seed}", "after"))
+            - np.mean(rewards(tmp_path / f"runs/coins/{method}-seed{seed}", "after"))
+            for seed in (0, 1, 2)
+        ]
+        assert row["tiny Sums"]["interval"]["mean"] == pytest.approx(fmean(gains))
+    assert "Points above the same method on coin flips" in (tmp_path / "runs/tables.md").read_text()
+
+
+def test_a_control_needs_two_recipes(tmp_path):
+    with pytest.raises(
+        RecipeError, match=r"tables\.6\.recipes: expected recipes and their control, found one"
+    ):
+        command.read(write_sweep(tmp_path, SWEEP + LEARNED), [])
 
 
 def test_a_detectable_difference_is_shown_in_80_percent_of_experiments():
