@@ -19,6 +19,7 @@ from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.rollout.vllm.engine import engine_args, lifecycle, sampler
 from megatron_eqlen.rollout.vllm.engine.colocated import ColocatedEngine
+from megatron_eqlen.rollout.vllm.engine.draws import DrawSettings
 from megatron_eqlen.rollout.vllm.engine.sampler import PathSampler, V2PathSampler
 from megatron_eqlen.types import Rollout
 from tests.engine.test_routes import PROMPTS, recipe_of
@@ -175,7 +176,7 @@ def test_after_a_sync_answers_are_those_of_a_freshly_loaded_v1(v2):
 def test_preempted_requests_draw_what_undisturbed_ones_draw_and_their_tokens_stay_counted(expected):
     """Their ends are in a third block, for which the cache has no place."""
     small = open_on(2, folder("qwen3"), kv_cache_gib=0.0003)
-    sampler.install(lifecycle._worker_runner(small.core), processed=False, follow=True)
+    sampler.install(lifecycle._worker_runner(small.core), DrawSettings(False, follow=True))
     for name, (context, _, seed) in requests(8).items():
         small.submit(name, context, 30, seed)
         params = small.requests[name].sampling_params

@@ -40,49 +40,43 @@ class Limits:
     """Most tokens that top-k keeps of a row, ties included; None if it is off for some row."""
 
 
+@dataclass(frozen=True)
+class DrawSettings:
+    """What ``PathDraws`` returns beside tokens."""
+
+    processed: bool
+    """Log-probs are normalized over the kept set: greater by minus the log of the kept mass."""
+    mask_width: int = 0
+    """Most tokens of a kept set that are returned; 0 returns none."""
+    follow: bool = False
+    """Keep the number of tokens of each request (``sampled_tokens``)."""
+    numbers: tuple[str, ...] = ()
+    """Names of columns of ``NUMBERS`` that are returned."""
+
+
 class PathDraws:
     """Samples a batch so that token t of a path depends on the logits, its seed and t alone.
 
     One uniform number per row, a hash of (seed, t), picks the token by the inverse of the cumulative
     distribution.
 
-    Log-probs are ``log_softmax(logits / temperature)`` at the token; ``processed`` ones are normalized over
-    the kept set instead: greater by minus the log of the kept mass.
+    Log-probs are ``log_softmax(logits / temperature)`` at the token, unless ``settings.processed``.
 
     If top-k is on, the work after the log-softmax covers its tokens alone instead of the vocabulary; in
     float64 the sums are the same.
 
-    With ``mask_width`` the kept set is returned in the field that vLLM has for the ids of the most likely
-    tokens: the drawn token, then ``mask_width`` kept ones; if fewer were kept, the drawn token fills the
-    rest.
-
-    ``numbers`` names columns of ``NUMBERS``: their values follow in the same field as log-probs of the ids
-    -1, -2, ...
-
-    With ``follow`` the number of tokens of each request is kept (``sampled_tokens``).
+    The kept set is returned in the field that vLLM has for the ids of the most likely tokens: the drawn
+    token, then ``settings.mask_width`` kept ones; if fewer were kept, the drawn token fills the rest. Values
+    of ``settings.numbers`` follow in the same field as log-probs of the ids -1, -2, ...
     """
 
-    def start(
-        self,
-        device: torch.device,
-        processed: bool,
-        mask_width: int = 0,
-        follow: bool = False,
-        numbers: Sequence[str] = (),
-    ) -> None:
+    def start(self, device: torch.device, settings: DrawSettings) -> None:
         """Set the attributes; called by a sampler's constructor after that of vLLM's sampler."""
-        self.processed = processed
-        self.mask_width = mask_width
-        self.follow = follow
-        self.numbers = tuple(numbers)
+        self.settings = settings
         self.tokens: dict[str, int] = {}
         """Number of tokens of each request that was sampled, by ticket."""
         self.removed = torch.zeros((), dtype=torch.float64, device=device)
         self.sampled = 0
-
-    @property
-    def settings(self) -> tuple[bool, int, bool, tuple[str, ...]]:
-        return self.processed, self.mask_width, self.follow, self.numbers
 
     def draw(
         self, logits: Tensor, limits: Limits, draws: np.ndarray
@@ -100,9 +94,9 @@ class PathDraws:
         logits = limits.min_p(logits)
         logits = apply_top_k_top_p(logits, limits.top_k, limits.top_p)
         kept = torch.where(logits > -torch.inf, logprobs, -torch.inf).exp()
-        if self.mask_width:  # of ties at top-k's limit those with the lowest ids
+        if self.settings.mask_width:  # of ties at top-k's limit those with the lowest ids
             masses, likely = kept.sort(descending=True, stable=True)
-            masses, likely = masses[:, : self.mask_width], likely[:, : self.mask_width]
+            masses, likely = masses[:, : self.settings.mask_width], likely[:, : self.settings.mask_width]
             kept = torch.zeros_like(kept).scatter(1, likely, masses)
         cumulative = kept.cumsum(-1, dtype=torch.float64)
         mass = cumulative[:, -1:]
@@ -110,14 +104,14 @@ class PathDraws:
         drawn = torch.searchsorted(cumulative, targets, right=True)
         numbers = self._numbers(kept, logprobs, mass)
         tokens, logprobs = _at(ids, drawn), logprobs.gather(1, drawn)
-        if self.processed:
+        if self.settings.processed:
             logprobs = logprobs - mass.log().float()
         columns = tokens
-        if self.mask_width:
+        if self.settings.mask_width:
             columns = torch.cat((tokens, torch.where(masses.gt(0), _at(ids, likely), tokens)), 1)
             logprobs = logprobs.expand(-1, columns.shape[1])  # the drawn token's; others are not read
-        if self.numbers:
-            names = torch.arange(-1, -1 - len(self.numbers), -1, device=columns.device)
+        if self.settings.numbers:
+            names = torch.arange(-1, -1 - len(self.settings.numbers), -1, device=columns.device)
             columns = torch.cat((columns, names.expand(len(columns), -1)), 1)
             logprobs = torch.cat((logprobs, numbers), 1)
         ranks = torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device)  # not read
@@ -126,7 +120,7 @@ class PathDraws:
 
     def count_tokens(self, tickets: Sequence[str], counts: np.ndarray, counted: np.ndarray) -> None:
         """Note the number of tokens that each row's request has now. ``counted``: as in ``count_removed``."""
-        if self.follow:
+        if self.settings.follow:
             rows = zip(tickets, counts.tolist(), counted.tolist(), strict=True)
             self.tokens |= {ticket: count for ticket, count, sampled in rows if sampled}
 
@@ -144,11 +138,11 @@ class PathDraws:
 
     def _numbers(self, kept: Tensor, logprobs: Tensor, mass: Tensor) -> Tensor:
         """Return [rows, numbers] float32, the values of ``numbers``."""
-        if not self.numbers:
+        if not self.settings.numbers:
             return kept[:, :0]
         probabilities = kept.double() / mass
         logs = torch.where(kept > 0, logprobs.double() - mass.log(), 0.0)
-        return torch.stack([NUMBERS[name](probabilities, logs) for name in self.numbers], 1).float()
+        return torch.stack([NUMBERS[name](probabilities, logs) for name in self.settings.numbers], 1).float()
 
     def count_removed(self, mass: Tensor, counted: np.ndarray) -> None:
         """Add the removed probability of rows. ``mass``: [rows] float64, of their kept sets. ``counted``:

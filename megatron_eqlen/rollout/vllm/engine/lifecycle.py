@@ -23,7 +23,7 @@ from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.recipe import RolloutRecipe, layout
 from megatron_eqlen.rollout.engine import EngineError
 from megatron_eqlen.rollout.vllm.engine.containment import contained, hidden
-from megatron_eqlen.rollout.vllm.engine.draws import PathDraws
+from megatron_eqlen.rollout.vllm.engine.draws import DrawSettings, PathDraws
 from megatron_eqlen.rollout.vllm.engine.engine_args import engine_args, environ
 from megatron_eqlen.rollout.vllm.engine.repack import repack
 from megatron_eqlen.rollout.vllm.engine.speculation import install
@@ -74,8 +74,8 @@ def build(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: in
                 f"rollout.gpu_memory_utilization {rollout.gpu_memory_utilization} and paths of "
                 f"{max_model_len} tokens: {error}"
             ) from error
-        processed, numbers = rollout.logprobs_mode == "processed", rollout.keep_columns
-        install(_worker_runner(core), processed, rollout.mask_width, numbers=numbers)
+        processed, numbers = rollout.logprobs_mode == "processed", tuple(rollout.keep_columns)
+        install(_worker_runner(core), DrawSettings(processed, rollout.mask_width, numbers=numbers))
     _live_engines += 1
     return core
 

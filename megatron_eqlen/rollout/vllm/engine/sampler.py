@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler as V2Sampler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from megatron_eqlen.rollout.engine import SEED, TICKET, EngineError
-from megatron_eqlen.rollout.vllm.engine.draws import TIES, Limits, PathDraws, uniform
+from megatron_eqlen.rollout.vllm.engine.draws import TIES, DrawSettings, Limits, PathDraws, uniform
 
 
 @dataclass
@@ -46,13 +45,10 @@ class PathSampler(PathDraws, Sampler):
     def __init__(
         self,
         runner: Any,
-        processed: bool,
-        mask_width: int = 0,
-        follow: bool = False,
-        numbers: Sequence[str] = (),
+        settings: DrawSettings,
     ) -> None:
         Sampler.__init__(self)
-        self.start(runner.device, processed, mask_width, follow, numbers)
+        self.start(runner.device, settings)
         self.runner = runner
         self.rows: Rows | None = None
 
@@ -114,13 +110,10 @@ class V2PathSampler(PathDraws, V2Sampler):
     def __init__(
         self,
         sampler: V2Sampler,
-        processed: bool,
-        mask_width: int = 0,
-        follow: bool = False,
-        numbers: Sequence[str] = (),
+        settings: DrawSettings,
     ) -> None:
         vars(self).update(vars(sampler))
-        self.start(sampler.req_states.device, processed, mask_width, follow, numbers)
+        self.start(sampler.req_states.device, settings)
         if not isinstance(sampler, V2PathSampler):
             self.seeds = np.zeros(sampler.req_states.max_num_reqs, np.uint64)
             self.seeded = np.zeros(sampler.req_states.max_num_reqs, bool)
@@ -169,9 +162,7 @@ class V2PathSampler(PathDraws, V2Sampler):
         return Limits(states.temperature.gpu[batch.idx_mapping], top_k, top_p, min_p, most_kept)
 
 
-def install(
-    runner: Any, processed: bool, mask_width: int = 0, follow: bool = False, numbers: Sequence[str] = ()
-) -> None:
+def install(runner: Any, settings: DrawSettings) -> None:
     """Make ``runner`` sample with a ``PathSampler`` or ``V2PathSampler`` of these settings.
 
     Raises EngineError unless it is one of vLLM's model runners with vLLM's plain sampler: vLLM would
@@ -188,13 +179,12 @@ def install(
         raise EngineError(
             f"expected a V2 model runner without drafts, found {_name(runner.rejection_sampler)}"
         )
-    settings = processed, mask_width, follow, tuple(numbers)
     if type(found) is ours and found.settings == settings:
         return
     if isinstance(found, V2Sampler):
-        runner.sampler = V2PathSampler(found, *settings)
+        runner.sampler = V2PathSampler(found, settings)
     else:
-        runner.sampler = PathSampler(runner, *settings)
+        runner.sampler = PathSampler(runner, settings)
 
 
 def _name(thing: Any) -> str:

@@ -26,7 +26,7 @@ from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from megatron_eqlen.rollout.vllm.engine import sampler
-from megatron_eqlen.rollout.vllm.engine.draws import Limits, uniform
+from megatron_eqlen.rollout.vllm.engine.draws import DrawSettings, Limits, uniform
 from megatron_eqlen.rollout.vllm.engine.sampler import PathSampler
 
 NOTHING = int(PLACEHOLDER_TOKEN_ID)
@@ -79,11 +79,9 @@ class SpeculativeSampler(nn.Module):
         return SamplerOutput(tokens.where(new, NOTHING), recorded)
 
 
-def install(
-    runner: Any, processed: bool, mask_width: int = 0, follow: bool = False, numbers: Sequence[str] = ()
-) -> None:
+def install(runner: Any, settings: DrawSettings) -> None:
     """Make ``runner`` sample as ``sampler.install`` does, with speculation if vLLM was started with it."""
-    sampler.install(runner, processed, mask_width, follow, numbers)
+    sampler.install(runner, settings)
     if runner.speculative_config is not None:
         import numba  # not before vLLM has started: it stumbles over llvmlite (``lifecycle.LLVMLITE``)
 

@@ -24,6 +24,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from megatron_eqlen.rollout.vllm.engine.draws import DrawSettings
 from megatron_eqlen.rollout.vllm.engine.repack import repack
 from megatron_eqlen.rollout.vllm.engine.speculation import install
 from megatron_eqlen.rollout.vllm.weights.relay import Neighbours, node_name, receive_on_node
@@ -124,11 +125,12 @@ class WorkerExtension:
     def eqlen_setup(
         self, logprobs_mode: str, mask_width: int, follow: bool, numbers: list[str]
     ) -> dict[str, int]:
-        """Sample with these arguments of ``sampler.install``; return limits of the engine, and settings that
+        """Sample with these ``DrawSettings``; return limits of the engine, and settings that
         it was started with."""
         if self.weight_transfer_engine.updating:  # left open by a trainer that was killed
             self.finish_weight_update()
-        install(self.model_runner, logprobs_mode == "processed", mask_width, follow, numbers)
+        processed = logprobs_mode == "processed"
+        install(self.model_runner, DrawSettings(processed, mask_width, follow, tuple(numbers)))
         routes = self._eqlen_routes() is not None or self.vllm_config.aux_output_config.enabled
         return {
             "keep_routes": int(routes),
