@@ -67,6 +67,12 @@ def training_passes(recipe: Recipe) -> float:
     return 3.0 * loss.epochs + (loss.kl_coef > 0) + (loss.minibatches * loss.epochs > 1)
 
 
+def frozen_passes(recipe: Recipe) -> float:
+    """Return how many of ``training_passes`` compute gradients of weights that are frozen (``lora``): these
+    are left out."""
+    return float(recipe.loss.epochs) if recipe.lora.rank else 0.0
+
+
 def generation_flops(
     recipe: Recipe, model: ModelConfig, generated: float, context: float, prompts: float, branches: float
 ) -> float:
@@ -78,9 +84,8 @@ def generation_flops(
 
 
 def training_flops(recipe: Recipe, model: ModelConfig, trained: float, context: float) -> float:
-    """Return the FLOPs of training ``trained`` positions that see ``context`` others on average. Frozen
-    weights (``lora``) have no gradients, which take as long as a forward pass through them."""
-    frozen = recipe.loss.epochs * forward_flops(model, context=0.0) if recipe.lora.rank else 0.0
+    """Return the FLOPs of training ``trained`` positions that see ``context`` others on average."""
+    frozen = frozen_passes(recipe) * forward_flops(model, context=0.0)
     return trained * (training_passes(recipe) * forward_flops(model, context) - frozen)
 
 

@@ -45,7 +45,13 @@ from megatron_eqlen.packing.simulated import MEDIAN, repeated_share
 from megatron_eqlen.plan import engine
 from megatron_eqlen.plan.activations import BYTES
 from megatron_eqlen.plan.exchange import exchanges
-from megatron_eqlen.plan.flops import active_parameters, counted, forward_flops, training_passes
+from megatron_eqlen.plan.flops import (
+    active_parameters,
+    counted,
+    forward_flops,
+    frozen_passes,
+    training_passes,
+)
 from megatron_eqlen.plan.parameters import rank_buffers
 from megatron_eqlen.plan.workload import Workload
 from megatron_eqlen.recipe import Recipe
@@ -278,7 +284,6 @@ _repeated_share = cache(repeated_share)
 def _training_flops(recipe: Recipe, model: ModelConfig, work: Workload) -> tuple[float, float]:
     """Return the FLOPs of training, recomputation included: without attention, and of attention."""
     passes = training_passes(recipe)
-    frozen = recipe.loss.epochs if recipe.lora.rank else 0.0  # no gradients of frozen weights
     again = {"none": (0, 0), "selective": (0, 1), "full": (1, 1)}[recipe.parallel.recompute]
     linear = forward_flops(model, 0.0)
     each = linear, forward_flops(model, work.context) - linear
@@ -286,7 +291,7 @@ def _training_flops(recipe: Recipe, model: ModelConfig, work: Workload) -> tuple
         work.trained * (passes + more * recipe.loss.epochs) * flops
         for more, flops in zip(again, each, strict=True)
     )
-    return first - frozen * work.trained * linear, second
+    return first - frozen_passes(recipe) * work.trained * linear, second
 
 
 def bubble(recipe: Recipe, work: Workload) -> float:
