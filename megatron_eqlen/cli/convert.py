@@ -71,6 +71,8 @@ def megatron_to_hf(argv: list[str] | None = None) -> int:
         if args.adapter:
             convert.megatron_to_peft(args.checkpoint, args.source, args.out)
             return
+        if args.verify == "logits":
+            convert.check_logits_are_comparable(args.checkpoint)
         with _progress("converting", args.source) as progress:
             convert.megatron_to_hf(args.checkpoint, args.source, args.out, progress)
         _verify(args.verify, args.checkpoint, args.out, args.source)

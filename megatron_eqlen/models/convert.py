@@ -130,20 +130,28 @@ def verify_logits(checkpoint: str | Path, folder: str | Path) -> float:
     above LOGIT_TOLERANCE."""
     from transformers import AutoModelForCausalLM
 
-    reader, model = CheckpointReader(checkpoint), read_config(folder)
+    path = check_logits_are_comparable(checkpoint)
+    model = read_config(folder)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, model.vocab_size, (1, 64), generator=generator)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(ids).logits
+    ours = _megatron_logits(path, model, ids)
+    error = float((ours - theirs).abs().max() / theirs.abs().max())
+    if not error <= LOGIT_TOLERANCE:
+        raise CheckpointError(f"{checkpoint}: logits differ from {folder} by {error:.1e} (relative)")
+    return error
+
+
+def check_logits_are_comparable(checkpoint: str | Path) -> Path:
+    """Return the checkpoint's folder. Raises CheckpointError for adapters, whose merged weights are
+    rounded."""
+    reader = CheckpointReader(checkpoint)
     if reader.lora is not None:
         raise CheckpointError(
             f"{reader.path}: adapters are merged with rounding, so their logits are not compared: use "
             "--verify hash"
         )
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, model.vocab_size, (1, 64), generator=generator)
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(ids).logits
-    ours = _megatron_logits(reader.path, model, ids)
-    error = float((ours - theirs).abs().max() / theirs.abs().max())
-    if not error <= LOGIT_TOLERANCE:
-        raise CheckpointError(f"{checkpoint}: logits differ from {folder} by {error:.1e} (relative)")
-    return error
+    return reader.path
 
 
 def _megatron_logits(checkpoint: Path, model: ModelConfig, ids: Tensor) -> Tensor:
