@@ -7,7 +7,6 @@ first step, which samples the policy that all methods start from.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 from megatron_eqlen.evaluation.result import EvaluationResult
 from megatron_eqlen.evaluation.statistics import seed_difference
 from megatron_eqlen.metrics import LOSS_ENTROPY
+from megatron_eqlen.paper.figures import svg
 from megatron_eqlen.paper.tables import METHOD
 from megatron_eqlen.report.metrics import mean_of_known, read_metrics
 from megatron_eqlen.report.run_groups import BASE, Group, RunResult
@@ -75,8 +75,7 @@ def picture(tables: Sequence[tuple[str, Sequence[dict[Any, Any]]]]) -> str:
     import matplotlib  # slow to import
     from matplotlib.figure import Figure
 
-    settings: Any = {"svg.fonttype": "none", "svg.hashsalt": "eqlen", "font.size": 8, "axes.titlesize": 9}
-    with matplotlib.rc_context(settings):
+    with matplotlib.rc_context({"font.size": 8, "axes.titlesize": 9}):
         most = max(len(rows) for _, rows in tables)
         figure = Figure(figsize=(8, 1 + 0.25 * most), layout="constrained")
         panels = figure.subplots(1, len(tables), squeeze=False, sharex=True)[0]
@@ -89,6 +88,4 @@ def picture(tables: Sequence[tuple[str, Sequence[dict[Any, Any]]]]) -> str:
             panel.set_yticks(range(len(found)), [method for method, _ in found])
             panel.axvline(0, color="black", linewidth=0.8)
             panel.set(title=title, xlabel="change of length, tokens")
-        drawn = io.StringIO()
-        figure.savefig(drawn, format="svg", metadata={"Date": None})
-    return drawn.getvalue()
+        return svg(figure)

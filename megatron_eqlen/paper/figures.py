@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,6 +27,9 @@ from megatron_eqlen.report.format import RESPONSE_LENGTH, REWARD, first_of
 from megatron_eqlen.report.metrics import Records, mean_of_known, read_metrics
 from megatron_eqlen.report.run_groups import BASE, Group
 from megatron_eqlen.report.tables import Column
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 POINTS = 40
 """Points of a curve: if the seeds' own points differ, each seed's curve is interpolated to the same ones."""
@@ -145,8 +148,7 @@ def sheet(title: str, charts: Sequence[Chart]) -> str:
     from matplotlib.figure import Figure
 
     rows = -(-len(charts) // COLUMNS)
-    settings: Any = {"svg.fonttype": "none", "svg.hashsalt": "eqlen", "font.size": 8, "axes.titlesize": 9}
-    with matplotlib.rc_context(settings):
+    with matplotlib.rc_context({"font.size": 8, "axes.titlesize": 9}):
         figure = Figure(figsize=(8, 1.2 + 2.1 * rows), layout="constrained")
         figure.suptitle(title, fontsize=10, fontweight="bold")
         places = list(figure.subplots(rows, COLUMNS, squeeze=False).flat)
@@ -162,7 +164,15 @@ def sheet(title: str, charts: Sequence[Chart]) -> str:
             place.remove()
         names = [series.name for series in charts[0].series if series.name in lines]
         figure.legend([lines[name] for name in names], names, loc="outside lower center", ncols=4)
-        drawn = io.StringIO()
+        return svg(figure)
+
+
+def svg(figure: Figure) -> str:
+    """Return a figure of Matplotlib as SVG: the same text for the same figure, with text as text."""
+    import matplotlib  # slow to import
+
+    drawn = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "eqlen"}):
         figure.savefig(drawn, format="svg", metadata={"Date": None})
     return drawn.getvalue()
 

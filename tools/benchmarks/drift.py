@@ -20,8 +20,9 @@ import numpy as np
 import torch
 
 from megatron_eqlen.evaluation.statistics import Interval, seed_difference
-from megatron_eqlen.files import write_between
+from megatron_eqlen.files import write_between, write_text
 from megatron_eqlen.objectives.build import build_trees
+from megatron_eqlen.paper.figures import svg
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.report.tables import Rows, markdown_rows
 from tools.benchmarks.mechanism import METHODS, WORLDS, Case, World, recipe_of
@@ -120,7 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(TRAINED))
     parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--figure", type=Path, help="lengths during training, as PNG, PDF or SVG")
+    parser.add_argument("--figure", type=Path, help="lengths during training, as SVG")
     parser.add_argument("--into", type=Path, help="document whose tables to replace")
     parser.add_argument("--json", type=Path)
 
@@ -200,4 +201,4 @@ def draw(rows: Rows, file: Path) -> None:
     first = next(iter(axes.values()))
     first.set(ylabel="length ÷ length at the start")
     first.legend(frameon=False, fontsize=8)
-    figure.savefig(file)
+    write_text(file, svg(figure))

@@ -20,10 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from megatron_eqlen.files import write_between
+from megatron_eqlen.files import write_between, write_text
 from megatron_eqlen.metrics import OBJECTIVE_EFFECTIVE_SAMPLES
 from megatron_eqlen.objectives.build import build_trees
 from megatron_eqlen.objectives.recipes import parse
+from megatron_eqlen.paper.figures import svg
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.report.tables import Rows, markdown_rows
 from megatron_eqlen.sampling import KINDS
@@ -393,7 +394,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps", type=int, default=100, help=f"of {PROMPTS} prompts and {GROUP} tracks each"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--figure", type=Path, help="bias by number of pairs, as PNG, PDF or SVG")
+    parser.add_argument("--figure", type=Path, help="bias by number of pairs, as SVG")
     parser.add_argument("--into", type=Path, help="document whose tables to replace")
     parser.add_argument("--json", type=Path)
 
@@ -519,4 +520,4 @@ def draw(rows: Rows, file: Path) -> None:
         )
     axes.set(xlabel="pairs a stream", ylabel="stopping ÷ good tokens")
     axes.legend(frameon=False)
-    figure.savefig(file)
+    write_text(file, svg(figure))
