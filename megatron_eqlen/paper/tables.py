@@ -193,20 +193,19 @@ def tax_of_step(folder: Path, recipe: Recipe) -> Tax:
 
 
 def learning_taxes(groups: Sequence[Group]) -> list[dict[Column, Any]]:
-    """Return a row for each method: its runs' shared prefixes, and the sums of their gradients."""
+    """Return a row for each method: its runs' shared prefixes, and the sums of their gradients; None where
+    the runs kept no rollouts."""
     rows = []
     for group in groups:
         if group.method == BASE:
             continue
         tax = sum((tax_of_run(run.folder, run.recipe) for run in group.runs), Tax())
-        rows.append(
-            {
-                METHOD: group.method,
-                "shared tokens": tax.shared,
-                "pushed both ways, %": 100 * tax.opposed_share,
-                "cancelled, %": 100 * tax.cancelled_share,
-                "gradient: mean": tax.mean,
-                "gradient: deviation": tax.deviation,
-            }
-        )
+        values = {
+            "shared tokens": tax.shared,
+            "pushed both ways, %": 100 * tax.opposed_share,
+            "cancelled, %": 100 * tax.cancelled_share,
+            "gradient: mean": tax.mean,
+            "gradient: deviation": tax.deviation,
+        }
+        rows.append({METHOD: group.method, **(values if tax.trained else dict.fromkeys(values))})
     return rows
