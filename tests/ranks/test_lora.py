@@ -366,6 +366,7 @@ def test_a_checkpoint_of_adapters_converts_to_both_exports_bit_for_bit(folders, 
     *refused, logits = run_ranks(1, both_conversions, folder, str(tmp_path))[0]
     assert not any(refused), refused
     assert "are merged with rounding, so their logits are not compared" in logits
+    assert not (tmp_path / "converted-again").exists(), "refused before the conversion"
     for ours, theirs in (("converted", "export"), ("converted-adapter", "adapter")):
         assert bytes_of(tmp_path / ours) == bytes_of(tmp_path / theirs)
 
