@@ -89,27 +89,18 @@ def _table(sweep: SweepRecipe, table: TableRecipe, found: Sequence[Group]) -> Ta
     chosen = [
         group for method in methods for group in found if group.method == method and group.model in recipes
     ]
-    missing = [
-        f"{sweep.label(method)} on {sweep.called(model)}: {count} of {len(sweep.seeds)}"
-        for model in recipes
-        for method in methods
-        if method != BASE and (count := _count(chosen, model, method)) < len(sweep.seeds)
-    ]
     names = {method: BASE if method == BASE else sweep.label(method) for method in methods}
     named = [Group(group.model, names[group.method], group.runs) for group in chosen]
-    notes = [f"Seeds that have ended: {'; '.join(missing)}"] if missing else []
-    notes += budget_notes(named)
-    baseline = names[methods[0]]
-    if table.kind == "difference":
-        notes = [ABOUT_DIFFERENCE.format(baseline), *notes]
-    elif table.kind == "learned":
-        notes = [ABOUT_LEARNED.format(sweep.called(recipes[-1])), *notes]
-    elif table.kind == "drift":
-        notes = [ABOUT_DRIFT, *notes]
+    baseline, control = names[methods[0]], recipes[-1]
+    notes = {
+        "difference": [ABOUT_DIFFERENCE.format(baseline)],
+        "learned": [ABOUT_LEARNED.format(sweep.called(control))],
+        "drift": [ABOUT_DRIFT],
+    }
     makers = {
         "accuracy": lambda: accuracies(named, table.benchmarks),
         "difference": lambda: differences(named, baseline, table.benchmarks),
-        "learned": lambda: learned(named, recipes[-1], table.benchmarks),
+        "learned": lambda: learned(named, control, table.benchmarks),
         "efficiency": lambda: efficiency(named),
         "training": lambda: ends(named),
         "pairs": lambda: pairs(named),
@@ -117,7 +108,31 @@ def _table(sweep: SweepRecipe, table: TableRecipe, found: Sequence[Group]) -> Ta
         "drift": lambda: drift.drifts(named),
     }
     rows = [{_called(sweep, column): value for column, value in row.items()} for row in makers[table.kind]()]
-    return Table(table.title, rows or [{METHOD: "none has ended"}], notes)
+    return Table(table.title, rows or [{METHOD: "none has ended"}], notes.get(table.kind, []))
+
+
+def _about(sweep: SweepRecipe, found: Sequence[Group]) -> list[str]:
+    """Return notes on all tables: seeds that have not ended, unequal budgets, and what intervals are."""
+    labelled = [
+        Group(sweep.called(group.model), sweep.label(group.method), group.runs)
+        for group in found
+        if group.method != BASE
+    ]
+    return [*_missing(sweep, found), *budget_notes(labelled), ABOUT]
+
+
+def _missing(sweep: SweepRecipe, found: Sequence[Group]) -> list[str]:
+    parts = []
+    for model in [Path(recipe).stem for recipe in sweep.recipes]:
+        methods: dict[int, list[str]] = {}
+        for method in sweep.methods:
+            methods.setdefault(_count(found, model, method), []).append(sweep.label(method))
+        parts += [
+            f"{sweep.called(model)}: {count} of {len(sweep.seeds)} of {', '.join(labels)}"
+            for count, labels in methods.items()
+            if count < len(sweep.seeds)
+        ]
+    return [f"Seeds that have ended: {'; '.join(parts)}"] if parts else []
 
 
 def _called(sweep: SweepRecipe, column: Column) -> Column:
@@ -138,17 +153,17 @@ def write(plan: Plan) -> list[Path]:
     found = groups(plan)
     if not found:
         raise ValueError(f"{plan.sweep.path}: expected runs that have ended, found none")
-    made = tables(plan.sweep, found)
+    made, about = tables(plan.sweep, found), _about(plan.sweep, found)
     folder = plan.sweep.path
     paths = [folder / f"tables.{ending}" for ending in (*FORMATS, "json")] + [folder / "index.html"]
     for ending, of in FORMATS.items():
-        comment = "%" if ending == "tex" else ""
-        text = "\n\n".join([*map(of, made), f"{comment} {ABOUT}".strip()])
+        comment = "% " if ending == "tex" else ""
+        text = "\n\n".join([*map(of, made), *(comment + note for note in about)])
         write_text(folder / f"tables.{ending}", text + "\n")
     write_text(folder / "tables.json", formats.as_json(made))
     paths += _picture_of_drift(plan.sweep, made)
     models = _figures(plan.sweep, found)
-    write_text(folder / "index.html", _page(plan, found, made, models))
+    write_text(folder / "index.html", _page(plan, found, made, about, models))
     for model, charts in models.items():
         axis = plan.sweep.match if plan.sweep.match in charts else "steps"
         title = f"{plan.sweep.called(model)}, over {UNITS[axis]}"
@@ -212,7 +227,11 @@ def _summary(sweep: SweepRecipe, summary: SummaryRecipe, charts: Sequence[Chart]
 
 
 def _page(
-    plan: Plan, found: Sequence[Group], made: Sequence[Table], models: dict[str, dict[str, list[Chart]]]
+    plan: Plan,
+    found: Sequence[Group],
+    made: Sequence[Table],
+    about: Sequence[str],
+    models: dict[str, dict[str, list[Chart]]],
 ) -> str:
     sweep, methods = plan.sweep, [group for group in found if group.method != BASE]
     drawn = {axis for charts in models.values() for axis in charts}
@@ -225,7 +244,7 @@ def _page(
     return page.render(
         title=sweep.name,
         poll=None,
-        about=ABOUT,
+        about=about,
         about_bands=ABOUT_BANDS,
         tables=made,
         models={sweep.called(model): charts for model, charts in models.items()},
