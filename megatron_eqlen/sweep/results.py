@@ -122,17 +122,18 @@ def _about(sweep: SweepRecipe, found: Sequence[Group]) -> list[str]:
 
 
 def _missing(sweep: SweepRecipe, found: Sequence[Group]) -> list[str]:
-    parts = []
+    notes = []
     for model in [Path(recipe).stem for recipe in sweep.recipes]:
         methods: dict[int, list[str]] = {}
         for method in sweep.methods:
             methods.setdefault(_count(found, model, method), []).append(sweep.label(method))
-        parts += [
-            f"{sweep.called(model)}: {count} of {len(sweep.seeds)} of {', '.join(labels)}"
+        notes += [
+            f"Seeds that have ended on {sweep.called(model)}, {count} of {len(sweep.seeds)}: "
+            + "; ".join(labels)
             for count, labels in methods.items()
             if count < len(sweep.seeds)
         ]
-    return [f"Seeds that have ended: {'; '.join(parts)}"] if parts else []
+    return notes
 
 
 def _called(sweep: SweepRecipe, column: Column) -> Column:

@@ -90,7 +90,7 @@ def test_a_run_that_fails_is_named_with_its_last_words_and_stops_no_other(sweep,
     assert (status, len(started.names)) == (1, 9)
     assert f"tiny/grpo-seed0 FAILED, status 7; see {sweep.parent}/runs/tiny/grpo-seed0/train.log" in said
     assert "    the last words" in said
-    assert "Seeds that have ended: tiny: 2 of 3 of GRPO" in said, "the tables are of those that have"
+    assert "Seeds that have ended on tiny, 2 of 3: GRPO" in said, "the tables are of those that have"
     assert run(sweep)[1].names == ["grpo-seed0"]
 
 

@@ -321,11 +321,11 @@ def test_what_is_missing_and_unequal_is_said_below_the_tables(tmp_path, capsys):
     for seed in (0, 1, 2):
         leave_a_run(plan.cell(f"tiny/eqlen-seed{seed}").recipe([]))
     assert cli.main(["sweep", str(file), "--tables"]) == 0
-    assert "Seeds that have ended: tiny: 0 of 3 of GRPO" in capsys.readouterr().out
+    assert "Seeds that have ended on tiny, 0 of 3: GRPO" in capsys.readouterr().out
     for seed in (0, 1, 2):
         leave_a_run(plan.cell(f"tiny/grpo-seed{seed}").recipe(["steps=4"]))  # as if it had been trained alone
     assert cli.main(["sweep", str(file), "--tables"]) == 0
-    assert "Seeds that have ended: tiny: 0 of 3 of GRPO" in capsys.readouterr().out, "it may spend more"
+    assert "Seeds that have ended on tiny, 0 of 3: GRPO" in capsys.readouterr().out, "it may spend more"
 
 
 # ---- curves ---------------------------------------------------------------------------------------------
