@@ -89,31 +89,33 @@ def test_another_runner_or_sampler_than_the_one_replaced_is_refused():
     runner = object.__new__(GPUModelRunner)
     runner.device = torch.device("cpu")
     runner.sampler = Sampler()
-    sampler.install(runner, DrawSettings(True))
+    sampler.install(runner, DrawSettings(processed=True))
     ours = runner.sampler
     assert isinstance(ours, PathSampler)
-    sampler.install(runner, DrawSettings(True))
+    sampler.install(runner, DrawSettings(processed=True))
     assert runner.sampler is ours
     runner.sampler = type("GreedySampler", (Sampler,), {})()
     with pytest.raises(EngineError, match=r"expected vLLM's vllm.*\.Sampler, .* found .*\.GreedySampler"):
-        sampler.install(runner, DrawSettings(True))
+        sampler.install(runner, DrawSettings(processed=True))
     with pytest.raises(EngineError, match=r"V1 or V2 model runner, found .*\.Namespace"):
-        sampler.install(Namespace(sampler=Sampler()), DrawSettings(True))
+        sampler.install(Namespace(sampler=Sampler()), DrawSettings(processed=True))
     runner = object.__new__(V2ModelRunner)
     runner.sampler = object.__new__(GPUWatermarkSampler)
     with pytest.raises(EngineError, match=r"vllm.*\.gpu\..*\.Sampler, .* found .*\.GPUWatermarkSampler"):
-        sampler.install(runner, DrawSettings(True))
+        sampler.install(runner, DrawSettings(processed=True))
     runner.sampler = object.__new__(V2Sampler)
     runner.rejection_sampler = object.__new__(RejectionSampler)
     with pytest.raises(EngineError, match=r"without drafts, found .*\.RejectionSampler"):
-        sampler.install(runner, DrawSettings(True))
+        sampler.install(runner, DrawSettings(processed=True))
 
 
 def test_the_removed_mass_is_counted_without_waiting_for_the_gpu():
     """Fake tensors of a GPU have no values: an operation that waits for one fails."""
     runner, _ = batch(requests(3), 10, "cpu")
     with FakeTensorMode(allow_non_fake_inputs=True):
-        path_sampler = PathSampler(Namespace(**vars(runner) | {"device": "cuda"}), DrawSettings(False))
+        path_sampler = PathSampler(
+            Namespace(**vars(runner) | {"device": "cuda"}), DrawSettings(processed=False)
+        )
         mass = torch.ones(3, dtype=torch.float64, device="cuda")
         path_sampler.count_removed(mass, np.array([True, False, True]))
     assert path_sampler.sampled == 2
@@ -121,7 +123,7 @@ def test_the_removed_mass_is_counted_without_waiting_for_the_gpu():
 
 def test_rows_in_their_prefill_have_no_removed_mass():
     runner, _ = batch(requests(3), 10, "cpu")
-    path_sampler = PathSampler(runner, DrawSettings(False))
+    path_sampler = PathSampler(runner, DrawSettings(processed=False))
     mass = torch.tensor([0.75, 0.5, 1.0], dtype=torch.float64)
     path_sampler.count_removed(mass, np.array([True, False, True]))
     assert path_sampler.take_removed_mass() == (0.25, 2)
@@ -131,7 +133,7 @@ def test_rows_in_their_prefill_have_no_removed_mass():
 def test_without_top_k_the_sampler_takes_the_memory_that_is_planned(kind, numbers):
     logits = torch.randn(8, 40_000).bfloat16()
     runner, metadata = batch(requests(8, top_p=0.95, min_p=0.02), 40_000)
-    path_sampler = PathSampler(runner, DrawSettings(True, numbers=numbers))
+    path_sampler = PathSampler(runner, DrawSettings(processed=True, numbers=numbers))
     peak = peak_bytes(lambda: path_sampler.forward(logits, metadata))
     assert peak / logits.numel() == pytest.approx(SAMPLER_BYTES[kind], rel=0.02)
 

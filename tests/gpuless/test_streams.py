@@ -245,7 +245,7 @@ def test_sampling_waits_for_the_gpu_only_when_its_sums_are_read(monkeypatch):
     monkeypatch.setattr(topk_topp_sampler, "HAS_TRITON", False)
     with FakeTensorMode(allow_non_fake_inputs=True):
         top_k, draws = torch.empty(3, dtype=torch.int32, device="cuda"), PathDraws()
-        draws.start(torch.device("cuda"), DrawSettings(True, mask_width=4, numbers=("entropy",)))
+        draws.start(torch.device("cuda"), DrawSettings(processed=True, mask_width=4, numbers=("entropy",)))
         temperature, top_p = (torch.empty(3, device="cuda") for _ in range(2))
         limits = Limits(temperature, top_k, top_p, lambda logits: logits, most_kept=20)
         logits = torch.empty(3, 1000, dtype=torch.bfloat16, device="cuda")

@@ -176,7 +176,7 @@ def test_after_a_sync_answers_are_those_of_a_freshly_loaded_v1(v2):
 def test_preempted_requests_draw_what_undisturbed_ones_draw_and_their_tokens_stay_counted(expected):
     """Their ends are in a third block, for which the cache has no place."""
     small = open_on(2, folder("qwen3"), kv_cache_gib=0.0003)
-    sampler.install(lifecycle._worker_runner(small.core), DrawSettings(False, follow=True))
+    sampler.install(lifecycle._worker_runner(small.core), DrawSettings(processed=False, follow=True))
     for name, (context, _, seed) in requests(8).items():
         small.submit(name, context, 30, seed)
         params = small.requests[name].sampling_params

@@ -19,6 +19,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, MinPLogitsProcessor
 
 from megatron_eqlen.rollout.engine import SEED
 from megatron_eqlen.rollout.vllm.engine import sampler
+from megatron_eqlen.rollout.vllm.engine.draws import DrawSettings
 from tools.benchmarks.clock import fastest
 from tools.benchmarks.table import show
 
@@ -45,10 +46,10 @@ def measure(rows: int, args: argparse.Namespace) -> dict[str, Any]:
     limits = {"top_k": args.top_k, "top_p": args.top_p, "temperature": 0.6}
     requests = {str(row): SamplingParams(extra_args={SEED: row}, **limits) for row in range(rows)}
     runner, metadata = batch(requests, args.vocabulary, device)
-    path_sampler = sampler.PathSampler(runner, processed=False)
+    path_sampler = sampler.PathSampler(runner, DrawSettings(processed=False))
     top_k_first = 1e3 * fastest(lambda: path_sampler.forward(logits, metadata), args.repeats)
     with mock.patch.object(sampler, "TIES", args.vocabulary):
-        plain = sampler.PathSampler(runner, processed=False)
+        plain = sampler.PathSampler(runner, DrawSettings(processed=False))
         everything = 1e3 * fastest(lambda: plain.forward(logits, metadata), args.repeats)
     return {
         "rows": rows,
