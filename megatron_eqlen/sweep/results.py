@@ -37,10 +37,6 @@ ABOUT_DIFFERENCE = (
     "Points above {}: mean [95% t interval, paired over seeds, problems held fixed] / the smallest "
     "difference that as many seeds would have shown in 80% of experiments."
 )
-ABOUT_LEARNED = (
-    "Points above the same method on {}: mean [95% t interval, paired over seeds, problems held fixed] / the "
-    "smallest difference that as many seeds would have shown in 80% of experiments."
-)
 ABOUT_BANDS = "Lines are means over a method's seeds, bands reach from the lowest seed to the highest."
 START, END = "<!-- tables of a sweep -->", "<!-- end of the tables -->"
 """Lines of a document that enclose the tables."""
@@ -94,7 +90,7 @@ def _table(sweep: SweepRecipe, table: TableRecipe, found: Sequence[Group]) -> Ta
     baseline, control = names[methods[0]], recipes[-1]
     notes = {
         "difference": [ABOUT_DIFFERENCE.format(baseline)],
-        "learned": [ABOUT_LEARNED.format(sweep.called(control))],
+        "learned": [ABOUT_DIFFERENCE.format(f"the same method on {sweep.called(control)}")],
         "drift": [ABOUT_DRIFT],
     }
     makers = {

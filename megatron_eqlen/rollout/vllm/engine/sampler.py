@@ -42,11 +42,7 @@ class PathSampler(PathDraws, Sampler):
     temperature alone.
     """
 
-    def __init__(
-        self,
-        runner: Any,
-        settings: DrawSettings,
-    ) -> None:
+    def __init__(self, runner: Any, settings: DrawSettings) -> None:
         Sampler.__init__(self)
         self.start(runner.device, settings)
         self.runner = runner
@@ -107,11 +103,7 @@ class V2PathSampler(PathDraws, V2Sampler):
     request's index in the runner.
     """
 
-    def __init__(
-        self,
-        sampler: V2Sampler,
-        settings: DrawSettings,
-    ) -> None:
+    def __init__(self, sampler: V2Sampler, settings: DrawSettings) -> None:
         vars(self).update(vars(sampler))
         self.start(sampler.req_states.device, settings)
         if not isinstance(sampler, V2PathSampler):
