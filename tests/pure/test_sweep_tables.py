@@ -19,7 +19,9 @@ from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.evaluation.result import write_results
 from megatron_eqlen.evaluation.statistics import detectable_difference, seed_difference
 from megatron_eqlen.paper.figures import MEASURES, Curves, oscillation, over_seeds
+from megatron_eqlen.paper.tables import learning_taxes
 from megatron_eqlen.recipe import RecipeError
+from megatron_eqlen.report.run_groups import Group, read_run
 from megatron_eqlen.report.tables import Table, latex
 from megatron_eqlen.sweep import command
 from megatron_eqlen.sweep.cells import Plan
@@ -177,6 +179,39 @@ def test_what_a_method_learned_is_its_gain_over_itself_on_the_control(tmp_path):
         ]
         assert row["tiny Sums"]["interval"]["mean"] == pytest.approx(fmean(gains))
     assert "Points above the same method on coin flips" in (tmp_path / "runs/tables.md").read_text()
+
+
+def test_unequal_budgets_are_said_once_below_the_tables_of_every_format_in_the_sweeps_words(tmp_path):
+    text = SWEEP.replace("[tiny.yaml]", "[tiny.yaml, coins.yaml]").replace("sums: S", "coins: Coins, sums: S")
+    file = write_sweep(tmp_path, text)
+    (tmp_path / "coins.yaml").write_text("extends: tiny.yaml\nname: coins\n")
+    plan = command.read(file, [])
+    for cell in plan.cells:
+        leave_a_run(cell.recipe(plan.limits(cell) or []))
+        if cell.group == "coins/mean":
+            metrics = cell.folder / "metrics.jsonl"
+            records = [json.loads(line) for line in metrics.read_text().splitlines()]
+            dearer = [record | {"total/flops": 2 * record["total/flops"]} for record in records]
+            metrics.write_text("".join(json.dumps(record) + "\n" for record in dearer))
+    write(plan)
+    for name in ("tables.txt", "tables.md", "tables.tex", "index.html"):
+        (note,) = re.findall("Unequal budgets.*", (tmp_path / "runs" / name).read_text())
+        assert "Coins Mean reward" in note, name
+        assert "tiny" not in note, "the budgets of that recipe are alike"
+
+
+def test_figures_drawn_again_are_the_same_text(plan):
+    paths = [path for path in write(plan) if path.suffix == ".svg"]
+    drawn = [path.read_text() for path in paths]
+    write(plan)
+    assert [path.read_text() for path in paths] == drawn
+
+
+def test_runs_without_rollouts_have_no_learning_tax(plan):
+    folder = plan.cell("tiny/eqlen-seed0").folder
+    (row,) = learning_taxes([Group("tiny", "EqLen", [read_run(folder)])])
+    assert row.pop("Method") == "EqLen"
+    assert set(row.values()) == {None}, "0 would say that no token is shared"
 
 
 def test_a_control_needs_two_recipes(tmp_path):
