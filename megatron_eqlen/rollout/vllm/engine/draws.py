@@ -42,7 +42,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class DrawSettings:
-    """What ``PathDraws`` returns beside tokens."""
+    """Settings of ``PathDraws``: the columns that it returns beside tokens, and whether it counts tokens."""
 
     processed: bool
     """Log-probs are normalized over the kept set: greater by minus the log of the kept mass."""

@@ -125,8 +125,8 @@ class WorkerExtension:
     def eqlen_setup(
         self, logprobs_mode: str, mask_width: int, follow: bool, numbers: list[str]
     ) -> dict[str, int]:
-        """Sample with these ``DrawSettings``; return limits of the engine, and settings that
-        it was started with."""
+        """Sample with these ``DrawSettings``; return limits of the engine, and settings that it was started
+        with."""
         if self.weight_transfer_engine.updating:  # left open by a trainer that was killed
             self.finish_weight_update()
         processed = logprobs_mode == "processed"
