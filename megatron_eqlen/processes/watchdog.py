@@ -7,7 +7,7 @@
 A rank that waits for others makes no progress either, so the run hangs only if no rank has made progress for
 its time limit. Each rank watches from a thread; ranks communicate only through the run folder, which a second
 thread reads and writes: if its disk blocks, the first thread reports that on the screen. If no thread can run
-(C code that holds Python's lock), faulthandler's thread, which needs no lock, writes the stacks.
+(C code that holds Python's lock), a helper process (``bystander``) has faulthandler write the stacks.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ LONGER = 10.0
 REMEMBERED = 50
 """Number of recent silences of a stage in the median."""
 STUCK = 10
-"""Intervals that the watching thread may miss before it counts as stuck. Smaller values are unsafe:
-faulthandler reads the frames of threads that may run."""
+"""Intervals that the watching threads may miss before they count as stuck. Smaller values are unsafe:
+faulthandler crashes a process if it reads the frames of threads that run."""
 
 _beats = 0
 
@@ -114,13 +114,13 @@ class Watchdog:
         self.interval = min(self.seconds / 20, 30.0)
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = open(self._of(self.rank), "w", encoding="utf-8")  # noqa: SIM115 (faulthandler's)
+        self._file = open(self._of(self.rank), "a", encoding="utf-8")  # noqa: SIM115 (faulthandler's)
         self._since = time.monotonic()
         self._declare()
-        if self.world == 1:
-            patience = str(STUCK * self.interval)
-            command = [sys.executable, "-IS", bystander.__file__, str(os.getpid()), self._file.name, patience]
-            self._bystander = subprocess.Popen(command, start_new_session=True)  # not reached by Ctrl-C
+        faulthandler.register(bystander.DUMP, file=self._file, all_threads=True)
+        arguments = os.getpid(), self._file.name, STUCK * self.interval, int(self.world == 1)
+        command = [sys.executable, "-IS", bystander.__file__, *map(str, arguments)]
+        self._bystander = subprocess.Popen(command, start_new_session=True)  # not reached by Ctrl-C
         for name, work in (("watchdog", self._watch), ("watchdog-disk", self._check_folder)):
             self._threads.append(threading.Thread(target=work, daemon=True, name=name))
             self._threads[-1].start()
@@ -136,9 +136,7 @@ class Watchdog:
         for thread in self._threads:
             thread.join()
         self._threads.clear()
-        if self._bystander is not None:
-            self._bystander.kill()
-            self._bystander.wait()
+        faulthandler.unregister(bystander.DUMP)
         self._file.close()
         self._of(self.rank).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # other ranks, or files of hangs, are still there
@@ -190,7 +188,7 @@ class Watchdog:
                 if hung and hangs:
                     self._report()
         finally:
-            faulthandler.cancel_dump_traceback_later()  # no thread would postpone it any more
+            self._dismiss_bystander()  # no thread would postpone the deadline any more
 
     def _update(self, now: float) -> None:
         if (seen := (_beats, self._collectives())) != self._seen:
@@ -203,12 +201,14 @@ class Watchdog:
         remaining = self.limit - (time.monotonic() - self._since)
         deadline = time.time() + remaining
         if os.fstat(self._file.fileno()).st_size:  # stacks of a thread that was late, not stuck
-            self._file.seek(0)
-            self._file.truncate()
+            self._file.truncate(0)
         os.utime(self._file.fileno(), (deadline, deadline))
-        later = max(remaining, 0.0) + STUCK * self.interval  # other ranks, or the bystander, see its output
-        faulthandler.dump_traceback_later(later, file=self._file)
         return deadline
+
+    def _dismiss_bystander(self) -> None:
+        assert self._bystander is not None
+        self._bystander.kill()
+        self._bystander.wait()  # from here on it sends no signal
 
     def _is_fine(self, rank: int) -> bool:
         """Return True if the rank may still be silent. A rank without a file has ended."""
@@ -243,7 +243,7 @@ class Watchdog:
         os._exit(HUNG)
 
     def _write(self) -> None:
-        faulthandler.cancel_dump_traceback_later()
+        self._dismiss_bystander()
         silence = time.monotonic() - self._since
         self.folder.mkdir(parents=True, exist_ok=True)  # a later start may have removed it
         facts: dict[str, Any] = {

@@ -61,6 +61,14 @@ with dog.stage("train"):
         watchdog.beat()
     dist.all_reduce(torch.ones(1)) if world > 1 else None
 """
+IS_BUSY = """
+def deep(calls):  # frames come and go: a process that reads them meanwhile crashes
+    return calls and deep(calls - 1)
+with dog.stage("train"):
+    while True:
+        deep(900)
+        watchdog.beat()
+"""
 WAITS = """
 home = Path(sys.argv[1]).parent
 with dog.stage("train"):
@@ -79,7 +87,10 @@ def stop_once():
 dog._declare = stop_once  # after a look, before anything is asked
 """
 KEEPS_THE_LOCK = """
-ctypes.PyDLL(None).sleep(600)
+mutex = ctypes.create_string_buffer(64)
+for _ in range(2 if rank or world == 1 else 0):  # the second call keeps Python's lock for ever
+    ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+dist.all_reduce(torch.ones(1))
 """
 
 
@@ -95,6 +106,7 @@ def jobs(tmp_path_factory):
         "misses": start_ranks(2, "-c", BEGIN + SLOW + MISSES, home / "misses", "ranks"),
         "learns": [start("-c", BEGIN + LEARNS, home / "learns")],
         "keeps": [start("-c", BEGIN + KEEPS_THE_LOCK, home / "keeps")],
+        "one_keeps": start_ranks(2, "-c", BEGIN + KEEPS_THE_LOCK, home / "one_keeps", "ranks"),
         "alone": [start("-c", BEGIN + GOES_ON, home / "alone")],
         "asking": [start("-c", BEGIN + STOPS_ITSELF + GOES_ON, home / "asking")],
         "waits": start_ranks(2, "-c", BEGIN + WAITS, home / "waits", "ranks"),
@@ -126,7 +138,9 @@ def test_ranks_that_are_all_stopped_go_on_and_one_that_is_stopped_alone_is_named
 
     assert within(60, lambda: min(seconds_left()) > 0.0)
     send(signal.SIGSTOP)
-    assert within(60, lambda: max(seconds_left()) < -1.5)  # faulthandler waits for 1 s longer
+    assert within(
+        60, lambda: max(seconds_left()) < -1.5
+    )  # a rank that ran would have its stacks written after 1 s
     send(signal.SIGCONT)
     assert within(60, lambda: min(seconds_left()) > 0.0), (alone.stderr, ranks[0].stderr)
     os.kill(ranks[1].pid, signal.SIGSTOP)
@@ -136,6 +150,21 @@ def test_ranks_that_are_all_stopped_go_on_and_one_that_is_stopped_alone_is_named
     assert within(60, lambda: ranks[0].poll() == HUNG)
     assert "rank 1 wrote no facts: the process or its node is stopped or gone" in ranks[0].stderr
     assert "rank 0 on" in (home / "stopped/index.txt").read_text()
+
+
+def test_a_busy_rank_that_is_stopped_again_and_again_goes_on(tmp_path):
+    job = start("-c", BEGIN.replace("2.0", "0.5") + IS_BUSY, tmp_path / "hang/busy")
+    stacks = tmp_path / "hang/busy/rank-0.txt"
+    try:
+        assert within(60, stacks.exists)
+        for _ in range(8):
+            os.kill(job.pid, signal.SIGSTOP)
+            time.sleep(1.5)  # a rank may be silent for 0.75 s
+            os.kill(job.pid, signal.SIGCONT)
+            assert not within(0.3, lambda: job.poll() is not None), job.stderr
+            assert stacks.stat().st_size == 0
+    finally:
+        job.kill()
 
 
 def test_after_a_stop_a_rank_that_waits_gives_the_others_time_to_come_back(jobs):
@@ -198,7 +227,16 @@ def test_where_no_thread_can_run_python_the_stacks_are_written_all_the_same(jobs
     assert f"eqlen: no thread of rank 0 could run Python: C code kept its lock; see {stacks}" in job.stderr
     assert recorded(stacks) == ["no thread of rank 0 could run Python: C code kept its lock"]
     text = stacks.read_text()
-    assert text.startswith("Timeout (")
+    assert text.startswith("Timeout: no thread could run Python")
+    assert "most recent call first" in text
+
+
+def test_the_stacks_of_a_rank_that_cannot_run_python_stand_beside_the_others(jobs):
+    folder, ranks = jobs[0] / "one_keeps", jobs[1]["one_keeps"]
+    assert within(60, lambda: ranks[0].poll() == HUNG)
+    assert "rank 1 wrote no facts" in (folder / "index.txt").read_text()
+    text = (folder / "rank-1.txt").read_text()
+    assert text.startswith("Timeout")
     assert "most recent call first" in text
 
 
@@ -207,5 +245,5 @@ def test_a_helper_whose_rank_has_ended_before_it_starts_ends_and_kills_nobody(tm
     stacks.parent.mkdir(parents=True)
     stacks.write_text("Timeout")
     another = str(os.getppid())  # the helper's parent is this process, as an ended rank's would be another
-    helper = [sys.executable, "-IS", bystander.__file__, another, str(stacks), "0"]
+    helper = [sys.executable, "-IS", bystander.__file__, another, str(stacks), "0", "1"]
     assert subprocess.run(helper, timeout=30, check=True, capture_output=True).stderr == b""
