@@ -87,7 +87,7 @@ class Plan:
             )
             for recipe in sweep.recipes
             for method in sorted(sweep.methods, key=lambda name: name != sweep.reference)
-            for seed in sweep.seeds
+            for seed in sweep.seeds_of(Path(recipe).stem, method)
         ]
         """Ordered by recipe, the reference first."""
         self.amounts: dict[str, float] = {}
@@ -96,7 +96,7 @@ class Plan:
     @property
     def firsts(self) -> list[Cell]:
         """One run of each recipe and method; the others differ from it in their seed alone."""
-        return self.cells[:: len(self.sweep.seeds)]
+        return [*{cell.group: cell for cell in reversed(self.cells)}.values()][::-1]
 
     def cell(self, name: str) -> Cell:
         """Return the cell of that name. Raises ValueError if there is none."""

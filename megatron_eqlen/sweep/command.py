@@ -79,9 +79,10 @@ def tables(plan: Plan, into: Path | None = None) -> int:
 def description(plan: Plan) -> str:
     """Return the plan as text. Raises RecipeError for a run whose recipe is invalid."""
     sweep = plan.sweep
+    fewer = ", some with fewer" if sweep.fewer_seeds else ""
     lines = [
         f"sweep       {sweep.name}: {len(sweep.recipes)} recipes x {len(sweep.methods)} methods x "
-        f"{len(sweep.seeds)} seeds = {len(plan.cells)} runs in {sweep.path}"
+        f"{len(sweep.seeds)} seeds{fewer} = {len(plan.cells)} runs in {sweep.path}"
     ]
     if sweep.reference is not None:
         capped = f", at most {sweep.max_steps} steps" if sweep.max_steps else ""

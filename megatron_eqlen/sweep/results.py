@@ -120,14 +120,14 @@ def _about(sweep: SweepRecipe, found: Sequence[Group]) -> list[str]:
 def _missing(sweep: SweepRecipe, found: Sequence[Group]) -> list[str]:
     notes = []
     for model in [Path(recipe).stem for recipe in sweep.recipes]:
-        methods: dict[int, list[str]] = {}
+        methods: dict[tuple[int, int], list[str]] = {}
         for method in sweep.methods:
-            methods.setdefault(_count(found, model, method), []).append(sweep.label(method))
+            counts = _count(found, model, method), len(sweep.seeds_of(model, method))
+            methods.setdefault(counts, []).append(sweep.label(method))
         notes += [
-            f"Seeds that have ended on {sweep.called(model)}, {count} of {len(sweep.seeds)}: "
-            + "; ".join(labels)
-            for count, labels in methods.items()
-            if count < len(sweep.seeds)
+            f"Seeds that have ended on {sweep.called(model)}, {ended} of {expected}: " + "; ".join(labels)
+            for (ended, expected), labels in methods.items()
+            if ended < expected
         ]
     return notes
 

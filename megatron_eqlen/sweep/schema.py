@@ -52,6 +52,8 @@ class SweepRecipe(Section):
     methods: dict[str, MethodRecipe] = Field(min_length=1)
     """Methods by name, which is part of their runs' folders."""
     seeds: list[NonNegativeInt] = Field([0], min_length=1)
+    fewer_seeds: dict[str, PositiveInt] = Field({})
+    """Number of seeds, the first of ``seeds``, by recipe or method; default: all."""
     set: dict[str, Any] = Field({})
     """Recipe keys of all runs."""
     reference: str | None = None
@@ -78,6 +80,11 @@ class SweepRecipe(Section):
 
     def label(self, method: str) -> str:
         return "Base" if method == BASE else self.methods[method].label or method
+
+    def seeds_of(self, model: str, method: str) -> list[int]:
+        """Return the seeds of a method on the recipe file of that name."""
+        numbers = [self.fewer_seeds[name] for name in (model, method) if name in self.fewer_seeds]
+        return self.seeds[: min(numbers, default=None)]
 
     def called(self, name: str) -> str:
         """Return the name of a recipe or benchmark in tables and figures."""
@@ -114,7 +121,10 @@ def _check(sweep: SweepRecipe) -> None:
     for what, values in (("seeds", sweep.seeds), ("recipes", stems)):
         if len({*values}) < len(values):
             raise ValueError(f"{what}: expected each once, found {values}")
-    chosen = [("figures", sweep.figures, {*sweep.methods})]
+    chosen = [
+        ("figures", sweep.figures, {*sweep.methods}),
+        ("fewer_seeds", sweep.fewer_seeds, {*stems, *sweep.methods}),
+    ]
     if sweep.summary is not None:
         chosen.append(("summary.methods", sweep.summary.methods, {*(sweep.figures or sweep.methods)}))
     for number, table in enumerate(sweep.tables):

@@ -62,6 +62,22 @@ def test_each_run_is_the_one_that_its_command_alone_would_be(sweep):
     assert started.recipes[4].run_folder == sweep.parent / "runs/tiny/grpo-seed1"
 
 
+def test_recipes_and_methods_may_have_fewer_seeds(sweep, capsys):
+    fewer = SWEEP.replace("[tiny.yaml]", "[tiny.yaml, coin.yaml]").replace(
+        "match: flops", "match: flops\nfewer_seeds: {{coin: 2, mean: 1}}"
+    )
+    file = write_sweep(sweep.parent, fewer)
+    (file.parent / "coin.yaml").write_text((file.parent / "tiny.yaml").read_text())
+    status, started = run(file)
+    counts = [("eqlen", 3), ("grpo", 3), ("mean", 1), ("eqlen", 2), ("grpo", 2), ("mean", 1)]
+    names = [f"{method}-seed{seed}" for method, count in counts for seed in range(count)]
+    assert (status, started.names) == (0, names)
+    assert started.recipes[-1].flops == 4 * (500 + 520) / 2, "the mean of the recipe's own seeds"
+    assert "Seeds that have ended" not in capsys.readouterr().out
+    assert cli.main(["sweep", str(file), "--dry-run", "model.path=qwen3-0.6b"]) == 0
+    assert "2 recipes x 3 methods x 3 seeds, some with fewer = 12 runs" in capsys.readouterr().out
+
+
 def test_a_second_call_starts_only_what_has_not_ended(sweep):
     with pytest.raises(KeyboardInterrupt):
         run(sweep, fails=lambda recipe: _interrupt() if recipe.run_folder.name == "grpo-seed1" else False)
@@ -227,6 +243,7 @@ def test_the_papers_sweep_has_the_papers_methods():
         ("methods: [grpo, eqlen]", "methods: [ppo]", "expected some of base, eqlen, grpo, mean, found 'ppo'"),
         ("  mean: ", "  a/b: ", "as the name of a sweep or method .*, found 'a/b'"),
         ("match: flops", "figures: [base]", "figures: expected some of eqlen, grpo, mean, found 'base'"),
+        ("match: flops", "fewer_seeds: {{ppo: 1}}", "fewer_seeds: expected some of eqlen, .*, found 'ppo'"),
         ("match: flops", "match: hours", "match: Input should be 'gpu_hours', 'generated_tokens' or 'flops'"),
     ],
 )
