@@ -458,7 +458,7 @@ class GrowingTokens:
     def append(self, token_ids: list[int], columns: Mapping[str, Any], version: int) -> None:
         """Append tokens that weights of ``version`` sampled, with the values of other ``columns``: those of
         the first tokens, or of ``expect``. Runs for every token. Raises ValueError where values are
-        missing."""
+        missing, or belong to a column that earlier tokens lack."""
         count = len(token_ids)
         if not count:
             return
@@ -467,6 +467,8 @@ class GrowingTokens:
                 self.expect(columns)
             self.versions.begin(len(self.token_ids), version)
             self.version = version
+        if len(columns) > len(self._appends):
+            raise ValueError(f"expected {', '.join(self.columns)} of each token, found {', '.join(columns)}")
         self.token_ids.fromlist(token_ids)
         for name, append in self._appends:
             values = columns.get(name, ())

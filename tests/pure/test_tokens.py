@@ -97,6 +97,8 @@ def test_values_of_another_number_of_tokens_are_refused():
     grown.append([1], {"logprobs": [-1.0]}, version=0)
     with pytest.raises(ValueError, match="expected logprobs of 2 tokens, found 0"):
         grown.append([1, 2], {}, version=0)
+    with pytest.raises(ValueError, match="expected logprobs of each token, found logprobs, entropy"):
+        grown.append([1], {"logprobs": [-1.0], "entropy": [0.5]}, version=0)
 
 
 def _flat(values: Any) -> np.ndarray:
