@@ -6,8 +6,7 @@ none to share; ``math_verify`` sends every one of those through the parser. CPU 
 measured beside the wall clock, so that the numbers mean something on a busy machine too.
 
 Agreement: tests/tables/math_answers.jsonl holds answers with a person's verdict. The table counts how often
-our verdict agrees with it, and that of plain math-verify, used on the whole response as its documentation
-shows.
+each rule agrees with it, and plain math-verify, used on the whole response as its documentation shows.
 
 Grading beside generation, and what decoding costs: see grade_hidden.
 """
@@ -23,7 +22,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from megatron_eqlen.rewards.code.grader import CodeGrader
 from megatron_eqlen.rewards.code.tests import CodeTests
@@ -76,13 +75,13 @@ def read_answer_table(path: Path = ANSWER_TABLE) -> list[AnswerCase]:
 
 
 def show_agreement(cases: list[AnswerCase], args: argparse.Namespace) -> None:
-    grader = MathGrader("either", args.workers)
-    grades = grader.grade([case.response for case in cases], [case.gold for case in cases])
-    grader.close()
-    judges = {
-        grades[0].grader: [grade.reward == 1.0 for grade in grades],
-        "plain math_verify": [plain_math_verify(case.gold, case.response) for case in cases],
-    }
+    judges = {}
+    for rule in get_args(MathRule):
+        grader = MathGrader(rule, args.workers)
+        grades = grader.grade([case.response for case in cases], [case.gold for case in cases])
+        grader.close()
+        judges[grader.name] = [grade.reward == 1.0 for grade in grades]
+    judges["plain math_verify"] = [plain_math_verify(case.gold, case.response) for case in cases]
     show([_agreement(name, cases, judged) for name, judged in judges.items()], f"{len(cases)} answers", None)
     for name, judged in judges.items() if args.differences else ():
         for case, right in zip(cases, judged, strict=True):
