@@ -20,6 +20,7 @@ import numpy as np
 from megatron_eqlen.evaluation.result import compare_seeds, over_seeds
 from megatron_eqlen.evaluation.statistics import Interval
 from megatron_eqlen.recipe.budget import COSTS, UNITS
+from megatron_eqlen.report.format import compact
 from megatron_eqlen.report.run_groups import AFTER, BASE, Group, RunResult, group_runs, read_run, run_folders
 from megatron_eqlen.report.tables import markdown_rows
 
@@ -69,7 +70,7 @@ def budget_notes(groups: Sequence[Group]) -> list[str]:
         if max(costs) > UNEQUAL * min(costs):
             spent = [
                 f"{_label(group, groups)} {spent:.3g} {UNITS[cost]} in "
-                f"{_mean(group, lambda run: run.spent.steps):g} steps"
+                f"{compact(_mean(group, lambda run: run.spent.steps))} steps"
                 for group, spent in zip(mine, costs, strict=True)
             ]
             notes.append(f"Unequal budgets (means over runs): {'; '.join(spent)}")
