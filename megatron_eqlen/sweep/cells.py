@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -96,7 +97,7 @@ class Plan:
     @property
     def firsts(self) -> list[Cell]:
         """One run of each recipe and method; the others differ from it in their seed alone."""
-        return [*{cell.group: cell for cell in reversed(self.cells)}.values()][::-1]
+        return [next(cells) for _, cells in groupby(self.cells, key=lambda cell: cell.group)]
 
     def cell(self, name: str) -> Cell:
         """Return the cell of that name. Raises ValueError if there is none."""

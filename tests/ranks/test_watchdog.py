@@ -138,9 +138,8 @@ def test_ranks_that_are_all_stopped_go_on_and_one_that_is_stopped_alone_is_named
 
     assert within(60, lambda: min(seconds_left()) > 0.0)
     send(signal.SIGSTOP)
-    assert within(
-        60, lambda: max(seconds_left()) < -1.5
-    )  # a rank that ran would have its stacks written after 1 s
+    # a rank that ran would have its stacks written after 1 s
+    assert within(60, lambda: max(seconds_left()) < -1.5)
     send(signal.SIGCONT)
     assert within(60, lambda: min(seconds_left()) > 0.0), (alone.stderr, ranks[0].stderr)
     os.kill(ranks[1].pid, signal.SIGSTOP)
