@@ -88,7 +88,7 @@ def test_ctrl_c_asks_for_a_stop_and_the_second_one_ends_it(tmp_path, script):
         pids = []
         assert within(60, lambda: "watches" in job.stdout)
     send(job, signal.SIGINT)
-    assert within(10, (tmp_path / "STOP").exists)
+    assert within(60, (tmp_path / "STOP").exists)
     assert not within(0.7, lambda: job.poll() is not None)
     send(job, signal.SIGINT)
     assert job.wait() == 128 + signal.SIGINT
@@ -97,7 +97,7 @@ def test_ctrl_c_asks_for_a_stop_and_the_second_one_ends_it(tmp_path, script):
         "eqlen: ended by SIGINT; the same command resumes it\n"
     )
     assert not (tmp_path / "STOP").exists(), "the next try would stop after a step"
-    assert within(2, are_gone(pids))
+    assert within(30, are_gone(pids))
 
 
 FIRST = "megatron_eqlen.processes.failures"

@@ -58,9 +58,9 @@ def test_children_and_their_children_end_when_the_launcher(ending):
     launcher, pids = start(LAUNCH + ENDINGS[ending])
     if "killed" in ending:
         launcher.send_signal(signal.SIGKILL)
-    launcher.wait(timeout=10)
+    launcher.wait(timeout=60)
     assert len(pids) == 2
-    assert within(5, are_gone(pids))
+    assert within(30, are_gone(pids))
 
 
 def test_children_outlive_the_thread_that_launched_them():
@@ -71,7 +71,7 @@ def test_children_outlive_the_thread_that_launched_them():
     assert running().keys() >= set(pids)
     launcher.kill()
     launcher.wait()
-    assert within(5, are_gone(pids))
+    assert within(30, are_gone(pids))
 
 
 HOARD = """
@@ -108,7 +108,7 @@ def test_what_a_killed_process_leaves_goes_with_the_next_start_and_what_others_u
     with tempfile.TemporaryDirectory(dir="/tmp") as temporary:
         killed, old, segment = hoard(Path(temporary))
         assert old.parent == Path(temporary)
-        assert within(5, lambda: any(note.read_text() for note in old.glob("shared-memory-*")))
+        assert within(30, lambda: any(note.read_text() for note in old.glob("shared-memory-*")))
         assert len(list(old.iterdir())) == 2
         others, theirs, in_use = hoard(Path(temporary))
         killed.kill()

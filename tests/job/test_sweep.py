@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +11,7 @@ import pytest
 
 from megatron_eqlen.sweep import command
 from tests.kit.jobs import Job
-from tests.kit.processes import within
-from tests.kit.train_runs import STEPS, column, metrics
+from tests.kit.train_runs import STEPS, column
 
 SWEEP = """
 name: real
@@ -27,41 +25,42 @@ methods:
 """
 
 
-class SweepJob(Job):
-    run_folder: Path
+ENDS_AFTER_A_STEP = """
+import os, signal, sys
+from megatron_eqlen.cli.__main__ import main
+from megatron_eqlen.report.metrics import MetricsWriter
+write = MetricsWriter.write
+def write_and_end(*arguments):
+    write(*arguments)
+    os.kill(os.getpid(), signal.SIGKILL)
+MetricsWriter.write = write_and_end
+sys.exit(main())
+"""
+"""``eqlen`` that is killed when its run has taken a step."""
 
 
-class KilledAfterAStep(SweepJob):
-    """Ends the sweep, as Ctrl-C does, when GRPO's run has taken its first step."""
-
-    def poll(self) -> int | None:
-        folder = self.run_folder
-        if folder.name.startswith("grpo") and (folder / "metrics.jsonl").exists() and metrics(folder):
-            os.kill(self.pid, signal.SIGKILL)
-            assert within(10, lambda: super(KilledAfterAStep, self).poll() is not None)
-            raise KeyboardInterrupt
-        return super().poll()
+def start_job(arguments: Sequence[str], environ: dict[str, str], log: Path) -> Job:
+    return Job(["-m", "megatron_eqlen.cli", *arguments], environ)
 
 
-def warm(kind: type[SweepJob]):
-    def start_job(arguments: Sequence[str], environ: dict[str, str], log: Path) -> Job:
-        job = kind(["-m", "megatron_eqlen.cli", *arguments], environ)
-        job.run_folder = log.parent
-        return job
-
-    return start_job
+def start_job_and_kill_grpo(arguments: Sequence[str], environ: dict[str, str], log: Path) -> Job:
+    """End the sweep, as Ctrl-C does, when GRPO's run has taken its first step."""
+    if not log.parent.name.startswith("grpo"):
+        return start_job(arguments, environ, log)
+    assert Job(["-c", ENDS_AFTER_A_STEP, *arguments], environ).wait() == -signal.SIGKILL
+    raise KeyboardInterrupt
 
 
 def test_a_sweep_goes_on_where_it_was_killed_and_matches_what_the_reference_spent(home, trained, capsys):
     (home / "sweep.yaml").write_text(SWEEP.format(folder=home))
     plan = command.read(home / "sweep.yaml", [])
     with pytest.raises(KeyboardInterrupt):
-        command.run(plan, 1, warm(KilledAfterAStep))
+        command.run(plan, 1, start_job_and_kill_grpo)
     eqlen, grpo = (home / f"sweep/recipe/{method}-seed0" for method in ("eqlen", "grpo"))
     ended = (eqlen / "metrics.jsonl").read_bytes()
     before = column(grpo, "loss/total")[0]
 
-    assert command.run(command.read(home / "sweep.yaml", []), 1, warm(SweepJob)) == 0
+    assert command.run(command.read(home / "sweep.yaml", []), 1, start_job) == 0
     assert (eqlen / "metrics.jsonl").read_bytes() == ended, "a finished run is not repeated"
     assert column(grpo, "loss/total")[0] == before, "an unfinished run resumes"
     reference = column(eqlen, "total/flops")

@@ -207,6 +207,6 @@ def test_the_engine_of_a_server_that_is_killed_dies_with_it(home):
         engine = descendants(server.pid)
         server.kill()
         server.wait()
-        assert within(10, are_gone(engine))
+        assert within(60, are_gone(engine))
     finally:
         servers.stop(server)

@@ -141,7 +141,7 @@ class Harvesting:
 
     def tick(self) -> None:
         self.recorder.decode_step_finished(last=True)
-        assert within(10, lambda: self.recorder._writing is None or self.recorder._writing.done())
+        assert within(60, lambda: self.recorder._writing is None or self.recorder._writing.done())
 
     def end(self) -> None:
         """End the harvest with all responses graded as right."""

@@ -73,7 +73,7 @@ def test_a_writer_gives_a_sign_of_life_without_an_event(tmp_path, monkeypatch):
     file = tmp_path / events.FILE
     os.utime(file, (1.0, 1.0))
     with EventWriter().writing(tmp_path, lambda: None):
-        assert within(10, lambda: file.stat().st_mtime > time.time() - 60)
+        assert within(60, lambda: file.stat().st_mtime > time.time() - 60)
         assert kinds(tmp_path) == ["started"]
     assert kinds(tmp_path) == ["started", "ended"]
 

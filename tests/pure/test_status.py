@@ -49,7 +49,7 @@ class Life:
         self.ends.enter_context(writer.writing(folder, self.hold.check))
 
     def wait_until(self, true: Callable[[Status], object]) -> Status:
-        assert within(10, lambda: true(status(self.folder)))
+        assert within(60, lambda: true(status(self.folder)))
         return status(self.folder)
 
     def steps(self, count: int) -> None:
