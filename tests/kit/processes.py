@@ -44,11 +44,6 @@ def command_line(pid: int) -> str:
         return ""
 
 
-def is_stopped(pid: int) -> bool:
-    """Return True if the process is stopped by SIGSTOP or Ctrl-Z."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-
-
 def are_gone(pids: Iterable[int]) -> Callable[[], bool]:
     return lambda: not set(pids) & running().keys()
 

@@ -17,7 +17,7 @@ from megatron_eqlen.processes import bystander
 from megatron_eqlen.processes.watchdog import HUNG
 from megatron_eqlen.report.run_state import read_state
 from tests.kit.jobs import start, start_ranks
-from tests.kit.processes import is_stopped, within
+from tests.kit.processes import within
 
 BEGIN = """
 import atexit, ctypes, sys, time
@@ -189,7 +189,7 @@ def test_after_a_stop_a_rank_that_waits_gives_the_others_time_to_come_back(jobs)
 def test_a_rank_that_is_stopped_while_it_asks_for_the_others_goes_on(jobs):
     home, begun = jobs
     (job,) = begun["asking"]
-    assert within(60, lambda: is_stopped(job.pid))
+    assert within(60, lambda: bystander.is_stopped(job.pid))
     time.sleep(4.0)  # a rank may be silent for 3 s
     os.kill(job.pid, signal.SIGCONT)
     (home / "go").touch()
