@@ -6,10 +6,12 @@
 nodes of faults.json's ``unready``.
 ``-m torch.distributed.run ... train RUN ...`` takes steps, in which the nodes wait for each other and for
 all ``rollout.servers``, and the first writes. ``RECIPE run_dir=RUN`` may stand for RUN.
-RUN/faults.json says what goes wrong in which restart: ``{"1": {"dies_at": 3, "rank": 1}}``, or
-``{"0": {"outlived_at": 2}}``: it wants to write when a later try has written. The run folder is held as the
-real trainer does (``tests/job`` has that). Jobs run it with the system's Python, so its imports need
-nothing but the standard library.
+RUN/faults.json says what goes wrong in which restart, as in ``{"1": {"dies_at": 3, "rank": 1}}``:
+    dies_at: it fails in the step after this one
+    outlived_at: after this step it wants to write when a later try has written
+    holds_at: it waits after this step until RUN/go-on is there
+The run folder is held as the real trainer does (``tests/job`` has that). Jobs run it with the system's
+Python, so its imports need nothing but the standard library.
 """
 
 import json
@@ -51,6 +53,8 @@ class Node:
                 return 17
             if self.fault.get("outlived_at") == taken:
                 assert within(300, lambda: self.taken() > taken), "no later try"
+            if self.fault.get("holds_at") == taken:
+                assert within(300, (self.run / "go-on").exists), "nobody lets it go on"
             self.meet(taken)
             self.sync()
             if hold is not None:
