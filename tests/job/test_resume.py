@@ -139,15 +139,34 @@ def test_killed_in_mid_harvest_it_resumes_from_the_journal_and_ends_with_the_sam
     assert column(folder, "harvest/generated_tokens") == column(whole, "harvest/generated_tokens")
 
 
-def test_killed_at_any_moment_and_started_again_it_ends_the_same(home, trained):
-    """One kill hits the launcher alone, with the processes that `eqlen` itself starts; another the ranks."""
+HOLDS_AFTER_A_STEP = """
+import os, threading
+from megatron_eqlen.report.metrics import MetricsWriter
+write = MetricsWriter.write
+def write_and_hold(self, step, *others):
+    write(self, step, *others)
+    if step == int(os.environ["HOLDS_AFTER"]):
+        threading.Event().wait()
+MetricsWriter.write = write_and_hold
+"""
+MAIN = """
+import sys
+from megatron_eqlen.cli.__main__ import main
+sys.exit(main())
+"""
+
+
+def test_killed_at_any_moment_and_started_again_it_ends_the_same(home, trained, tmp_path):
+    """One kill hits the launcher alone, with the processes that `eqlen` itself starts; another the ranks. The
+    run waits for either after a step."""
     whole = train(home, "two", NO_EVALUATION, ranks=2)
     folder = home / "killed"
     two = command(home, "killed", "cluster.processes_per_node=2", NO_EVALUATION)
+    (tmp_path / "sitecustomize.py").write_text(HOLDS_AFTER_A_STEP)  # each Python runs it first
     launcher = subprocess.Popen(
         [sys.executable, *map(str, two)],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path), "HOLDS_AFTER": "1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -156,7 +175,8 @@ def test_killed_at_any_moment_and_started_again_it_ends_the_same(home, trained):
     launcher.kill()
     launcher.wait()
     assert within(20, are_gone(started))
-    ranks = start_ranks(2, *two)
+    _, _, *arguments = two
+    ranks = start_ranks(2, "-c", HOLDS_AFTER_A_STEP + MAIN, *arguments, HOLDS_AFTER="2")
     wait_for_steps(folder, 2, *ranks)
     for rank in ranks:
         rank.kill()
