@@ -200,7 +200,7 @@ def test_leaving_out_pairs_without_an_end_is_a_method(file):
 def test_every_run_of_the_drift_sweep_is_a_recipe_with_coins():
     plan = Plan(load_sweep(ROOT / "recipes/null_tiny.yaml"))
     sources = [plan.some_recipe(cell).data.sources[0] for cell in plan.firsts]
-    assert len(sources) == 33
+    assert len(sources) == 44
     graders = dict.fromkeys((source.grader or "").partition(":")[2] for source in sources)
     assert [*graders] == ["Coin", "LongerPays", "ShorterPays"]
 
