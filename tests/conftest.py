@@ -73,7 +73,7 @@ def no_process_is_left_over() -> Iterator[None]:
     adopt_orphans()
     yield
     jobs.stop_zygote()
-    within(10, lambda: not leftovers())
+    within(60, lambda: not leftovers())
     assert leftovers() == []
 
 
