@@ -97,7 +97,7 @@ LONG = (
 
 
 HOLDS_IN_MID_HARVEST = """
-import sys, threading
+import sys, time
 from collections import Counter
 from megatron_eqlen.cli.__main__ import main
 from megatron_eqlen.rollout.record import recorder
@@ -108,7 +108,7 @@ def then_hold(self, last=False):
     decode_step_finished(self, last)
     steps[self] += 1
     if len(steps) == 2 and steps[self] == 60:
-        threading.Event().wait()
+        time.sleep(600)
 recorder.Recorder.decode_step_finished = then_hold
 sys.exit(main())
 """
@@ -140,13 +140,13 @@ def test_killed_in_mid_harvest_it_resumes_from_the_journal_and_ends_with_the_sam
 
 
 HOLDS_AFTER_A_STEP = """
-import os, threading
+import os, time
 from megatron_eqlen.report.metrics import MetricsWriter
 write = MetricsWriter.write
 def write_and_hold(self, step, *others):
     write(self, step, *others)
     if step == int(os.environ["HOLDS_AFTER"]):
-        threading.Event().wait()
+        time.sleep(600)
 MetricsWriter.write = write_and_hold
 """
 MAIN = """
