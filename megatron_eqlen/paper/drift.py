@@ -71,15 +71,21 @@ def _change(ends: Sequence[Ends | None]) -> Change | None:
 
 
 def picture(tables: Sequence[tuple[str, Sequence[dict[Any, Any]]]]) -> str:
-    """Return a picture of the changes of length, as SVG: a panel for each (title, rows of ``drifts``)."""
+    """Return a picture of the changes of length, as SVG. Each (title, rows of ``drifts``) has a panel; two
+    panels share a line."""
     import matplotlib  # slow to import
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context({"font.size": 8, "axes.titlesize": 9}):
-        most = max(len(rows) for _, rows in tables)
-        figure = Figure(figsize=(8, 1 + 0.25 * most), layout="constrained")
-        panels = figure.subplots(1, len(tables), squeeze=False, sharex=True)[0]
-        for panel, (title, rows) in zip(panels, tables, strict=True):
+        lines = [[*tables[start : start + 2]] for start in range(0, len(tables), 2)]
+        heights = [1 + 0.25 * max(len(rows) for _, rows in line) for line in lines]
+        figure = Figure(figsize=(8, sum(heights)), layout="constrained")
+        panels = figure.subplots(
+            len(lines), len(lines[0]), squeeze=False, sharex=True, height_ratios=heights
+        ).flat
+        for spare in panels[len(tables) :]:
+            spare.remove()
+        for panel, (title, rows) in zip(panels, tables, strict=False):
             found = [(row[METHOD], row[LENGTH].interval) for row in rows[::-1] if row[LENGTH] is not None]
             for place, (method, interval) in enumerate(found):
                 colour = "#cc3311" if method.startswith("EqLen") else "#0077bb"

@@ -18,6 +18,7 @@ import pytest
 from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.evaluation.result import write_results
 from megatron_eqlen.evaluation.statistics import detectable_difference, seed_difference
+from megatron_eqlen.paper import drift
 from megatron_eqlen.paper.figures import MEASURES, Curves, oscillation, over_seeds
 from megatron_eqlen.paper.tables import learning_taxes
 from megatron_eqlen.recipe import RecipeError
@@ -25,7 +26,7 @@ from megatron_eqlen.report.run_groups import Group, read_run
 from megatron_eqlen.report.tables import Table, latex
 from megatron_eqlen.sweep import command
 from megatron_eqlen.sweep.cells import Plan
-from megatron_eqlen.sweep.results import ABOUT_BANDS, ABOUT_DRIFT, END, START, write, write_into
+from megatron_eqlen.sweep.results import ABOUT_BANDS, ABOUT_DRIFT, END, START, groups, write, write_into
 from megatron_eqlen.sweep.schema import SummaryRecipe
 from tests.kit.report_runs import charts_of
 from tests.kit.sweeps import SWEEP, leave_a_run, result, write_sweep
@@ -128,6 +129,17 @@ def test_drift_is_the_mean_change_from_before_to_after_with_students_interval(pl
     assert row["Accuracy, points"]["interval"]["mean"] == pytest.approx(fmean(gains))
     assert row["Entropy, nats"] is None, "these runs have not measured it"
     assert "change of length, tokens" in (plan.sweep.path / "drift.svg").read_text()
+
+
+def test_the_picture_of_drift_has_two_panels_in_a_row(plan, tables):
+    def size(count: int) -> list[float]:
+        found = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', drift.picture([("Coins", rows)] * count))
+        assert found
+        return [float(number) for number in found.groups()]
+
+    rows = drift.drifts(groups(plan))
+    assert size(2) == size(1)
+    assert size(3) == size(4) == [size(1)[0], 2 * size(1)[1]]
 
 
 def test_differences_are_paired_by_seed_with_what_they_could_have_shown(plan, tables):
