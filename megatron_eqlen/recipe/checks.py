@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import re
-from urllib.parse import urlsplit
+
+from pydantic import HttpUrl, ValidationError
 
 from megatron_eqlen.recipe import OptimizerRecipe, Recipe, RewardRecipe, RolloutRecipe, layout
 from megatron_eqlen.recipe.budget import COSTS
@@ -133,23 +134,17 @@ def _check_engine(rollout: RolloutRecipe) -> None:
 
 
 def _check_servers(urls: list[str]) -> None:
-    addresses = []
-    for number, url in enumerate(urls):
+    addresses: list[str] = []
+    for number, text in enumerate(urls):
         try:
-            parts = urlsplit(url)
-            port = parts.port or {"http": 80, "https": 443}[parts.scheme]
-            valid = (
-                re.fullmatch(r"[^\s@]+", parts.netloc)
-                and parts.port != 0
-                and not parts.query + parts.fragment
-            )
-        except (ValueError, KeyError):  # the port is no number, brackets hold no address, or another scheme
-            valid = False
-        if not valid or not parts.hostname:
-            raise ValueError(f"rollout.servers.{number}: expected http://HOST:PORT, found {url!r}")
-        addresses.append((parts.hostname, port, parts.path.rstrip("/")))
-        if addresses[-1] in addresses[:-1]:
-            raise ValueError(f"rollout.servers.{number}: expected each server once, found {url!r} again")
+            url = HttpUrl(text)
+        except ValidationError:
+            url = None
+        if url is None or url.port == 0 or url.username or url.password or url.query or url.fragment:
+            raise ValueError(f"rollout.servers.{number}: expected http://HOST:PORT, found {text!r}")
+        if str(url).rstrip("/") in addresses:
+            raise ValueError(f"rollout.servers.{number}: expected each server once, found {text!r} again")
+        addresses.append(str(url).rstrip("/"))
 
 
 def _check_columns(rollout: RolloutRecipe) -> None:

@@ -18,10 +18,6 @@ ABBREVIATION = 0.9
 """Similarity of a key to its first letters, three or more: ``temp`` means ``temperature``, not ``steps``."""
 
 
-RENAMED = {"rollout.sync_tolerance": "rollout.mismatch.tolerance"}
-"""Keys of earlier versions, and their current names."""
-
-
 def nearest(unknown: Sequence[str | int], schema: type[Section] = Recipe) -> str | None:
     """Return the dotted key of ``schema`` whose name is most similar to the last part of ``unknown``.
 
@@ -59,8 +55,8 @@ def _section(annotation: Any) -> tuple[type[Section] | None, bool]:
     """Return the section in a key of this type, and True if the key holds a list of sections."""
     origin = typing.get_origin(annotation)
     if origin in (list, types.UnionType, typing.Union):
-        found = [_section(argument)[0] for argument in typing.get_args(annotation)]
-        return next((section for section in found if section is not None), None), origin is list
+        sections = [_section(argument)[0] for argument in typing.get_args(annotation)]
+        return next((section for section in sections if section is not None), None), origin is list
     is_section = isinstance(annotation, type) and issubclass(annotation, Section)
     return (annotation if is_section else None), False
 

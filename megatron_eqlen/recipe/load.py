@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ from pydantic_core import ErrorDetails
 from megatron_eqlen.processes import events
 from megatron_eqlen.recipe import Recipe, RecipeError, Section
 from megatron_eqlen.recipe.checks import check
-from megatron_eqlen.recipe.keys import RENAMED, nearest
+from megatron_eqlen.recipe.keys import nearest
 from megatron_eqlen.recipe.naming import ABLATIONS, MAY_CHANGE, NAMED_ELSEWHERE, differences, is_under
-from megatron_eqlen.recipe.yaml_values import below, in_one_line, read_value, to_yaml
+from megatron_eqlen.recipe.yaml_values import in_one_line, read_value, to_yaml
 
 RECIPE = "recipe.yaml"
 """File in a run's folder: the resolved recipe."""
@@ -69,7 +70,7 @@ def may_become_run(folder: Path) -> bool:
     return not folder.exists() or (folder.is_dir() and not any(path.is_dir() for path in folder.iterdir()))
 
 
-def _variant(raw: dict[str, Any], recipe: Recipe, keys: tuple[str, ...]) -> dict[str, Any]:
+def _variant(raw: dict[str, Any], recipe: Recipe, keys: tuple[str, ...]) -> dict[str, str]:
     """Return the values of ``keys`` in ``recipe`` that differ from the recipe file without overrides
     (``raw``)."""
     try:
@@ -78,7 +79,11 @@ def _variant(raw: dict[str, Any], recipe: Recipe, keys: tuple[str, ...]) -> dict
         alone = None
     changed = differences(alone, recipe.model_dump(mode="json"))
     named = (*MAY_CHANGE, *NAMED_ELSEWHERE, *(ABLATIONS if recipe.sampling == "equal_length" else ()))
-    return {key: new for key, (_, new) in changed.items() if is_under(key, keys) and not is_under(key, named)}
+    return {
+        key: new if isinstance(new, str) else json.dumps(new)
+        for key, (_, new) in changed.items()
+        if is_under(key, keys) and not is_under(key, named)
+    }
 
 
 def parse(raw: dict[str, Any], where: str, checks: Sequence[Check] = ()) -> Recipe:
@@ -100,7 +105,7 @@ def dump(recipe: Recipe) -> str:
     return to_yaml(recipe.model_dump(mode="json"))
 
 
-def read_yaml(path: Path, schema: type[Section] = Recipe, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Return the keys of a YAML file, over those of the file that it ``extends``. Raises RecipeError."""
     if path.resolve() in seen:
         raise RecipeError(f"{path}: extends itself through {' -> '.join(map(str, seen))}")
@@ -108,7 +113,7 @@ def read_yaml(path: Path, schema: type[Section] = Recipe, seen: tuple[Path, ...]
         extends = f" ({seen[-1]} extends it)" if seen else ""
         raise RecipeError(f"{path}: no such recipe file{extends}")
     try:
-        raw = read_value(path.read_text(encoding="utf-8"), schema)
+        raw = read_value(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path}: not a text in UTF-8: {error}") from None
     except yaml.YAMLError as error:
@@ -121,7 +126,7 @@ def read_yaml(path: Path, schema: type[Section] = Recipe, seen: tuple[Path, ...]
         return raw
     if not isinstance(base, str):
         raise RecipeError(f"{path}: extends: expected a recipe file, found {base!r}")
-    return _merge(read_yaml(path.parent / base, schema, (*seen, path.resolve())), raw)
+    return _merge(read_yaml(path.parent / base, (*seen, path.resolve())), raw)
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -137,12 +142,11 @@ def _apply(raw: dict[str, Any], override: str) -> None:
     if not equals or not key:
         raise RecipeError(f"override {override!r}: expected key.sub=value")
     at: Any = raw
-    schema: Any = Recipe
     *parents, last = key.split(".")
     for part in parents:
-        at, schema = _child(at, part, override), below(schema, part)
+        at = _child(at, part, override)
     try:
-        value = read_value(text, below(schema, last))
+        value = read_value(text)
     except yaml.YAMLError as error:
         raise RecipeError(f"override {override!r}: not a YAML value: {in_one_line(error)}") from None
     if isinstance(at, list):
@@ -180,8 +184,6 @@ def explain(error: ValidationError, schema: type[Section] = Recipe) -> str:
 def _parts(item: ErrorDetails, schema: type[Section]) -> tuple[str, str, str]:
     """Split the text of an error into the key, what was expected, and what was found."""
     key = ".".join(str(part) for part in item["loc"])
-    if key in RENAMED:
-        return f"unknown key {key!r}", f": it is called {RENAMED[key]!r} now", ""
     if item["type"] == "extra_forbidden":
         near = nearest(item["loc"], schema)
         return f"unknown key {key!r}", f" (nearest: {near!r})" if near else "", ""

@@ -67,23 +67,14 @@ def differences(before: Any, after: Any) -> dict[str, tuple[Any, Any]]:
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
 
-def variant_name(variant: dict[str, Any]) -> str:
+def variant_name(variant: dict[str, str]) -> str:
     """Return a name like ``group_size=8,loss.kl_coef=0``; different variants have different names."""
-    exact = json.dumps(variant, sort_keys=True)
-    text = ",".join(f"{key}={_text(value)}" for key, value in sorted(variant.items()))
+    text = ",".join(f"{key}={value}" for key, value in sorted(variant.items()))
     safe = re.sub(r"[^\w.=,+-]", "_", text)[:LONGEST]
-    plain = safe == text and all(_reads_back(value) for value in variant.values())
-    return safe if plain else f"{safe}-{hashlib.sha256(exact.encode()).hexdigest()[:8]}"
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _reads_back(value: Any) -> bool:
-    """Return True if no other value has the same text: a plain word, or not a string (the string "5" looks
-    like a number)."""
+    # a comma or an equals sign in a value could make two variants alike
+    plain = safe == text and not any(re.search("[,=]", value) for value in variant.values())
     return (
-        not isinstance(value, str)
-        or re.fullmatch(r"(?!(true|false|null|NaN|Infinity)$)[A-Za-z_][\w.+-]*", value) is not None
+        safe
+        if plain
+        else f"{safe}-{hashlib.sha256(json.dumps(variant, sort_keys=True).encode()).hexdigest()[:8]}"
     )

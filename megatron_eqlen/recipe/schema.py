@@ -657,7 +657,7 @@ class Recipe(Section):
     run_dir: str | None = None
     """Run folder; default ``runs/NAME/METHOD-VARIANT-seedN``, where METHOD is for example ``eqlen-grpo`` or
     ``grpo``."""
-    variant: dict[str, Any] = {}
+    variant: dict[str, str] = {}
     """Keys and values that the command line changed from the recipe file; they distinguish this run from
     other runs of the file. Filled in by loading."""
     seed: NonNegativeInt = 0

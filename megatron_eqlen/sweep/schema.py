@@ -94,7 +94,7 @@ class SweepRecipe(Section):
 def load_sweep(path: Path) -> SweepRecipe:
     """Return the checked sweep in ``path``; recipe paths are relative to the working directory. Raises
     RecipeError."""
-    raw = read_yaml(path, SweepRecipe)
+    raw = read_yaml(path)
     if "model" in raw:
         raise RecipeError(f"{path}: expected a sweep (recipes, methods), found a recipe: eqlen train {path}")
     try:
