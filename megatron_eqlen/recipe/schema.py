@@ -490,7 +490,7 @@ class OptimizerRecipe(Section):
     grad_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients are summed, over rows and ranks; ``bfloat16`` rounds each sum."""
     max_skipped_updates: NonNegativeInt = 3
-    """An update with a loss, gradient or weight that is not finite is skipped; more than this many in a row
+    """An update with a loss or gradient that is not finite is skipped; more than this many in a row
     end the run, and no checkpoint is written meanwhile."""
 
 

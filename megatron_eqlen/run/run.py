@@ -124,8 +124,10 @@ class Run:
 
     def load(self, policy: Policy) -> None:
         """Load the newest checkpoint into the policy and this run, or leave both at the start. Raises
-        CheckpointError if a checkpoint was saved and none is there; reports missing records."""
+        CheckpointError if a checkpoint was saved and none is there, NonFiniteError if a weight is not finite;
+        reports missing records."""
         self.position = checkpoint.load(self.folder.checkpoints, policy)
+        policy.check_weights()
         if self.position is None:
             if fault := agree(self.folder.lost_checkpoints):
                 raise CheckpointError(fault)
@@ -240,8 +242,6 @@ class Run:
         """Train on ``minibatches``; a step without any update is reported on the screen."""
         with self.session.stage("train") as seconds:
             metrics = policy.update(minibatches)
-        if metrics[TRAIN_SKIPPED_UPDATES]:
-            policy.check_finite()  # no later step repairs weights or optimizer state, and engines crash
         self.worst = self._keep(policy.worst, step) if policy.worst and distributed.is_rank0() else None
         trained = metrics.get(PACKING_TOKENS, 0.0) * self.recipe.loss.epochs
         speed = trained / seconds[TIME_TRAIN]

@@ -113,10 +113,8 @@ def begin(folder: Path, step: int, policy: Policy, position: dict[str, Any], kee
     """Begin to write ``step``'s checkpoint under ``folder``; when it is finished, all but the ``keep`` newest
     are removed. Return None if the checkpoint exists. Collective.
 
-    ``position`` is plain data beside the model, such as the position of the data source. Raises
-    NonFiniteError instead of writing a state with numbers that are not finite.
+    ``position`` is plain data beside the model, such as the position of the data source.
     """
-    policy.check_finite()
     final = folder / step_name(step)
     if agree(lambda: _in_force(folder) == final):
         return None

@@ -1,21 +1,20 @@
-"""Check before an optimizer step that every number involved is finite, on every rank.
+"""Check before an optimizer step that each row's loss and the norm of all gradients are finite, on every
+rank.
 
-Each row's loss, the norm of all gradients, the weights and the optimizer state are checked before weights
-change, so nothing has to be undone. From finite numbers Adam makes finite weights as long as the largest
-possible change (``_reach``) is a float32.
+Weights have not changed then, so nothing has to be undone. From finite weights, moments and clipped gradients
+Adam makes finite weights and moments, so weights are checked once, after they are loaded.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.optimizer import ChainedOptimizer
 
 from megatron_eqlen.metrics import KL_PENALTY, POLICY_LOSS
 from megatron_eqlen.packing.pack import Packing
@@ -25,16 +24,9 @@ from megatron_eqlen.training.policy_loss import RowLoss
 from megatron_eqlen.training.rows import Rows
 from megatron_eqlen.types import Row
 
-LARGEST = 3e38
-"""Bound below the largest numbers of float32 and bfloat16."""
-
 
 class NonFiniteError(ValueError):
     """Training cannot continue because numbers are not finite. The newest checkpoint precedes them."""
-
-
-class NoGradientError(RuntimeError):
-    """The loss depends on the weights' log-probs, but no gradient has reached any weight."""
 
 
 NOT_FINITE = "not finite"
@@ -70,26 +62,10 @@ def row_problem(rows: Rows, losses: Sequence[RowLoss]) -> Problem | None:
     return None
 
 
-def state_problem(
-    chunks: list, optimizer: ChainedOptimizer, read: Callable[[torch.Tensor], torch.Tensor] = lambda own: own
-) -> Problem | None:
-    """Return a problem for a weight or optimizer state of this rank that is not finite. ``read`` returns a
-    parameter's numbers."""
-    weights = [(name, read(parameter)) for name, parameter in _named(chunks)]
-    if not _all_finite(weight for _, weight in weights):
-        return Problem(1, f"the weight {_first_name(weights)}")
-    for kind, tensors in _state(optimizer).items():
-        if not _all_finite(tensors) or (kind == "exp_avg_sq" and _ends(tensors)[0] < 0):
-            return Problem(1, f"the optimizer's {kind}")
-    return None
-
-
-def update_problem(optimizer: ChainedOptimizer, lr: float, grad_norm: float) -> Problem | None:
-    """Return a problem if this step of Adam could take a weight beyond float32's range."""
-    reach = _reach(optimizer, lr, grad_norm)
-    if reach < LARGEST:
-        return None
-    return Problem(2, f"the updated weights: lr {lr:g} may take one to {reach:.1e}")
+def weight_problem(chunks: list) -> Problem | None:
+    """Return a problem for the first weight of this rank that is not finite."""
+    name = _first_name(_named(chunks))
+    return None if name is None else Problem(0, f"the weight {name} on rank {dist.get_rank()}")
 
 
 def gradient_problem(chunks: list, grad_norm: float) -> Problem | None:
@@ -99,10 +75,10 @@ def gradient_problem(chunks: list, grad_norm: float) -> Problem | None:
     trained = ((name, parameter) for name, parameter in _named(chunks) if parameter.requires_grad)
     name = _first_name((name, _main_grad(parameter)) for name, parameter in trained)
     if name is None:
-        return Problem(4, f"the gradient's norm, {grad_norm}; its parts are finite")
+        return Problem(2, f"the gradient's norm, {grad_norm}; its parts are finite")
     stage = parallel_state.get_pipeline_model_parallel_rank()
     return Problem(
-        3, f"the gradient of {name} on rank {dist.get_rank()} (pipeline stage {stage}); every loss is finite"
+        1, f"the gradient of {name} on rank {dist.get_rank()} (pipeline stage {stage}); every loss is finite"
     )
 
 
@@ -130,30 +106,6 @@ def _faulty_quantity(row: Row, at: np.ndarray, losses: np.ndarray) -> str:
     raise AssertionError("one of the node's losses is not finite")
 
 
-def _reach(optimizer: ChainedOptimizer, lr: float, grad_norm: float) -> float:
-    """Return an upper bound of any weight after a step: |w| + lr (max(|m|, |g|) / ((1 - beta_1) eps) + decay
-    |w|)."""
-    state, reach = _state(optimizer), 0.0
-    weight, moment = (max(map(abs, _ends(state.get(kind, [])))) for kind in ("weight", "exp_avg"))
-    for group in optimizer.param_groups:
-        direction = max(moment, grad_norm) / ((1 - group["betas"][0]) * group["eps"])
-        reach = max(reach, weight + lr * (direction + group["weight_decay"] * weight))
-    return reach
-
-
-def _state(optimizer: ChainedOptimizer) -> dict[str, list[torch.Tensor]]:
-    """Return this rank's main weights and the optimizer's state of each, by kind."""
-    kinds: dict[str, list[torch.Tensor]] = {}
-    for part in optimizer.chained_optimizers:
-        for group in part.param_groups:
-            for parameter in group["params"]:
-                kept = {"weight": parameter, **part.state.get(parameter, {})}
-                for kind, value in kept.items():
-                    if isinstance(value, torch.Tensor) and value.is_floating_point():
-                        kinds.setdefault(kind, []).append(value.detach())
-    return kinds
-
-
 def _named(chunks: list) -> Iterator[tuple[str, torch.nn.Parameter]]:
     for chunk in chunks:
         yield from chunk.named_parameters()
@@ -164,18 +116,4 @@ def _main_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def _first_name(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
-    return next((name for name, tensor in tensors if not _all_finite([tensor])), None)
-
-
-def _all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    return all(map(math.isfinite, _ends(tensors)))
-
-
-def _ends(tensors: Iterable[torch.Tensor]) -> tuple[float, float]:
-    """Return the smallest and the largest element, NaN if any element is NaN. Reads each tensor once, without
-    copies."""
-    ends = [torch.stack(torch.aminmax(tensor.detach())).double() for tensor in tensors if tensor.numel()]
-    if not ends:
-        return 0.0, 0.0
-    low, high = torch.stack(ends).unbind(1)
-    return low.min().item(), high.max().item()
+    return next((name for name, tensor in tensors if not torch.isfinite(tensor).all()), None)

@@ -36,14 +36,12 @@ from megatron_eqlen.training.agreement import MismatchError, mismatch_of, mismat
 from megatron_eqlen.training.exchange import Placement, exchange
 from megatron_eqlen.training.finite import (
     NOT_FINITE,
-    NoGradientError,
     NonFiniteError,
     Problem,
     first_problem,
     gradient_problem,
     row_problem,
-    state_problem,
-    update_problem,
+    weight_problem,
 )
 from megatron_eqlen.training.forward import RowResult, microbatch_multiple, row_multiple, run_rows
 from megatron_eqlen.training.gradient_norms import gradient_norms
@@ -71,6 +69,11 @@ class Minibatch:
     @property
     def trains(self) -> bool:
         return self.rows is None or bool(self.rows.planned.forest.weight.any())
+
+    @property
+    def has_advantages(self) -> bool:
+        nodes = [] if self.rows is None else self.rows.planned.forest.nodes
+        return any(node.weight and node.advantage for node in nodes)
 
 
 class Policy:
@@ -101,8 +104,6 @@ class Policy:
         for router in routers(self.chunks):
             router.replays = recipe.loss.router_replay
         self.placements = gather([self.placement])
-        self.due = torch.zeros((), device=device())
-        """Number of rows in the newest backward pass whose loss has a gradient at some token's log-prob."""
         self.version = 0
         """Number of optimizer steps taken."""
         self.skipped_in_a_row = 0
@@ -131,10 +132,10 @@ class Policy:
 
         Every rank passes the same trees, as skeletons if the arrays have another home, and trains the rows
         that the packer assigns to it; it receives missing arrays from their homes. Minibatches without a
-        supervised token are left out. A step is skipped on all ranks if a number is not finite or, with
-        ``rollout.mismatch.then: skip``, the mismatch is too large: weights, optimizer and schedule are
-        unchanged. Metrics are merged over the steps that were taken. Raises NonFiniteError or MismatchError
-        after more than ``optimizer.max_skipped_updates`` skipped updates in a row.
+        supervised token are left out. A step is skipped on all ranks if a row's loss or the gradient's norm
+        is not finite or, with ``rollout.mismatch.then: skip``, the mismatch is too large: weights, optimizer
+        and schedule are unchanged. Metrics are merged over the steps that were taken. Raises NonFiniteError
+        or MismatchError after more than ``optimizer.max_skipped_updates`` skipped updates in a row.
         """
         assert not self.memory.away, "parked"
         self.worst, self.before = None, self.version
@@ -150,12 +151,9 @@ class Policy:
         self.mismatch = mismatch_of(metrics) if metrics[UPDATES] else None
         return metrics
 
-    def check_finite(self) -> None:
-        """Raise NonFiniteError, on every rank, if a weight or the optimizer state is not finite on any
-        rank."""
-        with self.memory.readable():
-            problem = first_problem(state_problem(self.chunks, self.optimizer, self.memory.weights.host))
-        if problem:
+    def check_weights(self) -> None:
+        """Raise NonFiniteError, on every rank, if a weight is not finite on any rank. Not while parked."""
+        if problem := first_problem(weight_problem(self.chunks)):
             raise NonFiniteError(str(problem))
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -232,17 +230,16 @@ class Policy:
         assert batch.rows is not None
         losses = self._backward(batch.rows)
         grad_norm = gradient_norm(self.optimizer)
-        if grad_norm == 0:
-            self._check_no_gradient_was_due()
+        if grad_norm == 0 and is_rank0() and batch.has_advantages:
+            logger.warning("update %d: the gradient of every weight is exactly 0", self.version + 1)
         by_kind = gradient_norms(self.chunks, self.optimizer)
         measured, worst = self._measured(batch.rows, losses)
-        problem = first_problem(self._problem(batch.rows, losses, grad_norm))
+        problem = first_problem(row_problem(batch.rows, losses) or gradient_problem(self.chunks, grad_norm))
         problem = problem or mismatch_problem(mismatch_of(measured), worst, self.recipe.rollout)
         if problem:
             return self._skip(problem)
         self.schedule.step(increment=1)  # before the update, since the first learning rate is 0
         take_step(self.optimizer, grad_norm)
-        self._check_updated()
         self.version, self.skipped_in_a_row = self.version + 1, 0
         taken = {
             UPDATES: 1.0,
@@ -258,7 +255,6 @@ class Policy:
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        self.due.zero_()
         if self.router_pool is not None:
             with self.router_pool.counting():
                 self._run(rows, lambda *_: None, train=False)
@@ -274,15 +270,6 @@ class Policy:
         with compared(self.chunks) as agreement:
             yield
         rows.agreement = agreement.metrics()
-
-    def _problem(self, rows: Rows, losses: list[RowLoss], grad_norm: float) -> Problem | None:
-        """Return the reason to skip the step that this rank knows, if any."""
-        return (
-            row_problem(rows, losses)
-            or state_problem(self.chunks, self.optimizer)
-            or gradient_problem(self.chunks, grad_norm)
-            or update_problem(self.optimizer, self.recipe.optimizer.lr, grad_norm)
-        )
 
     def _skip(self, problem: Problem) -> Metrics:
         """Skip the step: change nothing, and log the reason."""
@@ -303,25 +290,6 @@ class Policy:
                 f"optimizer.max_skipped_updates is {allowed}; the last: {problem}"
             )
         return skipped(1)
-
-    def _check_no_gradient_was_due(self) -> None:
-        """Raise NoGradientError, on every rank, if a token's loss has a gradient on any rank. Collective."""
-        dist.all_reduce(self.due)
-        if self.due:
-            raise NoGradientError(
-                f"update {self.version + 1}: rows carry weight (the loss has a gradient at their tokens' "
-                f"log-probs), but the gradient of every weight is exactly 0: it is lost on the way to "
-                f"Megatron's buffers, and the update would train nothing"
-            )
-
-    def _check_updated(self) -> None:
-        """Raise NonFiniteError if the new weights are not finite, which indicates faulty hardware or a bug
-        here: the checks before the step exclude it."""
-        problem = first_problem(state_problem(self.chunks, self.optimizer))
-        if problem:
-            raise NonFiniteError(
-                f"update {self.version + 1} had finite numbers only, but made one that is not: {problem.text}"
-            )
 
     def _measured(self, rows: Rows, losses: list[RowLoss]) -> tuple[Metrics, WorstToken | None]:
         """Return the metrics of the last pipeline stages of all data-parallel ranks, and the worst token, on
@@ -347,12 +315,6 @@ class Policy:
         def of(values: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(values[at]).to(logprobs.device)
 
-        open_tokens = entropy.detach() > 0  # a certain token has gradient 0
-
-        def see(gradient: torch.Tensor) -> None:
-            self.due += ((gradient != 0) & open_tokens).any()
-
-        logprobs.register_hook(see)
         return policy_loss(
             logprobs,
             entropy,
