@@ -286,7 +286,6 @@ DECLARED = (
     Metric("loss/clip_fraction_dual", "share", PER_TOKEN, "stopped by the dual clip"),
     Metric("loss/vespo_kernel", "weight", PER_TOKEN, "phi(W)"),
     Metric("loss/own/*", "value", PER_TOKEN, "of a surrogate of your own"),
-    Metric("router/aux_loss", "loss", "sum", "mean over layers; 1: experts share evenly", PER_UPDATE),
     # ---- mismatch: trainer against engine, over supervised tokens; names as verl's rollout_corr/... -------
     Metric(SEQUENCES, "segments", "sum", "supervised"),
     Metric(MISMATCH, "nats", PER_TOKEN, "|log trainer / engine| (slime: train_rollout_logprob_abs_diff)"),

@@ -6,6 +6,7 @@ changes the result is an error that names the field. ``config_fields.FAMILIES`` 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,9 +32,6 @@ class Experts:
     num_experts_per_tok: int
     moe_intermediate_size: int
     norm_topk_prob: bool
-    router_aux_loss_coef: float
-    """Coefficient of the router's loss. 0 unless the file asks for the router's logits, as in
-    Transformers."""
     shared_expert_intermediate_size: int
     """0: no shared expert."""
     layers: tuple[bool, ...]
@@ -194,13 +192,13 @@ def _experts(fields: Fields, layers: int, shared: bool) -> Experts:
     per_token, normalised = fields.get("num_experts_per_tok", int), fields.get("norm_topk_prob", bool)
     if per_token == 1 and normalised:
         raise ConfigError(f"{fields.where}: norm_topk_prob: one expert a token would get a constant 1")
-    has_loss = fields.optional("output_router_logits", bool, False)
+    if fields.optional("output_router_logits", bool, False):
+        warnings.warn(f"{fields.where}: the router's auxiliary loss is not trained with", stacklevel=2)
     return Experts(
         num_experts=count,
         num_experts_per_tok=per_token,
         moe_intermediate_size=fields.get("moe_intermediate_size", int),
         norm_topk_prob=normalised,
-        router_aux_loss_coef=fields.get("router_aux_loss_coef", float) if has_loss else 0.0,
         shared_expert_intermediate_size=fields.get("shared_expert_intermediate_size", int) if shared else 0,
         layers=_sparse_layers(fields, layers),
     )

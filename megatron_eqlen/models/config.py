@@ -133,8 +133,7 @@ def _expert_fields(experts: Experts, dtype: torch.dtype) -> dict[str, Any]:
         "moe_router_topk": experts.num_experts_per_tok,
         "moe_router_pre_softmax": not experts.norm_topk_prob,
         "moe_router_dtype": "fp64" if dtype == torch.float64 else "fp32",
-        "moe_router_load_balancing_type": "aux_loss",
-        "moe_aux_loss_coeff": experts.router_aux_loss_coef,
+        "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": uses_transformer_engine(),
     }

@@ -36,8 +36,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron_eqlen.models.gated_delta_net import TreeGatedDeltaNet
-from megatron_eqlen.models.pooled_router import PooledRouter
-from megatron_eqlen.models.router_replay import ReplayLayer
+from megatron_eqlen.models.router_replay import ReplayLayer, ReplayRouter
 from megatron_eqlen.models.tree_attention import TreeAttention
 
 FUSED_NORMS = {
@@ -178,5 +177,5 @@ def _experts(config: TransformerConfig, modules: BackendSpecProvider) -> MlpBuil
     assert isinstance(spec, functools.partial)
     submodules = spec.keywords["submodules"]
     assert isinstance(submodules, MoESubmodules)
-    submodules.router = PooledRouter
+    submodules.router = ReplayRouter
     return spec

@@ -246,8 +246,7 @@ class Row:
     def _experts(self, imbalance: float) -> float:
         experts = self.model.experts
         assert experts is not None
-        scores = 10 if experts.router_aux_loss_coef else 5  # a loss keeps all probabilities
-        router = self.shard * (scores * experts.num_experts + 20 * experts.num_experts_per_tok)
+        router = self.shard * (5 * experts.num_experts + 20 * experts.num_experts_per_tok)
         width = 6 * experts.moe_intermediate_size / self.parallel.expert_tensor
         routed = self._routed(imbalance) * (self.b * (self.model.hidden_size + width) + WIDE)
         if not experts.shared_expert_intermediate_size:

@@ -15,21 +15,19 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_eqlen.metrics import PARKED_BYTES, TRAIN_GRAD_NORM, TRAIN_SKIPPED_UPDATES, UPDATES, in_turn
 from megatron_eqlen.models import groups
 from megatron_eqlen.models.build import build_model
 from megatron_eqlen.models.lora import add_adapters, switched_off
-from megatron_eqlen.models.pooled_router import RouterPool
 from megatron_eqlen.models.router_replay import compared, moe_layers, routers
 from megatron_eqlen.models.weights import export_hf, load_hf, save_adapters, save_hf
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.packing.pack import Packing, plan_rows
 from megatron_eqlen.packing.tree import NonFiniteTreeError
 from megatron_eqlen.plan.flops import pair_cost
-from megatron_eqlen.processes.distributed import device, gather, is_rank0
+from megatron_eqlen.processes.distributed import gather, is_rank0
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.inputs import local_path
 from megatron_eqlen.training.agreement import MismatchError, mismatch_of, mismatch_problem, worst_token
@@ -94,7 +92,6 @@ class Policy:
         self.model = wrap(self.chunks, recipe)
         self.optimizer, self.schedule = build_optimizer(self.model, recipe)
         self.memory = TrainerMemory(self.chunks, self.model, self.optimizer, recipe.rollout.parked)
-        self.router_pool = RouterPool(self.chunks) if self.chunks[0].config.moe_aux_loss_coeff else None
         self.pair_cost = pair_cost(self.chunks[0].model_config)
         self.placement = Placement(
             parallel_state.get_data_parallel_rank(),
@@ -247,7 +244,7 @@ class Policy:
             "train/lr": self.optimizer.param_groups[0]["lr"],
         }
         agreement = batch.rows.agreement or {}
-        return measured | self._router_metrics() | agreement | by_kind | taken
+        return measured | agreement | by_kind | taken
 
     def _backward(self, rows: Rows) -> list[RowLoss]:
         """Compute the gradients of the rows' loss; return each row's loss and metrics, on the last pipeline
@@ -255,9 +252,6 @@ class Policy:
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        if self.router_pool is not None:
-            with self.router_pool.counting():
-                self._run(rows, lambda *_: None, train=False)
         with self._comparing(rows):
             return self._run(rows, self._loss, train=True)
 
@@ -301,13 +295,6 @@ class Policy:
         worst = max((token for _, token in found if token is not None), default=None)
         self.worst = max((token for token in (self.worst, worst) if token is not None), default=None)
         return found[0][0], worst
-
-    def _router_metrics(self) -> Metrics:
-        if self.router_pool is None:
-            return {}
-        loss = torch.tensor(self.router_pool.aux_loss(), dtype=torch.float64, device=device())
-        dist.all_reduce(loss)
-        return {"router/aux_loss": loss.item()}
 
     def _loss(
         self, logprobs: torch.Tensor, entropy: torch.Tensor, row: Row, at: np.ndarray

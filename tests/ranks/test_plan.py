@@ -77,9 +77,6 @@ CASES = {
     "dense, recomputed": Case("qwen3", 1, {"recompute": "full"}),
     "dense, recomputed, pipeline": Case("qwen3", 2, {"recompute": "full", "pipeline": 2}),
     "experts": Case("qwen3_moe", 2, {"expert": 2}),
-    "experts, balanced by a loss": Case(
-        "qwen3_moe", 1, model={"output_router_logits": True, "router_aux_loss_coef": 0.01, "num_experts": 32}
-    ),
     "experts, some layers dense, tensor parallel": Case(
         "qwen3_moe", 4, {"tensor": 2, "expert": 2}, "float32", {"mlp_only_layers": [1]}
     ),

@@ -13,14 +13,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_eqlen.models.pooled_router import RouterPool
 from megatron_eqlen.models.router_replay import routers
 from megatron_eqlen.packing.pack import plan_rows
 from megatron_eqlen.training.forward import run_rows
 from megatron_eqlen.types import TokenTree
 from tests.kit.distributed import run_ranks
 from tests.kit.marks import slow
-from tests.kit.routes import NUM_EXPERTS, TOP_K, force, path_routes, routed
+from tests.kit.routes import TOP_K, force, path_routes, routed
 from tests.kit.tiny_models import gradients_by_name, save_tiny
 from tests.kit.tree_samples import forest
 from tests.kit.tree_training import (
@@ -179,17 +178,3 @@ def test_trees_without_routes_choose_freely_beside_those_with_them(folders):
     assert None not in (*parts, mixed)
     summed = {key: parts[0].gradients[key] + value for key, value in parts[1].gradients.items()}
     assert_same(mixed, Trained(sum(part.loss for part in parts), summed))
-
-
-def test_the_load_that_the_auxiliary_loss_evens_out_is_that_of_the_experts_computed_with(folders):
-    with world_of(folders["next"], moe_aux_loss_coeff=0.1) as chunks:
-        rows = plan_rows(trees_of("next"), BUDGET).rows(0)
-        pool = RouterPool(chunks)
-        with pool.counting():
-            run_rows(chunks, rows, 1.0, lambda *_: None, train=False)
-        trained = np.concatenate([row.path_columns["routes"][row.weights > 0] for row in rows])
-        for column, router in enumerate(pool.routers):
-            assert (
-                router.pool.tolist()
-                == np.bincount(trained[:, column].ravel(), minlength=NUM_EXPERTS).tolist()
-            )

@@ -286,7 +286,6 @@ def model_config(args: argparse.Namespace) -> ModelConfig:
         num_experts_per_tok=4,
         moe_intermediate_size=3 * args.hidden // 8,
         norm_topk_prob=True,
-        router_aux_loss_coef=0.0,
         shared_expert_intermediate_size=3 * args.hidden // 8 if linear else 0,
         layers=(True,) * layers,
     )
