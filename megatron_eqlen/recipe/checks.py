@@ -27,7 +27,6 @@ def check(recipe: Recipe) -> None:
     _check_columns(recipe.rollout)
     _check_batch_invariant(recipe)
     _check_quantization(recipe)
-    _check_speculation(recipe.rollout)
     _check_carry_over(recipe.rollout)
     _check_keep_streams(recipe)
     _check_memory(recipe)
@@ -169,22 +168,6 @@ def _check_quantization(recipe: Recipe) -> None:
     if quantization and recipe.model.dtype != "bfloat16":
         raise ValueError(
             f"rollout.quantization: {quantization} needs model.dtype: bfloat16, found {recipe.model.dtype}"
-        )
-
-
-def _check_speculation(rollout: RolloutRecipe) -> None:
-    method = rollout.speculation.method
-    if method == "none":
-        return
-    if rollout.min_p:
-        raise ValueError(
-            f"rollout.speculation.method: {method} needs rollout.min_p: 0, found {rollout.min_p}: vLLM "
-            f"leaves min-p out of speculative decoding"
-        )
-    if rollout.keep_routes:
-        raise ValueError(
-            f"rollout.speculation.method: {method} needs rollout.keep_routes: false, found true: routes are "
-            f"recorded one token a step"
         )
 
 

@@ -236,17 +236,6 @@ class MismatchRecipe(Section):
     the run after the step, with a checkpoint."""
 
 
-class SpeculationRecipe(Section):
-    """Speculative decoding: drafts are accepted where the sampler draws the same token, so that tokens and
-    log-probs are those without it."""
-
-    method: Literal["none", "ngram"] = "none"
-    """Source of the drafts. ``ngram``: tokens that followed the newest few tokens earlier in the same
-    path."""
-    tokens: Annotated[int, Field(gt=0, le=64), NUMBER] = 4
-    """Most tokens of a draft."""
-
-
 def _keys(kind: Literal["keep_key", "record_key", "train_key"]) -> Iterator[tuple[str, str]]:
     """Yield the names of the columns that depend on such a key of ``rollout``, with the key."""
     for name, column in COLUMNS.items():
@@ -336,7 +325,6 @@ class RolloutRecipe(Section):
     (servers must be started with the same value)."""
     request_timeout: PositiveFloat = 600.0
     """Seconds without progress after which an engine counts as hung."""
-    speculation: SpeculationRecipe = SpeculationRecipe()
     mismatch: MismatchRecipe = MismatchRecipe()
 
     @property

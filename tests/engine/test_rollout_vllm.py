@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 import os
 import random
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_eqlen.hf.config import ModelConfig
-from megatron_eqlen.recipe.schema import SpeculationRecipe
 from megatron_eqlen.rollout.engine import EngineError
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
@@ -111,67 +108,6 @@ def test_the_sampling_mask_is_the_kept_set_and_the_entropy_is_that_of_its_tokens
         assert masks[name] == [tuple(row.nonzero()[:, 0].tolist()) for row in kept]
         drawn_from = torch.distributions.Categorical(logits=logits.masked_fill(~kept, -1e9).double())
         assert entropies[name] == pytest.approx(drawn_from.entropy().tolist(), abs=1e-5)
-
-
-ENGINE_ARGS = "megatron_eqlen.rollout.vllm.engine.engine_args"
-
-
-def drafts_of_a_model(speculation: SpeculationRecipe, model: ModelConfig) -> dict[str, Any]:
-    """Return vLLM's arguments of a second model that drafts greedily, which here has the same weights."""
-    draft = {"method": "draft_model", "model": str(folder("qwen3")), "num_speculative_tokens": 4}
-    return {"speculative_config": draft, "async_scheduling": False}
-
-
-def test_speculation_changes_neither_tokens_nor_their_columns_nor_cuts_inside_accepted_runs(monkeypatch):
-    """At a low temperature the tiny model repeats itself, so that most drafts of n-grams are right. Log-probs
-    may round otherwise, as in any other batch. No recipe has drafts by a model."""
-    sampling = {
-        "temperature": 0.1, "top_k": 12, "top_p": 0.95, "max_num_seqs": 64, "max_response_length": 60,
-        "logprobs_mode": "processed", "keep_sampling_mask": True, "keep_columns": ["entropy"],
-    }  # fmt: skip
-    prompts = [Prompt(f"p{i}", [5 + i, 6, 7, 8] * 5, "?", "math", "1", number=i) for i in range(4)]
-    asked, plan = requests(8), HarvestPlan(prompts, make_recipe(rollout=sampling), EOS, seed=3)
-    found = {}
-    threads = torch.get_num_threads()
-    for drafts in ("none", "n-grams", "a model"):
-        if drafts == "a model":
-            monkeypatch.setattr(f"{ENGINE_ARGS}._speculation_args", drafts_of_a_model)
-        method = "none" if drafts == "none" else "ngram"
-        engine = open_engine(folder("qwen3"), speculation={"method": method, "tokens": 4}, **sampling)
-        deltas = {name: [] for name in asked}
-        for name, (context, max_tokens, seed) in asked.items():
-            engine.submit(name, context, max_tokens, seed)
-        while engine.has_unfinished:
-            for delta in engine.step():
-                deltas[delta.request_id].append(delta)
-        streams, _ = harvest(engine, plan)
-        cut = [(list(segment.token_ids), segment.finish_reason) for s in streams for segment in s.segments()]
-        found[drafts] = deltas, cut, engine.metrics()["engine/removed_probability"]
-        engine.close()
-    plain, cuts, removed = found.pop("none")
-    for drafted, drafted_cuts, drafted_removed in found.values():
-        for name in asked:
-            assert ids(drafted[name]) == ids(plain[name])
-            assert column(drafted[name], "kept") == column(plain[name], "kept")
-            for values in ("logprobs", "entropy"):
-                assert column(drafted[name], values) == pytest.approx(column(plain[name], values), abs=1e-4)
-            assert drafted[name][-1].finish_reason == plain[name][-1].finish_reason
-        runs = [len(delta.token_ids) for deltas in drafted.values() for delta in deltas]
-        assert max(runs) == 5, "a draft of 4 tokens and one more"
-        assert sum(runs) > 1.5 * len(runs)
-        assert drafted_cuts == cuts
-        assert drafted_removed == pytest.approx(removed, abs=1e-3)
-    assert torch.get_num_threads() == threads
-
-
-def ids(deltas: list) -> list[int]:
-    return [token for delta in deltas for token in delta.token_ids]
-
-
-def column(deltas: list, name: str) -> list:
-    """Return a column of all tokens; sampling masks as tuples."""
-    values = [value for delta in deltas for value in delta.columns[name]]
-    return [tuple(value) for value in values] if name == "kept" else values
 
 
 def test_draws_follow_the_kept_distribution(engine):

@@ -29,7 +29,6 @@ SMALL = {
 }
 
 
-DRAFTED = {"speculation": {"method": "ngram"}, "max_response_length": 100}
 SERVED = {"engine": "server", "max_response_length": 100}
 
 
@@ -99,14 +98,6 @@ def small(**changes):
                 "rollout": {"quantization": "fp8", "max_response_length": 100},
             },
             "rollout.quantization: fp8 needs model.dtype: bfloat16, found float32",
-        ),
-        (
-            {"rollout": DRAFTED | {"min_p": 0.1}},
-            "rollout.speculation.method: ngram needs rollout.min_p: 0, found 0.1",
-        ),
-        (
-            {"rollout": DRAFTED | {"keep_routes": True}},
-            "rollout.speculation.method: ngram needs rollout.keep_routes: false, found true",
         ),
         (
             {"rollout": {"batch_invariant": True, "max_response_length": 100}, "cluster": {"device": "cpu"}},

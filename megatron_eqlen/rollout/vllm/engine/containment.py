@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -26,17 +25,6 @@ def importing_vllm() -> Iterator[None]:
         yield
     finally:
         _vllms_environ.update(_restore_environ(before))
-
-
-@contextmanager
-def hidden(module: str) -> Iterator[None]:
-    """Hide a module from code that looks into all of ``sys.modules``."""
-    found = sys.modules.pop(module, None)
-    try:
-        yield
-    finally:
-        if found is not None:
-            sys.modules[module] = found
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from vllm.platforms import current_platform
 
 from megatron_eqlen.hf.config import ModelConfig, read_config
 from megatron_eqlen.recipe import RolloutRecipe
-from megatron_eqlen.recipe.schema import SpeculationRecipe
 
 ROUTES_WORKER = "megatron_eqlen.rollout.vllm.engine.routes.RoutesWorker"
 ROUTES_SCHEDULER = "megatron_eqlen.rollout.vllm.engine.routes.scheduler"
@@ -53,8 +52,6 @@ def engine_args(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_l
         args |= _routes_args(rollout)
     if rollout.quantization:
         args |= _quantization_args(model)
-    if rollout.speculation.method != "none":
-        args |= _speculation_args(rollout.speculation, model)
     if rollout.batch_invariant:
         _require_batch_invariant_kernels(rollout)
     if kv_gib:
@@ -81,20 +78,6 @@ def _routes_args(rollout: RolloutRecipe) -> dict[str, Any]:
             f"rollout.engine: colocated and rollout.tensor_parallel: {rollout.tensor_parallel}, found V2"
         )
     return {"enable_return_routed_experts": True}
-
-
-def _speculation_args(speculation: SpeculationRecipe, model: ModelConfig) -> dict[str, Any]:
-    """Return the arguments of speculative decoding. Asynchronous scheduling would plan a step before it is
-    known how many tokens of a draft were accepted; draws need the length of the path. Rejected drafts must be
-    taken back from Gated DeltaNet's state, for which vLLM has a Triton kernel; on a CPU its numbers are wrong
-    (``rollout/README.md``)."""
-    if current_platform.is_cpu() and model.delta_net:
-        raise ValueError(
-            f"rollout.speculation.method: {speculation.method}: vLLM's CPU build computes wrong numbers for "
-            f"the Gated DeltaNet of a {model.model_type} model with speculative decoding"
-        )
-    config = {"method": speculation.method, "num_speculative_tokens": speculation.tokens}
-    return {"speculative_config": config, "async_scheduling": False}
 
 
 def _quantization_args(model: ModelConfig) -> dict[str, Any]:

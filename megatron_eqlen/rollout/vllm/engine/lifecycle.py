@@ -22,15 +22,11 @@ from vllm.v1.executor import Executor
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.recipe import RolloutRecipe, layout
 from megatron_eqlen.rollout.engine import EngineError
-from megatron_eqlen.rollout.vllm.engine.containment import contained, hidden
+from megatron_eqlen.rollout.vllm.engine.containment import contained
 from megatron_eqlen.rollout.vllm.engine.draws import DrawSettings, PathDraws
 from megatron_eqlen.rollout.vllm.engine.engine_args import engine_args, environ
 from megatron_eqlen.rollout.vllm.engine.repack import repack
-from megatron_eqlen.rollout.vllm.engine.speculation import install
-
-LLVMLITE = "llvmlite.binding.ffi"
-"""Loaded by vLLM's n-gram drafts. It makes a function of any name, ``__dict__`` included, and where vLLM
-replaces Triton's kernels on a CPU it takes that of every object of every module for a dictionary."""
+from megatron_eqlen.rollout.vllm.engine.sampler import install
 
 _live_engines = 0
 _owns_process_group = False
@@ -49,7 +45,7 @@ def build(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: in
     layout.require(layout.engine(rollout, read_config(model_path)))
     cpu = current_platform.is_cpu()
     args = engine_args(model_path, rollout, dtype, max_model_len)
-    with contained(), hidden(LLVMLITE):
+    with contained():
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.update(environ(rollout))
         if launched:

@@ -61,12 +61,9 @@ class PathSampler(PathDraws, Sampler):
         )
         counted = ~self.runner.discard_request_mask.np[:count]  # the others are still in their prefill
         self.count_removed(mass, counted)
-        self.count_tokens(rows.tickets, lengths + 1 - self.prompt_lengths(count), counted)
+        prompts = self.runner.input_batch.num_prompt_tokens[:count]
+        self.count_tokens(rows.tickets, lengths + 1 - prompts, counted)
         return SamplerOutput(tokens.to(torch.int32).unsqueeze(1), recorded)
-
-    def prompt_lengths(self, count: int) -> np.ndarray:
-        """Return the prompt lengths of the batch's ``count`` requests."""
-        return self.runner.input_batch.num_prompt_tokens[:count]
 
     def rows_of(self, metadata: SamplingMetadata, count: int) -> Rows | None:
         """Return the values of a batch of ``count`` requests; None if one has no seed: in vLLM's own dummy

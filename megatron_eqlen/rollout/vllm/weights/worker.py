@@ -26,7 +26,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from megatron_eqlen.rollout.vllm.engine.draws import DrawSettings
 from megatron_eqlen.rollout.vllm.engine.repack import repack
-from megatron_eqlen.rollout.vllm.engine.speculation import install
+from megatron_eqlen.rollout.vllm.engine.sampler import install
 from megatron_eqlen.rollout.vllm.weights.relay import Neighbours, node_name, receive_on_node
 
 logger = logging.getLogger(__name__)
